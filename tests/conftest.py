@@ -1,0 +1,21 @@
+"""Settings of all tests: a quiet TensorFlow on one thread, helpers that tests can import."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# pytest's importmode=importlib leaves this folder out, with zoo.py and the like in it.
+sys.path.insert(0, str(Path(__file__).parent))
+
+import hypothesis  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+tf.get_logger().setLevel("ERROR")
+# The suite runs one process a core.
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(1)
+
+# The same examples in every run; the first one pays for TensorFlow's warm-up.
+hypothesis.settings.register_profile("tests", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("tests")

@@ -1,0 +1,56 @@
+"""Checks of arguments, with messages that name the argument and what was received."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+
+def number(name: str, value: Any, minimum: float, *, strict: bool = False) -> float:
+    """Returns `value` as a float, or raises.
+
+    Args:
+      name: the argument's name, for the message.
+      value: what the caller passed.
+      minimum: the smallest number allowed.
+      strict: if true, `minimum` itself is not allowed.
+
+    Raises:
+      TypeError: if `value` is not a number.
+      ValueError: if it is NaN, infinite or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"`{name}` must be a number. Received: {name}={value!r}")
+    if not math.isfinite(value) or value < minimum or (strict and value == minimum):
+        bound = "greater than" if strict else "at least"
+        raise ValueError(
+            f"`{name}` must be finite and {bound} {minimum:g}. Received: {name}={value!r}"
+        )
+    return float(value)
+
+
+def integer(name: str, value: Any, minimum: int) -> int:
+    """Returns `value` as an int, or raises.
+
+    Raises:
+      TypeError: if `value` is not a whole number.
+      ValueError: if it is below `minimum`.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"`{name}` must be a whole number. Received: {name}={value!r}")
+    if value < minimum:
+        raise ValueError(f"`{name}` must be at least {minimum}. Received: {name}={value!r}")
+    return int(value)
+
+
+def choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """Returns `value`, or raises if it is none of `choices`.
+
+    Raises:
+      ValueError: if it is not.
+    """
+    if value not in choices:
+        listed = ", ".join(repr(c) for c in choices)
+        raise ValueError(f"`{name}` must be one of {listed}. Received: {name}={value!r}")
+    return value

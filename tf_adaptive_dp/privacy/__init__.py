@@ -1,0 +1,1 @@
+"""Counting and accounting of what was released."""

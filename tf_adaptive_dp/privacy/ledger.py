@@ -1,0 +1,104 @@
+"""The ledger: how many noisy gradients were released, and with what parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Callable, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+
+class Segment(NamedTuple):
+    """Releases in a row that share their parameters.
+
+    Attributes:
+      noise_multiplier: standard deviation of the noise divided by the L2 sensitivity under
+        adding or removing one example.
+      batch_size: the expected batch size, a public constant, in examples.
+      num_releases: how many noisy gradients were released so.
+    """
+
+    noise_multiplier: float
+    batch_size: float
+    num_releases: int
+
+
+class Ledger:
+    """Counts the releases of an optimizer, inside the graph and in variables that are saved.
+
+    A release whose parameters differ from the last one's opens a new segment.
+
+    Guarantee: every release is counted, with a noise multiplier that is at most and a batch size
+    that is at least the one used; so an ε computed from the ledger never is too small. Both are
+    exact for the first `MAX_SEGMENTS` segments; later ones are merged into the last, which then
+    keeps its smallest noise multiplier and its largest batch size.
+
+    Attributes:
+      other_events: `dp_accounting.DpEvent`s that were spent beside the gradients, such as side
+        information that was itself released with privacy.
+    """
+
+    MAX_SEGMENTS = 64
+
+    def __init__(self, add_variable: Callable[..., tf.Variable]):
+        """Creates the ledger's variables.
+
+        Args:
+          add_variable: makes a variable that is saved with the optimizer, as
+            `tf.keras.optimizers.Optimizer.add_variable` does.
+        """
+        self._parameters = add_variable(
+            [self.MAX_SEGMENTS, 2], dtype=tf.float64, name="ledger_parameters"
+        )
+        self._counts = add_variable([self.MAX_SEGMENTS], dtype=tf.int64, name="ledger_counts")
+        self.other_events: tuple = ()
+
+    def record(self, noise_multiplier: tf.Tensor, batch_size: tf.Tensor) -> None:
+        """Counts one release; the work of a few scalars, inside a graph or outside.
+
+        Args:
+          noise_multiplier: scalar, see `Segment`.
+          batch_size: scalar, see `Segment`.
+        """
+        current = tf.stack([tf.cast(noise_multiplier, tf.float64), tf.cast(batch_size, tf.float64)])
+        parameters, counts = self._parameters.read_value(), self._counts.read_value()
+        used = tf.math.count_nonzero(counts)
+        last = tf.gather(parameters, tf.maximum(used - 1, 0))
+        same = (used > 0) & tf.reduce_all(last == current)
+        full = ~same & (used == self.MAX_SEGMENTS)
+        worst = tf.stack([tf.minimum(last[0], current[0]), tf.maximum(last[1], current[1])])
+        index = tf.where(same | full, used - 1, used)
+        here = tf.range(self.MAX_SEGMENTS, dtype=tf.int64) == index
+        row = tf.where(full, worst, current)
+        self._parameters.assign(tf.where(here[:, tf.newaxis], row, parameters))
+        self._counts.assign(counts + tf.cast(here, tf.int64))
+
+    @property
+    def segments(self) -> list[Segment]:
+        """What was released so far, oldest first."""
+        return [
+            Segment(float(noise_multiplier), float(batch_size), int(count))
+            for (noise_multiplier, batch_size), count in zip(
+                self._parameters.numpy(), self._counts.numpy()
+            )
+            if count
+        ]
+
+    def restore(self, segments: Sequence[Sequence[float]]) -> None:
+        """Replaces what is recorded.
+
+        Args:
+          segments: as the property `segments` gave them.
+        """
+        parameters = np.zeros(self._parameters.shape)
+        counts = np.zeros(self._counts.shape, np.int64)
+        for row, (noise_multiplier, batch_size, count) in enumerate(segments):
+            parameters[row], counts[row] = (noise_multiplier, batch_size), count
+        self._parameters.assign(parameters)
+        self._counts.assign(counts)
+
+    @property
+    def num_releases(self) -> int:
+        """How many noisy gradients were released so far."""
+        return int(self._counts.numpy().sum())

@@ -1,0 +1,274 @@
+"""What may be claimed of a training run, in words."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import dp_accounting
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.privacy import accounting
+from tf_adaptive_dp.privacy.ledger import Segment
+
+__all__ = ["epsilon_without_amplification", "privacy_statement"]
+
+SAMPLINGS = ("shuffled", "poisson")
+
+_PROTECTED = """\
+Protected: every noisy gradient that was released, hence the weights after every step, all
+checkpoints, and whatever is computed from these without looking at the training data again."""
+
+_NOT_PROTECTED = """\
+Not protected: loss and metrics that were printed for training data, gradient norms and other
+statistics of unprotected gradients, the choice of hyperparameters if they were tuned on the private
+data, and the number of examples, which counts as public."""
+
+
+def epsilon_without_amplification(
+    ledger: Any, num_examples: int, delta: float, *, accountant: str = "rdp"
+) -> float:
+    """ε of a ledger if all that is known of the batches is that a pass has each example once.
+
+    A pass over the data takes at least m = floor(num_examples / batch_size) releases. So an example
+    is in at most ceil(num_releases / m) releases of a segment, one more if the segment may have
+    begun in the middle of a pass; these count as Gaussian mechanisms without sampling.
+
+    Guarantee: (ε, δ)-DP for adding or removing one example, in whatever order the examples come, if
+    each pass has each example in one batch at most and the other batches do not depend on whether
+    it is there. No secret randomness is assumed, hence the size of this ε.
+
+    Args:
+      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      num_examples: number of examples in the training set, a public constant.
+      delta: δ, in (0, 1).
+      accountant: `"rdp"` or `"pld"`, see `accounting.epsilon`.
+
+    Returns:
+      ε ≥ 0, `math.inf` if something was released without noise.
+
+    Raises:
+      TypeError, ValueError, dp_accounting.UnsupportedEventError: as `accounting.epsilon_spent`.
+
+    Example:
+      >>> from types import SimpleNamespace
+      >>> from tf_adaptive_dp.privacy.statement import epsilon_without_amplification
+      >>> ledger = SimpleNamespace(segments=[(2.0, 200.0, 6_000)], other_events=())
+      >>> round(epsilon_without_amplification(ledger, num_examples=60_000, delta=1e-5), 2)
+      12.3
+    """
+    segments, other_events = accounting.read_ledger(ledger, num_examples)
+    counts: accounting.Counts = {}
+    for segment, times in zip(segments, _occurrences(segments, num_examples)):
+        release = (segment.noise_multiplier, 1.0)
+        counts[release] = counts.get(release, 0) + times
+    return accounting.composed_epsilon(counts, other_events, delta, accountant)
+
+
+def privacy_statement(
+    ledger: Any,
+    num_examples: int,
+    delta: float,
+    *,
+    sampling: str = "shuffled",
+    accountant: str = "rdp",
+    max_examples_per_user: int | None = None,
+) -> str:
+    """The privacy of a training run, as a text to publish with the model.
+
+    Guarantee: the numbers are `accounting.epsilon_spent` and, for shuffled batches,
+    `epsilon_without_amplification`, rounded up. The text names the unit (one example), the
+    adjacency (add or remove one), the sampling, what is protected and what is not.
+
+    Args:
+      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      num_examples: number of examples in the training set, a public constant.
+      delta: δ, in (0, 1); should be well below 1 / `num_examples`.
+      sampling: how batches were really drawn: `"poisson"` (every example independently), or
+        `"shuffled"`, which is what `dataset.shuffle(...).batch(...)` and `fit(x, y)` do.
+      accountant: `"rdp"` or `"pld"`, see `accounting.epsilon`.
+      max_examples_per_user: most examples that come from one person, if that is bounded.
+
+    Returns:
+      Paragraphs of at most 80 columns. A run of one segment and nothing else ends with TF Privacy's
+      own statement.
+
+    Raises:
+      ValueError: if `sampling` is unknown, and with TypeError and
+        dp_accounting.UnsupportedEventError as `accounting.epsilon_spent`.
+
+    Example:
+      >>> from types import SimpleNamespace
+      >>> from tf_adaptive_dp.privacy.statement import privacy_statement
+      >>> ledger = SimpleNamespace(segments=[(2.0, 200.0, 6_000)], other_events=())
+      >>> text = privacy_statement(ledger, 60_000, 1e-5, sampling="poisson")
+      >>> print("".join(text.splitlines(keepends=True)[:4]))
+      Differential privacy with epsilon = 0.5384 and delta = 1e-05 (RDP accounting,
+      rounded up). Unit: one example. Adjacency: data sets that differ by adding or
+      removing one example. The batches were drawn by Poisson sampling, and for that
+      this epsilon is a proven bound.
+      <BLANKLINE>
+    """
+    checks.choice("sampling", sampling, SAMPLINGS)
+    if max_examples_per_user is not None:
+        checks.integer("max_examples_per_user", max_examples_per_user, 1)
+    spent = accounting.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
+    segments, other_events = accounting.read_ledger(ledger, num_examples)
+    if not segments and not other_events:
+        return _filled(
+            "Nothing was released: the ledger is empty, epsilon = 0. That says nothing of weights "
+            "that were trained by other means."
+        )
+    released = _released(segments, other_events, num_examples)
+    if math.isinf(spent):
+        why = "NOT PRIVATE: epsilon is infinite, because something was released without noise."
+        return "\n".join([_filled(why), released])
+    unamplified = epsilon_without_amplification(ledger, num_examples, delta, accountant=accountant)
+    tf_privacy = ""
+    if len(segments) == 1 and not other_events:
+        # Of anything else TF Privacy's statement would be a smaller epsilon than the true one.
+        tf_privacy = _tf_privacy_statement(
+            segments[0], num_examples, delta, accountant, max_examples_per_user
+        )
+    paragraphs = [
+        _claim(spent, unamplified, delta, accountant, sampling),
+        _warning_of_delta(delta, num_examples),
+        released,
+        _filled(_PROTECTED),
+        _filled(_NOT_PROTECTED),
+        _of_one_person(max_examples_per_user),
+        tf_privacy,
+    ]
+    return "\n".join(paragraph for paragraph in paragraphs if paragraph)
+
+
+def _occurrences(segments: Sequence[Segment], num_examples: int) -> list[int]:
+    """In how many releases of each segment one example is at most."""
+    result = []
+    pass_begins = True
+    for _, batch_size, count in segments:
+        # As a fraction, so that 60,000 / 200.0 is 300 releases exactly.
+        per_pass = num_examples / Fraction(batch_size)
+        result.append(-(-count // math.floor(per_pass)) + (not pass_begins))
+        # Known for certain only where batches divide the data.
+        pass_begins = pass_begins and per_pass.denominator == 1 and count % per_pass == 0
+    return result
+
+
+def _claim(spent: float, unamplified: float, delta: float, accountant: str, sampling: str) -> str:
+    unit = "Unit: one example. Adjacency: data sets that differ by adding or removing one example."
+    how = f"({accountant.upper()} accounting, rounded up)"
+    if sampling == "poisson":
+        return _filled(
+            f"Differential privacy with epsilon = {_up(spent)} and delta = {delta:g} {how}. {unit} "
+            "The batches were drawn by Poisson sampling, and for that this epsilon is a proven "
+            "bound."
+        )
+    return (
+        _filled(
+            f"Differential privacy at delta = {delta:g} {how}. {unit} The batches came from "
+            "shuffling the data, not from Poisson sampling, so there are two epsilons:"
+        )
+        + _item(
+            f"epsilon = {_up(spent)} is that of Poisson sampling with the same batch size: an "
+            "approximation to what shuffling gives, not a proven bound."
+        )
+        + _item(
+            f"epsilon = {_up(unamplified)} is without amplification by sampling: a bound for any "
+            "order of the data, if each example is in one batch per epoch and the other batches do "
+            "not depend on it."
+        )
+    )
+
+
+def _released(
+    segments: Sequence[Segment], events: Sequence[dp_accounting.DpEvent], num_examples: int
+) -> str:
+    lines = [_filled("Released:")]
+    for noise_multiplier, batch_size, count in segments:
+        lines.append(
+            _item(
+                f"{count} noisy gradients with noise multiplier {noise_multiplier:g} and expected "
+                f"batch size {batch_size:g} of {num_examples} examples"
+            )
+        )
+    lines.extend(_item(f"besides the gradients, and counted in: {event}") for event in events)
+    return "".join(lines)
+
+
+def _warning_of_delta(delta: float, num_examples: int) -> str:
+    if delta * num_examples <= 1 + 1e-9:  # 1 / n itself is customary
+        return ""
+    return _filled(
+        "Warning: delta is above 1 / number of examples. So large a delta would allow to "
+        "publish some example as it is."
+    )
+
+
+def _of_one_person(max_examples: int | None) -> str:
+    if max_examples == 1:
+        return _filled("Each person has one example at most, so the unit is also one person.")
+    number = "any number of" if max_examples is None else f"up to {max_examples}"
+    return _filled(
+        f"A person may have {number} examples, and is protected less than one example is: the "
+        "epsilon above is not one for persons."
+    )
+
+
+def _tf_privacy_statement(
+    segment: Segment,
+    num_examples: int,
+    delta: float,
+    accountant: str,
+    max_examples_per_user: int | None,
+) -> str:
+    # Here, because it takes seconds to import.
+    from tensorflow_privacy.privacy.analysis import compute_dp_sgd_privacy_lib as lib
+
+    noise_multiplier, batch_size, count = segment
+    try:
+        text = lib.compute_dp_sgd_privacy_statement(
+            number_of_examples=num_examples,
+            batch_size=int(batch_size) if batch_size.is_integer() else batch_size,
+            num_epochs=_num_epochs(count, batch_size, num_examples),
+            noise_multiplier=noise_multiplier,
+            delta=delta,
+            used_microbatching=False,  # the ledger's noise multiplier is the effective one
+            max_examples_per_user=max_examples_per_user,
+            accountant_type=lib.AccountantType[accountant.upper()],
+        )
+    except (ArithmeticError, ValueError, lib.UserLevelDPComputationError) as error:
+        # With very much noise dp_accounting meets rounding errors that `accounting` deals with.
+        return _filled(f"TF Privacy has no statement of this run: {error}")
+    return f"TF Privacy's statement of the same run:\n\n{textwrap.indent(text, '  ')}"
+
+
+def _num_epochs(count: int, batch_size: float, num_examples: int) -> float:
+    """The shortest number of epochs of which TF Privacy makes `count` releases.
+
+    It takes ceil(num_epochs / sampling_probability), where rounding easily makes one too many.
+    """
+    exact = count * Fraction(batch_size) / num_examples
+    for digits in range(16):
+        unit = Fraction(1, 10**digits)
+        below = exact // unit * unit
+        for epochs in (float(below), float(below - unit)):
+            same_count = math.ceil(epochs / (batch_size / num_examples)) == count
+            if same_count and math.ceil(epochs) == math.ceil(exact):
+                return epochs
+    return (count - 0.5) * batch_size / num_examples
+
+
+def _up(epsilon: float) -> str:
+    return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}"
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), width=80) + "\n"
+
+
+def _item(text: str) -> str:
+    return textwrap.fill(text, width=80, initial_indent="  - ", subsequent_indent="    ") + "\n"
