@@ -15,6 +15,10 @@ tf.get_logger().setLevel("ERROR")
 # The suite runs one process a core.
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(1)
+# Two devices, so that strategies with several replicas can be tested.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
 
 # The same examples in every run; the first one pays for TensorFlow's warm-up.
 hypothesis.settings.register_profile("tests", derandomize=True, database=None, deadline=None)

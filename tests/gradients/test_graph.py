@@ -1,0 +1,275 @@
+"""Models and losses that mix examples are refused; those that only look like it are not."""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import zoo
+from zoo import classifier, floats
+
+from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients import graph
+
+layers = tf.keras.layers
+pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
+MODES = ("eager", "graph", "graph of fixed size")
+
+
+def norms(problem, mode):
+    def step(*batch):
+        return zoo.source(problem, *batch).squared_norms()
+
+    return zoo.in_mode(mode, step, problem.batch)(*problem.batch).numpy()
+
+
+def dense(*hidden, shape=(5,)):
+    return lambda: classifier(
+        tf.keras.Sequential([layers.Dense(4), *hidden, layers.Flatten(), layers.Dense(3)]),
+        floats(4, *shape),
+    )
+
+
+def first(layer, shape=(5,)):
+    return lambda: classifier(
+        tf.keras.Sequential([layer, layers.Flatten(), layers.Dense(3)]), floats(4, *shape)
+    )
+
+
+MIXING = {
+    "BatchNormalization": dense(layers.BatchNormalization()),
+    "BatchNormalization of sequences": dense(layers.BatchNormalization(), shape=(3, 2)),
+    "BatchNormalization of images": dense(layers.BatchNormalization(), shape=(3, 3, 2)),
+    "BatchNormalization of images without scale": dense(
+        layers.BatchNormalization(scale=False, center=False), shape=(3, 3, 2)
+    ),
+    "BatchNormalization, first layer": first(layers.BatchNormalization()),
+    "BatchNormalization of images, first layer": first(layers.BatchNormalization(), (3, 3, 2)),
+    "mean": dense(layers.Lambda(lambda x: x - tf.reduce_mean(x, axis=0))),
+    "mean that keeps the axis": dense(
+        layers.Lambda(lambda x: x - tf.reduce_mean(x, 0, keepdims=True))
+    ),
+    "mean over axis -2": dense(layers.Lambda(lambda x: x - tf.reduce_mean(x, axis=-2))),
+    "sum": dense(layers.Lambda(lambda x: x * tf.reduce_sum(x, axis=0))),
+    "sum over all axes": dense(layers.Lambda(lambda x: x - tf.reduce_mean(x))),
+    "product": dense(layers.Lambda(lambda x: x * tf.reduce_prod(x, axis=0))),
+    "maximum": dense(layers.Lambda(lambda x: x - tf.reduce_max(x, axis=0))),
+    "deviation": dense(layers.Lambda(lambda x: x / tf.math.reduce_std(x, axis=0))),
+    "l2_normalize": dense(layers.Lambda(lambda x: tf.nn.l2_normalize(x, axis=0))),
+    "mean of the inputs": first(layers.Lambda(lambda x: x - tf.reduce_mean(x, axis=0))),
+}
+
+
+# What leaves no trace in the backward pass, which is all that eager execution shows.
+UNSEEN = {"BatchNormalization, first layer", "maximum", "mean of the inputs"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MIXING)
+def test_models_that_mix_examples_are_refused(name, mode):
+    if mode == "eager" and name in UNSEEN:
+        with pytest.warns(UserWarning, match="only the backward pass can be searched"):
+            norms(MIXING[name](), mode)
+        return
+    with pytest.raises(NotPrivateError, match="examples of a batch(, so| mix)") as error:
+        norms(MIXING[name](), mode)
+    assert "`tf.keras.layers.GroupNormalization` or `LayerNormalization`" in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 2), (3, 3, 2)], ids=str)
+def test_the_error_names_the_layer_where_the_graph_knows_it(shape):
+    problem = dense(layers.BatchNormalization(name="my_norm"), shape=shape)()
+    with pytest.raises(NotPrivateError, match="Received: .*my_norm"):
+        norms(problem, "graph")
+
+
+class WeightNormalized(layers.Layer):
+    """A dense layer whose kernel has columns of a learned length."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight("kernel", [shape[-1], 4])
+        self.length = self.add_weight("length", [4], initializer="ones")
+
+    def call(self, x):
+        return x @ (tf.nn.l2_normalize(self.kernel, axis=0) * self.length)
+
+
+class ClassToken(layers.Layer):
+    """Puts a learned vector before each sequence."""
+
+    def build(self, shape):
+        self.token = self.add_weight("token", [1, 1, shape[-1]])
+
+    def call(self, x):
+        return tf.concat([tf.tile(self.token, [tf.shape(x)[0], 1, 1]), x], axis=1)
+
+
+class Temperature(layers.Layer):
+    """Multiplies all by one learned number."""
+
+    def build(self, shape):
+        self.factor = self.add_weight("factor", [])
+
+    def call(self, x):
+        return x * self.factor
+
+
+# The batch has 4 examples, and so many other axes have length 4.
+APART = {
+    "LayerNormalization": dense(layers.LayerNormalization(), shape=(4,)),
+    "LayerNormalization of sequences": dense(layers.LayerNormalization(), shape=(4, 4)),
+    "LayerNormalization of images": dense(layers.LayerNormalization(), shape=(4, 4, 4)),
+    "GroupNormalization": dense(layers.GroupNormalization(4), shape=(4,)),
+    "GroupNormalization of images": dense(layers.GroupNormalization(4), shape=(4, 4, 4)),
+    "InstanceNormalization": dense(layers.GroupNormalization(-1), shape=(4, 4, 4)),
+    "UnitNormalization": dense(layers.UnitNormalization(), shape=(4,)),
+    "frozen BatchNormalization": dense(layers.BatchNormalization(trainable=False), shape=(4,)),
+    "frozen BatchNormalization of images": dense(
+        layers.BatchNormalization(trainable=False), shape=(4, 4, 4)
+    ),
+    "weight normalisation": first(WeightNormalized(), (5,)),
+    "weight normalisation, as many rows as examples": first(WeightNormalized(), (4,)),
+    "one learned factor": dense(layers.Dense(3), Temperature()),
+    "class token": dense(ClassToken(), shape=(4, 4)),
+    "mean over time": dense(layers.Lambda(lambda x: tf.reduce_mean(x, axis=1)), shape=(4, 4)),
+    "centred in time": dense(
+        layers.Lambda(lambda x: x - tf.reduce_mean(x, axis=1, keepdims=True)), shape=(4, 4)
+    ),
+    "softmax over time": dense(layers.Softmax(axis=1), shape=(4, 4)),
+    "maximum over time": dense(layers.GlobalMaxPooling1D(), shape=(4, 4)),
+    "sum over the last axes": dense(
+        layers.Lambda(lambda x: tf.reduce_sum(x, [2, 3])), shape=[4] * 3
+    ),
+    "time first, summed": dense(
+        layers.Lambda(lambda x: tf.reduce_sum(tf.transpose(x, [1, 0, 2]), axis=0)), shape=(3, 4)
+    ),
+    "reshape and tensordot": dense(
+        layers.Reshape([2, 8]),
+        layers.Dense(4),
+        layers.Lambda(lambda x: tf.tensordot(x, tf.ones([4, 4]), axes=1)),
+        shape=(4, 4),
+    ),
+    "global average of an image": dense(layers.GlobalAveragePooling2D(), shape=(4, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", APART)
+def test_models_that_keep_examples_apart_are_accepted_and_right(name, mode):
+    problem = APART[name]()
+    if (name, mode) == ("weight normalisation, as many rows as examples", "eager"):
+        # On the safe side: without a forward graph the kernel's rows could be the batch.
+        with pytest.raises(NotPrivateError, match="reduces over the batch axis"):
+            norms(problem, mode)
+        return
+    rows = zoo.batch_of_one_gradients(problem)
+    expected = sum((r.reshape(len(r), -1) ** 2).sum(axis=1) for r in rows)
+    np.testing.assert_allclose(norms(problem, mode), expected, rtol=1e-5)
+
+
+SHARED = {
+    "a penalty": lambda loss, w: loss + 0.1 * tf.reduce_sum(w**2),
+    "a penalty first": lambda loss, w: 0.1 * tf.reduce_sum(w**2) + loss,
+    "l2_loss": lambda loss, w: loss + tf.nn.l2_loss(w),
+    "a penalty that is subtracted": lambda loss, w: loss - tf.reduce_sum(tf.math.log(w**2)),
+    "a penalty of shape [1]": lambda loss, w: loss + tf.reshape(tf.reduce_sum(w**2), [1]),
+    "a penalty and a constant": lambda loss, w: (loss + tf.nn.l2_loss(w)) + 1.0,
+    "the mean of the losses": lambda loss, w: loss - tf.reduce_mean(loss),
+    "a penalty, then scaled": lambda loss, w: (loss + tf.nn.l2_loss(w)) / 2.0,
+    "a learned number": lambda loss, w: loss * tf.exp(-w[0, 0]) + w[0, 0],
+    "a penalty, spread over the batch": lambda loss, w: loss + tf.fill([4], tf.nn.l2_loss(w)),
+}
+linear = functools.cache(first(layers.Dense(3)))
+
+
+def with_term(term):
+    problem = linear()
+    kernel = problem.variables[0]
+
+    def losses(x, y):
+        return term(problem.losses(x, y), kernel)
+
+    return problem._replace(losses=losses)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("name", SHARED)
+def test_terms_that_all_examples_share_are_refused(name, mode):
+    message = "term that all examples share|reduces over the batch axis"
+    with pytest.raises(NotPrivateError, match=message):
+        norms(with_term(SHARED[name]), mode)
+
+
+def test_the_error_about_a_penalty_names_the_cure():
+    with pytest.raises(NotPrivateError, match="use the optimizer's `weight_decay` instead"):
+        norms(with_term(SHARED["a penalty"]), "graph")
+
+
+OWN = {
+    "a constant": lambda loss, w: loss + 0.5,
+    "a constant of shape [1]": lambda loss, w: loss + tf.constant([0.5]),
+    "a constant for each example": lambda loss, w: loss - tf.constant([1.0, 2.0, 3.0, 4.0]),
+    "a sum of losses": lambda loss, w: tf.add_n([loss, loss]) / 2.0,
+    "a penalty without gradient": lambda loss, w: loss + tf.stop_gradient(1.0),
+}
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("term", OWN.values(), ids=OWN)
+def test_terms_of_the_loss_that_change_no_gradient_are_accepted(term, mode):
+    plain = norms(with_term(lambda loss, w: loss), mode)
+    np.testing.assert_allclose(norms(with_term(term), mode), plain, rtol=1e-6)
+
+
+# Losses of one number z = ⟨x, w⟩ + b an example: b is in each, but it is no penalty.
+LINEAR = {
+    "squares": lambda y, z, b: (z - y) ** 2,
+    "logistic regression": lambda y, z, b: tf.nn.sigmoid_cross_entropy_with_logits(y, z),
+    "Poisson regression": lambda y, z, b: tf.nn.log_poisson_loss(y, z),
+    "hinge": lambda y, z, b: tf.nn.relu(1.0 - (2 * y - 1) * z),
+    "a penalty below sample weights": lambda y, z, b: ((z - y) ** 2 + b**2) * y,
+}
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_bias_that_all_examples_share_is_no_penalty(name, mode):
+    w, b = tf.Variable(floats(3)), tf.Variable(0.5)
+
+    def losses(x, y):
+        return LINEAR[name](y, tf.linalg.matvec(x, w) + b, b)
+
+    batch = (floats(4, 3), np.array([0.0, 1.0, 1.0, 0.0], "float32"))
+    problem = zoo.Problem([w, b], losses, batch)
+    rows = zoo.batch_of_one_gradients(problem)
+    np.testing.assert_allclose(
+        norms(problem, mode), (rows[0] ** 2).sum(1) + rows[1] ** 2, rtol=1e-5
+    )
+
+
+def test_in_xla_sees_compilation_from_any_depth():
+    seen = {}
+
+    def look(name):
+        def function(x):
+            seen[name] = graph.in_xla()
+            return x
+
+        return function
+
+    look("eager")(1)
+    tf.function(look("graph"))(1)
+    tf.function(look("xla"), jit_compile=True)(1)
+    inner = tf.function(look("function in xla"))
+    tf.function(lambda x: inner(x), jit_compile=True)(1)
+    loop = look("loop in xla")
+    tf.function(
+        lambda x: tf.while_loop(lambda i: i < 2, lambda i: (loop(i) + 1,), [x]), jit_compile=True
+    )(0)
+    assert seen == {
+        "eager": False,
+        "graph": False,
+        "xla": True,
+        "function in xla": True,
+        "loop in xla": True,
+    }

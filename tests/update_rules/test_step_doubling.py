@@ -1,0 +1,137 @@
+"""The pure functions of ADADP against NumPy, and at the ends of what they can be given."""
+
+import hypothesis
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import strategies as st
+
+from tf_adaptive_dp.update_rules.step_doubling import (
+    adapted_learning_rate,
+    decayed_learning_rate,
+    error_estimate,
+    suggest_tolerance,
+)
+
+NAN, INF = float("nan"), float("inf")
+SMALLEST_NORMAL, LARGEST = np.finfo("float32").tiny, np.finfo("float32").max
+
+
+def test_the_error_is_relative_above_1_and_absolute_below_over_all_variables():
+    generator = np.random.default_rng(0)
+    tilde = [generator.normal(0, 3, s) for s in [(4, 3), (5,), ()]]
+    hat = [generator.normal(0, 3, t.shape) for t in tilde]
+    expected = np.sqrt(
+        sum((((t - h) / np.maximum(1, np.abs(t))) ** 2).sum() for t, h in zip(tilde, hat))
+    )
+    actual = error_estimate([tf.constant(t) for t in tilde], [tf.constant(h) for h in hat])
+    assert actual.dtype == tf.float32
+    assert float(actual) == pytest.approx(expected, rel=1e-5)
+
+
+ERRORS = {
+    "equal points": ([5.0, -7.0], [5.0, -7.0], 0.0),
+    "relative to the half-step point": ([10.0], [0.0], 1.0),
+    "not to the Euler point": ([0.0], [10.0], 10.0),
+    "negative": ([-4.0], [0.0], 1.0),
+    "two entries": ([0.0, 0.0], [3.0, 4.0], 5.0),
+    "large numbers": ([1e30], [0.0], 1.0),
+    "an infinite half-step point": ([INF], [0.0], NAN),
+    "an infinite Euler point": ([0.0], [INF], INF),
+    "NaN": ([NAN], [0.0], NAN),
+}
+
+
+@pytest.mark.parametrize("tilde, hat, expected", ERRORS.values(), ids=ERRORS)
+def test_errors_of_simple_points(tilde, hat, expected):
+    actual = error_estimate([tf.constant(tilde)], [tf.constant(hat)]).numpy()
+    np.testing.assert_allclose(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_points_of_other_types_are_compared_in_float32(dtype):
+    actual = error_estimate([tf.constant([3.0, 0.5], dtype)], [tf.constant([0.0, 0.5], dtype)])
+    assert actual.dtype == tf.float32 and float(actual) == 1.0
+
+
+@pytest.mark.parametrize("error", [1e-6, 0.5, 0.92, 1.0, 1.07, 2.0, 1e6])
+@pytest.mark.parametrize("tolerance", [0.3, 1.0, 1.05])
+@pytest.mark.parametrize("bounds", [(0.9, 1.1), (0.5, 2.0), (1.0, 1.0)])
+def test_the_learning_rate_follows_tolerance_over_error_within_bounds(error, tolerance, bounds):
+    actual = adapted_learning_rate(0.2, error, tolerance, *bounds)
+    assert actual.dtype == tf.float32
+    assert float(actual) == pytest.approx(0.2 * np.clip(tolerance / error, *bounds), rel=1e-6)
+
+
+def test_the_bounds_are_those_of_the_paper_unless_said_otherwise():
+    assert float(adapted_learning_rate(1.0, 100.0, 1.0)) == pytest.approx(0.9)
+    assert float(adapted_learning_rate(1.0, 0.01, 1.0)) == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize("error, factor", [(0.0, 1.1), (INF, 0.9), (NAN, 0.9)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_errors_without_a_finite_quotient(error, factor, compiled):
+    function = tf.function(adapted_learning_rate) if compiled else adapted_learning_rate
+    actual = function(tf.constant(0.2), tf.constant(error), 0.5)
+    assert float(actual) == pytest.approx(0.2 * factor)
+
+
+@hypothesis.given(
+    learning_rate=st.floats(min_value=0),
+    error=st.floats(min_value=0) | st.just(NAN),
+    tolerance=st.floats(1e-30, 1e30),
+)
+def test_the_learning_rate_always_is_a_normal_number(learning_rate, error, tolerance):
+    with np.errstate(over="ignore"):
+        learning_rate, error = np.float32(learning_rate), np.float32(error)
+    actual = adapted_learning_rate(learning_rate, error, tolerance).numpy()
+    assert SMALLEST_NORMAL <= actual <= LARGEST
+
+
+@pytest.mark.parametrize("error, limit", [(INF, 1.2e-38), (0.0, 3.4e38)])
+def test_the_learning_rate_stops_at_the_ends_and_comes_back(error, limit):
+    rate = tf.constant(1.0)
+    step = tf.function(adapted_learning_rate)
+    for _ in range(1000):
+        rate = step(rate, tf.constant(error), 1.0)
+    assert float(rate) == pytest.approx(limit, rel=1e-6)
+    back = step(rate, tf.constant(0.0 if error else INF), 1.0)
+    assert float(back) == pytest.approx(limit * (0.9 if error == 0 else 1.1), rel=1e-5)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1, 2.5, 1e6])
+def test_decay_step_by_step_equals_the_closed_form(decay):
+    rate = tf.constant(0.3)
+    for k in range(50):
+        rate = decayed_learning_rate(rate, tf.constant(k), tf.constant(k + 1), decay)
+        assert float(rate) == pytest.approx(0.3 / (1 + decay * (k + 1)), rel=1e-4)
+
+
+def test_decay_over_several_epochs_at_once_or_none():
+    assert float(decayed_learning_rate(0.3, 2, 7, 0.1)) == pytest.approx(0.3 * 1.2 / 1.7)
+    assert float(decayed_learning_rate(0.3, 4, 4, 0.1)) == pytest.approx(0.3)
+    assert decayed_learning_rate(0.3, tf.constant(1, tf.int64), 2, 0.1).dtype == tf.float32
+
+
+@pytest.mark.parametrize("num_steps", [1, 7, 100_000])
+@pytest.mark.parametrize("num_parameters", [1, 269_322, 10**9])
+def test_the_suggested_tolerance_keeps_the_noise_of_a_run_at_1(num_steps, num_parameters):
+    tolerance = suggest_tolerance(num_steps, num_parameters)
+    assert isinstance(tolerance, float)
+    assert np.sqrt(2 * num_steps) * tolerance / np.sqrt(num_parameters) == pytest.approx(1.0)
+
+
+BAD = {
+    "no steps": ((0, 5), ValueError, "`num_steps` must be at least 1. Received: num_steps=0"),
+    "no parameters": ((5, 0), ValueError, "`num_parameters` must be at least 1. Received: .*=0"),
+    "negative": ((-3, 5), ValueError, "`num_steps` must be at least 1. Received: num_steps=-3"),
+    "a fraction": ((5, 2.5), TypeError, "`num_parameters` must be a whole number. .*=2.5"),
+    "a bool": ((True, 5), TypeError, "`num_steps` must be a whole number. .*=True"),
+    "a string": (("5", 5), TypeError, "`num_steps` must be a whole number. .*='5'"),
+}
+
+
+@pytest.mark.parametrize("arguments, error, message", BAD.values(), ids=BAD)
+def test_a_tolerance_for_nothing_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        suggest_tolerance(*arguments)

@@ -1,0 +1,73 @@
+"""Figures about the gradients for monitoring. They are computed from raw data: NOT private."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+# Bins of the histogram of norms: equal steps of log10, from 1e-6 to 1e6.
+_LOWEST, _HIGHEST, _BINS = -6.0, 6.0, 384
+
+
+class GradientSummary(NamedTuple):
+    """What the gradients of some steps looked like. Not private.
+
+    Attributes:
+      num_examples: examples with a gradient other than zero (padding has gradient zero).
+      clipped_share: share of them whose norm exceeded `l2_norm_clip`.
+      norm_quantiles: the quantiles 0.1, 0.5 and 0.9 of their norms, to about 4%.
+      num_non_finite: examples whose gradient was NaN or infinite and so counted as zero.
+    """
+
+    num_examples: int
+    clipped_share: float
+    norm_quantiles: dict[float, float]
+    num_non_finite: int
+
+
+class GradientStatistics:
+    """Running figures about per-example gradients. NOT private; neither saved nor restored."""
+
+    def __init__(self):
+        with tf.init_scope():
+            self._histogram = tf.Variable(tf.zeros([_BINS], tf.int64), trainable=False)
+            self._counts = tf.Variable(tf.zeros([2], tf.int64), trainable=False)
+
+    def record(self, squared_norms: tf.Tensor, l2_norm_clip: tf.Tensor) -> None:
+        """Adds the examples of one batch.
+
+        Args:
+          squared_norms: [B], ‖gᵢ‖² before clipping.
+          l2_norm_clip: scalar.
+        """
+        finite = tf.math.is_finite(squared_norms)
+        counted = finite & (squared_norms > 0)
+        norms = tf.sqrt(tf.where(counted, squared_norms, 1.0))
+        position = (tf.math.log(norms) / np.log(10.0) - _LOWEST) / (_HIGHEST - _LOWEST) * _BINS
+        bins = tf.clip_by_value(tf.cast(position, tf.int32), 0, _BINS - 1)
+        ones = tf.one_hot(tf.where(counted, bins, -1), _BINS, dtype=tf.int64)
+        self._histogram.assign_add(tf.reduce_sum(ones, axis=0))
+        clipped = counted & (norms > tf.cast(l2_norm_clip, norms.dtype))
+        self._counts.assign_add(tf.math.count_nonzero(tf.stack([clipped, ~finite]), axis=1))
+
+    def summary(self, *, reset: bool = False) -> GradientSummary:
+        """What was recorded since the last reset.
+
+        Args:
+          reset: start anew afterwards.
+        """
+        histogram = self._histogram.numpy()
+        clipped, non_finite = (int(count) for count in self._counts.numpy())
+        if reset:
+            self._histogram.assign(tf.zeros_like(self._histogram))
+            self._counts.assign(tf.zeros_like(self._counts))
+        total = int(histogram.sum())
+        share = np.cumsum(histogram) / max(total, 1)
+        step = (_HIGHEST - _LOWEST) / _BINS
+        quantiles = {
+            q: float(10 ** (_LOWEST + step * (np.searchsorted(share, q) + 0.5))) if total else 0.0
+            for q in (0.1, 0.5, 0.9)
+        }
+        return GradientSummary(total, clipped / max(total, 1), quantiles, non_finite)

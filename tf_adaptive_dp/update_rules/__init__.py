@@ -1,0 +1,1 @@
+"""Update rules as pure functions of tensors."""

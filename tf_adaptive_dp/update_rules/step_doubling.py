@@ -1,0 +1,120 @@
+"""ADADP's learning rate: one step of size η compared with two of size η/2.
+
+Koskela and Honkela, "Learning Rate Adaptation for Federated and Differentially Private Learning",
+Algorithms 1 and 2. Pure functions of tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+
+# The smallest and largest normal float32: no learning rate leaves this range.
+_SMALLEST, _LARGEST = 1.2e-38, 3.4e38
+
+
+def error_estimate(
+    half_step_points: Sequence[tf.Tensor], euler_points: Sequence[tf.Tensor]
+) -> tf.Tensor:
+    """The local error of one step, equation 6: ‖(θ̃ − θ̂) / max(1, |θ̃|)‖₂ over all variables.
+
+    Args:
+      half_step_points: θ̃, after two half steps, one tensor a variable.
+      euler_points: θ̂, after one whole step.
+
+    Returns:
+      Scalar, float32.
+
+    >>> error_estimate([tf.constant([3.0, 0.5])], [tf.constant([0.0, 0.5])]).numpy()
+    1.0
+    """
+    squares = [
+        tf.reduce_sum(tf.square((tilde - hat) / tf.maximum(1.0, tf.abs(tilde))))
+        for tilde, hat in zip(
+            (tf.cast(t, tf.float32) for t in half_step_points),
+            (tf.cast(t, tf.float32) for t in euler_points),
+        )
+    ]
+    return tf.sqrt(tf.add_n(squares))
+
+
+def adapted_learning_rate(
+    learning_rate: tf.Tensor,
+    error: tf.Tensor,
+    tolerance: float,
+    alpha_min: float = 0.9,
+    alpha_max: float = 1.1,
+) -> tf.Tensor:
+    """The next learning rate, Algorithm 1: η · min(max(tol / err, α_min), α_max).
+
+    An error of zero gives α_max; one that is infinite or NaN gives α_min. From a finite η the
+    result is a normal float32, whatever the error.
+
+    Args:
+      learning_rate: η, scalar.
+      error: err, scalar.
+      tolerance: tol, in the units of the parameters.
+      alpha_min: the smallest factor.
+      alpha_max: the largest factor.
+
+    Returns:
+      Scalar, float32.
+
+    >>> print(f"{adapted_learning_rate(0.1, 2.0, 1.9).numpy():.4f}")
+    0.0950
+    """
+    error = tf.cast(error, tf.float32)
+    error = tf.where(tf.math.is_nan(error), float("inf"), error)
+    factor = tf.clip_by_value(tf.cast(tolerance, tf.float32) / error, alpha_min, alpha_max)
+    return tf.clip_by_value(tf.cast(learning_rate, tf.float32) * factor, _SMALLEST, _LARGEST)
+
+
+def decayed_learning_rate(
+    learning_rate: tf.Tensor, elapsed: tf.Tensor, next_elapsed: tf.Tensor, decay: float
+) -> tf.Tensor:
+    """One step of η_k = η_frozen / (1 + decay·(k − frozen)), from one k to a later one.
+
+    The paper's schedule for the SGD that follows ADADP (section "Comparison of ADADP against
+    DP-Adam").
+
+    Args:
+      learning_rate: η_k.
+      elapsed: k − frozen.
+      next_elapsed: the same for the step to come.
+      decay: 0.1 in the paper.
+
+    Returns:
+      Scalar, float32.
+    """
+    ratio = (1.0 + decay * tf.cast(elapsed, tf.float32)) / (
+        1.0 + decay * tf.cast(next_elapsed, tf.float32)
+    )
+    return tf.cast(learning_rate, tf.float32) * ratio
+
+
+def suggest_tolerance(num_steps: int, num_parameters: int) -> float:
+    """A tolerance at which the noise that adds up over a run stays of order 1.
+
+    After T steps each parameter carries noise of about √(2T)·tol/√d (section "Choice of parameter
+    tol"); asking that this be 1 gives tol = √(d / (2T)). It holds where noise dominates, √d ≫ |B|.
+
+    Args:
+      num_steps: T, the number of steps of size η; ADADP takes one for two minibatches.
+      num_parameters: d.
+
+    Returns:
+      tol.
+
+    Raises:
+      ValueError: if an argument is below 1.
+
+    >>> suggest_tolerance(num_steps=1_000, num_parameters=2_000)
+    1.0
+    """
+    num_steps = checks.integer("num_steps", num_steps, 1)
+    num_parameters = checks.integer("num_parameters", num_parameters, 1)
+    return math.sqrt(num_parameters / (2 * num_steps))
