@@ -1,5 +1,46 @@
-"""Private training for Keras: change the optimizer, keep the rest."""
+"""Private training for Keras: change the optimizer, keep the rest.
 
+`model.compile(tf_adaptive_dp.ADADP(l2_norm_clip=1.0, noise_multiplier=1.1), loss=...)` with a loss
+that has `reduction="none"`.
+"""
+
+from tf_adaptive_dp.callbacks import PrivacyBudget, PrivacyMonitor
+from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
+from tf_adaptive_dp.gradients.per_example import per_example_gradients
+from tf_adaptive_dp.optimizers.adadp import ADADP
+from tf_adaptive_dp.optimizers.adadps import AdaDPS
+from tf_adaptive_dp.optimizers.adam_wosm import DPAdamWOSM
+from tf_adaptive_dp.optimizers.dp_optimizer import make_dp_optimizer_class
+from tf_adaptive_dp.optimizers.stock import DPSGD, DPAdagrad, DPAdam, DPAdamW, DPRMSprop
+from tf_adaptive_dp.privacy.accounting import epsilon, epsilon_spent
+from tf_adaptive_dp.privacy.calibration import noise_multiplier_for
+from tf_adaptive_dp.privacy.statement import privacy_statement
+from tf_adaptive_dp.side_information.fixed import FixedPreconditioner
+from tf_adaptive_dp.side_information.public_gradients import PublicGradients
+from tf_adaptive_dp.update_rules.step_doubling import suggest_tolerance
 from tf_adaptive_dp.version import __version__
 
-__all__ = ["__version__"]
+__all__ = [
+    "ADADP",
+    "AdaDPS",
+    "BudgetExceededError",
+    "DPAdagrad",
+    "DPAdam",
+    "DPAdamW",
+    "DPAdamWOSM",
+    "DPRMSprop",
+    "DPSGD",
+    "FixedPreconditioner",
+    "NotPrivateError",
+    "PrivacyBudget",
+    "PrivacyMonitor",
+    "PublicGradients",
+    "__version__",
+    "epsilon",
+    "epsilon_spent",
+    "make_dp_optimizer_class",
+    "noise_multiplier_for",
+    "per_example_gradients",
+    "privacy_statement",
+    "suggest_tolerance",
+]

@@ -1,0 +1,274 @@
+"""The shell of all optimizers: what it refuses, and that nothing changes when it does."""
+
+import catalogue
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tf_adaptive_dp import NotPrivateError
+
+
+def compiled(model=None, loss=None, **kwargs):
+    model = model or catalogue.mlp()
+    model.compile(catalogue.make("DPSGD"), loss=loss or catalogue.loss(), **kwargs)
+    return model
+
+
+def assert_refused(model, match, error=NotPrivateError, **kwargs):
+    start = model.get_weights()
+    with pytest.raises(error, match=match):
+        catalogue.fit(model, **kwargs)
+    for a, b in zip(model.get_weights(), start):
+        np.testing.assert_array_equal(a, b)
+    assert model.optimizer.ledger.num_releases == 0
+    assert int(model.optimizer.iterations.numpy()) == 0
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_scalar_loss_is_refused(run_eagerly):
+    scalar = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    assert_refused(compiled(loss=scalar, run_eagerly=run_eagerly), 'reduction="none"')
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_loss_of_rank_2_is_refused(run_eagerly):
+    class Rank2(tf.keras.losses.Loss):
+        def call(self, y, prediction):
+            return tf.square(prediction)
+
+    model = compiled(loss=Rank2(reduction="none"), run_eagerly=run_eagerly)
+    assert_refused(model, r"shape \((8|None), 3\).*Reduce axis 1")
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_batch_normalization_that_trains_is_refused(run_eagerly):
+    model = tf.keras.Sequential(
+        [
+            tf.keras.Input([6]),
+            tf.keras.layers.Dense(4),
+            tf.keras.layers.BatchNormalization(name="the_culprit"),
+            tf.keras.layers.Dense(3),
+        ]
+    )
+    model = compiled(model, run_eagerly=run_eagerly)
+    match = "GroupNormalization" if run_eagerly else "the_culprit.*GroupNormalization"
+    start = [v.numpy() for v in model.trainable_variables]
+    with pytest.raises(NotPrivateError, match=match):
+        catalogue.fit(model)
+    for a, b in zip(model.trainable_variables, start):
+        np.testing.assert_array_equal(a, b)
+    assert model.optimizer.ledger.num_releases == 0
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_batches_of_varying_size_need_an_expected_batch_size(run_eagerly):
+    model = compiled(run_eagerly=run_eagerly)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="expected_batch_size"):
+        catalogue.fit(model, batch_size=12)  # 12, 12, 8
+    assert model.optimizer.ledger.segments == [(0.5, 12.0, 2)]
+    assert int(model.optimizer.iterations) == 2
+    model.compile(catalogue.make("DPSGD", expected_batch_size=12), loss=catalogue.loss())
+    catalogue.fit(model, batch_size=12)
+    assert model.optimizer.ledger.segments == [(0.5, 12.0, 3)]
+
+
+def test_another_batch_size_on_purpose_opens_a_segment():
+    model = compiled()
+    catalogue.fit(model)
+    model.optimizer.expected_batch_size = 16
+    catalogue.fit(model, batch_size=16)
+    model.optimizer.noise_multiplier = 2.0
+    catalogue.fit(model, batch_size=16)
+    assert model.optimizer.ledger.segments == [(0.5, 8.0, 4), (0.5, 16.0, 2), (2.0, 16.0, 2)]
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_microbatches_must_divide_the_batch(run_eagerly):
+    model = catalogue.mlp()
+    optimizer = catalogue.make("DPSGD", num_microbatches=3)
+    model.compile(optimizer, loss=catalogue.loss(), run_eagerly=run_eagerly)
+    assert_refused(model, "num_microbatches` must divide the batch", ValueError)
+
+
+@pytest.mark.parametrize("num_microbatches, sigma", [(4, 0.25), (8, 0.5)])
+def test_microbatches_count_with_twice_the_sensitivity(num_microbatches, sigma):
+    model = catalogue.mlp()
+    optimizer = catalogue.make("DPSGD", num_microbatches=num_microbatches)
+    model.compile(optimizer, loss=catalogue.loss())
+    catalogue.fit(model)
+    assert optimizer.ledger.segments == [(sigma, 8.0, 4)]
+    assert optimizer.next_release() == (sigma, 8.0)
+
+
+def test_gradients_from_elsewhere_are_refused():
+    optimizer = catalogue.make("DPSGD")
+    w = tf.Variable([1.0, 2.0], name="w")
+    with pytest.raises(NotPrivateError, match="for w:0.*non_private_gradients=True"):
+        optimizer.apply_gradients([(tf.ones([2]), w)])
+    np.testing.assert_array_equal(w, [1.0, 2.0])
+    optimizer.apply_gradients([(tf.ones([2]), w)], non_private_gradients=True)
+    np.testing.assert_allclose(w, [0.9, 1.9])
+
+
+def test_released_gradients_that_were_processed_need_the_explicit_word():
+    optimizer = catalogue.make("DPSGD")
+    w = tf.Variable([1.0, 2.0])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(w * tf.ones([4, 2]), axis=1)
+    pairs = optimizer.compute_gradients(loss, [w], tape)
+    assert optimizer.ledger.num_releases == 1
+    with pytest.raises(NotPrivateError):
+        optimizer.apply_gradients([(2 * g, v) for g, v in pairs])
+    optimizer.apply_gradients(pairs)
+
+
+def test_a_plain_custom_loop_is_refused_inside_a_function():
+    optimizer = catalogue.make("DPSGD")
+    w = tf.Variable([1.0, 2.0])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(w)
+        optimizer.apply_gradients(zip(tape.gradient(loss, [w]), [w]))
+
+    with pytest.raises(NotPrivateError, match="minimize"):
+        step()
+    np.testing.assert_array_equal(w, [1.0, 2.0])
+
+
+def test_a_loss_given_as_a_function_works():
+    w = tf.Variable([1.0, 2.0])
+    x = tf.constant([[1.0, 0.0], [0.0, 1.0]])
+    optimizer = dp.DPSGD(1e6, 0.0, learning_rate=1.0)
+    optimizer.minimize(lambda: tf.linalg.matvec(x, w), lambda: [w])
+    np.testing.assert_allclose(w, [0.5, 1.5])
+
+
+def test_a_tensor_loss_needs_its_tape():
+    with pytest.raises(ValueError, match="`tape` is required"):
+        catalogue.make("DPSGD").minimize(tf.ones([3]), [tf.Variable(1.0)])
+
+
+def test_loss_scaling_is_refused():
+    optimizer = tf.keras.mixed_precision.LossScaleOptimizer(catalogue.make("DPSGD"))
+    w = tf.Variable([1.0, 2.0])
+    with tf.GradientTape() as tape:
+        loss = tf.linalg.matvec(tf.ones([4, 2]), w)
+    with pytest.raises(NotPrivateError, match="mixed_float16"):
+        optimizer.minimize(loss, [w], tape)
+
+
+def test_several_replicas_are_refused():
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = compiled()
+    assert_refused(model, "several replicas")
+
+
+def test_variables_without_a_gradient_stay_without_noise():
+    used, unused = tf.Variable([1.0]), tf.Variable([1.0])
+    optimizer = dp.DPSGD(1.0, 1.0, learning_rate=1.0)
+    with tf.GradientTape() as tape:
+        loss = tf.ones([4]) * used
+    optimizer.minimize(loss, [used, unused], tape)
+    assert float(unused) == 1.0 and float(used) != 1.0
+
+
+@pytest.mark.parametrize(
+    "kwargs, error, match",
+    [
+        ({"l2_norm_clip": 0.0}, ValueError, "`l2_norm_clip`.*greater than 0.*l2_norm_clip=0.0"),
+        ({"l2_norm_clip": -1.0}, ValueError, "`l2_norm_clip`.*l2_norm_clip=-1.0"),
+        ({"l2_norm_clip": float("nan")}, ValueError, "`l2_norm_clip`.*finite"),
+        ({"l2_norm_clip": "1"}, TypeError, "`l2_norm_clip` must be a number"),
+        ({"noise_multiplier": -1.0}, ValueError, "`noise_multiplier`.*at least 0"),
+        ({"noise_multiplier": float("inf")}, ValueError, "`noise_multiplier`.*finite"),
+        ({"noise_multiplier": True}, TypeError, "`noise_multiplier` must be a number"),
+        ({"num_microbatches": 0}, ValueError, "`num_microbatches`.*at least 1"),
+        ({"num_microbatches": 2.5}, TypeError, "`num_microbatches` must be a whole number"),
+        ({"expected_batch_size": 0}, ValueError, "`expected_batch_size`.*greater than 0"),
+        ({"clipping": "none"}, ValueError, "`clipping` must be one of 'flat', 'automatic'"),
+        ({"gradients": "fast"}, ValueError, "`gradients` must be one of"),
+        ({"gradients": "traced"}, ValueError, "not part of this version"),
+        ({"seed": -1}, ValueError, "`seed`.*at least 0"),
+        ({"lerning_rate": 0.1}, TypeError, "lerning_rate"),
+    ],
+)
+def test_bad_arguments_are_named(kwargs, error, match):
+    arguments = {"l2_norm_clip": 1.0, "noise_multiplier": 1.0, **kwargs}
+    with pytest.raises(error, match=match):
+        dp.DPSGD(**arguments)
+
+
+@pytest.mark.parametrize("name", ["l2_norm_clip", "noise_multiplier", "expected_batch_size"])
+def test_setting_a_bad_value_changes_nothing(name):
+    optimizer = catalogue.make("DPSGD", expected_batch_size=8.0)
+    before = getattr(optimizer, name)
+    with pytest.raises(ValueError, match=name):
+        setattr(optimizer, name, -1.0)
+    assert getattr(optimizer, name) == before
+
+
+@pytest.mark.parametrize(
+    "make, error, match",
+    [
+        (lambda: dp.ADADP(1.0, 1.0, tolerance=0), ValueError, "`tolerance`"),
+        (lambda: dp.ADADP(1.0, 1.0, alpha_min=1.2), ValueError, "`alpha_min` must be at most 1"),
+        (lambda: dp.ADADP(1.0, 1.0, alpha_max=0.9), ValueError, "`alpha_max`.*at least 1"),
+        (lambda: dp.ADADP(1.0, 1.0, keep="both"), ValueError, "`keep` must be one of"),
+        (lambda: dp.ADADP(1.0, 1.0, learning_rate=0.0), ValueError, "`learning_rate`"),
+        (
+            lambda: dp.ADADP(1.0, 1.0, freeze_learning_rate_after=-1),
+            ValueError,
+            "`freeze_learning_rate_after`",
+        ),
+        (
+            lambda: dp.ADADP(
+                1.0,
+                1.0,
+                learning_rate=tf.keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9),
+            ),
+            TypeError,
+            "ADADP adapts its learning rate, which a schedule would overwrite",
+        ),
+        (lambda: dp.DPAdamWOSM(1.0, 0.0), ValueError, "`noise_multiplier` must be greater than 0"),
+        (lambda: dp.DPAdamWOSM(1.0, 1.0, beta_1=1.0), ValueError, "`beta_1` must be below 1"),
+        (lambda: dp.DPAdamWOSM(1.0, 1.0, epsilon=-1), ValueError, "`epsilon`"),
+        (lambda: dp.AdaDPS(None, 1.0, 1.0), TypeError, "`side_information`"),
+        (
+            lambda: dp.make_dp_optimizer_class(tf.keras.optimizers.legacy.SGD),
+            TypeError,
+            "keras.optimizers.legacy",
+        ),
+        (lambda: dp.make_dp_optimizer_class(dp.DPSGD), TypeError, "private already"),
+    ],
+)
+def test_bad_arguments_of_single_optimizers_are_named(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_the_same_keras_class_gives_the_same_private_class():
+    assert dp.make_dp_optimizer_class(tf.keras.optimizers.SGD) is dp.DPSGD
+    nadam = dp.make_dp_optimizer_class(tf.keras.optimizers.Nadam)
+    model = catalogue.mlp()
+    model.compile(nadam(1.0, 0.5, learning_rate=0.01), loss=catalogue.loss())
+    catalogue.fit(model)
+    assert model.optimizer.ledger.segments == [(0.5, 8.0, 4)]
+
+
+def test_mixed_bfloat16_trains_with_float32_gradients():
+    tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    try:
+        model = catalogue.mlp()
+        model.compile(catalogue.make("DPSGD", noise_multiplier=0.0), loss=catalogue.loss())
+        catalogue.fit(model)
+    finally:
+        tf.keras.mixed_precision.set_global_policy("float32")
+    plain = compiled()
+    plain.optimizer.noise_multiplier = 0.0
+    catalogue.fit(plain)
+    for a, b in zip(model.get_weights(), plain.get_weights()):
+        assert a.dtype == np.float32
+        np.testing.assert_allclose(a, b, atol=0.02)

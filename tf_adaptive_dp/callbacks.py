@@ -1,0 +1,245 @@
+"""Keras callbacks that report what was spent, and stop before too much is."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.errors import BudgetExceededError
+from tf_adaptive_dp.privacy import accounting
+from tf_adaptive_dp.privacy.statement import SAMPLINGS, privacy_statement
+
+
+def _private_optimizer(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:
+    optimizer = model.optimizer
+    if not hasattr(optimizer, "ledger"):
+        raise TypeError(
+            "The model must be compiled with an optimizer of tf_adaptive_dp. Received: "
+            f"optimizer={optimizer!r}"
+        )
+    return optimizer
+
+
+class PrivacyMonitor(tf.keras.callbacks.Callback):
+    """Shows the ε that was spent: in `fit`'s progress line, its history and TensorBoard.
+
+    At the end of each epoch `epsilon`, `delta` and `learning_rate` join the logs. TensorBoard gets
+    them under `privacy/` and `training/`, ADADP's error and acceptance under `adadp/` (computed
+    from released gradients, so private) and, under `not_private/`, figures of the raw gradients:
+    the share of clipped examples, quantiles of the norms, examples that were not finite.
+
+    Guarantee: ε is the accountant's for all that stands in the optimizer's ledger, for adding or
+    removing one example and Poisson sampling with probability L / `num_examples`. For shuffled
+    batches that is the customary approximation, and `statement()` says so. What stands under
+    `not_private/`, and the training loss and metrics, are not covered: do not publish them.
+
+    Args:
+      num_examples: number of examples of the training set.
+      delta: δ; well below 1 / num_examples.
+      log_dir: where TensorBoard's files go; `None` writes none.
+      sampling: how batches are drawn, `"poisson"` or `"shuffled"`; only words of the statement
+        depend on it.
+      accountant: `"rdp"` or the tighter `"pld"`.
+
+    Raises:
+      TypeError, ValueError: for an argument of the wrong type or out of its range.
+
+    >>> monitor = PrivacyMonitor(num_examples=60_000, delta=1e-5)
+    >>> monitor.sampling
+    'shuffled'
+    """
+
+    def __init__(
+        self,
+        num_examples: int,
+        delta: float,
+        log_dir: str | None = None,
+        *,
+        sampling: str = "shuffled",
+        accountant: str = "rdp",
+    ):
+        super().__init__()
+        self.num_examples = checks.integer("num_examples", num_examples, 1)
+        self.delta = accounting.check_probability("delta", delta)
+        self.log_dir = log_dir
+        self.sampling = checks.choice("sampling", sampling, SAMPLINGS)
+        self.accountant = checks.choice("accountant", accountant, accounting.ACCOUNTANTS)
+        self._writer = None
+
+    def epsilon(self) -> float:
+        """ε spent so far by the optimizer of the model."""
+        return accounting.epsilon_spent(
+            _private_optimizer(self.model),
+            self.num_examples,
+            self.delta,
+            accountant=self.accountant,
+        )
+
+    def statement(self) -> str:
+        """The guarantee in words; see `privacy_statement`."""
+        return privacy_statement(
+            _private_optimizer(self.model),
+            self.num_examples,
+            self.delta,
+            sampling=self.sampling,
+            accountant=self.accountant,
+        )
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Checks that the optimizer is private; called by Keras."""
+        self._released = _private_optimizer(self.model).ledger.num_releases
+        if self.log_dir is not None:
+            self._writer = tf.summary.create_file_writer(str(self.log_dir))
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Reports; called by Keras."""
+        optimizer = self.model.optimizer
+        summary = optimizer.statistics.summary(reset=True)
+        self._warn_of_large_batches(summary.num_examples)
+        private = {
+            "epsilon": self.epsilon(),
+            "delta": self.delta,
+            "learning_rate": float(tf.convert_to_tensor(optimizer.learning_rate).numpy()),
+        }
+        if logs is not None:
+            logs.update(private)
+        if self._writer is None:
+            return
+        scalars = {
+            "privacy/epsilon": private["epsilon"],
+            "privacy/delta": self.delta,
+            "training/learning_rate": private["learning_rate"],
+            "not_private/clipped_share": summary.clipped_share,
+            "not_private/non_finite_examples": summary.num_non_finite,
+        }
+        for quantile, norm in summary.norm_quantiles.items():
+            scalars[f"not_private/gradient_norm_quantile_{quantile}"] = norm
+        if hasattr(optimizer, "acceptance"):
+            scalars["adadp/error"] = optimizer.last_error
+            scalars["adadp/acceptance"] = optimizer.acceptance
+        with self._writer.as_default(step=epoch):
+            for tag, value in scalars.items():
+                tf.summary.scalar(tag, value)
+        self._writer.flush()
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """Closes TensorBoard's file; called by Keras."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _warn_of_large_batches(self, num_examples: int) -> None:
+        """ε is computed for the expected batch size; batches that are larger make it wrong."""
+        optimizer = self.model.optimizer
+        released = optimizer.ledger.num_releases
+        steps, self._released = released - self._released, released
+        _, size = optimizer.next_release()
+        if not steps or size is None:
+            return
+        # Six standard deviations of a sum of Poisson batches: once in a billion epochs by chance.
+        limit = size * steps + 6 * math.sqrt(size * steps)
+        if optimizer.num_microbatches is None and num_examples > limit:
+            warnings.warn(
+                f"The batches held {num_examples / steps:.1f} examples on average, but ε is "
+                f"computed for `expected_batch_size`={size:g}: the ε shown is too small. Set "
+                "`optimizer.expected_batch_size` to the real mean.",
+                stacklevel=2,
+            )
+
+
+class PrivacyBudget(tf.keras.callbacks.Callback):
+    """Stops training before the step that would overspend the budget.
+
+    Guarantee: as long as the ledger holds all that was released, ε stays at most `epsilon`, in the
+    sense of `PrivacyMonitor`: training stops as soon as the next call of the training function
+    (`steps_per_execution` steps) does not fit. A step that does not fit because another callback
+    changed the noise or the batch size just before it is refused with an error.
+
+    Args:
+      epsilon: the largest ε allowed, what the ledger already holds included.
+      delta: δ.
+      num_examples: number of examples of the training set.
+      batch_size: the batch size, if the optimizer has no `expected_batch_size`; the first step
+        cannot be priced otherwise.
+      accountant: `"rdp"` or the tighter `"pld"`.
+
+    Raises:
+      TypeError, ValueError: for an argument of the wrong type or out of its range.
+      BudgetExceededError: when training begins and no step fits, or as said above.
+
+    >>> budget = PrivacyBudget(epsilon=2.0, delta=1e-5, num_examples=60_000)
+    >>> budget.epsilon
+    2.0
+    """
+
+    def __init__(
+        self,
+        epsilon: float,
+        delta: float,
+        num_examples: int,
+        *,
+        batch_size: float | None = None,
+        accountant: str = "rdp",
+    ):
+        super().__init__()
+        self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
+        self.delta = accounting.check_probability("delta", delta)
+        self.num_examples = checks.integer("num_examples", num_examples, 1)
+        if batch_size is not None:
+            checks.number("batch_size", batch_size, 0, strict=True)
+        self.batch_size = batch_size
+        self.accountant = checks.choice("accountant", accountant, accounting.ACCOUNTANTS)
+        self._priced: tuple = ()
+
+    def releases_left(self) -> int:
+        """How many more steps fit with the optimizer's present parameters."""
+        optimizer = _private_optimizer(self.model)
+        noise_multiplier, size = optimizer.next_release()
+        size = size or self.batch_size
+        if size is None:
+            raise ValueError(
+                "The first step cannot be priced without its batch size. Pass "
+                "`expected_batch_size` to the optimizer or `batch_size` to PrivacyBudget."
+            )
+        released = optimizer.ledger.num_releases
+        if self._priced[:2] != (noise_multiplier, size):
+            left = accounting.releases_left(
+                optimizer,
+                noise_multiplier,
+                size,
+                self.num_examples,
+                self.epsilon,
+                self.delta,
+                accountant=self.accountant,
+            )
+            self._priced = (noise_multiplier, size, released + left)
+        return self._priced[2] - released
+
+    def _next_call_fits(self) -> bool:
+        steps = self.model._steps_per_execution
+        return self.releases_left() >= (1 if steps is None else int(steps))
+
+    def _require_room(self) -> None:
+        if not self._next_call_fits():
+            raise BudgetExceededError(
+                f"No further step fits into the budget. Received: epsilon={self.epsilon}, "
+                f"delta={self.delta}, with {self.model.optimizer.ledger.num_releases} releases "
+                "in the ledger."
+            )
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Refuses to start what would overspend at once; called by Keras."""
+        self._priced = ()
+        self._require_room()
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Refuses a step that was made dearer since the last check; called by Keras."""
+        self._require_room()
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """Stops when the next step would overspend; called by Keras."""
+        if not self._next_call_fits():
+            self.model.stop_training = True

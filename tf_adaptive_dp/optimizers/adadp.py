@@ -1,0 +1,210 @@
+"""ADADP: private SGD that finds its own learning rate by step doubling."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.optimizers.dp_optimizer import ARGUMENTS, PACKAGE, RAISES, DPOptimizer
+from tf_adaptive_dp.update_rules import step_doubling
+
+
+@tf.keras.saving.register_keras_serializable(PACKAGE)
+class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
+    __doc__ = f"""Private SGD whose learning rate adapts itself; nothing needs tuning.
+
+    A step of size η is compared with two of size η/2, over two minibatches with the noisy mean
+    gradients G₁ and G₂ (Koskela and Honkela, Algorithm 2):
+
+        even minibatch:  θ̂ = θ − η·G₁ (the Euler point),  θ ← θ − (η/2)·G₁
+        odd minibatch:   θ̃ = θ − (η/2)·G₂,  err = ‖(θ̃ − θ̂) / max(1, |θ̃|)‖₂ over all variables
+                         η ← η · min(max(tolerance / err, alpha_min), alpha_max)
+
+    `learning_rate` is the adapted η, so callbacks and TensorBoard see it. The papers' figures come
+    from gradients averaged over the batch, as here; version 1 prints sums.
+
+    Guarantee: each minibatch is one release of the Gaussian mechanism and one entry of the ledger,
+    so an adaptation step is two; the rest is post-processing (Theorem 2). A discarded step has
+    been paid for all the same.
+{ARGUMENTS}
+      learning_rate: η₀; the first epoch finds the right one from any.
+      tolerance: tol. The paper prints 1; its code counted every parameter ten times in err, so its
+        results used 1/√10, the default. See `suggest_tolerance`.
+      alpha_min: the smallest factor of one adaptation.
+      alpha_max: the largest.
+      keep: which point stays after two minibatches: `"half_steps"`, θ̃ (the supplement), or
+        `"euler"`, θ̂ (version 1).
+      discard: go back to the point before both minibatches when err > tolerance.
+      freeze_learning_rate_after: k₀; from then on plain SGD with the learning rate
+        η / (1 + decay_after_freeze·(k − k₀)). `None`: never.
+      decay_after_freeze: see above; 0.1 in the paper.
+      steps_per_epoch: the unit of k and k₀, in minibatches: with the default 1 they are Keras's
+        `iterations`; with the number of minibatches an epoch they are epochs, as in the paper.
+      **kwargs: those of `tf.keras.optimizers.Optimizer`, `use_ema` and `weight_decay` among them.
+{RAISES}
+
+    >>> optimizer = ADADP(l2_norm_clip=1.0, noise_multiplier=0.0, learning_rate=0.1)
+    >>> w = tf.Variable([0.0])
+    >>> for _ in range(2):
+    ...     with tf.GradientTape() as tape:
+    ...         loss = tf.constant([-1.0, -1.0]) * w
+    ...     optimizer.minimize(loss, [w], tape)
+    >>> print(f"w = {{w.numpy()[0]:.2f}}, next η = {{optimizer.learning_rate.numpy():.2f}}")
+    w = 0.10, next η = 0.11
+    """
+
+    def __init__(
+        self,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        *,
+        learning_rate: float = 0.1,
+        tolerance: float = 10**-0.5,
+        alpha_min: float = 0.9,
+        alpha_max: float = 1.1,
+        keep: str = "half_steps",
+        discard: bool = False,
+        freeze_learning_rate_after: int | None = None,
+        decay_after_freeze: float = 0.1,
+        steps_per_epoch: int = 1,
+        name: str = "ADADP",
+        **kwargs,
+    ):
+        if isinstance(learning_rate, tf.keras.optimizers.schedules.LearningRateSchedule):
+            raise TypeError(
+                "ADADP adapts its learning rate, which a schedule would overwrite. Received: "
+                f"learning_rate={learning_rate!r}. Pass a number; see also "
+                "`freeze_learning_rate_after`."
+            )
+        super().__init__(l2_norm_clip, noise_multiplier, num_microbatches, name=name, **kwargs)
+        learning_rate = checks.number("learning_rate", learning_rate, 0, strict=True)
+        self._learning_rate = self._build_learning_rate(learning_rate)
+        self.tolerance = checks.number("tolerance", tolerance, 0, strict=True)
+        self.alpha_min = checks.number("alpha_min", alpha_min, 0, strict=True)
+        self.alpha_max = checks.number("alpha_max", alpha_max, 1)
+        if self.alpha_min > 1:
+            raise ValueError(f"`alpha_min` must be at most 1. Received: alpha_min={alpha_min!r}")
+        self.keep = checks.choice("keep", keep, ("half_steps", "euler"))
+        self.discard = bool(discard)
+        if freeze_learning_rate_after is not None:
+            checks.integer("freeze_learning_rate_after", freeze_learning_rate_after, 0)
+        self.freeze_learning_rate_after = freeze_learning_rate_after
+        self.decay_after_freeze = checks.number("decay_after_freeze", decay_after_freeze, 0)
+        self.steps_per_epoch = checks.integer("steps_per_epoch", steps_per_epoch, 1)
+        self._last_error = self.add_variable([], name="error")
+        # Pairs judged, and those among them with err ≤ tolerance.
+        self._judged = self.add_variable([2], dtype=tf.int64, name="judged")
+
+    def build(self, var_list: Sequence[tf.Variable]) -> None:
+        """Creates the points that a pair of minibatches needs, for each variable.
+
+        Args:
+          var_list: the variables to train.
+        """
+        super().build(var_list)
+        if getattr(self, "_built", False):
+            return
+        self._starts = [self.add_variable_from_reference(v, "start") for v in var_list]
+        self._euler_points = [self.add_variable_from_reference(v, "euler") for v in var_list]
+        self._built = True
+
+    @property
+    def last_error(self) -> float:
+        """err of the last adaptation; computed from released gradients, so private."""
+        return float(self._last_error.numpy())
+
+    @property
+    def acceptance(self) -> float:
+        """Share of adaptations with err ≤ tolerance so far; private like `last_error`."""
+        judged, accepted = self._judged.numpy()
+        return float(accepted) / max(int(judged), 1)
+
+    def _internal_apply_gradients(self, grads_and_vars) -> tf.Tensor:
+        """Decides about the pair as a whole, then lets Keras update variable by variable."""
+        odd = self.iterations % 2 == 1
+        frozen = self._epochs_frozen(self.iterations) >= 0
+        eta = tf.cast(self.learning_rate, tf.float32)
+        error = step_doubling.error_estimate(
+            [v - tf.cast(eta / 2, v.dtype) * g for g, v in grads_and_vars],
+            [self._euler_points[self._index_dict[self._var_key(v)]] for _, v in grads_and_vars],
+        )
+        accepted = error <= self.tolerance
+        judge = odd & ~frozen
+        self._last_error.assign(tf.where(judge, error, self._last_error))
+        counts = tf.cast(tf.stack([judge, judge & accepted]), tf.int64)
+        self._judged.assign_add(counts)
+        self._pair = types.SimpleNamespace(odd=odd, frozen=frozen, accepted=accepted)
+        iterations = super()._internal_apply_gradients(grads_and_vars)
+        self._pair = None
+        adapted = step_doubling.adapted_learning_rate(
+            eta, error, self.tolerance, self.alpha_min, self.alpha_max
+        )
+        self._learning_rate.assign(self._next_learning_rate(eta, adapted, odd, iterations))
+        return iterations
+
+    def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
+        """Moves one variable.
+
+        Args:
+          gradient: its noisy mean gradient.
+          variable: the variable.
+        """
+        pair = self._pair
+        index = self._index_dict[self._var_key(variable)]
+        start, euler = self._starts[index], self._euler_points[index]
+        step = tf.cast(self.learning_rate, variable.dtype) * gradient
+        half = variable - step / 2
+        kept = half if self.keep == "half_steps" else euler
+        if self.discard:
+            kept = tf.where(pair.accepted, kept, start)
+        target = tf.where(pair.frozen, variable - step, tf.where(pair.odd, kept, half))
+        start.assign(tf.where(pair.odd, start, variable))
+        euler.assign(tf.where(pair.odd, euler, variable - step))
+        variable.assign(target)
+
+    def _epochs_frozen(self, iterations: tf.Tensor) -> tf.Tensor:
+        """k − k₀, below zero as long as the learning rate adapts."""
+        if self.freeze_learning_rate_after is None:
+            return tf.constant(-1, tf.int64)
+        return iterations // self.steps_per_epoch - self.freeze_learning_rate_after
+
+    def _next_learning_rate(self, eta, adapted, odd, iterations) -> tf.Tensor:
+        iterations = tf.convert_to_tensor(iterations)
+        elapsed = self._epochs_frozen(iterations - 1)
+        decayed = step_doubling.decayed_learning_rate(
+            eta,
+            tf.maximum(elapsed, 0),
+            tf.maximum(self._epochs_frozen(iterations), 0),
+            self.decay_after_freeze,
+        )
+        rate = tf.where(elapsed >= 0, decayed, tf.where(odd, adapted, eta))
+        return tf.cast(rate, self._learning_rate.dtype)
+
+    def _apply_weight_decay(self, variables: Sequence[tf.Variable]) -> None:
+        """Decays once a step of size η: on even minibatches, and on all once η is frozen."""
+        if self.weight_decay is None:
+            return
+        even = (self.iterations % 2 == 0) | (self._epochs_frozen(self.iterations) >= 0)
+        for variable in variables:
+            if self._use_weight_decay(variable):
+                rate = tf.where(even, self.learning_rate * self.weight_decay, 0.0)
+                variable.assign_sub(variable * tf.cast(rate, variable.dtype))
+
+    def get_config(self) -> dict:
+        """The arguments that make the same optimizer; `learning_rate` is the adapted one."""
+        return {
+            **super().get_config(),
+            "learning_rate": float(self._learning_rate.numpy()),
+            "tolerance": self.tolerance,
+            "alpha_min": self.alpha_min,
+            "alpha_max": self.alpha_max,
+            "keep": self.keep,
+            "discard": self.discard,
+            "freeze_learning_rate_after": self.freeze_learning_rate_after,
+            "decay_after_freeze": self.decay_after_freeze,
+            "steps_per_epoch": self.steps_per_epoch,
+        }

@@ -1,0 +1,96 @@
+"""DPAdamWOSM: private Adam without second moments, with the step size that Adam would reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.optimizers.dp_optimizer import ARGUMENTS, PACKAGE, RAISES, DPOptimizer
+from tf_adaptive_dp.update_rules import effective_step_size
+
+
+@tf.keras.saving.register_keras_serializable(PACKAGE)
+class DPAdamWOSM(DPOptimizer, tf.keras.optimizers.Optimizer):
+    __doc__ = f"""Private Adam whose second moment is replaced by the value that noise gives it.
+
+    With the noisy mean gradient G of minibatch t, noise of standard deviation σC/L in it:
+
+        m ← β₁·m + (1 − β₁)·G,   θ ← θ − α / (σC/L + ξ) · m / (1 − β₁ᵗ)
+
+    ("The Role of Adaptive Optimizers for Honest Private Hyperparameter Selection", Theorem 3 and
+    section 6). L is the expected batch size.
+
+    Guarantee: each minibatch is one release and one entry of the ledger; the rest is
+    post-processing.
+{ARGUMENTS}
+      learning_rate: α, a number or a schedule.
+      beta_1: β₁ in [0, 1).
+      epsilon: ξ.
+      **kwargs: those of `tf.keras.optimizers.Optimizer`, `use_ema` and `weight_decay` among them.
+{RAISES}
+
+    >>> optimizer = DPAdamWOSM(l2_norm_clip=1.0, noise_multiplier=1.1)
+    >>> print(f"{{optimizer.learning_rate.numpy():.3f}}")
+    0.001
+    """
+
+    def __init__(
+        self,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        *,
+        learning_rate: float = 0.001,
+        beta_1: float = 0.9,
+        epsilon: float = 1e-8,
+        name: str = "DPAdamWOSM",
+        **kwargs,
+    ):
+        super().__init__(l2_norm_clip, noise_multiplier, num_microbatches, name=name, **kwargs)
+        if self.noise_multiplier == 0:
+            raise ValueError(
+                "`noise_multiplier` must be greater than 0: the step size is that of Adam under "
+                "noise. Received: noise_multiplier=0"
+            )
+        self._learning_rate = self._build_learning_rate(learning_rate)
+        self.beta_1 = checks.number("beta_1", beta_1, 0)
+        if self.beta_1 >= 1:
+            raise ValueError(f"`beta_1` must be below 1. Received: beta_1={beta_1!r}")
+        self.epsilon = checks.number("epsilon", epsilon, 0)
+
+    def build(self, var_list: Sequence[tf.Variable]) -> None:
+        """Creates the first moment of each variable.
+
+        Args:
+          var_list: the variables to train.
+        """
+        super().build(var_list)
+        if getattr(self, "_built", False):
+            return
+        self._moments = [self.add_variable_from_reference(v, "m") for v in var_list]
+        self._built = True
+
+    def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
+        """Moves one variable.
+
+        Args:
+          gradient: its noisy mean gradient.
+          variable: the variable.
+        """
+        moment = self._moments[self._index_dict[self._var_key(variable)]]
+        moment.assign(effective_step_size.first_moment(moment, gradient, self.beta_1))
+        step = effective_step_size.effective_step_size(
+            self.learning_rate, self._mechanism.noise_stddev(), self.epsilon
+        ) / effective_step_size.bias_correction(self.beta_1, self.iterations + 1)
+        variable.assign_sub(tf.cast(step, variable.dtype) * moment)
+
+    def get_config(self) -> dict:
+        """The arguments that make the same optimizer; its state is not among them."""
+        return {
+            **super().get_config(),
+            "learning_rate": self._serialize_hyperparameter(self._learning_rate),
+            "beta_1": self.beta_1,
+            "epsilon": self.epsilon,
+        }

@@ -1,0 +1,1 @@
+"""Side information for AdaDPS."""

@@ -1,0 +1,117 @@
+"""A preconditioner that is known before training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable
+
+import dp_accounting
+import numpy as np
+import tensorflow as tf
+
+from tf_adaptive_dp.side_information.provenance import (
+    SideInformation,
+    check_provenance,
+    deserialize,
+    serialize,
+)
+
+
+@tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
+class FixedPreconditioner(SideInformation):
+    """A fixed A for each variable; gradients are divided by it (AdaDPS, section 4, option 2).
+
+    Guarantee: `provenance` is carried into the accounting; whether A really comes from there is
+    the caller's word.
+
+    Args:
+      preconditioners: positive arrays by the variable's name (with or without ":0"), or a
+        function of the variable that returns one. An array broadcasts to the variable's shape.
+        Variables that are not named keep A = 1.
+      provenance: `"public"`, or the `dp_accounting.DpEvent` by which A was released.
+
+    Raises:
+      NotPrivateError: if `provenance` is missing.
+      TypeError, ValueError: for anything but positive finite arrays that fit; when the optimizer
+        is built.
+
+    >>> fixed = FixedPreconditioner({"dense/kernel": [[0.5], [2.0]]}, provenance="public")
+    >>> fixed.provenance
+    'public'
+    """
+
+    def __init__(
+        self,
+        preconditioners: Mapping[str, Any] | Callable[[tf.Variable], Any],
+        *,
+        provenance: str | dp_accounting.DpEvent | None = None,
+    ):
+        self.provenance = check_provenance(provenance)
+        if isinstance(preconditioners, Mapping):
+            preconditioners = {
+                name.split(":")[0]: np.asarray(array, np.float32)
+                for name, array in preconditioners.items()
+            }
+        elif not callable(preconditioners):
+            raise TypeError(
+                "`preconditioners` must be a dict of arrays by variable name, or a function of the "
+                f"variable. Received: {preconditioners!r}"
+            )
+        self.preconditioners = preconditioners
+
+    def _array(self, variable: tf.Variable) -> np.ndarray:
+        name = variable.name.split(":")[0]
+        if callable(self.preconditioners):
+            array = self.preconditioners(variable)
+        else:
+            array = self.preconditioners.get(name, 1.0)
+        array = np.asarray(array, np.float32)
+        if not (np.isfinite(array).all() and (array > 0).all()):
+            raise ValueError(f"The preconditioner of {name!r} must be positive and finite.")
+        try:
+            return np.broadcast_to(array, variable.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"The preconditioner of {name!r} must broadcast to {variable.shape}. Received: "
+                f"shape {array.shape}"
+            ) from error
+
+    def build(
+        self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]
+    ) -> list[list[tf.Variable]]:
+        """Checks the arrays and puts 1/A into a slot of each variable; see `SideInformation`."""
+        if not callable(self.preconditioners):
+            names = {v.name.split(":")[0] for v in variables}
+            unknown = sorted(set(self.preconditioners) - names)
+            if unknown:
+                raise ValueError(
+                    f"`preconditioners` names variables that are not trained. Received: {unknown}; "
+                    f"there are {sorted(names)}"
+                )
+        scales = [
+            add_slot(v, "scale", initial_value=tf.constant(1.0 / self._array(v), v.dtype))
+            for v in variables
+        ]
+        return [scales]
+
+    def scale_and_shift(
+        self, state: list[list[tf.Variable]], indices: Sequence[int]
+    ) -> tuple[list[tf.Tensor], None]:
+        """1/A and no shift; see `SideInformation`."""
+        return [tf.cast(state[0][i], tf.float32) for i in indices], None
+
+    def get_config(self) -> dict:
+        """The arguments; a function must be registered with Keras to be read back."""
+        if callable(self.preconditioners):
+            described = {"function": serialize(self.preconditioners)}
+        else:
+            described = {"arrays": {k: a.tolist() for k, a in self.preconditioners.items()}}
+        return {**described, "provenance": self.serialized_provenance()}
+
+    @classmethod
+    def from_config(cls, config: dict) -> FixedPreconditioner:
+        """Makes the object that `get_config` described."""
+        preconditioners = config.get("arrays")
+        if preconditioners is None:
+            preconditioners = deserialize(config["function"])
+        return cls(preconditioners, provenance=config["provenance"])

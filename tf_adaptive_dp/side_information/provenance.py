@@ -1,0 +1,134 @@
+"""What all side information has in common: it says where it comes from."""
+
+from __future__ import annotations
+
+import abc
+import inspect
+from collections.abc import Sequence
+from typing import Any, Callable
+
+import dp_accounting
+import tensorflow as tf
+
+from tf_adaptive_dp.errors import NotPrivateError
+
+
+def check_provenance(provenance: str | dp_accounting.DpEvent | None):
+    """Returns `provenance`, or raises if it does not say where side information comes from.
+
+    Args:
+      provenance: `"public"`, or the `dp_accounting.DpEvent` by which it was released.
+
+    Raises:
+      NotPrivateError: if it is missing or anything else.
+    """
+    if provenance == "public" or isinstance(provenance, dp_accounting.DpEvent):
+        return provenance
+    raise NotPrivateError(
+        "`provenance` must say where side information comes from: 'public', or the "
+        "`dp_accounting.DpEvent` of its private release. What was computed from the private data "
+        f"without privacy would void the guarantee. Received: provenance={provenance!r}"
+    )
+
+
+def events(provenance: str | dp_accounting.DpEvent) -> tuple[dp_accounting.DpEvent, ...]:
+    """The releases that the side information cost: none if it is public."""
+    return () if provenance == "public" else (provenance,)
+
+
+def serialize(registered: Any) -> dict:
+    """A description of an object or a function that is registered with Keras.
+
+    The same for all of Keras's formats, which do not agree on how they describe what is nested in
+    the configuration of an optimizer.
+
+    Raises:
+      ValueError: if it is not registered.
+    """
+    target = registered if inspect.isfunction(registered) else type(registered)
+    name = tf.keras.saving.get_registered_name(target)
+    if tf.keras.saving.get_registered_object(name) is not target:
+        raise ValueError(
+            "To be saved with an optimizer, a function or class must be decorated with "
+            f"`tf.keras.saving.register_keras_serializable()`. Received: {registered!r}"
+        )
+    config = None if target is registered else registered.get_config()
+    return {"registered_name": name, "config": config}
+
+
+def deserialize(description: dict) -> Any:
+    """What `serialize` described.
+
+    Raises:
+      ValueError: if its name is not registered in this program.
+    """
+    target = tf.keras.saving.get_registered_object(description["registered_name"])
+    if target is None:
+        raise ValueError(
+            "An object of the saved optimizer is not registered with Keras in this program. "
+            f"Received: {description['registered_name']!r}"
+        )
+    config = description["config"]
+    return target if config is None else target.from_config(config)
+
+
+class SideInformation(abc.ABC):
+    """What AdaDPS asks of side information.
+
+    Attributes:
+      provenance: `"public"` or a `dp_accounting.DpEvent`.
+    """
+
+    provenance: str | dp_accounting.DpEvent
+
+    @abc.abstractmethod
+    def build(
+        self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]
+    ) -> list[list[tf.Variable]]:
+        """Creates the state that an optimizer keeps for it.
+
+        Args:
+          variables: the variables that are trained.
+          add_slot: makes a variable that is saved with the optimizer, from a model variable, a
+            name and an `initial_value` or a `shape`.
+
+        Returns:
+          Lists of variables, for `scale_and_shift`.
+        """
+
+    @abc.abstractmethod
+    def scale_and_shift(
+        self, state: list[list[tf.Variable]], indices: Sequence[int]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor] | None]:
+        """How gradients are preconditioned: (gᵢ + shift) ∘ scale.
+
+        Args:
+          state: what `build` returned.
+          indices: which of the variables of `build`.
+
+        Returns:
+          One tensor a variable each; the shift may be `None`.
+        """
+
+    @abc.abstractmethod
+    def get_config(self) -> dict:
+        """The arguments that make the same object."""
+
+    @classmethod
+    def from_config(cls, config: dict) -> SideInformation:
+        """Makes the object that `get_config` described."""
+        return cls(**config)
+
+    def serialized_provenance(self) -> str:
+        """The provenance for a saved configuration.
+
+        Raises:
+          ValueError: if it is a `DpEvent`, which Keras cannot save.
+        """
+        if self.provenance != "public":
+            raise ValueError(
+                "An optimizer whose side information was released privately cannot be saved with "
+                f"its configuration. Received: provenance={self.provenance!r}. Save the weights "
+                "(`tf.train.Checkpoint`) and make the optimizer anew."
+            )
+        return self.provenance

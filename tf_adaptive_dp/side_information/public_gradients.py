@@ -1,0 +1,188 @@
+"""Statistics of the model's gradients on public data, kept up to date while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Callable
+
+import dp_accounting
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.side_information.provenance import SideInformation, check_provenance
+from tf_adaptive_dp.update_rules import effective_step_size, second_moment
+
+
+def _mean_gradients(model: tf.keras.Model, batch: Any) -> list[tf.Tensor]:
+    """The gradients of the model's mean loss, without a trace in its metrics."""
+    x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(batch)
+    states = [v for metric in model.compiled_loss.metrics for v in metric.variables]
+    values = [tf.identity(v) for v in states]
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model.compiled_loss(y, model(x, training=True), sample_weight))
+    for state, value in zip(states, values):
+        state.assign(value)
+    return [
+        tf.convert_to_tensor(g)
+        for g in tape.gradient(loss, model.trainable_variables, unconnected_gradients="zero")
+    ]
+
+
+@tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
+class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
+    """AdaDPS's side information from public data; also the callback that refreshes it in `fit`.
+
+    Every `every` minibatches the gradient g of the model's mean loss on the next public batch
+    updates (AdaDPS, section 4, option 1)
+
+    - `"rmsprop"`: v ← β·v + (1 − β)·g²;  A = √(v + ε)
+    - `"adagrad"`: v ← v + g²;  A = √(v + ε)
+    - `"adam"`: as RMSProp, and m ← β·m + (1 − β)·g; then gᵢ ← (β·gᵢ + (1 − β)·m) / A.
+
+    Guarantee: only `dataset` is read. It must not overlap the private data, and the privacy of
+    its examples is not protected.
+
+    Pass the same object to the optimizer and to `fit`:
+
+        public = PublicGradients(public_dataset, provenance="public")
+        model.compile(AdaDPS(public, l2_norm_clip=1.0, noise_multiplier=1.1), loss=...)
+        model.fit(private_dataset, callbacks=[public])
+
+    With `steps_per_execution` > 1 it is refreshed between executions.
+
+    Args:
+      dataset: a `tf.data.Dataset` of batches as `fit` takes them; it is repeated.
+      rule: `"rmsprop"`, `"adam"` or `"adagrad"`.
+      beta: β in [0, 1).
+      epsilon: ε > 0.
+      every: refresh once in so many minibatches.
+      provenance: `"public"`, or the `dp_accounting.DpEvent` by which the data was released.
+
+    Raises:
+      NotPrivateError: if `provenance` is missing.
+      TypeError, ValueError: for an argument of the wrong type or out of its range.
+
+    >>> data = tf.data.Dataset.from_tensors(([[1.0]], [1.0]))
+    >>> PublicGradients(data, rule="adam", provenance="public").rule
+    'adam'
+    """
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset | None,
+        rule: str = "rmsprop",
+        beta: float = 0.9,
+        epsilon: float = 1e-8,
+        every: int = 1,
+        *,
+        provenance: str | dp_accounting.DpEvent | None = None,
+    ):
+        super().__init__()
+        self.provenance = check_provenance(provenance)
+        if dataset is not None and not isinstance(dataset, tf.data.Dataset):
+            raise TypeError(
+                f"`dataset` must be a `tf.data.Dataset` of batches. Received: dataset={dataset!r}"
+            )
+        self.dataset = dataset
+        self.rule = checks.choice("rule", rule, second_moment.RULES)
+        self.beta = checks.number("beta", beta, 0)
+        if self.beta >= 1:
+            raise ValueError(f"`beta` must be below 1. Received: beta={beta!r}")
+        self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
+        self.every = checks.integer("every", every, 1)
+        self._prepared_for = None
+
+    def build(
+        self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]
+    ) -> list[list[tf.Variable]]:
+        """The number of refreshes, v, and m for Adam; see `SideInformation`."""
+        moments = 2 if self.rule == "adam" else 1
+        return [
+            [add_slot(variables[0], "num_refreshes", shape=[])],
+            *([add_slot(v, f"public_moment_{k + 1}") for v in variables] for k in range(moments)),
+        ]
+
+    def scale_and_shift(
+        self, state: list[list[tf.Variable]], indices: Sequence[int]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor] | None]:
+        """1/A, or β/A with the shift (1 − β)/β·m for Adam; see `SideInformation`."""
+        (num_refreshes,), seconds, *firsts = state
+        check = tf.debugging.Assert(
+            num_refreshes > 0,
+            [
+                "PublicGradients has seen no public data. Pass the object to "
+                "`fit(callbacks=[...])` as well, or call its `update(model)` before each step."
+            ],
+        )
+        with tf.control_dependencies([check] if check is not None else []):
+            seconds = [tf.cast(seconds[i], tf.float32) for i in indices]
+        scales = [1.0 / second_moment.preconditioner(v, self.epsilon) for v in seconds]
+        if not firsts or self.beta == 0:
+            return scales, None
+        ratio = (1.0 - self.beta) / self.beta
+        shifts = [ratio * tf.cast(firsts[0][i], tf.float32) for i in indices]
+        return [self.beta * scale for scale in scales], shifts
+
+    def update(self, model: tf.keras.Model) -> None:
+        """Refreshes the statistics with the next public batch.
+
+        Args:
+          model: the compiled model whose optimizer holds this object.
+
+        Raises:
+          ValueError: if there is no dataset, as after loading, or the optimizer is another.
+        """
+        if getattr(model.optimizer, "side_information", None) is not self:
+            raise ValueError(
+                "The model's optimizer must be the AdaDPS that holds this PublicGradients. "
+                f"Received: {model.optimizer!r}"
+            )
+        if self._prepared_for is not model.optimizer:
+            self._prepare(model)
+        self._refresh(next(self._batches))
+
+    def _prepare(self, model: tf.keras.Model) -> None:
+        if self.dataset is None:
+            raise ValueError(
+                "PublicGradients was loaded without its dataset. Set "
+                "`model.optimizer.side_information.dataset` to the public data first."
+            )
+        model.optimizer.build(model.trainable_variables)
+        self._prepared_for = model.optimizer
+        self._batches = iter(self.dataset.repeat())
+
+        @tf.function
+        def refresh(batch: Any) -> None:
+            gradients = _mean_gradients(model, batch)
+            self._record(model.optimizer.side_information_state, gradients)
+
+        self._refresh = refresh
+
+    def _record(self, state: list[list[tf.Variable]], gradients: Sequence[tf.Tensor]) -> None:
+        (num_refreshes,), seconds, *firsts = state
+        for moment, g in zip(seconds, gradients):
+            moment.assign(second_moment.next_second_moment(self.rule, moment, g, self.beta))
+        for moment, g in zip(firsts[0] if firsts else (), gradients):
+            moment.assign(effective_step_size.first_moment(moment, g, self.beta))
+        num_refreshes.assign_add(1)
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Counts minibatches anew; a resumed epoch may begin in its middle."""
+        self._next_refresh = 0
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Refreshes when it is time; called by Keras."""
+        if batch >= self._next_refresh:
+            self.update(self.model)
+            self._next_refresh = batch + self.every
+
+    def get_config(self) -> dict:
+        """The arguments without the dataset, which must be set again after loading."""
+        return {
+            "dataset": None,
+            "rule": self.rule,
+            "beta": self.beta,
+            "epsilon": self.epsilon,
+            "every": self.every,
+            "provenance": self.serialized_provenance(),
+        }
