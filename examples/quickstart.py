@@ -1,0 +1,139 @@
+"""Private training in one page: ADADP on scikit-learn's handwritten digits, nothing tuned.
+
+Privacy claim: (ε, δ)-DP for adding or removing one of the 1,437 training images, δ = 1/1,437, for
+the trained weights and every checkpoint. Batches are drawn by Poisson sampling, which is what ε
+assumes. The test images are used for the accuracy alone, the progress line shows training figures
+that are not private.
+
+    python examples/quickstart.py --out_dir quickstart_output
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import matplotlib
+import numpy as np
+import tensorflow as tf
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import tf_adaptive_dp
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+BATCH_SIZE = 128  # expected; a Poisson batch has a random size
+MAX_BATCH_SIZE = 256  # 12 standard deviations above
+
+
+def standardize(images: np.ndarray) -> np.ndarray:
+    """Each image to mean 0 and variance 1, by itself: no statistics of the data set are used."""
+    centred = images - images.mean(axis=1, keepdims=True)
+    return (centred / centred.std(axis=1, keepdims=True)).astype(np.float32)
+
+
+def poisson_batches(x: np.ndarray, y: np.ndarray) -> tf.data.Dataset:
+    """Endless Poisson batches: every image joins each with the same probability.
+
+    Batches are padded to one shape; the padding has the sample weight 0.
+    """
+
+    def draw():
+        generator = np.random.default_rng()  # seeded from the operating system
+        while True:
+            chosen = np.flatnonzero(generator.random(len(x)) < BATCH_SIZE / len(x))
+            if len(chosen) > MAX_BATCH_SIZE:
+                raise RuntimeError(f"A batch of {len(chosen)} does not fit; raise MAX_BATCH_SIZE.")
+            padded = np.zeros(MAX_BATCH_SIZE, np.int64)
+            padded[: len(chosen)] = chosen
+            real = np.arange(MAX_BATCH_SIZE) < len(chosen)
+            yield x[padded], y[padded], real.astype(np.float32)
+
+    return tf.data.Dataset.from_generator(
+        draw,
+        output_signature=(
+            tf.TensorSpec([MAX_BATCH_SIZE, x.shape[1]], tf.float32),
+            tf.TensorSpec([MAX_BATCH_SIZE], tf.int64),
+            tf.TensorSpec([MAX_BATCH_SIZE], tf.float32),
+        ),
+    ).prefetch(2)
+
+
+def plot(history: dict, path: pathlib.Path) -> None:
+    """Test accuracy, ε and learning rate over the epochs."""
+    panels = (("val_accuracy", "test accuracy"), ("epsilon", "ε"), ("learning_rate", "η"))
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.5), constrained_layout=True)
+    for ax, (key, label) in zip(axes, panels):
+        ax.plot(range(1, len(history[key]) + 1), history[key], marker=".")
+        ax.set_xlabel("epoch")
+        ax.set_title(label)
+        ax.grid(alpha=0.3)
+    axes[2].set_yscale("log")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Trains, and says what was reached and what it cost."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--noise_multiplier", type=float, default=2.0)
+    parser.add_argument("--out_dir", type=pathlib.Path, default=pathlib.Path("quickstart_output"))
+    args = parser.parse_args()
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+
+    images, labels = load_digits(return_X_y=True)
+    x_train, x_test, y_train, y_test = train_test_split(
+        standardize(images), labels, test_size=0.2, random_state=0, stratify=labels
+    )
+    num_examples = len(x_train)
+
+    model = tf.keras.Sequential(
+        [
+            tf.keras.Input([64]),
+            tf.keras.layers.Dense(64, activation="tanh"),
+            tf.keras.layers.Dense(10),
+        ]
+    )
+    model.compile(
+        tf_adaptive_dp.ADADP(
+            l2_norm_clip=1.0,
+            noise_multiplier=args.noise_multiplier,
+            expected_batch_size=BATCH_SIZE,
+        ),
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
+        weighted_metrics=["accuracy"],  # so that padding does not count
+    )
+    monitor = tf_adaptive_dp.PrivacyMonitor(
+        num_examples=num_examples,
+        delta=1 / num_examples,
+        log_dir=str(args.out_dir / "logs"),
+        sampling="poisson",
+    )
+    history = model.fit(
+        poisson_batches(x_train, y_train),
+        steps_per_epoch=round(num_examples / BATCH_SIZE),
+        epochs=args.epochs,
+        validation_data=(x_test, y_test),
+        callbacks=[monitor],
+    ).history
+    plot(history, args.out_dir / "training.png")
+
+    print()
+    print(monitor.statement())
+    print()
+    print(
+        f"Test accuracy {history['val_accuracy'][-1]:.1%} at ε = {history['epsilon'][-1]:.2f}, "
+        f"δ = 1/{num_examples}, for Poisson sampling, which is how the batches were drawn."
+    )
+    print(f"Plot:        {args.out_dir / 'training.png'}")
+    print(f"TensorBoard: tensorboard --logdir {args.out_dir / 'logs'}")
+
+
+if __name__ == "__main__":
+    main()
