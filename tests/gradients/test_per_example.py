@@ -94,8 +94,8 @@ def test_variables_that_the_loss_does_not_depend_on_give_none_and_add_nothing(mo
             loss = tf.reduce_sum(x * w, axis=1)
         source = per_example_gradients(loss, [unused, w], tape)
         sums[:] = source.weighted_sum([1.0])
-        ones = [tf.ones([1]), tf.ones([2])]
-        return source.squared_norms(), source.squared_norms([3 * v for v in ones], ones)
+        shift = [tf.constant([100.0]), tf.ones([2])]
+        return source.squared_norms(), source.squared_norms([[50.0], [3.0, 3.0]], shift)
 
     plain, scaled_and_shifted = zoo.in_mode(mode, step, [x])(x)
     assert sums[0] is None and sums[1] is not None

@@ -163,7 +163,7 @@ def test_a_batch_without_examples_still_gets_noise_and_a_ledger_entry(mode):
         return mechanism.release(zoo.source(problem, *batch), tf.shape(batch[0])[0])
 
     released = zoo.in_mode(mode, step, problem.batch)(*(a[:0] for a in problem.batch))
-    assert 0.15 < np.std(released[0]) < 0.4
+    assert 0.1 < np.std(released[0]) < 0.5
     assert mechanism.ledger.segments == [(1.0, 4.0, 1)]
 
 
