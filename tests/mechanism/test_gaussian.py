@@ -416,9 +416,12 @@ def test_numbers_out_of_range_are_refused_when_passed_and_when_set(name, value, 
     assert getattr(mechanism, name) == 7.0
 
 
-@pytest.mark.parametrize("name", ["l2_norm_clip", "expected_batch_size"])
-def test_zero_is_refused_where_it_makes_no_sense(name):
-    message = f"`{name}` must be finite and greater than 0. Received: {name}=0"
+@pytest.mark.parametrize(
+    "name, bound",
+    [("l2_norm_clip", "at least 1e-12"), ("expected_batch_size", "greater than 0")],
+)
+def test_zero_is_refused_where_it_makes_no_sense(name, bound):
+    message = f"`{name}` must be finite and {bound}. Received: {name}=0"
     with pytest.raises(ValueError, match=message):
         zoo.make_mechanism(**{name: 0})
 

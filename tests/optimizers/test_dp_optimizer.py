@@ -178,7 +178,8 @@ def test_variables_without_a_gradient_stay_without_noise():
 @pytest.mark.parametrize(
     "kwargs, error, match",
     [
-        ({"l2_norm_clip": 0.0}, ValueError, "`l2_norm_clip`.*greater than 0.*l2_norm_clip=0.0"),
+        ({"l2_norm_clip": 0.0}, ValueError, "`l2_norm_clip`.*at least 1e-12.*l2_norm_clip=0.0"),
+        ({"l2_norm_clip": 1e-20}, ValueError, "`l2_norm_clip`.*at least 1e-12"),
         ({"l2_norm_clip": -1.0}, ValueError, "`l2_norm_clip`.*l2_norm_clip=-1.0"),
         ({"l2_norm_clip": float("nan")}, ValueError, "`l2_norm_clip`.*finite"),
         ({"l2_norm_clip": "1"}, TypeError, "`l2_norm_clip` must be a number"),
@@ -191,6 +192,7 @@ def test_variables_without_a_gradient_stay_without_noise():
         ({"clipping": "none"}, ValueError, "`clipping` must be one of 'flat', 'automatic'"),
         ({"gradients": "fast"}, ValueError, "`gradients` must be one of"),
         ({"gradients": "traced"}, ValueError, "not part of this version"),
+        ({"seed": 2**63}, ValueError, r"`seed` must be below 2\*\*63"),
         ({"seed": -1}, ValueError, "`seed`.*at least 0"),
         ({"lerning_rate": 0.1}, TypeError, "lerning_rate"),
     ],

@@ -21,7 +21,7 @@ def clip_weights(
 
     Args:
       squared_norms: [B], ‖gᵢ‖².
-      l2_norm_clip: scalar, C > 0.
+      l2_norm_clip: scalar, C ≥ 1e-12 (float32 loses the squares of smaller norms).
       method: `"flat"` or `"automatic"`.
       gamma: γ > 0 of automatic clipping.
 

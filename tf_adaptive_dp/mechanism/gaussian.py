@@ -12,6 +12,9 @@ from tf_adaptive_dp.mechanism.noise import GaussianNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.privacy.ledger import Ledger
 
+# Below, float32 loses the squares of norms, and with them the bound.
+_SMALLEST_CLIP = 1e-12
+
 
 class GradientSource(Protocol):
     """What the mechanism asks of per-example gradients g₁ … g_B (see `gradients`)."""
@@ -76,6 +79,8 @@ class GaussianMechanism:
         self.clipping_method = checks.choice("clipping", clipping_method, clipping.METHODS)
         if seed is not None:
             checks.integer("seed", seed, 0)
+            if seed >= 2**63:
+                raise ValueError(f"`seed` must be below 2**63. Received: seed={seed!r}")
         self.ledger = Ledger(add_variable)
         self.noise = GaussianNoise(add_variable, seed)
         self.statistics = GradientStatistics()
@@ -88,7 +93,7 @@ class GaussianMechanism:
 
     @l2_norm_clip.setter
     def l2_norm_clip(self, value: float) -> None:
-        self._l2_norm_clip.assign(checks.number("l2_norm_clip", value, 0, strict=True))
+        self._l2_norm_clip.assign(checks.number("l2_norm_clip", value, _SMALLEST_CLIP))
 
     @property
     def noise_multiplier(self) -> float:

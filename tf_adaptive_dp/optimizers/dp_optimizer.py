@@ -24,7 +24,7 @@ PACKAGE = "tf_adaptive_dp"
 
 ARGUMENTS = """
     Args:
-      l2_norm_clip: C > 0, the bound of the L2 norm of each example's gradient.
+      l2_norm_clip: C ≥ 1e-12, the bound of the L2 norm of each example's gradient.
       noise_multiplier: σ ≥ 0; noise of standard deviation σ·C is added to the sum. 0 is for tests
         and gives no privacy.
       num_microbatches: `None` clips the gradient of every example. A number clips the mean
