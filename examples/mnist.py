@@ -45,9 +45,10 @@ def make_optimizer(args: argparse.Namespace, public: tf.data.Dataset):
     if args.learning_rate is not None:
         private["learning_rate"] = args.learning_rate
     if args.optimizer == "adadps":
-        # Gradients that the preconditioner scaled to about one a coordinate have norms of √d.
-        private["l2_norm_clip"] = args.l2_norm_clip * 10
-        private.setdefault("learning_rate", 0.001)
+        # Gradients that the preconditioner scaled to about one a coordinate have norms of √d, so
+        # all are clipped and only the product of clip and rate matters: about the one at which
+        # ADADP's learning rate settles in this setting, L·tol·√(2/d)/σ.
+        private.setdefault("learning_rate", 0.1)
         side_information = tf_adaptive_dp.PublicGradients(public, provenance="public")
         return tf_adaptive_dp.AdaDPS(side_information, **private), [side_information]
     classes = {
