@@ -29,6 +29,8 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
     Guarantee: each minibatch is one release of the Gaussian mechanism and one entry of the ledger,
     so an adaptation step is two; the rest is post-processing (Theorem 2). A discarded step has
     been paid for all the same.
+
+    Args:
 {ARGUMENTS}
       learning_rate: η₀; the first epoch finds the right one from any.
       tolerance: tol. The paper prints 1; its code counted every parameter ten times in err, so its

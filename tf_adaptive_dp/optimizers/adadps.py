@@ -34,7 +34,7 @@ class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
 
     Args:
       side_information: `FixedPreconditioner` or `PublicGradients`.
-{ARGUMENTS.split("Args:")[1].lstrip(chr(10))}
+{ARGUMENTS}
       learning_rate: α, a number or a schedule.
       **kwargs: those of `tf.keras.optimizers.SGD`, `momentum` among them.
 {RAISES}

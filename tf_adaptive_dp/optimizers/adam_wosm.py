@@ -24,6 +24,8 @@ class DPAdamWOSM(DPOptimizer, tf.keras.optimizers.Optimizer):
 
     Guarantee: each minibatch is one release and one entry of the ledger; the rest is
     post-processing.
+
+    Args:
 {ARGUMENTS}
       learning_rate: α, a number or a schedule.
       beta_1: β₁ in [0, 1).

@@ -22,8 +22,8 @@ from tf_adaptive_dp.privacy.ledger import Ledger
 
 PACKAGE = "tf_adaptive_dp"
 
-ARGUMENTS = """
-    Args:
+# The part of "Args:" that all docstrings share.
+ARGUMENTS = """\
       l2_norm_clip: C ≥ 1e-12, the bound of the L2 norm of each example's gradient.
       noise_multiplier: σ ≥ 0; noise of standard deviation σ·C is added to the sum. 0 is for tests
         and gives no privacy.
@@ -307,7 +307,7 @@ def make_dp_optimizer_class(keras_optimizer_class: type) -> type:
 
     doc = (
         f"`tf.keras.optimizers.{keras_optimizer_class.__name__}` on private gradients.\n"
-        f"{ARGUMENTS}\n      **kwargs: those of the Keras optimizer.\n{RAISES}\n    "
+        f"\n    Args:\n{ARGUMENTS}\n      **kwargs: those of the Keras optimizer.\n{RAISES}\n    "
     )
     body = {"__init__": __init__, "__doc__": doc, "__module__": __name__}
     dp_class = type(name, (DPOptimizer, keras_optimizer_class), body)
