@@ -32,8 +32,7 @@ _ROUNDING = 2.0**-21
 
 def keep_rows(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     """A tensor [B, ...] in which examples of weight 0 are exactly 0, also if they were NaN."""
-    keep = tf.reshape(weights != 0, [-1] + [1] * (tensor.shape.rank - 1))
-    return tf.where(keep, tensor, tf.zeros([], tensor.dtype))
+    return weigh_rows(tensor, tf.cast(weights != 0, tensor.dtype))  # faster than `tf.where`
 
 
 def weigh_rows(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
