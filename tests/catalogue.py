@@ -46,6 +46,9 @@ OPTIMIZERS = {
     "AdaDPS adagrad": _public("adagrad"),
 }
 
+# One of each way to update, for what does not depend on the details.
+KINDS = ["DPMomentum", "DPAdam", "ADADP euler", "AdaDPS fixed", "AdaDPS adam"]
+
 
 def make(name, **kwargs):
     """The optimizer of that name, private to a degree unless said otherwise."""

@@ -12,6 +12,7 @@ from zoo_models import MODELS as ZOO
 from zoo_models import Problem, classifier, cross_entropy, floats, labels  # noqa: F401
 
 from tf_adaptive_dp.gradients.per_example import per_example_gradients
+from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
 
 
@@ -74,25 +75,22 @@ def in_mode(
     )
 
 
-class Rows:
+class Rows(PerExampleGradients):
     """A gradient source of rows that the test chooses: [B, ...], one tensor a variable."""
 
     def __init__(self, *rows):
         self._rows = [tf.convert_to_tensor(r, tf.float32) for r in rows]
+        self.connected = [True] * len(rows)
 
-    def squared_norms(self, scale=None, shift=None):
-        total = 0.0
-        for k, rows in enumerate(self._rows):
-            rows = rows if shift is None else rows + shift[k]
-            rows = rows if scale is None else rows * scale[k]
-            total += tf.reduce_sum(tf.reshape(rows**2, [tf.shape(rows)[0], -1]), axis=1)
-        return total
+    def _norms_of(self, k, scale, shift):
+        rows = self._rows[k]
+        rows = rows if shift is None else rows + shift
+        rows = rows if scale is None else rows * scale
+        return tf.reduce_sum(tf.reshape(rows**2, [tf.shape(rows)[0], -1]), axis=1)
 
-    def weighted_sum(self, weights):
-        return [
-            tf.tensordot(weights, tf.where(tf.math.is_finite(rows), rows, 0.0), axes=1)
-            for rows in self._rows
-        ]
+    def _sum_of(self, k, weights):
+        rows = self._rows[k]
+        return tf.tensordot(weights, tf.where(tf.math.is_finite(rows), rows, 0.0), axes=1)
 
 
 def add_variable(shape, dtype=None, name=None):
@@ -107,7 +105,9 @@ def make_mechanism(**kwargs) -> GaussianMechanism:
         "noise_multiplier": 0.0,
         "num_microbatches": None,
         "expected_batch_size": None,
-        "clipping_method": "flat",
+        "clipping": "flat",
+        "gradient_accumulation_steps": 1,
+        "secure_noise": False,
         "seed": None,
         "add_variable": add_variable,
     }

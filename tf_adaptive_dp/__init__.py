@@ -8,10 +8,12 @@ from tf_adaptive_dp import gradients
 from tf_adaptive_dp.callbacks import PrivacyBudget, PrivacyMonitor
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.gradients.per_example import per_example_gradients
+from tf_adaptive_dp.mechanism.adaptive_clipping import AdaptiveClipping
+from tf_adaptive_dp.mechanism.clipping import PerLayerClipping
 from tf_adaptive_dp.optimizers.adadp import ADADP
 from tf_adaptive_dp.optimizers.adadps import AdaDPS
 from tf_adaptive_dp.optimizers.adam_wosm import DPAdamWOSM
-from tf_adaptive_dp.optimizers.dp_optimizer import make_dp_optimizer_class
+from tf_adaptive_dp.optimizers.factory import make_dp_optimizer_class
 from tf_adaptive_dp.optimizers.stock import DPSGD, DPAdagrad, DPAdam, DPAdamW, DPRMSprop
 from tf_adaptive_dp.privacy.accounting import epsilon, epsilon_spent
 from tf_adaptive_dp.privacy.calibration import noise_multiplier_for
@@ -33,6 +35,7 @@ from tf_adaptive_dp.version import __version__
 __all__ = [
     "ADADP",
     "AdaDPS",
+    "AdaptiveClipping",
     "BudgetExceededError",
     "DPAdagrad",
     "DPAdam",
@@ -44,6 +47,7 @@ __all__ = [
     "FixedSizeSampling",
     "NotPrivateError",
     "PerExampleReport",
+    "PerLayerClipping",
     "PoissonSampling",
     "PrivacyBudget",
     "PrivacyMonitor",

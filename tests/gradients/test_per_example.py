@@ -90,7 +90,7 @@ def test_weight_zero_means_zero_even_for_a_gradient_that_is_nan(mode):
         with tf.GradientTape() as tape:
             loss = nan_slope(x * w)
         source = per_example_gradients(loss, [w], tape)
-        return source.squared_norms(), source.weighted_sum([1.0, 0.0, 1.0])[0]
+        return source.squared_norms(), source.weighted_sum(tf.constant([1.0, 0.0, 1.0]))[0]
 
     norms, total = zoo.in_mode(mode, step, [x])(x)
     np.testing.assert_array_equal(norms, [0.25, np.nan, 0.0625])
@@ -107,7 +107,7 @@ def test_variables_that_the_loss_does_not_depend_on_give_none_and_add_nothing(mo
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(x * w, axis=1)
         source = per_example_gradients(loss, [unused, w], tape)
-        sums[:] = source.weighted_sum([1.0])
+        sums[:] = source.weighted_sum(tf.constant([1.0]))
         shift = [tf.constant([100.0]), tf.ones([2])]
         return source.squared_norms(), source.squared_norms([[50.0], [3.0, 3.0]], shift)
 

@@ -13,37 +13,13 @@ import scipy.special
 import scipy.stats
 import tensorflow as tf
 import zoo
+from gaussianity import RARE, assert_gaussian, assert_independent, assert_uncorrelated
 
 import tf_adaptive_dp as dp
 from tf_adaptive_dp.mechanism import noise as noise_module
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
 
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
-RARE = 1e-6
-
-
-def fits(sample, stddev):
-    normalized = np.ravel(sample) / stddev
-    return scipy.stats.kstest(normalized, scipy.special.ndtr).pvalue > RARE
-
-
-def assert_gaussian(sample, stddev):
-    assert fits(sample, stddev)
-    assert not fits(sample, stddev * 2 / 3)
-    assert not fits(sample, stddev * 3 / 2)
-
-
-def assert_uncorrelated(a, b):
-    """Neither the numbers nor their sizes go together."""
-    for x, y in itertools.product([a, a**2], [b, b**2]):
-        assert abs(np.corrcoef(x, y)[0, 1]) < 6 / np.sqrt(len(a))
-
-
-def assert_independent(a, b):
-    """Neither correlated nor parts of one stream, shifted."""
-    a, b = np.ravel(a), np.ravel(b)
-    assert_uncorrelated(a, b)
-    assert len(np.intersect1d(a, b)) < 0.01 * len(a)
 
 
 def zeros(*shapes, batch_size=4):
@@ -55,7 +31,7 @@ MECHANISMS = {
     "small clip": ({"l2_norm_clip": 0.01}, 4, 0.01),
     "large clip": ({"l2_norm_clip": 50.0, "noise_multiplier": 0.3}, 4, 15.0),
     "expected batch size": ({"expected_batch_size": 10}, 10, 1.0),
-    "automatic clipping": ({"clipping_method": "automatic"}, 4, 1.0),
+    "automatic clipping": ({"clipping": "automatic"}, 4, 1.0),
     "microbatches of one": ({"num_microbatches": 4}, 4, 1.0),
 }
 

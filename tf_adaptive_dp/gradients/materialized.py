@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp.gradients import graph
 from tf_adaptive_dp.gradients.contributions import dense_norms, weigh_rows
+from tf_adaptive_dp.gradients.source import PerExampleGradients
 
 
 def jacobian_rows(
@@ -91,7 +92,7 @@ def _refuse_spoilt_batch(jacobian: list[tf.Tensor]) -> list[tf.Tensor]:
         return [tf.identity(r) for r in jacobian]
 
 
-class MaterializedGradients:
+class MaterializedGradients(PerExampleGradients):
     """Per-example gradients from `jacobian_rows`, for all variables.
 
     Right for whatever TensorFlow can differentiate; time and memory grow with B times the number
@@ -109,41 +110,8 @@ class MaterializedGradients:
         self._rows = jacobian_rows(loss, variables, penalties, None if penalties else tape)
         self.connected = [r is not None for r in self._rows]
 
-    def squared_norms(
-        self, scale: Sequence[tf.Tensor] | None = None, shift: Sequence[tf.Tensor] | None = None
-    ) -> tf.Tensor:
-        """‖(gᵢ + shift) ∘ scale‖² over all variables, in float32.
+    def _norms_of(self, k: int, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
+        return dense_norms(self._rows[k], scale, shift)
 
-        Args:
-          scale: one tensor a variable, or `None` for ones.
-          shift: one tensor a variable, or `None` for zeros.
-
-        Returns:
-          [B].
-        """
-        return tf.add_n(
-            [
-                dense_norms(
-                    rows,
-                    None if scale is None else tf.cast(scale[k], tf.float32),
-                    None if shift is None else tf.cast(shift[k], tf.float32),
-                )
-                for k, rows in enumerate(self._rows)
-                if rows is not None
-            ]
-        )
-
-    def weighted_sum(self, weights: tf.Tensor) -> list[tf.Tensor | None]:
-        """Σᵢ weightsᵢ·gᵢ; an example of weight 0 adds exactly 0, also if its gradient is NaN.
-
-        Args:
-          weights: [B].
-
-        Returns:
-          One tensor a variable, `None` where the loss does not depend on the variable.
-        """
-        weights = tf.cast(weights, tf.float32)
-        return [
-            None if rows is None else tf.reduce_sum(weigh_rows(rows, weights), axis=0)
-            for rows in self._rows
-        ]
+    def _sum_of(self, k: int, weights: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(weigh_rows(self._rows[k], weights), axis=0)

@@ -16,6 +16,7 @@ from tf_adaptive_dp.gradients.layout.custom_gradients import refuse_custom_gradi
 from tf_adaptive_dp.gradients.layout.hidden import refuse_state
 from tf_adaptive_dp.gradients.materialized import MaterializedGradients
 from tf_adaptive_dp.gradients.penalties import Penalty, find_penalties, penalty_gradients
+from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.traced import TracedGradients
 
 METHODS = ("auto", "traced", "materialized")
@@ -92,7 +93,8 @@ def per_example_gradients(
     tape: tf.GradientTape,
     method: str = "auto",
     num_microbatches: int | None = None,
-) -> TracedGradients | MaterializedGradients:
+    loss_scale: float = 1.0,
+) -> PerExampleGradients:
     """Makes the source of per-example gradients gᵢ = ∂lossᵢ/∂variables.
 
     Guarantee: gᵢ is the gradient of example i alone. In a compiled step the batch axis is followed
@@ -109,11 +111,12 @@ def per_example_gradients(
         Jacobian for variables that they do not cover, and eagerly the Jacobian. `"traced"` makes
         it an error if the Jacobian is needed, `"materialized"` takes it for all.
       num_microbatches: take the mean gradients of so many groups of neighbours instead.
+      loss_scale: a power of two by which the loss is multiplied before it is differentiated; all
+        answers are those of the loss itself.
 
     Returns:
-      An object with `squared_norms(scale=None, shift=None)` → [B], `weighted_sum(weights)` → one
-      tensor a variable, `penalty_gradients`, one tensor or `None` a variable, and `counts_batch`,
-      whether the loss depends on how many examples a batch of unknown size has.
+      The source, with `squared_norms(scale=None, shift=None)` → [B], `weighted_sum(weights)` → one
+      tensor a variable, and what `PerExampleGradients` says.
 
     Raises:
       NotPrivateError: for a loss or a model that cannot be trained per example.
@@ -129,9 +132,11 @@ def per_example_gradients(
             )
     layouts, penalties = _search(loss, method)
     example_losses = loss
-    if num_microbatches is not None:
-        with contextlib.nullcontext() if tape._recording else tape:
+    with contextlib.nullcontext() if tape._recording else tape:
+        if num_microbatches is not None:
             loss = microbatch_means(loss, num_microbatches)
+        if loss_scale != 1:
+            loss *= tf.cast(loss_scale, loss.dtype)
     terms = [p.term for p in penalties]
     if layouts is None or method == "materialized":
         source = MaterializedGradients(loss, variables, tape, terms)
@@ -148,6 +153,7 @@ def per_example_gradients(
     if not any(source.connected):
         names = ", ".join(v.name for v in variables)
         raise ValueError(f"The loss depends on none of the variables. Received: {names}")
+    source.loss_scale = loss_scale
     source.penalty_gradients = penalty_gradients(penalties, variables)
     source.counts_batch = layouts is not None and layouts.counts(example_losses)
     return source

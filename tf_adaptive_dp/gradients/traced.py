@@ -16,10 +16,11 @@ from tf_adaptive_dp.gradients.materialized import jacobian_rows
 from tf_adaptive_dp.gradients.reads import Read, consumers, find_reads, handle_in
 from tf_adaptive_dp.gradients.rules import RULES, Site
 from tf_adaptive_dp.gradients.rules.recurrent import outputs_of, unfold
+from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.view import View
 
 
-class TracedGradients:
+class TracedGradients(PerExampleGradients):
     """Per-example gradients from the inputs and output gradients of the operations that read them.
 
     Inside a `tf.function` the loss knows the graph that it came from. For each variable the
@@ -144,39 +145,11 @@ class TracedGradients:
             view = View(tuple(variables[k].shape.as_list()))
             self._totals[k] = Total([Viewed(Dense(view.shape, part), view)])
 
-    def squared_norms(
-        self, scale: Sequence[tf.Tensor] | None = None, shift: Sequence[tf.Tensor] | None = None
-    ) -> tf.Tensor:
-        """‖(gᵢ + shift) ∘ scale‖² over all variables, in float32.
+    def _norms_of(self, k: int, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
+        return self._totals[k].squared_norms(scale, shift)
 
-        Args:
-          scale: one tensor a variable, or `None` for ones.
-          shift: one tensor a variable, or `None` for zeros.
-
-        Returns:
-          [R].
-        """
-        norms = [
-            total.squared_norms(
-                None if scale is None else tf.cast(scale[k], tf.float32),
-                None if shift is None else tf.cast(shift[k], tf.float32),
-            )
-            for k, total in enumerate(self._totals)
-            if total is not None
-        ]
-        return tf.add_n(norms)
-
-    def weighted_sum(self, weights: tf.Tensor) -> list[tf.Tensor | None]:
-        """Σᵢ weightsᵢ·gᵢ; an example of weight 0 adds exactly 0, also if its gradient is NaN.
-
-        Args:
-          weights: [R].
-
-        Returns:
-          One float32 tensor a variable, `None` where the loss does not depend on the variable.
-        """
-        weights = tf.cast(weights, tf.float32)
-        return [None if total is None else total.weighted_sum(weights) for total in self._totals]
+    def _sum_of(self, k: int, weights: tf.Tensor) -> tf.Tensor:
+        return self._totals[k].weighted_sum(weights)
 
 
 def _describe(variable: tf.Variable, reads: Sequence[Read]) -> str:

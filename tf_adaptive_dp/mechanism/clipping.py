@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import abc
+import dataclasses
+from collections.abc import Sequence
+
 import tensorflow as tf
+
+from tf_adaptive_dp import checks
 
 METHODS = ("flat", "automatic")
 
@@ -39,3 +45,124 @@ def clip_weights(
     else:
         weights = l2_norm_clip / (norms + gamma)
     return tf.where(tf.math.is_finite(squared_norms), weights, 0.0)
+
+
+def total_norms(norms: Sequence[tf.Tensor | None]) -> tf.Tensor:
+    """[R], ‖gᵢ‖² over all variables, from those of each."""
+    return tf.add_n([n for n in norms if n is not None])
+
+
+class Clipping(abc.ABC):
+    """A way to bound gradients; frozen, of public values only."""
+
+    def get_config(self) -> dict:
+        """The arguments that make the same clipping."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_config(cls, config: dict) -> Clipping:
+        """Makes the clipping that `get_config` described."""
+        return cls(**config)
+
+    @abc.abstractmethod
+    def weights(
+        self,
+        norms: Sequence[tf.Tensor | None],
+        layers: Sequence[str],
+        l2_norm_clip: tf.Tensor,
+    ) -> tf.Tensor | list[tf.Tensor | None]:
+        """The weights of the examples.
+
+        Guarantee: the weighted gradient of each example has an L2 norm of at most C over all
+        variables together; an example that is not finite gets the weight 0 for all of them.
+
+        Args:
+          norms: [R] a variable, ‖gᵢ‖² of its part, `None` without a gradient.
+          layers: the layer that each variable belongs to.
+          l2_norm_clip: scalar, C.
+
+        Returns:
+          [R], or one such tensor a variable.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeGradient(Clipping):
+    """Clips the gradient for all variables as one vector; see `clip_weights`."""
+
+    method: str = "flat"
+
+    def weights(self, norms, layers, l2_norm_clip):
+        """By the norm over all variables."""
+        del layers
+        return clip_weights(total_norms(norms), l2_norm_clip, self.method)
+
+
+@tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
+@dataclasses.dataclass(frozen=True)
+class PerLayerClipping(Clipping):
+    """Clips the part of each layer to a bound of its own (McMahan et al. 2018, section 3).
+
+        C_l = C · share_l / √(Σ share²),   w_il = min(1, C_l / ‖g_il‖)
+
+    Guarantee: Σ C_l² = C², so an example's whole gradient stays within C = `l2_norm_clip`, and the
+    noise and its accounting are those of flat clipping. Layers that the loss does not reach use
+    nothing of C. An example with one part that is not finite counts as zero in all layers.
+
+    Attributes:
+      shares: the share of each layer, by its name: what stands before the last "/" in the names of
+        its variables. `None` gives all the same.
+
+    Raises:
+      TypeError, ValueError: for shares that are not numbers above 0, and in training if they are
+        not those of the layers that are trained.
+
+    >>> PerLayerClipping({"dense": 1.0, "dense_1": 2.0}).shares["dense_1"]
+    2.0
+    """
+
+    shares: dict[str, float] | None = None
+
+    def __post_init__(self):
+        if self.shares is None:
+            return
+        if not isinstance(self.shares, dict) or not self.shares:
+            raise TypeError(
+                "`shares` must be a dictionary from the names of layers to numbers. Received: "
+                f"shares={self.shares!r}"
+            )
+        for layer, share in self.shares.items():
+            checks.number(f"shares[{layer!r}]", share, 0, strict=True)
+
+    def weights(self, norms, layers, l2_norm_clip):
+        """By the norm over the variables of each layer."""
+        of_layer = {
+            layer: total_norms([n for n, of in zip(norms, layers) if of == layer])
+            for layer in dict.fromkeys(of for n, of in zip(norms, layers) if n is not None)
+        }
+        shares = self._shares_of(list(of_layer))
+        whole = sum(share**2 for share in shares.values()) ** 0.5
+        finite = tf.cast(tf.math.is_finite(total_norms(list(of_layer.values()))), tf.float32)
+        bounds = {
+            layer: tf.cast(l2_norm_clip, tf.float32) * (s / whole) for layer, s in shares.items()
+        }
+        found = {k: clip_weights(n, bounds[k]) * finite for k, n in of_layer.items()}
+        return [None if n is None else found[of] for n, of in zip(norms, layers)]
+
+    def _shares_of(self, layers: list[str]) -> dict[str, float]:
+        if self.shares is None:
+            return dict.fromkeys(layers, 1.0)
+        missing = [layer for layer in layers if layer not in self.shares]
+        if missing:
+            raise ValueError(
+                "`shares` must name every layer that is trained. Received: shares for "
+                f"{', '.join(self.shares)}; missing: {', '.join(missing)}"
+            )
+        return {layer: self.shares[layer] for layer in layers}
+
+
+def serialize(clipping: Clipping) -> str | dict:
+    """What makes the same clipping again: its name, or a Keras configuration."""
+    if isinstance(clipping, WholeGradient):
+        return clipping.method
+    return tf.keras.saving.serialize_keras_object(clipping)

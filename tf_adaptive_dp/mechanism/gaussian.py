@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Callable, Protocol
+from collections.abc import Sequence
+from typing import Callable
 
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.mechanism import clipping
+from tf_adaptive_dp.gradients.source import PerExampleGradients
+from tf_adaptive_dp.mechanism import clipping as clippings
+from tf_adaptive_dp.mechanism import replicas
+from tf_adaptive_dp.mechanism.accumulation import Accumulator
+from tf_adaptive_dp.mechanism.adaptive_clipping import SMALLEST, AdaptiveClipping
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
+from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.privacy.ledger import Ledger
 
-# Below, float32 loses the squares of norms, and with them the bound.
-_SMALLEST_CLIP = 1e-12
+
+def _clipping(clipping: str | clippings.Clipping) -> clippings.Clipping:
+    named = {
+        **{method: clippings.WholeGradient(method) for method in clippings.METHODS},
+        "per_layer": clippings.PerLayerClipping(),
+        "adaptive": AdaptiveClipping(),
+    }
+    if isinstance(clipping, dict):  # from a saved configuration
+        clipping = tf.keras.saving.deserialize_keras_object(clipping)
+    if isinstance(clipping, clippings.Clipping):
+        return clipping
+    return named[checks.choice("clipping", clipping, tuple(named))]
 
 
-class GradientSource(Protocol):
-    """What the mechanism asks of per-example gradients g₁ … g_B (see `gradients`)."""
-
-    def squared_norms(self, scale=None, shift=None) -> tf.Tensor:
-        """[B], ‖(gᵢ + shift) ∘ scale‖² over all variables."""
-
-    def weighted_sum(self, weights: tf.Tensor) -> list:
-        """Σᵢ weightsᵢ·gᵢ, one tensor a variable; a weight of 0 gives exactly 0."""
+def _noise(secure: bool, seed: int | None, add_variable: Callable) -> GaussianNoise | SecureNoise:
+    if seed is not None:
+        checks.integer("seed", seed, 0)
+        if secure:
+            raise ValueError(
+                "Secure noise cannot be repeated, so it takes no `seed`. Received: "
+                f"secure_noise=True, seed={seed!r}"
+            )
+        if seed >= 2**63:
+            raise ValueError(f"`seed` must be below 2**63. Received: seed={seed!r}")
+    return SecureNoise(add_variable) if secure else GaussianNoise(add_variable, seed)
 
 
 def _hyperparameter(value: float) -> tf.Variable:
@@ -44,8 +63,18 @@ class GaussianMechanism:
     exactly once; the divisor is a public constant. Each release is an entry of the ledger, with
     the noise multiplier that accounts for the sensitivity (σ, or σ/2 with microbatches). A row
     whose gradient is zero or not finite contributes exactly zero, so padding counts as absent.
+    - A batch may come in parts (`gradient_accumulation_steps`): their clipped sums are added up,
+      and the last part brings the one release.
+    - On R replicas each adds noise of standard deviation σ·C/√R to the sum over its examples, so
+      that the sum over replicas has σ·C; L is the size of the global batch, and every replica
+      counts the one release in its copy of the ledger.
+    - `AdaptiveClipping` releases a noisy count besides; its noise and that of the gradients make
+      up σ together.
 
     Attributes:
+      gradient_accumulation_steps: parts a batch.
+      complete: of the last call of `release`: whether it completed a batch, a bool scalar in the
+        graph of that call.
       ledger: the `Ledger` of what was released.
       statistics: `GradientStatistics`, not private.
       noise: the `GaussianNoise`.
@@ -58,7 +87,9 @@ class GaussianMechanism:
         noise_multiplier: float,
         num_microbatches: int | None,
         expected_batch_size: float | None,
-        clipping_method: str,
+        clipping: str | clippings.Clipping,
+        gradient_accumulation_steps: int,
+        secure_noise: bool,
         seed: int | None,
         add_variable: Callable[..., tf.Variable],
     ):
@@ -67,7 +98,12 @@ class GaussianMechanism:
         Raises:
           TypeError, ValueError: for an argument out of its range.
         """
+        self.clipping = _clipping(clipping)
+        self._is_adaptive = isinstance(self.clipping, AdaptiveClipping)
         self._l2_norm_clip = _hyperparameter(1.0)
+        if self._is_adaptive:  # part of the state, like the weights; and what the last release had
+            self._l2_norm_clip = add_variable([], dtype=tf.float64, name="l2_norm_clip")
+            self._released_clip = add_variable([], dtype=tf.float64, name="released_clip")
         self._noise_multiplier = _hyperparameter(0.0)
         self._expected_batch_size = _hyperparameter(0.0)  # 0 stands for None
         self.l2_norm_clip = l2_norm_clip
@@ -76,14 +112,13 @@ class GaussianMechanism:
         if num_microbatches is not None:
             num_microbatches = checks.integer("num_microbatches", num_microbatches, 1)
         self.num_microbatches = num_microbatches
-        self.clipping_method = checks.choice("clipping", clipping_method, clipping.METHODS)
-        if seed is not None:
-            checks.integer("seed", seed, 0)
-            if seed >= 2**63:
-                raise ValueError(f"`seed` must be below 2**63. Received: seed={seed!r}")
+        steps = checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+        self.gradient_accumulation_steps = steps
+        self.accumulator = Accumulator(steps) if steps > 1 else None
         self.ledger = Ledger(add_variable)
-        self.noise = GaussianNoise(add_variable, seed)
+        self.noise = _noise(secure_noise, seed, add_variable)
         self.statistics = GradientStatistics()
+        self.complete: tf.Tensor | None = None
         self._fixed_batch_size = add_variable([], dtype=tf.int64, name="fixed_batch_size")
 
     @property
@@ -93,7 +128,7 @@ class GaussianMechanism:
 
     @l2_norm_clip.setter
     def l2_norm_clip(self, value: float) -> None:
-        self._l2_norm_clip.assign(checks.number("l2_norm_clip", value, _SMALLEST_CLIP))
+        self._l2_norm_clip.assign(checks.number("l2_norm_clip", value, SMALLEST))
 
     @property
     def noise_multiplier(self) -> float:
@@ -102,7 +137,10 @@ class GaussianMechanism:
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
-        self._noise_multiplier.assign(checks.number("noise_multiplier", value, 0))
+        value = checks.number("noise_multiplier", value, 0)
+        if self._is_adaptive:
+            self.clipping.check_noise(value)
+        self._noise_multiplier.assign(value)
 
     @property
     def expected_batch_size(self) -> float | None:
@@ -120,7 +158,8 @@ class GaussianMechanism:
 
     def batch_size(self) -> float | None:
         """L if it is known already: as given, or as the first batch had it."""
-        return self.expected_batch_size or float(self._fixed_batch_size.numpy()) or None
+        fixed = float(self._fixed_batch_size.numpy()) * self.gradient_accumulation_steps
+        return self.expected_batch_size or fixed or None
 
     def _check_batch_size(self, size: tf.Tensor) -> tf.Operation | None:
         """Remembers the size of the first batch, and asserts that the others share it."""
@@ -144,67 +183,114 @@ class GaussianMechanism:
 
     def release(
         self,
-        source: GradientSource,
+        source: PerExampleGradients,
         batch_size: tf.Tensor,
         scale: list[tf.Tensor] | None = None,
         shift: list[tf.Tensor] | None = None,
+        layers: Sequence[str] = (),
     ) -> list[tf.Tensor | None]:
         """Releases one noisy mean gradient and enters it in the ledger.
 
         Args:
           source: per-example (or per-microbatch) gradients.
-          batch_size: scalar, the examples in this batch, padding included.
+          batch_size: scalar, the examples of this replica in this part of the batch, padding
+            included.
           scale: one tensor a variable by which gradients are multiplied before clipping.
           shift: one tensor a variable that is added to each gradient before that.
+          layers: the layer that each variable belongs to, for clipping by layer.
 
         Returns:
-          One float32 tensor a variable; `None` where the loss does not depend on the variable.
+          One float32 tensor a variable, `None` where the loss does not depend on the variable. On
+          several replicas they have to be summed. They are zero, and nothing is released, as long
+          as the batch is not complete, see `complete`.
 
         Raises:
           tf.errors.InvalidArgumentError: when the step runs, if the batches vary in size and no
             `expected_batch_size` was given; nothing is released then. XLA knows no such errors:
             there the size of the first batch stays the divisor.
         """
-        batch_size = tf.cast(batch_size, tf.int64)
-        check = self._check_batch_size(batch_size)
+        check = self._check_batch_size(replicas.total(tf.cast(batch_size, tf.int64)))
         with tf.control_dependencies([check] if check is not None else []):
-            return self._add_noise(self._clipped_sums(source, scale, shift))
+            sums, count = self._clipped_sums(source, scale, shift, layers)
+        raw = [tf.cast(s, tf.float32) for s in sums if s is not None]
+        if self.accumulator is None:
+            self.complete, noisy = tf.constant(True), self._add_noise(raw, count)
+        else:
+            self.complete, noisy = self._accumulate(raw, count)
+        noisy = iter(noisy)
+        return [None if s is None else next(noisy) for s in sums]
 
-    def _clipped_sums(self, source: GradientSource, scale, shift) -> list:
-        squared_norms = source.squared_norms(scale, shift)
+    def _clipped_sums(
+        self, source: PerExampleGradients, scale, shift, layers
+    ) -> tuple[list[tf.Tensor | None], list[tf.Tensor]]:
+        """Σᵢ clip(...) of each variable, and [the count] of `AdaptiveClipping`, else []."""
+        norms = source.variable_norms(scale, shift)
+        squared_norms = clippings.total_norms(norms)
         self.statistics.record(squared_norms, self._l2_norm_clip)
-        weights = clipping.clip_weights(squared_norms, self._l2_norm_clip, self.clipping_method)
+        weights = self.clipping.weights(norms, layers, self._l2_norm_clip)
+        present = squared_norms > 0
         if shift is not None:
             # The shift alone would make padding contribute; an absent example must not.
-            weights = tf.where(source.squared_norms() > 0, weights, 0.0)
+            present = source.squared_norms() > 0
+            each = weights if isinstance(weights, list) else [weights] * len(norms)
+            weights = [None if w is None else tf.where(present, w, 0.0) for w in each]
         sums = source.weighted_sum(weights)
         if shift is not None:
-            total = tf.reduce_sum(weights)
-            sums = [None if s is None else s + total * b for s, b in zip(sums, shift)]
+            parts = zip(sums, weights, shift)
+            sums = [None if s is None else s + tf.reduce_sum(w) * b for s, w, b in parts]
         if scale is not None:
             sums = [None if s is None else s * a for s, a in zip(sums, scale)]
-        return sums
+        if not self._is_adaptive:
+            return sums, []
+        return sums, [self.clipping.count(squared_norms, present, self._l2_norm_clip)]
 
-    def _add_noise(self, sums: list) -> list:
+    def _accumulate(self, sums: list, count: list) -> tuple[tf.Tensor, list]:
+        """Adds one part of a batch; releases after the last, and gives zeros before."""
+        # In units of C, which may be set anew before the batch is complete.
+        unit = tf.cast(self._l2_norm_clip.read_value(), tf.float32)
+        totals, complete = self.accumulator.add([s / unit for s in sums] + count)
+        num = len(sums)
+
+        def release() -> list[tf.Tensor]:
+            return self._add_noise([s * unit for s in totals[:num]], totals[num:])
+
+        return complete, tf.cond(complete, release, lambda: [tf.zeros_like(s) for s in sums])
+
+    def _add_noise(self, sums: list[tf.Tensor], count: list[tf.Tensor]) -> list[tf.Tensor]:
         per_group = self._examples_per_group()
         expected = self._divisor_in_examples()
         sigma = self._noise_multiplier.read_value()
-        connected = [s for s in sums if s is not None]
         # After the sums: a step that fails on its data released nothing.
-        with tf.control_dependencies(connected):
+        with tf.control_dependencies([*sums, *count]):
             self.ledger.record(tf.where(per_group > 1, sigma / 2, sigma), expected)
-        noise = self.noise.draw(
-            [tf.shape(s) for s in connected], sigma * self._l2_norm_clip.read_value()
-        )
+        clip = self._l2_norm_clip.read_value()
+        share = replicas.num_replicas() ** -0.5
+        stddev = share * self._gradient_noise() * clip
         divisor = tf.cast(expected / per_group, tf.float32)
-        noisy = iter([(tf.cast(s, tf.float32) + z) / divisor for s, z in zip(connected, noise)])
-        return [None if s is None else next(noisy) for s in sums]
+        noisy = [s / divisor for s in self.noise.add_to(sums, stddev, clip)]
+        if count:
+            self._adapt(count, share, clip, expected)
+        return noisy
+
+    def _adapt(self, count: list[tf.Tensor], share: float, clip, expected) -> None:
+        """Moves C by the noisy count of the examples within it."""
+        _, count_noise = self.clipping.split_noise(self._noise_multiplier, expected)
+        (noisy,) = self.noise.add_to(count, share * count_noise, tf.constant(0.5, tf.float64))
+        self._released_clip.assign(clip)
+        self._l2_norm_clip.assign(self.clipping.next_clip(clip, replicas.total(noisy), expected))
+
+    def _gradient_noise(self) -> tf.Tensor:
+        """The noise in the gradients in units of C, float64: σ, or σ_Δ if a count shares it."""
+        sigma = self._noise_multiplier.read_value()
+        if not self._is_adaptive:
+            return sigma
+        return self.clipping.split_noise(sigma, self._divisor_in_examples())[0]
 
     def _divisor_in_examples(self) -> tf.Tensor:
         """L as a float64 scalar inside the graph, once a batch has been seen."""
         expected = self._expected_batch_size.read_value()
         fixed = tf.cast(self._fixed_batch_size.read_value(), tf.float64)
-        return tf.where(expected > 0, expected, fixed)
+        return tf.where(expected > 0, expected, fixed * self.gradient_accumulation_steps)
 
     def _examples_per_group(self) -> tf.Tensor:
         """Examples that are clipped together: 1, or those of a microbatch; float64."""
@@ -213,7 +299,8 @@ class GaussianMechanism:
         return tf.cast(self._fixed_batch_size.read_value(), tf.float64) / self.num_microbatches
 
     def noise_stddev(self) -> tf.Tensor:
-        """Standard deviation of the noise in a released mean, σC/L, as a float32 scalar."""
-        stddev = self._noise_multiplier * self._l2_norm_clip
+        """Standard deviation of the noise in the last released mean, σC/L, as a float32 scalar."""
+        clip = self._released_clip if self._is_adaptive else self._l2_norm_clip
+        stddev = self._gradient_noise() * clip.read_value()
         groups = self._divisor_in_examples() / self._examples_per_group()
         return tf.cast(stddev / groups, tf.float32)

@@ -10,6 +10,8 @@ from typing import Callable
 
 import tensorflow as tf
 
+from tf_adaptive_dp.mechanism import replicas
+
 # TensorFlow takes a slice without copying it if it begins at a multiple of 64 bytes.
 _ALIGNED = 16
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -103,6 +105,7 @@ class GaussianNoise:
     also for a copy and for a run that was restored from a checkpoint; within one object a counter
     separates the releases (2³² of them), and it is saved. With a `seed` the noise can be repeated
     by anyone who knows the seed, to the rounding of float32 in every mode: for tests only.
+    Replicas draw with keys of their own, derived from it.
     """
 
     def __init__(self, add_variable: Callable[..., tf.Variable], seed: int | None = None):
@@ -130,6 +133,35 @@ class GaussianNoise:
         duplicate._counter = copy.deepcopy(self._counter, memo)
         return duplicate
 
+    def _stream_key(self) -> tf.Tensor:
+        """The key of this replica, int64: each draws numbers of its own.
+
+        A block of release 0, which is never drawn from, makes 64 new bits for each replica.
+        """
+        key = tf.constant(self._key, tf.int64)
+        if replicas.num_replicas() == 1:
+            return key
+        block = replicas.replica_id()[tf.newaxis]
+        words = _threefry(tf.bitcast(key, tf.uint32), block, tf.constant(0, tf.uint32))
+        return tf.bitcast(tf.concat(words, axis=0), tf.int64)
+
+    def add_to(
+        self, sums: Sequence[tf.Tensor], stddev: tf.Tensor, sensitivity: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Adds the noise of one release.
+
+        Args:
+          sums: float32 tensors.
+          stddev: scalar, that of each entry.
+          sensitivity: scalar, not needed here; see `SecureNoise`.
+
+        Returns:
+          float32 tensors.
+        """
+        del sensitivity
+        drawn = self.draw([tf.shape(s) for s in sums], stddev)
+        return [s + z for s, z in zip(sums, drawn)]
+
     def draw(self, shapes: Sequence[tf.Tensor], stddev: tf.Tensor) -> list[tf.Tensor]:
         """Draws the noise of one release and counts it.
 
@@ -144,9 +176,7 @@ class GaussianNoise:
         # One draw for all variables: cheaper, and no two variables can share a stream.
         sizes = [tf.reduce_prod(shape) for shape in shapes]
         ends = tf.cumsum([-(-size // _ALIGNED) * _ALIGNED for size in sizes])
-        pairs = _normal_pairs(
-            ends[-1], tf.constant(self._key, tf.int64), counter, tf.cast(stddev, tf.float32)
-        )
+        pairs = _normal_pairs(ends[-1], self._stream_key(), counter, tf.cast(stddev, tf.float32))
         flat = tf.reshape(tf.bitcast(pairs, tf.float32), [-1])
         starts = tf.unstack(tf.concat([[0], ends[:-1]], axis=0))
         parts = [tf.slice(flat, [start], [size]) for start, size in zip(starts, sizes)]

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp.mechanism.replicas import own
+
 # Bins of the histogram of norms: equal steps of log10, from 1e-6 to 1e6.
 _LOWEST, _HIGHEST, _BINS = -6.0, 6.0, 384
 
@@ -28,7 +30,10 @@ class GradientSummary(NamedTuple):
 
 
 class GradientStatistics:
-    """Running figures about per-example gradients. NOT private; neither saved nor restored."""
+    """Running figures about per-example gradients. NOT private; neither saved nor restored.
+
+    On several replicas those of the examples that this process has seen.
+    """
 
     def __init__(self):
         with tf.init_scope():
@@ -60,8 +65,8 @@ class GradientStatistics:
         Args:
           reset: start anew afterwards.
         """
-        histogram = self._histogram.numpy()
-        clipped, non_finite = (int(count) for count in self._counts.numpy())
+        histogram = sum(v.numpy() for v in own(self._histogram))
+        clipped, non_finite = (int(n) for n in sum(v.numpy() for v in own(self._counts)))
         if reset:
             self._histogram.assign(tf.zeros_like(self._histogram))
             self._counts.assign(tf.zeros_like(self._counts))

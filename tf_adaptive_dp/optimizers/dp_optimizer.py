@@ -14,8 +14,12 @@ from tf_adaptive_dp.gradients.per_example import (
     check_method,
     per_example_gradients,
 )
+from tf_adaptive_dp.mechanism.clipping import Clipping, serialize
 from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
+from tf_adaptive_dp.mechanism.replicas import num_replicas, refuse_unsupported_strategy
+from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
+from tf_adaptive_dp.optimizers.loss_scaling import LossScaling, check_loss_scale
 from tf_adaptive_dp.privacy.ledger import Ledger
 
 PACKAGE = "tf_adaptive_dp"
@@ -30,8 +34,16 @@ ARGUMENTS = """\
         2C, and the ledger counts σ/2.
       expected_batch_size: L, the public number that the noisy sum is divided by. `None` means
         that all batches have one size, and that it is L; batches of random size need a number.
-      clipping: `"flat"` or `"automatic"` (see `mechanism.clipping.clip_weights`).
-      gradients: how per-example gradients are computed: `"auto"` or `"materialized"`.
+      clipping: `"flat"`; `"automatic"`, which normalises every gradient; `"per_layer"` or a
+        `PerLayerClipping`; `"adaptive"` or an `AdaptiveClipping`, for which `l2_norm_clip` is the
+        first bound.
+      gradients: how per-example gradients are computed: `"auto"`, `"traced"` or `"materialized"`.
+      gradient_accumulation_steps: k; a batch comes in k parts, one call each, and is released and
+        applied with the last. `expected_batch_size` is that of all k together.
+      loss_scale: a power of two that the loss is multiplied by before it is differentiated; undone
+        before clipping. `None` takes 1024 for layers with a mixed policy and else 1.
+      secure_noise: draw the noise from the operating system's cryptographic generator, safe
+        against floating-point attacks (see `mechanism.secure_noise`); slower, not under XLA.
       seed: seed of the noise, for tests only; `None` takes the operating system's entropy."""
 
 RAISES = """
@@ -41,7 +53,7 @@ RAISES = """
         mix examples, gradients that did not come from the mechanism."""
 
 
-class DPOptimizer:
+class DPOptimizer(LossScaling):
     """Mixin that turns a `tf.keras.optimizers.Optimizer` into a private one.
 
     `compute_gradients`, which `Model.fit` calls through `minimize`, returns the noisy mean of the
@@ -59,19 +71,25 @@ class DPOptimizer:
         num_microbatches: int | None = None,
         *args,
         expected_batch_size: float | None = None,
-        clipping: str = "flat",
+        clipping: str | Clipping = "flat",
         gradients: str = "auto",
+        gradient_accumulation_steps: int = 1,
+        loss_scale: float | None = None,
+        secure_noise: bool = False,
         seed: int | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
         self.gradients = check_method(gradients)
+        self._loss_scale = check_loss_scale(loss_scale)
         self._mechanism = GaussianMechanism(
             l2_norm_clip=l2_norm_clip,
             noise_multiplier=noise_multiplier,
             num_microbatches=num_microbatches,
             expected_batch_size=expected_batch_size,
-            clipping_method=clipping,
+            clipping=clipping,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            secure_noise=secure_noise,
             seed=seed,
             add_variable=self.add_variable,
         )
@@ -79,7 +97,7 @@ class DPOptimizer:
     l2_norm_clip = property(
         lambda self: self._mechanism.l2_norm_clip,
         lambda self, value: setattr(self._mechanism, "l2_norm_clip", value),
-        doc="C, the bound of an example's gradient. May be set between steps.",
+        doc="C, the bound of an example's gradient, adapted or not. May be set between steps.",
     )
     noise_multiplier = property(
         lambda self: self._mechanism.noise_multiplier,
@@ -96,6 +114,11 @@ class DPOptimizer:
     def num_microbatches(self) -> int | None:
         """The number of groups whose mean gradients are clipped; `None` clips every example's."""
         return self._mechanism.num_microbatches
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """k, the parts of a batch."""
+        return self._mechanism.gradient_accumulation_steps
 
     @property
     def ledger(self) -> Ledger:
@@ -153,19 +176,19 @@ class DPOptimizer:
         with tf.init_scope():
             self.build(variables)
         batch_size = tf.shape(loss)[0]
-        source = per_example_gradients(loss, variables, tape, self.gradients, self.num_microbatches)
+        source = per_example_gradients(
+            *(loss, variables, tape, self.gradients, self.num_microbatches),
+            loss_scale=self._loss_scale_for(variables),
+        )
         self._refuse_counting(source)
         scale, shift = self._precondition(variables)
-        noisy = self._mechanism.release(source, batch_size, scale, shift)
-        # What depends on no example needs neither clipping nor noise.
-        released = [
-            g if p is None else p if g is None else g + p
-            for g, p in zip(noisy, source.penalty_gradients)
-        ]
+        layers = [_layer_of(v) for v in variables]
+        noisy = self._mechanism.release(source, batch_size, scale, shift, layers)
+        released = _with_penalties(noisy, source.penalty_gradients)
         released = [None if g is None else tf.cast(g, v.dtype) for g, v in zip(released, variables)]
         for gradient in released:
             if gradient is not None:
-                gradient._released_by_mechanism = True
+                gradient._released_by_mechanism = self._mechanism.complete
         return list(zip(released, variables))
 
     def _precondition(self, variables: Sequence[tf.Variable]) -> tuple[list | None, list | None]:
@@ -185,18 +208,19 @@ class DPOptimizer:
             )
 
     def _refuse_unsupported_setting(self) -> None:
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        if replicas > 1:
-            raise NotPrivateError(
-                "Training on several replicas is not part of this version: each would add noise "
-                f"of its own. Received: a strategy with {replicas} replicas. Train on one device."
-            )
-        if getattr(self, "_is_wrapped_by_loss_scale_optimizer", False):
-            raise NotPrivateError(
-                "Loss scaling multiplies the loss before gradients are clipped, so it changes the "
-                "clipping. Received: the policy 'mixed_float16' or a LossScaleOptimizer. Use "
-                "'mixed_bfloat16' or 'float32'."
-            )
+        refuse_unsupported_strategy()
+        if num_replicas() > 1:
+            several = {
+                "num_microbatches": (self.num_microbatches, None),
+                "gradient_accumulation_steps": (self.gradient_accumulation_steps, 1),
+            }
+            for name, (value, needed) in several.items():
+                if value != needed:
+                    raise NotPrivateError(
+                        f"`{name}` must be {needed} on several replicas. Received: {name}={value} "
+                        f"on {num_replicas()} replicas"
+                    )
+        self._refuse_wrapper()
 
     def apply_gradients(
         self, grads_and_vars, *args, non_private_gradients: bool = False, **kwargs
@@ -218,7 +242,7 @@ class DPOptimizer:
         foreign = [
             v.name
             for g, v in grads_and_vars
-            if g is not None and not getattr(g, "_released_by_mechanism", False)
+            if g is not None and getattr(g, "_released_by_mechanism", None) is None
         ]
         if foreign and not non_private_gradients:
             raise NotPrivateError(
@@ -228,9 +252,29 @@ class DPOptimizer:
                 "gradients that you processed after their release, pass "
                 "`non_private_gradients=True`."
             )
+        gradients = [g for g, _ in grads_and_vars if g is not None]
+        apply = functools.partial(super().apply_gradients, grads_and_vars, *args, **kwargs)
         # After the gradients: a step that fails on its data must not move slots and counters.
-        with tf.control_dependencies([g for g, _ in grads_and_vars if g is not None]):
-            return super().apply_gradients(grads_and_vars, *args, **kwargs)
+        with tf.control_dependencies(gradients):
+            if self.gradient_accumulation_steps == 1:
+                return apply()
+            return self._apply_when_complete(apply, gradients)
+
+    def _apply_when_complete(self, apply: Callable, gradients: list[tf.Tensor]) -> tf.Tensor:
+        """Moves nothing before the last part of a batch."""
+        flags = {id(f): f for f in (getattr(g, "_released_by_mechanism", None) for g in gradients)}
+        if len(flags) != 1 or None in flags.values():
+            raise ValueError(
+                "With `gradient_accumulation_steps` the optimizer applies what `compute_gradients` "
+                "returned, in the same step, and nothing else. Received: other gradients. Create "
+                "it with `gradient_accumulation_steps=1` to process gradients after their release."
+            )
+        (complete,) = flags.values()
+        return tf.cond(
+            complete,
+            lambda: tf.convert_to_tensor(apply()),
+            lambda: tf.convert_to_tensor(self.iterations),
+        )
 
     def get_config(self) -> dict:
         """The arguments that make the same optimizer, and the ledger.
@@ -244,8 +288,11 @@ class DPOptimizer:
             "noise_multiplier": self.noise_multiplier,
             "num_microbatches": self.num_microbatches,
             "expected_batch_size": self.expected_batch_size,
-            "clipping": self._mechanism.clipping_method,
+            "clipping": serialize(self._mechanism.clipping),
             "gradients": self.gradients,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "loss_scale": self._loss_scale,
+            "secure_noise": isinstance(self._mechanism.noise, SecureNoise),
             "seed": self._mechanism.noise.seed,
             "ledger": [list(segment) for segment in self.ledger.segments],
         }
@@ -265,61 +312,16 @@ class DPOptimizer:
         return optimizer
 
 
-@functools.cache
-def make_dp_optimizer_class(keras_optimizer_class: type) -> type:
-    """Makes the private version of a Keras optimizer.
+def _layer_of(variable: tf.Variable) -> str:
+    """What stands before the last "/" in the name of a variable."""
+    return variable.name.rpartition("/")[0] or variable.name
 
-    Its arguments are those of TF Privacy (`l2_norm_clip`, `noise_multiplier`,
-    `num_microbatches`), `expected_batch_size`, `clipping`, `gradients` and `seed` (see `DPSGD`),
-    and those of the Keras optimizer by name. It needs a loss vector: `reduction="none"`.
 
-    Guarantee: what the Keras optimizer sees is the output of the Gaussian mechanism, so whatever
-    it computes (momentum, second moments, averages of the weights) is post-processing and costs
-    no privacy.
+def _with_penalties(noisy: Sequence, penalties: Sequence) -> list[tf.Tensor | None]:
+    """Adds what depends on no example, which needs neither clipping nor noise.
 
-    Args:
-      keras_optimizer_class: a subclass of `tf.keras.optimizers.Optimizer`.
-
-    Returns:
-      The class, registered for saving as `tf_adaptive_dp>DP<name>`; the same for the same argument.
-
-    Raises:
-      TypeError: if it is no such subclass.
-
-    >>> DPNadam = make_dp_optimizer_class(tf.keras.optimizers.Nadam)
-    >>> optimizer = DPNadam(l2_norm_clip=1.0, noise_multiplier=1.1, learning_rate=0.01)
-    >>> optimizer.name
-    'DPNadam'
+    All replicas have it, and their sum shall have it once.
     """
-    if not (
-        isinstance(keras_optimizer_class, type)
-        and issubclass(keras_optimizer_class, tf.keras.optimizers.Optimizer)
-    ):
-        raise TypeError(
-            "`keras_optimizer_class` must be a subclass of `tf.keras.optimizers.Optimizer` (not "
-            f"of `tf.keras.optimizers.legacy`). Received: {keras_optimizer_class!r}"
-        )
-    if issubclass(keras_optimizer_class, DPOptimizer):
-        raise TypeError(f"The optimizer is private already. Received: {keras_optimizer_class!r}")
-    name = f"DP{keras_optimizer_class.__name__}"
-
-    def __init__(
-        self,
-        l2_norm_clip: float,
-        noise_multiplier: float,
-        num_microbatches: int | None = None,
-        *,
-        name: str = name,
-        **kwargs,
-    ):
-        super(dp_class, self).__init__(
-            l2_norm_clip, noise_multiplier, num_microbatches, name=name, **kwargs
-        )
-
-    doc = (
-        f"`tf.keras.optimizers.{keras_optimizer_class.__name__}` on private gradients.\n"
-        f"\n    Args:\n{ARGUMENTS}\n      **kwargs: those of the Keras optimizer.\n{RAISES}\n    "
-    )
-    body = {"__init__": __init__, "__doc__": doc, "__module__": __name__}
-    dp_class = type(name, (DPOptimizer, keras_optimizer_class), body)
-    return tf.keras.saving.register_keras_serializable(PACKAGE, name)(dp_class)
+    share = 1 / num_replicas()
+    own = [None if p is None else share * p for p in penalties]
+    return [g if p is None else p if g is None else g + p for g, p in zip(noisy, own)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_adaptive_dp.optimizers.dp_optimizer import make_dp_optimizer_class
+from tf_adaptive_dp.optimizers.factory import make_dp_optimizer_class
 
 # With `momentum` this is the DPMomentum of the papers.
 DPSGD = make_dp_optimizer_class(tf.keras.optimizers.SGD)

@@ -151,12 +151,16 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
         self._prepared_for = model.optimizer
         self._batches = iter(self.dataset.repeat())
 
-        @tf.function
+        strategy = model.distribute_strategy
+
         def refresh(batch: Any) -> None:
             gradients = _mean_gradients(model, batch)
+            if strategy.num_replicas_in_sync > 1:  # workers may read the data in different orders
+                context = tf.distribute.get_replica_context()
+                gradients = context.all_reduce(tf.distribute.ReduceOp.MEAN, gradients)
             self._record(model.optimizer.side_information_state, gradients)
 
-        self._refresh = refresh
+        self._refresh = tf.function(lambda batch: strategy.run(refresh, args=(batch,)))
 
     def _record(self, state: list[list[tf.Variable]], gradients: Sequence[tf.Tensor]) -> None:
         (num_refreshes,), seconds, *firsts = state
@@ -174,7 +178,9 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
         """Refreshes when it is time; called by Keras."""
         if batch >= self._next_refresh:
             self.update(self.model)
-            self._next_refresh = batch + self.every
+            # `batch` counts the parts of accumulated batches; A stays the same for all of one.
+            parts = self.model.optimizer.gradient_accumulation_steps
+            self._next_refresh = batch + self.every * parts
 
     def get_config(self) -> dict:
         """The arguments without the dataset, which must be set again after loading."""

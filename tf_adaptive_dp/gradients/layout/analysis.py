@@ -161,7 +161,7 @@ def feeds(ops: Iterable[tf.Operation], graph: tf.Graph) -> list[tf.Tensor]:
     return [
         t
         for op in ops
-        if op.type in _SOURCES
+        if op.type in _SOURCES or _takes_an_element(op)
         for t in op.outputs
         if t.dtype not in _OPAQUE_TYPES
         and (comes_from_data(captured[t.ref()]) if t.ref() in captured else t.shape.rank != 0)
@@ -175,7 +175,7 @@ def comes_from_data(tensor: tf.Tensor) -> bool:
     seen, stack = set(), [tensor]
     while stack:
         tensor = stack.pop()
-        if tensor.ref() in seen or getattr(tensor, "_released_by_mechanism", False):
+        if tensor.ref() in seen or _is_released(tensor):
             continue
         seen.add(tensor.ref())
         if tensor.op.type in SHAPE_ONLY:
@@ -184,6 +184,17 @@ def comes_from_data(tensor: tf.Tensor) -> bool:
             return True
         stack += tensor.op.inputs
     return False
+
+
+def _is_released(tensor: tf.Tensor) -> bool:
+    return getattr(tensor, "_released_by_mechanism", None) is not None
+
+
+def _takes_an_element(op: tf.Operation) -> bool:
+    """Whether it takes a batch of a distributed data set, or an empty one after the last."""
+    return op.type in ("If", "StatelessIf") and any(
+        t.op.type == "IteratorGetNextAsOptional" for t in op.inputs
+    )
 
 
 def _is_eager(tensor: tf.Tensor) -> bool:

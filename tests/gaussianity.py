@@ -1,0 +1,33 @@
+"""Tests of a distribution, which accept the right scale and reject 2/3 and 3/2 of it."""
+
+import itertools
+
+import numpy as np
+import scipy.special
+import scipy.stats
+
+RARE = 1e-6
+
+
+def fits(sample, stddev):
+    normalized = np.ravel(sample) / stddev
+    return scipy.stats.kstest(normalized, scipy.special.ndtr).pvalue > RARE
+
+
+def assert_gaussian(sample, stddev):
+    assert fits(sample, stddev)
+    assert not fits(sample, stddev * 2 / 3)
+    assert not fits(sample, stddev * 3 / 2)
+
+
+def assert_uncorrelated(a, b):
+    """Neither the numbers nor their sizes go together."""
+    for x, y in itertools.product([a, a**2], [b, b**2]):
+        assert abs(np.corrcoef(x, y)[0, 1]) < 6 / np.sqrt(len(a))
+
+
+def assert_independent(a, b):
+    """Neither correlated nor parts of one stream, shifted."""
+    a, b = np.ravel(a), np.ravel(b)
+    assert_uncorrelated(a, b)
+    assert len(np.intersect1d(a, b)) < 0.01 * len(a)

@@ -1,0 +1,138 @@
+"""A batch in parts is one batch: the same step, one release, nothing before the last part."""
+
+import catalogue
+import numpy as np
+import pytest
+import tensorflow as tf
+import zoo
+from catalogue import KINDS
+from gaussianity import assert_gaussian
+
+import tf_adaptive_dp as dp
+
+pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
+
+
+def trained(name, parts=1, fit=(), compile_with=(), **kwargs):
+    model = catalogue.mlp()
+    if parts > 1:
+        kwargs["gradient_accumulation_steps"] = parts
+    model.compile(catalogue.make(name, **kwargs), loss=catalogue.loss(), **dict(compile_with))
+    catalogue.fit(model, 2, **{"batch_size": 8 // parts, **dict(fit)})
+    return model
+
+
+def assert_same_state(actual, expected):
+    for a, b in zip(actual.get_weights(), expected.get_weights()):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert actual.optimizer.ledger.segments == expected.optimizer.ledger.segments
+    assert int(actual.optimizer.iterations) == int(expected.optimizer.iterations)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_step_is_that_of_the_whole_batch(name):
+    whole = trained(name)
+    in_parts = trained(name, parts=4)
+    assert_same_state(in_parts, whole)
+    assert in_parts.optimizer.ledger.segments == [(0.5, 8.0, 8)]
+
+
+@pytest.mark.parametrize(
+    "mode", [{"jit_compile": True}, {"steps_per_execution": 4}, {"run_eagerly": True}]
+)
+def test_modes_of_keras_accumulate_alike(mode):
+    kwargs = {"noise_multiplier": 0.0} if "jit_compile" in mode else {}
+    assert_same_state(
+        trained("DPAdam", 2, compile_with=mode, **kwargs), trained("DPAdam", **kwargs)
+    )
+
+
+@pytest.mark.parametrize("clipping", ["automatic", "per_layer", "adaptive"])
+def test_every_clipping_accumulates(clipping):
+    kwargs = {"clipping": clipping, "l2_norm_clip": 0.1}
+    whole, in_parts = trained("DPSGD", **kwargs), trained("DPSGD", parts=2, **kwargs)
+    assert_same_state(in_parts, whole)
+    assert in_parts.optimizer.l2_norm_clip == pytest.approx(whole.optimizer.l2_norm_clip, rel=1e-5)
+
+
+def test_nothing_moves_before_the_last_part():
+    model = catalogue.mlp()
+    optimizer = catalogue.make("ADADP", gradient_accumulation_steps=3)
+    model.compile(optimizer, loss=catalogue.loss())
+    start = model.get_weights()
+    catalogue.fit(model, steps_per_epoch=2)
+    state = [v.numpy() for v in optimizer.variables]
+    assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), start))
+    assert optimizer.ledger.num_releases == int(optimizer.iterations) == 0
+    assert int(optimizer._mechanism.noise._counter) == 0
+    catalogue.fit(model, steps_per_epoch=1)
+    assert optimizer.ledger.segments == [(0.5, 24.0, 1)]
+    assert int(optimizer.iterations) == 1
+    assert any(not np.array_equal(a, b.numpy()) for a, b in zip(state, optimizer.variables))
+
+
+def test_raw_sums_are_in_no_checkpoint(tmp_path):
+    model = catalogue.mlp()
+    optimizer = catalogue.make("DPSGD", gradient_accumulation_steps=3, noise_multiplier=0.0)
+    model.compile(optimizer, loss=catalogue.loss())
+    catalogue.fit(model, steps_per_epoch=2)
+    held = {tuple(v.shape) for v in optimizer._mechanism.accumulator._sums}
+    assert held == {(6, 5), (5,), (5, 3), (3,)}
+    assert max(float(tf.norm(v)) for v in optimizer._mechanism.accumulator._sums) > 0
+    path = tf.train.Checkpoint(model=model, optimizer=optimizer).write(str(tmp_path / "c"))
+    saved = [name for name, _ in tf.train.list_variables(path) if name.startswith("optimizer")]
+    stored = [tf.train.load_variable(path, name) for name in saved]
+    assert not any(np.shape(a) in held and np.any(a) for a in stored)
+
+
+def release_in_parts(mechanism, parts, clip_before_last=None):
+    for k, rows in enumerate(parts):
+        if clip_before_last is not None and k == len(parts) - 1:
+            mechanism.l2_norm_clip = clip_before_last
+        (released,) = mechanism.release(zoo.Rows(rows), len(rows))
+    return released.numpy()
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.5, 2.0])
+def test_noise_is_added_once_and_counted_once(noise_multiplier):
+    mechanism = zoo.make_mechanism(
+        gradient_accumulation_steps=4, noise_multiplier=noise_multiplier, l2_norm_clip=3.0
+    )
+    released = release_in_parts(mechanism, [np.zeros([2, 20_000])] * 4)
+    assert_gaussian(released, noise_multiplier * 3.0 / 8)
+    assert mechanism.ledger.segments == [(noise_multiplier, 8.0, 1)]
+    assert float(mechanism.noise_stddev()) == pytest.approx(noise_multiplier * 3.0 / 8)
+
+
+@pytest.mark.parametrize("last_clip", [0.1, 10.0])
+def test_a_clip_that_is_set_within_a_batch_bounds_what_came_before(last_clip):
+    # The noise is that of the last clip; so no example may weigh more than it.
+    mechanism = zoo.make_mechanism(gradient_accumulation_steps=2, expected_batch_size=1)
+    parts = [np.full([1, 1], 100.0), np.zeros([1, 1])]
+    assert release_in_parts(mechanism, parts, last_clip) == pytest.approx(last_clip, rel=1e-5)
+
+
+def test_other_gradients_cannot_be_applied():
+    w = tf.Variable([1.0])
+    optimizer = dp.DPSGD(1.0, 1.0, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=1` to process gradients"):
+        optimizer.apply_gradients([(tf.ones([1]), w)], non_private_gradients=True)
+    assert w.numpy() == 1.0
+
+
+def test_other_variables_in_the_middle_of_a_batch_are_refused():
+    mechanism = zoo.make_mechanism(gradient_accumulation_steps=2)
+    mechanism.release(zoo.Rows(np.ones([2, 3])), 2)
+    with pytest.raises(ValueError, match="changed in the middle of a batch. Received: 1 of 2"):
+        mechanism.release(zoo.Rows(np.ones([2, 4])), 2)
+    mechanism.release(zoo.Rows(np.ones([2, 3])), 2)
+    mechanism.release(zoo.Rows(np.ones([2, 4])), 2)
+    assert mechanism.ledger.num_releases == 1
+
+
+def test_parts_of_different_sizes_need_an_expected_batch_size():
+    mechanism = zoo.make_mechanism(gradient_accumulation_steps=2)
+    mechanism.release(zoo.Rows(np.ones([2, 3])), 2)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Batches vary in size"):
+        mechanism.release(zoo.Rows(np.ones([3, 3])), 3)
+    assert mechanism.ledger.num_releases == 0

@@ -1,0 +1,200 @@
+"""On several replicas: the step of a single device, noise of the right scale, one ledger entry."""
+
+import functools
+
+import catalogue
+import numpy as np
+import pytest
+import tensorflow as tf
+from catalogue import KINDS
+from gaussianity import assert_gaussian, assert_independent, assert_uncorrelated, fits
+
+import tf_adaptive_dp as dp
+from tf_adaptive_dp.mechanism import replicas
+from tf_adaptive_dp.mechanism.noise import GaussianNoise
+
+SIZE = 20_000
+
+
+@functools.cache
+def mirrored():
+    """One strategy for all tests: those of one process share the names of their collectives."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def trained(name, strategy, epochs=2, fit=(), **kwargs):
+    with strategy.scope():
+        model = catalogue.mlp()
+        model.compile(catalogue.make(name, **kwargs), loss=catalogue.loss())
+    catalogue.fit(model, epochs, **dict(fit))
+    return model
+
+
+def assert_same_weights(actual, expected, rtol=1e-4, atol=1e-5):
+    for a, b in zip(actual.get_weights(), expected.get_weights()):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_step_is_that_of_a_single_device(name):
+    on_two = trained(name, mirrored(), noise_multiplier=0.0)
+    on_one = trained(name, tf.distribute.get_strategy(), noise_multiplier=0.0)
+    assert_same_weights(on_two, on_one)
+    assert on_two.optimizer.ledger.segments == on_one.optimizer.ledger.segments
+    assert on_two.optimizer.iterations.numpy() == on_one.optimizer.iterations.numpy() == 8
+
+
+@pytest.mark.parametrize("clipping", ["automatic", "per_layer"])
+def test_every_clipping_is_that_of_a_single_device(clipping):
+    kwargs = {"noise_multiplier": 0.0, "clipping": clipping, "l2_norm_clip": 0.1}
+    on_one = trained("DPSGD", tf.distribute.get_strategy(), **kwargs)
+    assert_same_weights(trained("DPSGD", mirrored(), **kwargs), on_one)
+
+
+def test_adaptive_clipping_counts_the_examples_of_all_replicas():
+    clipping = dp.AdaptiveClipping(count_noise_multiplier=1e-6)
+    kwargs = {"noise_multiplier": 1e-6, "clipping": clipping, "l2_norm_clip": 0.1}
+    on_two = trained("DPSGD", mirrored(), **kwargs)
+    on_one = trained("DPSGD", tf.distribute.get_strategy(), **kwargs)
+    assert_same_weights(on_two, on_one)
+    assert on_two.optimizer.l2_norm_clip == pytest.approx(on_one.optimizer.l2_norm_clip, rel=1e-5)
+    copies = [v.numpy() for v in on_two.optimizer._mechanism._l2_norm_clip.values]
+    assert copies[0] == copies[1] != 0.1
+
+
+def test_batches_that_do_not_divide_evenly_are_one_global_batch():
+    # 32 examples in batches of 5: three on one replica, two on the other, two in the last batch.
+    fit = {"batch_size": 5}
+    kwargs = {"noise_multiplier": 0.0, "expected_batch_size": 5}
+    on_one = trained("DPSGD", tf.distribute.get_strategy(), fit=fit, **kwargs)
+    on_two = trained("DPSGD", mirrored(), fit=fit, **kwargs)
+    assert_same_weights(on_two, on_one)
+    assert on_two.optimizer.ledger.segments == [(0.0, 5.0, 14)]
+
+
+class WithPenalty(tf.keras.Model):
+    """Its loss has a term that no example owns."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = tf.keras.layers.Dense(3, kernel_initializer="ones")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x, y, y_pred, sample_weight):
+        loss = super().compute_loss(x, y, y_pred, sample_weight)
+        return loss + tf.reduce_sum(tf.square(self.dense.kernel))
+
+
+def test_a_term_of_the_loss_that_no_example_owns_counts_once():
+    weights = []
+    for strategy in (mirrored(), tf.distribute.get_strategy()):
+        with strategy.scope():
+            model = WithPenalty()
+            model.compile(catalogue.make("DPSGD", noise_multiplier=0.0), loss=catalogue.loss())
+        catalogue.fit(model)
+        weights.append(model)
+    assert_same_weights(*weights)
+
+
+def steps_of_noise(num_steps, **kwargs):
+    """What each step moves weights by that have no gradient, divided by the learning rate."""
+    strategy = mirrored()
+    with strategy.scope():
+        weights = tf.Variable(tf.zeros([SIZE]))
+        kwargs = {"noise_multiplier": 1.5, "expected_batch_size": 8, "l2_norm_clip": 2.0, **kwargs}
+        optimizer = dp.DPSGD(learning_rate=1.0, **kwargs)
+
+    @tf.function
+    def step():
+        def of_replica():
+            with tf.GradientTape() as tape:
+                loss = tf.zeros([4]) * tf.reduce_sum(weights)
+            optimizer.minimize(loss, [weights], tape)
+
+        strategy.run(of_replica)
+
+    found, before = [], np.zeros(SIZE)
+    for _ in range(num_steps):
+        step()
+        found.append(weights.numpy() - before)
+        before = weights.numpy()
+        for copy in weights.values:
+            np.testing.assert_array_equal(copy.numpy(), before)
+    return found, optimizer
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+def test_the_noise_has_the_scale_that_was_asked_for(seed):
+    (first, second), optimizer = steps_of_noise(2, seed=seed)
+    for noise in (first, second):
+        assert_gaussian(noise, 1.5 * 2.0 / 8)
+    assert_independent(first, second)
+    assert optimizer.ledger.segments == [(1.5, 8.0, 2)]
+    for variable in (optimizer.ledger._counts, optimizer._mechanism.noise._counter):
+        assert [v.numpy().sum() for v in variable.values] == [2, 2]
+
+
+def test_noise_that_replicas_share_would_be_found(monkeypatch):
+    monkeypatch.setattr(replicas, "replica_id", lambda: tf.constant(0, tf.uint32))
+    ((noise,), _) = steps_of_noise(1)
+    assert fits(noise, 2**0.5 * 1.5 * 2.0 / 8) and not fits(noise, 1.5 * 2.0 / 8)
+
+
+def test_replicas_draw_from_streams_of_their_own():
+    strategy = mirrored()
+    with strategy.scope():
+        noise = GaussianNoise(
+            lambda shape, dtype, name: tf.Variable(tf.zeros(shape, dtype), trainable=False), seed=3
+        )
+    drawn = strategy.run(tf.function(lambda: noise.draw([[SIZE]], 1.0)[0])).values
+    alone = GaussianNoise(lambda shape, dtype, name: tf.Variable(tf.zeros(shape, dtype)), seed=3)
+    streams = [d.numpy() for d in drawn] + [alone.draw([[SIZE]], 1.0)[0].numpy()]
+    for k in range(3):
+        assert_gaussian(streams[k], 1.0)
+        assert_uncorrelated(streams[k], streams[k - 1])
+
+
+def assert_refused(strategy, message, run=True, **kwargs):
+    with strategy.scope():
+        w = tf.Variable([1.0])
+        optimizer = dp.DPSGD(1.0, 1.0, **kwargs)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.constant([1.0, 2.0]) * w
+        optimizer.minimize(loss, [w], tape)
+
+    with pytest.raises(dp.NotPrivateError, match=message), strategy.scope():
+        strategy.run(tf.function(step)) if run else tf.function(step)()
+    assert optimizer.ledger.num_releases == 0 and w.numpy() == 1.0
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"num_microbatches": 2}, "`num_microbatches` must be None on several replicas"),
+        ({"gradient_accumulation_steps": 2}, "`gradient_accumulation_steps` must be 1 on several"),
+        ({"secure_noise": True}, "secure noise is to prevent"),
+    ],
+)
+def test_what_is_not_proven_on_several_replicas_is_refused(kwargs, message):
+    assert_refused(mirrored(), message, **kwargs)
+
+
+def test_a_step_outside_of_strategy_run_is_refused():
+    assert_refused(mirrored(), "outside of `strategy.run`", run=False)
+
+
+def test_a_strategy_without_common_steps_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        tf.distribute, "ParameterServerStrategy", type(tf.distribute.get_strategy())
+    )
+    assert_refused(tf.distribute.get_strategy(), "needs a `MirroredStrategy`")
+
+
+def test_figures_of_all_replicas_are_added_up():
+    model = trained("DPSGD", mirrored(), epochs=1)
+    assert model.optimizer.statistics.summary(reset=True).num_examples == 32
+    assert model.optimizer.statistics.summary().num_examples == 0

@@ -1,0 +1,53 @@
+"""One mechanism on several replicas: what each does, and what only all together know."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_adaptive_dp.errors import NotPrivateError
+
+
+def num_replicas() -> int:
+    """How many replicas take part in each step; 1 without a strategy."""
+    return tf.distribute.get_strategy().num_replicas_in_sync
+
+
+def refuse_unsupported_strategy() -> None:
+    """Refuses a strategy under which noise, or the count of releases, would not be right.
+
+    Raises:
+      NotPrivateError: for strategies other than `MirroredStrategy` and
+        `MultiWorkerMirroredStrategy`, and outside of `strategy.run`.
+    """
+    strategy = tf.distribute.get_strategy()
+    asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+    proven = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
+    if asynchronous or (num_replicas() > 1 and not isinstance(strategy, proven)):
+        raise NotPrivateError(
+            "Private training on several replicas needs a `MirroredStrategy` or a "
+            "`MultiWorkerMirroredStrategy`, in which all replicas take each step together. "
+            f"Received: {type(strategy).__name__} with {num_replicas()} replicas"
+        )
+    if num_replicas() > 1 and tf.distribute.in_cross_replica_context():
+        raise NotPrivateError(
+            "Private gradients are computed by each replica. Received: a call outside of "
+            "`strategy.run`. Train with `fit`, or call `strategy.run(step, args=(batch,))`."
+        )
+
+
+def replica_id() -> tf.Tensor:
+    """The number of this replica among all of all workers, uint32."""
+    context = tf.distribute.get_replica_context()
+    return tf.cast(context.replica_id_in_sync_group, tf.uint32)
+
+
+def total(value: tf.Tensor) -> tf.Tensor:
+    """The sum of a number over all replicas, the same on each."""
+    if num_replicas() == 1:
+        return value
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
+
+
+def own(variable: tf.Variable) -> list[tf.Variable]:
+    """The copies of a variable in this process, of which each replica may keep one of its own."""
+    return list(getattr(variable, "values", [variable]))
