@@ -16,7 +16,7 @@ ROOT = pathlib.Path(tf_adaptive_dp.__file__).parents[1]
 RANKS = [
     {"errors", "checks", "version"},
     {"gradients", "privacy", "update_rules"},
-    {"mechanism", "side_information", "callbacks", "validation"},
+    {"mechanism", "side_information", "callbacks", "release_log", "validation"},
     {"optimizers"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}

@@ -16,7 +16,15 @@ from tf_adaptive_dp.optimizers.adam_wosm import DPAdamWOSM
 from tf_adaptive_dp.optimizers.factory import make_dp_optimizer_class
 from tf_adaptive_dp.optimizers.stock import DPSGD, DPAdagrad, DPAdam, DPAdamW, DPRMSprop
 from tf_adaptive_dp.privacy.accounting import epsilon, epsilon_spent
+from tf_adaptive_dp.privacy.audit_training import Canaries, PrivacyAudit
+from tf_adaptive_dp.privacy.auditing import (
+    ManyRunReport,
+    OneRunReport,
+    many_run_epsilon,
+    one_run_epsilon,
+)
 from tf_adaptive_dp.privacy.calibration import noise_multiplier_for
+from tf_adaptive_dp.privacy.membership import membership_inference
 from tf_adaptive_dp.privacy.sampling import (
     FixedSizeSampling,
     PoissonSampling,
@@ -26,10 +34,17 @@ from tf_adaptive_dp.privacy.sampling import (
     shuffled_batches,
 )
 from tf_adaptive_dp.privacy.statement import privacy_statement
+from tf_adaptive_dp.release_log import ReleaseLog
 from tf_adaptive_dp.side_information.fixed import FixedPreconditioner
 from tf_adaptive_dp.side_information.public_gradients import PublicGradients
 from tf_adaptive_dp.update_rules.step_doubling import suggest_tolerance
-from tf_adaptive_dp.validation import PerExampleReport, check_per_example
+from tf_adaptive_dp.validation import (
+    Finding,
+    PerExampleReport,
+    ValidationReport,
+    check_per_example,
+    validate,
+)
 from tf_adaptive_dp.version import __version__
 
 __all__ = [
@@ -37,22 +52,29 @@ __all__ = [
     "AdaDPS",
     "AdaptiveClipping",
     "BudgetExceededError",
+    "Canaries",
     "DPAdagrad",
     "DPAdam",
     "DPAdamW",
     "DPAdamWOSM",
     "DPRMSprop",
     "DPSGD",
+    "Finding",
     "FixedPreconditioner",
     "FixedSizeSampling",
+    "ManyRunReport",
     "NotPrivateError",
+    "OneRunReport",
     "PerExampleReport",
     "PerLayerClipping",
     "PoissonSampling",
+    "PrivacyAudit",
     "PrivacyBudget",
     "PrivacyMonitor",
     "PublicGradients",
+    "ReleaseLog",
     "ShuffledEpochs",
+    "ValidationReport",
     "__version__",
     "check_per_example",
     "epsilon",
@@ -60,10 +82,14 @@ __all__ = [
     "fixed_size_batches",
     "gradients",
     "make_dp_optimizer_class",
+    "many_run_epsilon",
+    "membership_inference",
     "noise_multiplier_for",
+    "one_run_epsilon",
     "per_example_gradients",
     "poisson_batches",
     "privacy_statement",
     "shuffled_batches",
     "suggest_tolerance",
+    "validate",
 ]

@@ -8,7 +8,7 @@ import warnings
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.errors import BudgetExceededError
+from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.privacy import accounting
 from tf_adaptive_dp.privacy import sampling as samplings
 from tf_adaptive_dp.privacy.statement import privacy_statement
@@ -22,6 +22,18 @@ def _private_optimizer(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:
             f"optimizer={optimizer!r}"
         )
     return optimizer
+
+
+def _refuse_batch_over_two_passes(optimizer, sampling: samplings.Sampling | str) -> None:
+    """A batch whose parts come from two passes may hold an example twice: a sensitivity of 2C."""
+    if isinstance(sampling, str) and sampling != "poisson" and optimizer.unfinished_parts:
+        raise NotPrivateError(
+            "An accumulated batch must not reach from one pass over the data into the next, where "
+            f"an example could join it twice. Received: {optimizer.unfinished_parts} parts of "
+            f"{optimizer.gradient_accumulation_steps} at the end of an epoch. Let the number of "
+            "steps an epoch be a multiple of `gradient_accumulation_steps` (`steps_per_epoch`, "
+            "`drop_remainder`), or draw batches with a sampling of tf_adaptive_dp."
+        )
 
 
 class PrivacyMonitor(tf.keras.callbacks.Callback):
@@ -105,6 +117,7 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Reports; called by Keras."""
         optimizer = self.model.optimizer
+        _refuse_batch_over_two_passes(optimizer, self.sampling)
         summary = optimizer.statistics.summary(reset=True)
         self._check_rows(optimizer)
         self._warn_of_large_batches(summary.num_examples)
@@ -162,10 +175,12 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
         if not isinstance(self.sampling, samplings.Sampling) or not self._new_run:
             return
         rows = int(optimizer._mechanism._fixed_batch_size.numpy())
-        if rows != self.sampling.rows:
+        accumulated = optimizer.gradient_accumulation_steps
+        expected = self.sampling.rows_per_batch(accumulated)
+        if rows != expected:
             raise ValueError(
                 f"`fit` got batches of {rows} rows, but those of the sampling have "
-                f"{self.sampling.rows}: pass the sampling that the dataset was made with, or say "
+                f"{expected}: pass the sampling that the dataset was made with, or say "
                 f"`sampling='shuffled'`. Received: sampling={self.sampling!r}"
             )
 
@@ -245,8 +260,11 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "The first step cannot be priced without its batch size. Pass "
                 "`expected_batch_size` to the optimizer or `batch_size` to PrivacyBudget."
             )
-        released = optimizer.ledger.num_releases
-        if self._priced[:2] != (noise_multiplier, size):
+        segments, released = optimizer.ledger.segments, optimizer.ledger.num_releases
+        if segments and segments[-1][:2] == (noise_multiplier, size):
+            segments.pop()  # more of the same need no new price
+        price_of = (noise_multiplier, size, segments)
+        if self._priced[:1] != (price_of,):
             left = samplings.releases_left(
                 self.sampling,
                 optimizer,
@@ -257,12 +275,14 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 self.delta,
                 accountant=self.accountant,
             )
-            self._priced = (noise_multiplier, size, released + left)
-        return self._priced[2] - released
+            self._priced = (price_of, released + left)
+        return self._priced[1] - released
 
     def _next_call_fits(self) -> bool:
         steps = self.model._steps_per_execution
-        return self.releases_left() >= (1 if steps is None else int(steps))
+        steps = 1 if steps is None else int(steps)
+        accumulated = self.model.optimizer.gradient_accumulation_steps
+        return self.releases_left() >= -(-steps // accumulated)
 
     def _require_room(self) -> None:
         if not self._next_call_fits():
@@ -285,3 +305,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         """Stops when the next step would overspend; called by Keras."""
         if not self._next_call_fits():
             self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Refuses an accumulated batch that would reach into the next pass; called by Keras."""
+        _refuse_batch_over_two_passes(self.model.optimizer, self.sampling)

@@ -6,7 +6,7 @@ import tensorflow as tf
 import zoo
 from hypothesis import strategies as st
 
-from tf_adaptive_dp.privacy.ledger import Ledger
+from tf_adaptive_dp.privacy.ledger import Ledger, Segment
 
 RELEASES = [(1.1, 250.0)] * 3 + [(0.7, 250.0)] * 2 + [(0.7, 100.0)] + [(1.1, 250.0)] * 2
 SEGMENTS = [(1.1, 250.0, 3), (0.7, 250.0, 2), (0.7, 100.0, 1), (1.1, 250.0, 2)]
@@ -161,3 +161,40 @@ def test_the_ledger_lives_in_the_variables_that_it_was_given(tmp_path):
     restored, checkpoint = make()
     checkpoint.restore(path).assert_consumed()
     assert restored.segments == SEGMENTS
+
+
+releases = st.lists(
+    st.tuples(st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([8.0, 16.0])), max_size=12
+)
+
+
+def recorded(pairs):
+    ledger = SmallLedger(zoo.add_variable)
+    for noise_multiplier, batch_size in pairs:
+        ledger.record(noise_multiplier, batch_size)
+    return ledger.segments
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(releases, st.integers(1, 4))
+def test_a_list_of_segments_is_extended_as_the_ledger_records(pairs, count):
+    segments = []
+    for noise_multiplier, batch_size in pairs:
+        segments = SmallLedger.extended(segments, Segment(noise_multiplier, batch_size, count))
+    assert segments == recorded([pair for pair in pairs for _ in range(count)])
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(releases, releases)
+def test_a_ledger_extends_its_earlier_states_alone(pairs, more):
+    earlier, later = recorded(pairs), recorded([*pairs, *more])
+    assert SmallLedger.extends(later, earlier)
+    assert SmallLedger.extends(earlier, later) == (earlier == later)
+
+
+@pytest.mark.parametrize("foreign", [(1.2, 8.0, 2), (1.1, 9.0, 2), (1.1, 8.0, 4)])
+def test_the_ledger_of_another_run_is_not_extended(foreign):
+    segments = [Segment(1.1, 8.0, 3), Segment(2.0, 8.0, 3)]
+    assert not Ledger.extends(segments, [Segment(*foreign)])
+    assert not Ledger.extends(segments[:1], [Segment(*foreign)])
+    assert not Ledger.extends(segments, [Segment(1.1, 8.0, 2), segments[1]])

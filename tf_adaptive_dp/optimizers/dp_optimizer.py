@@ -121,6 +121,12 @@ class DPOptimizer(LossScaling):
         return self._mechanism.gradient_accumulation_steps
 
     @property
+    def unfinished_parts(self) -> int:
+        """How many parts of a batch that is not complete are held."""
+        accumulator = self._mechanism.accumulator
+        return 0 if accumulator is None else accumulator.num_parts
+
+    @property
     def ledger(self) -> Ledger:
         """What was released so far; saved and restored with the optimizer."""
         return self._mechanism.ledger
@@ -137,7 +143,8 @@ class DPOptimizer(LossScaling):
           Its noise multiplier, and its batch size or `None` if no batch has been seen yet.
         """
         size, groups = self._mechanism.batch_size(), self.num_microbatches
-        halved = groups is not None and (size is None or groups < size)
+        parts = self.gradient_accumulation_steps
+        halved = groups is not None and (size is None or groups < size / parts)
         return self.noise_multiplier / (2 if halved else 1), size
 
     @tf.autograph.experimental.do_not_convert

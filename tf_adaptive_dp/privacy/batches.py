@@ -14,8 +14,13 @@ from tf_adaptive_dp.privacy import draws
 
 _WHAT = "(x, y) or (x, y, sample_weight)"
 
-# Shape and dtype of one part of an example.
-Part = tuple[tuple[int, ...], np.dtype]
+# Larger arrays are read where they lie: a copy for TensorFlow would cost too much memory.
+MAX_COPIED_BYTES = 2**31
+# Calling Python costs more than drawing a batch, so one call draws the batches of many steps.
+DRAWS_PER_CALL = 16
+
+# Makes the rows of each leaf of a batch out of indices [R]; the number of examples means padding.
+Reader = Callable[[tf.Tensor], list[tf.Tensor]]
 
 
 class Arrays:
@@ -47,6 +52,14 @@ class Arrays:
 
     def __len__(self) -> int:
         return len(self._arrays[0])
+
+    def reader(self, padding: Sequence[np.ndarray]) -> Reader:
+        """Rows gathered within TensorFlow, from a copy that ends with the padding."""
+        if sum(array.nbytes for array in self._arrays) > MAX_COPIED_BYTES:
+            return _python_reader(self, padding)
+        with tf.device("CPU:0"):  # where tf.data runs
+            tensors = [tf.concat([a, row[None]], 0) for a, row in zip(self._arrays, padding)]
+        return lambda indices: [tf.gather(tensor, indices) for tensor in tensors]
 
     def fill(self, indices: np.ndarray, out: Sequence[np.ndarray]) -> None:
         """Writes the examples of `indices` into the first rows of `out`."""
@@ -93,6 +106,10 @@ class Records:
         else:
             examples = [self._data[i] for i in indices]
         return [self._preprocess(e) for e in examples] if self._preprocess else list(examples)
+
+    def reader(self, padding: Sequence[np.ndarray]) -> Reader:
+        """Rows read by a call of Python a batch."""
+        return _python_reader(self, padding)
 
     def fill(self, indices: np.ndarray, out: Sequence[np.ndarray]) -> None:
         """Writes the examples of `indices` into the first rows of `out`."""
@@ -143,43 +160,52 @@ def source(data: Any, preprocess: Callable[[Any], tuple] | None) -> Arrays | Rec
     return found
 
 
-def flat_padding(found: Arrays | Records, padding: tuple | None) -> list[np.ndarray] | None:
-    """The leaves of a public example, checked against those of the data."""
+def padding_rows(found: Arrays | Records, padding: tuple | None) -> list[np.ndarray]:
+    """The leaves of a row of padding: of the public example `padding`, otherwise zeros.
+
+    Raises:
+      ValueError: if the leaves of `padding` have other shapes than those of the data.
+    """
+    rows = [
+        np.full(shape, b"", dtype) if dtype.kind == "O" else np.zeros(shape, dtype)
+        for shape, dtype in found.parts
+    ]
     if padding is None:
-        return None
+        return rows
     tf.nest.assert_same_structure(tuple(found.structure[:2]), padding)
-    leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(padding)]
-    for leaf, (shape, _) in zip(leaves, found.parts):
-        if leaf.shape != shape:
+    # A sample weight, the last leaf, stays zero.
+    for i, leaf in enumerate(map(np.asarray, tf.nest.flatten(padding))):
+        if leaf.shape != rows[i].shape:
             raise ValueError(
                 "`padding` must be one example, of the shapes of the data's. Received: shape "
-                f"{leaf.shape} instead of {shape}"
+                f"{leaf.shape} instead of {rows[i].shape}"
             )
-    return leaves
+        rows[i] = leaf.astype(rows[i].dtype)
+    return rows
 
 
-def _zeros(rows: int, part: Part) -> np.ndarray:
-    shape, dtype = part
-    return (
-        np.full((rows, *shape), b"", dtype)
-        if dtype.kind == "O"
-        else np.zeros((rows, *shape), dtype)
-    )
+def _python_reader(found: Arrays | Records, padding: Sequence[np.ndarray]) -> Reader:
+    def read(indices: np.ndarray) -> list[np.ndarray]:
+        drawn = indices[indices < len(found)]
+        out = [np.empty((len(indices), *row.shape), row.dtype) for row in padding]
+        found.fill(drawn, out)
+        for rows, row in zip(out, padding):
+            rows[len(drawn) :] = row
+        return out
+
+    dtypes = [tf.string if row.dtype.kind == "O" else tf.as_dtype(row.dtype) for row in padding]
+    return lambda indices: tf.numpy_function(read, [indices], dtypes)
 
 
-def dataset(
-    found: Arrays | Records,
-    sampling: draws.Sampling,
-    start_step: int,
-    key: bytes | None,
-    *,
-    masked: bool = False,
-    padding: list[np.ndarray] | None = None,
-) -> tf.data.Dataset:
-    """Batches of `sampling.rows` rows, with a mask as (or inside) the sample weight if `masked`.
+def _split(indices: np.ndarray, parts: np.ndarray, padding: int) -> None:
+    """Spreads the indices over the rows of `parts`, [k, R], each with its padding at the end."""
+    parts[:] = padding
+    for i, part in enumerate(parts):
+        own = indices[i * len(indices) // len(parts) : (i + 1) * len(indices) // len(parts)]
+        part[: len(own)] = own
 
-    Guarantee: see `sampling.poisson_batches`.
-    """
+
+def _check(sampling: draws.Sampling, start_step: int, key: bytes | None) -> None:
     checks.integer("start_step", start_step, 0)
     if start_step >= sampling.steps:
         raise ValueError(
@@ -188,12 +214,28 @@ def dataset(
         )
     if key is not None and not (isinstance(key, bytes) and len(key) == 32):
         raise ValueError("`key` must be 32 bytes, see `draws.new_key`. Received: something else")
+
+
+def dataset(
+    found: Arrays | Records,
+    sampling: draws.Sampling,
+    start_step: int,
+    key: bytes | None,
+    gradient_accumulation_steps: int,
+    *,
+    masked: bool = False,
+    padding: tuple | None = None,
+) -> tf.data.Dataset:
+    """The batches of a sampling, with a mask as (or inside) the sample weight if `masked`.
+
+    Guarantee: see `sampling.poisson_batches`.
+    """
+    k, rows = gradient_accumulation_steps, sampling.rows_per_batch(gradient_accumulation_steps)
+    _check(sampling, start_step, key)
     key = draws.new_key(sampling.seed) if key is None else key
-    parts, structure = list(found.parts), found.structure
-    weighted = len(structure) == 3
-    if masked and not weighted:
-        parts.append(((), np.dtype(np.float32)))
-        structure = (*structure, 0)
+    num_examples, structure = len(found), found.structure
+    read = found.reader(padding_rows(found, padding))
+    add_mask = masked and len(structure) == 2
     passes = itertools.count()
 
     def new_pass() -> Iterator[int]:
@@ -201,30 +243,33 @@ def dataset(
         # independent ones.
         yield next(passes)
 
-    def batch(number: np.ndarray, step: np.ndarray) -> list[np.ndarray]:
+    def draw(number: np.ndarray, first: np.ndarray) -> np.ndarray:
         own_key = draws.derived_key(key, b"pass", int(number)) if number else key
-        indices = sampling.draw(len(found), int(step), own_key)
-        out = [_zeros(sampling.rows, part) for part in parts]
-        found.fill(indices, out)
-        if masked and not weighted:
-            out[-1][: len(indices)] = 1.0
-        for rows, leaf in zip(out, padding or ()):
-            rows[len(indices) :] = leaf
-        return out
+        steps = range(int(first), min(int(first) + DRAWS_PER_CALL, sampling.steps))
+        parts = np.empty((len(steps), k, rows), np.int64)
+        for step, own in zip(steps, parts):
+            _split(sampling.draw(num_examples, step, own_key), own, num_examples)
+        return parts.reshape(-1, rows)
 
-    dtypes = [tf.string if dtype.kind == "O" else tf.as_dtype(dtype) for _, dtype in parts]
+    def draw_tensor(number: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(tf.numpy_function(draw, [number, first], tf.int64), [None, rows])
 
-    def batch_tensors(number: tf.Tensor, step: tf.Tensor) -> tuple:
-        tensors = tf.numpy_function(batch, [number, step], dtypes)
-        for tensor, (shape, _) in zip(tensors, parts):
-            tensor.set_shape((sampling.rows, *shape))
-        return tf.nest.pack_sequence_as(structure, tensors)
+    def batch(indices: tf.Tensor) -> tuple:
+        leaves = read(indices)
+        for leaf, (shape, _) in zip(leaves, found.parts):
+            leaf.set_shape((rows, *shape))
+        if not add_mask:
+            return tf.nest.pack_sequence_as(structure, leaves)
+        mask = tf.cast(indices < num_examples, tf.float32)
+        return tf.nest.pack_sequence_as((*structure, 0), [*leaves, mask])
 
-    # One call of Python a step: a generator of batches would take several.
-    steps = tf.data.Dataset.range(start_step, sampling.steps)
+    first_steps = tf.data.Dataset.range(start_step, sampling.steps, DRAWS_PER_CALL)
     return (
         tf.data.Dataset.from_generator(new_pass, output_signature=tf.TensorSpec((), tf.int64))
-        .flat_map(lambda number: steps.map(lambda step: batch_tensors(number, step)))
-        .apply(tf.data.experimental.assert_cardinality(sampling.steps - start_step))
+        .flat_map(lambda number: first_steps.map(lambda first: draw_tensor(number, first)))
+        .prefetch(1)
+        .unbatch()
+        .map(batch)
+        .apply(tf.data.experimental.assert_cardinality(k * (sampling.steps - start_step)))
         .prefetch(2)
     )

@@ -54,7 +54,7 @@ class Sampling(abc.ABC):
       label: `"poisson"`, `"fixed"` or `"shuffled"`.
       steps: number of batches of the whole run.
       seed: `None` for the operating system's entropy.
-      rows: rows of a batch tensor, padding included.
+      rows: rows of an undivided batch tensor, padding included.
     """
 
     label: ClassVar[str]
@@ -66,6 +66,21 @@ class Sampling(abc.ABC):
         checks.integer("steps", self.steps, 1)
         if self.seed is not None:
             checks.integer("seed", self.seed, 0)
+
+    def rows_per_batch(self, gradient_accumulation_steps: int = 1) -> int:
+        """Rows of each of the tensors that the batch of a step comes as.
+
+        Raises:
+          TypeError, ValueError: if they are not a whole number, or the batch cannot be divided.
+        """
+        checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+        if self.rows % gradient_accumulation_steps:
+            raise ValueError(
+                "`gradient_accumulation_steps` must divide the batch size, since these batches "
+                "have no padding. Received: gradient_accumulation_steps="
+                f"{gradient_accumulation_steps!r}, batch size {self.rows}"
+            )
+        return self.rows // gradient_accumulation_steps
 
     @abc.abstractmethod
     def expected_batch_size(self, num_examples: int) -> float:

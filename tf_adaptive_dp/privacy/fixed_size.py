@@ -47,7 +47,7 @@ class FixedSizeSampling(draws.Sampling):
 
     @property
     def rows(self) -> int:
-        """Rows of a batch tensor."""
+        """Rows of an undivided batch tensor."""
         return self.batch_size
 
     def expected_batch_size(self, num_examples: int) -> float:
@@ -101,7 +101,7 @@ class ShuffledEpochs(draws.Sampling):
 
     @property
     def rows(self) -> int:
-        """Rows of a batch tensor."""
+        """Rows of an undivided batch tensor."""
         return self.batch_size
 
     def expected_batch_size(self, num_examples: int) -> float:

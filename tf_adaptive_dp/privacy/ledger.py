@@ -78,9 +78,9 @@ class Ledger:
     def segments(self) -> list[Segment]:
         """What was released so far, oldest first."""
         return [
-            Segment(float(noise_multiplier), float(batch_size), int(count))
-            for (noise_multiplier, batch_size), count in zip(
-                self._parameters.numpy(), self._counts.numpy()
+            Segment(*parameters, count)
+            for parameters, count in zip(
+                self._parameters.numpy().tolist(), self._counts.numpy().tolist()
             )
             if count
         ]
@@ -97,6 +97,46 @@ class Ledger:
             parameters[row], counts[row] = (noise_multiplier, batch_size), count
         self._parameters.assign(parameters)
         self._counts.assign(counts)
+
+    @classmethod
+    def extended(cls, segments: Sequence[Segment], more: Segment) -> list[Segment]:
+        """What `record` makes of a ledger in `more.num_releases` calls, as a plain list.
+
+        Guarantee: that of the class.
+
+        Args:
+          segments: as the property `segments` gave them.
+          more: the releases to add.
+        """
+        *before, last = segments or [more._replace(num_releases=0)]
+        count = last.num_releases + more.num_releases
+        if last[:2] == more[:2]:
+            return [*before, last._replace(num_releases=count)]
+        if len(segments) < cls.MAX_SEGMENTS:
+            return [*segments, more]
+        noise_multiplier = min(last.noise_multiplier, more.noise_multiplier)
+        return [*before, Segment(noise_multiplier, max(last.batch_size, more.batch_size), count)]
+
+    @classmethod
+    def extends(cls, segments: Sequence[Segment], earlier: Sequence[Segment]) -> bool:
+        """Whether `earlier` releases and further ones give `segments`.
+
+        Args:
+          segments: as the property `segments` gave them.
+          earlier: likewise, of the same run at an earlier time.
+        """
+        if not earlier or len(earlier) > len(segments):
+            return not earlier
+        *before, last = earlier
+        now = segments[len(before)]
+        same = last[:2] == now[:2] and last.num_releases <= now.num_releases
+        merged = (
+            len(earlier) == cls.MAX_SEGMENTS
+            and last.noise_multiplier >= now.noise_multiplier
+            and last.batch_size <= now.batch_size
+            and last.num_releases < now.num_releases
+        )
+        return before == list(segments[: len(before)]) and (same or merged)
 
     @property
     def num_releases(self) -> int:

@@ -49,7 +49,7 @@ class PoissonSampling(draws.Sampling):
     >>> sampling.max_batch_size
     224
     >>> PoissonSampling(0.5, max_batch_size=4, steps=1).draw(6, step=0, key=draws.new_key(seed=1))
-    array([3])
+    array([2])
     """
 
     sampling_probability: float
@@ -97,8 +97,13 @@ class PoissonSampling(draws.Sampling):
 
     @property
     def rows(self) -> int:
-        """Rows of a batch tensor, padding included."""
+        """Rows of an undivided batch tensor, padding included."""
         return self.max_batch_size
+
+    def rows_per_batch(self, gradient_accumulation_steps: int = 1) -> int:
+        """Rows of each of the tensors that the batch of a step comes as, padding included."""
+        checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+        return -(-self.rows // gradient_accumulation_steps)
 
     def expected_batch_size(self, num_examples: int) -> float:
         """q · num_examples: what the optimizer's `expected_batch_size` has to be."""
@@ -151,19 +156,23 @@ class PoissonSampling(draws.Sampling):
         """Indices of the examples in the batch of a step, ascending.
 
         Guarantee: a pure function of its arguments; the draws of different steps, and of different
-        keys, are independent, as far as BLAKE2b and SFC64 are random. An example joins if two
-        uniform numbers allow it: one of 16 bits with probability c/2¹⁶, the next probability above
-        q, the other one with q·2¹⁶/c. So q is met to 2⁻⁵² of it, with no approximation by a
-        binomial size, and most examples take one short number. Which ones stay of too large a
-        draw is uniformly random, so no example is favoured.
+        keys, are independent, as far as BLAKE2b and SFC64 are random. An example joins if its
+        uniform numbers allow it: one of 8 bits with probability c/2⁸, the next probability above
+        q, the others with q·2⁸/c. So q is met to 2⁻⁵² of it, with no approximation by a binomial
+        size, and most examples take one byte. Which ones stay of too large a draw is uniformly
+        random, so no example is favoured.
         """
         generator = draws.generator(key, b"poisson", step)
-        likely = math.ceil(self.sampling_probability * 2**16)
-        words = generator.bit_generator.random_raw(-(-num_examples // 4)).view(np.uint16)
-        # `likely` is up to 2¹⁶, which is not a number of 16 bits.
+        likely = math.ceil(self.sampling_probability * 2**8)
+        words = generator.bit_generator.random_raw(-(-num_examples // 8)).view(np.uint8)
+        # `likely` is up to 2⁸, which is not a number of 8 bits.
         chosen = np.flatnonzero(words[:num_examples] <= likely - 1)
-        again = generator.random(len(chosen))
-        chosen = chosen[again < self.sampling_probability * 2**16 / likely]
+        rest = self.sampling_probability * 2**8 / likely
+        if rest < 0.5:
+            # Uniform numbers are multiples of 2⁻⁵³: exact for a power of 2 and for 1/2 to 1.
+            rest, exponent = math.frexp(rest)
+            chosen = chosen[generator.random(len(chosen)) < 2.0**exponent]
+        chosen = chosen[generator.random(len(chosen)) < rest]
         if len(chosen) > self.max_batch_size:
             stay = generator.choice(len(chosen), self.max_batch_size, replace=False, shuffle=False)
             chosen = chosen[np.sort(stay)]

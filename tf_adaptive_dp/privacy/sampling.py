@@ -107,15 +107,17 @@ def poisson_batches(
     sampling: PoissonSampling,
     *,
     start_step: int = 0,
+    gradient_accumulation_steps: int = 1,
     preprocess: Callable[[Any], tuple] | None = None,
     padding: tuple | None = None,
     key: bytes | None = None,
 ) -> tf.data.Dataset:
     """Poisson batches (x, y, sample_weight) for `fit`, all of one static shape.
 
-    A batch has `sampling.max_batch_size` rows: the examples drawn, then padding with sample weight
-    0, whose losses and gradients are exactly zero under a loss with `reduction="none"`, so that the
-    mechanism counts it as absent. Empty batches come too, and have to be released.
+    A batch has `sampling.max_batch_size` rows, unless it is divided: the examples drawn, then
+    padding with sample weight 0, whose losses and gradients are exactly zero under a loss with
+    `reduction="none"`, so that the mechanism counts it as absent. Empty batches come too, and have
+    to be released.
 
     Padding is zeros (empty strings), which are public. A real example would not be: weight 0 times
     an infinite loss is NaN, and shows. If all zeros are no proper input of the model (log 0, the
@@ -132,15 +134,19 @@ def poisson_batches(
       data: `(x, y)` or `(x, y, sample_weight)` of arrays, or nests of arrays, that share their
         first axis; or anything with `__len__` and `__getitem__` of single examples (or of lists of
         indices, or `__getitems__`), such as `tfds.data_source`. Shapes and dtypes are taken from
-        the first example and count as public.
+        the first example and count as public. Arrays of up to 2 GiB in all are copied, so that
+        TensorFlow can gather rows by itself; of larger ones Python does, which takes longer.
       sampling: q, the size of a batch, and the number of batches.
-      start_step: the number of batches to pass over, drawn in an earlier run.
+      start_step: the number of draws to pass over, made in an earlier run.
+      gradient_accumulation_steps: k, the number of batches that each draw comes as, one after the
+        other; the optimizer has to accumulate as many. The examples drawn are spread evenly, and
+        each of the k has ceil(`max_batch_size` / k) rows, with its padding at the end.
       preprocess: makes (x, y) or (x, y, sample_weight) of one example of a source.
       padding: (x, y) of one public example, instead of zeros.
       key: 32 secret bytes, to continue a sequence.
 
     Returns:
-      A dataset of `sampling.steps - start_step` batches. Pass `steps_per_epoch` to `fit`.
+      A dataset of k · (`sampling.steps` - `start_step`) batches. Pass `steps_per_epoch` to `fit`.
 
     Raises:
       TypeError, ValueError: for an argument of the wrong type or shape, or out of its range.
@@ -151,12 +157,15 @@ def poisson_batches(
       >>> sampling = PoissonSampling(0.5, max_batch_size=4, steps=1, seed=1)
       >>> x, y = np.arange(1, 7, dtype=np.float32), np.arange(6)
       >>> [[t.tolist() for t in b] for b in poisson_batches((x, y), sampling).as_numpy_iterator()]
-      [[[4.0, 0.0, 0.0, 0.0], [3, 0, 0, 0], [1.0, 0.0, 0.0, 0.0]]]
+      [[[3.0, 0.0, 0.0, 0.0], [2, 0, 0, 0], [1.0, 0.0, 0.0, 0.0]]]
     """
     _require(sampling, PoissonSampling)
     source = batches.source(data, preprocess)
-    padding = batches.flat_padding(source, padding)
-    return batches.dataset(source, sampling, start_step, key, masked=True, padding=padding)
+    return batches.dataset(
+        *(source, sampling, start_step, key, gradient_accumulation_steps),
+        masked=True,
+        padding=padding,
+    )
 
 
 def fixed_size_batches(
@@ -164,6 +173,7 @@ def fixed_size_batches(
     sampling: FixedSizeSampling,
     *,
     start_step: int = 0,
+    gradient_accumulation_steps: int = 1,
     preprocess: Callable[[Any], tuple] | None = None,
     key: bytes | None = None,
 ) -> tf.data.Dataset:
@@ -175,12 +185,13 @@ def fixed_size_batches(
     Args:
       data: see `poisson_batches`, as for the other arguments.
       sampling: size and number of the batches.
-      start_step: the number of batches to pass over, drawn in an earlier run.
+      start_step: the number of draws to pass over, made in an earlier run.
+      gradient_accumulation_steps: k, a divisor of the batch size: each draw comes as k batches.
       preprocess: makes (x, y) or (x, y, sample_weight) of one example of a source.
       key: 32 secret bytes, to continue a sequence.
 
     Returns:
-      A dataset of `sampling.steps - start_step` batches.
+      A dataset of k · (`sampling.steps` - `start_step`) batches.
 
     Raises:
       TypeError, ValueError: for an argument of the wrong type or shape, or out of its range.
@@ -188,7 +199,7 @@ def fixed_size_batches(
     _require(sampling, FixedSizeSampling)
     source = batches.source(data, preprocess)
     _require_examples(len(source), sampling.batch_size)
-    return batches.dataset(source, sampling, start_step, key)
+    return batches.dataset(source, sampling, start_step, key, gradient_accumulation_steps)
 
 
 def shuffled_batches(
@@ -196,6 +207,7 @@ def shuffled_batches(
     sampling: ShuffledEpochs,
     *,
     start_step: int = 0,
+    gradient_accumulation_steps: int = 1,
     preprocess: Callable[[Any], tuple] | None = None,
     key: bytes | None = None,
 ) -> tf.data.Dataset:
@@ -207,12 +219,13 @@ def shuffled_batches(
     Args:
       data: see `poisson_batches`, as for the other arguments.
       sampling: size and number of the batches.
-      start_step: the number of batches to pass over, drawn in an earlier run.
+      start_step: the number of draws to pass over, made in an earlier run.
+      gradient_accumulation_steps: k, a divisor of the batch size: each draw comes as k batches.
       preprocess: makes (x, y) or (x, y, sample_weight) of one example of a source.
       key: 32 secret bytes, to continue a sequence.
 
     Returns:
-      A dataset of `sampling.steps - start_step` batches.
+      A dataset of k · (`sampling.steps` - `start_step`) batches.
 
     Raises:
       TypeError, ValueError: for an argument of the wrong type or shape, or out of its range.
@@ -220,7 +233,7 @@ def shuffled_batches(
     _require(sampling, ShuffledEpochs)
     source = batches.source(data, preprocess)
     _require_examples(len(source), sampling.batch_size)
-    return batches.dataset(source, sampling, start_step, key)
+    return batches.dataset(source, sampling, start_step, key, gradient_accumulation_steps)
 
 
 def _require(sampling: Any, kind: type[Sampling]) -> None:

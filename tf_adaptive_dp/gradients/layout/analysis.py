@@ -223,6 +223,24 @@ def analyze(loss: tf.Tensor) -> Layouts | None:
       NotPrivateError: if entry i of the loss may depend on more than example i, naming the
         operation that mixes examples, its layer and the cure.
     """
+    prepared = prepare(loss)
+    if prepared is None:
+        return None
+    layouts, ops = prepared
+    layouts.run(ops)
+    refuse(loss, layouts)
+    return layouts
+
+
+def prepare(loss: tf.Tensor) -> tuple[Layouts, list[tf.Operation]] | None:
+    """The layouts of what the step is fed, and the operations from there to the loss.
+
+    Args:
+      loss: [B], symbolic.
+
+    Returns:
+      `None` for a batch of one example.
+    """
     ops = ancestors([loss])
     sources = feeds(ops, loss.graph)
     if not sources:
@@ -243,9 +261,7 @@ def analyze(loss: tf.Tensor) -> Layouts | None:
     for tensor in sources:
         fits = tensor.shape.rank and tensor.shape[0] in (None, size)
         layouts.set(tensor, BatchAxis() if fits else Mixed(tensor.op, _FOREIGN), dependent=True)
-    layouts.run(ops)
-    refuse(loss, layouts)
-    return layouts
+    return layouts, ops
 
 
 def refuse(loss: tf.Tensor, layouts: Layouts) -> None:

@@ -1,0 +1,244 @@
+"""A repaired model trains privately, its report is clean, with the other weights as before."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from zoo import floats
+
+import tf_adaptive_dp as dp
+from tf_adaptive_dp.validation.fixes import group_normalization
+from tf_adaptive_dp.validation.layers import named_layers
+
+layers = tf.keras.layers
+LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+Y = np.arange(6) % 3
+
+
+def shaken(model, x):
+    """Built, with weights that are no initial ones."""
+    model(x)
+    for k, variable in enumerate(model.trainable_variables):
+        variable.assign_add(0.1 * floats(*variable.shape, seed=k))
+    return model
+
+
+def of_layers(hidden):
+    def make(x):
+        return tf.keras.Sequential([tf.keras.Input(x.shape[1:]), *hidden(), layers.Dense(3)])
+
+    return make
+
+
+def functional(x):
+    inputs = tf.keras.Input(x.shape[1:])
+    h = layers.Conv2D(8, 3, padding="same", name="conv")(inputs)
+    h = layers.Activation("relu")(layers.BatchNormalization(epsilon=0.01, name="norm")(h))
+    h = h + layers.Conv2D(8, 1, name="skip")(inputs)
+    block = tf.keras.Sequential([layers.Conv2D(6, 3), layers.BatchNormalization()], name="block")
+    return tf.keras.Model(inputs, layers.Dense(3)(layers.GlobalMaxPooling2D()(block(h))))
+
+
+class Block(layers.Layer):
+    def __init__(self, units=6, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.dense = layers.Dense(units)
+        self.norms = [layers.BatchNormalization(), layers.BatchNormalization(trainable=False)]
+
+    def build(self, shape):
+        self.scale = self.add_weight("scale", [self.units])
+
+    def call(self, x, training=None):
+        x = self.dense(x)
+        for norm in self.norms:
+            x = norm(x, training=training)
+        return x * self.scale
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+class Subclassed(tf.keras.Model):
+    def __init__(self, units=6):
+        super().__init__()
+        self.block = Block(units)
+        self.norm = layers.BatchNormalization()
+        self.top = layers.Dense(3)
+
+    def call(self, x, training=None):
+        return self.top(self.norm(self.block(x, training=training), training=training))
+
+
+MODELS = {
+    "Sequential": (of_layers(lambda: [layers.Dense(6), layers.BatchNormalization()]), (5,)),
+    "with dropout": (
+        of_layers(lambda: [layers.Dropout(0.3), layers.Dense(6), layers.BatchNormalization()]),
+        (5,),
+    ),
+    "channels first": (
+        of_layers(
+            lambda: (
+                [layers.Reshape([4, 3, 3]), layers.BatchNormalization(axis=1)] + [layers.Flatten()]
+            )
+        ),
+        (36,),
+    ),
+    "functional and nested": (functional, (6, 6, 2)),
+    "in TimeDistributed": (
+        of_layers(
+            lambda: [layers.TimeDistributed(layers.BatchNormalization()), layers.GRU(4)],
+        ),
+        (4, 5),
+    ),
+    "a layer of its own": (of_layers(lambda: [Block(), layers.BatchNormalization()]), (5,)),
+    "subclassed": (lambda x: Subclassed(units=7), (5,)),
+    "without center and scale": (
+        of_layers(lambda: [layers.Dense(6), layers.BatchNormalization(center=False, scale=False)]),
+        (5,),
+    ),
+    "built when called": (
+        lambda x: tf.keras.Sequential(
+            [layers.Dense(6), layers.BatchNormalization(), layers.Dense(3)]
+        ),
+        (5,),
+    ),
+}
+
+
+def kept_weights(model):
+    """Of all trainable variables, and of frozen layers."""
+    moving = {
+        id(v)
+        for _, layer in named_layers(model)
+        if isinstance(layer, layers.BatchNormalization) and layer.trainable
+        for v in (layer.moving_mean, layer.moving_variance)
+    }
+    return sorted(
+        [v.numpy().tobytes() for v in model.variables if id(v) not in moving],
+    )
+
+
+SLOW = {
+    "built when called",
+    "with dropout",
+    "without center and scale",
+    "in TimeDistributed",
+    "channels first",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MODELS]
+)
+def test_a_repaired_model_trains_and_its_report_is_clean(name):
+    make, shape = MODELS[name]
+    x = floats(6, *shape)
+    tf.keras.utils.set_random_seed(3)
+    model = shaken(make(x), x)
+    before = model.get_weights()
+    optimizer = dp.DPSGD(1.0, 1.0, learning_rate=0.1)
+    report = dp.validate(model, LOSS, optimizer, (x, Y), fix=True)
+    assert report.ok and not report.findings, report
+    assert "batch statistics" in {f.kind for f in report.repaired}
+    assert report.model is not model and kept_weights(report.model) == kept_weights(model)
+    for old, new in zip(before, model.get_weights()):
+        np.testing.assert_array_equal(old, new)
+    # What each example gives must still depend on it.
+    assert np.ptp(report.model(x).numpy(), axis=0).min() > 1e-3
+    report.model.compile(optimizer, report.loss)
+    report.model.fit(x, Y, batch_size=6, verbose=0)
+    assert optimizer.ledger.num_releases == 1
+
+
+def test_a_state_is_forgotten():
+    x = floats(6, 2, 5)
+    inputs = tf.keras.Input(batch_shape=x.shape)
+    both = layers.Bidirectional(layers.SimpleRNN(3, stateful=True, return_sequences=True))
+    h = layers.SimpleRNN(4, stateful=True)(both(inputs))
+    model = tf.keras.Model(inputs, layers.Dense(3)(h))
+    report = dp.validate(model, LOSS, dp.DPSGD(1.0, 1.0), (x, Y), fix=True)
+    assert report.ok, report
+    assert kept_weights(report.model) == kept_weights(model)
+    np.testing.assert_array_equal(report.model(x), report.model(x))
+
+
+LOSSES = {
+    "by name": "sparse_categorical_crossentropy",
+    "averaged": tf.keras.losses.SparseCategoricalCrossentropy(),
+    "function": tf.keras.losses.sparse_categorical_crossentropy,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_repaired_loss_is_that_of_each_example(name):
+    loss = LOSSES[name]
+    reduction = getattr(loss, "reduction", None)
+    x = floats(6, 5)
+    model = tf.keras.Sequential([tf.keras.Input([5]), layers.Dense(3, "softmax")])
+    optimizer = dp.DPSGD(1.0, 1.0)
+    report = dp.validate(model, loss, optimizer, (x, Y), fix=True)
+    assert not report.findings and [f.where for f in report.repaired] == ["loss"]
+    assert report.model is model and getattr(loss, "reduction", None) == reduction
+    expected = tf.keras.losses.sparse_categorical_crossentropy(Y, model(x))
+    np.testing.assert_allclose(report.loss(Y, model(x)), expected, rtol=1e-6)
+    model.compile(optimizer, report.loss)
+    model.fit(x, Y, batch_size=6, verbose=0)
+    assert optimizer.ledger.num_releases == 1
+
+
+@pytest.mark.parametrize(
+    "shape, axis, groups",
+    [
+        ((8, 8, 48), -1, 16),
+        ((64, 8, 8), 1, 32),
+        ((8, 8, 7), -1, 1),
+        ((64,), -1, 1),
+        ((1, 1, 64), -1, 1),
+        ((1,), -1, None),
+    ],
+)
+def test_groups_hold_more_than_one_number(shape, axis, groups):
+    inputs = tf.keras.Input(shape)
+    layer = layers.BatchNormalization(axis=axis)
+    layer(inputs)
+    made = group_normalization(layer)
+    assert (None if made is None else made.groups) == groups
+    if made is not None:
+        assert made.axis == axis % (len(shape) + 1)
+
+
+class Needy(Subclassed):
+    """Cannot be made from a configuration."""
+
+    def __init__(self, something):
+        super().__init__()
+        self.something = something
+
+
+def test_what_cannot_be_copied_stays_with_its_cure():
+    x = floats(6, 5)
+    model = shaken(Needy(object()), x)
+    report = dp.validate(model, LOSS, dp.DPSGD(1.0, 1.0), (x, Y), fix=True)
+    assert not report.ok and report.model is model and report.repaired == ()
+    kinds = {f.kind for f in report.findings}
+    assert {"batch statistics", "not repaired"} <= kinds
+    assert "could not be copied" in str(report) and "GroupNormalization" in str(report)
+
+
+def test_shared_weights_are_not_torn_apart():
+    x = floats(6, 5)
+    shared = layers.Dense(5)
+    inner = tf.keras.Sequential([shared, layers.BatchNormalization()])
+    inputs = tf.keras.Input([5])
+    model = shaken(tf.keras.Model(inputs, layers.Dense(3)(shared(inner(inputs)))), x)
+    report = dp.validate(model, LOSS, dp.DPSGD(1.0, 1.0), (x, Y), fix=True)
+    assert report.model is model and "share weights" in str(report)
+
+
+def test_other_findings_stay():
+    x = floats(6, 5)
+    hidden = [layers.Dense(4), layers.BatchNormalization(), layers.Softmax(axis=0, name="soft")]
+    model = of_layers(lambda: hidden)(x)
+    report = dp.validate(model, LOSS, tf.keras.optimizers.SGD(), (x, Y), fix=True)
+    assert {f.where for f in report.errors} == {"soft", "optimizer", "model"}
+    assert {f.kind for f in report.repaired} == {"batch statistics"}

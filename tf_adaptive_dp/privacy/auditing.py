@@ -1,0 +1,269 @@
+"""A lower bound on ε from a finished training: what an attacker did prove.
+
+The accountant bounds ε from above and believes that the code does what it says. An audit trains the
+real code and bounds ε from below: where the two cross, one of them is wrong. All bounds here speak
+of (ε, δ)-DP for adding or removing one example, the adjacency of `accounting.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+from scipy import special, stats
+
+from tf_adaptive_dp import checks
+
+
+class OneRunReport(NamedTuple):
+    """What one training run proves; see `one_run_epsilon`.
+
+    Attributes:
+      epsilon_lower_bound: ε is at least this, 0 if nothing was proven.
+      delta: δ for which it holds.
+      confidence: the probability with which it holds.
+      num_canaries: canaries that were included, or not, by the toss of a coin.
+      num_guesses: of how many of them the membership was guessed.
+      num_correct: how many guesses were right.
+      num_tests: how many ways of guessing shared the error probability 1 - `confidence`.
+    """
+
+    epsilon_lower_bound: float
+    delta: float
+    confidence: float
+    num_canaries: int
+    num_guesses: int
+    num_correct: int
+    num_tests: int
+
+
+class ManyRunReport(NamedTuple):
+    """What many training runs prove; see `many_run_epsilon`.
+
+    Attributes:
+      epsilon_lower_bound: ε is at least this, 0 if nothing was proven.
+      delta: δ for which it holds.
+      confidence: the probability with which it holds.
+      num_with: runs with the canary that went into the bound.
+      num_without: runs without it that did.
+      true_rate: the share of right guesses of the attack, among the runs of one kind.
+      false_rate: the share of the same guess among the runs of the other kind.
+    """
+
+    epsilon_lower_bound: float
+    delta: float
+    confidence: float
+    num_with: int
+    num_without: int
+    true_rate: float
+    false_rate: float
+
+
+def one_run_epsilon(
+    scores: Any,
+    included: Any,
+    delta: float,
+    *,
+    confidence: float = 0.95,
+    num_guesses: int | Sequence[int] | None = None,
+) -> OneRunReport:
+    """A lower bound on ε from one training run with m canaries (Steinke et al. 2023).
+
+    The r/2 canaries of the highest scores are guessed to be in, the r/2 of the lowest to be out.
+    Under (ε, δ)-DP, with W the successes of r tosses of probability e^ε / (1 + e^ε) each,
+
+        P[v or more guesses are right] ≤ P[W ≥ v] + 2·m·δ·max over i ≥ 1 of P[v > W ≥ v - i] / i
+
+    and the bound is the largest ε for which that is below 1 - `confidence`.
+
+    Guarantee: if the training is (ε, δ)-DP for adding or removing one example, the bound is at
+    most ε with probability `confidence`, over the noise of the training and the coins of the
+    canaries, however scores were computed from what was released. Needed: independent fair coins,
+    scores that do not depend on them but through what was released, and a number of guesses that
+    was chosen beforehand; several columns of scores or numbers of guesses share the probability
+    of error. A low bound is no proof of privacy: another attack may prove more, and at a confidence
+    of 0.95 one run never proves more than about log(r / 3).
+
+    Args:
+      scores: [m], higher where the canary seems to be in; or [m, k] for k attacks at once.
+      included: [m], bool: which canaries were in.
+      delta: δ, in [0, 1).
+      confidence: in (0, 1).
+      num_guesses: r, from 1 to m; or several, of which the best one is reported. `None` guesses
+        a quarter of the canaries.
+
+    Returns:
+      A `OneRunReport`, of the best of all tests.
+
+    Raises:
+      TypeError, ValueError: for an argument of the wrong shape or out of its range, and for scores
+        that are NaN.
+
+    >>> included = np.arange(200) % 2 == 0
+    >>> report = one_run_epsilon(included, included, delta=1e-5)  # an attacker who knows
+    >>> round(report.epsilon_lower_bound, 2), report.num_correct
+    (2.78, 50)
+    """
+    scores, included = _checked_scores(scores, included)
+    num_canaries, num_attacks = scores.shape
+    delta, confidence = _check_parameters(delta, confidence)
+    numbers = _checked_guesses(num_guesses, num_canaries)
+    num_tests = num_attacks * len(numbers)
+    best = OneRunReport(-1.0, delta, confidence, num_canaries, 0, 0, num_tests)
+    for column in scores.T:
+        order = np.argsort(column, kind="stable")
+        for guesses in numbers:
+            lowest, highest = order[: guesses // 2], order[num_canaries - (guesses + 1) // 2 :]
+            correct = int(np.sum(~included[lowest]) + np.sum(included[highest]))
+            bound = _largest_refuted(
+                lambda e, r=guesses, v=correct: _p_value(e, num_canaries, r, v, delta),
+                (1 - confidence) / num_tests,
+            )
+            if bound > best.epsilon_lower_bound:
+                best = best._replace(
+                    epsilon_lower_bound=bound, num_guesses=guesses, num_correct=correct
+                )
+    return best
+
+
+def many_run_epsilon(
+    scores_with: Any, scores_without: Any, delta: float, *, confidence: float = 0.95
+) -> ManyRunReport:
+    """A lower bound on ε from independent trainings with and without one canary.
+
+    Every other run chooses an attack: a threshold of the score, and whether scores above it speak
+    for the canary or those below it against it. The remaining runs give the bound
+
+        ε ≥ log((lower limit of the true rate - δ) / upper limit of the false rate)
+
+    with Clopper and Pearson's exact limits, each of error probability (1 - `confidence`) / 2.
+
+    Guarantee: if the training is (ε, δ)-DP for adding or removing one example, the bound is at
+    most ε with probability `confidence` over the runs, which have to be independent and alike but
+    for the canary. A low bound is no proof of privacy: at a confidence of 0.95, n runs of each kind
+    never prove more than about log(n / 7.4).
+
+    Args:
+      scores_with: [n], one score for each run with the canary.
+      scores_without: [n'], for each run without it.
+      delta: δ, in [0, 1).
+      confidence: in (0, 1).
+
+    Returns:
+      A `ManyRunReport`.
+
+    Raises:
+      TypeError, ValueError: for fewer than two runs of a kind, scores that are NaN, or a number
+        out of its range.
+
+    >>> report = many_run_epsilon(np.ones(1000), np.zeros(1000), delta=1e-5)
+    >>> round(report.epsilon_lower_bound, 2)
+    4.91
+    """
+    delta, confidence = _check_parameters(delta, confidence)
+    runs = []
+    for name, scores in (("scores_with", scores_with), ("scores_without", scores_without)):
+        scores = np.asarray(scores, np.float64)
+        if scores.ndim != 1 or len(scores) < 2 or np.isnan(scores).any():
+            raise ValueError(
+                f"`{name}` must be two or more numbers, one for each run. Received: shape "
+                f"{scores.shape}, {np.isnan(scores).sum()} of them NaN"
+            )
+        runs.append(scores)
+    with_, without = runs
+    level = (1 - confidence) / 2
+    attacks = []
+    # High scores speak for the canary, or low ones against it.
+    for hits, misses in ((with_, without), (-without, -with_)):
+        thresholds = np.unique(np.concatenate([hits[::2], misses[::2]]))
+        bounds = _rate_bounds(hits[::2], misses[::2], thresholds, delta, level)
+        best = np.argmax(bounds)
+        attacks.append((bounds[best], thresholds[best], hits[1::2], misses[1::2]))
+    _, threshold, hits, misses = max(attacks, key=lambda attack: attack[0])
+    (bound,) = _rate_bounds(hits, misses, np.array([threshold]), delta, level)
+    return ManyRunReport(
+        max(0.0, float(bound)),
+        *(delta, confidence, len(with_[1::2]), len(without[1::2])),
+        *(float(np.mean(hits >= threshold)), float(np.mean(misses >= threshold))),
+    )
+
+
+def _check_parameters(delta: float, confidence: float) -> tuple[float, float]:
+    delta = checks.number("delta", delta, 0)
+    confidence = checks.number("confidence", confidence, 0, strict=True)
+    for name, value in (("delta", delta), ("confidence", confidence)):
+        if value >= 1:
+            raise ValueError(f"`{name}` must be below 1. Received: {name}={value!r}")
+    return delta, confidence
+
+
+def _checked_scores(scores: Any, included: Any) -> tuple[np.ndarray, np.ndarray]:
+    scores, included = np.asarray(scores, np.float64), np.asarray(included)
+    if included.ndim != 1 or included.dtype != bool or not len(included):
+        raise ValueError(
+            "`included` must be one bool for each canary. Received: "
+            f"shape {included.shape}, dtype {included.dtype}"
+        )
+    if scores.ndim not in (1, 2) or len(scores) != len(included) or not scores.size:
+        raise ValueError(
+            f"`scores` must have one row for each of the {len(included)} canaries. Received: "
+            f"shape {scores.shape}"
+        )
+    if np.isnan(scores).any():
+        raise ValueError(f"`scores` must be numbers. Received: {np.isnan(scores).sum()} NaN")
+    return scores.reshape(len(scores), -1), included
+
+
+def _checked_guesses(num_guesses: int | Sequence[int] | None, num_canaries: int) -> list[int]:
+    if num_guesses is None:
+        return [max(1, num_canaries // 4)]
+    several = isinstance(num_guesses, (Sequence, np.ndarray))
+    numbers = [
+        checks.integer("num_guesses", n, 1) for n in (num_guesses if several else [num_guesses])
+    ]
+    if not numbers or max(numbers) > num_canaries:
+        raise ValueError(
+            f"`num_guesses` must be from 1 to the number of canaries, {num_canaries}. Received: "
+            f"num_guesses={num_guesses!r}"
+        )
+    return numbers
+
+
+def _p_value(epsilon: float, num_canaries: int, guesses: int, correct: int, delta: float) -> float:
+    """The most probable that so many right guesses can be under (ε, δ)-DP."""
+    accuracy = special.expit(epsilon)
+    tail = stats.binom.sf(correct - 1, guesses, accuracy)
+    # δ may move probability to "v right guesses" from outcomes i below; to do so costs i times.
+    i = np.arange(1, correct + 1)
+    just_below = np.cumsum(stats.binom.pmf(correct - i, guesses, accuracy))
+    return float(tail + 2 * num_canaries * delta * np.max(just_below / i, initial=0.0))
+
+
+def _largest_refuted(p_value: Callable[[float], float], level: float) -> float:
+    """The largest ε with p_value(ε) < level, from below to 1e-6; 0 if there is none."""
+    if p_value(0.0) >= level:
+        return 0.0
+    low, high = 0.0, 1.0
+    while p_value(high) < level:
+        low, high = high, 2 * high
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if p_value(middle) < level else (low, middle)
+    return low
+
+
+def _rate_bounds(
+    hits: np.ndarray, misses: np.ndarray, thresholds: np.ndarray, delta: float, level: float
+) -> np.ndarray:
+    """log((lower limit of P[hit ≥ t] - δ) / upper limit of P[miss ≥ t]) for each threshold t."""
+
+    def count(scores: np.ndarray) -> np.ndarray:
+        return len(scores) - np.searchsorted(np.sort(scores), thresholds, side="left")
+
+    true, false = count(hits), count(misses)
+    with np.errstate(divide="ignore"):
+        # A beta distribution with a parameter of 0 is none; its limits are 0 and 1.
+        low = np.nan_to_num(stats.beta.ppf(level, true, len(hits) - true + 1), nan=0.0)
+        high = np.nan_to_num(stats.beta.isf(level, false + 1, len(misses) - false), nan=1.0)
+        return np.log(np.maximum(low - delta, 0.0)) - np.log(high)

@@ -1,0 +1,7 @@
+"""Is this model, with its loss, optimizer and data, fit for private training?"""
+
+from tf_adaptive_dp.validation.per_example import PerExampleReport, check_per_example
+from tf_adaptive_dp.validation.report import Finding, ValidationReport
+from tf_adaptive_dp.validation.validate import validate
+
+__all__ = ["Finding", "PerExampleReport", "ValidationReport", "check_per_example", "validate"]

@@ -1,0 +1,156 @@
+"""A copy of a model in which what can safely be replaced is replaced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tf_adaptive_dp.validation.layers import keeps_state, named_layers, takes_batch_statistics
+
+_LAYERS = tf.keras.layers
+Layer = tf.keras.layers.Layer
+
+
+def repaired_model(model: tf.keras.Model, inputs) -> tf.keras.Model:
+    """Copies a model: batch normalization becomes group normalization, states are not kept.
+
+    All other layers keep their names and their weights; gamma and beta become those of the group
+    normalization. The copy is not compiled.
+
+    Args:
+      model: is built already, and stays as it is.
+      inputs: of one batch; a subclassed model is built by calling it on them.
+
+    Returns:
+      The copy. A layer that has no safe replacement is copied as it is.
+
+    Raises:
+      TypeError, ValueError: if the copy would be of another class, or would not share the
+        weights that layers of the model share.
+      Exception: whatever the model's own `get_config` and `from_config` raise; a model of the
+        user's own class needs both if it holds such layers.
+    """
+    repaired = _copy(model)
+    if not repaired.built:
+        repaired(inputs, training=False)
+    _copy_weights(model, repaired)
+    if type(repaired) is not type(model):
+        raise TypeError(f"Keras copies a {type(model).__name__} as a {type(repaired).__name__}.")
+    counts = len(model.trainable_variables), len(repaired.trainable_variables)
+    if counts[0] != counts[1]:
+        raise ValueError(
+            f"Layers share weights that the copy would not: it has {counts[1]} trainable "
+            f"variables for {counts[0]}."
+        )
+    return repaired
+
+
+def group_normalization(layer: Layer) -> Layer | None:
+    """The group normalization that replaces a batch normalization, or `None` if none is safe.
+
+    Groups are gcd(32, channels) where an example has several positions a channel, as in images. In
+    what dense layers give it has one, so that such groups could hold one number each, which
+    normalizes to zero; there all channels are one group.
+
+    Args:
+      layer: a batch normalization that was built.
+    """
+    axes = list(layer.axis) if isinstance(layer.axis, (list, tuple)) else [layer.axis]
+    if not layer.built or len(axes) != 1:
+        return None
+    axis, rank = axes[0], layer.input_spec.ndim
+    channels = layer.moving_mean.shape[0]
+    groups = math.gcd(32, channels) if _positions(layer, rank, axis) != 1 else 1
+    if groups == 1 == channels and _positions(layer, rank, axis) == 1:
+        return None
+    config = layer.get_config()
+    kept = (
+        "name trainable dtype epsilon center scale beta_initializer gamma_initializer "
+        "beta_regularizer gamma_regularizer beta_constraint gamma_constraint"
+    ).split()
+    kept = {name: config[name] for name in kept}
+    return _LAYERS.GroupNormalization(groups=groups, axis=axis, **kept)
+
+
+def _positions(layer: Layer, rank: int, axis: int) -> int | None:
+    """How many numbers of each channel an example has; `None` if that is not known."""
+    try:
+        shape = list(layer.get_input_shape_at(0))
+    except (AttributeError, RuntimeError):  # it was never called on symbolic inputs
+        shape = [None] * rank
+    others = [n for a, n in enumerate(shape) if a not in (0, axis % rank)]
+    return None if None in others else math.prod(others)
+
+
+def is_defective(layer: Layer) -> bool:
+    """Whether something in a layer or model is of a kind that has a replacement."""
+    layers = [layer, *(inner for _, inner in named_layers(layer))]
+    return any(takes_batch_statistics(each) or keeps_state(each) for each in layers)
+
+
+def _is_graph(layer: Layer) -> bool:
+    """Whether a layer is a Sequential or functional model, which Keras can clone."""
+    return isinstance(layer, tf.keras.Sequential) or (
+        isinstance(layer, tf.keras.Model) and layer._is_graph_network
+    )
+
+
+def _copy(layer: Layer) -> Layer:
+    if takes_batch_statistics(layer):
+        replacement = group_normalization(layer)
+        if replacement is not None:
+            return replacement
+    if _is_graph(layer):
+        return tf.keras.models.clone_model(layer, clone_function=_copy)
+    new = layer.__class__.from_config(layer.get_config())
+    if is_defective(layer):
+        if keeps_state(new):
+            new.stateful = False
+        for name, value in _children(layer):
+            if any(map(is_defective, _layers_in(value))):
+                setattr(new, name, tf.nest.map_structure(_copied_inside, value, getattr(new, name)))
+    return new
+
+
+def _copied_inside(old, new):
+    return _copy(old) if isinstance(old, Layer) and is_defective(old) else new
+
+
+def _children(layer: Layer) -> Iterator[tuple[str, object]]:
+    """The attributes that hold layers, alone or in lists and dicts."""
+    for name, value in list(vars(layer).items()):
+        if not name.startswith("_self_") and list(_layers_in(value)):
+            yield name, value
+
+
+def _layers_in(value) -> Iterator[Layer]:
+    if isinstance(value, (Layer, list, tuple, dict)):
+        yield from (v for v in tf.nest.flatten(value) if isinstance(v, Layer))
+
+
+def _copy_weights(old: Layer, new: Layer) -> None:
+    # Not `trainable = ...`, which would thaw frozen layers inside.
+    new._trainable = old._trainable
+    if takes_batch_statistics(old) and isinstance(new, _LAYERS.GroupNormalization):
+        for name in ("gamma", "beta"):
+            if getattr(old, name) is not None:
+                getattr(new, name).assign(getattr(old, name))
+    elif not is_defective(old):
+        for (_, inner), (_, copied) in zip(named_layers(old), named_layers(new)):
+            copied._trainable = inner._trainable
+        new.set_weights(old.get_weights())
+    elif _is_graph(old):
+        for layer in old.layers:
+            _copy_weights(layer, new.get_layer(layer.name))
+    else:
+        own = zip(
+            old._trainable_weights + old._non_trainable_weights,
+            new._trainable_weights + new._non_trainable_weights,
+        )
+        for source, target in own:
+            target.assign(source)
+        for name, value in _children(old):
+            for source, target in zip(_layers_in(value), _layers_in(getattr(new, name))):
+                _copy_weights(source, target)

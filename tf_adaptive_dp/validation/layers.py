@@ -1,0 +1,180 @@
+"""What the layers of a model say of themselves, before anything is run."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Callable
+
+import tensorflow as tf
+
+from tf_adaptive_dp.validation.report import Finding
+
+_LAYERS = tf.keras.layers
+BATCH_NORMALIZATIONS = (
+    _LAYERS.BatchNormalization,
+    _LAYERS.experimental.SyncBatchNormalization,
+)
+_PREPROCESSING = _LAYERS.experimental.preprocessing.PreprocessingLayer
+
+
+def named_layers(model: tf.keras.layers.Layer, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """All layers inside of a model, nested ones and wrapped ones too, each once, with its path.
+
+    Args:
+      model: a model, or a layer.
+      prefix: what the paths begin with.
+
+    Yields:
+      The path, names joined by "/", and the layer.
+    """
+    seen: set[int] = set()
+
+    def walk(parent, prefix):
+        for layer in parent._flatten_layers(recursive=False, include_self=False):
+            if id(layer) not in seen:
+                seen.add(id(layer))
+                yield prefix + layer.name, layer
+                yield from walk(layer, f"{prefix}{layer.name}/")
+
+    yield from walk(model, prefix)
+
+
+def path_finder(model: tf.keras.Model) -> Callable[[str], str | None]:
+    """Says in which layer of a model an operation or a variable lies.
+
+    Args:
+      model: gives the names of its layers.
+
+    Returns:
+      A function from a name to the path of the innermost layer in whose name scope it lies, or
+      `None`.
+    """
+    paths = [path for path, _ in named_layers(model)]
+
+    @functools.cache
+    def find(scope: str) -> str | None:
+        # A layer that is called twice in one graph gets a scope with a number.
+        for name in (scope, re.sub(r"_\d+(?=/|$)", "", scope)):
+            inside = [path for path in paths if f"/{path}/" in f"/{name}/"]
+            if inside:
+                return max(inside, key=len)
+        return None
+
+    return lambda name: find(name.rpartition("/")[0])
+
+
+def has_own(model: tf.keras.Model, method: str) -> bool:
+    """Whether the class of a model overrides a method of Keras's."""
+    return getattr(type(model), method) is not getattr(tf.keras.Model, method)
+
+
+def takes_batch_statistics(layer: tf.keras.layers.Layer) -> bool:
+    """Whether a layer normalizes by the statistics of the batch when the model trains."""
+    return isinstance(layer, BATCH_NORMALIZATIONS) and layer.trainable
+
+
+def keeps_state(layer: tf.keras.layers.Layer) -> bool:
+    """Whether a recurrent layer carries its state from one batch to the next."""
+    return isinstance(layer, _LAYERS.RNN) and bool(layer.stateful)
+
+
+def layer_findings(model: tf.keras.Model) -> list[Finding]:
+    """Findings about layers and variables of a model that has been built.
+
+    Args:
+      model: is not called.
+    """
+    found = [finding for path, layer in named_layers(model) for finding in _of_layer(path, layer)]
+    if not has_own(model, "compute_loss"):
+        found += [f for path, layer in named_layers(model) for f in _regularizers(path, layer)]
+    half = [path for path, layer in named_layers(model) if layer.compute_dtype == "float16"]
+    if half:
+        found.append(
+            Finding(
+                "loss scaling",
+                "model",
+                f"Layers compute in float16, from {half[0]} on; Keras then multiplies the loss "
+                "before gradients are clipped.",
+                "Use the policy 'mixed_bfloat16' or 'float32'.",
+            )
+        )
+    if not model.trainable_variables:
+        found.append(
+            Finding(
+                "variables",
+                "model",
+                "It has no trainable variables, so there is nothing to train.",
+                "Set `trainable = True` on the layers to train.",
+            )
+        )
+    return found + [
+        Finding(
+            "variables",
+            path_finder(model)(variable.name) or "model",
+            f"Its trainable variable {variable.name} is of type {variable.dtype.name}, whose "
+            "gradient cannot be clipped.",
+            "Create it with `trainable=False`, or train real and imaginary parts.",
+        )
+        for variable in model.trainable_variables
+        if not variable.dtype.is_floating
+    ]
+
+
+def _of_layer(path: str, layer: tf.keras.layers.Layer) -> Iterator[Finding]:
+    kind = type(layer).__name__
+    if takes_batch_statistics(layer):
+        yield Finding(
+            "batch statistics",
+            path,
+            f"{kind} normalizes by the mean and variance of the batch in training, so every "
+            "example changes the gradients of all others; its moving averages are statistics of "
+            "private data that no noise covers.",
+            "Replace it by `tf.keras.layers.GroupNormalization` or `LayerNormalization` "
+            "(`fix=True` does), or freeze it (`layer.trainable = False`).",
+        )
+    if isinstance(layer, _LAYERS.SpectralNormalization):
+        yield Finding(
+            "state",
+            path,
+            f"{kind} writes to its own kernel in each forward pass, which Keras does not compile "
+            "and which is no part of the gradient that is clipped.",
+            "Use the wrapped layer alone, with `kernel_constraint` if its weights must be bounded.",
+        )
+    if keeps_state(layer):
+        yield Finding(
+            "state",
+            path,
+            f"{kind} has stateful=True: the examples of one batch change the losses of the next.",
+            "Use stateful=False (`fix=True` does).",
+        )
+    if isinstance(layer, _PREPROCESSING) and layer.is_adapted:
+        yield Finding(
+            "adapted",
+            path,
+            f"{kind} holds what `adapt` computed from data. If that was the private training "
+            "data, these statistics are released without noise, and ε does not cover them.",
+            "Adapt it on public data, or pass known values "
+            "(`mean` and `variance`, `vocabulary`, `bin_boundaries`).",
+            "warning",
+        )
+
+
+def _regularizers(path: str, layer: tf.keras.layers.Layer) -> Iterator[Finding]:
+    names = [
+        name
+        for name, value in vars(layer).items()
+        if name.endswith("_regularizer")
+        and not name.endswith("activity_regularizer")
+        and isinstance(value, tf.keras.regularizers.Regularizer)
+    ]
+    if names:
+        yield Finding(
+            "regularizer",
+            path,
+            f"Keras cannot add the term of its {', '.join(names)}, one number, to a loss vector: "
+            "`fit` stops.",
+            "Override `compute_loss` in the model (`return self.loss(y, y_pred) + "
+            "tf.add_n(self.losses)`), or use the optimizer's `weight_decay`.",
+        )

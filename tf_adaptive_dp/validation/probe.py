@@ -1,0 +1,196 @@
+"""Changes a batch and looks which losses move, which needs no knowledge of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Callable, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_adaptive_dp.validation.layers import named_layers
+from tf_adaptive_dp.validation.repeatable import reset
+from tf_adaptive_dp.validation.report import Finding
+from tf_adaptive_dp.validation.search import counting
+
+Losses = Callable[[tuple, bool], tf.Tensor]
+
+
+class Probe(NamedTuple):
+    """What the probe found, and what it ran."""
+
+    findings: list[Finding]
+    probed: str
+
+
+def probe(
+    model: tf.keras.Model, losses: Losses, batch: tuple, expected_batch_size: float | None
+) -> Probe:
+    """Runs a model eagerly on changed batches; call it within `unchanged`.
+
+    One example is replaced by another, by zeros and by noise, and the losses of the others must
+    stay. Losses must be the same when the batch is shown again, and may depend neither on the
+    position in the batch nor on its size. Models with dropout and the like draw the same random
+    numbers each time. Where that cannot be had, and for positions and sizes of such models, the
+    model runs with `training=False`.
+
+    A loss may differ by √u of the largest loss, with u the rounding error of the type (2.4e-4 in
+    float32): n operations in a row make errors of about u√n, far less. Replacing an example changes
+    no shapes and hence no rounding; another position or size may.
+
+    Args:
+      model: its layers may be random.
+      losses: from a batch and whether the model trains to the loss vector.
+      batch: nests of tensors, with two examples or more.
+      expected_batch_size: as the optimizer has it.
+    """
+    run = _Runner(model, losses)
+    first, again = run(batch, True), run(batch, True)
+    training = run.same(first, again)
+    random = not (training and run.same(first, run(batch, True, seed=2)))
+    found = _independence(run, batch, training)
+    if random and training and not found:
+        found = _independence(run, batch, False)
+    if not found:
+        found = _position(run, batch, not random)
+        found += _size(run, batch, not random, expected_batch_size)
+    modes = f"training={training}"
+    if random and training:
+        modes += " (same random numbers), and training=False for positions and sizes"
+    elif random:
+        modes += " (two runs in training mode differ)"
+    return Probe(found, "; ".join([f"{run.count} runs with {modes}", *run.left_out]))
+
+
+# Half of the distance from 1 to the next number.
+_EPSILON = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Logits of size 10 are rounded by 1e-6, so losses near zero are not compared more closely.
+_SMALLEST_SCALE = 0.01
+
+
+class _Runner:
+    """Runs the model with a seed, and compares losses."""
+
+    def __init__(self, model, losses):
+        self.model, self.losses, self.count = model, losses, 0
+        self.left_out: list[str] = []
+        types = {layer.compute_dtype for _, layer in named_layers(model)} | {model.compute_dtype}
+        self.tolerance = np.sqrt(max(_EPSILON.get(t, _EPSILON["float32"]) for t in types))
+
+    def __call__(self, batch, training, seed=1) -> np.ndarray:
+        reset(self.model, seed)
+        self.count += 1
+        return tf.cast(self.losses(batch, training), tf.float64).numpy()
+
+    def attempt(self, what, batch, training) -> np.ndarray | None:
+        """The same for data that the model may refuse, which is then noted down."""
+        try:
+            return self(batch, training)
+        except (ValueError, TypeError, tf.errors.OpError) as error:
+            self.left_out.append(f"{what} left out ({type(error).__name__})")
+            return None
+
+    def moved(self, one, other, smallest=0.0) -> np.ndarray:
+        """[B], which losses differ; `smallest` is what the largest is taken for at least."""
+        scale = max(np.max(np.abs(one), initial=0.0, where=np.isfinite(one)), smallest)
+        near = np.isclose(one, other, rtol=0.0, atol=self.tolerance * scale, equal_nan=True)
+        return ~near
+
+    def same(self, one, other, smallest=0.0) -> bool:
+        """Whether all losses agree."""
+        return not self.moved(one, other, smallest).any()
+
+
+def _rows(batch: tuple, rows) -> tuple:
+    return tf.nest.map_structure(lambda t: tf.gather(t, rows), batch)
+
+
+def _replacements(batch: tuple, one: int) -> Iterator[tuple[str, tuple]]:
+    """The batch with one example replaced in several ways."""
+    num_examples = tf.nest.flatten(batch)[0].shape[0]
+    rows = np.arange(num_examples)
+    rows[one] = (one + 1) % num_examples
+    copied = _rows(batch, rows)
+    yield "another example", copied
+
+    def set_inputs(change):
+        def of(tensor):
+            if not tensor.dtype.is_floating:
+                return tensor
+            array = tensor.numpy()
+            array[one] = change(array[one])
+            return tf.constant(array)
+
+        return (tf.nest.map_structure(of, copied[0]), *copied[1:])
+
+    def shuffled(row):
+        order = np.random.default_rng(one).permutation(row.size)
+        return 3 * row.reshape(-1)[order].reshape(row.shape)
+
+    if any(t.dtype.is_floating for t in tf.nest.flatten(batch[0])):
+        yield "zeros", set_inputs(np.zeros_like)
+        yield "its own entries, shuffled and tripled", set_inputs(shuffled)
+
+
+def _independence(run: _Runner, batch: tuple, training: bool) -> list[Finding]:
+    """Whether the losses of others move when an example is replaced, or when time goes on."""
+    before = run(batch, training)
+    for one in sorted({0, len(before) // 2, len(before) - 1}):
+        for kind, changed in _replacements(batch, one):
+            after = run.attempt(f"replacing by {kind}", changed, training)
+            others = (np.delete(before, one), np.delete(after, one)) if after is not None else ()
+            if after is None or run.same(*others):
+                continue
+            if not run.same(before, run(batch, training)):
+                return [_state(training)]
+            num_moved = int(run.moved(*others).sum())
+            largest = np.max(np.abs(np.subtract(*others)))
+            return [
+                Finding(
+                    "probe",
+                    "model",
+                    f"Replacing example {one} by {kind} changes the losses of {num_moved} "
+                    f"others, by up to {largest:.2g} (training={training}): the examples of a "
+                    "batch are not independent.",
+                    "Find what looks at the whole batch, the loss and code outside of TensorFlow "
+                    "included (`py_function`, `numpy_function`), and keep it to one example.",
+                )
+            ]
+    return [] if run.same(before, run(batch, training)) else [_state(training)]
+
+
+def _state(training: bool) -> Finding:
+    return Finding(
+        "state",
+        "model",
+        "The losses of a batch change when it is shown again, with the same weights and seeds "
+        f"(training={training}): something is carried from batch to batch, or random numbers "
+        "cannot be repeated.",
+        "Remove what is remembered (stateful layers, moving averages, Python attributes), or take "
+        "random numbers from TensorFlow's or Keras's generators.",
+    )
+
+
+def _position(run: _Runner, batch: tuple, training: bool) -> list[Finding]:
+    before = run(batch, training)
+    after = run(_rows(batch, np.roll(np.arange(len(before)), 1)), training)
+    if run.same(before, np.roll(after, -1), _SMALLEST_SCALE):
+        return []
+    return [
+        Finding(
+            "position",
+            "model",
+            "The loss of an example depends on its place in the batch, so one example more or less "
+            "changes the gradients of those behind it.",
+            "Do not count along axis 0 (`tf.range(batch_size)`, tables with a row for each place).",
+        )
+    ]
+
+
+def _size(run: _Runner, batch: tuple, training: bool, expected_batch_size) -> list[Finding]:
+    before = run(batch, training)
+    fewer = len(before) - len(before) // 2
+    after = run.attempt("smaller batches", _rows(batch, np.arange(fewer)), training)
+    if after is None or run.same(before[:fewer], after, _SMALLEST_SCALE):
+        return []
+    return [counting(expected_batch_size)]

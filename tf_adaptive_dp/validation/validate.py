@@ -1,0 +1,243 @@
+"""Everything that stands in the way of private training, in one report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.per_example import check_loss_vector
+from tf_adaptive_dp.validation import arguments
+from tf_adaptive_dp.validation.fixes import is_defective, repaired_model
+from tf_adaptive_dp.validation.layers import has_own, layer_findings
+from tf_adaptive_dp.validation.per_example import check_per_example
+from tf_adaptive_dp.validation.probe import probe
+from tf_adaptive_dp.validation.repeatable import unchanged
+from tf_adaptive_dp.validation.report import Finding, ValidationReport
+from tf_adaptive_dp.validation.search import search
+
+_NOTHING_PROBED = "nothing, since the findings leave no losses to compare"
+
+
+def validate(
+    model: tf.keras.Model,
+    loss: str | Callable[..., tf.Tensor],
+    optimizer: tf.keras.optimizers.Optimizer,
+    batch: Sequence[Any],
+    *,
+    fix: bool = False,
+) -> ValidationReport:
+    """Looks for everything that stands in the way of private training, and reports all of it.
+
+    The layers, the loss, the optimizer and the batch are asked what they are; a compiled training
+    step is searched as `fit` has it searched, layer by layer; and the model is run eagerly on
+    changed batches, where the losses of other examples must not move.
+
+    Guarantee: none by itself. What the search of a compiled step accepts holds for all batches,
+    as it does in training; the probe can only find, on this batch, what mixes. Nothing that is
+    reported here is private: do not publish reports on private data.
+
+    Args:
+      model: compiled or not; one that has no weights yet is built by calling it on the batch.
+        It stays as it is otherwise.
+      loss: as you pass it to `model.compile`. A model with a `compute_loss` of its own that is
+        compiled is searched with that.
+      optimizer: as you pass it to `model.compile`; it is not changed.
+      batch: `(x, y)` or `(x, y, sample_weight)` as in training, a few examples are enough; x and
+        y may be nested, axis 0 is the batch.
+      fix: whether to repair what has a safe replacement, in a copy of the model that has the
+        weights of all other layers: BatchNormalization becomes GroupNormalization, stateful
+        recurrent layers forget, the loss gets `reduction="none"`. The report is on the copy then.
+
+    Returns:
+      A `ValidationReport` with `findings`, `ok`, `repaired`, `model` and `loss`.
+
+    Raises:
+      TypeError: if `loss` or `batch` are no such things.
+      ValueError: if Keras knows no loss of that name.
+
+    >>> model = tf.keras.Sequential(
+    ...     [tf.keras.Input([4]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
+    ... )
+    >>> batch = (tf.eye(4), tf.ones([4, 1]))
+    >>> optimizer = tf.keras.optimizers.SGD()
+    >>> report = validate(model, tf.keras.losses.MeanSquaredError(), optimizer, batch, fix=True)
+    >>> [finding.where for finding in report.findings]
+    ['optimizer']
+    >>> [finding.kind for finding in report.repaired]
+    ['loss', 'probe', 'batch statistics']
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
+        raise TypeError(
+            "`batch` must be (x, y) or (x, y, sample_weight). Received: batch of type "
+            f"{type(batch).__name__}"
+        )
+    batch = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
+    report = _inspect(model, loss, optimizer, batch)
+    return _repair(report, optimizer, batch) if fix and report.findings else report
+
+
+def _repair(report: ValidationReport, optimizer, batch) -> ValidationReport:
+    """The report on a repaired copy."""
+    _, loss = arguments.loss_findings(report.loss)
+    model, left = report.model, []
+    kinds = {f.kind for f in report.findings}
+    if model.built and kinds & {"batch statistics", "state"} and is_defective(model):
+        try:
+            model = repaired_model(model, batch[0])
+        except Exception as error:  # noqa: BLE001, whatever a user's `from_config` raises
+            left = [_not_copied(error)]
+    after = _inspect(model, loss, optimizer, batch)
+    remaining = {(f.kind, f.where) for f in after.findings}
+    repaired = tuple(f for f in report.findings if (f.kind, f.where) not in remaining)
+    return ValidationReport(_sorted([*after.findings, *left]), repaired, after.probed, model, loss)
+
+
+def _not_copied(error: Exception) -> Finding:
+    return Finding(
+        "not repaired",
+        "model",
+        f"It could not be copied: {type(error).__name__}: {error}",
+        "Give your layers `get_config`, or replace the layers that are named here yourself.",
+        "warning",
+    )
+
+
+def _sorted(findings: list[Finding]) -> tuple[Finding, ...]:
+    unique = list(dict.fromkeys(findings))
+    return tuple(sorted(unique, key=lambda f: f.severity != "error"))
+
+
+def _inspect(model, loss, optimizer, batch) -> ValidationReport:
+    from_batch = arguments.batch_findings(batch)
+    comparable = not any(f.severity == "error" for f in from_batch)
+    num_examples = tf.nest.flatten(batch)[0].shape[0] if comparable else None
+    from_loss, vector_loss = arguments.loss_findings(loss)
+    found = [*from_batch, *from_loss, *arguments.optimizer_findings(optimizer, num_examples)]
+    failed = _build(model, batch[0])
+    probed, accepted = _NOTHING_PROBED, False
+    if failed is not None:
+        found.append(failed)
+    elif comparable:
+        losses = _step_losses(model, vector_loss)
+        with unchanged(model):
+            seen, accepted, probed = _run(model, losses, vector_loss, optimizer, batch)
+        found += seen
+    if model.built:
+        found = _joined(found, layer_findings(model), accepted)
+    return ValidationReport(_sorted([*found, *_own_steps(model)]), (), probed, model, loss)
+
+
+def _build(model, inputs) -> Finding | None:
+    if model.built:
+        return None
+    try:
+        model(inputs, training=False)
+    except Exception as error:  # noqa: BLE001, whatever a user's model raises is a finding
+        return _failure(error)
+    return None
+
+
+def _failure(error: Exception) -> Finding:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[0] if lines else ""
+    return Finding(
+        "fails",
+        "model",
+        f"The model or the loss fails on the batch: {type(error).__name__}: {said}",
+        "Make `loss(y, model(x, training=True))` run; labels out of range are a common reason.",
+    )
+
+
+def _run(model, losses, vector_loss, optimizer, batch) -> tuple[list[Finding], bool, str]:
+    """Search and probe, and the comparison with batches of one if neither finds anything."""
+    try:
+        values = losses(batch, True)
+        check_loss_vector(values)
+    except NotPrivateError as error:
+        finding = Finding("loss", "loss", str(error), "Return one entry an example.")
+        return [finding], False, _NOTHING_PROBED
+    except Exception as error:  # noqa: BLE001, whatever a user's model raises is a finding
+        return [_failure(error)], False, _NOTHING_PROBED
+    expected = getattr(optimizer, "expected_batch_size", None)
+    found = arguments.loss_value_findings(values, batch)
+    searched = search(model, losses, batch, expected)
+    found += searched.findings
+    found += arguments.clip_findings(optimizer, searched.norms)
+    probed = probe(model, losses, batch, expected)
+    known = {(f.kind, f.where) for f in found}
+    found += [f for f in probed.findings if (f.kind, f.where) not in known]
+    said = probed.probed
+    # Batches of one compare only with losses that are those of `loss` and do not count the batch.
+    counts = any(f.kind == "batch size" for f in found)
+    refused = any(f.severity == "error" for f in found)
+    if not (counts or refused or has_own(model, "compute_loss")):
+        differing, compared = _compare_gradients(model, vector_loss, batch)
+        found, said = found + differing, f"{said}; {compared}"
+    return found, searched.accepted, said
+
+
+def _compare_gradients(model, loss, batch) -> tuple[list[Finding], str]:
+    """Gradients of a few examples against those of batches of one, and what to say of that."""
+    few = tf.nest.map_structure(lambda t: t[:4], batch)
+    try:
+        report = check_per_example(model, loss, few)
+    except NotPrivateError as error:
+        return [Finding("gradients", "model", str(error), "As the message says.")], "gradients"
+    except Exception as error:  # noqa: BLE001, a model may take batches of one size only
+        return [], f"gradients not compared ({type(error).__name__})"
+    return [], f"gradients of {report.num_examples} examples compared with batches of one"
+
+
+def _joined(found: list[Finding], of_layers: list[Finding], accepted: bool) -> list[Finding]:
+    """Each layer once: what is known of its kind says more than what the search saw in it."""
+    if accepted:
+        # The step was searched, and these layers run on fixed statistics in it.
+        of_layers = [f for f in of_layers if f.kind != "batch statistics"]
+    known = {f.where for f in of_layers if f.kind in ("batch statistics", "state")}
+    searched = ("mixing", "refused", "state")
+    return [f for f in found if not (f.kind in searched and f.where in known)] + of_layers
+
+
+def _step_losses(model, loss) -> Callable:
+    """The loss vector of a training step, as `fit` computes it."""
+    own = has_own(model, "compute_loss") and model._is_compiled
+
+    def losses(batch, training):
+        x, y, *sample_weight = batch
+        outputs = model(x, training=training)
+        if own:
+            return model.compute_loss(x, y, outputs, *sample_weight)
+        values = loss(y, outputs)
+        check_loss_vector(values)
+        return values * tf.cast(sample_weight[0], values.dtype) if sample_weight else values
+
+    return losses
+
+
+def _own_steps(model) -> list[Finding]:
+    """What this module cannot know of models that train in a way of their own."""
+    found = []
+    if has_own(model, "train_step"):
+        found.append(
+            Finding(
+                "not searched",
+                "model",
+                "It has a `train_step` of its own, which is not run here.",
+                "`fit` searches it when it compiles the step.",
+                "warning",
+            )
+        )
+    if has_own(model, "compute_loss") and not model._is_compiled:
+        found.append(
+            Finding(
+                "not searched",
+                "model",
+                "It has a `compute_loss` of its own and is not compiled; `loss` was taken instead.",
+                "Call `model.compile` before `validate`.",
+                "warning",
+            )
+        )
+    return found
