@@ -57,6 +57,8 @@ ENGINES = {
     ),
     "dpadam": ("tensorflow", "tf_adaptive_dp.DPAdam"),
     "dpsgd_xla": ("tensorflow", "tf_adaptive_dp.DPSGD, `jit_compile=True`"),
+    "dpsgd_secure": ("tensorflow", "tf_adaptive_dp.DPSGD, `secure_noise=True`"),
+    "dpsgd_adaptive": ("tensorflow", 'tf_adaptive_dp.DPSGD, `clipping="adaptive"`'),
     "torch_sgd": ("torch", "PyTorch SGD, not private"),
     "jax_sgd": ("jax", "JAX SGD under jit, not private"),
     "opacus_ghost": ("torch", "Opacus, ghost clipping"),

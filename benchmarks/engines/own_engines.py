@@ -18,6 +18,14 @@ def _ramp(variable: tf.Variable) -> np.ndarray:
     return np.linspace(0.5, 2.0, int(np.prod(variable.shape))).reshape(variable.shape)
 
 
+def _secure(data: tf.data.Dataset) -> dp.DPSGD:
+    return _dpsgd(data, secure_noise=True)
+
+
+def _adaptive(data: tf.data.Dataset) -> dp.DPSGD:
+    return _dpsgd(data, clipping="adaptive")
+
+
 def _dpsgd(data: tf.data.Dataset, **kwargs) -> dp.DPSGD:
     return dp.DPSGD(learning_rate=RATE, **PRIVATE, **kwargs)
 
@@ -47,6 +55,8 @@ def _adadps_public(data: tf.data.Dataset) -> dp.AdaDPS:
 OPTIMIZERS: dict[str, Callable[[tf.data.Dataset], tf.keras.optimizers.Optimizer]] = {
     "dpsgd": _dpsgd,
     "dpsgd_xla": _dpsgd,
+    "dpsgd_secure": _secure,
+    "dpsgd_adaptive": _adaptive,
     "materialized": _materialized,
     "adadp": _adadp,
     "dpadam": _dpadam,

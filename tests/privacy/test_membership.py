@@ -8,15 +8,6 @@ import tensorflow as tf
 
 from tf_adaptive_dp.privacy.membership import membership_inference
 
-try:
-    from tensorflow_privacy.privacy.privacy_tests.membership_inference_attack import (
-        membership_inference_attack as _,  # noqa: F401
-    )
-
-    MISSING = ""
-except ImportError as error:
-    MISSING = f"needs tensorflow-empirical-privacy: {error}"
-
 
 def members():
     generator = np.random.default_rng(4)
@@ -29,7 +20,6 @@ def members():
     return model, loss, (x[:50], y[:50]), (x[200:], y[200:])
 
 
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_membership_inference_tells_what_was_memorized():
     model, loss, train, test = members()
     (before,) = membership_inference(model, loss, train, test).single_attack_results
