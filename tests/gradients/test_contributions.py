@@ -9,9 +9,10 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 from tf_adaptive_dp.gradients import contributions
-from tf_adaptive_dp.gradients.contributions import Dense, Outer, Sparse, Total, Viewed
+from tf_adaptive_dp.gradients.contributions import Dense, Outer, Sparse
 from tf_adaptive_dp.gradients.layout.reshaping import find_axis
 from tf_adaptive_dp.gradients.layout.sizes import ONE, Size
+from tf_adaptive_dp.gradients.totals import Total, Viewed
 from tf_adaptive_dp.gradients.view import View
 
 few = hypothesis.settings(max_examples=20)

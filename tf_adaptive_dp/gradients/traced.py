@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.contributions import Dense, Total, Viewed
+from tf_adaptive_dp.gradients.contributions import Dense
 from tf_adaptive_dp.gradients.graph import ancestors, layer_name
 from tf_adaptive_dp.gradients.layout.analysis import Layouts
 from tf_adaptive_dp.gradients.layout.custom_gradients import has_custom_gradient
@@ -17,6 +17,7 @@ from tf_adaptive_dp.gradients.reads import Read, consumers, find_reads, handle_i
 from tf_adaptive_dp.gradients.rules import RULES, Site
 from tf_adaptive_dp.gradients.rules.recurrent import outputs_of, unfold
 from tf_adaptive_dp.gradients.source import PerExampleGradients
+from tf_adaptive_dp.gradients.totals import Total, Viewed
 from tf_adaptive_dp.gradients.view import View
 
 

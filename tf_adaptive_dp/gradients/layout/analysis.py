@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.graph import ancestors, layer_name
-from tf_adaptive_dp.gradients.layout import functions, operations, reshaping  # noqa: F401
+from tf_adaptive_dp.gradients.layout import functions, gathers, operations, products, reshaping  # noqa: F401
 from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed, Public
 from tf_adaptive_dp.gradients.layout.custom_gradients import refuse_custom_gradients
 from tf_adaptive_dp.gradients.layout.names import ELEMENTWISE, KEEP_SHAPE, SHAPE_ONLY
@@ -95,7 +95,7 @@ class Layouts:
             if found is not None:
                 return found
         if op.type == "Einsum":
-            terms, result = operations.product_terms(op)
+            terms, result = products.product_terms(op)
             for source, term in zip(op.inputs, terms):
                 if result[axis] in term:
                     return self.size(source, term.index(result[axis]))

@@ -16,7 +16,7 @@ from tf_adaptive_dp.gradients.layout.names import (
     SHAPE_ONLY,
     TRAILING,
 )
-from tf_adaptive_dp.gradients.layout.sizes import ONE, Size, product, static_value
+from tf_adaptive_dp.gradients.layout.sizes import product, static_value
 
 if TYPE_CHECKING:
     from tf_adaptive_dp.gradients.layout.analysis import Layouts
@@ -238,122 +238,6 @@ def reverse_sequence(op, layouts):
     if len(found) > 1 or next(iter(found)).axis != axis or op.get_attr("seq_dim") == axis:
         return Mixed(op, "works across the batch axis")
     return found.pop()
-
-
-def product_terms(op: tf.Operation) -> tuple[list[str], str]:
-    """A product of tensors as in `tf.einsum`: the letters of each input, and of the output."""
-    if op.type == "Einsum":
-        return _einsum_terms(op)
-    names = ("transpose_a", "transpose_b") if op.type == "MatMul" else ("adj_x", "adj_y")
-    ranks = [t.shape.rank for t in op.inputs]
-    stack = "abcdefgh"[: max(ranks) - 2]
-    terms = [
-        stack[len(stack) - (rank - 2) :] + (last[::-1] if op.get_attr(flip) else last)
-        for rank, last, flip in zip(ranks, ("nk", "km"), names)
-    ]
-    return terms, stack + "nm"
-
-
-def _einsum_terms(op: tf.Operation) -> tuple[list[str], str]:
-    """The letters of an equation, ellipses written out."""
-    equation = op.get_attr("equation").decode().replace(" ", "")
-    left, result = equation.split("->")
-    terms = left.split(",")
-    unused = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
-    hidden = [
-        t.shape.rank - len(term) + 3 if "..." in term else 0 for t, term in zip(op.inputs, terms)
-    ]
-    letters = unused[: max(hidden)]
-    terms = [
-        term.replace("...", "".join(letters[len(letters) - count :]))
-        for term, count in zip(terms, hidden)
-    ]
-    return terms, result.replace("...", "".join(letters))
-
-
-@register_layout("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
-@unless_mixed
-def tensor_product(op, layouts):
-    """The letter of the batch must stay, and be the same in all inputs of the data."""
-    if any(t.shape.rank is None for t in op.inputs):
-        return Mixed(op, "has an unknown rank")
-    terms, result = product_terms(op)
-    letters = set()
-    for tensor, term in zip(op.inputs, terms):
-        layout = layouts[tensor]
-        if layouts.depends(tensor):
-            letters.add((term[layout.axis], layout.outer, layout.inner))
-    if len(letters) > 1:
-        return Mixed(op, "multiplies each example with every other one")
-    letter, outer, inner = letters.pop()
-    if letter not in result:
-        return Mixed(op, "sums over the batch axis")
-    return BatchAxis(result.index(letter), outer, inner)
-
-
-@register_layout("OneHot")
-@unless_mixed
-def one_hot(op, layouts):
-    """A new axis of classes."""
-    layout, axis = layouts[op.inputs[0]], op.get_attr("axis")
-    if layout is None:
-        return Mixed(op, "has values that depend on the data")
-    return layout.at(layout.axis + (0 <= axis <= layout.axis))
-
-
-@register_layout("ResourceGather", "GatherV2", "Gather")
-@unless_mixed
-def gather(op, layouts):
-    """Rows of a table, or entries of each example (`batch_dims`)."""
-    table, indices = op.inputs[:2]
-    axis = 0
-    if op.type == "GatherV2":
-        axis = static_value(op.inputs[2])
-        if axis is None or table.shape.rank is None:
-            return Mixed(op, "gathers along an axis that is not known beforehand")
-        axis = int(axis) % table.shape.rank
-    batch_dims = op.get_attr("batch_dims") if op.type != "Gather" else 0
-    if indices.shape.rank is None:
-        return Mixed(op, "has indices of unknown rank")
-    if layouts.depends(table) and axis == layouts[table].axis and batch_dims == 0:
-        if _is_range_of_batch(indices, layouts):  # how `tf.vectorized_map` takes its elements
-            return layouts[table]
-    of_table = layouts[table] if layouts.depends(table) else None
-    of_indices = layouts[indices] if layouts.depends(indices) else None
-    if of_table is None:
-        shift = 0 if of_indices.axis < batch_dims else axis - batch_dims
-        return of_indices.at(of_indices.axis + shift)
-    aligned = of_table.axis < batch_dims and of_indices in (None, of_table)
-    if aligned or (of_indices is None and of_table.axis < axis):
-        return of_table
-    if of_indices is None and of_table.axis > axis:
-        return of_table.at(of_table.axis + indices.shape.rank - batch_dims - 1)
-    return Mixed(op, "picks examples by index")
-
-
-def _is_range_of_batch(indices: tf.Tensor, layouts: Layouts) -> bool:
-    """Whether indices are 0, 1, …, B − 1."""
-    if indices.op.type != "Range" or layouts.depends(indices):
-        return False
-    start, limit, step = (layouts.entries(t)[0] for t in indices.op.inputs)
-    return (start, limit, step) == (Size(0), layouts.batch_size, ONE)
-
-
-@register_layout("GatherNd", "ResourceGatherNd")
-@unless_mixed
-def gather_nd(op, layouts):
-    """Entries of a public table at indices of the data; the last axis is the index."""
-    layout = layouts[op.inputs[1]]
-    if layouts.depends(op.inputs[0]) or layout.axis == op.inputs[1].shape.rank - 1:
-        return Mixed(op, "picks examples by index")
-    return layout
-
-
-@register_layout("LookupTableFindV2")
-@unless_mixed
-def lookup(op, layouts):
-    """One value for each key."""
-    return layouts[op.inputs[1]]
 
 
 @register_layout("Fill", *RANDOM)

@@ -7,9 +7,10 @@ import math
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.contributions import Outer, Viewed
+from tf_adaptive_dp.gradients.contributions import Outer
 from tf_adaptive_dp.gradients.layout.batch_axis import static_or_dynamic_shape
 from tf_adaptive_dp.gradients.rules.registry import Site, register_rule
+from tf_adaptive_dp.gradients.totals import Viewed
 
 
 @register_rule("Conv2D", "Conv3D")

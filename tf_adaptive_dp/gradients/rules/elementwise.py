@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.contributions import Dense, Viewed
+from tf_adaptive_dp.gradients.contributions import Dense
 from tf_adaptive_dp.gradients.layout.names import ELEMENTWISE
 from tf_adaptive_dp.gradients.rules.registry import Site, register_rule
+from tf_adaptive_dp.gradients.totals import Viewed
 
 
 def summed_rows(site: Site, entries: tf.Tensor) -> Viewed | None:

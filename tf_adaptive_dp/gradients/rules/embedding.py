@@ -6,9 +6,10 @@ import math
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.contributions import Sparse, Viewed
+from tf_adaptive_dp.gradients.contributions import Sparse
 from tf_adaptive_dp.gradients.layout.sizes import static_value
 from tf_adaptive_dp.gradients.rules.registry import Site, register_rule
+from tf_adaptive_dp.gradients.totals import Viewed
 
 
 @register_rule("ResourceGather", "GatherV2")

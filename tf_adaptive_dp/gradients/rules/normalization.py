@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.contributions import Dense, Viewed
+from tf_adaptive_dp.gradients.contributions import Dense
 from tf_adaptive_dp.gradients.rules.registry import Site, register_rule
+from tf_adaptive_dp.gradients.totals import Viewed
 
 
 @register_rule("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.contributions import Outer, Viewed
-from tf_adaptive_dp.gradients.layout.operations import product_terms
+from tf_adaptive_dp.gradients.contributions import Outer
+from tf_adaptive_dp.gradients.layout.products import product_terms
 from tf_adaptive_dp.gradients.rules.registry import Site, register_rule
+from tf_adaptive_dp.gradients.totals import Viewed
 
 
 @register_rule("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")

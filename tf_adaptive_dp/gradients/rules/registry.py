@@ -7,9 +7,10 @@ from typing import Callable, Optional
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.contributions import Contribution, Viewed
+from tf_adaptive_dp.gradients.contributions import Contribution
 from tf_adaptive_dp.gradients.layout.analysis import Layouts
 from tf_adaptive_dp.gradients.layout.batch_axis import by_example
+from tf_adaptive_dp.gradients.totals import Viewed
 from tf_adaptive_dp.gradients.view import View
 
 
