@@ -15,11 +15,11 @@ from tf_adaptive_dp.privacy.statement import privacy_statement
 
 
 def _private_optimizer(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:
-    optimizer = model.optimizer
+    optimizer = getattr(model, "optimizer", None)  # no model before the callback is in `fit`
     if not hasattr(optimizer, "ledger"):
         raise TypeError(
-            "The model must be compiled with an optimizer of tf_adaptive_dp. Received: "
-            f"optimizer={optimizer!r}"
+            "The model must be compiled with an optimizer of tf_adaptive_dp, and the callback be "
+            f"passed to `fit`. Received: optimizer={optimizer!r}"
         )
     return optimizer
 
@@ -156,6 +156,7 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
     def _check_sampling(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         """Refuses, before training, an optimizer that is not made for the sampling."""
         if not isinstance(self.sampling, samplings.Sampling):
+            self.epsilon()  # what contradicts the ledger is an error before more is released
             return
         self._new_run = self._released == 0
         size = self.sampling.expected_batch_size(self.num_examples)
@@ -254,6 +255,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         """How many more steps fit with the optimizer's present parameters."""
         optimizer = _private_optimizer(self.model)
         noise_multiplier, size = optimizer.next_release()
+        if None not in (size, self.batch_size) and optimizer.expected_batch_size is None:
+            self._compare_batch_size(size)
         size = size or self.batch_size
         if size is None:
             raise ValueError(
@@ -277,6 +280,14 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
             self._priced = (price_of, released + left)
         return self._priced[1] - released
+
+    def _compare_batch_size(self, size: float) -> None:
+        """The first step was priced with what was said; it may have cost more than that."""
+        if size != self.batch_size:
+            raise ValueError(
+                f"`batch_size` must be that of `fit`, which is {size:g}: the first step was "
+                f"checked against the budget with another. Received: batch_size={self.batch_size!r}"
+            )
 
     def _next_call_fits(self) -> bool:
         steps = self.model._steps_per_execution

@@ -44,13 +44,20 @@ def integer(name: str, value: Any, minimum: int) -> int:
     return int(value)
 
 
+def boolean(name: str, value: Any) -> bool:
+    """Returns `value`, or raises TypeError if it is neither true nor false."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False. Received: {name}={value!r}")
+    return value
+
+
 def choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     """Returns `value`, or raises if it is none of `choices`.
 
     Raises:
       ValueError: if it is not.
     """
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         listed = ", ".join(repr(c) for c in choices)
         raise ValueError(f"`{name}` must be one of {listed}. Received: {name}={value!r}")
     return value

@@ -13,6 +13,13 @@ from tf_adaptive_dp.privacy.ledger import Ledger, Segment
 from tf_adaptive_dp.privacy.release_log import SegmentFile
 
 
+def _require_ledger(optimizer: tf.keras.optimizers.Optimizer) -> None:
+    if not hasattr(optimizer, "ledger"):
+        raise TypeError(
+            f"The log needs an optimizer of tf_adaptive_dp. Received: optimizer={optimizer!r}"
+        )
+
+
 class ReleaseLog(tf.keras.callbacks.Callback):
     """Counts what was released and then lost because the process ended before a checkpoint.
 
@@ -73,7 +80,9 @@ class ReleaseLog(tf.keras.callbacks.Callback):
         super().__init__()
         self._supports_tf_logs = True
         self.steps = None if steps is None else checks.integer("steps", steps, 1)
-        self._file = SegmentFile(path, fsync=fsync)
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"`path` must be the path of a file. Received: path={path!r}")
+        self._file = SegmentFile(path, fsync=checks.boolean("fsync", fsync))
         # What was released at least; the file says what at most.
         self._released = self._file.segments
 
@@ -94,8 +103,10 @@ class ReleaseLog(tf.keras.callbacks.Callback):
           optimizer: one of tf_adaptive_dp.
 
         Raises:
+          TypeError: if it has no ledger.
           ValueError: if the log holds releases already.
         """
+        _require_ledger(optimizer)
         if self._file.segments:
             raise ValueError(
                 "Only a new log can adopt an optimizer. Received: a log of "
@@ -114,10 +125,7 @@ class ReleaseLog(tf.keras.callbacks.Callback):
           TypeError: if it has no ledger.
           ValueError: if the ledger holds what the log does not know; see the class.
         """
-        if not hasattr(optimizer, "ledger"):
-            raise TypeError(
-                f"The log needs an optimizer of tf_adaptive_dp. Received: optimizer={optimizer!r}"
-            )
+        _require_ledger(optimizer)
         ledger, announced = optimizer.ledger, self._file.segments
         segments = ledger.segments
         if not ledger.extends(announced, segments):

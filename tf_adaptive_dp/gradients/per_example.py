@@ -40,7 +40,10 @@ def check_loss_vector(loss: tf.Tensor) -> None:
     Raises:
       NotPrivateError: for a scalar, whose per-example parts are lost, and for a loss of rank 2 or
         more, whose entries are not examples.
+      TypeError: if it is no tensor.
     """
+    if not tf.is_tensor(loss):
+        raise TypeError(f"`loss` must be a tensor, a vector [B]. Received: loss={loss!r}")
     rank = loss.shape.rank
     if rank == 0:
         raise NotPrivateError(
@@ -124,6 +127,8 @@ def per_example_gradients(
     """
     check_method(method)
     check_loss_vector(loss)
+    if tape is None:
+        raise ValueError("`tape` must be the tape that recorded `loss`. Received: tape=None")
     for variable in variables:
         if not variable.dtype.is_floating:
             raise ValueError(
@@ -152,7 +157,7 @@ def per_example_gradients(
         )
     if not any(source.connected):
         names = ", ".join(v.name for v in variables)
-        raise ValueError(f"The loss depends on none of the variables. Received: {names}")
+        raise ValueError(f"The loss depends on none of the variables. Received: {names or 'none'}")
     source.loss_scale = loss_scale
     source.penalty_gradients = penalty_gradients(penalties, variables)
     source.counts_batch = layouts is not None and layouts.counts(example_losses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -126,7 +127,8 @@ class PerLayerClipping(Clipping):
     def __post_init__(self):
         if self.shares is None:
             return
-        if not isinstance(self.shares, dict) or not self.shares:
+        is_dict = isinstance(self.shares, dict) and all(isinstance(k, str) for k in self.shares)
+        if not is_dict or not self.shares:
             raise TypeError(
                 "`shares` must be a dictionary from the names of layers to numbers. Received: "
                 f"shares={self.shares!r}"
@@ -140,14 +142,23 @@ class PerLayerClipping(Clipping):
             layer: total_norms([n for n, of in zip(norms, layers) if of == layer])
             for layer in dict.fromkeys(of for n, of in zip(norms, layers) if n is not None)
         }
+        self._refuse_unknown(layers)
         shares = self._shares_of(list(of_layer))
-        whole = sum(share**2 for share in shares.values()) ** 0.5
+        whole = math.hypot(*shares.values())  # whose squares may be too large for a float
         finite = tf.cast(tf.math.is_finite(total_norms(list(of_layer.values()))), tf.float32)
         bounds = {
             layer: tf.cast(l2_norm_clip, tf.float32) * (s / whole) for layer, s in shares.items()
         }
         found = {k: clip_weights(n, bounds[k]) * finite for k, n in of_layer.items()}
         return [None if n is None else found[of] for n, of in zip(norms, layers)]
+
+    def _refuse_unknown(self, layers: Sequence[str]) -> None:
+        unknown = [layer for layer in self.shares or () if layer not in layers]
+        if unknown:
+            raise ValueError(
+                "`shares` names layers that are not trained. Received: shares for "
+                f"{', '.join(unknown)}; there are {', '.join(dict.fromkeys(layers))}"
+            )
 
     def _shares_of(self, layers: list[str]) -> dict[str, float]:
         if self.shares is None:

@@ -116,7 +116,7 @@ class GaussianMechanism:
         self.gradient_accumulation_steps = steps
         self.accumulator = Accumulator(steps) if steps > 1 else None
         self.ledger = Ledger(add_variable)
-        self.noise = _noise(secure_noise, seed, add_variable)
+        self.noise = _noise(checks.boolean("secure_noise", secure_noise), seed, add_variable)
         self.statistics = GradientStatistics()
         self.complete: tf.Tensor | None = None
         self._fixed_batch_size = add_variable([], dtype=tf.int64, name="fixed_batch_size")
@@ -162,10 +162,10 @@ class GaussianMechanism:
         return self.expected_batch_size or fixed or None
 
     def _check_batch_size(self, size: tf.Tensor) -> tf.Operation | None:
-        """Remembers the size of the first batch, and asserts that the others share it."""
+        """Asserts that all batches share the size of the first, unless it may vary."""
         previous = self._fixed_batch_size.read_value()
         may_vary = (self._expected_batch_size > 0) & (self.num_microbatches is None)
-        check = tf.debugging.Assert(
+        return tf.debugging.Assert(
             may_vary | ((size > 0) & ((previous == 0) | (previous == size))),
             [
                 "Batches vary in size: received one of",
@@ -177,9 +177,10 @@ class GaussianMechanism:
                 "`num_microbatches`), or make all batches equal (`drop_remainder=True`).",
             ],
         )
-        with tf.control_dependencies([check] if check is not None else []):
-            self._fixed_batch_size.assign(tf.where(previous == 0, size, previous))
-        return check
+
+    def _remember_batch_size(self, size: tf.Tensor) -> None:
+        previous = self._fixed_batch_size.read_value()
+        self._fixed_batch_size.assign(tf.where(previous == 0, size, previous))
 
     def release(
         self,
@@ -209,14 +210,18 @@ class GaussianMechanism:
             `expected_batch_size` was given; nothing is released then. XLA knows no such errors:
             there the size of the first batch stays the divisor.
         """
-        check = self._check_batch_size(replicas.total(tf.cast(batch_size, tf.int64)))
+        size = replicas.total(tf.cast(batch_size, tf.int64))
+        check = self._check_batch_size(size)
         with tf.control_dependencies([check] if check is not None else []):
             sums, count = self._clipped_sums(source, scale, shift, layers)
         raw = [tf.cast(s, tf.float32) for s in sums if s is not None]
-        if self.accumulator is None:
-            self.complete, noisy = tf.constant(True), self._add_noise(raw, count)
-        else:
-            self.complete, noisy = self._accumulate(raw, count)
+        # After the sums: a step that fails on its data released nothing, and changes nothing.
+        with tf.control_dependencies([*raw, *count]):
+            self._remember_batch_size(size)
+            if self.accumulator is None:
+                self.complete, noisy = tf.constant(True), self._add_noise(raw, count)
+            else:
+                self.complete, noisy = self._accumulate(raw, count)
         noisy = iter(noisy)
         return [None if s is None else next(noisy) for s in sums]
 
@@ -260,16 +265,16 @@ class GaussianMechanism:
         per_group = self._examples_per_group()
         expected = self._divisor_in_examples()
         sigma = self._noise_multiplier.read_value()
-        # After the sums: a step that fails on its data released nothing.
-        with tf.control_dependencies([*sums, *count]):
-            self.ledger.record(tf.where(per_group > 1, sigma / 2, sigma), expected)
+        recorded = self.ledger.record(tf.where(per_group > 1, sigma / 2, sigma), expected)
         clip = self._l2_norm_clip.read_value()
         share = replicas.num_replicas() ** -0.5
         stddev = share * self._gradient_noise() * clip
         divisor = tf.cast(expected / per_group, tf.float32)
-        noisy = [s / divisor for s in self.noise.add_to(sums, stddev, clip)]
-        if count:
-            self._adapt(count, share, clip, expected)
+        # Counted first: weights may move before another operation of the step fails.
+        with tf.control_dependencies([recorded]):
+            noisy = [s / divisor for s in self.noise.add_to(sums, stddev, clip)]
+            if count:
+                self._adapt(count, share, clip, expected)
         return noisy
 
     def _adapt(self, count: list[tf.Tensor], share: float, clip, expected) -> None:

@@ -91,7 +91,7 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
         if self.alpha_min > 1:
             raise ValueError(f"`alpha_min` must be at most 1. Received: alpha_min={alpha_min!r}")
         self.keep = checks.choice("keep", keep, ("half_steps", "euler"))
-        self.discard = bool(discard)
+        self.discard = checks.boolean("discard", discard)
         if freeze_learning_rate_after is not None:
             checks.integer("freeze_learning_rate_after", freeze_learning_rate_after, 0)
         self.freeze_learning_rate_after = freeze_learning_rate_after

@@ -57,7 +57,9 @@ class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
         name: str = "AdaDPS",
         **kwargs,
     ):
-        if isinstance(side_information, dict):  # from a saved configuration
+        if (
+            isinstance(side_information, dict) and "config" in side_information
+        ):  # from a saved configuration
             side_information = deserialize(side_information)
         if not isinstance(side_information, SideInformation):
             raise TypeError(

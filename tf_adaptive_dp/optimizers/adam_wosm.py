@@ -51,16 +51,22 @@ class DPAdamWOSM(DPOptimizer, tf.keras.optimizers.Optimizer):
         **kwargs,
     ):
         super().__init__(l2_norm_clip, noise_multiplier, num_microbatches, name=name, **kwargs)
-        if self.noise_multiplier == 0:
-            raise ValueError(
-                "`noise_multiplier` must be greater than 0: the step size is that of Adam under "
-                "noise. Received: noise_multiplier=0"
-            )
+        _require_noise(noise_multiplier)
         self._learning_rate = self._build_learning_rate(learning_rate)
         self.beta_1 = checks.number("beta_1", beta_1, 0)
         if self.beta_1 >= 1:
             raise ValueError(f"`beta_1` must be below 1. Received: beta_1={beta_1!r}")
         self.epsilon = checks.number("epsilon", epsilon, 0)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ > 0. Setting it between steps opens a new segment of the ledger."""
+        return self._mechanism.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        _require_noise(value)
+        self._mechanism.noise_multiplier = value
 
     def build(self, var_list: Sequence[tf.Variable]) -> None:
         """Creates the first moment of each variable.
@@ -96,3 +102,11 @@ class DPAdamWOSM(DPOptimizer, tf.keras.optimizers.Optimizer):
             "beta_1": self.beta_1,
             "epsilon": self.epsilon,
         }
+
+
+def _require_noise(noise_multiplier: float) -> None:
+    if noise_multiplier == 0:
+        raise ValueError(
+            "`noise_multiplier` must be greater than 0: the step size is that of Adam under noise. "
+            f"Received: noise_multiplier={noise_multiplier!r}"
+        )

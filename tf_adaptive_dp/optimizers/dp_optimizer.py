@@ -19,6 +19,7 @@ from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
 from tf_adaptive_dp.mechanism.replicas import num_replicas, refuse_unsupported_strategy
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
+from tf_adaptive_dp.optimizers.checked_state import CheckedState
 from tf_adaptive_dp.optimizers.loss_scaling import LossScaling, check_loss_scale
 from tf_adaptive_dp.privacy.ledger import Ledger
 
@@ -53,7 +54,7 @@ RAISES = """
         mix examples, gradients that did not come from the mechanism."""
 
 
-class DPOptimizer(LossScaling):
+class DPOptimizer(LossScaling, CheckedState):
     """Mixin that turns a `tf.keras.optimizers.Optimizer` into a private one.
 
     `compute_gradients`, which `Model.fit` calls through `minimize`, returns the noisy mean of the
@@ -116,6 +117,11 @@ class DPOptimizer(LossScaling):
         return self._mechanism.num_microbatches
 
     @property
+    def clipping(self) -> Clipping:
+        """How gradients are clipped."""
+        return self._mechanism.clipping
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """k, the parts of a batch."""
         return self._mechanism.gradient_accumulation_steps
@@ -167,7 +173,8 @@ class DPOptimizer(LossScaling):
 
         Raises:
           NotPrivateError: for a loss, a model or a setting without per-example gradients.
-          ValueError: if `tape` is missing.
+          TypeError: if `loss` is no tensor.
+          ValueError: if `tape` is missing, or the optimizer was built for other variables.
         """
         self._refuse_unsupported_setting()
         if not callable(loss) and tape is None:
@@ -182,6 +189,7 @@ class DPOptimizer(LossScaling):
         check_loss_vector(loss)
         with tf.init_scope():
             self.build(variables)
+        self._refuse_other_variables(variables)
         batch_size = tf.shape(loss)[0]
         source = per_example_gradients(
             *(loss, variables, tape, self.gradients, self.num_microbatches),
@@ -197,6 +205,16 @@ class DPOptimizer(LossScaling):
             if gradient is not None:
                 gradient._released_by_mechanism = self._mechanism.complete
         return list(zip(released, variables))
+
+    def _refuse_other_variables(self, variables: Sequence[tf.Variable]) -> None:
+        """They would be refused by Keras after the release, which is counted by then."""
+        others = [v.name for v in variables if self._var_key(v) not in self._index_dict]
+        if others:
+            raise ValueError(
+                "`var_list` must hold variables that the optimizer was built for. Received: "
+                f"{', '.join(others)}. Call `optimizer.build(variables)` with all of them before "
+                "the first step, or create an optimizer of their own."
+            )
 
     def _precondition(self, variables: Sequence[tf.Variable]) -> tuple[list | None, list | None]:
         """What gradients are multiplied by before clipping, and what is added before that."""
@@ -295,7 +313,7 @@ class DPOptimizer(LossScaling):
             "noise_multiplier": self.noise_multiplier,
             "num_microbatches": self.num_microbatches,
             "expected_batch_size": self.expected_batch_size,
-            "clipping": serialize(self._mechanism.clipping),
+            "clipping": serialize(self.clipping),
             "gradients": self.gradients,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "loss_scale": self._loss_scale,

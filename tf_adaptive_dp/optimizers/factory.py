@@ -43,6 +43,11 @@ def make_dp_optimizer_class(keras_optimizer_class: type) -> type:
             "`keras_optimizer_class` must be a subclass of `tf.keras.optimizers.Optimizer` (not "
             f"of `tf.keras.optimizers.legacy`). Received: {keras_optimizer_class!r}"
         )
+    if keras_optimizer_class is tf.keras.optimizers.Optimizer:
+        raise TypeError(
+            "`keras_optimizer_class` must be a subclass that can train. Received: "
+            f"{keras_optimizer_class!r}"
+        )
     if issubclass(keras_optimizer_class, DPOptimizer):
         raise TypeError(f"The optimizer is private already. Received: {keras_optimizer_class!r}")
     name = f"DP{keras_optimizer_class.__name__}"

@@ -212,7 +212,8 @@ def releases_left(
 
 def check_probability(name: str, value: Any, *, or_one: bool = False) -> float:
     """Returns `value` if it is in (0, 1), or with `or_one` in (0, 1]; else raises ValueError."""
-    if not (isinstance(value, Real) and (0 < value < 1 or (or_one and value == 1))):
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (is_number and (0 < value < 1 or (or_one and value == 1))):
         interval = "(0, 1]" if or_one else "(0, 1)"
         raise ValueError(f"`{name}` must be in {interval}. Received: {name}={value!r}")
     return float(value)

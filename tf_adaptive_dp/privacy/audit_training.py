@@ -50,7 +50,7 @@ class Canaries:
         if seed is not None:
             checks.integer("seed", seed, 0)
         self.x, self.y = (tf.nest.map_structure(np.asarray, part) for part in (x, y))
-        lengths = sorted({len(leaf) for leaf in tf.nest.flatten((self.x, self.y))})
+        lengths = _lengths((self.x, self.y))
         if len(lengths) != 1 or not lengths[0]:
             raise ValueError(
                 f"`x` and `y` must hold equally many canaries. Received: lengths {lengths}"
@@ -69,7 +69,20 @@ class Canaries:
 
         Returns:
           The same structure; canaries have sample weight 1.
+
+        Raises:
+          TypeError, ValueError: if the parts have different lengths, or are not like the canaries.
         """
+        if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
+            raise TypeError(
+                "`data` must be (x, y) or (x, y, sample_weight). Received: data of type "
+                f"{type(data).__name__}"
+            )
+        lengths = _lengths(tf.nest.map_structure(np.asarray, tuple(data)))
+        if len(lengths) != 1:
+            raise ValueError(
+                f"The parts of `data` must have one length. Received: lengths {lengths}"
+            )
         x, y, *sample_weight = data
         included = [tf.nest.map_structure(lambda a: a[self.included], c) for c in (self.x, self.y)]
         if sample_weight:
@@ -80,6 +93,11 @@ class Canaries:
             return np.concatenate([ours, canaries.astype(ours.dtype, casting="same_kind")])
 
         return tf.nest.map_structure(join, (x, y, *sample_weight), tuple(included))
+
+
+def _lengths(arrays: Any) -> list[int]:
+    """The lengths that there are; 0 stands for an array without an axis."""
+    return sorted({leaf.shape[0] if leaf.shape else 0 for leaf in tf.nest.flatten(arrays)})
 
 
 class PrivacyAudit(tf.keras.callbacks.Callback):
@@ -138,6 +156,10 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
             raise TypeError(f"`canaries` must be `Canaries`. Received: canaries={canaries!r}")
         self.canaries = canaries
         self.score = score if callable(score) else checks.choice("score", score, SCORES)
+        if loss is not None and not callable(loss):
+            raise TypeError(
+                f"`loss` must be a function of (y_true, y_pred). Received: loss={loss!r}"
+            )
         self.loss = loss
         if claimed_epsilon is not None:
             checks.number("claimed_epsilon", claimed_epsilon, 0)

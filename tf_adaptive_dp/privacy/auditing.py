@@ -164,7 +164,7 @@ def many_run_epsilon(
     delta, confidence = _check_parameters(delta, confidence)
     runs = []
     for name, scores in (("scores_with", scores_with), ("scores_without", scores_without)):
-        scores = np.asarray(scores, np.float64)
+        scores = _numbers(name, scores)
         if scores.ndim != 1 or len(scores) < 2 or np.isnan(scores).any():
             raise ValueError(
                 f"`{name}` must be two or more numbers, one for each run. Received: shape "
@@ -199,7 +199,7 @@ def _check_parameters(delta: float, confidence: float) -> tuple[float, float]:
 
 
 def _checked_scores(scores: Any, included: Any) -> tuple[np.ndarray, np.ndarray]:
-    scores, included = np.asarray(scores, np.float64), np.asarray(included)
+    scores, included = _numbers("scores", scores), np.asarray(included)
     if included.ndim != 1 or included.dtype != bool or not len(included):
         raise ValueError(
             "`included` must be one bool for each canary. Received: "
@@ -213,6 +213,13 @@ def _checked_scores(scores: Any, included: Any) -> tuple[np.ndarray, np.ndarray]
     if np.isnan(scores).any():
         raise ValueError(f"`scores` must be numbers. Received: {np.isnan(scores).sum()} NaN")
     return scores.reshape(len(scores), -1), included
+
+
+def _numbers(name: str, scores: Any) -> np.ndarray:
+    try:
+        return np.asarray(scores, np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` must be numbers. Received: {name}={scores!r}") from error
 
 
 def _checked_guesses(num_guesses: int | Sequence[int] | None, num_canaries: int) -> list[int]:

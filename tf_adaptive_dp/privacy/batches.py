@@ -137,6 +137,8 @@ def source(data: Any, preprocess: Callable[[Any], tuple] | None) -> Arrays | Rec
     Raises:
       TypeError, ValueError: if `data` is neither, or holds no example.
     """
+    if preprocess is not None and not callable(preprocess):
+        raise TypeError(f"`preprocess` must be a function. Received: preprocess={preprocess!r}")
     if isinstance(data, tuple) and len(data) in (2, 3):
         if preprocess is not None:
             raise ValueError(
@@ -172,7 +174,13 @@ def padding_rows(found: Arrays | Records, padding: tuple | None) -> list[np.ndar
     ]
     if padding is None:
         return rows
-    tf.nest.assert_same_structure(tuple(found.structure[:2]), padding)
+    try:
+        tf.nest.assert_same_structure(tuple(found.structure[:2]), padding)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            "`padding` must be one example, (x, y) of the structure of the data's. Received: "
+            f"padding={padding!r}"
+        ) from error
     # A sample weight, the last leaf, stays zero.
     for i, leaf in enumerate(map(np.asarray, tf.nest.flatten(padding))):
         if leaf.shape != rows[i].shape:

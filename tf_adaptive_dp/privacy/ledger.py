@@ -8,6 +8,8 @@ from typing import Callable, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp import checks
+
 
 class Segment(NamedTuple):
     """Releases in a row that share their parameters.
@@ -54,12 +56,15 @@ class Ledger:
         self._counts = add_variable([self.MAX_SEGMENTS], dtype=tf.int64, name="ledger_counts")
         self.other_events: tuple = ()
 
-    def record(self, noise_multiplier: tf.Tensor, batch_size: tf.Tensor) -> None:
+    def record(self, noise_multiplier: tf.Tensor, batch_size: tf.Tensor) -> tf.Tensor:
         """Counts one release; the work of a few scalars, inside a graph or outside.
 
         Args:
           noise_multiplier: scalar, see `Segment`.
           batch_size: scalar, see `Segment`.
+
+        Returns:
+          [MAX_SEGMENTS], the counts, for what has to wait until the release is counted.
         """
         current = tf.stack([tf.cast(noise_multiplier, tf.float64), tf.cast(batch_size, tf.float64)])
         parameters, counts = self._parameters.read_value(), self._counts.read_value()
@@ -73,6 +78,7 @@ class Ledger:
         row = tf.where(full, worst, current)
         self._parameters.assign(tf.where(here[:, tf.newaxis], row, parameters))
         self._counts.assign(counts + tf.cast(here, tf.int64))
+        return self._counts.read_value()
 
     @property
     def segments(self) -> list[Segment]:
@@ -90,11 +96,20 @@ class Ledger:
 
         Args:
           segments: as the property `segments` gave them.
+
+        Raises:
+          TypeError, ValueError: if they are no segments, or too many; then nothing changes.
         """
+        if len(segments) > self.MAX_SEGMENTS:
+            raise ValueError(
+                f"`segments` must be at most {self.MAX_SEGMENTS}. Received: {len(segments)}"
+            )
         parameters = np.zeros(self._parameters.shape)
         counts = np.zeros(self._counts.shape, np.int64)
         for row, (noise_multiplier, batch_size, count) in enumerate(segments):
-            parameters[row], counts[row] = (noise_multiplier, batch_size), count
+            parameters[row, 0] = checks.number("noise_multiplier", noise_multiplier, 0)
+            parameters[row, 1] = checks.number("batch_size", batch_size, 0, strict=True)
+            counts[row] = checks.integer("num_releases", count, 0)
         self._parameters.assign(parameters)
         self._counts.assign(counts)
 

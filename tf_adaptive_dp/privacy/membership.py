@@ -49,6 +49,8 @@ def membership_inference(
       ImportError: if the package cannot be imported; the message says how to install it.
       ValueError: for an unknown attack, or a loss that is not one number for each example.
     """
+    if isinstance(attacks, str) or not attacks:
+        raise TypeError(f"`attacks` must be a list of names. Received: attacks={attacks!r}")
     attacks = [checks.choice("attacks", attack, ATTACKS) for attack in attacks]
     try:
         from tensorflow_privacy.privacy.privacy_tests.membership_inference_attack import (

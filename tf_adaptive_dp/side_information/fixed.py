@@ -49,13 +49,13 @@ class FixedPreconditioner(SideInformation):
         self.provenance = check_provenance(provenance)
         if isinstance(preconditioners, Mapping):
             preconditioners = {
-                name.split(":")[0]: np.asarray(array, np.float32)
+                str(name).split(":")[0]: _floats(name, array)
                 for name, array in preconditioners.items()
             }
         elif not callable(preconditioners):
             raise TypeError(
                 "`preconditioners` must be a dict of arrays by variable name, or a function of the "
-                f"variable. Received: {preconditioners!r}"
+                f"variable. Received: preconditioners={preconditioners!r}"
             )
         self.preconditioners = preconditioners
 
@@ -65,9 +65,14 @@ class FixedPreconditioner(SideInformation):
             array = self.preconditioners(variable)
         else:
             array = self.preconditioners.get(name, 1.0)
-        array = np.asarray(array, np.float32)
-        if not (np.isfinite(array).all() and (array > 0).all()):
-            raise ValueError(f"The preconditioner of {name!r} must be positive and finite.")
+        array = _floats(name, array)
+        with np.errstate(divide="ignore", over="ignore"):
+            usable = (array > 0) & np.isfinite(array) & np.isfinite(np.float32(1) / array)
+        if not usable.all():
+            raise ValueError(
+                f"The preconditioner of {name!r} must be positive and finite, and its inverse too. "
+                f"Received: {array[~usable].flat[0]!r}"
+            )
         try:
             return np.broadcast_to(array, variable.shape)
         except ValueError as error:
@@ -115,3 +120,12 @@ class FixedPreconditioner(SideInformation):
         if preconditioners is None:
             preconditioners = deserialize(config["function"])
         return cls(preconditioners, provenance=config["provenance"])
+
+
+def _floats(name: str, array: Any) -> np.ndarray:
+    try:
+        return np.asarray(array, np.float32)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"The preconditioner of {name!r} must be an array of numbers. Received: {array!r}"
+        ) from error

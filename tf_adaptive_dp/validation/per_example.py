@@ -61,6 +61,7 @@ def check_per_example(
 
     Raises:
       NotPrivateError: if they differ, or if the model or the loss is refused.
+      TypeError: if `model`, `loss` or `batch` are no such things.
       ValueError: if the batch has fewer than two examples.
 
     >>> model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(1)])
@@ -71,7 +72,9 @@ def check_per_example(
     ((), True)
     """
     checks.number("tolerance", tolerance, 0, strict=True)
-    batch = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
+    batch = checked_batch(model, batch)
+    if not callable(loss):
+        raise TypeError(f"`loss` must be a function of (y_true, y_pred). Received: loss={loss!r}")
     num_examples = int(tf.nest.flatten(batch)[0].shape[0])
     if num_examples < 2:
         raise ValueError(f"`batch` must have two examples or more. Received: {num_examples}")
@@ -107,6 +110,22 @@ def check_per_example(
             "`register_rule` may be wrong."
         )
     return report
+
+
+def checked_batch(model: tf.keras.Model, batch: Sequence[Any]) -> tuple:
+    """The batch as tensors.
+
+    Raises:
+      TypeError: if `batch` is none, or `model` no Keras model.
+    """
+    if not isinstance(model, tf.keras.Model):
+        raise TypeError(f"`model` must be a Keras model. Received: model={model!r}")
+    if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
+        raise TypeError(
+            "`batch` must be (x, y) or (x, y, sample_weight). Received: batch of type "
+            f"{type(batch).__name__}"
+        )
+    return tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
 
 
 def _loss_function(model, loss) -> Callable:

@@ -12,7 +12,7 @@ from tf_adaptive_dp.gradients.per_example import check_loss_vector
 from tf_adaptive_dp.validation import arguments
 from tf_adaptive_dp.validation.fixes import is_defective, repaired_model
 from tf_adaptive_dp.validation.layers import has_own, layer_findings
-from tf_adaptive_dp.validation.per_example import check_per_example
+from tf_adaptive_dp.validation.per_example import check_per_example, checked_batch
 from tf_adaptive_dp.validation.probe import probe
 from tf_adaptive_dp.validation.repeatable import unchanged
 from tf_adaptive_dp.validation.report import Finding, ValidationReport
@@ -55,7 +55,7 @@ def validate(
       A `ValidationReport` with `findings`, `ok`, `repaired`, `model` and `loss`.
 
     Raises:
-      TypeError: if `loss` or `batch` are no such things.
+      TypeError: if `model`, `loss` or `batch` are no such things.
       ValueError: if Keras knows no loss of that name.
 
     >>> model = tf.keras.Sequential(
@@ -69,12 +69,7 @@ def validate(
     >>> [finding.kind for finding in report.repaired]
     ['loss', 'probe', 'batch statistics']
     """
-    if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
-        raise TypeError(
-            "`batch` must be (x, y) or (x, y, sample_weight). Received: batch of type "
-            f"{type(batch).__name__}"
-        )
-    batch = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
+    batch = checked_batch(model, batch)
     report = _inspect(model, loss, optimizer, batch)
     return _repair(report, optimizer, batch) if fix and report.findings else report
 

@@ -1,0 +1,298 @@
+"""Wrong arguments all over the public API: the error names them, and no state changes."""
+
+import math
+from types import SimpleNamespace
+
+import catalogue
+import numpy as np
+import pytest
+import tensorflow as tf
+from unchanged import assert_refused
+
+import tf_adaptive_dp as dp
+
+X, Y = catalogue.data()
+NAN, INF = math.nan, math.inf
+LEDGER = SimpleNamespace(segments=[(2.0, 100.0, 50)], other_events=())
+POISSON = dp.PoissonSampling(0.25, 33, steps=20)
+CANARIES = dp.Canaries(X, Y, seed=1)
+CLASS_ERROR = "`keras_optimizer_class` must be a subclass .*Received: "
+BATCH = (X[:4], Y[:4])
+
+
+def sgd(clip=1.0, noise=1.0, *args, **kwargs):
+    return dp.DPSGD(clip, noise, *args, **kwargs)
+
+
+def public(**kwargs):
+    return dp.PublicGradients(None, provenance="public", **kwargs)
+
+
+def fixed(preconditioners, provenance="public"):
+    return dp.FixedPreconditioner(preconditioners, provenance=provenance)
+
+
+def built(preconditioner):
+    """The error of a preconditioner's values comes with the variables."""
+    dp.AdaDPS(fixed(preconditioner), 1.0, 1.0).build([tf.Variable(tf.ones([2]), name="w")])
+
+
+def seg(*segments, **kwargs):
+    return SimpleNamespace(segments=segments, other_events=(), **kwargs)
+
+
+def scored(scores, **kwargs):
+    return dp.one_run_epsilon(scores, [True, False], 1e-5, **kwargs)
+
+
+def audit(**kwargs):
+    return dp.PrivacyAudit(CANARIES, **{"delta": 1e-5, **kwargs})
+
+
+def inference(**kwargs):
+    model, loss = catalogue.mlp(), catalogue.loss()
+    return dp.membership_inference(model, kwargs.pop("loss", loss), BATCH, BATCH, **kwargs)
+
+
+def compared(loss=None, batch=BATCH, **kwargs):
+    return dp.check_per_example(catalogue.mlp(), loss or catalogue.loss(), batch, **kwargs)
+
+
+def validated(loss=None, batch=BATCH, model=None):
+    return dp.validate(model or catalogue.mlp(), loss or catalogue.loss(), sgd(), batch)
+
+
+def received(name, value):
+    """The name of the argument and what was received."""
+    return rf"`{name}` .*Received: {name}={value}"
+
+
+T, V, P = TypeError, ValueError, dp.NotPrivateError
+
+OPTIMIZERS = {
+    "clip str": (lambda: sgd("1"), T, received("l2_norm_clip", "'1'")),
+    "clip None": (lambda: sgd(None), T, received("l2_norm_clip", "None")),
+    "clip bool": (lambda: sgd(True), T, received("l2_norm_clip", "True")),
+    "clip nan": (lambda: sgd(NAN), V, received("l2_norm_clip", "nan")),
+    "clip zero": (lambda: sgd(0), V, received("l2_norm_clip", "0")),
+    "noise negative": (lambda: sgd(1, -1), V, received("noise_multiplier", "-1")),
+    "noise inf": (lambda: sgd(1, INF), V, received("noise_multiplier", "inf")),
+    "noise tensor": (lambda: sgd(1, tf.ones([])), T, received("noise_multiplier", "<tf.Tensor")),
+    "groups float": (lambda: sgd(1, 1, 2.0), T, received("num_microbatches", "2.0")),
+    "size zero": (lambda: sgd(expected_batch_size=0), V, received("expected_batch_size", "0")),
+    "size str": (lambda: sgd(expected_batch_size="8"), T, received("expected_batch_size", "'8'")),
+    "clipping ghost": (lambda: sgd(clipping="ghost"), V, received("clipping", "'ghost'")),
+    "clipping array": (lambda: sgd(clipping=np.ones(2)), V, received("clipping", "array")),
+    "clipping dict": (lambda: sgd(clipping={"hidden": 1.0}), V, received("clipping", "{")),
+    "gradients": (lambda: sgd(gradients="ghost"), V, received("gradients", "'ghost'")),
+    "parts": (
+        lambda: sgd(gradient_accumulation_steps=1.5),
+        T,
+        received("gradient_accumulation_steps", "1.5"),
+    ),
+    "loss scale 3": (lambda: sgd(loss_scale=3), V, received("loss_scale", "3")),
+    "secure str": (lambda: sgd(secure_noise="no"), T, received("secure_noise", "'no'")),
+    "secure None": (lambda: sgd(secure_noise=None), T, received("secure_noise", "None")),
+    "secure seed": (lambda: sgd(secure_noise=True, seed=1), V, "no `seed`.*Received: .*seed=1"),
+    "seed 2**63": (lambda: sgd(seed=2**63), V, received("seed", "9223372036854775808")),
+    "seed bool": (lambda: sgd(seed=True), T, received("seed", "True")),
+    "discard": (lambda: dp.ADADP(1, 1, discard="no"), T, received("discard", "'no'")),
+    "no noise": (lambda: dp.DPAdamWOSM(1, 0.0), V, received("noise_multiplier", "0.0")),
+    "beta_1": (lambda: dp.DPAdamWOSM(1, 1, beta_1=-0.1), V, received("beta_1", "-0.1")),
+    "information class": (
+        lambda: dp.AdaDPS(dp.FixedPreconditioner, 1, 1),
+        T,
+        received("side_information", "<class"),
+    ),
+    "information dict": (
+        lambda: dp.AdaDPS({"w": 1.0}, 1, 1),
+        T,
+        received("side_information", "{'w': 1.0}"),
+    ),
+    "class instance": (
+        lambda: dp.make_dp_optimizer_class(tf.keras.optimizers.SGD()),
+        T,
+        CLASS_ERROR,
+    ),
+    "class legacy": (
+        lambda: dp.make_dp_optimizer_class(tf.keras.optimizers.legacy.Adam),
+        T,
+        CLASS_ERROR + ".*legacy",
+    ),
+    "class base": (
+        lambda: dp.make_dp_optimizer_class(tf.keras.optimizers.Optimizer),
+        T,
+        "`keras_optimizer_class` must be a subclass that can train",
+    ),
+    "shares empty": (lambda: dp.PerLayerClipping({}), T, received("shares", "{}")),
+    "shares keys": (lambda: dp.PerLayerClipping({1: 1.0}), T, received("shares", "{1: 1.0}")),
+    "shares inf": (lambda: dp.PerLayerClipping({"a": INF}), V, r"`shares\['a'\]`.*=inf"),
+    "quantile": (lambda: dp.AdaptiveClipping(1.5), V, received("target_quantile", "1.5")),
+    "count noise": (
+        lambda: sgd(1, 4, clipping=dp.AdaptiveClipping(count_noise_multiplier=1)),
+        V,
+        "`count_noise_multiplier` must be .*Received: count_noise_multiplier=1",
+    ),
+    "no provenance": (lambda: fixed({}, None), P, received("provenance", "None")),
+    "provenance": (lambda: fixed({}, "own"), P, received("provenance", "'own'")),
+    "preconditioners": (lambda: fixed([1.0]), T, received("preconditioners", r"\[1.0\]")),
+    "preconditioner str": (lambda: fixed({"w": "x"}), T, "of 'w' must be .*Received: 'x'"),
+    "preconditioner 0": (lambda: built({"w": 0.0}), V, "of 'w' must be positive.*Received: 0.0"),
+    "preconditioner -1": (lambda: built({"w": [1, -1]}), V, "of 'w' must .*Received: -1.0"),
+    "preconditioner nan": (lambda: built({"w": NAN}), V, "of 'w' must .*Received: nan"),
+    "preconditioner tiny": (lambda: built({"w": 1e-45}), V, "its inverse too. Received: 1e-45"),
+    "preconditioner shape": (lambda: built({"w": np.ones(3)}), V, r"broadcast .*shape \(3,\)"),
+    "preconditioner name": (lambda: built({"v": 1.0}), V, r"`preconditioners` names .*\['v'\]"),
+    "public beta": (lambda: public(beta=1.0), V, received("beta", "1.0")),
+    "public every": (lambda: public(every=0), V, received("every", "0")),
+    "public data": (
+        lambda: dp.PublicGradients(X, provenance="public"),
+        T,
+        received("dataset", "array"),
+    ),
+}
+
+ACCOUNTING = {
+    "q bool": (lambda: dp.epsilon(1, True, 1, 0.1), V, received("sampling_probability", "True")),
+    "q 2": (lambda: dp.epsilon(1, 2, 1, 0.1), V, received("sampling_probability", "2")),
+    "noise nan": (lambda: dp.epsilon(NAN, 0.1, 1, 0.1), V, received("noise_multiplier", "nan")),
+    "steps": (lambda: dp.epsilon(1, 0.1, 1.5, 0.1), T, received("steps", "1.5")),
+    "delta 0": (lambda: dp.epsilon(1, 0.1, 1, 0), V, received("delta", "0")),
+    "delta 1": (lambda: dp.epsilon(1, 0.1, 1, 1), V, received("delta", "1")),
+    "delta nan": (lambda: dp.epsilon(1, 0.1, 1, NAN), V, received("delta", "nan")),
+    "accountant": (lambda: dp.epsilon(1, 0.1, 1, 0.1, ["pld"]), V, received("accountant", r"\[")),
+    "no ledger": (
+        lambda: dp.epsilon_spent(tf.keras.optimizers.SGD(), 10, 0.1),
+        T,
+        received("ledger", "<keras"),
+    ),
+    "few examples": (lambda: dp.epsilon_spent(LEDGER, 50, 0.1), V, "batch_size=100, num_ex.*=50"),
+    "negative count": (
+        lambda: dp.epsilon_spent(seg((1, 2, -3)), 50, 0.1),
+        V,
+        received("num_releases", "-3"),
+    ),
+    "impossible": (
+        lambda: dp.noise_multiplier_for(1e-9, 1e-12, 1.0, 10**6),
+        V,
+        "No noise multiplier up to 1e.06 meets the budget.*Received: epsilon=1e-09",
+    ),
+    "budget 0": (lambda: dp.noise_multiplier_for(0, 0.1, 0.1, 9), V, received("epsilon", "0")),
+    "fixed steps": (lambda: dp.FixedSizeSampling(3, None), T, received("steps", "None")),
+    "shuffled size": (lambda: dp.ShuffledEpochs(2.5, 3), T, received("batch_size", "2.5")),
+    "lengths": (lambda: dp.poisson_batches((X, Y[:5]), POISSON), V, r"`data` .*\[5, 32\]"),
+    "dict": (lambda: dp.poisson_batches({"x": X}, POISSON), T, "`data` must .*Received: dict"),
+    "dataset": (lambda: dp.poisson_batches(catalogue.PUBLIC, POISSON), T, "Received: _Batch"),
+    "empty": (lambda: dp.poisson_batches((X[:0], Y[:0]), POISSON), V, "`data` .*Received: none"),
+    "sampling": (lambda: dp.poisson_batches((X, Y), "poisson"), T, received("sampling", "'poi")),
+    "start": (
+        lambda: dp.poisson_batches((X, Y), POISSON, start_step=20),
+        V,
+        "`start_step` must be below .*Received: start_step=20, steps=20",
+    ),
+    "key": (lambda: dp.poisson_batches((X, Y), POISSON, key="k" * 32), V, "`key` must be 32"),
+    "padding": (
+        lambda: dp.poisson_batches((X, Y), POISSON, padding=3),
+        (T, V),
+        received("padding", "3"),
+    ),
+    "preprocess": (
+        lambda: dp.poisson_batches([1], POISSON, preprocess=3),
+        T,
+        received("preprocess", "3"),
+    ),
+    "parts of fixed": (
+        lambda: dp.fixed_size_batches(
+            (X, Y), dp.FixedSizeSampling(8, 3), gradient_accumulation_steps=3
+        ),
+        V,
+        "Received: gradient_accumulation_steps=3, batch size 8",
+    ),
+    "too few": (
+        lambda: dp.shuffled_batches((X, Y), dp.ShuffledEpochs(99, 3)),
+        V,
+        "`batch_size` smaller. Received: 32 examples, batch_size=99",
+    ),
+    "statement": (
+        lambda: dp.privacy_statement(LEDGER, 1000, 1e-5, sampling=dp.ShuffledEpochs(99, 50)),
+        V,
+        "released with batch size 100.0.*Received: sampling=Shuffled",
+    ),
+    "users": (
+        lambda: dp.privacy_statement(LEDGER, 1000, 1e-5, max_examples_per_user=0),
+        V,
+        received("max_examples_per_user", "0"),
+    ),
+    "tolerance": (lambda: dp.suggest_tolerance(0, 1), V, received("num_steps", "0")),
+}
+
+AUDITS = {
+    "monitor n": (lambda: dp.PrivacyMonitor(1e3, 0.1), T, received("num_examples", "1000.0")),
+    "monitor delta": (lambda: dp.PrivacyMonitor(9, "x"), V, received("delta", "'x'")),
+    "monitor sampling": (
+        lambda: dp.PrivacyMonitor(9, 0.1, sampling=dp.PoissonSampling),
+        V,
+        received("sampling", "<class"),
+    ),
+    "monitor alone": (lambda: dp.PrivacyMonitor(9, 0.1).epsilon(), T, "passed to `fit`.*=None"),
+    "budget inf": (lambda: dp.PrivacyBudget(INF, 0.1, 9), V, received("epsilon", "inf")),
+    "budget alone": (lambda: dp.PrivacyBudget(1, 0.1, 9).releases_left(), T, "passed to `fit`"),
+    "log path": (lambda: dp.ReleaseLog(None), T, received("path", "None")),
+    "log steps": (lambda: dp.ReleaseLog("x", steps=0), V, received("steps", "0")),
+    "scores str": (lambda: scored(["a", "b"]), T, received("scores", r"\['a', 'b'\]")),
+    "scores nan": (lambda: scored([0.0, NAN]), V, "`scores` must be numbers. Received: 1 NaN"),
+    "scores shape": (lambda: scored([1.0]), V, r"`scores` must .*Received: shape \(1,\)"),
+    "guesses": (lambda: scored([0, 1], num_guesses=3), V, received("num_guesses", "3")),
+    "confidence": (lambda: scored([0, 1], confidence=1), V, received("confidence", "1")),
+    "included": (lambda: dp.one_run_epsilon([0, 1], [0, 1], 0.1), V, "`included` .*dtype int64"),
+    "runs": (lambda: dp.many_run_epsilon([1], [0, 1], 0.1), V, r"`scores_with` .*shape \(1,\)"),
+    "runs str": (lambda: dp.many_run_epsilon(["a"], [0], 0.1), T, received("scores_with", ".'a'")),
+    "canaries": (lambda: dp.Canaries(X, Y[:3]), V, r"`x` and `y` .*lengths \[3, 32\]"),
+    "canaries scalar": (lambda: dp.Canaries(1, 2), V, r"`x` and `y` .*lengths \[0\]"),
+    "mix array": (lambda: CANARIES.mix(X), T, "`data` must be .*Received: data of type ndarray"),
+    "mix lengths": (lambda: CANARIES.mix((X, Y[:4])), V, r"`data` must .*lengths \[4, 32\]"),
+    "audit of arrays": (lambda: dp.PrivacyAudit((X, Y), 0.1), T, received("canaries", r"\(array")),
+    "audit score": (lambda: audit(score="norm"), V, received("score", "'norm'")),
+    "audit loss": (lambda: audit(loss="mse"), T, received("loss", "'mse'")),
+    "audit delta": (lambda: audit(delta=1.0), V, received("delta", "1.0")),
+    "attacks str": (lambda: inference(attacks="lr"), T, received("attacks", "'lr'")),
+    "attacks none": (lambda: inference(attacks=[]), T, received("attacks", r"\[\]")),
+    "attack": (lambda: inference(attacks=["nn"]), V, received("attacks", "'nn'")),
+    "compare one": (lambda: compared(batch=(X[:1], Y[:1])), V, "`batch` must .*Received: 1"),
+    "compare str": (lambda: compared("mse"), T, received("loss", "'mse'")),
+    "compare array": (lambda: compared(batch=X), T, "`batch` must be .*of type ndarray"),
+    "compare scalar": (lambda: compared(lambda y, z: tf.reduce_sum(z)), P, "Received: a scalar"),
+    "validate loss": (lambda: validated(5), T, received("loss", "5")),
+    "validate model": (lambda: validated(model="m"), T, received("model", "'m'")),
+    "validate dict": (lambda: validated(batch={"x": X}), T, "`batch` must be .*of type dict"),
+}
+
+
+@pytest.fixture(scope="module")
+def bystander():
+    """A model in training, which a wrong call somewhere else must not touch."""
+    model = catalogue.mlp()
+    model.compile(catalogue.make("DPMomentum"), loss=catalogue.loss())
+    catalogue.fit(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    "call, error, match",
+    [
+        pytest.param(*row, id=f"{name}-{row_id}")
+        for name, table in (
+            ("optimizer", OPTIMIZERS),
+            ("accounting", ACCOUNTING),
+            ("audit", AUDITS),
+        )
+        for row_id, row in table.items()
+    ],
+)
+def test_wrong_arguments_are_named(bystander, call, error, match):
+    assert_refused(bystander, call, error, match)
+
+
+def test_one_example_cannot_be_validated():
+    report = validated(batch=(X[:1], Y[:1]))
+    assert not report.ok and "two examples or more" in str(report)
