@@ -373,23 +373,50 @@ def test_the_key_has_64_bits_of_entropy():
         assert len(words) > 90  # of 100 words of 16 bits, hardly any turns up twice
 
 
-def test_noise_waits_for_nothing_in_the_graph():
-    # So it is drawn beside the forward pass, on a core that is idle.
-    noise, total = GaussianNoise(zoo.add_variable), tf.Variable(0.0)
-
-    @tf.function
-    def step(x):
-        loss = tf.reduce_sum(x @ x)
-        tf.debugging.Assert(loss > 0, [total.assign_add(loss)])
-        found.append(noise.draw([tf.shape(x)], 1.0)[0].op)
-
-    seen, found = set(), []
-    step.get_concrete_function(tf.TensorSpec([5, 5]))
+def ancestors(operation):
+    seen, found = set(), [operation]
     while found:
         operation = found.pop()
         if operation not in seen:
             seen.add(operation)
             found += [*operation.control_inputs, *(tensor.op for tensor in operation.inputs)]
-    types = {operation.type for operation in seen}
-    assert "AssignAddVariableOp" in types  # the counter
-    assert not types & {"MatMul", "Sum", "If", "StatefulPartitionedCall"}
+    return seen
+
+
+def test_noise_waits_for_nothing_in_the_graph():
+    # So it is drawn beside the forward pass, on a core that is idle. What is released does wait,
+    # for the sums, and until noise and release are counted.
+    mechanism, found = zoo.make_mechanism(noise_multiplier=1.0), []
+
+    @tf.function
+    def step(x):
+        rows = tf.linalg.matmul(x, x)
+        check = tf.debugging.Assert(tf.reduce_sum(rows) > 0, [rows])
+        with tf.control_dependencies([check]):
+            rows = tf.identity(rows)
+        found.append(mechanism.release(zoo.Rows(rows), 5)[0].op)
+
+    graph = step.get_concrete_function(tf.TensorSpec([5, 5])).graph
+    (draw,) = (op for op in graph.get_operations() if "PartitionedCall" in op.type)
+    types = {op.type for op in ancestors(draw)}
+    assert "ReadVariableOp" in types
+    assert not types & {"MatMul", "Sum", "Assert", "If", "AssignVariableOp", "AssignAddVariableOp"}
+    types = [op.type for op in ancestors(found[0])]
+    assert {"MatMul", "If", "AssignAddVariableOp"} <= set(types)
+    assert types.count("AssignVariableOp") >= 2  # the ledger's
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_step_that_fails_uses_no_noise_up(mode):
+    mechanism = zoo.make_mechanism(noise_multiplier=1.0, seed=2)
+    step = zoo.in_mode(
+        mode, lambda r: mechanism.release(zoo.Rows(r), tf.shape(r)[0]), [np.ones([2, 9], "float32")]
+    )
+    rows = np.zeros([2, 9], "float32")
+    first = step(rows)[0].numpy()
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        step(np.zeros([3, 9], "float32"))
+    assert int(mechanism.noise._counter) == mechanism.ledger.num_releases == 1
+    second = step(rows)[0].numpy()
+    np.testing.assert_allclose(2 * first, numbers(9, seed=2, release=1), rtol=1e-5)
+    np.testing.assert_allclose(2 * second, numbers(9, seed=2, release=2), rtol=1e-5)

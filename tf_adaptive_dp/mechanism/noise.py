@@ -159,8 +159,14 @@ class GaussianNoise:
           float32 tensors.
         """
         del sensitivity
-        drawn = self.draw([tf.shape(s) for s in sums], stddev)
-        return [s + z for s, z in zip(sums, drawn)]
+        # Beside the forward pass, on a core that is idle, whatever the release has to wait for. A
+        # step that fails after that leaves its number to the next one; its noise was not used.
+        with tf.control_dependencies(None):
+            numbers = self._numbers([tf.shape(s) for s in sums], tf.constant(1.0))
+        counted = tf.convert_to_tensor(self._counter.assign_add(1))
+        stddev = tf.cast(stddev, tf.float32)
+        with tf.control_dependencies([counted]):
+            return [s + stddev * z for s, z in zip(sums, numbers)]
 
     def draw(self, shapes: Sequence[tf.Tensor], stddev: tf.Tensor) -> list[tf.Tensor]:
         """Draws the noise of one release and counts it.
@@ -172,11 +178,18 @@ class GaussianNoise:
         Returns:
           float32 tensors, each entry from N(0, stddev²), all independent.
         """
-        counter = tf.convert_to_tensor(self._counter.assign_add(1))
+        numbers = self._numbers(shapes, stddev)
+        counted = tf.convert_to_tensor(self._counter.assign_add(1))
+        with tf.control_dependencies([counted]):
+            return [tf.identity(z) for z in numbers]
+
+    def _numbers(self, shapes: Sequence[tf.Tensor], stddev: tf.Tensor) -> list[tf.Tensor]:
+        """Those of the release to come, which `_counter` does not count yet."""
+        release = self._counter.read_value() + 1
         # One draw for all variables: cheaper, and no two variables can share a stream.
         sizes = [tf.reduce_prod(shape) for shape in shapes]
         ends = tf.cumsum([-(-size // _ALIGNED) * _ALIGNED for size in sizes])
-        pairs = _normal_pairs(ends[-1], self._stream_key(), counter, tf.cast(stddev, tf.float32))
+        pairs = _normal_pairs(ends[-1], self._stream_key(), release, tf.cast(stddev, tf.float32))
         flat = tf.reshape(tf.bitcast(pairs, tf.float32), [-1])
         starts = tf.unstack(tf.concat([[0], ends[:-1]], axis=0))
         parts = [tf.slice(flat, [start], [size]) for start, size in zip(starts, sizes)]
