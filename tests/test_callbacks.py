@@ -127,6 +127,17 @@ def test_the_budget_stops_before_the_step_that_would_overspend(name, compile_wit
     assert model.optimizer.ledger.num_releases == (5 if step == 1 else 4)
 
 
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_the_budget_counts_the_parts_of_accumulated_batches_as_one(steps_per_execution):
+    budget = dp.PrivacyBudget(epsilon(1.0, 8 / N, 3, DELTA) * (1 + 1e-9), DELTA, N, batch_size=8)
+    model = catalogue.mlp()
+    optimizer = catalogue.make("DPSGD", noise_multiplier=1.0, gradient_accumulation_steps=2)
+    model.compile(optimizer, loss=catalogue.loss(), steps_per_execution=steps_per_execution)
+    x, y = catalogue.data(96)
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=[budget])
+    assert optimizer.ledger.segments == [(1.0, 8.0, 3)]
+
+
 class LessNoise(tf.keras.callbacks.Callback):
     def __init__(self, noise_multiplier):
         super().__init__()

@@ -36,6 +36,18 @@ def _refuse_batch_over_two_passes(optimizer, sampling: samplings.Sampling | str)
         )
 
 
+def _begin_batches_anew(optimizer) -> None:
+    """A run that stopped inside a batch left parts of it; others must not join them."""
+    if optimizer.unfinished_parts:
+        warnings.warn(
+            f"Training stopped in the middle of a batch: {optimizer.unfinished_parts} of "
+            f"{optimizer.gradient_accumulation_steps} parts are dropped. Nothing of them was "
+            "released.",
+            stacklevel=3,
+        )
+        optimizer._mechanism.accumulator.drop()
+
+
 class PrivacyMonitor(tf.keras.callbacks.Callback):
     """Shows the ε that was spent: in `fit`'s progress line, its history and TensorBoard.
 
@@ -109,6 +121,7 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Checks that the optimizer is private; called by Keras."""
         optimizer = _private_optimizer(self.model)
+        _begin_batches_anew(optimizer)
         self._released = optimizer.ledger.num_releases
         self._check_sampling(optimizer)
         if self.log_dir is not None:
@@ -305,6 +318,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Refuses to start what would overspend at once; called by Keras."""
+        _begin_batches_anew(_private_optimizer(self.model))
         self._priced = ()
         self._require_room()
 

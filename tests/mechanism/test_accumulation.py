@@ -35,6 +35,7 @@ def test_the_step_is_that_of_the_whole_batch(name):
     in_parts = trained(name, parts=4)
     assert_same_state(in_parts, whole)
     assert in_parts.optimizer.ledger.segments == [(0.5, 8.0, 8)]
+    assert in_parts.optimizer.next_release() == (0.5, 8.0)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +77,10 @@ def test_raw_sums_are_in_no_checkpoint(tmp_path):
     optimizer = catalogue.make("DPSGD", gradient_accumulation_steps=3, noise_multiplier=0.0)
     model.compile(optimizer, loss=catalogue.loss())
     catalogue.fit(model, steps_per_epoch=2)
-    held = {tuple(v.shape) for v in optimizer._mechanism.accumulator._sums}
+    ((_, sums),) = optimizer._mechanism.accumulator._held.values()
+    held = {tuple(v.shape) for v in sums}
     assert held == {(6, 5), (5,), (5, 3), (3,)}
-    assert max(float(tf.norm(v)) for v in optimizer._mechanism.accumulator._sums) > 0
+    assert max(float(tf.norm(v)) for v in sums) > 0
     path = tf.train.Checkpoint(model=model, optimizer=optimizer).write(str(tmp_path / "c"))
     saved = [name for name, _ in tf.train.list_variables(path) if name.startswith("optimizer")]
     stored = [tf.train.load_variable(path, name) for name in saved]
@@ -107,7 +109,9 @@ def test_noise_is_added_once_and_counted_once(noise_multiplier):
 @pytest.mark.parametrize("last_clip", [0.1, 10.0])
 def test_a_clip_that_is_set_within_a_batch_bounds_what_came_before(last_clip):
     # The noise is that of the last clip; so no example may weigh more than it.
-    mechanism = zoo.make_mechanism(gradient_accumulation_steps=2, expected_batch_size=1)
+    mechanism = zoo.make_mechanism(
+        gradient_accumulation_steps=2, expected_batch_size=1, l2_norm_clip=3.0
+    )
     parts = [np.full([1, 1], 100.0), np.zeros([1, 1])]
     assert release_in_parts(mechanism, parts, last_clip) == pytest.approx(last_clip, rel=1e-5)
 
@@ -136,3 +140,59 @@ def test_parts_of_different_sizes_need_an_expected_batch_size():
     with pytest.raises(tf.errors.InvalidArgumentError, match="Batches vary in size"):
         mechanism.release(zoo.Rows(np.ones([3, 3])), 3)
     assert mechanism.ledger.num_releases == 0
+
+
+def test_steps_of_other_variables_that_were_traced_before_never_mix_batches():
+    # Retraced steps must not leave parts behind which a later batch would release besides its own.
+    mechanism = zoo.make_mechanism(gradient_accumulation_steps=2, expected_batch_size=1)
+    small, large = (
+        tf.function(lambda rows: mechanism.release(zoo.Rows(rows), 1)[0]) for _ in range(2)
+    )
+    one, other = tf.eye(1, 3), tf.eye(1, 4)
+    for step, rows in [(small, one), (small, one), (large, other), (large, other)]:
+        step(rows)
+    for _ in range(4):
+        released = small(one).numpy(), large(other).numpy()
+        for r in released:
+            assert r.sum() in (0.0, 2.0)
+    assert mechanism.ledger.num_releases == 2 + 4
+    assert mechanism.accumulator.num_parts == 0
+    small(one)
+    large(other)
+    assert mechanism.accumulator.num_parts == 2
+
+
+CALLBACKS = {
+    "monitor": lambda: dp.PrivacyMonitor(1000, 1e-5),
+    "budget": lambda: dp.PrivacyBudget(1e6, 1e-5, 1000, batch_size=16),
+}
+
+
+@pytest.mark.parametrize("make", CALLBACKS.values(), ids=CALLBACKS)
+def test_an_epoch_that_ends_within_a_batch_is_refused(make):
+    model = catalogue.mlp()
+    model.compile(catalogue.make("DPSGD", gradient_accumulation_steps=3), loss=catalogue.loss())
+    with pytest.raises(dp.NotPrivateError, match="2 parts of 3 at the end of an epoch"):
+        model.fit(*catalogue.data(40), batch_size=8, verbose=0, callbacks=[make()])
+    assert model.optimizer.ledger.num_releases == 1
+
+
+class Interruption(tf.keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("make", CALLBACKS.values(), ids=CALLBACKS)
+def test_parts_of_an_interrupted_run_do_not_join_a_batch_of_the_next(make):
+    # Otherwise an example of the first part could come twice in one release: a sensitivity of 2C.
+    model = catalogue.mlp()
+    model.compile(catalogue.make("DPSGD", gradient_accumulation_steps=2), loss=catalogue.loss())
+    with pytest.raises(KeyboardInterrupt):
+        catalogue.fit(model, callbacks=[Interruption()])
+    assert model.optimizer.unfinished_parts == 1
+    ((_, sums),) = model.optimizer._mechanism.accumulator._held.values()
+    assert max(float(tf.norm(v)) for v in sums) > 0
+    with pytest.warns(UserWarning, match="1 of 2 parts are dropped"):
+        model.fit(*catalogue.data(16), batch_size=8, verbose=0, callbacks=[make()])
+    assert model.optimizer.ledger.num_releases == 1
+    assert max(float(tf.norm(v)) for v in sums) == 0

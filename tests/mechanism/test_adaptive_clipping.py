@@ -147,3 +147,15 @@ def test_noise_that_the_count_cannot_bear_cannot_be_set_later():
     with pytest.raises(ValueError, match="must be above half"):
         mechanism.noise_multiplier = 1.2
     assert mechanism.noise_multiplier == 1.0
+
+
+@pytest.mark.parametrize("quantile", [0.1, 0.9])
+def test_the_clip_settles_at_the_quantile_of_microbatches(quantile):
+    mechanism = mechanism_of(
+        target_quantile=quantile, l2_norm_clip=100.0, expected_batch_size=396, num_microbatches=99
+    )
+    rows = tf.constant(rows_with_norms(np.arange(1.0, 100.0)))
+    step = tf.function(lambda: mechanism.release(zoo.Rows(rows), 396))
+    for _ in range(200):
+        step()
+    assert mechanism.l2_norm_clip == pytest.approx(100 * quantile, rel=0.1)

@@ -460,3 +460,27 @@ def test_any_kind_of_number_is_taken(cast):
         mechanism.expected_batch_size,
     )
     assert settings == (2.0, 3.0, 4.0)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_under_xla_a_batch_with_larger_microbatches_halves_the_noise_multiplier(parts):
+    mechanism = zoo.make_mechanism(
+        noise_multiplier=1.0, num_microbatches=4, gradient_accumulation_steps=parts
+    )
+    step = tf.function(linear_step(mechanism), jit_compile=True)
+    for size in [4] * parts + [8] + [4] * (2 * parts - 1):
+        step(tf.ones([size, 3]))
+    first, *others = mechanism.ledger.segments
+    assert first == (1.0, 4.0 * parts, 1)
+    assert others == [(0.5, 8.0 * parts, 2)]
+
+
+def test_the_next_release_is_that_of_the_microbatches_and_not_of_the_divisor():
+    optimizer = dp.DPSGD(1.0, 1.0, num_microbatches=4, expected_batch_size=4)
+    w = tf.Variable(tf.zeros([3]))
+    assert optimizer.next_release() == (0.5, 4.0)  # until a batch has shown its size
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(tf.ones([8, 3]), w)
+        optimizer.minimize(loss, [w], tape)
+        assert optimizer.next_release() == (0.5, 4.0) == optimizer.ledger.segments[-1][:2]

@@ -420,3 +420,24 @@ def test_a_step_that_fails_uses_no_noise_up(mode):
     second = step(rows)[0].numpy()
     np.testing.assert_allclose(2 * first, numbers(9, seed=2, release=1), rtol=1e-5)
     np.testing.assert_allclose(2 * second, numbers(9, seed=2, release=2), rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_checkpoint_that_is_restored_into_the_same_object_repeats_no_noise(mode, tmp_path):
+    # The difference of two releases with the same noise is that of the data.
+    w = tf.Variable(tf.zeros([20_000]))
+    optimizer = dp.DPSGD(1.0, 1.0, learning_rate=1.0)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.zeros([4]) * tf.reduce_sum(w)
+        optimizer.minimize(loss, [w], tape)
+        return tf.identity(w)
+
+    step = tf.function(step) if mode == "graph" else step
+    start = step()
+    checkpoint = tf.train.Checkpoint(w=w, optimizer=optimizer)
+    path = checkpoint.write(str(tmp_path / "checkpoint"))
+    first = step() - start
+    checkpoint.read(path).assert_consumed()
+    assert_independent(first.numpy(), (step() - start).numpy())

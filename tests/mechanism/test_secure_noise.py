@@ -126,3 +126,10 @@ def test_xla_is_refused():
 def test_an_optimizer_is_saved_with_it():
     config = dp.DPSGD(1.0, 1.0, secure_noise=True).get_config()
     assert isinstance(dp.DPSGD.from_config(config)._mechanism.noise, SecureNoise)
+
+
+def test_the_noise_covers_what_rounding_adds_to_the_sensitivity():
+    # One number of bound 1 has a grid of 2⁻²⁶, by which the noise is larger: a step of it is left.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secure_noise, "_normal_numbers", np.ones)
+        assert secure_noise._release(np.float32([-1.0]), 1.0, 1.0) == 2.0**-26

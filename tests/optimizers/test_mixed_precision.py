@@ -127,6 +127,14 @@ def test_an_example_that_overflows_counts_as_zero_and_the_others_stay(float16):
     assert spoilt.optimizer.statistics.summary().num_non_finite == 1
 
 
+def test_variables_of_a_mixed_policy_get_a_scale_by_default(float16):
+    for policy, scale in [("mixed_float16", 1024.0), ("float32", 1.0)]:
+        layer = tf.keras.layers.Dense(3, dtype=tf.keras.mixed_precision.Policy(policy))
+        layer.build([None, 5])
+        assert dp.DPSGD(1.0, 1.0)._loss_scale_for(layer.trainable_variables) == scale
+        assert dp.DPSGD(1.0, 1.0, loss_scale=8.0)._loss_scale_for(layer.trainable_variables) == 8.0
+
+
 def test_an_optimizer_is_a_loss_scale_optimizer_of_its_own_kind():
     optimizer = catalogue.make("DPSGD", loss_scale=8.0)
     assert isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
@@ -154,9 +162,25 @@ def test_a_saved_model_goes_on(float16, suffix, tmp_path):
     [
         (3.0, ValueError, "`loss_scale` must be a power of two"),
         (0, ValueError, "`loss_scale` must be finite and greater than 0"),
+        (2.0**-60, ValueError, r"from 1 to 2\*\*24. Received: loss_scale=8.67"),
+        (2.0**64, ValueError, r"from 1 to 2\*\*24"),
         ("dynamic", TypeError, "`loss_scale` must be a number"),
     ],
 )
 def test_a_loss_scale_that_cannot_be_undone_is_refused(value, error, message):
     with pytest.raises(error, match=message):
         dp.DPSGD(1.0, 1.0, loss_scale=value)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**24])
+@pytest.mark.parametrize("clip", [1e-9, 1.0])
+def test_gradients_are_clipped_with_the_smallest_and_the_largest_scale(scale, clip):
+    # Squares of scaled gradients that vanish or overflow would leave gradients unclipped.
+    w = tf.Variable(tf.zeros([3]))
+    optimizer = dp.DPSGD(clip, 0.0, loss_scale=scale, learning_rate=1.0)
+    for size in (1e-6, 1.0, 1e9):
+        w.assign(tf.zeros([3]))
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(tf.fill([1, 3], size), w)
+        optimizer.minimize(loss, [w], tape)
+        assert np.linalg.norm(w) == pytest.approx(min(clip, size * 3**0.5), rel=1e-4)

@@ -194,7 +194,54 @@ def test_a_strategy_without_common_steps_is_refused(monkeypatch):
     assert_refused(tf.distribute.get_strategy(), "needs a `MirroredStrategy`")
 
 
+def test_a_strategy_of_several_replicas_that_is_not_proven_is_refused():
+    strategy = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
+    assert strategy.num_replicas_in_sync == 2
+    assert_refused(strategy, "Received: CentralStorageStrategy.* with 2 replicas")
+
+
 def test_figures_of_all_replicas_are_added_up():
     model = trained("DPSGD", mirrored(), epochs=1)
     assert model.optimizer.statistics.summary(reset=True).num_examples == 32
     assert model.optimizer.statistics.summary().num_examples == 0
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"skip_gradients_aggregation": True}, {"experimental_aggregate_gradients": False}]
+)
+def test_gradients_of_one_replica_alone_are_refused(kwargs):
+    # They have a part of the noise only.
+    with mirrored().scope():
+        w = tf.Variable([1.0])
+        optimizer = dp.DPSGD(1.0, 1.0)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.constant([1.0, 2.0]) * w
+        pairs = optimizer.compute_gradients(loss, [w], tape)
+        optimizer.apply_gradients(pairs, **kwargs)
+
+    with pytest.raises(dp.NotPrivateError, match="must be added up"):
+        mirrored().run(tf.function(step))
+    assert w.numpy() == 1.0
+
+
+def test_gradients_and_count_of_adaptive_clipping_have_their_noise_once(monkeypatch):
+    # In place of noise each of two replicas adds its standard deviation, in all √2 times that.
+    monkeypatch.setattr(
+        GaussianNoise,
+        "add_to",
+        lambda self, sums, stddev, clip: [s + tf.cast(stddev, s.dtype) for s in sums],
+    )
+    clipping = dp.AdaptiveClipping(learning_rate=0.1, count_noise_multiplier=1.7)
+    (moved,), optimizer = steps_of_noise(1, clipping=clipping)
+    gradient_noise = (1.5**-2 - 3.4**-2) ** -0.5
+    np.testing.assert_allclose(moved, -(2**0.5) * gradient_noise * 2.0 / 8, rtol=1e-5)
+    count = -np.log(optimizer.l2_norm_clip / 2.0) / 0.1 * 8
+    assert count == pytest.approx(2**0.5 * 1.7, rel=1e-4)
+    assert optimizer.ledger.segments == [(1.5, 8.0, 1)]
+
+
+def test_without_expected_batch_size_the_global_batch_divides():
+    (_, optimizer) = steps_of_noise(1, expected_batch_size=None)
+    assert optimizer.ledger.segments == [(1.5, 8.0, 1)]

@@ -25,14 +25,19 @@ class Accumulator:
           steps: parts a batch, at least 2.
         """
         self.steps = steps
-        self._sums: list[tf.Variable] = []
-        with tf.init_scope():
-            self._parts = tf.Variable(0, dtype=tf.int64, trainable=False)
+        # Sums and their count by shapes: a step function that was traced earlier keeps its own.
+        self._held: dict[tuple, tuple[tf.Variable, list[tf.Variable]]] = {}
 
     @property
     def num_parts(self) -> int:
         """How many parts of an unfinished batch are held."""
-        return int(self._parts.numpy())
+        return sum(int(parts.numpy()) for parts, _ in self._held.values())
+
+    def drop(self) -> None:
+        """Forgets the parts of an unfinished batch."""
+        for parts, sums in self._held.values():
+            for variable in (parts, *sums):
+                variable.assign(tf.zeros_like(variable))
 
     def add(self, sums: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Adds those of one part.
@@ -44,18 +49,18 @@ class Accumulator:
           The sums over all parts so far, and whether the batch is complete, a bool scalar; then
           the next part is the first of another batch.
         """
-        self._build([s.shape for s in sums])
-        parts = tf.convert_to_tensor(self._parts.assign_add(1))
+        count, held = self._variables(tuple(tuple(s.shape) for s in sums))
+        parts = tf.convert_to_tensor(count.assign_add(1))
         complete = parts >= self.steps
-        self._parts.assign(tf.where(complete, tf.zeros_like(parts), parts))
-        totals = [tf.convert_to_tensor(v.assign_add(s)) for v, s in zip(self._sums, sums)]
-        for variable, total in zip(self._sums, totals):
+        count.assign(tf.where(complete, tf.zeros_like(parts), parts))
+        totals = [tf.convert_to_tensor(v.assign_add(s)) for v, s in zip(held, sums)]
+        for variable, total in zip(held, totals):
             variable.assign(tf.where(complete, tf.zeros_like(total), total))
         return totals, complete
 
-    def _build(self, shapes: list[tf.TensorShape]) -> None:
-        if [v.shape for v in self._sums] == shapes:
-            return
+    def _variables(self, shapes: tuple) -> tuple[tf.Variable, list[tf.Variable]]:
+        if shapes in self._held:
+            return self._held[shapes]
         with tf.init_scope():
             if self.num_parts:
                 raise ValueError(
@@ -63,4 +68,6 @@ class Accumulator:
                     f"{self.num_parts} of {self.steps} parts. Let the number of steps be a "
                     "multiple of `gradient_accumulation_steps`."
                 )
-            self._sums = [tf.Variable(tf.zeros(shape), trainable=False) for shape in shapes]
+            sums = [tf.Variable(tf.zeros(shape), trainable=False) for shape in shapes]
+            self._held[shapes] = tf.Variable(0, dtype=tf.int64, trainable=False), sums
+        return self._held[shapes]

@@ -161,6 +161,11 @@ class GaussianMechanism:
         fixed = float(self._fixed_batch_size.numpy()) * self.gradient_accumulation_steps
         return self.expected_batch_size or fixed or None
 
+    def examples_share_groups(self) -> bool:
+        """Whether microbatches may have several examples, which halves σ in the ledger."""
+        fixed = int(self._fixed_batch_size.numpy())
+        return self.num_microbatches is not None and not 0 < fixed <= self.num_microbatches
+
     def _check_batch_size(self, size: tf.Tensor) -> tf.Operation | None:
         """Asserts that all batches share the size of the first, unless it may vary."""
         previous = self._fixed_batch_size.read_value()
@@ -180,7 +185,11 @@ class GaussianMechanism:
 
     def _remember_batch_size(self, size: tf.Tensor) -> None:
         previous = self._fixed_batch_size.read_value()
-        self._fixed_batch_size.assign(tf.where(previous == 0, size, previous))
+        known = previous > 0
+        if self.num_microbatches is not None:
+            # Under XLA nothing stops a larger batch, which has more examples in each group.
+            known &= size <= previous
+        self._fixed_batch_size.assign(tf.where(known, previous, size))
 
     def release(
         self,
@@ -274,15 +283,15 @@ class GaussianMechanism:
         with tf.control_dependencies([recorded]):
             noisy = [s / divisor for s in self.noise.add_to(sums, stddev, clip)]
             if count:
-                self._adapt(count, share, clip, expected)
+                self._adapt(count, share, clip, expected, expected / per_group)
         return noisy
 
-    def _adapt(self, count: list[tf.Tensor], share: float, clip, expected) -> None:
+    def _adapt(self, count: list[tf.Tensor], share: float, clip, expected, groups) -> None:
         """Moves C by the noisy count of the examples within it."""
         _, count_noise = self.clipping.split_noise(self._noise_multiplier, expected)
         (noisy,) = self.noise.add_to(count, share * count_noise, tf.constant(0.5, tf.float64))
         self._released_clip.assign(clip)
-        self._l2_norm_clip.assign(self.clipping.next_clip(clip, replicas.total(noisy), expected))
+        self._l2_norm_clip.assign(self.clipping.next_clip(clip, replicas.total(noisy), groups))
 
     def _gradient_noise(self) -> tf.Tensor:
         """The noise in the gradients in units of C, float64: σ, or σ_Δ if a count shares it."""

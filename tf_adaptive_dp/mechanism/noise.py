@@ -103,8 +103,9 @@ class GaussianNoise:
 
     Guarantee: with `seed=None` no two releases share noise. The key is made anew for every object,
     also for a copy and for a run that was restored from a checkpoint; within one object a counter
-    separates the releases (2³² of them), and it is saved. With a `seed` the noise can be repeated
-    by anyone who knows the seed, to the rounding of float32 in every mode: for tests only.
+    separates the releases (2³² of them), and no checkpoint sets it back. With a `seed` the counter
+    is saved, and the noise can be repeated by anyone who knows the seed, to the rounding of float32
+    in every mode: for tests only.
     Replicas draw with keys of their own, derived from it.
     """
 
@@ -118,6 +119,8 @@ class GaussianNoise:
         self.seed = seed
         self._key = self._new_key()
         self._counter = add_variable([], dtype=tf.int64, name="noise_counter")
+        with tf.init_scope():  # no part of the state: a checkpoint may be restored into this object
+            self._drawn = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def _new_key(self) -> int:
         if self.seed is not None:
@@ -131,6 +134,7 @@ class GaussianNoise:
         duplicate.seed = self.seed
         duplicate._key = duplicate._new_key()
         duplicate._counter = copy.deepcopy(self._counter, memo)
+        duplicate._drawn = copy.deepcopy(self._drawn, memo)
         return duplicate
 
     def _stream_key(self) -> tf.Tensor:
@@ -163,9 +167,8 @@ class GaussianNoise:
         # step that fails after that leaves its number to the next one; its noise was not used.
         with tf.control_dependencies(None):
             numbers = self._numbers([tf.shape(s) for s in sums], tf.constant(1.0))
-        counted = tf.convert_to_tensor(self._counter.assign_add(1))
         stddev = tf.cast(stddev, tf.float32)
-        with tf.control_dependencies([counted]):
+        with tf.control_dependencies(self._count()):
             return [s + stddev * z for s, z in zip(sums, numbers)]
 
     def draw(self, shapes: Sequence[tf.Tensor], stddev: tf.Tensor) -> list[tf.Tensor]:
@@ -179,13 +182,16 @@ class GaussianNoise:
           float32 tensors, each entry from N(0, stddev²), all independent.
         """
         numbers = self._numbers(shapes, stddev)
-        counted = tf.convert_to_tensor(self._counter.assign_add(1))
-        with tf.control_dependencies([counted]):
+        with tf.control_dependencies(self._count()):
             return [tf.identity(z) for z in numbers]
 
+    def _count(self) -> list[tf.Tensor]:
+        """Counts the release, both for this object and in what is saved."""
+        return [tf.convert_to_tensor(v.assign_add(1)) for v in (self._counter, self._drawn)]
+
     def _numbers(self, shapes: Sequence[tf.Tensor], stddev: tf.Tensor) -> list[tf.Tensor]:
-        """Those of the release to come, which `_counter` does not count yet."""
-        release = self._counter.read_value() + 1
+        """Those of the release to come, which the counters do not count yet."""
+        release = (self._drawn if self.seed is None else self._counter).read_value() + 1
         # One draw for all variables: cheaper, and no two variables can share a stream.
         sizes = [tf.reduce_prod(shape) for shape in shapes]
         ends = tf.cumsum([-(-size // _ALIGNED) * _ALIGNED for size in sizes])

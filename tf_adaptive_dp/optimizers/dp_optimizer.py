@@ -41,8 +41,9 @@ ARGUMENTS = """\
       gradients: how per-example gradients are computed: `"auto"`, `"traced"` or `"materialized"`.
       gradient_accumulation_steps: k; a batch comes in k parts, one call each, and is released and
         applied with the last. `expected_batch_size` is that of all k together.
-      loss_scale: a power of two that the loss is multiplied by before it is differentiated; undone
-        before clipping. `None` takes 1024 for layers with a mixed policy and else 1.
+      loss_scale: a power of two, from 1 to 2**24, that the loss is multiplied by before it is
+        differentiated; undone before clipping. `None` takes 1024 for layers with a mixed policy
+        and else 1.
       secure_noise: draw the noise from the operating system's cryptographic generator, safe
         against floating-point attacks (see `mechanism.secure_noise`); slower, not under XLA.
       seed: seed of the noise, for tests only; `None` takes the operating system's entropy."""
@@ -148,10 +149,8 @@ class DPOptimizer(LossScaling, CheckedState):
         Returns:
           Its noise multiplier, and its batch size or `None` if no batch has been seen yet.
         """
-        size, groups = self._mechanism.batch_size(), self.num_microbatches
-        parts = self.gradient_accumulation_steps
-        halved = groups is not None and (size is None or groups < size / parts)
-        return self.noise_multiplier / (2 if halved else 1), size
+        halved = self._mechanism.examples_share_groups()
+        return self.noise_multiplier / (2 if halved else 1), self._mechanism.batch_size()
 
     @tf.autograph.experimental.do_not_convert
     def compute_gradients(
@@ -261,9 +260,12 @@ class DPOptimizer(LossScaling, CheckedState):
           **kwargs: passed on to Keras.
 
         Raises:
-          NotPrivateError: if a gradient did not come from `compute_gradients`.
+          NotPrivateError: if a gradient did not come from `compute_gradients`, or if replicas are
+            to apply their gradients without adding them up.
         """
         grads_and_vars = list(grads_and_vars)
+        if not non_private_gradients:
+            _refuse_gradients_of_one_replica(*args, **kwargs)
         foreign = [
             v.name
             for g, v in grads_and_vars
@@ -335,6 +337,21 @@ class DPOptimizer(LossScaling, CheckedState):
         optimizer = super().from_config(config, custom_objects)
         optimizer.ledger.restore(segments)
         return optimizer
+
+
+def _refuse_gradients_of_one_replica(
+    name: str | None = None,
+    skip_gradients_aggregation: bool = False,
+    experimental_aggregate_gradients: bool = True,
+    **kwargs,
+) -> None:
+    """Takes the arguments of Keras; noise of σ·C is only in the sum over all replicas."""
+    del name, kwargs
+    if num_replicas() > 1 and (skip_gradients_aggregation or not experimental_aggregate_gradients):
+        raise NotPrivateError(
+            "The gradients of one replica have a part of the noise only; they must be added up. "
+            "Received: skip_gradients_aggregation=True on several replicas. Leave it out."
+        )
 
 
 def _layer_of(variable: tf.Variable) -> str:

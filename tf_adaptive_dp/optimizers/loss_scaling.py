@@ -12,17 +12,19 @@ from tf_adaptive_dp.errors import NotPrivateError
 
 # Gradients in float16 keep 11 bits down to 6e-5 / 1024; entries of more than 64 overflow.
 DEFAULT = 1024.0
+# Squares of scaled gradients must neither vanish nor leave float32, or clipping would fail.
+LARGEST = 2.0**24
 
 
 def check_loss_scale(loss_scale: float | None) -> float | None:
-    """Returns `loss_scale`, or raises TypeError or ValueError if it is no power of two."""
+    """Returns `loss_scale`, or raises TypeError or ValueError if it is out of its range."""
     if loss_scale is None:
         return None
     loss_scale = checks.number("loss_scale", loss_scale, 0, strict=True)
-    if math.frexp(loss_scale)[0] != 0.5:
+    if math.frexp(loss_scale)[0] != 0.5 or not 1 <= loss_scale <= LARGEST:
         raise ValueError(
-            "`loss_scale` must be a power of two, which is undone exactly. Received: "
-            f"loss_scale={loss_scale!r}"
+            "`loss_scale` must be a power of two, which is undone exactly, from 1 to 2**24. "
+            f"Received: loss_scale={loss_scale!r}"
         )
     return loss_scale
 
