@@ -163,8 +163,8 @@ def test_steps_of_other_variables_that_were_traced_before_never_mix_batches():
 
 
 CALLBACKS = {
-    "monitor": lambda: dp.PrivacyMonitor(1000, 1e-5),
-    "budget": lambda: dp.PrivacyBudget(1e6, 1e-5, 1000, batch_size=16),
+    "monitor": lambda parts: dp.PrivacyMonitor(1000, 1e-5),
+    "budget": lambda parts: dp.PrivacyBudget(1e6, 1e-5, 1000, batch_size=8 * parts),
 }
 
 
@@ -173,7 +173,7 @@ def test_an_epoch_that_ends_within_a_batch_is_refused(make):
     model = catalogue.mlp()
     model.compile(catalogue.make("DPSGD", gradient_accumulation_steps=3), loss=catalogue.loss())
     with pytest.raises(dp.NotPrivateError, match="2 parts of 3 at the end of an epoch"):
-        model.fit(*catalogue.data(40), batch_size=8, verbose=0, callbacks=[make()])
+        model.fit(*catalogue.data(40), batch_size=8, verbose=0, callbacks=[make(3)])
     assert model.optimizer.ledger.num_releases == 1
 
 
@@ -193,6 +193,6 @@ def test_parts_of_an_interrupted_run_do_not_join_a_batch_of_the_next(make):
     ((_, sums),) = model.optimizer._mechanism.accumulator._held.values()
     assert max(float(tf.norm(v)) for v in sums) > 0
     with pytest.warns(UserWarning, match="1 of 2 parts are dropped"):
-        model.fit(*catalogue.data(16), batch_size=8, verbose=0, callbacks=[make()])
+        model.fit(*catalogue.data(16), batch_size=8, verbose=0, callbacks=[make(2)])
     assert model.optimizer.ledger.num_releases == 1
     assert max(float(tf.norm(v)) for v in sums) == 0
