@@ -8,7 +8,6 @@ from typing import Callable
 
 import tensorflow as tf
 
-from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.per_example import (
     check_loss_vector,
     check_method,
@@ -16,9 +15,10 @@ from tf_adaptive_dp.gradients.per_example import (
 )
 from tf_adaptive_dp.mechanism.clipping import Clipping, serialize
 from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
-from tf_adaptive_dp.mechanism.replicas import num_replicas, refuse_unsupported_strategy
+from tf_adaptive_dp.mechanism.replicas import num_replicas
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
+from tf_adaptive_dp.optimizers import refusals
 from tf_adaptive_dp.optimizers.checked_state import CheckedState
 from tf_adaptive_dp.optimizers.loss_scaling import LossScaling, check_loss_scale
 from tf_adaptive_dp.privacy.ledger import Ledger
@@ -175,7 +175,8 @@ class DPOptimizer(LossScaling, CheckedState):
           TypeError: if `loss` is no tensor.
           ValueError: if `tape` is missing, or the optimizer was built for other variables.
         """
-        self._refuse_unsupported_setting()
+        refusals.refuse_unsupported_setting(self)
+        self._refuse_wrapper()
         if not callable(loss) and tape is None:
             raise ValueError("`tape` is required when a `Tensor` loss is passed. Received: None")
         tape = tf.GradientTape() if tape is None else tape
@@ -188,13 +189,13 @@ class DPOptimizer(LossScaling, CheckedState):
         check_loss_vector(loss)
         with tf.init_scope():
             self.build(variables)
-        self._refuse_other_variables(variables)
+        refusals.refuse_other_variables(self, variables)
         batch_size = tf.shape(loss)[0]
         source = per_example_gradients(
             *(loss, variables, tape, self.gradients, self.num_microbatches),
             loss_scale=self._loss_scale_for(variables),
         )
-        self._refuse_counting(source)
+        refusals.refuse_counting(self, source)
         scale, shift = self._precondition(variables)
         layers = [_layer_of(v) for v in variables]
         noisy = self._mechanism.release(source, batch_size, scale, shift, layers)
@@ -205,46 +206,9 @@ class DPOptimizer(LossScaling, CheckedState):
                 gradient._released_by_mechanism = self._mechanism.complete
         return list(zip(released, variables))
 
-    def _refuse_other_variables(self, variables: Sequence[tf.Variable]) -> None:
-        """They would be refused by Keras after the release, which is counted by then."""
-        others = [v.name for v in variables if self._var_key(v) not in self._index_dict]
-        if others:
-            raise ValueError(
-                "`var_list` must hold variables that the optimizer was built for. Received: "
-                f"{', '.join(others)}. Call `optimizer.build(variables)` with all of them before "
-                "the first step, or create an optimizer of their own."
-            )
-
     def _precondition(self, variables: Sequence[tf.Variable]) -> tuple[list | None, list | None]:
         """What gradients are multiplied by before clipping, and what is added before that."""
         return None, None
-
-    def _refuse_counting(self, source) -> None:
-        """Batches of random size: one example more must not change the others' gradients."""
-        with tf.init_scope():
-            size = self.expected_batch_size
-        if source.counts_batch and size is not None and self.num_microbatches is None:
-            raise NotPrivateError(
-                "The loss of each example depends on the number of examples in the batch, which is "
-                f"not public here. Received: expected_batch_size={size} and "
-                "batches whose size is not fixed. Do not divide the loss by the batch size (the "
-                "optimizer does so), or make all batches equal (`drop_remainder=True`)."
-            )
-
-    def _refuse_unsupported_setting(self) -> None:
-        refuse_unsupported_strategy()
-        if num_replicas() > 1:
-            several = {
-                "num_microbatches": (self.num_microbatches, None),
-                "gradient_accumulation_steps": (self.gradient_accumulation_steps, 1),
-            }
-            for name, (value, needed) in several.items():
-                if value != needed:
-                    raise NotPrivateError(
-                        f"`{name}` must be {needed} on several replicas. Received: {name}={value} "
-                        f"on {num_replicas()} replicas"
-                    )
-        self._refuse_wrapper()
 
     def apply_gradients(
         self, grads_and_vars, *args, non_private_gradients: bool = False, **kwargs
@@ -265,20 +229,8 @@ class DPOptimizer(LossScaling, CheckedState):
         """
         grads_and_vars = list(grads_and_vars)
         if not non_private_gradients:
-            _refuse_gradients_of_one_replica(*args, **kwargs)
-        foreign = [
-            v.name
-            for g, v in grads_and_vars
-            if g is not None and getattr(g, "_released_by_mechanism", None) is None
-        ]
-        if foreign and not non_private_gradients:
-            raise NotPrivateError(
-                "`apply_gradients` takes gradients that were clipped and noised by this library. "
-                f"Received: other gradients, for {', '.join(foreign)}. Call "
-                "`optimizer.minimize(loss, variables, tape)` with a loss vector; to apply "
-                "gradients that you processed after their release, pass "
-                "`non_private_gradients=True`."
-            )
+            refusals.refuse_gradients_of_one_replica(*args, **kwargs)
+            refusals.refuse_foreign_gradients(grads_and_vars)
         gradients = [g for g, _ in grads_and_vars if g is not None]
         apply = functools.partial(super().apply_gradients, grads_and_vars, *args, **kwargs)
         # After the gradients: a step that fails on its data must not move slots and counters.
@@ -337,21 +289,6 @@ class DPOptimizer(LossScaling, CheckedState):
         optimizer = super().from_config(config, custom_objects)
         optimizer.ledger.restore(segments)
         return optimizer
-
-
-def _refuse_gradients_of_one_replica(
-    name: str | None = None,
-    skip_gradients_aggregation: bool = False,
-    experimental_aggregate_gradients: bool = True,
-    **kwargs,
-) -> None:
-    """Takes the arguments of Keras; noise of σ·C is only in the sum over all replicas."""
-    del name, kwargs
-    if num_replicas() > 1 and (skip_gradients_aggregation or not experimental_aggregate_gradients):
-        raise NotPrivateError(
-            "The gradients of one replica have a part of the noise only; they must be added up. "
-            "Received: skip_gradients_aggregation=True on several replicas. Leave it out."
-        )
 
 
 def _layer_of(variable: tf.Variable) -> str:

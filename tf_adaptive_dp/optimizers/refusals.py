@@ -1,0 +1,82 @@
+"""What an optimizer refuses because its guarantee would not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.source import PerExampleGradients
+from tf_adaptive_dp.mechanism.replicas import num_replicas, refuse_unsupported_strategy
+
+
+def refuse_unsupported_setting(optimizer: Any) -> None:
+    """Refuses strategies that are not proven, and what is not proven on several replicas."""
+    refuse_unsupported_strategy()
+    if num_replicas() == 1:
+        return
+    needed = {"num_microbatches": None, "gradient_accumulation_steps": 1}
+    for name, only in needed.items():
+        if getattr(optimizer, name) != only:
+            raise NotPrivateError(
+                f"`{name}` must be {only} on several replicas. Received: "
+                f"{name}={getattr(optimizer, name)} on {num_replicas()} replicas"
+            )
+
+
+def refuse_other_variables(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
+    """They would be refused by Keras after the release, which is counted by then."""
+    others = [v.name for v in variables if optimizer._var_key(v) not in optimizer._index_dict]
+    if others:
+        raise ValueError(
+            "`var_list` must hold variables that the optimizer was built for. Received: "
+            f"{', '.join(others)}. Call `optimizer.build(variables)` with all of them before "
+            "the first step, or create an optimizer of their own."
+        )
+
+
+def refuse_counting(optimizer: Any, source: PerExampleGradients) -> None:
+    """Batches of random size: one example more must not change the others' gradients."""
+    with tf.init_scope():
+        size = optimizer.expected_batch_size
+    if source.counts_batch and size is not None and optimizer.num_microbatches is None:
+        raise NotPrivateError(
+            "The loss of each example depends on the number of examples in the batch, which is "
+            f"not public here. Received: expected_batch_size={size} and "
+            "batches whose size is not fixed. Do not divide the loss by the batch size (the "
+            "optimizer does so), or make all batches equal (`drop_remainder=True`)."
+        )
+
+
+def refuse_foreign_gradients(grads_and_vars: Sequence[tuple]) -> None:
+    """Gradients that did not come from the mechanism are not private."""
+    foreign = [
+        v.name
+        for g, v in grads_and_vars
+        if g is not None and getattr(g, "_released_by_mechanism", None) is None
+    ]
+    if foreign:
+        raise NotPrivateError(
+            "`apply_gradients` takes gradients that were clipped and noised by this library. "
+            f"Received: other gradients, for {', '.join(foreign)}. Call "
+            "`optimizer.minimize(loss, variables, tape)` with a loss vector; to apply "
+            "gradients that you processed after their release, pass "
+            "`non_private_gradients=True`."
+        )
+
+
+def refuse_gradients_of_one_replica(
+    name: str | None = None,
+    skip_gradients_aggregation: bool = False,
+    experimental_aggregate_gradients: bool = True,
+    **kwargs,
+) -> None:
+    """Takes the arguments of Keras; noise of σ·C is only in the sum over all replicas."""
+    del name, kwargs
+    if num_replicas() > 1 and (skip_gradients_aggregation or not experimental_aggregate_gradients):
+        raise NotPrivateError(
+            "The gradients of one replica have a part of the noise only; they must be added up. "
+            "Received: skip_gradients_aggregation=True on several replicas. Leave it out."
+        )
