@@ -1,5 +1,7 @@
 """The list of optimizers: a new one is tested by being added here."""
 
+import functools
+
 import numpy as np
 import tensorflow as tf
 
@@ -59,6 +61,12 @@ def callbacks_of(optimizer):
     """The callbacks that `fit` needs for it."""
     information = getattr(optimizer, "side_information", None)
     return [information] if isinstance(information, tf.keras.callbacks.Callback) else []
+
+
+@functools.cache
+def mirrored():
+    """One strategy for all tests: those of one process share the names of their collectives."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
 def data(num_examples=32):

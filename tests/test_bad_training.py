@@ -81,7 +81,7 @@ def with_callback(callback):
 
 
 def on_two_replicas(model):
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = catalogue.mirrored()
     with strategy.scope():
         w = tf.Variable([1.0])
         optimizer = catalogue.make("DPSGD", gradient_accumulation_steps=2)

@@ -1,7 +1,5 @@
 """On several replicas: the step of a single device, noise of the right scale, one ledger entry."""
 
-import functools
-
 import catalogue
 import numpy as np
 import pytest
@@ -14,12 +12,6 @@ from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
 
 SIZE = 20_000
-
-
-@functools.cache
-def mirrored():
-    """One strategy for all tests: those of one process share the names of their collectives."""
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
 def trained(name, strategy, epochs=2, fit=(), **kwargs):
@@ -37,7 +29,7 @@ def assert_same_weights(actual, expected, rtol=1e-4, atol=1e-5):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_step_is_that_of_a_single_device(name):
-    on_two = trained(name, mirrored(), noise_multiplier=0.0)
+    on_two = trained(name, catalogue.mirrored(), noise_multiplier=0.0)
     on_one = trained(name, tf.distribute.get_strategy(), noise_multiplier=0.0)
     assert_same_weights(on_two, on_one)
     assert on_two.optimizer.ledger.segments == on_one.optimizer.ledger.segments
@@ -48,13 +40,13 @@ def test_the_step_is_that_of_a_single_device(name):
 def test_every_clipping_is_that_of_a_single_device(clipping):
     kwargs = {"noise_multiplier": 0.0, "clipping": clipping, "l2_norm_clip": 0.1}
     on_one = trained("DPSGD", tf.distribute.get_strategy(), **kwargs)
-    assert_same_weights(trained("DPSGD", mirrored(), **kwargs), on_one)
+    assert_same_weights(trained("DPSGD", catalogue.mirrored(), **kwargs), on_one)
 
 
 def test_adaptive_clipping_counts_the_examples_of_all_replicas():
     clipping = dp.AdaptiveClipping(count_noise_multiplier=1e-6)
     kwargs = {"noise_multiplier": 1e-6, "clipping": clipping, "l2_norm_clip": 0.1}
-    on_two = trained("DPSGD", mirrored(), **kwargs)
+    on_two = trained("DPSGD", catalogue.mirrored(), **kwargs)
     on_one = trained("DPSGD", tf.distribute.get_strategy(), **kwargs)
     assert_same_weights(on_two, on_one)
     assert on_two.optimizer.l2_norm_clip == pytest.approx(on_one.optimizer.l2_norm_clip, rel=1e-5)
@@ -67,7 +59,7 @@ def test_batches_that_do_not_divide_evenly_are_one_global_batch():
     fit = {"batch_size": 5}
     kwargs = {"noise_multiplier": 0.0, "expected_batch_size": 5}
     on_one = trained("DPSGD", tf.distribute.get_strategy(), fit=fit, **kwargs)
-    on_two = trained("DPSGD", mirrored(), fit=fit, **kwargs)
+    on_two = trained("DPSGD", catalogue.mirrored(), fit=fit, **kwargs)
     assert_same_weights(on_two, on_one)
     assert on_two.optimizer.ledger.segments == [(0.0, 5.0, 14)]
 
@@ -89,7 +81,7 @@ class WithPenalty(tf.keras.Model):
 
 def test_a_term_of_the_loss_that_no_example_owns_counts_once():
     weights = []
-    for strategy in (mirrored(), tf.distribute.get_strategy()):
+    for strategy in (catalogue.mirrored(), tf.distribute.get_strategy()):
         with strategy.scope():
             model = WithPenalty()
             model.compile(catalogue.make("DPSGD", noise_multiplier=0.0), loss=catalogue.loss())
@@ -100,7 +92,7 @@ def test_a_term_of_the_loss_that_no_example_owns_counts_once():
 
 def steps_of_noise(num_steps, **kwargs):
     """What each step moves weights by that have no gradient, divided by the learning rate."""
-    strategy = mirrored()
+    strategy = catalogue.mirrored()
     with strategy.scope():
         weights = tf.Variable(tf.zeros([SIZE]))
         kwargs = {"noise_multiplier": 1.5, "expected_batch_size": 8, "l2_norm_clip": 2.0, **kwargs}
@@ -143,7 +135,7 @@ def test_noise_that_replicas_share_would_be_found(monkeypatch):
 
 
 def test_replicas_draw_from_streams_of_their_own():
-    strategy = mirrored()
+    strategy = catalogue.mirrored()
     with strategy.scope():
         noise = GaussianNoise(
             lambda shape, dtype, name: tf.Variable(tf.zeros(shape, dtype), trainable=False), seed=3
@@ -180,11 +172,11 @@ def assert_refused(strategy, message, run=True, **kwargs):
     ],
 )
 def test_what_is_not_proven_on_several_replicas_is_refused(kwargs, message):
-    assert_refused(mirrored(), message, **kwargs)
+    assert_refused(catalogue.mirrored(), message, **kwargs)
 
 
 def test_a_step_outside_of_strategy_run_is_refused():
-    assert_refused(mirrored(), "outside of `strategy.run`", run=False)
+    assert_refused(catalogue.mirrored(), "outside of `strategy.run`", run=False)
 
 
 def test_a_strategy_without_common_steps_is_refused(monkeypatch):
@@ -201,7 +193,7 @@ def test_a_strategy_of_several_replicas_that_is_not_proven_is_refused():
 
 
 def test_figures_of_all_replicas_are_added_up():
-    model = trained("DPSGD", mirrored(), epochs=1)
+    model = trained("DPSGD", catalogue.mirrored(), epochs=1)
     assert model.optimizer.statistics.summary(reset=True).num_examples == 32
     assert model.optimizer.statistics.summary().num_examples == 0
 
@@ -211,7 +203,7 @@ def test_figures_of_all_replicas_are_added_up():
 )
 def test_gradients_of_one_replica_alone_are_refused(kwargs):
     # They have a part of the noise only.
-    with mirrored().scope():
+    with catalogue.mirrored().scope():
         w = tf.Variable([1.0])
         optimizer = dp.DPSGD(1.0, 1.0)
 
@@ -222,7 +214,7 @@ def test_gradients_of_one_replica_alone_are_refused(kwargs):
         optimizer.apply_gradients(pairs, **kwargs)
 
     with pytest.raises(dp.NotPrivateError, match="must be added up"):
-        mirrored().run(tf.function(step))
+        catalogue.mirrored().run(tf.function(step))
     assert w.numpy() == 1.0
 
 

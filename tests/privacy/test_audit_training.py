@@ -13,7 +13,7 @@ from tf_adaptive_dp.privacy.audit_training import Canaries, PrivacyAudit
 from tf_adaptive_dp.privacy.auditing import many_run_epsilon
 
 DELTA = 1e-5
-DRAW, CLIP_WEIGHTS = GaussianNoise.draw, clipping.clip_weights
+NUMBERS, CLIP_WEIGHTS = GaussianNoise._numbers, clipping.clip_weights
 
 
 # The mechanism, sound and broken.
@@ -21,14 +21,14 @@ DRAW, CLIP_WEIGHTS = GaussianNoise.draw, clipping.clip_weights
 
 def no_noise(monkeypatch):
     monkeypatch.setattr(
-        GaussianNoise, "draw", lambda *args: [tf.zeros_like(z) for z in DRAW(*args)]
+        GaussianNoise, "_numbers", lambda *args: [tf.zeros_like(z) for z in NUMBERS(*args)]
     )
 
 
 def noise_times(factor):
     def patch(monkeypatch):
         monkeypatch.setattr(
-            GaussianNoise, "draw", lambda self, shapes, s: DRAW(self, shapes, factor * s)
+            GaussianNoise, "_numbers", lambda self, shapes, s: NUMBERS(self, shapes, factor * s)
         )
 
     return patch
@@ -36,10 +36,10 @@ def noise_times(factor):
 
 def no_noise_on(variable):
     def patch(monkeypatch):
-        def draw(*args):
-            return [tf.zeros_like(z) if i == variable else z for i, z in enumerate(DRAW(*args))]
+        def numbers(*args):
+            return [tf.zeros_like(z) if i == variable else z for i, z in enumerate(NUMBERS(*args))]
 
-        monkeypatch.setattr(GaussianNoise, "draw", draw)
+        monkeypatch.setattr(GaussianNoise, "_numbers", numbers)
 
     return patch
 

@@ -196,7 +196,7 @@ def test_a_batch_over_two_passes_of_shuffled_data_is_refused():
     model.compile(catalogue.make("DPSGD", gradient_accumulation_steps=3), loss=catalogue.loss())
     for callback in (
         dp.PrivacyMonitor(32, 1e-3),
-        dp.PrivacyBudget(1e3, 1e-3, 32, batch_size=8),
+        dp.PrivacyBudget(1e3, 1e-3, 32, batch_size=24),
     ):
         with pytest.raises(dp.NotPrivateError, match="Received: . parts of 3 at the end of"):
             catalogue.fit(model, callbacks=[callback])
