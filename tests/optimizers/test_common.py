@@ -4,11 +4,19 @@ import catalogue
 import numpy as np
 import pytest
 import tensorflow as tf
-from catalogue import OPTIMIZERS
+from catalogue import KINDS, OPTIMIZERS
 
 import tf_adaptive_dp as dp
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+# What takes long is in the quick suite for one of each kind.
+each_kind = pytest.mark.parametrize(
+    "name",
+    [
+        n if n in (*KINDS, "DPAdamWOSM") else pytest.param(n, marks=pytest.mark.slow)
+        for n in OPTIMIZERS
+    ],
+)
 
 
 def trained(name, epochs=1, noise_multiplier=0.5, compile_with=(), **kwargs):
@@ -38,7 +46,7 @@ def test_training_moves_the_weights_and_counts_each_minibatch(name):
     assert int(model.optimizer.iterations) == 4
 
 
-@every_optimizer
+@each_kind
 @pytest.mark.parametrize("mode", [{"run_eagerly": True}, {"steps_per_execution": 2}])
 def test_modes_of_keras_train_alike(name, mode):
     if "steps_per_execution" in mode and "AdaDPS" in name and "fixed" not in name:
@@ -98,7 +106,7 @@ def test_a_checkpoint_restores_all_of_the_state(name, tmp_path):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
-@every_optimizer
+@each_kind
 def test_backup_and_restore_in_the_middle_of_a_pair_changes_nothing(name, tmp_path):
     class Interrupted(Exception):
         pass
@@ -135,7 +143,7 @@ def test_config_makes_the_same_optimizer(name):
     )
 
 
-@every_optimizer
+@each_kind
 def test_a_custom_loop_trains_as_fit_does(name):
     model = catalogue.mlp()
     optimizer = catalogue.make(name)
@@ -155,7 +163,7 @@ def test_a_custom_loop_trains_as_fit_does(name):
     assert_same_state(model, trained(name))
 
 
-@every_optimizer
+@each_kind
 def test_frozen_variables_stay(name):
     model = catalogue.mlp()
     model.get_layer("hidden").trainable = False
@@ -166,7 +174,7 @@ def test_frozen_variables_stay(name):
     assert moved == [False, False, True, True]
 
 
-@every_optimizer
+@each_kind
 def test_subclassed_models_with_several_outputs_train(name):
     class TwoOutputs(tf.keras.Model):
         def __init__(self):
