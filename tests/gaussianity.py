@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import scipy.special
 import scipy.stats
+import tensorflow as tf
 
 RARE = 1e-6
 
@@ -31,3 +32,8 @@ def assert_independent(a, b):
     a, b = np.ravel(a), np.ravel(b)
     assert_uncorrelated(a, b)
     assert len(np.intersect1d(a, b)) < 0.01 * len(a)
+
+
+def drawn(noise, shapes, stddev=1.0):
+    """The noise of one release."""
+    return noise.add_to([tf.zeros(shape) for shape in shapes], stddev, sensitivity=1.0)

@@ -13,7 +13,7 @@ import scipy.special
 import scipy.stats
 import tensorflow as tf
 import zoo
-from gaussianity import RARE, assert_gaussian, assert_independent, assert_uncorrelated
+from gaussianity import RARE, assert_gaussian, assert_independent, assert_uncorrelated, drawn
 
 import tf_adaptive_dp as dp
 from tf_adaptive_dp.mechanism import noise as noise_module
@@ -176,9 +176,9 @@ def test_a_restored_run_never_repeats_noise(tmp_path):
 
 def test_a_seeded_run_goes_on_after_the_noise_it_has_used():
     run, restored = (GaussianNoise(zoo.add_variable, seed=3) for _ in range(2))
-    first, second = (run.draw([[100]], 1.0)[0].numpy() for _ in range(2))
+    first, second = (drawn(run, [[100]])[0].numpy() for _ in range(2))
     restored._counter.assign(1)
-    (again,) = restored.draw([[100]], 1.0)
+    (again,) = drawn(restored, [[100]])
     np.testing.assert_array_equal(again, second)
     assert not np.array_equal(again, first)
 
@@ -204,16 +204,16 @@ def test_no_noise_for_a_noise_multiplier_of_zero():
 
 def test_each_shape_gets_its_own_tensor_also_a_scalar_and_an_empty_one():
     shapes = [tf.constant(shape, tf.int32) for shape in ([2, 3], [], [0, 4], [5])]
-    drawn = GaussianNoise(zoo.add_variable).draw(shapes, 1.0)
-    assert [d.shape for d in drawn] == [[2, 3], [], [0, 4], [5]]
-    assert {d.dtype for d in drawn} == {tf.float32}
+    found = drawn(GaussianNoise(zoo.add_variable), shapes)
+    assert [d.shape for d in found] == [[2, 3], [], [0, 4], [5]]
+    assert {d.dtype for d in found} == {tf.float32}
 
 
 def numbers(size, stddev=1.0, seed=None, release=1):
     """The numbers of one release, as a vector."""
     noise = GaussianNoise(zoo.add_variable, seed)
     noise._counter.assign(release - 1)
-    return noise.draw([[size]], stddev)[0].numpy()
+    return drawn(noise, [[size]], stddev)[0].numpy()
 
 
 @pytest.mark.parametrize("stddev", [1.0, 1e-6, 3e5])
@@ -227,7 +227,7 @@ def test_the_tails_are_gaussian_to_five_standard_deviations():
 
     @tf.function(jit_compile=True)
     def count_beyond():
-        distances = tf.abs(noise.draw([[size]], 1.0)[0])
+        distances = tf.abs(drawn(noise, [[size]])[0])
         return [tf.math.count_nonzero(distances > bound) for bound in bounds]
 
     beyond = np.sum([count_beyond() for _ in range(releases)], axis=0)
@@ -315,10 +315,10 @@ def test_releases_of_one_number_are_gaussian_and_independent():
 
     @tf.function
     def steps():
-        drawn = tf.TensorArray(tf.float32, 10_000, element_shape=[])
+        found = tf.TensorArray(tf.float32, 10_000, element_shape=[])
         for i in tf.range(10_000):
-            drawn = drawn.write(i, noise.draw([tf.constant([], tf.int32)], 2.0)[0])
-        return drawn.stack()
+            found = found.write(i, drawn(noise, [tf.constant([], tf.int32)], 2.0)[0])
+        return found.stack()
 
     z = steps().numpy()
     assert_gaussian(z, 2.0)
@@ -328,10 +328,10 @@ def test_releases_of_one_number_are_gaussian_and_independent():
 
 @pytest.mark.parametrize("sizes", [[1], [5], [16], [3, 2, 17], [32, 1, 8], [0, 1, 0, 7], [0]])
 def test_variables_have_parts_of_their_own_of_one_stream(sizes):
-    drawn = GaussianNoise(zoo.add_variable, seed=4).draw([[size] for size in sizes], 1.0)
-    assert [len(d) for d in drawn] == sizes
+    found = drawn(GaussianNoise(zoo.add_variable, seed=4), [[size] for size in sizes])
+    assert [len(d) for d in found] == sizes
     stream, start = numbers(200, seed=4), 0
-    for part, size in zip(drawn, sizes):
+    for part, size in zip(found, sizes):
         np.testing.assert_array_equal(part, stream[start : start + size])
         start += -(-size // 16) * 16
 
@@ -340,7 +340,7 @@ def drawn_in(mode):
     noise = GaussianNoise(zoo.add_variable, seed=9)
 
     def draw(x):
-        return noise.draw([tf.shape(x), [101]], 0.7)
+        return drawn(noise, [tf.shape(x), [101]], 0.7)
 
     draw = zoo.in_mode(mode.removeprefix("op by op, "), draw, [np.zeros([99, 3])])
     tf.config.run_functions_eagerly(mode.startswith("op by op"))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from gaussianity import drawn
 
 import tf_adaptive_dp as dp
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
@@ -37,7 +38,7 @@ class Reference:
         rows = np.concatenate([theta[:3] - x, theta[3:] - x[:, :1]], axis=1)
         rows = self.precondition(rows, k)
         rows = rows * np.minimum(1, C / np.linalg.norm(rows, axis=1, keepdims=True))
-        w, b = self.noise.draw([tf.constant([3]), tf.constant([], tf.int32)], self.sigma * C)
+        w, b = drawn(self.noise, [[3], []], self.sigma * C)
         return (rows.sum(0) + np.append(w.numpy(), b.numpy())) / BATCH
 
 
@@ -220,7 +221,7 @@ def test_adadps_follows_algorithm_1_with_public_gradients(rule):
             rows = beta * rows + (1 - beta) * m
         rows = rows / np.sqrt(v + epsilon)
         rows = rows * np.minimum(1, C / np.linalg.norm(rows, axis=1, keepdims=True))
-        (z,) = noise.draw([tf.constant([3, 1])], SIGMA * C)
+        (z,) = drawn(noise, [[3, 1]], SIGMA * C)
         theta = theta - alpha * (rows.sum(0) + z.numpy()[:, 0]) / BATCH
     np.testing.assert_allclose(layer.kernel.numpy()[:, 0], theta, rtol=1e-4, atol=1e-5)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from catalogue import KINDS
-from gaussianity import assert_gaussian, assert_independent, assert_uncorrelated, fits
+from gaussianity import assert_gaussian, assert_independent, assert_uncorrelated, drawn, fits
 
 import tf_adaptive_dp as dp
 from tf_adaptive_dp.mechanism import replicas
@@ -140,9 +140,9 @@ def test_replicas_draw_from_streams_of_their_own():
         noise = GaussianNoise(
             lambda shape, dtype, name: tf.Variable(tf.zeros(shape, dtype), trainable=False), seed=3
         )
-    drawn = strategy.run(tf.function(lambda: noise.draw([[SIZE]], 1.0)[0])).values
+    found = strategy.run(tf.function(lambda: drawn(noise, [[SIZE]])[0])).values
     alone = GaussianNoise(lambda shape, dtype, name: tf.Variable(tf.zeros(shape, dtype)), seed=3)
-    streams = [d.numpy() for d in drawn] + [alone.draw([[SIZE]], 1.0)[0].numpy()]
+    streams = [d.numpy() for d in found] + [drawn(alone, [[SIZE]])[0].numpy()]
     for k in range(3):
         assert_gaussian(streams[k], 1.0)
         assert_uncorrelated(streams[k], streams[k - 1])

@@ -79,16 +79,14 @@ def _box_muller(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 @tf.function(
     jit_compile=True,
     autograph=False,
-    input_signature=[tf.TensorSpec([], t) for t in (tf.int32, tf.int64, tf.int64, tf.float32)],
+    input_signature=[tf.TensorSpec([], t) for t in (tf.int32, tf.int64, tf.int64)],
 )
-def _normal_pairs(
-    size: tf.Tensor, key: tf.Tensor, release: tf.Tensor, stddev: tf.Tensor
-) -> tf.Tensor:
-    """At least `size` numbers from N(0, stddev²), two float32 in each uint64."""
+def _normal_pairs(size: tf.Tensor, key: tf.Tensor, release: tf.Tensor) -> tf.Tensor:
+    """At least `size` numbers from N(0, 1), two float32 in each uint64."""
     block = tf.cast(tf.range((size + 1) // 2), tf.uint32)
     words = _threefry(tf.bitcast(key, tf.uint32), block, tf.cast(release, tf.uint32))
     # With two outputs XLA would compute nearly everything twice.
-    a, b = (tf.cast(tf.bitcast(z * stddev, tf.uint32), tf.uint64) for z in _box_muller(*words))
+    a, b = (tf.cast(tf.bitcast(z, tf.uint32), tf.uint64) for z in _box_muller(*words))
     return a + tf.bitwise.left_shift(b, tf.constant(32, tf.uint64))
 
 
@@ -166,36 +164,19 @@ class GaussianNoise:
         # Beside the forward pass, on a core that is idle, whatever the release has to wait for. A
         # step that fails after that leaves its number to the next one; its noise was not used.
         with tf.control_dependencies(None):
-            numbers = self._numbers([tf.shape(s) for s in sums], tf.constant(1.0))
+            numbers = self._numbers([tf.shape(s) for s in sums])
         stddev = tf.cast(stddev, tf.float32)
-        with tf.control_dependencies(self._count()):
+        counted = [tf.convert_to_tensor(v.assign_add(1)) for v in (self._counter, self._drawn)]
+        with tf.control_dependencies(counted):
             return [s + stddev * z for s, z in zip(sums, numbers)]
 
-    def draw(self, shapes: Sequence[tf.Tensor], stddev: tf.Tensor) -> list[tf.Tensor]:
-        """Draws the noise of one release and counts it.
-
-        Args:
-          shapes: the shape of each tensor wanted.
-          stddev: scalar, `noise_multiplier · l2_norm_clip`.
-
-        Returns:
-          float32 tensors, each entry from N(0, stddev²), all independent.
-        """
-        numbers = self._numbers(shapes, stddev)
-        with tf.control_dependencies(self._count()):
-            return [tf.identity(z) for z in numbers]
-
-    def _count(self) -> list[tf.Tensor]:
-        """Counts the release, both for this object and in what is saved."""
-        return [tf.convert_to_tensor(v.assign_add(1)) for v in (self._counter, self._drawn)]
-
-    def _numbers(self, shapes: Sequence[tf.Tensor], stddev: tf.Tensor) -> list[tf.Tensor]:
-        """Those of the release to come, which the counters do not count yet."""
+    def _numbers(self, shapes: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Normal numbers of the release to come, which the counters do not count yet."""
         release = (self._drawn if self.seed is None else self._counter).read_value() + 1
         # One draw for all variables: cheaper, and no two variables can share a stream.
         sizes = [tf.reduce_prod(shape) for shape in shapes]
         ends = tf.cumsum([-(-size // _ALIGNED) * _ALIGNED for size in sizes])
-        pairs = _normal_pairs(ends[-1], self._stream_key(), release, tf.cast(stddev, tf.float32))
+        pairs = _normal_pairs(ends[-1], self._stream_key(), release)
         flat = tf.reshape(tf.bitcast(pairs, tf.float32), [-1])
         starts = tf.unstack(tf.concat([[0], ends[:-1]], axis=0))
         parts = [tf.slice(flat, [start], [size]) for start, size in zip(starts, sizes)]
