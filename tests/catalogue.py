@@ -69,6 +69,35 @@ def mirrored():
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
+# Weights of `steps_of_noise`.
+SIZE = 20_000
+
+
+def steps_of_noise(strategy, num_steps, **kwargs):
+    """What each step of DPSGD moves weights by that have no gradient, 4 examples a replica."""
+    with strategy.scope():
+        weights = tf.Variable(tf.zeros([SIZE]))
+        optimizer = dp.DPSGD(learning_rate=1.0, **kwargs)
+
+    @tf.function
+    def step():
+        def of_replica():
+            with tf.GradientTape() as tape:
+                loss = tf.zeros([4]) * tf.reduce_sum(weights)
+            optimizer.minimize(loss, [weights], tape)
+
+        strategy.run(of_replica)
+
+    found, before = [], np.zeros(SIZE)
+    for _ in range(num_steps):
+        step()
+        found.append(weights.numpy() - before)
+        before = weights.numpy()
+        for copy in weights.values:
+            np.testing.assert_array_equal(copy.numpy(), before)
+    return found, optimizer
+
+
 def data(num_examples=32):
     """A small classification problem."""
     generator = np.random.default_rng(3)

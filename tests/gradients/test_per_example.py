@@ -4,16 +4,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import zoo
+from gradients_asked import answers, check, figures, squared_norms
 
 import tf_adaptive_dp as dp
 from tf_adaptive_dp.gradients.per_example import microbatch_means, per_example_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 both_modes = pytest.mark.parametrize("mode", ["eager", "graph"])
-
-
-def squared_norms(rows):
-    return sum((r.reshape(len(r), -1) ** 2).sum(axis=1) for r in rows)
 
 
 MATERIALIZED = [
@@ -36,36 +33,14 @@ MATERIALIZED = [
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("name", MATERIALIZED)
 def test_materialized_norms_and_sums_equal_a_loop_over_batches_of_one(name, mode):
-    problem, rows = zoo.problem(name), zoo.rows(name)
-    generator = np.random.default_rng(4)
-    scale = [generator.uniform(0.3, 3.0, r.shape[1:]).astype("float32") for r in rows]
-    shift = [generator.normal(0.0, 0.3, r.shape[1:]).astype("float32") for r in rows]
-    weights = generator.uniform(0.1, 2.0, len(rows[0])).astype("float32")
-    weights[1] = 0.0
+    problem, (scale, shift, weights) = zoo.problem(name), figures(name)
 
-    def all_of_it(*batch):
+    def ask(*batch):
         source = zoo.source(problem, *batch, method="materialized")
-        return {
-            "plain": source.squared_norms(),
-            "scaled": source.squared_norms(scale=scale),
-            "shifted": source.squared_norms(shift=shift),
-            "both": source.squared_norms(scale, shift),
-            "sums": source.weighted_sum(weights),
-        }
+        return answers(source, scale, shift, tf.constant(weights))
 
-    actual = zoo.in_mode(mode, all_of_it, problem.batch)(*problem.batch)
-    expected = {
-        "plain": squared_norms(rows),
-        "scaled": squared_norms([r * a for r, a in zip(rows, scale)]),
-        "shifted": squared_norms([r + b for r, b in zip(rows, shift)]),
-        "both": squared_norms([(r + b) * a for r, a, b in zip(rows, scale, shift)]),
-    }
-    for key, value in expected.items():
-        np.testing.assert_allclose(actual[key], value, rtol=1e-5, err_msg=key)
-    size = max(np.abs(r).max() for r in rows)
-    for gradient, r in zip(actual["sums"], rows):
-        expected_sum = np.tensordot(weights.astype("float64"), r, axes=1)
-        np.testing.assert_allclose(gradient, expected_sum, rtol=1e-5, atol=1e-5 * size)
+    actual = zoo.in_mode(mode, ask, problem.batch)(*problem.batch)
+    check(actual, zoo.rows(name), scale, shift, weights, tolerance=1e-5)
 
 
 def test_examples_of_sample_weight_zero_have_gradient_zero():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import zoo
+from gradients_asked import squared_norms
 
 import tf_adaptive_dp as dp
 from tf_adaptive_dp.gradients.per_example import per_example_gradients
@@ -171,10 +172,6 @@ def compiled(function, batch, mode="graph"):
         signature = [tf.TensorSpec([None, None, 2]), tf.TensorSpec([None], tf.int64)]
         return tf.function(function, input_signature=signature)
     return zoo.in_mode(mode, function, batch)
-
-
-def squared_norms(rows):
-    return sum((r.reshape(len(r), -1) ** 2).sum(axis=1) for r in rows)
 
 
 def assert_exact(problem, mode="graph", method="traced"):

@@ -12,10 +12,6 @@ strategy = tf.distribute.MultiWorkerMirroredStrategy()  # before any operation r
 import catalogue  # noqa: E402
 import numpy as np  # noqa: E402
 
-import tf_adaptive_dp as dp  # noqa: E402
-
-SIZE = 20_000
-
 
 def train() -> tuple[list[np.ndarray], tuple]:
     with strategy.scope():
@@ -25,35 +21,15 @@ def train() -> tuple[list[np.ndarray], tuple]:
     return model.get_weights(), model.optimizer.ledger.segments[0]
 
 
-def noise() -> tuple[list[np.ndarray], tuple]:
-    with strategy.scope():
-        weights = tf.Variable(tf.zeros([SIZE]))
-        optimizer = dp.DPSGD(2.0, 1.5, learning_rate=1.0)
-
-    @tf.function
-    def step():
-        def of_replica():
-            with tf.GradientTape() as tape:
-                loss = tf.zeros([4]) * tf.reduce_sum(weights)
-            optimizer.minimize(loss, [weights], tape)
-
-        strategy.run(of_replica)
-
-    found = []
-    for _ in range(2):
-        before = weights.numpy()
-        step()
-        found.append(weights.numpy() - before)
-    return found, optimizer.ledger.segments[0]
-
-
 if __name__ == "__main__":
     trained, trained_segment = train()
-    noises, noise_segment = noise()
+    noises, optimizer = catalogue.steps_of_noise(
+        strategy, 2, l2_norm_clip=2.0, noise_multiplier=1.5
+    )
     np.savez(
         sys.argv[1],
         *trained,
         noises=noises,
         trained_segment=trained_segment,
-        noise_segment=noise_segment,
+        noise_segment=optimizer.ledger.segments[0],
     )

@@ -11,7 +11,7 @@ import tf_adaptive_dp as dp
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
 
-SIZE = 20_000
+SIZE = catalogue.SIZE
 
 
 def trained(name, strategy, epochs=2, fit=(), **kwargs):
@@ -91,30 +91,8 @@ def test_a_term_of_the_loss_that_no_example_owns_counts_once():
 
 
 def steps_of_noise(num_steps, **kwargs):
-    """What each step moves weights by that have no gradient, divided by the learning rate."""
-    strategy = catalogue.mirrored()
-    with strategy.scope():
-        weights = tf.Variable(tf.zeros([SIZE]))
-        kwargs = {"noise_multiplier": 1.5, "expected_batch_size": 8, "l2_norm_clip": 2.0, **kwargs}
-        optimizer = dp.DPSGD(learning_rate=1.0, **kwargs)
-
-    @tf.function
-    def step():
-        def of_replica():
-            with tf.GradientTape() as tape:
-                loss = tf.zeros([4]) * tf.reduce_sum(weights)
-            optimizer.minimize(loss, [weights], tape)
-
-        strategy.run(of_replica)
-
-    found, before = [], np.zeros(SIZE)
-    for _ in range(num_steps):
-        step()
-        found.append(weights.numpy() - before)
-        before = weights.numpy()
-        for copy in weights.values:
-            np.testing.assert_array_equal(copy.numpy(), before)
-    return found, optimizer
+    kwargs = {"noise_multiplier": 1.5, "expected_batch_size": 8, "l2_norm_clip": 2.0, **kwargs}
+    return catalogue.steps_of_noise(catalogue.mirrored(), num_steps, **kwargs)
 
 
 @pytest.mark.parametrize("seed", [None, 4])
