@@ -1,0 +1,95 @@
+"""One private training run, judged on the test set after each epoch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import tf_adaptive_dp
+
+
+class _Judge(tf.keras.callbacks.Callback):
+    """Evaluates on the test set after each epoch, with averaged weights if there are any."""
+
+    def __init__(self, test: Any, every: int):
+        super().__init__()
+        self.test, self.every, self.epochs, self.scores = test, every, [], []
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        if (epoch + 1) % self.every and epoch + 1 != self.params["epochs"]:
+            return
+        optimizer, trained = self.model.optimizer, self.model.trainable_variables
+        kept = [v.numpy() for v in trained]
+        if getattr(optimizer, "use_ema", False):
+            for variable, average in zip(trained, optimizer._model_variables_moving_average):
+                variable.assign(average)
+        x, y = self.test
+        scores = self.model.evaluate(x, y, batch_size=1000, verbose=0, return_dict=True)
+        for variable, value in zip(trained, kept):
+            variable.assign(value)
+        self.epochs.append(epoch + 1)
+        self.scores.append(scores)
+
+
+def fit(
+    model: tf.keras.Model,
+    train: tuple[np.ndarray, np.ndarray],
+    test: tuple[np.ndarray, np.ndarray],
+    *,
+    epochs: int,
+    batch_size: int,
+    delta: float,
+    sampling: str = "poisson",
+    callbacks: Sequence[tf.keras.callbacks.Callback] = (),
+    judge_every: int = 1,
+) -> dict[str, Any]:
+    """Trains a compiled model on private data.
+
+    Args:
+      model: compiled with one of our optimizers, a loss vector, and metrics.
+      train: private inputs and labels.
+      test: held-out inputs and labels, used for the figures alone.
+      epochs: passes; each of `len(x) // batch_size` releases.
+      batch_size: the expected batch size.
+      delta: δ.
+      sampling: `"poisson"`, or `"shuffled"` as the papers do, whose ε is an approximation and
+        which fixed groups of examples (`num_microbatches`) need.
+      callbacks: side information that is refreshed while training.
+      judge_every: epochs between two evaluations; the last is always evaluated.
+
+    Returns:
+      Lists by evaluated epoch: "epochs", "epsilon", each metric's name; and "learning_rate".
+    """
+    num_examples = len(train[1])
+    steps = num_examples // batch_size
+    if sampling == "poisson":
+        law = tf_adaptive_dp.PoissonSampling.for_batch_size(
+            batch_size, num_examples, steps=steps * epochs
+        )
+        batches = tf_adaptive_dp.poisson_batches(train, law)
+    else:
+        law = tf_adaptive_dp.ShuffledEpochs(batch_size, steps=steps * epochs)
+        batches = tf_adaptive_dp.shuffled_batches(train, law)
+    judge = _Judge(test, judge_every)
+    monitor = tf_adaptive_dp.PrivacyMonitor(num_examples, delta, sampling=law)
+    start = time.perf_counter()
+    history = model.fit(
+        batches,
+        epochs=epochs,
+        steps_per_epoch=steps,
+        callbacks=[*callbacks, monitor, judge],
+        verbose=0,
+    ).history
+    judged = [epoch - 1 for epoch in judge.epochs]
+    scores = {k: [round(s[k], 5) for s in judge.scores] for k in judge.scores[0]}
+    return {
+        "epochs": judge.epochs,
+        "epsilon": [round(history["epsilon"][e], 4) for e in judged],
+        "learning_rate": [float(f"{history['learning_rate'][e]:.4g}") for e in judged],
+        **scores,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
