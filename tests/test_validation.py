@@ -67,7 +67,8 @@ def test_an_operation_that_was_vouched_for_wrongly_is_found(monkeypatch):
         dp.check_per_example(model(reversing), LOSS, BATCH)
 
 
-def test_a_wrong_rule_is_found(monkeypatch):
+def double_biases(monkeypatch):
+    """Makes the rule for biases a wrong one."""
     right = RULES["BiasAdd"]
 
     def twice(site):
@@ -76,6 +77,10 @@ def test_a_wrong_rule_is_found(monkeypatch):
         return part
 
     monkeypatch.setitem(RULES, "BiasAdd", twice)
+
+
+def test_a_wrong_rule_is_found(monkeypatch):
+    double_biases(monkeypatch)
     with pytest.raises(dp.NotPrivateError, match="not those of single examples"):
         dp.check_per_example(model(), LOSS, BATCH)
 
@@ -83,3 +88,19 @@ def test_a_wrong_rule_is_found(monkeypatch):
 def test_a_batch_of_one_proves_nothing():
     with pytest.raises(ValueError, match="two examples or more. Received: 1"):
         dp.check_per_example(model(), LOSS, (BATCH[0][:1], BATCH[1][:1]))
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_examples_that_are_not_finite_are_left_out_and_hide_nothing(row, monkeypatch):
+    x = BATCH[0].copy()
+    x[row, 0] = np.nan
+    report = dp.check_per_example(model(), LOSS, (x, BATCH[1]))
+    assert report.num_examples == 5 and max(report.norm_error, report.sum_error) < 1e-5
+    double_biases(monkeypatch)
+    with pytest.raises(dp.NotPrivateError, match="not those of single examples"):
+        dp.check_per_example(model(), LOSS, (x, BATCH[1]))
+
+
+def test_a_batch_without_finite_gradients_proves_nothing():
+    with pytest.raises(ValueError, match="an example whose gradient is finite. Received: none"):
+        dp.check_per_example(model(), LOSS, (np.full_like(BATCH[0], np.nan), BATCH[1]))

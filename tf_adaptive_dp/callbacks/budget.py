@@ -74,7 +74,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 "The first step cannot be priced without its batch size. Pass "
                 "`expected_batch_size` to the optimizer or `batch_size` to PrivacyBudget."
             )
-        segments, released = optimizer.ledger.segments, optimizer.ledger.num_releases
+        segments = optimizer.ledger.segments
+        released = sum(segment.num_releases for segment in segments)
         if segments and segments[-1][:2] == (noise_multiplier, size):
             segments.pop()  # more of the same need no new price
         price_of = (noise_multiplier, size, segments)

@@ -77,7 +77,7 @@ class GaussianMechanism:
         graph of that call.
       ledger: the `Ledger` of what was released.
       statistics: `GradientStatistics`, not private.
-      noise: the `GaussianNoise`.
+      noise: the `GaussianNoise`, or the `SecureNoise` with `secure_noise=True`.
     """
 
     def __init__(
@@ -100,10 +100,11 @@ class GaussianMechanism:
         """
         self.clipping = _clipping(clipping)
         self._is_adaptive = isinstance(self.clipping, AdaptiveClipping)
-        self._l2_norm_clip = _hyperparameter(1.0)
         if self._is_adaptive:  # part of the state, like the weights; and what the last release had
             self._l2_norm_clip = add_variable([], dtype=tf.float64, name="l2_norm_clip")
             self._released_clip = add_variable([], dtype=tf.float64, name="released_clip")
+        else:
+            self._l2_norm_clip = _hyperparameter(1.0)
         self._noise_multiplier = _hyperparameter(0.0)
         self._expected_batch_size = _hyperparameter(0.0)  # 0 stands for None
         self.l2_norm_clip = l2_norm_clip

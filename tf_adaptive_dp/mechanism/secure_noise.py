@@ -37,9 +37,10 @@ class SecureNoise:
       can foretell or repeat them; there is no seed, and nothing to save.
     - What is released lies on a grid of step g = 2^⌊log₂(C·2⁻²⁶/√d)⌋ for d numbers, whatever the
       data are: the sum s is rounded to the grid, the noise z as well, and both are added exactly
-      (float64 holds all multiples in use). Since s is on the grid, s + round(z) = round(s + z):
-      post-processing of the Gaussian mechanism in real numbers. So the set of possible results
-      tells nothing, which is what the attack of Mironov (2012) lives on.
+      (as int64 multiples of g; more noise than 2⁵³·g, up to which float64 holds every multiple, is
+      refused). Since s is on the grid, s + round(z) = round(s + z): post-processing of the Gaussian
+      mechanism in real numbers, and so is the rounding of the result to float32. So the set of
+      possible results tells nothing, which is what the attack of Mironov (2012) lives on.
     - Rounding moves s by g/2 a coordinate, which raises the sensitivity to C + g·√d at most; the
       noise is made larger by the same factor, 1 + 2⁻²⁶.
     Not covered: the rounding of float32 while the clipped sum itself is computed, and differences

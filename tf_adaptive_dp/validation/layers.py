@@ -89,17 +89,6 @@ def layer_findings(model: tf.keras.Model) -> list[Finding]:
     found = [finding for path, layer in named_layers(model) for finding in _of_layer(path, layer)]
     if not has_own(model, "compute_loss"):
         found += [f for path, layer in named_layers(model) for f in _regularizers(path, layer)]
-    half = [path for path, layer in named_layers(model) if layer.compute_dtype == "float16"]
-    if half:
-        found.append(
-            Finding(
-                "loss scaling",
-                "model",
-                f"Layers compute in float16, from {half[0]} on; Keras then multiplies the loss "
-                "before gradients are clipped.",
-                "Use the policy 'mixed_bfloat16' or 'float32'.",
-            )
-        )
     if not model.trainable_variables:
         found.append(
             Finding(

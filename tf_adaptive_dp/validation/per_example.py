@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Callable, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.per_example import check_loss_vector, per_example_gradients
+from tf_adaptive_dp.validation.layers import named_layers
 
 
 class PerExampleReport(NamedTuple):
@@ -21,7 +23,8 @@ class PerExampleReport(NamedTuple):
       norm_error: the largest relative error of a squared norm.
       sum_error: the largest error of a weighted sum, relative to its largest entry, or to a
         hundredth of the largest of all variables if that is more.
-      num_examples: how many examples were compared.
+      num_examples: how many examples were compared; those whose gradient alone is not finite, which
+        count as zero in training, are left out.
       without_rules: what the library says of variables that its rules do not cover, and whose
         Jacobian it takes; empty if rules cover all.
       training: whether the model ran in training mode; with random layers such as dropout it
@@ -45,10 +48,12 @@ def check_per_example(
     """Proves on a batch that a model's per-example gradients are those of its examples.
 
     The gradients that a compiled training step would clip are compared with gradients on batches
-    of one. They differ if examples mix, or if a rule for an operation is wrong.
+    of one. They differ if examples mix, or if a rule for an operation is wrong. Layers of a mixed
+    policy (`mixed_float16`, `mixed_bfloat16`) are searched as they are, and compared while they
+    compute in float32: in the short types sums over many places are mostly rounding.
 
     Guarantee: none beyond this batch; but a model that mixes its examples, or a wrong rule of your
-    own, shows here.
+    own, shows here, unless it does so in float16 or bfloat16 only.
 
     Args:
       model: called as `model(x, training=True)`.
@@ -62,7 +67,8 @@ def check_per_example(
     Raises:
       NotPrivateError: if they differ, or if the model or the loss is refused.
       TypeError: if `model`, `loss` or `batch` are no such things.
-      ValueError: if the batch has fewer than two examples.
+      ValueError: if the batch has fewer than two examples, or none whose gradient is finite; or if
+        a model of a mixed policy does not run in float32, as with casts to float16 of its own.
 
     >>> model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(1)])
     >>> def squares(y, z):
@@ -78,31 +84,17 @@ def check_per_example(
     num_examples = int(tf.nest.flatten(batch)[0].shape[0])
     if num_examples < 2:
         raise ValueError(f"`batch` must have two examples or more. Received: {num_examples}")
-    losses = _loss_function(model, loss)
-    # In training mode for the search, whatever the comparison can use.
+    losses = loss_function(model, loss)
+    # As it trains, for the search, whatever the comparison can use.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = _batch_gradients(losses, model.trainable_variables, batch, True)
-    first, again = losses(batch, True), losses(batch, True)
-    training = bool(tf.reduce_all((first == again) | (first != first)))
-    if not training:
-        found = _batch_gradients(losses, model.trainable_variables, batch, False)
-    norms, sums, weights = found
-    alone = _gradients_alone(losses, model.trainable_variables, batch, num_examples, training)
-    true_norms = [sum(float(np.sum(np.square(g))) for g in gradients) for gradients in alone]
-    norm_error = max(_relative(a, b) for a, b in zip(norms, true_norms))
-    true_sums = [np.tensordot(weights, np.stack(column), axes=1) for column in zip(*alone)]
-    # Some gradients are zero but for rounding, as that of a bias whose mean is subtracted again.
-    smallest = 0.01 * max(float(np.max(np.abs(b), initial=0.0)) for b in true_sums)
-    sum_error = max(_relative(a, b, smallest) for a, b in zip(sums, true_sums))
-    report = PerExampleReport(
-        norm_error,
-        sum_error,
-        num_examples,
-        tuple(str(w.message) for w in caught if "No rule covers" in str(w.message)),
-        training,
-    )
-    if not max(norm_error, sum_error) <= tolerance:
+        step = _compiled_step(losses, model.trainable_variables, batch, True)
+    without_rules = tuple(str(w.message) for w in caught if "No rule covers" in str(w.message))
+    with _in_float32(model) as changed:
+        if changed:
+            step = _step_in_float32(losses, model.trainable_variables, batch)
+        report = _compare(losses, model.trainable_variables, batch, step, without_rules)
+    if not max(report.norm_error, report.sum_error) <= tolerance:
         raise NotPrivateError(
             "The gradients that would be clipped are not those of single examples, so clipping "
             f"would not bound what an example can do. Received: {report}. Examples may mix in an "
@@ -110,6 +102,72 @@ def check_per_example(
             "`register_rule` may be wrong."
         )
     return report
+
+
+def _compare(losses, variables, batch, step, without_rules) -> PerExampleReport:
+    """How far what `step` gives for the batch is from its examples alone."""
+    first, again = losses(batch, True), losses(batch, True)
+    training = bool(tf.reduce_all((first == again) | (first != first)))
+    if not training:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said before
+            step = _compiled_step(losses, variables, batch, False)
+    num_examples = int(tf.nest.flatten(batch)[0].shape[0])
+    alone = _gradients_alone(losses, variables, batch, num_examples, training)
+    true_norms = np.array([sum(float(np.sum(np.square(g))) for g in each) for each in alone])
+    finite = np.flatnonzero(np.isfinite(true_norms))
+    if not finite.size:
+        raise ValueError(
+            "`batch` must have an example whose gradient is finite. Received: none, so there is "
+            "nothing to compare."
+        )
+    weights = np.zeros(num_examples, "float32")  # of those that are not finite, as in training
+    weights[finite] = np.random.default_rng(0).uniform(0.5, 1.5, num_examples)[finite]
+    norms, sums = step(batch, tf.constant(weights))
+    norms, sums = norms.numpy(), [s.numpy() for s in sums]
+    true_sums = [
+        np.tensordot(weights[finite], np.stack(column)[finite], axes=1) for column in zip(*alone)
+    ]
+    # Some gradients are zero but for rounding, as that of a bias whose mean is subtracted again.
+    smallest = 0.01 * max(float(np.max(np.abs(b), initial=0.0)) for b in true_sums)
+    # `np.max`, since `max` may lose a NaN.
+    return PerExampleReport(
+        float(np.max([_relative(norms[i], true_norms[i]) for i in finite])),
+        float(np.max([_relative(a, b, smallest) for a, b in zip(sums, true_sums)])),
+        int(finite.size),
+        without_rules,
+        training,
+    )
+
+
+@contextlib.contextmanager
+def _in_float32(model: tf.keras.Model) -> Iterator[bool]:
+    """Within it layers of a mixed policy compute in float32; says whether there are any."""
+    mixed = [
+        (layer, layer.dtype_policy)
+        for layer in [model, *(layer for _, layer in named_layers(model))]
+        if layer.variable_dtype == "float32" and layer.compute_dtype in ("float16", "bfloat16")
+    ]
+    try:
+        for layer, _ in mixed:
+            layer._set_dtype_policy("float32")
+        yield bool(mixed)
+    finally:
+        for layer, policy in mixed:
+            layer._set_dtype_policy(policy)
+
+
+def _step_in_float32(losses, variables, batch) -> Callable:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said before
+        try:
+            return _compiled_step(losses, variables, batch, True)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "Models of a mixed policy are compared in float32, in which this one does not run. "
+                "Cast to `layer.compute_dtype`, not to float16 or bfloat16. Received: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def checked_batch(model: tf.keras.Model, batch: Sequence[Any]) -> tuple:
@@ -128,7 +186,17 @@ def checked_batch(model: tf.keras.Model, batch: Sequence[Any]) -> tuple:
     return tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
 
 
-def _loss_function(model, loss) -> Callable:
+def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Callable:
+    """The loss vector of a training step, with sample weights.
+
+    Args:
+      model: called as `model(x, training=training)`.
+      loss: from (y_true, y_pred) to [B].
+
+    Returns:
+      A function of a batch, `(x, y)` or `(x, y, sample_weight)`, and of `training`.
+    """
+
     def losses(batch, training):
         x, y, *sample_weight = batch
         values = loss(y, model(x, training=training))
@@ -138,22 +206,20 @@ def _loss_function(model, loss) -> Callable:
     return losses
 
 
-def _batch_gradients(losses, variables, batch, training):
-    """Squared norms, and a weighted sum, as a compiled step computes them."""
-    num_examples = tf.nest.flatten(batch)[0].shape[0]
-    weights = np.random.default_rng(0).uniform(0.5, 1.5, num_examples).astype("float32")
+def _compiled_step(losses, variables, batch, training) -> Callable:
+    """From the batch and [B] weights to squared norms and the weighted sum."""
 
     @tf.function(autograph=False)
-    def step(batch):
+    def step(batch, weights):
         with tf.GradientTape() as tape:
             values = losses(batch, training)
         source = per_example_gradients(values, variables, tape)
-        sums = source.weighted_sum(tf.constant(weights))
+        sums = source.weighted_sum(weights)
         sums = [tf.zeros(v.shape) if s is None else s for s, v in zip(sums, variables)]
         return source.squared_norms(), sums
 
-    norms, sums = step.get_concrete_function(batch)(batch)
-    return norms.numpy(), [s.numpy() for s in sums], weights
+    num_examples = tf.nest.flatten(batch)[0].shape[0]
+    return step.get_concrete_function(batch, tf.TensorSpec([num_examples], tf.float32))
 
 
 def _gradients_alone(losses, variables, batch, num_examples, training):

@@ -12,7 +12,7 @@ from tf_adaptive_dp.gradients.per_example import check_loss_vector
 from tf_adaptive_dp.validation import arguments
 from tf_adaptive_dp.validation.fixes import is_defective, repaired_model
 from tf_adaptive_dp.validation.layers import has_own, layer_findings
-from tf_adaptive_dp.validation.per_example import check_per_example, checked_batch
+from tf_adaptive_dp.validation.per_example import check_per_example, checked_batch, loss_function
 from tf_adaptive_dp.validation.probe import probe
 from tf_adaptive_dp.validation.repeatable import unchanged
 from tf_adaptive_dp.validation.report import Finding, ValidationReport
@@ -198,16 +198,12 @@ def _joined(found: list[Finding], of_layers: list[Finding], accepted: bool) -> l
 
 def _step_losses(model, loss) -> Callable:
     """The loss vector of a training step, as `fit` computes it."""
-    own = has_own(model, "compute_loss") and model._is_compiled
+    if not (has_own(model, "compute_loss") and model._is_compiled):
+        return loss_function(model, loss)
 
     def losses(batch, training):
         x, y, *sample_weight = batch
-        outputs = model(x, training=training)
-        if own:
-            return model.compute_loss(x, y, outputs, *sample_weight)
-        values = loss(y, outputs)
-        check_loss_vector(values)
-        return values * tf.cast(sample_weight[0], values.dtype) if sample_weight else values
+        return model.compute_loss(x, y, model(x, training=training), *sample_weight)
 
     return losses
 

@@ -1,0 +1,95 @@
+"""Under mixed precision what is right has no findings, and what is wrong is still found."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from zoo import floats
+
+import tf_adaptive_dp as dp
+from tf_adaptive_dp.gradients.layout import operations
+from tf_adaptive_dp.gradients.rules import RULES
+from tf_adaptive_dp.validation.layers import named_layers
+
+layers = tf.keras.layers
+LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+Y = np.arange(6) % 3
+SHAPES = {"dense": (784,), "long": (1500, 3)}
+
+
+@pytest.fixture(params=["mixed_float16", "mixed_bfloat16"])
+def policy(request):
+    tf.keras.mixed_precision.set_global_policy(request.param)
+    yield request.param
+    tf.keras.mixed_precision.set_global_policy("float32")
+
+
+def model(name="dense", *more):
+    tf.keras.utils.set_random_seed(2)
+    hidden = {
+        # Units near zero that are on in one rounding and off in another.
+        "dense": lambda: [layers.Dense(64, "relu"), layers.Dense(64, "relu")],
+        # The gradient of a bias that is a sum over many places.
+        "long": lambda: [layers.Conv1D(8, 3), layers.GlobalAveragePooling1D()],
+    }[name]()
+    return tf.keras.Sequential([tf.keras.Input(SHAPES[name]), *hidden, *more, layers.Dense(3)])
+
+
+def report(of, name="dense"):
+    return dp.validate(of, LOSS, dp.DPSGD(1.0, 1.0), (floats(6, *SHAPES[name]), Y))
+
+
+def policies(of):
+    return [layer.dtype_policy for layer in [of, *(layer for _, layer in named_layers(of))]]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_clean_model_has_no_findings(name, policy):
+    looked_at = model(name)
+    before = policies(looked_at)
+    seen = report(looked_at, name)
+    assert seen.ok and not seen.findings, seen
+    assert "gradients of 4 examples compared" in seen.probed
+    after = policies(looked_at)
+    assert all(a is b for a, b in zip(after, before)) and after[0].name == policy
+    assert looked_at(floats(2, *SHAPES[name])).dtype == policy.removeprefix("mixed_")
+
+
+def test_a_rule_that_is_slightly_wrong_is_found(policy, monkeypatch):
+    right = RULES["BiasAdd"]
+
+    def too_much(site):
+        part = right(site)
+        part.tensors[0] *= 1.01
+        return part
+
+    looked_at = model()
+    before = policies(looked_at)
+    monkeypatch.setitem(RULES, "BiasAdd", too_much)
+    seen = report(looked_at)
+    assert [f.kind for f in seen.errors] == ["gradients"], seen
+    assert "not those of single examples" in seen.errors[0].what
+    assert all(a is b for a, b in zip(policies(looked_at), before))
+
+
+def test_mixing_that_was_vouched_for_is_found(policy, monkeypatch):
+    monkeypatch.setitem(operations._RULES, "ReverseV2", lambda op, layouts: layouts[op.inputs[0]])
+    reversing = model("dense", layers.Lambda(lambda x: x + 0.05 * tf.reverse(x, [0])))
+    with pytest.raises(dp.NotPrivateError, match="not those of single examples"):
+        dp.check_per_example(reversing, LOSS, (floats(6, 784), Y))
+
+
+def test_mixing_is_refused(policy):
+    assert {"batch statistics"} <= {
+        f.kind for f in report(model("dense", layers.BatchNormalization())).errors
+    }
+
+
+def test_a_model_of_fixed_types_is_not_compared_and_that_is_said(policy):
+    short = policy.removeprefix("mixed_")
+    fixed = model("dense", layers.Lambda(lambda x: x + tf.ones([64], short)))
+    before = policies(fixed)
+    with pytest.raises(ValueError, match="compared in float32, in which this one does not run"):
+        dp.check_per_example(fixed, LOSS, (floats(6, 784), Y))
+    seen = report(fixed)
+    assert seen.ok and "gradients not compared (ValueError)" in seen.probed, seen
+    assert all(a is b for a, b in zip(policies(fixed), before))
