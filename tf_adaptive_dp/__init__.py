@@ -35,8 +35,11 @@ from tf_adaptive_dp.privacy.sampling import (
 )
 from tf_adaptive_dp.privacy.statement import privacy_statement
 from tf_adaptive_dp.release_log import ReleaseLog
+from tf_adaptive_dp.side_information.disjoint import check_disjoint, split_public
 from tf_adaptive_dp.side_information.fixed import FixedPreconditioner
 from tf_adaptive_dp.side_information.public_gradients import PublicGradients
+from tf_adaptive_dp.side_information.token_counts import TokenCounts, token_counts
+from tf_adaptive_dp.side_information.tokens import tf_idf, token_frequencies
 from tf_adaptive_dp.update_rules.step_doubling import suggest_tolerance
 from tf_adaptive_dp.validation import (
     Finding,
@@ -74,8 +77,10 @@ __all__ = [
     "PublicGradients",
     "ReleaseLog",
     "ShuffledEpochs",
+    "TokenCounts",
     "ValidationReport",
     "__version__",
+    "check_disjoint",
     "check_per_example",
     "epsilon",
     "epsilon_spent",
@@ -90,6 +95,10 @@ __all__ = [
     "poisson_batches",
     "privacy_statement",
     "shuffled_batches",
+    "split_public",
     "suggest_tolerance",
+    "tf_idf",
+    "token_counts",
+    "token_frequencies",
     "validate",
 ]

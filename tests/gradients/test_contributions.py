@@ -23,16 +23,21 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
+def narrowed(shape):
+    """All shapes that broadcast to it, with its rank."""
+    return sorted(set(itertools.product(*((1, n) for n in shape))))
+
+
 def check(contribution, rows, in_graph=False):
     """Compares all that a contribution can be asked with float64 rows [B, *shape]."""
     generator = np.random.default_rng(9)
     shape = rows.shape[1:]
-    scale = generator.uniform(0.3, 3.0, shape).astype("float32")
+    scales = [generator.uniform(0.3, 3.0, s).astype("float32") for s in narrowed(shape)]
     shift = generator.normal(size=shape).astype("float32")
     weights = generator.uniform(0.1, 2.0, len(rows)).astype("float32")
     weights[:1] = 0.0
     axes = tuple(range(1, rows.ndim))
-    for a, b in itertools.product((None, scale), (None, shift)):
+    for a, b in itertools.product((None, *scales), (None, shift)):
         actual = contribution.squared_norms(
             *(None if t is None else tf.constant(t) for t in (a, b))
         )
@@ -218,6 +223,37 @@ def test_views_lead_there_and_back(data):
     np.testing.assert_array_equal(view.invert(tf.constant(reference)), start)
     batch = tf.constant(np.stack([reference, 2 * reference]))
     np.testing.assert_array_equal(view.invert(batch, leading=1), np.stack([start, 2 * start]))
+
+
+@few
+@hypothesis.given(data=st.data())
+def test_what_broadcasts_to_a_variable_broadcasts_to_its_view(data):
+    shape = tuple(data.draw(st.lists(sizes, min_size=1, max_size=4)))
+    narrow = [data.draw(st.sampled_from([1, n])) for n in shape]
+    narrow = narrow[data.draw(st.integers(0, len(shape))) :]
+    view, start = View(shape), np.random.default_rng(1).normal(size=narrow).astype("float32")
+    reference = np.broadcast_to(start, shape)
+    for _ in range(data.draw(st.integers(0, 3))):
+        if data.draw(st.booleans()):
+            order = data.draw(st.permutations(range(reference.ndim)))
+            view, reference = view.transpose(order), reference.transpose(order)
+        else:
+            parts = factorizations(reference.size, data.draw(st.integers(1, 3)))
+            new = data.draw(st.sampled_from(parts))
+            view, reference = view.reshape(new), reference.reshape(new)
+    found = view.apply(tf.constant(start))
+    assert found.shape.rank == reference.ndim
+    np.testing.assert_array_equal(np.broadcast_to(found, reference.shape), reference)
+
+
+def test_a_view_keeps_short_axes_short():
+    kernel = View((6, 5)).reshape([1, 6, 5])
+    assert kernel.apply(tf.ones([6, 1])).shape == (1, 6, 1)
+    assert kernel.apply(tf.ones([5])).shape == (1, 1, 5)
+    heads = View((6, 2, 3)).reshape([1, 6, 6])
+    assert heads.apply(tf.ones([6, 1, 1])).shape == (1, 6, 1)
+    assert heads.apply(tf.ones([6, 1, 3])).shape == (1, 6, 6)
+    assert View((2, 3, 4)).transpose([2, 0, 1]).apply(tf.ones([3, 1])).shape == (1, 1, 3)
 
 
 def owners(outer, batch_size, inner, target):

@@ -13,6 +13,7 @@ from tf_adaptive_dp.callbacks.common import (
 from tf_adaptive_dp.errors import BudgetExceededError
 from tf_adaptive_dp.privacy import accounting
 from tf_adaptive_dp.privacy import sampling as samplings
+from tf_adaptive_dp.privacy.events import unprotected
 
 
 class PrivacyBudget(tf.keras.callbacks.Callback):
@@ -109,10 +110,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def _require_room(self) -> None:
         if not self._next_call_fits():
+            ledger = self.model.optimizer.ledger
+            lost = unprotected(ledger.other_events)
+            why = f" NOT PRIVATE: {lost[0]} alone makes epsilon infinite." if lost else ""
             raise BudgetExceededError(
-                f"No further step fits into the budget. Received: epsilon={self.epsilon}, "
-                f"delta={self.delta}, with {self.model.optimizer.ledger.num_releases} releases "
-                "in the ledger."
+                f"No further step fits into the budget.{why} Received: epsilon={self.epsilon}, "
+                f"delta={self.delta}, with {ledger.num_releases} releases in the ledger."
             )
 
     def on_train_begin(self, logs: dict | None = None) -> None:

@@ -21,10 +21,12 @@ from tf_adaptive_dp.privacy.statement import privacy_statement
 class PrivacyMonitor(tf.keras.callbacks.Callback):
     """Shows the ε that was spent: in `fit`'s progress line, its history and TensorBoard.
 
-    At the end of each epoch `epsilon`, `delta` and `learning_rate` join the logs. TensorBoard gets
-    them under `privacy/` and `training/`, ADADP's error and acceptance under `adadp/` (computed
-    from released gradients, so private) and, under `not_private/`, figures of the raw gradients:
-    the share of clipped examples, quantiles of the norms, examples that were not finite.
+    At the end of each epoch `epsilon`, `delta` and `learning_rate` join the logs, and `NOT_PRIVATE`
+    with the value 1 if ε is infinite: something was released without noise, or side information
+    came from the private data without privacy. TensorBoard gets them under `privacy/` and
+    `training/`, ADADP's error and acceptance under `adadp/` (computed from released gradients, so
+    private) and, under `not_private/`, figures of the raw gradients: the share of clipped examples,
+    quantiles of the norms, examples that were not finite.
 
     Guarantee: ε is the accountant's for all that stands in the optimizer's ledger, for adding or
     removing one example and Poisson sampling with probability L / `num_examples`. For shuffled
@@ -109,6 +111,9 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
             "delta": self.delta,
             "learning_rate": float(tf.convert_to_tensor(optimizer.learning_rate).numpy()),
         }
+        not_private = math.isinf(private["epsilon"])
+        if not_private:
+            private["NOT_PRIVATE"] = 1.0  # shows beside ε wherever logs are printed or kept
         if logs is not None:
             logs.update(private)
         if self._writer is None:
@@ -120,6 +125,8 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
             "not_private/clipped_share": summary.clipped_share,
             "not_private/non_finite_examples": summary.num_non_finite,
         }
+        if not_private:
+            scalars["privacy/NOT_PRIVATE"] = 1.0
         for quantile, norm in summary.norm_quantiles.items():
             scalars[f"not_private/gradient_norm_quantile_{quantile}"] = norm
         if hasattr(optimizer, "acceptance"):

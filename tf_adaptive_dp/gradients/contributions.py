@@ -65,7 +65,12 @@ class Contribution(abc.ABC):
 
     @abc.abstractmethod
     def squared_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
-        """[B], ‖(gᵢ + shift) ∘ scale‖²; `scale` and `shift` have the shape of the view."""
+        """[B], ‖(gᵢ + shift) ∘ scale‖².
+
+        Args:
+          scale: of the view's rank, with axes of its lengths or of length 1.
+          shift: in the shape of the view.
+        """
 
     @abc.abstractmethod
     def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
@@ -155,6 +160,9 @@ class Outer(Contribution):
 
         ‖(gᵢ + s) ∘ A‖² = (xᵢ∘xᵢ) A² (δᵢ∘δᵢ)ᵀ + 2 xᵢ (A²s) δᵢᵀ + ‖s ∘ A‖²
 
+    A scale [n, 1] of one number a row needs no product with an n·m matrix: with a as that vector,
+    ‖gᵢ ∘ A‖² = (xᵢ∘xᵢ)·(a∘a) ‖δᵢ‖².
+
     For sequences and convolutions the cheaper of the Gram form Σ_ts ⟨x_t, x_s⟩⟨δ_t, δ_s⟩ and of
     per-example products. Σᵢ wᵢgᵢ = xᵀ(w∘δ), one product over all examples and times.
     """
@@ -189,8 +197,14 @@ class Outer(Contribution):
                 self._products = self.all_rows()
             return dense_norms(self._products, scale, shift)
         times, (_, n, m) = self.tensors[0].shape[1], self.shape
-        if scale is None and shift is None and times is not None and times * (n + m) < n * m:
-            return self._gram_norms()
+        if shift is None and times is not None and times * (n + m) < n * m:
+            if scale is None:
+                return self._gram_norms()
+            if 1 in scale.shape.as_list()[1:]:  # it varies along one side of the product alone
+                x, delta = self.tensors
+                along_x = scale.shape[2] == 1
+                one_side = (x * scale[:, :, 0], delta) if along_x else (x, delta * scale[:, 0])
+                return Outer(*one_side)._gram_norms()
         return in_chunks([self], scale, shift)
 
     def _single_norms(self, scale, shift):
@@ -198,7 +212,11 @@ class Outer(Contribution):
         if scale is None:
             norms = tf.reduce_sum(tf.square(x), 1) * tf.reduce_sum(tf.square(delta), 1)
         else:
-            weighted = tf.matmul(tf.square(x), tf.square(scale[0]))
+            squares = tf.square(scale[0])
+            if squares.shape[0] == 1:
+                weighted = tf.reduce_sum(tf.square(x), 1, keepdims=True) * squares
+            else:
+                weighted = tf.matmul(tf.square(x), squares)  # [B, m], or [B, 1]: one number a row
             norms = tf.reduce_sum(weighted * tf.square(delta), axis=1)
         if shift is None:
             return norms
@@ -268,7 +286,9 @@ class Sparse(Contribution):
         """From the rows in use, and what a shift makes of all others."""
         ids, rows = self._rows_once()
         squares = None if scale is None else tf.square(scale)
-        at_rows = 1.0 if squares is None else tf.gather(squares, ids)
+        at_rows = 1.0 if squares is None else squares
+        if squares is not None and squares.shape[0] == self.shape[0]:
+            at_rows = tf.gather(squares, ids)  # [B, T, d], or [B, T, 1]: one number a row
         norms = _row_sums(tf.square(rows) * at_rows)
         if shift is None:
             return norms

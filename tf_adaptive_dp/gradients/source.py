@@ -39,8 +39,9 @@ class PerExampleGradients(abc.ABC):
         """‖(gᵢ + shift) ∘ scale‖² of each variable, in float32.
 
         Args:
-          scale: one tensor a variable, or `None` for ones.
-          shift: one tensor a variable, or `None` for zeros.
+          scale: one tensor a variable that has its shape or broadcasts to it, or `None` for ones.
+            One of shape [V, 1] for a kernel [V, K] costs far less than one of [V, K].
+          shift: likewise, or `None` for zeros.
 
         Returns:
           [R] a variable, `None` where the loss does not depend on the variable.
@@ -58,8 +59,8 @@ class PerExampleGradients(abc.ABC):
         """‖(gᵢ + shift) ∘ scale‖² over all variables, in float32.
 
         Args:
-          scale: one tensor a variable, or `None` for ones.
-          shift: one tensor a variable, or `None` for zeros.
+          scale: as for `variable_norms`.
+          shift: as for `variable_norms`.
 
         Returns:
           [R].

@@ -22,7 +22,9 @@ class Viewed:
         return self.view.invert(self.contribution.of(*tensors), leading=1)
 
     def squared_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
-        """[B], ‖(gᵢ + shift) ∘ scale‖²."""
+        """[B], ‖(gᵢ + shift) ∘ scale‖²; both may be tensors that broadcast to the variable."""
+        if shift is not None and shift.shape != self.shape:
+            shift = tf.broadcast_to(shift, self.shape)
         return self.contribution.squared_norms(
             *(None if t is None else self.view.apply(t) for t in (scale, shift))
         )

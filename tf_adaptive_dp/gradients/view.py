@@ -52,12 +52,27 @@ class View(NamedTuple):
         return shapes
 
     def apply(self, tensor: tf.Tensor) -> tf.Tensor:
-        """From the variable to the view."""
-        for kind, *argument in self.steps:
+        """From the variable to the view.
+
+        Args:
+          tensor: in the shape of the variable, or one that broadcasts to it.
+
+        Returns:
+          The tensor in the view; axes of length 1 stay so where the view allows, and the result
+          broadcasts to the view.
+        """
+        if not tensor.shape.is_fully_defined() and None not in self.shape:
+            tensor = tf.broadcast_to(tensor, self.shape)
+        missing = len(self.shape) - tensor.shape.rank
+        if missing:
+            tensor = tf.reshape(tensor, [1] * missing + tensor.shape.as_list())
+        for (kind, *argument), before in zip(self.steps, self.shapes):
             if kind == "negate":
                 tensor = -tensor
+            elif kind == "reshape":
+                tensor = _reshape(tensor, before, argument[0])
             else:
-                tensor = getattr(tf, kind)(tensor, argument[0])
+                tensor = tf.transpose(tensor, argument[0])
         return tensor
 
     def invert(self, tensor: tf.Tensor, leading: int = 0) -> tf.Tensor:
@@ -72,3 +87,34 @@ class View(NamedTuple):
                 back = np.argsort(argument[0]) + leading
                 tensor = tf.transpose(tensor, [*range(leading), *back])
         return tensor
+
+
+def _reshape(tensor: tf.Tensor, before: Sequence[int], after: Sequence[int]) -> tf.Tensor:
+    """Reshapes what broadcasts to `before` to what broadcasts to `after`."""
+    if tensor.shape == before or 0 in before:
+        return tf.reshape(tf.broadcast_to(tensor, before), after)
+    wide, result = [], []
+    for of_before, of_after in _blocks(before, after):
+        lengths = [tensor.shape[a] for a in of_before]
+        full = any(n != 1 for n in lengths)
+        wide += [before[a] if full else 1 for a in of_before]
+        result += [after[a] if full else 1 for a in of_after]
+    return tf.reshape(tf.broadcast_to(tensor, wide), result)
+
+
+def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The smallest groups of neighbouring axes that a reshape makes of each other."""
+    blocks, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        start, other, sizes = i, j, [1, 1]
+        if i < len(before):
+            sizes[0], i = before[i], i + 1
+        if j < len(after):
+            sizes[1], j = after[j], j + 1
+        while sizes[0] != sizes[1]:
+            if sizes[0] < sizes[1]:
+                sizes[0], i = sizes[0] * before[i], i + 1
+            else:
+                sizes[1], j = sizes[1] * after[j], j + 1
+        blocks.append((list(range(start, i)), list(range(other, j))))
+    return blocks

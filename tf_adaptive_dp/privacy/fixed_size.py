@@ -13,6 +13,7 @@ from dp_accounting import rdp
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.privacy import accounting, draws
+from tf_adaptive_dp.privacy.events import unprotected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +142,8 @@ def fixed_size_epsilon(
             "Only `accountant='rdp'` knows batches of fixed size without replacement. Received: "
             f"accountant={accountant!r}"
         )
+    if unprotected(events):
+        return math.inf  # in any unit
     if events:
         raise ValueError(
             "The ledger's `other_events` hold for adding or removing an example, and cannot be "

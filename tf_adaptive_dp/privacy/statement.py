@@ -14,6 +14,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.privacy import accounting
 from tf_adaptive_dp.privacy import sampling as samplings
 from tf_adaptive_dp.privacy.ledger import Segment
+from tf_adaptive_dp.privacy.wording import filled, item, of_side_information, up, why_not_private
 
 __all__ = ["epsilon_without_amplification", "privacy_statement"]
 
@@ -81,7 +82,8 @@ def privacy_statement(
     Guarantee: the numbers are `sampling.epsilon_spent` and, for shuffled batches,
     `epsilon_without_amplification`, rounded up. The text names the unit (one example), the
     adjacency (add or remove one; replace one for subsets of fixed size), the sampling, what is
-    protected and what is not. A sampling object is compared with the ledger, a label is believed.
+    protected and what is not, and of an optimizer which side information it used and where that
+    came from. A sampling object is compared with the ledger, a label is believed.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
@@ -119,18 +121,19 @@ def privacy_statement(
     spent = samplings.epsilon_spent(sampling, ledger, num_examples, delta, accountant=accountant)
     segments, other_events = accounting.read_ledger(ledger, num_examples)
     if not segments and not other_events:
-        return _filled(
+        return filled(
             "Nothing was released: the ledger is empty, epsilon = 0. That says nothing of weights "
             "that were trained by other means."
         )
     released = _released(segments, other_events, num_examples)
+    information = of_side_information(getattr(ledger, "side_information", None))
     if math.isinf(spent):
-        why = "NOT PRIVATE: epsilon is infinite, because something was released without noise."
-        return "\n".join([_filled(why), released])
+        parts = [why_not_private(segments, other_events), released, information]
+        return "\n".join(part for part in parts if part)
     unamplified = epsilon_without_amplification(ledger, num_examples, delta, accountant=accountant)
     tf_privacy = ""
     plain = accounting.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
-    if len(segments) == 1 and not other_events and _up(spent) == _up(plain):
+    if len(segments) == 1 and not other_events and up(spent) == up(plain):
         # Of anything else TF Privacy's statement would be a smaller epsilon than the true one.
         tf_privacy = _tf_privacy_statement(
             segments[0], num_examples, delta, accountant, max_examples_per_user
@@ -139,8 +142,9 @@ def privacy_statement(
         _claim(spent, unamplified, delta, accountant, sampling),
         _warning_of_delta(delta, num_examples),
         released,
-        _filled(_PROTECTED),
-        _filled(_NOT_PROTECTED),
+        information,
+        filled(_PROTECTED),
+        filled(_NOT_PROTECTED),
         _of_one_person(max_examples_per_user),
         tf_privacy,
     ]
@@ -186,24 +190,24 @@ def _claim(
             f"Of more than {sampling.max_batch_size} as many were kept at random; what that may "
             "reveal is part of delta."
         )
-    return _filled(
-        f"Differential privacy with epsilon = {_up(spent)} and delta = {delta:g} {how}. {unit} The "
+    return filled(
+        f"Differential privacy with epsilon = {up(spent)} and delta = {delta:g} {how}. {unit} The "
         f"batches were drawn {drawn}"
     )
 
 
 def _claim_of_shuffling(spent: float, unamplified: float, delta: float, how_and_unit: str) -> str:
     return (
-        _filled(
+        filled(
             f"Differential privacy at delta = {delta:g} {how_and_unit} The batches came from "
             "shuffling the data, not from Poisson sampling, so there are two epsilons:"
         )
-        + _item(
-            f"epsilon = {_up(spent)} is that of Poisson sampling with the same batch size: an "
+        + item(
+            f"epsilon = {up(spent)} is that of Poisson sampling with the same batch size: an "
             "approximation to what shuffling gives, not a proven bound."
         )
-        + _item(
-            f"epsilon = {_up(unamplified)} is without amplification by sampling: a bound for any "
+        + item(
+            f"epsilon = {up(unamplified)} is without amplification by sampling: a bound for any "
             "order of the data, if each example is in one batch per epoch and the other batches do "
             "not depend on it."
         )
@@ -213,22 +217,22 @@ def _claim_of_shuffling(spent: float, unamplified: float, delta: float, how_and_
 def _released(
     segments: Sequence[Segment], events: Sequence[dp_accounting.DpEvent], num_examples: int
 ) -> str:
-    lines = [_filled("Released:")]
+    lines = [filled("Released:")]
     for noise_multiplier, batch_size, count in segments:
         lines.append(
-            _item(
+            item(
                 f"{count} noisy gradients with noise multiplier {noise_multiplier:g} and expected "
                 f"batch size {batch_size:g} of {num_examples} examples"
             )
         )
-    lines.extend(_item(f"besides the gradients, and counted in: {event}") for event in events)
+    lines.extend(item(f"besides the gradients, and counted in: {event}") for event in events)
     return "".join(lines)
 
 
 def _warning_of_delta(delta: float, num_examples: int) -> str:
     if delta * num_examples <= 1 + 1e-9:  # 1 / n itself is customary
         return ""
-    return _filled(
+    return filled(
         "Warning: delta is above 1 / number of examples. So large a delta would allow to "
         "publish some example as it is."
     )
@@ -236,9 +240,9 @@ def _warning_of_delta(delta: float, num_examples: int) -> str:
 
 def _of_one_person(max_examples: int | None) -> str:
     if max_examples == 1:
-        return _filled("Each person has one example at most, so the unit is also one person.")
+        return filled("Each person has one example at most, so the unit is also one person.")
     number = "any number of" if max_examples is None else f"up to {max_examples}"
-    return _filled(
+    return filled(
         f"A person may have {number} examples, and is protected less than one example is: the "
         "epsilon above is not one for persons."
     )
@@ -268,7 +272,7 @@ def _tf_privacy_statement(
         )
     except (ArithmeticError, ValueError, lib.UserLevelDPComputationError) as error:
         # With very much noise dp_accounting meets rounding errors that `accounting` deals with.
-        return _filled(f"TF Privacy has no statement of this run: {error}")
+        return filled(f"TF Privacy has no statement of this run: {error}")
     return f"TF Privacy's statement of the same run:\n\n{textwrap.indent(text, '  ')}"
 
 
@@ -286,15 +290,3 @@ def _num_epochs(count: int, batch_size: float, num_examples: int) -> float:
             if same_count and math.ceil(epochs) == math.ceil(exact):
                 return epochs
     return (count - 0.5) * batch_size / num_examples
-
-
-def _up(epsilon: float) -> str:
-    return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}"
-
-
-def _filled(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), width=80) + "\n"
-
-
-def _item(text: str) -> str:
-    return textwrap.fill(text, width=80, initial_indent="  - ", subsequent_indent="    ") + "\n"

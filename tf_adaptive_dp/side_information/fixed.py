@@ -26,7 +26,8 @@ class FixedPreconditioner(SideInformation):
 
     Args:
       preconditioners: positive arrays by the variable's name (with or without ":0"), or a
-        function of the variable that returns one. An array broadcasts to the variable's shape.
+        function of the variable that returns one. An array broadcasts to the variable's shape; one
+        of shape [V, 1], a number for each row of a kernel, costs far less than one of [V, K].
         Variables that are not named keep A = 1.
       provenance: `"public"`, or the `dp_accounting.DpEvent` by which A was released.
 
@@ -59,6 +60,11 @@ class FixedPreconditioner(SideInformation):
             )
         self.preconditioners = preconditioners
 
+    @property
+    def description(self) -> str:
+        """See `SideInformation`."""
+        return "fixed preconditioner"
+
     def _array(self, variable: tf.Variable) -> np.ndarray:
         name = variable.name.split(":")[0]
         if callable(self.preconditioners):
@@ -74,17 +80,16 @@ class FixedPreconditioner(SideInformation):
                 f"Received: {array[~usable].flat[0]!r}"
             )
         try:
-            return np.broadcast_to(array, variable.shape)
+            np.broadcast_to(array, variable.shape)
         except ValueError as error:
             raise ValueError(
                 f"The preconditioner of {name!r} must broadcast to {variable.shape}. Received: "
                 f"shape {array.shape}"
             ) from error
+        return array
 
-    def build(
-        self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]
-    ) -> list[list[tf.Variable]]:
-        """Checks the arrays and puts 1/A into a slot of each variable; see `SideInformation`."""
+    def _arrays(self, variables: Sequence[tf.Variable]) -> list[np.ndarray]:
+        """A for each variable, in its shape or in one that broadcasts to it."""
         if not callable(self.preconditioners):
             names = {v.name.split(":")[0] for v in variables}
             unknown = sorted(set(self.preconditioners) - names)
@@ -93,9 +98,18 @@ class FixedPreconditioner(SideInformation):
                     f"`preconditioners` names variables that are not trained. Received: {unknown}; "
                     f"there are {sorted(names)}"
                 )
+        return [self._array(v) for v in variables]
+
+    def build(
+        self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]
+    ) -> list[list[tf.Variable]]:
+        """Checks the arrays and puts 1/A into a slot of each variable; see `SideInformation`.
+
+        A slot has the shape of the array, which may be smaller than that of the variable.
+        """
         scales = [
-            add_slot(v, "scale", initial_value=tf.constant(1.0 / self._array(v), v.dtype))
-            for v in variables
+            add_slot(v, "scale", initial_value=tf.constant(1.0 / array, v.dtype))
+            for v, array in zip(variables, self._arrays(variables))
         ]
         return [scales]
 

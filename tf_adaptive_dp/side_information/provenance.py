@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -11,10 +12,15 @@ import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.privacy.events import is_unprotected
 
 
 def check_provenance(provenance: str | dp_accounting.DpEvent | None):
     """Returns `provenance`, or raises if it does not say where side information comes from.
+
+    `dp_accounting.NonPrivateDpEvent()` stands for statistics of the private data that nothing
+    protects, which bound what better side information could bring: ε is infinite then, and a
+    warning says so.
 
     Args:
       provenance: `"public"`, or the `dp_accounting.DpEvent` by which it was released.
@@ -22,7 +28,16 @@ def check_provenance(provenance: str | dp_accounting.DpEvent | None):
     Raises:
       NotPrivateError: if it is missing or anything else.
     """
-    if provenance == "public" or isinstance(provenance, dp_accounting.DpEvent):
+    if provenance == "public":
+        return provenance
+    if isinstance(provenance, dp_accounting.DpEvent):
+        if is_unprotected(provenance):
+            warnings.warn(
+                "NOT PRIVATE: the provenance of this side information is a release without any "
+                "privacy, so epsilon is infinite for all that is trained with it. Use it to "
+                f"compare methods only. Received: provenance={provenance!r}",
+                stacklevel=3,
+            )
         return provenance
     raise NotPrivateError(
         "`provenance` must say where side information comes from: 'public', or the "
@@ -81,6 +96,11 @@ class SideInformation(abc.ABC):
 
     provenance: str | dp_accounting.DpEvent
 
+    @property
+    def description(self) -> str:
+        """What it is, in a word or two, for the privacy statement."""
+        return type(self).__name__
+
     @abc.abstractmethod
     def build(
         self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]
@@ -107,7 +127,8 @@ class SideInformation(abc.ABC):
           indices: which of the variables of `build`.
 
         Returns:
-          One tensor a variable each; the shift may be `None`.
+          One tensor a variable each, in its shape or in one that broadcasts to it; the shift may be
+          `None`.
         """
 
     @abc.abstractmethod
@@ -127,8 +148,8 @@ class SideInformation(abc.ABC):
         """
         if self.provenance != "public":
             raise ValueError(
-                "An optimizer whose side information was released privately cannot be saved with "
-                f"its configuration. Received: provenance={self.provenance!r}. Save the weights "
+                "An optimizer whose side information is not public cannot be saved with its "
+                f"configuration. Received: provenance={self.provenance!r}. Save the weights "
                 "(`tf.train.Checkpoint`) and make the optimizer anew."
             )
         return self.provenance

@@ -1,0 +1,58 @@
+"""Sentences of the privacy statement, and how they are set."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import dp_accounting
+
+from tf_adaptive_dp.privacy.accounting import MIN_NOISE_MULTIPLIER
+from tf_adaptive_dp.privacy.events import is_unprotected, unprotected
+from tf_adaptive_dp.privacy.ledger import Segment
+
+
+def of_side_information(information: Any) -> str:
+    """Which side information was used, and where it came from.
+
+    Args:
+      information: a `SideInformation`, or `None` if there was none.
+    """
+    if information is None:
+        return ""
+    start = f"Side information: {information.description}, "
+    provenance = information.provenance
+    if provenance == "public":
+        end = "public. The data that it was made from are not protected."
+    elif is_unprotected(provenance):
+        end = f"NOT PRIVATE: it was released by {provenance}, which protects nothing."
+    else:
+        end = f"released by {provenance}; included in epsilon."
+    return filled(start + end)
+
+
+def why_not_private(segments: Sequence[Segment], events: Sequence[dp_accounting.DpEvent]) -> str:
+    """Why ε is infinite."""
+    found = unprotected(events)
+    causes = [f"the release {event} protects nothing" for event in found]
+    too_little = any(segment.noise_multiplier < 2 * MIN_NOISE_MULTIPLIER for segment in segments)
+    if too_little or not causes:
+        causes.insert(0, "something was released without noise")
+    return filled(f"NOT PRIVATE: epsilon is infinite, because {' and '.join(causes)}.")
+
+
+def up(epsilon: float) -> str:
+    """ε with four digits, rounded up."""
+    return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}"
+
+
+def filled(text: str) -> str:
+    """A paragraph of at most 80 columns."""
+    return textwrap.fill(" ".join(text.split()), width=80) + "\n"
+
+
+def item(text: str) -> str:
+    """An entry of a list."""
+    return textwrap.fill(text, width=80, initial_indent="  - ", subsequent_indent="    ") + "\n"

@@ -1,0 +1,226 @@
+"""Public and private examples, and whether they are really different ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.errors import NotPrivateError
+
+
+class PublicSplit(NamedTuple):
+    """What `split_public` returns.
+
+    Attributes:
+      public: the examples that are public from now on, like the data.
+      private: the others, like the data.
+      num_left_out: how many of the others were left out because they equal a public one. It was
+        counted on private data: not for publication.
+    """
+
+    public: Any
+    private: Any
+    num_left_out: int
+
+
+def split_public(data: Any, share: float = 0.01, *, seed: int = 0) -> PublicSplit:
+    """Takes a share of the examples as public data, and keeps them out of the private ones.
+
+    The public examples are chosen at random. Others with the same features as one of them are in
+    neither part.
+
+    Guarantee: no private example is public, by its index or by its features (`check_disjoint`).
+    Whether another example is left out depends on that example and on the public ones alone, so
+    data sets that differ in one private example still do so after the split. The public examples
+    are not protected at all: take them from data that may be published, and split once, since ε is
+    for the private part of one split.
+
+    Args:
+      data: x, `(x, y)` or `(x, y, sample_weight)`, of arrays or nests of arrays that share their
+        first axis. Examples are compared by x.
+      share: of the examples, in (0, 1); at least one example is public.
+      seed: of the choice, at least 0.
+
+    Returns:
+      `PublicSplit(public, private, num_left_out)`.
+
+    Raises:
+      TypeError, ValueError: for an argument of the wrong type or out of its range, or if no private
+        example is left.
+
+    >>> x, y = np.arange(8) // 2, np.arange(8)
+    >>> (public_x, _), (private_x, _), num_left_out = split_public((x, y), share=0.2)
+    >>> len(public_x), len(private_x), num_left_out, set(public_x) & set(private_x)
+    (2, 4, 2, set())
+    """
+    share = checks.number("share", share, 0, strict=True)
+    if share >= 1:
+        raise ValueError(f"`share` must be below 1. Received: share={share!r}")
+    checks.integer("seed", seed, 0)
+    data = tf.nest.map_structure(np.asarray, data)
+    size = _num_examples("data", tf.nest.flatten(data))
+    count = max(1, round(share * size))
+    order = np.random.default_rng(seed).permutation(size)
+    chosen, others = np.sort(order[:count]), np.sort(order[count:])
+    digests = np.array(list(_digests(_features(data), None)), object)
+    public = set(digests[chosen])
+    kept = others[[d not in public for d in digests[others]]] if len(others) else others
+    if not len(kept):
+        raise ValueError(
+            f"No private example is left: take a smaller `share`. Received: share={share!r} of "
+            f"{size} examples, and {len(others)} others that equal public ones"
+        )
+    return PublicSplit(
+        tf.nest.map_structure(lambda a: a[chosen], data),
+        tf.nest.map_structure(lambda a: a[kept], data),
+        len(others) - len(kept),
+    )
+
+
+def check_disjoint(public: Any, private: Any) -> None:
+    """Refuses public data that hold examples of the private data.
+
+    Statistics of public data enter training without noise; of an example that is in both they
+    would tell what the noise hides.
+
+    Guarantee: if it returns, no private example has the features of a public one, byte for byte,
+    zeros at the end aside (of padding). Examples that were changed, such as by augmentation, are
+    not found; nor are those that a dataset did not give this time. Labels are not compared, and
+    rows of sample weight 0 count as absent.
+
+    Args:
+      public: a `tf.data.Dataset` of batches x, (x, y) or (x, y, sample_weight), as `fit` takes
+        them; or such a tuple of arrays, or of nests of arrays, with one example a row.
+      private: likewise, with the same structure and dtypes of x.
+
+    Raises:
+      NotPrivateError: if private examples are in the public data. The message has their number,
+        which is not private.
+      TypeError, ValueError: for data that are not comparable, empty or endless.
+
+    >>> x = np.arange(10.0)
+    >>> check_disjoint((x[:2], x[:2]), (x[2:], x[2:]))
+    >>> check_disjoint(x[:2], tf.data.Dataset.from_tensor_slices(x).batch(4))
+    Traceback (most recent call last):
+    ...
+    tf_adaptive_dp.errors.NotPrivateError: 2 of 10 private examples are in the public data...
+    """
+    public_kind, private_kind = _kind("public", public), _kind("private", private)
+    if public_kind != private_kind:
+        raise ValueError(
+            "`public` and `private` must have features of the same structure and dtypes, or equal "
+            f"examples are not found. Received: {public_kind} and {private_kind}"
+        )
+    known = set(_all_digests("public", public))
+    total = found = 0
+    for digest in _all_digests("private", private):
+        total += 1
+        found += digest in known
+    for name, size in (("public", len(known)), ("private", total)):
+        if not size:
+            raise ValueError(f"`{name}` must hold at least one example. Received: none")
+    if found:
+        raise NotPrivateError(
+            f"{found} of {total} private examples are in the public data, whose statistics are "
+            "used without noise: they would not be protected. Remove them from the private data "
+            "before training (`tf_adaptive_dp.split_public` does, for arrays), or take other "
+            "public data."
+        )
+
+
+def _features(data: Any) -> Any:
+    return tf.keras.utils.unpack_x_y_sample_weight(data)[0]
+
+
+def _kind(name: str, data: Any) -> tuple[list, list]:
+    """The paths and dtypes of the features."""
+    if isinstance(data, tf.data.Dataset):
+        if data.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise ValueError(f"`{name}` must end; remove `repeat()`. Received: an endless dataset")
+        features = _features(data.element_spec)
+        if any(getattr(s, "shape", None) == [] for s in tf.nest.flatten(features)):
+            raise ValueError(
+                f"`{name}` must be a dataset of batches, as `fit` takes them. Received: elements "
+                f"{data.element_spec}; call `.batch(...)`"
+            )
+        dtypes = [spec.dtype.name for spec in tf.nest.flatten(features)]
+    else:
+        features = tf.nest.map_structure(np.asarray, _features(data))
+        dtypes = [_dtype_name(a) for a in tf.nest.flatten(features)]
+    paths = [str(path) for path, _ in _flat_with_paths(features)]
+    return paths, dtypes
+
+
+def _dtype_name(array: np.ndarray) -> str:
+    return "string" if array.dtype.kind in "OSU" else array.dtype.name
+
+
+def _flat_with_paths(nest: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
+    if isinstance(nest, dict):
+        parts = sorted(nest.items())
+    elif isinstance(nest, (list, tuple)):
+        parts = list(enumerate(nest))
+    else:
+        yield path, nest
+        return
+    for key, part in parts:
+        yield from _flat_with_paths(part, (*path, key))
+
+
+def _all_digests(name: str, data: Any) -> Iterator[bytes]:
+    for batch in data if isinstance(data, tf.data.Dataset) else [data]:
+        x, _, weights = tf.keras.utils.unpack_x_y_sample_weight(batch)
+        x = tf.nest.map_structure(_dense, x)
+        size = _num_examples(name, tf.nest.flatten(x))
+        present = None
+        if weights is not None:
+            each = [np.asarray(w).reshape(size, -1).any(1) for w in tf.nest.flatten(weights)]
+            present = np.any(each, axis=0)
+        yield from _digests(x, present)
+
+
+def _dense(tensor: Any) -> np.ndarray:
+    if isinstance(tensor, tf.RaggedTensor):
+        tensor = tensor.to_tensor()
+    elif isinstance(tensor, tf.sparse.SparseTensor):
+        tensor = tf.sparse.to_dense(tensor)
+    return np.asarray(tensor)
+
+
+def _num_examples(name: str, arrays: list[np.ndarray]) -> int:
+    sizes = sorted({a.shape[0] if a.ndim else -1 for a in arrays})
+    if len(sizes) != 1 or sizes[0] < 0:
+        raise ValueError(
+            f"`{name}` must be arrays with one example a row, and equally many. Received: shapes "
+            f"{[a.shape for a in arrays]}"
+        )
+    return sizes[0]
+
+
+def _digests(x: Any, present: np.ndarray | None) -> Iterator[bytes]:
+    """A hash of the features of each example that is present."""
+    arrays = tf.nest.flatten(x)
+    for i in range(len(arrays[0])):
+        if present is not None and not present[i]:
+            continue
+        hashed = hashlib.blake2b(digest_size=16)
+        for array in arrays:
+            row = _bytes(array[i])
+            hashed.update(len(row).to_bytes(8, "little") + row)
+        yield hashed.digest()
+
+
+def _bytes(row: Any) -> bytes:
+    """The bytes of one example's features; zeros at the end, as of padding, do not count."""
+    row = np.asarray(row)
+    if row.dtype.kind not in "OSU":
+        return (row + np.zeros([], row.dtype)).tobytes().rstrip(b"\0")  # -0.0 becomes 0.0
+    texts = [t if isinstance(t, bytes) else str(t).encode() for t in row.reshape(-1).tolist()]
+    while texts and not texts[-1]:
+        texts.pop()
+    return b"".join(len(t).to_bytes(8, "little") + t for t in texts)

@@ -1,0 +1,256 @@
+"""Preconditioners for the input layer of text models, from what is known of the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.side_information.fixed import FixedPreconditioner
+from tf_adaptive_dp.side_information.token_counts import TokenCounts, check_vector, look_up
+
+
+@tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
+class TokenPreconditioner(FixedPreconditioner):
+    """One number A_j a token, for the rows of the input layer: `token_frequencies`, `tf_idf`.
+
+    Row j of the variable [V, ...] has A_j; all other variables have A = 1. State and work are those
+    of V numbers, not of V·K.
+
+    Guarantee: that of `FixedPreconditioner`.
+
+    Args:
+      values: [V], A.
+      variable: the name of the variable, or `None` for the first one that is trained.
+      description: what A was made of, for the privacy statement.
+      provenance: see `FixedPreconditioner`.
+
+    Raises:
+      NotPrivateError: if `provenance` is missing.
+      TypeError, ValueError: for anything but positive finite numbers.
+
+    >>> TokenPreconditioner([0.5, 2.0], provenance="public").description
+    'a number for each token'
+    """
+
+    def __init__(
+        self,
+        values: Any,
+        variable: str | None = None,
+        description: str = "a number for each token",
+        *,
+        provenance: str | dp_accounting.DpEvent | None = None,
+    ):
+        super().__init__({}, provenance=provenance)
+        if variable is not None and not isinstance(variable, str):
+            raise TypeError(
+                f"`variable` must be a variable's name or None. Received: variable={variable!r}"
+            )
+        self.values = _usable(values)
+        self.variable = variable
+        self._description = description
+
+    @property
+    def description(self) -> str:
+        """See `SideInformation`."""
+        return self._description
+
+    def _arrays(self, variables: Sequence[tf.Variable]) -> list[np.ndarray]:
+        chosen = self._choose(variables)
+        arrays = [np.float32(1.0)] * len(variables)
+        arrays[chosen] = self.values.reshape([-1] + [1] * (variables[chosen].shape.rank - 1))
+        return arrays
+
+    def _choose(self, variables: Sequence[tf.Variable]) -> int:
+        """Which of the variables is the input layer."""
+        names = [v.name.split(":")[0] for v in variables]
+        fits = [v.shape.rank > 0 and v.shape[0] == len(self.values) for v in variables]
+        if self.variable is None:
+            found = [0]
+        else:
+            found = [k for k, n in enumerate(names) if n == self.variable.split(":")[0]]
+        if len(found) == 1 and fits[found[0]]:
+            return found[0]
+        listed = [f"{name} {tuple(v.shape)}" for name, v in zip(names, variables)]
+        candidates = [text for text, fit in zip(listed, fits) if fit] or ["none"]
+        wanted = "the first of them" if self.variable is None else repr(self.variable)
+        raise ValueError(
+            "`variable` must name the first kernel or the embedding table, with one row for each "
+            f"of the {len(self.values)} tokens. Such are: {', '.join(candidates)}. Received: "
+            f"{wanted}, of the trained variables {', '.join(listed)}"
+        )
+
+    def get_config(self) -> dict:
+        """The arguments."""
+        return {
+            "values": self.values.tolist(),
+            "variable": self.variable,
+            "description": self.description,
+            "provenance": self.serialized_provenance(),
+        }
+
+    @classmethod
+    def from_config(cls, config: dict) -> TokenPreconditioner:
+        """Makes the object that `get_config` described."""
+        return cls(**config)
+
+
+def token_frequencies(
+    counts: Any,
+    *,
+    vocabulary: Sequence[str] | None = None,
+    cap: float | None = None,
+    floor: float | None = None,
+    offset: float = 1.0,
+    divisor: float = 1.0,
+    variable: str | None = None,
+    provenance: str | dp_accounting.DpEvent | None = None,
+) -> TokenPreconditioner:
+    """Side information for AdaDPS: A proportional to how frequent each token is.
+
+        A_j = min(max(counts_j + offset, floor), cap) / divisor
+
+    for row j of the input layer, by which its gradient is divided (AdaDPS, section 6.1.2): rare
+    tokens, which tell most, get the larger steps. With M the largest count, `floor=M / 1e4` and
+    `divisor=M / 100` the multiplier 1 / A_j is min(M / (counts_j + offset), 10⁴) / 100, as the
+    authors' code has it for IMDB.
+
+    Guarantee: see `FixedPreconditioner`. Counts of the private texts are not public.
+
+    Args:
+      counts: [V], how often each token occurs, in the order of the input; `TokenCounts`, as
+        `token_counts(corpus)` gives them; or a mapping from words to counts, with `vocabulary`.
+      vocabulary: the V words in the order of the input, such as
+        `TextVectorization.get_vocabulary()`; words that were not counted have 0.
+      cap: greater than 0, in units of counts: tokens above it are treated alike.
+      floor: greater than 0, in units of counts: so are tokens below it. Nothing is multiplied by
+        more than divisor / floor.
+      offset: at least 0; keeps A above 0 for tokens that do not occur.
+      divisor: greater than 0.
+      variable: the name of the kernel [V, K] or embedding table [V, E]. `None` takes the first
+        trainable variable, which must have V rows.
+      provenance: `"public"`, or the `dp_accounting.DpEvent` by which the counts were released.
+
+    Returns:
+      A `FixedPreconditioner` that has A = 1 for all other variables.
+
+    Raises:
+      NotPrivateError: if `provenance` is missing.
+      TypeError, ValueError: for arguments that are wrong or give an A of 0; when the optimizer is
+        built, if the variable does not fit.
+
+    >>> import tf_adaptive_dp
+    >>> side_information = token_frequencies([99, 9, 0], cap=50, divisor=10, provenance="public")
+    >>> side_information.values.tolist()
+    [5.0, 1.0, 0.10000000149011612]
+    >>> optimizer = tf_adaptive_dp.AdaDPS(side_information, 1.0, noise_multiplier=1.1)
+    """
+    if isinstance(counts, TokenCounts):
+        counts = counts.counts
+    if isinstance(counts, Mapping) != (vocabulary is not None):
+        raise ValueError(
+            "`vocabulary` says in which order the words of a mapping `counts` are; pass both or an "
+            f"array. Received: counts={type(counts).__name__}, vocabulary={vocabulary!r:.80}"
+        )
+    array = check_vector("counts", counts) if vocabulary is None else look_up(counts, vocabulary)
+    values = array + checks.number("offset", offset, 0)
+    values = _bounded(values, floor, cap) / checks.number("divisor", divisor, 0, strict=True)
+    return TokenPreconditioner(values, variable, "token frequencies", provenance=provenance)
+
+
+def tf_idf(
+    scores: Any,
+    *,
+    cap: float | None = None,
+    floor: float | None = None,
+    offset: float = 0.0,
+    divisor: float = 1.0,
+    variable: str | None = None,
+    provenance: str | dp_accounting.DpEvent | None = None,
+) -> TokenPreconditioner:
+    """Side information for AdaDPS: A inversely proportional to the TF-IDF score of each token.
+
+        A_j = min(max(divisor / (score_j + offset), floor), cap)
+
+    for row j of the input layer, by which its gradient is divided (AdaDPS, section 6.1.2). From
+    `TokenCounts` of N documents the score is the mean over the documents of count · idf,
+
+        score_j = counts_j / N · (ln((1 + N) / (1 + document_counts_j)) + 1)
+
+    with scikit-learn's smooth idf, and rows that are not normalised. For features that are made
+    otherwise pass the mean (or the sum) of each feature over public documents as `scores`.
+
+    Guarantee: see `FixedPreconditioner`. Scores of the private texts are not public.
+
+    Args:
+      scores: [V], at least 0; or `TokenCounts`, as `token_counts(corpus)` gives them.
+      cap: greater than 0, the largest A; a score of 0 needs it, or an `offset`.
+      floor: greater than 0, the smallest A; nothing is multiplied by more than 1 / floor.
+      offset: at least 0, in units of scores.
+      divisor: greater than 0.
+      variable: see `token_frequencies`.
+      provenance: see `token_frequencies`.
+
+    Returns:
+      A `FixedPreconditioner` that has A = 1 for all other variables.
+
+    Raises:
+      NotPrivateError: if `provenance` is missing.
+      TypeError, ValueError: for arguments that are wrong or give an A that is not finite; when the
+        optimizer is built, if the variable does not fit.
+
+    >>> tf_idf([0.5, 0.25, 0.0], cap=8.0, provenance="public").values.tolist()
+    [2.0, 4.0, 8.0]
+    """
+    array = _scores(scores) if isinstance(scores, TokenCounts) else check_vector("scores", scores)
+    array = array + checks.number("offset", offset, 0)
+    divisor = checks.number("divisor", divisor, 0, strict=True)
+    if cap is None and not array.all():
+        raise ValueError(
+            "A token with a score of 0 has an infinite A; pass `cap` or a positive `offset`. "
+            f"Received: scores[{np.flatnonzero(array == 0)[0]}] = 0"
+        )
+    with np.errstate(divide="ignore", over="ignore"):
+        values = _bounded(divisor / array, floor, cap)
+    return TokenPreconditioner(values, variable, "TF-IDF scores", provenance=provenance)
+
+
+def _scores(counted: TokenCounts) -> np.ndarray:
+    counts = check_vector("counts", counted.counts)
+    documents = check_vector("document_counts", counted.document_counts)
+    number = checks.integer("num_documents", counted.num_documents, 1)
+    if counts.shape != documents.shape or documents.max() > number:
+        raise ValueError(
+            "`document_counts` must have one number a token, at most `num_documents`. Received: "
+            f"{len(documents)} numbers up to {documents.max():g}, {len(counts)} tokens, "
+            f"num_documents={number}"
+        )
+    return counts / number * (np.log((1 + number) / (1 + documents)) + 1)
+
+
+def _bounded(values: np.ndarray, floor: float | None, cap: float | None) -> np.ndarray:
+    """The values, not below `floor` and not above `cap`."""
+    low = None if floor is None else checks.number("floor", floor, 0, strict=True)
+    high = None if cap is None else checks.number("cap", cap, 0, strict=True)
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"`floor` must be at most `cap`. Received: floor={floor!r}, cap={cap!r}")
+    values = values if low is None else np.maximum(values, low)
+    return values if high is None else np.minimum(values, high)
+
+
+def _usable(values: Any) -> np.ndarray:
+    """A as float32, if it and its inverse are positive and finite."""
+    array = check_vector("values", values)
+    with np.errstate(divide="ignore", over="ignore"):
+        small = array.astype(np.float32)
+        wrong = np.flatnonzero(~((small > 0) & np.isfinite(small) & np.isfinite(1 / small)))
+    if wrong.size:
+        raise ValueError(
+            "A must be positive and finite for each token, and its inverse too; pass a positive "
+            f"`offset` or a `floor`. Received: A = {array[wrong[0]]:g} for token {wrong[0]}"
+        )
+    return small
