@@ -12,15 +12,18 @@ PUBLIC = tf.data.Dataset.from_tensor_slices(
 ).batch(4)
 
 
-def _fixed(**kwargs):
-    fixed = dp.FixedPreconditioner(by_rank, provenance="public")
-    return dp.AdaDPS(fixed, learning_rate=0.1, **kwargs)
+def _with_fixed(optimizer_class, **own):
+    def make(**kwargs):
+        fixed = dp.FixedPreconditioner(by_rank, provenance="public")
+        return optimizer_class(side_information=fixed, **own, **kwargs)
+
+    return make
 
 
-def _public(rule):
+def _with_public(optimizer_class, rule, **own):
     def make(**kwargs):
         public = dp.PublicGradients(PUBLIC, rule=rule, epsilon=1e-2, provenance="public")
-        return dp.AdaDPS(public, learning_rate=0.01, **kwargs)
+        return optimizer_class(side_information=public, **{"learning_rate": 0.01, **own}, **kwargs)
 
     return make
 
@@ -42,10 +45,15 @@ OPTIMIZERS = {
     "ADADP euler": lambda **k: dp.ADADP(keep="euler", discard=True, tolerance=0.05, **k),
     "ADADP frozen": lambda **k: dp.ADADP(freeze_learning_rate_after=3, weight_decay=0.01, **k),
     "DPAdamWOSM": lambda **k: dp.DPAdamWOSM(learning_rate=0.01, **k),
-    "AdaDPS fixed": _fixed,
-    "AdaDPS rmsprop": _public("rmsprop"),
-    "AdaDPS adam": _public("adam"),
-    "AdaDPS adagrad": _public("adagrad"),
+    "AdaDPS fixed": _with_fixed(dp.AdaDPS, learning_rate=0.1),
+    "AdaDPS rmsprop": _with_public(dp.AdaDPS, "rmsprop"),
+    "AdaDPS adam": _with_public(dp.AdaDPS, "adam"),
+    "AdaDPS adagrad": _with_public(dp.AdaDPS, "adagrad"),
+    "DPAdamWOSM fixed": _with_fixed(dp.DPAdamWOSM, learning_rate=0.01),
+    "ADADP public": _with_public(dp.ADADP, "rmsprop", tolerance=0.05),
+    "DPRPub": _with_public(dp.DPRPub, "rmsprop"),
+    "DPAdamPub": _with_public(dp.DPAdamPub, "rmsprop"),
+    "PDADPMD": _with_public(dp.PDADPMD, "gradient", mixing=dp.CosineMixing(12)),
 }
 
 # One of each way to update, for what does not depend on the details.

@@ -32,6 +32,10 @@ def fixed(preconditioners, provenance="public"):
     return dp.FixedPreconditioner(preconditioners, provenance=provenance)
 
 
+def mixed(mixing):
+    return dp.PDADPMD(public(rule="gradient"), 1, 1, mixing=mixing)
+
+
 def built(preconditioner):
     """The error of a preconditioner's values comes with the variables."""
     dp.AdaDPS(fixed(preconditioner), 1.0, 1.0).build([tf.Variable(tf.ones([2]), name="w")])
@@ -109,6 +113,34 @@ OPTIMIZERS = {
         T,
         received("side_information", "{'w': 1.0}"),
     ),
+    "information of SGD": (
+        lambda: sgd(side_information=1.0),
+        T,
+        received("side_information", "1.0"),
+    ),
+    "information rule": (
+        lambda: sgd(side_information=public(rule="gradient")),
+        V,
+        "`side_information` must give a preconditioner.*Received: rule='gradient'",
+    ),
+    "order": (lambda: dp.AdaDPS(fixed({}), 1, 1, order="both"), V, received("order", "'both'")),
+    "pub without": (lambda: dp.DPRPub(None, 1, 1), T, received("side_information", "None")),
+    "pub beta_1": (lambda: dp.DPAdamPub(fixed({}), 1, 1, beta_1=1.0), V, received("beta_1", "1.0")),
+    "adas without": (lambda: dp.AdaS(0.1), T, received("side_information", "0.1")),
+    "pda fixed": (
+        lambda: dp.PDADPMD(fixed({}), 1, 1, mixing=0.5),
+        V,
+        "`side_information` must be .*rule='gradient'.*Received: FixedPreconditioner",
+    ),
+    "pda rule": (
+        lambda: dp.PDADPMD(public(), 1, 1, mixing=0.5),
+        V,
+        "rule='gradient'.*Received: PublicGradients with rule='rmsprop'",
+    ),
+    "mixing 1.5": (lambda: mixed(1.5), V, received("mixing", "1.5")),
+    "mixing -1": (lambda: mixed(-1), V, received("mixing", "-1")),
+    "mixing str": (lambda: mixed("cosine"), T, received("mixing", "'cosine'")),
+    "mixing steps": (lambda: dp.CosineMixing(0), V, received("num_steps", "0")),
     "class instance": (
         lambda: dp.make_dp_optimizer_class(tf.keras.optimizers.SGD()),
         T,
@@ -145,6 +177,11 @@ OPTIMIZERS = {
     "preconditioner name": (lambda: built({"v": 1.0}), V, r"`preconditioners` names .*\['v'\]"),
     "public beta": (lambda: public(beta=1.0), V, received("beta", "1.0")),
     "public every": (lambda: public(every=0), V, received("every", "0")),
+    "private data": (
+        lambda: public(private_dataset=catalogue.PUBLIC),
+        T,
+        "`private_dataset` must be .*dataset=None",
+    ),
     "public data": (
         lambda: dp.PublicGradients(X, provenance="public"),
         T,

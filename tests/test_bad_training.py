@@ -213,7 +213,7 @@ TRAINED = {
         {"name": "AdaDPS adam"},
         with_callback(dp.PublicGradients(catalogue.PUBLIC, provenance="public")),
         V,
-        "must be the AdaDPS that holds this PublicGradients",
+        "must be the one that holds this PublicGradients",
     ),
 }
 

@@ -13,7 +13,10 @@ from tf_adaptive_dp.mechanism.clipping import PerLayerClipping
 from tf_adaptive_dp.optimizers.adadp import ADADP
 from tf_adaptive_dp.optimizers.adadps import AdaDPS
 from tf_adaptive_dp.optimizers.adam_wosm import DPAdamWOSM
+from tf_adaptive_dp.optimizers.adas import AdaS
 from tf_adaptive_dp.optimizers.factory import make_dp_optimizer_class
+from tf_adaptive_dp.optimizers.noise_first import DPAdamPub, DPRPub
+from tf_adaptive_dp.optimizers.pda_dpmd import PDADPMD, CosineMixing
 from tf_adaptive_dp.optimizers.stock import DPSGD, DPAdagrad, DPAdam, DPAdamW, DPRMSprop
 from tf_adaptive_dp.privacy.accounting import epsilon, epsilon_spent
 from tf_adaptive_dp.privacy.audit_training import Canaries, PrivacyAudit
@@ -53,14 +56,18 @@ from tf_adaptive_dp.version import __version__
 __all__ = [
     "ADADP",
     "AdaDPS",
+    "AdaS",
     "AdaptiveClipping",
     "BudgetExceededError",
     "Canaries",
+    "CosineMixing",
     "DPAdagrad",
     "DPAdam",
+    "DPAdamPub",
     "DPAdamW",
     "DPAdamWOSM",
     "DPRMSprop",
+    "DPRPub",
     "DPSGD",
     "Finding",
     "FixedPreconditioner",
@@ -68,6 +75,7 @@ __all__ = [
     "ManyRunReport",
     "NotPrivateError",
     "OneRunReport",
+    "PDADPMD",
     "PerExampleReport",
     "PerLayerClipping",
     "PoissonSampling",

@@ -49,7 +49,7 @@ def test_training_moves_the_weights_and_counts_each_minibatch(name):
 @each_kind
 @pytest.mark.parametrize("mode", [{"run_eagerly": True}, {"steps_per_execution": 2}])
 def test_modes_of_keras_train_alike(name, mode):
-    if "steps_per_execution" in mode and "AdaDPS" in name and "fixed" not in name:
+    if "steps_per_execution" in mode and catalogue.callbacks_of(catalogue.make(name)):
         pytest.skip("public statistics are refreshed once an execution, so these differ")
     assert_same_state(trained(name, compile_with=mode), trained(name))
 
@@ -57,7 +57,7 @@ def test_modes_of_keras_train_alike(name, mode):
 @every_optimizer
 def test_jit_compile_trains_alike(name):
     # XLA's generator gives other numbers for the same seed, so this compares without noise.
-    noise_multiplier = 0.5 if name == "DPAdamWOSM" else 0.0
+    noise_multiplier = 0.5 if "WOSM" in name else 0.0
     model = trained(name, noise_multiplier=noise_multiplier, compile_with={"jit_compile": True})
     plain = trained(name, noise_multiplier=noise_multiplier)
     assert model.optimizer.ledger.segments == [(noise_multiplier, 8.0, 4)]
@@ -234,11 +234,11 @@ def test_averaged_weights_are_kept_by_keras(name):
     assert model.optimizer.get_config()["use_ema"] is True
 
 
-def test_the_list_holds_every_public_optimizer():
+def test_the_list_holds_every_private_optimizer():
     public = {
         getattr(dp, n)
         for n in dp.__all__
         if isinstance(getattr(dp, n), type)
         and issubclass(getattr(dp, n), tf.keras.optimizers.Optimizer)
     }
-    assert {type(catalogue.make(name)) for name in OPTIMIZERS} == public
+    assert {type(catalogue.make(name)) for name in OPTIMIZERS} | {dp.AdaS} == public

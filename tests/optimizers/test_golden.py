@@ -3,51 +3,20 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from gaussianity import drawn
+from trajectories import (
+    B0,
+    BATCH,
+    SIGMA,
+    STEPS,
+    W0,
+    C,
+    Reference,
+    arguments,
+    assert_trajectory,
+    run,
+)
 
 import tf_adaptive_dp as dp
-from tf_adaptive_dp.mechanism.noise import GaussianNoise
-
-C, SIGMA, BATCH, STEPS, SEED = 0.7, 0.3, 4, 7, 11
-W0 = np.array([1.5, -2.0, 0.25], np.float32)
-B0 = np.float32(0.5)
-DATA = np.random.default_rng(0).normal(size=(STEPS, BATCH, 3)).astype(np.float32)
-
-
-def run(optimizer, num_steps=STEPS):
-    """Minimises ½‖w − x‖² + ½(b − x₀)², with gradients w − x and b − x₀; returns all points."""
-    w, b = tf.Variable(W0, name="w"), tf.Variable(B0, name="b")
-    points = []
-    for x in DATA[:num_steps]:
-        with tf.GradientTape() as tape:
-            loss = 0.5 * tf.reduce_sum((w - x) ** 2, axis=1) + 0.5 * (b - x[:, 0]) ** 2
-        optimizer.minimize(loss, [w, b], tape)
-        points.append(np.append(w.numpy(), b.numpy()))
-    return np.array(points)
-
-
-class Reference:
-    """Noisy mean gradients in NumPy, with the noise that a seeded optimizer draws."""
-
-    def __init__(self, precondition=lambda g, k: g, noise_multiplier=SIGMA):
-        self.noise = GaussianNoise(lambda shape, dtype, name: tf.Variable(0, dtype=dtype), SEED)
-        self.precondition, self.sigma = precondition, noise_multiplier
-
-    def gradient(self, theta, k):
-        x = DATA[k]
-        rows = np.concatenate([theta[:3] - x, theta[3:] - x[:, :1]], axis=1)
-        rows = self.precondition(rows, k)
-        rows = rows * np.minimum(1, C / np.linalg.norm(rows, axis=1, keepdims=True))
-        w, b = drawn(self.noise, [[3], []], self.sigma * C)
-        return (rows.sum(0) + np.append(w.numpy(), b.numpy())) / BATCH
-
-
-def arguments(**kwargs):
-    return {"l2_norm_clip": C, "noise_multiplier": SIGMA, "seed": SEED, **kwargs}
-
-
-def assert_trajectory(optimizer, expected):
-    np.testing.assert_allclose(run(optimizer, len(expected)), expected, rtol=2e-5, atol=1e-6)
 
 
 def adadp_reference(eta, tolerance, keep, discard, frozen_after=None, decay=0.1):
@@ -176,56 +145,6 @@ def test_the_wosm_step_is_that_of_adam_when_there_is_only_noise():
     assert root == pytest.approx(2.0 * C / 50, rel=0.02)
 
 
-def test_adadps_divides_before_it_clips():
-    a = {"w": np.array([0.5, 2.0, 4.0]), "b:0": 0.25}
-    reference = Reference(lambda g, k: g / np.array([0.5, 2.0, 4.0, 0.25]))
-    theta, expected = np.append(W0, B0).astype(np.float64), []
-    for k in range(STEPS):
-        theta = theta - 0.3 * reference.gradient(theta, k)
-        expected.append(theta)
-    side_information = dp.FixedPreconditioner(a, provenance="public")
-    assert_trajectory(dp.AdaDPS(side_information, **arguments(), learning_rate=0.3), expected)
-
-
-@pytest.mark.parametrize("rule", ["rmsprop", "adagrad", "adam"])
-def test_adadps_follows_algorithm_1_with_public_gradients(rule):
-    beta, epsilon, alpha = 0.8, 1e-3, 0.05
-    public = np.random.default_rng(4).normal(size=(STEPS, 2, 3)).astype(np.float32)
-    start = np.random.default_rng(5).normal(size=3).astype(np.float32)
-
-    inputs = tf.keras.Input([3])
-    layer = tf.keras.layers.Dense(
-        1, use_bias=False, kernel_initializer=lambda *a, **k: start[:, None]
-    )
-    model = tf.keras.Model(inputs, layer(inputs))
-    information = dp.PublicGradients(
-        tf.data.Dataset.from_tensor_slices((public, np.zeros((STEPS, 2), np.float32))),
-        rule,
-        beta,
-        epsilon,
-        provenance="public",
-    )
-    optimizer = dp.AdaDPS(information, **arguments(), learning_rate=alpha)
-    model.compile(optimizer, loss=tf.keras.losses.MeanSquaredError(reduction="none"))
-    y = np.ones((STEPS * BATCH, 1), np.float32)
-    model.fit(DATA.reshape(-1, 3), y, BATCH, 1, verbose=0, shuffle=False, callbacks=[information])
-
-    noise = GaussianNoise(lambda shape, dtype, name: tf.Variable(0, dtype=dtype), SEED)
-    theta, v, m = start.astype(np.float64), np.zeros(3), np.zeros(3)
-    for k in range(STEPS):
-        g = (2 * (public[k] @ theta)[:, None] * public[k]).mean(0)
-        v = v + g**2 if rule == "adagrad" else beta * v + (1 - beta) * g**2
-        m = beta * m + (1 - beta) * g
-        rows = 2 * (DATA[k] @ theta - 1)[:, None] * DATA[k]
-        if rule == "adam":
-            rows = beta * rows + (1 - beta) * m
-        rows = rows / np.sqrt(v + epsilon)
-        rows = rows * np.minimum(1, C / np.linalg.norm(rows, axis=1, keepdims=True))
-        (z,) = drawn(noise, [[3, 1]], SIGMA * C)
-        theta = theta - alpha * (rows.sum(0) + z.numpy()[:, 0]) / BATCH
-    np.testing.assert_allclose(layer.kernel.numpy()[:, 0], theta, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "private, stock",
     [
@@ -244,3 +163,42 @@ def test_without_noise_and_with_a_huge_clip_it_is_the_stock_optimizer(private, s
     expected = run(Mean(learning_rate=0.05))
     actual = run(private(l2_norm_clip=1e9, noise_multiplier=0.0, learning_rate=0.05))
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def noisy_reference(step):
+    """Points of θ ← θ − step(G), with the noisy mean gradients G of DP-SGD."""
+    reference, theta, points = Reference(), np.append(W0, B0).astype(np.float64), []
+    for k in range(STEPS):
+        theta = theta - step(reference.gradient(theta, k))
+        points.append(theta)
+    return np.array(points)
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.5])
+def test_dp_rmsprop_divides_by_the_moments_of_noisy_gradients(beta):
+    # AdaDPS, section 6.1: v ← β·v + (1 − β)·G², θ ← θ − α·G / √(v + ε).
+    v = np.zeros(4)
+
+    def step(g):
+        v[:] = beta * v + (1 - beta) * g**2
+        return 0.05 * g / np.sqrt(v + 1e-3)
+
+    optimizer = dp.DPRMSprop(**arguments(), learning_rate=0.05, rho=beta, epsilon=1e-3)
+    assert_trajectory(optimizer, noisy_reference(step))
+
+
+def test_dp_adagrad_divides_by_the_sum_of_squared_noisy_gradients():
+    # v ← v + G², from zero; Keras begins at 0.1 unless told otherwise.
+    def points(start):
+        v = np.full(4, start)
+
+        def step(g):
+            v[:] = v + g**2
+            return 0.3 * g / np.sqrt(v + 1e-7)
+
+        return noisy_reference(step)
+
+    kwargs = {**arguments(), "learning_rate": 0.3}
+    assert_trajectory(dp.DPAdagrad(**kwargs, initial_accumulator_value=0.0), points(0.0))
+    assert_trajectory(dp.DPAdagrad(**kwargs), points(0.1))
+    assert np.abs(points(0.0) - points(0.1)).max() > 0.1

@@ -121,7 +121,7 @@ def test_the_callback_and_the_optimizer_must_share_the_object():
     model.compile(catalogue.make("AdaDPS rmsprop"), loss=catalogue.loss())
     other = dp.PublicGradients(catalogue.PUBLIC, provenance="public")
     x, y = catalogue.data()
-    with pytest.raises(ValueError, match="must be the AdaDPS that holds this"):
+    with pytest.raises(ValueError, match="must be the one that holds this"):
         model.fit(x, y, 8, verbose=0, callbacks=[other])
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.optimizers.dp_optimizer import ARGUMENTS, PACKAGE, RAISES, DPOptimizer
+from tf_adaptive_dp.optimizers.docstrings import ARGUMENTS, RAISES, SIDE_INFORMATION
+from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 from tf_adaptive_dp.update_rules import step_doubling
 
 
@@ -23,6 +24,9 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
         odd minibatch:   θ̃ = θ − (η/2)·G₂,  err = ‖(θ̃ − θ̂) / max(1, |θ̃|)‖₂ over all variables
                          η ← η · min(max(tolerance / err, alpha_min), alpha_max)
 
+    With side information the step is one along preconditioned gradients, and err compares points
+    of that flow; `PublicGradients` stays the same for both minibatches of a step.
+
     `learning_rate` is the adapted η, so callbacks and TensorBoard see it. The papers' figures come
     from gradients averaged over the batch, as here; version 1 prints sums.
 
@@ -32,6 +36,7 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
 
     Args:
 {ARGUMENTS}
+{SIDE_INFORMATION}
       learning_rate: η₀; the first epoch finds the right one from any.
       tolerance: tol. The paper prints 1; its code counted every parameter ten times in err, so its
         results used 1/√10, the default. See `suggest_tolerance`.
@@ -57,6 +62,9 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
     >>> print(f"w = {{w.numpy()[0]:.2f}}, next η = {{optimizer.learning_rate.numpy():.2f}}")
     w = 0.10, next η = 0.11
     """
+
+    # G₁ and G₂ are to be gradients of one flow, or err would measure how A changed between them.
+    _minibatches_per_step = 2
 
     def __init__(
         self,

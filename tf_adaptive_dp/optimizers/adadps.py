@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tf_adaptive_dp.optimizers.dp_optimizer import ARGUMENTS, PACKAGE, RAISES, DPOptimizer
-from tf_adaptive_dp.side_information.provenance import (
-    SideInformation,
-    deserialize,
-    events,
-    serialize,
-)
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.optimizers.docstrings import ARGUMENTS, RAISES
+from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
+from tf_adaptive_dp.optimizers.preconditioning import check_side_information
+from tf_adaptive_dp.side_information.provenance import SideInformation
+
+ORDERS = ("precondition_first", "noise_first")
 
 
 @tf.keras.saving.register_keras_serializable(PACKAGE)
@@ -26,17 +25,22 @@ class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
         gᵢ ← gᵢ / A,   G = (Σᵢ clip(gᵢ, C) + N(0, σ²C²·I)) / L,   θ ← θ − α·G
 
     so that noise falls on all coordinates in proportion to what they carry. In the Adam form a
-    public first moment m is mixed in: gᵢ ← (β·gᵢ + (1 − β)·m) / A.
+    public first moment m is mixed in: gᵢ ← (β·gᵢ + (1 − β)·m) / A. Terms of the loss that no
+    example owns, such as regularization, are scaled like gradients.
 
     Guarantee: clipping comes after preconditioning, so the sensitivity is C whatever A is. A must
     not come from the private data: side information says where it comes from, and if that was a
-    private release of its own, ε includes it.
+    private release of its own, ε includes it. With `order="noise_first"` A is applied to what was
+    released, which is post-processing.
 
     Args:
-      side_information: `FixedPreconditioner` or `PublicGradients`.
+      side_information: `token_frequencies(...)`, `tf_idf(...)` or another `FixedPreconditioner`, or
+        `PublicGradients`.
 {ARGUMENTS}
+      order: `"precondition_first"`, AdaDPS; `"noise_first"` clips and noises plain gradients and
+        divides G by A, which is the baseline `DPRPub`.
       learning_rate: α, a number or a schedule.
-      **kwargs: those of `tf.keras.optimizers.SGD`, `momentum` among them.
+      **kwargs: those of `tf.keras.optimizers.SGD`, `momentum` among them: that of G / A.
 {RAISES}
 
     >>> from tf_adaptive_dp import FixedPreconditioner
@@ -53,50 +57,34 @@ class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
         noise_multiplier: float,
         num_microbatches: int | None = None,
         *,
+        order: str = "precondition_first",
         learning_rate: Any = 0.01,
         name: str = "AdaDPS",
         **kwargs,
     ):
-        if (
-            isinstance(side_information, dict) and "config" in side_information
-        ):  # from a saved configuration
-            side_information = deserialize(side_information)
-        if not isinstance(side_information, SideInformation):
-            raise TypeError(
-                "`side_information` must be a `FixedPreconditioner` or `PublicGradients`, which "
-                "say where it comes from. Received: side_information="
-                f"{side_information!r}"
-            )
         super().__init__(
             l2_norm_clip,
             noise_multiplier,
             num_microbatches,
+            side_information=check_side_information(side_information),
             learning_rate=learning_rate,
             name=name,
             **kwargs,
         )
-        self.side_information = side_information
-        self.ledger.other_events = events(side_information.provenance)
+        self.order = checks.choice("order", order, ORDERS)
+        self._preconditions_first = self.order == "precondition_first"
 
-    def build(self, var_list: Sequence[tf.Variable]) -> None:
-        """Creates the side information's state for each variable.
+    def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
+        """Moves one variable.
 
         Args:
-          var_list: the variables to train.
+          gradient: its noisy mean gradient.
+          variable: the variable.
         """
-        if not getattr(self, "_built", False):
-            self.side_information_state = self.side_information.build(
-                var_list, self.add_variable_from_reference
-            )
-        super().build(var_list)
-
-    def _precondition(self, variables: Sequence[tf.Variable]) -> tuple[list, list | None]:
-        indices = [self._index_dict[self._var_key(v)] for v in variables]
-        return self.side_information.scale_and_shift(self.side_information_state, indices)
+        if not self._preconditions_first:
+            gradient = self._preconditioned(gradient, variable)
+        super().update_step(gradient, variable)
 
     def get_config(self) -> dict:
         """The arguments that make the same optimizer; its state is not among them."""
-        return {
-            **super().get_config(),
-            "side_information": serialize(self.side_information),
-        }
+        return {**super().get_config(), "order": self.order}

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.optimizers.dp_optimizer import ARGUMENTS, PACKAGE, RAISES, DPOptimizer
+from tf_adaptive_dp.optimizers.docstrings import ARGUMENTS, RAISES, SIDE_INFORMATION
+from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 from tf_adaptive_dp.update_rules import effective_step_size
 
 
@@ -20,13 +21,15 @@ class DPAdamWOSM(DPOptimizer, tf.keras.optimizers.Optimizer):
         m ← β₁·m + (1 − β₁)·G,   θ ← θ − α / (σC/L + ξ) · m / (1 − β₁ᵗ)
 
     ("The Role of Adaptive Optimizers for Honest Private Hyperparameter Selection", Theorem 3 and
-    section 6). L is the expected batch size.
+    section 6). L is the expected batch size. With side information G is preconditioned, and its
+    noise has the same standard deviation in those coordinates.
 
     Guarantee: each minibatch is one release and one entry of the ledger; the rest is
     post-processing.
 
     Args:
 {ARGUMENTS}
+{SIDE_INFORMATION}
       learning_rate: α, a number or a schedule.
       beta_1: β₁ in [0, 1).
       epsilon: ξ.

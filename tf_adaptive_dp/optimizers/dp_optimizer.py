@@ -21,41 +21,14 @@ from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.optimizers import refusals
 from tf_adaptive_dp.optimizers.checked_state import CheckedState
 from tf_adaptive_dp.optimizers.loss_scaling import LossScaling, check_loss_scale
+from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
 from tf_adaptive_dp.privacy.ledger import Ledger
+from tf_adaptive_dp.side_information.provenance import SideInformation, events
 
 PACKAGE = "tf_adaptive_dp"
 
-# The part of "Args:" that all docstrings share.
-ARGUMENTS = """\
-      l2_norm_clip: C ≥ 1e-12, the bound of the L2 norm of each example's gradient.
-      noise_multiplier: σ ≥ 0; noise of standard deviation σ·C is added to the sum. 0 is for tests
-        and gives no privacy.
-      num_microbatches: `None` clips the gradient of every example. A number clips the mean
-        gradient of each of so many groups instead: faster, but one example can change the sum by
-        2C, and the ledger counts σ/2.
-      expected_batch_size: L, the public number that the noisy sum is divided by. `None` means
-        that all batches have one size, and that it is L; batches of random size need a number.
-      clipping: `"flat"`; `"automatic"`, which normalises every gradient; `"per_layer"` or a
-        `PerLayerClipping`; `"adaptive"` or an `AdaptiveClipping`, for which `l2_norm_clip` is the
-        first bound.
-      gradients: how per-example gradients are computed: `"auto"`, `"traced"` or `"materialized"`.
-      gradient_accumulation_steps: k; a batch comes in k parts, one call each, and is released and
-        applied with the last. `expected_batch_size` is that of all k together.
-      loss_scale: a power of two, from 1 to 2**24, that the loss is multiplied by before it is
-        differentiated; undone before clipping. `None` takes 1024 for layers with a mixed policy
-        and else 1.
-      secure_noise: draw the noise from the operating system's cryptographic generator, safe
-        against floating-point attacks (see `mechanism.secure_noise`); slower, not under XLA.
-      seed: seed of the noise, for tests only; `None` takes the operating system's entropy."""
 
-RAISES = """
-    Raises:
-      TypeError, ValueError: for an argument of the wrong type or out of its range.
-      NotPrivateError: in training, for what would void the guarantee: a scalar loss, layers that
-        mix examples, gradients that did not come from the mechanism."""
-
-
-class DPOptimizer(LossScaling, CheckedState):
+class DPOptimizer(Preconditioning, LossScaling, CheckedState):
     """Mixin that turns a `tf.keras.optimizers.Optimizer` into a private one.
 
     `compute_gradients`, which `Model.fit` calls through `minimize`, returns the noisy mean of the
@@ -65,6 +38,10 @@ class DPOptimizer(LossScaling, CheckedState):
     Guarantee: every gradient that `apply_gradients` accepts came out of `GaussianMechanism` and
     stands in the ledger, unless the caller passes `non_private_gradients=True`.
     """
+
+    # Whether A divides gradients before they are clipped; if not, it is left to `update_step`.
+    _preconditions_first = True
+    _side_information_rule: str | None = None
 
     def __init__(
         self,
@@ -79,9 +56,14 @@ class DPOptimizer(LossScaling, CheckedState):
         loss_scale: float | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
+        side_information: SideInformation | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
+        if side_information is not None:
+            self.side_information = check_side_information(
+                side_information, rule=self._side_information_rule
+            )
         self.gradients = check_method(gradients)
         self._loss_scale = check_loss_scale(loss_scale)
         self._mechanism = GaussianMechanism(
@@ -95,6 +77,8 @@ class DPOptimizer(LossScaling, CheckedState):
             seed=seed,
             add_variable=self.add_variable,
         )
+        if self.side_information is not None:
+            self.ledger.other_events = events(self.side_information.provenance)
 
     l2_norm_clip = property(
         lambda self: self._mechanism.l2_norm_clip,
@@ -198,17 +182,21 @@ class DPOptimizer(LossScaling, CheckedState):
         refusals.refuse_counting(self, source)
         scale, shift = self._precondition(variables)
         layers = [_layer_of(v) for v in variables]
-        noisy = self._mechanism.release(source, batch_size, scale, shift, layers)
-        released = _with_penalties(noisy, source.penalty_gradients)
+        # Side information that is missing is an error, before anything is released.
+        with tf.control_dependencies([*(scale or ()), *(shift or ())]):
+            if not self._preconditions_first:
+                scale = shift = None
+            noisy = self._mechanism.release(source, batch_size, scale, shift, layers)
+        released = _with_penalties(noisy, source.penalty_gradients, scale)
         released = [None if g is None else tf.cast(g, v.dtype) for g, v in zip(released, variables)]
         for gradient in released:
             if gradient is not None:
                 gradient._released_by_mechanism = self._mechanism.complete
         return list(zip(released, variables))
 
-    def _precondition(self, variables: Sequence[tf.Variable]) -> tuple[list | None, list | None]:
-        """What gradients are multiplied by before clipping, and what is added before that."""
-        return None, None
+    def is_between_steps(self) -> bool:
+        """Whether side information may change now: not between the minibatches of one step."""
+        return super().is_between_steps() and not self.unfinished_parts
 
     def apply_gradients(
         self, grads_and_vars, *args, non_private_gradients: bool = False, **kwargs
@@ -296,11 +284,16 @@ def _layer_of(variable: tf.Variable) -> str:
     return variable.name.rpartition("/")[0] or variable.name
 
 
-def _with_penalties(noisy: Sequence, penalties: Sequence) -> list[tf.Tensor | None]:
+def _with_penalties(
+    noisy: Sequence, penalties: Sequence, scale: Sequence | None
+) -> list[tf.Tensor | None]:
     """Adds what depends on no example, which needs neither clipping nor noise.
 
-    All replicas have it, and their sum shall have it once.
+    All replicas have it, and their sum shall have it once. It is scaled as the rest is: or the
+    objective would be another one.
     """
     share = 1 / num_replicas()
     own = [None if p is None else share * p for p in penalties]
+    if scale is not None:
+        own = [None if p is None else p * tf.cast(a, p.dtype) for p, a in zip(own, scale)]
     return [g if p is None else p if g is None else g + p for g, p in zip(noisy, own)]

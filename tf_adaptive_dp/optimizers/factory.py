@@ -6,7 +6,8 @@ import functools
 
 import tensorflow as tf
 
-from tf_adaptive_dp.optimizers.dp_optimizer import ARGUMENTS, PACKAGE, RAISES, DPOptimizer
+from tf_adaptive_dp.optimizers.docstrings import ARGUMENTS, RAISES, SIDE_INFORMATION
+from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 
 
 @functools.cache
@@ -14,8 +15,9 @@ def make_dp_optimizer_class(keras_optimizer_class: type) -> type:
     """Makes the private version of a Keras optimizer.
 
     Its arguments are those of TF Privacy (`l2_norm_clip`, `noise_multiplier`,
-    `num_microbatches`), `expected_batch_size`, `clipping`, `gradients` and `seed` (see `DPSGD`),
-    and those of the Keras optimizer by name. It needs a loss vector: `reduction="none"`.
+    `num_microbatches`), `expected_batch_size`, `clipping`, `gradients`, `side_information` and
+    `seed` (see `DPSGD`), and those of the Keras optimizer by name. It needs a loss vector:
+    `reduction="none"`.
 
     Guarantee: what the Keras optimizer sees is the output of the Gaussian mechanism, so whatever
     it computes (momentum, second moments, averages of the weights) is post-processing and costs
@@ -67,7 +69,8 @@ def make_dp_optimizer_class(keras_optimizer_class: type) -> type:
 
     doc = (
         f"`tf.keras.optimizers.{keras_optimizer_class.__name__}` on private gradients.\n"
-        f"\n    Args:\n{ARGUMENTS}\n      **kwargs: those of the Keras optimizer.\n{RAISES}\n    "
+        f"\n    Args:\n{ARGUMENTS}\n{SIDE_INFORMATION}\n"
+        f"      **kwargs: those of the Keras optimizer.\n{RAISES}\n    "
     )
     body = {"__init__": __init__, "__doc__": doc, "__module__": __name__}
     dp_class = type(name, (DPOptimizer, keras_optimizer_class), body)

@@ -9,8 +9,11 @@ import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp.side_information.disjoint import check_disjoint
 from tf_adaptive_dp.side_information.provenance import SideInformation, check_provenance
 from tf_adaptive_dp.update_rules import effective_step_size, second_moment
+
+RULES = (*second_moment.RULES, "gradient")
 
 
 def _mean_gradients(model: tf.keras.Model, batch: Any) -> list[tf.Tensor]:
@@ -30,7 +33,7 @@ def _mean_gradients(model: tf.keras.Model, batch: Any) -> list[tf.Tensor]:
 
 @tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
 class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
-    """AdaDPS's side information from public data; also the callback that refreshes it in `fit`.
+    """Side information from public data; also the callback that refreshes it in `fit`.
 
     Every `every` minibatches the gradient g of the model's mean loss on the next public batch
     updates (AdaDPS, section 4, option 1)
@@ -38,9 +41,13 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
     - `"rmsprop"`: v ← β·v + (1 − β)·g²;  A = √(v + ε)
     - `"adagrad"`: v ← v + g²;  A = √(v + ε)
     - `"adam"`: as RMSProp, and m ← β·m + (1 − β)·g; then gᵢ ← (β·gᵢ + (1 − β)·m) / A.
+    - `"gradient"`: g itself is kept, for `PDADPMD`, and nothing is preconditioned.
+
+    The public data may be of the private kind, of a related one, or come from people who gave up
+    its protection; its batches need not have the size of the private ones, nor sample weights.
 
     Guarantee: only `dataset` is read. It must not overlap the private data, and the privacy of
-    its examples is not protected.
+    its examples is not protected. With `private_dataset` it is checked that no example is in both.
 
     Pass the same object to the optimizer and to `fit`:
 
@@ -48,18 +55,24 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
         model.compile(AdaDPS(public, l2_norm_clip=1.0, noise_multiplier=1.1), loss=...)
         model.fit(private_dataset, callbacks=[public])
 
-    With `steps_per_execution` > 1 it is refreshed between executions.
+    It is refreshed between the steps of the optimizer only: the two minibatches of a step of
+    `ADADP`, and the parts of an accumulated batch, share A. With `steps_per_execution` > 1 it is
+    refreshed before the first execution that begins when it is due. Where that delays a refresh,
+    the `every` minibatches to the next count from there.
 
     Args:
       dataset: a `tf.data.Dataset` of batches as `fit` takes them; it is repeated.
-      rule: `"rmsprop"`, `"adam"` or `"adagrad"`.
+      rule: `"rmsprop"`, `"adam"`, `"adagrad"` or `"gradient"`.
       beta: β in [0, 1).
       epsilon: ε > 0.
-      every: refresh once in so many minibatches.
+      every: refresh once in so many minibatches; a refresh costs a backward pass over the public
+        batch.
       provenance: `"public"`, or the `dp_accounting.DpEvent` by which the data was released.
+      private_dataset: the batches of the private examples, to check once, here, that none of
+        them is in `dataset`; `None` checks nothing. It is not kept.
 
     Raises:
-      NotPrivateError: if `provenance` is missing.
+      NotPrivateError: if `provenance` is missing, or an example is in both datasets.
       TypeError, ValueError: for an argument of the wrong type or out of its range.
 
     >>> data = tf.data.Dataset.from_tensors(([[1.0]], [1.0]))
@@ -76,6 +89,7 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
         every: int = 1,
         *,
         provenance: str | dp_accounting.DpEvent | None = None,
+        private_dataset: tf.data.Dataset | None = None,
     ):
         super().__init__()
         self.provenance = check_provenance(provenance)
@@ -84,18 +98,29 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
                 f"`dataset` must be a `tf.data.Dataset` of batches. Received: dataset={dataset!r}"
             )
         self.dataset = dataset
-        self.rule = checks.choice("rule", rule, second_moment.RULES)
+        self.rule = checks.choice("rule", rule, RULES)
         self.beta = checks.number("beta", beta, 0)
         if self.beta >= 1:
             raise ValueError(f"`beta` must be below 1. Received: beta={beta!r}")
         self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
         self.every = checks.integer("every", every, 1)
         self._prepared_for = None
+        if private_dataset is not None:
+            self._check_disjoint(private_dataset)
+
+    def _check_disjoint(self, private_dataset: tf.data.Dataset) -> None:
+        if self.dataset is None or not isinstance(private_dataset, tf.data.Dataset):
+            raise TypeError(
+                "`private_dataset` must be a `tf.data.Dataset` of batches, to compare with "
+                f"`dataset`. Received: private_dataset={private_dataset!r}, "
+                f"dataset={self.dataset!r}"
+            )
+        check_disjoint(self.dataset, private_dataset)
 
     def build(
         self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]
     ) -> list[list[tf.Variable]]:
-        """The number of refreshes, v, and m for Adam; see `SideInformation`."""
+        """The number of refreshes, v or g, and m for Adam; see `SideInformation`."""
         moments = 2 if self.rule == "adam" else 1
         return [
             [add_slot(variables[0], "num_refreshes", shape=[])],
@@ -105,7 +130,10 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
     def scale_and_shift(
         self, state: list[list[tf.Variable]], indices: Sequence[int]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor] | None]:
-        """1/A, or β/A with the shift (1 − β)/β·m for Adam; see `SideInformation`."""
+        """1/A, or β/A with the shift (1 − β)/β·m for Adam; see `SideInformation`.
+
+        The rule `"gradient"` gives 1 with the shift g.
+        """
         (num_refreshes,), seconds, *firsts = state
         check = tf.debugging.Assert(
             num_refreshes > 0,
@@ -116,6 +144,8 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
         )
         with tf.control_dependencies([check] if check is not None else []):
             seconds = [tf.cast(seconds[i], tf.float32) for i in indices]
+        if self.rule == "gradient":
+            return [tf.ones_like(g) for g in seconds], seconds
         scales = [1.0 / second_moment.preconditioner(v, self.epsilon) for v in seconds]
         if not firsts or self.beta == 0:
             return scales, None
@@ -126,6 +156,8 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
     def update(self, model: tf.keras.Model) -> None:
         """Refreshes the statistics with the next public batch.
 
+        Does nothing in the middle of a step of the optimizer, whose minibatches share them.
+
         Args:
           model: the compiled model whose optimizer holds this object.
 
@@ -134,9 +166,11 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
         """
         if getattr(model.optimizer, "side_information", None) is not self:
             raise ValueError(
-                "The model's optimizer must be the AdaDPS that holds this PublicGradients. "
-                f"Received: {model.optimizer!r}"
+                "The model's optimizer must be the one that holds this PublicGradients: pass it "
+                f"as `side_information`. Received: {model.optimizer!r}"
             )
+        if not model.optimizer.is_between_steps():
+            return
         if self._prepared_for is not model.optimizer:
             self._prepare(model)
         self._refresh(next(self._batches))
@@ -165,6 +199,9 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
     def _record(self, state: list[list[tf.Variable]], gradients: Sequence[tf.Tensor]) -> None:
         (num_refreshes,), seconds, *firsts = state
         for moment, g in zip(seconds, gradients):
+            if self.rule == "gradient":
+                moment.assign(g)
+                continue
             moment.assign(second_moment.next_second_moment(self.rule, moment, g, self.beta))
         for moment, g in zip(firsts[0] if firsts else (), gradients):
             moment.assign(effective_step_size.first_moment(moment, g, self.beta))
@@ -176,10 +213,13 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Refreshes when it is time; called by Keras."""
-        if batch >= self._next_refresh:
-            self.update(self.model)
-            # `batch` counts the parts of accumulated batches; A stays the same for all of one.
-            parts = self.model.optimizer.gradient_accumulation_steps
+        if batch < self._next_refresh:
+            return
+        self.update(self.model)
+        optimizer = self.model.optimizer
+        if optimizer.is_between_steps():
+            # `batch` counts the parts of accumulated batches.
+            parts = getattr(optimizer, "gradient_accumulation_steps", 1)
             self._next_refresh = batch + self.every * parts
 
     def get_config(self) -> dict:

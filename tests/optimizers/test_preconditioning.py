@@ -1,0 +1,148 @@
+"""Side information in every optimizer: what is scaled, what is refused, and training without."""
+
+import catalogue
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+
+
+def fixed(values=2.0):
+    return dp.FixedPreconditioner(lambda v: values, provenance="public")
+
+
+def with_penalty(optimizer):
+    """One step of a model whose loss has a term ‖w‖² that no example owns."""
+    w = tf.Variable([1.0, 2.0])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(tf.ones([4, 2]), w) + tf.reduce_sum(w**2)
+        optimizer.minimize(loss, [w], tape)
+
+    step()
+    return w.numpy()
+
+
+@pytest.mark.parametrize("order", ["precondition_first", "noise_first"])
+def test_terms_that_no_example_owns_are_preconditioned_as_gradients_are(order):
+    # Else the objective would be another one. Clipped to nearly nothing, only the penalty is left.
+    clip = {"l2_norm_clip": 1e-9, "noise_multiplier": 0.0, "learning_rate": 0.1}
+    a = np.array([2.0, 4.0])
+    adadps = dp.AdaDPS(fixed(a), **clip, order=order)
+    np.testing.assert_allclose(with_penalty(adadps), [1 - 0.2 / 2, 2 - 0.4 / 4], rtol=1e-6)
+    np.testing.assert_allclose(with_penalty(dp.DPSGD(**clip)), [0.8, 1.6], rtol=1e-6)
+
+
+@pytest.mark.parametrize("order", ["precondition_first", "noise_first"])
+def test_the_order_decides_where_the_noise_is_scaled(order):
+    size = 20_000
+    w = tf.Variable(tf.zeros([size]))
+    optimizer = dp.AdaDPS(fixed(4.0), 1.0, 2.0, learning_rate=1.0, order=order)
+    with tf.GradientTape() as tape:
+        loss = tf.zeros([8]) * tf.reduce_sum(w)
+    optimizer.minimize(loss, [w], tape)
+    expected = 2.0 / 8 / (4.0 if order == "noise_first" else 1.0)
+    assert np.std(w.numpy()) == pytest.approx(expected, rel=0.05)
+    assert optimizer.ledger.segments == [(2.0, 8.0, 1)]
+
+
+def test_a_schedule_as_mixing_is_saved_with_the_optimizer():
+    public = dp.PublicGradients(None, rule="gradient", provenance="public")
+    for mixing in (0.5, dp.CosineMixing(9), tf.keras.optimizers.schedules.CosineDecay(1.0, 9)):
+        config = dp.PDADPMD(public, 1.0, 1.0, mixing=mixing).get_config()
+        again = dp.PDADPMD.from_config(config)
+        assert again.get_config() == config
+        assert type(again.mixing) is type(mixing)
+
+
+def test_a_configuration_from_before_side_information_still_loads():
+    config = dp.DPSGD(1.0, 1.0).get_config()
+    assert config.pop("side_information") is None
+    assert dp.DPSGD.from_config(config).side_information is None
+
+
+@pytest.mark.parametrize("name", ["DPRPub", "DPAdamPub", "PDADPMD"])
+def test_baselines_with_public_data_take_the_step_of_a_single_device(name):
+    def weights(strategy):
+        with strategy.scope():
+            model = catalogue.mlp()
+            optimizer = catalogue.make(name, noise_multiplier=0.0)
+            model.compile(optimizer, loss=catalogue.loss())
+        catalogue.fit(model)
+        return model.get_weights()
+
+    for a, b in zip(weights(catalogue.mirrored()), weights(tf.distribute.get_strategy())):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_warm_start_keeps_the_weights_and_counts_the_private_part_only():
+    model = catalogue.mlp()
+    scalar = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(tf.keras.optimizers.SGD(0.1), loss=scalar)
+    model.fit(catalogue.PUBLIC, epochs=2, verbose=0)
+    warm = model.get_weights()
+    assert np.abs(warm[0] - catalogue.mlp().get_weights()[0]).max() > 0
+    model.compile(dp.DPSGD(1.0, 1.0, learning_rate=0.1, seed=1), loss=catalogue.loss())
+    for a, b in zip(model.get_weights(), warm):
+        np.testing.assert_array_equal(a, b)
+    assert model.optimizer.ledger.num_releases == 0
+    catalogue.fit(model)
+    assert model.optimizer.ledger.segments == [(1.0, 8.0, 4)]
+    assert 0 < np.abs(model.get_weights()[0] - warm[0]).max() < 1
+
+
+def adas(information=None, **kwargs):
+    model = catalogue.mlp()
+    model.compile(dp.AdaS(information or fixed(), 0.1), loss=catalogue.loss(), **kwargs)
+    return model
+
+
+@pytest.mark.parametrize("callback", [dp.PrivacyMonitor(32, 1e-3), dp.PrivacyBudget(1.0, 1e-3, 32)])
+def test_adas_says_that_it_is_not_private(callback):
+    model = adas()
+    assert "NO PRIVACY" in dp.AdaS.__doc__ and "not_private" in model.optimizer.name
+    with pytest.raises(TypeError, match="optimizer of tf_adaptive_dp.*gives no privacy"):
+        catalogue.fit(model, callbacks=[callback])
+
+
+def test_adas_neither_clips_nor_adds_noise():
+    # A gradient of any size counts in full, and the same step comes out twice.
+    def step(x):
+        w, optimizer = tf.Variable([1.0, 2.0]), dp.AdaS(fixed(), 0.1)
+        optimizer.minimize(lambda: tf.linalg.matvec(tf.constant(x), w), lambda: [w])
+        return w.numpy()
+
+    x = [[1e6, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+    np.testing.assert_allclose(step(x), [1 - 0.1 * 1e6 / 4 / 2, 2 - 0.1 / 4 / 2], rtol=1e-6)
+    np.testing.assert_array_equal(step(x), step(x))
+
+
+def test_adas_trains_embeddings_and_on_several_replicas():
+    def trained(strategy):
+        with strategy.scope():
+            tf.keras.utils.set_random_seed(2)
+            model = tf.keras.Sequential(
+                [tf.keras.layers.Embedding(7, 3, input_length=4), tf.keras.layers.Flatten()]
+            )
+            model.compile(dp.AdaS(fixed(), 0.5), loss=catalogue.loss())
+        x = np.arange(32).reshape(8, 4) % 7
+        model.fit(x, np.arange(8) % 12, 8, 2, 0)
+        return model.get_weights()[0]
+
+    one = trained(tf.distribute.get_strategy())
+    np.testing.assert_allclose(trained(catalogue.mirrored()), one, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+def test_adas_is_saved_and_loaded(suffix, tmp_path):
+    model = adas(dp.PublicGradients(catalogue.PUBLIC, provenance="public"))
+    catalogue.fit(model)
+    model.save(tmp_path / f"m{suffix}")
+    loaded = tf.keras.models.load_model(tmp_path / f"m{suffix}")
+    assert type(loaded.optimizer) is dp.AdaS
+    assert len(loaded.optimizer.variables) == len(model.optimizer.variables)
+    for a, b in zip(loaded.optimizer.variables, model.optimizer.variables):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())

@@ -1,0 +1,176 @@
+"""PublicGradients with every optimizer: what data it takes, and when it is refreshed."""
+
+import catalogue
+import dp_accounting
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+
+
+def compiled(optimizer, **kwargs):
+    model = catalogue.mlp()
+    model.compile(optimizer, loss=catalogue.loss(), **kwargs)
+    return model
+
+
+def public(dataset=catalogue.PUBLIC, provenance="public", **kwargs):
+    return dp.PublicGradients(dataset, provenance=provenance, **kwargs)
+
+
+def refreshes(optimizer):
+    ((number,), *_) = optimizer.side_information_state
+    return int(number)
+
+
+@pytest.mark.parametrize("name", ["DPRPub", "DPAdamPub", "PDADPMD", "ADADP public"])
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_missing_public_data_is_an_error_before_anything_is_released(name, run_eagerly):
+    model = compiled(catalogue.make(name), run_eagerly=run_eagerly)
+    x, y = catalogue.data()
+    start = model.get_weights()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="has seen no public data"):
+        model.fit(x, y, 8, verbose=0)
+    assert model.optimizer.ledger.num_releases == 0
+    assert int(model.optimizer.iterations) == 0
+    for a, b in zip(model.get_weights(), start):
+        np.testing.assert_array_equal(a, b)
+
+
+def steps(optimizer, numbers, information):
+    """What `fit` tells the callback, and a counter in place of the optimizer's own steps."""
+    information.set_model(compiled(optimizer))
+    information.on_epoch_begin(0)
+    found = []
+    for number in numbers:
+        before = refreshes(optimizer) if found else 0
+        optimizer.iterations.assign(number)
+        information.on_train_batch_begin(number)
+        found.append(refreshes(optimizer) - before)
+    return found
+
+
+@pytest.mark.parametrize(
+    "every, numbers, expected",
+    [
+        (1, range(7), [1, 0, 1, 0, 1, 0, 1]),
+        (2, range(7), [1, 0, 1, 0, 1, 0, 1]),
+        (3, range(7), [1, 0, 0, 0, 1, 0, 0]),
+        (1, range(0, 13, 3), [1, 0, 1, 0, 1]),  # executions of three minibatches
+        (4, range(0, 13, 3), [1, 0, 1, 0, 1]),
+    ],
+)
+def test_it_is_refreshed_between_the_steps_of_adadp_only(every, numbers, expected):
+    information = public(every=every)
+    optimizer = dp.ADADP(1.0, 1.0, side_information=information)
+    assert steps(optimizer, numbers, information) == expected
+
+
+def test_a_custom_loop_cannot_refresh_in_the_middle_of_a_step_of_adadp():
+    information = public()
+    optimizer = dp.ADADP(1.0, 1.0, side_information=information)
+    model = compiled(optimizer)
+    for number, expected in enumerate([1, 1, 2, 2, 3]):
+        optimizer.iterations.assign(number)
+        information.update(model)
+        assert refreshes(optimizer) == expected
+
+
+def test_the_parts_of_an_accumulated_batch_share_the_statistics():
+    information = public()
+    optimizer = dp.AdaDPS(information, 1.0, 1.0, gradient_accumulation_steps=4)
+    model = compiled(optimizer)
+    seen = []
+    note = tf.keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(refreshes(optimizer))
+    )
+    x, y = catalogue.data()
+    # Six parts an epoch: the second batch reaches over the end of the first epoch.
+    model.fit(x[:24], y[:24], 4, 2, 0, [information, note], shuffle=False)
+    assert seen == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert optimizer.ledger.num_releases == 3
+
+
+X, Y = catalogue.data()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        tf.data.Dataset.from_tensor_slices((X[:5], Y[:5])).batch(2),  # 2, 2 and 1 examples
+        tf.data.Dataset.from_tensor_slices((3 * X[:6] + 1, Y[:6])).batch(3),  # another kind
+        tf.data.Dataset.from_tensor_slices((X[:6], Y[:6], np.arange(6.0))).batch(3),
+        tf.data.Dataset.from_tensors((X[:20], Y[:20])),  # larger than the private batches
+    ],
+)
+def test_public_batches_may_be_of_another_structure_than_the_private_ones(data):
+    model = compiled(dp.DPSGD(1.0, 1.0, side_information=public(data), seed=1))
+    catalogue.fit(model)
+    assert model.optimizer.ledger.segments == [(1.0, 8.0, 4)]
+    assert refreshes(model.optimizer) == 4
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+def test_the_ideal_of_the_paper_trains_and_says_that_it_is_not_private():
+    # Statistics of the private gradients themselves: an upper bound, without any guarantee.
+    private = tf.data.Dataset.from_tensor_slices(catalogue.data()).batch(8)
+    event = dp_accounting.NonPrivateDpEvent()
+    model = compiled(dp.AdaDPS(public(private, provenance=event), 1.0, 1.0))
+    catalogue.fit(model)
+    assert model.optimizer.ledger.num_releases == 4
+    assert model.optimizer.ledger.other_events == (event,)
+
+
+@pytest.mark.parametrize("optimizer_class", [dp.DPSGD, dp.ADADP, dp.DPAdamWOSM])
+def test_a_private_release_of_side_information_joins_every_ledger(optimizer_class):
+    event = dp_accounting.GaussianDpEvent(3.0)
+    fixed = dp.FixedPreconditioner({}, provenance=event)
+    assert optimizer_class(1.0, 1.0, side_information=fixed).ledger.other_events == (event,)
+    assert optimizer_class(1.0, 1.0).ledger.other_events == ()
+
+
+def test_examples_that_are_private_too_are_refused():
+    pytest.importorskip("tf_adaptive_dp.side_information.disjoint")
+    generator = np.random.default_rng(8)
+    others = tf.data.Dataset.from_tensor_slices(
+        (generator.normal(size=(9, 6)).astype("float32"), np.arange(9) % 3)
+    ).batch(2)
+    public(private_dataset=others)
+    with pytest.raises(dp.NotPrivateError):
+        public(private_dataset=others.concatenate(catalogue.PUBLIC.take(1)))
+
+
+@pytest.mark.parametrize("kwargs", [{"private_dataset": [1]}, {"dataset": None}])
+def test_data_that_cannot_be_compared_is_refused(kwargs):
+    with pytest.raises(TypeError, match="`private_dataset` must be a `tf.data.Dataset`"):
+        public(**{"private_dataset": catalogue.PUBLIC, **kwargs})
+
+
+@pytest.mark.parametrize("name", ["DPRPub", "DPAdamPub", "PDADPMD"])
+def test_the_release_waits_for_the_check_of_the_public_data(name):
+    # Where noise comes first the release needs nothing of it, and could run before the check.
+    optimizer, w = catalogue.make(name), tf.Variable([1.0, 2.0])
+    optimizer.build([w])
+
+    @tf.function(autograph=False)
+    def release():
+        ((gradient, _),) = optimizer.compute_gradients(lambda: w[0] * tf.ones([4]), [w])
+        return gradient
+
+    graph = release.get_concrete_function().graph
+    ((number,), *_) = optimizer.side_information_state
+    handles = {id(outer): inner for outer, inner in graph.captures}
+    counts = handles[id(optimizer.ledger._counts.handle)]
+    refreshed = handles[id(number.handle)]
+    seen = set()
+    assignments = [op for op in graph.get_operations() if op.type == "AssignVariableOp"]
+    todo = [op for op in assignments if op.inputs[0] is counts]
+    assert todo
+    while todo:
+        op = todo.pop()
+        if op not in seen:
+            seen.add(op)
+            todo += [t.op for t in op.inputs] + list(op.control_inputs)
+    reads = [op for op in seen if op.type == "ReadVariableOp" and op.inputs[0] is refreshed]
+    assert reads

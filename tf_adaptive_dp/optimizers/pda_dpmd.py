@@ -1,0 +1,150 @@
+"""PDA-DPMD: private gradients mixed with public ones."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.optimizers.docstrings import ARGUMENTS, RAISES
+from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
+from tf_adaptive_dp.optimizers.preconditioning import check_side_information
+from tf_adaptive_dp.side_information.provenance import deserialize, serialize
+from tf_adaptive_dp.side_information.public_gradients import PublicGradients
+
+Schedule = tf.keras.optimizers.schedules.LearningRateSchedule
+
+
+@tf.keras.saving.register_keras_serializable(PACKAGE)
+class CosineMixing(Schedule):
+    """αₜ = cos(π·t / (2K)): private gradients at the start, public ones at the end.
+
+    The schedule of Amid et al. for `PDADPMD`; 0 from step K on.
+
+    Args:
+      num_steps: K, the steps of the whole run, or a number of your choice.
+
+    Raises:
+      TypeError, ValueError: for anything but a whole number of at least 1.
+
+    >>> schedule = CosineMixing(100)
+    >>> print(f"{schedule(0):.3f} {schedule(50):.3f} {schedule(200):.3f}")
+    1.000 0.707 0.000
+    """
+
+    def __init__(self, num_steps: int):
+        self.num_steps = checks.integer("num_steps", num_steps, 1)
+
+    def __call__(self, step: tf.Tensor) -> tf.Tensor:
+        """αₜ as a float32 scalar.
+
+        Args:
+          step: t, the steps taken so far.
+        """
+        share = tf.minimum(tf.cast(step, tf.float32) / self.num_steps, 1.0)
+        return tf.maximum(tf.cos(math.pi / 2 * share), 0.0)
+
+    def get_config(self) -> dict:
+        """The arguments that make the same schedule."""
+        return {"num_steps": self.num_steps}
+
+
+@tf.keras.saving.register_keras_serializable(PACKAGE)
+class PDADPMD(DPOptimizer, tf.keras.optimizers.SGD):
+    __doc__ = f"""PDA-DPMD: each step goes along a private and a public gradient.
+
+    The practical form of public data-assisted mirror descent (Amid et al., "Public Data-Assisted
+    Mirror Descent for Private Model Training", 2021), as the AdaDPS paper compares with it in
+    section 6.1.1: with the noisy mean gradient G of `DPSGD`, and g that of the mean loss on a
+    public batch at the same weights,
+
+        θ ← θ − η·(αₜ·G + (1 − αₜ)·g)
+
+    Guarantee: each minibatch is one release and one entry of the ledger; mixing it with public
+    gradients is post-processing.
+
+    Args:
+      side_information: `PublicGradients` with `rule="gradient"`; also to be passed to `fit` as a
+        callback.
+{ARGUMENTS}
+      mixing: α, a number from 0 to 1 or a schedule of them: `CosineMixing(num_steps)` is that of
+        the paper. A schedule's values are clipped to [0, 1].
+      learning_rate: η, a number or a schedule.
+      **kwargs: those of `tf.keras.optimizers.SGD`, `momentum` among them.
+{RAISES}
+
+    >>> public = PublicGradients(None, rule="gradient", provenance="public")
+    >>> optimizer = PDADPMD(public, 1.0, 1.1, mixing=CosineMixing(1_000))
+    >>> optimizer.mixing.num_steps
+    1000
+    """
+
+    _preconditions_first = False
+    _side_information_rule = "gradient"
+
+    def __init__(
+        self,
+        side_information: PublicGradients,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        *,
+        mixing: float | Schedule,
+        learning_rate: Any = 0.01,
+        name: str = "PDADPMD",
+        **kwargs,
+    ):
+        super().__init__(
+            l2_norm_clip,
+            noise_multiplier,
+            num_microbatches,
+            side_information=check_side_information(side_information, rule="gradient"),
+            learning_rate=learning_rate,
+            name=name,
+            **kwargs,
+        )
+        self.mixing = _check_mixing(mixing)
+
+    def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
+        """Moves one variable.
+
+        Args:
+          gradient: its noisy mean gradient.
+          variable: the variable.
+        """
+        alpha = self.mixing
+        if isinstance(alpha, Schedule):
+            alpha = tf.clip_by_value(alpha(self.iterations), 0.0, 1.0)
+        alpha = tf.cast(alpha, gradient.dtype)
+        _, (public,) = self._precondition([variable])
+        mixed = alpha * gradient + (1 - alpha) * tf.cast(public, gradient.dtype)
+        super().update_step(mixed, variable)
+
+    def get_config(self) -> dict:
+        """The arguments that make the same optimizer; its state is not among them."""
+        return {**super().get_config(), "mixing": _serialize_mixing(self.mixing)}
+
+
+def _serialize_mixing(mixing: float | Schedule) -> float | dict:
+    """Keras's old formats forget under which name a schedule was registered; ours keeps it."""
+    if not isinstance(mixing, Schedule):
+        return mixing
+    name = tf.keras.saving.get_registered_name(type(mixing))
+    if tf.keras.saving.get_registered_object(name) is type(mixing):
+        return serialize(mixing)
+    return tf.keras.optimizers.schedules.serialize(mixing)
+
+
+def _check_mixing(mixing: Any) -> float | Schedule:
+    if isinstance(mixing, dict):  # from a saved configuration
+        keras = "class_name" in mixing
+        read = tf.keras.optimizers.schedules.deserialize if keras else deserialize
+        mixing = read(mixing)
+    if isinstance(mixing, Schedule):
+        return mixing
+    mixing = checks.number("mixing", mixing, 0)
+    if mixing > 1:
+        raise ValueError(f"`mixing` must be at most 1. Received: mixing={mixing!r}")
+    return mixing
