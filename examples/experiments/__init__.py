@@ -1,1 +1,7 @@
 """Experiments of the papers, each a program: `python examples/experiments/<name>/run.py`."""
+
+import os
+
+# Before anything here imports TensorFlow. Its log of errors is full of what is none, and would tear
+# the progress bar; what goes wrong raises.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import gc
 import json
 import multiprocessing
 import os
@@ -16,8 +17,6 @@ import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any, Callable
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import tqdm
 
@@ -110,6 +109,7 @@ def _one_thread_each() -> None:
     """Small models gain more from two runs side by side than from two threads."""
     import tensorflow as tf
 
+    tf.get_logger().setLevel("ERROR")  # each trial is a new model: it warns of retracing
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
 
@@ -117,6 +117,7 @@ def _one_thread_each() -> None:
 def _timed(train: Callable, settings: dict[str, Any], data_dir: str | None) -> Trial:
     start = time.perf_counter()
     result = train(settings, data_dir)
+    gc.collect()  # Keras's models are cycles, and hold the copy of the data that batches come from
     return Trial(settings, result, round(time.perf_counter() - start, 1))
 
 
@@ -140,7 +141,11 @@ def run_trials(
                     results.add(future.result())
                     bar.update()
             except BaseException:
-                pool.shutdown(cancel_futures=True)
+                pool.shutdown(cancel_futures=True)  # waits for what runs already
+                for future in futures:
+                    if not future.cancelled() and future.exception() is None:
+                        if results.missing([future.result().settings]):
+                            results.add(future.result())
                 raise
 
 

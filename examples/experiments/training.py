@@ -1,4 +1,4 @@
-"""One private training run, judged on the test set after each epoch."""
+"""One training run, judged on the test set after each epoch."""
 
 from __future__ import annotations
 
@@ -84,12 +84,52 @@ def fit(
         callbacks=[*callbacks, monitor, judge],
         verbose=0,
     ).history
-    judged = [epoch - 1 for epoch in judge.epochs]
-    scores = {k: [round(s[k], 5) for s in judge.scores] for k in judge.scores[0]}
+    epsilons = [round(history["epsilon"][epoch - 1], 4) for epoch in judge.epochs]
+    return _result(judge, epsilons, history["learning_rate"], start)
+
+
+def fit_without_privacy(
+    model: tf.keras.Model,
+    train: tuple[np.ndarray, np.ndarray],
+    test: tuple[np.ndarray, np.ndarray],
+    *,
+    epochs: int,
+    batch_size: int,
+    callbacks: Sequence[tf.keras.callbacks.Callback] = (),
+    judge_every: int = 1,
+) -> dict[str, Any]:
+    """Trains a compiled model in the ordinary way, to compare with.
+
+    Args:
+      model: compiled with an optimizer that gives no privacy, and metrics.
+      train: inputs and labels.
+      test: held-out inputs and labels.
+      epochs: passes.
+      batch_size: of shuffled batches.
+      callbacks: side information that is refreshed while training.
+      judge_every: see `fit`.
+
+    Returns:
+      See `fit`; "epsilon" is `None` throughout.
+    """
+    judge = _Judge(test, judge_every)
+    start = time.perf_counter()
+    model.fit(
+        *train,
+        epochs=epochs,
+        batch_size=batch_size,
+        callbacks=[*callbacks, judge],
+        verbose=0,
+    )
+    rate = float(model.optimizer.learning_rate)
+    return _result(judge, [None] * len(judge.epochs), [rate] * epochs, start)
+
+
+def _result(judge: _Judge, epsilons: list, rates: Sequence[float], start: float) -> dict[str, Any]:
     return {
         "epochs": judge.epochs,
-        "epsilon": [round(history["epsilon"][e], 4) for e in judged],
-        "learning_rate": [float(f"{history['learning_rate'][e]:.4g}") for e in judged],
-        **scores,
+        "epsilon": epsilons,
+        "learning_rate": [float(f"{rates[epoch - 1]:.4g}") for epoch in judge.epochs],
+        **{k: [round(s[k], 5) for s in judge.scores] for k in judge.scores[0]},
         "seconds": round(time.perf_counter() - start, 1),
     }

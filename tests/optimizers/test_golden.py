@@ -19,7 +19,9 @@ from trajectories import (
 import tf_adaptive_dp as dp
 
 
-def adadp_reference(eta, tolerance, keep, discard, frozen_after=None, decay=0.1):
+def adadp_reference(
+    eta, tolerance, keep, discard, frozen_after=None, decay=0.1, tolerance_decay=0.0
+):
     reference, theta = Reference(), np.append(W0, B0).astype(np.float64)
     points, rates, k = [], [], 0
     frozen_eta = None
@@ -36,9 +38,10 @@ def adadp_reference(eta, tolerance, keep, discard, frozen_after=None, decay=0.1)
             tilde = theta - eta / 2 * g
             error = np.linalg.norm((tilde - euler) / np.maximum(1, np.abs(tilde)))
             theta = tilde if keep == "half_steps" else euler
-            if discard and error > tolerance:
+            tol = tolerance / np.sqrt(1 + tolerance_decay * (k // 2))
+            if discard and error > tol:
                 theta = start
-            next_eta = eta = eta * min(max(tolerance / error, 0.9), 1.1)
+            next_eta = eta = eta * min(max(tol / error, 0.9), 1.1)
         points.append(theta)
         rates.append(next_eta)
     return np.array(points), rates
@@ -50,7 +53,24 @@ def adadp_reference(eta, tolerance, keep, discard, frozen_after=None, decay=0.1)
 def test_adadp_follows_algorithm_2(keep, discard, tolerance):
     expected, rates = adadp_reference(0.4, tolerance, keep, discard)
     optimizer = dp.ADADP(
-        **arguments(), learning_rate=0.4, tolerance=tolerance, keep=keep, discard=discard
+        **arguments(),
+        learning_rate=0.4,
+        tolerance=tolerance,
+        tolerance_decay=0.0,
+        keep=keep,
+        discard=discard,
+    )
+    assert_trajectory(optimizer, expected)
+    assert float(optimizer.learning_rate) == pytest.approx(rates[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("discard", [False, True])
+def test_adadp_lowers_its_tolerance_step_by_step(discard):
+    expected, rates = adadp_reference(0.4, 0.12, "half_steps", discard, tolerance_decay=0.5)
+    constant, _ = adadp_reference(0.4, 0.12, "half_steps", discard)
+    assert np.max(np.abs(expected - constant)) > 1e-3
+    optimizer = dp.ADADP(
+        **arguments(), learning_rate=0.4, tolerance=0.12, tolerance_decay=0.5, discard=discard
     )
     assert_trajectory(optimizer, expected)
     assert float(optimizer.learning_rate) == pytest.approx(rates[-1], rel=1e-5)
@@ -60,7 +80,11 @@ def test_adadp_follows_algorithm_2(keep, discard, tolerance):
 def test_adadp_freezes_and_decays(frozen_after):
     expected, rates = adadp_reference(0.4, 0.12, "half_steps", False, frozen_after)
     optimizer = dp.ADADP(
-        **arguments(), learning_rate=0.4, tolerance=0.12, freeze_learning_rate_after=frozen_after
+        **arguments(),
+        learning_rate=0.4,
+        tolerance=0.12,
+        tolerance_decay=0.0,
+        freeze_learning_rate_after=frozen_after,
     )
     assert_trajectory(optimizer, expected)
     assert float(optimizer.learning_rate) == pytest.approx(rates[-1], rel=1e-5)
@@ -79,7 +103,7 @@ def test_adadp_counts_the_freeze_in_epochs_if_told_their_length():
 
 
 def test_adadp_judges_the_pair_over_all_variables_together():
-    optimizer = dp.ADADP(**arguments(), learning_rate=0.4, tolerance=0.12)
+    optimizer = dp.ADADP(**arguments(), learning_rate=0.4, tolerance=0.12, tolerance_decay=0.0)
     run(optimizer, 2)
     points, _ = adadp_reference(0.4, 0.12, "half_steps", False)
     euler = adadp_reference(0.4, 0.12, "euler", False)[0][1]
@@ -90,7 +114,7 @@ def test_adadp_judges_the_pair_over_all_variables_together():
 
 @pytest.mark.parametrize("gradient, factor", [(0.0, 1.1), (float("inf"), 0.9), (1e30, 0.9)])
 def test_adadp_keeps_a_finite_learning_rate(gradient, factor):
-    optimizer = dp.ADADP(1.0, 0.0, learning_rate=0.1)
+    optimizer = dp.ADADP(1.0, 0.0, learning_rate=0.1, tolerance=0.3)
     w = tf.Variable([1.0, 2.0])
     optimizer.build([w])
     for k in range(2):

@@ -114,7 +114,9 @@ def test_adadp_compares_steps_along_preconditioned_gradients():
             error = np.linalg.norm((theta - euler) / np.maximum(1, np.abs(theta)))
             eta *= min(max(0.07 / error, 0.9), 1.1)
         points.append(theta)
-    optimizer = dp.ADADP(**arguments(side_information=fixed()), learning_rate=0.3, tolerance=0.07)
+    optimizer = dp.ADADP(
+        **arguments(side_information=fixed()), learning_rate=0.3, tolerance=0.07, tolerance_decay=0
+    )
     assert_trajectory(optimizer, points)
     assert float(optimizer.learning_rate) == pytest.approx(eta, rel=1e-5)
 
@@ -264,7 +266,10 @@ def test_both_minibatches_of_a_step_of_adadp_share_the_statistics():
 
     information = public_gradients("rmsprop", beta=BETA, epsilon=EPSILON)
     optimizer = dp.ADADP(
-        **arguments(side_information=information), learning_rate=ALPHA, tolerance=0.1
+        **arguments(side_information=information),
+        learning_rate=ALPHA,
+        tolerance=0.1,
+        tolerance_decay=0,
     )
     in_pairs = expected(lambda k: k % 2 == 0)
     assert_same(run_with_public(optimizer), in_pairs)

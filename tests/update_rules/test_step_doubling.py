@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tf_adaptive_dp.update_rules.step_doubling import (
     adapted_learning_rate,
     decayed_learning_rate,
+    decayed_tolerance,
     error_estimate,
     suggest_tolerance,
 )
@@ -119,6 +120,18 @@ def test_the_suggested_tolerance_keeps_the_noise_of_a_run_at_1(num_steps, num_pa
     tolerance = suggest_tolerance(num_steps, num_parameters)
     assert isinstance(tolerance, float)
     assert np.sqrt(2 * num_steps) * tolerance / np.sqrt(num_parameters) == pytest.approx(1.0)
+    smaller = suggest_tolerance(num_steps, num_parameters, noise=0.05)
+    assert smaller == pytest.approx(0.05 * tolerance)
+
+
+def test_the_decayed_tolerance_lets_noise_grow_like_a_logarithm():
+    steps = np.arange(200_000)
+    tolerances = decayed_tolerance(2.0, tf.constant(steps), 0.01).numpy()
+    assert tolerances[0] == 2.0
+    assert tolerances[300] == pytest.approx(1.0, rel=1e-6)
+    noise = np.sqrt(np.sum(tolerances.astype(float) ** 2))
+    assert noise == pytest.approx(2.0 * np.sqrt(np.log(1 + 0.01 * len(steps)) / 0.01), rel=1e-3)
+    np.testing.assert_array_equal(decayed_tolerance(2.0, tf.constant(steps), 0.0), 2.0)
 
 
 BAD = {
@@ -127,6 +140,7 @@ BAD = {
     "negative": ((-3, 5), ValueError, "`num_steps` must be at least 1. Received: num_steps=-3"),
     "a fraction": ((5, 2.5), TypeError, "`num_parameters` must be a whole number. .*=2.5"),
     "a bool": ((True, 5), TypeError, "`num_steps` must be a whole number. .*=True"),
+    "no noise": ((5, 5, 0.0), ValueError, "`noise` must be .*greater than 0. Received: noise=0"),
     "a string": (("5", 5), TypeError, "`num_steps` must be a whole number. .*='5'"),
 }
 

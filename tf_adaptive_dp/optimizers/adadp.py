@@ -22,7 +22,11 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
 
         even minibatch:  θ̂ = θ − η·G₁ (the Euler point),  θ ← θ − (η/2)·G₁
         odd minibatch:   θ̃ = θ − (η/2)·G₂,  err = ‖(θ̃ − θ̂) / max(1, |θ̃|)‖₂ over all variables
-                         η ← η · min(max(tolerance / err, alpha_min), alpha_max)
+                         η ← η · min(max(tol / err, alpha_min), alpha_max)
+
+    The tolerance tol falls with the number of steps, so that the noise that adds up over a long
+    run does not undo what a short one learned: tol = tolerance / √(1 + tolerance_decay·t) at step
+    t, of two minibatches. The paper's tol is constant: `tolerance_decay=0`.
 
     With side information the step is one along preconditioned gradients, and err compares points
     of that flow; `PublicGradients` stays the same for both minibatches of a step.
@@ -38,13 +42,14 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
 {ARGUMENTS}
 {SIDE_INFORMATION}
       learning_rate: η₀; the first epoch finds the right one from any.
-      tolerance: tol. The paper prints 1; its code counted every parameter ten times in err, so its
-        results used 1/√10, the default. See `suggest_tolerance`.
+      tolerance: tol at the start; 1 as the paper prints. Its code counted every parameter ten times
+        in err, so its results used 1/√10. See `suggest_tolerance`.
+      tolerance_decay: how fast tol falls; 0 keeps it.
       alpha_min: the smallest factor of one adaptation.
       alpha_max: the largest.
       keep: which point stays after two minibatches: `"half_steps"`, θ̃ (the supplement), or
         `"euler"`, θ̂ (version 1).
-      discard: go back to the point before both minibatches when err > tolerance.
+      discard: go back to the point before both minibatches when err > tol.
       freeze_learning_rate_after: k₀; from then on plain SGD with the learning rate
         η / (1 + decay_after_freeze·(k − k₀)). `None`: never.
       decay_after_freeze: see above; 0.1 in the paper.
@@ -73,7 +78,8 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
         num_microbatches: int | None = None,
         *,
         learning_rate: float = 0.1,
-        tolerance: float = 10**-0.5,
+        tolerance: float = 1.0,
+        tolerance_decay: float = 0.005,
         alpha_min: float = 0.9,
         alpha_max: float = 1.1,
         keep: str = "half_steps",
@@ -94,6 +100,7 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
         learning_rate = checks.number("learning_rate", learning_rate, 0, strict=True)
         self._learning_rate = self._build_learning_rate(learning_rate)
         self.tolerance = checks.number("tolerance", tolerance, 0, strict=True)
+        self.tolerance_decay = checks.number("tolerance_decay", tolerance_decay, 0)
         self.alpha_min = checks.number("alpha_min", alpha_min, 0, strict=True)
         self.alpha_max = checks.number("alpha_max", alpha_max, 1)
         if self.alpha_min > 1:
@@ -106,7 +113,7 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
         self.decay_after_freeze = checks.number("decay_after_freeze", decay_after_freeze, 0)
         self.steps_per_epoch = checks.integer("steps_per_epoch", steps_per_epoch, 1)
         self._last_error = self.add_variable([], name="error")
-        # Pairs judged, and those among them with err ≤ tolerance.
+        # Pairs judged, and those among them with err ≤ tol.
         self._judged = self.add_variable([2], dtype=tf.int64, name="judged")
 
     def build(self, var_list: Sequence[tf.Variable]) -> None:
@@ -130,7 +137,7 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
 
     @property
     def acceptance(self) -> float:
-        """Share of adaptations with err ≤ tolerance so far; private like `last_error`."""
+        """Share of adaptations with err ≤ tol so far; private like `last_error`."""
         judged, accepted = self._judged.numpy()
         return float(accepted) / max(int(judged), 1)
 
@@ -149,7 +156,10 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
 
         # Looked at in every second minibatch only: it is a pass over all parameters.
         error = tf.cond(judge, error_of_the_pair, lambda: tf.zeros([]))
-        accepted = error <= self.tolerance
+        tolerance = step_doubling.decayed_tolerance(
+            self.tolerance, self.iterations // 2, self.tolerance_decay
+        )
+        accepted = error <= tolerance
         self._last_error.assign(tf.where(judge, error, self._last_error))
         counts = tf.cast(tf.stack([judge, judge & accepted]), tf.int64)
         self._judged.assign_add(counts)
@@ -157,7 +167,7 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
         iterations = super()._internal_apply_gradients(grads_and_vars)
         self._pair = None
         adapted = step_doubling.adapted_learning_rate(
-            eta, error, self.tolerance, self.alpha_min, self.alpha_max
+            eta, error, tolerance, self.alpha_min, self.alpha_max
         )
         self._learning_rate.assign(self._next_learning_rate(eta, adapted, odd, iterations))
         return iterations
@@ -223,6 +233,7 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
             **super().get_config(),
             "learning_rate": float(self._learning_rate.numpy()),
             "tolerance": self.tolerance,
+            "tolerance_decay": self.tolerance_decay,
             "alpha_min": self.alpha_min,
             "alpha_max": self.alpha_max,
             "keep": self.keep,

@@ -96,25 +96,51 @@ def decayed_learning_rate(
     return tf.cast(learning_rate, tf.float32) * ratio
 
 
-def suggest_tolerance(num_steps: int, num_parameters: int) -> float:
-    """A tolerance at which the noise that adds up over a run stays of order 1.
+def decayed_tolerance(tolerance: float, num_steps: tf.Tensor, decay: float) -> tf.Tensor:
+    """tol_t = tol / √(1 + decay·t), the tolerance after t steps of size η.
+
+    Where noise dominates, a step moves the parameters by tol in a random direction, so that T steps
+    of a constant tolerance move them by √T·tol: the noise of a long run grows without bound. With
+    the decay the square of that is tol²·ln(1 + decay·T) / decay, while the learning rate, which
+    follows the tolerance, still adds up to infinity. Ours; the paper's tolerance is constant.
+
+    Args:
+      tolerance: tol, in the units of the parameters.
+      num_steps: t.
+      decay: a step; 0 keeps the tolerance.
+
+    Returns:
+      Scalar, float32.
+
+    >>> print(f"{decayed_tolerance(1.0, 600, 0.005).numpy():.2f}")
+    0.50
+    """
+    return tolerance * tf.math.rsqrt(1.0 + decay * tf.cast(num_steps, tf.float32))
+
+
+def suggest_tolerance(num_steps: int, num_parameters: int, noise: float = 1.0) -> float:
+    """The constant tolerance at which a run leaves a given noise in each parameter.
 
     After T steps each parameter carries noise of about √(2T)·tol/√d (section "Choice of parameter
-    tol"); asking that this be 1 gives tol = √(d / (2T)). It holds where noise dominates, √d ≫ |B|.
+    tol"); asking that this be `noise` gives tol = noise·√(d / (2T)). It holds where noise
+    dominates, √d ≫ |B|. The paper asks for noise of order 1, which suits parameters of that order;
+    the weights of a layer with hundreds of inputs begin near 0.05.
 
     Args:
       num_steps: T, the number of steps of size η; ADADP takes one for two minibatches.
       num_parameters: d.
+      noise: its standard deviation in each parameter after the run, in the parameter's units.
 
     Returns:
-      tol.
+      tol, for `ADADP(tolerance=tol, tolerance_decay=0.0)`.
 
     Raises:
-      ValueError: if an argument is below 1.
+      ValueError: if `num_steps` or `num_parameters` is below 1, or `noise` is not above 0.
 
     >>> suggest_tolerance(num_steps=1_000, num_parameters=2_000)
     1.0
     """
     num_steps = checks.integer("num_steps", num_steps, 1)
     num_parameters = checks.integer("num_parameters", num_parameters, 1)
-    return math.sqrt(num_parameters / (2 * num_steps))
+    noise = checks.number("noise", noise, 0, strict=True)
+    return noise * math.sqrt(num_parameters / (2 * num_steps))

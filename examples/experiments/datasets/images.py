@@ -25,7 +25,7 @@ def mnist(data_dir: str | None, split: str, *, normalize: bool = True) -> Arrays
 
     Args:
       data_dir: tensorflow-datasets' folder.
-      split: `"train"` (60,000) or `"test"` (10,000).
+      split: `"train"` (60,000) or `"test"` (10,000), or a part such as `"train[:2000]"`.
       normalize: to MNIST's published mean and deviation; else pixels in [0, 1].
     """
     images, labels = _load("mnist", split, data_dir)
@@ -43,7 +43,7 @@ def cifar10_features(
 
     Args:
       data_dir: tensorflow-datasets' folder.
-      split: `"train"` (50,000) or `"test"` (10,000).
+      split: `"train"` (50,000) or `"test"` (10,000), or a part such as `"train[:2000]"`.
       conv_layers: path of `cifar100_conv_layers.npz`; `None` takes the environment's
         `CIFAR100_CONV_LAYERS`, or the file beside the datasets' folder.
       chunk: images at a time.

@@ -1,0 +1,147 @@
+"""Methods that are tuned on equal grids, then run with several seeds, in a table and a figure.
+
+Each method has its candidates, the same number for all. Each candidate is run with seed 0; the one
+with the best final figure is run with further seeds. The figure is that of the test set, as in the
+papers; the privacy that such a choice costs is not counted.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from examples.experiments.harness import Trial
+
+Settings = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Methods that are compared with each other.
+
+    Attributes:
+      common: settings that all trials share; "part" names it in the table.
+      candidates: for each method, the settings to choose from.
+      metric: the result's figure that counts.
+      larger_is_better: whether its largest value is the best.
+      seeds: runs of each method's best candidate.
+      tuning: settings that replace those of `common` while choosing, such as fewer "epochs".
+    """
+
+    common: Mapping[str, Any]
+    candidates: Mapping[str, Sequence[Mapping[str, Any]]]
+    metric: str
+    larger_is_better: bool = True
+    seeds: int = 3
+    tuning: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def settings(self, method: str, candidate: Mapping[str, Any], seed: int) -> Settings:
+        """Of a final trial."""
+        return {**self.common, "method": method, **candidate, "seed": seed}
+
+    def plan(self, trials: Sequence[Trial]) -> list[Settings]:
+        """The trials that are wanted, as far as the finished ones tell."""
+        wanted = []
+        for method, candidates in self.candidates.items():
+            grid = [{**self.settings(method, c, 0), **self.tuning} for c in candidates]
+            if len(grid) > 1:
+                wanted += grid
+            best = self.best(method, trials)
+            if best is not None:
+                wanted += [self.settings(method, best, seed) for seed in range(self.seeds)]
+        return wanted
+
+    def best(self, method: str, trials: Sequence[Trial]) -> Mapping[str, Any] | None:
+        """The best candidate of a method, or `None` before all of them are done."""
+        candidates = self.candidates[method]
+        if len(candidates) == 1:
+            return candidates[0]
+        scores = []
+        for candidate in candidates:
+            wanted = {**self.settings(method, candidate, 0), **self.tuning}
+            done = [t for t in trials if t.settings == wanted]
+            if not done:
+                return None
+            scores.append(final(done[0], self.metric))
+        # A run that diverged is not the best.
+        worst_last = [s if np.isfinite(s) else np.inf for s in self._signed(scores)]
+        return candidates[int(np.argmin(worst_last))]
+
+    def finals(self, trials: Sequence[Trial]) -> dict[str, list[Trial]]:
+        """By method, the finished runs of its best candidate; the best method first."""
+        found = {}
+        for method in self.candidates:
+            best = self.best(method, trials)
+            if best is None:
+                continue
+            wanted = [self.settings(method, best, seed) for seed in range(self.seeds)]
+            found[method] = [t for t in trials if t.settings in wanted]
+        means = {
+            method: self._signed([np.mean([final(t, self.metric) for t in runs])])[0]
+            for method, runs in found.items()
+            if runs
+        }
+        return {method: found[method] for method in sorted(means, key=means.get)}
+
+    def _signed(self, scores: Sequence[float]) -> list[float]:
+        return [-s if self.larger_is_better else s for s in scores]
+
+
+def plan(parts: Sequence[Part], trials: Sequence[Trial]) -> list[Settings]:
+    """The trials of all parts."""
+    return [settings for part in parts for settings in part.plan(trials)]
+
+
+def final(trial: Trial, metric: str) -> float:
+    """A figure of the result at the end of the run."""
+    return float(trial.result[metric][-1])
+
+
+def table(parts: Sequence[Part], trials: Sequence[Trial], titles: Mapping[str, str]) -> str:
+    """Mean and spread of each method's best candidate, in Markdown."""
+    lines = [
+        "| part | method | chosen | figure | mean | std | best run's epoch | ε | seeds |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for part in parts:
+        for method, runs in part.finals(trials).items():
+            values = [final(t, part.metric) for t in runs]
+            best = part.best(method, trials) or {}
+            spread = f"{np.std(values, ddof=1):.5f}" if len(values) > 1 else ""
+            curve = np.mean([t.result[part.metric] for t in runs], axis=0)
+            at = np.argmax(curve) if part.larger_is_better else np.argmin(curve)
+            epsilon = runs[0].result["epsilon"][-1]
+            lines.append(
+                f"| {part.common['part']} | {titles[method]} "
+                f"| {', '.join(f'{k} {v:g}' for k, v in best.items())} | {part.metric} "
+                f"| {np.mean(values):.5f} | {spread} "
+                f"| {curve[at]:.5f} (epoch {runs[0].result['epochs'][at]}) "
+                f"| {'–' if epsilon is None else f'{epsilon:.2f}'} | {len(runs)} |"
+            )
+    return "\n".join(lines)
+
+
+def plot(parts: Sequence[Part], trials: Sequence[Trial], titles: Mapping[str, str]) -> Any:
+    """A panel for each part: the figure after each epoch, mean and range over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(collections.OrderedDict.fromkeys(m for p in parts for m in p.candidates))
+    colours = {name: plt.get_cmap("tab20")(k % 20) for k, name in enumerate(names)}
+    figure, axes = plt.subplots(1, len(parts), figsize=(6 * len(parts), 5), squeeze=False)
+    for axis, part in zip(axes[0], parts):
+        for method, runs in part.finals(trials).items():
+            curves = np.asarray([t.result[part.metric] for t in runs])
+            at = runs[0].result["epochs"]
+            axis.plot(at, curves.mean(0), ".-", label=titles[method], color=colours[method])
+            axis.fill_between(at, curves.min(0), curves.max(0), alpha=0.2, color=colours[method])
+        axis.set(title=part.common["part"], xlabel="epoch", ylabel=f"test {part.metric}")
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    return figure

@@ -1,0 +1,180 @@
+"""The ADADP paper's experiments at smoke scale, and how the comparison chooses learning rates."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from examples.experiments import tuned
+from examples.experiments.harness import Trial
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(name, output, data_dir=None):
+    program = ROOT / "examples" / "experiments" / name / "run.py"
+    given = ["--data_dir", str(data_dir)] if data_dir else []
+    done = subprocess.run(
+        [sys.executable, str(program), "--output", str(output), *given],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (output / f"{name}_smoke.png").stat().st_size > 10_000
+    return done.stdout, json.loads((output / "results_smoke.json").read_text())["trials"]
+
+
+def data_with(name):
+    data_dir = os.environ.get("TFDS_DATA_DIR")
+    if not data_dir or not (pathlib.Path(data_dir) / name).is_dir():
+        pytest.skip(f"needs {name}: set TFDS_DATA_DIR to a tensorflow-datasets folder that has it")
+    layers = pathlib.Path(data_dir).resolve().parent / "cifar100_conv_layers.npz"
+    if name == "cifar10" and not ("CIFAR100_CONV_LAYERS" in os.environ or layers.is_file()):
+        pytest.skip("needs cifar100_conv_layers.npz: set CIFAR100_CONV_LAYERS to its path")
+    return data_dir
+
+
+def check_resumes(name, output, trials, data_dir=None):
+    """Started again it trains nothing; without its last trial it trains that one alone."""
+    path = output / "results_smoke.json"
+    before = path.read_bytes()
+    run(name, output, data_dir)
+    assert path.read_bytes() == before
+    path.write_text(json.dumps({"trials": trials[:-1]}))
+    _, again = run(name, output, data_dir)
+    assert again[:-1] == trials[:-1] and again[-1]["settings"] == trials[-1]["settings"]
+
+
+def test_mixture_learns_and_resumes(tmp_path):
+    out, trials = run("adadp_mixture", tmp_path)
+    assert "| ADADP |" in out and "| DP-SGD, learning rate 1 |" in out
+    for trial in trials:
+        result = trial["result"]
+        assert result["epochs"] == [1, 2]
+        assert 0 < result["epsilon"][0] < result["epsilon"][1]
+        if trial["settings"]["optimizer"] == "DPSGD":
+            assert result["log_likelihood"][1] > max(-4.2, result["log_likelihood"][0])
+        else:  # ten adaptations, from 0.1
+            assert 0.15 < result["learning_rate"][1] <= 0.1 * 1.1**10 * 1.001
+    check_resumes("adadp_mixture", tmp_path, trials)
+
+
+@pytest.mark.slow
+def test_insensitivity_shows_learning_rates_that_come_together(tmp_path):
+    data_dir = data_with("mnist")
+    out, trials = run("adadp_insensitivity", tmp_path, data_dir)
+    assert "| η₀ | η after 1 epoch |" in out and "| 0.0001 |" in out and "| 10 |" in out
+    starts = [t["settings"]["arguments"]["learning_rate"] for t in trials]
+    ends = {s: t["result"]["learning_rate"][-1] for s, t in zip(starts, trials)}
+    assert 1e-4 < ends[1e-4] <= 1e-4 * 1.1**15 and 10 > ends[10.0] >= 10 * 0.9**15 * 0.999
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dataset", ["mnist", "cifar10"])
+def test_comparison_tunes_the_others_and_resumes(tmp_path, dataset):
+    data_dir = data_with(dataset)
+    name = f"adadp_{dataset}"
+    out, trials = run(name, tmp_path, data_dir)
+    assert "ADADP, tolerance 1 |" in out and "DP-Adam, rate" in out
+    of_sgd = [t["settings"] for t in trials if t["settings"]["optimizer"] == "DPSGD"]
+    assert [s["noise_multiplier"] for s in of_sgd].count(2.0) == 2  # the grid
+    assert [s["noise_multiplier"] for s in of_sgd].count(4.0) == 1  # the best of it
+    for trial in trials:
+        result = trial["result"]
+        assert len(result["accuracy"]) == len(result["epsilon"]) == 2
+        assert 0 <= min(result["accuracy"]) and 0 < result["epsilon"][0] < result["epsilon"][1]
+    check_resumes(name, tmp_path, trials, data_dir)
+
+
+def comparison(**changes):
+    how = {
+        "epochs": 4,
+        "noise_multipliers": (2.0, 4.0),
+        "seeds": 3,
+        "other_seeds": 2,
+        "grids": {"DPAdam": range(-8, -5), "DPSGD": range(-3, 0)},
+        "open_ended": True,
+        "num_train": 1000,
+        "num_test": 100,
+        "hidden_units": (4,),
+        **changes,
+    }
+    return tuned.Comparison({"small": tuned.Scale(**how)})
+
+
+def played(comparison, accuracy):
+    """All trials of a plan, with invented accuracies."""
+    trials = []
+    while True:
+        known = [t.settings for t in trials]
+        new = [s for s in comparison.plan("small", trials) if s not in known]
+        if not new:
+            return trials
+        for settings in new:
+            if settings not in [t.settings for t in trials]:
+                scores = [0.1, accuracy(settings)]
+                result = {"accuracy": scores, "epochs": [1, 2], "epsilon": [0.5, 0.7]}
+                trials.append(Trial(settings, result, 0.0))
+
+
+def peak(adam, sgd):
+    """Accuracy that falls with the distance from the best log10 of the rate at each σ."""
+
+    def accuracy(settings):
+        rate = settings["arguments"].get("learning_rate")
+        if rate is None:
+            return 0.8
+        best = {"DPAdam": adam, "DPSGD": sgd}[settings["optimizer"]][settings["noise_multiplier"]]
+        return 0.9 - 0.05 * abs(np.log10(rate) - best)
+
+    return accuracy
+
+
+def rates(trials, optimizer, sigma):
+    """{rate: number of seeds}."""
+    found = {}
+    for trial in trials:
+        s = trial.settings
+        if s["optimizer"] == optimizer and s["noise_multiplier"] == sigma:
+            rate = s["arguments"].get("learning_rate")
+            found[rate] = found.get(rate, 0) + 1
+    return found
+
+
+def test_best_rates_get_their_seeds_and_dp_sgd_keeps_that_of_the_first_sigma():
+    accuracy = peak({2.0: -3.6, 4.0: -3.4}, {2.0: -1.0, 4.0: -0.5})
+    trials = played(comparison(), accuracy)
+    assert rates(trials, "DPAdam", 2.0) == {1e-4: 2, 3.16e-4: 3, 1e-3: 1}
+    assert rates(trials, "DPAdam", 4.0) == {1e-4: 1, 3.16e-4: 3, 1e-3: 2}
+    assert rates(trials, "DPSGD", 2.0) == {0.0316: 1, 0.1: 3, 0.316: 1}
+    assert rates(trials, "DPSGD", 4.0) == {0.1: 3}  # though 0.316 would be better there
+    assert rates(trials, "ADADP", 4.0) == {None: 3 + 2 + 2 + 2}
+
+
+def test_a_grid_grows_until_its_best_rate_is_inside():
+    accuracy = peak({2.0: -4.6, 4.0: -2.4}, {2.0: 0.1, 4.0: 0})
+    trials = played(comparison(), accuracy)
+    assert set(rates(trials, "DPAdam", 2.0)) == {1e-5, 3.16e-5, 1e-4, 3.16e-4, 1e-3}
+    assert set(rates(trials, "DPAdam", 4.0)) == {1e-4, 3.16e-4, 1e-3, 3.16e-3, 1e-2}
+    assert rates(trials, "DPSGD", 2.0)[1.0] == 3 and 3.16 in rates(trials, "DPSGD", 2.0)
+    assert rates(trials, "DPSGD", 4.0) == {1.0: 3}
+    closed = played(comparison(open_ended=False), accuracy)
+    assert set(rates(closed, "DPAdam", 2.0)) == {1e-4, 3.16e-4, 1e-3}
+
+
+def test_table_and_figure_show_the_chosen_rates_with_mean_and_spread():
+    accuracy = peak({2.0: -3.6, 4.0: -3.4}, {2.0: -1.0, 4.0: -0.5})
+    trials = played(comparison(), lambda s: accuracy(s) + 0.01 * s["seed"])
+    shown = tuned.shown(trials, 4.0)
+    adam = [n for n in shown if "Adam" in n]
+    assert adam == ["DP-Adam, rate 0.000316", "DP-Adam, rate 0.001, second best"]
+    assert len(shown["DP-SGD, rate 0.1"]) == 3 and len(shown["ADADP"]) == 3
+    assert "| 2 | 0.700 | ADADP | 0.8100 ± 0.0100 | 3 |" in tuned.table(trials)
+    figure = tuned.plot(trials)
+    assert len(figure.axes) == 4 and len(figure.axes[0].lines) == len(shown)
