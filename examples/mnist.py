@@ -46,8 +46,8 @@ def make_optimizer(args: argparse.Namespace, public: tf.data.Dataset):
         private["learning_rate"] = args.learning_rate
     if args.optimizer == "adadps":
         # Gradients that the preconditioner scaled to about one a coordinate have norms of √d, so
-        # all are clipped and only the product of clip and rate matters: about the one at which
-        # ADADP's learning rate settles in this setting, L·tol·√(2/d)/σ.
+        # all are clipped and only the product of clip and rate matters: about that where
+        # ADADP's learning rate lies in this setting.
         private.setdefault("learning_rate", 0.1)
         side_information = tf_adaptive_dp.PublicGradients(public, provenance="public")
         return tf_adaptive_dp.AdaDPS(side_information, **private), [side_information]

@@ -16,10 +16,19 @@ Arrays = tuple[np.ndarray, np.ndarray]
 LABELS = {"ADADP": "ADADP", "DPAdam": "DP-Adam", "DPSGD": "DP-SGD"}
 
 
-def make_model(hidden_units: Sequence[int]) -> tf.keras.Model:
-    """Ten classes; without biases, as in the ADADP authors' code."""
-    layers = [tf.keras.layers.Dense(u, activation="relu", use_bias=False) for u in hidden_units]
-    return tf.keras.Sequential([*layers, tf.keras.layers.Dense(10, use_bias=False)])
+def make_model(
+    hidden_units: Sequence[int], classes: int = 10, input_scale: float | None = None
+) -> tf.keras.Model:
+    """A network without biases, as in the ADADP authors' code; it returns logits.
+
+    Args:
+      hidden_units: of each hidden layer.
+      classes: number of outputs.
+      input_scale: what inputs, such as counts, are multiplied by; `None` leaves them.
+    """
+    first = [] if input_scale is None else [tf.keras.layers.Rescaling(input_scale)]
+    hidden = [tf.keras.layers.Dense(u, activation="relu", use_bias=False) for u in hidden_units]
+    return tf.keras.Sequential([*first, *hidden, tf.keras.layers.Dense(classes, use_bias=False)])
 
 
 def make_optimizer(settings: dict[str, Any]) -> tf.keras.optimizers.Optimizer:
@@ -54,8 +63,8 @@ def train(settings: dict[str, Any], train: Arrays, test: Arrays) -> dict[str, An
     """One private run.
 
     Args:
-      settings: of `make_optimizer`, and "hidden_units", "epochs", "delta" and "seed". The seed is
-        that of the first weights; noise and batches are never the same twice.
+      settings: of `make_optimizer` and of `make_model`, and "epochs", "delta" and "seed". The seed
+        is that of the first weights; noise and batches are never the same twice.
       train: private inputs and labels.
       test: held-out inputs and labels.
 
@@ -64,7 +73,9 @@ def train(settings: dict[str, Any], train: Arrays, test: Arrays) -> dict[str, An
     """
     tf.keras.backend.clear_session()
     tf.keras.utils.set_random_seed(settings["seed"])
-    model = make_model(settings["hidden_units"])
+    model = make_model(
+        settings["hidden_units"], settings.get("classes", 10), settings.get("input_scale")
+    )
     model.compile(
         make_optimizer(settings),
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
