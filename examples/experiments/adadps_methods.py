@@ -24,6 +24,7 @@ TITLES = {
     "adadps_rmsprop": "AdaDPS (RMSProp), public data",
     "adadps_adam": "AdaDPS (Adam), public data",
     "adadps_frequency": "AdaDPS, token frequency",
+    "dp_r_pub": "DP-R-Pub",
     "dp_adam_pub": "DP-Adam-Pub",
     "pda_dpmd": "PDA-DPMD",
     "warm_start": "DP-SGD, warm start",
@@ -53,7 +54,7 @@ def side_information(
 
     Args:
       settings: "method", "batch_size", and "epsilon_root", the ε of √(v + ε), and "every", the
-        minibatches between two public batches.
+        minibatches between two public batches, and "public_batch", if theirs is another size.
       public: examples whose privacy is not protected.
       private: the training data, which "ideal" alone looks at, and says so.
       word_counts: public counts of the words, for token frequencies.
@@ -68,7 +69,7 @@ def side_information(
     data, provenance = public, "public"
     if method == "ideal":
         data, provenance = private, dp_accounting.NonPrivateDpEvent()
-    size = min(settings["batch_size"], len(data[1]))
+    size = min(settings.get("public_batch", settings["batch_size"]), len(data[1]))
     batches = tf.data.Dataset.from_tensor_slices(data).shuffle(len(data[1])).batch(size, True)
     return tf_adaptive_dp.PublicGradients(
         batches,
@@ -83,7 +84,8 @@ def optimizer(settings: dict[str, Any], known: Any, steps: int) -> tf.keras.opti
     """The optimizer of a method.
 
     Args:
-      settings: "method", "rate", "batch_size", and for private methods "clip" and "sigma".
+      settings: "method", "rate", "batch_size", and for private methods "clip" and "sigma", and
+        "microbatches", and "ema", the momentum of averaged weights, where they are wanted.
       known: of `side_information`.
       steps: of the whole run, which the mixing of PDA-DPMD needs.
     """
@@ -99,11 +101,16 @@ def optimizer(settings: dict[str, Any], known: Any, steps: int) -> tf.keras.opti
         noise_multiplier=settings["sigma"],
         learning_rate=rate,
         expected_batch_size=settings["batch_size"],
+        num_microbatches=settings.get("microbatches"),
     )
+    if "ema" in settings:
+        private.update(use_ema=True, ema_momentum=settings["ema"])
     if method in _STOCK:
         # Keras's ε = 1e-7 is as large as noisy gradients of a small C are.
         small = {} if _STOCK[method] is tf_adaptive_dp.DPSGD else {"epsilon": 1e-10}
         return _STOCK[method](**private, **small)
+    if method == "dp_r_pub":
+        return tf_adaptive_dp.DPRPub(known, **private)
     if method == "dp_adam_pub":
         return tf_adaptive_dp.DPAdamPub(known, **private)
     if method == "pda_dpmd":
@@ -123,7 +130,9 @@ def run(
     loss: type,
     metrics: Sequence[Any],
     judge_every: int = 1,
+    judge_last: int = 1,
     word_counts: np.ndarray | None = None,
+    known: Any = None,
     **loss_arguments: Any,
 ) -> dict[str, Any]:
     """Trains a model with one method, and judges it on the test data.
@@ -131,14 +140,18 @@ def run(
     Args:
       model: not compiled yet.
       settings: of `side_information` and `optimizer`; "epochs", and for a warm start
-        "public_epochs" and "public_rate", of Adam on the public data.
+        "public_epochs" and "public_rate", of Adam on the public data. With "microbatches" batches
+        are shuffled, since groups need a fixed size. "delta", unless it is one over the number of
+        private examples; "steps_per_execution" of `compile`.
       public: public inputs and labels.
-      private: private inputs and labels; δ is one over their number.
+      private: private inputs and labels.
       test: held-out inputs and labels.
       loss: the class of a Keras loss.
       metrics: of `compile`.
       judge_every: epochs between two evaluations.
+      judge_last: the last so many epochs are evaluated in any case.
       word_counts: see `side_information`.
+      known: side information to take instead of that of `side_information`.
       **loss_arguments: of `loss`.
 
     Returns:
@@ -149,23 +162,32 @@ def run(
         size = min(settings["batch_size"], len(public[1]))
         model.fit(*public, batch_size=size, epochs=settings["public_epochs"], verbose=0)
     batch_size, epochs = settings["batch_size"], settings["epochs"]
-    known = side_information(settings, public, private, word_counts)
+    known = known or side_information(settings, public, private, word_counts)
     steps = len(private[1]) // batch_size * epochs
     is_private = settings["method"] not in NOT_PRIVATE
     model.compile(
         optimizer(settings, known, steps),
         loss=loss(reduction="none" if is_private else "sum_over_batch_size", **loss_arguments),
         metrics=metrics,
+        steps_per_execution=settings.get("steps_per_execution", 1),
     )
     shared = dict(
         epochs=epochs,
         batch_size=batch_size,
         callbacks=[known] if isinstance(known, tf.keras.callbacks.Callback) else [],
         judge_every=judge_every,
+        judge_last=judge_last,
     )
     if not is_private:
         return training.fit_without_privacy(model, private, test, **shared)
-    result = training.fit(model, private, test, delta=1 / len(private[1]), **shared)
+    result = training.fit(
+        model,
+        private,
+        test,
+        delta=settings.get("delta", 1 / len(private[1])),
+        sampling="shuffled" if "microbatches" in settings else "poisson",
+        **shared,
+    )
     if settings["method"] == "ideal":
         result["epsilon"] = [None] * len(result["epochs"])
     return result

@@ -13,26 +13,38 @@ import tf_adaptive_dp
 
 
 class _Judge(tf.keras.callbacks.Callback):
-    """Evaluates on the test set after each epoch, with averaged weights if there are any."""
+    """Evaluates on the test set after epochs, with averaged weights too if there are any."""
 
-    def __init__(self, test: Any, every: int):
+    def __init__(self, test: Any, every: int, last: int):
         super().__init__()
-        self.test, self.every, self.epochs, self.scores = test, every, [], []
+        self.test, self.every, self.last = test, every, last
+        self.epochs, self.scores = [], []
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        if (epoch + 1) % self.every and epoch + 1 != self.params["epochs"]:
+        if (epoch + 1) % self.every and epoch + 1 <= self.params["epochs"] - self.last:
             return
-        optimizer, trained = self.model.optimizer, self.model.trainable_variables
-        kept = [v.numpy() for v in trained]
-        if getattr(optimizer, "use_ema", False):
-            for variable, average in zip(trained, optimizer._model_variables_moving_average):
-                variable.assign(average)
+        self.epochs.append(epoch + 1)
+        scores = self._evaluate()
+        if getattr(self.model.optimizer, "use_ema", False):
+            scores = {
+                **self._evaluate_averaged(),
+                **{f"{name}_unaveraged": score for name, score in scores.items()},
+            }
+        self.scores.append(scores)
+
+    def _evaluate(self) -> dict[str, float]:
         x, y = self.test
-        scores = self.model.evaluate(x, y, batch_size=1000, verbose=0, return_dict=True)
+        return self.model.evaluate(x, y, batch_size=1000, verbose=0, return_dict=True)
+
+    def _evaluate_averaged(self) -> dict[str, float]:
+        trained = self.model.trainable_variables
+        kept = [v.numpy() for v in trained]
+        for variable, average in zip(trained, self.model.optimizer._model_variables_moving_average):
+            variable.assign(average)
+        scores = self._evaluate()
         for variable, value in zip(trained, kept):
             variable.assign(value)
-        self.epochs.append(epoch + 1)
-        self.scores.append(scores)
+        return scores
 
 
 def fit(
@@ -46,6 +58,7 @@ def fit(
     sampling: str = "poisson",
     callbacks: Sequence[tf.keras.callbacks.Callback] = (),
     judge_every: int = 1,
+    judge_last: int = 1,
 ) -> dict[str, Any]:
     """Trains a compiled model on private data.
 
@@ -59,10 +72,13 @@ def fit(
       sampling: `"poisson"`, or `"shuffled"` as the papers do, whose ε is an approximation and
         which fixed groups of examples (`num_microbatches`) need.
       callbacks: side information that is refreshed while training.
-      judge_every: epochs between two evaluations; the last is always evaluated.
+      judge_every: epochs between two evaluations.
+      judge_last: the last so many epochs are evaluated in any case.
 
     Returns:
-      Lists by evaluated epoch: "epochs", "epsilon", each metric's name; and "learning_rate".
+      Lists by evaluated epoch: "epochs", "epsilon", each metric's name; and "learning_rate". If
+      the optimizer averages weights (`use_ema`), the metrics are those of the averaged weights, and
+      there are more lists for the others, "accuracy_unaveraged" for example.
     """
     num_examples = len(train[1])
     steps = num_examples // batch_size
@@ -74,7 +90,7 @@ def fit(
     else:
         law = tf_adaptive_dp.ShuffledEpochs(batch_size, steps=steps * epochs)
         batches = tf_adaptive_dp.shuffled_batches(train, law)
-    judge = _Judge(test, judge_every)
+    judge = _Judge(test, judge_every, judge_last)
     monitor = tf_adaptive_dp.PrivacyMonitor(num_examples, delta, sampling=law)
     start = time.perf_counter()
     history = model.fit(
@@ -97,6 +113,7 @@ def fit_without_privacy(
     batch_size: int,
     callbacks: Sequence[tf.keras.callbacks.Callback] = (),
     judge_every: int = 1,
+    judge_last: int = 1,
 ) -> dict[str, Any]:
     """Trains a compiled model in the ordinary way, to compare with.
 
@@ -105,14 +122,15 @@ def fit_without_privacy(
       train: inputs and labels.
       test: held-out inputs and labels.
       epochs: passes.
-      batch_size: of shuffled batches.
-      callbacks: side information that is refreshed while training.
+      batch_size: examples of a batch.
+      callbacks: see `fit`.
       judge_every: see `fit`.
+      judge_last: see `fit`.
 
     Returns:
       See `fit`; "epsilon" is `None` throughout.
     """
-    judge = _Judge(test, judge_every)
+    judge = _Judge(test, judge_every, judge_last)
     start = time.perf_counter()
     model.fit(
         *train,
