@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from examples.experiments import tuned
+from examples.experiments.adadp_untuned import run as untuned
 from examples.experiments.harness import Trial
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -51,6 +52,7 @@ def check_resumes(name, output, trials, data_dir=None):
     assert again[:-1] == trials[:-1] and again[-1]["settings"] == trials[-1]["settings"]
 
 
+@pytest.mark.slow
 def test_mixture_learns_and_resumes(tmp_path):
     out, trials = run("adadp_mixture", tmp_path)
     assert "| ADADP |" in out and "| DP-SGD, learning rate 1 |" in out
@@ -81,7 +83,7 @@ def test_comparison_tunes_the_others_and_resumes(tmp_path, dataset):
     data_dir = data_with(dataset)
     name = f"adadp_{dataset}"
     out, trials = run(name, tmp_path, data_dir)
-    assert "ADADP, tolerance 1 |" in out and "DP-Adam, rate" in out
+    assert "ADADP, constant tolerance 1 |" in out and "DP-Adam, rate" in out
     of_sgd = [t["settings"] for t in trials if t["settings"]["optimizer"] == "DPSGD"]
     assert [s["noise_multiplier"] for s in of_sgd].count(2.0) == 2  # the grid
     assert [s["noise_multiplier"] for s in of_sgd].count(4.0) == 1  # the best of it
@@ -90,6 +92,16 @@ def test_comparison_tunes_the_others_and_resumes(tmp_path, dataset):
         assert len(result["accuracy"]) == len(result["epsilon"]) == 2
         assert 0 <= min(result["accuracy"]) and 0 < result["epsilon"][0] < result["epsilon"][1]
     check_resumes(name, tmp_path, trials, data_dir)
+
+
+@pytest.mark.slow
+def test_untuned_compares_all_methods(tmp_path):
+    if not os.environ.get("ADULT_CSV"):
+        pytest.skip("needs UCI Adult: set ADULT_CSV to its file")
+    out, trials = run("adadp_untuned", tmp_path, None)
+    assert {t["settings"]["method"] for t in trials} == set(untuned.TITLES)
+    assert all(f"| {title} |" in out for title in untuned.TITLES.values())
+    assert all(t["result"]["accuracy"][-1] > 0.7 for t in trials)
 
 
 def comparison(**changes):

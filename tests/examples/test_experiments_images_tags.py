@@ -201,6 +201,7 @@ def check(trials, out, titles):
     assert all(title in out for title in titles.values())
 
 
+@pytest.mark.slow
 def test_adadps_mnist_runs_every_method(tmp_path):
     data("TFDS_DATA_DIR", "mnist")
     from examples.experiments.adadps_methods import TITLES
@@ -210,6 +211,7 @@ def test_adadps_mnist_runs_every_method(tmp_path):
     check(trials, out, {k: v for k, v in TITLES.items() if k not in of_text})
 
 
+@pytest.mark.slow
 def test_adadps_stackoverflow_runs_every_method(tmp_path):
     data("TFF_CACHE_DIR", "stackoverflow.sqlite")
     from examples.experiments.adadps_methods import TITLES

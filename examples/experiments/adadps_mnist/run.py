@@ -48,6 +48,7 @@ MAIN: Candidates = {
     "adadps_adam": _pairs(1.0, [0.3, 0.6, 1.2], **_PUBLIC),
 }
 OTHERS: Candidates = {
+    "dp_r_pub": _pairs(0.01, [0.0005, 0.001, 0.002], **_PUBLIC),
     "dp_adam_pub": _pairs(0.01, [0.0005, 0.001, 0.002], **_PUBLIC),
     "pda_dpmd": _pairs(0.01, [25.0, 50.0, 100.0]),
     "warm_start": _pairs(0.01, [50.0, 100.0, 200.0], **_WARM),

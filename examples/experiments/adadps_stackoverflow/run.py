@@ -52,6 +52,7 @@ CANDIDATES: Mapping[str, Sequence[Mapping[str, float]]] = {
     "adadps_adam": _pairs(1.0, [3.0, 10.0, 30.0], **_PUBLIC),
     "adadps_frequency": _pairs(1.0, [3.0, 10.0, 30.0]),
     "ideal": _pairs(1.0, [3.0, 10.0, 30.0], **_PUBLIC),
+    "dp_r_pub": _pairs(0.1, [0.03, 0.1, 0.3], **_PUBLIC),
     "dp_adam_pub": _pairs(0.1, [0.03, 0.1, 0.3], **_PUBLIC),
     "pda_dpmd": _pairs(0.1, [30.0, 100.0, 300.0]),
     "warm_start": _pairs(0.1, [30.0, 100.0, 300.0], **_WARM),
