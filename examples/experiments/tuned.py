@@ -170,8 +170,10 @@ def shown(trials: Sequence[Trial], sigma: float) -> dict[str, list[Trial]]:
     kept = {}
     for optimizer, at, count in [("ADADP", sigma, None), ("DPAdam", sigma, 2), ("DPSGD", first, 1)]:
         grid = [t for t in trials if _is(t, optimizer, at) and t.settings["seed"] == 0]
-        rate = "learning_rate"
-        grid.sort(key=lambda t: (-final_accuracy(t), t.settings["arguments"].get(rate, 0)))
+        if count is None:  # so that each has its colour at all σ
+            grid.sort(key=lambda t: dense.label(t.settings))
+        else:
+            grid.sort(key=lambda t: (-final_accuracy(t), t.settings["arguments"]["learning_rate"]))
         for rank, trial in enumerate(grid[:count]):
             arguments = trial.settings["arguments"]
             name = dense.label(trial.settings) + (", second best" if count == 2 and rank else "")

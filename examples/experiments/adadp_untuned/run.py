@@ -32,7 +32,7 @@ import numpy as np
 from examples.experiments import dense, grids, harness
 from examples.experiments.datasets import adult, images, text
 
-EPOCHS_SHOWN = (5, 10, 20, 50, 100)
+EPOCHS_SHOWN = (2, 5, 10, 20, 50, 100)
 MODELS = {
     "adult": {"hidden_units": [64], "classes": 2, "batch_size": 200},
     "imdb": {"hidden_units": [], "classes": 2, "batch_size": 64, "input_scale": 1 / text.LENGTH},
