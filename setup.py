@@ -43,6 +43,8 @@ setup(
         "datasets": ["tensorflow-datasets>=4.9.3,<4.9.5", "tensorflow-metadata==1.13.1"],
         "tuning": ["keras-tuner>=1.4.8,<1.5"],
         "plots": ["matplotlib"],
+        # Beside "datasets", for examples/experiments; TF Privacy brings TensorFlow Probability.
+        "experiments": ["matplotlib", "tqdm", "tensorflow-probability>=0.22.1,<0.23"],
         # The attacks of `membership_inference`; their package asks for tf-models-official and 60
         # more, of which they import none: pip install --no-deps tensorflow-empirical-privacy==0.1.0
         "attacks": ["scikit-learn<1.7", "pandas<2", "immutabledict", "statsmodels>=0.14.0,<0.15"],
