@@ -76,6 +76,11 @@ def test_adadp_lowers_its_tolerance_step_by_step(discard):
     assert float(optimizer.learning_rate) == pytest.approx(rates[-1], rel=1e-5)
 
 
+def test_adadp_takes_a_tolerance_that_fits_the_number_of_parameters():
+    expected, _ = adadp_reference(0.4, np.sqrt(4) / 50, "half_steps", True, tolerance_decay=0.005)
+    assert_trajectory(dp.ADADP(**arguments(), learning_rate=0.4, discard=True), expected)
+
+
 @pytest.mark.parametrize("frozen_after", [0, 2, 3])
 def test_adadp_freezes_and_decays(frozen_after):
     expected, rates = adadp_reference(0.4, 0.12, "half_steps", False, frozen_after)

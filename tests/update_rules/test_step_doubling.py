@@ -10,6 +10,7 @@ from tf_adaptive_dp.update_rules.step_doubling import (
     adapted_learning_rate,
     decayed_learning_rate,
     decayed_tolerance,
+    default_tolerance,
     error_estimate,
     suggest_tolerance,
 )
@@ -122,6 +123,11 @@ def test_the_suggested_tolerance_keeps_the_noise_of_a_run_at_1(num_steps, num_pa
     assert np.sqrt(2 * num_steps) * tolerance / np.sqrt(num_parameters) == pytest.approx(1.0)
     smaller = suggest_tolerance(num_steps, num_parameters, noise=0.05)
     assert smaller == pytest.approx(0.05 * tolerance)
+
+
+@pytest.mark.parametrize("size, expected", [(1, 0.02), (100, 0.2), (2_500, 1.0), (10**9, 1.0)])
+def test_the_default_tolerance_is_1_or_less_for_few_parameters(size, expected):
+    assert default_tolerance(size) == pytest.approx(expected)
 
 
 def test_the_decayed_tolerance_lets_noise_grow_like_a_logarithm():

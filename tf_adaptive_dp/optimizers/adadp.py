@@ -42,8 +42,9 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
 {ARGUMENTS}
 {SIDE_INFORMATION}
       learning_rate: η₀; the first epoch finds the right one from any.
-      tolerance: tol at the start; 1 as the paper prints. Its code counted every parameter ten times
-        in err, so its results used 1/√10. See `suggest_tolerance`.
+      tolerance: tol at the start. `None` takes 1, as the paper prints, and √d / 50 if that is less,
+        for d parameters. The paper's code counted every parameter ten times in err, so its results
+        used 1/√10. See `suggest_tolerance`.
       tolerance_decay: how fast tol falls; 0 keeps it.
       alpha_min: the smallest factor of one adaptation.
       alpha_max: the largest.
@@ -78,7 +79,7 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
         num_microbatches: int | None = None,
         *,
         learning_rate: float = 0.1,
-        tolerance: float = 1.0,
+        tolerance: float | None = None,
         tolerance_decay: float = 0.005,
         alpha_min: float = 0.9,
         alpha_max: float = 1.1,
@@ -99,7 +100,9 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
         super().__init__(l2_norm_clip, noise_multiplier, num_microbatches, name=name, **kwargs)
         learning_rate = checks.number("learning_rate", learning_rate, 0, strict=True)
         self._learning_rate = self._build_learning_rate(learning_rate)
-        self.tolerance = checks.number("tolerance", tolerance, 0, strict=True)
+        if tolerance is not None:
+            tolerance = checks.number("tolerance", tolerance, 0, strict=True)
+        self.tolerance = tolerance
         self.tolerance_decay = checks.number("tolerance_decay", tolerance_decay, 0)
         self.alpha_min = checks.number("alpha_min", alpha_min, 0, strict=True)
         self.alpha_max = checks.number("alpha_max", alpha_max, 1)
@@ -156,9 +159,7 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
 
         # Looked at in every second minibatch only: it is a pass over all parameters.
         error = tf.cond(judge, error_of_the_pair, lambda: tf.zeros([]))
-        tolerance = step_doubling.decayed_tolerance(
-            self.tolerance, self.iterations // 2, self.tolerance_decay
-        )
+        tolerance = self._tolerance_now()
         accepted = error <= tolerance
         self._last_error.assign(tf.where(judge, error, self._last_error))
         counts = tf.cast(tf.stack([judge, judge & accepted]), tf.int64)
@@ -198,6 +199,13 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
             return kept
 
         variable.assign(tf.cond(pair.judge, second, first))
+
+    def _tolerance_now(self) -> tf.Tensor:
+        first = self.tolerance
+        if first is None:
+            num_parameters = sum(point.shape.num_elements() for point in self._euler_points)
+            first = step_doubling.default_tolerance(num_parameters)
+        return step_doubling.decayed_tolerance(first, self.iterations // 2, self.tolerance_decay)
 
     def _epochs_frozen(self, iterations: tf.Tensor) -> tf.Tensor:
         """k − k₀, below zero as long as the learning rate adapts."""

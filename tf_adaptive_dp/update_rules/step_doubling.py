@@ -96,6 +96,28 @@ def decayed_learning_rate(
     return tf.cast(learning_rate, tf.float32) * ratio
 
 
+def default_tolerance(num_parameters: int) -> float:
+    """min(1, √d / 50): the tolerance to begin with if nothing else is known.
+
+    1 is what the paper prints. Where noise dominates, a step moves each parameter by about tol/√d;
+    with few parameters 1 would be a large step, and the paper expects that less is needed there
+    (section "Choice of parameter tol"). The bound of 1/50 for each parameter is ours.
+
+    Args:
+      num_parameters: d.
+
+    Returns:
+      tol, in the units of the parameters.
+
+    Raises:
+      ValueError: if `num_parameters` is below 1.
+
+    >>> default_tolerance(270_000), default_tolerance(100)
+    (1.0, 0.2)
+    """
+    return min(1.0, math.sqrt(checks.integer("num_parameters", num_parameters, 1)) / 50)
+
+
 def decayed_tolerance(tolerance: float, num_steps: tf.Tensor, decay: float) -> tf.Tensor:
     """tol_t = tol / √(1 + decay·t), the tolerance after t steps of size η.
 
