@@ -139,6 +139,7 @@ def test_sample_weight_zero_contributes_exactly_zero_despite_a_shift(mode):
     run = zoo.in_mode(mode, step, problem.batch)
     whole = run(*problem.batch)
     x, y, weights = problem.batch
+    assert mechanism.statistics.summary().num_examples == np.count_nonzero(weights) < len(x)
     other = run(np.where(weights[:, None] == 0, 1e3, x).astype("float32"), y, weights)
     absent = run(*(a[weights > 0] for a in problem.batch))
     for a, b, c in zip(whole, other, absent):

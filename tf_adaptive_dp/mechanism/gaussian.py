@@ -241,14 +241,16 @@ class GaussianMechanism:
         """Σᵢ clip(...) of each variable, and [the count] of `AdaptiveClipping`, else []."""
         norms = source.variable_norms(scale, shift)
         squared_norms = clippings.total_norms(norms)
-        self.statistics.record(squared_norms, self._l2_norm_clip)
         weights = self.clipping.weights(norms, layers, self._l2_norm_clip)
         present = squared_norms > 0
         if shift is not None:
             # The shift alone would make padding contribute; an absent example must not.
-            present = source.squared_norms() > 0
+            unshifted = source.squared_norms()
+            present = unshifted > 0
+            squared_norms = tf.where(unshifted == 0, 0.0, squared_norms)
             each = weights if isinstance(weights, list) else [weights] * len(norms)
             weights = [None if w is None else tf.where(present, w, 0.0) for w in each]
+        self.statistics.record(squared_norms, self._l2_norm_clip)
         sums = source.weighted_sum(weights)
         if shift is not None:
             parts = zip(sums, weights, shift)
