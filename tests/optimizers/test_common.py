@@ -54,7 +54,7 @@ def test_modes_of_keras_train_alike(name, mode):
     assert_same_state(trained(name, compile_with=mode), trained(name))
 
 
-@every_optimizer
+@each_kind
 def test_jit_compile_trains_alike(name):
     # XLA's generator gives other numbers for the same seed, so this compares without noise.
     noise_multiplier = 0.5 if "WOSM" in name else 0.0
@@ -221,7 +221,7 @@ def test_sample_weight_zero_means_absent(name):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@every_optimizer
+@each_kind
 def test_averaged_weights_are_kept_by_keras(name):
     model = catalogue.mlp()
     arguments = {"use_ema": True, "ema_momentum": 0.5}
