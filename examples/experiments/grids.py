@@ -134,8 +134,13 @@ def plot(parts: Sequence[Part], trials: Sequence[Trial], titles: Mapping[str, st
 
     names = list(collections.OrderedDict.fromkeys(m for p in parts for m in p.candidates))
     colours = {name: plt.get_cmap("tab20")(k % 20) for k, name in enumerate(names)}
-    figure, axes = plt.subplots(1, len(parts), figsize=(6 * len(parts), 5), squeeze=False)
-    for axis, part in zip(axes[0], parts):
+    finished = {part.common["part"]: part for part in parts if part.finals(trials)}
+    columns = max(1, min(3, len(finished)))
+    rows = -(-len(finished) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(6 * columns, 5 * rows), squeeze=False)
+    for axis in axes.flat[len(finished) :]:
+        axis.remove()
+    for axis, part in zip(axes.flat, finished.values()):
         for method, runs in part.finals(trials).items():
             curves = np.asarray([t.result[part.metric] for t in runs])
             at = runs[0].result["epochs"]
