@@ -10,11 +10,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 
-from examples.experiments.harness import Trial
+from examples.experiments.harness import Experiment, Trial
 
 Settings = dict[str, Any]
 
@@ -150,3 +150,35 @@ def plot(parts: Sequence[Part], trials: Sequence[Trial], titles: Mapping[str, st
         axis.legend(fontsize=7)
     figure.tight_layout()
     return figure
+
+
+def experiment(
+    name: str,
+    description: str,
+    parts: Callable[[str], Sequence[Part]],
+    train: Callable[[dict[str, Any], str | None], dict[str, Any]],
+    titles: Mapping[str, str],
+    table: Callable[..., str] = table,
+) -> Experiment:
+    """An experiment that is a list of parts.
+
+    Args:
+      name: see `Experiment`.
+      description: see `Experiment`.
+      parts: from a scale, what is compared there; all settings have it as "scale".
+      train: see `Experiment`.
+      titles: of the methods, for the table and the figure.
+      table: makes the table from parts, trials and titles.
+    """
+
+    def of(trials: Sequence[Trial]) -> Sequence[Part]:
+        return parts(trials[0].settings["scale"])
+
+    return Experiment(
+        name,
+        description,
+        plan=lambda scale, trials: plan(parts(scale), trials),
+        train=train,
+        table=lambda trials: table(of(trials), trials, titles),
+        plot=lambda trials: plot(of(trials), trials, titles),
+    )

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,7 +126,9 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     return dense.train(settings, load(settings["data"], "train"), load(settings["data"], "test"))
 
 
-def table(trials: Sequence[harness.Trial]) -> str:
+def table(
+    made: Sequence[grids.Part], trials: Sequence[harness.Trial], titles: Mapping[str, str]
+) -> str:
     """Accuracy by epoch, mean over the seeds ± standard deviation, in Markdown."""
     lines = [
         "| data, σ | method | chosen rate | "
@@ -134,12 +136,12 @@ def table(trials: Sequence[harness.Trial]) -> str:
         + " | ε | seeds |",
         "| --- | --- | --- |" + " --- |" * (len(EPOCHS_SHOWN) + 2),
     ]
-    for part in parts(trials[0].settings["scale"]):
+    for part in made:
         for method, runs in part.finals(trials).items():
             best = (part.best(method, trials) or {})["arguments"].get("learning_rate")
             cells = [_cell(runs, epoch) for epoch in EPOCHS_SHOWN]
             lines.append(
-                f"| {part.common['part']} | {TITLES[method]} | {'–' if best is None else best} | "
+                f"| {part.common['part']} | {titles[method]} | {'–' if best is None else best} | "
                 f"{' | '.join(cells)} | {runs[0].result['epsilon'][-1]:.2f} | {len(runs)} |"
             )
     return "\n".join(lines)
@@ -154,14 +156,7 @@ def _cell(runs: Sequence[harness.Trial], epoch: int) -> str:
     return f"{np.mean(values):.3f}{spread}"
 
 
-EXPERIMENT = harness.Experiment(
-    "adadp_untuned",
-    __doc__,
-    plan=lambda scale, trials: grids.plan(parts(scale), trials),
-    train=train,
-    table=table,
-    plot=lambda trials: grids.plot(parts(trials[0].settings["scale"]), trials, TITLES),
-)
+EXPERIMENT = grids.experiment("adadp_untuned", __doc__, parts, train, TITLES, table)
 
 if __name__ == "__main__":
     harness.main(EXPERIMENT, pathlib.Path(__file__).parent)

@@ -165,14 +165,11 @@ def parts(scale: str) -> list[grids.Part]:
     return made
 
 
-def _parts_of(trials: Sequence[harness.Trial]) -> list[grids.Part]:
-    return parts(trials[0].settings["scale"])
-
-
-def table(trials: Sequence[harness.Trial]) -> str:
+def table(
+    made: Sequence[grids.Part], trials: Sequence[harness.Trial], titles: Mapping[str, str]
+) -> str:
     """The table of all parts, and another with the weights as they are instead of averaged ones."""
-    made = _parts_of(trials)
-    averaged = grids.table(made, trials, reviews.TITLES)
+    averaged = grids.table(made, trials, titles)
     lines = ["| part | method | without averaging: mean | std |", "| --- | --- | --- | --- |"]
     for part in made:
         for method, runs in part.finals(trials).items():
@@ -180,19 +177,13 @@ def table(trials: Sequence[harness.Trial]) -> str:
                 continue
             values = [grids.final(t, "accuracy_unaveraged_of_3") for t in runs]
             spread = f"{np.std(values, ddof=1):.5f}" if len(values) > 1 else ""
-            title = reviews.TITLES[method]
-            lines.append(f"| {part.common['part']} | {title} | {np.mean(values):.5f} | {spread} |")
+            lines.append(
+                f"| {part.common['part']} | {titles[method]} | {np.mean(values):.5f} | {spread} |"
+            )
     return averaged + "\n\n" + "\n".join(lines)
 
 
-EXPERIMENT = harness.Experiment(
-    "adadps_imdb",
-    __doc__,
-    plan=lambda scale, trials: grids.plan(parts(scale), trials),
-    train=reviews.train,
-    table=table,
-    plot=lambda trials: grids.plot(_parts_of(trials), trials, reviews.TITLES),
-)
+EXPERIMENT = grids.experiment("adadps_imdb", __doc__, parts, reviews.train, reviews.TITLES, table)
 
 if __name__ == "__main__":
     harness.main(EXPERIMENT, pathlib.Path(__file__).parent)

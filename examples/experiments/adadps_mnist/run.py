@@ -194,18 +194,7 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     )
 
 
-def _scale(trials: Sequence[harness.Trial]) -> str:
-    return trials[0].settings["scale"]
-
-
-EXPERIMENT = harness.Experiment(
-    "adadps_mnist",
-    __doc__,
-    plan=lambda scale, trials: grids.plan(parts(scale), trials),
-    train=train,
-    table=lambda trials: grids.table(parts(_scale(trials)), trials, adadps_methods.TITLES),
-    plot=lambda trials: grids.plot(parts(_scale(trials)), trials, adadps_methods.TITLES),
-)
+EXPERIMENT = grids.experiment("adadps_mnist", __doc__, parts, train, adadps_methods.TITLES)
 
 if __name__ == "__main__":
     harness.main(EXPERIMENT, pathlib.Path(__file__).parent)

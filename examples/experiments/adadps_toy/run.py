@@ -141,18 +141,7 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     )
 
 
-def _parts_of(trials: Sequence[harness.Trial]) -> list[grids.Part]:
-    return parts(trials[0].settings["scale"])
-
-
-EXPERIMENT = harness.Experiment(
-    "adadps_toy",
-    __doc__,
-    plan=lambda scale, trials: grids.plan(parts(scale), trials),
-    train=train,
-    table=lambda trials: grids.table(_parts_of(trials), trials, TITLES),
-    plot=lambda trials: grids.plot(_parts_of(trials), trials, TITLES),
-)
+EXPERIMENT = grids.experiment("adadps_toy", __doc__, parts, train, TITLES)
 
 if __name__ == "__main__":
     harness.main(EXPERIMENT, pathlib.Path(__file__).parent)

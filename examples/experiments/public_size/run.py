@@ -15,7 +15,6 @@ chosen by it, as in the paper; what the choice costs is not counted.
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
 
 from examples.experiments import grids, harness, reviews
 from examples.experiments.adadps_imdb import run as adadps_imdb
@@ -41,18 +40,7 @@ def parts(scale: str) -> list[grids.Part]:
     return made
 
 
-def _parts_of(trials: Sequence[harness.Trial]) -> list[grids.Part]:
-    return parts(trials[0].settings["scale"])
-
-
-EXPERIMENT = harness.Experiment(
-    "public_size",
-    __doc__,
-    plan=lambda scale, trials: grids.plan(parts(scale), trials),
-    train=reviews.train,
-    table=lambda trials: grids.table(_parts_of(trials), trials, reviews.TITLES),
-    plot=lambda trials: grids.plot(_parts_of(trials), trials, reviews.TITLES),
-)
+EXPERIMENT = grids.experiment("public_size", __doc__, parts, reviews.train, reviews.TITLES)
 
 if __name__ == "__main__":
     harness.main(EXPERIMENT, pathlib.Path(__file__).parent)
