@@ -1,0 +1,27 @@
+"""Where data sets lie on this machine."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+
+def folder(name: str, value: str | None, variable: str, how: str) -> pathlib.Path:
+    """The folder of a data set.
+
+    Args:
+      name: the argument that names it, for the error.
+      value: what the caller passed; `None` takes the environment's `variable`.
+      variable: the environment variable that stands in for it.
+      how: what must be in the folder and how to get it, for the error.
+
+    Raises:
+      FileNotFoundError: if neither names a folder that exists.
+    """
+    path = value or os.environ.get(variable)
+    if not path or not pathlib.Path(path).is_dir():
+        raise FileNotFoundError(
+            f"`{name}` or the environment's {variable} must name a folder that exists. {how} "
+            f"Received: {path!r}"
+        )
+    return pathlib.Path(path)
