@@ -1,7 +1,36 @@
-"""TensorFlow Federated processes with user-level differential privacy.
+"""TensorFlow Federated processes: clients that adapt, user-level privacy, and ε after each round.
 
-Nothing is public here yet: the client optimizers and processes build on the update rules of
-`tf_adaptive_dp`, which this package imports and which never imports it.
+    import federated
+
+    federated.local_context()  # TFF's worker, ended with Python
+    process = federated.build_dp_fed_avg(model_fn, federated.build_adadp(), privacy)
+
+Names are imported when they are first used, so that `python -m federated.worker` starts without TFF.
 """
 
-__all__: list = []
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_PLACES = {
+    "client_optimizers": ("build_adadp", "build_adadps"),
+    "client_preconditioner": ("ClientPreconditioner",),
+    "client_work": ("build_client_work",),
+    "connection": ("WorkerLostError",),
+    "runtime": ("local_context", "remote_context"),
+    "worker": ("WorkerStartError",),
+}
+_MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
