@@ -5,7 +5,7 @@
     federated.local_context()  # TFF's worker, ended with Python
     process = federated.build_dp_fed_avg(model_fn, federated.build_adadp(), privacy)
 
-Names are imported when they are first used, so that `python -m federated.worker` starts without TFF.
+Names are imported when they are first used: `python -m federated.worker` starts without TFF.
 """
 
 from __future__ import annotations

@@ -152,12 +152,13 @@ class _ADADP(tff.learning.optimizers.Optimizer):
             return state, weights
         flat_gradients = tf.nest.flatten(gradients)
         rate = tf.cast(state[LEARNING_RATE], tf.float32)
-        half_way = _moved(points, flat_gradients, rate / 2)
+        half_step = [None if g is None else tf.cast(rate / 2, g.dtype) * g for g in flat_gradients]
+        half_way = _moved(points, half_step)
         euler_points = tf.nest.flatten(state[_EULER])
         starts = tf.nest.flatten(state[_START]) if self._discard else []
 
         def first():
-            euler = _moved(points, flat_gradients, rate)
+            euler = _moved(half_way, half_step)
             return half_way, euler, points if self._discard else [], rate, state[_DISCARDED]
 
         def second():
@@ -180,10 +181,11 @@ class _ADADP(tff.learning.optimizers.Optimizer):
         tolerance = state[TOLERANCE]
         error = step_doubling.error_estimate(half_way, euler_points)
         accepted = error <= tf.cast(tolerance, tf.float32)  # false if it is NaN
-        kept = half_way if self._keep == "half_steps" else euler_points
-        discarded = state[_DISCARDED]
+        reached = half_way if self._keep == "half_steps" else euler_points
+        kept, discarded = reached, state[_DISCARDED]
         if self._discard:
-            kept = [tf.where(accepted, k, s) for k, s in zip(kept, starts)]
+            # A branch, not `tf.where`: it passes tensors on instead of copying them.
+            kept = tf.cond(accepted, lambda: reached, lambda: starts)
             discarded = discarded + tf.cast(~accepted, tf.int32)
         rate = step_doubling.adapted_learning_rate(
             rate, error, tolerance, state[ALPHA_MIN], state[ALPHA_MAX]
@@ -266,9 +268,9 @@ def _checked_learning_rate(value: Any) -> Any:
     return checks.number("learning_rate", value, 0, strict=True)
 
 
-def _moved(points: list, gradients: list, rate: tf.Tensor) -> list:
-    """θ − rate·G; a weight without a gradient stays."""
-    return [w if g is None else w - tf.cast(rate, w.dtype) * g for w, g in zip(points, gradients)]
+def _moved(points: list, steps: list) -> list:
+    """Points minus steps; a weight without a gradient stays."""
+    return [point if step is None else point - step for point, step in zip(points, steps)]
 
 
 def _check_state_fits(points: Any, weights: Any) -> None:
