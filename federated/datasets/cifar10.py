@@ -239,6 +239,7 @@ def preprocess_fn(batches: ClientBatches) -> Callable[[tf.data.Dataset], tf.data
         scaled = tf.cast(images, tf.float32) / 255
         return (scaled - tf.constant(_MEAN)) / tf.constant(_STD), tf.cast(labels, tf.int32)
 
+    @tf.autograph.experimental.do_not_convert  # TFF traces it, which breaks dataclasses
     def preprocess(examples: tf.data.Dataset) -> tf.data.Dataset:
         return batches(examples).map(normalise)  # whole batches: faster than image by image
 

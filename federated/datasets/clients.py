@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -129,3 +130,34 @@ def subset(client_data: Any, client_ids: Sequence[str]) -> Any:
     return tff.simulation.datasets.ClientData.from_clients_and_tf_fn(
         list(client_ids), client_data.serializable_dataset_fn
     )
+
+
+def in_memory(
+    client_data: Any, batches: ClientBatches, max_clients: int = 2000
+) -> Callable[[str], tf.data.Dataset]:
+    """Local batches of data that take long to read or to prepare, each client's read once.
+
+    Args:
+      client_data: a `tff.simulation.datasets.ClientData` whose datasets are batches, of any size,
+        such as posts that `stackoverflow.preprocess_fn` has made bags of words.
+      batches: how a client reads its examples in a round.
+      max_clients: how many clients are kept in memory; of others the latest ones replace them.
+
+    Returns:
+      A function from a client id to the batches of a round, such as `federated.train` takes.
+
+    Raises:
+      TypeError, ValueError: if `max_clients` is not a whole number of at least 1.
+    """
+    checks.integer("max_clients", max_clients, 1)
+    spec = client_data.element_type_structure
+
+    @functools.lru_cache(maxsize=max_clients)
+    def examples(client_id: str) -> Any:
+        found = list(client_data.create_tf_dataset_for_client(client_id).as_numpy_iterator())
+        nothing = tf.nest.map_structure(
+            lambda s: np.zeros([0, *s.shape[1:]], s.dtype.as_numpy_dtype), spec
+        )
+        return tf.nest.map_structure(lambda *parts: np.concatenate(parts), nothing, *found)
+
+    return lambda client_id: batches(tf.data.Dataset.from_tensor_slices(examples(client_id)))

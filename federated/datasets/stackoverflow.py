@@ -86,6 +86,7 @@ def preprocess_fn(
     checks.choice("labels", labels, LABELS)
     num_words, num_tags = len(vocabulary.words), len(vocabulary.tags)
 
+    @tf.autograph.experimental.do_not_convert  # TFF traces it, which breaks dataclasses
     def preprocess(posts: tf.data.Dataset) -> tf.data.Dataset:
         # Made here, so that they belong to the graph in which TFF may trace this.
         word_ids, tag_ids = _table(vocabulary.words), _table(vocabulary.tags)

@@ -21,9 +21,7 @@ ADADP = {"learning_rate": 0.4, "tolerance": 0.3}
 START = np.array([1.0, 1.0, 1.0, 0.0])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def context():
-    tff.backends.native.set_sync_local_cpp_execution_context()
+pytestmark = pytest.mark.usefixtures("context")
 
 
 def keras_model():

@@ -140,11 +140,6 @@ def test_all_clients_can_be_read_as_one(splits, labels):
     assert len(read(preprocess(train.create_tf_dataset_from_all_clients()))[1]) == wanted
 
 
-@pytest.fixture(scope="module")
-def context():
-    tff.backends.native.set_sync_local_cpp_execution_context()
-
-
 def test_tff_sends_the_datasets_to_its_workers(splits, context):
     data = splits[0].preprocess(stackoverflow.preprocess_fn(KNOWN, IN_ORDER))
     shape = tff.TensorType(np.float32, [None, 3])

@@ -90,6 +90,36 @@ def _normal_pairs(size: tf.Tensor, key: tf.Tensor, release: tf.Tensor) -> tf.Ten
     return a + tf.bitwise.left_shift(b, tf.constant(32, tf.uint64))
 
 
+def fresh_normal_numbers(size: int) -> tf.Tensor:
+    """Numbers from N(0, 1) that are other ones each time the graph runs; for graphs sent away.
+
+    A graph that is serialized (a computation of TensorFlow Federated) can keep no variable and call
+    no Python. So its key is made where it runs: a block of Threefry, keyed with 64 bits of the
+    operating system's entropy from the time of tracing, turns 64 random bits of the run into it.
+    The numbers are those of `GaussianNoise`, computed without XLA.
+
+    Guarantee: no seed of TensorFlow, Keras, NumPy or Python changes the numbers or repeats them,
+    and nothing that is saved with a state does. Two graphs share a key by chance only, once in 2⁶⁴,
+    and so do two runs of one graph in one process. TensorFlow seeds the random bits of a run with
+    32 bits of entropy for each process: one graph in two processes has the same numbers with
+    probability 2⁻³², if the time agrees as well, to the microsecond. And who has the serialized
+    graph has these 32 bits to guess: keep it like the data.
+
+    Args:
+      size: how many numbers, below 2³¹ - 1.
+
+    Returns:
+      [size], float32.
+    """
+    secret = tf.constant(int.from_bytes(os.urandom(8), "little", signed=True), tf.int64)
+    random = tf.raw_ops.NonDeterministicInts(shape=[2], dtype=tf.uint32)
+    words = _threefry(tf.bitcast(secret, tf.uint32), random[:1], random[1])
+    key = tf.bitcast(tf.concat(words, axis=0), tf.int64)
+    microseconds = tf.cast(tf.math.floormod(tf.timestamp() * 1e6, 2.0**32), tf.int64)
+    pairs = _normal_pairs.python_function(tf.constant(size, tf.int32), key, microseconds)
+    return tf.reshape(tf.bitcast(pairs, tf.float32), [-1])[:size]
+
+
 class GaussianNoise:
     """Independent Gaussian noise for a list of tensors, one draw a release.
 

@@ -14,7 +14,15 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.privacy import accounting
 from tf_adaptive_dp.privacy import sampling as samplings
 from tf_adaptive_dp.privacy.ledger import Segment
-from tf_adaptive_dp.privacy.wording import filled, item, of_side_information, up, why_not_private
+from tf_adaptive_dp.privacy.wording import (
+    EXAMPLE,
+    Unit,
+    filled,
+    item,
+    of_side_information,
+    up,
+    why_not_private,
+)
 
 __all__ = ["epsilon_without_amplification", "privacy_statement"]
 
@@ -125,7 +133,7 @@ def privacy_statement(
             "Nothing was released: the ledger is empty, epsilon = 0. That says nothing of weights "
             "that were trained by other means."
         )
-    released = _released(segments, other_events, num_examples)
+    released = list_of_releases(segments, other_events, num_examples)
     information = of_side_information(getattr(ledger, "side_information", None))
     if math.isinf(spent):
         parts = [why_not_private(segments, other_events), released, information]
@@ -139,8 +147,8 @@ def privacy_statement(
             segments[0], num_examples, delta, accountant, max_examples_per_user
         )
     paragraphs = [
-        _claim(spent, unamplified, delta, accountant, sampling),
-        _warning_of_delta(delta, num_examples),
+        claim(spent, unamplified, delta, accountant, sampling),
+        warning_of_delta(delta, num_examples),
         released,
         information,
         filled(_PROTECTED),
@@ -164,77 +172,103 @@ def _occurrences(segments: Sequence[Segment], num_examples: int) -> list[int]:
     return result
 
 
-def _claim(
+def claim(
     spent: float,
     unamplified: float,
     delta: float,
     accountant: str,
     sampling: samplings.Sampling | str,
+    unit: Unit = EXAMPLE,
 ) -> str:
-    unit = "Unit: one example. Adjacency: data sets that differ by adding or removing one example."
+    """The first paragraph: ε, δ, unit, adjacency and sampling.
+
+    Args:
+      spent: ε of the sampling.
+      unamplified: ε without amplification by sampling, for shuffled batches.
+      delta: δ.
+      accountant: which made them.
+      sampling: `"poisson"`, `"fixed"` or `"shuffled"`, or such a sampling.
+      unit: what the text calls the unit.
+    """
+    one = unit.one
+    whose = f"Unit: one {one}. Adjacency: data sets that differ by adding or removing one {one}."
     how = f"({accountant.upper()} accounting, rounded up)"
     label = samplings.label_of(sampling)
     if label == "shuffled":
-        return _claim_of_shuffling(spent, unamplified, delta, f"{how}. {unit}")
+        return _claim_of_shuffling(spent, unamplified, delta, f"{how}. {whose}", unit)
     drawn = "by Poisson sampling, and for that this epsilon is a proven bound."
     if label == "fixed":
-        unit = "Unit: one example. Adjacency: data sets in which one example replaces another."
+        whose = f"Unit: one {one}. Adjacency: data sets in which one {one} replaces another."
         drawn = (
             "as random subsets of a fixed size, independent of each other, and for that this "
             "epsilon is a proven bound. It is not to be compared with epsilons for adding or "
-            "removing an example."
+            f"removing {unit.a}."
         )
     elif isinstance(sampling, samplings.PoissonSampling):
         drawn += (
-            f" Every example joined each batch with probability {sampling.sampling_probability:g}. "
-            f"Of more than {sampling.max_batch_size} as many were kept at random; what that may "
-            "reveal is part of delta."
+            f" Every {one} joined each {unit.batch} with probability "
+            f"{sampling.sampling_probability:g}. Of more than {sampling.max_batch_size} as many "
+            "were kept at random; what that may reveal is part of delta."
         )
     return filled(
-        f"Differential privacy with epsilon = {up(spent)} and delta = {delta:g} {how}. {unit} The "
-        f"batches were drawn {drawn}"
+        f"Differential privacy with epsilon = {up(spent)} and delta = {delta:g} {how}. {whose} The "
+        f"{unit.batches} were drawn {drawn}"
     )
 
 
-def _claim_of_shuffling(spent: float, unamplified: float, delta: float, how_and_unit: str) -> str:
+def _claim_of_shuffling(
+    spent: float, unamplified: float, delta: float, how_and_unit: str, unit: Unit
+) -> str:
     return (
         filled(
-            f"Differential privacy at delta = {delta:g} {how_and_unit} The batches came from "
-            "shuffling the data, not from Poisson sampling, so there are two epsilons:"
+            f"Differential privacy at delta = {delta:g} {how_and_unit} The {unit.batches} came "
+            "from shuffling the data, not from Poisson sampling, so there are two epsilons:"
         )
         + item(
-            f"epsilon = {up(spent)} is that of Poisson sampling with the same batch size: an "
-            "approximation to what shuffling gives, not a proven bound."
+            f"epsilon = {up(spent)} is that of Poisson sampling with the same {unit.batch} size: "
+            "an approximation to what shuffling gives, not a proven bound."
         )
         + item(
             f"epsilon = {up(unamplified)} is without amplification by sampling: a bound for any "
-            "order of the data, if each example is in one batch per epoch and the other batches do "
-            "not depend on it."
+            f"order of the data, if each {unit.one} is in one {unit.batch} per epoch and the other "
+            f"{unit.batches} do not depend on it."
         )
     )
 
 
-def _released(
-    segments: Sequence[Segment], events: Sequence[dp_accounting.DpEvent], num_examples: int
+def list_of_releases(
+    segments: Sequence[Segment],
+    events: Sequence[dp_accounting.DpEvent],
+    num_examples: int,
+    unit: Unit = EXAMPLE,
 ) -> str:
+    """What was released, as a list.
+
+    Args:
+      segments: of the ledger.
+      events: what else was spent.
+      num_examples: number of units in all.
+      unit: what the text calls the unit.
+    """
     lines = [filled("Released:")]
     for noise_multiplier, batch_size, count in segments:
         lines.append(
             item(
-                f"{count} noisy gradients with noise multiplier {noise_multiplier:g} and expected "
-                f"batch size {batch_size:g} of {num_examples} examples"
+                f"{count} {unit.releases} with noise multiplier {noise_multiplier:g} and expected "
+                f"{unit.batch} size {batch_size:g} of {num_examples} {unit.one}s"
             )
         )
-    lines.extend(item(f"besides the gradients, and counted in: {event}") for event in events)
+    lines.extend(item(f"besides the {unit.others}, and counted in: {event}") for event in events)
     return "".join(lines)
 
 
-def _warning_of_delta(delta: float, num_examples: int) -> str:
+def warning_of_delta(delta: float, num_examples: int, unit: Unit = EXAMPLE) -> str:
+    """A warning, or the empty text if δ is small enough for so many units."""
     if delta * num_examples <= 1 + 1e-9:  # 1 / n itself is customary
         return ""
     return filled(
-        "Warning: delta is above 1 / number of examples. So large a delta would allow to "
-        "publish some example as it is."
+        f"Warning: delta is above 1 / number of {unit.one}s. So large a delta would allow to "
+        f"publish some {unit.one} as it is."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import textwrap
 from collections.abc import Sequence
@@ -12,6 +13,30 @@ import dp_accounting
 from tf_adaptive_dp.privacy.accounting import MIN_NOISE_MULTIPLIER
 from tf_adaptive_dp.privacy.events import is_unprotected, unprotected
 from tf_adaptive_dp.privacy.ledger import Segment
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What the unit of privacy and the steps of training are called in a statement.
+
+    Attributes:
+      one: the unit.
+      a: the unit with its article.
+      batch: what is drawn for one release.
+      batches: several of them.
+      releases: what is released, in the plural.
+      others: what `releases` are called in "besides the ...".
+    """
+
+    one: str = "example"
+    a: str = "an example"
+    batch: str = "batch"
+    batches: str = "batches"
+    releases: str = "noisy gradients"
+    others: str = "gradients"
+
+
+EXAMPLE = Unit()
 
 
 def of_side_information(information: Any) -> str:

@@ -1,0 +1,237 @@
+"""Sums of clipped client updates with noise: the queries that the aggregators are made of.
+
+They replace three queries of TF Privacy, whose noise does not hold in TFF what it promises there:
+that of its tree query is a function of a seed in the state (the time of day), so a round that is
+run again from a saved state adds the very same noise to other data, and the difference of the two
+results is without any noise.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from typing import Any, NamedTuple
+
+import dp_accounting
+import tensorflow as tf
+import tensorflow_privacy as tfp
+
+from tf_adaptive_dp.mechanism.noise import fresh_normal_numbers
+
+# The noise is larger by this factor: more than float32 loses where the norm, the clip, the standard
+# deviation and their quotient are rounded.
+MARGIN = 1 + 2.0**-16
+
+
+def clipped(record: Any, clip: tf.Tensor) -> tuple[Any, tf.Tensor]:
+    """A client's update scaled down to an L2 norm of `clip`, and its norm before that.
+
+    Guarantee: the norm over all tensors together is at most `clip`, to float32's rounding. An
+    update that is not finite, or whose norm overflows, becomes zeros: NaN would void everybody's
+    noise, and show that this client took part.
+
+    Args:
+      record: a nest of float32 tensors.
+      clip: scalar.
+
+    Returns:
+      The nest, and the norm; infinity for what became zeros.
+    """
+    norm = tf.linalg.global_norm(tf.nest.flatten(record))
+    usable = tf.math.is_finite(norm)
+    scale = tf.math.divide_no_nan(clip, tf.maximum(norm, clip))
+
+    def scaled(values: tf.Tensor) -> tf.Tensor:
+        return tf.where(usable, values, 0.0) * tf.where(usable, scale, 0.0)
+
+    norm = tf.where(usable, norm, math.inf)
+    return tf.nest.map_structure(scaled, record), norm
+
+
+def _flat(record: Any) -> tf.Tensor:
+    return tf.concat([tf.reshape(values, [-1]) for values in tf.nest.flatten(record)], axis=0)
+
+
+def _like(record: Any, flat: tf.Tensor) -> Any:
+    leaves = tf.nest.flatten(record)
+    parts = tf.split(flat, [math.prod(leaf.shape) for leaf in leaves])
+    shaped = [tf.reshape(part, leaf.shape) for part, leaf in zip(parts, leaves)]
+    return tf.nest.pack_sequence_as(record, shaped)
+
+
+class GaussianSum(tfp.GaussianSumQuery):
+    """The sum of clipped updates plus Gaussian noise: N(0, (`MARGIN`·stddev)²) for each number.
+
+    Guarantee: the Gaussian mechanism with noise multiplier stddev / clip for adding or removing one
+    client, whatever it sends. The noise is fresh in each run of the graph, see
+    `tf_adaptive_dp.mechanism.noise.fresh_normal_numbers`; an empty sum gets it too.
+    """
+
+    def preprocess_record_impl(self, params: tf.Tensor, record: Any) -> tuple[Any, tf.Tensor]:
+        """The clipped update and its norm."""
+        return clipped(record, params)
+
+    def get_noised_result(self, sample_state: Any, global_state: Any) -> tuple:
+        """The sum with noise, the unchanged state, and the event."""
+        stddev = MARGIN * global_state.stddev
+        sums = _flat(sample_state)
+        noisy = _like(sample_state, sums + stddev * fresh_normal_numbers(sums.shape[0]))
+        event = dp_accounting.GaussianDpEvent(stddev / global_state.l2_norm_clip)
+        return noisy, global_state, event
+
+
+class _QuantileEstimator(tfp.QuantileEstimatorQuery):
+    """Whether norms are below an estimate, counted with the noise of `GaussianSum`."""
+
+    def _construct_below_estimate_query(self, stddev: float, expected_num_records: float):
+        # Counts are shifted by one half, so a client changes them by ±0.5.
+        return tfp.NormalizedQuery(GaussianSum(0.5, stddev), expected_num_records)
+
+
+class AdaptiveClipSum(tfp.QuantileAdaptiveClipSumQuery):
+    """`GaussianSum` with a clip that follows a quantile of the updates' norms (Andrew et al. 2021).
+
+    After each round the clip is multiplied by exp(-`learning_rate` · (share of norms below it -
+    `target_unclipped_quantile`)), where the share comes from a count with noise.
+
+    Guarantee: with σ = `clipped_count_stddev` each round is the composition of two Gaussian
+    mechanisms on the same cohort, with multipliers `noise_multiplier` and 2σ; the clip is computed
+    from earlier results alone, and may be published like them.
+    """
+
+    def __init__(
+        self,
+        initial_l2_norm_clip: float,
+        noise_multiplier: float,
+        target_unclipped_quantile: float,
+        learning_rate: float,
+        clipped_count_stddev: float,
+        expected_num_records: float,
+    ):
+        super().__init__(
+            initial_l2_norm_clip,
+            noise_multiplier,
+            target_unclipped_quantile,
+            learning_rate,
+            clipped_count_stddev,
+            expected_num_records,
+        )
+        self._sum_query = GaussianSum(initial_l2_norm_clip, noise_multiplier * initial_l2_norm_clip)
+        self._quantile_estimator_query = _QuantileEstimator(
+            initial_l2_norm_clip,
+            target_unclipped_quantile,
+            learning_rate,
+            clipped_count_stddev,
+            expected_num_records,
+            geometric_update=True,
+        )
+
+
+class TreeState(NamedTuple):
+    """State of `TreeSum`. It holds noise that protects what was released: keep it like the data.
+
+    Attributes:
+      rounds: how many rounds lie behind it.
+      period: rounds of a tree.
+      clip: the norm of an update after clipping, at most.
+      stddev: of the noise of a node.
+      nodes: [levels, d], the estimated noise of the last finished left node of each level.
+      previous: [d], the noise of the sum up to the previous round of this tree.
+    """
+
+    rounds: tf.Tensor
+    period: tf.Tensor
+    clip: tf.Tensor
+    stddev: tf.Tensor
+    nodes: tf.Tensor
+    previous: tf.Tensor
+
+
+class TreeSum(tfp.SumAggregationDPQuery):
+    """Sums of clipped updates whose noise cancels over rounds: DP-FTRL (Kairouz et al. 2021).
+
+    Each `period` rounds are the leaves of a binary tree, and every node has independent noise
+    N(0, (clip·`noise_multiplier`)²). The sum of rounds 1 to t is released with noise of the
+    nodes that make it up, each estimated together with all nodes below it (Honaker 2015, from
+    below): a node of level k has the estimate e = (own + (e_left + e_right)/2) / (2 - 2⁻ᵏ) in terms
+    of unscaled e, of variance 1 / (2 - 2⁻ᵏ). A round's result is the difference of two such sums.
+    After `period` rounds a new tree begins.
+
+    Guarantee: all results of one tree are computed from the noisy sums of its nodes. A client that
+    takes part in one round of a tree is in at most ⌈log₂(steps + 1)⌉ of the nodes that were
+    finished after so many steps, each of sensitivity clip: that is
+    `dp_accounting.SingleEpochTreeAggregationDpEvent(noise_multiplier, steps)`, for replacing a
+    client's update by zeros, whatever the updates of a round depend on. Noise is drawn
+    in the round that releases it: a round that is run again from a saved state adds fresh noise to
+    all nodes that it finishes, so an abandoned course of rounds is one more tree in the account.
+
+    Args:
+      clip: the norm of an update after clipping, at most.
+      noise_multiplier: of each node.
+      period: rounds of a tree, at least 1.
+      size: how many numbers an update has.
+    """
+
+    def __init__(self, clip: float, noise_multiplier: float, period: int, size: int):
+        self._clip = clip
+        self._stddev = MARGIN * noise_multiplier * clip
+        self._period = period
+        self._size = size
+        self._levels = period.bit_length()
+
+    def initial_global_state(self) -> TreeState:
+        """A tree without any leaf."""
+        return TreeState(
+            rounds=tf.constant(0, tf.int64),
+            period=tf.constant(self._period, tf.int64),
+            clip=tf.constant(self._clip, tf.float32),
+            stddev=tf.constant(self._stddev, tf.float32),
+            nodes=tf.zeros([self._levels, self._size]),
+            previous=tf.zeros([self._size]),
+        )
+
+    def derive_sample_params(self, global_state: TreeState) -> tf.Tensor:
+        """The clip."""
+        return global_state.clip
+
+    def preprocess_record(self, params: tf.Tensor, record: Any) -> Any:
+        """The clipped update."""
+        return clipped(record, params)[0]
+
+    def derive_metrics(self, global_state: TreeState) -> collections.OrderedDict:
+        """The clip."""
+        return collections.OrderedDict(clip=global_state.clip)
+
+    def _finished_node(self, state: TreeState, leaf: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Level and unscaled estimate of the largest node that ends with the leaf."""
+
+        def noise() -> tf.Tensor:
+            return state.stddev * fresh_normal_numbers(self._size)
+
+        def is_right_child(level: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
+            return tf.bitwise.bitwise_and(tf.bitwise.right_shift(leaf, level), 1) > 0
+
+        def parent(level: tf.Tensor, node: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return level + 1, 0.5 * (state.nodes[level] + node) + noise()
+
+        return tf.while_loop(is_right_child, parent, [tf.constant(0), noise()])
+
+    def get_noised_result(self, sample_state: Any, global_state: TreeState) -> tuple:
+        """The round's sum with its noise, the state of the next round, and no usable event."""
+        leaf = tf.cast(global_state.rounds % self._period, tf.int32)
+        level, node = self._finished_node(global_state, leaf)
+        levels = tf.range(self._levels)
+        nodes = tf.where(tf.equal(levels, level)[:, tf.newaxis], node, global_state.nodes)
+        # The sum of leaf + 1 rounds is made of one node for each bit of that number.
+        bits = tf.bitwise.bitwise_and(tf.bitwise.right_shift(leaf + 1, levels), 1)
+        weights = tf.cast(bits, tf.float32) / (2.0 - 0.5 ** tf.cast(levels, tf.float32))
+        noise = tf.linalg.matvec(nodes, weights, transpose_a=True)
+        result = _like(sample_state, _flat(sample_state) + (noise - global_state.previous))
+        is_last = tf.equal(leaf + 1, self._period)
+        state = global_state._replace(
+            rounds=global_state.rounds + 1,
+            nodes=nodes,
+            previous=tf.where(is_last, tf.zeros_like(noise), noise),
+        )
+        # What one round costs has no event of its own; `accounting.UserLedger` counts rounds.
+        return result, state, dp_accounting.UnsupportedDpEvent()
