@@ -14,11 +14,17 @@ import importlib
 from typing import Any
 
 _PLACES = {
+    "accounting": ("UserLedger", "epsilon_spent", "privacy_statement"),
     "client_optimizers": ("build_adadp", "build_adadps"),
     "client_preconditioner": ("ClientPreconditioner",),
     "client_work": ("build_client_work",),
     "connection": ("WorkerLostError",),
+    "monitor": ("monitors", "scalars"),
+    "processes": ("build_adaptive_fed_avg", "build_dp_fed_avg"),
+    "program": ("Trained", "train"),
     "runtime": ("local_context", "remote_context"),
+    "sampling": ("ClientSampler", "EveryClient"),
+    "user_level_privacy": ("UserLevelPrivacy",),
     "worker": ("WorkerStartError",),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}

@@ -1,0 +1,199 @@
+"""Rounds of federated learning that go on after any interruption, each counted before it is run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from federated import accounting, monitor
+from federated.run import Run
+from federated.saved_states import wait
+from tf_adaptive_dp import checks
+
+
+class Trained(NamedTuple):
+    """What `train` returns.
+
+    Attributes:
+      state: of the process, after the last finished round.
+      ledger: all rounds that were begun; `None` if the run has none.
+      num_finished: how many rounds the state is the result of.
+      num_begun: how many rounds were begun; the difference was lost.
+    """
+
+    state: Any
+    ledger: accounting.UserLedger | None
+    num_finished: int
+    num_begun: int
+
+
+def _ledger_of(process: Any, ledger: accounting.UserLedger | None) -> accounting.UserLedger | None:
+    """The ledger that a run of the process begins with, `None` if nothing is private."""
+    if not hasattr(process, "new_ledger"):
+        return ledger
+    new = process.new_ledger()
+    if ledger is None:
+        return new
+    for name in ("privacy", "side_information"):
+        said, is_so = getattr(ledger, name), getattr(new, name)
+        if said != is_so:
+            raise ValueError(
+                f"`ledger` must have the `{name}` of the process: begin with "
+                f"`process.new_ledger()`. Received: {said!r}, the process has {is_so!r}"
+            )
+    return ledger
+
+
+def _check(sampling: Any, num_rounds: int, release_managers: Sequence) -> None:
+    if num_rounds > sampling.steps:
+        raise ValueError(
+            "`num_rounds` must be at most the `steps` of the sampling. Received: "
+            f"num_rounds={num_rounds}, sampling={sampling!r}"
+        )
+    for manager in release_managers:
+        if not isinstance(manager, tff.program.ReleaseManager):
+            raise TypeError(
+                "`release_managers` must be a list of `tff.program.ReleaseManager`s. Received: "
+                f"{manager!r} among them"
+            )
+
+
+def _datasets_of(client_data: Any) -> Callable[[str], tf.data.Dataset]:
+    datasets = getattr(client_data, "create_tf_dataset_for_client", client_data)
+    if not callable(datasets):
+        raise TypeError(
+            "`client_data` must be a `tff.simulation.datasets.ClientData` or a function from a "
+            f"client id to a `tf.data.Dataset`. Received: client_data={client_data!r}"
+        )
+    return datasets
+
+
+def _figures_of_privacy(
+    ledger: accounting.UserLedger | None, delta: float | None, sampling: Any
+) -> dict[str, float]:
+    """What was counted so far."""
+    if ledger is None:
+        if delta is not None:
+            raise ValueError(
+                f"`delta` needs a `ledger`, or a process that has one. Received: delta={delta}"
+            )
+        return {}
+    counted = {"privacy/rounds_counted": float(ledger.num_releases)}
+    if delta is None:
+        return counted
+    epsilon = accounting.epsilon_spent(ledger, delta, sampling=sampling)
+    return counted | {"privacy/epsilon": epsilon}
+
+
+def train(
+    process: tff.learning.templates.LearningProcess,
+    client_data: tff.simulation.datasets.ClientData | Callable[[str], tf.data.Dataset],
+    sampler: Any,
+    num_rounds: int,
+    directory: str | os.PathLike,
+    *,
+    ledger: accounting.UserLedger | None = None,
+    delta: float | None = None,
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+    evaluate_every: int = 1,
+    release_managers: Sequence[tff.program.ReleaseManager] = (),
+    max_failures: int = 0,
+) -> Trained:
+    """Trains for a number of rounds, or goes on where an earlier call with these arguments ended.
+
+    In each round, in this order and each step on the disk before the next one: the journal says
+    that the round is begun; the round is run; the state, the ledger and the figures are saved in
+    one version; the model is evaluated and the figures are released. So the program may be ended
+    at any moment, by whatever signal, and started again. A round that was begun and is not in the
+    saved state is lost: the ledger counts it (`record_lost`), with a warning. A round that was
+    saved and perhaps not released is released again, with the same figures and the same number.
+
+    `num_rounds` limits the rounds that are *counted*: in a private run lost ones use up the budget
+    as others do. Where there is no ledger, lost rounds are run again until the state is the result
+    of `num_rounds` of them.
+
+    Guarantee: with a ledger, every round is counted on the disk before its clients are asked, so
+    that ε never is too small and never falls, whatever became of the round. Under the Gaussian
+    mechanism the round after a lost one has a cohort of its own. Under the tree mechanism it has
+    the clients of the lost one, since they have to come in the order of the tree's leaves, and the
+    lost one counts as a tree of its own. Assumed: `directory/secret` is kept as it is, on a
+    local disk, and nobody else reads it; it holds the sampler's key, exact training figures and,
+    with the tree mechanism, noise. The process is the one that the ledger describes. Figures named
+    `not_private/…` are exact averages over clients: they are outside of the guarantee. So is what
+    `evaluate` computes from data of the clients.
+
+    Args:
+      process: of `federated.processes`, or any other whose `next` takes a state and a list of
+        datasets. TFF's context has to be a synchronous one, such as the default; a notebook's
+        running loop does no harm.
+      client_data: the datasets, by client id.
+      sampler: a `federated.sampling.ClientSampler`. Its key is kept in `directory`, and what is
+        kept there is used when the run goes on.
+      num_rounds: in all, those of earlier calls included.
+      directory: of this run alone; made where it is missing. What has to stay secret is in its
+        folder `secret`.
+      ledger: of the privacy that the process has, as it was when the run began; it is not
+        changed. `None` for a new one, `process.new_ledger()`, and for a run without privacy.
+      delta: if given, ε at this δ is among the figures; needs a ledger.
+      evaluate: from the model weights to figures, released as `test/…`; done again for a round that
+        is released again.
+      evaluate_every: evaluate after every so many finished rounds, and after the last one.
+      release_managers: get the figures of each round, see `federated.monitor.scalars`, under the
+        number of the round, which counts lost rounds.
+      max_failures: how many rounds may end with an exception in this call; they are lost. One more
+        is raised, and counted when the run goes on.
+
+    Returns:
+      The last state, the ledger with all rounds, and how many there were.
+
+    Raises:
+      TypeError, ValueError: for an argument of the wrong type or out of its range; if the directory
+        holds a run with other arguments, or is damaged.
+      RuntimeError: if the run is in progress elsewhere.
+    """
+    checks.integer("num_rounds", num_rounds, 1)
+    checks.integer("evaluate_every", evaluate_every, 1)
+    checks.integer("max_failures", max_failures, 0)
+    _check(sampler.sampling, num_rounds, release_managers)
+    datasets = _datasets_of(client_data)
+    ledger = _ledger_of(process, ledger)
+    _figures_of_privacy(ledger, delta, sampler.sampling)  # it fails now rather than after a round
+
+    def figures(output: Any, ledger: accounting.UserLedger | None, num_clients: int) -> dict:
+        values = monitor.scalars(output.metrics, None if ledger is None else ledger.privacy)
+        if ledger is None:
+            values["train/clients"] = float(num_clients)
+        return values | _figures_of_privacy(ledger, delta, sampler.sampling)
+
+    run = Run(process, sampler, directory, ledger, max_failures)
+    with contextlib.closing(run.journal) as journal:
+
+        def is_last() -> bool:
+            return (run.finished if ledger is None else journal.begun) >= num_rounds
+
+        def release() -> None:
+            # TFF would take a list apart.
+            released = OrderedDict(
+                (name, np.array(value) if isinstance(value, list) else value)
+                for name, value in run.figures.items()
+            )
+            if evaluate is not None and (run.finished % evaluate_every == 0 or is_last()):
+                results = evaluate(process.get_model_weights(run.state))
+                released.update((f"test/{name}", float(x)) for name, x in results.items())
+            for manager in release_managers:
+                wait(manager.release(released, run.number))
+            journal.note("released", run.number)
+
+        if journal.released < run.number:
+            release()
+        while not is_last():
+            if run.next(datasets, figures):
+                release()
+        return Trained(run.state, run.ledger, run.finished, journal.begun)
