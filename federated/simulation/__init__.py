@@ -1,0 +1,1 @@
+"""Simulation programs: `python -m federated.simulation.<name> --help`."""
