@@ -19,7 +19,7 @@ LEARNING_RATE = tff.learning.optimizers.LEARNING_RATE_KEY
 TOLERANCE, ALPHA_MIN, ALPHA_MAX = "tolerance", "alpha_min", "alpha_max"
 _HPARAMS = (LEARNING_RATE, TOLERANCE, ALPHA_MIN, ALPHA_MAX)
 # The rest of the state.
-_MINIBATCHES, _DISCARDED, _EULER, _START = "minibatches", "discarded", "euler", "start"
+_MINIBATCHES, _DISCARDED, _HALF_STEP, _START = "minibatches", "discarded", "half_step", "start"
 _BASE = "base"
 
 State = collections.OrderedDict
@@ -139,58 +139,46 @@ class _ADADP(tff.learning.optimizers.Optimizer):
         state = State((key, self._hparams[key]) for key in _HPARAMS)
         state[_MINIBATCHES] = tf.zeros([], tf.int32)
         state[_DISCARDED] = tf.zeros([], tf.int32)
-        for key in (_EULER, _START) if self._discard else (_EULER,):
+        for key in (_HALF_STEP, _START) if self._discard else (_HALF_STEP,):
             state[key] = tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), specs)
         return state
 
     def next(self, state: State, weights: Any, gradients: Any) -> tuple[State, Any]:
         gradients = tff.learning.optimizers.handle_indexed_slices_gradients(gradients)
         tff.learning.optimizers.check_weights_gradients_match(weights, gradients)
-        _check_state_fits(state[_EULER], weights)
+        _check_state_fits(state[_HALF_STEP], weights)
         points = [tf.convert_to_tensor(w) for w in tf.nest.flatten(weights)]
         if not points:  # a model of which nothing is trained
             return state, weights
-        flat_gradients = tf.nest.flatten(gradients)
         rate = tf.cast(state[LEARNING_RATE], tf.float32)
-        half_step = [None if g is None else tf.cast(rate / 2, g.dtype) * g for g in flat_gradients]
-        half_way = _moved(points, half_step)
-        euler_points = tf.nest.flatten(state[_EULER])
-        starts = tf.nest.flatten(state[_START]) if self._discard else []
-
-        def first():
-            euler = _moved(half_way, half_step)
-            return half_way, euler, points if self._discard else [], rate, state[_DISCARDED]
-
-        def second():
-            kept, next_rate, discarded = self._judged(state, rate, half_way, euler_points, starts)
-            return kept, euler_points, starts, next_rate, discarded
-
+        half_step = [
+            tf.zeros_like(point) if g is None else tf.cast(rate / 2, point.dtype) * g
+            for point, g in zip(points, tf.nest.flatten(gradients))
+        ]
+        reached = [point - h for point, h in zip(points, half_step)]
         odd = tf.equal(state[_MINIBATCHES] % 2, 1)
-        kept, euler, starts, rate, discarded = tf.cond(odd, second, first)
-        state = State(state)
-        state[LEARNING_RATE] = rate
-        state[_MINIBATCHES] = state[_MINIBATCHES] + 1
-        state[_DISCARDED] = discarded
-        state[_EULER] = tf.nest.pack_sequence_as(weights, euler)
+        first_half = tf.nest.flatten(state[_HALF_STEP])
+        error = tf.cond(odd, lambda: _error(first_half, half_step, reached), lambda: 0.0)
+        accepted = error <= tf.cast(state[TOLERANCE], tf.float32)  # false if it is NaN
+        if self._keep == "euler":
+            euler = [point - h for point, h in zip(points, first_half)]
+            reached = [tf.where(odd, e, r) for e, r in zip(euler, reached)]
         if self._discard:
-            state[_START] = tf.nest.pack_sequence_as(weights, starts)
-        return state, tf.nest.pack_sequence_as(weights, kept)
-
-    def _judged(self, state, rate, half_way, euler_points, starts):
-        """The points that stay after two minibatches, the next η, and the discarded so far."""
-        tolerance = state[TOLERANCE]
-        error = step_doubling.error_estimate(half_way, euler_points)
-        accepted = error <= tf.cast(tolerance, tf.float32)  # false if it is NaN
-        reached = half_way if self._keep == "half_steps" else euler_points
-        kept, discarded = reached, state[_DISCARDED]
-        if self._discard:
+            starts = tf.nest.flatten(state[_START])
             # A branch, not `tf.where`: it passes tensors on instead of copying them.
-            kept = tf.cond(accepted, lambda: reached, lambda: starts)
-            discarded = discarded + tf.cast(~accepted, tf.int32)
-        rate = step_doubling.adapted_learning_rate(
-            rate, error, tolerance, state[ALPHA_MIN], state[ALPHA_MAX]
+            reached = tf.cond(accepted, lambda: reached, lambda: starts)
+        adapted = step_doubling.adapted_learning_rate(
+            rate, error, state[TOLERANCE], state[ALPHA_MIN], state[ALPHA_MAX]
         )
-        return kept, rate, discarded
+        state = State(state)
+        state[LEARNING_RATE] = tf.where(odd, adapted, rate)
+        state[_MINIBATCHES] = state[_MINIBATCHES] + 1
+        # Written at each minibatch, read at odd ones.
+        state[_HALF_STEP] = tf.nest.pack_sequence_as(weights, half_step)
+        if self._discard:
+            state[_DISCARDED] = state[_DISCARDED] + tf.cast(~accepted, tf.int32)
+            state[_START] = tf.nest.pack_sequence_as(weights, points)
+        return state, tf.nest.pack_sequence_as(weights, reached)
 
     def get_hparams(self, state: State) -> State:
         return State((key, state[key]) for key in _HPARAMS)
@@ -268,9 +256,11 @@ def _checked_learning_rate(value: Any) -> Any:
     return checks.number("learning_rate", value, 0, strict=True)
 
 
-def _moved(points: list, steps: list) -> list:
-    """Points minus steps; a weight without a gradient stays."""
-    return [point if step is None else point - step for point, step in zip(points, steps)]
+def _error(first_half: list, second_half: list, reached: list) -> tf.Tensor:
+    """err of two minibatches; θ̃ - θ̂ = (η/2)(G₁ - G₂) is the difference of the half steps."""
+    pairs = zip(first_half, second_half)
+    differences = [tf.cast(a, tf.float32) - tf.cast(b, tf.float32) for a, b in pairs]
+    return step_doubling.relative_norm(differences, [tf.cast(p, tf.float32) for p in reached])
 
 
 def _check_state_fits(points: Any, weights: Any) -> None:

@@ -32,14 +32,27 @@ def error_estimate(
     >>> error_estimate([tf.constant([3.0, 0.5])], [tf.constant([0.0, 0.5])]).numpy()
     1.0
     """
-    # l2_loss is half the sum of squares, in one pass over the memory.
-    halves = [
-        tf.nn.l2_loss((tilde - hat) / tf.maximum(1.0, tf.abs(tilde)))
-        for tilde, hat in zip(
-            (tf.cast(t, tf.float32) for t in half_step_points),
-            (tf.cast(t, tf.float32) for t in euler_points),
-        )
-    ]
+    points = [tf.cast(tilde, tf.float32) for tilde in half_step_points]
+    return relative_norm(
+        [tilde - tf.cast(hat, tf.float32) for tilde, hat in zip(points, euler_points)], points
+    )
+
+
+def relative_norm(differences: Sequence[tf.Tensor], points: Sequence[tf.Tensor]) -> tf.Tensor:
+    """‖d / max(1, |θ̃|)‖₂ over all variables: equation 6 for a difference that is known.
+
+    Args:
+      differences: d, one float32 tensor a variable.
+      points: θ̃, likewise.
+
+    Returns:
+      Scalar, float32.
+
+    >>> relative_norm([tf.constant([4.0, 3.0])], [tf.constant([-1.0, 1.0])]).numpy()
+    5.0
+    """
+    # l2_loss is half the sum of squares, without a tensor in between.
+    halves = [tf.nn.l2_loss(d / tf.maximum(1.0, tf.abs(t))) for d, t in zip(differences, points)]
     return tf.sqrt(2.0 * tf.add_n(halves))
 
 
