@@ -62,7 +62,7 @@ BAG_OF_WORDS: dict[str, Candidates] = {
     "adadps_frequency": pairs((0.3, 30), (1, 5)),
 }
 MORE_METHODS: dict[str, Candidates] = {
-    "dp_rmsprop": pairs((0.5, 0.1), (0.5, 0.03)),
+    "dp_rmsprop": pairs((0.5, 0.3), (0.5, 1)),
     "adadps_adam": pairs((100, 0.1), (100, 0.05)),
     "adadps_ood": pairs((100, 0.1), (100, 0.05)),
     "ideal": pairs((100, 0.1), (100, 0.05)),
@@ -73,7 +73,10 @@ MORE_METHODS: dict[str, Candidates] = {
     "dp_r_pub": pairs((0.5, 0.001), (0.5, 0.002)),
     "dp_adam_pub": pairs((0.5, 0.005), (0.5, 0.002)),
     "pda_dpmd": pairs((0.5, 1), (0.5, 5)),
-    "warm_start": pairs((0.5, 0.2), (0.5, 1)),
+    "warm_start": [
+        {"clip": 0.5, "rate": 10, "public_rate": 0.1},
+        {"clip": 0.5, "rate": 10, "public_rate": 1},
+    ],
 }
 TF_IDF: dict[str, Candidates] = {
     "dp_sgd": pairs((0.5, 10), (0.5, 5)),

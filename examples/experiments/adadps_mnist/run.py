@@ -94,7 +94,7 @@ class Scale:
 
 SCALES = {
     "smoke": Scale(2000, 10, 1, 1, 1, candidates=1, seeds=1, other_seeds=1),
-    "small": Scale(None, 4, 3, 2, 2, candidates=3, seeds=3, other_seeds=1),
+    "small": Scale(None, 4, 8, 8, 3, candidates=3, seeds=3, other_seeds=1, rate_factor=0.5),
     "paper": Scale(None, 1, 80, 80, 80, candidates=3, seeds=3, other_seeds=3, rate_factor=0.1),
 }
 
