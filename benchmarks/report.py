@@ -105,6 +105,10 @@ def _growth(rows: Sequence[dict]) -> list[str]:
     return parts
 
 
+# What `benchmarks/federated_scale.py` measured, with the conclusions: written by hand.
+FEDERATED = pathlib.Path(__file__).with_name("federated.md")
+
+
 def make(found: results.Results, source: str, plot: str | None) -> str:
     """The report.
 
@@ -131,6 +135,7 @@ def make(found: results.Results, source: str, plot: str | None) -> str:
     parts += _problems(found, rows)
     growth = _growth(rows)
     parts += ["## Growth", *growth] if growth else []
+    parts += [FEDERATED.read_text(encoding="utf-8").rstrip()]
     return "\n\n".join(parts) + "\n"
 
 
