@@ -270,17 +270,17 @@ def plot(finished: Sequence[Trial]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program."""
-    args = trials.parse_arguments(
-        __doc__, SCALES, "tensorflow-datasets' folder with cifar10, else TFDS_DATA_DIR", argv
+    trials.run_program(
+        "cifar10_adaptive",
+        __doc__,
+        "tensorflow-datasets' folder with cifar10, else TFDS_DATA_DIR",
+        SCALES,
+        lambda scale, done: plan(scale),
+        train,
+        table,
+        plot,
+        argv,
     )
-    folder = args.output_dir / "cifar10_adaptive" / args.scale
-    with trials.context(args.workers):
-        finished = trials.run_trials(
-            lambda done: plan(args.scale),
-            lambda settings, path: train(settings, path, args.data_dir),
-            folder,
-        )
-    trials.save(table(finished), plot(finished), finished, folder, "cifar10_adaptive")
     print("Not private: nothing was clipped and no noise added, so ε is infinite.")
 
 

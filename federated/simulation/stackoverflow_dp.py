@@ -291,17 +291,17 @@ def plot(finished: Sequence[Trial]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program."""
-    args = trials.parse_arguments(
-        __doc__, SCALES, "folder of stackoverflow.sqlite, else TFF_CACHE_DIR", argv
+    trials.run_program(
+        "stackoverflow_dp",
+        __doc__,
+        "folder of stackoverflow.sqlite, else TFF_CACHE_DIR",
+        SCALES,
+        plan,
+        train,
+        table,
+        plot,
+        argv,
     )
-    folder = args.output_dir / "stackoverflow_dp" / args.scale
-    with trials.context(args.workers):
-        finished = trials.run_trials(
-            lambda done: plan(args.scale, done),
-            lambda settings, path: train(settings, path, args.data_dir),
-            folder,
-        )
-    trials.save(table(finished), plot(finished), finished, folder, "stackoverflow_dp")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def run_trials(
     """Runs what a plan wants and is not there yet.
 
     Args:
-      plan: from the finished trials to the settings of all that are wanted, best ones last. It is
+      plan: from the finished trials to the settings of all that are wanted. It is
         asked again until nothing is missing, so that it can search first and then repeat the best.
       train: runs one trial in a folder, where `federated.monitor.monitors` leaves `figures.csv`;
         called again, it goes on where it was interrupted.
@@ -159,3 +159,38 @@ def save(table: str, figure: Any, trials: Sequence[Trial], folder: Path, name: s
     (folder / f"{name}.json").write_text(json.dumps([t._asdict() for t in trials], indent=1))
     figure.savefig(folder / f"{name}.png", dpi=120)
     print(f"Written: {folder / name}.md, .json and .png")
+
+
+def run_program(
+    name: str,
+    description: str,
+    data_help: str,
+    scales: Iterable[str],
+    plan: Callable[[str, Sequence[Trial]], Iterable[Settings]],
+    train: Callable[[Settings, Path, str | None], None],
+    table: Callable[[Sequence[Trial]], str],
+    plot: Callable[[Sequence[Trial]], Any],
+    argv: Sequence[str] | None = None,
+) -> None:
+    """A whole program: reads the command line, runs what is missing, saves table and figure.
+
+    Args:
+      name: of its folder and files.
+      description: see `parse_arguments`, as for `data_help`, `scales` and `argv`.
+      data_help: where the data are looked for.
+      scales: the choices of `--scale`.
+      plan: from the scale and the finished trials, see `run_trials`.
+      train: gets the settings, the trial's folder and `--data_dir`, see `run_trials`.
+      table: of all trials, in Markdown.
+      plot: of all trials, a figure of matplotlib.
+      argv: arguments instead of the command line's.
+    """
+    args = parse_arguments(description, scales, data_help, argv)
+    folder = args.output_dir / name / args.scale
+    with context(args.workers):
+        finished = run_trials(
+            lambda done: plan(args.scale, done),
+            lambda settings, path: train(settings, path, args.data_dir),
+            folder,
+        )
+    save(table(finished), plot(finished), finished, folder, name)
