@@ -9,6 +9,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from tf_adaptive_dp.privacy import release_log
+
 _EVENTS = ("begun", "released")
 
 
@@ -61,21 +63,17 @@ class Journal:
           RuntimeError: if it is open already, here or in another process.
           ValueError: if it is something else, damaged, or of another run; it is left as it was.
         """
-        import fcntl  # which Windows does not have
-
         self._path = Path(path)
         self.begun = self.released = 0
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._close = weakref.finalize(self, os.close, self._file)
         try:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RuntimeError(
-                    "The run is in progress in another process, or in another call of this one. "
-                    "End that one, or give this run a directory of its own. Received: "
-                    f"{str(self._path)!r}"
-                ) from None
+            release_log.lock(
+                self._file,
+                "The run is in progress in another process, or in another call of this one. End "
+                "that one, or give this run a directory of its own. Received: "
+                f"{str(self._path)!r}",
+            )
             self._read(json.loads(json.dumps(run)))
         except BaseException:
             self.close()

@@ -31,6 +31,24 @@ def _decoded(record: bytes) -> tuple[int, list[Segment]] | None:
     return content["record"], [Segment(*segment) for segment in content["segments"]]
 
 
+def lock(file: int, in_use: str) -> None:
+    """Locks an open file until it is closed.
+
+    Args:
+      file: its descriptor.
+      in_use: what the error says if it is locked already, here or in another process.
+
+    Raises:
+      RuntimeError: if it is.
+    """
+    import fcntl  # which Windows does not have
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RuntimeError(in_use) from None
+
+
 class SegmentFile:
     """Segments in a file that one process at a time may have open.
 
@@ -57,21 +75,17 @@ class SegmentFile:
           RuntimeError: if it is open already, here or in another process.
           ValueError: if it is something else, or damaged; it is left as it was.
         """
-        import fcntl  # which Windows does not have
-
         self._path, self._fsync = Path(path), fsync
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._close = weakref.finalize(self, os.close, self._file)
         try:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RuntimeError(
-                    "The release log is in use by another process, or by another ReleaseLog of "
-                    "this one. End that process or call the other's `close()`; give each training "
-                    f"a log of its own. Received: path={str(path)!r}"
-                ) from None
+            lock(
+                self._file,
+                "The release log is in use by another process, or by another ReleaseLog of this "
+                "one. End that process or call the other's `close()`; give each training a log of "
+                f"its own. Received: path={str(path)!r}",
+            )
             self._number, self.segments = self._read()
             if self._number < 0:
                 self.write([])
