@@ -9,6 +9,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import hypothesis  # noqa: E402
+import pytest  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 tf.get_logger().setLevel("ERROR")
@@ -23,3 +24,12 @@ tf.config.set_logical_device_configuration(
 # The same examples in every run; the first one pays for TensorFlow's warm-up.
 hypothesis.settings.register_profile("tests", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(scope="session")
+def context():
+    """One TFF worker for each process of the tests of `federated`, which ends with it."""
+    from federated import runtime  # TFF takes seconds to import
+
+    with runtime.local_context() as made:
+        yield made
