@@ -14,7 +14,7 @@ import tensorflow_federated as tff
 
 import tf_adaptive_dp
 from federated.datasets import stackoverflow
-from federated.datasets.clients import ClientBatches, random_clients, subset
+from federated.datasets.clients import ClientBatches, in_memory, random_clients, subset
 from federated.datasets.vocabulary import UserCounts, Vocabulary, count_users, load_counts
 
 POSTS = [
@@ -291,3 +291,27 @@ def test_the_real_posts():
         bags = np.concatenate([x for x, _ in pairs])
         np.testing.assert_allclose(bags.sum(1), 1, rtol=1e-4)
     assert len(test.client_ids)
+
+
+def test_clients_in_memory_are_read_once_and_have_the_same_examples(splits):
+    data = splits[0].preprocess(
+        stackoverflow.preprocess_fn(KNOWN, IN_ORDER, labels="most_frequent")
+    )
+    asked = []
+
+    class Counted:
+        element_type_structure = data.element_type_structure
+
+        def create_tf_dataset_for_client(self, client):
+            asked.append(client)
+            return data.create_tf_dataset_for_client(client)
+
+    kept = in_memory(Counted(), ClientBatches(batch_size=1, shuffle_buffer=1))
+    for client in ("a", "b", "a"):
+        found, expected = kept(client), read(data.create_tf_dataset_for_client(client))
+        assert all(len(x) == 1 for x, _ in found)
+        for ours, theirs in zip(read(found), expected):
+            np.testing.assert_array_equal(ours, theirs)
+    assert asked == ["a", "b"]
+    with pytest.raises(ValueError, match="`max_clients` must be"):
+        in_memory(data, IN_ORDER, max_clients=0)
