@@ -25,7 +25,10 @@ def wait(coroutine: Coroutine) -> Any:
 
 
 class SavedStates:
-    """Saved states of one run, the newest two of them."""
+    """Saved states of one run, the newest two of them.
+
+    What is loaded is what was saved: TensorFlow keeps checksums of the values.
+    """
 
     def __init__(self, folder: Path):
         self._folder = folder
