@@ -83,20 +83,22 @@ def train(folder, steps, log, seed=None, steps_per_execution=1, save_freq=5):
     append(folder / "end", json.dumps([segments, updates, monitor.epsilon()]))
 
 
-def main():
-    import tensorflow as tf
+def serve(run):
+    """Reads jobs, one line of JSON each, and does each in a process of its own.
 
-    import tf_adaptive_dp  # noqa: F401
+    The parent has imported everything and computed nothing, so a child is ready at once. It says
+    the child's id, and after another line that nobody will use the id any more, how it ended.
 
+    Args:
+      run: does a job, in the child.
+    """
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
             try:
                 job = json.loads(line)
                 job["folder"] = Path(job["folder"])
-                tf.config.threading.set_intra_op_parallelism_threads(1)
-                tf.config.threading.set_inter_op_parallelism_threads(1)
-                train(**job)
+                run(job)
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
@@ -106,5 +108,15 @@ def main():
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
+def run(job):
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    train(**job)
+
+
 if __name__ == "__main__":
-    main()
+    import tf_adaptive_dp  # noqa: F401
+
+    serve(run)

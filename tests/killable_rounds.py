@@ -10,9 +10,7 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections import OrderedDict
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -187,29 +185,17 @@ def train_really(folder, rounds, mechanism):
     os.killpg(0, signal.SIGKILL)
 
 
-def main():
+def run(job):
+    os.setpgid(0, 0)
+    if "kill_at" in job:
+        kill_at(job.pop("kill_at"))
+    globals()[job.pop("what")](**job)
+
+
+if __name__ == "__main__":
+    import killable
     import tensorflow_federated  # noqa: F401
 
     import federated.program  # noqa: F401
 
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.setpgid(0, 0)
-                job = json.loads(line)
-                job["folder"] = Path(job["folder"])
-                if "kill_at" in job:
-                    kill_at(job.pop("kill_at"))
-                globals()[job.pop("what")](**job)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        print(pid, flush=True)
-        sys.stdin.readline()  # until then the id stays the child's, so it may be killed by it
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    killable.serve(run)
