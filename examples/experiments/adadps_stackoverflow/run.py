@@ -35,7 +35,7 @@ from examples.experiments.datasets import stackoverflow
 
 ONE_PERCENT, FOUR_USERS = "1% public", "4 users public"
 
-# For each method three (C, rate), chosen by short runs of the small scale.
+# For each method three (C, rate), or four, chosen by short runs of the small scale.
 _PUBLIC = {"epsilon_root": 1e-6}
 _WARM = {"public_rate": 0.01, "public_epochs": 20}
 
@@ -47,7 +47,7 @@ def _pairs(clip: float, rates: Sequence[float], **others: float) -> list[dict[st
 CANDIDATES: Mapping[str, Sequence[Mapping[str, float]]] = {
     "dp_sgd": _pairs(0.1, [30.0, 100.0, 300.0]),
     "dp_adam": _pairs(0.1, [0.03, 0.1, 0.3]),
-    "dp_rmsprop": _pairs(0.1, [0.01, 0.03, 0.1]),
+    "dp_rmsprop": _pairs(0.1, [0.01, 0.03, 0.1, 0.3]),
     "adadps_rmsprop": _pairs(1.0, [3.0, 10.0, 30.0], **_PUBLIC),
     "adadps_adam": _pairs(1.0, [3.0, 10.0, 30.0], **_PUBLIC),
     "adadps_frequency": _pairs(1.0, [3.0, 10.0, 30.0]),
@@ -56,10 +56,10 @@ CANDIDATES: Mapping[str, Sequence[Mapping[str, float]]] = {
     "dp_adam_pub": _pairs(0.1, [0.03, 0.1, 0.3], **_PUBLIC),
     "pda_dpmd": _pairs(0.1, [30.0, 100.0, 300.0]),
     "warm_start": _pairs(0.1, [30.0, 100.0, 300.0], **_WARM),
-    "sgd": [{"rate": rate} for rate in (10.0, 30.0, 100.0)],
+    "sgd": [{"rate": rate} for rate in (3.0, 10.0, 30.0)],
     "adam": [{"rate": rate} for rate in (0.01, 0.03, 0.1)],
     "adas": [{"rate": rate, **_PUBLIC} for rate in (0.03, 0.1, 0.3)],
-    "adas_frequency": [{"rate": rate} for rate in (1.0, 3.0, 10.0)],
+    "adas_frequency": [{"rate": rate} for rate in (3.0, 10.0, 30.0)],
 }
 
 SIZES = {
