@@ -17,7 +17,7 @@ RANKS = [
     {"errors", "checks", "version"},
     {"gradients", "privacy", "update_rules"},
     {"mechanism", "side_information", "callbacks", "release_log", "validation"},
-    {"optimizers"},
+    {"optimizers", "selection"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 FILES = sorted((ROOT / "tf_adaptive_dp").rglob("*.py"))
@@ -32,7 +32,9 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("package", [tf_adaptive_dp, tf_adaptive_dp.gradients, federated])
+@pytest.mark.parametrize(
+    "package", [tf_adaptive_dp, tf_adaptive_dp.gradients, tf_adaptive_dp.selection, federated]
+)
 def test_each_public_name_resolves_and_is_documented(package):
     for name in package.__all__:
         value = getattr(package, name)

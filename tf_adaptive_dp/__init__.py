@@ -4,7 +4,7 @@
 that has `reduction="none"`.
 """
 
-from tf_adaptive_dp import gradients
+from tf_adaptive_dp import gradients, selection
 from tf_adaptive_dp.callbacks import PrivacyBudget, PrivacyMonitor
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.gradients.per_example import per_example_gradients
@@ -102,6 +102,7 @@ __all__ = [
     "per_example_gradients",
     "poisson_batches",
     "privacy_statement",
+    "selection",
     "shuffled_batches",
     "split_public",
     "suggest_tolerance",

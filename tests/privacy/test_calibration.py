@@ -65,14 +65,14 @@ def test_the_result_is_a_short_number():
 
 
 def test_rounding_is_upwards_and_as_far_as_it_takes():
-    assert calibration._rounded_up(1.51321, 5e-4, lambda sigma: False) == 1.5133
+    assert calibration.rounded_up(1.51321, 5e-4, lambda sigma: False) == 1.5133
     # A rounded number that overspends all the same, as floats may, is not good enough.
-    assert calibration._rounded_up(1.51321, 5e-4, lambda sigma: sigma < 1.5135) == 1.5135
+    assert calibration.rounded_up(1.51321, 5e-4, lambda sigma: sigma < 1.5135) == 1.5135
 
 
 @pytest.mark.parametrize("guess", [0.01, 0.9, 1.0, 1.9, 10.0, 1e9])
 def test_the_search_begins_between_too_little_and_enough_noise(guess):
-    low, high = calibration._bracket(lambda sigma: sigma < 1.0, guess)
+    low, high = calibration.bracket(lambda sigma: sigma < 1.0, guess)
     assert low < 1.0 <= high == 2 * low
 
 

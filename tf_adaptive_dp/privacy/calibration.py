@@ -67,7 +67,7 @@ def noise_multiplier_for(
 
     # ε of the Gaussian that many releases tend to; near the solution, where PLD is cheapest.
     guess = sampling_probability * math.sqrt(-2 * steps * math.log(delta)) / epsilon
-    low, high = _bracket(overspends, guess)
+    low, high = bracket(overspends, guess)
     if overspends(high):
         raise ValueError(
             f"No noise multiplier up to {high:g} meets the budget; allow more `epsilon` or "
@@ -83,7 +83,7 @@ def noise_multiplier_for(
         dp_accounting.ExplicitBracketInterval(low, high),
         tol=tolerance / 4 * low,
     )
-    return _rounded_up(noise_multiplier, tolerance / 2, overspends)
+    return rounded_up(noise_multiplier, tolerance / 2, overspends)
 
 
 class _Accountant:
@@ -107,7 +107,7 @@ class _Accountant:
         return self._spent(self._noise_multiplier)
 
 
-def _bracket(overspends: Callable[[float], bool], guess: float) -> tuple[float, float]:
+def bracket(overspends: Callable[[float], bool], guess: float) -> tuple[float, float]:
     """Two numbers, one twice the other, of which only the smaller overspends.
 
     If nothing is enough, the larger is the largest noise multiplier there is and overspends too.
@@ -122,7 +122,7 @@ def _bracket(overspends: Callable[[float], bool], guess: float) -> tuple[float, 
     return high / 2, high
 
 
-def _rounded_up(value: float, part: float, overspends: Callable[[float], bool]) -> float:
+def rounded_up(value: float, part: float, overspends: Callable[[float], bool]) -> float:
     """`value` rounded up by at most `part` of it, to a number that does not overspend."""
     digits = math.ceil(-math.log10(part * value))
     unit = 10.0**-digits

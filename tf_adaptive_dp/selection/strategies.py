@@ -1,0 +1,278 @@
+"""Ways to choose among trials: what each costs, and how many trials it makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import dp_accounting
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.privacy.accounting import check_probability
+from tf_adaptive_dp.selection import accounting, laws
+
+
+class Strategy(Protocol):
+    """What all strategies answer."""
+
+    @property
+    def name(self) -> str:
+        """`"composition"`, `"liu_talwar"` or `"repeat_and_select"`."""
+
+    @property
+    def releases_all(self) -> bool:
+        """Whether every trial may be shown, or the winner alone."""
+
+    @property
+    def expected_trials(self) -> float:
+        """Mean number of trials."""
+
+    @property
+    def max_trials(self) -> int | None:
+        """The most trials that are made; `None`: there is no bound."""
+
+    def epsilon(
+        self,
+        trial: dp_accounting.DpEvent,
+        delta: float,
+        *,
+        accountant: str = "rdp",
+        conversion: str = "improved",
+        orders: Sequence[float] | None = None,
+    ) -> float:
+        """ε of the whole search."""
+
+    def draw_num_trials(self) -> int:
+        """How many trials to make: to be drawn once, kept secret and adhered to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Composition:
+    """A fixed number of trials, each released.
+
+    Guarantee: as `accounting.composition_epsilon`. Nothing need be hidden, and trials may be chosen
+    one by one in the light of the others.
+
+    Args:
+      num_trials: K, at least 1.
+
+    Raises:
+      TypeError, ValueError: if it is none.
+
+    Example:
+      >>> import dp_accounting
+      >>> from tf_adaptive_dp.selection.strategies import Composition
+      >>> strategy = Composition(num_trials=4)
+      >>> round(strategy.epsilon(dp_accounting.GaussianDpEvent(10.0), delta=1e-5), 3)
+      0.795
+      >>> strategy.draw_num_trials()
+      4
+    """
+
+    num_trials: int
+
+    def __post_init__(self):
+        checks.integer("num_trials", self.num_trials, 1)
+
+    @property
+    def name(self) -> str:
+        """`"composition"`."""
+        return "composition"
+
+    @property
+    def releases_all(self) -> bool:
+        """Every trial may be shown."""
+        return True
+
+    @property
+    def expected_trials(self) -> float:
+        """K."""
+        return float(self.num_trials)
+
+    @property
+    def max_trials(self) -> int | None:
+        """K."""
+        return int(self.num_trials)
+
+    def epsilon(
+        self,
+        trial: dp_accounting.DpEvent,
+        delta: float,
+        *,
+        accountant: str = "rdp",
+        conversion: str = "improved",
+        orders: Sequence[float] | None = None,
+    ) -> float:
+        """`accounting.composition_epsilon`."""
+        return accounting.composition_epsilon(
+            trial,
+            self.num_trials,
+            delta,
+            accountant=accountant,
+            conversion=conversion,
+            orders=orders,
+        )
+
+    def draw_num_trials(self) -> int:
+        """K."""
+        return int(self.num_trials)
+
+
+@dataclasses.dataclass(frozen=True)
+class LiuTalwar:
+    """Random stopping: after each trial a secret coin ends the search with probability γ.
+
+    Guarantee: as `accounting.liu_talwar_epsilon`, under the conditions that it names. The winner
+    alone may be shown.
+
+    Args:
+      gamma: γ, in (0, 1].
+      delta_2: δ₂, in (0, 1) and below the δ asked for: the search ends after ⌈log(1/δ₂) / γ⌉ trials
+        at the latest. `accounting.best_delta_2` gives the one with the smallest ε.
+
+    Raises:
+      ValueError: if an argument is not of the range above.
+
+    Example:
+      >>> import dp_accounting
+      >>> from tf_adaptive_dp.selection.strategies import LiuTalwar
+      >>> strategy = LiuTalwar(gamma=0.1)
+      >>> round(strategy.epsilon(dp_accounting.GaussianDpEvent(10.0), delta=1e-5), 3)
+      2.438
+      >>> round(strategy.expected_trials, 3), strategy.max_trials
+      (10.0, 461)
+      >>> 1 <= strategy.draw_num_trials() <= 461
+      True
+    """
+
+    gamma: float
+    delta_2: float = 1e-20
+
+    def __post_init__(self):
+        check_probability("gamma", self.gamma, or_one=True)
+        check_probability("delta_2", self.delta_2)
+
+    @property
+    def name(self) -> str:
+        """`"liu_talwar"`."""
+        return "liu_talwar"
+
+    @property
+    def releases_all(self) -> bool:
+        """The winner alone may be shown."""
+        return False
+
+    @property
+    def expected_trials(self) -> float:
+        """E min(geometric(γ), hard stop) = (1 - (1 - γ)^hard stop) / γ."""
+        if self.gamma == 1:
+            return 1.0
+        return -math.expm1(self.max_trials * math.log1p(-self.gamma)) / self.gamma
+
+    @property
+    def max_trials(self) -> int | None:
+        """The hard stop, ⌈log(1/δ₂) / γ⌉; one trial with γ = 1."""
+        return 1 if self.gamma == 1 else laws.hard_stop(self.gamma, self.delta_2)
+
+    def epsilon(
+        self,
+        trial: dp_accounting.DpEvent,
+        delta: float,
+        *,
+        accountant: str = "rdp",
+        conversion: str = "improved",
+        orders: Sequence[float] | None = None,
+    ) -> float:
+        """`accounting.liu_talwar_epsilon`."""
+        return accounting.liu_talwar_epsilon(
+            trial,
+            self.gamma,
+            delta,
+            delta_2=self.delta_2,
+            accountant=accountant,
+            conversion=conversion,
+            orders=orders,
+        )
+
+    def draw_num_trials(self) -> int:
+        """min(geometric(γ), hard stop), by secret coins; at least 1."""
+        return laws.draw_geometric(self.gamma, self.max_trials)
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatAndSelect:
+    """A random number of trials, drawn beforehand, of which the best is shown.
+
+    Guarantee: as `accounting.repeat_and_select_epsilon`, under the conditions that it names. The
+    winner alone may be shown.
+
+    Args:
+      mean_trials: mean number of trials, at least 1.
+      shape: η > 0 of the truncated negative binomial law: 1 is the geometric law, `math.inf`
+        Poisson, by which no trial at all may be made.
+
+    Raises:
+      TypeError, ValueError: if an argument is not of the range above.
+
+    Example:
+      >>> import dp_accounting
+      >>> from tf_adaptive_dp.selection.strategies import RepeatAndSelect
+      >>> strategy = RepeatAndSelect(mean_trials=10)
+      >>> round(strategy.epsilon(dp_accounting.GaussianDpEvent(10.0), delta=1e-5), 3)
+      0.849
+      >>> strategy.draw_num_trials() >= 1
+      True
+    """
+
+    mean_trials: float
+    shape: float = 1.0
+
+    def __post_init__(self):
+        checks.number("mean_trials", self.mean_trials, 1)
+        accounting.check_shape(self.shape)
+
+    @property
+    def name(self) -> str:
+        """`"repeat_and_select"`."""
+        return "repeat_and_select"
+
+    @property
+    def releases_all(self) -> bool:
+        """The winner alone may be shown."""
+        return False
+
+    @property
+    def expected_trials(self) -> float:
+        """The mean, of the law that is drawn from."""
+        return float(self.mean_trials)
+
+    @property
+    def max_trials(self) -> int | None:
+        """`None`: any number may come up; one with a mean of 1, unless the law is Poisson."""
+        return 1 if self.mean_trials == 1 and not math.isinf(self.shape) else None
+
+    def epsilon(
+        self,
+        trial: dp_accounting.DpEvent,
+        delta: float,
+        *,
+        accountant: str = "rdp",
+        conversion: str = "improved",
+        orders: Sequence[float] | None = None,
+    ) -> float:
+        """`accounting.repeat_and_select_epsilon`."""
+        return accounting.repeat_and_select_epsilon(
+            trial,
+            self.mean_trials,
+            delta,
+            shape=self.shape,
+            accountant=accountant,
+            conversion=conversion,
+            orders=orders,
+        )
+
+    def draw_num_trials(self) -> int:
+        """A number with the strategy's law; at least 1, or with Poisson at least 0."""
+        return laws.draw(self.mean_trials, self.shape)
