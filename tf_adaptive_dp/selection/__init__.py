@@ -12,6 +12,7 @@ from tf_adaptive_dp.selection.budgets import (
     noise_multiplier_for_selection,
     num_trials_for_budget,
 )
+from tf_adaptive_dp.selection.grids import default_grid, optimal_learning_rate
 from tf_adaptive_dp.selection.recommend import Recommendation, recommend
 from tf_adaptive_dp.selection.scores import FreeScore, NoisyScore, PublicScore
 from tf_adaptive_dp.selection.strategies import Composition, LiuTalwar, RepeatAndSelect
@@ -26,11 +27,13 @@ __all__ = [
     "RepeatAndSelect",
     "best_delta_2",
     "composition_epsilon",
+    "default_grid",
     "gamma_for_budget",
     "liu_talwar_epsilon",
     "mean_trials_for_budget",
     "noise_multiplier_for_selection",
     "num_trials_for_budget",
+    "optimal_learning_rate",
     "recommend",
     "repeat_and_select_epsilon",
 ]

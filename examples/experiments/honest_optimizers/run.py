@@ -1,0 +1,199 @@
+"""Optimizers over their default grids: DPSGD, DPMomentum, DPAdam, DPAdamWOSM and ADADP.
+
+Figures 4 and 5, and the accuracies behind table 1, of "The Role of Adaptive Optimizers for Honest
+Private Hyperparameter Selection": σ = 4, batches of L = 250, T = 2,500 steps. Each optimizer runs
+with every candidate of `tf_adaptive_dp.selection.grids.default_grid`; shown are the maximum and the
+median over them, by step. Beside that, the mean maximum of 4 random candidates of DPSGD and
+DPMomentum, which cost what DPAdam's 4 cost, and the final ε of each way of paying for the whole
+grid.
+
+Adult and MNIST are the paper's. IMDB, counts of its 2,000 commonest words, stands for ENRON
+(e-mails, counts of words); Gisette is left out. "LR" is logistic regression, "TLNN" one hidden
+layer of 100.
+
+| scale | data and models | steps | candidates of DPSGD / DPMomentum / others | seeds |
+| --- | --- | --- | --- | --- |
+| smoke | 2,000 rows of Adult, LR | 100 | 4 / 4 / 2 | 1 |
+| small | Adult LR, MNIST LR; IMDB LR, MNIST TLNN | 2,500 | 40 / 40, momentum 0.9 / 4 | 3; 1 |
+| paper | Adult, MNIST, IMDB, each LR and TLNN | 2,500 | 40 / 280 / 4 | 3 |
+
+The test data are looked at every 100 steps, at small scale every 250. On two idle cores small takes
+about 23 minutes, paper about six hours.
+
+Privacy claim: each run alone is (ε, δ)-DP, δ = 1e-6, for adding or removing one training example;
+batches are drawn by Poisson sampling. The ε of a row covers the whole search in the way that its
+column names, but not the scores: candidates are compared by accuracy on the test data, as in the
+paper, which counts as public here.
+
+    python examples/experiments/honest_optimizers/run.py --scale small
+
+The data are found through the environment: TFDS_DATA_DIR, ADULT_CSV.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import dp_accounting
+import numpy as np
+
+from examples.experiments import candidates, harness
+from examples.experiments.harness import Trial
+from examples.experiments.honest_costs.run import MANY_ORDERS
+from tf_adaptive_dp.selection import accounting, grids
+
+NOISE, BATCH, DELTA = 4.0, 250, 1e-6
+OPTIMIZERS = ("DPSGD", "DPMomentum", "DPAdam", "DPAdamWOSM", "ADADP")
+MODELS = {"LR": [], "TLNN": [100]}
+SMALL = [("adult", "LR", 3), ("mnist", "LR", 3), ("imdb", "LR", 1), ("mnist", "TLNN", 1)]
+PAPER = [(data, model, 3) for data in ("adult", "mnist", "imdb") for model in MODELS]
+# By scale: data, model and seeds; training rows; steps, and between two looks at the test data.
+WHAT = {
+    "smoke": ([("adult", "LR", 1)], 2000, 100, 50),
+    "small": (SMALL, None, 2500, 250),
+    "paper": (PAPER, None, 2500, 100),
+}
+
+
+def grid(optimizer: str, scale: str) -> list[dict[str, float]]:
+    """The candidates of an optimizer that are run at a scale."""
+    found = grids.default_grid(optimizer)
+    if optimizer == "DPMomentum" and scale != "paper":
+        found = [candidate for candidate in found if candidate["momentum"] == 0.9]
+    return found[:: max(2, len(found) // 4)] if scale == "smoke" else found
+
+
+def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """All candidates of all optimizers, one compiled model after the other."""
+    parts, num_train, steps, every = WHAT[scale]
+    return [
+        {
+            "data": data,
+            "model": model,
+            "hidden_units": MODELS[model],
+            "num_train": num_train,
+            "batch_size": BATCH,
+            "steps": steps,
+            "judge_every": every,
+            "optimizer": optimizer,
+            "arguments": candidate,
+            "noise_multiplier": NOISE,
+            "seed": seed,
+        }
+        for data, model, seeds in parts
+        for optimizer in OPTIMIZERS
+        for candidate in grid(optimizer, scale)
+        for seed in range(seeds)
+    ]
+
+
+def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
+    """One run."""
+    del data_dir  # of one data set; there are several
+    return candidates.run(settings)
+
+
+def curves(trials: Sequence[Trial]) -> dict[tuple[str, str], dict[str, np.ndarray]]:
+    """By data and model, then optimizer: accuracy [candidates, times], mean over the seeds."""
+    runs = collections.defaultdict(list)
+    for trial in trials:
+        s = trial.settings
+        key = ((s["data"], s["model"]), s["optimizer"], tuple(s["arguments"].items()))
+        runs[key].append(trial.result["accuracy"])
+    found: dict = collections.defaultdict(lambda: collections.defaultdict(list))
+    for (part, optimizer, _), accuracies in runs.items():
+        found[part][optimizer].append(np.mean(accuracies, axis=0))
+    return {
+        part: {name: np.asarray(by_name[name]) for name in OPTIMIZERS if name in by_name}
+        for part, by_name in found.items()
+    }
+
+
+def expected_maximum(values: Sequence[float], drawn: int) -> float:
+    """Mean of the largest of so many values, drawn without replacement.
+
+    >>> expected_maximum([1.0, 2.0, 3.0], 2)
+    2.66...
+    """
+    count, drawn = len(values), min(drawn, len(values))
+    weights = [math.comb(k, drawn - 1) / math.comb(count, drawn) for k in range(count)]
+    return float(np.dot(np.sort(values), weights))
+
+
+@functools.cache
+def epsilons(num_examples: int, steps: int, number: int) -> dict[str, float]:
+    """ε of each way of paying for so many candidates, and of the paper's accounting."""
+    sampled = dp_accounting.PoissonSampledDpEvent(
+        BATCH / num_examples, dp_accounting.GaussianDpEvent(NOISE)
+    )
+    trial = dp_accounting.SelfComposedDpEvent(sampled, steps)
+    classical, many = {"conversion": "classical"}, {"orders": MANY_ORDERS}
+    return {
+        "composed": accounting.composition_epsilon(trial, number, DELTA, accountant="pld"),
+        "random stopping": accounting.liu_talwar_epsilon(trial, 1 / number, DELTA, **many),
+        "repeat-and-select": accounting.repeat_and_select_epsilon(trial, number, DELTA, **many),
+        "composed, classical": accounting.composition_epsilon(trial, number, DELTA, **classical),
+        "stopping, classical": accounting.liu_talwar_epsilon(trial, 1 / number, DELTA, **classical),
+    }
+
+
+def table(trials: Sequence[Trial]) -> str:
+    """Accuracy at the end over the grid, and what the grid costs."""
+    ways = list(epsilons(1000, 1, 1))
+    lines = [
+        "| data | optimizer | candidates | maximum | median | minimum | 4 at random | ε: "
+        + " | ".join(ways)
+        + " |",
+        "| --- |" + " --- |" * (6 + len(ways)),
+    ]
+    for (data, model), by_name in curves(trials).items():
+        one = next(t for t in trials if (t.settings["data"], t.settings["model"]) == (data, model))
+        for name, accuracies in by_name.items():
+            final = accuracies[:, -1]
+            costs = epsilons(one.result["num_examples"], one.settings["steps"], len(final))
+            lines.append(
+                f"| {data} {model} | {name} | {len(final)} | {final.max():.4f} "
+                f"| {np.median(final):.4f} | {final.min():.4f} | {expected_maximum(final, 4):.4f} "
+                f"| {' | '.join(f'{costs[way]:.3f}' for way in ways)} |"
+            )
+    return "\n".join(lines)
+
+
+def plot(trials: Sequence[Trial]) -> Any:
+    """Maximum (solid) and median (dotted) over the candidates by step, for each data and model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = curves(trials)
+    figure, axes = plt.subplots(1, len(found), figsize=(6 * len(found), 5), squeeze=False)
+    for axis, ((data, model), by_name) in zip(axes.flat, found.items()):
+        one = next(t for t in trials if (t.settings["data"], t.settings["model"]) == (data, model))
+        steps = one.result["steps"]
+        for name, accuracies in by_name.items():
+            colour = f"C{OPTIMIZERS.index(name)}"
+            axis.plot(steps, accuracies.max(0), color=colour, label=f"{name}, maximum")
+            axis.plot(steps, np.median(accuracies, 0), ":", color=colour, label=f"{name}, median")
+        best = max(a.max() for a in by_name.values())
+        axis.set(
+            title=f"{data} {model}",
+            xlabel="step",
+            ylabel="test accuracy",
+            ylim=(best - 0.15, best + 0.01),
+        )
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    return figure
+
+
+if __name__ == "__main__":
+    harness.main(
+        harness.Experiment("honest_optimizers", __doc__, plan, train, table, plot),
+        pathlib.Path(__file__).parent,
+    )
