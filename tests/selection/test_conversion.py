@@ -155,7 +155,7 @@ def test_improved_is_below_classical_and_default_orders_are_of_the_conversion():
     improved = epsilon_of(event, 1e-5, **{**RDP, "orders": CLASSICAL_ORDERS})
     classical = epsilon_of(event, 1e-5, **{**RDP, "conversion": "classical"})
     assert improved < classical
-    assert checked_orders(None, "improved") == DEFAULT
+    assert set(checked_orders(None, "improved")) > set(DEFAULT)
     assert checked_orders(None, "classical") == tuple(range(2, 201))
 
 

@@ -210,7 +210,7 @@ def gamma_for_budget(
       >>> import dp_accounting
       >>> from tf_adaptive_dp.selection.budgets import gamma_for_budget
       >>> gamma_for_budget(dp_accounting.GaussianDpEvent(10.0), epsilon=2.5, delta=1e-5)
-      0.05258
+      0.01567
     """
     _check_budget(epsilon)
 

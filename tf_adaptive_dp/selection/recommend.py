@@ -156,7 +156,7 @@ def recommend(
       ...     print(f"{offer.label}: {offer.epsilon:.3f}")
       repeat and select, geometric: 0.993
       repeat and select, Poisson: 1.984
-      random stopping (Liu-Talwar): 2.465
+      random stopping (Liu-Talwar): 2.384
       composition: 2.814
       >>> found = recommend(dp_accounting.GaussianDpEvent, 40, delta=1e-5, epsilon=1.0)
       >>> found.best.label, found.best.noise_multiplier

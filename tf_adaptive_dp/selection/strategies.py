@@ -140,7 +140,7 @@ class LiuTalwar:
       >>> from tf_adaptive_dp.selection.strategies import LiuTalwar
       >>> strategy = LiuTalwar(gamma=0.1)
       >>> round(strategy.epsilon(dp_accounting.GaussianDpEvent(10.0), delta=1e-5), 3)
-      2.438
+      2.362
       >>> round(strategy.expected_trials, 3), strategy.max_trials
       (10.0, 461)
       >>> 1 <= strategy.draw_num_trials() <= 461
