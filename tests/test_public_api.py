@@ -20,6 +20,7 @@ RANKS = [
     {"optimizers", "selection"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
+KERAS_TUNER = {"oracle", "tuner", "tuner_arguments"}
 FILES = sorted((ROOT / "tf_adaptive_dp").rglob("*.py"))
 
 
@@ -47,7 +48,9 @@ def test_imports_run_one_way(path):
     parts = path.relative_to(ROOT / "tf_adaptive_dp").with_suffix("").parts
     own = parts[0]
     for module in imports(path):
-        assert module.split(".")[0] not in ("federated", "tensorflow_federated", "keras_tuner")
+        assert module.split(".")[0] not in ("federated", "tensorflow_federated")
+        # The front of KerasTuner, which `selection` loads when it is asked for.
+        assert module.split(".")[0] != "keras_tuner" or path.stem in KERAS_TUNER
         if own != "__init__" and module.startswith("tf_adaptive_dp."):
             used = module.split(".")[1]
             assert used == own or RANK[used] < RANK[own], f"{own} imports {used}"

@@ -1,5 +1,9 @@
 """Honest selection: choose among trained models, and pay for the choice inside the budget."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from tf_adaptive_dp.selection.accounting import (
     best_delta_2,
     composition_epsilon,
@@ -20,6 +24,7 @@ from tf_adaptive_dp.selection.strategies import Composition, LiuTalwar, RepeatAn
 __all__ = [
     "Composition",
     "FreeScore",
+    "HonestTuner",
     "LiuTalwar",
     "NoisyScore",
     "PublicScore",
@@ -37,3 +42,18 @@ __all__ = [
     "recommend",
     "repeat_and_select_epsilon",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads `HonestTuner` when it is asked for, since KerasTuner is an extra."""
+    if name != "HonestTuner":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from tf_adaptive_dp.selection.tuner import HonestTuner
+    except ModuleNotFoundError as error:
+        if error.name != "keras_tuner":
+            raise
+        raise ImportError(
+            "HonestTuner needs KerasTuner: pip install 'tf-adaptive-dp[tuning]'"
+        ) from None
+    return HonestTuner

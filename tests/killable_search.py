@@ -1,0 +1,122 @@
+"""A search that keeps its own record of what it tried and released, in processes to be killed.
+
+As a program it reads jobs from its input, as `killable.py` does, and runs each in a fork of itself.
+Nothing here may use TensorFlow's runtime before the fork.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import killable
+
+EPOCHS, STEPS = 4, 5
+
+
+def record_releases(optimizer, path, trial):
+    """Notes which trial released a noisy gradient, and its digest, before anything else sees it."""
+    import tensorflow as tf
+
+    release = optimizer._mechanism.release
+
+    def note(values):
+        digest = hashlib.sha256(values.tobytes()).hexdigest()
+        killable.append(path, json.dumps([trial, digest]))
+        return values
+
+    def recorded(*args):
+        noisy = release(*args)
+        flat = tf.concat([tf.reshape(g, [-1]) for g in noisy], 0)
+        with tf.control_dependencies([tf.numpy_function(note, [flat], tf.float32)]):
+            return [tf.identity(g) for g in noisy]
+
+    optimizer._mechanism.release = recorded
+
+
+def search(folder, strategy, num_trials):
+    """Searches, or goes on; draws that do happen are recorded."""
+    import numpy as np
+    import tensorflow as tf
+
+    import tf_adaptive_dp as dp
+    from tf_adaptive_dp.selection import HonestTuner, oracle, plan, scores, strategies, trial
+
+    plan.Plan.noise_multiplier = lambda plan: 1.0  # seconds, and not what this is about
+    for name in ("epsilon_spent", "epsilon_of_one", "epsilon_without_amplification"):
+        setattr(plan.Plan, name, lambda plan, *args: 1.0)
+    strategies.RepeatAndSelect.draw_num_trials = lambda strategy: num_trials
+    draws = oracle.HonestOracle.draws
+
+    def recorded_draws(self, strategy):
+        drawn = draws(self, strategy)
+        killable.append(folder / "draws", json.dumps(drawn))
+        return drawn
+
+    oracle.HonestOracle.draws = recorded_draws
+    run = trial.Trial.run
+
+    def recorded_run(self, model, *args):
+        name = self._folder.name
+        killable.append(folder / "begun", json.dumps([name, float(model.optimizer.learning_rate)]))
+        record_releases(model.optimizer, folder / "releases", name)
+        outcome = run(self, model, *args)
+        segments, iterations = model.optimizer.ledger.segments, int(model.optimizer.iterations)
+        killable.append(folder / "ended", json.dumps([name, outcome, segments, iterations]))
+        return outcome
+
+    trial.Trial.run = recorded_run
+
+    def build(hp):
+        optimizer = dp.DPSGD(
+            1.0, 1.0, expected_batch_size=4.0, learning_rate=hp.Float("rate", 0.01, 0.02)
+        )
+        model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
+        model.compile(optimizer, tf.keras.losses.MeanSquaredError(reduction="none"))
+        return model
+
+    data = (np.ones([20, 3], np.float32), np.zeros([20, 4], np.float32))
+    tuner = HonestTuner(
+        build,
+        "val_loss",
+        strategy=strategy,
+        num_trials=num_trials,
+        epsilon=1.0,
+        delta=1e-3,
+        num_examples=20,
+        score=scores.PublicScore(),
+        directory=folder,
+        project_name="search",
+    )
+    arguments = {} if strategy != "composition" else {"verbose": 0}
+    tuner.search(*data, batch_size=4, epochs=EPOCHS, validation_data=data, **arguments)
+    killable.append(folder / "end", json.dumps(tuner._result.shown()))
+
+
+def main():
+    import tensorflow as tf
+
+    import tf_adaptive_dp.selection.tuner  # noqa: F401
+
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                job = json.loads(line)
+                job["folder"] = Path(job["folder"])
+                tf.config.threading.set_intra_op_parallelism_threads(1)
+                tf.config.threading.set_inter_op_parallelism_threads(1)
+                search(**job)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        print(pid, flush=True)
+        sys.stdin.readline()  # until then the id stays the child's, so it may be killed by it
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Searches that are interrupted, called again, called otherwise, or cannot begin."""
+
+import json
+
+import numpy as np
+import pytest
+import tuned
+
+from tf_adaptive_dp.selection import budgets, scores, strategies
+
+RATES = [0.01, 0.1, 1.0]
+DRAWS = [{"learning_rate": rate} for rate in (0.1, 1.0)]
+
+
+def test_draws_are_on_the_disk_before_the_first_model_is_built_for_them(tmp_path, monkeypatch):
+    tuned.Fake(monkeypatch, KeyboardInterrupt())
+    made = tuned.tuner(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(made)
+    drawn, begun = (json.loads(line[:-9]) for line in tuned.journal_lines(tmp_path))
+    assert [values["learning_rate"] for values in drawn["plan"]["draws"]] == RATES
+    assert begun == {"begun": 1}
+    assert (tmp_path / "search").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("strategy", ["composition", "repeat_and_select"])
+def test_an_interrupted_search_goes_on_without_drawing_anew(tmp_path, monkeypatch, strategy):
+    arguments = {"strategy": strategy, "num_trials": 3}
+    monkeypatch.setattr(strategies.RepeatAndSelect, "draw_num_trials", lambda strategy: 3)
+    first = tuned.Fake(monkeypatch, 0.25, 0.75, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(tuned.tuner(tmp_path, **arguments))
+    drawn = json.loads(tuned.journal_lines(tmp_path)[0][:-9])["plan"]["draws"]
+    assert len(tuned.journal_lines(tmp_path)) == 6
+    folders = tuned.folders(tmp_path)
+    second = tuned.Fake(monkeypatch, 0.5)
+    made = tuned.search(tuned.tuner(tmp_path, **arguments))
+    np.testing.assert_allclose(
+        first.trained + second.trained, [values["learning_rate"] for values in drawn]
+    )
+    assert tuned.winner(made) == drawn[1]["learning_rate"]
+    assert set(second.folders_seen[0]) == set(folders)
+    assert second.went_on == [True]  # where it was
+
+
+def test_a_finished_search_returns_at_once(tmp_path, monkeypatch):
+    tuned.Fake(monkeypatch, *[0.5] * 3)
+    statement = tuned.search(tuned.tuner(tmp_path)).privacy_statement()
+    before = tuned.everything_in(tmp_path)
+    tuned.Fake(monkeypatch)  # which would fail
+    made = tuned.tuner(tmp_path)
+    assert made.privacy_statement() == statement  # also before `search` is called
+    assert tuned.search(made).privacy_statement() == statement
+    assert tuned.everything_in(tmp_path) == before
+
+
+def test_a_search_that_ended_while_it_tidied_up_is_finished(tmp_path, monkeypatch):
+    tuned.Fake(monkeypatch, 0.25, 0.75, draws=DRAWS[:2])
+    made = tuned.tuner(tmp_path, strategy="repeat_and_select", num_trials=2)
+    monkeypatch.setattr(type(made), "_tidy", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(made)
+    monkeypatch.undo()
+    (tmp_path / "search" / "trial_loser").mkdir()
+    tuned.search(tuned.tuner(tmp_path, strategy="repeat_and_select", num_trials=2))
+    assert len(tuned.folders(tmp_path)) == 1
+    assert not (tmp_path / "search" / "secret").exists()
+
+
+OTHER = {
+    "epsilon": {"epsilon": 9.0},
+    "delta": {"delta": 1e-4},
+    "num_examples": {"num_examples": 15},
+    "score": {"score": scores.FreeScore()},
+    "strategy": {"strategy": "composition", "num_trials": 2},
+    "objective": {"objective": "val_loss"},
+    "space": {"build_model": lambda hp: tuned.model(tuned.optimizer(hp.Choice("rate", [0.1])))},
+}
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_other_arguments_are_refused_and_change_nothing(tmp_path, monkeypatch, finished):
+    tuned.Fake(monkeypatch, 0.5, *([0.5] * 2 if finished else [KeyboardInterrupt()]))
+    try:
+        tuned.search(tuned.tuner(tmp_path))
+    except KeyboardInterrupt:
+        pass
+    before = tuned.everything_in(tmp_path)
+    for changed, arguments in OTHER.items():
+        with pytest.raises(ValueError, match=f"with other arguments.*{changed}: was"):
+            tuned.search(tuned.tuner(tmp_path, **arguments))
+    with pytest.raises(ValueError, match="epochs: was 2, is 3"):
+        tuned.search(tuned.tuner(tmp_path), epochs=3)
+    assert tuned.everything_in(tmp_path) == before
+
+
+def test_overwrite_forgets_a_search_unless_it_is_in_use(tmp_path, monkeypatch):
+    from tf_adaptive_dp.selection.journal import Journal
+
+    tuned.Fake(monkeypatch, 0.5, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(tuned.tuner(tmp_path))
+    journal = Journal(tmp_path / "search" / "secret" / "journal")
+    with pytest.raises(RuntimeError, match="cannot be overwritten"):
+        tuned.tuner(tmp_path, overwrite=True)
+    with pytest.raises(RuntimeError, match="in progress in another process"):
+        tuned.search(tuned.tuner(tmp_path))
+    journal.close()
+    fake = tuned.Fake(monkeypatch, *[0.5] * 3)
+    tuned.search(tuned.tuner(tmp_path, epsilon=5.0, overwrite=True))
+    assert len(fake.trained) == 3
+
+
+def test_a_budget_that_cannot_be_met_leaves_nothing_behind(tmp_path, monkeypatch):
+    def none(strategy, make_trial, epsilon, delta, **kwargs):
+        raise ValueError("No noise multiplier meets the budget")
+
+    monkeypatch.setattr(budgets, "noise_multiplier_for_selection", none)
+    with pytest.raises(ValueError, match="No noise multiplier"):
+        tuned.search(tuned.tuner(tmp_path, epsilon=0.1))
+    assert tuned.journal_lines(tmp_path) == [] and not tuned.folders(tmp_path)
+    # So another budget is no other search.
+    tuned.Fake(monkeypatch, *[0.5] * 3)
+    tuned.search(tuned.tuner(tmp_path, epsilon=0.2))

@@ -1,0 +1,94 @@
+"""Which callbacks go with a search, and a copy of each for every trial."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import tensorflow as tf
+
+from tf_adaptive_dp.callbacks import PrivacyBudget, PrivacyMonitor
+from tf_adaptive_dp.privacy import sampling as samplings
+from tf_adaptive_dp.release_log import ReleaseLog
+
+_keras = tf.keras.callbacks
+
+# What is wrong with them, whatever the strategy.
+_NEVER = {
+    ReleaseLog: "the tuner keeps a log of each candidate itself",
+    PrivacyBudget: "the tuner keeps every candidate within its share of `epsilon` itself",
+    _keras.BackupAndRestore: "the tuner saves the candidate in progress itself",
+    _keras.EarlyStopping: (
+        "every candidate makes the same number of releases, and the score is that of its last epoch"
+    ),
+    _keras.ReduceLROnPlateau: (
+        "it decides by figures that are not private, and forgets them when a search is resumed"
+    ),
+}
+# They leave something of every trial where the tuner does not find it.
+_NOT_FOR_LOSERS = (_keras.ModelCheckpoint, _keras.CSVLogger, _keras.RemoteMonitor)
+
+
+def check(
+    callbacks: Sequence[tf.keras.callbacks.Callback],
+    *,
+    releases_all: bool,
+    num_examples: int,
+    sampling: samplings.Sampling | str,
+) -> None:
+    """Raises ValueError for callbacks that would not do in a search what they promise.
+
+    Args:
+      callbacks: those that `search` was called with.
+      releases_all: whether every trial may be shown.
+      num_examples: of the search.
+      sampling: of the search.
+    """
+    for callback in callbacks:
+        for kind, reason in _NEVER.items():
+            if isinstance(callback, kind):
+                raise ValueError(
+                    f"Leave {kind.__name__} out of `callbacks`: {reason}. Received: {callback!r}"
+                )
+        if not releases_all and isinstance(callback, _NOT_FOR_LOSERS):
+            raise ValueError(
+                f"{type(callback).__name__} would keep figures or weights of candidates that lost, "
+                "and only the winner may be shown. Use TensorBoard, whose files go with the "
+                "candidate, and save the winner from `get_best_models()`; or choose the strategy "
+                f"'composition'. Received: {callback!r}"
+            )
+        if isinstance(callback, PrivacyMonitor):
+            own = (callback.num_examples, callback.sampling)
+            if own != (num_examples, sampling):
+                raise ValueError(
+                    "PrivacyMonitor must have the `num_examples` and the `sampling` of the tuner. "
+                    f"Received: {own}, instead of {(num_examples, sampling)}"
+                )
+
+
+def copies(
+    callbacks: Sequence[tf.keras.callbacks.Callback], folder: str | os.PathLike
+) -> list[tf.keras.callbacks.Callback]:
+    """Copies for one trial, as KerasTuner makes them: what a callback keeps is of one trial alone.
+
+    TensorBoard's files, and PrivacyMonitor's, go into the trial's folder.
+
+    Args:
+      callbacks: those that `search` was called with, never used by a trial.
+      folder: of the trial.
+    """
+    made = []
+    for callback in callbacks:
+        if isinstance(callback, PrivacyMonitor):
+            # All that it keeps of a run it sets when the run begins. A deep copy of one that was
+            # used already would copy its model.
+            copied = copy.copy(callback)
+            copied.model = None
+        else:
+            copied = copy.deepcopy(callback)
+        if isinstance(callback, (_keras.TensorBoard, PrivacyMonitor)) and callback.log_dir:
+            copied.log_dir = str(Path(folder) / "tensorboard")
+        made.append(copied)
+    return made

@@ -1,0 +1,179 @@
+"""What HonestTuner is asked for: checks of its arguments, before anything is drawn or trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import keras_tuner
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.privacy import release_log
+from tf_adaptive_dp.privacy import sampling as samplings
+from tf_adaptive_dp.selection import space
+from tf_adaptive_dp.selection.fit_arguments import FitArguments
+from tf_adaptive_dp.selection.strategies import Composition, LiuTalwar, RepeatAndSelect
+
+_NAMES = ("composition", "liu_talwar", "repeat_and_select")
+
+
+def strategy(named: Any, num_trials: float | None) -> Any:
+    """The strategy that is meant; `None` for the composition of a whole space.
+
+    Raises:
+      TypeError, ValueError: if it is none, or the number of trials is missing or said twice.
+    """
+    if isinstance(named, (Composition, LiuTalwar, RepeatAndSelect)):
+        if num_trials is not None:
+            raise ValueError(
+                "The strategy says how many trials there are: leave out `num_trials`. Received: "
+                f"num_trials={num_trials!r}, strategy={named!r}"
+            )
+        return named
+    name = checks.choice("strategy", named, _NAMES)
+    if name == "composition":
+        return None if num_trials is None else Composition(num_trials)
+    if num_trials is None:
+        raise ValueError(
+            f"`num_trials` is required with strategy={name!r}: the mean number of trials. "
+            "Received: num_trials=None"
+        )
+    mean = checks.number("num_trials", num_trials, 1)
+    return LiuTalwar(gamma=1 / mean) if name == "liu_talwar" else RepeatAndSelect(mean)
+
+
+def fitted(strategy: Any, hyperparameters: keras_tuner.HyperParameters) -> Any:
+    """The strategy for a space: composition never has more trials than there are candidates.
+
+    Raises:
+      ValueError: if a whole space is asked for that is not finite.
+    """
+    if strategy is not None and not strategy.releases_all:
+        return strategy
+    candidates = space.listed(hyperparameters)
+    if candidates is None:
+        if strategy is None:
+            raise ValueError(
+                "The space is not finite, or very large: pass `num_trials`, or give its numbers a "
+                "`step`. Received: num_trials=None"
+            )
+        return strategy
+    if strategy is None:
+        return Composition(len(candidates))
+    return dataclasses.replace(strategy, num_trials=min(strategy.num_trials, len(candidates)))
+
+
+def check_score(score: Any) -> Any:
+    """Returns `score` if it is one; raises TypeError if not."""
+    if isinstance(score, type) or not all(
+        hasattr(score, name) for name in ("event", "released", "sentence")
+    ):
+        raise TypeError(
+            "`score` must say what the validation data are: PublicScore(), NoisyScore(...) or "
+            f"FreeScore(). Received: score={score!r}"
+        )
+    return score
+
+
+def check_sampling(sampling: samplings.Sampling | str) -> samplings.Sampling | str:
+    """Returns `sampling`, or raises ValueError if a search cannot account for it."""
+    samplings.check_sampling(sampling)
+    if samplings.label_of(sampling) == "fixed":
+        raise ValueError(
+            "Selection is accounted for adding or removing an example, and subsets of a fixed size "
+            f"for replacing one: draw Poisson batches. Received: sampling={sampling!r}"
+        )
+    if getattr(sampling, "seed", None) is not None:
+        raise ValueError(
+            "With a seed all trials would have the same batches, which anyone can foretell: leave "
+            f"it out. Received: sampling={sampling!r}"
+        )
+    return sampling
+
+
+def check_objective(objective: keras_tuner.Objective) -> None:
+    """Raises NotPrivateError if scores would not be computed from the validation data."""
+    names = list(getattr(objective, "name_to_direction", {objective.name: None}))
+    if not all(name.startswith("val_") for name in names):
+        raise NotPrivateError(
+            "Candidates are compared by metrics of the validation data: those of the training data "
+            "are not private. Pass an `objective` that begins with 'val_'. Received: "
+            f"objective={names}"
+        )
+
+
+def has_objective(objective: keras_tuner.Objective, metrics: dict[str, float]) -> bool:
+    """Whether the metrics of a model have all that the objective needs."""
+    return bool(objective.has_value(metrics))
+
+
+def check_hypermodel(hypermodel: keras_tuner.HyperModel) -> None:
+    """Raises ValueError if it trains models itself."""
+    if type(hypermodel).fit is not keras_tuner.HyperModel.fit or "fit" in vars(hypermodel):
+        raise ValueError(
+            "Every candidate is trained by the arguments of `search`, so that all cost the same: "
+            f"leave out the method `fit` of the hypermodel. Received: hypermodel={hypermodel!r}"
+        )
+
+
+def check_folder(folder: Path, overwrite: bool) -> None:
+    """Raises an error if a project cannot be used here, before it is changed.
+
+    Raises:
+      ValueError: if it is another tuner's.
+      RuntimeError: if it is to be overwritten, and in use by another process.
+      NotImplementedError: if KerasTuner's parallel search is asked for.
+    """
+    if "KERASTUNER_ORACLE_IP" in os.environ:
+        raise NotImplementedError(
+            "HonestTuner cannot search in parallel: its journal is for one process. Unset "
+            "KERASTUNER_ORACLE_IP. Received: "
+            f"KERASTUNER_ORACLE_IP={os.environ['KERASTUNER_ORACLE_IP']!r}"
+        )
+    if not overwrite and list(folder.glob("tuner*.json")):
+        raise ValueError(
+            "The folder holds a search of another tuner: pass another `project_name`. Received: "
+            f"{str(folder)!r}"
+        )
+    journal = folder / "secret" / "journal"
+    if overwrite and journal.exists():
+        file = os.open(journal, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            release_log.lock(
+                file,
+                "The search is in progress in another process, so it cannot be overwritten. "
+                f"Received: {str(folder)!r}",
+            )
+        finally:
+            os.close(file)
+
+
+def check_rows(
+    data: FitArguments,
+    num_examples: int,
+    batch_size: float,
+    parts: int,
+    sampling: samplings.Sampling | str,
+) -> None:
+    """Raises ValueError if arrays do not have the size, or the batches, that noise is made for."""
+    if data.num_rows is None:
+        return
+    if data.num_rows < num_examples:
+        raise ValueError(
+            "`num_examples` must be the size of the training set, or epsilon would be too small. "
+            f"Received: num_examples={num_examples}, and arrays of {data.num_rows} rows"
+        )
+    if sampling != "shuffled" and getattr(sampling, "label", None) != "shuffled":
+        raise ValueError(
+            "`fit` shuffles arrays: pass the data set that the sampling made, or leave out "
+            f"`sampling`. Received: sampling={sampling!r}"
+        )
+    if data.batch_size * parts != batch_size:
+        raise ValueError(
+            "`batch_size` of `search`, times the optimizer's `gradient_accumulation_steps`, must "
+            f"be the optimizer's `expected_batch_size`. Received: batch_size={data.batch_size}, "
+            f"gradient_accumulation_steps={parts}, expected_batch_size={batch_size:g}"
+        )
