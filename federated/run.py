@@ -14,8 +14,9 @@ import tensorflow as tf
 import tree
 
 from federated import accounting
-from federated.journal import Journal, sync
+from federated.journal import Journal
 from federated.saved_states import SavedStates
+from tf_adaptive_dp.privacy import files
 
 
 def _description(state: Any, sampler: Any, ledger: accounting.UserLedger | None) -> dict:
@@ -98,15 +99,7 @@ class Run:
                     "The key of the run's sampler is missing: who took part cannot be told. Put it "
                     f"back, or begin a new run. Nothing was changed. Received: {str(path)!r}"
                 )
-            unfinished = path.with_suffix(".new")
-            unfinished.unlink(missing_ok=True)
-            file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(file, "wb") as opened:
-                opened.write(sampler.key)
-                opened.flush()
-                os.fsync(file)
-            unfinished.rename(path)
-            sync(path.parent)
+            files.write(path, sampler.key)
         return type(sampler)(sampler.client_ids, sampler.sampling, path.read_bytes())
 
     def _restore(self, state: Any, ledger: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow_federated as tff
 
-from federated.journal import sync
+from tf_adaptive_dp.privacy.files import sync
 
 _PREFIX = "round_"
 

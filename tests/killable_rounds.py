@@ -144,8 +144,6 @@ def kill_at(moment):
     """Ends this process at the so-manieth moment where something outside of it changes."""
     import tensorflow as tf
 
-    import federated.journal
-
     left = [moment]
 
     def tick():
@@ -164,7 +162,7 @@ def kill_at(moment):
 
         setattr(owner, name, hooked)
 
-    hook(federated.journal.os, "pwrite")
+    hook(os, "pwrite")
     hook(tf.io.gfile, "rename")
     hook(tf.io.gfile, "rmtree")
     hook(sys.modules[__name__], "append")

@@ -4,6 +4,7 @@ As a program it reads jobs from its input, as `killable.py` does, and runs each 
 Nothing here may use TensorFlow's runtime before the fork.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -100,6 +101,7 @@ def main():
 
     import tf_adaptive_dp.selection.tuner  # noqa: F401
 
+    gc.freeze()  # or each child would look through, and so copy, all of it before every model
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

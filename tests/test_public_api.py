@@ -63,7 +63,7 @@ def test_every_module_has_a_rank():
 
 def test_importing_the_library_imports_no_extra():
     code = (
-        "import sys, tf_adaptive_dp;"
+        "import sys, tf_adaptive_dp, tf_adaptive_dp.selection;"
         "print([m for m in ('tensorflow_federated', 'keras_tuner', 'matplotlib', 'sklearn',"
         " 'tensorflow_datasets', 'federated') if m in sys.modules])"
     )

@@ -51,41 +51,44 @@ class Killer:
         return self._server.stdout.readline()
 
 
+@pytest.fixture(scope="module")
+def killer():
+    with Killer() as made:
+        yield made
+
+
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def kill_and_finish(folder, kills, job, randomness):
+def kill_and_finish(killer, folder, kills, job, randomness):
     """Kills a search so often at random moments, then lets it finish."""
     journals = []
-    with Killer() as killer:
-        for kill in range(kills + 1):
-            before = len(lines(folder / "releases"))
+    for kill in range(kills + 1):
+        before = len(lines(folder / "releases"))
 
-            def random_moment(before=before, starting=kill % 4 == 3):
-                # While it starts or builds; or in a trial, at its end or between two.
-                seconds = randomness.uniform(0, 3) if starting else 60
-                releases = ALLOWANCE if starting else randomness.randint(1, ALLOWANCE + 2)
-                end = time.monotonic() + seconds
-                while time.monotonic() < end:
-                    if len(lines_whole(folder / "releases")) >= before + releases:
-                        break
-                    if (folder / "search" / "result.json").exists():
-                        break
-                    time.sleep(0.001)
-                time.sleep(randomness.uniform(0, 0.05))
+        def random_moment(before=before, starting=kill % 4 == 3):
+            # While it starts or builds; or in a trial, at its end or between two.
+            seconds = randomness.uniform(0, 3) if starting else 60
+            releases = ALLOWANCE if starting else randomness.randint(1, ALLOWANCE + 2)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                if len(lines_whole(folder / "releases")) >= before + releases:
+                    break
+                if (folder / "search" / "result.json").exists():
+                    break
+                time.sleep(0.001)
+            time.sleep(randomness.uniform(0, 0.05))
 
-            code = killer.run(
-                {"folder": str(folder), **job}, random_moment if kill < kills else None
-            )
-            if code == 0:
-                break  # it was done before the kill
-            assert code == -9 and kill < kills, f"run {kill} ended with {code}"
-            path = folder / "search" / "secret" / "journal"
-            if path.exists():
-                journal = Journal(path)
-                journals.append((journal.begun, len(journal.ended), journal.plan))
-                journal.close()
+        code = killer.run({"folder": str(folder), **job}, random_moment if kill < kills else None)
+        if code == 0:
+            break  # it was done before the kill
+        assert code == -9 and kill < kills, f"run {kill} ended with {code}"
+        path = folder / "search" / "secret" / "journal"
+        if path.exists():
+            journal = Journal(path)
+            journals.append((journal.begun, len(journal.ended), journal.plan))
+            journal.close()
     return journals
 
 
@@ -93,9 +96,9 @@ def lines_whole(path):
     return path.read_text().splitlines() if path.exists() else []
 
 
-def check(folder, kills, strategy, num_trials):
+def check(killer, folder, kills, strategy, num_trials):
     job = {"strategy": strategy, "num_trials": num_trials}
-    journals = kill_and_finish(folder, kills, job, random.Random(kills))
+    journals = kill_and_finish(killer, folder, kills, job, random.Random(kills))
     # The journal never goes back, and its draws stay: those that were made once before it.
     plans = [plan for _, _, plan in journals if plan is not None]
     assert all(plan == plans[0] for plan in plans)
@@ -135,13 +138,13 @@ def check(folder, kills, strategy, num_trials):
 
 
 @pytest.mark.parametrize("strategy", ["composition", "repeat_and_select"])
-def test_a_search_that_is_killed_draws_once_and_spends_once(tmp_path, strategy):
-    journals, begun = check(tmp_path, 4, strategy, 2)
+def test_a_search_that_is_killed_draws_once_and_spends_once(killer, tmp_path, strategy):
+    journals, begun = check(killer, tmp_path, 4, strategy, 2)
     assert len(begun) > 2 and len(journals) > 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["composition", "repeat_and_select"])
-def test_a_search_that_is_killed_often(tmp_path, strategy):
-    journals, begun = check(tmp_path, 25, strategy, 10)
+def test_a_search_that_is_killed_often(killer, tmp_path, strategy):
+    journals, begun = check(killer, tmp_path, 25, strategy, 10)
     assert len(begun) > 10 and len(journals) > 5

@@ -157,15 +157,20 @@ class GaussianMechanism:
                 checks.number("expected_batch_size", value, 0, strict=True)
             )
 
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows of the first batch, with microbatches of the largest; 0 before any."""
+        return int(self._fixed_batch_size.numpy())
+
     def batch_size(self) -> float | None:
         """L if it is known already: as given, or as the first batch had it."""
-        fixed = float(self._fixed_batch_size.numpy()) * self.gradient_accumulation_steps
+        fixed = float(self.rows_per_batch * self.gradient_accumulation_steps)
         return self.expected_batch_size or fixed or None
 
     def examples_share_groups(self) -> bool:
         """Whether microbatches may have several examples, which halves σ in the ledger."""
-        fixed = int(self._fixed_batch_size.numpy())
-        return self.num_microbatches is not None and not 0 < fixed <= self.num_microbatches
+        groups = self.num_microbatches
+        return groups is not None and not 0 < self.rows_per_batch <= groups
 
     def _check_batch_size(self, size: tf.Tensor) -> tf.Operation | None:
         """Asserts that all batches share the size of the first, unless it may vary."""

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from tf_adaptive_dp.privacy import files
 from tf_adaptive_dp.privacy.ledger import Ledger, Segment
 
 # Room for `Ledger.MAX_SEGMENTS` segments of at most 73 characters.
@@ -29,24 +30,6 @@ def _decoded(record: bytes) -> tuple[int, list[Segment]] | None:
         return None
     content = json.loads(text)
     return content["record"], [Segment(*segment) for segment in content["segments"]]
-
-
-def lock(file: int, in_use: str) -> None:
-    """Locks an open file until it is closed.
-
-    Args:
-      file: its descriptor.
-      in_use: what the error says if it is locked already, here or in another process.
-
-    Raises:
-      RuntimeError: if it is.
-    """
-    import fcntl  # which Windows does not have
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RuntimeError(in_use) from None
 
 
 class SegmentFile:
@@ -80,7 +63,7 @@ class SegmentFile:
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._close = weakref.finalize(self, os.close, self._file)
         try:
-            lock(
+            files.lock(
                 self._file,
                 "The release log is in use by another process, or by another ReleaseLog of this "
                 "one. End that process or call the other's `close()`; give each training a log of "
@@ -89,7 +72,8 @@ class SegmentFile:
             self._number, self.segments = self._read()
             if self._number < 0:
                 self.write([])
-                self._sync_folder()
+                if fsync:
+                    files.sync(self._path.parent)  # the name of the new file
         except BaseException:
             self.close()
             raise
@@ -129,15 +113,6 @@ class SegmentFile:
         if self._fsync:
             os.fsync(self._file)
         self._number, self.segments = number, list(segments)
-
-    def _sync_folder(self) -> None:
-        """Makes the name of a new file survive as well."""
-        if self._fsync:
-            folder = os.open(self._path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
 
     def close(self) -> None:
         """Lets others open the file; writing is an error from now on."""

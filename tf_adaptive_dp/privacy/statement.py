@@ -70,7 +70,7 @@ def epsilon_without_amplification(
     """
     segments, other_events = accounting.read_ledger(ledger, num_examples)
     counts: accounting.Counts = {}
-    for segment, times in zip(segments, _occurrences(segments, num_examples)):
+    for segment, times in zip(segments, occurrences(segments, num_examples)):
         release = (segment.noise_multiplier, 1.0)
         counts[release] = counts.get(release, 0) + times
     return accounting.composed_epsilon(counts, other_events, delta, accountant)
@@ -159,7 +159,7 @@ def privacy_statement(
     return "\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
-def _occurrences(segments: Sequence[Segment], num_examples: int) -> list[int]:
+def occurrences(segments: Sequence[Segment], num_examples: int) -> list[int]:
     """In how many releases of each segment one example is at most."""
     result = []
     pass_begins = True

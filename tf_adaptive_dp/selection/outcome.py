@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tf_adaptive_dp.selection import journal
+from tf_adaptive_dp.privacy import files
 
 Outcome = dict[str, Any]
 
@@ -50,7 +50,7 @@ class Result:
 
     def write(self, **content: Any) -> None:
         """Finishes the search: from now on it is never gone on with."""
-        journal.write_file(self._path, json.dumps(content, indent=1))
+        files.write(self._path, json.dumps(content, indent=1).encode())
         self._content = json.loads(json.dumps(content))
 
     def __getitem__(self, name: str) -> Any:

@@ -133,7 +133,7 @@ class Plan:
           resumed: how often any trial was gone on with after a pass that was not finished, and that
             counts: an example may have been in it and in the next one.
         """
-        passes = statements._occurrences(self._ledger(noise_multiplier).segments, self.num_examples)
+        passes = statements.occurrences(self._ledger(noise_multiplier).segments, self.num_examples)
         release = dp_accounting.GaussianDpEvent(noise_multiplier)
         event = dp_accounting.SelfComposedDpEvent(release, passes[0] + resumed)
         return self.strategy.epsilon(

@@ -166,7 +166,7 @@ class Allowance(tf.keras.callbacks.Callback):
         if self._rows_are_known or self._plan.sampling == "poisson":
             return
         self._rows_are_known = True
-        rows = int(self.model.optimizer._mechanism._fixed_batch_size.numpy())
+        rows = self.model.optimizer._mechanism.rows_per_batch
         plan = self._plan
         if isinstance(plan.sampling, samplings.Sampling):
             expected = plan.sampling.rows_per_batch(plan.parts)

@@ -11,7 +11,7 @@ import keras_tuner
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.privacy import release_log
+from tf_adaptive_dp.privacy import files
 from tf_adaptive_dp.privacy import sampling as samplings
 from tf_adaptive_dp.selection import space
 from tf_adaptive_dp.selection.fit_arguments import FitArguments
@@ -142,7 +142,7 @@ def check_folder(folder: Path, overwrite: bool) -> None:
     if overwrite and journal.exists():
         file = os.open(journal, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            release_log.lock(
+            files.lock(
                 file,
                 "The search is in progress in another process, so it cannot be overwritten. "
                 f"Received: {str(folder)!r}",

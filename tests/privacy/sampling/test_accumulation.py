@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import catalogue
 import numpy as np
 import pytest
-import tensorflow as tf
 from sampled import DELTA, N, drawn_ids, numbered, records, to_pair
 
 import tf_adaptive_dp as dp
@@ -134,7 +133,7 @@ def test_bad_numbers_of_parts_are_refused(steps, error, message):
 
 
 def trained_on(rows, k):
-    mechanism = SimpleNamespace(_fixed_batch_size=tf.constant(rows))
+    mechanism = SimpleNamespace(rows_per_batch=rows)
     return SimpleNamespace(_mechanism=mechanism, gradient_accumulation_steps=k)
 
 

@@ -1,0 +1,47 @@
+"""Files that one process at a time may use, and that survive the end of the machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def lock(file: int, in_use: str) -> None:
+    """Locks an open file until it is closed.
+
+    Args:
+      file: its descriptor.
+      in_use: what the error says if it is locked already, here or in another process.
+
+    Raises:
+      RuntimeError: if it is.
+    """
+    import fcntl  # which Windows does not have
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RuntimeError(in_use) from None
+
+
+def sync(path: str | os.PathLike) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def write(path: str | os.PathLike, content: bytes) -> None:
+    """Writes a file that only its owner can read, whole or not at all, and waits for the disk."""
+    path = Path(path)
+    unfinished = path.with_suffix(".new")
+    unfinished.unlink(missing_ok=True)
+    file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(file, "wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(file)
+    unfinished.rename(path)
+    sync(path.parent)
