@@ -100,10 +100,10 @@ LSTM: dict[str, Candidates] = {
     "adadps_adam": pairs((0.2, 0.05), (10, 0.01)),
 }
 NOT_PRIVATE: dict[str, Candidates] = {
-    "sgd": [{"rate": 1}, {"rate": 10}],
-    "adam": [{"rate": 0.001}, {"rate": 0.01}],
-    "adas": [{"rate": 0.0001}, {"rate": 0.001}],
-    "adas_frequency": [{"rate": 0.1}, {"rate": 1}],
+    "sgd": [{"rate": rate} for rate in (0.1, 1, 10)],
+    "adam": [{"rate": rate} for rate in (0.001, 0.01, 0.1)],
+    "adas": [{"rate": rate} for rate in (0.001, 0.01, 0.1)],
+    "adas_frequency": [{"rate": rate} for rate in (1, 10, 100)],
 }
 # Paper scale: twelve pairs a method, around those.
 FACTORS = list(itertools.product((0.3, 1, 3), (0.3, 1, 3, 10)))
@@ -160,7 +160,7 @@ def parts(scale: str) -> list[grids.Part]:
             candidates = {m: _wider(c) for m, c in candidates.items()}
         if scale != "paper" and name == "LSTM":
             # A recurrence over 290 words takes most of a second a step on one core.
-            common |= {"length": 40, "epochs": 1}
+            common |= {"length": 40, "epochs": 1 if scale == "smoke" else 8}
             candidates = {m: candidates[m] for m in ("dp_sgd", "dp_adam", "adadps_rmsprop")}
         elif scale == "small" and name == "bag of words, not private":
             common["epochs"] = 8
