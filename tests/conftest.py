@@ -1,5 +1,6 @@
 """Settings of all tests: a quiet TensorFlow on one thread, helpers that tests can import."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -33,3 +34,15 @@ def context():
 
     with runtime.local_context() as made:
         yield made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage(request):
+    """KerasTuner collects garbage before each model: seconds, with what earlier tests have left."""
+    if not request.path.name.startswith("test_tuner"):
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

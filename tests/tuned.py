@@ -1,7 +1,5 @@
 """A small search, for the tests of the tuner."""
 
-import gc
-
 import numpy as np
 import tensorflow as tf
 
@@ -9,11 +7,6 @@ import tf_adaptive_dp as dp
 from tf_adaptive_dp.selection import HonestTuner, scores
 
 NUM_EXAMPLES, BATCH, DELTA = 16, 8, 1e-3
-
-# KerasTuner collects garbage before it builds a model. That takes longer than the model, unless
-# what is there already, all of TensorFlow above all, is left out.
-gc.collect()
-gc.freeze()
 
 
 def data(num_examples=NUM_EXAMPLES, seed=0):
