@@ -22,14 +22,14 @@ def append(path, text):
     os.close(file)
 
 
-def record_releases(optimizer, path):
-    """Notes the digest of each noisy gradient before anything else sees it."""
+def record_releases(optimizer, path, line=str):
+    """Notes a line on each noisy gradient, of its digest, before anything else sees it."""
     import tensorflow as tf
 
     release = optimizer._mechanism.release
 
     def note(values):
-        append(path, hashlib.sha256(values.tobytes()).hexdigest())
+        append(path, line(hashlib.sha256(values.tobytes()).hexdigest()))
         return values
 
     def recorded(*args):
@@ -108,15 +108,20 @@ def serve(run):
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-def run(job):
-    import tensorflow as tf
+def on_one_thread(function):
+    """A `run` for `serve`: calls the function, on one thread of TensorFlow's."""
 
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
-    train(**job)
+    def run(job):
+        import tensorflow as tf
+
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+        function(**job)
+
+    return run
 
 
 if __name__ == "__main__":
     import tf_adaptive_dp  # noqa: F401
 
-    serve(run)
+    serve(on_one_thread(train))

@@ -5,36 +5,11 @@ Nothing here may use TensorFlow's runtime before the fork.
 """
 
 import gc
-import hashlib
 import json
-import os
-import sys
-import traceback
-from pathlib import Path
 
 import killable
 
 EPOCHS, STEPS = 4, 5
-
-
-def record_releases(optimizer, path, trial):
-    """Notes which trial released a noisy gradient, and its digest, before anything else sees it."""
-    import tensorflow as tf
-
-    release = optimizer._mechanism.release
-
-    def note(values):
-        digest = hashlib.sha256(values.tobytes()).hexdigest()
-        killable.append(path, json.dumps([trial, digest]))
-        return values
-
-    def recorded(*args):
-        noisy = release(*args)
-        flat = tf.concat([tf.reshape(g, [-1]) for g in noisy], 0)
-        with tf.control_dependencies([tf.numpy_function(note, [flat], tf.float32)]):
-            return [tf.identity(g) for g in noisy]
-
-    optimizer._mechanism.release = recorded
 
 
 def search(folder, strategy, num_trials):
@@ -62,7 +37,9 @@ def search(folder, strategy, num_trials):
     def recorded_run(self, model, *args):
         name = self._folder.name
         killable.append(folder / "begun", json.dumps([name, float(model.optimizer.learning_rate)]))
-        record_releases(model.optimizer, folder / "releases", name)
+        killable.record_releases(
+            model.optimizer, folder / "releases", lambda digest: json.dumps([name, digest])
+        )
         outcome = run(self, model, *args)
         segments, iterations = model.optimizer.ledger.segments, int(model.optimizer.iterations)
         killable.append(folder / "ended", json.dumps([name, outcome, segments, iterations]))
@@ -96,29 +73,8 @@ def search(folder, strategy, num_trials):
     killable.append(folder / "end", json.dumps(tuner._result.shown()))
 
 
-def main():
-    import tensorflow as tf
-
+if __name__ == "__main__":
     import tf_adaptive_dp.selection.tuner  # noqa: F401
 
     gc.freeze()  # or each child would look through, and so copy, all of it before every model
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                job = json.loads(line)
-                job["folder"] = Path(job["folder"])
-                tf.config.threading.set_intra_op_parallelism_threads(1)
-                tf.config.threading.set_inter_op_parallelism_threads(1)
-                search(**job)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        print(pid, flush=True)
-        sys.stdin.readline()  # until then the id stays the child's, so it may be killed by it
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    killable.serve(killable.on_one_thread(search))

@@ -1,17 +1,14 @@
 """Training that ends at any moment and goes on: nothing is lost, and nothing repeated."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import catalogue
 import numpy as np
 import pytest
 import tensorflow as tf
+from killer import Killer
 
 import tf_adaptive_dp as dp
 
@@ -77,39 +74,6 @@ def test_a_run_that_lost_steps_goes_on_with_the_checkpoint_and_all_releases(tmp_
     assert model.optimizer.ledger.segments == log.segments == [(1.0, 8.0, 12)]
 
 
-class Killer:
-    """Runs `killable.py`, and kills its trainings."""
-
-    def __enter__(self):
-        root = Path(dp.__file__).parents[1]
-        self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", Path(__file__).with_name("killable.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(root), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        )
-        return self
-
-    def __exit__(self, *error):
-        self._server.stdin.close()
-        self._server.wait()
-        self._server.stdout.close()
-
-    def run(self, job, kill_when=None):
-        """Exit code of a run; killed as soon as `kill_when()` has returned, unless it is None."""
-        pid = int(self._ask(json.dumps(job)))
-        if kill_when:
-            kill_when()
-            os.kill(pid, 9)
-        return int(self._ask(""))
-
-    def _ask(self, line):
-        self._server.stdin.write(line + "\n")
-        self._server.stdin.flush()
-        return self._server.stdout.readline()
-
-
 def lines(path):
     return path.read_text().splitlines() if path.exists() else []
 
@@ -123,7 +87,7 @@ def kill_and_finish(folder, kills, job, randomness):
     """
     starts = []
     job = {"folder": str(folder), **job}
-    with Killer() as killer:
+    with Killer("killable.py") as killer:
         for kill in range(kills + 1):
             before, begun = len(lines(folder / "releases")), len(lines(folder / "starts"))
 

@@ -2,58 +2,21 @@
 
 import collections
 import json
-import os
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import killable_search
 import pytest
+from killer import Killer
 
-import tf_adaptive_dp as dp
 from tf_adaptive_dp.selection.journal import Journal
 
 ALLOWANCE = killable_search.EPOCHS * killable_search.STEPS
 
 
-class Killer:
-    """Runs `killable_search.py`, and kills its searches."""
-
-    def __enter__(self):
-        root = Path(dp.__file__).parents[1]
-        self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", killable_search.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(root), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        )
-        return self
-
-    def __exit__(self, *error):
-        self._server.stdin.close()
-        self._server.wait()
-        self._server.stdout.close()
-
-    def run(self, job, kill_when=None):
-        """Exit code of a run; killed as soon as `kill_when()` has returned, unless it is None."""
-        pid = int(self._ask(json.dumps(job)))
-        if kill_when:
-            kill_when()
-            os.kill(pid, 9)
-        return int(self._ask(""))
-
-    def _ask(self, line):
-        self._server.stdin.write(line + "\n")
-        self._server.stdin.flush()
-        return self._server.stdout.readline()
-
-
 @pytest.fixture(scope="module")
 def killer():
-    with Killer() as made:
+    with Killer("killable_search.py") as made:
         yield made
 
 
