@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import dp_accounting
 import numpy as np
 import tensorflow as tf
 
@@ -27,11 +28,25 @@ MODELS = {
     "imdb": {"classes": 2, "input_scale": 1.0},
     "mnist": {"classes": 10},
 }
+# The paper's names of its models: logistic regression, and one hidden layer.
+HIDDEN_UNITS = {"LR": [], "TLNN": [100]}
+# Data sets and models of the paper's scale.
+PAPER = [(data, model) for data in MODELS for model in HIDDEN_UNITS]
 WORDS = 2000
 # The papers' name for DP-SGD with a momentum.
 CLASSES = {"DPMomentum": "DPSGD"}
 DEFAULT_RATES = {"ADADP": 0.1, "DPAdam": 0.001, "DPAdamWOSM": 0.001}
 ALL_STEPS = 10**7  # more than any process makes with one model
+
+
+def trial_event(
+    num_examples: int, batch_size: int, noise_multiplier: float, steps: int
+) -> dp_accounting.DpEvent:
+    """All that one run releases."""
+    sampled = dp_accounting.PoissonSampledDpEvent(
+        batch_size / num_examples, dp_accounting.GaussianDpEvent(noise_multiplier)
+    )
+    return dp_accounting.SelfComposedDpEvent(sampled, steps)
 
 
 class CompiledOnce:
@@ -154,18 +169,20 @@ def accuracy(model: tf.keras.Model, test: tuple[np.ndarray, np.ndarray], rows: i
     return round(right / len(test[1]), 5)
 
 
-def run(settings: dict[str, Any]) -> dict[str, Any]:
+def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     """One private run of one candidate on a data set that is found through the environment.
 
     Args:
       settings: "data", "hidden_units", "num_train" (`None`: all), "batch_size", "steps" and
         "judge_every"; "optimizer", a name, and "arguments" for it; "noise_multiplier"; "seed", of
         the first weights. Noise and batches are never the same twice.
+      data_dir: nothing: of one data set, and there are several.
 
     Returns:
       "steps" and "accuracy" on the test data, lists; at the end: "halves", the accuracy on the
       first and on the second half of the test data, and "learning_rate"; "num_examples".
     """
+    del data_dir
     given = {"noise_multiplier": settings["noise_multiplier"], **settings["arguments"]}
     if settings["optimizer"] in DEFAULT_RATES:  # the run before may have changed it
         given.setdefault("learning_rate", DEFAULT_RATES[settings["optimizer"]])

@@ -141,7 +141,7 @@ def test_a_candidate_is_judged_as_often_as_asked(monkeypatch):
         "seed": 0,
     }
     candidates._compiled.cache_clear()
-    result = candidates.run(settings)
+    result = candidates.train(settings, None)
     optimizer = candidates._compiled(
         "adult", 20, (), "DPMomentum", (("momentum", 0.5),), 5, 10
     ).model.optimizer
@@ -336,9 +336,8 @@ def test_both_ways_cost_what_adadp_costs():
     budget = honest_adadp.budget(60_000, 3000)
     noises = {way: honest_adadp.noise_for(way, 9, 60_000, 3000) for way in honest_adadp.WAYS}
     for way, noise in noises.items():
-        trial = honest_adadp.trial_event(60_000, 3000, noise)
-        strategy, orders = honest_adadp.strategy(way, 9), honest_adadp.ORDERS
-        spent = strategy.epsilon(trial, honest_adadp.DELTA, orders=orders)
+        trial = candidates.trial_event(60_000, honest_adadp.BATCH, noise, 3000)
+        spent = honest_adadp.strategy(way, 9).epsilon(trial, honest_adadp.DELTA)
         assert 0.99 * budget < spent <= budget
     assert honest_adadp.NOISE < noises["repeat_and_select"] < noises["liu_talwar"]
 

@@ -40,7 +40,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import dp_accounting
 import numpy as np
 
 from examples.experiments import candidates, harness
@@ -50,9 +49,6 @@ from tf_adaptive_dp.selection import accounting, budgets, strategies
 NOISE, BATCH, CLIP, DELTA = 2.0, 200, 1.0, 1e-5
 HALVINGS = range(1, 10)
 RATES = [float(f"{10 ** (k / 2):.3g}") for k in range(-6, 3)]
-# The δ of a single run in random stopping is tiny, and its best order between 64 and 512, of which
-# dp_accounting's orders have few.
-ORDERS = [*(1 + k / 10 for k in range(1, 20)), *range(3, 64), *range(64, 513, 8), 768, 1024]
 PRINTED = {
     None: (0.6349, 0.0033, 1),
     1: (0.4728, 0.1688, 2.04),
@@ -83,19 +79,11 @@ def strategy(way: str, halvings: int) -> strategies.Strategy:
 WAYS = ("liu_talwar", "repeat_and_select")
 
 
-def trial_event(num_examples: int, steps: int, noise: float) -> dp_accounting.DpEvent:
-    """All that one run releases."""
-    sampled = dp_accounting.PoissonSampledDpEvent(
-        BATCH / num_examples, dp_accounting.GaussianDpEvent(noise)
-    )
-    return dp_accounting.SelfComposedDpEvent(sampled, steps)
-
-
 @functools.cache
 def budget(num_examples: int, steps: int) -> float:
     """ε of ADADP's run."""
-    trial = trial_event(num_examples, steps, NOISE)
-    return accounting.composition_epsilon(trial, 1, DELTA, orders=ORDERS)
+    trial = candidates.trial_event(num_examples, BATCH, NOISE, steps)
+    return accounting.composition_epsilon(trial, 1, DELTA)
 
 
 @functools.cache
@@ -103,10 +91,9 @@ def noise_for(way: str, halvings: int, num_examples: int, steps: int) -> float:
     """The noise multiplier of the runs of a selection that costs what ADADP's run costs."""
     return budgets.noise_multiplier_for_selection(
         strategy(way, halvings),
-        functools.partial(trial_event, num_examples, steps),
+        lambda noise: candidates.trial_event(num_examples, BATCH, noise, steps),
         budget(num_examples, steps),
         DELTA,
-        orders=ORDERS,
     )
 
 
@@ -140,12 +127,6 @@ def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
             for seed in range(runs)
         ]
     return wanted
-
-
-def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
-    """One run."""
-    del data_dir  # `candidates` asks the environment
-    return candidates.run(settings)
 
 
 def simulated(pool: np.ndarray, halvings: int, limit: int | None, runs: int = 2000) -> np.ndarray:
@@ -242,6 +223,6 @@ def plot(trials: Sequence[Trial]) -> Any:
 
 if __name__ == "__main__":
     harness.main(
-        harness.Experiment("honest_adadp", __doc__, plan, train, table, plot),
+        harness.Experiment("honest_adadp", __doc__, plan, candidates.train, table, plot),
         pathlib.Path(__file__).parent,
     )

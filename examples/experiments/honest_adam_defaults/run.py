@@ -37,7 +37,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import dp_accounting
 import numpy as np
 
 from examples.experiments import candidates, harness
@@ -48,7 +47,6 @@ BATCH, CLIP, DELTA = 250, 0.5, 1e-6
 RATES = (0.001, 0.05, 0.01, 0.2, 0.5)
 ALL_BETAS = (0.8, 0.85, 0.9, 0.95, 0.99, 0.999)
 DEFAULT = (0.001, 0.9, 0.999)
-MODELS = {"LR": [], "TLNN": [100]}
 SIGMAS = (2.0, 4.0, 8.0)
 SMALL = [
     ("adult", "LR", SIGMAS),
@@ -57,7 +55,7 @@ SMALL = [
     ("adult", "TLNN", (4.0,)),
     ("mnist", "TLNN", (4.0,)),
 ]
-PAPER = [(data, model, SIGMAS) for data in ("adult", "mnist", "imdb") for model in MODELS]
+PAPER = [(*part, SIGMAS) for part in candidates.PAPER]
 # By scale: data, model and σ; values of α, β₁, β₂; training rows; steps; seeds.
 WHAT = {
     "smoke": ([("adult", "LR", (4.0,))], (0.001, 0.5), (0.9,), (0.8, 0.999), 2000, 100, 1),
@@ -73,7 +71,7 @@ def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
         {
             "data": data,
             "model": model,
-            "hidden_units": MODELS[model],
+            "hidden_units": candidates.HIDDEN_UNITS[model],
             "num_train": num_train,
             "batch_size": BATCH,
             "steps": steps,
@@ -96,12 +94,6 @@ def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
     ]
 
 
-def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
-    """One run."""
-    del data_dir  # of one data set; there are several
-    return candidates.run(settings)
-
-
 Part = tuple[str, str, float]
 
 
@@ -122,10 +114,7 @@ def scores(trials: Sequence[Trial]) -> dict[Part, dict[tuple, float]]:
 @functools.cache
 def epsilon(num_examples: int, steps: int, sigma: float) -> float:
     """ε of one run."""
-    sampled = dp_accounting.PoissonSampledDpEvent(
-        BATCH / num_examples, dp_accounting.GaussianDpEvent(sigma)
-    )
-    trial = dp_accounting.SelfComposedDpEvent(sampled, steps)
+    trial = candidates.trial_event(num_examples, BATCH, sigma, steps)
     return accounting.composition_epsilon(trial, 1, DELTA)
 
 
@@ -173,6 +162,6 @@ def plot(trials: Sequence[Trial]) -> Any:
 
 if __name__ == "__main__":
     harness.main(
-        harness.Experiment("honest_adam_defaults", __doc__, plan, train, table, plot),
+        harness.Experiment("honest_adam_defaults", __doc__, plan, candidates.train, table, plot),
         pathlib.Path(__file__).parent,
     )

@@ -31,9 +31,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import dp_accounting
-
-from examples.experiments import harness
+from examples.experiments import candidates, harness
 from examples.experiments.harness import Trial
 from tf_adaptive_dp.selection import accounting, budgets
 
@@ -87,10 +85,7 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     """The ε of all ways of paying for one data size; lists by number of candidates."""
     del data_dir  # there are none
     how, delta = ACCOUNTINGS[settings["accounting"]], settings["delta"]
-    sampled = dp_accounting.PoissonSampledDpEvent(
-        BATCH / settings["num_examples"], dp_accounting.GaussianDpEvent(NOISE)
-    )
-    trial = dp_accounting.SelfComposedDpEvent(sampled, STEPS)
+    trial = candidates.trial_event(settings["num_examples"], BATCH, NOISE, STEPS)
     by_rdp = {**how, "accountant": "rdp"}
     many = settings["candidates"]
     stopping = [

@@ -39,7 +39,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import dp_accounting
 import numpy as np
 
 from examples.experiments import candidates, harness
@@ -49,9 +48,8 @@ from tf_adaptive_dp.selection import accounting, grids
 
 NOISE, BATCH, DELTA = 4.0, 250, 1e-6
 OPTIMIZERS = ("DPSGD", "DPMomentum", "DPAdam", "DPAdamWOSM", "ADADP")
-MODELS = {"LR": [], "TLNN": [100]}
 SMALL = [("adult", "LR", 3), ("mnist", "LR", 3), ("imdb", "LR", 1), ("mnist", "TLNN", 1)]
-PAPER = [(data, model, 3) for data in ("adult", "mnist", "imdb") for model in MODELS]
+PAPER = [(*part, 3) for part in candidates.PAPER]
 # By scale: data, model and seeds; training rows; steps, and between two looks at the test data.
 WHAT = {
     "smoke": ([("adult", "LR", 1)], 2000, 100, 50),
@@ -75,7 +73,7 @@ def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
         {
             "data": data,
             "model": model,
-            "hidden_units": MODELS[model],
+            "hidden_units": candidates.HIDDEN_UNITS[model],
             "num_train": num_train,
             "batch_size": BATCH,
             "steps": steps,
@@ -90,12 +88,6 @@ def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
         for candidate in grid(optimizer, scale)
         for seed in range(seeds)
     ]
-
-
-def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
-    """One run."""
-    del data_dir  # of one data set; there are several
-    return candidates.run(settings)
 
 
 def curves(trials: Sequence[Trial]) -> dict[tuple[str, str], dict[str, np.ndarray]]:
@@ -128,10 +120,7 @@ def expected_maximum(values: Sequence[float], drawn: int) -> float:
 @functools.cache
 def epsilons(num_examples: int, steps: int, number: int) -> dict[str, float]:
     """ε of each way of paying for so many candidates, and of the paper's accounting."""
-    sampled = dp_accounting.PoissonSampledDpEvent(
-        BATCH / num_examples, dp_accounting.GaussianDpEvent(NOISE)
-    )
-    trial = dp_accounting.SelfComposedDpEvent(sampled, steps)
+    trial = candidates.trial_event(num_examples, BATCH, NOISE, steps)
     classical, many = {"conversion": "classical"}, {"orders": MANY_ORDERS}
     return {
         "composed": accounting.composition_epsilon(trial, number, DELTA, accountant="pld"),
@@ -194,6 +183,6 @@ def plot(trials: Sequence[Trial]) -> Any:
 
 if __name__ == "__main__":
     harness.main(
-        harness.Experiment("honest_optimizers", __doc__, plan, train, table, plot),
+        harness.Experiment("honest_optimizers", __doc__, plan, candidates.train, table, plot),
         pathlib.Path(__file__).parent,
     )
