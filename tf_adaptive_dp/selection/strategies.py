@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import dp_accounting
 
@@ -17,13 +17,11 @@ from tf_adaptive_dp.selection import accounting, laws
 class Strategy(Protocol):
     """What all strategies answer."""
 
-    @property
-    def name(self) -> str:
-        """`"composition"`, `"liu_talwar"` or `"repeat_and_select"`."""
+    name: ClassVar[str]
+    """`"composition"`, `"liu_talwar"` or `"repeat_and_select"`."""
 
-    @property
-    def releases_all(self) -> bool:
-        """Whether every trial may be shown, or the winner alone."""
+    releases_all: ClassVar[bool]
+    """Whether every trial may be shown, or the winner alone."""
 
     @property
     def expected_trials(self) -> float:
@@ -42,7 +40,7 @@ class Strategy(Protocol):
         conversion: str = "improved",
         orders: Sequence[float] | None = None,
     ) -> float:
-        """ε of the whole search."""
+        """ε of the whole search; arguments as of `accounting.composition_epsilon`."""
 
     def draw_num_trials(self) -> int:
         """How many trials to make: to be drawn once, kept secret and adhered to."""
@@ -71,20 +69,13 @@ class Composition:
       4
     """
 
+    name: ClassVar[str] = "composition"
+    releases_all: ClassVar[bool] = True
+
     num_trials: int
 
     def __post_init__(self):
         checks.integer("num_trials", self.num_trials, 1)
-
-    @property
-    def name(self) -> str:
-        """`"composition"`."""
-        return "composition"
-
-    @property
-    def releases_all(self) -> bool:
-        """Every trial may be shown."""
-        return True
 
     @property
     def expected_trials(self) -> float:
@@ -96,24 +87,9 @@ class Composition:
         """K."""
         return int(self.num_trials)
 
-    def epsilon(
-        self,
-        trial: dp_accounting.DpEvent,
-        delta: float,
-        *,
-        accountant: str = "rdp",
-        conversion: str = "improved",
-        orders: Sequence[float] | None = None,
-    ) -> float:
+    def epsilon(self, trial: dp_accounting.DpEvent, delta: float, **keywords: Any) -> float:
         """`accounting.composition_epsilon`."""
-        return accounting.composition_epsilon(
-            trial,
-            self.num_trials,
-            delta,
-            accountant=accountant,
-            conversion=conversion,
-            orders=orders,
-        )
+        return accounting.composition_epsilon(trial, self.num_trials, delta, **keywords)
 
     def draw_num_trials(self) -> int:
         """K."""
@@ -147,22 +123,15 @@ class LiuTalwar:
       True
     """
 
+    name: ClassVar[str] = "liu_talwar"
+    releases_all: ClassVar[bool] = False
+
     gamma: float
     delta_2: float = 1e-20
 
     def __post_init__(self):
         check_probability("gamma", self.gamma, or_one=True)
         check_probability("delta_2", self.delta_2)
-
-    @property
-    def name(self) -> str:
-        """`"liu_talwar"`."""
-        return "liu_talwar"
-
-    @property
-    def releases_all(self) -> bool:
-        """The winner alone may be shown."""
-        return False
 
     @property
     def expected_trials(self) -> float:
@@ -176,24 +145,10 @@ class LiuTalwar:
         """The hard stop, ⌈log(1/δ₂) / γ⌉; one trial with γ = 1."""
         return 1 if self.gamma == 1 else laws.hard_stop(self.gamma, self.delta_2)
 
-    def epsilon(
-        self,
-        trial: dp_accounting.DpEvent,
-        delta: float,
-        *,
-        accountant: str = "rdp",
-        conversion: str = "improved",
-        orders: Sequence[float] | None = None,
-    ) -> float:
+    def epsilon(self, trial: dp_accounting.DpEvent, delta: float, **keywords: Any) -> float:
         """`accounting.liu_talwar_epsilon`."""
         return accounting.liu_talwar_epsilon(
-            trial,
-            self.gamma,
-            delta,
-            delta_2=self.delta_2,
-            accountant=accountant,
-            conversion=conversion,
-            orders=orders,
+            trial, self.gamma, delta, delta_2=self.delta_2, **keywords
         )
 
     def draw_num_trials(self) -> int:
@@ -226,22 +181,15 @@ class RepeatAndSelect:
       True
     """
 
+    name: ClassVar[str] = "repeat_and_select"
+    releases_all: ClassVar[bool] = False
+
     mean_trials: float
     shape: float = 1.0
 
     def __post_init__(self):
         checks.number("mean_trials", self.mean_trials, 1)
         accounting.check_shape(self.shape)
-
-    @property
-    def name(self) -> str:
-        """`"repeat_and_select"`."""
-        return "repeat_and_select"
-
-    @property
-    def releases_all(self) -> bool:
-        """The winner alone may be shown."""
-        return False
 
     @property
     def expected_trials(self) -> float:
@@ -253,24 +201,10 @@ class RepeatAndSelect:
         """`None`: any number may come up; one with a mean of 1, unless the law is Poisson."""
         return 1 if self.mean_trials == 1 and not math.isinf(self.shape) else None
 
-    def epsilon(
-        self,
-        trial: dp_accounting.DpEvent,
-        delta: float,
-        *,
-        accountant: str = "rdp",
-        conversion: str = "improved",
-        orders: Sequence[float] | None = None,
-    ) -> float:
+    def epsilon(self, trial: dp_accounting.DpEvent, delta: float, **keywords: Any) -> float:
         """`accounting.repeat_and_select_epsilon`."""
         return accounting.repeat_and_select_epsilon(
-            trial,
-            self.mean_trials,
-            delta,
-            shape=self.shape,
-            accountant=accountant,
-            conversion=conversion,
-            orders=orders,
+            trial, self.mean_trials, delta, shape=self.shape, **keywords
         )
 
     def draw_num_trials(self) -> int:
