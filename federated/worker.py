@@ -65,6 +65,11 @@ def binary() -> str:
     return str(path)
 
 
+# Of a worker; the environment of this process goes before it. Without the threshold the allocator
+# keeps ever more memory from round to round, since tensors lie among what is small and stays.
+_ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "MALLOC_MMAP_THRESHOLD_": "100000"}
+
+
 def answers(address: str, timeout: float) -> bool:
     """Whether something that speaks gRPC accepts a new connection.
 
@@ -183,7 +188,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
+                env={**_ENVIRONMENT, **os.environ},
                 start_new_session=True,  # Ctrl-C is for this process to handle
                 text=True,
                 errors="replace",
