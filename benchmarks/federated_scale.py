@@ -13,7 +13,7 @@ run. Four parts, each a table:
   with as many gradients; for the network of the ADADP paper's CIFAR-10 experiment, in clients of 50
   batches (the paper has 1,000), and for the small model of the other parts.
 - memory: resident size of this process and of the worker over rounds with other clients, and other
-  numbers of them, each time.
+  numbers of them, each time; medians of ten rounds, since it goes up and down with their number.
 
     python benchmarks/federated_scale.py
     python benchmarks/federated_scale.py --parts clients,ratio --clients 10,30 --rounds 5
@@ -22,6 +22,7 @@ run. Four parts, each a table:
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import os
 import pathlib
@@ -47,6 +48,7 @@ from federated.worker import WorkerProcess  # noqa: E402
 
 FEATURES, CLASSES, RATE = 784, 10, 0.1
 RATIO_TARGET, MEMORY_TARGET, MEMORY_START = 1.15, 1.05, 50
+MEMORY_WINDOW = 10  # rounds whose median is shown
 Step = Callable[[], Any]
 
 
@@ -293,14 +295,16 @@ def memory_part(args: argparse.Namespace) -> str:
     draw = random.Random(0)
     lines, at_start, last = [], None, 0.0
     shown = {1, 10, MEMORY_START, *range(100, args.memory_rounds, 50), args.memory_rounds}
+    sizes = collections.deque(maxlen=MEMORY_WINDOW)
     with local_context() as context:
         rounds = Rounds(problem.sgd())
+        pids = (os.getpid(), *context.worker_pids)
         for number in range(1, args.memory_rounds + 1):
             rounds([client for client in problem.clients if draw.random() < 0.5])
+            sizes.append([resident_mib(pid) for pid in pids])
             if number in shown:
-                pids = (os.getpid(), *context.worker_pids)
-                found = [resident_mib(pid) for pid in pids]
-                last = sum(found)
+                found = np.median(sizes, axis=0)
+                last = float(found.sum())
                 at_start = last if number == MEMORY_START else at_start
                 lines.append([str(number), *map(tables.number, [*found, last])])
                 say(f"round {number}: {last:.0f} MiB")
