@@ -135,7 +135,7 @@ def privacy_statement(
     released += _list_of_trees(ledger)
     information = of_side_information(ledger.side_information)
     if math.isinf(spent):
-        why = why_not_private(ledger.segments, events)
+        why = why_not_private(ledger.segments, events, sampling, USER)
         return "\n".join(part for part in (why, released, information) if part)
     paragraphs = [
         _claim(ledger, spent, delta, sampling, accountant),
@@ -187,7 +187,8 @@ def _claim(
         unamplified = statement.epsilon_without_amplification(
             ledger, ledger.privacy.total_clients, delta, accountant=accountant
         )
-    return statement.claim(spent, unamplified, delta, accountant, sampling, USER)
+    clients = ledger.privacy.total_clients
+    return statement.claim(spent, unamplified, delta, accountant, sampling, USER, clients)
 
 
 def _list_of_trees(ledger: UserLedger) -> str:

@@ -51,11 +51,18 @@ def _ledger_of(process: Any, ledger: accounting.UserLedger | None) -> accounting
     return ledger
 
 
-def _check(sampling: Any, num_rounds: int, release_managers: Sequence) -> None:
-    if num_rounds > sampling.steps:
+def _check(
+    sampling: Any,
+    num_rounds: int,
+    ledger: accounting.UserLedger | None,
+    release_managers: Sequence,
+) -> None:
+    before = 0 if ledger is None else sum(s.num_releases for s in ledger.segments)
+    if num_rounds + before > sampling.steps:
         raise ValueError(
-            "`num_rounds` must be at most the `steps` of the sampling. Received: "
-            f"num_rounds={num_rounds}, sampling={sampling!r}"
+            "`num_rounds` must be at most the `steps` of the sampling, less the rounds that "
+            f"`ledger` holds. Received: num_rounds={num_rounds}, {before} rounds in the ledger, "
+            f"sampling={sampling!r}"
         )
     for manager in release_managers:
         if not isinstance(manager, tff.program.ReleaseManager):
@@ -148,7 +155,8 @@ def train(
       release_managers: get the figures of each round, see `federated.monitor.scalars`, under the
         number of the round, which counts lost rounds.
       max_failures: how many rounds may end with an exception in this call; they are lost. One more
-        is raised, and counted when the run goes on.
+        is raised, and counted when the run goes on; so is `WorkerLostError`, always, since no
+        round can succeed before there is a new context.
 
     Returns:
       The last state, the ledger with all rounds, and how many there were.
@@ -161,9 +169,9 @@ def train(
     checks.integer("num_rounds", num_rounds, 1)
     checks.integer("evaluate_every", evaluate_every, 1)
     checks.integer("max_failures", max_failures, 0)
-    _check(sampler.sampling, num_rounds, release_managers)
     datasets = _datasets_of(client_data)
     ledger = _ledger_of(process, ledger)
+    _check(sampler.sampling, num_rounds, ledger, release_managers)
     _figures_of_privacy(ledger, delta, sampler.sampling)  # it fails now rather than after a round
 
     def figures(output: Any, ledger: accounting.UserLedger | None, num_clients: int) -> dict:

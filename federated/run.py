@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import tensorflow as tf
 import tree
 
 from federated import accounting
+from federated.connection import WorkerLostError
 from federated.journal import Journal
 from federated.saved_states import SavedStates
 from tf_adaptive_dp.privacy import files
@@ -31,6 +33,7 @@ def _description(state: Any, sampler: Any, ledger: accounting.UserLedger | None)
         "ledger at the beginning": None if ledger is None else ledger.to_dict(),
         "sampling": repr(sampler.sampling),
         "clients": len(sampler.client_ids),
+        "client ids": hashlib.blake2b("\0".join(sampler.client_ids).encode()).hexdigest(),
         "state": leaves,
     }
 
@@ -154,7 +157,8 @@ class Run:
         try:
             output = self.process.next(self.state, [datasets(client) for client in cohort])
         except Exception as error:
-            if not self.failures_left:
+            # A worker that is gone stays gone: each more round would be counted and fail at once.
+            if not self.failures_left or isinstance(error, WorkerLostError):
                 raise
             self.failures_left -= 1
             warnings.warn(f"Round {number} failed: {error!r}", stacklevel=3)

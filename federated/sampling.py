@@ -147,6 +147,7 @@ class ClientSampler:
         privacy: UserLevelPrivacy,
         num_rounds: int,
         key: bytes | None = None,
+        max_clients: int | None = None,
     ) -> ClientSampler:
         """Poisson cohorts with q = clients_per_round / total_clients.
 
@@ -155,15 +156,18 @@ class ClientSampler:
           privacy: what the rounds are to have.
           num_rounds: of the whole run, rounds that fail included.
           key: see the class.
+          max_clients: the most clients of a round; of more, that many stay by chance. What that
+            may reveal is taken from δ, see `PoissonSampling`: with a large ε next to nothing may
+            be cut. `None`: as many as are drawn.
 
         >>> privacy = UserLevelPrivacy(1.0, 2, 4, clip=1.0)
         >>> sampler = ClientSampler.poisson(["a", "b", "c", "d"], privacy, num_rounds=10)
         >>> sampler.sampling.sampling_probability
         0.5
         """
-        sampling = PoissonSampling.for_batch_size(
-            privacy.clients_per_round, privacy.total_clients, num_rounds
-        )
+        rows = privacy.total_clients + 1 if max_clients is None else max_clients
+        probability = privacy.clients_per_round / privacy.total_clients
+        sampling = PoissonSampling(probability, rows, num_rounds)
         return cls(client_ids, sampling, key).checked(privacy)
 
     def checked(self, privacy: UserLevelPrivacy) -> ClientSampler:

@@ -10,7 +10,13 @@ from dp_accounting import pld, rdp
 from tensorflow_privacy.privacy.analysis import tree_aggregation_accountant
 
 from federated.accounting import UserLedger, epsilon_spent, privacy_statement
-from federated.sampling import EveryClient, FixedSizeSampling, PoissonSampling, ShuffledEpochs
+from federated.sampling import (
+    ClientSampler,
+    EveryClient,
+    FixedSizeSampling,
+    PoissonSampling,
+    ShuffledEpochs,
+)
 from federated.user_level_privacy import UserLevelPrivacy
 from tf_adaptive_dp.privacy import statement
 
@@ -73,6 +79,33 @@ def test_cohorts_that_are_cut_cost_part_of_delta():
     sampled = dp_accounting.PoissonSampledDpEvent(50 / 2000, GAUSSIAN_EVENT(1.3))
     event = dp_accounting.SelfComposedDpEvent(sampled, 300)
     assert spent == pytest.approx(epsilon_of(event, delta=left), rel=1e-6)
+
+
+def test_a_large_epsilon_is_said_too_and_an_infinite_one_with_its_cause():
+    privacy = UserLevelPrivacy(0.3, 20, 400, clip=1.0)
+    ledger = UserLedger(privacy)
+    ledger.record_lost(500)
+    ids = [f"client {k}" for k in range(400)]
+    sampling = ClientSampler.poisson(ids, privacy, num_rounds=500).sampling
+    spent = epsilon_spent(ledger, 1 / 400, sampling=sampling)
+    sampled = dp_accounting.PoissonSampledDpEvent(0.05, GAUSSIAN_EVENT(0.3))
+    event = dp_accounting.SelfComposedDpEvent(sampled, 500)
+    assert spent == pytest.approx(epsilon_of(event, delta=1 / 400), rel=1e-6) and spent > 100
+    text = " ".join(privacy_statement(ledger, 1 / 400, sampling=sampling).split())
+    assert f"epsilon = {math.ceil(spent * 1e4) / 1e4:.4f}" in text and "kept at random" not in text
+    capped = PoissonSampling(0.05, max_batch_size=64, steps=500)
+    assert epsilon_spent(ledger, 1 / 400, sampling=capped) == math.inf
+    text = " ".join(privacy_statement(ledger, 1 / 400, sampling=capped).split())
+    assert "NOT PRIVATE" in text and "cohorts cut to 64 may reveal is more than delta" in text
+    assert "without noise" not in text
+
+
+def test_cohorts_that_can_be_foreseen_are_named():
+    foreseen = dataclasses.replace(POISSON, seed=7)
+    text = " ".join(privacy_statement(ledger_of(GAUSSIAN), DELTA, sampling=foreseen).split())
+    assert "NOT AMPLIFIED: the cohorts were drawn with the seed 7" in text
+    text = privacy_statement(ledger_of(GAUSSIAN), DELTA, sampling=POISSON)
+    assert "NOT AMPLIFIED" not in text
 
 
 def test_fixed_cohorts_cost_what_dp_accounting_says_for_replacing_a_user():

@@ -23,6 +23,7 @@ import tensorflow_federated as tff
 
 from federated import monitor, program
 from federated.accounting import UserLedger
+from federated.connection import WorkerLostError
 from federated.run import Run
 from federated.sampling import ClientSampler
 from federated.saved_states import SavedStates
@@ -242,6 +243,38 @@ def test_one_failure_too_many_is_raised(tmp_path):
     assert (trained.ledger.num_releases, trained.ledger.lost) == (5, 3)
 
 
+def test_no_round_is_wasted_on_a_worker_that_is_gone(tmp_path, monkeypatch):
+    def gone(self, state, datasets):
+        raise WorkerLostError("it does not answer", ["ada:8000"])
+
+    with monkeypatch.context() as patch, pytest.raises(WorkerLostError):
+        patch.setattr(rounds.Process, "next", gone)
+        rounds.train(tmp_path, 5, max_failures=3)
+    with pytest.warns(UserWarning, match="^1 rounds"):
+        trained = rounds.train(tmp_path, 5)
+    assert (trained.ledger.num_releases, trained.ledger.lost) == (5, 1)
+
+
+@pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
+def test_rounds_that_the_ledger_holds_are_part_of_the_sampling(tmp_path, mechanism):
+    def train(num_rounds, earlier):
+        ledger = rounds.ledger(mechanism)
+        ledger.record_lost(earlier)
+        sampler = rounds.Sampler(["a"], rounds.Sampling(10))
+        folder = tmp_path / f"{num_rounds} {earlier}"
+        return program.train(
+            rounds.Process(tmp_path), str, sampler, num_rounds, folder, ledger=ledger
+        )
+
+    assert train(3, 7).num_finished == 3
+    if mechanism == "gaussian":
+        with pytest.raises(ValueError, match="less the rounds .* num_rounds=4, 7 rounds in the"):
+            train(4, 7)
+        assert not (tmp_path / "4 7").exists()
+    else:  # its ledger is of trees, which need no sampling
+        assert train(4, 7).num_finished == 4
+
+
 def test_a_round_that_could_not_be_released_is_released_again(tmp_path):
     class Full(tff.program.ReleaseManager):
         async def release(self, value, key):
@@ -272,6 +305,7 @@ def test_a_round_that_could_not_be_released_is_released_again(tmp_path):
         ({"shape": 3}, r"more/0: float64\[2, 3\].*more/0: float64\[2, 2\]"),
         ({"steps": 99}, r"was 'Sampling\(steps=1000\)', is 'Sampling\(steps=99\)'"),
         ({"clients": 2}, "clients: was 1, is 2"),
+        ({"ids": "b"}, "Changed: client ids"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -283,7 +317,8 @@ def test_other_arguments_are_refused(tmp_path, monkeypatch, changes, message):
         initial = process.initialize() | {"more": (np.zeros([2, 2]),)}
         monkeypatch.setattr(process, "initialize", lambda: initial)
     sampling = rounds.Sampling(changes.pop("steps", 1000))
-    sampler = rounds.Sampler("ab"[: changes.pop("clients", 1)], sampling)
+    ids = changes.pop("ids", "ab"[: changes.pop("clients", 1)])
+    sampler = rounds.Sampler(ids, sampling)
     counted = changes.pop("counted", 0)
     ledger = None
     if "ledger" not in changes:

@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_federated as tff
+from gaussianity import assert_gaussian, assert_independent
 from tensorflow_federated.proto.v0 import executor_pb2
 
 from federated import connection, runtime, worker
+from federated.processes import build_dp_fed_avg
+from federated.user_level_privacy import UserLevelPrivacy
 
 ROOT = pathlib.Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -256,6 +259,28 @@ def test_rounds_over_two_workers_equal_local_ones(process, clients, kept_workers
         np.testing.assert_allclose(weights(process, remote), local, rtol=1e-5)
         assert not np.allclose(local, weights(process, first), rtol=1e-3)
     assert all(cpu_seconds(w.pid) > b for w, b in zip(kept_workers, before))
+
+
+@pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
+def test_the_noise_of_a_round_over_two_workers_is_drawn_once(clients, kept_workers, mechanism):
+    def model_fn():
+        return tff.learning.models.from_keras_model(
+            tf.keras.Sequential(
+                [tf.keras.Input([3]), tf.keras.layers.Dense(1000, kernel_initializer="zeros")]
+            ),
+            tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            input_spec=clients[0].element_spec,
+        )
+
+    still = tff.learning.optimizers.build_sgdm(1e-9)  # so that all that moves is the noise
+    privacy = UserLevelPrivacy(2.0, 5, 5, clip=0.5, mechanism=mechanism)
+    with runtime.remote_context([w.address for w in kept_workers]):
+        process = build_dp_fed_avg(model_fn, still, privacy)
+        state = process.initialize()
+        noise = [weights(process, process.next(state, clients).state) for _ in range(2)]
+    for drawn in noise:
+        assert_gaussian(drawn, 2.0 * 0.5 / 5)
+    assert_independent(*noise)
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -50,10 +50,16 @@ def test_poisson_cohorts_have_each_client_independently_with_probability_q():
     assert abs(over_time) < 6 / np.sqrt(joined.size)
 
 
-def test_a_cohort_may_be_empty_and_is_cut_at_the_cap():
+def test_a_cohort_may_be_empty_and_is_cut_at_a_cap_only_if_there_is_one():
     few = ClientSampler(IDS, PoissonSampling(0.02, max_batch_size=2, steps=300), KEY)
     sizes = [len(few.cohort(step)) for step in range(300)]
     assert min(sizes) == 0 and max(sizes) == 2
+    capped = ClientSampler.poisson(IDS, GAUSSIAN, num_rounds=300, key=KEY, max_clients=13)
+    whole = ClientSampler.poisson(IDS, GAUSSIAN, num_rounds=300, key=KEY)
+    assert capped.sampling == PoissonSampling(0.2, max_batch_size=13, steps=300)
+    drawn = [len(whole.cohort(step)) for step in range(300)]
+    assert [len(capped.cohort(step)) for step in range(300)] == np.minimum(drawn, 13).tolist()
+    assert max(drawn) > 13 and whole.sampling.failure_probability(60) == 0
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: s.label)

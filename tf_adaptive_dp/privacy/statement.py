@@ -19,6 +19,7 @@ from tf_adaptive_dp.privacy.wording import (
     Unit,
     filled,
     item,
+    of_seed,
     of_side_information,
     up,
     why_not_private,
@@ -136,7 +137,7 @@ def privacy_statement(
     released = list_of_releases(segments, other_events, num_examples)
     information = of_side_information(getattr(ledger, "side_information", None))
     if math.isinf(spent):
-        parts = [why_not_private(segments, other_events), released, information]
+        parts = [why_not_private(segments, other_events, sampling), released, information]
         return "\n".join(part for part in parts if part)
     unamplified = epsilon_without_amplification(ledger, num_examples, delta, accountant=accountant)
     tf_privacy = ""
@@ -147,7 +148,7 @@ def privacy_statement(
             segments[0], num_examples, delta, accountant, max_examples_per_user
         )
     paragraphs = [
-        claim(spent, unamplified, delta, accountant, sampling),
+        claim(spent, unamplified, delta, accountant, sampling, num_examples=num_examples),
         warning_of_delta(delta, num_examples),
         released,
         information,
@@ -179,6 +180,7 @@ def claim(
     accountant: str,
     sampling: samplings.Sampling | str,
     unit: Unit = EXAMPLE,
+    num_examples: int | None = None,
 ) -> str:
     """The first paragraph: ε, δ, unit, adjacency and sampling.
 
@@ -189,13 +191,15 @@ def claim(
       accountant: which made them.
       sampling: `"poisson"`, `"fixed"` or `"shuffled"`, or such a sampling.
       unit: what the text calls the unit.
+      num_examples: how many units there are, if that is known.
     """
     one = unit.one
     whose = f"Unit: one {one}. Adjacency: data sets that differ by adding or removing one {one}."
     how = f"({accountant.upper()} accounting, rounded up)"
     label = samplings.label_of(sampling)
     if label == "shuffled":
-        return _claim_of_shuffling(spent, unamplified, delta, f"{how}. {whose}", unit)
+        text = _claim_of_shuffling(spent, unamplified, delta, f"{how}. {whose}", unit)
+        return text + of_seed(sampling, unit)
     drawn = "by Poisson sampling, and for that this epsilon is a proven bound."
     if label == "fixed":
         whose = f"Unit: one {one}. Adjacency: data sets in which one {one} replaces another."
@@ -207,13 +211,17 @@ def claim(
     elif isinstance(sampling, samplings.PoissonSampling):
         drawn += (
             f" Every {one} joined each {unit.batch} with probability "
-            f"{sampling.sampling_probability:g}. Of more than {sampling.max_batch_size} as many "
-            "were kept at random; what that may reveal is part of delta."
+            f"{sampling.sampling_probability:g}."
         )
+        if num_examples is None or sampling.max_batch_size <= num_examples:
+            drawn += (
+                f" Of more than {sampling.max_batch_size} as many were kept at random; what that "
+                "may reveal is part of delta."
+            )
     return filled(
         f"Differential privacy with epsilon = {up(spent)} and delta = {delta:g} {how}. {whose} The "
         f"{unit.batches} were drawn {drawn}"
-    )
+    ) + of_seed(sampling, unit)
 
 
 def _claim_of_shuffling(

@@ -58,13 +58,42 @@ def of_side_information(information: Any) -> str:
     return filled(start + end)
 
 
-def why_not_private(segments: Sequence[Segment], events: Sequence[dp_accounting.DpEvent]) -> str:
-    """Why ε is infinite."""
+def of_seed(sampling: Any, unit: Unit = EXAMPLE) -> str:
+    """A paragraph that warns of batches which can be foreseen, or the empty text."""
+    seed = getattr(sampling, "seed", None)
+    if seed is None:
+        return ""
+    return "\n" + filled(
+        f"NOT AMPLIFIED: the {unit.batches} were drawn with the seed {seed}, which is for tests. "
+        f"Who knows it knows the {unit.batches}, and epsilon does not hold."
+    )
+
+
+def why_not_private(
+    segments: Sequence[Segment],
+    events: Sequence[dp_accounting.DpEvent],
+    sampling: Any = None,
+    unit: Unit = EXAMPLE,
+) -> str:
+    """Why ε is infinite.
+
+    Args:
+      segments: what the ledger holds.
+      events: what it holds besides.
+      sampling: what drew the batches, if it is known.
+      unit: what the text calls them.
+    """
     found = unprotected(events)
     causes = [f"the release {event} protects nothing" for event in found]
     too_little = any(segment.noise_multiplier < 2 * MIN_NOISE_MULTIPLIER for segment in segments)
-    if too_little or not causes:
+    most = getattr(sampling, "max_batch_size", None)
+    if too_little or (not causes and most is None):
         causes.insert(0, "something was released without noise")
+    elif not causes:
+        causes = [
+            f"at so large an epsilon what {unit.batches} cut to {most} may reveal is more than "
+            "delta (a larger `max_batch_size` helps)"
+        ]
     return filled(f"NOT PRIVATE: epsilon is infinite, because {' and '.join(causes)}.")
 
 

@@ -24,6 +24,10 @@ def test_the_statement_says_which_sampling_was_used():
     assert "drawn by Poisson sampling, and for that this epsilon is a proven bound" in text
     assert "with probability 0.1. Of more than 190 as many were kept at random" in text
     assert "TF Privacy's statement" in text
+    assert "were kept at random" not in words(dp.PoissonSampling(0.1, N + 1, 50))
+    assert "NOT AMPLIFIED" not in text
+    for sampling in (dp.PoissonSampling(0.1, 190, 50, seed=3), dp.ShuffledEpochs(100, 50, seed=3)):
+        assert "NOT AMPLIFIED: the batches were drawn with the seed 3" in words(sampling)
     truncated = dp.PoissonSampling(0.1, 150, 50)
     spent = truncated.epsilon_spent(fake_ledger((2.0, 100.0, 50)), N, DELTA)
     text = words(truncated)
