@@ -13,7 +13,7 @@ commonest words from drifting (see `reviews.token_frequencies`); "as released" h
 
 Smaller than the paper at `--scale small`: two pairs a method instead of twelve, found by earlier
 trials on the same test reviews; one seed outside of the part "bag of words"; 8 epochs without
-privacy; an LSTM on the first 40 words for one epoch, with three of its methods.
+privacy; an LSTM on the first 40 words for 8 epochs, with three of its methods.
 
 What is public: 1% of the training reviews, with labels, which are kept out of the private ones; the
 texts (never the labels) of the test reviews, for the vocabulary, inverse document frequencies, and
