@@ -117,6 +117,7 @@ def test_the_statement_says_what_was_spent_and_how():
         f"6 noisy gradients at most, with noise multiplier {noise:g} and expected batch size 100",
         "public validation data",
         "how long the search took are not protected",
+        "Whether a candidate crashes must not depend on a single example",
         "chosen without looking at the data",
         "Side information: Fixed, public.",
     ):
@@ -148,6 +149,24 @@ def test_shuffled_batches_have_two_epsilons_each_of_the_whole_search():
     outcomes = [SHOWN, {**SHOWN, "resumed": 2}]
     text = " ".join(statement.privacy_statement(made, noise, outcomes).split())
     assert f"epsilon = {up(bound)}" in text
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:], ids=lambda s: s.name)
+def test_of_a_winner_every_epoch_may_have_begun_a_pass(strategy):
+    # Each of four epochs is half a pass, of a pass of its own if the search was interrupted in
+    # each. Nothing tells whether it was.
+    arguments = {"sampling": "shuffled", "num_examples": 1000, "epochs": 4, "steps_per_epoch": 5}
+    made, noise, text = statement_of(strategy, [SHOWN], noise=4.0, **arguments)
+    bound = strategy.epsilon(trial_event(noise, releases=4), 1e-5)
+    assert made.epsilon_without_amplification(noise) == bound
+    assert f"epsilon = {up(bound)}" in text
+    # Passes of 10 batches, or of 11 and the last one smaller: in 11 an example may come twice,
+    # unless an epoch is a pass.
+    arguments |= {"num_examples": 1050, "steps_per_epoch": 11}
+    for is_pass, times in ((False, 8), (True, 4)):
+        made = plan(strategy, epoch_is_pass=is_pass, **arguments)
+        bound = strategy.epsilon(trial_event(noise, releases=times), 1e-5)
+        assert made.epsilon_without_amplification(noise) == bound
 
 
 def test_the_tuner_sets_the_noise(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """What HonestTuner refuses before anything is drawn or trained."""
 
+import threading
+
 import dp_accounting
 import keras_tuner
 import numpy as np
@@ -78,6 +80,22 @@ def test_one_candidate_of_another_price_stops_all_before_the_first(tmp_path, nam
         tuned.search(tuned.tuner(tmp_path, build))
 
 
+def test_a_noise_that_one_optimizer_cannot_have_stops_all_before_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("tf_adaptive_dp.selection.plan.Plan.noise_multiplier", lambda plan: 1.5)
+
+    def build(hp, last=0.7):
+        count = [5.0, last][hp.Int("which", 0, 1)]
+        clipping = dp.AdaptiveClipping(count_noise_multiplier=count)
+        return tuned.model(tuned.optimizer(clipping=clipping))
+
+    for _ in range(2):
+        with pytest.raises(dp.NotPrivateError, match="cannot have the noise.*count_noise_multi"):
+            tuned.search(tuned.tuner(tmp_path, build))
+        assert len(tuned.journal_lines(tmp_path)) == 1  # the draws: nothing was begun
+    tuned.Fake(monkeypatch, 0.5, 0.5)
+    tuned.search(tuned.tuner(tmp_path, lambda hp: build(hp, 0.8)))  # corrected, it goes on
+
+
 @pytest.mark.parametrize(
     "arguments, error, match",
     [
@@ -152,6 +170,8 @@ def test_a_metric_that_the_models_do_not_have(tmp_path):
         ({"initial_epoch": 1}, "initial_epoch=1"),
         ({"epochs": 0}, "`epochs`"),
         ({"batch_size": 4}, "batch_size=4"),
+        ({"shuffle": False}, "leave `shuffle` out. Received: shuffle=False"),
+        ({"shuffle": "batch"}, "shuffle='batch'"),
     ],
 )
 def test_arguments_of_search(tmp_path, arguments, match):
@@ -189,6 +209,34 @@ def test_steps_are_counted_as_fit_counts_them():
         read(x, y, epoch=3)
 
 
+def test_a_data_set_has_to_last_for_all_epochs():
+    x, y = tuned.data(24)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    for steps, epochs in ((3, 2), (1, 3)):  # Keras reads it in each epoch, or through all of them
+        assert read(data, steps_per_epoch=steps, epochs=epochs).steps_per_epoch == steps
+    with pytest.raises(ValueError, match="3 batches, epochs=2, steps_per_epoch=2"):
+        read(data, steps_per_epoch=2, epochs=2)
+
+
+def test_only_arrays_read_to_their_end_are_known_to_have_each_example_once():
+    x, y = tuned.data(20)
+    assert read(x, y, 8).epoch_is_pass and read(x, y, 8, steps_per_epoch=3).epoch_is_pass
+    assert not read(x, y, 8, steps_per_epoch=2).epoch_is_pass
+    assert not read(tf.data.Dataset.from_tensor_slices((x, y)).batch(8)).epoch_is_pass
+
+
+def test_batches_that_come_again_in_another_process():
+    sampling = dp.PoissonSampling(0.5, 16, 4)
+    seeded = dp.PoissonSampling(0.5, 16, 4, seed=1)
+    assert read(dp.poisson_batches(tuned.data(), sampling)).steps_per_epoch == 4
+    for made in (
+        dp.poisson_batches(tuned.data(), sampling, key=bytes(32)),
+        dp.poisson_batches(tuned.data(), seeded),
+    ):
+        with pytest.raises(ValueError, match="`key` or a seed come again"):
+            read(made)
+
+
 def test_fit_prints_nothing_of_candidates_that_may_lose():
     x, y = tuned.data()
     assert read(x, y, releases_all=False).arguments["verbose"] == 0
@@ -209,6 +257,7 @@ def check(*given, releases_all=True):
         lambda folder: callbacks.BackupAndRestore(str(folder)),
         lambda folder: callbacks.EarlyStopping("val_loss"),
         lambda folder: callbacks.ReduceLROnPlateau("val_loss"),
+        lambda folder: callbacks.TerminateOnNaN(),
         lambda folder: dp.PrivacyMonitor(15, 1e-5),
         lambda folder: dp.PrivacyMonitor(16, 1e-5, sampling="poisson"),
     ],
@@ -216,6 +265,14 @@ def check(*given, releases_all=True):
 def test_callbacks_that_would_not_do_what_they_promise(tmp_path, make):
     with pytest.raises(ValueError, match="Received"):
         check(make(tmp_path))
+
+
+def test_a_callback_that_cannot_be_copied():
+    callback = callbacks.LambdaCallback()
+    check(callback)
+    callback.held = threading.Lock()
+    with pytest.raises(ValueError, match="must be possible to copy.*cannot pickle"):
+        check(callback)
 
 
 def test_callbacks_that_keep_losers():

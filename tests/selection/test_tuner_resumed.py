@@ -2,6 +2,7 @@
 
 import json
 
+import keras_tuner
 import numpy as np
 import pytest
 import tuned
@@ -67,6 +68,26 @@ def test_a_search_that_ended_while_it_tidied_up_is_finished(tmp_path, monkeypatc
     assert not (tmp_path / "search" / "secret").exists()
 
 
+def test_draws_that_a_killed_process_left_go_when_results_are_read(tmp_path, monkeypatch):
+    from tf_adaptive_dp.selection.journal import Journal
+
+    arguments = {"strategy": "repeat_and_select", "num_trials": 2}
+    tuned.Fake(monkeypatch, 0.25, 0.75, draws=DRAWS)
+    made = tuned.tuner(tmp_path, **arguments)
+    monkeypatch.setattr(type(made), "_tidy", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(made)
+    monkeypatch.undo()
+    journal = Journal(tmp_path / "search" / "secret" / "journal")
+    tuned.tuner(tmp_path, **arguments)  # while the other process is still at it
+    assert len(tuned.journal_lines(tmp_path)) == 5
+    journal.close()
+    (tmp_path / "search" / "trial_loser").mkdir()
+    made = tuned.tuner(tmp_path, **arguments)
+    assert not (tmp_path / "search" / "secret").exists()
+    assert tuned.folders(tmp_path) == [f"trial_{made.oracle.get_best_trials()[0].trial_id}"]
+
+
 OTHER = {
     "epsilon": {"epsilon": 9.0},
     "delta": {"delta": 1e-4},
@@ -109,6 +130,40 @@ def test_overwrite_forgets_a_search_unless_it_is_in_use(tmp_path, monkeypatch):
     fake = tuned.Fake(monkeypatch, *[0.5] * 3)
     tuned.search(tuned.tuner(tmp_path, epsilon=5.0, overwrite=True))
     assert len(fake.trained) == 3
+
+
+def test_overwrite_deletes_nothing_if_an_argument_is_refused(tmp_path, monkeypatch):
+    tuned.Fake(monkeypatch, *[0.5] * 3)
+    tuned.search(tuned.tuner(tmp_path))
+    before = tuned.everything_in(tmp_path)
+
+    class Own(keras_tuner.HyperModel):
+        build = staticmethod(tuned.build)
+
+        def fit(self, hp, model, *args, **kwargs):
+            return model.fit(*args, **kwargs)
+
+    def endless(hp):
+        return tuned.model(tuned.optimizer(hp.Float("rate", 0.1, 1.0)))
+
+    for build, match in ((Own(), "leave out the method `fit`"), (endless, "not finite")):
+        with pytest.raises(ValueError, match=match):
+            tuned.tuner(tmp_path, build, overwrite=True)
+        assert tuned.everything_in(tmp_path) == before
+    made = tuned.tuner(tmp_path, overwrite=True)
+    assert not list((tmp_path / "search").iterdir())
+    with pytest.raises(RuntimeError, match="not finished"):
+        made.privacy_statement()
+
+
+def test_overwriting_another_tuners_search_asks_for_the_space(tmp_path, monkeypatch, capsys):
+    keras_tuner.RandomSearch(
+        tuned.build, "val_accuracy", max_trials=1, directory=tmp_path, project_name="search"
+    ).save()
+    fake = tuned.Fake(monkeypatch, *[0.5] * 3)
+    tuned.search(tuned.tuner(tmp_path, overwrite=True))
+    assert len(fake.trained) == 3 and "Reloading" not in capsys.readouterr().out
+    assert not list((tmp_path / "search").glob("tuner*.json"))
 
 
 def test_a_budget_that_cannot_be_met_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -39,6 +39,27 @@ def test_steps_and_whole_numbers_are_listed_and_intervals_are_not():
     assert space.listed(large) is None
 
 
+@pytest.mark.parametrize("default", [None, 0, 0.0])
+def test_stepped_floats_are_listed_as_floats_whatever_their_default(default):
+    hp = keras_tuner.HyperParameters()
+    hp.Float("dropout", 0, 0.5, step=0.125, default=default)
+    (values,) = zip(*(candidate.values() for candidate in space.listed(hp)))
+    assert values == (0.0, 0.125, 0.25, 0.375, 0.5)
+    assert all(type(value) is float for value in values)
+
+
+def test_defaults_do_not_tell_whether_a_number_is_whole():
+    hp = keras_tuner.HyperParameters()
+    hp.Float("clip", 0.1, 10.0, sampling="log", default=1)
+    assert space.listed(hp) is None
+    hp = keras_tuner.HyperParameters()
+    hp.Int("n", 1, 3, default=2.0)
+    hp.Int("m", 2, 8, step=2, sampling="log", default=4.0)
+    found = space.listed(hp)
+    assert found == [{"n": n, "m": m} for n in (1, 2, 3) for m in (2, 4, 8)]
+    assert all(type(value) is int for values in found for value in values.values())
+
+
 def test_an_empty_space_has_one_candidate():
     assert space.listed(keras_tuner.HyperParameters()) == [{}]
 

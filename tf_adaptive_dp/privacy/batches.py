@@ -240,6 +240,7 @@ def dataset(
     """
     k, rows = gradient_accumulation_steps, sampling.rows_per_batch(gradient_accumulation_steps)
     _check(sampling, start_step, key)
+    is_repeatable = key is not None or sampling.seed is not None  # by another process
     key = draws.new_key(sampling.seed) if key is None else key
     num_examples, structure = len(found), found.structure
     read = found.reader(padding_rows(found, padding))
@@ -272,7 +273,7 @@ def dataset(
         return tf.nest.pack_sequence_as((*structure, 0), [*leaves, mask])
 
     first_steps = tf.data.Dataset.range(start_step, sampling.steps, DRAWS_PER_CALL)
-    return (
+    made = (
         tf.data.Dataset.from_generator(new_pass, output_signature=tf.TensorSpec((), tf.int64))
         .flat_map(lambda number: first_steps.map(lambda first: draw_tensor(number, first)))
         .prefetch(1)
@@ -281,3 +282,5 @@ def dataset(
         .apply(tf.data.experimental.assert_cardinality(k * (sampling.steps - start_step)))
         .prefetch(2)
     )
+    made.is_repeatable = is_repeatable
+    return made

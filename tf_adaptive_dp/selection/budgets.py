@@ -71,16 +71,8 @@ def noise_multiplier_for_selection(
       ... )
       8.52
     """
-    found = least_noise(
-        strategy,
-        make_trial,
-        epsilon,
-        delta,
-        accountant=accountant,
-        conversion=conversion,
-        orders=orders,
-        tolerance=tolerance,
-    )
+    keywords = {"accountant": accountant, "conversion": conversion, "orders": orders}
+    found = least_noise(strategy, make_trial, epsilon, delta, tolerance=tolerance, **keywords)
     if found is None:
         raise ValueError(
             NO_NOISE.format(f"strategy={strategy!r}, epsilon={epsilon!r}, delta={delta!r}")
@@ -213,17 +205,10 @@ def gamma_for_budget(
       0.01567
     """
     _check_budget(epsilon)
+    keywords = {"accountant": accountant, "conversion": conversion, "orders": orders}
 
     def spent(gamma: float) -> float:
-        return accounting.liu_talwar_epsilon(
-            trial,
-            gamma,
-            delta,
-            delta_2=delta_2,
-            accountant=accountant,
-            conversion=conversion,
-            orders=orders,
-        )
+        return accounting.liu_talwar_epsilon(trial, gamma, delta, delta_2=delta_2, **keywords)
 
     _check_first(spent(1.0), epsilon, "random stopping with gamma=1")
     trials = _largest_mean(lambda mean: spent(1 / mean) <= epsilon)
@@ -269,17 +254,10 @@ def mean_trials_for_budget(
       42.94
     """
     _check_budget(epsilon)
+    keywords = {"accountant": accountant, "conversion": conversion, "orders": orders}
 
     def spent(mean: float) -> float:
-        return accounting.repeat_and_select_epsilon(
-            trial,
-            mean,
-            delta,
-            shape=shape,
-            accountant=accountant,
-            conversion=conversion,
-            orders=orders,
-        )
+        return accounting.repeat_and_select_epsilon(trial, mean, delta, shape=shape, **keywords)
 
     _check_first(spent(1.0), epsilon, "repeat-and-select with a mean of 1")
     found = _largest_mean(lambda mean: spent(mean) <= epsilon)

@@ -26,6 +26,10 @@ _NEVER = {
     _keras.ReduceLROnPlateau: (
         "it decides by figures that are not private, and forgets them when a search is resumed"
     ),
+    _keras.TerminateOnNaN: (
+        "it would end a candidate by the exact loss, which a single example can make NaN, and "
+        "every candidate makes the same number of releases"
+    ),
 }
 # They leave something of every trial where the tuner does not find it.
 _NOT_FOR_LOSERS = (_keras.ModelCheckpoint, _keras.CSVLogger, _keras.RemoteMonitor)
@@ -39,6 +43,8 @@ def check(
     sampling: samplings.Sampling | str,
 ) -> None:
     """Raises ValueError for callbacks that would not do in a search what they promise.
+
+    Among them are those that cannot be copied.
 
     Args:
       callbacks: those that `search` was called with.
@@ -66,6 +72,19 @@ def check(
                     "PrivacyMonitor must have the `num_examples` and the `sampling` of the tuner. "
                     f"Received: {own}, instead of {(num_examples, sampling)}"
                 )
+        _check_copy(callback)
+
+
+def _check_copy(callback: tf.keras.callbacks.Callback) -> None:
+    # Found within a trial, it would be a crash of every one of them, and the search lost.
+    try:
+        copies([callback], "")
+    except Exception as error:
+        raise ValueError(
+            "Every candidate gets copies of the callbacks, so it must be possible to copy them: "
+            "let what cannot be copied be made in `on_train_begin`, or define `__deepcopy__`. "
+            f"Received: {callback!r}, whose copy failed with {error!r}"
+        ) from error
 
 
 def copies(

@@ -99,14 +99,14 @@ class Search:
         draws = journal.plan["draws"]
         if not journal.begun:
             for values in {json.dumps(d, sort_keys=True): d for d in draws}.values():
-                self._model(values)
+                self._model(values, journal.plan["noise_multiplier"])
         self._drop_losers(journal)
         for number in range(len(journal.ended), len(draws)):
             self._try(number, journal)
         return self._result(journal)
 
-    def _model(self, values: space.Values) -> tf.keras.Model:
-        """A model, if it costs what was planned."""
+    def _model(self, values: space.Values, noise_multiplier: float) -> tf.keras.Model:
+        """A model with the planned noise, if it costs what was planned."""
         hyperparameters = self._oracle.with_values(values)
         model = self._build(hyperparameters)
         if space.description(hyperparameters) != self._space:
@@ -114,15 +114,17 @@ class Search:
             raise NotPrivateError(
                 "The space grew while a model was built, so trials would not be alike: declare all "
                 "hyperparameters in every call of `build_model`, those that are used sometimes "
-                f"within `hp.conditional_scope`. Nothing was trained with it. Received: {new}"
+                "within `hp.conditional_scope`. Nothing was trained with it. That makes it another "
+                "space, so begin anew with `overwrite=True`; if no trial had begun, nothing was "
+                f"spent. Received: {new}"
             )
-        trials.check(model, self._plan)
+        trials.prepare(model, self._plan, noise_multiplier)
         return model
 
     def _try(self, number: int, journal: journals.Journal) -> None:
         drawn = journal.plan
         values, trial_id = drawn["draws"][number], drawn["ids"][number]
-        model = self._model(values)
+        model = self._model(values, drawn["noise_multiplier"])
         if journal.begun == number:
             journal.note_begun()
         else:

@@ -60,12 +60,19 @@ class FitArguments:
         in_batches = _comes_in_batches(given)
         batch_size = None if in_batches else int(given.get("batch_size") or 32)
         steps = _steps_per_epoch(given, batch_size)
+        _check_lasts(given.get("x"), epochs, steps)
         return cls(given, callbacks, given["validation_data"], epochs, steps, batch_size)
 
     @property
     def num_rows(self) -> int | None:
         """Training examples in arrays; `None` where the data come in batches."""
         return None if self.batch_size is None else _rows(self.arguments["x"])
+
+    @property
+    def epoch_is_pass(self) -> bool:
+        """Whether each epoch is known to have every example once: of arrays, read to their end."""
+        rows = self.num_rows
+        return rows is not None and self.steps_per_epoch == -(-rows // self.batch_size)
 
     def training(self, with_validation: bool) -> dict[str, Any]:
         """Arguments for `fit`, without callbacks.
@@ -105,6 +112,17 @@ def _refuse_unsuitable(given: dict[str, Any]) -> None:
             "Every candidate is trained from its first epoch. Received: "
             f"initial_epoch={given['initial_epoch']!r}"
         )
+    if given.get("shuffle", True) is not True and not _comes_in_batches(given):
+        raise ValueError(
+            "Arrays must be shuffled in each epoch, for which the noise is computed: leave "
+            f"`shuffle` out. Received: shuffle={given['shuffle']!r}"
+        )
+    if getattr(given.get("x"), "is_repeatable", False):
+        raise ValueError(
+            "Batches that were drawn with a `key` or a seed come again when a search goes on in "
+            "another process, and the noise is computed for batches that are independent: leave it "
+            f"out. Received: x={given['x']!r}"
+        )
     for name in ("x", "validation_data"):
         if hasattr(given.get(name), "__next__"):
             raise ValueError(
@@ -123,6 +141,23 @@ def _rows(x: Any) -> int:
     return int(tf.nest.flatten(x)[0].shape[0])
 
 
+def _cardinality(x: Any) -> int:
+    """Of a data set, in batches; negative if it is infinite or not known."""
+    return int(x.cardinality()) if isinstance(x, tf.data.Dataset) else -1
+
+
+def _check_lasts(x: Any, epochs: int, steps_per_epoch: int) -> None:
+    """Raises ValueError if a data set would end before the last epoch does."""
+    cardinality = _cardinality(x)
+    # Keras reads it anew in each epoch only if it has just the steps of an epoch.
+    if cardinality != steps_per_epoch and 0 <= cardinality < epochs * steps_per_epoch:
+        raise ValueError(
+            "The data set must last for all epochs: let it be longer, or have `steps_per_epoch` "
+            f"batches, or repeat itself. Received: {cardinality} batches, epochs={epochs}, "
+            f"steps_per_epoch={steps_per_epoch}"
+        )
+
+
 def _steps_per_epoch(given: dict[str, Any], batch_size: int | None) -> int:
     """As `fit` would count them; ValueError if it would find out only by training."""
     if given.get("steps_per_epoch") is not None:
@@ -132,7 +167,7 @@ def _steps_per_epoch(given: dict[str, Any], batch_size: int | None) -> int:
         return -(-_rows(x) // batch_size)
     if isinstance(x, tf.keras.utils.Sequence):
         return len(x)
-    cardinality = int(x.cardinality()) if isinstance(x, tf.data.Dataset) else -1
+    cardinality = _cardinality(x)
     if cardinality < 1:
         raise ValueError(
             "The noise depends on the number of steps, so it must be known beforehand: pass "

@@ -59,8 +59,8 @@ class HonestOracle(keras_tuner.Oracle):
             self.trials[trial.trial_id] = trial
 
     def get_best_trials(self, num_trials: int = 1) -> list:
-        """The best trials that may be shown, the best first."""
-        return list(self.trials.values())[:num_trials]
+        """The best trials that may be shown, the best first; none without a score."""
+        return [trial for trial in self.trials.values() if trial.score is not None][:num_trials]
 
     def create_trial(self, tuner_id: str) -> Any:
         """Refuses what would go around the journal."""

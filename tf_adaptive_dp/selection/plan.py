@@ -39,6 +39,7 @@ class Plan:
       parts: the optimizer's `gradient_accumulation_steps`.
       epochs: of every trial.
       steps_per_epoch: calls of the optimizer in an epoch, a multiple of `parts`.
+      epoch_is_pass: whether each epoch is known to have every example once.
 
     Raises:
       ValueError: if these do not go together.
@@ -55,6 +56,7 @@ class Plan:
     parts: int
     epochs: int
     steps_per_epoch: int
+    epoch_is_pass: bool = False
 
     def __post_init__(self):
         if self.batch_size > self.num_examples:
@@ -84,10 +86,11 @@ class Plan:
 
     def describe(self) -> dict[str, Any]:
         """What may not change when the search goes on, as plain JSON."""
+        # `epoch_is_pass` follows from the others and the number of rows, which the search notes.
         described = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("strategy", "score", "sampling")
+            if field.name not in ("strategy", "score", "sampling", "epoch_is_pass")
         }
         for name in ("strategy", "score", "sampling"):
             described[name] = repr(getattr(self, name))
@@ -131,14 +134,24 @@ class Plan:
         Args:
           noise_multiplier: of every trial.
           resumed: how often any trial was gone on with after a pass that was not finished, and that
-            counts: an example may have been in it and in the next one.
+            counts: an example may have been in it and in the next one. Only of strategies that
+            release all trials; for the others each epoch counts as if a pass began with it, as it
+            does at most, so that the result does not tell of interruptions.
         """
-        passes = statements.occurrences(self._ledger(noise_multiplier).segments, self.num_examples)
+        if self.strategy.releases_all:
+            times = self._occurrences(self.releases) + resumed
+        else:
+            in_epoch = self._occurrences(self.releases // self.epochs)
+            times = self.epochs * (1 if self.epoch_is_pass else in_epoch)
         release = dp_accounting.GaussianDpEvent(noise_multiplier)
-        event = dp_accounting.SelfComposedDpEvent(release, passes[0] + resumed)
+        event = dp_accounting.SelfComposedDpEvent(release, times)
         return self.strategy.epsilon(
             self._with_score(event), self.delta, accountant=self.accountant
         )
+
+    def _occurrences(self, releases: int) -> int:
+        """In how many of these releases one example is, if a pass begins with the first."""
+        return statements.occurrences([(1.0, self.batch_size, releases)], self.num_examples)[0]
 
     def _ledger(self, noise_multiplier: float) -> SimpleNamespace:
         segments = [(noise_multiplier, self.batch_size, self.releases)]

@@ -45,8 +45,9 @@ class NoisyScore:
     released = score + N(0, (noise_multiplier · sensitivity)²).
 
     Guarantee: `event`, a Gaussian mechanism, for adding or removing one validation example, if that
-    changes a score by at most `sensitivity`. Compose it with the training of the trial, also if
-    training and validation examples are disjoint.
+    changes a score by at most `sensitivity`. So the score must be finite for all data sets: noise
+    does not hide one that is not, and a search counts it as the worst. Compose the event with the
+    training of the trial, also if training and validation examples are disjoint.
 
     Args:
       noise_multiplier: standard deviation of the noise / `sensitivity`, greater than 0.
@@ -78,13 +79,13 @@ class NoisyScore:
         """The score with fresh noise, other at each call: call it once for each trial.
 
         Raises:
-          ValueError: if the score is not finite. Noise would not hide that; take the worst score
-            there is for it, as a public rule, before the noise.
+          ValueError: if the score is not finite, which noise would not hide. Take a score that is
+            finite for all data sets, by clipping what each example adds to it.
         """
         if not math.isfinite(score):
             raise ValueError(
-                "`score` must be finite, since noise does not hide a score that is not: replace "
-                f"it by the worst score there is. Received: score={score!r}"
+                "`score` must be finite for all data sets, since noise does not hide one that is "
+                f"not: clip what each example adds to it. Received: score={score!r}"
             )
         drawn = float(noise.fresh_normal_numbers(1)[0])
         return float(score) + self.noise_multiplier * self.sensitivity * drawn

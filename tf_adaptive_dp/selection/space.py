@@ -91,7 +91,7 @@ def _values(hyperparameter: Any) -> list | None:
     """The values that a hyperparameter may have, `None` if they are not a list."""
     if not hasattr(hyperparameter, "min_value"):
         return list(hyperparameter.values)
-    kind = type(hyperparameter.default)
+    kind = type(hyperparameter.min_value)  # the user may have given a default of another type
     if hyperparameter.step is not None:
         return [kind(value) for value in hyperparameter.values]
     if kind is int:

@@ -24,9 +24,10 @@ without looking at the data again."""
 
 _NOT_PROTECTED = """\
 Not protected: loss and metrics that were printed or logged for training data, messages of errors,
-and the number of examples, which counts as public. The space of candidates, the number of epochs
-and the strategy must have been chosen without looking at the data: a space that was narrowed by
-earlier runs on them is not covered."""
+and the number of examples, which counts as public. Whether a candidate crashes must not depend on
+a single example: labels out of range and rows that cannot be read are not protected. The space of
+candidates, the number of epochs and the strategy must have been chosen without looking at the data:
+a space that was narrowed by earlier runs on them is not covered."""
 
 
 def privacy_statement(plan: Plan, noise_multiplier: float, shown: Sequence[dict[str, Any]]) -> str:

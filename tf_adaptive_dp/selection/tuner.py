@@ -45,7 +45,8 @@ class HonestTuner(keras_tuner.Tuner):
 
     Guarantee: (ε, δ)-DP of what `privacy_statement` lists, for adding or removing one example,
     under the conditions that it states. A model that would cost something else is refused before
-    any trial is trained: all candidates that were drawn are built once beforehand.
+    any trial is trained, as far as can be seen without training: all candidates that were drawn are
+    built once beforehand.
 
     Args:
       hypermodel: `build_model(hp)`, or a `keras_tuner.HyperModel` that does not override `fit`,
@@ -61,7 +62,8 @@ class HonestTuner(keras_tuner.Tuner):
         number for the others.
       score: `PublicScore()` if the validation data are public, `NoisyScore(...)` if they are
         private, or `FreeScore()`: private, and not covered by ε.
-      sampling: how batches are drawn, as for `PrivacyMonitor`; not in subsets of fixed size.
+      sampling: how batches are drawn, as for `PrivacyMonitor`; not in subsets of fixed size, nor
+        with a seed or a `key`, with which batches would come again when a search is resumed.
       accountant: `"rdp"` or `"pld"`.
       hyperparameters: the space, if `hypermodel` does not declare it.
       directory: where projects are.
@@ -102,17 +104,23 @@ class HonestTuner(keras_tuner.Tuner):
         tuner_arguments.check_objective(oracle.objective)
         folder = Path(directory or ".") / (project_name or "untitled_project")
         tuner_arguments.check_folder(folder, overwrite)
-        super().__init__(
-            oracle,
-            hypermodel,
-            directory=directory,
-            project_name=project_name,
-            overwrite=overwrite,
-        )
+        super().__init__(oracle, hypermodel, directory=directory, project_name=project_name)
         tuner_arguments.check_hypermodel(self.hypermodel)
         self._strategy = tuner_arguments.fitted(strategy, self.oracle.hyperparameters)
+        if overwrite:  # now that nothing more is refused
+            shutil.rmtree(self.project_dir)
         self._secret = Path(self.project_dir) / "secret"
         self._read_result()
+        # A process that was killed after its search was finished may have left the draws.
+        if self._result.is_there and not tuner_arguments.is_in_use(folder):
+            self._tidy()
+
+    def _get_tuner_fname(self) -> str:
+        """A file that is never there, so that KerasTuner always asks the hypermodel for its space.
+
+        Where another tuner's search is overwritten, it would take the space to be known already.
+        """
+        return str(Path(self.project_dir) / "no_state_of_keras_tuner")
 
     def search(self, *fit_args: Any, **fit_kwargs: Any) -> None:
         """Trains and compares candidates, or goes on with that, or returns if it is done.
@@ -126,8 +134,10 @@ class HonestTuner(keras_tuner.Tuner):
         Raises:
           ValueError: if the budget cannot be met, or for arguments that do not go with a search, or
             that differ from those it was begun with; then nothing was changed.
-          NotPrivateError: for a model that would cost something else than planned. Correct it, and
-            call `search` again.
+          NotPrivateError: for a model that would cost something else than planned, or a trial that
+            something ended early. Correct it, and call `search` again. In a search that has begun
+            correct only what cannot change the models that are trained; otherwise, or if the space
+            changes, begin anew with `overwrite=True`. What was spent is spent.
           RuntimeError: if another process is at it, or when no candidate has a score.
         """
         data = FitArguments.read(fit_args, fit_kwargs, releases_all=self._strategy.releases_all)
@@ -160,11 +170,11 @@ class HonestTuner(keras_tuner.Tuner):
         plan = Plan(
             *(self._strategy, self._score, self._epsilon, self._delta, self._num_examples),
             *(self._sampling, self._accountant, batch_size, parts),
-            *(data.epochs, data.steps_per_epoch),
+            *(data.epochs, data.steps_per_epoch, data.epoch_is_pass),
         )
         if not self._result.is_there:
             metrics = {name: 0.0 for name in data.scores(model)}
-            if not tuner_arguments.has_objective(self.oracle.objective, metrics):
+            if not self.oracle.objective.has_value(metrics):
                 raise ValueError(
                     f"The models have no metric of the objective. Received: {self.oracle.objective}"
                     f", metrics {sorted(metrics)}"
@@ -191,9 +201,7 @@ class HonestTuner(keras_tuner.Tuner):
     def _tidy(self) -> None:
         """Deletes what only a search in progress needs, the draws above all."""
         shutil.rmtree(self._secret, ignore_errors=True)
-        if not self._strategy.releases_all:
-            ids = {outcome["id"] for outcome in self._result["shown"]}
-            delete_trials(self.project_dir, ids)
+        delete_trials(self.project_dir, {outcome["id"] for outcome in self._result["shown"]})
 
     def _require(self, number: int) -> None:
         self._result.shown()
@@ -206,13 +214,20 @@ class HonestTuner(keras_tuner.Tuner):
         """The best models with the weights of their last epoch, the best first.
 
         Args:
-          num_models: how many; more than one for composition only.
+          num_models: how many, of those that have a score; more than one for composition only.
         """
         self._require(num_models)
         return [self.load_model(trial) for trial in self.oracle.get_best_trials(num_models)]
 
     def get_best_hyperparameters(self, num_trials: int = 1) -> list:
-        """The best hyperparameters, the best first; more than one for composition only."""
+        """The best hyperparameters, the best first; more than one for composition only.
+
+        Take the model from `get_best_models`: to train one again with them spends again, with
+        another noise.
+
+        Args:
+          num_trials: how many; of trials that have a score.
+        """
         self._require(num_trials)
         return super().get_best_hyperparameters(num_trials)
 

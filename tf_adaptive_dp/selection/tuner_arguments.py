@@ -105,11 +105,6 @@ def check_objective(objective: keras_tuner.Objective) -> None:
         )
 
 
-def has_objective(objective: keras_tuner.Objective, metrics: dict[str, float]) -> bool:
-    """Whether the metrics of a model have all that the objective needs."""
-    return bool(objective.has_value(metrics))
-
-
 def check_hypermodel(hypermodel: keras_tuner.HyperModel) -> None:
     """Raises ValueError if it trains models itself."""
     if type(hypermodel).fit is not keras_tuner.HyperModel.fit or "fit" in vars(hypermodel):
@@ -138,17 +133,26 @@ def check_folder(folder: Path, overwrite: bool) -> None:
             "The folder holds a search of another tuner: pass another `project_name`. Received: "
             f"{str(folder)!r}"
         )
-    journal = folder / "secret" / "journal"
-    if overwrite and journal.exists():
-        file = os.open(journal, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            files.lock(
-                file,
-                "The search is in progress in another process, so it cannot be overwritten. "
-                f"Received: {str(folder)!r}",
-            )
-        finally:
-            os.close(file)
+    if overwrite and is_in_use(folder):
+        raise RuntimeError(
+            "The search is in progress in another process, so it cannot be overwritten. "
+            f"Received: {str(folder)!r}"
+        )
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a process is at the search in this folder."""
+    try:
+        file = os.open(folder / "secret" / "journal", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        files.lock(file, "")
+    except RuntimeError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 def check_rows(
