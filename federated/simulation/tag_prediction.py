@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sqlite3
 from typing import Any, Callable, NamedTuple
 
 import tensorflow as tf
 
 from federated.datasets import stackoverflow
 from federated.datasets.clients import ClientBatches, in_memory, random_clients
+from federated.datasets.folder import folder
 from federated.datasets.vocabulary import UserCounts, Vocabulary, count_users
 
 TEST_POSTS = 10_000
+CACHE_BYTES = 4e9  # of bags of words, which are dense: 40 KB a post with 10,000 words
 
 
 class Data(NamedTuple):
@@ -19,6 +23,7 @@ class Data(NamedTuple):
 
     Attributes:
       client_ids: of the training split.
+      posts: of the training split, those that are left out later included.
       batches: from a client id to the batches of a round.
       spec: of a batch.
       test: batches of test posts.
@@ -27,6 +32,7 @@ class Data(NamedTuple):
     """
 
     client_ids: list[str]
+    posts: int
     batches: Callable[[str], tf.data.Dataset]
     spec: Any
     test: tf.data.Dataset
@@ -35,25 +41,59 @@ class Data(NamedTuple):
 
 
 @functools.cache  # trials share what was read
-def load(data_dir: str | None, public_users: int, words: int, tags: int) -> Data:
-    """Training and test posts by client, and public counts."""
+def load(data_dir: str | None, public_users: int, words: int, tags: int, max_posts: int) -> Data:
+    """Training posts by client, test posts, and public counts.
+
+    Args:
+      data_dir: see `federated.datasets.stackoverflow.load_stackoverflow`.
+      public_users: of the held-out split, at most; they are counted.
+      words: of the vocabulary, at most.
+      tags: classes, at most.
+      max_posts: of a client, at most: the first ones that have a known tag. This bounds a client's
+        work, its message to a worker and its memory; no guarantee rests on it.
+    """
     train, held_out, test = stackoverflow.load_stackoverflow(data_dir)
     number = min(public_users, len(held_out.client_ids))
     users = random_clients(held_out.client_ids, number, seed=0)
     counts = count_users(held_out, users).require_other_users(train.client_ids)
     known = counts.vocabulary(words, tags)
-    prepared = stackoverflow.preprocess_fn(
-        known, ClientBatches(500, shuffle_buffer=1), labels="most_frequent"
-    )
-    posts = train.preprocess(prepared)
+
+    def prepared(most: int | None) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
+        batches = ClientBatches(500, max_examples=most, shuffle_buffer=1)
+        return stackoverflow.preprocess_fn(known, batches, labels="most_frequent")
+
+    posts = train.preprocess(prepared(max_posts))
+    num_posts = _num_posts(data_dir)
+    usual = min(max_posts, num_posts / len(train.client_ids))
+    kept = max(1, int(CACHE_BYTES / (4 * len(known.words) * usual)))
     judged = test.create_tf_dataset_from_all_clients(seed=0).take(TEST_POSTS)
     return Data(
         train.client_ids,
-        in_memory(posts, ClientBatches(100)),
+        num_posts,
+        in_memory(posts, ClientBatches(100), kept),
         posts.element_type_structure,
-        prepared(judged).cache(),
+        prepared(None)(judged).cache(),
         counts,
         known,
+    )
+
+
+def _num_posts(data_dir: str | None) -> int:
+    """Posts of the training split, as the file itself says; nothing else of it is read."""
+    path = folder("data_dir", data_dir, "TFF_CACHE_DIR", "It has to have stackoverflow.sqlite.")
+    uri = f"{(path / 'stackoverflow.sqlite').resolve().as_uri()}?mode=ro"
+    with contextlib.closing(sqlite3.connect(uri, uri=True)) as file:
+        query = "SELECT SUM(num_examples) FROM client_metadata WHERE split_name = 'train'"
+        return int(file.execute(query).fetchone()[0])
+
+
+def describe(data: Data) -> str:
+    """How much there is, which may be less than was asked for."""
+    judged = sum(len(labels) for _, labels in data.test)
+    return (
+        f"Data: {len(data.client_ids):,} users with {data.posts:,} posts to train on, "
+        f"{len(data.known.words):,} words and {len(data.known.tags):,} tags, from "
+        f"{data.counts.source}; {judged:,} test posts."
     )
 
 
@@ -62,17 +102,3 @@ def network(words: int, tags: int) -> tf.keras.Model:
     return tf.keras.Sequential(
         [tf.keras.Input([words]), tf.keras.layers.Dense(tags, kernel_initializer="zeros")]
     )
-
-
-def judge(data: Data) -> Callable[[Any], dict[str, float]]:
-    """What evaluates weights: loss and accuracy on the test posts."""
-    model = network(len(data.known.words), len(data.known.tags))
-    model.compile(
-        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
-    )
-
-    def evaluate(weights: Any) -> dict[str, float]:
-        weights.assign_weights_to(model)
-        return model.evaluate(data.test, verbose=0, return_dict=True)
-
-    return evaluate

@@ -7,6 +7,7 @@ import csv
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
@@ -23,27 +24,44 @@ class Trial(NamedTuple):
     Attributes:
       settings: what it was asked to do.
       figures: by name, as `federated.monitor.scalars` has them, for each round; NaN where a round
-        has none.
+        has none. Without any entry if all rounds were lost.
+      final: figures of the whole trial, lost rounds included, such as its ε.
     """
 
     settings: Settings
     figures: Mapping[str, Sequence[float]]
+    final: Mapping[str, float]
 
     def last(self, name: str, values: int = 1) -> float:
-        """Mean of the last values of a figure; rounds without one do not count."""
-        there = [value for value in self.figures[name] if not math.isnan(value)][-values:]
-        return sum(there) / len(there)
+        """Mean of the last values of a figure; rounds without one do not count. NaN if all lack it.
+
+        >>> Trial({}, {"test/loss": [0.5, 0.25, math.nan]}, {}).last("test/loss")
+        0.25
+        """
+        there = self.curve(name)[1][-values:]
+        return sum(there) / len(there) if there else math.nan
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """The rounds that have a figure, and its values."""
-        there = [(r, v) for r, v in enumerate(self.figures[name], 1) if not math.isnan(v)]
+        there = [(r, v) for r, v in enumerate(self.figures.get(name, ()), 1) if not math.isnan(v)]
         return [r for r, _ in there], [v for _, v in there]
+
+
+def best(candidates: Iterable[Any], score: Callable[[Any], float]) -> Any:
+    """The first with the highest score, one whose score is NaN only if there is no other.
+
+    >>> best([1.0, 3.0, 2.0], {1.0: math.nan, 3.0: 0.5, 2.0: 0.75}.get)
+    2.0
+    """
+    scores = ((candidate, score(candidate)) for candidate in candidates)
+    return max(scores, key=lambda pair: -math.inf if math.isnan(pair[1]) else pair[1])[0]
 
 
 def run_trials(
     plan: Callable[[Sequence[Trial]], Iterable[Settings]],
-    train: Callable[[Settings, Path], None],
+    train: Callable[[Settings, Path], Mapping[str, float]],
     folder: Path,
+    report: Callable[[Sequence[Trial]], None] = lambda done: None,
 ) -> list[Trial]:
     """Runs what a plan wants and is not there yet.
 
@@ -51,8 +69,10 @@ def run_trials(
       plan: from the finished trials to the settings of all that are wanted. It is
         asked again until nothing is missing, so that it can search first and then repeat the best.
       train: runs one trial in a folder, where `federated.monitor.monitors` leaves `figures.csv`;
-        called again, it goes on where it was interrupted.
-      folder: of all trials; gets one folder for each.
+        returns `Trial.final`; called again, it goes on where it was interrupted.
+      folder: of all trials; gets one folder for each. The saved states of `federated.program.train`
+        in it are deleted as soon as the trial is finished; journal and figures are kept.
+      report: gets all that are finished, each time that one more is.
 
     Returns:
       The finished trials, in the order of the plan.
@@ -63,13 +83,14 @@ def run_trials(
         missing = [settings for settings in wanted if settings not in [t.settings for t in done]]
         if not missing:
             return [next(t for t in done if t.settings == settings) for settings in wanted]
-        for number, settings in enumerate(missing, 1):
+        waiting = [s for s in missing if not (folder / _name(s) / _FINISHED).exists()]
+        done += [_finished(folder / _name(s)) for s in missing if s not in waiting]
+        for number, settings in enumerate(waiting, 1):
             path = folder / _name(settings)
-            if not (path / _FINISHED).exists():
-                print(f"[{number}/{len(missing)}] {label(settings)}", flush=True)
-                train(settings, path)
-                _finish(settings, path)
-            done.append(Trial(**json.loads((path / _FINISHED).read_text())))
+            print(f"[{number}/{len(waiting)}] {label(settings)}", flush=True)
+            _finish(settings, path, train(settings, path))
+            done.append(_finished(path))
+            report(done)
 
 
 def label(settings: Settings) -> str:
@@ -84,18 +105,28 @@ def _name(settings: Settings) -> str:
     return f"{words}_{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
-def _finish(settings: Settings, path: Path) -> None:
+def _finish(settings: Settings, path: Path, final: Mapping[str, float]) -> None:
+    """Writes down that a trial is finished, and its figures; none if all its rounds were lost."""
     with open(path / "figures.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    names = [name for name in rows[0] if name != "round"]
-    number = {int(row["round"]): row for row in rows}
+        reader = csv.DictReader(file)
+        number = {int(row["round"]): row for row in reader}
+    names = [name for name in reader.fieldnames or () if name != "round"]
+    rounds = range(1, max(number, default=0) + 1)
     figures = {
-        name: [float(number.get(r, {}).get(name) or "nan") for r in range(1, max(number) + 1)]
-        for name in names
+        name: [float(number.get(r, {}).get(name) or "nan") for r in rounds] for name in names
     }
     unfinished = path / f"{_FINISHED}.new"
-    unfinished.write_text(json.dumps({"settings": settings, "figures": figures}))
+    record = Trial(settings, figures, dict(final))._asdict()
+    unfinished.write_text(json.dumps(record))
     unfinished.rename(path / _FINISHED)
+
+
+def _finished(path: Path) -> Trial:
+    """Reads a finished trial, and deletes its states, which nothing needs any more."""
+    states = path / "secret" / "states"
+    if states.exists():
+        shutil.rmtree(states)
+    return Trial(**json.loads((path / _FINISHED).read_text()))
 
 
 def parse_arguments(
@@ -144,21 +175,17 @@ def spread(values: Sequence[float]) -> str:
     return f"{mean:.3f} ± {deviation:.3f}"
 
 
-def save(table: str, figure: Any, trials: Sequence[Trial], folder: Path, name: str) -> None:
-    """Prints the table and writes it, the figure and all results into a folder.
+def save(text: str, trials: Sequence[Trial], folder: Path, name: str) -> None:
+    """Writes the text and all results into a folder.
 
     Args:
-      table: Markdown.
-      figure: of matplotlib.
+      text: Markdown.
       trials: all.
       folder: where to.
       name: of the files.
     """
-    print(f"\n{table}\n")
-    (folder / f"{name}.md").write_text(f"{table}\n")
+    (folder / f"{name}.md").write_text(f"{text}\n")
     (folder / f"{name}.json").write_text(json.dumps([t._asdict() for t in trials], indent=1))
-    figure.savefig(folder / f"{name}.png", dpi=120)
-    print(f"Written: {folder / name}.md, .json and .png")
 
 
 def run_program(
@@ -167,12 +194,15 @@ def run_program(
     data_help: str,
     scales: Iterable[str],
     plan: Callable[[str, Sequence[Trial]], Iterable[Settings]],
-    train: Callable[[Settings, Path, str | None], None],
+    train: Callable[[Settings, Path, str | None], Mapping[str, float]],
+    describe: Callable[[str, str | None], str],
     table: Callable[[Sequence[Trial]], str],
     plot: Callable[[Sequence[Trial]], Any],
     argv: Sequence[str] | None = None,
 ) -> None:
     """A whole program: reads the command line, runs what is missing, saves table and figure.
+
+    Table and results are written after each trial, and before the figure is drawn.
 
     Args:
       name: of its folder and files.
@@ -181,16 +211,28 @@ def run_program(
       scales: the choices of `--scale`.
       plan: from the scale and the finished trials, see `run_trials`.
       train: gets the settings, the trial's folder and `--data_dir`, see `run_trials`.
-      table: of all trials, in Markdown.
+      describe: what has to be known beside the table, such as the sizes of the data, of the scale
+        and `--data_dir`; printed first.
+      table: of the trials that are finished, in Markdown.
       plot: of all trials, a figure of matplotlib.
       argv: arguments instead of the command line's.
     """
     args = parse_arguments(description, scales, data_help, argv)
     folder = args.output_dir / name / args.scale
     with context(args.workers):
+        about = describe(args.scale, args.data_dir)
+        print(about, flush=True)
+
+        def report(done: Sequence[Trial]) -> None:
+            save(f"{about}\n\n{table(done)}", done, folder, name)
+
         finished = run_trials(
             lambda done: plan(args.scale, done),
             lambda settings, path: train(settings, path, args.data_dir),
             folder,
+            report,
         )
-    save(table(finished), plot(finished), finished, folder, name)
+    report(finished)
+    print(f"\n{about}\n\n{table(finished)}\n")
+    plot(finished).savefig(folder / f"{name}.png", dpi=120)
+    print(f"Written: {folder / name}.md, .json and .png")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_federated as tff
+from posts import write
 
 import tf_adaptive_dp
 from federated.datasets import stackoverflow
@@ -36,30 +37,6 @@ needs_posts = pytest.mark.skipif(
     ).is_file(),
     reason="needs posts: set TFF_CACHE_DIR to a folder that has stackoverflow.sqlite",
 )
-
-
-def serialized(tokens, title, tags):
-    texts = {"tokens": tokens, "title": title, "tags": tags, "type": "question"}
-    texts["creation_date"] = "2015-01-01 00:00:00 UTC"
-    feature = {
-        name: tf.train.Feature(bytes_list=tf.train.BytesList(value=[text.encode()]))
-        for name, text in texts.items()
-    }
-    feature["score"] = tf.train.Feature(int64_list=tf.train.Int64List(value=[0]))
-    return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
-
-
-def write(folder, posts):
-    file = sqlite3.connect(folder / "stackoverflow.sqlite")
-    with file:
-        file.execute("CREATE TABLE examples (split_name, client_id, serialized_example_proto BLOB)")
-        file.execute("CREATE TABLE client_metadata (client_id, split_name, num_examples INTEGER)")
-        rows = [(split, user, serialized(*texts)) for split, user, *texts in posts]
-        file.executemany("INSERT INTO examples VALUES (?, ?, ?)", rows)
-        users = sorted({(user, split) for split, user, *_ in posts})
-        file.executemany("INSERT INTO client_metadata VALUES (?, ?, 1)", users)
-    file.close()
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -302,9 +279,9 @@ def test_clients_in_memory_are_read_once_and_have_the_same_examples(splits):
     class Counted:
         element_type_structure = data.element_type_structure
 
-        def create_tf_dataset_for_client(self, client):
-            asked.append(client)
-            return data.create_tf_dataset_for_client(client)
+        def serializable_dataset_fn(self, client):  # traced once, run for each client
+            tf.py_function(lambda c: asked.append(c.numpy().decode()), [client], [])
+            return data.serializable_dataset_fn(client)
 
     kept = in_memory(Counted(), ClientBatches(batch_size=1, shuffle_buffer=1))
     for client in ("a", "b", "a"):

@@ -1,67 +1,14 @@
-"""The simulation programs: what they plan, what they do not do twice, and whole runs with data."""
+"""The simulation programs: what they plan and show, and whole runs with data."""
 
-import csv
-import json
 import math
 import os
 
+import dp_accounting
 import pytest
 
-from federated.simulation import cifar10_adaptive, stackoverflow_dp, trials
-
-
-def write_figures(folder, values, name="test/accuracy"):
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "figures.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["round", name])
-        writer.writerows(values.items())
-
-
-def test_finished_trials_are_not_run_again_and_a_plan_may_go_on(tmp_path):
-    ran = []
-
-    def train(settings, folder):
-        ran.append(settings)
-        write_figures(folder, {1: 0.1, 2: "", 4: settings["rate"]})
-
-    def plan(done):
-        grid = [{"method": "sgd", "rate": rate, "seed": 0} for rate in (0.5, 0.75)]
-        finished = [trial for trial in done if trial.settings in grid]
-        if len(finished) < 2:
-            return grid
-        best = max(finished, key=lambda trial: trial.last("test/accuracy"))
-        return [*grid, {**best.settings, "seed": 1}]
-
-    found = trials.run_trials(plan, train, tmp_path)
-    assert [t.settings["seed"] for t in found] == [0, 0, 1] and len(ran) == 3
-    assert ran[2]["rate"] == 0.75
-    assert found[2].curve("test/accuracy") == ([1, 4], [0.1, 0.75])
-    assert found[2].last("test/accuracy", 2) == pytest.approx(0.425)
-    again = trials.run_trials(plan, train, tmp_path)
-    assert [t.settings for t in again] == [t.settings for t in found] and len(ran) == 3
-
-
-def test_a_trial_that_was_interrupted_is_run_again_in_its_folder(tmp_path):
-    folders = []
-
-    def train(settings, folder):
-        folders.append(folder)
-        write_figures(folder, {1: 0.5})
-        if len(folders) == 1:
-            raise KeyboardInterrupt
-
-    settings = [{"method": "sgd", "rate": 0.1}]
-    with pytest.raises(KeyboardInterrupt):
-        trials.run_trials(lambda done: settings, train, tmp_path)
-    (trial,) = trials.run_trials(lambda done: settings, train, tmp_path)
-    assert folders[0] == folders[1] and trial.last("test/accuracy") == 0.5
-
-
-def test_trials_that_differ_anywhere_have_folders_of_their_own(tmp_path):
-    settings = [{"method": "sgd", "rate": 0.1, "seed": seed} for seed in range(2)]
-    trials.run_trials(lambda done: settings, lambda s, f: write_figures(f, {1: 0.0}), tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
+from federated.datasets import cifar10
+from federated.simulation import cifar10_adaptive, stackoverflow_dp, tag_trials, trials
+from federated.user_level_privacy import UserLevelPrivacy
 
 
 @pytest.mark.parametrize("program", [cifar10_adaptive, stackoverflow_dp])
@@ -89,7 +36,7 @@ def cifar_trials():
         return {"adadp": 0.5, "adam": 0.1}.get(s["method"], 0.2 + s["rate"])
 
     return [
-        trials.Trial(s, {"test/accuracy": [math.nan, accuracy(s)]})
+        trials.Trial(s, {"test/accuracy": [math.nan, accuracy(s)]}, {})
         for s in cifar10_adaptive.plan("small")
     ]
 
@@ -103,11 +50,28 @@ def test_sgd_is_shown_with_its_best_rate_and_adadp_with_its_default():
     assert "| 0% | SGD | **0.1** | 0.300 | 1 |" in cifar10_adaptive.table(cifar_trials())
 
 
+def test_cifar10_is_read_once_for_all_trials(monkeypatch):
+    read = []
+    monkeypatch.setattr(cifar10, "load_cifar10", lambda folder: read.append(folder) or (folder, 0))
+    assert cifar10_adaptive.load("a") is cifar10_adaptive.load("a")
+    cifar10_adaptive.load("b")
+    assert read == ["a", "b"]
+    cifar10_adaptive.load.cache_clear()
+
+
+def test_a_small_round_is_long_enough_to_come_down_from_the_largest_initial_rate():
+    small = cifar10_adaptive.SCALES["small"]
+    judged = small.images_per_client // 10 // 2  # each takes two minibatches of 10
+    down = math.log(max(small.rates["adadp"]) / 0.01) / -math.log(0.9)
+    assert down < judged / 4
+
+
 def tag_trial(settings):
     score = settings["rate"] * settings["clip"]
     return trials.Trial(
         settings,
-        {"test/accuracy": [score / 10, math.nan, score], "privacy/epsilon": [1.0, 1.5, 2.0]},
+        {"test/accuracy": [score / 10, math.nan, score], "privacy/epsilon": [1.0, 1.5, 1.75]},
+        {"epsilon": 1.75 + settings["seed"] / 8},  # a round of others was lost
     )
 
 
@@ -116,7 +80,7 @@ def test_the_best_pair_of_each_method_gets_more_seeds():
     assert {s["seed"] for s in grid} == {0}
     wanted = stackoverflow_dp.plan("small", [*map(tag_trial, grid)])
     more = [s for s in wanted if s["seed"]]
-    methods = sum(map(len, stackoverflow_dp.METHODS.values()))
+    methods = sum(map(len, tag_trials.METHODS.values()))
     assert len(grid) == 4 * methods and len(more) == 2 * methods
     for settings in more:
         rivals = [
@@ -127,11 +91,59 @@ def test_the_best_pair_of_each_method_gets_more_seeds():
         assert settings["rate"] * settings["clip"] == max(rivals)
 
 
-def test_the_table_has_the_chosen_pair_the_mean_and_epsilon():
+def test_the_table_has_the_chosen_pair_the_mean_and_the_largest_epsilon_with_lost_rounds():
     grid = stackoverflow_dp.plan("small", [])
     wanted = stackoverflow_dp.plan("small", [*map(tag_trial, grid)])
     text = stackoverflow_dp.table([*map(tag_trial, wanted)])
-    assert text.count("| 2.00 | 3 |") == sum(map(len, stackoverflow_dp.METHODS.values()))
+    assert text.count("| 2.00 | 3 |") == sum(map(len, tag_trials.METHODS.values()))
+
+
+def test_constants_that_change_make_new_trials(monkeypatch):
+    before = stackoverflow_dp.plan("small", [])
+    private = {**tag_trials.SETTINGS["private"], "tree_sigma": 9.0}
+    monkeypatch.setitem(tag_trials.SETTINGS, "private", private)
+    monkeypatch.setattr(tag_trials, "SERVER_ADAM_RATE", 0.125)
+    after = stackoverflow_dp.plan("small", [])
+    changed = {new["method"] for old, new in zip(before, after) if old != new}
+    assert changed == {"ftrl", "ftrl_adadps", "fed_adam"}
+    for name, value in (("clients", 300), ("clients_per_round", 30), ("sigma", 0.5)):
+        paper = {**tag_trials.SETTINGS["paper"], name: value}
+        monkeypatch.setitem(tag_trials.SETTINGS, "paper", paper)
+        changed = [s["method"] for s in stackoverflow_dp.plan("small", []) if s not in after]
+        assert set(changed) == set(tag_trials.METHODS["paper"])
+
+
+def test_both_mechanisms_of_the_private_setting_promise_about_the_same():
+    users, rounds = 966, 100
+    promised = {}
+    for settings in stackoverflow_dp.plan("small", []):
+        if settings["setting"] == "private":
+            assert settings["rounds"] == rounds
+            cohort, tree = settings["clients_per_round"], settings["mechanism"] == "tree"
+            privacy = UserLevelPrivacy(
+                settings["sigma"], cohort, users, clip=1.0, mechanism=settings["mechanism"]
+            )
+            event, relation = (
+                dp_accounting.PoissonSampledDpEvent(
+                    cohort / users, dp_accounting.GaussianDpEvent(settings["sigma"])
+                ),
+                dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+            )
+            releases = [(event, rounds)]
+            if tree:  # eleven passes of nine rounds, and one round more
+                relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+                steps = [(privacy.rounds_per_pass, rounds // privacy.rounds_per_pass), (1, 1)]
+                releases = [
+                    (dp_accounting.SingleEpochTreeAggregationDpEvent(settings["sigma"], s), n)
+                    for s, n in steps
+                ]
+            accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=relation)
+            for event, number in releases:
+                accountant.compose(event, number)
+            promised[settings["mechanism"]] = accountant.get_epsilon(1 / users)
+    assert promised["tree"] == pytest.approx(promised["gaussian"], rel=0.05)
+    assert promised["gaussian"] == pytest.approx(2.87, abs=0.01)  # what the docstring says
+    assert promised["tree"] == pytest.approx(2.85, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +154,38 @@ def test_the_table_has_the_chosen_pair_the_mean_and_epsilon():
 def test_a_figure_is_drawn(module, made, tmp_path):
     pytest.importorskip("matplotlib")
     finished = made() or [*map(tag_trial, stackoverflow_dp.plan("small", []))]
-    trials.save("table", module.plot(finished), finished, tmp_path, "shown")
+    module.plot(finished).savefig(tmp_path / "shown.png")
     assert (tmp_path / "shown.png").stat().st_size > 1000
-    assert len(json.loads((tmp_path / "shown.json").read_text())) == len(finished)
+
+
+def test_a_trial_without_figures_is_not_the_best_of_its_method():
+    lost, *others = [tag_trial(s) for s in stackoverflow_dp.plan("small", [])]
+    lost = lost._replace(figures={})
+    chosen = tag_trials.best_runs([lost, *others])
+    assert lost not in [run for runs in chosen.values() for run in runs]
+
+
+def test_seeds_with_unequal_numbers_of_evaluations_have_a_curve_each():
+    pytest.importorskip("matplotlib")
+    grid = [*map(tag_trial, stackoverflow_dp.plan("small", []))]
+    first, *more = [
+        tag_trial(s) for s in stackoverflow_dp.plan("small", grid) if s["method"] == "fed_adam"
+    ][-3:]
+    killed = more[0]._replace(figures={"test/accuracy": [0.25]})
+    lost = more[1]._replace(figures={})
+    axis = stackoverflow_dp.plot([*grid, killed, lost]).axes[0]
+    curves = [line for line in axis.lines if line.get_color() == "C1"]
+    assert [len(line.get_xdata()) for line in curves] == [2, 1, 0]
+    (label,) = [t.get_text() for t in axis.get_legend().texts if "Adam" in t.get_text()]
+    assert label == "DP-FedAdam, ε = 2"
+
+
+def test_each_rate_of_adam_has_its_curve():
+    pytest.importorskip("matplotlib")
+    axes = cifar10_adaptive.plot(cifar_trials()).axes
+    labels = [[text.get_text() for text in axis.get_legend().texts] for axis in axes[:4]]
+    assert labels[0] == ["ADADP, 0.1", "SGD, 0.1"]
+    assert labels[1] == ["ADADP, 0.1", "SGD, 0.1", "Adam, 0.0001", "Adam, 0.001"]
 
 
 @pytest.mark.slow
@@ -163,3 +204,4 @@ def test_a_program_runs_at_smoke_scale_and_has_nothing_left_to_do(
     assert "ε is infinite" in first or "Differential privacy with epsilon" in first
     module.main(["--scale", "smoke", "--output_dir", str(tmp_path)])
     assert "[1/" not in capfd.readouterr().out
+    assert not [*tmp_path.rglob("states")] and [*tmp_path.rglob("journal")]

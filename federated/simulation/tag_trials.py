@@ -1,0 +1,133 @@
+"""What `stackoverflow_dp` tries: scales, settings, methods, and the best of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from federated.simulation import trials
+from federated.simulation.trials import Settings, Trial
+
+LAST = 3  # evaluations whose mean counts
+# A grid of (clip norm, client rate) for each method, around the best of short runs.
+CENTRES = {
+    "fed_avg": (1.0, 10.0),
+    "fed_adam": (1.0, 10.0),
+    "adadps": (1.0, 1.0),
+    "adadps_server": (1.0, 1.0),
+    "ftrl": (1.0, 10.0),
+    "ftrl_adadps": (1.0, 1.0),
+}
+SERVER_ADAM_RATE = 0.01
+MAX_POSTS = 256  # of a client; dense bags of 10,000 words are then 10 MB at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """How much of the experiment is done.
+
+    Attributes:
+      rounds: of each trial.
+      words: of the vocabulary, at most.
+      tags: classes, at most.
+      public_users: of the held-out split, who are counted, at most.
+      factors: of clip norm and of rate, for the grid.
+      seeds: runs of each method with its best pair.
+    """
+
+    rounds: int
+    words: int
+    tags: int
+    public_users: int
+    factors: tuple[tuple[float, float], ...]
+    seeds: int
+
+
+SCALES = {
+    "smoke": Scale(2, 300, 20, 50, ((1.0, 1.0),), 1),
+    "small": Scale(100, 10_000, 500, 1000, ((1, 1), (0.3, 1), (1, 0.3), (1, 3)), 3),
+    "paper": Scale(
+        *(500, 10_000, 500, 10_000),
+        tuple(itertools.product((0.3, 1.0, 3.0), (0.3, 1.0, 3.0))),
+        3,
+    ),
+}
+# The paper's setting, and one whose ε means something. sigma is for Poisson cohorts, tree_sigma for
+# each node of DP-FTRL's trees; a client's update is in several nodes.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "paper": {"clients": 400, "clients_per_round": 20, "sigma": 0.3},
+    "private": {"clients": None, "clients_per_round": 100, "sigma": 1.5, "tree_sigma": 8.0},
+}
+METHODS = {
+    "paper": ("fed_avg", "fed_adam", "adadps", "adadps_server"),
+    "private": ("fed_avg", "adadps", "ftrl", "ftrl_adadps"),
+}
+
+
+def plan(scale: str, finished: Sequence[Trial]) -> list[Settings]:
+    """The trials that are wanted: a search with seed 0, then more seeds for the best pair."""
+    how = SCALES[scale]
+    wanted = []
+    for name, methods in METHODS.items():
+        for method in methods:
+            clip, rate = CENTRES[method]
+            grid = [
+                {
+                    "method": method,
+                    "rate": float(f"{rate * by_rate:.3g}"),
+                    "clip": float(f"{clip * by_clip:.3g}"),
+                    "setting": name,
+                    **_constants(name, method),
+                    "rounds": how.rounds,
+                    "words": how.words,
+                    "tags": how.tags,
+                    "public_users": how.public_users,
+                    "max_posts": MAX_POSTS,
+                    "seed": 0,
+                }
+                for by_clip, by_rate in how.factors
+            ]
+            wanted += grid
+            done = [t for t in finished if t.settings in grid]
+            if len(done) == len(grid):
+                chosen = trials.best(done, accuracy).settings
+                wanted += [{**chosen, "seed": seed} for seed in range(1, how.seeds)]
+    return wanted
+
+
+def _constants(setting: str, method: str) -> Settings:
+    """What a trial does not try, but its result depends on."""
+    how = SETTINGS[setting]
+    constants = {
+        "clients": how["clients"],
+        "clients_per_round": how["clients_per_round"],
+        "sigma": how["tree_sigma" if method.startswith("ftrl") else "sigma"],
+        "mechanism": "tree" if method.startswith("ftrl") else "gaussian",
+    }
+    if method == "fed_adam":
+        constants["server_adam_rate"] = SERVER_ADAM_RATE
+    return constants
+
+
+def accuracy(trial: Trial) -> float:
+    """Share of the test posts whose tag is right, in the mean of the last evaluations."""
+    return trial.last("test/accuracy", LAST)
+
+
+def best_runs(finished: Sequence[Trial]) -> dict[tuple[str, str], list[Trial]]:
+    """By setting and method, the runs of the pair that was best with seed 0."""
+    found = {}
+    for name, methods in METHODS.items():
+        for method in methods:
+            runs = [
+                t
+                for t in finished
+                if (t.settings["setting"], t.settings["method"]) == (name, method)
+            ]
+            first = [t for t in runs if t.settings["seed"] == 0]
+            if first:
+                chosen = {**trials.best(first, accuracy).settings, "seed": None}
+                found[name, method] = [t for t in runs if {**t.settings, "seed": None} == chosen]
+    return found
