@@ -188,7 +188,7 @@ def _claim(
             ledger, ledger.privacy.total_clients, delta, accountant=accountant
         )
     clients = ledger.privacy.total_clients
-    return statement.claim(spent, unamplified, delta, accountant, sampling, USER, clients)
+    return statement.claim(spent, unamplified, delta, accountant, sampling, clients, USER)
 
 
 def _list_of_trees(ledger: UserLedger) -> str:

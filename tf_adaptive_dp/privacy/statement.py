@@ -148,7 +148,7 @@ def privacy_statement(
             segments[0], num_examples, delta, accountant, max_examples_per_user
         )
     paragraphs = [
-        claim(spent, unamplified, delta, accountant, sampling, num_examples=num_examples),
+        claim(spent, unamplified, delta, accountant, sampling, num_examples),
         warning_of_delta(delta, num_examples),
         released,
         information,
@@ -179,8 +179,8 @@ def claim(
     delta: float,
     accountant: str,
     sampling: samplings.Sampling | str,
+    num_examples: int,
     unit: Unit = EXAMPLE,
-    num_examples: int | None = None,
 ) -> str:
     """The first paragraph: ε, δ, unit, adjacency and sampling.
 
@@ -190,8 +190,8 @@ def claim(
       delta: δ.
       accountant: which made them.
       sampling: `"poisson"`, `"fixed"` or `"shuffled"`, or such a sampling.
+      num_examples: how many units there are.
       unit: what the text calls the unit.
-      num_examples: how many units there are, if that is known.
     """
     one = unit.one
     whose = f"Unit: one {one}. Adjacency: data sets that differ by adding or removing one {one}."
@@ -213,7 +213,7 @@ def claim(
             f" Every {one} joined each {unit.batch} with probability "
             f"{sampling.sampling_probability:g}."
         )
-        if num_examples is None or sampling.max_batch_size <= num_examples:
+        if sampling.max_batch_size <= num_examples:
             drawn += (
                 f" Of more than {sampling.max_batch_size} as many were kept at random; what that "
                 "may reveal is part of delta."

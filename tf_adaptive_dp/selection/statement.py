@@ -53,7 +53,9 @@ def privacy_statement(plan: Plan, noise_multiplier: float, shown: Sequence[dict[
     single = plan.epsilon_of_one(noise_multiplier)
     sentences = {outcome["side_information"] for outcome in shown}
     paragraphs = [
-        statements.claim(spent, unamplified, plan.delta, plan.accountant, plan.sampling),
+        statements.claim(
+            *(spent, unamplified, plan.delta, plan.accountant, plan.sampling, plan.num_examples)
+        ),
         filled(
             f"This includes the search for hyperparameters, whose budget was epsilon = "
             f"{plan.epsilon:g}. A single training like each of its candidates would have epsilon = "
