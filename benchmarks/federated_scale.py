@@ -13,7 +13,8 @@ run. Four parts, each a table:
   with as many gradients; for the network of the ADADP paper's CIFAR-10 experiment, in clients of 50
   batches (the paper has 1,000), and for the small model of the other parts.
 - memory: resident size of this process and of the worker over rounds with other clients, and other
-  numbers of them, each time; medians of ten rounds, since it goes up and down with their number.
+  numbers of them, each time; medians of ten rounds, since it goes up and down with their number. A
+  worker that has grown is replaced.
 
     python benchmarks/federated_scale.py
     python benchmarks/federated_scale.py --parts clients,ratio --clients 10,30 --rounds 5
@@ -298,10 +299,11 @@ def memory_part(args: argparse.Namespace) -> str:
     sizes = collections.deque(maxlen=MEMORY_WINDOW)
     with local_context() as context:
         rounds = Rounds(problem.sgd())
-        pids = (os.getpid(), *context.worker_pids)
+        workers = set()
         for number in range(1, args.memory_rounds + 1):
             rounds([client for client in problem.clients if draw.random() < 0.5])
-            sizes.append([resident_mib(pid) for pid in pids])
+            workers.update(context.worker_pids)
+            sizes.append([resident_mib(pid) for pid in (os.getpid(), *context.worker_pids)])
             if number in shown:
                 found = np.median(sizes, axis=0)
                 last = float(found.sum())
@@ -312,7 +314,10 @@ def memory_part(args: argparse.Namespace) -> str:
     if at_start is None or args.memory_rounds <= MEMORY_START:
         return table
     growth = last / at_start
-    words = f"{growth:.3f} times as much as after round {MEMORY_START}"
+    words = (
+        f"{growth:.3f} times as much as after round {MEMORY_START}, with {len(workers)} worker(s), "
+        "one after the other"
+    )
     verdict = "reached" if growth <= MEMORY_TARGET else "missed"
     return f"{table}\n\n{words}; target at most {MEMORY_TARGET}: {verdict}."
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import re
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,8 @@ __all__ = ["Runtime", "WorkerLostError", "local_context", "remote_context"]
 
 
 _LAST_TRY = 2.0  # seconds in which workers answer that are still there when one is lost
+_SETTLED_AFTER = 50  # computations after which a worker's largest size so far is its normal one
+_GROWTH = 1.05  # times its normal size, beyond which a local worker is replaced
 
 
 class Runtime(tff.framework.SyncContext):
@@ -45,7 +48,7 @@ class Runtime(tff.framework.SyncContext):
     ):
         self.addresses = tuple(addresses)
         self._timeout = timeout
-        self._processes = tuple(processes)
+        self._processes = list(processes)
         self._workers = [Worker(address, timeout) for address in addresses]
         if len(addresses) > 1:
             create = tff.backends.native.create_mergeable_comp_execution_context
@@ -61,7 +64,7 @@ class Runtime(tff.framework.SyncContext):
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Process ids of the workers that this context started: none for a remote one."""
+        """Process ids of the workers of now that this context started: none for a remote one."""
         return tuple(process.pid for process in self._processes)
 
     def invoke(self, comp: Any, arg: Any) -> Any:
@@ -117,6 +120,56 @@ class Runtime(tff.framework.SyncContext):
         self.close()
 
 
+class _LocalRuntime(Runtime):
+    """A context whose worker is replaced by a new one, between two computations, when it has grown.
+
+    An allocator never gets back all memory of rounds that differ in their clients. The result of a
+    computation is in Python as soon as it ends, so a new worker knows all that the old one knew.
+    """
+
+    def __init__(self, max_concurrency: int | None, timeout: float):
+        self._max_concurrency = max_concurrency
+        self._lock = threading.Lock()
+        self._running = self._finished = self._largest = 0
+        process = self._new_process(timeout)
+        try:
+            super().__init__([process.address], timeout, [process])
+        except BaseException:
+            process.close()
+            raise
+
+    def invoke(self, comp: Any, arg: Any) -> Any:
+        with self._lock:
+            if not self._running and self._finalizer.alive and self._has_grown():
+                self._renew()
+            self._running += 1
+        try:
+            return super().invoke(comp, arg)
+        finally:
+            with self._lock:
+                self._running -= 1
+                self._finished += 1
+
+    def _new_process(self, timeout: float) -> worker.WorkerProcess:
+        return worker.WorkerProcess(None, self._max_concurrency, timeout)
+
+    def _has_grown(self) -> bool:
+        size = self._processes[0].resident_size
+        if self._finished <= _SETTLED_AFTER:
+            self._largest = max(self._largest, size)
+        return size > _GROWTH * self._largest
+
+    def _renew(self) -> None:
+        process = self._new_process(self._timeout)
+        old = self._workers[:], self._processes[:]
+        self.addresses = (process.address,)
+        self._processes[:] = [process]
+        self._workers[:] = [Worker(process.address, self._timeout)]
+        self._invoke = self._workers[0].invoke_and_wait
+        self._finished = self._largest = 0
+        _close(*old, before=[])
+
+
 def _close(
     workers: Sequence[Worker], processes: Sequence[worker.WorkerProcess], before: list[Any]
 ) -> None:
@@ -147,7 +200,9 @@ def _check_timeout(timeout: float) -> None:
 def local_context(max_concurrency: int | None = None, *, timeout: float = 60.0) -> Runtime:
     """Computes in a worker on this machine that ends with this process, however that ends.
 
-    Call it once at the start of a program, or use it as a context manager:
+    A worker that has grown by more than 5% after its first 50 computations is replaced by a new one
+    between two computations, so that memory stays what it was. Call it once at the start of a
+    program, or use it as a context manager:
 
     ```python
     with federated.runtime.local_context():
@@ -165,15 +220,11 @@ def local_context(max_concurrency: int | None = None, *, timeout: float = 60.0) 
 
     Raises:
       ValueError: if an argument is out of range.
-      federated.worker.WorkerStartError: if the worker does not start.
+      federated.worker.WorkerStartError: if the worker does not start; a computation raises it if
+        the one that replaces it does not.
     """
     _check_timeout(timeout)
-    process = worker.WorkerProcess(None, max_concurrency, timeout)
-    try:
-        return Runtime([process.address], timeout, [process])
-    except BaseException:
-        process.close()
-        raise
+    return _LocalRuntime(max_concurrency, timeout)
 
 
 def remote_context(addresses: Sequence[str], *, timeout: float = 30.0) -> Runtime:

@@ -45,6 +45,11 @@ CHANNEL_OPTIONS = (
 )
 
 
+# Of a worker; the environment of this process goes before it. Without the threshold the allocator
+# keeps ever more memory from round to round, since tensors lie among what is small and stays.
+_ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "MALLOC_MMAP_THRESHOLD_": "100000"}
+
+
 class WorkerStartError(RuntimeError):
     """A worker did not start; the message says why."""
 
@@ -63,11 +68,6 @@ def binary() -> str:
             f"TFF's worker was not found. Received: {path}. Install tensorflow-federated 0.87.0."
         )
     return str(path)
-
-
-# Of a worker; the environment of this process goes before it. Without the threshold the allocator
-# keeps ever more memory from round to round, since tensors lie among what is small and stays.
-_ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "MALLOC_MMAP_THRESHOLD_": "100000"}
 
 
 def answers(address: str, timeout: float) -> bool:
@@ -170,6 +170,15 @@ class WorkerProcess:
     def exit_status(self) -> int | None:
         """`None` while it runs; a negative number is the signal that ended it."""
         return self._process.poll()
+
+    @property
+    def resident_size(self) -> int:
+        """Bytes of memory that it holds; 0 if it ended."""
+        try:
+            pages = pathlib.Path(f"/proc/{self.pid}/statm").read_text().split()[1]
+        except (FileNotFoundError, ProcessLookupError):
+            return 0
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def wait(self, timeout: float) -> int | None:
         """Waits for its end, for so many seconds at most, and returns `exit_status`."""

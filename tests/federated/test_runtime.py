@@ -239,6 +239,89 @@ def test_a_local_worker_that_is_killed_is_named_with_its_status():
         assert count(3) == 3
 
 
+# --- a worker that has grown
+
+
+@pytest.fixture
+def grows(monkeypatch):
+    """Makes workers as large as it is told, which are replaced after two computations."""
+    sizes = {"now": 100}
+    monkeypatch.setattr(runtime, "_SETTLED_AFTER", 2)
+    monkeypatch.setattr(worker.WorkerProcess, "resident_size", property(lambda self: sizes["now"]))
+    return sizes
+
+
+def test_the_size_of_a_worker_is_that_of_its_process():
+    started = worker.WorkerProcess()
+    try:
+        pages = pathlib.Path(f"/proc/{started.pid}/statm").read_text().split()[1]
+        size = int(pages) * os.sysconf("SC_PAGE_SIZE")
+        assert started.resident_size == pytest.approx(size, rel=0.1) and size > 10**7
+    finally:
+        started.close()
+    assert started.resident_size == 0
+
+
+def test_a_worker_that_has_grown_is_replaced_and_rounds_go_on(process, clients, grows):
+    with runtime.local_context() as context:
+        state = process.initialize()
+        first = context.worker_pids[0]
+        ends = []
+        for number, grows["now"] in enumerate([110, 110, 115, 116]):
+            state = process.next(state, clients).state
+            ends.append(weights(process, state))
+            assert (context.worker_pids[0] == first) == (number < 3), number
+        assert not runs(first) and runs(context.worker_pids[0])
+        # It began anew: its first sizes are its normal ones.
+        second = context.worker_pids[0]
+        for grows["now"] in (200, 150, 200, 210):
+            assert count(3) == 3
+        assert context.worker_pids[0] == second
+    assert not runs(second)
+    with runtime.local_context():
+        state = process.initialize()
+        for expected in ends:
+            state = process.next(state, clients).state
+            np.testing.assert_allclose(weights(process, state), expected, rtol=1e-5)
+
+
+def test_a_worker_is_not_replaced_while_it_computes(grows):
+    with runtime.local_context() as context:
+        for _ in range(3):
+            count(3)
+        pid = context.worker_pids[0]
+        before = cpu_seconds(pid)
+        results = []
+
+        def compute(n):
+            thread = threading.Thread(target=lambda: results.append(context.invoke(count, n)))
+            thread.start()
+            return thread
+
+        threads = [compute(2_000_000)]
+        wait_until(lambda: cpu_seconds(pid) > before + 0.2)
+        grows["now"] = 1000
+        threads.append(compute(4))
+        wait_until(lambda: context._running == 2)
+        for thread in threads:
+            thread.join()
+        assert results == [2_000_000, 4] and context.worker_pids[0] == pid
+        assert count(5) == 5 and context.worker_pids[0] != pid
+
+
+def test_a_worker_stays_if_the_next_one_does_not_start(grows, monkeypatch):
+    with runtime.local_context() as context:
+        for _ in range(3):
+            count(3)
+        pid = context.worker_pids[0]
+        monkeypatch.setattr(worker, "binary", lambda: "/bin/false")
+        grows["now"] = 1000
+        with pytest.raises(worker.WorkerStartError, match="ended at once"):
+            count(3)
+        monkeypatch.undo()
+        assert count(3) == 3 and context.worker_pids[0] == pid
+
+
 # --- rounds
 
 
