@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from federated.simulation import trials
@@ -13,12 +13,12 @@ from federated.simulation.trials import Settings, Trial
 LAST = 3  # evaluations whose mean counts
 # A grid of (clip norm, client rate) for each method, around the best of short runs.
 CENTRES = {
-    "fed_avg": (1.0, 10.0),
-    "fed_adam": (1.0, 10.0),
-    "adadps": (1.0, 1.0),
-    "adadps_server": (1.0, 1.0),
-    "ftrl": (1.0, 10.0),
-    "ftrl_adadps": (1.0, 1.0),
+    "fed_avg": (1.0, 100.0),
+    "fed_adam": (1.0, 100.0),
+    "adadps": (1.0, 10.0),
+    "adadps_server": (1.0, 100.0),
+    "ftrl": (1.0, 100.0),
+    "ftrl_adadps": (1.0, 10.0),
 }
 SERVER_ADAM_RATE = 0.01
 MAX_POSTS = 256  # of a client; dense bags of 10,000 words are then 10 MB at most
@@ -29,15 +29,16 @@ class Scale:
     """How much of the experiment is done.
 
     Attributes:
-      rounds: of each trial.
+      rounds: of each trial, by setting.
       words: of the vocabulary, at most.
       tags: classes, at most.
       public_users: of the held-out split, who are counted, at most.
-      factors: of clip norm and of rate, for the grid.
+      factors: of the steps' length and of the client rate, for the grid. A step is as long as the
+        clip norm, or with Adam as its own rate.
       seeds: runs of each method with its best pair.
     """
 
-    rounds: int
+    rounds: Mapping[str, int]
     words: int
     tags: int
     public_users: int
@@ -46,10 +47,14 @@ class Scale:
 
 
 SCALES = {
-    "smoke": Scale(2, 300, 20, 50, ((1.0, 1.0),), 1),
-    "small": Scale(100, 10_000, 500, 1000, ((1, 1), (0.3, 1), (1, 0.3), (1, 3)), 3),
+    "smoke": Scale({"paper": 2, "private": 2}, 300, 20, 50, ((1.0, 1.0),), 1),
+    "small": Scale(
+        *({"paper": 200, "private": 100}, 500, 10, 1000),
+        ((1, 1), (0.3, 1), (3, 1), (1, 0.1)),
+        3,
+    ),
     "paper": Scale(
-        *(500, 10_000, 500, 10_000),
+        *({"paper": 500, "private": 500}, 10_000, 500, 10_000),
         tuple(itertools.product((0.3, 1.0, 3.0), (0.3, 1.0, 3.0))),
         3,
     ),
@@ -58,7 +63,7 @@ SCALES = {
 # each node of DP-FTRL's trees; a client's update is in several nodes.
 SETTINGS: dict[str, dict[str, Any]] = {
     "paper": {"clients": 400, "clients_per_round": 20, "sigma": 0.3},
-    "private": {"clients": None, "clients_per_round": 100, "sigma": 1.5, "tree_sigma": 8.0},
+    "private": {"clients": None, "clients_per_round": 50, "sigma": 0.7, "tree_sigma": 3.3},
 }
 METHODS = {
     "paper": ("fed_avg", "fed_adam", "adadps", "adadps_server"),
@@ -77,17 +82,17 @@ def plan(scale: str, finished: Sequence[Trial]) -> list[Settings]:
                 {
                     "method": method,
                     "rate": float(f"{rate * by_rate:.3g}"),
-                    "clip": float(f"{clip * by_clip:.3g}"),
+                    **_step(method, clip, length),
                     "setting": name,
                     **_constants(name, method),
-                    "rounds": how.rounds,
+                    "rounds": how.rounds[name],
                     "words": how.words,
                     "tags": how.tags,
                     "public_users": how.public_users,
                     "max_posts": MAX_POSTS,
                     "seed": 0,
                 }
-                for by_clip, by_rate in how.factors
+                for length, by_rate in how.factors
             ]
             wanted += grid
             done = [t for t in finished if t.settings in grid]
@@ -97,18 +102,22 @@ def plan(scale: str, finished: Sequence[Trial]) -> list[Settings]:
     return wanted
 
 
+def _step(method: str, clip: float, length: float) -> Settings:
+    """The clip norm, and with Adam its rate, which alone makes its steps longer."""
+    if method == "fed_adam":
+        return {"clip": clip, "server_adam_rate": float(f"{SERVER_ADAM_RATE * length:.3g}")}
+    return {"clip": float(f"{clip * length:.3g}")}
+
+
 def _constants(setting: str, method: str) -> Settings:
     """What a trial does not try, but its result depends on."""
-    how = SETTINGS[setting]
-    constants = {
+    how, is_tree = SETTINGS[setting], method.startswith("ftrl")
+    return {
         "clients": how["clients"],
         "clients_per_round": how["clients_per_round"],
-        "sigma": how["tree_sigma" if method.startswith("ftrl") else "sigma"],
-        "mechanism": "tree" if method.startswith("ftrl") else "gaussian",
+        "sigma": how["tree_sigma" if is_tree else "sigma"],
+        "mechanism": "tree" if is_tree else "gaussian",
     }
-    if method == "fed_adam":
-        constants["server_adam_rate"] = SERVER_ADAM_RATE
-    return constants
 
 
 def accuracy(trial: Trial) -> float:

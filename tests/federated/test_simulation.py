@@ -75,6 +75,17 @@ def tag_trial(settings):
     )
 
 
+def test_adam_tries_the_length_of_its_own_steps_and_others_the_clip_norm():
+    for scale, lengths in (("small", [0.3, 1.0, 3.0]), ("paper", [0.3, 1.0, 3.0])):
+        plan = stackoverflow_dp.plan(scale, [])
+        adam = [s for s in plan if s["method"] == "fed_adam"]
+        assert {s["clip"] for s in adam} == {1.0}
+        assert sorted({s["server_adam_rate"] for s in adam}) == [0.01 * x for x in lengths]
+        for method in ("fed_avg", "adadps", "ftrl"):
+            assert sorted({s["clip"] for s in plan if s["method"] == method}) == lengths
+            assert not any("server_adam_rate" in s for s in plan if s["method"] == method)
+
+
 def test_the_best_pair_of_each_method_gets_more_seeds():
     grid = stackoverflow_dp.plan("small", [])
     assert {s["seed"] for s in grid} == {0}
@@ -130,9 +141,10 @@ def test_both_mechanisms_of_the_private_setting_promise_about_the_same():
                 dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
             )
             releases = [(event, rounds)]
-            if tree:  # eleven passes of nine rounds, and one round more
+            if tree:  # five passes of nineteen rounds, and five rounds more
                 relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-                steps = [(privacy.rounds_per_pass, rounds // privacy.rounds_per_pass), (1, 1)]
+                steps = [(19, 5), (5, 1)]
+                assert privacy.rounds_per_pass == 19
                 releases = [
                     (dp_accounting.SingleEpochTreeAggregationDpEvent(settings["sigma"], s), n)
                     for s, n in steps
@@ -142,8 +154,8 @@ def test_both_mechanisms_of_the_private_setting_promise_about_the_same():
                 accountant.compose(event, number)
             promised[settings["mechanism"]] = accountant.get_epsilon(1 / users)
     assert promised["tree"] == pytest.approx(promised["gaussian"], rel=0.05)
-    assert promised["gaussian"] == pytest.approx(2.87, abs=0.01)  # what the docstring says
-    assert promised["tree"] == pytest.approx(2.85, abs=0.01)
+    assert promised["gaussian"] == pytest.approx(6.39, abs=0.01)  # what the docstring says
+    assert promised["tree"] == pytest.approx(6.33, abs=0.01)
 
 
 @pytest.mark.parametrize(
