@@ -28,7 +28,8 @@ __all__ = ["Runtime", "WorkerLostError", "local_context", "remote_context"]
 
 _LAST_TRY = 2.0  # seconds in which workers answer that are still there when one is lost
 _SETTLED_AFTER = 50  # computations after which a worker's largest size so far is its normal one
-_GROWTH = 1.05  # times its normal size, beyond which a local worker is replaced
+_GROWTH = 0.05  # share of its normal size, and
+_MUCH = 50 * 2**20  # bytes, by which a local worker has to grow to be replaced
 
 
 class Runtime(tff.framework.SyncContext):
@@ -157,7 +158,7 @@ class _LocalRuntime(Runtime):
         size = self._processes[0].resident_size
         if self._finished <= _SETTLED_AFTER:
             self._largest = max(self._largest, size)
-        return size > _GROWTH * self._largest
+        return size - self._largest > max(_GROWTH * self._largest, _MUCH)
 
     def _renew(self) -> None:
         process = self._new_process(self._timeout)
@@ -200,9 +201,9 @@ def _check_timeout(timeout: float) -> None:
 def local_context(max_concurrency: int | None = None, *, timeout: float = 60.0) -> Runtime:
     """Computes in a worker on this machine that ends with this process, however that ends.
 
-    A worker that has grown by more than 5% after its first 50 computations is replaced by a new one
-    between two computations, so that memory stays what it was. Call it once at the start of a
-    program, or use it as a context manager:
+    A worker that has grown by more than 5% and 50 MiB since its first 50 computations is
+    replaced by a new one between two computations, so that memory stays what it was. Call it once
+    at the start of a program, or use it as a context manager:
 
     ```python
     with federated.runtime.local_context():

@@ -247,6 +247,7 @@ def grows(monkeypatch):
     """Makes workers as large as it is told, which are replaced after two computations."""
     sizes = {"now": 100}
     monkeypatch.setattr(runtime, "_SETTLED_AFTER", 2)
+    monkeypatch.setattr(runtime, "_MUCH", 0)
     monkeypatch.setattr(worker.WorkerProcess, "resident_size", property(lambda self: sizes["now"]))
     return sizes
 
@@ -283,6 +284,18 @@ def test_a_worker_that_has_grown_is_replaced_and_rounds_go_on(process, clients, 
         for expected in ends:
             state = process.next(state, clients).state
             np.testing.assert_allclose(weights(process, state), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(100, 149, 151), (2000, 2099, 2101)])  # MiB
+def test_a_worker_is_replaced_for_five_percent_that_are_much(grows, monkeypatch, sizes):
+    monkeypatch.setattr(runtime, "_MUCH", 50 * 2**20)
+    with runtime.local_context() as context:
+        pid = context.worker_pids[0]
+        for mib in (*[sizes[0]] * 3, *sizes):
+            assert context.worker_pids[0] == pid
+            grows["now"] = mib * 2**20
+            count(1)
+        assert context.worker_pids[0] != pid
 
 
 def test_a_worker_is_not_replaced_while_it_computes(grows):
