@@ -16,10 +16,6 @@ from tensorflow_federated.proto.v0 import executor_pb2_grpc
 
 from federated import worker
 
-# As many numbers of clients a worker is ready for at a time: each costs it memory. A round over
-# several workers needs up to three (all clients, a worker's share, none).
-_OPEN_EXECUTORS = 4
-
 
 class WorkerLostError(RuntimeError):
     """A worker is gone or was restarted; the result of the computation is unknown.
@@ -83,8 +79,9 @@ class _Executors(tff.framework.ExecutorFactory):
     so that a different number of clients in each round would fill the worker's memory.
     """
 
-    def __init__(self, stub: _Stub):
+    def __init__(self, stub: _Stub, most: int):
         self._stub = stub
+        self._most = most
         self._open: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 
     def create_executor(self, cardinalities: dict[Any, int]) -> tff.framework.RemoteExecutor:
@@ -93,7 +90,7 @@ class _Executors(tff.framework.ExecutorFactory):
         if key in self._open:
             self._open.move_to_end(key)
             return self._open[key]
-        while len(self._open) >= _OPEN_EXECUTORS:
+        while len(self._open) >= self._most:
             self._open.popitem(last=False)[1].close()
         executor = tff.framework.RemoteExecutor(self._stub)
         executor.set_cardinalities(cardinalities)
@@ -119,12 +116,13 @@ class Worker(tff.framework.AsyncContext):
     Args:
       address: `"host:port"`.
       timeout: seconds of silence after which the worker is asked whether it is there.
+      open_executors: as many numbers of clients it is ready for at a time: each costs it memory.
     """
 
-    def __init__(self, address: str, timeout: float):
+    def __init__(self, address: str, timeout: float, open_executors: int):
         self.address = address
         self._channel = grpc.insecure_channel(address, worker.CHANNEL_OPTIONS)
-        self._executors = _Executors(_Stub(address, self._channel, timeout))
+        self._executors = _Executors(_Stub(address, self._channel, timeout), open_executors)
         self._context = tff.framework.AsyncExecutionContext(
             executor_fn=self._executors,
             compiler_fn=tff.backends.native.desugar_and_transform_to_native,

@@ -27,6 +27,8 @@ __all__ = ["Runtime", "WorkerLostError", "local_context", "remote_context"]
 
 
 _LAST_TRY = 2.0  # seconds in which workers answer that are still there when one is lost
+# Numbers of clients that a worker is ready for: all and none; beside others, its share of them too.
+_ALONE, _TOGETHER = 2, 4
 _SETTLED_AFTER = 50  # computations after which a worker's largest size so far is its normal one
 _GROWTH = 0.05  # share of its normal size, and
 _MUCH = 50 * 2**20  # bytes, by which a local worker has to grow to be replaced
@@ -50,7 +52,8 @@ class Runtime(tff.framework.SyncContext):
         self.addresses = tuple(addresses)
         self._timeout = timeout
         self._processes = list(processes)
-        self._workers = [Worker(address, timeout) for address in addresses]
+        executors = _ALONE if len(addresses) == 1 else _TOGETHER
+        self._workers = [Worker(address, timeout, executors) for address in addresses]
         if len(addresses) > 1:
             create = tff.backends.native.create_mergeable_comp_execution_context
             self._invoke = create(self._workers).invoke
@@ -165,7 +168,7 @@ class _LocalRuntime(Runtime):
         old = self._workers[:], self._processes[:]
         self.addresses = (process.address,)
         self._processes[:] = [process]
-        self._workers[:] = [Worker(process.address, self._timeout)]
+        self._workers[:] = [Worker(process.address, self._timeout, _ALONE)]
         self._invoke = self._workers[0].invoke_and_wait
         self._finished = self._largest = 0
         _close(*old, before=[])

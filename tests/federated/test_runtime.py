@@ -546,7 +546,7 @@ class ExecutorsOnly:
 
 def test_a_worker_keeps_executors_for_few_numbers_of_clients():
     stub = ExecutorsOnly()
-    executors = connection._Executors(stub)
+    executors = connection._Executors(stub, 4)
     for number in [0, 1, 2, 3, 0, 4, 5, 0]:
         executors.create_executor({tff.CLIENTS: number})
     assert stub.opened == list(range(6))
