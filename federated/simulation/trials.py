@@ -61,7 +61,7 @@ def run_trials(
     plan: Callable[[Sequence[Trial]], Iterable[Settings]],
     train: Callable[[Settings, Path], Mapping[str, float]],
     folder: Path,
-    report: Callable[[Sequence[Trial]], None] = lambda done: None,
+    report: Callable[[Sequence[Trial]], Any] = lambda done: None,
 ) -> list[Trial]:
     """Runs what a plan wants and is not there yet.
 
@@ -175,19 +175,6 @@ def spread(values: Sequence[float]) -> str:
     return f"{mean:.3f} ± {deviation:.3f}"
 
 
-def save(text: str, trials: Sequence[Trial], folder: Path, name: str) -> None:
-    """Writes the text and all results into a folder.
-
-    Args:
-      text: Markdown.
-      trials: all.
-      folder: where to.
-      name: of the files.
-    """
-    (folder / f"{name}.md").write_text(f"{text}\n")
-    (folder / f"{name}.json").write_text(json.dumps([t._asdict() for t in trials], indent=1))
-
-
 def run_program(
     name: str,
     description: str,
@@ -223,8 +210,12 @@ def run_program(
         about = describe(args.scale, args.data_dir)
         print(about, flush=True)
 
-        def report(done: Sequence[Trial]) -> None:
-            save(f"{about}\n\n{table(done)}", done, folder, name)
+        def report(done: Sequence[Trial]) -> str:
+            text = f"{about}\n\n{table(done)}\n"
+            (folder / f"{name}.md").write_text(text)
+            results = json.dumps([trial._asdict() for trial in done], indent=1)
+            (folder / f"{name}.json").write_text(results)
+            return text
 
         finished = run_trials(
             lambda done: plan(args.scale, done),
@@ -232,7 +223,6 @@ def run_program(
             folder,
             report,
         )
-    report(finished)
-    print(f"\n{about}\n\n{table(finished)}\n")
+    print(f"\n{report(finished)}")
     plot(finished).savefig(folder / f"{name}.png", dpi=120)
     print(f"Written: {folder / name}.md, .json and .png")
