@@ -44,10 +44,8 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-
-# Of a worker; the environment of this process goes before it. Without the threshold the allocator
-# keeps ever more memory from round to round, since tensors lie among what is small and stays.
-_ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "MALLOC_MMAP_THRESHOLD_": "100000"}
+# Of a worker; the environment of this process goes before it.
+_ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
 class WorkerStartError(RuntimeError):
