@@ -1,14 +1,12 @@
-"""How federated rounds scale: with the clients, with the workers, with ADADP, and over time.
+"""How federated rounds scale: with the clients, with ADADP, and over time.
 
 No privacy claim: the data is random. Times are medians, and what is compared takes turns in one
-run. Four parts, each a table:
+run. Three parts, each a table:
 
 - clients: seconds a round against the number of clients. `plain` is the same arithmetic, client
   after client, from tensors in a `tf.function` of this process; `outside` is 1 - plain / TFF in CPU
   time of all processes, the share that is spent on other things than the clients' arithmetic: most
   of it prepares a client's graph and data set, which costs the same for one batch and for many.
-- workers: the same round in a local worker and spread over several on this machine, which share its
-  cores: each computes cores / workers clients at a time, at least one.
 - ratio: `build_adaptive_fed_avg` ÷ TFF's `build_weighted_fed_avg` with SGD on the same batches, so
   with as many gradients; for the network of the ADADP paper's CIFAR-10 experiment, in clients of 50
   batches (the paper has 1,000), and for the small model of the other parts.
@@ -24,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import os
 import pathlib
 import random
@@ -44,8 +41,7 @@ import tensorflow_federated as tff  # noqa: E402
 from benchmarks import machine, tables  # noqa: E402
 from benchmarks.measure import quartiles  # noqa: E402
 from benchmarks.run import IDLE, names, say, sizes  # noqa: E402
-from federated.runtime import Runtime, local_context, remote_context  # noqa: E402
-from federated.worker import WorkerProcess  # noqa: E402
+from federated.runtime import local_context  # noqa: E402
 
 FEATURES, CLASSES, RATE = 784, 10, 0.1
 RATIO_TARGET, MEMORY_TARGET, MEMORY_START = 1.15, 1.05, 50
@@ -61,14 +57,19 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--parts", type=names(PARTS), default=list(PARTS), help=f"of {', '.join(PARTS)}")
     add("--clients", type=sizes, default=[10, 30, 100, 300, 1000], help="numbers of clients")
-    add("--workers", type=sizes, default=[2, 4], help="numbers of remote workers")
     add("--round_clients", type=int, default=100, help="clients a round in the other parts (100)")
     add("--rounds", type=int, default=9, help="timed turns of each (9)")
     add("--memory_rounds", type=int, default=200, help="rounds of the part memory (200)")
+    add_problem_args(parser)
+    return parser.parse_args()
+
+
+def add_problem_args(parser: argparse.ArgumentParser) -> None:
+    """What a `Problem` is made from."""
+    add = parser.add_argument
     add("--examples", type=int, default=100, help="examples of a client (100)")
     add("--batch_size", type=int, default=10, help="of a client (10)")
     add("--hidden", type=int, default=100, help="units of the model's hidden layer (100)")
-    return parser.parse_args()
 
 
 class Problem:
@@ -231,40 +232,6 @@ def clients_part(args: argparse.Namespace) -> str:
     return tables.table(head, lines)
 
 
-def workers_part(args: argparse.Namespace) -> str:
-    """A round in a local worker and over several."""
-    problem = Problem(args, args.round_clients)
-    process = problem.sgd()
-    cores = machine.describe()["cores"]
-    stack = tff.framework.get_context_stack()
-    with contextlib.ExitStack() as opened:
-        contexts: dict[str, Runtime] = {"local": opened.enter_context(local_context())}
-        for number in args.workers:
-            started = [WorkerProcess(None, max(1, cores // number)) for _ in range(number)]
-            for worker in started:
-                opened.callback(worker.close)
-            addresses = [worker.address for worker in started]
-            contexts[f"{number} remote"] = opened.enter_context(remote_context(addresses))
-
-        def step(context: Runtime) -> Step:
-            with stack.install(context):
-                rounds = Rounds(process)
-
-            def run() -> None:
-                with stack.install(context):
-                    rounds(problem.clients)
-
-            return run
-
-        found = take_turns({name: step(c) for name, c in contexts.items()}, args.rounds)
-    local = found["local"][0]
-    lines = []
-    for name, (seconds, _) in found.items():
-        ratios = spread([a / b for a, b in zip(seconds, local)])
-        lines.append([name, *spread(seconds), *ratios])
-    return tables.table(["workers", "s a round", "quartiles", "÷ local", "quartiles"], lines)
-
-
 def ratio_part(args: argparse.Namespace) -> str:
     """ADADP's rounds against SGD's on the same batches."""
     problems = {
@@ -324,7 +291,6 @@ def memory_part(args: argparse.Namespace) -> str:
 
 PARTS = {
     "clients": clients_part,
-    "workers": workers_part,
     "ratio": ratio_part,
     "memory": memory_part,
 }
