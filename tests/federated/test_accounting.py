@@ -259,7 +259,7 @@ def test_the_statement_of_shuffled_cohorts_has_two_epsilons():
     for value in (approximation, bound):
         assert f"epsilon = {math.ceil(value * 1e4) / 1e4:.4f}" in text
     assert "an approximation to what shuffling gives, not a proven bound" in text
-    assert "if each user is in one cohort per epoch" in text
+    assert "if each user is in one cohort per pass" in text
 
 
 def test_the_statement_of_trees_says_that_the_state_is_secret():

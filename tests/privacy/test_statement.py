@@ -113,6 +113,7 @@ def test_shuffling_is_an_approximation_with_the_unamplified_epsilon_beside_it():
     assert text == words(ONE, N, DELTA, sampling="shuffled")
     assert "The batches came from shuffling the data, not from Poisson sampling" in text
     assert "an approximation to what shuffling gives, not a proven bound" in text
+    assert "each pass ended before the next one began" in text and "passes were cut short" in text
     shown = float(re.search(r"epsilon = ([0-9.]+) is without amplification", text).group(1))
     assert 0 <= shown - gaussians((2.0, 20)) <= 1.001e-4
 

@@ -47,8 +47,10 @@ def epsilon_without_amplification(
     begun in the middle of a pass; these count as Gaussian mechanisms without sampling.
 
     Guarantee: (ε, δ)-DP for adding or removing one example, in whatever order the examples come, if
-    each pass has each example in one batch at most and the other batches do not depend on whether
-    it is there. No secret randomness is assumed, hence the size of this ε.
+    each pass has each example in one batch at most, ends before the next one begins, and the other
+    batches do not depend on whether the example is there. A pass that is cut short, as by `take(k)`
+    of a data set that is shuffled anew each time, is outside of it: an example may be in as many
+    releases as passes were begun. No secret randomness is assumed, hence the size of this ε.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
@@ -238,8 +240,9 @@ def _claim_of_shuffling(
         )
         + item(
             f"epsilon = {up(unamplified)} is without amplification by sampling: a bound for any "
-            f"order of the data, if each {unit.one} is in one {unit.batch} per epoch and the other "
-            f"{unit.batches} do not depend on it."
+            f"order of the data, if each {unit.one} is in one {unit.batch} per pass over the data "
+            f"at most, each pass ended before the next one began, and the other {unit.batches} do "
+            "not depend on it. It is none if passes were cut short."
         )
     )
 
