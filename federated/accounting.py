@@ -9,6 +9,7 @@ from federated.user_ledger import UserLedger
 from tf_adaptive_dp.privacy import accounting as central
 from tf_adaptive_dp.privacy import draws, statement
 from tf_adaptive_dp.privacy.fixed_size import ShuffledEpochs
+from tf_adaptive_dp.privacy.passes import epsilon_without_amplification
 from tf_adaptive_dp.privacy.wording import (
     Unit,
     filled,
@@ -184,7 +185,7 @@ def _claim(
         )
     unamplified = math.nan
     if isinstance(sampling, ShuffledEpochs):
-        unamplified = statement.epsilon_without_amplification(
+        unamplified = epsilon_without_amplification(
             ledger, ledger.privacy.total_clients, delta, accountant=accountant
         )
     clients = ledger.privacy.total_clients

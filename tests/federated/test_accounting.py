@@ -18,7 +18,7 @@ from federated.sampling import (
     ShuffledEpochs,
 )
 from federated.user_level_privacy import UserLevelPrivacy
-from tf_adaptive_dp.privacy import statement
+from tf_adaptive_dp.privacy.passes import epsilon_without_amplification
 
 DELTA = 1e-4
 GAUSSIAN = UserLevelPrivacy(1.3, 50, 2000, clip=1.0)
@@ -254,7 +254,7 @@ def test_the_statement_of_shuffled_cohorts_has_two_epsilons():
     ledger = ledger_of(GAUSSIAN)
     text = said(ledger, SHUFFLED)
     approximation = epsilon_spent(ledger, DELTA, sampling=SHUFFLED)
-    bound = statement.epsilon_without_amplification(ledger, 2000, DELTA)
+    bound = epsilon_without_amplification(ledger, 2000, DELTA)
     assert bound > approximation
     for value in (approximation, bound):
         assert f"epsilon = {math.ceil(value * 1e4) / 1e4:.4f}" in text

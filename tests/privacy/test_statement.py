@@ -13,7 +13,8 @@ from tensorflow_privacy.privacy.analysis import compute_dp_sgd_privacy_lib as tf
 from tf_adaptive_dp.privacy import statement
 from tf_adaptive_dp.privacy.accounting import epsilon, epsilon_spent
 from tf_adaptive_dp.privacy.ledger import Segment
-from tf_adaptive_dp.privacy.statement import epsilon_without_amplification, privacy_statement
+from tf_adaptive_dp.privacy.passes import epsilon_without_amplification
+from tf_adaptive_dp.privacy.statement import privacy_statement
 
 N, DELTA = 60_000, 1e-5
 

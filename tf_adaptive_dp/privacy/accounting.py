@@ -62,7 +62,7 @@ def epsilon(
     person), for all that was computed from the releases, if the batches were drawn by Poisson
     sampling: every example joins with `sampling_probability`, independently of all else. For
     batches of a shuffled data set (`dataset.shuffle(...).batch(...)`) this ε is the customary
-    approximation and not a proven bound; see `statement.epsilon_without_amplification`.
+    approximation and not a proven bound; see `passes.epsilon_without_amplification`.
 
     Args:
       noise_multiplier: standard deviation of the noise / L2 sensitivity, at least 0.

@@ -75,7 +75,7 @@ class ShuffledEpochs(draws.Sampling):
 
     Guarantee: within an iterator each example is in at most one of the floor(n / batch_size)
     batches of a pass. `epsilon_spent` is that of Poisson sampling with the same batch size: an
-    approximation, not a proven bound. `statement.epsilon_without_amplification` bounds ε for
+    approximation, not a proven bound. `passes.epsilon_without_amplification` bounds ε for
     neighbours of which one has a blank in the other's place (another example more would move its
     successors to other batches). A new iterator begins a new pass.
 

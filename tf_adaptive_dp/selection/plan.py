@@ -9,9 +9,8 @@ from typing import Any
 
 import dp_accounting
 
-from tf_adaptive_dp.privacy import accounting
+from tf_adaptive_dp.privacy import accounting, passes
 from tf_adaptive_dp.privacy import sampling as samplings
-from tf_adaptive_dp.privacy import statement as statements
 from tf_adaptive_dp.privacy.poisson import PoissonSampling
 from tf_adaptive_dp.selection import budgets
 
@@ -129,7 +128,7 @@ class Plan:
     def epsilon_without_amplification(self, noise_multiplier: float, resumed: int = 0) -> float:
         """ε of the search if all that is known of the batches is that a pass has each example once.
 
-        See `statement.epsilon_without_amplification`, of a single trial.
+        See `passes.epsilon_without_amplification`, of a single trial.
 
         Args:
           noise_multiplier: of every trial.
@@ -151,7 +150,7 @@ class Plan:
 
     def _occurrences(self, releases: int) -> int:
         """In how many of these releases one example is, if a pass begins with the first."""
-        return statements.occurrences([(1.0, self.batch_size, releases)], self.num_examples)[0]
+        return passes.occurrences([(1.0, self.batch_size, releases)], self.num_examples)[0]
 
     def _ledger(self, noise_multiplier: float) -> SimpleNamespace:
         segments = [(noise_multiplier, self.batch_size, self.releases)]
