@@ -22,7 +22,7 @@ if not __package__:  # run as a program: find the package `benchmarks`, and noth
 
 import tensorflow_federated as tff  # noqa: E402
 
-from benchmarks import federated_scale as scale  # noqa: E402
+from benchmarks import federated_rounds as timed  # noqa: E402
 from benchmarks import hosts, machine, tables  # noqa: E402
 from benchmarks.run import IDLE, say, sizes  # noqa: E402
 from federated.runtime import Runtime, local_context, remote_context  # noqa: E402
@@ -39,7 +39,7 @@ def parse_args() -> argparse.Namespace:
     add("--rate", default="1gbit", help="of each host's cable, as tc writes it (1gbit)")
     add("--clients", type=int, default=100, help="of a round (100)")
     add("--rounds", type=int, default=9, help="timed turns of each (9)")
-    scale.add_problem_args(parser)
+    timed.add_problem_args(parser)
     return parser.parse_args()
 
 
@@ -64,13 +64,13 @@ def contexts(args: argparse.Namespace, opened: contextlib.ExitStack) -> dict[str
 
 def measure(args: argparse.Namespace) -> str:
     """The table."""
-    problem = scale.Problem(args, args.clients)
+    problem = timed.Problem(args, args.clients)
     process = problem.sgd()
     stack = tff.framework.get_context_stack()
 
-    def step(context: Runtime) -> scale.Step:
+    def step(context: Runtime) -> timed.Step:
         with stack.install(context):
-            rounds = scale.Rounds(process)
+            rounds = timed.Rounds(process)
 
         def run() -> None:
             with stack.install(context):
@@ -80,12 +80,12 @@ def measure(args: argparse.Namespace) -> str:
 
     with contextlib.ExitStack() as opened:
         steps = {name: step(context) for name, context in contexts(args, opened).items()}
-        found = scale.take_turns(steps, args.rounds)
+        found = timed.take_turns(steps, args.rounds)
     local = found["local"][0]
     lines = []
     for name, (seconds, _) in found.items():
-        ratios = scale.spread([a / b for a, b in zip(seconds, local)])
-        lines.append([name, *scale.spread(seconds), *ratios])
+        ratios = timed.spread([a / b for a, b in zip(seconds, local)])
+        lines.append([name, *timed.spread(seconds), *ratios])
     return tables.table(["where", "s a round", "quartiles", "÷ local", "quartiles"], lines)
 
 

@@ -33,7 +33,9 @@ USER = Unit(
 _PROTECTED = """\
 Protected: every noisy average that was released, hence the weights of the server's model after
 every round, and whatever is computed from these without looking at the users' data again."""
-_STATE_TOO = "The state of the process and its checkpoints are protected as well."
+_STATE_TOO = """\
+The state of the process is protected as well; the key of the sampler and figures of the clients,
+which a run keeps in its folder `secret`, are not."""
 _STATE_NOT = """\
 The state of the process and its checkpoints are NOT protected: they hold the noise of
 the tree. Keep them as secret as the data, and publish model weights only."""

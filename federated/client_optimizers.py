@@ -48,7 +48,8 @@ def build_adadp(
     client: each client begins each round with η₀, and no learning rate is averaged or sent.
 
     `report(state)` gives scalars of one client: `learning_rate`, the final one, `judged_steps`, and
-    `discarded_steps` among them. A learning-rate schedule around this optimizer would overwrite η.
+    `discarded_steps` among them. A learning-rate schedule around this optimizer would overwrite η,
+    and Mime, which keeps the state at the server and shows it to clients, leaves nothing to adapt.
 
     Args:
       learning_rate: η₀, a number or a scalar tensor.

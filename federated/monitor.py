@@ -39,7 +39,8 @@ def scalars(
     | other paths | other measurements of the process, such as `finalizer/update_non_finite` |
 
     With the tree mechanism the noise is that of one node of the tree. To these
-    `federated.program.train` adds `privacy/epsilon`, `privacy/rounds_counted` and `test/…`.
+    `federated.program.train` adds `privacy/epsilon`, `privacy/delta`, `privacy/rounds_counted`,
+    `test/…`, and `privacy/NOT_PRIVATE` where ε is infinite.
 
     In private runs the names of all exact aggregates over clients begin with `not_private/`: no
     noise was added to them. Give them to nobody who may not see the data.

@@ -155,7 +155,7 @@ def build_dp_fed_avg(
       private like the model.
 
     Raises:
-      TypeError: if `privacy` or `preconditioner` is something else.
+      TypeError: if `privacy`, `preconditioner` or an optimizer is something else.
       ValueError: if there is side information in both places.
     """
     if not isinstance(privacy, UserLevelPrivacy):
@@ -246,6 +246,12 @@ def _composed(
     model_distributor: tff.learning.templates.DistributionProcess | None,
 ) -> tff.learning.templates.LearningProcess:
     """Distributor, clients, aggregator and server optimizer as one learning process."""
+    if not isinstance(server_optimizer, tff.learning.optimizers.Optimizer):
+        raise TypeError(
+            "`server_optimizer` must be a `tff.learning.optimizers.Optimizer`, such as "
+            "`tff.learning.optimizers.build_sgdm(1.0)`. "
+            f"Received: server_optimizer={server_optimizer!r}"
+        )
 
     @tff.tensorflow.computation
     def initial_weights():

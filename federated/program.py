@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,11 @@ class Trained(NamedTuple):
 
 def _ledger_of(process: Any, ledger: accounting.UserLedger | None) -> accounting.UserLedger | None:
     """The ledger that a run of the process begins with, `None` if nothing is private."""
+    if ledger is not None and not hasattr(ledger, "record_lost"):
+        raise TypeError(
+            "`ledger` must be a `UserLedger`, such as `process.new_ledger()`. "
+            f"Received: ledger={ledger!r}"
+        )
     if not hasattr(process, "new_ledger"):
         return ledger
     new = process.new_ledger()
@@ -52,11 +58,14 @@ def _ledger_of(process: Any, ledger: accounting.UserLedger | None) -> accounting
 
 
 def _check(
-    sampling: Any,
+    sampler: Any,
     num_rounds: int,
     ledger: accounting.UserLedger | None,
     release_managers: Sequence,
 ) -> None:
+    if not hasattr(sampler, "cohort"):
+        raise TypeError(f"`sampler` must be a `ClientSampler`. Received: sampler={sampler!r}")
+    sampling = sampler.sampling
     before = 0 if ledger is None else sum(s.num_releases for s in ledger.segments)
     if num_rounds + before > sampling.steps:
         raise ValueError(
@@ -96,7 +105,8 @@ def _figures_of_privacy(
     if delta is None:
         return counted
     epsilon = accounting.epsilon_spent(ledger, delta, sampling=sampling)
-    return counted | {"privacy/epsilon": epsilon}
+    infinite = {"privacy/NOT_PRIVATE": 1.0} if math.isinf(epsilon) else {}
+    return counted | {"privacy/epsilon": epsilon, "privacy/delta": delta} | infinite
 
 
 def train(
@@ -141,14 +151,16 @@ def train(
         datasets. TFF's context has to be a synchronous one, such as the default; a notebook's
         running loop does no harm.
       client_data: the datasets, by client id.
-      sampler: a `federated.sampling.ClientSampler`. Its key is kept in `directory`, and what is
-        kept there is used when the run goes on.
+      sampler: a `federated.sampling.ClientSampler`. The run has a key of its own, unless one was
+        passed to the sampler; it is kept in `directory`, and used when the run goes on.
       num_rounds: in all, those of earlier calls included.
       directory: of this run alone; made where it is missing. What has to stay secret is in its
         folder `secret`.
       ledger: of the privacy that the process has, as it was when the run began; it is not
-        changed. `None` for a new one, `process.new_ledger()`, and for a run without privacy.
-      delta: if given, ε at this δ is among the figures; needs a ledger.
+        changed, and the sampling goes on after its rounds. `None` for a new one,
+        `process.new_ledger()`, and for a run without privacy.
+      delta: if given, ε at this δ is among the figures, with `privacy/NOT_PRIVATE` where it is
+        infinite; needs a ledger.
       evaluate: from the model weights to figures, released as `test/…`; done again for a round that
         is released again.
       evaluate_every: evaluate after every so many finished rounds, and after the last one.
@@ -171,7 +183,7 @@ def train(
     checks.integer("max_failures", max_failures, 0)
     datasets = _datasets_of(client_data)
     ledger = _ledger_of(process, ledger)
-    _check(sampler.sampling, num_rounds, ledger, release_managers)
+    _check(sampler, num_rounds, ledger, release_managers)
     _figures_of_privacy(ledger, delta, sampler.sampling)  # it fails now rather than after a round
 
     def figures(output: Any, ledger: accounting.UserLedger | None, num_clients: int) -> dict:

@@ -61,6 +61,7 @@ class Run:
         self.process, self.failures_left = process, max_failures
         self.privacy = None if ledger is None else ledger.privacy
         self._ledger_class = type(ledger)
+        self._rounds_before = 0 if ledger is None else sum(s.num_releases for s in ledger.segments)
         if ledger is not None:
             sampler.checked(ledger.privacy)
         state = process.initialize()
@@ -102,7 +103,7 @@ class Run:
                     "The key of the run's sampler is missing: who took part cannot be told. Put it "
                     f"back, or begin a new run. Nothing was changed. Received: {str(path)!r}"
                 )
-            files.write(path, sampler.key)
+            files.write(path, sampler.for_new_run().key)
         return type(sampler)(sampler.client_ids, sampler.sampling, path.read_bytes())
 
     def _restore(self, state: Any, ledger: Any) -> None:
@@ -148,11 +149,16 @@ class Run:
                 stacklevel=3,
             )
 
+    def _index(self) -> int:
+        """Which cohort is next: one that no round drew before, those of the ledger included."""
+        if self.rounds_can_be_repeated:
+            return self.finished
+        return self._rounds_before + self.journal.begun
+
     def next(self, datasets: Callable[[str], tf.data.Dataset], figures: Callable) -> bool:
         """Runs one round, or loses it; what it gives is on the disk when this returns true."""
         number = self.journal.begun + 1
-        index = self.finished if self.rounds_can_be_repeated else self.journal.begun
-        cohort = self.sampler.cohort(index)
+        cohort = self.sampler.cohort(self._index())
         self.journal.note("begun", number)
         try:
             output = self.process.next(self.state, [datasets(client) for client in cohort])

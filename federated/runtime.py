@@ -11,7 +11,9 @@ networks only, or SSH tunnels (`ssh -L 8000:localhost:8000 ada`, then the addres
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
+import gc
 import re
 import threading
 import weakref
@@ -182,6 +184,18 @@ def _close(
     for connection in workers:
         connection.close()
     before.clear()  # TFF's own context says something unpleasant if it lives until Python's end
+
+
+class _Nowhere(tff.framework.SyncContext):
+    def invoke(self, comp: Any, arg: Any) -> Any:
+        raise RuntimeError("Python ends: nothing is computed any more")
+
+
+@atexit.register
+def _leave_tffs_own_context() -> None:
+    """It says something unpleasant, and may leave its worker, if it lives until Python's end."""
+    tff.framework.set_default_context(_Nowhere())
+    gc.collect()
 
 
 def unreachable(addresses: Sequence[str], timeout: float) -> list[str]:

@@ -93,9 +93,10 @@ class ClientSampler:
     Args:
       client_ids: the ids of all clients.
       sampling: a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs` or `EveryClient`.
-      key: 32 secret bytes; `None` makes new ones (of the sampling's seed, if it has one). To go on
-        with a run, pass its `key` again. With the tree mechanism that is part of the guarantee:
-        another key could draw a client twice in one pass.
+      key: 32 secret bytes; `None` makes new ones (of the sampling's seed, if it has one), and
+        `federated.train` makes new ones for each run. To go on with rounds of your own, pass the
+        `key` again. With the tree mechanism that is part of the guarantee: another key could draw a
+        client twice in one pass.
 
     Attributes:
       client_ids: sorted, a tuple.
@@ -139,6 +140,7 @@ class ClientSampler:
             raise ValueError("`key` must be 32 bytes. Received: something else")
         self.sampling = sampling
         self.key = draws.new_key(sampling.seed) if key is None else key
+        self._key_was_passed = key is not None
 
     @classmethod
     def poisson(
@@ -169,6 +171,17 @@ class ClientSampler:
         probability = privacy.clients_per_round / privacy.total_clients
         sampling = PoissonSampling(probability, rows, num_rounds)
         return cls(client_ids, sampling, key).checked(privacy)
+
+    def for_new_run(self) -> ClientSampler:
+        """A sampler for rounds that are not a continuation of earlier ones.
+
+        Returns:
+          One with a new key, so that the cohorts of different runs are independent, as they have to
+          be where their ε are added. With a key that was passed: itself.
+        """
+        if self._key_was_passed:
+            return self
+        return ClientSampler(self.client_ids, self.sampling)
 
     def checked(self, privacy: UserLevelPrivacy) -> ClientSampler:
         """Returns itself if it draws the cohorts that the privacy is stated for.

@@ -146,6 +146,13 @@ def load(data_dir: str | None) -> tuple[cifar10.Arrays, cifar10.Arrays]:
     return cifar10.load_cifar10(data_dir)
 
 
+def describe(scale: str, data_dir: str | None) -> str:
+    """What has to be known of the table; reads the data, which all trials share."""
+    del scale
+    load(data_dir)
+    return NOT_PRIVATE
+
+
 def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, float]:
     """One trial, or the rest of it; has no final figures."""
     (images, labels), test = load(data_dir)
@@ -279,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         SCALES,
         lambda scale, done: plan(scale),
         train,
-        lambda scale, data_dir: NOT_PRIVATE,
+        describe,
         table,
         plot,
         argv,

@@ -91,9 +91,9 @@ def describe(data: Data) -> str:
     """How much there is, which may be less than was asked for."""
     judged = sum(len(labels) for _, labels in data.test)
     return (
-        f"Data: {len(data.client_ids):,} users with {data.posts:,} posts to train on, "
-        f"{len(data.known.words):,} words and {len(data.known.tags):,} tags, from "
-        f"{data.counts.source}; {judged:,} test posts."
+        f"Data: {len(data.client_ids):,} users with {data.posts:,} posts, of which those with a "
+        f"known tag are trained on, {len(data.known.words):,} words and "
+        f"{len(data.known.tags):,} tags, from {data.counts.source}; {judged:,} test posts."
     )
 
 

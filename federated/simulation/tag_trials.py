@@ -20,7 +20,7 @@ CENTRES = {
     "ftrl": (1.0, 100.0),
     "ftrl_adadps": (1.0, 10.0),
 }
-SERVER_ADAM_RATE = 0.01
+SERVER_ADAM_RATE = 0.3
 MAX_POSTS = 256  # of a client; dense bags of 10,000 words are then 10 MB at most
 
 

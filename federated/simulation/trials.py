@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 from federated import runtime
+from federated.connection import WorkerLostError
+from federated.worker import WorkerStartError
 
 Settings = dict[str, Any]
 _FINISHED = "finished.json"
@@ -163,7 +167,12 @@ def parse_arguments(
 
 def context(workers: str) -> Any:
     """Where TFF computes: `--workers`, or a worker of this machine that ends with the program."""
-    return runtime.remote_context(workers.split(",")) if workers else runtime.local_context()
+    if not workers:
+        return runtime.local_context()
+    try:
+        return runtime.remote_context(workers.split(","))
+    except ValueError as error:
+        sys.exit(f"--workers {workers}: {error}")
 
 
 def spread(values: Sequence[float]) -> str:
@@ -173,6 +182,15 @@ def spread(values: Sequence[float]) -> str:
         return f"{mean:.3f}"
     deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
     return f"{mean:.3f} ± {deviation:.3f}"
+
+
+@contextlib.contextmanager
+def _ending_in_words(args: argparse.Namespace) -> Iterator[None]:
+    """Ends the program with the message of a worker's error, which says all there is to know."""
+    try:
+        yield
+    except (WorkerStartError, WorkerLostError) as error:
+        sys.exit(f"{error}\nThe same command goes on where this one ended.")
 
 
 def run_program(
@@ -189,7 +207,8 @@ def run_program(
 ) -> None:
     """A whole program: reads the command line, runs what is missing, saves table and figure.
 
-    Table and results are written after each trial, and before the figure is drawn.
+    Table and results are written after each trial, and before the figure is drawn. Where the data
+    or a worker are missing it ends with a message and status 1.
 
     Args:
       name: of its folder and files.
@@ -199,15 +218,18 @@ def run_program(
       plan: from the scale and the finished trials, see `run_trials`.
       train: gets the settings, the trial's folder and `--data_dir`, see `run_trials`.
       describe: what has to be known beside the table, such as the sizes of the data, of the scale
-        and `--data_dir`; printed first.
+        and `--data_dir`; printed first, and fails if there are no data.
       table: of the trials that are finished, in Markdown.
       plot: of all trials, a figure of matplotlib.
       argv: arguments instead of the command line's.
     """
     args = parse_arguments(description, scales, data_help, argv)
     folder = args.output_dir / name / args.scale
-    with context(args.workers):
-        about = describe(args.scale, args.data_dir)
+    with _ending_in_words(args), context(args.workers):
+        try:
+            about = describe(args.scale, args.data_dir)
+        except FileNotFoundError as error:
+            sys.exit(f"--data_dir {args.data_dir}: {error}")
         print(about, flush=True)
 
         def report(done: Sequence[Trial]) -> str:

@@ -23,7 +23,14 @@ def run(*command):
 def test_scale_prints_a_table_for_each_part():
     small = ["--clients", "2,3", "--round_clients", "3", "--rounds", "1", "--memory_rounds", "52"]
     said = run(sys.executable, str(PROGRAMS / "federated_scale.py"), *small)
-    for row in (r"\| 2 \|", r"\| 3 \|", "network .* ADADP", "small model .* ADADP", r"\| 52 \|"):
+    for row in (
+        r"\| 2 \|",
+        r"\| 3 \|",
+        "network .* ADADP",
+        "small model .* ADADP",
+        "tree, ADADP",
+        r"\| 52 \|",
+    ):
         assert re.search(row, said), said
     assert re.search(r"[01]\.\d{3} times as much as after round 50", said), said
 

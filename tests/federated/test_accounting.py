@@ -241,7 +241,7 @@ def test_the_statement_of_poisson_cohorts():
         "300 noisy averages of client updates with noise multiplier 1.3 and expected cohort size "
         "50 of 2000 users",
         "the weights of the server's model after every round",
-        "its checkpoints are protected as well",
+        "The state of the process is protected as well; the key of the sampler and figures of the ",
         'without noise ("client_work"',
         "The server adds the noise",
     ):

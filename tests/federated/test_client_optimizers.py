@@ -162,6 +162,36 @@ def test_discard_never_moves_on_an_error_above_the_tolerance(curvature, eta, tol
         assert np.isfinite(w).all() and np.isfinite(state[LEARNING_RATE])
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "of_its_own"),
+    [
+        ("build_unweighted_fed_avg", {}),
+        ("build_weighted_fed_prox", {"proximal_strength": 0.1}),
+    ],
+)
+def test_algorithms_of_tff_take_it_as_their_client_optimizer(algorithm, of_its_own, context):
+    def model_fn():
+        model = tf.keras.Sequential(
+            [tf.keras.Input([2]), tf.keras.layers.Dense(1, kernel_initializer="zeros")]
+        )
+        spec = (tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1]))
+        loss = tf.keras.losses.MeanSquaredError()
+        return tff.learning.models.from_keras_model(model, loss, spec)
+
+    known = ClientPreconditioner.from_arrays([[[2.0], [0.5]], None], provenance="public")
+    optimizer = build_adadps(known, build_adadp())
+    build = getattr(tff.learning.algorithms, algorithm)
+    process = build(model_fn, client_optimizer_fn=optimizer, **of_its_own)
+    state, losses = process.initialize(), []
+    x = np.random.default_rng(0).normal(size=[40, 2]).astype(np.float32)
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1] + 1)).batch(5)
+    for _ in range(4):
+        output = process.next(state, [data, data])
+        state = output.state
+        losses.append(output.metrics["client_work"]["train"]["loss"])
+    assert losses[-1] < 0.5 * losses[0]
+
+
 def test_an_odd_number_of_minibatches_ends_on_the_half_step():
     optimizer = build_adadp(learning_rate=0.2)
     state = optimizer.initialize(tf.TensorSpec([1]))

@@ -98,6 +98,25 @@ def test_a_round_applies_the_average_of_clipped_updates_with_momentum(noiseless)
     np.testing.assert_allclose(weights(noiseless, many.state), -average, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
+def test_a_whole_client_moves_the_model_by_the_clip_at_most_and_by_no_less(mechanism):
+    privacy = UserLevelPrivacy(0.0, 5, 20, clip=0.6, mechanism=mechanism)
+    sgd = tff.learning.optimizers.build_sgdm(learning_rate=1.0)
+    process = build_dp_fed_avg(model_fn, SGD, privacy, server_optimizer=sgd)
+    others = [client_of(seed) for seed in range(3)]
+
+    def after(clients):
+        return weights(process, process.next(process.initialize(), clients).state)
+
+    def moved(one):
+        return 5 * np.linalg.norm(after([*others, one]) - after(others))
+
+    with_much = [client_of(9, examples=400), client(*(1e4 * np.asarray(a) for a in DATA[1]))]
+    for one in with_much:
+        assert moved(one) == pytest.approx(0.6, rel=1e-4)
+    assert 0 < moved(client([[0.1, 0.0]], [[1.0]])) < 0.1
+
+
 def test_nothing_without_noise_is_returned_unless_asked_for(noiseless):
     output = noiseless.next(noiseless.initialize(), [client(*DATA[0])])
     assert tf.nest.flatten(output.metrics["client_work"]) == []
@@ -167,6 +186,9 @@ def test_side_information_is_in_one_place_and_in_the_ledger():
         build_dp_fed_avg(model_fn, at_clients, privacy, preconditioner=preconditioner)
     with pytest.raises(TypeError, match="`preconditioner` must be a `ClientPreconditioner`"):
         build_dp_fed_avg(model_fn, SGD, privacy, preconditioner=[2.0])
+    for wrong in (tf.keras.optimizers.SGD(1.0), lambda: SGD):
+        with pytest.raises(TypeError, match="`server_optimizer` must be a `tff.learning.opt"):
+            build_dp_fed_avg(model_fn, SGD, privacy, server_optimizer=wrong)
     with pytest.raises(TypeError, match="`privacy` must be a `UserLevelPrivacy`"):
         build_dp_fed_avg(model_fn, SGD, None)
 

@@ -1,6 +1,7 @@
 """Federated rounds that end at any moment and go on: each is counted, and none is forgotten."""
 
 import asyncio
+import contextlib
 import csv
 import dataclasses
 import os
@@ -21,7 +22,7 @@ import real_rounds
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from federated import monitor, program
+from federated import monitor, program, runtime, worker
 from federated.accounting import UserLedger
 from federated.connection import WorkerLostError
 from federated.run import Run
@@ -489,6 +490,8 @@ def test_the_model_is_evaluated_after_some_rounds_and_the_last(tmp_path):
         ({"delta": 1e-5}, "`delta` needs a `ledger`"),
         ({"client_data": {"a": 1}}, "`client_data` must be a"),
         ({"release_managers": [print]}, "`release_managers` must be a list of"),
+        ({"sampler": "every"}, "`sampler` must be a `ClientSampler`"),
+        ({"ledger": 7}, "`ledger` must be a `UserLedger`"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_happens(tmp_path, kwargs, message):
@@ -611,6 +614,63 @@ def test_a_wrong_delta_is_refused_before_anything_happens(process, tmp_path):
     with pytest.raises(ValueError, match="`delta` must"):
         program.train(process, real_rounds.dataset, sampler, 1, tmp_path / "run", delta=1.0)
     assert not (tmp_path / "run").exists()
+
+
+def test_no_cohort_is_drawn_for_two_rounds_of_one_ledger_or_of_two_runs(process, tmp_path):
+    asked = []
+
+    def data(client):
+        asked.append(client)
+        return real_rounds.dataset(client)
+
+    def cohorts(name, sampler, rounds, ledger=None):
+        asked.clear()
+        folder = tmp_path / name
+        made = program.train(process, data, sampler, rounds, folder, ledger=ledger)
+        return list(asked), made.ledger
+
+    key = bytes(range(32))
+    kept = real_rounds.sampler("gaussian", key)
+    expected = [[c for r in rs for c in kept.cohort(r)] for rs in (range(3), range(3, 6))]
+    first, earlier = cohorts("first", kept, 3)
+    second, both = cohorts("second", kept, 3, earlier)
+    assert [first, second] == expected and first != second
+    assert both.num_releases == 6
+    assert cohorts("second", kept, 4, earlier)[0] == kept.cohort(6)
+    # Without a key that somebody chose, runs have nothing to do with each other.
+    fresh = real_rounds.sampler("gaussian")
+    assert cohorts("third", fresh, 6)[0] != cohorts("fourth", fresh, 6)[0]
+
+
+def test_a_run_whose_worker_is_killed_goes_on_and_counts_the_lost_round(process, tmp_path):
+    def train(data):
+        return program.train(
+            *(process, data, real_rounds.sampler("gaussian", rounds.KEY), 4, tmp_path),
+            max_failures=3,
+        )
+
+    with contextlib.ExitStack() as opened:
+        workers = [worker.WorkerProcess() for _ in range(2)]
+        for started in workers:
+            opened.callback(started.close)
+        asked = []
+
+        def killing(client):
+            asked.append(client)
+            if len(asked) == 5:
+                workers[1].close()
+            return real_rounds.dataset(client)
+
+        with runtime.remote_context([w.address for w in workers], timeout=5):
+            with pytest.raises(runtime.WorkerLostError) as lost:
+                train(killing)
+        assert lost.value.addresses == (workers[1].address,)
+        again = worker.WorkerProcess(workers[1].port)
+        opened.callback(again.close)
+        with runtime.remote_context([w.address for w in workers]):
+            with pytest.warns(UserWarning, match="1 rounds were begun whose results are not"):
+                trained = train(real_rounds.dataset)
+    assert (trained.num_finished, trained.num_begun, trained.ledger.num_releases) == (3, 4, 4)
 
 
 def test_a_sampler_of_other_cohorts_is_refused(process, tmp_path):

@@ -26,7 +26,8 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 # Prints its worker's process id, computes once, and then does what it is told.
 SCRIPT = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what runs in the background
 import numpy as np, tensorflow as tf, tensorflow_federated as tff
 from federated import runtime
 context = runtime.local_context()

@@ -29,8 +29,8 @@ def data_dir(tmp_path_factory):
 def test_sizes_are_those_of_the_data_and_not_those_asked_for(data_dir, context):
     text = stackoverflow_dp.describe("small", data_dir)
     assert text == (
-        "Data: 3 users with 8 posts to train on, 3 words and 3 tags, from counts of 2 users of the "
-        "heldout split; 4 test posts."
+        "Data: 3 users with 8 posts, of which those with a known tag are trained on, 3 words and 3 "
+        "tags, from counts of 2 users of the heldout split; 4 test posts."
     )
 
 

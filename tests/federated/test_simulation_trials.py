@@ -4,11 +4,17 @@ import contextlib
 import csv
 import json
 import math
+import os
+import pathlib
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from federated.simulation import trials
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def write_figures(folder, values, name="test/accuracy"):
@@ -118,6 +124,41 @@ def run_program(folder, plan, train, plot):
         *(plot, ["--output_dir", str(folder)]),
     )
     return folder / "shown" / "smoke"
+
+
+@pytest.mark.parametrize("program", ["cifar10_adaptive", "stackoverflow_dp"])
+def test_a_program_without_data_ends_in_words(program, tmp_path):
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            f"federated.simulation.{program}",
+            "--data_dir",
+            str(tmp_path / "no"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith(f"--data_dir {tmp_path / 'no'}: `")
+    for word in ("Traceback", "Exception ignored"):
+        assert word not in done.stderr
+
+
+@pytest.mark.parametrize("workers, message", [("a", "--workers a: `addr"), ("a:1", "none there\n")])
+def test_a_program_without_workers_ends_in_words(tmp_path, monkeypatch, workers, message):
+    def nobody(address, timeout):
+        raise trials.WorkerLostError("none there")
+
+    monkeypatch.setattr("federated.worker.answers", nobody)
+    with pytest.raises(SystemExit, match=message):
+        trials.run_program(
+            *("shown", "description", "data", ["smoke"], None, None, None, None, None),
+            ["--output_dir", str(tmp_path), "--workers", workers],
+        )
 
 
 @pytest.fixture

@@ -1,0 +1,177 @@
+"""Federated rounds that the benchmarks time: models with random clients, and taking turns."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any, Callable
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_federated as tff
+
+import federated
+from benchmarks import tables
+from benchmarks.measure import quartiles
+
+FEATURES, CLASSES, RATE = 784, 10, 0.1
+Step = Callable[[], Any]
+
+
+def add_problem_args(parser: argparse.ArgumentParser) -> None:
+    """What a `Problem` is made from."""
+    add = parser.add_argument
+    add("--examples", type=int, default=100, help="examples of a client (100)")
+    add("--batch_size", type=int, default=10, help="of a client (10)")
+    add("--hidden", type=int, default=100, help="units of the model's hidden layer (100)")
+
+
+class Problem:
+    """A model with one hidden layer, and clients with random examples."""
+
+    def __init__(self, args: argparse.Namespace, num_clients: int):
+        self._hidden = args.hidden
+        self._make_clients(args.examples, args.batch_size, num_clients, [FEATURES])
+
+    def _make_clients(
+        self, examples: int, batch_size: int, num_clients: int, features: list[int]
+    ) -> None:
+        rng = np.random.default_rng(0)
+        shape = [examples, *features]
+        self.arrays = [
+            (rng.standard_normal(shape, np.float32), rng.integers(0, CLASSES, examples, np.int32))
+            for _ in range(num_clients)
+        ]
+        self._batch_size = batch_size
+        self.clients = [
+            tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size) for arrays in self.arrays
+        ]
+        self.spec = self.clients[0].element_spec
+
+    def keras_model(self) -> tf.keras.Model:
+        """The model."""
+        hidden = tf.keras.layers.Dense(self._hidden, "relu")
+        return tf.keras.Sequential(
+            [tf.keras.Input([FEATURES]), hidden, tf.keras.layers.Dense(CLASSES)]
+        )
+
+    def model_fn(self) -> tff.learning.models.VariableModel:
+        """The model, for TFF."""
+        loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return tff.learning.models.from_keras_model(self.keras_model(), loss, self.spec)
+
+    def sgd(self) -> tff.learning.templates.LearningProcess:
+        """TFF's federated averaging with SGD on the clients."""
+        optimizer = tff.learning.optimizers.build_sgdm(RATE)
+        return tff.learning.algorithms.build_weighted_fed_avg(self.model_fn, optimizer)
+
+    def adadp(self) -> tff.learning.templates.LearningProcess:
+        """Adaptive federated averaging."""
+        return federated.build_adaptive_fed_avg(self.model_fn)
+
+    def private(self, mechanism: str, adaptive: bool) -> tff.learning.templates.LearningProcess:
+        """Federated averaging with privacy of users, and SGD or ADADP on the clients."""
+        number = len(self.clients)
+        privacy = federated.UserLevelPrivacy(1.0, number / 2, number, clip=1.0, mechanism=mechanism)
+        sgd = tff.learning.optimizers.build_sgdm(RATE)
+        client = federated.build_adadp() if adaptive else sgd
+        return federated.build_dp_fed_avg(self.model_fn, client, privacy)
+
+    def plain(self) -> Callable[[int], None]:
+        """SGD on one client after the other, from tensors: their arithmetic and little else."""
+        model = self.keras_model()
+        loss_fn = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        server = [tf.Variable(v) for v in model.trainable_variables]
+        mean = [tf.Variable(tf.zeros_like(v)) for v in server]
+        data = [tuple(map(tf.constant, arrays)) for arrays in self.arrays]
+        size = self._batch_size
+
+        @tf.function
+        def train(x: tf.Tensor, y: tf.Tensor) -> None:
+            for variable, value in zip(model.trainable_variables, server):
+                variable.assign(value)
+            for start in tf.range(0, tf.shape(y)[0], size):
+                with tf.GradientTape() as tape:
+                    loss = loss_fn(y[start : start + size], model(x[start : start + size]))
+                gradients = tape.gradient(loss, model.trainable_variables)
+                for variable, gradient in zip(model.trainable_variables, gradients):
+                    variable.assign_sub(RATE * gradient)
+            for total, variable, value in zip(mean, model.trainable_variables, server):
+                total.assign_add(value - variable)
+
+        def run(number: int) -> None:
+            for x, y in data[:number]:
+                train(x, y)
+            for value, total in zip(server, mean):
+                value.assign_sub(total / number)
+                total.assign(tf.zeros_like(total))
+
+        return run
+
+
+class Images(Problem):
+    """The network of `federated.simulation.cifar10_adaptive` on clients of 50 batches of 10."""
+
+    def __init__(self, num_clients: int):
+        self._make_clients(500, 10, num_clients, [32, 32, 3])
+
+    def keras_model(self) -> tf.keras.Model:
+        """The network."""
+        from federated.simulation import cifar10_adaptive
+
+        return cifar10_adaptive.network(0)
+
+
+class Rounds:
+    """Rounds of a process from its own last state."""
+
+    def __init__(self, process: tff.learning.templates.LearningProcess):
+        self._process = process
+        self._state = process.initialize()
+
+    def __call__(self, clients: Sequence[tf.data.Dataset]) -> None:
+        self._state = self._process.next(self._state, list(clients)).state
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU time of this process and of workers."""
+    ticks = 0
+    for pid in pids:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def resident_mib(pid: int) -> float:
+    """Resident size of a process."""
+    pages = int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def take_turns(
+    steps: dict[str, Step], rounds: int, pids: Sequence[int] = ()
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Runs each once untimed, then all of them by turns.
+
+    Returns:
+      Seconds of the clock and of the CPU of each, in the order of its turns.
+    """
+    for step in steps.values():
+        step()
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            clock, cpu = time.perf_counter(), cpu_seconds(pids)
+            step()
+            found[name][0].append(time.perf_counter() - clock)
+            found[name][1].append(cpu_seconds(pids) - cpu)
+    return found
+
+
+def spread(values: Sequence[float]) -> list[str]:
+    """The median and the quartiles, as two cells."""
+    lower, median, upper = quartiles(values)
+    return [tables.number(median), f"{tables.number(lower)} to {tables.number(upper)}"]
