@@ -75,7 +75,9 @@ class Problem:
     def private(self, mechanism: str, adaptive: bool) -> tff.learning.templates.LearningProcess:
         """Federated averaging with privacy of users, and SGD or ADADP on the clients."""
         number = len(self.clients)
-        privacy = federated.UserLevelPrivacy(1.0, number / 2, number, clip=1.0, mechanism=mechanism)
+        privacy = federated.UserLevelPrivacy(
+            1.0, number // 2, number, clip=1.0, mechanism=mechanism
+        )
         sgd = tff.learning.optimizers.build_sgdm(RATE)
         client = federated.build_adadp() if adaptive else sgd
         return federated.build_dp_fed_avg(self.model_fn, client, privacy)
