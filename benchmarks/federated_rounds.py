@@ -16,6 +16,7 @@ import tensorflow_federated as tff
 import federated
 from benchmarks import tables
 from benchmarks.measure import quartiles
+from federated.runtime import Runtime
 
 FEATURES, CLASSES, RATE = 784, 10, 0.1
 Step = Callable[[], Any]
@@ -154,9 +155,15 @@ def resident_mib(pid: int) -> float:
 
 
 def take_turns(
-    steps: dict[str, Step], rounds: int, pids: Sequence[int] = ()
+    steps: dict[str, Step], rounds: int, context: Runtime | None = None
 ) -> dict[str, tuple[list[float], list[float]]]:
     """Runs each once untimed, then all of them by turns.
+
+    Args:
+      steps: what is run.
+      rounds: turns of each.
+      context: whose workers' CPU time counts. A turn in which one was replaced is taken again: the
+        CPU time of both is not known, and starting a worker is no part of the step.
 
     Returns:
       Seconds of the clock and of the CPU of each, in the order of its turns.
@@ -166,11 +173,21 @@ def take_turns(
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            clock, cpu = time.perf_counter(), cpu_seconds(pids)
-            step()
-            found[name][0].append(time.perf_counter() - clock)
-            found[name][1].append(cpu_seconds(pids) - cpu)
+            while (taken := _turn(step, context)) is None:
+                pass
+            for values, value in zip(found[name], taken):
+                values.append(value)
     return found
+
+
+def _turn(step: Step, context: Runtime | None) -> tuple[float, float] | None:
+    pids = context.worker_pids if context else ()
+    clock, cpu = time.perf_counter(), cpu_seconds(pids)
+    step()
+    seconds = time.perf_counter() - clock
+    if context and context.worker_pids != pids:
+        return None
+    return seconds, cpu_seconds(pids) - cpu
 
 
 def spread(values: Sequence[float]) -> list[str]:

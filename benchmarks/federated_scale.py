@@ -79,7 +79,7 @@ def clients_part(args: argparse.Namespace) -> str:
         for number in args.clients:
             clients = problem.clients[:number]
             steps = {"TFF": lambda c=clients: rounds(c), "plain": lambda n=number: plain(n)}
-            found = take_turns(steps, args.rounds, context.worker_pids)
+            found = take_turns(steps, args.rounds, context)
             outside = [1 - p / t for t, p in zip(found["TFF"][1], found["plain"][1])]
             cells = [spread(values) for values in (found["TFF"][0], found["plain"][0], outside)]
             lines.append([str(number), *cells[0], cells[1][0], *cells[2]])
@@ -99,7 +99,7 @@ def ratio_part(args: argparse.Namespace) -> str:
         with local_context() as context:
             both = {"SGD": Rounds(problem.sgd()), "ADADP": Rounds(problem.adadp())}
             steps = {n: lambda r=r, p=problem: r(p.clients) for n, r in both.items()}
-            found = take_turns(steps, args.rounds, context.worker_pids)
+            found = take_turns(steps, args.rounds, context)
         for name, (seconds, cpu) in found.items():
             ratios = [a / b for a, b in zip(seconds, found["SGD"][0])]
             cpu_ratios = [a / b for a, b in zip(cpu, found["SGD"][1])]
@@ -124,7 +124,7 @@ def processes_part(args: argparse.Namespace) -> str:
                 processes[name] = problem.private(mechanism, adaptive)
         rounds = {name: Rounds(process) for name, process in processes.items()}
         steps = {name: lambda r=r: r(problem.clients) for name, r in rounds.items()}
-        found = take_turns(steps, args.rounds, context.worker_pids)
+        found = take_turns(steps, args.rounds, context)
     first = next(iter(found.values()))
     lines = []
     for name, (seconds, cpu) in found.items():
