@@ -15,6 +15,7 @@ import tensorflow_federated as tff
 
 from federated import accounting, monitor
 from federated.run import Run
+from federated.sampling import ShuffledEpochs
 from federated.saved_states import wait
 from tf_adaptive_dp import checks
 
@@ -73,6 +74,15 @@ def _check(
             f"`ledger` holds. Received: num_rounds={num_rounds}, {before} rounds in the ledger, "
             f"sampling={sampling!r}"
         )
+    if isinstance(sampling, ShuffledEpochs):
+        per_pass = len(sampler.client_ids) // sampling.batch_size
+        if before % per_pass:
+            raise ValueError(
+                "`ledger` ends in the middle of a pass over the clients. A new run draws passes of "
+                "its own, so clients of the one that was cut short take part again, and ε would "
+                "not count that. Let the earlier run go on in its directory to the end of a pass. "
+                f"Received: {before} rounds in the ledger, {per_pass} rounds a pass"
+            )
     for manager in release_managers:
         if not isinstance(manager, tff.program.ReleaseManager):
             raise TypeError(
@@ -157,8 +167,8 @@ def train(
       directory: of this run alone; made where it is missing. What has to stay secret is in its
         folder `secret`.
       ledger: of the privacy that the process has, as it was when the run began; it is not
-        changed, and the sampling goes on after its rounds. `None` for a new one,
-        `process.new_ledger()`, and for a run without privacy.
+        changed, and the sampling goes on after its rounds, which with `ShuffledEpochs` have to be
+        whole passes. `None` for a new one, `process.new_ledger()`, and for a run without privacy.
       delta: if given, ε at this δ is among the figures, with `privacy/NOT_PRIVATE` where it is
         infinite; needs a ledger.
       evaluate: from the model weights to figures, released as `test/…`; done again for a round that

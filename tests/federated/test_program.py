@@ -26,7 +26,7 @@ from federated import monitor, program, runtime, worker
 from federated.accounting import UserLedger
 from federated.connection import WorkerLostError
 from federated.run import Run
-from federated.sampling import ClientSampler
+from federated.sampling import ClientSampler, ShuffledEpochs
 from federated.saved_states import SavedStates
 
 TESTS = Path(rounds.__file__).parent
@@ -274,6 +274,24 @@ def test_rounds_that_the_ledger_holds_are_part_of_the_sampling(tmp_path, mechani
         assert not (tmp_path / "4 7").exists()
     else:  # its ledger is of trees, which need no sampling
         assert train(4, 7).num_finished == 4
+
+
+def test_no_run_begins_in_the_middle_of_another_ones_pass(tmp_path):
+    def train(earlier, mechanism="gaussian"):
+        ledger = rounds.ledger(mechanism)
+        ledger.record_lost(earlier)
+        sampler = ClientSampler(list("abcdefgh"), ShuffledEpochs(2, 40))
+        sampler.checked = lambda privacy: sampler  # `rounds.ledger` has no `UserLevelPrivacy`
+        folder = tmp_path / f"{earlier} {mechanism}"
+        return program.train(rounds.Process(tmp_path), str, sampler, 5, folder, ledger=ledger)
+
+    for whole_passes in (0, 4, 8):
+        assert train(whole_passes).num_finished == 5
+    for earlier in (3, 5):
+        with pytest.raises(ValueError, match=f"{earlier} rounds in the ledger, 4 rounds a pass"):
+            train(earlier)
+        assert not (tmp_path / f"{earlier} gaussian").exists()
+    assert train(3, "tree").num_finished == 5  # each run has trees of its own
 
 
 def test_a_round_that_could_not_be_released_is_released_again(tmp_path):
