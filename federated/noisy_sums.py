@@ -21,6 +21,7 @@ from tf_adaptive_dp.mechanism.noise import fresh_normal_numbers
 # The noise is larger by this factor: more than float32 loses where the norm, the clip, the standard
 # deviation and their quotient are rounded.
 MARGIN = 1 + 2.0**-16
+_UNSEEN = 2.0**-63  # its square is the smallest normal float32
 
 
 def clipped(record: Any, clip: tf.Tensor) -> tuple[Any, tf.Tensor]:
@@ -28,7 +29,8 @@ def clipped(record: Any, clip: tf.Tensor) -> tuple[Any, tf.Tensor]:
 
     Guarantee: the norm over all tensors together is at most `clip`, to float32's rounding. An
     update that is not finite, or whose norm overflows, becomes zeros: NaN would void everybody's
-    noise, and show that this client took part.
+    noise, and show that this client took part. Numbers so small that the norm would miss them, as
+    their squares are no float32, become zeros too.
 
     Args:
       record: a nest of float32 tensors.
@@ -37,6 +39,7 @@ def clipped(record: Any, clip: tf.Tensor) -> tuple[Any, tf.Tensor]:
     Returns:
       The nest, and the norm; infinity for what became zeros.
     """
+    record = tf.nest.map_structure(lambda x: tf.where(tf.abs(x) < _UNSEEN, 0.0, x), record)
     norm = tf.linalg.global_norm(tf.nest.flatten(record))
     usable = tf.math.is_finite(norm)
     scale = tf.math.divide_no_nan(clip, tf.maximum(norm, clip))
