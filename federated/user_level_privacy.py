@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 import tensorflow_privacy as tfp
@@ -73,11 +75,11 @@ class UserLevelPrivacy:
     initial_clip: float = 0.1
 
     def __post_init__(self):
-        checks.number("noise_multiplier", self.noise_multiplier, 0)
-        checks.number("clients_per_round", self.clients_per_round, 0, strict=True)
-        checks.integer("total_clients", self.total_clients, 1)
+        self._keep(checks.number, "noise_multiplier", 0)
+        self._keep(checks.number, "clients_per_round", 0, strict=True)
+        self._keep(checks.integer, "total_clients", 1)
         checks.choice("mechanism", self.mechanism, MECHANISMS)
-        checks.number("initial_clip", self.initial_clip, 0, strict=True)
+        self._keep(checks.number, "initial_clip", 0, strict=True)
         if self.clients_per_round > self.total_clients:
             raise ValueError(
                 "`clients_per_round` must be at most `total_clients`. Received: "
@@ -87,7 +89,7 @@ class UserLevelPrivacy:
         if isinstance(self.clip, str):
             checks.choice("clip", self.clip, ("adaptive",))
         else:
-            checks.number("clip", self.clip, 0, strict=True)
+            self._keep(checks.number, "clip", 0, strict=True)
         if self.mechanism == "tree":
             self._check_tree()
         elif self.is_adaptive:
@@ -101,6 +103,12 @@ class UserLevelPrivacy:
                 f"mechanism='gaussian'. Received: clip={self.clip!r}, mechanism='tree'"
             )
         checks.integer("clients_per_round", self.clients_per_round, 1)
+
+    def _keep(self, check: Callable[..., Any], name: str, minimum: int, **kwargs: bool) -> None:
+        """Checks a number, and keeps it as Python's own: NumPy's cannot be written as JSON."""
+        if isinstance(getattr(self, name), np.generic):
+            object.__setattr__(self, name, getattr(self, name).item())
+        check(name, getattr(self, name), minimum, **kwargs)
 
     def _check_adaptive(self) -> None:
         if self.noise_multiplier >= 2 * _COUNT_STDDEV * self.clients_per_round:
@@ -172,8 +180,11 @@ class _NoisyMeanFactory(tff.aggregators.UnweightedAggregationFactory):
 
         Raises:
           TypeError: for updates that are not float32, or whose shapes are not known.
+          ValueError: if nothing is trained.
         """
         specs = tf.nest.flatten(tff.types.type_to_tf_tensor_specs(value_type))
+        if not specs:
+            raise ValueError("The model must have something to train. Received: no such weights")
         for spec in specs:
             if spec.dtype != tf.float32 or not spec.shape.is_fully_defined():
                 raise TypeError(

@@ -1,6 +1,7 @@
 """The aggregators in TFF: what they release, and what they refuse."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -154,6 +155,18 @@ def test_arguments_that_do_not_fit_are_refused(change, error, message):
     UserLevelPrivacy(**good)
     with pytest.raises(error, match=message):
         UserLevelPrivacy(**{**good, **change})
+
+
+def test_there_has_to_be_something_to_train():
+    with pytest.raises(ValueError, match="The model must have something to train"):
+        PRIVACIES["fixed"].aggregator().create(tff.types.to_type([]))
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    numbers = {"noise_multiplier": np.float32(0.5), "clients_per_round": np.int64(3)}
+    privacy = UserLevelPrivacy(**numbers, total_clients=np.int32(12), clip=np.float64(0.5))
+    assert json.loads(json.dumps(dataclasses.asdict(privacy))) == dataclasses.asdict(privacy)
+    assert privacy == UserLevelPrivacy(0.5, 3, 12, clip=0.5)
 
 
 def test_it_is_frozen_and_plain():
