@@ -93,6 +93,12 @@ def build_adaptive_fed_avg(
         server_optimizer = tff.learning.optimizers.build_sgdm(learning_rate=1.0)
     if model_aggregator is None:
         model_aggregator = tff.aggregators.MeanFactory(no_nan_division=True)
+    if not isinstance(model_aggregator, tff.aggregators.WeightedAggregationFactory):
+        raise TypeError(
+            "`model_aggregator` must be a `tff.aggregators.WeightedAggregationFactory`; "
+            "`tff.aggregators.as_weighted_aggregator` makes one of an unweighted one, and privacy "
+            f"is for `build_dp_fed_avg`. Received: model_aggregator={model_aggregator!r}"
+        )
     by_examples = tff.learning.ClientWeighting.NUM_EXAMPLES
     weighting = by_examples if weighted else tff.learning.ClientWeighting.UNIFORM
     client_work = build_client_work(
@@ -119,14 +125,14 @@ def build_dp_fed_avg(
 
         Δ = (Σₖ clip(Δₖ) + noise) / clients_per_round,    θ ← server_optimizer(θ, Δ).
 
-    Side information comes in at one of two places (AdaDPS, section 6.2):
+    Side information comes in at one place (AdaDPS, section 6.2):
     - at the clients, `client_optimizer=build_adadps(A)`: the gradient of each minibatch is divided
       by A. The paper finds this better.
     - at the server side, `preconditioner=A`: the whole update is divided by A,
       Δ = (Σₖ clip(Δₖ / A) + noise) / clients_per_round, before it is clipped, as AdaDPS has it for
-      gradients. Dividing the sum after the noise was added would be private too, but the noise
-      would be divided as well.
-    Either way A is a constant in the eyes of a round, so clip and noise are the same.
+      gradients.
+    - after the noise, `server_optimizer=build_adadps(A)`, which divides the noise as well.
+    In the first two places A is a constant in the eyes of a round, so clip and noise are the same.
 
     Guarantee: that of `UserLevelPrivacy` for all that `next` returns, the state included (with
     mechanism="tree" the state is secret), whatever model, client and server optimizers do, if
@@ -156,11 +162,10 @@ def build_dp_fed_avg(
 
     Raises:
       TypeError: if `privacy`, `preconditioner` or an optimizer is something else.
-      ValueError: if there is side information in both places.
+      ValueError: if there is side information in two places.
     """
     if not isinstance(privacy, UserLevelPrivacy):
         raise TypeError(f"`privacy` must be a `UserLevelPrivacy`. Received: privacy={privacy!r}")
-    side_information = getattr(client_optimizer, "side_information", None)
     factory = privacy.aggregator()
     if preconditioner is not None:
         if not isinstance(preconditioner, ClientPreconditioner):
@@ -168,17 +173,10 @@ def build_dp_fed_avg(
                 "`preconditioner` must be a `ClientPreconditioner`, which says where it comes "
                 f"from. Received: preconditioner={preconditioner!r}"
             )
-        if side_information is not None:
-            raise ValueError(
-                "Updates can be preconditioned at the clients or at the server side, not both: "
-                "leave out `preconditioner`, or take a client optimizer without side information. "
-                f"Received: preconditioner={preconditioner.description!r} and a client optimizer "
-                f"with {side_information.description!r}"
-            )
-        side_information = preconditioner
         factory = _PreconditionedFactory(preconditioner, factory)
     if server_optimizer is None:
         server_optimizer = tff.learning.optimizers.build_sgdm(learning_rate=1.0, momentum=0.9)
+    side_information = _the_one_side_information(client_optimizer, preconditioner, server_optimizer)
     client_work = build_client_work(
         model_fn,
         client_optimizer,
@@ -190,6 +188,24 @@ def build_dp_fed_avg(
     weighted = tff.aggregators.as_weighted_aggregator(factory)  # which ignores the weights
     process = _composed(model_fn, client_work, weighted, server_optimizer, model_distributor)
     return PrivateLearningProcess(process, privacy, side_information)
+
+
+def _the_one_side_information(
+    client_optimizer: Any, preconditioner: ClientPreconditioner | None, server_optimizer: Any
+) -> Any:
+    used = {
+        "client_optimizer": getattr(client_optimizer, "side_information", None),
+        "preconditioner": preconditioner,
+        "server_optimizer": getattr(server_optimizer, "side_information", None),
+    }
+    used = {name: found for name, found in used.items() if found is not None}
+    if len(used) > 1:
+        raise ValueError(
+            "Side information can be in one of `client_optimizer`, `preconditioner` and "
+            "`server_optimizer`, since the ledger tells where one came from. Received: "
+            + ", ".join(f"{name} with {found.description!r}" for name, found in used.items())
+        )
+    return next(iter(used.values()), None)
 
 
 class _PreconditionedFactory(tff.aggregators.UnweightedAggregationFactory):

@@ -182,8 +182,13 @@ def test_side_information_is_in_one_place_and_in_the_ledger():
     at_clients = build_adadps(preconditioner, SGD)
     process = build_dp_fed_avg(model_fn, at_clients, privacy)
     assert process.new_ledger().other_events == (event,)
-    with pytest.raises(ValueError, match="at the clients or at the server side, not both"):
-        build_dp_fed_avg(model_fn, at_clients, privacy, preconditioner=preconditioner)
+    process = build_dp_fed_avg(model_fn, SGD, privacy, server_optimizer=at_clients)
+    assert process.new_ledger().other_events == (event,)
+    for places in ({"preconditioner": preconditioner}, {"server_optimizer": at_clients}):
+        with pytest.raises(ValueError, match="in one of .* client_optimizer with 'fixed precond"):
+            build_dp_fed_avg(model_fn, at_clients, privacy, **places)
+    with pytest.raises(ValueError, match="preconditioner with .*, server_optimizer with"):
+        build_dp_fed_avg(*(model_fn, SGD, privacy, at_clients), preconditioner=preconditioner)
     with pytest.raises(TypeError, match="`preconditioner` must be a `ClientPreconditioner`"):
         build_dp_fed_avg(model_fn, SGD, privacy, preconditioner=[2.0])
     for wrong in (tf.keras.optimizers.SGD(1.0), lambda: SGD):
@@ -191,6 +196,12 @@ def test_side_information_is_in_one_place_and_in_the_ledger():
             build_dp_fed_avg(model_fn, SGD, privacy, server_optimizer=wrong)
     with pytest.raises(TypeError, match="`privacy` must be a `UserLevelPrivacy`"):
         build_dp_fed_avg(model_fn, SGD, None)
+
+
+def test_an_aggregator_without_weights_is_refused_in_words():
+    aggregator = UserLevelPrivacy(1.0, 5, 20, clip=0.6).aggregator()
+    with pytest.raises(TypeError, match="`model_aggregator` must be .* `build_dp_fed_avg`"):
+        build_adaptive_fed_avg(model_fn, model_aggregator=aggregator)
 
 
 @pytest.mark.parametrize("weighted", [True, False])
