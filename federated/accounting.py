@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from federated.sampling import EveryClient, check_sampling
+from federated.sampling import EveryClient, check_sampling, described
 from federated.user_ledger import UserLedger
 from tf_adaptive_dp.privacy import accounting as central
 from tf_adaptive_dp.privacy import draws, statement
@@ -156,6 +156,17 @@ def _check(ledger: UserLedger, sampling: draws.Sampling) -> None:
     if not isinstance(ledger, UserLedger):
         raise TypeError(f"`ledger` must be a `UserLedger`. Received: ledger={ledger!r}")
     check_sampling(ledger.privacy, sampling)
+    check_drawn(ledger, sampling)
+
+
+def check_drawn(ledger: UserLedger, sampling: draws.Sampling) -> None:
+    """Raises ValueError if the rounds of a ledger are known to have cohorts of another sampling."""
+    if ledger.sampling not in (None, described(sampling)):
+        raise ValueError(
+            "The rounds in `ledger` have cohorts that were drawn in another way: their ε cannot be "
+            f"computed for this `sampling`. Received: sampling={sampling!r}, the rounds were drawn "
+            f"by {ledger.sampling}"
+        )
 
 
 def _epsilon_of_trees(ledger: UserLedger, delta: float, accountant: str) -> float:

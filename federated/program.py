@@ -28,12 +28,16 @@ class Trained(NamedTuple):
       ledger: all rounds that were begun; `None` if the run has none.
       num_finished: how many rounds the state is the result of.
       num_begun: how many rounds were begun; the difference was lost.
+      sampler: with the key of this run. Rounds of your own that go on with the state need its
+        cohorts: of number `ledger.num_releases` with the Gaussian mechanism, of number
+        `num_finished` with the tree.
     """
 
     state: Any
     ledger: accounting.UserLedger | None
     num_finished: int
     num_begun: int
+    sampler: Any
 
 
 def _ledger_of(process: Any, ledger: accounting.UserLedger | None) -> accounting.UserLedger | None:
@@ -74,13 +78,15 @@ def _check(
             f"`ledger` holds. Received: num_rounds={num_rounds}, {before} rounds in the ledger, "
             f"sampling={sampling!r}"
         )
+    if ledger is not None:
+        accounting.check_drawn(ledger, sampling)
     if isinstance(sampling, ShuffledEpochs):
         per_pass = len(sampler.client_ids) // sampling.batch_size
         if before % per_pass:
             raise ValueError(
-                "`ledger` ends in the middle of a pass over the clients. A new run draws passes of "
-                "its own, so clients of the one that was cut short take part again, and ε would "
-                "not count that. Let the earlier run go on in its directory to the end of a pass. "
+                "`ledger` ends in the middle of a pass over the clients. A new run begins a new "
+                "pass, so clients of the one that was cut short take part again, and ε would not "
+                "count that. Let the earlier run go on in its directory to the end of a pass. "
                 f"Received: {before} rounds in the ledger, {per_pass} rounds a pass"
             )
     for manager in release_managers:
@@ -141,6 +147,7 @@ def train(
     at any moment, by whatever signal, and started again. A round that was begun and is not in the
     saved state is lost: the ledger counts it (`record_lost`), with a warning. A round that was
     saved and perhaps not released is released again, with the same figures and the same number.
+    Lost rounds at the end get a release of what was counted, ε above all.
 
     `num_rounds` limits the rounds that are *counted*: in a private run lost ones use up the budget
     as others do. Where there is no ledger, lost rounds are run again until the state is the result
@@ -167,8 +174,10 @@ def train(
       directory: of this run alone; made where it is missing. What has to stay secret is in its
         folder `secret`.
       ledger: of the privacy that the process has, as it was when the run began; it is not
-        changed, and the sampling goes on after its rounds, which with `ShuffledEpochs` have to be
-        whole passes. `None` for a new one, `process.new_ledger()`, and for a run without privacy.
+        changed, and the sampling goes on after its rounds, which have to be of the same sampling,
+        and with `ShuffledEpochs` whole passes. With a key that was passed, no two runs may go on
+        from one ledger: they would draw the same cohorts. `None` for a new one,
+        `process.new_ledger()`, and for a run without privacy.
       delta: if given, ε at this δ is among the figures, with `privacy/NOT_PRIVATE` where it is
         infinite; needs a ledger.
       evaluate: from the model weights to figures, released as `test/…`; done again for a round that
@@ -195,6 +204,8 @@ def train(
     ledger = _ledger_of(process, ledger)
     _check(sampler, num_rounds, ledger, release_managers)
     _figures_of_privacy(ledger, delta, sampler.sampling)  # it fails now rather than after a round
+    if isinstance(ledger, accounting.UserLedger):  # and so does side information without an ε
+        accounting.epsilon_spent(ledger, 0.5, sampling=sampler.sampling)
 
     def figures(output: Any, ledger: accounting.UserLedger | None, num_clients: int) -> dict:
         values = monitor.scalars(output.metrics, None if ledger is None else ledger.privacy)
@@ -217,13 +228,20 @@ def train(
             if evaluate is not None and (run.finished % evaluate_every == 0 or is_last()):
                 results = evaluate(process.get_model_weights(run.state))
                 released.update((f"test/{name}", float(x)) for name, x in results.items())
+            publish(released, run.number)
+
+        def publish(released: Mapping, number: int) -> None:
             for manager in release_managers:
-                wait(manager.release(released, run.number))
-            journal.note("released", run.number)
+                wait(manager.release(released, number))
+            journal.note("released", number)
 
         if journal.released < run.number:
             release()
         while not is_last():
             if run.next(datasets, figures):
                 release()
-        return Trained(run.state, run.ledger, run.finished, journal.begun)
+        if journal.released < journal.begun and run.ledger is not None:
+            # The last rounds were lost: without this the last ε on show would be too small.
+            counted = _figures_of_privacy(run.ledger, delta, sampler.sampling)
+            publish(OrderedDict(counted), journal.begun)
+        return Trained(run.state, run.ledger, run.finished, journal.begun, run.sampler)

@@ -17,6 +17,7 @@ import tree
 from federated import accounting
 from federated.connection import WorkerLostError
 from federated.journal import Journal
+from federated.sampling import described
 from federated.saved_states import SavedStates
 from tf_adaptive_dp.privacy import files
 
@@ -31,7 +32,7 @@ def _description(state: Any, sampler: Any, ledger: accounting.UserLedger | None)
     return {
         "privacy": privacy,
         "ledger at the beginning": None if ledger is None else ledger.to_dict(),
-        "sampling": repr(sampler.sampling),
+        "sampling": described(sampler.sampling),
         "clients": len(sampler.client_ids),
         "client ids": hashlib.blake2b("\0".join(sampler.client_ids).encode()).hexdigest(),
         "state": leaves,
@@ -65,7 +66,9 @@ class Run:
         if ledger is not None:
             sampler.checked(ledger.privacy)
         state = process.initialize()
-        if ledger is None and hasattr(getattr(state, "aggregator", None), "dp_event"):
+        if ledger is not None:
+            ledger.aggregator_of(state)  # rather than after a round whose cost it could not tell
+        elif any("dp_event" in map(str, path) for path, _ in tree.flatten_with_path(state)):
             warnings.warn(
                 "The process adds noise for privacy, but there is no `ledger`: its rounds are not "
                 "counted, and figures are shown as if nothing were private.",
@@ -110,7 +113,11 @@ class Run:
         number, journal = self.states.latest(), self.journal
         if number is None and not journal.begun:
             self.number, self.state, self.finished, self.figures = 0, state, 0, {}
-            self.ledger = None if ledger is None else self._copied(ledger.to_dict())
+            if ledger is None:
+                self.ledger = None
+            else:
+                self.ledger = self._copied(ledger.to_dict())
+                self.ledger.sampling = described(self.sampler.sampling)
             self._save()
             return
         if number is None or number > journal.begun:

@@ -53,6 +53,19 @@ class EveryClient(draws.Sampling):
         return accounting.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
 
 
+def described(sampling: draws.Sampling) -> str:
+    """All of a sampling that ε depends on, in words: not for how many `steps` it was made.
+
+    >>> described(FixedSizeSampling(2, steps=10))
+    'FixedSizeSampling(batch_size=2, seed=None)'
+    """
+    if not dataclasses.is_dataclass(sampling):
+        return repr(sampling)
+    values = [f for f in dataclasses.fields(sampling) if f.name != "steps"]
+    said = ", ".join(f"{f.name}={getattr(sampling, f.name)!r}" for f in values)
+    return f"{type(sampling).__name__}({said})"
+
+
 def check_sampling(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> None:
     """Raises if cohorts of a sampling are not those that the privacy was stated for.
 

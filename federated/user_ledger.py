@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import dp_accounting
 import tensorflow_federated as tff
 
-from federated import plain_events
+from federated.side_information import SideInformation
 from federated.user_level_privacy import UserLevelPrivacy
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.privacy.ledger import Ledger, Segment
@@ -21,19 +20,6 @@ from tf_adaptive_dp.side_information import provenance as provenances
 # beyond it something else was released. Our own queries never are below it, other ones may be.
 _ROUNDING = 1e-6
 _MOST_ABOVE = 1e-4
-
-
-@dataclasses.dataclass(frozen=True)
-class SideInformation:
-    """Where the side information of a run came from, without the side information.
-
-    Attributes:
-      description: what it is.
-      provenance: `"public"`, or the `dp_accounting.DpEvent` by which it was released.
-    """
-
-    description: str
-    provenance: str | dp_accounting.DpEvent
 
 
 class UserLedger:
@@ -48,12 +34,15 @@ class UserLedger:
     Args:
       privacy: what the aggregator was made of.
       side_information: that of the client optimizer or of the process, if there is one
-        (`optimizer.side_information`): anything with `description` and `provenance`. If it was
-        itself released from private data, its event is part of ε.
+        (`optimizer.side_information`): anything with `provenance`, see `SideInformation.of`. If it
+        was itself released from private data, its event is part of ε.
 
     Attributes:
       privacy: as passed.
       side_information: where it came from, or `None`.
+      sampling: how the cohorts were drawn, as `federated.train` notes it
+        (`federated.sampling.described`): no ε is computed for another one. `None` if that is not
+        known; then whoever asks for ε is believed.
 
     Raises:
       TypeError, NotPrivateError: for other arguments.
@@ -70,12 +59,8 @@ class UserLedger:
                 f"`privacy` must be a `UserLevelPrivacy`. Received: privacy={privacy!r}"
             )
         self.privacy = privacy
-        self.side_information = None
-        if side_information is not None:
-            self.side_information = SideInformation(
-                str(getattr(side_information, "description", "side information")),
-                provenances.check_provenance(getattr(side_information, "provenance", None)),
-            )
+        self.side_information = SideInformation.of(side_information)
+        self.sampling: str | None = None
         self._segments: list[Segment] = []
         self._trees: collections.Counter[int] = collections.Counter()
         self._tree_rounds = 0
@@ -145,12 +130,7 @@ class UserLedger:
             `privacy` says. The round is then counted as what it was, and if that is not known, ε
             is infinite from there on.
         """
-        state = getattr(state, "aggregator", state)
-        if not hasattr(state, "dp_event"):
-            raise TypeError(
-                "`state` must be that of a learning process whose aggregator is made by "
-                f"`UserLevelPrivacy`. Received: state of type {type(state).__name__}"
-            )
+        state = self.aggregator_of(state)
         event = tff.aggregators.differential_privacy.extract_dp_event_from_state(state)
         if self.is_tree:
             self._record_tree(event, _numerator(state))
@@ -159,6 +139,22 @@ class UserLedger:
         divisor = float(getattr(state.query_state, "denominator", math.nan))
         if not math.isclose(divisor, self.privacy.clients_per_round, rel_tol=_ROUNDING):
             raise self._contradiction(f"sums divided by {divisor:g}")
+
+    def aggregator_of(self, state: Any) -> Any:
+        """The part of a process's state that tells what was released.
+
+        Raises:
+          TypeError: if the state has no aggregator with differential privacy, or one inside of
+            another aggregator.
+        """
+        state = getattr(state, "aggregator", state)
+        if not hasattr(state, "dp_event"):
+            raise TypeError(
+                "`state` must be that of a learning process whose aggregator is made by "
+                "`UserLevelPrivacy`, with no other aggregator around it. "
+                f"Received: state of type {type(state).__name__}"
+            )
+        return state
 
     def record_lost(self, rounds: int) -> None:
         """Counts rounds that were begun and whose result is unknown, as if it was released.
@@ -240,8 +236,8 @@ class UserLedger:
             "behind": self._behind,
             "in_tree": self._in_tree,
             "unknown": self._unknown,
-            "side_information": information
-            and [information.description, plain_events.to_plain(information.provenance)],
+            "side_information": information and information.to_plain(),
+            "sampling": self.sampling,
         }
 
     @classmethod
@@ -257,9 +253,8 @@ class UserLedger:
             mechanism.
         """
         information = plain["side_information"]
-        if information is not None:
-            information = SideInformation(information[0], plain_events.from_plain(information[1]))
-        ledger = cls(privacy, information)
+        ledger = cls(privacy, information and SideInformation.from_plain(information))
+        ledger.sampling = plain["sampling"]
         if plain["trees" if privacy.mechanism == "gaussian" else "segments"] or (
             privacy.mechanism == "gaussian" and plain["in_tree"]
         ):

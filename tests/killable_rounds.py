@@ -71,11 +71,15 @@ class Ledger:
 
     def __init__(self, privacy):
         self.privacy, self.num_releases, self.lost = privacy, 0, 0
+        self.sampling = None
 
     @property
     def segments(self):
         is_tree = self.privacy.mechanism == "tree"
         return [] if is_tree else [SimpleNamespace(num_releases=self.num_releases)]
+
+    def aggregator_of(self, state):
+        return state
 
     def record(self, state):
         self.num_releases += 1
@@ -85,12 +89,13 @@ class Ledger:
         self.lost += rounds
 
     def to_dict(self):
-        return {"num_releases": self.num_releases, "lost": self.lost}
+        return {"num_releases": self.num_releases, "lost": self.lost, "sampling": self.sampling}
 
     @classmethod
     def from_dict(cls, content, privacy):
         ledger = cls(privacy)
         ledger.num_releases, ledger.lost = content["num_releases"], content["lost"]
+        ledger.sampling = content["sampling"]
         return ledger
 
 
@@ -113,6 +118,7 @@ class Sampler:
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     steps: int = 1000
+    seed: int | None = None
 
 
 def witness(folder):

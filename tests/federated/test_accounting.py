@@ -16,6 +16,7 @@ from federated.sampling import (
     FixedSizeSampling,
     PoissonSampling,
     ShuffledEpochs,
+    described,
 )
 from federated.user_level_privacy import UserLevelPrivacy
 from tf_adaptive_dp.privacy.passes import epsilon_without_amplification
@@ -274,6 +275,17 @@ def test_the_statement_of_trees_says_that_the_state_is_secret():
     ):
         assert part in text
     assert "protected as well" not in text
+
+
+@pytest.mark.parametrize("ask", [epsilon_spent, privacy_statement])
+def test_no_epsilon_for_cohorts_that_were_drawn_in_another_way(ask):
+    ledger = ledger_of(GAUSSIAN)
+    ledger.sampling = described(POISSON)
+    ask(ledger, DELTA, sampling=dataclasses.replace(POISSON, steps=900))
+    cut = dataclasses.replace(POISSON, max_batch_size=51)
+    for other in (cut, SHUFFLED, FixedSizeSampling(50, steps=300)):
+        with pytest.raises(ValueError, match=r"drawn in another way: .*by PoissonSampling\("):
+            ask(ledger, DELTA, sampling=other)
 
 
 def test_the_statements_of_other_cohorts_of_side_information_and_of_a_large_delta():

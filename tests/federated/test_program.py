@@ -24,9 +24,12 @@ import tensorflow_federated as tff
 
 from federated import monitor, program, runtime, worker
 from federated.accounting import UserLedger
+from federated.client_optimizers import build_adadps
+from federated.client_preconditioner import ClientPreconditioner
 from federated.connection import WorkerLostError
+from federated.processes import build_adaptive_fed_avg, build_dp_fed_avg
 from federated.run import Run
-from federated.sampling import ClientSampler, ShuffledEpochs
+from federated.sampling import ClientSampler, FixedSizeSampling, ShuffledEpochs
 from federated.saved_states import SavedStates
 
 TESTS = Path(rounds.__file__).parent
@@ -169,11 +172,11 @@ def test_a_run_may_be_killed_at_every_moment_of_three_rounds(killer, tmp_path, m
 
 def test_a_run_goes_on_from_its_last_round(tmp_path):
     first = rounds.train(tmp_path, 3)
-    assert first[2:] == (3, 3) and first.ledger.num_releases == 3
+    assert first[2:4] == (3, 3) and first.ledger.num_releases == 3
     again = rounds.train(tmp_path, 3)
     assert again.state == first.state | {"more": again.state["more"]}
     trained = rounds.train(tmp_path, 5)
-    assert trained[2:] == (5, 5)
+    assert trained[2:4] == (5, 5)
     record = rounds.record(tmp_path)
     check_record(record, "gaussian")
     assert [e["number"] for e in record if e["event"] == "released"] == [1, 2, 3, 4, 5]
@@ -221,7 +224,7 @@ def test_a_failed_round_is_counted_when_the_run_goes_on(tmp_path):
         UserWarning, match="1 rounds were begun whose results are not.*They are counted"
     ):
         trained = rounds.train(tmp_path, 5)
-    assert trained[2:] == (4, 5)
+    assert trained[2:4] == (4, 5)
     assert (trained.ledger.num_releases, trained.ledger.lost) == (5, 1)
     check_record(rounds.record(tmp_path), "gaussian")
 
@@ -276,6 +279,34 @@ def test_rounds_that_the_ledger_holds_are_part_of_the_sampling(tmp_path, mechani
         assert train(4, 7).num_finished == 4
 
 
+def test_a_run_may_have_more_rounds_than_it_was_begun_with(tmp_path):
+    def train(steps, **changes):
+        sampler = rounds.Sampler(["a"], rounds.Sampling(steps))
+        return program.train(
+            *(rounds.Process(tmp_path), str, sampler, steps, tmp_path / "run"),
+            ledger=rounds.ledger("gaussian"),
+        )
+
+    assert [train(steps).num_finished for steps in (2, 5)] == [2, 5]
+    check_record(rounds.record(tmp_path), "gaussian")
+
+
+def test_lost_rounds_at_the_end_are_released_as_counted(tmp_path):
+    def released():
+        found = [e for e in rounds.record(tmp_path) if e["event"] == "released"]
+        return [(e["number"], e["figures"]["privacy/rounds_counted"]) for e in found]
+
+    with pytest.warns(UserWarning, match="failed: ConnectionError"):
+        rounds.train(tmp_path, 5, failing=[False, False, True, True, True], max_failures=3)
+    assert released() == [(1, 1), (2, 2), (5, 5)]
+    with pytest.warns(UserWarning, match="^3 rounds were begun whose results are not"):
+        assert rounds.train(tmp_path, 5).ledger.num_releases == 5
+    assert released() == [(1, 1), (2, 2), (5, 5)]
+    with pytest.warns(UserWarning, match="^3 rounds"):
+        rounds.train(tmp_path, 6)
+    assert released()[3:] == [(6, 6)]
+
+
 def test_no_run_begins_in_the_middle_of_another_ones_pass(tmp_path):
     def train(earlier, mechanism="gaussian"):
         ledger = rounds.ledger(mechanism)
@@ -308,7 +339,7 @@ def test_a_round_that_could_not_be_released_is_released_again(tmp_path):
         )
     assert ledger.num_releases == 0  # what is passed is not changed
     trained = rounds.train(tmp_path, 2)
-    assert trained[2:] == (2, 2)
+    assert trained[2:4] == (2, 2)
     _, began, released = check_record(rounds.record(tmp_path), "gaussian")
     assert began == 2 and list(released) == [1, 2]
 
@@ -322,7 +353,7 @@ def test_a_round_that_could_not_be_released_is_released_again(tmp_path):
         ({"ledger": None}, "Changed: ledger at the beginning: .*; privacy: .*, is None"),
         ({"counted": 1}, "was {.*'num_releases': 0.*is {.*'num_releases': 1"),
         ({"shape": 3}, r"more/0: float64\[2, 3\].*more/0: float64\[2, 2\]"),
-        ({"steps": 99}, r"was 'Sampling\(steps=1000\)', is 'Sampling\(steps=99\)'"),
+        ({"seed": 5}, r"was 'Sampling\(seed=None\)', is 'Sampling\(seed=5\)'"),
         ({"clients": 2}, "clients: was 1, is 2"),
         ({"ids": "b"}, "Changed: client ids"),
     ],
@@ -335,7 +366,7 @@ def test_other_arguments_are_refused(tmp_path, monkeypatch, changes, message):
     if changes.pop("shape", None):
         initial = process.initialize() | {"more": (np.zeros([2, 2]),)}
         monkeypatch.setattr(process, "initialize", lambda: initial)
-    sampling = rounds.Sampling(changes.pop("steps", 1000))
+    sampling = rounds.Sampling(1000, changes.pop("seed", None))
     ids = changes.pop("ids", "ab"[: changes.pop("clients", 1)])
     sampler = rounds.Sampler(ids, sampling)
     counted = changes.pop("counted", 0)
@@ -392,7 +423,7 @@ def test_a_damaged_state_is_an_error(tmp_path):
             with pytest.raises(ValueError, match="saved state cannot be read.*round_2"):
                 rounds.train(tmp_path, 3)
         path.write_bytes(content)
-    assert rounds.train(tmp_path, 3)[2:] == (3, 3)
+    assert rounds.train(tmp_path, 3)[2:4] == (3, 3)
 
 
 def test_a_state_is_as_it_was_saved_or_refused(tmp_path):
@@ -615,6 +646,79 @@ def test_a_private_process_is_never_run_without_its_ledger(process, tmp_path):
     known = UserLedger(process.privacy, SimpleNamespace(description="A", provenance=event))
     with pytest.raises(ValueError, match="must have the `side_information` of the process"):
         program.train(process, real_rounds.dataset, sampler, 2, tmp_path, ledger=known)
+
+
+def test_a_ledger_is_for_one_way_to_draw_cohorts(process, tmp_path):
+    """ε of all rounds would else be computed as if all were drawn like the last ones."""
+    first = real_rounds.sampler("gaussian")
+    earlier = program.train(process, real_rounds.dataset, first, 1, tmp_path / "1").ledger
+    cut = dataclasses.replace(first.sampling, max_batch_size=3)
+    for other in (cut, FixedSizeSampling(3, 400), ShuffledEpochs(3, 400)):
+        sampler = ClientSampler(real_rounds.CLIENTS, other)
+        arguments = (process, real_rounds.dataset, sampler, 1, tmp_path / "2")
+        with pytest.raises(ValueError, match="drawn in another way"):
+            program.train(*arguments, ledger=earlier)
+    assert not (tmp_path / "2").exists()
+
+
+def test_another_side_information_is_another_release(tmp_path):
+    event = dp_accounting.GaussianDpEvent(1.0)
+
+    def train(number, folder, ledger=None):
+        one = ClientPreconditioner.from_arrays([[[number], [1.0]], None], provenance=event)
+        process = build_dp_fed_avg(
+            *(real_rounds.model_fn, build_adadps(one), real_rounds.privacy("gaussian")),
+        )
+        sampler = real_rounds.sampler("gaussian", rounds.KEY)
+        arguments = (process, real_rounds.dataset, sampler, 1, tmp_path / folder)
+        return program.train(*arguments, ledger=ledger).ledger
+
+    earlier = train(2.0, "first")
+    assert train(2.0, "second", earlier).other_events == (event,)
+    with pytest.raises(ValueError, match="must have the `side_information` of the process"):
+        train(3.0, "third", earlier)
+    with pytest.raises(ValueError, match="Changed: ledger at the beginning|ledger at the begin"):
+        train(3.0, "first")
+
+
+def test_what_has_no_epsilon_is_refused_before_anything_happens(process, tmp_path):
+    released = ClientPreconditioner.from_arrays(
+        [[[2.0], [1.0]], None], provenance=dp_accounting.GaussianDpEvent(1.0)
+    )
+    privacy = real_rounds.privacy("gaussian")
+    private = build_dp_fed_avg(real_rounds.model_fn, build_adadps(released), privacy)
+    subsets = ClientSampler(real_rounds.CLIENTS, FixedSizeSampling(3, 400))
+    with pytest.raises(ValueError, match="cannot be composed with batches of fixed size"):
+        program.train(private, real_rounds.dataset, subsets, 1, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    wrapped = build_adaptive_fed_avg(
+        real_rounds.model_fn,
+        model_aggregator=tff.aggregators.as_weighted_aggregator(
+            tff.aggregators.zeroing_factory(1e6, privacy.aggregator())
+        ),
+    )
+    arguments = (wrapped, real_rounds.dataset, real_rounds.sampler("gaussian"), 1, tmp_path / "run")
+    with pytest.raises(TypeError, match="with no other aggregator around it"):
+        program.train(*arguments, ledger=UserLedger(privacy))
+    assert not (tmp_path / "run").exists()
+    with pytest.warns(UserWarning, match="there is no `ledger`: its rounds are not counted"):
+        program.train(*arguments)
+
+
+def test_rounds_of_ones_own_go_on_with_the_sampler_of_the_run(process, tmp_path):
+    sampler = real_rounds.sampler("gaussian")
+    asked = []
+
+    def data(client):
+        asked.append(client)
+        return real_rounds.dataset(client)
+
+    two = program.train(process, data, sampler, 2, tmp_path)
+    assert asked == two.sampler.cohort(0) + two.sampler.cohort(1)
+    assert two.sampler.key != sampler.key
+    asked.clear()
+    program.train(process, data, sampler, 3, tmp_path)
+    assert asked == two.sampler.cohort(two.ledger.num_releases)
 
 
 def test_a_process_with_noise_and_without_ledger_is_warned_of(process, tmp_path):

@@ -90,7 +90,7 @@ def test_a_trial_ends_with_the_epsilon_of_all_rounds_that_were_begun(
     def train(process, batches, sampler, num_rounds, folder, *, ledger, **arguments):
         ledger.record_lost(num_rounds)
         ledgers.append(ledger)
-        return Trained(None, ledger, num_rounds - 1, num_rounds)
+        return Trained(None, ledger, num_rounds - 1, num_rounds, sampler)
 
     monkeypatch.setattr(stackoverflow_dp.program, "train", train)
     final = stackoverflow_dp.train(settings, tmp_path, data_dir)

@@ -238,7 +238,7 @@ def test_a_ledger_of_the_other_mechanism_or_of_nonsense_is_refused():
     with pytest.raises(ValueError, match="`rounds` must be at least 1"):
         UserLedger.from_dict({**fixed.to_dict(), "segments": [[1.0, 20.0, -4]]}, FIXED)
     with pytest.raises(ValueError, match="no such event"):
-        wrong = {**fixed.to_dict(), "side_information": ["x", {"event": "attr", "fields": {}}]}
+        wrong = {**fixed.to_dict(), "side_information": ["x", {"event": "attr", "fields": {}}, ""]}
         UserLedger.from_dict(wrong, FIXED)
 
 
@@ -247,6 +247,10 @@ def test_side_information_is_carried_with_its_event():
     assert UserLedger(FIXED, RELEASED).other_events == (EVENT,)
     assert UserLedger(TREE, RELEASED).other_events == (EVENT,)
     assert UserLedger(FIXED, RELEASED).side_information.description == "norms"
+    made_of_two = dp_accounting.ComposedDpEvent((EVENT, EVENT))  # a tuple, which JSON does not have
+    ledger = UserLedger(FIXED, SimpleNamespace(description="x", provenance=made_of_two))
+    again = UserLedger.from_dict(json.loads(json.dumps(ledger.to_dict())), FIXED)
+    assert again.side_information == ledger.side_information
     with pytest.raises(NotPrivateError, match="`provenance` must say"):
         UserLedger(FIXED, SimpleNamespace(description="x", provenance=None))
 
