@@ -52,6 +52,21 @@ def check(contribution, rows, in_graph=False):
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_no_norm_misses_a_huge_number_times_a_tiny_one(times, swapped, scaled):
+    """The square of the tiny one is no float32: the norm would be 0, and nothing would clip."""
+    huge, tiny = np.zeros([2, times, 1, 40], np.float32), np.zeros([2, times, 1, 300], np.float32)
+    huge[:, 0, 0, 0], tiny[0, 0] = 1.2e18, 1e-19
+    x, delta = (tiny, huge) if swapped else (huge, tiny)
+    made = Outer(tf.constant(x), tf.constant(delta))
+    scale = tf.fill([1, 1, made.shape[2]], 2.0) if scaled else None
+    expected = 300 * (1.2e-1 * (2 if scaled else 1)) ** 2
+    norms = made.squared_norms(scale, None).numpy()
+    assert expected <= norms[0] < 1000 * expected and norms[1] == 0
+
+
 def unknown_batch(make, *tensors):
     """A contribution of tensors whose batch size is not known, asked inside a function."""
 

@@ -26,6 +26,9 @@ _LARGEST = 2**24
 # Norms that come out of sums with cancellation are raised by this share of what was cancelled, so
 # that rounding never makes them too small.
 _ROUNDING = 2.0**-21
+# Squares below the smallest normal float32 count as zero. What a norm may lack by it is added:
+# next to nothing, but for gradients that are the product of a huge number and a tiny one.
+_UNSEEN = 2.0**-126
 
 
 def keep_rows(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
@@ -209,8 +212,9 @@ class Outer(Contribution):
 
     def _single_norms(self, scale, shift):
         x, delta = (t[:, 0, 0] for t in self.tensors)
+        lengths = [tf.reduce_sum(tf.square(t), 1) for t in (x, delta)]
         if scale is None:
-            norms = tf.reduce_sum(tf.square(x), 1) * tf.reduce_sum(tf.square(delta), 1)
+            norms = lengths[0] * lengths[1] + self._unseen(*lengths)
         else:
             squares = tf.square(scale[0])
             if squares.shape[0] == 1:
@@ -218,6 +222,7 @@ class Outer(Contribution):
             else:
                 weighted = tf.matmul(tf.square(x), squares)  # [B, m], or [B, 1]: one number a row
             norms = tf.reduce_sum(weighted * tf.square(delta), axis=1)
+            norms += tf.reduce_max(squares) * self._unseen(*lengths)
         if shift is None:
             return norms
         squares = tf.square(_scaled(scale))
@@ -229,8 +234,21 @@ class Outer(Contribution):
     def _gram_norms(self):
         x, delta = (tf.transpose(t, [0, 2, 1, 3]) for t in self.tensors)
         gram = tf.matmul(x, x, transpose_b=True) * tf.matmul(delta, delta, transpose_b=True)
-        lengths = tf.reduce_sum(tf.square(x), 3) * tf.reduce_sum(tf.square(delta), 3)
-        return tf.maximum(_row_sums(gram), 0.0) + _ROUNDING * _row_sums(lengths)
+        squares = [tf.reduce_sum(tf.square(t), 3) for t in (x, delta)]
+        unseen = x.shape[2] * self._unseen(*map(_row_sums, squares))
+        lengths = _row_sums(squares[0] * squares[1])
+        return tf.maximum(_row_sums(gram), 0.0) + _ROUNDING * lengths + unseen
+
+    def _unseen(self, x_squared: tf.Tensor, delta_squared: tf.Tensor) -> tf.Tensor:
+        """What ‖x‖²·‖δ‖² lacks at most, from both factors as they were computed."""
+        *_, n, m = self.shape
+        unseen = m * _UNSEEN * x_squared + n * _UNSEEN * delta_squared
+        for (
+            tensor
+        ) in self.tensors:  # a gradient that is exactly 0, as of an absent example, stays so
+            axes = list(range(1, tensor.shape.rank))
+            unseen = tf.where(tf.reduce_any(tensor != 0, axes), unseen, 0.0)
+        return unseen
 
     def weighted_sum(self, weights):
         """One product over all examples, or the sum of the products that are there already."""
