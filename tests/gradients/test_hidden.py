@@ -125,13 +125,56 @@ def test_custom_gradients_that_do_not_are_accepted_and_right(function):
     np.testing.assert_allclose(norms(problem), expected, rtol=1e-5)
 
 
+SETS = {
+    "sparse": lambda x: tf.sparse.from_dense(x),
+    "ragged": lambda x: tf.RaggedTensor.from_tensor(x),
+}
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_sparse_and_ragged_batches_are_refused(kind):
+    """In a data set they are one tensor without axes, in which nothing tells the examples apart."""
+    inputs = tf.keras.Input([6 if kind == "sparse" else None], **{kind: True})
+    dense = tf.sparse.to_dense if kind == "sparse" else lambda x: x.to_tensor(shape=[None, 6])
+    x = layers.Lambda(lambda x: tf.reshape(dense(x), [-1, 6]))(inputs)
+    model = tf.keras.Model(inputs, layers.Dense(3)(x - tf.reduce_mean(x, 0)))
+    model.compile(dp.DPSGD(1.0, 1.0), tf.keras.losses.MeanSquaredError(reduction="none"))
+    x, y = tf.constant(floats(8, 6)), tf.constant(floats(8, 3))
+    data = tf.data.Dataset.from_tensor_slices((SETS[kind](x), y)).batch(4)
+    with pytest.raises(dp.NotPrivateError, match="is sparse or ragged"):
+        model.fit(data, verbose=0)
+    assert model.optimizer.ledger.num_releases == 0
+
+
+def test_a_number_that_the_data_set_made_of_the_batch_is_refused():
+    data = tf.data.Dataset.from_tensor_slices(floats(8, 3)).batch(4)
+    data = data.map(lambda x: (x, tf.reduce_mean(x)))
+    w = tf.Variable(tf.ones([3]))
+    optimizer = dp.DPSGD(1.0, 0.0)
+
+    @tf.function
+    def step(iterator, center):
+        x, mean = next(iterator)
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(x - (mean if center is None else center), w)
+        optimizer.minimize(loss, [w], tape)
+
+    with pytest.raises(dp.NotPrivateError, match="The examples of a batch mix"):
+        step(iter(data), None)
+    step(iter(data), tf.constant(0.5))  # a number that is passed is a setting
+
+
 COUNTING = {
     "divided by the batch size": lambda x, loss: loss / tf.cast(tf.shape(x)[0], tf.float32),
     "by the size of the data": lambda x, loss: loss / tf.cast(tf.size(x), tf.float32),
+    "by a sum of ones": lambda x, loss: loss / tf.reduce_sum(tf.ones_like(loss)),
     "by one less": lambda x, loss: loss / tf.cast(tf.shape(x)[0] - 1, tf.float32),
 }
 NOT_COUNTING = {
     "plain": lambda x, loss: loss,
+    "divided by a sum over another axis": lambda x, loss: (
+        loss / tf.reduce_sum(tf.ones_like(x), axis=1)
+    ),
     "divided by the width": lambda x, loss: loss / tf.cast(tf.shape(x)[1], tf.float32),
 }
 

@@ -16,9 +16,10 @@ from tf_adaptive_dp.gradients.layout.names import ELEMENTWISE, KEEP_SHAPE, SHAPE
 from tf_adaptive_dp.gradients.layout.sizes import ONE, Size, evaluate, product, static_value
 
 _NUMBERS = itertools.count()
-_SOURCES = ("Placeholder", "IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue")
+_ELEMENTS = ("IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue")
+_SOURCES = ("Placeholder", *_ELEMENTS)
 _OPAQUE_TYPES = (tf.resource, tf.variant)
-_FOREIGN = "does not have the batch as axis 0, or has no static shape"
+_FOREIGN = "does not have the batch as axis 0, has no static shape, or is sparse or ragged"
 
 
 class Layouts:
@@ -56,8 +57,21 @@ class Layouts:
         start = (
             op.type == "Cast" and op.inputs[0].dtype.is_integer and op.outputs[0].dtype.is_floating
         )
-        if any(map(self.counts, op.inputs)) or (start and self._is_size(op.inputs[0])):
+        if (
+            any(map(self.counts, op.inputs))
+            or (start and self._is_size(op.inputs[0]))
+            or (op.type in ("Sum", "Prod") and self._adds_up_the_batch(op))
+        ):
             self._counting.update(t.ref() for t in op.outputs)
+
+    def _adds_up_the_batch(self, op: tf.Operation) -> bool:
+        """Whether it reduces a batch axis of unknown size without data, as that of `ones_like`."""
+        tensor, axes = op.inputs[0], static_value(op.inputs[1])
+        layout = self[tensor]
+        if self.depends(tensor) or not isinstance(layout, BatchAxis):
+            return False
+        reduced = axes is None or layout.axis in {int(a) % tensor.shape.rank for a in axes.ravel()}
+        return reduced and bool(self.batch_size.unknowns)
 
     def _is_size(self, number: tf.Tensor) -> bool:
         """Whether an integer was computed from an unknown batch size."""
@@ -152,20 +166,27 @@ class Layouts:
 
 
 def feeds(ops: Iterable[tf.Operation], graph: tf.Graph) -> list[tf.Tensor]:
-    """The tensors of data that the graph is fed, other than scalars.
+    """The tensors of data that the graph is fed, other than scalar arguments.
 
     What it captures from an outer function is data if that is; what it captures from outside of all
-    functions is constant.
+    functions is constant. Of a data set's elements all is data: a scalar may have been computed
+    from the batch, and a sparse or ragged batch is a `variant`.
     """
     captured = {internal.ref(): external for external, internal in getattr(graph, "captures", ())}
-    return [
-        t
-        for op in ops
-        if op.type in _SOURCES or _takes_an_element(op)
-        for t in op.outputs
-        if t.dtype not in _OPAQUE_TYPES
-        and (comes_from_data(captured[t.ref()]) if t.ref() in captured else t.shape.rank != 0)
-    ]
+
+    def is_data(tensor: tf.Tensor, is_element: bool) -> bool:
+        if tensor.ref() in captured:
+            return tensor.dtype not in _OPAQUE_TYPES and comes_from_data(captured[tensor.ref()])
+        if is_element:
+            return tensor.dtype != tf.resource
+        return tensor.dtype not in _OPAQUE_TYPES and tensor.shape.rank != 0
+
+    found = []
+    for op in ops:
+        is_element = op.type in _ELEMENTS or _takes_an_element(op)
+        if is_element or op.type in _SOURCES:
+            found += [t for t in op.outputs if is_data(t, is_element)]
+    return found
 
 
 def comes_from_data(tensor: tf.Tensor) -> bool:
@@ -209,8 +230,8 @@ def analyze(loss: tf.Tensor) -> Layouts | None:
     """Finds the batch axis of everything that a loss vector is computed from.
 
     What the step is fed (arguments of the `tf.function`, elements of a data set) is taken as data
-    with the batch as axis 0, scalars as settings. What it captures from outside is taken as public
-    constants, unless nothing else is there.
+    with the batch as axis 0, scalar arguments as settings. What it captures from outside is taken
+    as public constants, unless nothing else is there.
 
     Args:
       loss: [B], symbolic.
@@ -251,7 +272,7 @@ def prepare(loss: tf.Tensor) -> tuple[Layouts, list[tf.Operation]] | None:
             for t in op.outputs
             if t.dtype not in _OPAQUE_TYPES and t.shape.rank and t.shape[0] == loss.shape[0]
         ]
-    sizes = [_axis_0(t) for t in sources]
+    sizes = [_axis_0(t) for t in sources if t.shape.rank != 0]
     size = next((n for n in (loss.shape[0], *sizes) if n is not None), None)
     # A size that is known of the loss alone proves nothing about the data.
     known = None if None in sizes else size
