@@ -1,6 +1,7 @@
 """The shell of all optimizers: what it refuses, and that nothing changes when it does."""
 
 import catalogue
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -271,11 +272,33 @@ def test_mixed_bfloat16_trains_with_float32_gradients():
         np.testing.assert_allclose(a, b, atol=0.02)
 
 
+def test_after_unfreezing_the_same_ledger_goes_on():
+    model = catalogue.mlp()
+    model.layers[0].trainable = False
+    catalogue.fit(compiled(model))
+    model.layers[0].trainable = True
+    old = model.optimizer
+    model.compile(old, loss=catalogue.loss())
+    with pytest.raises(ValueError, match=r"compile with `type\(optimizer\)\.from_config"):
+        catalogue.fit(model)
+    model.compile(type(old).from_config(old.get_config()), loss=catalogue.loss())
+    catalogue.fit(model)
+    assert model.optimizer.ledger.num_releases == 8
+
+
+def test_no_configuration_forgets_other_events():
+    optimizer = catalogue.make("DPSGD")
+    optimizer.get_config()
+    optimizer.ledger.other_events = (dp_accounting.GaussianDpEvent(0.5),)
+    with pytest.raises(ValueError, match="cannot be saved .*GaussianDpEvent"):
+        optimizer.get_config()
+
+
 class Regularized(tf.keras.Sequential):
     """Keras itself cannot add regularization losses to a loss vector."""
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
-        return self.loss(y, y_pred) + tf.add_n(self.losses)
+        return self.loss(y, y_pred, sample_weight) + tf.add_n(self.losses)
 
 
 @pytest.mark.parametrize("method", ["traced", "materialized"])

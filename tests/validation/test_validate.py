@@ -386,7 +386,7 @@ def test_nothing_is_changed_by_looking():
 def test_a_model_with_its_own_loss_is_searched_with_it():
     class Own(tf.keras.Model):
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
-            return self.loss(y, y_pred) + tf.add_n(self.losses)
+            return self.loss(y, y_pred, sample_weight) + tf.add_n(self.losses)
 
     def own(**kwargs):
         inputs = tf.keras.Input([5])

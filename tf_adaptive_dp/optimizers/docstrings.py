@@ -8,8 +8,8 @@ ARGUMENTS = """\
       noise_multiplier: σ ≥ 0; noise of standard deviation σ·C is added to the sum. 0 is for tests
         and gives no privacy.
       num_microbatches: `None` clips the gradient of every example. A number clips the mean
-        gradient of each of so many groups instead: faster, but one example can change the sum by
-        2C, and the ledger counts σ/2.
+        gradient of each of so many groups instead: faster, but one example in another's place
+        changes the sum by up to 2C, and the ledger counts σ/2. For batches of one size only.
       expected_batch_size: L, the public number that the noisy sum is divided by. `None` means
         that all batches have one size, and that it is L; batches of random size need a number.
       clipping: `"flat"`; `"automatic"`, which normalises every gradient; `"per_layer"` or a

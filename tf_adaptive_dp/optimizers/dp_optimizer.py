@@ -248,7 +248,17 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
 
         Of its state the ledger alone is included: Keras restores no other state of an optimizer
         from the SavedModel format, and what was spent must not be forgotten.
+
+        Raises:
+          ValueError: if the ledger has `other_events`, which Keras cannot save.
         """
+        if self.ledger.other_events:
+            raise ValueError(
+                "An optimizer whose ledger has `other_events` cannot be saved with its "
+                "configuration, in which they would be forgotten. Save the weights "
+                "(`tf.train.Checkpoint`), make the optimizer anew and set them again. Received: "
+                f"other_events={self.ledger.other_events!r}"
+            )
         return {
             **super().get_config(),
             "l2_norm_clip": self.l2_norm_clip,

@@ -33,7 +33,9 @@ def refuse_other_variables(optimizer: Any, variables: Sequence[tf.Variable]) -> 
         raise ValueError(
             "`var_list` must hold variables that the optimizer was built for. Received: "
             f"{', '.join(others)}. Call `optimizer.build(variables)` with all of them before "
-            "the first step, or create an optimizer of their own."
+            "the first step. To go on with other variables, as after unfreezing layers, compile "
+            "with `type(optimizer).from_config(optimizer.get_config())`: its ledger holds the "
+            "releases so far, which a new optimizer's would not."
         )
 
 

@@ -30,7 +30,9 @@ __all__ = ["privacy_statement"]
 
 _PROTECTED = """\
 Protected: every noisy gradient that was released, hence the weights after every step, all
-checkpoints, and whatever is computed from these without looking at the training data again."""
+checkpoints, and whatever is computed from these without looking at the training data again. What is
+counted is what this ledger holds: not what another optimizer released of the data, if it trained
+the same weights before."""
 
 _NOT_PROTECTED = """\
 Not protected: loss and metrics that were printed for training data, gradient norms and other

@@ -164,6 +164,6 @@ def _regularizers(path: str, layer: tf.keras.layers.Layer) -> Iterator[Finding]:
             path,
             f"Keras cannot add the term of its {', '.join(names)}, one number, to a loss vector: "
             "`fit` stops.",
-            "Override `compute_loss` in the model (`return self.loss(y, y_pred) + "
+            "Override `compute_loss` in the model (`return self.loss(y, y_pred, sample_weight) + "
             "tf.add_n(self.losses)`), or use the optimizer's `weight_decay`.",
         )
