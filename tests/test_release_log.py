@@ -76,6 +76,8 @@ def test_a_number_of_steps_that_changes_at_any_time_is_refused(tmp_path):
     model.enable_tune_steps_per_execution = True
     with pytest.raises(ValueError, match="enable_tune_steps_per_execution=True.*Pass a number"):
         catalogue.fit(model, 1, [dp.ReleaseLog(tmp_path / "log")])
+    with pytest.raises(ValueError, match="enable_tune_steps_per_execution=True.*Pass a number"):
+        catalogue.fit(model, 1, [dp.PrivacyBudget(9.0, 1e-5, 100)])
     assert model.optimizer.ledger.num_releases == 0
 
 

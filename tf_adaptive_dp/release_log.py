@@ -8,6 +8,7 @@ import warnings
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp.callbacks.common import refuse_changing_steps
 from tf_adaptive_dp.errors import BudgetExceededError
 from tf_adaptive_dp.privacy.ledger import Ledger, Segment
 from tf_adaptive_dp.privacy.release_log import SegmentFile
@@ -183,12 +184,7 @@ class ReleaseLog(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Reconciles the ledger, for callbacks that look at it; called by Keras."""
-        if getattr(self.model, "enable_tune_steps_per_execution", False):
-            raise ValueError(
-                "The number of steps in a call must be known before it. Received: a model with "
-                "enable_tune_steps_per_execution=True, with which a thread changes it at any time. "
-                "Pass a number as `steps_per_execution`."
-            )
+        refuse_changing_steps(self.model)
         self.reconcile(self.model.optimizer)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:

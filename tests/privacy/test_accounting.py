@@ -12,6 +12,7 @@ from scipy.stats import norm
 from tensorflow_privacy.privacy.analysis import compute_dp_sgd_privacy_lib as tf_privacy
 
 from tf_adaptive_dp.privacy import accounting
+from tf_adaptive_dp.privacy import sampling as samplings
 from tf_adaptive_dp.privacy.accounting import dp_event, epsilon, epsilon_spent, releases_left
 from tf_adaptive_dp.privacy.ledger import Ledger, Segment
 
@@ -281,6 +282,19 @@ def test_releases_left_is_exact(ledger, accountant, budgets):
             return epsilon_spent(later, N, DELTA, accountant=accountant)
 
         assert spent_after(left) <= budget < spent_after(left + 1)  # noqa: B023
+
+
+@pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
+def test_a_full_ledger_is_priced_as_it_will_count(sampling):
+    """It merges what comes into its last segment, with the worse parameters for all of them."""
+    segments = [(2.0 + k, 200.0, 1) for k in range(Ledger.MAX_SEGMENTS - 1)] + [(20.0, 200.0, 2000)]
+    merged = fake_ledger(*segments[:-1], (2.0, 200.0, 2001))
+    budget = 0.9 * samplings.epsilon_spent(sampling, merged, N, DELTA)
+    ledger = fake_ledger(*segments)
+    assert samplings.epsilon_spent(sampling, ledger, N, DELTA) < budget
+    arguments = (200.0, N, budget, DELTA)
+    assert samplings.releases_left(sampling, ledger, 2.0, *arguments) == 0
+    assert samplings.releases_left(sampling, ledger, 20.0, *arguments) > 0
 
 
 @pytest.mark.parametrize(

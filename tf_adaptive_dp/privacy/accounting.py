@@ -19,7 +19,7 @@ import numpy as np
 from dp_accounting import pld, rdp
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.privacy.ledger import Segment
+from tf_adaptive_dp.privacy.ledger import Ledger, Segment
 
 __all__ = ["dp_event", "epsilon", "epsilon_spent", "releases_left"]
 
@@ -203,11 +203,11 @@ def releases_left(
     """
     budget = checks.number("epsilon", epsilon, 0, strict=True)
     segments, other_events = read_ledger(ledger, num_examples)
-    spent = _count(segments, num_examples)
-    (release,) = _count([_checked((noise_multiplier, batch_size, 1), num_examples)], num_examples)
+    one = _checked((noise_multiplier, batch_size, 1), num_examples)
 
     def fits(n: int, method: str) -> bool:
-        counts = {**spent, release: spent[release] + n}
+        then = Ledger.extended(segments, one._replace(num_releases=n))  # a full one merges
+        counts = _count(then, num_examples)
         return composed_epsilon(counts, other_events, delta, method) <= budget
 
     # What fits by RDP fits by PLD, and is a start that saves most of PLD's costly evaluations.

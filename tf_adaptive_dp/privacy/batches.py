@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.privacy import draws
 
 _WHAT = "(x, y) or (x, y, sample_weight)"
@@ -224,6 +225,26 @@ def _check(sampling: draws.Sampling, start_step: int, key: bytes | None) -> None
         raise ValueError("`key` must be 32 bytes, see `draws.new_key`. Received: something else")
 
 
+def is_repeatable(data: Any) -> bool:
+    """Whether data are, or are made of, batches that another process would draw again."""
+    if getattr(data, "is_repeatable", False):
+        return True
+    return isinstance(data, tf.data.Dataset) and any(map(is_repeatable, data._inputs()))
+
+
+def _refuse_several_workers() -> None:
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    tasks = resolver.cluster_spec().as_dict()
+    workers = sum(len(tasks.get(job, ())) for job in ("chief", "worker"))
+    if workers > 1:
+        raise NotPrivateError(
+            "Each worker would draw batches of its own, so that an example could be in a batch "
+            "twice: the sampling is for one process, with as many replicas as you like "
+            f"(`MirroredStrategy`). Received: {workers} workers in TF_CONFIG. Give each worker its "
+            "share of shuffled batches instead (`tf.data`), with the label 'shuffled'."
+        )
+
+
 def dataset(
     found: Arrays | Records,
     sampling: draws.Sampling,
@@ -238,9 +259,10 @@ def dataset(
 
     Guarantee: see `sampling.poisson_batches`.
     """
+    _refuse_several_workers()
     k, rows = gradient_accumulation_steps, sampling.rows_per_batch(gradient_accumulation_steps)
     _check(sampling, start_step, key)
-    is_repeatable = key is not None or sampling.seed is not None  # by another process
+    comes_again = key is not None or sampling.seed is not None  # in another process
     key = draws.new_key(sampling.seed) if key is None else key
     num_examples, structure = len(found), found.structure
     read = found.reader(padding_rows(found, padding))
@@ -282,5 +304,5 @@ def dataset(
         .apply(tf.data.experimental.assert_cardinality(k * (sampling.steps - start_step)))
         .prefetch(2)
     )
-    made.is_repeatable = is_repeatable
+    made.is_repeatable = comes_again
     return made

@@ -144,13 +144,7 @@ class PoissonSampling(draws.Sampling):
     def check_ledger(self, ledger: Any, num_examples: int) -> None:
         """Raises ValueError if a ledger, or an optimizer, does not agree with the sampling."""
         super().check_ledger(ledger, num_examples)
-        if getattr(ledger, "num_microbatches", None) is not None:
-            # One example more moves others into different microbatches, so the sum may change by
-            # far more than 2C.
-            raise ValueError(
-                "Poisson batches cannot be clipped in microbatches. Create the optimizer without "
-                f"`num_microbatches`. Received: num_microbatches={ledger.num_microbatches!r}"
-            )
+        refuse_microbatches(ledger)
 
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
         """Indices of the examples in the batch of a step, ascending.
@@ -190,6 +184,19 @@ class PoissonSampling(draws.Sampling):
             return self.delta_for_noise(epsilon, num_examples, delta, releases)
 
         return _self_consistent(epsilon_at, delta_left, delta)
+
+
+def refuse_microbatches(ledger: Any) -> None:
+    """Raises ValueError for an optimizer with microbatches, which Poisson batches cannot have.
+
+    One example more moves others into different microbatches, so the sum may change by far more
+    than 2C.
+    """
+    if getattr(ledger, "num_microbatches", None) is not None:
+        raise ValueError(
+            "Poisson batches cannot be clipped in microbatches. Create the optimizer without "
+            f"`num_microbatches`. Received: num_microbatches={ledger.num_microbatches!r}"
+        )
 
 
 def _self_consistent(

@@ -15,7 +15,8 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.privacy import accounting, batches
 from tf_adaptive_dp.privacy.draws import Sampling
 from tf_adaptive_dp.privacy.fixed_size import FixedSizeSampling, ShuffledEpochs, fixed_size_epsilon
-from tf_adaptive_dp.privacy.poisson import PoissonSampling
+from tf_adaptive_dp.privacy.ledger import Ledger, Segment
+from tf_adaptive_dp.privacy.poisson import PoissonSampling, refuse_microbatches
 
 __all__ = [
     "FixedSizeSampling",
@@ -41,9 +42,12 @@ def epsilon_spent(
     """ε of a ledger for the sampling that was used.
 
     Guarantee: that of the sampling's class. A label alone, of `LABELS`, is the caller's word:
-    nothing is checked, and `"poisson"` means that no batch was truncated.
+    nothing is checked but that `"poisson"` has no microbatches, and it means that no batch was
+    truncated.
     """
     check_sampling(sampling)
+    if sampling == "poisson":
+        refuse_microbatches(ledger)
     if isinstance(sampling, Sampling):
         return sampling.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
     if sampling == "fixed":
@@ -75,6 +79,8 @@ def releases_left(
         account = sampling.account
     elif sampling == "fixed":
         account = fixed_size_epsilon
+    elif sampling == "poisson":
+        refuse_microbatches(ledger)
     if label_of(sampling) == "shuffled" or sampling == "poisson":
         return accounting.releases_left(
             *(ledger, noise_multiplier, batch_size, num_examples, epsilon, delta),
@@ -83,8 +89,8 @@ def releases_left(
     segments, events = accounting.read_ledger(ledger, num_examples)
 
     def fits(n: int) -> bool:
-        more = [*segments, (noise_multiplier, batch_size, n)]
-        ledger = SimpleNamespace(segments=more, other_events=events)
+        then = Ledger.extended(segments, Segment(noise_multiplier, batch_size, n))
+        ledger = SimpleNamespace(segments=then, other_events=events)
         return account(ledger, num_examples, delta, accountant) <= epsilon
 
     return accounting.largest(fits)

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp.privacy import batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _refuse_unsuitable(given: dict[str, Any]) -> None:
             "Arrays must be shuffled in each epoch, for which the noise is computed: leave "
             f"`shuffle` out. Received: shuffle={given['shuffle']!r}"
         )
-    if getattr(given.get("x"), "is_repeatable", False):
+    if batches.is_repeatable(given.get("x")):
         raise ValueError(
             "Batches that were drawn with a `key` or a seed come again when a search goes on in "
             "another process, and the noise is computed for batches that are independent: leave it "

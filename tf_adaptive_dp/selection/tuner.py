@@ -232,7 +232,11 @@ class HonestTuner(keras_tuner.Tuner):
         return super().get_best_hyperparameters(num_trials)
 
     def load_model(self, trial: Any) -> Any:
-        """The model of a trial that may be shown, its ledger included."""
+        """The model of a trial that may be shown, with the ledger of this trial.
+
+        The search has spent more, see `privacy_statement`: to its (ε, δ) has to be added whatever
+        the model is trained further, which no callback knows.
+        """
         model = self._try_build(trial.hyperparameters)
         model.optimizer.noise_multiplier = self._result["noise_multiplier"]
         if model.built:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from types import SimpleNamespace
 
 import dp_accounting
 import numpy as np
@@ -11,12 +13,49 @@ import tensorflow as tf
 from sampled import DELTA, N, fake_ledger, numbered, records, to_pair
 
 import tf_adaptive_dp as dp
+from tf_adaptive_dp.privacy import batches
 from tf_adaptive_dp.privacy import sampling as samplings
 
 
 def words(sampling, ledger=None, **kwargs):
     ledger = fake_ledger((2.0, 100.0, 50)) if ledger is None else ledger
     return " ".join(dp.privacy_statement(ledger, N, DELTA, sampling=sampling, **kwargs).split())
+
+
+def test_a_label_of_poisson_batches_has_no_microbatches_either():
+    ledger = fake_ledger((2.0, 100.0, 50))
+    optimizer = SimpleNamespace(ledger=ledger, num_microbatches=10)
+    samplings.epsilon_spent("shuffled", optimizer, N, DELTA)
+    for ask in (
+        lambda: samplings.epsilon_spent("poisson", optimizer, N, DELTA),
+        lambda: words("poisson", optimizer),
+        lambda: samplings.releases_left("poisson", optimizer, 2.0, 100.0, N, 4.0, DELTA),
+    ):
+        with pytest.raises(ValueError, match="without `num_microbatches`"):
+            ask()
+
+
+@pytest.mark.parametrize("jobs", [{"worker": 2}, {"chief": 1, "worker": 1}])
+def test_several_workers_are_refused(monkeypatch, jobs):
+    sampling = dp.PoissonSampling(0.5, 8, 3)
+
+    def with_tasks(jobs):
+        cluster = {job: [f"localhost:{number}" for number in range(n)] for job, n in jobs.items()}
+        task = {"type": "worker", "index": 0}
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+        return dp.poisson_batches(numbered(12), sampling)
+
+    with_tasks({"worker": 1})
+    with pytest.raises(dp.NotPrivateError, match="Received: 2 workers in TF_CONFIG"):
+        with_tasks(jobs)
+
+
+@pytest.mark.parametrize("secret", [{"key": bytes(32)}, {}])
+def test_batches_that_come_again_are_known_through_methods_of_the_dataset(secret):
+    made = dp.poisson_batches(numbered(12), dp.PoissonSampling(0.5, 8, 3), **secret)
+    both = tf.data.Dataset.zip((tf.data.Dataset.range(9), made.map(lambda *rows: rows[0])))
+    for dataset in (made, made.prefetch(1), both.take(2)):
+        assert batches.is_repeatable(dataset) == bool(secret)
 
 
 def test_the_statement_says_which_sampling_was_used():
