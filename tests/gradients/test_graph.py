@@ -212,22 +212,28 @@ def test_terms_that_all_examples_share_are_refused_in_eager_execution(name):
     assert "use the optimizer's `weight_decay` instead" in str(error.value)
 
 
-@pytest.mark.parametrize("method", ["traced", "materialized"])
+@pytest.mark.parametrize(
+    "method, size", [("traced", None), ("materialized", None), ("materialized", 1)]
+)
 @pytest.mark.parametrize("name", SHARED)
-def test_terms_that_all_examples_share_are_kept_out_of_the_gradients_and_given_apart(name, method):
+def test_terms_that_all_examples_share_are_kept_out_of_the_gradients_and_given_apart(
+    name, method, size
+):
     problem = with_term(SHARED[name])
+    problem = problem._replace(batch=[a[:size] for a in problem.batch])
 
     def step(x, y):
         source = zoo.source(problem, x, y, method=method)
         return source.squared_norms(), source.penalty_gradients[0]
 
-    actual, penalty = zoo.in_mode("graph", step, problem.batch)(*problem.batch)
+    mode = "graph of fixed size" if size else "graph"
+    actual, penalty = zoo.in_mode(mode, step, problem.batch)(*problem.batch)
     x, y = map(tf.constant, problem.batch)
     kernel = problem.variables[0]
     with tf.GradientTape(persistent=True) as tape:
         zero = SHARED[name](tf.zeros([1]), kernel)[0]
         own = SHARED[name](linear().losses(x, y), kernel) - zero
-        own = [own[i] for i in range(4)]
+        own = [own[i] for i in range(len(x))]
     np.testing.assert_allclose(penalty, tape.gradient(zero, kernel), rtol=1e-5, atol=1e-7)
     expected = [
         sum(np.sum(g.numpy() ** 2) for g in tape.gradient(loss, problem.variables)) for loss in own
@@ -282,6 +288,21 @@ def test_a_bias_that_all_examples_share_is_no_penalty(name, mode):
     np.testing.assert_allclose(
         norms(problem, mode), (rows[0] ** 2).sum(1) + rows[1] ** 2, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    "hide", [tf.stop_gradient, lambda w: tf.cast(tf.reduce_sum(w, 0) > 0, tf.float32) + 0.0 * w]
+)
+@pytest.mark.filterwarnings("ignore:No rule covers")
+def test_a_variable_that_is_read_where_no_gradient_reaches_it(hide):
+    w = tf.Variable(floats(3, 2))
+
+    def losses(x):
+        return tf.reduce_sum((x @ w) @ tf.transpose(hide(w)) * x, axis=1)
+
+    problem = zoo.Problem([w], losses, (floats(4, 3),))
+    (rows,) = zoo.batch_of_one_gradients(problem)
+    np.testing.assert_allclose(norms(problem, "graph"), (rows**2).sum((1, 2)), rtol=1e-5)
 
 
 def test_in_xla_sees_compilation_from_any_depth():

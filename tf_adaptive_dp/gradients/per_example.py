@@ -11,7 +11,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.graph import ancestors
-from tf_adaptive_dp.gradients.layout.analysis import Layouts, analyze
+from tf_adaptive_dp.gradients.layout.analysis import Layouts, analyze, of_one_example
 from tf_adaptive_dp.gradients.layout.custom_gradients import refuse_custom_gradients
 from tf_adaptive_dp.gradients.layout.hidden import refuse_state
 from tf_adaptive_dp.gradients.materialized import MaterializedGradients
@@ -165,12 +165,12 @@ def per_example_gradients(
 
 
 def _search(loss: tf.Tensor, method: str) -> tuple[Layouts | None, list[Penalty]]:
-    """Where the examples are, and the terms that none owns; (`None`, []) if there is no graph."""
+    """Where the examples are, if there may be several, and the terms that none owns."""
     if not tf.executing_eagerly():
         layouts = analyze(loss)
         refuse_state(loss)
         if layouts is None:
-            return None, []
+            return None, find_penalties(loss, of_one_example(loss))
         refuse_custom_gradients(ancestors([loss]), layouts)
         return layouts, find_penalties(loss, layouts)
     if method == "traced":

@@ -165,6 +165,8 @@ def _through(tensor: tf.Tensor, handle: tf.Tensor, part: Viewed) -> Viewed | Non
     Such as the kernel of a weight-normalised layer: one small backward pass for each example, from
     the tensor to the variable only.
     """
+    if tf.gradients(tensor, handle)[0] is None:
+        return None  # such as behind `stop_gradient`: the Jacobian knows
     rows = part.of(*part.tensors)
 
     @tf.autograph.experimental.do_not_convert

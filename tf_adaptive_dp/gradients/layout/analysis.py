@@ -262,6 +262,18 @@ def prepare(loss: tf.Tensor) -> tuple[Layouts, list[tf.Operation]] | None:
     Returns:
       `None` for a batch of one example.
     """
+    layouts, ops, is_one = _sources_entered(loss)
+    return None if is_one else (layouts, ops)
+
+
+def of_one_example(loss: tf.Tensor) -> Layouts:
+    """What the loss of a batch of one example is computed from, of which nothing is refused."""
+    layouts, ops, _ = _sources_entered(loss)
+    layouts.run(ops)
+    return layouts
+
+
+def _sources_entered(loss: tf.Tensor) -> tuple[Layouts, list[tf.Operation], bool]:
     ops = ancestors([loss])
     sources = feeds(ops, loss.graph)
     if not sources:
@@ -276,13 +288,11 @@ def prepare(loss: tf.Tensor) -> tuple[Layouts, list[tf.Operation]] | None:
     size = next((n for n in (loss.shape[0], *sizes) if n is not None), None)
     # A size that is known of the loss alone proves nothing about the data.
     known = None if None in sizes else size
-    if known == 1 and set(sizes) == {1}:
-        return None
     layouts = Layouts(known)
     for tensor in sources:
         fits = tensor.shape.rank and tensor.shape[0] in (None, size)
         layouts.set(tensor, BatchAxis() if fits else Mixed(tensor.op, _FOREIGN), dependent=True)
-    return layouts, ops
+    return layouts, ops, known == 1 and set(sizes) == {1}
 
 
 def refuse(loss: tf.Tensor, layouts: Layouts) -> None:
