@@ -61,3 +61,13 @@ def choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
         listed = ", ".join(repr(c) for c in choices)
         raise ValueError(f"`{name}` must be one of {listed}. Received: {name}={value!r}")
     return value
+
+
+def fixed_steps_per_call(model: Any) -> None:
+    """Raises ValueError for a Keras model whose calls make a number of steps that may change."""
+    if getattr(model, "enable_tune_steps_per_execution", False):
+        raise ValueError(
+            "The number of steps in a call must be known before it. Received: a model with "
+            "enable_tune_steps_per_execution=True, with which a thread changes it at any time. "
+            "Pass a number as `steps_per_execution`."
+        )

@@ -8,7 +8,6 @@ import warnings
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.callbacks.common import refuse_changing_steps
 from tf_adaptive_dp.errors import BudgetExceededError
 from tf_adaptive_dp.privacy.ledger import Ledger, Segment
 from tf_adaptive_dp.privacy.release_log import SegmentFile
@@ -184,7 +183,7 @@ class ReleaseLog(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Reconciles the ledger, for callbacks that look at it; called by Keras."""
-        refuse_changing_steps(self.model)
+        checks.fixed_steps_per_call(self.model)
         self.reconcile(self.model.optimizer)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:

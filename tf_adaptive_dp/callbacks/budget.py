@@ -9,7 +9,6 @@ from tf_adaptive_dp.callbacks.common import (
     begin_batches_anew,
     private_optimizer,
     refuse_batch_over_two_passes,
-    refuse_changing_steps,
 )
 from tf_adaptive_dp.errors import BudgetExceededError
 from tf_adaptive_dp.privacy import accounting
@@ -121,7 +120,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Refuses to start what would overspend at once; called by Keras."""
-        refuse_changing_steps(self.model)
+        checks.fixed_steps_per_call(self.model)
         begin_batches_anew(private_optimizer(self.model))
         self._priced = ()
         self._require_room()

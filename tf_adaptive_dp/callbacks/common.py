@@ -21,16 +21,6 @@ def private_optimizer(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:
     return optimizer
 
 
-def refuse_changing_steps(model: tf.keras.Model) -> None:
-    """How many releases a call makes has to be known before it."""
-    if getattr(model, "enable_tune_steps_per_execution", False):
-        raise ValueError(
-            "The number of steps in a call must be known before it. Received: a model with "
-            "enable_tune_steps_per_execution=True, with which a thread changes it at any time. "
-            "Pass a number as `steps_per_execution`."
-        )
-
-
 def refuse_batch_over_two_passes(optimizer, sampling: samplings.Sampling | str) -> None:
     """A batch whose parts come from two passes may hold an example twice: a sensitivity of 2C."""
     if isinstance(sampling, str) and sampling != "poisson" and optimizer.unfinished_parts:
