@@ -4,10 +4,10 @@ No privacy claim: the data is random. Times are medians, and what is compared ta
 run. Four parts, each a table:
 
 - clients: seconds a round of TFF's `build_weighted_fed_avg` with SGD, against the number of
-  clients. `plain` is the same arithmetic, client
-  after client, from tensors in a `tf.function` of this process; `outside` is 1 - plain / TFF in CPU
-  time of all processes, the share that is spent on other things than the clients' arithmetic: most
-  of it prepares a client's graph and data set, which costs the same for one batch and for many.
+  clients. `plain` is the same arithmetic, client after client, from tensors in a `tf.function` of
+  this process; `outside` is 1 - plain / TFF in CPU time of all processes, the share that is spent
+  on other things than the clients' arithmetic: most of it prepares a client's graph and data set,
+  which costs the same for one batch and for many.
 - ratio: `build_adaptive_fed_avg` ÷ TFF's `build_weighted_fed_avg` with SGD on the same batches, so
   with as many gradients; for the network of the ADADP paper's CIFAR-10 experiment, in clients of 50
   batches (the paper has 1,000), and for the small model of the other parts.

@@ -14,7 +14,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from federated import accounting, monitor
-from federated.run import Run
+from federated.run import Run, rounds_before
 from federated.sampling import ShuffledEpochs
 from federated.saved_states import wait
 from tf_adaptive_dp import checks
@@ -71,7 +71,7 @@ def _check(
     if not hasattr(sampler, "cohort"):
         raise TypeError(f"`sampler` must be a `ClientSampler`. Received: sampler={sampler!r}")
     sampling = sampler.sampling
-    before = 0 if ledger is None else sum(s.num_releases for s in ledger.segments)
+    before = rounds_before(ledger)
     if num_rounds + before > sampling.steps:
         raise ValueError(
             "`num_rounds` must be at most the `steps` of the sampling, less the rounds that "

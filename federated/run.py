@@ -39,6 +39,11 @@ def _description(state: Any, sampler: Any, ledger: accounting.UserLedger | None)
     }
 
 
+def rounds_before(ledger: accounting.UserLedger | None) -> int:
+    """How many cohorts of the sampling a ledger holds; trees need no sampling."""
+    return 0 if ledger is None else sum(s.num_releases for s in ledger.segments)
+
+
 class Run:
     """A run of `federated.program.train`, whose guarantee it keeps.
 
@@ -62,7 +67,7 @@ class Run:
         self.process, self.failures_left = process, max_failures
         self.privacy = None if ledger is None else ledger.privacy
         self._ledger_class = type(ledger)
-        self._rounds_before = 0 if ledger is None else sum(s.num_releases for s in ledger.segments)
+        self._rounds_before = rounds_before(ledger)
         if ledger is not None:
             sampler.checked(ledger.privacy)
         state = process.initialize()

@@ -280,7 +280,7 @@ def test_rounds_that_the_ledger_holds_are_part_of_the_sampling(tmp_path, mechani
 
 
 def test_a_run_may_have_more_rounds_than_it_was_begun_with(tmp_path):
-    def train(steps, **changes):
+    def train(steps):
         sampler = rounds.Sampler(["a"], rounds.Sampling(steps))
         return program.train(
             *(rounds.Process(tmp_path), str, sampler, steps, tmp_path / "run"),

@@ -243,9 +243,8 @@ class Outer(Contribution):
         """What ‖x‖²·‖δ‖² lacks at most, from both factors as they were computed."""
         *_, n, m = self.shape
         unseen = m * _UNSEEN * x_squared + n * _UNSEEN * delta_squared
-        for (
-            tensor
-        ) in self.tensors:  # a gradient that is exactly 0, as of an absent example, stays so
+        # A gradient that is exactly 0, as of an absent example, keeps a norm of 0.
+        for tensor in self.tensors:
             axes = list(range(1, tensor.shape.rank))
             unseen = tf.where(tf.reduce_any(tensor != 0, axes), unseen, 0.0)
         return unseen
