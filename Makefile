@@ -1,6 +1,6 @@
 # `make demo` and `make test` are all a newcomer needs: every target sets up .venv by itself.
 
-.PHONY: help demo test test-all bench bench-peers lint lock clean
+.PHONY: help demo test test-all bench bench-peers lint lock wheel clean
 .ONESHELL:
 .SHELLFLAGS := -ec
 
@@ -27,6 +27,7 @@ help:
 	echo "make bench-peers  the same beside Opacus and JAX-Privacy (needs Python 3.11 and 3.12)"
 	echo "make lint      ruff: rules and format"
 	echo "make lock      re-make requirements/lock.txt from requirements/lock.in"
+	echo "make wheel     build dist/*.whl"
 	echo "make clean     remove .venv, caches and build files"
 
 demo: $(READY)
@@ -55,8 +56,11 @@ lint: $(READY)
 lock:
 	requirements/lock.sh
 
+wheel: $(READY)
+	$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir dist .
+
 clean:
-	rm -rf .venv $(PEERS)/*/.venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(PEERS)/*/.venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Tried in turn: does it run at all (a pyenv shim may not), is it of a fitting version, can it make

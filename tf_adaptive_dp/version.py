@@ -1,3 +1,3 @@
-"""The version of the library, read by `setup.py` without importing TensorFlow."""
+"""The version of the library, which the build reads without importing TensorFlow."""
 
 __version__ = "0.1.0"
