@@ -20,9 +20,10 @@ def fake_ledger(*segments, other_events=(), **more):
 
 
 def drawn_ids(dataset):
-    """Of data made by `numbered`: the ids in each batch."""
+    """Of data made by `numbered`: the ids in each batch, ascending."""
     return [
-        [int(i) for i, w in zip(y, weight) if w] for _, y, weight in dataset.as_numpy_iterator()
+        sorted(int(i) for i, w in zip(y, weight) if w)
+        for _, y, weight in dataset.as_numpy_iterator()
     ]
 
 

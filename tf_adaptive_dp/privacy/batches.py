@@ -63,10 +63,10 @@ class Arrays:
         return lambda indices: [tf.gather(tensor, indices) for tensor in tensors]
 
     def fill(self, indices: np.ndarray, out: Sequence[np.ndarray]) -> None:
-        """Writes the examples of `indices` into the first rows of `out`."""
+        """Writes each example of `indices` into its row of `out`, and anything into the others."""
         for array, rows in zip(self._arrays, out):
-            # "clip" spares a copy; the indices are in range.
-            np.take(array, indices, axis=0, out=rows[: len(indices)], mode="clip")
+            # "clip" spares a copy; what it makes of padding's index is overwritten.
+            np.take(array, indices, axis=0, out=rows, mode="clip")
 
 
 class Records:
@@ -113,9 +113,11 @@ class Records:
         return _python_reader(self, padding)
 
     def fill(self, indices: np.ndarray, out: Sequence[np.ndarray]) -> None:
-        """Writes the examples of `indices` into the first rows of `out`."""
-        examples = self._read(indices.tolist()) if len(indices) else []
-        for row, example in enumerate(examples):
+        """Writes each example of `indices` into its row of `out`, and nothing into the others."""
+        present = np.argsort(indices)[: np.count_nonzero(indices < len(self))]
+        # In ascending order, in which files are read fastest.
+        examples = self._read(indices[present].tolist()) if len(present) else []
+        for row, example in zip(present, examples):
             tf.nest.assert_same_structure(self.structure, example)
             for rows, leaf in zip(out, tf.nest.flatten(example)):
                 leaf = np.asarray(leaf)
@@ -195,23 +197,15 @@ def padding_rows(found: Arrays | Records, padding: tuple | None) -> list[np.ndar
 
 def _python_reader(found: Arrays | Records, padding: Sequence[np.ndarray]) -> Reader:
     def read(indices: np.ndarray) -> list[np.ndarray]:
-        drawn = indices[indices < len(found)]
+        absent = indices >= len(found)
         out = [np.empty((len(indices), *row.shape), row.dtype) for row in padding]
-        found.fill(drawn, out)
+        found.fill(indices, out)
         for rows, row in zip(out, padding):
-            rows[len(drawn) :] = row
+            rows[absent] = row
         return out
 
     dtypes = [tf.string if row.dtype.kind == "O" else tf.as_dtype(row.dtype) for row in padding]
     return lambda indices: tf.numpy_function(read, [indices], dtypes)
-
-
-def _split(indices: np.ndarray, parts: np.ndarray, padding: int) -> None:
-    """Spreads the indices over the rows of `parts`, [k, R], each with its padding at the end."""
-    parts[:] = padding
-    for i, part in enumerate(parts):
-        own = indices[i * len(indices) // len(parts) : (i + 1) * len(indices) // len(parts)]
-        part[: len(own)] = own
 
 
 def _check(sampling: draws.Sampling, start_step: int, key: bytes | None) -> None:
@@ -279,7 +273,7 @@ def dataset(
         steps = range(int(first), min(int(first) + DRAWS_PER_CALL, sampling.steps))
         parts = np.empty((len(steps), k, rows), np.int64)
         for step, own in zip(steps, parts):
-            _split(sampling.draw(num_examples, step, own_key), own, num_examples)
+            own[:] = sampling.place(num_examples, step, own_key, k)
         return parts.reshape(-1, rows)
 
     def draw_tensor(number: tf.Tensor, first: tf.Tensor) -> tf.Tensor:

@@ -90,6 +90,24 @@ class Sampling(abc.ABC):
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
         """Indices of the examples in the batch of a step: a pure function of its arguments."""
 
+    def place(
+        self, num_examples: int, step: int, key: bytes, gradient_accumulation_steps: int = 1
+    ) -> np.ndarray:
+        """The rows of the batch of a step: [k, rows of a part], `num_examples` where padding is.
+
+        Guarantee: a pure function of its arguments. All ways to put the examples drawn into the
+        rows, those of all k parts together, are equally likely, whatever was drawn. So the law of
+        where some examples are put is the same whether or not there are others: a uniformly random
+        injection. A loss may be tied to the row (position numbers, seeded noise of one number a
+        row), and one example more moves no other one.
+        """
+        k, rows = gradient_accumulation_steps, self.rows_per_batch(gradient_accumulation_steps)
+        drawn = self.draw(num_examples, step, key)
+        placed = np.full(k * rows, num_examples, np.int64)
+        placed[: len(drawn)] = drawn
+        generator(key, b"rows", step).shuffle(placed)
+        return placed.reshape(k, rows)
+
     @abc.abstractmethod
     def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
         """ε of a ledger, without `check_ledger`."""

@@ -23,7 +23,9 @@ class FixedSizeSampling(draws.Sampling):
     Guarantee: (ε, δ)-DP for replacing one example by another, with ε of `epsilon_spent`: Theorem 27
     of Wang, Balle, Kasiviswanathan (2019) for sampling without replacement. Replacing moves the sum
     by up to 2C, so the noise multiplier counts half. It is another adjacency than that of Poisson
-    sampling: do not compare their ε.
+    sampling: do not compare their ε. The examples come in uniformly random rows. Neighbours are
+    coupled so that the one that is replaced and its replacement are in the same row, and all others
+    where they were; so only that row's gradient changes, even if the loss is tied to the row.
 
     Attributes:
       batch_size: examples in each batch, at least 1.
@@ -77,7 +79,8 @@ class ShuffledEpochs(draws.Sampling):
     batches of a pass. `epsilon_spent` is that of Poisson sampling with the same batch size: an
     approximation, not a proven bound. `passes.epsilon_without_amplification` bounds ε for
     neighbours of which one has a blank in the other's place (another example more would move its
-    successors to other batches). A new iterator begins a new pass.
+    successors to other batches). They have the same permutation and the same rows, uniformly
+    random, so that all other examples are where they were. A new iterator begins a new pass.
 
     Attributes:
       batch_size: examples in each batch, at least 1.

@@ -35,6 +35,18 @@ class PoissonSampling(draws.Sampling):
     So P[M(D') ∈ S] ≤ P[H ∈ S] + η ≤ e^ε·P[M(D) ∈ S] + δ₀ + η, and P[M(D) ∈ S] ≤ e^ε·P[H ∈ S] + δ₀
     ≤ e^ε·P[M(D') ∈ S] + δ₀ + e^ε·η. Hence δ = δ₀ + e^ε·η, and `epsilon_spent` solves it for ε.
 
+    Rows: `place` puts the examples of a draw into uniformly random rows of the batch, or of all its
+    k parts together. So a loss may be tied to the row, as by position numbers, weights by row or
+    noise from a known seed. Couple the batches of D and D' as follows. Draw the others, and put
+    them into rows by one random injection, the same for both. If x joins D's batch to make that of
+    D', put it into one of the rows that are left, each equally likely. In both batches all examples
+    are then in uniformly random rows, as `place` has it. The others are in the same rows, so their
+    gradients are the same; x takes a row of padding, which contributed zero. So the sums differ by
+    the clipped gradient of x, and ‖g‖ ≤ C as 1. needs. (g depends on the row of x: one more mixture
+    of such pairs. Where the others fill all rows, x stays out of H.) This assumes that a row's
+    gradient depends on its example and its place only, which the optimizer checks. How many
+    examples a part has depends on chance; nothing is clipped, divided or adapted by part.
+
     Attributes:
       sampling_probability: q, in (0, 1].
       max_batch_size: B, at least 1; `for_batch_size` chooses one that costs next to nothing.

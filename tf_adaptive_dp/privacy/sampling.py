@@ -120,21 +120,22 @@ def poisson_batches(
 ) -> tf.data.Dataset:
     """Poisson batches (x, y, sample_weight) for `fit`, all of one static shape.
 
-    A batch has `sampling.max_batch_size` rows, unless it is divided: the examples drawn, then
-    padding with sample weight 0, whose losses and gradients are exactly zero under a loss with
-    `reduction="none"`, so that the mechanism counts it as absent. Empty batches come too, and have
-    to be released.
+    A batch has `sampling.max_batch_size` rows, unless it is divided: the examples drawn, in random
+    rows, and between them padding with sample weight 0, whose losses and gradients are exactly zero
+    under a loss with `reduction="none"`, so that the mechanism counts it as absent. Empty batches
+    come too, and have to be released.
 
     Padding is zeros (empty strings), which are public. A real example would not be: weight 0 times
     an infinite loss is NaN, and shows. If all zeros are no proper input of the model (log 0, the
     norm of 0), pass a public example as `padding`.
 
     Guarantee: every example joins each batch independently with probability q, up to truncation,
-    see `PoissonSampling`. Each iterator has a sequence of its own, so no draw comes twice; that of
-    the first one is a pure function of key and step. Without a seed or `key` the key is made anew
-    by each call and kept nowhere, so a resumed run draws new batches, which ε allows, since batches
-    are independent. To continue the very same sequence make a key (`draws.new_key()`), pass it to
-    both calls, and keep it where the data are, not in a checkpoint that is given away.
+    and its row says nothing about the others, see `PoissonSampling`. Each iterator has a sequence
+    of its own, so no draw comes twice; that of the first one is a pure function of key and step.
+    Without a seed or `key` the key is made anew by each call and kept nowhere, so a resumed run
+    draws new batches, which ε allows, since batches are independent. To continue the very same
+    sequence make a key (`draws.new_key()`), pass it to both calls, and keep it where the data are,
+    not in a checkpoint that is given away.
 
     Args:
       data: `(x, y)` or `(x, y, sample_weight)` of arrays, or nests of arrays, that share their
@@ -145,8 +146,8 @@ def poisson_batches(
       sampling: q, the size of a batch, and the number of batches.
       start_step: the number of draws to pass over, made in an earlier run.
       gradient_accumulation_steps: k, the number of batches that each draw comes as, one after the
-        other; the optimizer has to accumulate as many. The examples drawn are spread evenly, and
-        each of the k has ceil(`max_batch_size` / k) rows, with its padding at the end.
+        other; the optimizer has to accumulate as many. Each has ceil(`max_batch_size` / k) rows,
+        and the examples drawn are in random rows of all k.
       preprocess: makes (x, y) or (x, y, sample_weight) of one example of a source.
       padding: (x, y) of one public example, instead of zeros.
       key: 32 secret bytes, to continue a sequence.
@@ -163,7 +164,7 @@ def poisson_batches(
       >>> sampling = PoissonSampling(0.5, max_batch_size=4, steps=1, seed=1)
       >>> x, y = np.arange(1, 7, dtype=np.float32), np.arange(6)
       >>> [[t.tolist() for t in b] for b in poisson_batches((x, y), sampling).as_numpy_iterator()]
-      [[[3.0, 0.0, 0.0, 0.0], [2, 0, 0, 0], [1.0, 0.0, 0.0, 0.0]]]
+      [[[0.0, 3.0, 0.0, 0.0], [0, 2, 0, 0], [0.0, 1.0, 0.0, 0.0]]]
     """
     _require(sampling, PoissonSampling)
     source = batches.source(data, preprocess)
