@@ -18,8 +18,17 @@ def search(folder, strategy, num_trials):
     import tensorflow as tf
 
     import tf_adaptive_dp as dp
-    from tf_adaptive_dp.selection import HonestTuner, oracle, plan, scores, strategies, trial
+    from tf_adaptive_dp.selection import (
+        HonestTuner,
+        oracle,
+        plan,
+        process_state,
+        scores,
+        strategies,
+        trial,
+    )
 
+    process_state.NUMBERS = 1
     plan.Plan.noise_multiplier = lambda plan: 1.0  # seconds, and not what this is about
     for name in ("epsilon_spent", "epsilon_of_one", "epsilon_without_amplification"):
         setattr(plan.Plan, name, lambda plan, *args: 1.0)

@@ -65,8 +65,9 @@ class Fake:
     """Stands for the training of trials: scores and crashes by plan, and a file for each."""
 
     def __init__(self, monkeypatch, *results, draws=None):
-        from tf_adaptive_dp.selection import oracle, plan, trial
+        from tf_adaptive_dp.selection import oracle, plan, process_state, trial
 
+        monkeypatch.setattr(process_state, "NUMBERS", 1)  # using them up takes a second
         self.results, self.trained, self.folders_seen = list(results), [], []
         self.went_on = []
         monkeypatch.setattr(trial.Trial, "run", lambda *args: self.run(*args))

@@ -7,13 +7,14 @@ import tuned
 
 import tf_adaptive_dp as dp
 from tf_adaptive_dp.selection import plan as plans
-from tf_adaptive_dp.selection import scores, strategies, trial
+from tf_adaptive_dp.selection import process_state, scores, strategies, trial
 
 
 @pytest.fixture(autouse=True)
 def quick_prices(monkeypatch):
     """Each takes a second, and other tests look at them."""
     monkeypatch.setattr(plans.Plan, "noise_multiplier", lambda plan: 1.5)
+    monkeypatch.setattr(process_state, "NUMBERS", 1)
     for name in ("epsilon_spent", "epsilon_of_one", "epsilon_without_amplification"):
         monkeypatch.setattr(plans.Plan, name, lambda plan, *args: 1.0)
 

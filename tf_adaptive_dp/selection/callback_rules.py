@@ -78,7 +78,7 @@ def check(
 def _check_copy(callback: tf.keras.callbacks.Callback) -> None:
     # Found within a trial, it would be a crash of every one of them, and the search lost.
     try:
-        copies([callback], "")
+        copies([callback], "", releases_all=True)
     except Exception as error:
         raise ValueError(
             "Every candidate gets copies of the callbacks, so it must be possible to copy them: "
@@ -88,15 +88,21 @@ def _check_copy(callback: tf.keras.callbacks.Callback) -> None:
 
 
 def copies(
-    callbacks: Sequence[tf.keras.callbacks.Callback], folder: str | os.PathLike
+    callbacks: Sequence[tf.keras.callbacks.Callback],
+    folder: str | os.PathLike,
+    *,
+    releases_all: bool,
 ) -> list[tf.keras.callbacks.Callback]:
     """Copies for one trial, as KerasTuner makes them: what a callback keeps is of one trial alone.
 
-    TensorBoard's files, and PrivacyMonitor's, go into the trial's folder.
+    TensorBoard's files, and PrivacyMonitor's, go into the trial's folder. Where the winner alone
+    may be shown, TensorBoard writes neither graphs nor profiles: both number the functions of the
+    process, and so tell how many trials came before.
 
     Args:
       callbacks: those that `search` was called with, never used by a trial.
       folder: of the trial.
+      releases_all: whether every trial may be shown.
     """
     made = []
     for callback in callbacks:
@@ -109,5 +115,10 @@ def copies(
             copied = copy.deepcopy(callback)
         if isinstance(callback, (_keras.TensorBoard, PrivacyMonitor)) and callback.log_dir:
             copied.log_dir = str(Path(folder) / "tensorboard")
+        if isinstance(callback, _keras.TensorBoard) and not releases_all:
+            copied.write_graph = False
+            copied._init_profile_batch(0)
+            # Keras relies on the graph's writer to have made the folder of its embeddings.
+            os.makedirs(copied.log_dir, exist_ok=True)
         made.append(copied)
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import shutil
@@ -13,7 +14,7 @@ import tensorflow as tf
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.selection import journal as journals
 from tf_adaptive_dp.selection import outcome as outcomes
-from tf_adaptive_dp.selection import show, space, statement
+from tf_adaptive_dp.selection import process_state, show, space, statement
 from tf_adaptive_dp.selection import trial as trials
 from tf_adaptive_dp.selection.fit_arguments import FitArguments
 from tf_adaptive_dp.selection.oracle import HonestOracle
@@ -38,7 +39,9 @@ class Search:
     Guarantee: the noise and all candidates are on the disk before the first trial begins, and are
     never drawn anew; each trial is on the disk before it spends anything. Where the winner alone
     may be shown, what a trial leaves is deleted when it has lost, and no file that stays depends on
-    the others or on their number, other than by its date.
+    the others or on their number, other than by its date; nor do the numbers and seeds of the
+    process afterwards (`process_state.hidden`). A callback of the user's that writes TensorFlow's
+    numbers itself, as graphs and profiles have them, is not seen.
     """
 
     def __init__(
@@ -88,6 +91,15 @@ class Search:
             be met; then nothing was changed.
           NotPrivateError: for a model that would cost something else than planned.
         """
+        with self._hidden():
+            return self._run(journal)
+
+    def _hidden(self) -> contextlib.AbstractContextManager:
+        if self._plan.strategy.releases_all:
+            return contextlib.nullcontext()
+        return process_state.hidden()
+
+    def _run(self, journal: journals.Journal) -> dict[str, Any]:
         if journal.search is None:
             noise_multiplier = self._plan.noise_multiplier()
             draws = self._oracle.draws(self._plan.strategy)
@@ -152,6 +164,9 @@ class Search:
         keep |= set() if winner is None else {journal.ended[winner]["id"]}
         delete_trials(self._folder, keep)
 
+    def _failure(self, ended: list[outcomes.Outcome]) -> str:
+        return outcomes.failure(ended, is_all=self._plan.strategy.releases_all)
+
     def _result(self, journal: journals.Journal) -> dict[str, Any]:
         plan, objective = self._plan, self._oracle.objective
         winner = outcomes.best(journal.ended, objective.direction)
@@ -168,7 +183,7 @@ class Search:
             "search": self.describe(),
             "noise_multiplier": noise_multiplier,
             "shown": shown,
-            "failure": None if winner is not None else outcomes.failure(journal.ended),
+            "failure": None if winner is not None else self._failure(journal.ended),
             "statement": statement.privacy_statement(plan, noise_multiplier, shown),
             "spending": {
                 "one training": plan.epsilon_of_one(noise_multiplier),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 from tf_adaptive_dp.privacy import files
 
 Outcome = dict[str, Any]
+
+# Names of TensorFlow's functions, which end with a number of the process.
+_NUMBERED = re.compile(r"(__(?:inference|forward|backward)_\w*?|_(?:true|false|body|cond))_\d+\b")
 
 
 def best(outcomes: Sequence[Outcome], direction: str) -> int | None:
@@ -72,8 +76,14 @@ class Result:
         return self["shown"]
 
 
-def failure(outcomes: Sequence[Outcome]) -> str:
-    """What to tell the user if no trial has a score."""
+def failure(outcomes: Sequence[Outcome], *, is_all: bool) -> str:
+    """What to tell the user if no trial has a score.
+
+    Args:
+      outcomes: in the order of the trials.
+      is_all: whether all may be shown. If not, the text is that of the first error, without the
+        numbers that TensorFlow gives to functions: it does not tell how many trials there were.
+    """
     if not outcomes:
         return (
             "The strategy drew no trial at all, as its law allows, so there is no winner. The "
@@ -82,8 +92,11 @@ def failure(outcomes: Sequence[Outcome]) -> str:
     releases = sum(outcome["releases"] for outcome in outcomes)
     errors = [outcome["error"] for outcome in outcomes if outcome["error"]]
     spent = "Nothing was released." if not releases else "The budget is spent."
-    last = "The last error, which may tell something of the data, was:\n" + "".join(errors[-1:])
+    which, error = ("last", errors[-1:]) if is_all else ("first", errors[:1])
+    told = f"The {which} error, which may tell something of the data, was:\n{''.join(error)}"
+    if not is_all:
+        told = _NUMBERED.sub(r"\1", told)
     return (
         f"Every candidate crashed, or had a score that is not finite. {spent} Correct the model "
-        f"and begin another search, with another `project_name`. {last if errors else ''}"
+        f"and begin another search, with another `project_name`. {told if errors else ''}"
     )

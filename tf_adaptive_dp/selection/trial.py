@@ -200,7 +200,9 @@ class Trial:
             return
         information = optimizer.side_information
         own = [information] if isinstance(information, tf.keras.callbacks.Callback) else []
-        users = callback_rules.copies(data.callbacks, self._folder)
+        users = callback_rules.copies(
+            data.callbacks, self._folder, releases_all=self._plan.strategy.releases_all
+        )
         callbacks = [backup, *([] if log is None else [log]), *own, *users, allowance]
         try:
             model.fit(

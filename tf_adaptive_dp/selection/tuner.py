@@ -129,7 +129,8 @@ class HonestTuner(keras_tuner.Tuner):
           *fit_args: those of `Model.fit`, for every trial: arrays, data sets, our
             `poisson_batches(...)`.
           **fit_kwargs: likewise; `validation_data` is required. Every trial gets copies of
-            `callbacks`; their TensorBoard logs go into the folder of the trial.
+            `callbacks`; their TensorBoard logs go into the folder of the trial. Where the winner
+            alone may be shown, these have neither graphs nor profiles.
 
         Raises:
           ValueError: if the budget cannot be met, or for arguments that do not go with a search, or

@@ -1,0 +1,69 @@
+"""What a process would show of the models that it trained before: its counters and its seeds.
+
+TensorFlow numbers the functions and the variables that a process makes, and writes these numbers
+into graphs, profiles and SavedModels. Whoever knows the seed of the process can tell from the
+initial value of a weight how much was drawn before it. Both would tell, of a winner, how many
+candidates there were.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import tensorflow as tf
+from keras.src import backend
+from tensorflow.python.eager import context
+from tensorflow.python.framework import ops
+
+# A tiny model takes some 8,000 numbers to train, so a search seldom needs more than these.
+NUMBERS = 2**24
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Whatever is trained within leaves no number in the process that tells how much it was.
+
+    Guarantee: within, unseeded randomness of Python, NumPy, TensorFlow and Keras comes from the
+    operating system's entropy, whatever seed was set before. Afterwards their seeds and states are
+    what they were, and TensorFlow's counter of functions and variables has moved on by `NUMBERS`
+    (by a multiple of it if more were needed). Python's `random.Random` objects, NumPy's and
+    TensorFlow's generators that the caller made are left alone.
+    """
+    first = ops.uid()
+    with _unseeded():
+        try:
+            yield
+        finally:
+            _skip(-(1 + ops.uid() - first) % NUMBERS)
+
+
+def _skip(numbers: int) -> None:
+    """Uses up so many of TensorFlow's numbers: about 0.1 s for a million; they cannot be set."""
+    collections.deque(itertools.starmap(ops.uid, itertools.repeat((), numbers)), maxlen=0)
+
+
+@contextlib.contextmanager
+def _unseeded() -> Iterator[None]:
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    of_keras = getattr(backend._SEED_GENERATOR, "generator", None)
+    eager = context.context()
+    of_tensorflow = eager._seed, getattr(eager, "_rng", None)
+    random.seed()
+    np.random.seed()
+    backend._SEED_GENERATOR.generator = None
+    if eager._seed is not None:
+        tf.random.set_seed(None)
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        backend._SEED_GENERATOR.generator = of_keras
+        if of_tensorflow[0] is not None:
+            tf.random.set_seed(of_tensorflow[0])
+            eager._rng = of_tensorflow[1]
