@@ -9,7 +9,14 @@ import tensorflow as tf
 
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.graph import ancestors, layer_name
-from tf_adaptive_dp.gradients.layout import functions, gathers, operations, products, reshaping  # noqa: F401
+from tf_adaptive_dp.gradients.layout import (  # noqa: F401
+    functions,
+    gathers,
+    lists,
+    operations,
+    products,
+    reshaping,
+)
 from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed, Public
 from tf_adaptive_dp.gradients.layout.custom_gradients import refuse_custom_gradients
 from tf_adaptive_dp.gradients.layout.names import ELEMENTWISE, KEEP_SHAPE, SHAPE_ONLY
@@ -183,8 +190,8 @@ def feeds(ops: Iterable[tf.Operation], graph: tf.Graph) -> list[tf.Tensor]:
 
     found = []
     for op in ops:
-        is_element = op.type in _ELEMENTS or _takes_an_element(op)
-        if is_element or op.type in _SOURCES:
+        is_element = _is_element(op)
+        if is_element or op.type == "Placeholder":
             found += [t for t in op.outputs if is_data(t, is_element)]
     return found
 
@@ -213,9 +220,25 @@ def _is_released(tensor: tf.Tensor) -> bool:
 
 def _takes_an_element(op: tf.Operation) -> bool:
     """Whether it takes a batch of a distributed data set, or an empty one after the last."""
-    return op.type in ("If", "StatelessIf") and any(
-        t.op.type == "IteratorGetNextAsOptional" for t in op.inputs
+    return op.type in ("If", "StatelessIf") and any(map(_is_next, op.inputs))
+
+
+def _is_next(tensor: tf.Tensor) -> bool:
+    return tensor.op.type == "IteratorGetNextAsOptional"
+
+
+def _computes_more(op: tf.Operation) -> bool:
+    """Whether it takes an element and other data, so that the two may mix in it."""
+    return _takes_an_element(op) and any(
+        comes_from_data(t) for t in op.inputs if not _is_next(t) and t.dtype != tf.resource
     )
+
+
+def _is_element(op: tf.Operation) -> bool:
+    """Whether it gives an element of a data set, not an optional that the step filled itself."""
+    if op.type == "OptionalGetValue":
+        return all(o.type != "OptionalFromValue" for o in ancestors(op.inputs))
+    return op.type in _ELEMENTS or _takes_an_element(op)
 
 
 def _is_eager(tensor: tf.Tensor) -> bool:
@@ -291,6 +314,7 @@ def _sources_entered(loss: tf.Tensor) -> tuple[Layouts, list[tf.Operation], bool
     layouts = Layouts(known)
     for tensor in sources:
         fits = tensor.shape.rank and tensor.shape[0] in (None, size)
+        fits = fits and not _computes_more(tensor.op)
         layouts.set(tensor, BatchAxis() if fits else Mixed(tensor.op, _FOREIGN), dependent=True)
     return layouts, ops, known == 1 and set(sizes) == {1}
 

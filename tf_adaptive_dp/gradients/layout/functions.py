@@ -6,8 +6,8 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util_v2
 
 from tf_adaptive_dp.gradients.graph import find_function
-from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed, Public
-from tf_adaptive_dp.gradients.layout.operations import Layout, register_layout, unless_mixed
+from tf_adaptive_dp.gradients.layout.batch_axis import Mixed, Public
+from tf_adaptive_dp.gradients.layout.operations import Layout, register_layout
 
 
 def _body(op: tf.Operation, name: str) -> tf.Graph:
@@ -72,42 +72,3 @@ def loop(op, layouts):
     if not isinstance(condition[0], Public):
         return Mixed(op, "is a loop whose length depends on the data")
     return state
-
-
-@register_layout("TensorListFromTensor")
-@unless_mixed
-def list_from_tensor(op, layouts):
-    """A list stands for its elements: the axis of time is gone."""
-    layout = layouts[op.inputs[0]]
-    if layout is None or layout.axis == 0:
-        return Mixed(op, "takes the batch apart")
-    return layout.at(layout.axis - 1)
-
-
-@register_layout("TensorListStack", "TensorListGather")
-@unless_mixed
-def list_to_tensor(op, layouts):
-    """The elements on a new axis 0."""
-    layout = layouts[op.inputs[0]]
-    if layout is None:
-        return Mixed(op, "picks elements by index")
-    return layout.at(layout.axis + 1)
-
-
-@register_layout("TensorListGetItem", "TensorListResize", "TensorListPopBack")
-@unless_mixed
-def list_item(op, layouts):
-    """An element has the layout that the list has."""
-    layout = layouts[op.inputs[0]]
-    return layout if isinstance(layout, BatchAxis) else Mixed(op, "picks elements by index")
-
-
-@register_layout("TensorListSetItem", "TensorListPushBack")
-@unless_mixed
-def list_with_item(op, layouts):
-    """All elements must have one layout."""
-    item = op.inputs[2 if op.type == "TensorListSetItem" else 1]
-    places = {layouts[t] for t in (op.inputs[0], item) if layouts[t] is not None}
-    if len(places) != 1 or (op.type == "TensorListSetItem" and layouts.depends(op.inputs[1])):
-        return Mixed(op, "puts examples beside other ones")
-    return places.pop()
