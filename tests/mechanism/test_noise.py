@@ -367,7 +367,7 @@ def test_every_bit_of_the_number_of_a_release_counts(other):
 
 
 def test_the_key_has_64_bits_of_entropy():
-    keys = [GaussianNoise(zoo.add_variable)._key % 2**64 for _ in range(100)]
+    keys = [int(GaussianNoise(zoo.add_variable)._stream.next()[0]) % 2**64 for _ in range(100)]
     for quarter in range(0, 64, 16):
         words = {key >> quarter & 0xFFFF for key in keys}
         assert len(words) > 90  # of 100 words of 16 bits, hardly any turns up twice
@@ -399,7 +399,7 @@ def test_noise_waits_for_nothing_in_the_graph():
     graph = step.get_concrete_function(tf.TensorSpec([5, 5])).graph
     (draw,) = (op for op in graph.get_operations() if "PartitionedCall" in op.type)
     types = {op.type for op in ancestors(draw)}
-    assert "ReadVariableOp" in types
+    assert "RngReadAndSkip" in types  # of its key and number
     assert not types & {"MatMul", "Sum", "Assert", "If", "AssignVariableOp", "AssignAddVariableOp"}
     types = [op.type for op in ancestors(found[0])]
     assert {"MatMul", "If", "AssignAddVariableOp"} <= set(types)

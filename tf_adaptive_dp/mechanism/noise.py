@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Sequence
@@ -14,6 +13,8 @@ from tf_adaptive_dp.mechanism import replicas
 
 # TensorFlow takes a slice without copying it if it begins at a multiple of 64 bytes.
 _ALIGNED = 16
+# Made anew by the kernel whenever it is read.
+_RANDOM_UUID = "/proc/sys/kernel/random/uuid"
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
@@ -94,30 +95,89 @@ def fresh_normal_numbers(size: int) -> tf.Tensor:
     """Numbers from N(0, 1) that are other ones each time the graph runs; for graphs sent away.
 
     A graph that is serialized (a computation of TensorFlow Federated) can keep no variable and call
-    no Python. So its key is made where it runs: a block of Threefry, keyed with 64 bits of the
-    operating system's entropy from the time of tracing, turns 64 random bits of the run into it.
-    The numbers are those of `GaussianNoise`, computed without XLA.
+    no Python. So its key is made where it runs: the kernel there gives 64 bits of its cryptographic
+    generator, by way of the file `/proc/sys/kernel/random/uuid`, and a block of Threefry mixes them
+    with 64 random bits of TensorFlow. The numbers are those of `GaussianNoise`, computed without
+    XLA.
 
-    Guarantee: no seed of TensorFlow, Keras, NumPy or Python changes the numbers or repeats them,
-    and nothing that is saved with a state does. Two graphs share a key by chance only, once in 2⁶⁴,
-    and so do two runs of one graph in one process. TensorFlow seeds the random bits of a run with
-    32 bits of entropy for each process: one graph in two processes has the same numbers with
-    probability 2⁻³², if the time agrees as well, to the microsecond. And who has the serialized
-    graph has these 32 bits to guess: keep it like the data.
+    Guarantee: the graph holds nothing secret, and whoever has it lacks the 64 bits of each draw. No
+    seed of TensorFlow, Keras, NumPy or Python changes the numbers or repeats them, and nothing that
+    is saved with a state does. Two draws share a key by chance only, once in 2⁶⁴, and show it only
+    if they fall into the same microsecond of 4,295 seconds.
 
     Args:
       size: how many numbers, below 2³¹ - 1.
 
     Returns:
       [size], float32.
+
+    Raises:
+      tf.errors.NotFoundError: when it runs on a machine without that file; it needs Linux.
     """
-    secret = tf.constant(int.from_bytes(os.urandom(8), "little", signed=True), tf.int64)
     random = tf.raw_ops.NonDeterministicInts(shape=[2], dtype=tf.uint32)
-    words = _threefry(tf.bitcast(secret, tf.uint32), random[:1], random[1])
+    words = _threefry(_bits_of_the_kernel(), random[:1], random[1])
     key = tf.bitcast(tf.concat(words, axis=0), tf.int64)
     microseconds = tf.cast(tf.math.floormod(tf.timestamp() * 1e6, 2.0**32), tf.int64)
     pairs = _normal_pairs.python_function(tf.constant(size, tf.int32), key, microseconds)
     return tf.reshape(tf.bitcast(pairs, tf.float32), [-1])[:size]
+
+
+def _bits_of_the_kernel() -> tf.Tensor:
+    """64 random bits that are read from the kernel each time the graph runs, [2], uint32.
+
+    Each line of that file is another random UUID, of which digits 1 to 8 and the last 8 hold no
+    version number. Data sets alone read a file whose length the kernel does not tell.
+    """
+    # The operations of a data set that reads files have state, so no optimizer of graphs runs them
+    # beforehand or takes two of them for one.
+    uuid = tf.data.TextLineDataset(_RANDOM_UUID).take(1).get_single_element()
+    digits = tf.strings.substr(uuid, 0, 8) + tf.strings.substr(uuid, -8, 8)
+    codes = tf.cast(tf.io.decode_raw(digits, tf.uint8), tf.int64)
+    values = tf.where(codes < ord("a"), codes - ord("0"), codes - ord("a") + 10)
+    places = tf.constant([16**place for place in range(8)], tf.int64)
+    return tf.cast(tf.reduce_sum(tf.reshape(values, [2, 8]) * places, axis=1), tf.uint32)
+
+
+class SecretStream:
+    """A key, and a number for each draw, in a variable that nothing saves or shows.
+
+    Guarantee: the key is in no graph (which has a handle of the variable), and so in no profile, no
+    log of TensorBoard and no SavedModel; nothing tracks the variable, so no checkpoint and no saved
+    model has it; `repr`, `vars`, copies and pickles of this object do not show it, and a copy, or
+    what was unpickled, has a key of its own. No number is given twice, whatever threads, functions
+    and ways of running (eager, compiled or not, XLA) ask for it at the same time.
+
+    Args:
+      seed: the key, for tests; `None` for the operating system's entropy.
+    """
+
+    __slots__ = ("_seed", "_state")
+
+    def __init__(self, seed: int | None = None):
+        self._seed = seed
+        with tf.init_scope():
+            # As the generators of TensorFlow have it: a counter of two words, and the key.
+            self._state = tf.Variable([0, 0, self._new_key()], dtype=tf.int64, trainable=False)
+
+    def _new_key(self) -> int:
+        if self._seed is not None:
+            return self._seed
+        return int.from_bytes(os.urandom(8), "little", signed=True)
+
+    def __reduce__(self) -> tuple:
+        """Copies and pickles are made anew; otherwise both would draw the same noise."""
+        return SecretStream, (self._seed,)
+
+    def next(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """The key, and a number from 1 on that was not given before; int64 scalars."""
+        # The one operation of TensorFlow that adds to a variable and says what was there before,
+        # in one go; it counts in steps of 256.
+        state = tf.raw_ops.RngReadAndSkip(
+            resource=replicas.handle(self._state),
+            alg=tf.random.Algorithm.PHILOX.value,
+            delta=tf.constant(1, tf.uint64),
+        )
+        return state[2], state[0] // 256 + 1
 
 
 class GaussianNoise:
@@ -129,11 +189,12 @@ class GaussianNoise:
     deviations (a Gaussian exceeds that once in 7·10¹⁰ numbers); nothing guards against attacks
     that look at the last bits of floating-point noise (Mironov 2012).
 
-    Guarantee: with `seed=None` no two releases share noise. The key is made anew for every object,
-    also for a copy and for a run that was restored from a checkpoint; within one object a counter
-    separates the releases (2³² of them), and no checkpoint sets it back. With a `seed` the counter
-    is saved, and the noise can be repeated by anyone who knows the seed, to the rounding of float32
-    in every mode: for tests only.
+    Guarantee: with `seed=None` no two releases share noise, not even of threads that draw at the
+    same time. The key is made anew for every object, also for a copy and for a run that was
+    restored from a checkpoint, and nothing saves or shows it, see `SecretStream`; within one object
+    a counter separates the releases (2³² of them), and no checkpoint sets it back. With a `seed`
+    the counter is saved, and the noise can be repeated by anyone who knows the seed, to the
+    rounding of float32 in every mode: for tests only.
     Replicas draw with keys of their own, derived from it.
     """
 
@@ -145,37 +206,8 @@ class GaussianNoise:
           seed: `None` for the operating system's entropy.
         """
         self.seed = seed
-        self._key = self._new_key()
+        self._stream = SecretStream(seed)
         self._counter = add_variable([], dtype=tf.int64, name="noise_counter")
-        with tf.init_scope():  # no part of the state: a checkpoint may be restored into this object
-            self._drawn = tf.Variable(0, dtype=tf.int64, trainable=False)
-
-    def _new_key(self) -> int:
-        if self.seed is not None:
-            return self.seed
-        return int.from_bytes(os.urandom(8), "little", signed=True)
-
-    def __deepcopy__(self, memo: dict) -> GaussianNoise:
-        """A copy has a key of its own; otherwise both would draw the same noise."""
-        duplicate = object.__new__(type(self))
-        memo[id(self)] = duplicate
-        duplicate.seed = self.seed
-        duplicate._key = duplicate._new_key()
-        duplicate._counter = copy.deepcopy(self._counter, memo)
-        duplicate._drawn = copy.deepcopy(self._drawn, memo)
-        return duplicate
-
-    def _stream_key(self) -> tf.Tensor:
-        """The key of this replica, int64: each draws numbers of its own.
-
-        A block of release 0, which is never drawn from, makes 64 new bits for each replica.
-        """
-        key = tf.constant(self._key, tf.int64)
-        if replicas.num_replicas() == 1:
-            return key
-        block = replicas.replica_id()[tf.newaxis]
-        words = _threefry(tf.bitcast(key, tf.uint32), block, tf.constant(0, tf.uint32))
-        return tf.bitcast(tf.concat(words, axis=0), tf.int64)
 
     def add_to(
         self, sums: Sequence[tf.Tensor], stddev: tf.Tensor, sensitivity: tf.Tensor
@@ -192,22 +224,40 @@ class GaussianNoise:
         """
         del sensitivity
         # Beside the forward pass, on a core that is idle, whatever the release has to wait for. A
-        # step that fails after that leaves its number to the next one; its noise was not used.
+        # step that fails after that used a number up, which does not matter; with a seed it leaves
+        # its number to the next one.
         with tf.control_dependencies(None):
-            numbers = self._numbers([tf.shape(s) for s in sums])
+            key, number = self._stream.next()
+            if self.seed is not None:
+                number = self._counter.read_value() + 1
+            numbers = _normal_numbers([tf.shape(s) for s in sums], _own_key(key), number)
         stddev = tf.cast(stddev, tf.float32)
-        counted = [tf.convert_to_tensor(v.assign_add(1)) for v in (self._counter, self._drawn)]
-        with tf.control_dependencies(counted):
+        counted = tf.convert_to_tensor(self._counter.assign_add(1))
+        with tf.control_dependencies([counted]):
             return [s + stddev * z for s, z in zip(sums, numbers)]
 
-    def _numbers(self, shapes: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Normal numbers of the release to come, which the counters do not count yet."""
-        release = (self._drawn if self.seed is None else self._counter).read_value() + 1
-        # One draw for all variables: cheaper, and no two variables can share a stream.
-        sizes = [tf.reduce_prod(shape) for shape in shapes]
-        ends = tf.cumsum([-(-size // _ALIGNED) * _ALIGNED for size in sizes])
-        pairs = _normal_pairs(ends[-1], self._stream_key(), release)
-        flat = tf.reshape(tf.bitcast(pairs, tf.float32), [-1])
-        starts = tf.unstack(tf.concat([[0], ends[:-1]], axis=0))
-        parts = [tf.slice(flat, [start], [size]) for start, size in zip(starts, sizes)]
-        return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]
+
+def _own_key(key: tf.Tensor) -> tf.Tensor:
+    """The key of this replica, int64: each draws numbers of its own.
+
+    A block of release 0, which is never drawn from, makes 64 new bits for each replica.
+    """
+    if replicas.num_replicas() == 1:
+        return key
+    block = replicas.replica_id()[tf.newaxis]
+    words = _threefry(tf.bitcast(key, tf.uint32), block, tf.constant(0, tf.uint32))
+    return tf.bitcast(tf.concat(words, axis=0), tf.int64)
+
+
+def _normal_numbers(
+    shapes: Sequence[tf.Tensor], key: tf.Tensor, release: tf.Tensor
+) -> list[tf.Tensor]:
+    """Normal numbers in these shapes."""
+    # One draw for all variables: cheaper, and no two variables can share a stream.
+    sizes = [tf.reduce_prod(shape) for shape in shapes]
+    ends = tf.cumsum([-(-size // _ALIGNED) * _ALIGNED for size in sizes])
+    pairs = _normal_pairs(ends[-1], key, release)
+    flat = tf.reshape(tf.bitcast(pairs, tf.float32), [-1])
+    starts = tf.unstack(tf.concat([[0], ends[:-1]], axis=0))
+    parts = [tf.slice(flat, [start], [size]) for start, size in zip(starts, sizes)]
+    return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]
