@@ -47,16 +47,21 @@ class Accumulator:
 
         Returns:
           The sums over all parts so far, and whether the batch is complete, a bool scalar; then
-          the next part is the first of another batch.
+          the next part is the first of another batch. They are known only when all was written.
         """
         count, held = self._variables(tuple(tuple(s.shape) for s in sums))
         parts = tf.convert_to_tensor(count.assign_add(1))
         complete = parts >= self.steps
-        count.assign(tf.where(complete, tf.zeros_like(parts), parts))
+        counted = tf.convert_to_tensor(
+            count.assign(tf.where(complete, tf.zeros_like(parts), parts))
+        )
         totals = [tf.convert_to_tensor(v.assign_add(s)) for v, s in zip(held, sums)]
-        for variable, total in zip(held, totals):
-            variable.assign(tf.where(complete, tf.zeros_like(total), total))
-        return totals, complete
+        kept = [
+            tf.convert_to_tensor(v.assign(tf.where(complete, tf.zeros_like(total), total)))
+            for v, total in zip(held, totals)
+        ]
+        with tf.control_dependencies([counted, *kept]):
+            return [tf.identity(total) for total in totals], tf.identity(complete)
 
     def _variables(self, shapes: tuple) -> tuple[tf.Variable, list[tf.Variable]]:
         if shapes in self._held:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Callable
 
@@ -16,6 +17,7 @@ from tf_adaptive_dp.mechanism.adaptive_clipping import SMALLEST, AdaptiveClippin
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
+from tf_adaptive_dp.mechanism.turns import Turns
 from tf_adaptive_dp.privacy.ledger import Ledger
 
 
@@ -68,13 +70,13 @@ class GaussianMechanism:
     - On R replicas each adds noise of standard deviation σ·C/√R to the sum over its examples, so
       that the sum over replicas has σ·C; L is the size of the global batch, and every replica
       counts the one release in its copy of the ledger.
+    - Of threads that share the mechanism one at a time counts its release, and each draws noise of
+      its own; C and σ are read once a release, so that clip and noise agree.
     - `AdaptiveClipping` releases a noisy count besides; its noise and that of the gradients make
       up σ together.
 
     Attributes:
       gradient_accumulation_steps: parts a batch.
-      complete: of the last call of `release`: whether it completed a batch, a bool scalar in the
-        graph of that call.
       ledger: the `Ledger` of what was released.
       statistics: `GradientStatistics`, not private.
       noise: the `GaussianNoise`, or the `SecureNoise` with `secure_noise=True`.
@@ -119,7 +121,8 @@ class GaussianMechanism:
         self.ledger = Ledger(add_variable)
         self.noise = _noise(checks.boolean("secure_noise", secure_noise), seed, add_variable)
         self.statistics = GradientStatistics()
-        self.complete: tf.Tensor | None = None
+        self._turns = Turns()
+        self._complete: dict[int, tf.Tensor] = {}  # by thread, as each traces a graph of its own
         self._fixed_batch_size = add_variable([], dtype=tf.int64, name="fixed_batch_size")
 
     @property
@@ -167,6 +170,11 @@ class GaussianMechanism:
         fixed = float(self.rows_per_batch * self.gradient_accumulation_steps)
         return self.expected_batch_size or fixed or None
 
+    @property
+    def complete(self) -> tf.Tensor | None:
+        """Whether this thread's last call of `release` completed a batch, a bool in its graph."""
+        return self._complete.get(threading.get_ident())
+
     def examples_share_groups(self) -> bool:
         """Whether microbatches may have several examples, which halves σ in the ledger."""
         groups = self.num_microbatches
@@ -189,13 +197,14 @@ class GaussianMechanism:
             ],
         )
 
-    def _remember_batch_size(self, size: tf.Tensor) -> None:
+    def _remember_batch_size(self, size: tf.Tensor) -> tf.Tensor:
+        """Keeps the size of the first batch, and returns what is kept then."""
         previous = self._fixed_batch_size.read_value()
         known = previous > 0
         if self.num_microbatches is not None:
             # Under XLA nothing stops a larger batch, which has more examples in each group.
             known &= size <= previous
-        self._fixed_batch_size.assign(tf.where(known, previous, size))
+        return tf.convert_to_tensor(self._fixed_batch_size.assign(tf.where(known, previous, size)))
 
     def release(
         self,
@@ -227,26 +236,27 @@ class GaussianMechanism:
         """
         size = replicas.total(tf.cast(batch_size, tf.int64))
         check = self._check_batch_size(size)
+        clip = self._l2_norm_clip.read_value()
         with tf.control_dependencies([check] if check is not None else []):
-            sums, count = self._clipped_sums(source, scale, shift, layers)
+            sums, count = self._clipped_sums(source, scale, shift, layers, clip)
         raw = [tf.cast(s, tf.float32) for s in sums if s is not None]
         # After the sums: a step that fails on its data released nothing, and changes nothing.
         with tf.control_dependencies([*raw, *count]):
-            self._remember_batch_size(size)
             if self.accumulator is None:
-                self.complete, noisy = tf.constant(True), self._add_noise(raw, count)
+                complete, noisy = tf.constant(True), self._add_noise(raw, count, clip, size)
             else:
-                self.complete, noisy = self._accumulate(raw, count)
+                complete, noisy = self._accumulate(raw, count, clip, size)
+        self._complete[threading.get_ident()] = complete
         noisy = iter(noisy)
         return [None if s is None else next(noisy) for s in sums]
 
     def _clipped_sums(
-        self, source: PerExampleGradients, scale, shift, layers
+        self, source: PerExampleGradients, scale, shift, layers, clip: tf.Tensor
     ) -> tuple[list[tf.Tensor | None], list[tf.Tensor]]:
         """Σᵢ clip(...) of each variable, and [the count] of `AdaptiveClipping`, else []."""
         norms = source.variable_norms(scale, shift)
         squared_norms = clippings.total_norms(norms)
-        weights = self.clipping.weights(norms, layers, self._l2_norm_clip)
+        weights = self.clipping.weights(norms, layers, clip)
         present = squared_norms > 0
         if shift is not None:
             # The shift alone would make padding contribute; an absent example must not.
@@ -255,7 +265,7 @@ class GaussianMechanism:
             squared_norms = tf.where(unshifted == 0, 0.0, squared_norms)
             each = weights if isinstance(weights, list) else [weights] * len(norms)
             weights = [None if w is None else tf.where(present, w, 0.0) for w in each]
-        self.statistics.record(squared_norms, self._l2_norm_clip)
+        self.statistics.record(squared_norms, clip)
         sums = source.weighted_sum(weights)
         if shift is not None:
             parts = zip(sums, weights, shift)
@@ -264,49 +274,64 @@ class GaussianMechanism:
             sums = [None if s is None else s * a for s, a in zip(sums, scale)]
         if not self._is_adaptive:
             return sums, []
-        return sums, [self.clipping.count(squared_norms, present, self._l2_norm_clip)]
+        return sums, [self.clipping.count(squared_norms, present, clip)]
 
-    def _accumulate(self, sums: list, count: list) -> tuple[tf.Tensor, list]:
+    def _accumulate(self, sums: list, count: list, clip, size) -> tuple[tf.Tensor, list]:
         """Adds one part of a batch; releases after the last, and gives zeros before."""
         # In units of C, which may be set anew before the batch is complete.
-        unit = tf.cast(self._l2_norm_clip.read_value(), tf.float32)
-        totals, complete = self.accumulator.add([s / unit for s in sums] + count)
-        num = len(sums)
+        unit, num = tf.cast(clip, tf.float32), len(sums)
+
+        def add() -> list[tf.Tensor]:
+            with tf.control_dependencies([self._remember_batch_size(size)]):
+                totals, complete = self.accumulator.add([s / unit for s in sums] + count)
+                return [complete, *totals]
+
+        complete, *totals = self._turns.take(add)
 
         def release() -> list[tf.Tensor]:
-            return self._add_noise([s * unit for s in totals[:num]], totals[num:])
+            return self._add_noise([s * unit for s in totals[:num]], totals[num:], clip, size)
 
         return complete, tf.cond(complete, release, lambda: [tf.zeros_like(s) for s in sums])
 
-    def _add_noise(self, sums: list[tf.Tensor], count: list[tf.Tensor]) -> list[tf.Tensor]:
-        per_group = self._examples_per_group()
-        expected = self._divisor_in_examples()
-        sigma = self._noise_multiplier.read_value()
-        recorded = self.ledger.record(tf.where(per_group > 1, sigma / 2, sigma), expected)
-        clip = self._l2_norm_clip.read_value()
+    def _add_noise(self, sums: list, count: list, clip, size) -> list[tf.Tensor]:
+        """Counts the release, and adds its noise."""
+
+        def enter() -> list[tf.Tensor]:
+            with tf.control_dependencies([self._remember_batch_size(size)]):
+                per_group, expected = self._examples_per_group(), self._divisor_in_examples()
+                sigma = self._noise_multiplier.read_value()
+                recorded = self.ledger.record(tf.where(per_group > 1, sigma / 2, sigma), expected)
+                return [recorded, per_group, expected, sigma]
+
+        recorded, per_group, expected, sigma = self._turns.take(enter)
         share = replicas.num_replicas() ** -0.5
-        stddev = share * self._gradient_noise() * clip
+        stddev = share * self._gradient_noise(sigma, expected) * clip
         divisor = tf.cast(expected / per_group, tf.float32)
         # Counted first: weights may move before another operation of the step fails.
         with tf.control_dependencies([recorded]):
             noisy = [s / divisor for s in self.noise.add_to(sums, stddev, clip)]
             if count:
-                self._adapt(count, share, clip, expected, expected / per_group)
+                self._adapt(count, share, clip, sigma, expected, expected / per_group)
         return noisy
 
-    def _adapt(self, count: list[tf.Tensor], share: float, clip, expected, groups) -> None:
-        """Moves C by the noisy count of the examples within it."""
-        _, count_noise = self.clipping.split_noise(self._noise_multiplier, expected)
+    def _adapt(self, count: list[tf.Tensor], share: float, clip, sigma, expected, groups) -> None:
+        """Moves C by the noisy count of the examples within the C that they were clipped to."""
+        _, count_noise = self.clipping.split_noise(sigma, expected)
         (noisy,) = self.noise.add_to(count, share * count_noise, tf.constant(0.5, tf.float64))
-        self._released_clip.assign(clip)
-        self._l2_norm_clip.assign(self.clipping.next_clip(clip, replicas.total(noisy), groups))
+        total = replicas.total(noisy)
 
-    def _gradient_noise(self) -> tf.Tensor:
+        def move() -> list[tf.Tensor]:
+            now = self._l2_norm_clip.read_value()  # other threads may have moved it since
+            to = self.clipping.next_clip(now, total, groups)
+            written = (self._released_clip.assign(clip), self._l2_norm_clip.assign(to))
+            return [tf.convert_to_tensor(variable) for variable in written]
+
+        with tf.control_dependencies([total]):
+            self._turns.take(move)
+
+    def _gradient_noise(self, sigma: tf.Tensor, expected: tf.Tensor) -> tf.Tensor:
         """The noise in the gradients in units of C, float64: σ, or σ_Δ if a count shares it."""
-        sigma = self._noise_multiplier.read_value()
-        if not self._is_adaptive:
-            return sigma
-        return self.clipping.split_noise(sigma, self._divisor_in_examples())[0]
+        return self.clipping.split_noise(sigma, expected)[0] if self._is_adaptive else sigma
 
     def _divisor_in_examples(self) -> tf.Tensor:
         """L as a float64 scalar inside the graph, once a batch has been seen."""
@@ -323,6 +348,6 @@ class GaussianMechanism:
     def noise_stddev(self) -> tf.Tensor:
         """Standard deviation of the noise in the last released mean, σC/L, as a float32 scalar."""
         clip = self._released_clip if self._is_adaptive else self._l2_norm_clip
-        stddev = self._gradient_noise() * clip.read_value()
-        groups = self._divisor_in_examples() / self._examples_per_group()
-        return tf.cast(stddev / groups, tf.float32)
+        sigma, expected = self._noise_multiplier.read_value(), self._divisor_in_examples()
+        stddev = self._gradient_noise(sigma, expected) * clip.read_value()
+        return tf.cast(stddev / (expected / self._examples_per_group()), tf.float32)

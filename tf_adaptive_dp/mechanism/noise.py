@@ -10,6 +10,7 @@ from typing import Callable
 import tensorflow as tf
 
 from tf_adaptive_dp.mechanism import replicas
+from tf_adaptive_dp.mechanism.turns import Turns
 
 # TensorFlow takes a slice without copying it if it begins at a multiple of 64 bytes.
 _ALIGNED = 16
@@ -207,6 +208,7 @@ class GaussianNoise:
         """
         self.seed = seed
         self._stream = SecretStream(seed)
+        self._turns = Turns()
         self._counter = add_variable([], dtype=tf.int64, name="noise_counter")
 
     def add_to(
@@ -223,18 +225,36 @@ class GaussianNoise:
           float32 tensors.
         """
         del sensitivity
-        # Beside the forward pass, on a core that is idle, whatever the release has to wait for. A
-        # step that fails after that used a number up, which does not matter; with a seed it leaves
-        # its number to the next one.
-        with tf.control_dependencies(None):
-            key, number = self._stream.next()
-            if self.seed is not None:
-                number = self._counter.read_value() + 1
-            numbers = _normal_numbers([tf.shape(s) for s in sums], _own_key(key), number)
+        if self.seed is None:
+            # Beside the forward pass, on a core that is idle, whatever the release has to wait for.
+            # A step that fails after that has used a number up, which does not matter.
+            with tf.control_dependencies(None):
+                numbers = self._numbers(sums, *self._stream.next())
+            counted = tf.convert_to_tensor(self._counter.assign_add(1))
+        else:
+            # A step that fails leaves its number to the next one.
+            key, _ = self._stream.next()
+            (counted,) = self._turns.take(
+                lambda: [tf.convert_to_tensor(self._counter.assign_add(1))]
+            )
+            numbers = self._numbers(sums, key, counted)
         stddev = tf.cast(stddev, tf.float32)
-        counted = tf.convert_to_tensor(self._counter.assign_add(1))
         with tf.control_dependencies([counted]):
             return [s + stddev * z for s, z in zip(sums, numbers)]
+
+    def _numbers(
+        self, sums: Sequence[tf.Tensor], key: tf.Tensor, release: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Normal numbers in the shapes of `sums`."""
+        # One draw for all variables: cheaper, and no two variables can share a stream.
+        shapes = [tf.shape(s) for s in sums]
+        sizes = [tf.reduce_prod(shape) for shape in shapes]
+        ends = tf.cumsum([-(-size // _ALIGNED) * _ALIGNED for size in sizes])
+        pairs = _normal_pairs(ends[-1], _own_key(key), release)
+        flat = tf.reshape(tf.bitcast(pairs, tf.float32), [-1])
+        starts = tf.unstack(tf.concat([[0], ends[:-1]], axis=0))
+        parts = [tf.slice(flat, [start], [size]) for start, size in zip(starts, sizes)]
+        return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]
 
 
 def _own_key(key: tf.Tensor) -> tf.Tensor:
@@ -247,17 +267,3 @@ def _own_key(key: tf.Tensor) -> tf.Tensor:
     block = replicas.replica_id()[tf.newaxis]
     words = _threefry(tf.bitcast(key, tf.uint32), block, tf.constant(0, tf.uint32))
     return tf.bitcast(tf.concat(words, axis=0), tf.int64)
-
-
-def _normal_numbers(
-    shapes: Sequence[tf.Tensor], key: tf.Tensor, release: tf.Tensor
-) -> list[tf.Tensor]:
-    """Normal numbers in these shapes."""
-    # One draw for all variables: cheaper, and no two variables can share a stream.
-    sizes = [tf.reduce_prod(shape) for shape in shapes]
-    ends = tf.cumsum([-(-size // _ALIGNED) * _ALIGNED for size in sizes])
-    pairs = _normal_pairs(ends[-1], key, release)
-    flat = tf.reshape(tf.bitcast(pairs, tf.float32), [-1])
-    starts = tf.unstack(tf.concat([[0], ends[:-1]], axis=0))
-    parts = [tf.slice(flat, [start], [size]) for start, size in zip(starts, sizes)]
-    return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Callable
 
@@ -26,6 +28,8 @@ from tf_adaptive_dp.privacy.ledger import Ledger
 from tf_adaptive_dp.side_information.provenance import SideInformation, events
 
 PACKAGE = "tf_adaptive_dp"
+
+_building = threading.RLock()  # not the optimizer's, which may be copied
 
 
 class DPOptimizer(Preconditioning, LossScaling, CheckedState):
@@ -171,7 +175,7 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
                 loss = loss()
         variables = list(var_list() if callable(var_list) else var_list)
         check_loss_vector(loss)
-        with tf.init_scope():
+        with _one_at_a_time(), tf.init_scope():
             self.build(variables)
         refusals.refuse_other_variables(self, variables)
         batch_size = tf.shape(loss)[0]
@@ -287,6 +291,11 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
         optimizer = super().from_config(config, custom_objects)
         optimizer.ledger.restore(segments)
         return optimizer
+
+
+def _one_at_a_time() -> contextlib.AbstractContextManager:
+    """Lets one thread at a time build an optimizer; replicas have threads that build together."""
+    return _building if num_replicas() == 1 else contextlib.nullcontext()
 
 
 def _layer_of(variable: tf.Variable) -> str:

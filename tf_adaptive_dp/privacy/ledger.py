@@ -59,6 +59,8 @@ class Ledger:
     def record(self, noise_multiplier: tf.Tensor, batch_size: tf.Tensor) -> tf.Tensor:
         """Counts one release; the work of a few scalars, inside a graph or outside.
 
+        Threads take turns at it, see `mechanism.turns`.
+
         Args:
           noise_multiplier: scalar, see `Segment`.
           batch_size: scalar, see `Segment`.
@@ -76,9 +78,11 @@ class Ledger:
         index = tf.where(same | full, used - 1, used)
         here = tf.range(self.MAX_SEGMENTS, dtype=tf.int64) == index
         row = tf.where(full, worst, current)
-        self._parameters.assign(tf.where(here[:, tf.newaxis], row, parameters))
-        self._counts.assign(counts + tf.cast(here, tf.int64))
-        return self._counts.read_value()
+        entered = tf.convert_to_tensor(
+            self._parameters.assign(tf.where(here[:, tf.newaxis], row, parameters))
+        )
+        with tf.control_dependencies([entered]):
+            return tf.convert_to_tensor(self._counts.assign_add(tf.cast(here, tf.int64)))
 
     @property
     def segments(self) -> list[Segment]:
