@@ -322,3 +322,23 @@ def test_regularization_is_added_once_after_clipping(method):
     model.fit(x, y, batch_size=32, verbose=0)
     for before, after, gradient in zip(start, model.trainable_variables, expected):
         np.testing.assert_allclose(before - after, gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["DPAdamW", "ADADP euler", "DPAdamWOSM", "AdaDPS fixed"])
+def test_a_step_is_traced_once_although_it_creates_slots(name):
+    weights, traces = tf.Variable(tf.ones([6])), []
+    optimizer = catalogue.make(name)
+
+    @tf.function
+    def step(x):
+        traces.append(x)
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(x, weights)
+        optimizer.minimize(loss, [weights], tape)
+
+    for batch in (catalogue.data(8)[0], catalogue.data(8)[0]):
+        step(tf.constant(batch))
+    assert len(traces) == 1
+    assert optimizer.ledger.num_releases == 2
+    assert int(optimizer.iterations) == 2
+    assert all(v.numpy().any() for v in optimizer.variables if v.shape == [6])

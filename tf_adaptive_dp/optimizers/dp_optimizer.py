@@ -175,8 +175,7 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
                 loss = loss()
         variables = list(var_list() if callable(var_list) else var_list)
         check_loss_vector(loss)
-        with _one_at_a_time(), tf.init_scope():
-            self.build(variables)
+        self._build_outside(variables)
         refusals.refuse_other_variables(self, variables)
         batch_size = tf.shape(loss)[0]
         source = per_example_gradients(
@@ -197,6 +196,15 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
             if gradient is not None:
                 gradient._released_by_mechanism = self._mechanism.complete
         return list(zip(released, variables))
+
+    def _build_outside(self, variables: Sequence[tf.Variable]) -> None:
+        """Makes slots that the `tf.function` in which they are made does not count as its own.
+
+        Else it would be traced a second time after the first, to be without them. Models that
+        create variables in their first step, such as metrics given by name, still are.
+        """
+        with _one_at_a_time(), tf.init_scope(), tf.variable_creator_scope(_not_lifted):
+            self.build(variables)
 
     def is_between_steps(self) -> bool:
         """Whether side information may change now: not between the minibatches of one step."""
@@ -296,6 +304,10 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
 def _one_at_a_time() -> contextlib.AbstractContextManager:
     """Lets one thread at a time build an optimizer; replicas have threads that build together."""
     return _building if num_replicas() == 1 else contextlib.nullcontext()
+
+
+def _not_lifted(next_creator: Callable[..., tf.Variable], **kwargs) -> tf.Variable:
+    return next_creator(**{**kwargs, "experimental_enable_variable_lifting": False})
 
 
 def _layer_of(variable: tf.Variable) -> str:
