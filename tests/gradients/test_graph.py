@@ -305,6 +305,20 @@ def test_a_variable_that_is_read_where_no_gradient_reaches_it(hide):
     np.testing.assert_allclose(norms(problem, "graph"), (rows**2).sum((1, 2)), rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("error:No rule covers")
+def test_a_variable_of_which_several_tensors_are_computed_some_without_a_gradient():
+    w = tf.Variable(floats(3, 4))
+
+    def losses(x):
+        a, b = tf.split(w, 2, axis=1)
+        hidden = tf.sin(x @ a) + x @ (b * b) + x @ tf.stop_gradient(2.0 * b)
+        return tf.reduce_sum(hidden * (x[:, :2] @ tf.exp(a)[:2]), axis=1)
+
+    problem = zoo.Problem([w], losses, (floats(4, 3),))
+    (rows,) = zoo.batch_of_one_gradients(problem)
+    np.testing.assert_allclose(norms(problem, "graph"), (rows**2).sum((1, 2)), rtol=1e-5)
+
+
 def test_in_xla_sees_compilation_from_any_depth():
     seen = {}
 

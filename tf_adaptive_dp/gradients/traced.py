@@ -93,25 +93,30 @@ class TracedGradients(PerExampleGradients):
 
     def _total(self, handle: tf.Tensor, reads: Sequence[Read], deltas: dict) -> Total | None:
         """What rules say of a variable, or `None` if they do not cover all of its reads."""
-        parts = []
+        parts, computed = [], []
         for read in reads:
             delta = deltas[read.op.outputs[0].ref()]
             if delta is None and len(read.op.outputs) == 1 and read.op not in self._recomputed:
                 continue
-            part = None if delta is None else self._ask(handle, read, delta)
+            part = None if delta is None else self._ask(read, delta)
             if part is None:
                 return None
-            parts.append(part)
-        return Total(parts) if parts else None
+            if read.view is None:
+                computed.append((read.op.inputs[read.index], part))
+            else:
+                parts.append(part)
+        if computed:
+            parts.append(_through(computed, handle))
+        return Total(parts) if parts and None not in parts else None
 
-    def _ask(self, handle: tf.Tensor, read: Read, delta: tf.Tensor) -> Viewed | None:
+    def _ask(self, read: Read, delta: tf.Tensor) -> Viewed | None:
         tensor, view = read.op.inputs[read.index], read.view
         rule = RULES.get(read.op.type)
         # Contributions are real; an unknown size is for entry by entry only.
         known = view is not None or tensor.shape.is_fully_defined() or read.op.type in ELEMENTWISE
         if rule is None or not known or not delta.dtype.is_floating:
             return None
-        part = rule(
+        return rule(
             Site(
                 read.op,
                 read.index,
@@ -122,7 +127,6 @@ class TracedGradients(PerExampleGradients):
                 self._per_row,
             )
         )
-        return part if part is None or view is not None else _through(tensor, handle, part)
 
     def _fall_back(self, loss, variables, tape, reads, penalties, only_rules) -> None:
         """Takes the Jacobian for variables that rules do not cover."""
@@ -159,21 +163,36 @@ def _describe(variable: tf.Variable, reads: Sequence[Read]) -> str:
     return f"{variable.name}, read by {', '.join(types)} in layer {', '.join(layers)}"
 
 
-def _through(tensor: tf.Tensor, handle: tf.Tensor, part: Viewed) -> Viewed | None:
-    """Takes gradients for a tensor that was computed from a variable on to the variable.
+class _Unconnected(Exception):
+    """A tensor through which TensorFlow has no gradient, such as behind `stop_gradient`."""
 
-    Such as the kernel of a weight-normalised layer: one small backward pass for each example, from
-    the tensor to the variable only.
+
+def _through(parts: Sequence[tuple[tf.Tensor, Viewed]], handle: tf.Tensor) -> Viewed | None:
+    """Takes gradients for tensors that were computed from a variable on to the variable.
+
+    Such as the kernel of a weight-normalised layer, or the gates that a kernel is split into: one
+    small backward pass for each example, from all these tensors to the variable only.
+
+    Args:
+      parts: each tensor, and the gradients for it.
+      handle: what stands for the variable in the graph.
+
+    Returns:
+      `None` if one of the tensors has no gradient for the variable: the Jacobian knows.
     """
-    if tf.gradients(tensor, handle)[0] is None:
-        return None  # such as behind `stop_gradient`: the Jacobian knows
-    rows = part.of(*part.tensors)
+    tensors = [tensor for tensor, _ in parts]
 
     @tf.autograph.experimental.do_not_convert
-    def back(row):
-        upstream = tf.cast(tf.reshape(row, tf.shape(tensor)), tensor.dtype)
-        return tf.convert_to_tensor(tf.gradients(tensor, handle, grad_ys=upstream)[0])
+    def back(rows):
+        upstream = [tf.cast(tf.reshape(r, tf.shape(t)), t.dtype) for r, t in zip(rows, tensors)]
+        found = tf.gradients(tensors, handle, grad_ys=upstream)[0]
+        if found is None:
+            raise _Unconnected
+        return tf.convert_to_tensor(found)
 
-    rows = tf.vectorized_map(back, rows)
+    try:
+        rows = tf.vectorized_map(back, [part.of(*part.tensors) for _, part in parts])
+    except _Unconnected:
+        return None
     view = View(tuple(rows.shape[1:].as_list()))
     return Viewed(Dense(view.shape, rows), view)
