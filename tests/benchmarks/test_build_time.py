@@ -1,0 +1,23 @@
+"""The benchmark of building a step runs as its head says."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "build_time.py"
+
+
+def test_a_small_run_prints_seconds_and_ratios():
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "--models", "mlp", "--batch", "unknown", "--rounds", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = re.findall(r"^mlp +unknown +(.*)$", done.stdout, re.M)
+    sgd_trace, sgd_first, trace, first, *clock, ratio, both = map(float, row.split())
+    assert min(sgd_trace, sgd_first, trace, first, *clock) > 0
+    assert abs(ratio - trace / sgd_trace) < 0.1 + 0.02 * ratio / sgd_trace
+    assert 0 < both
