@@ -24,6 +24,7 @@ from tf_adaptive_dp.optimizers import refusals
 from tf_adaptive_dp.optimizers.checked_state import CheckedState
 from tf_adaptive_dp.optimizers.loss_scaling import LossScaling, check_loss_scale
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
+from tf_adaptive_dp.privacy.earlier_releases import warn_of_earlier_releases
 from tf_adaptive_dp.privacy.ledger import Ledger
 from tf_adaptive_dp.side_information.provenance import SideInformation, events
 
@@ -205,6 +206,8 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
         """
         with _one_at_a_time(), tf.init_scope(), tf.variable_creator_scope(_not_lifted):
             self.build(variables)
+            if tf.executing_eagerly():
+                warn_of_earlier_releases(variables, self.ledger)
 
     def is_between_steps(self) -> bool:
         """Whether side information may change now: not between the minibatches of one step."""

@@ -39,6 +39,7 @@ class Ledger:
     Attributes:
       other_events: `dp_accounting.DpEvent`s that were spent beside the gradients, such as side
         information that was itself released with privacy.
+      restorations: how often `restore` replaced what is recorded; not saved.
     """
 
     MAX_SEGMENTS = 64
@@ -55,6 +56,7 @@ class Ledger:
         )
         self._counts = add_variable([self.MAX_SEGMENTS], dtype=tf.int64, name="ledger_counts")
         self.other_events: tuple = ()
+        self.restorations = 0
 
     def record(self, noise_multiplier: tf.Tensor, batch_size: tf.Tensor) -> tf.Tensor:
         """Counts one release; the work of a few scalars, inside a graph or outside.
@@ -116,6 +118,7 @@ class Ledger:
             counts[row] = checks.integer("num_releases", count, 0)
         self._parameters.assign(parameters)
         self._counts.assign(counts)
+        self.restorations += 1
 
     @classmethod
     def extended(cls, segments: Sequence[Segment], more: Segment) -> list[Segment]:
