@@ -31,16 +31,40 @@ def stopped_geometric(gamma, last):
     return np.concatenate([[0.0], started, [1 - started.sum()]])
 
 
-def truncated_negative_binomial(mean, shape):
+def truncation(mean, shape):
+    """γ of the truncated negative binomial law with a mean."""
+
     def mean_of(gamma):
+        if shape == 0:
+            return (1 / gamma - 1) / -math.log(gamma)
         return shape * (1 / gamma - 1) / (1 - gamma**shape)
 
-    gamma = brentq(lambda g: mean_of(g) - mean, 1e-9, 1 - 1e-9, xtol=1e-15)
-    law = nbinom.pmf(np.arange(LENGTH), shape, gamma)
-    law = law / (1 - law[0])
+    return brentq(lambda g: mean_of(g) - mean, 1e-9, 1 - 1e-9, xtol=1e-15)
+
+
+def truncated_negative_binomial(mean, shape):
+    gamma = truncation(mean, shape)
+    if shape > 0:
+        law = nbinom.pmf(np.arange(LENGTH), shape, gamma)
+        law = law / (1 - law[0])
+    else:
+        n = np.arange(1, LENGTH)
+        first = (1 - gamma) * (shape / (gamma**-shape - 1) if shape else -1 / math.log(gamma))
+        steps = (1 - gamma) * (n + shape) / (n + 1)
+        law = np.concatenate([[0.0, first], first * np.cumprod(steps)[:-1]])
     law[0] = 0.0
     assert abs(law.sum() - 1) < 1e-9
     return law
+
+
+def generating_function(mean, shape):
+    """z ↦ E z^K of the same laws; `math.inf` is Poisson."""
+    if math.isinf(shape):
+        return lambda z: np.exp(mean * (z - 1))
+    gamma = truncation(mean, shape)
+    if shape == 0:
+        return lambda z: np.log1p(-(1 - gamma) * z) / math.log(gamma)
+    return lambda z: ((1 - (1 - gamma) * z) ** -shape - 1) / (gamma**-shape - 1)
 
 
 def poisson_law(mean):
@@ -58,6 +82,14 @@ def winner(trial, law):
     numbers = numbers[numbers > 0]
     up_to = [float(law[numbers] @ np.power(x, numbers)) for x in below]
     return np.append(np.diff(up_to), law[0])
+
+
+def winner_by_generating_function(trial, function):
+    """The same, by E x^N at the cumulated probabilities x."""
+    below = np.concatenate([[0.0], np.cumsum(trial)])
+    below[-1] = 1.0
+    up_to = function(below)
+    return np.append(np.diff(up_to), up_to[0])
 
 
 def winner_by_enumeration(trial, law):

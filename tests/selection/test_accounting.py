@@ -22,7 +22,7 @@ from tf_adaptive_dp.selection.accounting import (
 from tf_adaptive_dp.selection.conversion import IMPROVED_ORDERS
 
 DELTA = 1e-5
-SHAPES = [0.3, 1.0, 1.0001, 4.0, math.inf]
+SHAPES = [0.0, 0.3, 1.0, 1.0001, 4.0, math.inf]
 DEFAULT = IMPROVED_ORDERS
 
 
@@ -149,6 +149,8 @@ def repeat_and_select_by_hand(trial, mean, delta, shape):
     else:
         if shape == 1:
             gamma = 1 / mean
+        elif shape == 0:
+            gamma = brentq(lambda g: (1 - g) / g / -math.log(g) - mean, 1e-9, 1 - 1e-9)
         else:
             gamma = brentq(lambda g: shape * (1 - g) / g / (1 - g**shape) - mean, 1e-9, 1 - 1e-9)
         other = min((1 - 1 / b) * single[b] + math.log(1 / gamma) / b for b in DEFAULT)
@@ -301,16 +303,16 @@ WRONG = [
     (
         repeat_and_select_epsilon,
         (gaussian(1.0), 5, DELTA),
-        {"shape": 0},
+        {"shape": -1},
         ValueError,
-        "`shape` must be greater than 0",
+        "`shape` must be greater than -1",
     ),
     (
         repeat_and_select_epsilon,
         (gaussian(1.0), 5, DELTA),
         {"shape": math.nan},
         ValueError,
-        "`shape` must be greater than 0",
+        "`shape` must be greater than -1",
     ),
     (
         repeat_and_select_epsilon,
@@ -321,10 +323,10 @@ WRONG = [
     ),
     (
         repeat_and_select_epsilon,
-        (gaussian(1.0), 5, DELTA),
-        {"accountant": "pld"},
+        (gaussian(1.0), 1e6, DELTA),
+        {"shape": -0.99},
         ValueError,
-        "`accountant` must be 'rdp' for repeat-and-select",
+        "spread beyond what floats hold",
     ),
     (
         repeat_and_select_epsilon,

@@ -41,6 +41,8 @@ SEARCHES = {
     "geometric": (RepeatAndSelect(500), truncated_negative_binomial(500, 1.0), 1e-4),
     "spread": (RepeatAndSelect(200, 0.5), truncated_negative_binomial(200, 0.5), 1e-4),
     "few": (RepeatAndSelect(3, 0.5), truncated_negative_binomial(3, 0.5), 1e-3),
+    "logarithmic": (RepeatAndSelect(50, 0.0), truncated_negative_binomial(50, 0.0), 1e-3),
+    "negative": (RepeatAndSelect(10, -0.5), truncated_negative_binomial(10, -0.5), 1e-3),
     "narrow": (RepeatAndSelect(200, 3.0), truncated_negative_binomial(200, 3.0), 1e-4),
     "poisson": (RepeatAndSelect(5, math.inf), poisson_law(5), 1e-3),
     "poisson of one": (RepeatAndSelect(1, math.inf), poisson_law(1), 1e-3),

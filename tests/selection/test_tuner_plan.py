@@ -182,3 +182,17 @@ def test_the_tuner_sets_the_noise(tmp_path, monkeypatch):
     (model,) = made.get_best_models()
     assert model.optimizer.ledger.segments == [(7.0, 8.0, 4)]
     assert model.optimizer.noise_multiplier == 7.0
+
+
+def test_pld_reaches_a_search_that_shows_the_winner_alone():
+    score = scores.NoisyScore(noise_multiplier=20.0, sensitivity=0.01)
+    by_rdp, by_pld = (plan(STRATEGIES[2], score=score, accountant=a) for a in ("rdp", "pld"))
+    event = trial_event(9.0, score=score.event)
+    spent = STRATEGIES[2].epsilon(event, 1e-5, accountant="pld")
+    assert by_pld.epsilon_spent(9.0) == spent < 0.8 * by_rdp.epsilon_spent(9.0)
+    assert plan(STRATEGIES[2], accountant="pld").epsilon_spent(9.0) < spent
+    winner = {"values": {}, "score": 0.5, "releases": 6, "error": None, "resumed": 0}
+    text = statement.privacy_statement(by_pld, 9.0, [{**winner, "side_information": ""}])
+    text = " ".join(text.split())
+    assert "PLD accounting" in text and "Koskela, Redberg and Wang 2024" in text
+    assert f"epsilon = {up(spent)}" in text

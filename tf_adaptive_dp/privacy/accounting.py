@@ -267,15 +267,28 @@ def composed_epsilon(
     checks.choice("accountant", accountant, ACCOUNTANTS)
     counts = {release: count for release, count in counts.items() if count}
     bound = _compose_rdp(counts, events, delta)
-    too_costly = bound > PLD_MAX_EPSILON or sum(counts.values()) > PLD_MAX_RELEASES
-    if accountant == "rdp" or too_costly or delta < PLD_MIN_DELTA:
+    if accountant == "rdp" or pld_is_too_costly(counts, bound) or delta < PLD_MIN_DELTA:
         return bound
+    return min(bound, float(composed_pld(counts, events).get_epsilon(delta)))
+
+
+def pld_is_too_costly(counts: Counts, epsilon: float) -> bool:
+    """Whether PLD would take minutes or gigabytes, for releases with about this ε."""
+    return epsilon > PLD_MAX_EPSILON or sum(counts.values()) > PLD_MAX_RELEASES
+
+
+def composed_pld(counts: Counts, events: Sequence[dp_accounting.DpEvent]) -> pld.PLDAccountant:
+    """The privacy loss distribution, rounded up, of releases and other events together.
+
+    Raises:
+      dp_accounting.UnsupportedEventError: for an event that PLD lacks.
+    """
     by_pld = pld.PLDAccountant()
     for release, count in counts.items():
         by_pld.compose(_release_event(*release), count)
     for event in events:
         by_pld.compose(event)
-    return min(bound, float(by_pld.get_epsilon(delta)))
+    return by_pld
 
 
 def _compose_rdp(counts: Counts, events: Sequence[dp_accounting.DpEvent], delta: float) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.privacy.accounting import check_probability
 from tf_adaptive_dp.selection import conversion as convert
-from tf_adaptive_dp.selection import laws
+from tf_adaptive_dp.selection import laws, profiles
 
 
 def composition_epsilon(
@@ -212,13 +212,19 @@ def repeat_and_select_epsilon(
 ) -> float:
     """ε of a random number of trials of which the best is shown.
 
-    Papernot and Steinke 2022. With r(α) the Rényi divergence of a trial and K the number of trials,
-    the divergence of order α of the search is
+    By RDP: Papernot and Steinke 2022. With r(α) the Rényi divergence of a trial and K the number of
+    trials, the divergence of order α of the search is
     - truncated negative binomial K, `shape` η (Theorem 2): r(α) + log(E K) / (α - 1) +
-      (1 + η) min over β of (1 - 1/β) r(β) + log(1/γ) / β; η = 1 is the geometric law, γ = 1 / E K;
+      (1 + η) min over β of (1 - 1/β) r(β) + log(1/γ) / β; η = 1 is the geometric law, γ = 1 / E K,
+      η = 0 the logarithmic one;
     - Poisson K (Theorem 6): r(α) + log(E K) / (α - 1) + E K · δ̂, where a trial is
       (log(1 + 1 / (α - 1)), δ̂)-DP.
     These are what `dp_accounting.dp_event.RepeatAndSelectDpEvent` stands for.
+
+    By PLD: with δ_Q(ε) the privacy profile of a trial, δ = E K · δ_Q(ε - (1 + η) t*), where t* is
+    the least t ≥ 0 with 1 + (1/γ - 1) δ_Q(t) ≤ e^t; for Poisson K, δ = E K · δ_Q(ε - E K · δ_Q(0)).
+    `profiles` has the proof, which follows Koskela, Redberg and Wang 2024. The smaller ε of this
+    and of RDP's counts.
 
     Guarantee: (ε, δ)-DP for adding or removing one example, for the trial with the highest score
     and its score (nothing, if there was no trial), under the conditions of `liu_talwar_epsilon`:
@@ -230,8 +236,9 @@ def repeat_and_select_epsilon(
       trial: one trial, or the costliest in the space.
       mean_trials: E K, at least 1; of the truncated law, which is never 0, if `shape` is finite.
       delta: δ, in (0, 1).
-      shape: η > 0. Small: spread widely, smaller ε; `math.inf`: Poisson, which may be 0.
-      accountant: `"rdp"`; the theorems are about Rényi divergences.
+      shape: η > -1. Small: spread widely, smaller ε; `math.inf`: Poisson, which may be 0.
+      accountant: `"rdp"`, or `"pld"`, tighter and slower. PLD is used for trials and δ / E K as
+        `accounting.epsilon` says; for an event that it lacks there is RDP's ε with a warning.
       conversion: see `composition_epsilon`.
       orders: see `composition_epsilon`.
 
@@ -239,7 +246,7 @@ def repeat_and_select_epsilon(
       ε ≥ 0, `math.inf` if a trial releases something without noise.
 
     Raises:
-      TypeError, ValueError: if an argument is not of the kind above, or `accountant` is "pld".
+      TypeError, ValueError: if an argument is not of the kind above.
       dp_accounting.UnsupportedEventError: for events that RDP lacks.
 
     Example:
@@ -248,6 +255,8 @@ def repeat_and_select_epsilon(
       >>> trial = dp_accounting.GaussianDpEvent(noise_multiplier=10.0)
       >>> round(repeat_and_select_epsilon(trial, 10, delta=1e-5), 3)
       0.849
+      >>> round(repeat_and_select_epsilon(trial, 10, delta=1e-5, accountant="pld"), 3)
+      0.577
       >>> round(repeat_and_select_epsilon(trial, 10, delta=1e-5, shape=math.inf), 3)
       0.898
     """
@@ -256,27 +265,30 @@ def repeat_and_select_epsilon(
     check_probability("delta", delta)
     check_shape(shape)
     checks.choice("accountant", accountant, convert.ACCOUNTANTS)
-    if accountant != "rdp":
-        raise ValueError(
-            "`accountant` must be 'rdp' for repeat-and-select: its theorems bound Rényi "
-            f"divergences. Received: accountant={accountant!r}"
-        )
     checked = convert.checked_orders(orders, conversion)
     divergences = convert.renyi_divergences(trial, checked)
-    if np.any(divergences):
-        divergences = selected_divergences(divergences, checked, mean_trials, shape)
-    return convert.epsilon_from(divergences, checked, delta, conversion)
+    if not np.any(divergences):
+        return 0.0
+    selected = selected_divergences(divergences, checked, mean_trials, shape)
+    bound = convert.epsilon_from(selected, checked, delta, conversion)
+    if accountant == "rdp":
+        return bound
+    profile = convert.profile(trial, divergences, checked, delta, conversion)
+    if profile is None:
+        return bound
+    return min(bound, profiles.selected_epsilon(profile, mean_trials, shape, delta))
 
 
 def check_shape(shape: float) -> float:
-    """Returns `shape` if it is above 0 or `math.inf`, or raises."""
+    """Returns `shape` if it is above -1 or `math.inf`, or raises."""
     if shape == math.inf:
         return math.inf
     try:
-        return checks.number("shape", shape, 0, strict=True)
+        return checks.number("shape", shape, -1, strict=True)
     except ValueError as error:
         raise ValueError(
-            "`shape` must be greater than 0: 1 is the geometric law, math.inf Poisson. "
+            "`shape` must be greater than -1: 0 is the logarithmic law, 1 the geometric law, "
+            "math.inf Poisson. "
             f"Received: shape={shape!r}"
         ) from error
 

@@ -236,7 +236,7 @@ def mean_trials_for_budget(
       epsilon: the budget of the whole search, greater than 0.
       delta: δ, in (0, 1).
       shape: see `accounting.repeat_and_select_epsilon`.
-      accountant: `"rdp"`.
+      accountant: see `accounting.repeat_and_select_epsilon`.
       conversion: see `accounting.composition_epsilon`.
       orders: see `accounting.composition_epsilon`.
 
@@ -254,14 +254,21 @@ def mean_trials_for_budget(
       42.94
     """
     _check_budget(epsilon)
-    keywords = {"accountant": accountant, "conversion": conversion, "orders": orders}
+    keywords = {"shape": shape, "conversion": conversion, "orders": orders}
 
-    def spent(mean: float) -> float:
-        return accounting.repeat_and_select_epsilon(trial, mean, delta, shape=shape, **keywords)
+    def spent(mean: float, method: str) -> float:
+        return accounting.repeat_and_select_epsilon(
+            trial, mean, delta, accountant=method, **keywords
+        )
 
-    _check_first(spent(1.0), epsilon, "repeat-and-select with a mean of 1")
-    found = _largest_mean(lambda mean: spent(mean) <= epsilon)
-    return _short(found, math.floor, lambda mean: mean == 1 or spent(mean) <= epsilon)
+    _check_first(spent(1.0, accountant), epsilon, "repeat-and-select with a mean of 1")
+    # What fits by RDP fits by PLD, and saves most of PLD's costly evaluations.
+    found = 1.0
+    if spent(1.0, "rdp") <= epsilon:
+        found = _largest_mean(lambda mean: spent(mean, "rdp") <= epsilon)
+    if accountant != "rdp":
+        found = _largest_mean(lambda mean: spent(mean, accountant) <= epsilon, found)
+    return _short(found, math.floor, lambda mean: mean == 1 or spent(mean, accountant) <= epsilon)
 
 
 def _check_budget(epsilon: float) -> None:
@@ -276,9 +283,9 @@ def _check_first(spent: float, epsilon: float, what: str) -> None:
         )
 
 
-def _largest_mean(fits: Callable[[float], bool]) -> float:
-    """The largest number from 1, which fits, to `MAX_TRIALS` that fits, to 1e-6 of it."""
-    low, high = 1.0, 2.0
+def _largest_mean(fits: Callable[[float], bool], low: float = 1.0) -> float:
+    """The largest number from `low`, which fits, to `MAX_TRIALS` that fits, to 1e-6 of it."""
+    high = 2 * low
     while high < MAX_TRIALS and fits(high):
         low, high = high, 2 * high
     high = min(high, float(MAX_TRIALS))

@@ -8,7 +8,9 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -161,6 +163,86 @@ def epsilon_of(
     counts, others = _releases(event)
     composed = [dp_accounting.SelfComposedDpEvent(other, count) for other, count in others]
     return min(bound, accounting.composed_epsilon(counts, composed, delta, "pld"))
+
+
+class TrialProfile:
+    """The privacy profile of a trial: δ by PLD, and ε by PLD or RDP, whichever is smaller.
+
+    No δ by PLD is below 1e-9, which its arithmetic does not reach, and no ε at such a δ is PLD's.
+
+    Guarantee: for adding or removing one example, both ways.
+    """
+
+    def __init__(
+        self,
+        event: dp_accounting.DpEvent,
+        divergences: np.ndarray,
+        orders: tuple[float, ...],
+        conversion: str,
+    ):
+        """Composes the privacy loss distributions of all that is in a trial.
+
+        Args:
+          event: the trial.
+          divergences: its Rényi divergences at these orders.
+          orders: above 1.
+          conversion: from RDP to ε.
+
+        Raises:
+          dp_accounting.UnsupportedEventError: for an event that PLD lacks.
+        """
+        self._rdp = divergences, orders
+        self._conversion = conversion
+        counts, others = _releases(event)
+        parts = tuple(dp_accounting.SelfComposedDpEvent(other, count) for other, count in others)
+        self._pld = _composed_pld(tuple(sorted(counts.items())), parts)
+
+    def delta(self, epsilons: np.ndarray) -> np.ndarray:
+        """δ at each ε ≥ 0, given in ascending order: it falls, and is convex in e^ε."""
+        return np.maximum(self._pld.get_delta(epsilons), accounting.PLD_MIN_DELTA)
+
+    def epsilon(self, delta: float) -> float:
+        """ε ≥ 0 at δ in (0, 1)."""
+        bound = epsilon_from(*self._rdp, delta, self._conversion)
+        if delta < accounting.PLD_MIN_DELTA:
+            return bound
+        return min(bound, float(self._pld.get_epsilon(delta)))
+
+
+def profile(
+    event: dp_accounting.DpEvent,
+    divergences: np.ndarray,
+    orders: tuple[float, ...],
+    delta: float,
+    conversion: str,
+) -> TrialProfile | None:
+    """The privacy profile of a trial by RDP and PLD, or `None` where RDP has to do.
+
+    That is so where PLD would need minutes or gigabytes, and, with a warning, for events that it
+    lacks.
+
+    Args:
+      event: the trial.
+      divergences: its Rényi divergences at these orders.
+      orders: above 1.
+      delta: δ of the search.
+      conversion: from RDP to ε.
+    """
+    bound = epsilon_from(divergences, orders, delta, conversion)
+    if not 0 < bound < math.inf or accounting.pld_is_too_costly(_releases(event)[0], bound):
+        return None
+    try:
+        return TrialProfile(event, divergences, orders, conversion)
+    except dp_accounting.UnsupportedEventError as error:
+        warnings.warn(
+            f"PLD lacks an event of the trial, so epsilon is RDP's: {error}", stacklevel=2
+        )
+        return None
+
+
+@functools.lru_cache(maxsize=4)
+def _composed_pld(counts: tuple, others: tuple) -> Any:
+    return accounting.composed_pld(dict(counts), others)
 
 
 def _releases(

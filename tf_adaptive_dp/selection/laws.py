@@ -1,8 +1,9 @@
 """How many trials are made: the laws that the proofs of random selection demand.
 
-Truncated negative binomial, with parameters η > 0 and γ in (0, 1] (Papernot and Steinke 2022,
+Truncated negative binomial, with parameters η > -1 and γ in (0, 1] (Papernot and Steinke 2022,
 Definition 1): P(K = k) = (1 - γ)^k / (γ^-η - 1) · Π_{l<k} (l + η) / (l + 1), k = 1, 2, …; η = 1 is
-the geometric law. Poisson: P(K = k) = e^-μ μ^k / k!, k = 0, 1, …
+the geometric law, and the limit η = 0 the logarithmic one, (1 - γ)^k / (k log(1/γ)).
+Poisson: P(K = k) = e^-μ μ^k / k!, k = 0, 1, …
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from collections.abc import Iterator
 # more than the proofs allow.
 _SECRET = random.SystemRandom()
 
+# The largest log(1/γ): 1/γ must be a float.
+_MOST_SPREAD = 512.0
+
 
 def hard_stop(gamma: float, delta_2: float) -> int:
     """⌈Υ⌉ = ⌈log(1/δ₂) / γ⌉: P(geometric > ⌈Υ⌉) = (1 - γ)^⌈Υ⌉ ≤ δ₂."""
@@ -22,9 +26,12 @@ def hard_stop(gamma: float, delta_2: float) -> int:
 
 
 def log_gamma(mean: float, shape: float) -> float:
-    """log γ ≤ 0 of the truncated negative binomial law with a mean ≥ 1 and a shape η > 0.
+    """log γ ≤ 0 of the truncated negative binomial law with a mean ≥ 1 and a shape η > -1.
 
-    Solves η (1/γ - 1) / (1 - γ^η) = mean to the last digits.
+    Solves η (1/γ - 1) / (1 - γ^η) = mean to the last digits; with η = 0 (1/γ - 1) / log(1/γ).
+
+    Raises:
+      ValueError: if a law with that mean would be spread beyond what floats hold, near η = -1.
     """
     if mean == 1:
         return 0.0
@@ -32,14 +39,24 @@ def log_gamma(mean: float, shape: float) -> float:
         return -math.log(mean)
 
     def mean_at(t: float) -> float:
-        return shape * math.expm1(-t) / -math.expm1(shape * t)
+        return math.expm1(-t) * _slope(t, shape)
 
     low, high = -1.0, 0.0  # mean_at(low) ≥ mean > mean_at(high)
     while mean_at(low) < mean:
         low, high = 2 * low, low
+        if low < -_MOST_SPREAD:
+            raise ValueError(
+                "Numbers of trials would be spread beyond what floats hold: choose a larger "
+                f"`shape`, or fewer trials. Received: shape={shape!r}, mean {mean!r}"
+            )
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if mean_at(middle) >= mean else (low, middle)
     return low
+
+
+def _slope(t: float, shape: float) -> float:
+    """η / (1 - γ^η) > 0 with t = log γ < 0, for η = 0 its limit 1 / log(1/γ)."""
+    return -1 / t if shape == 0 else shape / -math.expm1(shape * t)
 
 
 def log_probabilities(mean: float, shape: float) -> Iterator[tuple[int, float]]:
@@ -55,7 +72,7 @@ def log_probabilities(mean: float, shape: float) -> Iterator[tuple[int, float]]:
         yield 1, 0.0
         return
     log_failure = math.log(-math.expm1(t))  # log(1 - γ)
-    k, value = 1, log_failure + shape * t + math.log(shape) - math.log(-math.expm1(shape * t))
+    k, value = 1, log_failure + shape * t + math.log(_slope(t, shape))
     while True:
         yield k, value
         value += log_failure + math.log((k + shape) / (k + 1))

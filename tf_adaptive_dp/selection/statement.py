@@ -80,6 +80,9 @@ def _strategy(plan: Plan) -> str:
             f"Strategy: composition of {strategy.max_trials} candidates, each of which may be "
             "shown. Candidates that crashed, or were interrupted, are counted like the others."
         )
+    source = "Papernot and Steinke 2022"
+    if plan.accountant == "pld":
+        source += ", with the privacy profiles of Koskela, Redberg and Wang 2024"
     how = {
         "liu_talwar": (
             "random stopping (Liu and Talwar 2019): a secret coin ended the search after each "
@@ -87,7 +90,7 @@ def _strategy(plan: Plan) -> str:
             f"{strategy.max_trials} at the latest"
         ),
         "repeat_and_select": (
-            "the best of a secret random number of candidates (Papernot and Steinke 2022), "
+            f"the best of a secret random number of candidates ({source}), "
             f"{strategy.expected_trials:g} on average"
         ),
     }[strategy.name]

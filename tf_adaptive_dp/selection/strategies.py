@@ -165,8 +165,9 @@ class RepeatAndSelect:
 
     Args:
       mean_trials: mean number of trials, at least 1.
-      shape: η > 0 of the truncated negative binomial law: 1 is the geometric law, `math.inf`
-        Poisson, by which no trial at all may be made.
+      shape: η > -1 of the truncated negative binomial law: 1 is the geometric law, 0 the
+        logarithmic one, `math.inf` Poisson, by which no trial at all may be made. With the same
+        mean a smaller one makes fewer trials most of the time, and once in a while very many.
 
     Raises:
       TypeError, ValueError: if an argument is not of the range above.
