@@ -79,6 +79,17 @@ def log_probabilities(mean: float, shape: float) -> Iterator[tuple[int, float]]:
         k += 1
 
 
+def generating_function(mean: float, shape: float, z: float) -> float:
+    """E z^K for z in [0, 1], the probability that all of K trials are of a kind that has z."""
+    if math.isinf(shape):
+        return math.exp(mean * (z - 1))
+    t = log_gamma(mean, shape)
+    if t == 0:
+        return z
+    left = math.log1p(math.expm1(t) * z)  # log(1 - (1 - γ) z)
+    return left / t if shape == 0 else math.expm1(-shape * left) / math.expm1(-shape * t)
+
+
 def draw(mean: float, shape: float) -> int:
     """A secret number with that law. It takes about `mean` steps."""
     left = _SECRET.random()
