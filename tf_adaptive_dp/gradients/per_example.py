@@ -18,6 +18,7 @@ from tf_adaptive_dp.gradients.materialized import MaterializedGradients
 from tf_adaptive_dp.gradients.penalties import Penalty, find_penalties, penalty_gradients
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.traced import TracedGradients
+from tf_adaptive_dp.gradients.watch import search_when_complete
 
 METHODS = ("auto", "traced", "materialized")
 
@@ -169,6 +170,7 @@ def _search(loss: tf.Tensor, method: str) -> tuple[Layouts | None, list[Penalty]
     if not tf.executing_eagerly():
         layouts = analyze(loss)
         refuse_state(loss)
+        search_when_complete(loss)
         if layouts is None:
             return None, find_penalties(loss, of_one_example(loss))
         refuse_custom_gradients(ancestors([loss]), layouts)

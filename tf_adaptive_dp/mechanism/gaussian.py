@@ -9,6 +9,7 @@ from typing import Callable
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp.gradients.released import mark_released
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.mechanism import clipping as clippings
 from tf_adaptive_dp.mechanism import replicas
@@ -318,6 +319,7 @@ class GaussianMechanism:
         """Moves C by the noisy count of the examples within the C that they were clipped to."""
         _, count_noise = self.clipping.split_noise(sigma, expected)
         (noisy,) = self.noise.add_to(count, share * count_noise, tf.constant(0.5, tf.float64))
+        mark_released(noisy)
         total = replicas.total(noisy)
 
         def move() -> list[tf.Tensor]:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.graph import in_xla
+from tf_adaptive_dp.gradients.released import mark_released
 from tf_adaptive_dp.mechanism import replicas
 
 # Steps of the grid in units of C/√d; 2 to the power of this.
@@ -88,6 +89,7 @@ class SecureNoise:
         sizes = [tf.size(s) for s in sums]
         flat = tf.concat([tf.reshape(s, [-1]) for s in sums], axis=0)
         noisy = tf.numpy_function(_release, [flat, stddev, sensitivity], tf.float32)
+        mark_released(noisy)  # Python keeps nothing of it
         parts = tf.split(tf.ensure_shape(noisy, flat.shape), sizes)
         return [tf.reshape(part, tf.shape(s)) for part, s in zip(parts, sums)]
 

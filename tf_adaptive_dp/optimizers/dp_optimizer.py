@@ -15,6 +15,7 @@ from tf_adaptive_dp.gradients.per_example import (
     check_method,
     per_example_gradients,
 )
+from tf_adaptive_dp.gradients.released import completion, mark_released, vouch_for
 from tf_adaptive_dp.mechanism.clipping import Clipping, serialize
 from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
 from tf_adaptive_dp.mechanism.replicas import num_replicas
@@ -195,7 +196,7 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
         released = [None if g is None else tf.cast(g, v.dtype) for g, v in zip(released, variables)]
         for gradient in released:
             if gradient is not None:
-                gradient._released_by_mechanism = self._mechanism.complete
+                mark_released(gradient, self._mechanism.complete)
         return list(zip(released, variables))
 
     def _build_outside(self, variables: Sequence[tf.Variable]) -> None:
@@ -234,6 +235,8 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
         if not non_private_gradients:
             refusals.refuse_gradients_of_one_replica(*args, **kwargs)
             refusals.refuse_foreign_gradients(grads_and_vars)
+        elif not tf.executing_eagerly():
+            grads_and_vars = [(vouch_for(g), v) for g, v in grads_and_vars]
         gradients = [g for g, _ in grads_and_vars if g is not None]
         apply = functools.partial(super().apply_gradients, grads_and_vars, *args, **kwargs)
         # After the gradients: a step that fails on its data must not move slots and counters.
@@ -244,7 +247,7 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
 
     def _apply_when_complete(self, apply: Callable, gradients: list[tf.Tensor]) -> tf.Tensor:
         """Moves nothing before the last part of a batch."""
-        flags = {id(f): f for f in (getattr(g, "_released_by_mechanism", None) for g in gradients)}
+        flags = {id(f): f for f in map(completion, gradients)}
         if len(flags) != 1 or None in flags.values():
             raise ValueError(
                 "With `gradient_accumulation_steps` the optimizer applies what `compute_gradients` "

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.released import completion
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.mechanism.replicas import num_replicas, refuse_unsupported_strategy
 
@@ -54,11 +55,7 @@ def refuse_counting(optimizer: Any, source: PerExampleGradients) -> None:
 
 def refuse_foreign_gradients(grads_and_vars: Sequence[tuple]) -> None:
     """Gradients that did not come from the mechanism are not private."""
-    foreign = [
-        v.name
-        for g, v in grads_and_vars
-        if g is not None and getattr(g, "_released_by_mechanism", None) is None
-    ]
+    foreign = [v.name for g, v in grads_and_vars if g is not None and completion(g) is None]
     if foreign:
         raise NotPrivateError(
             "`apply_gradients` takes gradients that were clipped and noised by this library. "

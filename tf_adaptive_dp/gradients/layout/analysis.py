@@ -19,12 +19,12 @@ from tf_adaptive_dp.gradients.layout import (  # noqa: F401
 )
 from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed, Public
 from tf_adaptive_dp.gradients.layout.custom_gradients import refuse_custom_gradients
-from tf_adaptive_dp.gradients.layout.names import ELEMENTWISE, KEEP_SHAPE, SHAPE_ONLY
+from tf_adaptive_dp.gradients.layout.names import ELEMENTS, ELEMENTWISE, KEEP_SHAPE, SHAPE_ONLY
 from tf_adaptive_dp.gradients.layout.sizes import ONE, Size, evaluate, product, static_value
+from tf_adaptive_dp.gradients.released import is_released
 
 _NUMBERS = itertools.count()
-_ELEMENTS = ("IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue")
-_SOURCES = ("Placeholder", *_ELEMENTS)
+_SOURCES = ("Placeholder", *sorted(ELEMENTS))
 _OPAQUE_TYPES = (tf.resource, tf.variant)
 _FOREIGN = "does not have the batch as axis 0, has no static shape, or is sparse or ragged"
 
@@ -203,7 +203,7 @@ def comes_from_data(tensor: tf.Tensor) -> bool:
     seen, stack = set(), [tensor]
     while stack:
         tensor = stack.pop()
-        if tensor.ref() in seen or _is_released(tensor):
+        if tensor.ref() in seen or is_released(tensor):
             continue
         seen.add(tensor.ref())
         if tensor.op.type in SHAPE_ONLY:
@@ -212,10 +212,6 @@ def comes_from_data(tensor: tf.Tensor) -> bool:
             return True
         stack += tensor.op.inputs
     return False
-
-
-def _is_released(tensor: tf.Tensor) -> bool:
-    return getattr(tensor, "_released_by_mechanism", None) is not None
 
 
 def _takes_an_element(op: tf.Operation) -> bool:
@@ -238,7 +234,7 @@ def _is_element(op: tf.Operation) -> bool:
     """Whether it gives an element of a data set, not an optional that the step filled itself."""
     if op.type == "OptionalGetValue":
         return all(o.type != "OptionalFromValue" for o in ancestors(op.inputs))
-    return op.type in _ELEMENTS or _takes_an_element(op)
+    return op.type in ELEMENTS or _takes_an_element(op)
 
 
 def _is_eager(tensor: tf.Tensor) -> bool:

@@ -84,3 +84,39 @@ KEEP_SHAPE = {
     "ReverseV2",
     "Softmax",
 }
+
+# What a data set gives.
+ELEMENTS = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}
+
+# Operations that take a handle, and data, but write nothing. All others with a handle may write.
+READERS = set(
+    """
+    IteratorGetNextAsOptional LookupTableExportV2 LookupTableFindV2 LookupTableSizeV2
+    ReadVariableOp ReadVariableXlaSplitND ResourceGather ResourceGatherNd TensorArrayGatherV3
+    TensorArrayReadV3 TensorArraySizeV3 VarIsInitializedOp VariableShape _ReadVariablesOp
+    """.split()
+)
+
+# Called stateful, but nothing of the data stays in them: checks, output that nobody reads back,
+# draws of random numbers, clocks, and operations that make handles.
+WITHOUT_MEMORY = set(
+    """
+    AllCandidateSampler Assert CheckNumerics CheckNumericsV2 CrossReplicaSum CudnnRNN
+    CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3 CudnnRNNV2 CudnnRNNV3
+    DebugIdentityV2 DebugIdentityV3 DeepCopy DeviceIndex Empty FixedUnigramCandidateSampler
+    GuaranteeConst LearnedUnigramCandidateSampler LogUniformCandidateSampler Multinomial
+    NonDeterministicInts Print PrintV2 RandomCrop RandomGamma RandomPoisson RandomPoissonV2
+    RandomShuffle SampleDistortedBoundingBox SampleDistortedBoundingBoxV2 StatelessRandomGetAlg
+    SyncDevice ThreadUnsafeUnigramCandidateSampler Timestamp UniformCandidateSampler VarHandleOp
+    """.split()
+)
+
+# Sums over replicas, by the start of their names.
+COMMUNICATION = ("AllToAll", "Collective", "Nccl")
+
+# What leaves the graph, or comes back into it, where nobody can see what stays there.
+OUTSIDE = {
+    *("EagerPyFunc", "PyFunc", "PyFuncStateless", "ReadFile", "WriteFile", "MatchingFiles"),
+    *("DatasetToTFRecord", "ExperimentalDatasetToTFRecord"),
+    *("SaveDataset", "SaveDatasetV2", "LoadDataset"),
+}

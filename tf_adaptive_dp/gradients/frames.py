@@ -1,0 +1,187 @@
+"""Functions within functions: which body an operation runs, and where its inputs come from."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
+from tensorflow.python.ops import control_flow_util_v2
+
+from tf_adaptive_dp.gradients.graph import find_function
+
+CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
+BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
+LOOPS = {"While", "StatelessWhile"}
+# Loops over a data set: a state and an element go in, the state comes out.
+DATA_SET_LOOPS = {"ReduceDataset", "ScanDataset", "ExperimentalScanDataset"}
+
+_FUNCTION_ATTRIBUTES: dict[str, tuple[str, ...]] = {}
+
+
+def function_attributes(op_type: str) -> tuple[str, ...]:
+    """The attributes of an operation that name functions; none for most."""
+    if op_type not in _FUNCTION_ATTRIBUTES:
+        definition = op_def_registry.get(op_type)
+        attributes = () if definition is None else definition.attr
+        _FUNCTION_ATTRIBUTES[op_type] = tuple(
+            a.name for a in attributes if a.type in ("func", "list(func)")
+        )
+    return _FUNCTION_ATTRIBUTES[op_type]
+
+
+class Frame:
+    """A function body at the place where one operation runs it; or the graph that runs all.
+
+    Attributes:
+      graph: the body.
+      call: the operation that runs it; `None` for the outermost graph that is looked at.
+      outer: the frame of that operation.
+      role: the attribute of the operation that names the body.
+    """
+
+    def __init__(
+        self,
+        graph: tf.Graph,
+        call: tf.Operation | None = None,
+        outer: Frame | None = None,
+        role: str = "",
+    ):
+        self.graph, self.call, self.outer, self.role = graph, call, outer, role
+        self._bodies: dict[tf.Operation, dict[str, Frame]] = {}
+        self._captured = {id(t): outside for outside, t in getattr(graph, "captures", ())}
+        self._places = {} if call is None else {id(t): k for k, t in enumerate(graph.inputs)}
+        self._outside: dict[int, Frame] = {}
+
+    def bodies(self, op: tf.Operation) -> dict[str, Frame]:
+        """The bodies that an operation of this graph may run, by attribute."""
+        names = function_attributes(op.type)
+        if names and op not in self._bodies:
+            found = {}
+            for name in names:
+                value = op.get_attr(name)
+                several = value if isinstance(value, list) else [value]
+                for k, function in enumerate(several):
+                    graph = _body(op, function.name)
+                    if graph is not None:
+                        role = f"{name}:{k}" if isinstance(value, list) else name
+                        found[role] = Frame(graph, op, self, role)
+            self._bodies[op] = found
+        return self._bodies.get(op, {})
+
+    def all_within(self) -> Iterator[Frame]:
+        """This frame and those of all bodies that it runs, however deep."""
+        yield self
+        for op in self.graph.get_operations():
+            for body in self.bodies(op).values():
+                yield from body.all_within()
+
+    def origins(self, tensor: tf.Tensor) -> tuple[list[tuple[Frame, tf.Tensor]], bool]:
+        """Where an input of this body comes from.
+
+        Args:
+          tensor: a placeholder of the graph.
+
+        Returns:
+          The tensors that it may be, each with its frame, and whether it is data that comes in
+          here: what the outermost function is fed (other than numbers, which are settings), and
+          elements of a data set.
+        """
+        if self.call is None:
+            if id(tensor) not in self._captured:
+                opaque = tensor.dtype in (tf.resource, tf.variant)
+                return [], not opaque and tensor.shape.rank != 0
+            outside = self._captured[id(tensor)]
+            if isinstance(outside, tf.Tensor) and not hasattr(outside, "numpy"):
+                return [(self._frame_outside(outside.graph), outside)], False
+            return [], False
+        place, inputs = self._places.get(id(tensor)), self.call.inputs
+        if place is None:
+            return [(self.outer, t) for t in inputs], False
+        if self.call.type in CALLS:
+            return [(self.outer, inputs[place])], False
+        if self.call.type in BRANCHES:
+            return [(self.outer, inputs[place + 1])], False
+        if self.call.type in LOOPS:
+            body = self.outer.bodies(self.call)["body"]
+            return [(self.outer, inputs[place]), (body, body.graph.outputs[place])], False
+        if self.call.type in DATA_SET_LOOPS:
+            return self._origins_in_data_set_loop(place)
+        return [(self.outer, t) for t in inputs], "Dataset" in self.call.type
+
+    def _origins_in_data_set_loop(self, place: int) -> tuple[list[tuple[Frame, tf.Tensor]], bool]:
+        num_states = len(self.call.get_attr("Tstate"))
+        num_others = len(self.call.get_attr("Targuments"))
+        if place < num_states:
+            after = (self, self.graph.outputs[place])
+            return [(self.outer, self.call.inputs[1 + place]), after], False
+        if place < len(self.graph.inputs) - num_others:
+            return [(self.outer, self.call.inputs[0])], True
+        other = place - (len(self.graph.inputs) - num_others)
+        return [(self.outer, self.call.inputs[1 + num_states + other])], False
+
+    def results(self, tensor: tf.Tensor) -> list[tuple[Frame, tf.Tensor]]:
+        """What the output of an operation with bodies is computed from, decisions included."""
+        op, k = tensor.op, tensor.value_index
+        bodies = self.bodies(op)
+        if op.type in CALLS:
+            return [(b, b.graph.outputs[k]) for b in bodies.values()]
+        if op.type in BRANCHES:
+            return [(self, op.inputs[0]), *((b, b.graph.outputs[k]) for b in bodies.values())]
+        if op.type in LOOPS:
+            body, condition = bodies["body"], bodies["cond"]
+            return [
+                (self, op.inputs[k]),
+                (body, body.graph.outputs[k]),
+                (condition, condition.graph.outputs[0]),
+            ]
+        found = [(self, t) for t in op.inputs]
+        return found + [(b, t) for b in bodies.values() for t in b.graph.outputs]
+
+    def decisions(self) -> list[tuple[Frame, tf.Tensor]]:
+        """What decides whether, and how often, this body is run by its operation."""
+        if self.call is None:
+            return []
+        if self.call.type in BRANCHES:
+            return [(self.outer, self.call.inputs[0])]
+        if self.call.type in LOOPS:
+            condition = self.outer.bodies(self.call)["cond"]
+            return [(condition, condition.graph.outputs[0])]
+        return []
+
+    def handles(self, tensor: tf.Tensor) -> set[Hashable]:
+        """Names of the resources that a handle may stand for, the same in all frames."""
+        found, seen, stack = set(), set(), [(self, tensor)]
+        while stack:
+            frame, tensor = stack.pop()
+            if (frame, id(tensor)) in seen:
+                continue
+            seen.add((frame, id(tensor)))
+            op = tensor.op
+            if op.type == "Placeholder":
+                places, _ = frame.origins(tensor)
+                stack += places
+                if not places:
+                    found.add(id(frame._captured.get(id(tensor), tensor)))
+            elif frame.bodies(op):
+                stack += [(f, t) for f, t in frame.results(tensor) if t.dtype == tf.resource]
+            elif op.type in ("Identity", "IdentityN", "StopGradient"):
+                stack += [(frame, t) for t in op.inputs if t.dtype == tf.resource]
+            else:
+                shared = op.node_def.attr["shared_name"].s
+                found.add((op.node_def.attr["container"].s, shared) if shared else id(op))
+        return found
+
+    def _frame_outside(self, graph: tf.Graph) -> Frame:
+        if id(graph) not in self._outside:
+            self._outside[id(graph)] = Frame(graph)
+        return self._outside[id(graph)]
+
+
+def _body(op: tf.Operation, name: str) -> tf.Graph | None:
+    """The graph of a function that an operation runs, as it was traced if that is at hand."""
+    graph = find_function(op.graph, name)
+    if graph is not None or op.type not in CALLS | BRANCHES | LOOPS:
+        return graph
+    inputs = op.inputs[1:] if op.type in BRANCHES else op.inputs
+    return control_flow_util_v2.get_func_graph(op, [t.shape for t in inputs], name)
