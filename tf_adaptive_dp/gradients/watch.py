@@ -16,6 +16,7 @@ from tensorflow.python.framework import func_graph
 
 from tf_adaptive_dp.gradients.frames import Frame
 from tf_adaptive_dp.gradients.layout.hidden import refuse_state_within
+from tf_adaptive_dp.gradients.layout.nested import refuse_mixed_arguments
 
 
 def search_when_complete(loss: tf.Tensor) -> None:
@@ -80,3 +81,6 @@ def _search(graph: func_graph.FuncGraph) -> None:
     losses = [(frame, loss) for frame in root.all_within() for loss in _losses_in(frame.graph)]
     if losses:
         refuse_state_within(root, losses)
+    if not isinstance(graph.outer_graph, func_graph.FuncGraph):
+        for frame, loss in losses:
+            refuse_mixed_arguments(frame, loss)

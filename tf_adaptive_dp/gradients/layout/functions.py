@@ -23,7 +23,7 @@ def _values(op: tf.Operation, layouts) -> list:
     return [layouts.value(t) for t in op.inputs]
 
 
-def _join(op: tf.Operation, one: Layout, other: Layout) -> Layout:
+def join(op: tf.Operation, one: Layout, other: Layout) -> Layout:
     """What is known of a value that comes from either of two places."""
     public = isinstance(one, Public) and isinstance(other, Public)
     a, b = (v.layout if isinstance(v, Public) else v for v in (one, other))
@@ -54,7 +54,7 @@ def branches(op, layouts):
     found = None
     for name in names:
         one = layouts.of_function(_body(op, name), _values(op, layouts)[1:])
-        found = one if found is None else [_join(op, a, b) for a, b in zip(found, one)]
+        found = one if found is None else [join(op, a, b) for a, b in zip(found, one)]
     return found
 
 
@@ -64,7 +64,7 @@ def loop(op, layouts):
     state = _values(op, layouts)
     body = _body(op, op.get_attr("body").name)
     while True:  # each round makes some layout known, or mixed, or dependent; or it is the last
-        after = [_join(op, a, b) for a, b in zip(state, layouts.of_function(body, state))]
+        after = [join(op, a, b) for a, b in zip(state, layouts.of_function(body, state))]
         if after == state:
             break
         state = after

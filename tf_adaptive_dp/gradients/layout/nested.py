@@ -1,0 +1,236 @@
+"""Losses in inner functions: what their arguments are where the functions are called."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Union
+
+import tensorflow as tf
+
+from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.frames import BRANCHES, CALLS, DATA_SET_LOOPS, LOOPS, Frame
+from tf_adaptive_dp.gradients.graph import ancestors
+from tf_adaptive_dp.gradients.layout.analysis import Layouts, feeds
+from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed, Public
+from tf_adaptive_dp.gradients.layout.functions import join
+from tf_adaptive_dp.gradients.layout.sizes import static_value
+from tf_adaptive_dp.gradients.released import is_released
+
+Value = Union[BatchAxis, Mixed, Public]
+
+_FOREIGN = "does not have the batch as axis 0, has no static shape, or is sparse or ragged"
+_MIXED = (
+    "`minimize` is called in an inner function whose argument mixes the examples of the batch "
+    "already, so none has a gradient of its own. Received: {argument} of {function!r}, computed "
+    "by {op} ({type}), which {why}. Compute it inside of each example only, or once for all "
+    "before the step from public data."
+)
+_MOVED = (
+    "`minimize` is called in an inner function whose arguments do not hold the examples of the "
+    "step's batch in their order, as axis 0. Received: {argument} of {function!r}. Pass the "
+    "batch, or the same rows of all its parts (`x[a:b]`, `y[a:b]`)."
+)
+
+
+def refuse_mixed_arguments(frame: Frame, loss: tf.Tensor) -> None:
+    """Refuses an inner function that was given something else than the examples of the batch.
+
+    A function takes its arguments for the examples, and numbers for settings. Where it is called
+    within others this is checked, through calls, branches and loops, up to what the outermost one
+    is fed.
+
+    Args:
+      frame: where the function is run; its outermost frame is that of the whole step.
+      loss: [B], in the graph of `frame`, and accepted there.
+
+    Raises:
+      NotPrivateError: if an argument that the loss depends on holds other things than examples in
+        their order, or if a number depends on the data.
+    """
+    if frame.call is None:
+        return
+    given = [op.outputs[0] for op in ancestors([loss]) if op.type == "Placeholder"]
+    given = [t for t in given if t.dtype != tf.resource]
+    arguments = _Arguments()
+    values = [arguments.value(frame, t) for t in given]
+    if all(isinstance(v, Public) for v in values):
+        # Nothing is fed: as elsewhere, constants with an axis of length B are the data then.
+        arguments = _Arguments(_num_rows(frame, loss, given))
+        values = [arguments.value(frame, t) for t in given]
+    selections = set()
+    for tensor, value in zip(given, values):
+        expects_rows = bool(feeds([tensor.op], frame.graph))
+        if isinstance(value, Public):
+            continue
+        if expects_rows and value == BatchAxis():
+            selections.add(())
+            continue
+        selection = arguments.selection(frame, tensor) if expects_rows else None
+        if selection is None:
+            raise _error(frame, tensor, value)
+        selections.add(selection)
+        if len(selections) > 1:
+            raise _error(frame, tensor, None)
+
+
+def _error(frame: Frame, tensor: tf.Tensor, value: Value | None) -> NotPrivateError:
+    names = {"argument": tensor.op.name, "function": getattr(frame.graph, "name", "")}
+    if isinstance(value, Mixed):
+        op = value.op
+        return NotPrivateError(_MIXED.format(**names, op=op.name, type=op.type, why=value.why))
+    return NotPrivateError(_MOVED.format(**names))
+
+
+def _num_rows(frame: Frame, loss: tf.Tensor, given: Sequence[tf.Tensor]) -> int | None:
+    """B, as far as the loss or the arguments tell it."""
+    outside = [t for g in given for _, t in frame.origins(g)[0]]
+    sizes = [t.shape[0] for t in [loss, *outside] if t.shape.rank]
+    return next((n for n in sizes if n is not None), None)
+
+
+class _Arguments:
+    """What the inputs of bodies hold, found by following them outwards as far as they matter."""
+
+    def __init__(self, rows_of_constants: int | None = None):
+        """Begins; with a number of rows, constants of so many rows are data."""
+        self._rows = rows_of_constants
+        self._loops: dict[tuple[Frame, int], Value] = {}
+
+    def value(self, frame: Frame, tensor: tf.Tensor) -> Value:
+        """What a tensor holds."""
+        if tensor.op.type == "Placeholder":
+            return self._of_input(frame, tensor)
+        return self._layouts(frame, [tensor]).value(tensor)
+
+    def selection(self, frame: Frame, tensor: tf.Tensor) -> tuple | None:
+        """Which rows of the batch a tensor holds, if it is the batch but for the choice of rows."""
+        if self.value(frame, tensor) == BatchAxis():
+            return ()
+        op = tensor.op
+        if op.type == "Placeholder":
+            if frame.call is None or frame.call.type not in CALLS | BRANCHES:
+                return None
+            ((outer, given),), _ = frame.origins(tensor)
+            return self.selection(outer, given)
+        if op.type == "Identity":
+            return self.selection(frame, op.inputs[0])
+        if op.type == "StridedSlice" and _takes_rows(op):
+            source, others = op.inputs[0], list(op.inputs[1:])
+        elif op.type == "Split" and static_value(op.inputs[0]) == 0:
+            source, others = op.inputs[1], []
+        elif op.type == "SplitV" and static_value(op.inputs[2]) == 0:
+            source, others = op.inputs[0], [op.inputs[1]]
+        else:
+            return None
+        if any(not isinstance(self.value(frame, t), Public) for t in others):
+            return None
+        before = self.selection(frame, source)
+        step = (op.type, len(op.outputs), tensor.value_index, *map(_formula, others))
+        return None if before is None else (*before, step)
+
+    def _layouts(self, frame: Frame, tensors: Sequence[tf.Tensor], inputs=None) -> Layouts:
+        """The layouts of what tensors of a body are computed from."""
+        ops = _until_releases(tensors)
+        layouts = Layouts(None)
+        for op in ops:
+            if op.type == "Placeholder":
+                (tensor,) = op.outputs
+                value = (inputs or {}).get(id(tensor)) or self._of_input(frame, tensor)
+                public = isinstance(value, Public)
+                layouts.set(tensor, value.layout if public else value, not public)
+            elif op.type == "Const" and self._is_data(op.outputs[0]):
+                layouts.set(op.outputs[0], BatchAxis(), True)
+            else:
+                for tensor in feeds([op], frame.graph):
+                    layouts.set(tensor, _fresh(tensor), True)
+        layouts.run(ops)
+        return layouts
+
+    def _of_input(self, frame: Frame, tensor: tf.Tensor) -> Value:
+        if frame.call is None:
+            return self._fed(frame, tensor)
+        places, is_element = frame.origins(tensor)
+        if frame.call.type in CALLS | BRANCHES:
+            return self.value(*places[0])
+        loop_state = frame.call.type in LOOPS | DATA_SET_LOOPS and len(places) > 1
+        if loop_state:
+            return self._of_loop_state(frame, tensor)
+        values = [self.value(*p) for p in places if p[1].dtype != tf.resource]
+        dependent = [v for v in values if not isinstance(v, Public)]
+        if dependent and len(values) > 1 or dependent and is_element:
+            return Mixed(frame.call, "gives the data to a function in a way that is not known")
+        if is_element:
+            return _fresh(tensor)
+        return dependent[0] if dependent else Public()
+
+    def _fed(self, frame: Frame, tensor: tf.Tensor) -> Value:
+        """What the outermost function is fed, or has from outside of all functions."""
+        _, is_data = frame.origins(tensor)
+        return BatchAxis() if is_data or self._is_data(tensor) else Public()
+
+    def _is_data(self, constant: tf.Tensor) -> bool:
+        return self._rows is not None and constant.shape[:1] == [self._rows]
+
+    def _of_loop_state(self, frame: Frame, tensor: tf.Tensor) -> Value:
+        """What a variable of a loop holds in all rounds."""
+        if (frame, id(tensor)) in self._loops:
+            return self._loops[frame, id(tensor)]
+        body = frame.outer.bodies(frame.call)["body"] if frame.role == "cond" else frame
+        place = next(k for k, t in enumerate(frame.graph.inputs) if t is tensor)
+        needed, pending = {}, [place]
+        while pending:
+            k = pending.pop()
+            if k in needed:
+                continue
+            needed[k] = body.graph.outputs[k]
+            inside = {id(op.outputs[0]) for op in _until_releases([needed[k]]) if op.outputs}
+            pending += [
+                j
+                for j, t in enumerate(body.graph.inputs[: len(body.graph.outputs)])
+                if id(t) in inside and len(body.origins(t)[0]) > 1
+            ]
+        state = {k: self.value(*body.origins(body.graph.inputs[k])[0][0]) for k in needed}
+        while True:  # each round makes some value known, or mixed, or dependent; or it is the last
+            inputs = {id(body.graph.inputs[k]): v for k, v in state.items()}
+            layouts = self._layouts(body, list(needed.values()), inputs)
+            after = {k: join(frame.call, v, layouts.value(needed[k])) for k, v in state.items()}
+            if after == state:
+                break
+            state = after
+        self._loops[frame, id(tensor)] = state[place]
+        return state[place]
+
+
+def _fresh(tensor: tf.Tensor) -> BatchAxis | Mixed:
+    return BatchAxis() if tensor.shape.rank else Mixed(tensor.op, _FOREIGN)
+
+
+def _takes_rows(op: tf.Operation) -> bool:
+    """Whether `x[a:b]` is all that a slice does."""
+    masks = ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
+    one_axis = op.inputs[1].shape.rank == 1 and op.inputs[1].shape[0] == 1
+    strides = static_value(op.inputs[3])
+    forward = strides is not None and (strides == 1).all()
+    return one_axis and forward and not any(op.get_attr(m) for m in masks)
+
+
+def _formula(tensor: tf.Tensor) -> Hashable:
+    """What a small integer tensor is computed by; equal for equal formulas of equal values."""
+    value = static_value(tensor)
+    if value is not None:
+        return value.tobytes()
+    op = tensor.op
+    if op.type in ("Pack", "Mul", "Add", "AddV2", "Sub", "Minimum", "Identity", "FloorDiv"):
+        return (op.type, *map(_formula, op.inputs))
+    return id(tensor)
+
+
+def _until_releases(tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """The operations that tensors are computed from, as far as no private release lies between."""
+    seen, stack = set(), [t for t in tensors if not is_released(t)]
+    while stack:
+        op = stack.pop().op
+        if op not in seen:
+            seen.add(op)
+            stack += [t for t in op.inputs if not is_released(t)]
+    return [op for op in tensors[0].graph.get_operations() if op in seen]
