@@ -401,15 +401,6 @@ def test_a_model_with_its_own_loss_is_searched_with_it():
     assert "mixing" in kinds(report(active))
 
 
-def test_a_step_of_its_own_is_pointed_out():
-    class Own(tf.keras.Sequential):
-        def train_step(self, data):
-            return super().train_step(data)
-
-    own = Own([tf.keras.Input([5]), layers.Dense(3)])
-    assert "`train_step` of its own" in str(report(own)) and report(own).ok
-
-
 def test_a_loss_that_counts_the_batch_is_wrong_for_random_batches_only():
     def shared(y, z):
         return squares(y, z) / tf.cast(tf.shape(z)[0], tf.float32)

@@ -34,6 +34,11 @@ def search_when_complete(loss: tf.Tensor) -> None:
         _watch_from(graph)
 
 
+def releases_within(graph: tf.Graph) -> bool:
+    """Whether a function, or one that it calls, computes gradients to be released."""
+    return any(_losses_in(frame.graph) for frame in Frame(graph).all_within())
+
+
 def _losses_in(graph: tf.Graph) -> list[tf.Tensor]:
     return getattr(graph, "_private_losses", [])
 

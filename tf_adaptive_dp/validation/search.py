@@ -54,16 +54,15 @@ def search(
       batch: nests of tensors.
       expected_batch_size: as the optimizer has it.
     """
-    fixed = [tf.TensorSpec(t.shape, t.dtype) for t in tf.nest.flatten(batch)]
-    free = [tf.TensorSpec([None, *s.shape[1:]], s.dtype) for s in fixed]
     found = None
+    free, fixed = batch_specs(batch)
     for specs in (free, fixed):
         findings: list[Finding] = []
         step = tf.function(_step(model, losses, expected_batch_size, findings), autograph=False)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # training will say where it takes the Jacobian
-                concrete = step.get_concrete_function(tf.nest.pack_sequence_as(batch, specs))
+                concrete = step.get_concrete_function(specs)
         except Exception as error:  # noqa: BLE001, whatever a user's model raises is a finding
             found = found or _not_compiled(error)
             continue
@@ -71,6 +70,13 @@ def search(
             findings.append(found._replace(severity="warning", cure=_ONE_SIZE))
         return _run(step, concrete, batch, findings)
     return Search([found], False, np.zeros(0))
+
+
+def batch_specs(batch: tuple) -> tuple[tuple, tuple]:
+    """What to trace a step for: batches of any size, and batches of this one's size."""
+    fixed = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), batch)
+    free = tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), fixed)
+    return free, fixed
 
 
 _ONE_SIZE = (
@@ -111,7 +117,7 @@ def _step(model, losses, expected_batch_size, findings) -> Callable:
             squares = source.squared_norms()
         except (NotPrivateError, ValueError) as error:
             named = [*_mixing(values, model), *_hidden_state(values, model)]
-            findings.extend(named or [_refusal(error, model)])
+            findings.extend(named or [refusal(error, model)])
             return tf.zeros([0])
         if source.counts_batch:
             findings.append(counting(expected_batch_size))
@@ -171,8 +177,16 @@ def _place(op: tf.Operation, path_of: Callable[[str], str | None]) -> str:
     return path_of(op.name) or layer_name(op)
 
 
-def _refusal(error: Exception, model: tf.keras.Model, kind: str = "refused") -> Finding:
-    message = str(error)
+def refusal(error: Exception, model: tf.keras.Model, kind: str = "refused") -> Finding:
+    """The finding that a refusal of the search makes.
+
+    Args:
+      error: the refusal.
+      model: what was searched.
+      kind: of the finding.
+    """
+    # AutoGraph puts the user's lines before it.
+    message = str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
     names = [part for part in message.replace(",", " ").split() if "/" in part]
     where = next(
         (p for p in map(path_finder(model), (n.strip("'\".:") for n in names)) if p), "model"
@@ -184,7 +198,7 @@ def _hidden_state(loss: tf.Tensor, model: tf.keras.Model) -> list[Finding]:
     try:
         refuse_state(loss)
     except NotPrivateError as error:
-        return [_refusal(error, model, "state")]
+        return [refusal(error, model, "state")]
     return []
 
 

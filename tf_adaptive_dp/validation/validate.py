@@ -17,6 +17,7 @@ from tf_adaptive_dp.validation.probe import probe
 from tf_adaptive_dp.validation.repeatable import unchanged
 from tf_adaptive_dp.validation.report import Finding, ValidationReport
 from tf_adaptive_dp.validation.search import search
+from tf_adaptive_dp.validation.train_step import train_step_findings
 
 _NOTHING_PROBED = "nothing, since the findings leave no losses to compare"
 
@@ -119,6 +120,7 @@ def _inspect(model, loss, optimizer, batch) -> ValidationReport:
         losses = _step_losses(model, vector_loss)
         with unchanged(model):
             seen, accepted, probed = _run(model, losses, vector_loss, optimizer, batch)
+            seen += train_step_findings(model, optimizer, batch)
         found += seen
     if model.built:
         found = _joined(found, layer_findings(model), accepted)
@@ -211,16 +213,6 @@ def _step_losses(model, loss) -> Callable:
 def _own_steps(model) -> list[Finding]:
     """What this module cannot know of models that train in a way of their own."""
     found = []
-    if has_own(model, "train_step"):
-        found.append(
-            Finding(
-                "not searched",
-                "model",
-                "It has a `train_step` of its own, which is not run here.",
-                "`fit` searches it when it compiles the step.",
-                "warning",
-            )
-        )
     if has_own(model, "compute_loss") and not model._is_compiled:
         found.append(
             Finding(

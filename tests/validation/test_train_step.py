@@ -1,0 +1,113 @@
+"""`validate` searches a `train_step` of the model's own, and says so where it cannot."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from zoo import floats
+
+import tf_adaptive_dp as dp
+
+layers = tf.keras.layers
+LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+BATCH = (floats(6, 5), np.arange(6) % 3)
+
+
+class Own(tf.keras.Sequential):
+    """A model with a step of its own: Keras's, and what `after` does."""
+
+    after = staticmethod(lambda model, x, loss: None)
+    releases = True
+
+    def __init__(self, **attributes):
+        super().__init__([tf.keras.Input([5]), layers.Dense(3)])
+        vars(self).update(attributes)
+        self.state = tf.Variable(tf.zeros([3]), trainable=False)
+        self.mean = tf.keras.metrics.Mean()
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            logits = self(x, training=True)
+            loss = self.compute_loss(x, y, self.shifted(logits))
+        if self.releases:
+            self.optimizer.minimize(loss, self.trainable_variables, tape)
+        else:
+            gradients = tape.gradient(loss, self.trainable_variables)
+            for gradient, variable in zip(gradients, self.trainable_variables):
+                variable.assign_sub(gradient)
+        self.after(self, logits, loss)
+        return {"loss": self.mean.result()}
+
+    def shifted(self, logits):
+        return logits - self.state
+
+
+def weighs(model, logits, loss):
+    model.mean.update_state(loss)
+    model.state.assign_add(tf.fill([3], model.mean.result()))
+
+
+def checked(model, optimizer=None, compiled=True):
+    optimizer = optimizer or dp.DPSGD(1.0, 1.0)
+    if compiled:
+        model.compile(optimizer, LOSS, ["accuracy"])
+    return dp.validate(model, LOSS, optimizer, BATCH)
+
+
+CARRIES = {
+    "a centre": lambda model, logits, loss: model.state.assign(tf.reduce_mean(logits, 0)),
+    "a metric": weighs,
+    "a queue": lambda model, logits, loss: model.state.assign(
+        tf.concat([logits[:1, 0], model.state[:-1]], 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CARRIES)
+def test_state_that_a_step_writes_after_minimize_is_found(name):
+    seen = checked(Own(after=CARRIES[name]))
+    found = [f for f in seen.findings if f.kind == "train_step"]
+    assert not seen.ok and len(found) == 1 and "writes the data of the batch" in found[0].what, seen
+
+
+def test_a_step_that_is_right_is_accepted_and_nothing_is_changed():
+    model = Own(after=lambda model, logits, loss: model.mean.update_state(loss))
+    optimizer = dp.DPAdam(1.0, 1.0)
+    num_variables, weights = len(optimizer.variables), model.get_weights()
+    seen = checked(model, optimizer)
+    assert seen.ok and not seen.findings, seen
+    assert model.optimizer is optimizer and len(optimizer.variables) == num_variables
+    assert optimizer.ledger.num_releases == 0
+    for before, after in zip(weights, model.get_weights()):
+        np.testing.assert_array_equal(before, after)
+    assert model.fit(*BATCH, verbose=0, batch_size=3) and optimizer.ledger.num_releases == 2
+
+
+def test_what_mixes_in_the_step_itself_is_found():
+    class Mixes(Own):
+        def train_step(self, data):
+            x, y = data
+            return super().train_step((x - tf.reduce_mean(x, 0), y))
+
+    seen = checked(Mixes())
+    assert not seen.ok and "examples of a batch mix" in str(seen)
+
+
+def test_a_step_without_a_release_is_found():
+    seen = checked(Own(releases=False))
+    assert not seen.ok and "releases no gradients" in str(seen)
+
+
+def test_a_step_that_cannot_be_searched_is_not_called_fit():
+    assert "Call `model.compile`" in str(checked(Own(), compiled=False).errors)
+
+    class Fails(Own):
+        def train_step(self, data):
+            raise KeyError("nothing")
+
+    class Makes(Own):
+        def make_train_function(self, force=False):
+            return super().make_train_function(force)
+
+    assert "could not be traced: KeyError" in str(checked(Fails()).errors)
+    assert "`make_train_function` of its own" in str(checked(Makes()).errors)
