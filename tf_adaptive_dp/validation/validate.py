@@ -33,8 +33,9 @@ def validate(
     """Looks for everything that stands in the way of private training, and reports all of it.
 
     The layers, the loss, the optimizer and the batch are asked what they are; a compiled training
-    step is searched as `fit` has it searched, layer by layer; and the model is run eagerly on
-    changed batches, where the losses of other examples must not move.
+    step is searched as `fit` has it searched, layer by layer; a `train_step` of the model's own is
+    traced and searched to its end; and the model is run eagerly on changed batches, where the
+    losses of other examples must not move.
 
     Guarantee: none by itself. What the search of a compiled step accepts holds for all batches,
     as it does in training; the probe can only find, on this batch, what mixes. Nothing that is
@@ -42,7 +43,8 @@ def validate(
 
     Args:
       model: compiled or not; one that has no weights yet is built by calling it on the batch.
-        It stays as it is otherwise.
+        It stays as it is otherwise. One with a `train_step` of its own must be compiled, and the
+        metrics that it was compiled with are built.
       loss: as you pass it to `model.compile`. A model with a `compute_loss` of its own that is
         compiled is searched with that.
       optimizer: as you pass it to `model.compile`; it is not changed.
