@@ -30,7 +30,8 @@ def search_when_complete(loss: tf.Tensor) -> None:
     """
     graph = loss.graph
     if isinstance(graph, func_graph.FuncGraph):
-        graph._private_losses = [*_losses_in(graph), loss]
+        # By name: a graph that holds its own tensors would never be freed.
+        graph._private_losses = [*getattr(graph, "_private_losses", ()), loss.name]
         _watch_from(graph)
 
 
@@ -40,7 +41,7 @@ def releases_within(graph: tf.Graph) -> bool:
 
 
 def _losses_in(graph: tf.Graph) -> list[tf.Tensor]:
-    return getattr(graph, "_private_losses", [])
+    return [graph.get_tensor_by_name(name) for name in getattr(graph, "_private_losses", ())]
 
 
 def _watch_from(graph: tf.Graph) -> None:
