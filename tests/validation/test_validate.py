@@ -39,6 +39,19 @@ class AddsLoss(layers.Layer):
         return x
 
 
+class AddsVector(layers.Layer):
+    """As the KL term of a variational autoencoder."""
+
+    def __init__(self, mixes=False, **kwargs):
+        super().__init__(**kwargs)
+        self.mixes = mixes
+
+    def call(self, x):
+        term = tf.reduce_sum(x**2, axis=1)
+        self.add_loss(term - tf.reduce_mean(term) if self.mixes else term)
+        return x
+
+
 class Remembers(layers.Layer):
     """Subtracts a moving average that it updates itself."""
 
@@ -144,6 +157,13 @@ OF_LAYERS = {
     ),
     "complex variable": (lambda: [Rotates(name="it")], "it", "variables", "real and imaginary"),
 }
+
+
+def test_a_vector_that_a_layer_adds_to_the_loss_is_part_of_it():
+    weights = np.array([1, 0, 2, 1, 1, 0], "float32")
+    assert report(model(AddsVector()), batch=(*BATCH, weights)).ok
+    seen = report(model(AddsVector(mixes=True, name="it")))
+    assert {(f.kind, f.where) for f in seen.findings if f.kind == "mixing"} == {("mixing", "it")}
 
 
 @pytest.mark.parametrize("name", OF_LAYERS)

@@ -11,9 +11,9 @@ from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.graph import ancestors
 from tf_adaptive_dp.gradients.layout.analysis import Layouts
 
-_SUMS = {"Add", "AddV2", "AddN", "Sub"}
-_UNCHANGED = {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "EnsureShape"}
-_SCALINGS = {"Mul", "RealDiv", "DivNoNan"}
+SUMS = {"Add", "AddV2", "AddN", "Sub"}
+UNCHANGED = {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "EnsureShape"}
+SCALINGS = {"Mul", "RealDiv", "DivNoNan"}
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 
 _NOT_ONE_NUMBER = (
@@ -61,7 +61,7 @@ def find_penalties(loss: tf.Tensor, layouts: Layouts) -> list[Penalty]:
     while pending:
         tensor, factor, exact = pending.pop()
         op = tensor.op
-        if op.type in _SUMS:
+        if op.type in SUMS:
             for k, term in enumerate(op.inputs):
                 signed = -factor if op.type == "Sub" and k == 1 else factor
                 if layouts.depends(term):
@@ -69,9 +69,9 @@ def find_penalties(loss: tf.Tensor, layouts: Layouts) -> list[Penalty]:
                 elif _trained(term):
                     _check(term, exact)
                     found.append(Penalty(term, signed))
-        elif op.type in _UNCHANGED:
+        elif op.type in UNCHANGED:
             pending.append((op.inputs[0], factor, exact))
-        elif op.type in _SCALINGS and op.inputs[1].shape.rank == 0:
+        elif op.type in SCALINGS and op.inputs[1].shape.rank == 0:
             # Only by one number for all. A factor for each example ends the search: a weight of
             # zero makes padding absent, and below it are sums such as ⟨x, w⟩ + b.
             number = tf.cast(op.inputs[1], tf.float32)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.absent import find_present
 from tf_adaptive_dp.gradients.graph import ancestors
 from tf_adaptive_dp.gradients.layout.analysis import Layouts, analyze, of_one_example
 from tf_adaptive_dp.gradients.layout.custom_gradients import refuse_custom_gradients
@@ -105,7 +106,8 @@ def per_example_gradients(
     through the whole graph; a model in which the examples of a batch mix, or an operation of which
     that is not known, is refused. Under eager execution only the backward pass can be searched,
     where some mixing leaves no trace; a warning says so. Terms of the loss that depend on no
-    example are left out of gᵢ and given as `penalty_gradients`.
+    example are left out of gᵢ and given as `penalty_gradients`. In a compiled step an example whose
+    sample weights are all 0 has the gradient 0, also of terms that Keras does not weigh.
 
     Args:
       loss: [B], one entry an example.
@@ -136,9 +138,11 @@ def per_example_gradients(
                 "Only variables of real numbers have gradients that can be clipped. Received: "
                 f"{variable.name} of type {variable.dtype.name}. Train real and imaginary parts."
             )
-    layouts, penalties = _search(loss, method)
+    layouts, penalties, present = _search(loss, method)
     example_losses = loss
     with contextlib.nullcontext() if tape._recording else tape:
+        if present is not None:
+            loss = tf.where(present, loss, tf.zeros_like(loss))
         if num_microbatches is not None:
             loss = microbatch_means(loss, num_microbatches)
         if loss_scale != 1:
@@ -165,16 +169,17 @@ def per_example_gradients(
     return source
 
 
-def _search(loss: tf.Tensor, method: str) -> tuple[Layouts | None, list[Penalty]]:
-    """Where the examples are, if there may be several, and the terms that none owns."""
+def _search(loss: tf.Tensor, method: str) -> tuple[Layouts | None, list[Penalty], tf.Tensor | None]:
+    """Where the examples are, if there may be several, the terms that none owns, who is there."""
     if not tf.executing_eagerly():
         layouts = analyze(loss)
         refuse_state(loss)
         search_when_complete(loss)
         if layouts is None:
-            return None, find_penalties(loss, of_one_example(loss))
+            one = of_one_example(loss)
+            return None, find_penalties(loss, one), find_present(loss, one)
         refuse_custom_gradients(ancestors([loss]), layouts)
-        return layouts, find_penalties(loss, layouts)
+        return layouts, find_penalties(loss, layouts), find_present(loss, layouts)
     if method == "traced":
         raise ValueError(
             "Traced gradients need a compiled step, in which they find the operations that read "
@@ -187,4 +192,4 @@ def _search(loss: tf.Tensor, method: str) -> tuple[Layouts | None, list[Penalty]
         "model checked in full.",
         stacklevel=3,
     )
-    return None, []
+    return None, [], None

@@ -187,7 +187,7 @@ def checked_batch(model: tf.keras.Model, batch: Sequence[Any]) -> tuple:
 
 
 def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Callable:
-    """The loss vector of a training step, with sample weights.
+    """The loss vector of a training step, with sample weights and the vectors of `add_loss`.
 
     Args:
       model: called as `model(x, training=training)`.
@@ -201,7 +201,12 @@ def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Call
         x, y, *sample_weight = batch
         values = loss(y, model(x, training=training))
         check_loss_vector(values)
-        return values * tf.cast(sample_weight[0], values.dtype) if sample_weight else values
+        added = [tf.cast(t, values.dtype) for t in model.losses if t.shape.rank == 1]
+        if sample_weight:
+            values *= tf.cast(sample_weight[0], values.dtype)
+            present = tf.reshape(sample_weight[0] != 0, [-1])
+            added = [tf.where(present, term, tf.zeros_like(term)) for term in added]
+        return tf.add_n([values, *added])
 
     return losses
 

@@ -203,20 +203,20 @@ def _hidden_state(loss: tf.Tensor, model: tf.keras.Model) -> list[Finding]:
 
 
 def _added_losses(model: tf.keras.Model) -> list[Finding]:
-    """Terms that layers add to the loss from the data, as sums over the batch."""
+    """Terms from the data that layers add to the loss, and that are no vector [B]."""
     if has_own(model, "compute_loss"):
         return []  # they are part of the loss vector then, and the search goes through them
     found: dict[str, Finding] = {}
     for term in model.losses:
-        if comes_from_data(term):
+        if term.shape.rank != 1 and comes_from_data(term):
             where = _place(term.op, path_finder(model))
             found[where] = Finding(
                 "added loss",
                 where,
-                "It adds a term to the loss that depends on the data, as one number for the whole "
-                "batch (`activity_regularizer` or `add_loss`), so it has no gradient for each "
-                "example, and Keras cannot add it to a loss vector.",
-                "Leave it out, or return it as an output of the model, one entry an example, and "
-                "add it in the loss.",
+                "It adds a term to the loss that depends on the data and is not one entry an "
+                f"example, [B] (`activity_regularizer` or `add_loss`, of shape {term.shape}), so "
+                "Keras cannot add it to a loss vector.",
+                "Pass one entry an example, [B], to `add_loss`, leave the term out, or return it "
+                "as an output of the model and add it in the loss.",
             )
     return list(found.values())
