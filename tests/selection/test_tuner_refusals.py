@@ -1,5 +1,6 @@
 """What HonestTuner refuses before anything is drawn or trained."""
 
+import inspect
 import threading
 
 import dp_accounting
@@ -124,6 +125,42 @@ def test_arguments_of_the_tuner(tmp_path, arguments, error, match):
     with pytest.raises(error, match=match):
         tuned.tuner(tmp_path, **arguments)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("max_trials", "the number of trials, or its mean, is `num_trials`"),
+        ("seed", "operating system's entropy"),
+        ("executions_per_trial", "let `num_trials` be larger"),
+        ("max_retries_per_trial", "a trial that crashed is paid for"),
+        ("max_consecutive_failed_trials", "no number of crashes"),
+        ("tune_new_entries", "as `hyperparameters`"),
+        ("allow_new_entries", "declare all hyperparameters in `build_model`"),
+        ("distribution_strategy", "make it a part of `build_model`"),
+        ("max_model_size", "out of the space"),
+        ("optimizer", "compile the models"),
+        ("hyperband_iterations", "see `strategy`"),
+        ("oracle", "see `strategy`"),
+    ],
+)
+def test_arguments_of_other_tuners_are_told_ours(tmp_path, name, match):
+    with pytest.raises(TypeError, match=f"HonestTuner has no `{name}`: .*{match}.*{name}=3"):
+        tuned.tuner(tmp_path, **{name: 3})
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_argument_of_keras_tuner_is_ours_or_told_ours(tmp_path):
+    ours = set(inspect.signature(dp.selection.HonestTuner).parameters)
+    kinds = [keras_tuner.Tuner, keras_tuner.Oracle, keras_tuner.RandomSearch, keras_tuner.Hyperband]
+    for kind in (*kinds, keras_tuner.BayesianOptimization, keras_tuner.GridSearch):
+        for name in inspect.signature(kind).parameters:
+            if name in ours | {"kwargs"}:
+                continue
+            with pytest.raises(TypeError, match=f"HonestTuner has no `{name}`"):
+                tuned.tuner(tmp_path, **{name: 3})
+    with pytest.raises(TypeError, match="unexpected keyword argument: trials=3"):
+        tuned.tuner(tmp_path, trials=3)
 
 
 def test_a_strategy_object_says_the_number_itself(tmp_path):

@@ -5,8 +5,10 @@ import json
 import keras_tuner
 import numpy as np
 import pytest
+import tensorflow as tf
 import tuned
 
+import tf_adaptive_dp as dp
 from tf_adaptive_dp.selection import budgets, scores, strategies
 
 RATES = [0.01, 0.1, 1.0]
@@ -20,7 +22,7 @@ def test_draws_are_on_the_disk_before_the_first_model_is_built_for_them(tmp_path
         tuned.search(made)
     drawn, begun = (json.loads(line[:-9]) for line in tuned.journal_lines(tmp_path))
     assert [values["learning_rate"] for values in drawn["plan"]["draws"]] == RATES
-    assert begun == {"begun": 1}
+    assert begun["begun"] == 1 and len(begun["models"]) == 3
     assert (tmp_path / "search").stat().st_mode & 0o777 == 0o700
 
 
@@ -177,3 +179,64 @@ def test_a_budget_that_cannot_be_met_leaves_nothing_behind(tmp_path, monkeypatch
     # So another budget is no other search.
     tuned.Fake(monkeypatch, *[0.5] * 3)
     tuned.search(tuned.tuner(tmp_path, epsilon=0.2))
+
+
+def single(hp, *more, units=2, kind=dp.DPSGD):
+    layers = [tf.keras.Input([3]), *more, tf.keras.layers.Dense(units)]
+    made = tf.keras.Sequential(layers)
+    rate = hp.Choice("learning_rate", RATES)
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    optimizer = kind(1.0, 1.0, learning_rate=rate, expected_batch_size=8.0)
+    made.compile(optimizer, loss, metrics=["accuracy"])
+    return made
+
+
+CHANGED = {
+    "layers: .*; weights": lambda hp: single(hp, tf.keras.layers.Dense(4)),
+    r"Changed: layers: was \[.*, is \[.*'ReLU'.*\]. Received": (
+        lambda hp: single(hp, tf.keras.layers.ReLU())
+    ),
+    r"weights: was .*\[3, 2\].* is .*\[3, 5\]": lambda hp: single(hp, units=5),
+    "optimizer: was 'DPSGD', is 'DPAdam'": lambda hp: single(hp, kind=dp.DPAdam),
+}
+
+
+@pytest.mark.parametrize(("strategy", "ended"), [("composition", 0), ("repeat_and_select", 1)])
+def test_another_model_in_mid_search_is_refused(tmp_path, monkeypatch, strategy, ended):
+    arguments = {"strategy": strategy, "num_trials": 2}
+    monkeypatch.setattr(strategies.RepeatAndSelect, "draw_num_trials", lambda strategy: 2)
+    tuned.Fake(monkeypatch, *[0.5] * ended, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(tuned.tuner(tmp_path, **arguments))
+    before = tuned.everything_in(tmp_path)
+    fake = tuned.Fake(monkeypatch)
+    for told, build in CHANGED.items():
+        with pytest.raises(ValueError, match=f"another model of the same hyperparameters.*{told}"):
+            tuned.search(tuned.tuner(tmp_path, build, **arguments))
+        assert not fake.trained and tuned.everything_in(tmp_path) == before
+    # The same model, made in another way, goes on.
+    fake = tuned.Fake(monkeypatch, *[0.5] * (2 - ended))
+    tuned.search(tuned.tuner(tmp_path, single, **arguments))
+    assert len(fake.trained) == 2 - ended
+
+
+def test_a_model_that_changes_between_its_trials_is_refused(tmp_path, monkeypatch):
+    widths = iter([2, 2, 2, 2, 2, 2, 3])  # the space, the plan, three candidates, two trials
+    fake = tuned.Fake(monkeypatch, 0.5)
+    with pytest.raises(ValueError, match="another model of the same hyperparameters"):
+        tuned.search(tuned.tuner(tmp_path, lambda hp: single(hp, units=next(widths))))
+    assert len(fake.trained) == 1
+
+
+def test_a_journal_that_knows_no_models_is_gone_on_with(tmp_path, monkeypatch):
+    from tf_adaptive_dp.selection.journal import Journal
+
+    tuned.Fake(monkeypatch, KeyboardInterrupt())
+    real = Journal.note_begun
+    monkeypatch.setattr(Journal, "note_begun", lambda journal, models: real(journal))
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(tuned.tuner(tmp_path))
+    monkeypatch.setattr(Journal, "note_begun", real)
+    fake = tuned.Fake(monkeypatch, *[0.5] * 3)
+    tuned.search(tuned.tuner(tmp_path))
+    assert len(fake.trained) == 3

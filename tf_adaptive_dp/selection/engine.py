@@ -12,9 +12,9 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.selection import architecture, process_state, show, space, statement
 from tf_adaptive_dp.selection import journal as journals
 from tf_adaptive_dp.selection import outcome as outcomes
-from tf_adaptive_dp.selection import process_state, show, space, statement
 from tf_adaptive_dp.selection import trial as trials
 from tf_adaptive_dp.selection.fit_arguments import FitArguments
 from tf_adaptive_dp.selection.oracle import HonestOracle
@@ -31,6 +31,10 @@ def delete_trials(folder: str | Path, keep: set[str]) -> None:
     for trial in Path(folder).glob("trial_*"):
         if trial.name.removeprefix("trial_") not in keep:
             shutil.rmtree(trial)
+
+
+def _name(values: space.Values) -> str:
+    return json.dumps(values, sort_keys=True)
 
 
 class Search:
@@ -88,7 +92,8 @@ class Search:
 
         Raises:
           ValueError: if the journal is that of a search with other arguments, or the budget cannot
-            be met; then nothing was changed.
+            be met; then nothing was changed. Also if the model of a candidate has other layers,
+            weights or another kind of optimizer than when the search began.
           NotPrivateError: for a model that would cost something else than planned.
         """
         with self._hidden():
@@ -109,9 +114,15 @@ class Search:
         else:
             journals.compare(journal.search, self.describe(), str(self._folder))
         draws = journal.plan["draws"]
+        self._models = journal.models
         if not journal.begun:
-            for values in {json.dumps(d, sort_keys=True): d for d in draws}.values():
-                self._model(values, journal.plan["noise_multiplier"])
+            # All are built before the first is trained, and what they are made of is noted with it.
+            distinct = {_name(values): values for values in draws}
+            noise_multiplier = journal.plan["noise_multiplier"]
+            self._models = {
+                name: architecture.described(self._model(values, noise_multiplier))
+                for name, values in distinct.items()
+            }
         self._drop_losers(journal)
         for number in range(len(journal.ended), len(draws)):
             self._try(number, journal)
@@ -137,8 +148,11 @@ class Search:
         drawn = journal.plan
         values, trial_id = drawn["draws"][number], drawn["ids"][number]
         model = self._model(values, drawn["noise_multiplier"])
+        if self._models is not None:
+            now = architecture.described(model)
+            architecture.compare(self._models[_name(values)], now, str(self._folder))
         if journal.begun == number:
-            journal.note_begun()
+            journal.note_begun(None if number else self._models)
         else:
             journal.note_resumed()
         trial = trials.Trial(

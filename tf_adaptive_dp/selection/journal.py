@@ -24,13 +24,16 @@ class Journal(journal.Journal):
     """What a search drew, and the trials that it began and ended, in a file that only grows.
 
     The first line holds the arguments of the search, its noise and its draws; then each trial, in
-    the order of the draws, has a line when it begins and one when it ends.
+    the order of the draws, has a line when it begins and one when it ends. When the first one
+    begins, the models of all candidates are noted as well; older journals lack them.
 
     Guarantee: that of `tf_adaptive_dp.privacy.journal.Journal`. Draws are secret.
 
     Attributes:
       search: the arguments of the search, `None` before `begin`.
       plan: its noise and its draws, `None` before `begin`.
+      models: what the candidates' models are made of, by the JSON of their values; `None` if that
+        is not known.
       begun: how many trials were begun.
       resumed: how many times the last of these was gone on with in another process.
       ended: the outcomes of the trials that ended.
@@ -57,6 +60,7 @@ class Journal(journal.Journal):
         """
         self.search: dict | None = None
         self.plan: dict | None = None
+        self.models: dict | None = None
         self.begun, self.resumed, self.ended = 0, 0, []
         super().__init__(path, b'{"plan": ')
 
@@ -64,7 +68,7 @@ class Journal(journal.Journal):
         if self.search is None:
             return set(entry) == {"search", "plan"}
         in_progress = self.begun == len(self.ended) + 1
-        if set(entry) == {"begun"}:
+        if set(entry) == {"begun"} or (set(entry) == {"begun", "models"} and not self.begun):
             is_next = entry["begun"] == self.begun + 1 <= len(self.plan["draws"])
             return is_next and not in_progress
         if set(entry) == {"resumed"}:
@@ -76,6 +80,7 @@ class Journal(journal.Journal):
             self.search, self.plan = entry["search"], entry["plan"]
         elif "begun" in entry:
             self.begun, self.resumed = entry["begun"], 0
+            self.models = entry.get("models", self.models)
         elif "resumed" in entry:
             self.resumed += 1
         else:
@@ -90,9 +95,14 @@ class Journal(journal.Journal):
         """
         self._append({"search": search, "plan": plan})
 
-    def note_begun(self) -> None:
-        """Notes that the next trial begins, before it spends anything."""
-        self._append({"begun": self.begun + 1})
+    def note_begun(self, models: dict[str, Any] | None = None) -> None:
+        """Notes that the next trial begins, before it spends anything.
+
+        Args:
+          models: with the first trial, what the models of all candidates are made of; plain JSON.
+        """
+        noted = {} if models is None else {"models": models}
+        self._append({"begun": self.begun + 1, **noted})
 
     def note_resumed(self) -> None:
         """Notes that the trial in progress is gone on with, before it spends any more."""

@@ -69,6 +69,8 @@ class HonestTuner(keras_tuner.Tuner):
       directory: where projects are.
       project_name: the folder of this search.
       overwrite: whether to forget a search that is there. What it spent is spent.
+      **of_keras_tuner: none; for those of KerasTuner that have no place here, such as `max_trials`
+        and `seed`, the error says what to do instead.
 
     Raises:
       TypeError, ValueError: for an argument of the wrong type or out of its range.
@@ -92,7 +94,9 @@ class HonestTuner(keras_tuner.Tuner):
         directory: str | os.PathLike | None = None,
         project_name: str | None = None,
         overwrite: bool = False,
+        **of_keras_tuner: Any,
     ):
+        tuner_arguments.refuse_keras_tuners(of_keras_tuner)
         self._epsilon = checks.number("epsilon", epsilon, 0, strict=True)
         self._delta = accounting.check_probability("delta", delta)
         self._num_examples = checks.integer("num_examples", num_examples, 1)

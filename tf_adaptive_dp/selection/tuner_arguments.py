@@ -66,6 +66,60 @@ def fitted(strategy: Any, hyperparameters: keras_tuner.HyperParameters) -> Any:
     return dataclasses.replace(strategy, num_trials=min(strategy.num_trials, len(candidates)))
 
 
+# Arguments of KerasTuner's tuners and oracles, and what to do instead.
+_CANDIDATES = (
+    "candidates must not depend on the results of others; see `strategy` for the ways to search"
+)
+_GROWS = (
+    "the space is fixed before the search: declare all hyperparameters in `build_model`, or pass "
+    "those that may be tuned as `hyperparameters`"
+)
+_COMPILED = "compile the models in `build_model`, which all cost the same"
+_KERAS_TUNER = {
+    "max_trials": (
+        "the number of trials, or its mean, is `num_trials`; with 'composition' it may be left out"
+    ),
+    "seed": "candidates are secret, drawn with the operating system's entropy",
+    "executions_per_trial": (
+        "a trial trains one model, and a second would be paid for like another trial: let "
+        "`num_trials` be larger"
+    ),
+    "max_retries_per_trial": "a trial that crashed is paid for and counts as the worst",
+    "max_consecutive_failed_trials": (
+        "no number of crashes ends a search, since that would tell of its trials"
+    ),
+    "tune_new_entries": _GROWS,
+    "allow_new_entries": _GROWS,
+    "max_model_size": "leave models that are too large out of the space",
+    "optimizer": _COMPILED,
+    "loss": _COMPILED,
+    "metrics": _COMPILED,
+    "distribution_strategy": "make it a part of `build_model`, if its optimizer allows replicas",
+    "oracle": _CANDIDATES,
+    "max_epochs": "`epochs` is an argument of `search`, the same for all trials",
+    "logger": "KerasTuner no longer uses it",
+    "tuner_id": "one process at a time is at a search",
+    **dict.fromkeys(
+        ("factor", "hyperband_iterations", "num_initial_points", "alpha", "beta"), _CANDIDATES
+    ),
+}
+
+
+def refuse_keras_tuners(given: dict[str, Any]) -> None:
+    """Raises TypeError for arguments of KerasTuner that HonestTuner does not have, and any other.
+
+    Args:
+      given: arguments beyond those of HonestTuner, by name.
+    """
+    for name, value in given.items():
+        if name not in _KERAS_TUNER:
+            raise TypeError(f"HonestTuner got an unexpected keyword argument: {name}={value!r}")
+        raise TypeError(
+            f"HonestTuner has no `{name}`: {_KERAS_TUNER[name]}. Leave it out. Received: "
+            f"{name}={value!r}"
+        )
+
+
 def check_score(score: Any) -> Any:
     """Returns `score` if it is one; raises TypeError if not."""
     if isinstance(score, type) or not all(
