@@ -10,6 +10,10 @@ from linear_problem import MODES, linear, mixes, search
 from tf_adaptive_dp.errors import NotPrivateError
 
 raw = tf.raw_ops
+# Where sizes are known they tell nothing: there are as many steps and entries as examples.
+REFUSED = pytest.mark.parametrize(
+    "mode", ["graph of fixed size", pytest.param("graph", marks=pytest.mark.slow)]
+)
 SHAPE, TIMES = [-1, 4], 4
 
 
@@ -175,13 +179,13 @@ MIXING = {
 }
 
 
+@REFUSED
 @pytest.mark.parametrize("name", MIXING)
-def test_lists_that_mix_examples_are_refused(name):
+def test_lists_that_mix_examples_are_refused(name, mode):
     problem = linear(MIXING[name])
     assert mixes(problem)
-    for mode in MODES:
-        with pytest.raises(NotPrivateError, match="mix"):
-            search(problem, mode)
+    with pytest.raises(NotPrivateError, match="mix"):
+        search(problem, mode)
 
 
 def written_backwards(h):
@@ -241,3 +245,184 @@ def test_lists_that_keep_examples_apart_are_accepted_and_exact(name):
     for mode in MODES:
         found = zoo.in_mode(mode, step, problem.batch)(*problem.batch)
         np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def each(h, body, count=None):
+    """A loop over the examples by hand, with lists of what they have and what they get."""
+    n = tf.shape(h)[0]
+    given = tf.TensorArray(tf.float32, n, clear_after_read=False, element_shape=[4]).unstack(h)
+    found = tf.TensorArray(tf.float32, n, element_shape=[4], clear_after_read=False)
+    times = n if count is None else count
+    found = tf.while_loop(
+        lambda i, _: i < times, lambda i, a: (i + 1, body(i, given, a)), (0, found)
+    )
+    return tf.ensure_shape(found[1].stack(), [None, 4])
+
+
+def size(h):
+    return tf.shape(h)[0]
+
+
+INNER = tf.Variable(zoo.floats(4, 4, seed=9))
+EXAMPLES = {
+    "map_fn": lambda h, y, k: tf.map_fn(lambda r: tf.tanh(r) * tf.reduce_sum(r), h),
+    "a variable inside": lambda h, y, k: tf.map_fn(lambda r: tf.linalg.matvec(INNER, r) * r, h),
+    "nested structures, several outputs": lambda h, y, k: tf.map_fn(
+        lambda e: ({"a": e[0] * e[1]["y"]}, e[0][:1]),
+        (h, {"y": y}),
+        fn_output_signature=({"a": tf.float32}, tf.TensorSpec([1])),
+    )[0]["a"],
+    "one at a time": lambda h, y, k: tf.map_fn(
+        tf.function(lambda r: r * r), h, parallel_iterations=1
+    ),
+    "sizes of its own": lambda h, y, k: tf.map_fn(
+        lambda r: tf.reduce_mean(tf.boolean_mask(r, r > tf.reduce_min(r))), h
+    )[:, tf.newaxis],
+    "a decision of its own": lambda h, y, k: tf.map_fn(
+        lambda e: tf.cond(e[1] > 0, lambda: e[0], lambda: tf.tanh(e[0])),
+        (h, y),
+        fn_output_signature=tf.float32,
+    ),
+    "a loop of its own": lambda h, y, k: tf.map_fn(
+        lambda r: tf.while_loop(
+            lambda s: tf.reduce_sum(s**2) < 9.0, lambda s: (1.5 * s,), [r + 0.1]
+        )[0],
+        h,
+    ),
+    "scan within": lambda h, y, k: tf.map_fn(
+        lambda r: tf.scan(lambda s, e: tf.tanh(s + e), r) * tf.range(4.0), h
+    ),
+    "map_fn within": lambda h, y, k: tf.map_fn(lambda r: tf.map_fn(lambda e: e * e + r[0], r), h),
+    "in a function": lambda h, y, k: tf.function(lambda h: tf.map_fn(lambda r: r * r[0], h))(h),
+    "by hand": lambda h, y, k: each(h, lambda i, x, a: a.write(i, x.read(i) * h[i] * y[i])),
+    "gather by hand": lambda h, y, k: each(h, lambda i, x, a: a.write(i, tf.gather(h**2, i))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:No rule covers")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_loops_over_the_examples_are_accepted_and_exact(name):
+    problem = linear(EXAMPLES[name])
+    problem = problem._replace(variables=[*problem.variables, INNER][: 1 + ("inside" in name)])
+    expected = squared_norms(zoo.batch_of_one_gradients(problem))
+
+    @tf.autograph.experimental.do_not_convert
+    def step(*batch):
+        return zoo.source(problem, *batch).squared_norms()
+
+    for mode in MODES:
+        found = zoo.in_mode(mode, step, problem.batch)(*problem.batch)
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def carried(h):
+    """A sum over the examples before."""
+    total = tf.zeros([4])
+    written = tf.TensorArray(tf.float32, size(h), element_shape=[4])
+
+    def body(i, total, written):
+        total += h[i]
+        return i + 1, total, written.write(i, total)
+
+    return tf.while_loop(lambda i, *_: i < size(h), body, (0, total, written))[2].stack()
+
+
+def before(i):
+    return tf.maximum(i - 1, 0)
+
+
+def all_pairs(h, inner):
+    """Two loops over the examples."""
+    return tf.map_fn(lambda r: tf.reduce_sum(tf.map_fn(lambda q: inner(q, r), h), 0), h)
+
+
+def mixed_up(h):
+    """The inner loop writes at its own counter what belongs to that of the outer one."""
+
+    def body(i, written):
+        return i + 1, tf.while_loop(
+            lambda j, _: j < size(h), lambda j, a: (j + 1, a.write(j, h[i])), (0, written)
+        )[1]
+
+    written = tf.TensorArray(tf.float32, size(h), element_shape=[4])
+    written = tf.while_loop(lambda i, _: i < size(h), body, (0, written))[1]
+    return tf.ensure_shape(written.stack(), [None, 4]) + h
+
+
+ACROSS = {
+    "a sum that is carried": lambda h, y, k: carried(h),
+    "scan": lambda h, y, k: tf.scan(lambda s, r: s + r, h),
+    "foldl": lambda h, y, k: tf.foldl(lambda s, r: s + r, h) * h,
+    "foldr": lambda h, y, k: tf.foldr(lambda s, r: s + r, h) * h,
+    "the one before": lambda h, y, k: each(
+        h, lambda i, x, a: a.write(i, x.read(i) + x.read(before(i)))
+    ),
+    "the last first": lambda h, y, k: each(h, lambda i, x, a: a.write(i, x.read(size(h) - 1 - i))),
+    "the first": lambda h, y, k: each(h, lambda i, x, a: a.write(i, x.read(i) * x.read(0))),
+    "a slice of the first": lambda h, y, k: each(h, lambda i, x, a: a.write(i, x.read(i) * h[0])),
+    "a permutation": lambda h, y, k: each(
+        h, lambda i, x, a: a.write(tf.constant([2, 0, 3, 1])[i], x.read(i))
+    ),
+    "an index of the data": lambda h, y, k: each(
+        h, lambda i, x, a: a.write(i, x.read(number(k[i])))
+    ),
+    "read what was written": lambda h, y, k: each(
+        h, lambda i, x, a: a.write(i, x.read(i) + (a.write(i, x.read(i)).read(before(i))))
+    ),
+    "the whole batch": lambda h, y, k: each(
+        h, lambda i, x, a: a.write(i, x.read(i) * tf.reduce_sum(h, 0))
+    ),
+    "as often as the data say": lambda h, y, k: (
+        h + each(h, lambda i, x, a: a.write(i, x.read(i)), number(k[0]) + 1)
+    ),
+    "stop at one of them": lambda h, y, k: (
+        tf.while_loop(
+            lambda i, s: tf.reduce_sum(h[tf.minimum(i, 3)]) < 1.0,
+            lambda i, s: (i + 1, s + h[i]),
+            (0, tf.zeros([4])),
+            maximum_iterations=4,
+        )[1]
+        * h
+    ),
+    "two loops, all pairs": lambda h, y, k: all_pairs(h, lambda q, r: q * r),
+    "two loops, counters mixed up": lambda h, y, k: mixed_up(h),
+}
+
+
+@REFUSED
+@pytest.mark.parametrize("name", ACROSS)
+def test_loops_over_the_examples_that_mix_them_are_refused(name, mode):
+    problem = linear(ACROSS[name])
+    assert mixes(problem)
+    with pytest.raises(NotPrivateError, match="mix"):
+        search(problem, mode)
+
+
+WEIGHTS = tf.constant([1.0, 2.0, 3.0, 4.0])
+BY_PLACE = {
+    "the counter": lambda i, row: row * tf.cast(i, tf.float32),
+    "weights": lambda i, row: row * WEIGHTS[i],
+    "a branch": lambda i, row: tf.cond(i > 2, lambda: row, lambda: 2.0 - row),
+    "a loop": lambda i, row: tf.while_loop(
+        lambda j, r: j < i, lambda j, r: (j + 1, r**2), (0, row)
+    )[1],
+    "a seed": lambda i, row: row * tf.random.stateless_normal([4], tf.stack([0, i])),
+    "a known seed": lambda i, row: row * tf.random.normal([4], seed=3),
+    "an own slice": lambda i, row: row * row[i],
+}
+
+
+@REFUSED
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_loops_that_tell_an_example_its_place_in_the_batch_are_refused(name, mode):
+    def losses(h, y, k):
+        return each(h, lambda i, x, a: a.write(i, BY_PLACE[name](i, x.read(i))))
+
+    with pytest.raises(NotPrivateError, match="where in the batch"):
+        search(linear(losses), mode)
+
+
+def test_a_loop_over_some_of_the_examples_is_refused():
+    problem = linear(lambda h, y, k: each(h, lambda i, x, a: a.write(i, x.read(i)), 3))
+    with pytest.raises(NotPrivateError, match="picks elements by index"):
+        search(problem, "graph of fixed size")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp.gradients.layout.analysis import Layouts
-from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis
+from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Rows
 from tf_adaptive_dp.gradients.layout.names import SHAPE_ONLY
 from tf_adaptive_dp.gradients.layout.sizes import static_value
 from tf_adaptive_dp.gradients.view import View
@@ -87,7 +87,7 @@ def find_reads(
         for op, index in uses.get(tensor.ref(), ()):
             if op.type in SHAPE_ONLY or not op.outputs:
                 continue
-            if any(isinstance(layouts[t], BatchAxis) for t in op.outputs):
+            if any(isinstance(layouts[t], (BatchAxis, Rows)) for t in op.outputs):
                 reads.append(Read(op, index, view))
                 continue
             after = None if view is None or index > 0 else _next_view(view, op)

@@ -17,7 +17,13 @@ from tf_adaptive_dp.gradients.layout import (  # noqa: F401
     products,
     reshaping,
 )
-from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed, Public
+from tf_adaptive_dp.gradients.layout.batch_axis import (
+    BatchAxis,
+    Mixed,
+    OneExample,
+    Public,
+    Rows,
+)
 from tf_adaptive_dp.gradients.layout.custom_gradients import refuse_custom_gradients
 from tf_adaptive_dp.gradients.layout.names import ELEMENTS, ELEMENTWISE, KEEP_SHAPE, SHAPE_ONLY
 from tf_adaptive_dp.gradients.layout.sizes import ONE, Size, evaluate, product, static_value
@@ -34,10 +40,12 @@ class Layouts:
 
     Two things are kept for a tensor: its layout (a `BatchAxis`, `Mixed`, or `None` for no batch
     axis), and whether its values depend on the data. A tensor that depends on the data and has no
-    batch axis is always `Mixed`: it is one number, or one tensor, for all examples.
+    batch axis is always `Mixed`: it is one number, or one tensor, for all examples. In a loop over
+    the examples of the batch there are two more layouts, `Rows` and `OneExample`.
 
     Attributes:
       batch_size: B, known or as an unknown.
+      loops: the bodies of loops that this graph is in.
     """
 
     def __init__(self, batch_size: int | None):
@@ -45,6 +53,10 @@ class Layouts:
         self._layouts: dict = {}
         self._dependent: set = set()
         self._counting: set = set()
+        self._tied: dict = {}
+        self._indices: dict = {}
+        self._counters: set = set()
+        self.loops: frozenset[tf.Graph] = frozenset()
         # Two calls of one function have tensors of one name, and sizes of their own.
         self._number = next(_NUMBERS)
 
@@ -54,6 +66,21 @@ class Layouts:
     def depends(self, tensor: tf.Tensor) -> bool:
         """Whether the values of a tensor depend on the data of the batch."""
         return tensor.ref() in self._dependent
+
+    def tied(self, tensor: tf.Tensor) -> frozenset[tf.Graph]:
+        """Bodies of loops from iteration to iteration of which a public tensor changes."""
+        return self._tied.get(tensor.ref(), frozenset())
+
+    def example_at(self, index: tf.Tensor) -> OneExample | None:
+        """What belongs to the example of that number, if it counts the examples in a loop."""
+        found = self._origin(index)
+        return OneExample(found) if found in self._counters else None
+
+    def _origin(self, index: tf.Tensor):
+        """What an argument of a function stands for in the graphs outside of it."""
+        while index.op.type == "Identity":
+            index = index.op.inputs[0]
+        return self._indices.get(index.ref(), index.ref())
 
     def counts(self, tensor: tf.Tensor) -> bool:
         """Whether the values of a tensor depend on how many examples the batch has."""
@@ -142,26 +169,57 @@ class Layouts:
                 return None if inner is None else BatchAxis(axis, ONE, inner)
         return None
 
-    def of_function(self, graph: tf.Graph, arguments: Sequence[BatchAxis | Mixed | Public]) -> list:
+    def of_function(
+        self,
+        graph: tf.Graph,
+        arguments: Sequence[BatchAxis | Mixed | Rows | OneExample | Public],
+        given: Sequence[tf.Tensor | None] = (),
+        counters: Sequence[tf.Tensor] = (),
+        is_loop: bool = False,
+    ) -> list:
         """The layouts of the outputs of a function, `Public` where they do not depend on the data.
 
         Args:
           graph: its body.
           arguments: those of its arguments.
+          given: tensors of this graph that its arguments are, whenever it runs.
+          counters: those of its arguments that count the examples of the batch.
+          is_loop: whether it is the body of a loop.
         """
         inside = Layouts(self.batch_size.static)
+        inside.loops = self.loops | {graph} if is_loop else self.loops
+        inside._counters = self._counters | {t.ref() for t in counters}
+        for tensor, outer in zip(graph.inputs, given):
+            if outer is not None:
+                inside._indices[tensor.ref()] = self._origin(outer)
         for tensor, argument in zip(graph.inputs, arguments):
             public = isinstance(argument, Public)
             inside.set(tensor, argument.layout if public else argument, not public)
+            if public:
+                inside.tie(tensor, argument.tied)
         ops = ancestors(graph.outputs)
         inside.run(ops)
         with graph.as_default():
             refuse_custom_gradients(ops, inside)
-        return [inside.value(t) for t in graph.outputs]
+        return [inside._leaving(t) for t in graph.outputs]
 
-    def value(self, tensor: tf.Tensor) -> BatchAxis | Mixed | Public:
+    def _leaving(self, tensor: tf.Tensor):
+        """The value of an output; the number of an example is known inside of a function only."""
+        value = self.value(tensor)
+        if isinstance(value, OneExample) and value.loop is tensor.graph:
+            return Mixed(tensor.op, "takes what belongs to one example out of its iteration")
+        return value
+
+    def tie(self, tensor: tf.Tensor, loops: frozenset[tf.Graph]) -> None:
+        """Enters that a public tensor changes from iteration to iteration of loops."""
+        if loops:
+            self._tied[tensor.ref()] = loops
+
+    def value(self, tensor: tf.Tensor) -> BatchAxis | Mixed | Rows | OneExample | Public:
         """The layout of a tensor, as `Public` if it does not depend on the data."""
-        return self[tensor] if self.depends(tensor) else Public(self[tensor])
+        if self.depends(tensor):
+            return self[tensor]
+        return Public(self[tensor], self.tied(tensor))
 
     def run(self, ops: Iterable[tf.Operation]) -> None:
         """Enters the outputs of operations, given in the order of creation."""

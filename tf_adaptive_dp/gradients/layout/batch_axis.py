@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.util.object_identity import Reference
 
 from tf_adaptive_dp.gradients.layout.sizes import ONE, Size
 
@@ -42,14 +44,38 @@ class Mixed(NamedTuple):
     why: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Stands for a list as long as the batch, of which element i belongs to example i."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneExample:
+    """Stands for what belongs to one example, in a loop over the examples of the batch.
+
+    Attributes:
+      index: a reference to the number of the example: any tensor that is the same for all data.
+    """
+
+    index: Reference
+
+    @property
+    def loop(self) -> tf.Graph:
+        """The graph in which the number is computed."""
+        return self.index.deref().graph
+
+
 class Public(NamedTuple):
     """Stands for values that do not depend on the data.
 
     Attributes:
-      layout: their batch axis, if the batch size is among their sizes.
+      layout: their batch axis, if the batch size is among their sizes; `Rows` for an empty list
+        with room for one element an example.
+      tied: bodies of loops from iteration to iteration of which the values change.
     """
 
-    layout: BatchAxis | None = None
+    layout: BatchAxis | Rows | None = None
+    tied: frozenset[tf.Graph] = frozenset()
 
 
 def by_example(

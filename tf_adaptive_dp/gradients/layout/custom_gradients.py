@@ -10,7 +10,7 @@ from tensorflow.python.framework import ops as framework_ops
 
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.graph import ancestors, layer_name
-from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed
+from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed, OneExample
 
 if TYPE_CHECKING:
     from tf_adaptive_dp.gradients.layout.analysis import Layouts
@@ -42,7 +42,7 @@ def refuse_custom_gradients(ops: Iterable[tf.Operation], layouts: Layouts) -> No
         found = [None if g is None else tf.convert_to_tensor(g) for g in found]
         layouts.run(ancestors([g for g in found if g is not None]))
         for tensor, gradient in zip(op.inputs, found):
-            if gradient is not None and isinstance(layouts[tensor], BatchAxis):
+            if gradient is not None and isinstance(layouts[tensor], (BatchAxis, OneExample)):
                 _compare(op, layouts[tensor], layouts[gradient])
 
 
@@ -56,7 +56,7 @@ def has_custom_gradient(op: tf.Operation) -> bool:
         return False
 
 
-def _compare(op: tf.Operation, expected: BatchAxis, actual) -> None:
+def _compare(op: tf.Operation, expected: BatchAxis | OneExample, actual) -> None:
     if actual not in (None, expected):
         why = actual.why if isinstance(actual, Mixed) else "moves the batch axis"
         raise NotPrivateError(_GRADIENT.format(op=op.name, layer=layer_name(op), why=why))

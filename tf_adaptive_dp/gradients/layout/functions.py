@@ -6,8 +6,11 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util_v2
 
 from tf_adaptive_dp.gradients.graph import find_function
-from tf_adaptive_dp.gradients.layout.batch_axis import Mixed, Public
+from tf_adaptive_dp.gradients.layout.batch_axis import Mixed, OneExample, Public, Rows
 from tf_adaptive_dp.gradients.layout.operations import Layout, register_layout
+from tf_adaptive_dp.gradients.layout.sizes import Size, static_value
+
+_BY_PLACE = "decides by where in the batch an example is"
 
 
 def _body(op: tf.Operation, name: str) -> tf.Graph:
@@ -25,27 +28,57 @@ def _values(op: tf.Operation, layouts) -> list:
 
 def join(op: tf.Operation, one: Layout, other: Layout) -> Layout:
     """What is known of a value that comes from either of two places."""
-    public = isinstance(one, Public) and isinstance(other, Public)
+    publics = [v for v in (one, other) if isinstance(v, Public)]
+    tied = frozenset().union(*(v.tied for v in publics))
     a, b = (v.layout if isinstance(v, Public) else v for v in (one, other))
+    if a != b and Rows() in (a, b):
+        a, b = (_unless_rows(op, v) for v in (one, other))
     if isinstance(a, Mixed) or isinstance(b, Mixed):
         joined = a if isinstance(a, Mixed) else b
     elif a is None or b is None or a == b:
-        joined = a or b
+        joined = b if a is None else a
     else:
         joined = Mixed(op, "has examples on one axis first and on another later")
-    return Public(joined) if public else joined
+    if len(publics) == 2:
+        return Public(joined, tied)
+    return Mixed(op, _BY_PLACE) if _is_told(joined, tied) else joined
+
+
+def _unless_rows(op: tf.Operation, value: Layout) -> Layout:
+    """The layout of one of two lists that differ; one without data may still become another."""
+    if isinstance(value, Public):
+        return None if value.layout == Rows() else value.layout
+    return Mixed(op, "has a list of examples, and another one later") if value == Rows() else value
+
+
+def _is_told(value: Layout, tied: frozenset[tf.Graph]) -> bool:
+    """Whether a choice that changes from iteration to iteration tells of the example's place."""
+    return value.loop in tied if isinstance(value, OneExample) else value == Rows() and bool(tied)
+
+
+def _chosen(op: tf.Operation, value: Layout, choice: Layout) -> Layout:
+    """A value that was chosen, from one of several functions or by the length of a loop."""
+    if isinstance(choice, Public):
+        if isinstance(value, Public):
+            return value._replace(tied=value.tied | choice.tied)
+        return Mixed(op, _BY_PLACE) if _is_told(value, choice.tied) else value
+    if isinstance(value, Public):
+        return Mixed(op, _BY_PLACE) if _is_told(choice, value.tied) else choice
+    return value if value == choice else Mixed(op, "lets one example decide for other ones")
 
 
 @register_layout("PartitionedCall", "StatefulPartitionedCall")
 def call(op, layouts):
     """A `tf.function` within the step."""
-    return layouts.of_function(_body(op, op.get_attr("f").name), _values(op, layouts))
+    body = _body(op, op.get_attr("f").name)
+    return layouts.of_function(body, _values(op, layouts), op.inputs)
 
 
 @register_layout("If", "StatelessIf", "Case", "StatelessCase")
 def branches(op, layouts):
-    """One of several functions; which one must not depend on the data."""
-    if layouts.depends(op.inputs[0]):
+    """One of several functions; which one must not depend on the data of other examples."""
+    choice = layouts.value(op.inputs[0])
+    if not isinstance(choice, (Public, OneExample)):
         return Mixed(op, "takes one decision for all examples, from the data")
     if op.type.endswith("Case"):
         names = [f.name for f in op.get_attr("branches")]
@@ -53,22 +86,93 @@ def branches(op, layouts):
         names = [op.get_attr(f"{b}_branch").name for b in ("then", "else")]
     found = None
     for name in names:
-        one = layouts.of_function(_body(op, name), _values(op, layouts)[1:])
+        one = layouts.of_function(_body(op, name), _values(op, layouts)[1:], op.inputs[1:])
         found = one if found is None else [join(op, a, b) for a, b in zip(found, one)]
-    return found
+    return [_chosen(op, value, choice) for value in found]
 
 
 @register_layout("While", "StatelessWhile")
 def loop(op, layouts):
-    """A loop; its length must not depend on the data."""
+    """A loop; its length must not depend on the data of other examples."""
     state = _values(op, layouts)
     body = _body(op, op.get_attr("body").name)
+    condition = _body(op, op.get_attr("cond").name)
+    same = [_is_passed_on(body, k) for k in range(len(state))]
+    given = [t if fixed else None for t, fixed in zip(op.inputs, same)]
+    counters = _counters_of_examples(op, body, condition, given, layouts)
     while True:  # each round makes some layout known, or mixed, or dependent; or it is the last
-        after = [join(op, a, b) for a, b in zip(state, layouts.of_function(body, state))]
+        inside = [v if same[k] else _changing(v, body, k) for k, v in enumerate(state)]
+        found = layouts.of_function(body, inside, given, counters, is_loop=True)
+        after = [join(op, a, _after(b, body, k)) for k, (a, b) in enumerate(zip(state, found))]
         if after == state:
             break
         state = after
-    condition = layouts.of_function(_body(op, op.get_attr("cond").name), state)
-    if not isinstance(condition[0], Public):
+    (choice,) = layouts.of_function(condition, state, given)
+    if not isinstance(choice, (Public, OneExample)):
         return Mixed(op, "is a loop whose length depends on the data")
-    return state
+    return [v if fixed else _chosen(op, v, choice) for v, fixed in zip(state, same)]
+
+
+def _source(tensor: tf.Tensor) -> tf.Tensor:
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _is_passed_on(body: tf.Graph, k: int) -> bool:
+    """Whether a loop variable stays what it is."""
+    return _source(body.outputs[k]) is body.inputs[k]
+
+
+def _changing(value: Layout, body: tf.Graph, k: int) -> Layout:
+    """A loop variable in the body; of a list the elements are looked at by themselves."""
+    if not isinstance(value, Public) or body.inputs[k].dtype == tf.variant:
+        return value
+    return value._replace(tied=value.tied | {body})
+
+
+def _after(value: Layout, body: tf.Graph, k: int) -> Layout:
+    """A loop variable after the loop: its last value is the same for all examples."""
+    if not isinstance(value, Public) or body.inputs[k].dtype == tf.variant:
+        return value
+    return value._replace(tied=value.tied - {body})
+
+
+def _counters_of_examples(op, body, condition, given, layouts) -> list[tf.Tensor]:
+    """The loop variables that count from 0 to B − 1, if the loop is run once for each example."""
+    counters = []
+    for test in _conjuncts(condition.outputs[0]):
+        if test.op.type != "Less":
+            return []
+        counter, limit = map(_source, test.op.inputs)
+        places = [k for k, t in enumerate(condition.inputs) if t is counter]
+        if not places or not _counts_up(op, body, places[0], given):
+            return []
+        outside = [t for t, i in zip(given, condition.inputs) if i is limit and t is not None]
+        number = static_value(limit)
+        sizes = [Size(int(number))] if number is not None else []
+        if layouts.batch_size not in [*sizes, *(layouts.entries(t)[0] for t in outside)]:
+            return []
+        counters.append(body.inputs[places[0]])
+    return counters
+
+
+def _conjuncts(test: tf.Tensor) -> list[tf.Tensor]:
+    """The conditions that must all hold."""
+    test = _source(test)
+    if test.op.type == "LogicalAnd":
+        return [c for t in test.op.inputs for c in _conjuncts(t)]
+    return [test]
+
+
+def _counts_up(op: tf.Operation, body: tf.Graph, k: int, given: list) -> bool:
+    """Whether a loop variable starts at 0 and grows by 1 in each iteration."""
+    total = _source(body.outputs[k]).op
+    if total.type not in ("Add", "AddV2") or static_value(op.inputs[k]) != 0:
+        return False
+    terms = [_source(t) for t in total.inputs]
+    others = [t for t in terms if t is not body.inputs[k]]
+    if len(others) != 1:
+        return False
+    outside = [t for t, i in zip(given, body.inputs) if i is others[0] and t is not None]
+    return static_value(outside[0] if outside else others[0]) == 1

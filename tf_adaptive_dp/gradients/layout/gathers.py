@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.layout.batch_axis import Mixed
+from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed
 from tf_adaptive_dp.gradients.layout.operations import register_layout, unless_mixed
 from tf_adaptive_dp.gradients.layout.sizes import ONE, Size, static_value
 
@@ -41,6 +41,9 @@ def gather(op, layouts):
     if layouts.depends(table) and axis == layouts[table].axis and batch_dims == 0:
         if _is_range_of_batch(indices, layouts):  # how `tf.vectorized_map` takes its elements
             return layouts[table]
+    at_counter = layouts.example_at(indices)
+    if at_counter and layouts[table] == BatchAxis(axis) and batch_dims == 0:
+        return at_counter
     of_table = layouts[table] if layouts.depends(table) else None
     of_indices = layouts[indices] if layouts.depends(indices) else None
     if of_table is None:

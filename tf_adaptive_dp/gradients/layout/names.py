@@ -120,3 +120,25 @@ OUTSIDE = {
     *("DatasetToTFRecord", "ExperimentalDatasetToTFRecord"),
     *("SaveDataset", "SaveDatasetV2", "LoadDataset"),
 }
+
+FUNCTIONS = {
+    "Case",
+    "If",
+    "PartitionedCall",
+    "StatefulPartitionedCall",
+    "StatelessCase",
+    "StatelessIf",
+    "StatelessWhile",
+    "While",
+}
+
+# Of lists of tensors: those whose list may become, or stays, as long as the batch.
+KEEP_LENGTH = {"TensorListReserve", "TensorListSetItem", "TensorListStack"}
+LISTS = KEEP_LENGTH | {
+    "TensorListFromTensor",
+    "TensorListGather",
+    "TensorListGetItem",
+    "TensorListPopBack",
+    "TensorListPushBack",
+    "TensorListResize",
+}

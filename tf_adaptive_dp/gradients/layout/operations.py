@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING, Union
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed, Public
+from tf_adaptive_dp.gradients.layout.batch_axis import (
+    BatchAxis,
+    Mixed,
+    OneExample,
+    Public,
+    Rows,
+)
 from tf_adaptive_dp.gradients.layout.names import (
     AXIS_0,
     ELEMENTWISE,
+    FUNCTIONS,
+    KEEP_LENGTH,
+    LISTS,
     RANDOM,
     REDUCTIONS,
     SHAPE_ONLY,
@@ -21,7 +30,7 @@ from tf_adaptive_dp.gradients.layout.sizes import product, static_value
 if TYPE_CHECKING:
     from tf_adaptive_dp.gradients.layout.analysis import Layouts
 
-Layout = Union[BatchAxis, Mixed, Public, None]
+Layout = Union[BatchAxis, Mixed, Rows, OneExample, Public, None]
 # From an operation to the layouts of its outputs (or one for all of them).
 Rule = Callable[[tf.Operation, "Layouts"], Union[Layout, Sequence[Layout]]]
 _RULES: dict[str, Rule] = {}
@@ -58,12 +67,12 @@ def apply(op: tf.Operation, layouts: Layouts) -> None:
     """Enters the outputs of an operation whose inputs are known."""
     if op.type in SHAPE_ONLY:
         # A shape tells of the data only where sizes do, as after `tf.boolean_mask`.
-        mixed = next((m for m in map(layouts.__getitem__, op.inputs) if isinstance(m, Mixed)), None)
+        told = next((m for m in map(layouts.__getitem__, op.inputs) if _tells_sizes(op, m)), None)
         for output in op.outputs:
-            layouts.set(output, mixed, mixed is not None)
+            layouts.set(output, told, told is not None)
         return
     dependent = any(layouts.depends(t) for t in op.inputs)
-    rule = _RULES.get(op.type)
+    rule = one_example if _is_in_iteration(op, layouts) else _RULES.get(op.type)
     if not dependent:
         found = rule(op, layouts) if rule and op.type in _MAKE_BATCHES else None
     elif rule is None:
@@ -72,16 +81,63 @@ def apply(op: tf.Operation, layouts: Layouts) -> None:
     else:
         found = rule(op, layouts)
     found = found if isinstance(found, list) else [found] * len(op.outputs)
+    tied = _ties(op, layouts)
     for output, layout in zip(op.outputs, found):
-        alike = op.type in ("ZerosLike", "OnesLike") and not isinstance(layout, Mixed)
+        alike = op.type in ("ZerosLike", "OnesLike") and isinstance(layout, BatchAxis)
         values = dependent and not alike
+        of_output = tied
         if isinstance(layout, Public):
-            layout, values = layout.layout, False
+            layout, of_output, values = layout.layout, layout.tied, False
         if isinstance(layout, Mixed) and not values:
             layout = None
         if values and layout is None:
             layout = Mixed(op, "makes one value for all examples")
         layouts.set(output, layout, values)
+        if not values:
+            layouts.tie(output, of_output)
+
+
+def _tells_sizes(op: tf.Operation, layout: Layout) -> bool:
+    if isinstance(layout, OneExample):
+        return not all(t.shape.is_fully_defined() for t in op.inputs)
+    return isinstance(layout, Mixed)
+
+
+def _ties(op: tf.Operation, layouts: Layouts) -> frozenset[tf.Graph]:
+    """Bodies of loops from iteration to iteration of which public outputs of it change."""
+    if layouts.loops and _has_memory(op):
+        return layouts.loops
+    return frozenset().union(*map(layouts.tied, op.inputs))
+
+
+def _has_memory(op: tf.Operation) -> bool:
+    """Whether it may give another value each time that is not random, or has a known seed."""
+    if op.type in RANDOM and op.op_def.is_stateful:
+        return bool(op.get_attr("seed") or op.get_attr("seed2"))
+    return op.op_def.is_stateful and op.type not in _READS
+
+
+def _is_in_iteration(op: tf.Operation, layouts: Layouts) -> bool:
+    """Whether it is about single examples of a loop over them, and has no rule for that."""
+    return op.type not in _FOLLOWED and any(
+        isinstance(layouts[t], (Rows, OneExample)) and layouts.depends(t) for t in op.inputs
+    )
+
+
+def one_example(op: tf.Operation, layouts: Layouts) -> Layout:
+    """What is computed from one example alone belongs to it, whatever the operation.
+
+    It must do the same each time it is run, and must not be told where in the batch the example is.
+    """
+    place, *others = {layouts[t] for t in op.inputs if layouts.depends(t)}
+    mixed = _first_mixed(op, layouts)
+    if mixed or others or not isinstance(place, OneExample):
+        return mixed or Mixed(op, "puts the example of one iteration beside other ones")
+    if op.op_def.is_stateful and op.type not in _READS:
+        return Mixed(op, "may remember the examples of other iterations")
+    if any(place.loop in layouts.tied(t) for t in op.inputs):
+        return Mixed(op, "uses where in the batch an example is, or numbers that depend on it")
+    return place
 
 
 def _first_mixed(op: tf.Operation, layouts: Layouts) -> Mixed | None:
@@ -108,7 +164,8 @@ def unless_mixed(rule: Rule) -> Rule:
 def elementwise(op, layouts):
     """Batch axes must meet when shapes are aligned from the right."""
     rank = op.outputs[0].shape.rank
-    if op.type in ("Identity", "StopGradient", "PreventGradient") and rank is None:
+    single = not isinstance(layouts[op.inputs[0]], BatchAxis)
+    if op.type in _SAME and (rank is None or single):
         return layouts[op.inputs[0]]
     places = set()
     for tensor in _data(op, layouts):
@@ -268,4 +325,18 @@ def spread(op, layouts):
     return layout._replace(outer=product([times, layout.outer]))
 
 
-_MAKE_BATCHES = {"Fill", "BroadcastTo", "Tile", *RANDOM, *ELEMENTWISE}
+_MAKE_BATCHES = {"Fill", "BroadcastTo", "Tile", *RANDOM, *ELEMENTWISE, *KEEP_LENGTH}
+_SAME = {"Identity", "StopGradient", "PreventGradient"}
+# Their rules know of single examples in loops; what is in a function is looked at by itself.
+_FOLLOWED = {*_SAME, "IdentityN", *LISTS, *FUNCTIONS}
+# Stateful for TensorFlow, but they give the same for the same inputs.
+_READS = {
+    "Assert",
+    "LookupTableFindV2",
+    "Print",
+    "PrintV2",
+    "ReadVariableOp",
+    "ResourceGather",
+    "ResourceGatherNd",
+    "VariableShape",
+}

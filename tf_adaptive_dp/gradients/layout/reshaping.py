@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed
+from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed, OneExample
 from tf_adaptive_dp.gradients.layout.operations import register_layout, unless_mixed
 from tf_adaptive_dp.gradients.layout.sizes import ONE, Size, product, static_value
 
@@ -203,11 +203,24 @@ def strided_slice(op, layouts):
                 from_0 = _mask(op, "begin", k) or begin[k] == Size(0)
                 to_end = _mask(op, "end", k) or end[k] == layouts.size(op.inputs[0], source)
                 shrunk = _mask(op, "shrink_axis", k)
+                if shrunk and not _mask(op, "begin", k) and layout == BatchAxis(layout.axis):
+                    found = _example_at(op, k, layouts)
+                    if found is not None:
+                        return found
                 if shrunk or not from_0 or not to_end or strides[k] != 1:
                     return Mixed(op, "takes some examples of the batch")
                 return layout.at(target)
             source, target = source + 1, target + (not _mask(op, "shrink_axis", k))
     return layout.at(target + layout.axis - source)
+
+
+def _example_at(op: tf.Operation, k: int, layouts) -> OneExample | None:
+    """The example that a slice takes out of the batch, in a loop over the examples."""
+    begin, end = op.inputs[1:3]
+    if begin.op.type != "Pack" or end.op.type != "Pack":
+        return None
+    others = [t for b in (begin, end) for j, t in enumerate(b.op.inputs) if j != k]
+    return None if any(map(layouts.tied, others)) else layouts.example_at(begin.op.inputs[k])
 
 
 @register_layout("Pad", "PadV2", "MirrorPad")

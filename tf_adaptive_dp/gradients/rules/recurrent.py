@@ -16,7 +16,7 @@ import tensorflow as tf
 from tf_adaptive_dp.gradients.graph import ancestors, layer_name
 from tf_adaptive_dp.gradients.layout import operations
 from tf_adaptive_dp.gradients.layout.analysis import Layouts
-from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, static_or_dynamic_shape
+from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Rows, static_or_dynamic_shape
 from tf_adaptive_dp.gradients.layout.names import SHAPE_ONLY
 from tf_adaptive_dp.gradients.layout.sizes import Size, evaluate, static_value
 from tf_adaptive_dp.gradients.reads import Read, consumers, find_reads
@@ -242,8 +242,8 @@ class _Replay:
                 self._trained.add(new.ref())
 
     def _loop(self, op, inputs, where: Layouts, wanted) -> dict[int, tf.Tensor]:
-        if self._in_loop:
-            raise NotReplayable
+        if self._in_loop or any(where[t] == Rows() for t in [*op.inputs, *op.outputs]):
+            raise NotReplayable  # a loop in a loop, or over the examples themselves
         body, condition = bodies(op)
         same, changing = split_states(body, wanted)
         start = [inputs[k] for k in changing]
