@@ -59,10 +59,25 @@ def gather(op, layouts):
 
 def _is_range_of_batch(indices: tf.Tensor, layouts: Layouts) -> bool:
     """Whether indices are 0, 1, …, B − 1."""
-    if indices.op.type != "Range" or layouts.depends(indices):
+    op = indices.op
+    if layouts.depends(indices) or indices.shape.rank != 1:
         return False
-    start, limit, step = (layouts.entries(t)[0] for t in indices.op.inputs)
+    if op.type == "Reshape" and op.inputs[0].shape.rank == 1:
+        return _is_range_of_batch(op.inputs[0], layouts)
+    if op.type == "SelectV2" and _is_more_than_one(op.inputs[0], layouts):
+        return static_value(op.inputs[2]) == 0 and _is_range_of_batch(op.inputs[1], layouts)
+    if op.type != "Range":
+        return False
+    start, limit, step = (layouts.entries(t)[0] for t in op.inputs)
     return (start, limit, step) == (Size(0), layouts.batch_size, ONE)
+
+
+def _is_more_than_one(condition: tf.Tensor, layouts: Layouts) -> bool:
+    """Whether a condition is B > 1, so that 0 instead of the range of B changes nothing."""
+    op = condition.op
+    if op.type != "Greater" or condition.shape.rank != 0 or static_value(op.inputs[1]) != 1:
+        return False
+    return layouts.entries(op.inputs[0])[0] == layouts.batch_size
 
 
 @register_layout("GatherNd", "ResourceGatherNd")

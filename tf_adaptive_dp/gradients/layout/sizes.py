@@ -130,6 +130,12 @@ def _multiply(op, recurse, size_of):
     return [left[0].times(right[0])]
 
 
+def _maximum(op, recurse, size_of):
+    """Of equal sizes, as `tf.vectorized_map` takes it."""
+    values = set(recurse(op.inputs[0]))
+    return [values.pop()] if len(values) == 1 else None
+
+
 def _same(op, recurse, size_of):
     return recurse(op.inputs[0])
 
@@ -140,6 +146,7 @@ _EVALUATORS = {
     "StridedSlice": _strided_slice,
     "GatherV2": _gather,
     "Prod": _product,
+    "Max": _maximum,
     "Mul": _multiply,
     "Pack": lambda op, recurse, size_of: [recurse(t)[0] for t in op.inputs],
     "ConcatV2": lambda op, recurse, size_of: [s for t in op.inputs[:-1] for s in recurse(t)],
