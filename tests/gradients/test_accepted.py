@@ -11,7 +11,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:No rule covers")
 CASES = {name: shape for shape, makers in apart.LAYERS.items() for name in makers}
 BINCOUNT = "the length of tf.math.bincount is a maximum over the batch, if only between bounds"
 XFAIL = {
-    "vectorized_map": "GatherV2 of range(B) is not recognized",
     "LocallyConnected1D by product": "SparseMatMul is not known",
     "CategoryEncoding": BINCOUNT,
     "CategoryEncoding of counts": BINCOUNT,

@@ -294,6 +294,13 @@ EXAMPLES = {
     ),
     "map_fn within": lambda h, y, k: tf.map_fn(lambda r: tf.map_fn(lambda e: e * e + r[0], r), h),
     "in a function": lambda h, y, k: tf.function(lambda h: tf.map_fn(lambda r: r * r[0], h))(h),
+    "vectorized_map": lambda h, y, k: tf.vectorized_map(lambda r: r * tf.reduce_sum(r), h),
+    "vectorized_map of pairs": lambda h, y, k: tf.vectorized_map(
+        lambda e: tf.gather(tf.nn.softmax(e[0]), e[1])[tf.newaxis] * e[2], (h, k, y)
+    ),
+    "vectorized_map of products": lambda h, y, k: tf.vectorized_map(
+        lambda r: tf.reshape(tf.reshape(r, [2, 2]) @ INNER[:2, :2] + tf.range(2.0), [-1]), h
+    ),
     "by hand": lambda h, y, k: each(h, lambda i, x, a: a.write(i, x.read(i) * h[i] * y[i])),
     "gather by hand": lambda h, y, k: each(h, lambda i, x, a: a.write(i, tf.gather(h**2, i))),
 }
@@ -313,6 +320,11 @@ def test_loops_over_the_examples_are_accepted_and_exact(name):
     for mode in MODES:
         found = zoo.in_mode(mode, step, problem.batch)(*problem.batch)
         np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def vectorized(h, index):
+    """What `tf.vectorized_map` does, with another index."""
+    return tf.gather(h, tf.where(size(h) > 1, index(size(h)), 0))
 
 
 def carried(h):
@@ -383,6 +395,15 @@ ACROSS = {
             maximum_iterations=4,
         )[1]
         * h
+    ),
+    "vectorized, the one before": lambda h, y, k: (
+        h * vectorized(h, lambda n: tf.range(-1, n - 1) % n)
+    ),
+    "vectorized, half of them": lambda h, y, k: (
+        h * tf.repeat(vectorized(h, lambda n: tf.range(0, n, 2)), 2, axis=0)
+    ),
+    "vectorized, the first if there are more": lambda h, y, k: (
+        h * tf.gather(h, tf.where(size(h) > 5, tf.range(size(h)), 0))
     ),
     "two loops, all pairs": lambda h, y, k: all_pairs(h, lambda q, r: q * r),
     "two loops, counters mixed up": lambda h, y, k: mixed_up(h),

@@ -75,6 +75,10 @@ def evaluate(tensor: tf.Tensor, size_of: Callable[[tf.Tensor, int], Size]) -> li
     value = static_value(tensor)
     if value is not None:
         return [Size(int(n)) if n >= 0 else None for n in value.reshape(-1)]
+    if tensor.op.type == "Split":
+        parts, k = len(tensor.op.outputs), tensor.value_index
+        values = evaluate(tensor.op.inputs[1], size_of)
+        return values[k * len(values) // parts : (k + 1) * len(values) // parts]
     found = _EVALUATORS.get(tensor.op.type, lambda op, recurse, size_of: None)(
         tensor.op, lambda t: evaluate(t, size_of), size_of
     )
