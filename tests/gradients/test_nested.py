@@ -140,6 +140,13 @@ def test_xla_around_the_step_changes_nothing(problem):
     trace(problem, ACCEPTED["the batch"], jit_compile=True)
 
 
+def test_sizes_that_are_known_outside_are_used(problem):
+    spec = [tf.TensorSpec([4, 3]), tf.TensorSpec([4])]
+    trace(problem, lambda f, x, y, w: f(tf.reshape(tf.reshape(x, [12]), [4, 3]), y), spec)
+    with pytest.raises(dp.NotPrivateError, match="inner function"):
+        trace(problem, lambda f, x, y, w: f(tf.reshape(tf.transpose(x), [4, 3]), y), spec)
+
+
 @pytest.mark.parametrize("name", ["normalised", "a mean as number", "mixup"])
 def test_such_arguments_move_the_sum_beyond_its_bound(problem, name, monkeypatch):
     """Without the search a replaced row moves the clipped sum by more than 2."""

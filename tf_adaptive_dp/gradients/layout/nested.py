@@ -51,11 +51,12 @@ def refuse_mixed_arguments(frame: Frame, loss: tf.Tensor) -> None:
         return
     given = [op.outputs[0] for op in ancestors([loss]) if op.type == "Placeholder"]
     given = [t for t in given if t.dtype != tf.resource]
-    arguments = _Arguments()
+    arguments = _Arguments(_batch_size(frame))
     values = [arguments.value(frame, t) for t in given]
     if all(isinstance(v, Public) for v in values):
         # Nothing is fed: as elsewhere, constants with an axis of length B are the data then.
-        arguments = _Arguments(_num_rows(frame, loss, given))
+        rows = _num_rows(frame, loss, given)
+        arguments = _Arguments(rows, constants_are_data=True)
         values = [arguments.value(frame, t) for t in given]
     selections = set()
     for tensor, value in zip(given, values):
@@ -81,6 +82,17 @@ def _error(frame: Frame, tensor: tf.Tensor, value: Value | None) -> NotPrivateEr
     return NotPrivateError(_MOVED.format(**names))
 
 
+def _batch_size(frame: Frame) -> int | None:
+    """B where the step is fed, if that has one known size there."""
+    sizes: set[int | None] = set()
+    while frame is not None:
+        ops = frame.graph.get_operations()
+        fed = feeds([o for o in ops if frame.call is None or o.type != "Placeholder"], frame.graph)
+        sizes |= {t.shape[0] for t in fed if t.shape.rank}
+        frame = frame.outer
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def _num_rows(frame: Frame, loss: tf.Tensor, given: Sequence[tf.Tensor]) -> int | None:
     """B, as far as the loss or the arguments tell it."""
     outside = [t for g in given for _, t in frame.origins(g)[0]]
@@ -91,9 +103,9 @@ def _num_rows(frame: Frame, loss: tf.Tensor, given: Sequence[tf.Tensor]) -> int 
 class _Arguments:
     """What the inputs of bodies hold, found by following them outwards as far as they matter."""
 
-    def __init__(self, rows_of_constants: int | None = None):
-        """Begins; with a number of rows, constants of so many rows are data."""
-        self._rows = rows_of_constants
+    def __init__(self, batch_size: int | None, constants_are_data: bool = False):
+        self._batch_size = batch_size
+        self._constants_are_data = constants_are_data
         self._loops: dict[tuple[Frame, int], Value] = {}
 
     def value(self, frame: Frame, tensor: tf.Tensor) -> Value:
@@ -131,7 +143,7 @@ class _Arguments:
     def _layouts(self, frame: Frame, tensors: Sequence[tf.Tensor], inputs=None) -> Layouts:
         """The layouts of what tensors of a body are computed from."""
         ops = _until_releases(tensors)
-        layouts = Layouts(None)
+        layouts = Layouts(self._batch_size)
         for op in ops:
             if op.type == "Placeholder":
                 (tensor,) = op.outputs
@@ -169,7 +181,8 @@ class _Arguments:
         return BatchAxis() if is_data or self._is_data(tensor) else Public()
 
     def _is_data(self, constant: tf.Tensor) -> bool:
-        return self._rows is not None and constant.shape[:1] == [self._rows]
+        size = self._batch_size if self._constants_are_data else None
+        return size is not None and constant.shape[:1] == [size]
 
     def _of_loop_state(self, frame: Frame, tensor: tf.Tensor) -> Value:
         """What a variable of a loop holds in all rounds."""
