@@ -254,6 +254,30 @@ def with_optimizer(optimizer):
     return made
 
 
+def test_state_that_only_a_gradient_reads_is_refused():
+    """A custom gradient that is scaled by a variable."""
+    w, scale, optimizer = vector(), tf.Variable(1.0), dp.DPSGD(1.0, 0.0)
+    optimizer.build([w])
+
+    @tf.custom_gradient
+    def scaled(x):
+        return tf.identity(x), lambda upstream: upstream * scale
+
+    def step(write):
+        @tf.function(input_signature=[tf.TensorSpec([None, 3])], autograph=False)
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = scaled(tf.linalg.matvec(x, w))
+            optimizer.minimize(loss, [w], tape)
+            scale.assign(write(x))
+
+        return step
+
+    step(lambda x: 0.9 * scale).get_concrete_function()
+    with pytest.raises(dp.NotPrivateError, match="writes the data of the batch"):
+        step(tf.reduce_mean).get_concrete_function()
+
+
 def trains_a_probe(state, x, w, loss):
     """An ordinary optimizer, on a variable that no private loss reads."""
     probe, optimizer = state

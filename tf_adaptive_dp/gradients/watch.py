@@ -10,6 +10,7 @@ another one, traced for it or not.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import tensorflow as tf
 from tensorflow.python.framework import func_graph
@@ -28,20 +29,43 @@ def search_when_complete(loss: tf.Tensor) -> None:
     Args:
       loss: [B], symbolic; its gradients are to be released.
     """
-    graph = loss.graph
+    if _remember("_private_losses", loss):
+        _watch_from(loss.graph)
+
+
+def search_sums_when_complete(sums: Iterable[tf.Tensor]) -> None:
+    """Has the search for state begin at sums of gradients too.
+
+    A gradient may read state that its loss does not, in a custom gradient.
+
+    Args:
+      sums: are to be released.
+    """
+    for tensor in sums:
+        if not hasattr(tensor, "numpy"):
+            _remember("_private_sums", tensor)
+
+
+def _remember(attribute: str, tensor: tf.Tensor) -> bool:
+    """Notes a tensor with its function, if it is in one; by name, so that both can be freed."""
+    graph = tensor.graph
     if isinstance(graph, func_graph.FuncGraph):
-        # By name: a graph that holds its own tensors would never be freed.
-        graph._private_losses = [*getattr(graph, "_private_losses", ()), loss.name]
-        _watch_from(graph)
+        setattr(graph, attribute, [*getattr(graph, attribute, ()), tensor.name])
+        return True
+    return False
 
 
 def releases_within(graph: tf.Graph) -> bool:
     """Whether a function, or one that it calls, computes gradients to be released."""
-    return any(_losses_in(frame.graph) for frame in Frame(graph).all_within())
+    return bool(_noted("_private_losses", list(Frame(graph).all_within())))
 
 
-def _losses_in(graph: tf.Graph) -> list[tf.Tensor]:
-    return [graph.get_tensor_by_name(name) for name in getattr(graph, "_private_losses", ())]
+def _noted(attribute: str, frames: list[Frame]) -> list[tuple[Frame, tf.Tensor]]:
+    return [
+        (frame, frame.graph.get_tensor_by_name(name))
+        for frame in frames
+        for name in getattr(frame.graph, attribute, ())
+    ]
 
 
 def _watch_from(graph: tf.Graph) -> None:
@@ -84,9 +108,10 @@ def _search(graph: func_graph.FuncGraph) -> None:
     if graph.is_control_flow_graph and isinstance(graph.outer_graph, func_graph.FuncGraph):
         return
     root = Frame(graph)
-    losses = [(frame, loss) for frame in root.all_within() for loss in _losses_in(frame.graph)]
+    frames = list(root.all_within())
+    losses = _noted("_private_losses", frames)
     if losses:
-        refuse_state_within(root, losses)
+        refuse_state_within(root, [*losses, *_noted("_private_sums", frames)])
     if not isinstance(graph.outer_graph, func_graph.FuncGraph):
         for frame, loss in losses:
             refuse_mixed_arguments(frame, loss)

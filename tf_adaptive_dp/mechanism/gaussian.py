@@ -11,6 +11,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.gradients.released import mark_released
 from tf_adaptive_dp.gradients.source import PerExampleGradients
+from tf_adaptive_dp.gradients.watch import search_sums_when_complete
 from tf_adaptive_dp.mechanism import clipping as clippings
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.accumulation import Accumulator
@@ -241,6 +242,7 @@ class GaussianMechanism:
         with tf.control_dependencies([check] if check is not None else []):
             sums, count = self._clipped_sums(source, scale, shift, layers, clip)
         raw = [tf.cast(s, tf.float32) for s in sums if s is not None]
+        search_sums_when_complete([*raw, *count])
         # After the sums: a step that fails on its data released nothing, and changes nothing.
         with tf.control_dependencies([*raw, *count]):
             if self.accumulator is None:

@@ -78,7 +78,8 @@ def refuse_state_within(root: Frame, losses: Iterable[tuple[Frame, tf.Tensor]]) 
 
     Args:
       root: the outermost graph.
-      losses: the losses whose gradients are clipped, each with its frame in `root`.
+      losses: the losses whose gradients are clipped, and what else is computed of these gradients
+        before their release, each with its frame in `root`.
 
     Raises:
       NotPrivateError: naming the operation that writes.
