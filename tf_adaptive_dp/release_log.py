@@ -134,7 +134,7 @@ class ReleaseLog(tf.keras.callbacks.Callback):
             self._released = segments
             return
         lost = self.num_releases - ledger.num_releases
-        ledger.restore(announced)
+        ledger.restore(announced, ledger.checks)
         self._released = announced
         warnings.warn(
             f"{lost} releases were not in the checkpoint, because training ended before they were "

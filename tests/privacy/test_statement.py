@@ -102,9 +102,13 @@ def test_names_epsilon_delta_unit_and_adjacency(ledger, sampling):
     assert 0 <= shown - epsilon_spent(ledger, N, DELTA) <= 1.001e-4
 
 
-def test_poisson_sampling_is_a_proof():
+def test_poisson_sampling_is_a_proof_for_draws_that_were_checked():
     text = words(ONE, N, DELTA, sampling="poisson")
-    assert "drawn by Poisson sampling, and for that this epsilon is a proven bound" in text
+    assert "batches are said to be drawn by Poisson sampling, and if so, this epsilon is a" in text
+    assert "For 6000 of the noisy gradients nothing checked that" in text and "proven" not in text
+    checked = SimpleNamespace(**vars(ONE), checks=[(6_000, 0)])
+    text = words(checked, N, DELTA, sampling="poisson")
+    assert "were drawn by Poisson sampling, and for that this epsilon is a proven bound" in text
     assert "approximation" not in text
     assert "shuffling the data" not in text
 

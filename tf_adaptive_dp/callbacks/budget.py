@@ -79,7 +79,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         released = sum(segment.num_releases for segment in segments)
         if segments and segments[-1][:2] == (noise_multiplier, size):
             segments.pop()  # more of the same need no new price
-        price_of = (noise_multiplier, size, segments)
+        price_of = (noise_multiplier, size, segments, [c.repeated for c in optimizer.ledger.checks])
         if self._priced[:1] != (price_of,):
             left = samplings.releases_left(
                 self.sampling,

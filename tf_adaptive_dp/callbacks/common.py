@@ -42,4 +42,4 @@ def begin_batches_anew(optimizer) -> None:
             "released.",
             stacklevel=3,
         )
-        optimizer._mechanism.accumulator.drop()
+        optimizer._mechanism.drop_parts()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import warnings
 from collections.abc import Sequence
-from typing import Callable
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -16,11 +18,15 @@ from tf_adaptive_dp.mechanism import clipping as clippings
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.accumulation import Accumulator
 from tf_adaptive_dp.mechanism.adaptive_clipping import SMALLEST, AdaptiveClipping
+from tf_adaptive_dp.mechanism.draw_numbers import Draw, SeenDraws
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.mechanism.turns import Turns
-from tf_adaptive_dp.privacy.ledger import Ledger
+from tf_adaptive_dp.privacy.ledger import Ledger, wrong_size
+
+# A batch of the expected size has more examples than this allows with probability 1e-12 at most.
+_LOG_FALSE_ALARM = math.log(1e-12)
 
 
 def _clipping(clipping: str | clippings.Clipping) -> clippings.Clipping:
@@ -55,6 +61,11 @@ def _hyperparameter(value: float) -> tf.Variable:
         return tf.Variable(value, dtype=tf.float64, trainable=False)
 
 
+def _log_tail(size: Any, expected: Any, log: Callable) -> Any:
+    """Chernoff's bound of log P[so many examples or more in a Poisson batch], above the mean."""
+    return size - expected - size * log(size / expected)
+
+
 class GaussianMechanism:
     """Releases the noisy mean of clipped per-example gradients.
 
@@ -67,6 +78,7 @@ class GaussianMechanism:
     exactly once; the divisor is a public constant. Each release is an entry of the ledger, with
     the noise multiplier that accounts for the sensitivity (σ, or σ/2 with microbatches). A row
     whose gradient is zero or not finite contributes exactly zero, so padding counts as absent.
+    - Each release says in the ledger whether its batch was released before (`draw_numbers`).
     - A batch may come in parts (`gradient_accumulation_steps`): their clipped sums are added up,
       and the last part brings the one release.
     - On R replicas each adds noise of standard deviation σ·C/√R to the sum over its examples, so
@@ -121,6 +133,7 @@ class GaussianMechanism:
         self.gradient_accumulation_steps = steps
         self.accumulator = Accumulator(steps) if steps > 1 else None
         self.ledger = Ledger(add_variable)
+        self._seen = SeenDraws()
         self.noise = _noise(checks.boolean("secure_noise", secure_noise), seed, add_variable)
         self.statistics = GradientStatistics()
         self._turns = Turns()
@@ -168,9 +181,28 @@ class GaussianMechanism:
         return int(self._fixed_batch_size.numpy())
 
     def batch_size(self) -> float | None:
-        """L if it is known already: as given, or as the first batch had it."""
+        """What the next release counts: L, as given or as the first batch had it.
+
+        More if batches turned out to be larger; `None` before the first batch, if L is not given.
+        """
         fixed = float(self.rows_per_batch * self.gradient_accumulation_steps)
-        return self.expected_batch_size or fixed or None
+        size = self.expected_batch_size or fixed
+        return self.ledger.size_that_counts(size) if size else None
+
+    def doubt_size(self, rows: int | None) -> None:
+        """Warns, before a step, if L is not the size of batches of so many rows."""
+        with tf.init_scope():
+            expected = self.expected_batch_size
+        if rows is None or expected is None or self.num_microbatches is not None:
+            return
+        rows *= self.gradient_accumulation_steps
+        if rows > expected and _log_tail(rows, expected, math.log) < _LOG_FALSE_ALARM:
+            warnings.warn(wrong_size(expected, rows), stacklevel=2)
+
+    def drop_parts(self) -> None:
+        """Forgets the parts of a batch that is not complete."""
+        self.accumulator.drop()
+        self._seen.drop_parts()
 
     @property
     def complete(self) -> tf.Tensor | None:
@@ -215,6 +247,7 @@ class GaussianMechanism:
         scale: list[tf.Tensor] | None = None,
         shift: list[tf.Tensor] | None = None,
         layers: Sequence[str] = (),
+        number: tuple[tf.Tensor, tf.Tensor] | None = None,
     ) -> list[tf.Tensor | None]:
         """Releases one noisy mean gradient and enters it in the ledger.
 
@@ -225,6 +258,7 @@ class GaussianMechanism:
           scale: one tensor a variable by which gradients are multiplied before clipping.
           shift: one tensor a variable that is added to each gradient before that.
           layers: the layer that each variable belongs to, for clipping by layer.
+          number: that of the batch, see `draw_numbers.number_of`; `None` if it has none.
 
         Returns:
           One float32 tensor a variable, `None` where the loss does not depend on the variable. On
@@ -240,23 +274,31 @@ class GaussianMechanism:
         check = self._check_batch_size(size)
         clip = self._l2_norm_clip.read_value()
         with tf.control_dependencies([check] if check is not None else []):
-            sums, count = self._clipped_sums(source, scale, shift, layers, clip)
+            sums, count, present = self._clipped_sums(source, scale, shift, layers, clip)
         raw = [tf.cast(s, tf.float32) for s in sums if s is not None]
         search_sums_when_complete([*raw, *count])
         # After the sums: a step that fails on its data released nothing, and changes nothing.
-        with tf.control_dependencies([*raw, *count]):
+        with tf.control_dependencies([*raw, *count, present]):
             if self.accumulator is None:
-                complete, noisy = tf.constant(True), self._add_noise(raw, count, clip, size)
+
+                def draw() -> Draw:
+                    return self._seen.add(number, tf.constant(True))
+
+                complete = tf.constant(True)
+                noisy = self._add_noise(raw, count, clip, size, present, draw)
             else:
-                complete, noisy = self._accumulate(raw, count, clip, size)
+                complete, noisy = self._accumulate(raw, count, clip, size, present, number)
         self._complete[threading.get_ident()] = complete
         noisy = iter(noisy)
         return [None if s is None else next(noisy) for s in sums]
 
     def _clipped_sums(
         self, source: PerExampleGradients, scale, shift, layers, clip: tf.Tensor
-    ) -> tuple[list[tf.Tensor | None], list[tf.Tensor]]:
-        """Σᵢ clip(...) of each variable, and [the count] of `AdaptiveClipping`, else []."""
+    ) -> tuple[list[tf.Tensor | None], list[tf.Tensor], tf.Tensor]:
+        """Σᵢ clip(...) of each variable, [the count] of `AdaptiveClipping` or [], and a number.
+
+        That is how many rows, or microbatches, of all replicas have a gradient other than zero.
+        """
         norms = source.variable_norms(scale, shift)
         squared_norms = clippings.total_norms(norms)
         weights = self.clipping.weights(norms, layers, clip)
@@ -275,35 +317,65 @@ class GaussianMechanism:
             sums = [None if s is None else s + tf.reduce_sum(w) * b for s, w, b in parts]
         if scale is not None:
             sums = [None if s is None else s * a for s, a in zip(sums, scale)]
+        there = replicas.total(tf.reduce_sum(tf.cast(present, tf.float32)))
         if not self._is_adaptive:
-            return sums, []
-        return sums, [self.clipping.count(squared_norms, present, clip)]
+            return sums, [], there
+        return sums, [self.clipping.count(squared_norms, present, clip)], there
 
-    def _accumulate(self, sums: list, count: list, clip, size) -> tuple[tf.Tensor, list]:
+    def _size_seen(self, expected, per_group, rows: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
+        """The rows of a whole batch if it has more examples than L can be true of, else 0.
+
+        Guarantee: an L that is true of Poisson batches is doubted with probability 1e-12 in a step
+        at most. What is recorded is the number of rows, which is public where padding or batches of
+        one size make it so; otherwise it tells the size of that batch.
+        """
+        rows = tf.cast(rows * self.gradient_accumulation_steps, tf.float64)
+        there = tf.maximum(tf.cast(present, tf.float64) * per_group, tf.constant(1e-9, tf.float64))
+        too_many = (there > expected) & (_log_tail(there, expected, tf.math.log) < _LOG_FALSE_ALARM)
+        size = tf.where(too_many, rows, tf.zeros_like(rows))
+        if tf.executing_eagerly() and too_many:
+            warnings.warn(wrong_size(float(expected), float(rows)), stacklevel=2)
+        return size
+
+    def _accumulate(
+        self, sums: list, count: list, clip, size, present, number
+    ) -> tuple[tf.Tensor, list]:
         """Adds one part of a batch; releases after the last, and gives zeros before."""
         # In units of C, which may be set anew before the batch is complete.
         unit, num = tf.cast(clip, tf.float32), len(sums)
 
         def add() -> list[tf.Tensor]:
             with tf.control_dependencies([self._remember_batch_size(size)]):
-                totals, complete = self.accumulator.add([s / unit for s in sums] + count)
-                return [complete, *totals]
+                parts = [*(s / unit for s in sums), *count, present]
+                totals, complete = self.accumulator.add(parts)
+                return [*self._seen.add(number, complete), complete, *totals]
 
-        complete, *totals = self._turns.take(add)
+        *draw, complete = (made := self._turns.take(add))[:4]
+        *totals, there = made[4:]
 
         def release() -> list[tf.Tensor]:
-            return self._add_noise([s * unit for s in totals[:num]], totals[num:], clip, size)
+            noiseless = [s * unit for s in totals[:num]]
+            return self._add_noise(noiseless, totals[num:], clip, size, there, lambda: Draw(*draw))
 
         return complete, tf.cond(complete, release, lambda: [tf.zeros_like(s) for s in sums])
 
-    def _add_noise(self, sums: list, count: list, clip, size) -> list[tf.Tensor]:
+    def _add_noise(
+        self, sums: list, count: list, clip, size, present, draw: Callable[[], Draw]
+    ) -> list[tf.Tensor]:
         """Counts the release, and adds its noise."""
 
         def enter() -> list[tf.Tensor]:
             with tf.control_dependencies([self._remember_batch_size(size)]):
                 per_group, expected = self._examples_per_group(), self._divisor_in_examples()
-                sigma = self._noise_multiplier.read_value()
-                recorded = self.ledger.record(tf.where(per_group > 1, sigma / 2, sigma), expected)
+                sigma, batch = self._noise_multiplier.read_value(), draw()
+                # An example that is in 1 + c parts of a batch moves the sum by as many times C.
+                counted = tf.where(per_group > 1, sigma / 2, sigma) / (1 + batch.copies)
+                recorded = self.ledger.record(
+                    *(counted, expected),
+                    checked=batch.checked,
+                    distance=batch.distance,
+                    size_seen=self._size_seen(expected, per_group, size, present),
+                )
                 return [recorded, per_group, expected, sigma]
 
         recorded, per_group, expected, sigma = self._turns.take(enter)

@@ -17,6 +17,7 @@ from tf_adaptive_dp.gradients.per_example import (
 )
 from tf_adaptive_dp.gradients.released import completion, mark_released, vouch_for
 from tf_adaptive_dp.mechanism.clipping import Clipping, serialize
+from tf_adaptive_dp.mechanism.draw_numbers import number_of, rows_without_padding
 from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
@@ -191,7 +192,9 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
         with tf.control_dependencies([*(scale or ()), *(shift or ())]):
             if not self._preconditions_first:
                 scale = shift = None
-            noisy = self._mechanism.release(source, batch_size, scale, shift, layers)
+            self._mechanism.doubt_size(rows_without_padding(loss))
+            number = number_of(loss)
+            noisy = self._mechanism.release(source, batch_size, scale, shift, layers, number)
         released = _with_penalties(noisy, source.penalty_gradients, scale)
         released = [None if g is None else tf.cast(g, v.dtype) for g, v in zip(released, variables)]
         for gradient in released:
@@ -290,6 +293,7 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
             "secure_noise": isinstance(self._mechanism.noise, SecureNoise),
             "seed": self._mechanism.noise.seed,
             "ledger": [list(segment) for segment in self.ledger.segments],
+            "ledger_checks": [list(of_segment) for of_segment in self.ledger.checks],
         }
 
     @classmethod
@@ -301,9 +305,9 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
           custom_objects: Python objects that Keras needs to read it.
         """
         config = dict(config)
-        segments = config.pop("ledger", [])
+        segments, checks_of = config.pop("ledger", []), config.pop("ledger_checks", [])
         optimizer = super().from_config(config, custom_objects)
-        optimizer.ledger.restore(segments)
+        optimizer.ledger.restore(segments, checks_of)
         return optimizer
 
 

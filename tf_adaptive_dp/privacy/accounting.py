@@ -3,6 +3,15 @@
 Each release in a ledger is the Gaussian mechanism on a Poisson-sampled batch, so a ledger is a
 composition of Poisson-subsampled Gaussians, and of any other private event that went into the run.
 All of this module speaks of one adjacency: one example added or removed.
+
+A release on a batch that was released before is no new draw. It counts as the Gaussian mechanism
+without sampling, whatever came between: fix the draws of all other examples, and let x be in each
+batch by a coin of its own. Given all that was released before, the next release of a batch without
+x is N(μ, σ²C²), and with x in the data the mixture (1 - r)·N(μ, σ²C²) + r·N(μ + g, σ²C²), where r
+is the probability, given the same, that the coin was heads. For a new batch r = q; for one that was
+released before r may be anything. Hockey-stick divergences are jointly convex, and Rényi
+divergences quasi-convex, so in both directions the pair is at most as far apart as N(μ, σ²C²) and
+N(μ + g, σ²C²), the case r = 1; the pairs then compose adaptively.
 """
 
 from __future__ import annotations
@@ -10,6 +19,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any, Callable
@@ -19,7 +29,7 @@ import numpy as np
 from dp_accounting import pld, rdp
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.privacy.ledger import Ledger, Segment
+from tf_adaptive_dp.privacy.ledger import Checks, Ledger, Segment, wrong_size
 
 __all__ = ["dp_event", "epsilon", "epsilon_spent", "releases_left"]
 
@@ -94,7 +104,7 @@ def epsilon(
     )
 
 
-def dp_event(ledger: Any, num_examples: int) -> dp_accounting.DpEvent:
+def dp_event(ledger: Any, num_examples: int, *, passes: bool = True) -> dp_accounting.DpEvent:
     """A ledger as a `DpEvent`, for any accountant.
 
     Guarantee: the event is all that the ledger holds, for adding or removing one example and
@@ -103,6 +113,7 @@ def dp_event(ledger: Any, num_examples: int) -> dp_accounting.DpEvent:
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
       num_examples: number of examples in the training set, a public constant.
+      passes: see `epsilon_spent`.
 
     Returns:
       The composition of the releases, oldest first, and of `ledger.other_events`.
@@ -117,7 +128,7 @@ def dp_event(ledger: Any, num_examples: int) -> dp_accounting.DpEvent:
       >>> dp_event(ledger, num_examples=200)
       SelfComposedDpEvent(event=GaussianDpEvent(noise_multiplier=2.0), count=3)
     """
-    segments, other_events = read_ledger(ledger, num_examples)
+    segments, other_events = counted_ledger(ledger, num_examples, passes=passes)
     builder = dp_accounting.DpEventBuilder()
     for noise_multiplier, batch_size, count in segments:
         builder.compose(_release_event(noise_multiplier, batch_size / num_examples), count)
@@ -127,7 +138,12 @@ def dp_event(ledger: Any, num_examples: int) -> dp_accounting.DpEvent:
 
 
 def epsilon_spent(
-    ledger: Any, num_examples: int, delta: float, *, accountant: str = "rdp"
+    ledger: Any,
+    num_examples: int,
+    delta: float,
+    *,
+    accountant: str = "rdp",
+    passes: bool = True,
 ) -> float:
     """ε of all that a ledger holds.
 
@@ -135,13 +151,17 @@ def epsilon_spent(
 
     Guarantee: as `epsilon`: one example added or removed, Poisson sampling with probability
     `batch_size / num_examples`, an approximation if batches were shuffled. The ledger's
-    `other_events` are composed with the releases.
+    `other_events` are composed with the releases. A release on a batch that was released before
+    counts without sampling.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
       num_examples: number of examples in the training set, a public constant.
       delta: δ, in (0, 1).
       accountant: `"rdp"` or `"pld"`, see `epsilon`.
+      passes: whether a batch that comes again after a whole pass over the data or later is no
+        repetition, as in passes over batches that are not shuffled anew. It is one for batches
+        that are drawn at random, where `sampling.epsilon_spent` says false.
 
     Returns:
       ε ≥ 0, `math.inf` if something was released without noise.
@@ -158,7 +178,7 @@ def epsilon_spent(
       >>> round(epsilon_spent(ledger, num_examples=60_000, delta=1e-5), 3)
       0.538
     """
-    segments, other_events = read_ledger(ledger, num_examples)
+    segments, other_events = counted_ledger(ledger, num_examples, passes=passes)
     return composed_epsilon(_count(segments, num_examples), other_events, delta, accountant)
 
 
@@ -171,6 +191,7 @@ def releases_left(
     delta: float,
     *,
     accountant: str = "rdp",
+    passes: bool = True,
 ) -> int:
     """How many more releases a privacy budget allows: the largest n with ε(n) ≤ `epsilon`.
 
@@ -187,6 +208,7 @@ def releases_left(
       epsilon: the budget, what was spent already included; greater than 0.
       delta: δ, in (0, 1).
       accountant: `"rdp"` or `"pld"`.
+      passes: see `epsilon_spent`.
 
     Returns:
       n, from 0 (none fits, or the budget is already overspent) to 2**31.
@@ -202,7 +224,7 @@ def releases_left(
       13040
     """
     budget = checks.number("epsilon", epsilon, 0, strict=True)
-    segments, other_events = read_ledger(ledger, num_examples)
+    segments, other_events = counted_ledger(ledger, num_examples, passes=passes)
     one = _checked((noise_multiplier, batch_size, 1), num_examples)
 
     def fits(n: int, method: str) -> bool:
@@ -227,15 +249,60 @@ def check_probability(name: str, value: Any, *, or_one: bool = False) -> float:
 def read_ledger(
     ledger: Any, num_examples: int
 ) -> tuple[list[Segment], tuple[dp_accounting.DpEvent, ...]]:
-    """Checks a ledger, or an optimizer's, and returns its segments and its other events."""
+    """Checks a ledger, or an optimizer's, and returns its segments and its other events.
+
+    Warns if batches were larger than the optimizer had been told.
+    """
+    read, events = _read(ledger, num_examples)
+    return [segment for segment, _ in read], events
+
+
+def counted_ledger(
+    ledger: Any, num_examples: int, *, passes: bool
+) -> tuple[list[Segment], tuple[dp_accounting.DpEvent, ...]]:
+    """As `read_ledger`, with segments of their own for releases on batches that came again.
+
+    These have `num_examples` for their batch size, which is no sampling.
+    """
+    read, events = _read(ledger, num_examples)
+    segments = []
+    for segment, known in read:
+        again = repeated(segment, known, num_examples, passes=passes)
+        segments.append(segment._replace(batch_size=float(num_examples), num_releases=again))
+        segments.append(segment._replace(num_releases=segment.num_releases - again))
+    return [s for s in segments if s.num_releases], events
+
+
+def repeated(segment: Segment, known: Checks, num_examples: int, *, passes: bool) -> int:
+    """How many releases of a segment count as repetitions; for `passes` see `epsilon_spent`."""
+    if passes and known.nearest >= num_examples // segment.batch_size:
+        return 0
+    return min(known.repeated, segment.num_releases)
+
+
+def checks_of(ledger: Any, num_examples: int) -> list[tuple[Segment, Checks]]:
+    """The segments of a ledger, or an optimizer's, with what is known of their batches."""
+    return _read(ledger, num_examples)[0]
+
+
+def _read(
+    ledger: Any, num_examples: int
+) -> tuple[list[tuple[Segment, Checks]], tuple[dp_accounting.DpEvent, ...]]:
     checks.integer("num_examples", num_examples, 1)
     found = getattr(ledger, "ledger", ledger)
     if not (hasattr(found, "segments") and hasattr(found, "other_events")):
         raise TypeError(
             f"`ledger` must be a ledger or an optimizer that has one. Received: ledger={ledger!r}"
         )
-    segments = [_checked(segment, num_examples) for segment in found.segments]
-    return [s for s in segments if s.num_releases], tuple(found.other_events)
+    known = [Checks(*of_segment) for of_segment in getattr(found, "checks", ())]
+    known += [Checks()] * (len(found.segments) - len(known))
+    read = []
+    for segment, of_segment in zip(found.segments, known):
+        if of_segment.declared:
+            warnings.warn(wrong_size(of_segment.declared, segment[1]), stacklevel=4)
+            segment = (segment[0], min(segment[1], num_examples), segment[2])
+        read.append((_checked(segment, num_examples), of_segment))
+    return [(s, of) for s, of in read if s.num_releases], tuple(found.other_events)
 
 
 def _checked(segment: tuple[float, float, int], num_examples: int) -> Segment:

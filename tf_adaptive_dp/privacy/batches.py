@@ -239,6 +239,13 @@ def _refuse_several_workers() -> None:
         )
 
 
+def _with_marks(weights: tf.Tensor, marked: tf.Tensor) -> tf.Tensor:
+    """Gives the zeros of marked rows a sign, the number of the draw; they stay zeros."""
+    if weights.shape.rank != 1 or not weights.dtype.is_floating:
+        return weights
+    return tf.where(marked, tf.constant(-0.0, weights.dtype), weights)
+
+
 def dataset(
     found: Arrays | Records,
     sampling: draws.Sampling,
@@ -280,13 +287,17 @@ def dataset(
         return tf.ensure_shape(tf.numpy_function(draw, [number, first], tf.int64), [None, rows])
 
     def batch(indices: tf.Tensor) -> tuple:
-        leaves = read(indices)
+        leaves = read(tf.minimum(indices, num_examples))
         for leaf, (shape, _) in zip(leaves, found.parts):
             leaf.set_shape((rows, *shape))
+        marked = indices > num_examples
         if not add_mask:
-            return tf.nest.pack_sequence_as(structure, leaves)
+            *data, weights = tf.nest.pack_sequence_as(structure, leaves)
+            if masked:
+                weights = tf.nest.map_structure(lambda w: _with_marks(w, marked), weights)
+            return (*data, weights)
         mask = tf.cast(indices < num_examples, tf.float32)
-        return tf.nest.pack_sequence_as((*structure, 0), [*leaves, mask])
+        return tf.nest.pack_sequence_as((*structure, 0), [*leaves, _with_marks(mask, marked)])
 
     first_steps = tf.data.Dataset.range(start_step, sampling.steps, DRAWS_PER_CALL)
     made = (

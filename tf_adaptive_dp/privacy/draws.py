@@ -93,7 +93,10 @@ class Sampling(abc.ABC):
     def place(
         self, num_examples: int, step: int, key: bytes, gradient_accumulation_steps: int = 1
     ) -> np.ndarray:
-        """The rows of the batch of a step: [k, rows of a part], `num_examples` where padding is.
+        """The rows of the batch of a step: [k, rows of a part], with indices of examples.
+
+        Padding is `num_examples` or `num_examples` + 1, by a random bit: these bits are the number
+        by which the mechanism tells this draw from others.
 
         Guarantee: a pure function of its arguments. All ways to put the examples drawn into the
         rows, those of all k parts together, are equally likely, whatever was drawn. So the law of
@@ -105,7 +108,10 @@ class Sampling(abc.ABC):
         drawn = self.draw(num_examples, step, key)
         placed = np.full(k * rows, num_examples, np.int64)
         placed[: len(drawn)] = drawn
-        generator(key, b"rows", step).shuffle(placed)
+        random = generator(key, b"rows", step)
+        words = random.bit_generator.random_raw(-(-(k * rows - len(drawn)) // 64))
+        placed[len(drawn) :] += np.unpackbits(words.view(np.uint8))[: k * rows - len(drawn)]
+        random.shuffle(placed)
         return placed.reshape(k, rows)
 
     @abc.abstractmethod

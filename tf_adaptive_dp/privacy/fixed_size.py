@@ -139,7 +139,7 @@ def fixed_size_epsilon(
         size is not whole; for `other_events`, which are stated for adding or removing an example.
     """
     accounting.check_probability("delta", delta)
-    segments, events = accounting.read_ledger(ledger, num_examples)
+    segments, events = accounting.counted_ledger(ledger, num_examples, passes=False)
     if accountant != "rdp":
         raise ValueError(
             "Only `accountant='rdp'` knows batches of fixed size without replacement. Received: "
@@ -178,6 +178,7 @@ def _rdp_without_replacement(
         neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE
     )
     # Replacing an example moves the sum by 2C: the noise is half as large in that unit.
-    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
-    event = dp_accounting.SampledWithoutReplacementDpEvent(num_examples, batch_size, gaussian)
+    event = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
+    if batch_size < num_examples:
+        event = dp_accounting.SampledWithoutReplacementDpEvent(num_examples, batch_size, event)
     return np.maximum(accountant.compose(event).rdp, accounting.RDP_PRECISION)

@@ -20,7 +20,8 @@ def epsilon_without_amplification(
 
     A pass over the data takes at least m = floor(num_examples / batch_size) releases. So an example
     is in at most ceil(num_releases / m) releases of a segment, one more if the segment may have
-    begun in the middle of a pass; these count as Gaussian mechanisms without sampling.
+    begun in the middle of a pass; these count as Gaussian mechanisms without sampling. So does each
+    release on a batch that was released before within the length of a pass.
 
     Guarantee: (ε, δ)-DP for adding or removing one example, in whatever order the examples come, if
     each pass has each example in one batch at most, ends before the next one begins, and the other
@@ -47,7 +48,7 @@ def epsilon_without_amplification(
       >>> round(epsilon_without_amplification(ledger, num_examples=60_000, delta=1e-5), 2)
       12.3
     """
-    segments, other_events = accounting.read_ledger(ledger, num_examples)
+    segments, other_events = accounting.counted_ledger(ledger, num_examples, passes=True)
     counts: accounting.Counts = {}
     for segment, times in zip(segments, occurrences(segments, num_examples)):
         release = (segment.noise_multiplier, 1.0)

@@ -190,7 +190,9 @@ class PoissonSampling(draws.Sampling):
         releases = sum(segment.num_releases for segment in segments)
 
         def epsilon_at(delta: float) -> float:
-            return accounting.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
+            return accounting.epsilon_spent(
+                ledger, num_examples, delta, accountant=accountant, passes=False
+            )
 
         def delta_left(epsilon: float) -> float:
             return self.delta_for_noise(epsilon, num_examples, delta, releases)

@@ -52,7 +52,10 @@ def epsilon_spent(
         return sampling.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
     if sampling == "fixed":
         return fixed_size_epsilon(ledger, num_examples, delta, accountant)
-    return accounting.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
+    passes = sampling != "poisson"
+    return accounting.epsilon_spent(
+        ledger, num_examples, delta, accountant=accountant, passes=passes
+    )
 
 
 def releases_left(
@@ -85,8 +88,9 @@ def releases_left(
         return accounting.releases_left(
             *(ledger, noise_multiplier, batch_size, num_examples, epsilon, delta),
             accountant=accountant,
+            passes=sampling != "poisson",
         )
-    segments, events = accounting.read_ledger(ledger, num_examples)
+    segments, events = accounting.counted_ledger(ledger, num_examples, passes=False)
 
     def fits(n: int) -> bool:
         then = Ledger.extended(segments, Segment(noise_multiplier, batch_size, n))

@@ -13,7 +13,7 @@ import dp_accounting
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.privacy import accounting
 from tf_adaptive_dp.privacy import sampling as samplings
-from tf_adaptive_dp.privacy.ledger import Segment
+from tf_adaptive_dp.privacy.ledger import Checks, Segment
 from tf_adaptive_dp.privacy.passes import epsilon_without_amplification
 from tf_adaptive_dp.privacy.wording import (
     EXAMPLE,
@@ -55,7 +55,8 @@ def privacy_statement(
     `epsilon_without_amplification`, rounded up. The text names the unit (one example), the
     adjacency (add or remove one; replace one for subsets of fixed size), the sampling, what is
     protected and what is not, and of an optimizer which side information it used and where that
-    came from. A sampling object is compared with the ledger, a label is believed.
+    came from. A sampling object is compared with the ledger, a label is believed. "Proven" is said
+    if the ledger checked for each release that its batch was a draw of its own; see `Checks`.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
@@ -80,6 +81,7 @@ def privacy_statement(
       >>> from types import SimpleNamespace
       >>> from tf_adaptive_dp.privacy.statement import privacy_statement
       >>> ledger = SimpleNamespace(segments=[(2.0, 200.0, 6_000)], other_events=())
+      >>> ledger.checks = [(6_000, 0)]  # checked and repeated, as an optimizer's ledger knows it
       >>> text = privacy_statement(ledger, 60_000, 1e-5, sampling="poisson")
       >>> print("".join(text.splitlines(keepends=True)[:4]))
       Differential privacy with epsilon = 0.5384 and delta = 1e-05 (RDP accounting,
@@ -97,7 +99,9 @@ def privacy_statement(
             "Nothing was released: the ledger is empty, epsilon = 0. That says nothing of weights "
             "that were trained by other means."
         )
+    with_checks = accounting.checks_of(ledger, num_examples)
     released = list_of_releases(segments, other_events, num_examples)
+    released += _repetitions(with_checks, num_examples, sampling)
     information = of_side_information(getattr(ledger, "side_information", None))
     if math.isinf(spent):
         parts = [why_not_private(segments, other_events, sampling), released, information]
@@ -105,13 +109,18 @@ def privacy_statement(
     unamplified = epsilon_without_amplification(ledger, num_examples, delta, accountant=accountant)
     tf_privacy = ""
     plain = accounting.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
-    if len(segments) == 1 and not other_events and up(spent) == up(plain):
+    as_declared = not any(known.repeated or known.declared for _, known in with_checks)
+    alone = len(segments) == 1 and not other_events
+    if alone and as_declared and up(spent) == up(plain):
         # Of anything else TF Privacy's statement would be a smaller epsilon than the true one.
         tf_privacy = _tf_privacy_statement(
             segments[0], num_examples, delta, accountant, max_examples_per_user
         )
     paragraphs = [
-        claim(spent, unamplified, delta, accountant, sampling, num_examples),
+        claim(
+            *(spent, unamplified, delta, accountant, sampling, num_examples),
+            unchecked=_unchecked(with_checks, num_examples),
+        ),
         warning_of_delta(delta, num_examples),
         released,
         information,
@@ -131,6 +140,7 @@ def claim(
     sampling: samplings.Sampling | str,
     num_examples: int,
     unit: Unit = EXAMPLE,
+    unchecked: int = 0,
 ) -> str:
     """The first paragraph: ε, δ, unit, adjacency and sampling.
 
@@ -142,6 +152,7 @@ def claim(
       sampling: `"poisson"`, `"fixed"` or `"shuffled"`, or such a sampling.
       num_examples: how many units there are.
       unit: what the text calls the unit.
+      unchecked: of how many releases it is not known that they had a draw of their own.
     """
     one = unit.one
     whose = f"Unit: one {one}. Adjacency: data sets that differ by adding or removing one {one}."
@@ -150,13 +161,18 @@ def claim(
     if label == "shuffled":
         text = _claim_of_shuffling(spent, unamplified, delta, f"{how}. {whose}", unit)
         return text + of_seed(sampling, unit)
-    drawn = "by Poisson sampling, and for that this epsilon is a proven bound."
+    proven = "for that this epsilon is a proven bound."
+    if unchecked:
+        proven = (
+            f"if so, this epsilon is a bound. For {unchecked} of the {unit.releases} nothing "
+            f"checked that the {unit.batch} was a draw of its own."
+        )
+    drawn = f"by Poisson sampling, and {proven}"
     if label == "fixed":
         whose = f"Unit: one {one}. Adjacency: data sets in which one {one} replaces another."
         drawn = (
-            "as random subsets of a fixed size, independent of each other, and for that this "
-            "epsilon is a proven bound. It is not to be compared with epsilons for adding or "
-            f"removing {unit.a}."
+            f"as random subsets of a fixed size, independent of each other, and {proven} It is not "
+            f"to be compared with epsilons for adding or removing {unit.a}."
         )
     elif isinstance(sampling, samplings.PoissonSampling):
         drawn += (
@@ -170,7 +186,7 @@ def claim(
             )
     return filled(
         f"Differential privacy with epsilon = {up(spent)} and delta = {delta:g} {how}. {whose} The "
-        f"{unit.batches} were drawn {drawn}"
+        f"{unit.batches} {'are said to be' if unchecked else 'were'} drawn {drawn}"
     ) + of_seed(sampling, unit)
 
 
@@ -219,6 +235,27 @@ def list_of_releases(
         )
     lines.extend(item(f"besides the {unit.others}, and counted in: {event}") for event in events)
     return "".join(lines)
+
+
+def _unchecked(with_checks: Sequence[tuple[Segment, Checks]], num_examples: int) -> int:
+    """How many releases may have had a batch of an earlier one, where that matters."""
+    sampled = [(s, known) for s, known in with_checks if s.batch_size < num_examples]
+    return sum(max(s.num_releases - known.checked, 0) for s, known in sampled)
+
+
+def _repetitions(
+    with_checks: Sequence[tuple[Segment, Checks]],
+    num_examples: int,
+    sampling: samplings.Sampling | str,
+) -> str:
+    passes = samplings.label_of(sampling) == "shuffled"
+    again = sum(accounting.repeated(*of, num_examples, passes=passes) for of in with_checks)
+    if not again:
+        return ""
+    return item(
+        f"of these, {again} on batches that had been released before, which count without "
+        "amplification by sampling"
+    )
 
 
 def warning_of_delta(delta: float, num_examples: int, unit: Unit = EXAMPLE) -> str:

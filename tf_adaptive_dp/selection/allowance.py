@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.privacy import sampling as samplings
+from tf_adaptive_dp.privacy.accounting import repeated
 from tf_adaptive_dp.selection.plan import Plan
 
 
@@ -69,6 +70,7 @@ class Allowance(tf.keras.callbacks.Callback):
                 f"{released - self._before} releases in a call that has {self._announced} steps"
             )
         self._check_rows()
+        self._check_draws()
         if not self.room(released, batch + 1):
             self.model.stop_training = True
         elif self.model.stop_training:
@@ -86,6 +88,18 @@ class Allowance(tf.keras.callbacks.Callback):
                 "that was cut short is saved already. Received: "
                 f"{released} releases of {self._plan.releases}"
             )
+
+    def _check_draws(self) -> None:
+        """The noise was computed for batches that are all draws of their own."""
+        plan, ledger = self._plan, self.model.optimizer.ledger
+        passes = samplings.label_of(plan.sampling) == "shuffled"
+        for segment, known in zip(ledger.segments, ledger.checks):
+            if repeated(segment, known, plan.num_examples, passes=passes):
+                raise NotPrivateError(
+                    "A batch of a trial was released before, and counts as no draw of its own: "
+                    "leave out `cache`, `repeat` and the like after the batches are drawn. "
+                    f"Received: a batch that was released {known.nearest} releases before"
+                )
 
     def _check_rows(self) -> None:
         """Batches of another size than planned would make the noise too small."""

@@ -18,7 +18,7 @@ from tf_adaptive_dp.privacy import sampling as samplings
 
 
 def words(sampling, ledger=None, **kwargs):
-    ledger = fake_ledger((2.0, 100.0, 50)) if ledger is None else ledger
+    ledger = fake_ledger((2.0, 100.0, 50), checks=[(50,)]) if ledger is None else ledger
     return " ".join(dp.privacy_statement(ledger, N, DELTA, sampling=sampling, **kwargs).split())
 
 

@@ -1,0 +1,113 @@
+"""Batches that are larger than they were said to be count with the size that they have."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import zoo
+from scipy import stats
+
+import tf_adaptive_dp as dp
+from tf_adaptive_dp.mechanism import gaussian
+from tf_adaptive_dp.privacy.accounting import epsilon, epsilon_spent
+from tf_adaptive_dp.privacy.ledger import Checks
+
+DELTA = 1e-5
+
+
+def release(sizes, expected, rows=200, **kwargs):
+    """A mechanism after batches of so many rows, of which the first have a gradient."""
+    mechanism = zoo.make_mechanism(l2_norm_clip=1.0, expected_batch_size=expected, **kwargs)
+    mechanism.noise_multiplier = 2.0
+
+    @tf.function
+    def step(gradients):
+        return mechanism.release(zoo.Rows(gradients), tf.shape(gradients)[0])
+
+    for size in sizes:
+        step(tf.cast(tf.range(rows)[:, None] < size, tf.float32))
+    return mechanism
+
+
+def test_a_batch_of_200_is_none_of_one_example():
+    mechanism = release([200, 3, 200], expected=1.0)
+    # Also the small one between, which nobody can tell from the others by what is recorded.
+    assert mechanism.ledger.segments == [(2.0, 200.0, 3)]
+    assert mechanism.ledger.checks[0].declared == 1.0
+    with pytest.warns(UserWarning, match="`expected_batch_size`=1 says.*computed for 200 rows"):
+        spent = epsilon_spent(mechanism.ledger, 60_000, DELTA)
+    assert spent == epsilon(2.0, 200 / 60_000, 3, DELTA) > epsilon(2.0, 1 / 60_000, 3, DELTA)
+    assert mechanism.batch_size() == 200.0
+    with pytest.warns(UserWarning, match="far more examples"):  # more rows than examples
+        assert epsilon_spent(mechanism.ledger, 150, DELTA) == epsilon(2.0, 1.0, 3, DELTA)
+    mechanism.expected_batch_size = 250.0
+    assert mechanism.batch_size() == 250.0
+
+
+def test_what_was_released_before_stays_as_it_was_said():
+    mechanism = release([1, 2, 100], expected=1.0)
+    assert mechanism.ledger.segments == [(2.0, 1.0, 2), (2.0, 200.0, 1)]
+    assert mechanism.ledger.checks == [Checks(), Checks(declared=1.0)]
+
+
+@pytest.mark.parametrize("expected", [0.01, 1.0, 7.0, 40.0, 150.0])
+def test_no_plausible_draw_is_doubted(expected):
+    sizes = np.arange(math.ceil(expected), 400)
+    doubted = [
+        gaussian._log_tail(s, expected, math.log) < gaussian._LOG_FALSE_ALARM if s else False
+        for s in sizes
+    ]
+    first = sizes[doubted.index(True)]
+    assert stats.poisson.sf(first - 1, expected) <= 1e-12  # as of any binomial with this mean
+    assert stats.poisson.sf(first - 1, expected) >= 1e-16  # and not much later than it has to
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size, seen in ((first - 1, expected), (first, 400.0)):
+            mechanism = release([size], expected, rows=400)
+            assert mechanism.ledger.segments == [(2.0, seen, 1)]
+
+
+def test_padding_is_no_example_and_larger_declarations_are_believed():
+    for expected in (20.0, 400.0):
+        mechanism = release([20, 30, 0], expected)
+        assert mechanism.ledger.segments == [(2.0, expected, 3)]
+        assert mechanism.ledger.checks == [Checks()]
+
+
+def test_parts_count_together():
+    assert release([30, 30], 40.0, gradient_accumulation_steps=2).ledger.segments == [
+        (2.0, 40.0, 1)
+    ]
+    ledger = release([60, 60], 40.0, gradient_accumulation_steps=2).ledger
+    assert ledger.segments == [(2.0, 400.0, 1)]
+
+
+@pytest.mark.filterwarnings("ignore:Under eager execution")
+def test_the_step_warns_when_it_can():
+    variable = tf.Variable([0.5, 0.5])
+    x = tf.random.normal([200, 2])
+
+    def step(optimizer, weights=None):
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(x + 0, variable) ** 2
+            loss = loss if weights is None else loss * weights
+        optimizer.minimize(loss, [variable], tape)
+
+    def optimizer():
+        return dp.DPSGD(1.0, 1.0, expected_batch_size=1.0, learning_rate=0.1)
+
+    @tf.function
+    def traced(x, optimizer):
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(x, variable) ** 2
+        optimizer.minimize(loss, [variable], tape)
+
+    received = "Received: expected_batch_size=1, batches of 200 rows"
+    with pytest.warns(UserWarning, match=received):
+        step(optimizer())
+    with pytest.warns(UserWarning, match=received):  # before it is run
+        traced.get_concrete_function(tf.TensorSpec([200, 2]), optimizer())

@@ -1,0 +1,241 @@
+"""Which draw a batch is: a number found in the batch, and whether it was released before.
+
+Amplification by sampling is for batches that are drawn anew for each release. A batch that is
+cached, repeated, or passed to `minimize` twice is one draw, and counts as such. So each release
+looks for the number of its batch:
+
+- Batches of our Poisson samplers carry one: their padding has the weight 0.0 or -0.0 by random
+  bits (`draws.Sampling.place`), which no arithmetic tells apart. The number is a digest of the
+  weights, so it survives whatever `map` does to the examples.
+- Other batches are told by their contents: a digest of all that the loss is computed from.
+
+Who knows the numbers learns something of the batches, so they are neither saved nor returned; only
+counts go into the ledger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_adaptive_dp.gradients.graph import ancestors
+from tf_adaptive_dp.gradients.layout.analysis import feeds
+from tf_adaptive_dp.mechanism.replicas import num_replicas
+
+# Two of 10,000 draws have one number with probability 5e7 / 2⁴⁰ at most.
+BITS = 40
+# So many different rows in random order come again in just this order once in 15! > 2⁴⁰ times.
+DIFFERENT_ROWS = 15
+_BUCKETS, _PLACES = 4096, 16
+_NEVER = 2**62
+# Parts without a number, parts that came twice, and the nearest release of one of them.
+_NO_PARTS = np.array([0, 0, _NEVER], np.int64)
+
+_GOLDEN, _MIX_1, _MIX_2 = (
+    int(np.uint64(c).astype(np.int64))
+    for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+def _folded(number: tf.Tensor, places: int) -> tf.Tensor:
+    shifted = tf.bitwise.right_shift(number, tf.constant(places, tf.int64))
+    # As that of an unsigned number.
+    shifted = tf.bitwise.bitwise_and(shifted, tf.constant(2 ** (64 - places) - 1, tf.int64))
+    return tf.bitwise.bitwise_xor(number, shifted)
+
+
+def _digest(values: tf.Tensor) -> tf.Tensor:
+    """An int64 scalar that depends on the bits of a float32 vector and on their order.
+
+    The sum of what SplitMix64 makes of each value and its place; multiplication wraps.
+    """
+    bits = tf.cast(tf.bitcast(values, tf.int32), tf.int64)
+    place = (tf.range(tf.size(bits), dtype=tf.int64) + 1) * _GOLDEN
+    place = _folded(place * _MIX_2, 29)  # a constant where the size is known
+    number = _folded(place + bits, 30) * _MIX_1
+    return tf.reduce_sum(_folded(_folded(number, 27) * _MIX_2, 31))
+
+
+def _is_ours(weights: tf.Tensor) -> tf.Tensor:
+    """Whether the zeros among weights have signs, and enough of them to be a number."""
+    absent = tf.equal(weights, 0.0)
+    padding = tf.reduce_sum(tf.cast(absent, tf.float32))
+    size = tf.cast(tf.size(weights), tf.float32)
+    log_ways = tf.math.lgamma(size + 1) - tf.math.lgamma(padding + 1)
+    log_ways -= tf.math.lgamma(size - padding + 1)
+    bits = padding + log_ways / math.log(2)
+    marked = absent & (tf.bitcast(weights, tf.int32) < 0)
+    return (bits >= BITS) & tf.reduce_any(marked)
+
+
+def _row_contents(tensors: Sequence[tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
+    """[B], a number for what each row holds."""
+    rows = []
+    for place, tensor in enumerate(tensors):
+        tensor = tf.cast(tensor, tf.float32)
+        if tensor.shape.rank == 1:
+            rows.append(_fitted((1 + 0.377 * place) * tensor, loss))
+            continue
+        columns = tensor.shape[1:].num_elements()
+        if columns is None:
+            columns = tf.reduce_prod(tf.shape(tensor)[1:])
+            direction = tf.random.stateless_uniform([columns], [place, 20231], 0.5, 1.5)
+        else:
+            direction = np.random.default_rng(place).uniform(0.5, 1.5, columns).astype(np.float32)
+        flat = tf.reshape(tensor, [tf.shape(tensor)[0], columns])
+        rows.append(_fitted(tf.linalg.matvec(flat, direction), loss))
+    return tf.add_n(rows)
+
+
+def _fitted(rows: tf.Tensor, loss: tf.Tensor) -> tf.Tensor:
+    """As many rows as the loss has: what is fed with an unknown size may have others."""
+    if rows.shape[0] is not None and rows.shape[0] == loss.shape[0]:
+        return rows
+    size = tf.shape(loss)[0]
+    rows = rows[:size]
+    return tf.pad(rows, [[0, size - tf.size(rows)]])
+
+
+def _fed(loss: tf.Tensor) -> list[tf.Tensor]:
+    """The numbers, of one row an example, that a loss is computed from."""
+    size = loss.shape[0]
+    return [
+        t
+        for t in feeds(ancestors([loss]), loss.graph)
+        if t.shape.rank
+        and t.shape[0] in (size, None)
+        and (t.dtype.is_floating or t.dtype.is_integer or t.dtype.is_bool)
+    ]
+
+
+def _may_be_weights(tensor: tf.Tensor) -> bool:
+    return tensor.shape.rank == 1 and tensor.dtype.is_floating
+
+
+def rows_without_padding(loss: tf.Tensor) -> int | None:
+    """The examples of a batch, if that is known before the step runs."""
+    if tf.executing_eagerly() or num_replicas() > 1 or any(map(_may_be_weights, _fed(loss))):
+        return None
+    return loss.shape[0]
+
+
+def number_of(loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
+    """The number of the batch that a loss is computed from.
+
+    Args:
+      loss: [B].
+
+    Returns:
+      An int64 scalar, and whether it tells this draw from others: not if the batch is so small, or
+      so uniform, that another draw may well look the same. `None` where there is no number: under
+      eager execution, on several replicas, and where the step is fed nothing of a known kind.
+    """
+    if tf.executing_eagerly() or num_replicas() > 1:
+        return None
+    fed = _fed(loss)
+    if not fed:
+        return None
+    rows = _row_contents(fed, loss)
+    ordered = tf.sort(rows)
+    different = 1 + tf.math.count_nonzero(ordered[1:] > ordered[:-1])
+    known = different >= DIFFERENT_ROWS
+    for weights in filter(_may_be_weights, fed):
+        weights = _fitted(tf.cast(weights, tf.float32), loss)
+        ours = _is_ours(weights)
+        rows = tf.where(ours, weights, rows)
+        known |= ours
+    return _digest(rows), known
+
+
+class Draw(NamedTuple):
+    """What is known of the batch of a release.
+
+    Attributes:
+      checked: bool scalar, whether all its parts had numbers.
+      distance: int64 scalar, how many releases ago one of its parts was released before; 0 if none.
+      copies: float64 scalar, how many of its parts it holds once more.
+    """
+
+    checked: tf.Tensor
+    distance: tf.Tensor
+    copies: tf.Tensor
+
+
+class SeenDraws:
+    """The numbers of the batches that were released: all of the last 20,000, most of 60,000.
+
+    They are raw, NOT private: no part of the optimizer's variables, so neither saved nor restored.
+    """
+
+    def __init__(self):
+        """Creates it without any."""
+        self._entries: tf.Variable | None = None
+
+    def _create(self) -> None:
+        if self._entries is None:
+            # Or the function that is being traced would be traced once more, without making them.
+            of_mechanism = {"trainable": False, "experimental_enable_variable_lifting": False}
+            with tf.init_scope():
+                self._entries = tf.Variable(
+                    tf.zeros([_BUCKETS, _PLACES, 2], tf.int64), name="seen_draws", **of_mechanism
+                )
+                self._releases = tf.Variable(1, dtype=tf.int64, **of_mechanism)
+                self._parts = tf.Variable(_NO_PARTS, **of_mechanism)
+
+    def drop_parts(self) -> None:
+        """Forgets the parts of a batch that was not released; they may come again."""
+        if self._entries is not None:
+            dropped = self._entries[:, :, 1:] == self._releases
+            self._entries.assign(tf.where(dropped, tf.zeros_like(self._entries), self._entries))
+            self._parts.assign(_NO_PARTS)
+
+    def add(self, batch: tuple[tf.Tensor, tf.Tensor] | None, complete: tf.Tensor) -> Draw:
+        """Enters the number of a batch, or of a part of one.
+
+        Args:
+          batch: as `number_of` gave it.
+          complete: bool scalar, whether the release follows.
+
+        Returns:
+          What is known of all parts so far, and known only when all was written: threads take
+          turns at it, see `mechanism.turns`.
+        """
+        if batch is None:
+            return Draw(tf.constant(False), tf.constant(0, tf.int64), tf.constant(0.0, tf.float64))
+        self._create()
+        number, known = batch
+        release = self._releases.read_value()
+        distance = self._enter(number, known, release)
+        unknown, copies, nearest = tf.unstack(self._parts.read_value())
+        unknown += tf.cast(~known, tf.int64)
+        copies += tf.cast(tf.equal(distance, 0), tf.int64)
+        nearest = tf.where((distance > 0) & (distance < nearest), distance, nearest)
+        now = tf.stack([unknown, copies, nearest])
+        with tf.control_dependencies([distance]):
+            parts = self._parts.assign(tf.where(complete, tf.constant(_NO_PARTS), now))
+            count = self._releases.assign(release + tf.cast(complete, tf.int64))
+        distance = tf.where(nearest < _NEVER, nearest, tf.zeros_like(nearest))
+        draw = Draw(tf.equal(unknown, 0), distance, tf.cast(copies, tf.float64))
+        with tf.control_dependencies([tf.convert_to_tensor(v) for v in (parts, count)]):
+            return Draw(*(tf.identity(tensor) for tensor in draw))
+
+    def _enter(self, number: tf.Tensor, known: tf.Tensor, release: tf.Tensor) -> tf.Tensor:
+        """How many releases ago it was entered, 0 for the present one; -1 if it was not."""
+        bucket = tf.bitwise.bitwise_and(number, tf.constant(_BUCKETS - 1, tf.int64))
+        entries = tf.gather(self._entries, bucket)
+        numbers, releases = entries[:, 0], entries[:, 1]
+        same = tf.equal(numbers, number) & (releases > 0) & known
+        before = tf.reduce_any(same)
+        distance = release - tf.reduce_max(tf.where(same, releases, tf.zeros_like(releases)))
+        # Its own place, or the oldest.
+        place = tf.where(before, tf.argmax(tf.cast(same, tf.int32)), tf.argmin(releases))
+        entry = tf.where(known, tf.stack([number, release]), tf.gather(entries, place))
+        distance = tf.where(before, distance, -tf.ones_like(distance))
+        with tf.control_dependencies([distance]):
+            written = self._entries.scatter_nd_update([tf.stack([bucket, place])], [entry])
+        with tf.control_dependencies([tf.gather(written, bucket)]):
+            return tf.identity(distance)
