@@ -102,7 +102,7 @@ class Search:
     def _hidden(self) -> contextlib.AbstractContextManager:
         if self._plan.strategy.releases_all:
             return contextlib.nullcontext()
-        return process_state.hidden()
+        return process_state.hidden(self._plan.strategy.expected_trials)
 
     def _run(self, journal: journals.Journal) -> dict[str, Any]:
         if journal.search is None:

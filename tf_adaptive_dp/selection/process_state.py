@@ -11,40 +11,47 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import math
 import random
 from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
 from keras.src import backend
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
-from tensorflow.python.framework import ops
 
-# A tiny model takes some 8,000 numbers to train, so a search seldom needs more than these.
-NUMBERS = 2**24
+# A tiny model takes some 8,000 numbers to train, so that few searches make 60 times as many trials
+# as they do on average. Numbers cannot be set, only used up: these take half a second.
+NUMBERS, _TRIALS = 2**22, 8
 
 
 @contextlib.contextmanager
-def hidden() -> Iterator[None]:
+def hidden(expected_trials: float) -> Iterator[None]:
     """Whatever is trained within leaves no number in the process that tells how much it was.
 
     Guarantee: within, unseeded randomness of Python, NumPy, TensorFlow and Keras comes from the
     operating system's entropy, whatever seed was set before. Afterwards their seeds and states are
     what they were, and TensorFlow's counter of functions and variables has moved on by `NUMBERS`
-    (by a multiple of it if more were needed). Python's `random.Random` objects, NumPy's and
-    TensorFlow's generators that the caller made are left alone.
+    for every 8 trials expected (by a multiple of that if more were needed). Python's
+    `random.Random` objects, NumPy's and TensorFlow's generators that the caller made are left
+    alone.
+
+    Args:
+      expected_trials: the mean number of trials, which is public.
     """
-    first = ops.uid()
+    first, step = pywrap_tfe.TFE_Py_UID(), NUMBERS * math.ceil(expected_trials / _TRIALS)
     with _unseeded():
         try:
             yield
         finally:
-            _skip(-(1 + ops.uid() - first) % NUMBERS)
+            _skip(-(1 + pywrap_tfe.TFE_Py_UID() - first) % step)
 
 
 def _skip(numbers: int) -> None:
-    """Uses up so many of TensorFlow's numbers: about 0.1 s for a million; they cannot be set."""
-    collections.deque(itertools.starmap(ops.uid, itertools.repeat((), numbers)), maxlen=0)
+    """Uses up so many of TensorFlow's numbers, as fast as Python can."""
+    used = itertools.starmap(pywrap_tfe.TFE_Py_UID, itertools.repeat((), numbers))
+    collections.deque(used, maxlen=0)
 
 
 @contextlib.contextmanager
