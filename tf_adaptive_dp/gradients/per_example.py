@@ -15,6 +15,7 @@ from tf_adaptive_dp.gradients.graph import ancestors
 from tf_adaptive_dp.gradients.layout.analysis import Layouts, analyze, of_one_example
 from tf_adaptive_dp.gradients.layout.custom_gradients import refuse_custom_gradients
 from tf_adaptive_dp.gradients.layout.hidden import refuse_state
+from tf_adaptive_dp.gradients.layout.slots import refuse_slots
 from tf_adaptive_dp.gradients.materialized import MaterializedGradients
 from tf_adaptive_dp.gradients.penalties import Penalty, find_penalties, penalty_gradients
 from tf_adaptive_dp.gradients.source import PerExampleGradients
@@ -179,6 +180,7 @@ def _search(loss: tf.Tensor, method: str) -> tuple[Layouts | None, list[Penalty]
             one = of_one_example(loss)
             return None, find_penalties(loss, one), find_present(loss, one)
         refuse_custom_gradients(ancestors([loss]), layouts)
+        refuse_slots(loss, layouts).renew()
         return layouts, find_penalties(loss, layouts), find_present(loss, layouts)
     if method == "traced":
         raise ValueError(

@@ -46,6 +46,9 @@ class Layouts:
     Attributes:
       batch_size: B, known or as an unknown.
       loops: the bodies of loops that this graph is in.
+      number: tells these layouts from those of another call of the same function.
+      caller: of the body of a function: the layouts of the graph that calls it, and the operation.
+      custom_gradients: what gradients of the user's own (`tf.custom_gradient`) return.
     """
 
     def __init__(self, batch_size: int | None):
@@ -58,7 +61,10 @@ class Layouts:
         self._counters: set = set()
         self.loops: frozenset[tf.Graph] = frozenset()
         # Two calls of one function have tensors of one name, and sizes of their own.
-        self._number = next(_NUMBERS)
+        self.number = next(_NUMBERS)
+        self.caller: tuple[Layouts, tf.Operation] | None = None
+        self.custom_gradients: list[tf.Tensor] = []
+        self._bodies: dict[tf.Operation, dict[str, tuple[tf.Graph, Layouts]]] = {}
 
     def __getitem__(self, tensor: tf.Tensor) -> BatchAxis | Mixed | None:
         return self._layouts.get(tensor.ref())
@@ -155,7 +161,7 @@ class Layouts:
                 found = {self.size(t, a) for t, a in places if a >= 0 and t.shape[a] != 1}
                 if len(found) == 1:  # else one of them may be 1, and broadcast
                     return found.pop()
-        return Size(1, (f"{self._number}:{tensor.name}[{axis}]",))
+        return Size(1, (f"{self.number}:{tensor.name}[{axis}]",))
 
     def entries(self, shape: tf.Tensor) -> list[Size | None]:
         """The entries of a shape tensor."""
@@ -173,6 +179,8 @@ class Layouts:
         self,
         graph: tf.Graph,
         arguments: Sequence[BatchAxis | Mixed | Rows | OneExample | Public],
+        call: tf.Operation,
+        role: str,
         given: Sequence[tf.Tensor | None] = (),
         counters: Sequence[tf.Tensor] = (),
         is_loop: bool = False,
@@ -182,11 +190,15 @@ class Layouts:
         Args:
           graph: its body.
           arguments: those of its arguments.
+          call: the operation that runs it.
+          role: which of the functions of that operation it is.
           given: tensors of this graph that its arguments are, whenever it runs.
           counters: those of its arguments that count the examples of the batch.
           is_loop: whether it is the body of a loop.
         """
         inside = Layouts(self.batch_size.static)
+        inside.caller = self, call
+        self._bodies.setdefault(call, {})[role] = graph, inside
         inside.loops = self.loops | {graph} if is_loop else self.loops
         inside._counters = self._counters | {t.ref() for t in counters}
         for tensor, outer in zip(graph.inputs, given):
@@ -202,6 +214,10 @@ class Layouts:
         with graph.as_default():
             refuse_custom_gradients(ops, inside)
         return [inside._leaving(t) for t in graph.outputs]
+
+    def bodies_of(self, call: tf.Operation) -> dict[str, tuple[tf.Graph, Layouts]]:
+        """The bodies of an operation by their roles, with the layouts found in them last."""
+        return self._bodies.get(call, {})
 
     def _leaving(self, tensor: tf.Tensor):
         """The value of an output; the number of an example is known inside of a function only."""

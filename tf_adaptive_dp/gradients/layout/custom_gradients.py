@@ -40,6 +40,7 @@ def refuse_custom_gradients(ops: Iterable[tf.Operation], layouts: Layouts) -> No
             layouts.set(tensor, layouts[output], layouts.depends(output))
         found = function(op, *upstream)
         found = [None if g is None else tf.convert_to_tensor(g) for g in found]
+        layouts.custom_gradients += [g for g in found if g is not None]
         layouts.run(ancestors([g for g in found if g is not None]))
         for tensor, gradient in zip(op.inputs, found):
             if gradient is not None and isinstance(layouts[tensor], (BatchAxis, OneExample)):

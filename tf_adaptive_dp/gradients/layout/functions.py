@@ -71,7 +71,7 @@ def _chosen(op: tf.Operation, value: Layout, choice: Layout) -> Layout:
 def call(op, layouts):
     """A `tf.function` within the step."""
     body = _body(op, op.get_attr("f").name)
-    return layouts.of_function(body, _values(op, layouts), op.inputs)
+    return layouts.of_function(body, _values(op, layouts), op, "f", op.inputs)
 
 
 @register_layout("If", "StatelessIf", "Case", "StatelessCase")
@@ -85,8 +85,9 @@ def branches(op, layouts):
     else:
         names = [op.get_attr(f"{b}_branch").name for b in ("then", "else")]
     found = None
-    for name in names:
-        one = layouts.of_function(_body(op, name), _values(op, layouts)[1:], op.inputs[1:])
+    for k, name in enumerate(names):
+        values, given = _values(op, layouts)[1:], op.inputs[1:]
+        one = layouts.of_function(_body(op, name), values, op, f"branch {k}", given)
         found = one if found is None else [join(op, a, b) for a, b in zip(found, one)]
     return [_chosen(op, value, choice) for value in found]
 
@@ -102,12 +103,12 @@ def loop(op, layouts):
     counters = _counters_of_examples(op, body, condition, given, layouts)
     while True:  # each round makes some layout known, or mixed, or dependent; or it is the last
         inside = [v if same[k] else _changing(v, body, k) for k, v in enumerate(state)]
-        found = layouts.of_function(body, inside, given, counters, is_loop=True)
+        found = layouts.of_function(body, inside, op, "body", given, counters, is_loop=True)
         after = [join(op, a, _after(b, body, k)) for k, (a, b) in enumerate(zip(state, found))]
         if after == state:
             break
         state = after
-    (choice,) = layouts.of_function(condition, state, given)
+    (choice,) = layouts.of_function(condition, state, op, "cond", given)
     if not isinstance(choice, (Public, OneExample)):
         return Mixed(op, "is a loop whose length depends on the data")
     return [v if fixed else _chosen(op, v, choice) for v, fixed in zip(state, same)]

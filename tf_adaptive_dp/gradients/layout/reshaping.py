@@ -223,6 +223,32 @@ def _example_at(op: tf.Operation, k: int, layouts) -> OneExample | None:
     return None if any(map(layouts.tied, others)) else layouts.example_at(begin.op.inputs[k])
 
 
+def source_axis(op: tf.Operation, axis: int) -> int | None:
+    """The axis of the input that an axis of the output of a `StridedSlice` was.
+
+    Args:
+      op: its input has a known rank.
+      axis: counted from the front.
+
+    Returns:
+      `None` for an axis that is new.
+    """
+    rank, count = op.inputs[0].shape.rank, len(static_value(op.inputs[3]))
+    spelled = sum(not (_mask(op, "new_axis", k) or _mask(op, "ellipsis", k)) for k in range(count))
+    source, axes = 0, []
+    for k in range(count):
+        if _mask(op, "ellipsis", k):
+            skipped = rank - spelled
+            axes += range(source, source + skipped)
+            source += skipped
+        elif _mask(op, "new_axis", k):
+            axes.append(None)
+        else:
+            axes += [] if _mask(op, "shrink_axis", k) else [source]
+            source += 1
+    return [*axes, *range(source, rank)][axis]
+
+
 @register_layout("Pad", "PadV2", "MirrorPad")
 @unless_mixed
 def pad(op, layouts):
