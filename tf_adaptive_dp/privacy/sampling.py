@@ -126,8 +126,9 @@ def poisson_batches(
 
     A batch has `sampling.max_batch_size` rows, unless it is divided: the examples drawn, in random
     rows, and between them padding with sample weight 0, whose losses and gradients are exactly zero
-    under a loss with `reduction="none"`, so that the mechanism counts it as absent. Empty batches
-    come too, and have to be released.
+    under a loss with `reduction="none"`, so that the mechanism counts it as absent. The zeros have
+    random signs, by which the optimizer knows a draw that comes again. Empty batches come too, and
+    have to be released.
 
     Padding is zeros (empty strings), which are public. A real example would not be: weight 0 times
     an infinite loss is NaN, and shows. If all zeros are no proper input of the model (log 0, the
@@ -168,7 +169,7 @@ def poisson_batches(
       >>> sampling = PoissonSampling(0.5, max_batch_size=4, steps=1, seed=1)
       >>> x, y = np.arange(1, 7, dtype=np.float32), np.arange(6)
       >>> [[t.tolist() for t in b] for b in poisson_batches((x, y), sampling).as_numpy_iterator()]
-      [[[0.0, 3.0, 0.0, 0.0], [0, 2, 0, 0], [0.0, 1.0, 0.0, 0.0]]]
+      [[[3.0, 0.0, 0.0, 0.0], [2, 0, 0, 0], [1.0, -0.0, -0.0, -0.0]]]
     """
     _require(sampling, PoissonSampling)
     source = batches.source(data, preprocess)
