@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import itertools
 import weakref
 from typing import Callable
 
@@ -10,6 +10,8 @@ import tensorflow as tf
 
 from tf_adaptive_dp.gradients.graph import in_xla
 from tf_adaptive_dp.mechanism import replicas
+
+_NUMBERS = itertools.count()  # in no graph, which has the handle alone
 
 
 class Turns:
@@ -56,7 +58,8 @@ class Turns:
     def _mutex(self) -> tf.Tensor:
         if self._handle is None:
             with tf.init_scope(), tf.device("CPU:0"):
-                self._handle = tf.raw_ops.MutexV2(shared_name=uuid.uuid4().hex)
+                name = f"tf_adaptive_dp_turns_{next(_NUMBERS)}"
+                self._handle = tf.raw_ops.MutexV2(shared_name=name)
             # It has a thread of its own, which has to end with this object.
             weakref.finalize(self, _destroy, self._handle).atexit = False
         return self._handle
