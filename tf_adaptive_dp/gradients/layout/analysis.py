@@ -12,6 +12,7 @@ from tf_adaptive_dp.gradients.graph import ancestors, layer_name
 from tf_adaptive_dp.gradients.layout import (  # noqa: F401
     functions,
     gathers,
+    inner_gradients,
     lists,
     operations,
     products,

@@ -78,6 +78,7 @@ RANDOM = {
 KEEP_SHAPE = {
     "BiasAdd",
     "Cumsum",
+    "FusedBatchNormGradV3",
     "FusedBatchNormV3",
     "LogSoftmax",
     "ReverseSequence",

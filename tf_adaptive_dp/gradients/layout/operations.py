@@ -25,7 +25,7 @@ from tf_adaptive_dp.gradients.layout.names import (
     SHAPE_ONLY,
     TRAILING,
 )
-from tf_adaptive_dp.gradients.layout.sizes import product, static_value
+from tf_adaptive_dp.gradients.layout.sizes import ONE, product, static_value
 
 if TYPE_CHECKING:
     from tf_adaptive_dp.gradients.layout.analysis import Layouts
@@ -248,11 +248,45 @@ def fused_batch_norm(op, layouts):
     if layout is None or any(layouts.depends(t) for t in op.inputs[1:]):
         return Mixed(op, "has scales that depend on the data")
     if not op.get_attr("is_training"):
-        return [layout] + [None] * (len(op.outputs) - 1)
+        return [layout] + [Public()] * (len(op.outputs) - 1)  # the statistics that it was given
     channels = 1 if op.get_attr("data_format") in (b"NCHW", b"NCDHW") else rank - 1
     if layout.axis != channels:
         return Mixed(op, "is BatchNormalization in training mode")
     return [layout] + [layout.at(0)] * (len(op.outputs) - 1)
+
+
+def sum_to_operand(op: tf.Operation, layouts: Layouts) -> BatchAxis | None:
+    """Where the batch is after a sum over the axes along which an operand was broadcast.
+
+    The gradient of `x * y` sums over the axes along which x was broadcast, and reshapes to the
+    shape of x. Which axes these are is known at run time only. If the batch has an axis of x, it is
+    among them only where it is of length 1, and summing over that changes nothing.
+
+    Args:
+      op: a sum over axes that are not known beforehand.
+      layouts: those of its graph.
+
+    Returns:
+      The axis in the shape of x; `None` for any other sum, and for a sum over the batch.
+    """
+    tensor, axes = op.inputs
+    layout, rank, source = layouts[tensor], tensor.shape.rank, axes.op
+    if source.type != "BroadcastGradientArgs" or not isinstance(layout, BatchAxis) or rank is None:
+        return None
+    shape = source.inputs[axes.value_index]
+    ranks = [t.shape[0] for t in source.inputs]
+    if None in ranks or rank != max(ranks):
+        return None
+    own, first = layouts.entries(shape), rank - ranks[axes.value_index]
+    kept = [a for a, size in enumerate(own) if size != ONE]
+    if any(own[a] != layouts.size(tensor, first + a) for a in kept):
+        return None
+    users = [u for u in op.outputs[0].consumers() if u.type not in SHAPE_ONLY]
+    if op.get_attr("keep_dims") or any(
+        u.type != "Reshape" or u.inputs[1] is not shape for u in users
+    ):
+        return None
+    return layout.at(layout.axis - first) if layout.axis - first in kept else None
 
 
 @register_layout(*REDUCTIONS, "ArgMax", "ArgMin")
@@ -261,6 +295,10 @@ def reduction(op, layouts):
     """Axes go away, or stay with length 1."""
     layout, rank = layouts[op.inputs[0]], op.inputs[0].shape.rank
     axes = static_value(op.inputs[1])
+    if op.type == "Sum" and axes is None:
+        found = sum_to_operand(op, layouts)
+        if found:
+            return found
     if layout is None or axes is None or rank is None:
         return Mixed(op, "reduces over axes that are not known beforehand")
     axes = {int(a) % rank for a in axes.reshape(-1)}

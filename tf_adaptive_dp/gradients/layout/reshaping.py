@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed, OneExample
-from tf_adaptive_dp.gradients.layout.operations import register_layout, unless_mixed
+from tf_adaptive_dp.gradients.layout.operations import register_layout, sum_to_operand, unless_mixed
 from tf_adaptive_dp.gradients.layout.sizes import ONE, Size, product, static_value
 
 _ACROSS = "works across the batch axis"
@@ -55,6 +55,8 @@ def reshape(op, layouts):
     """Finds the batch again from the number of entries before and after it."""
     tensor, output = op.inputs[0], op.outputs[0]
     layout = layouts[tensor]
+    if tensor.op.type == "Sum" and sum_to_operand(tensor.op, layouts):
+        return layout  # it has the shape already
     if layout is None or tensor.shape.rank is None or output.shape.rank is None:
         return Mixed(op, "reshapes to a shape that is not known beforehand")
     sizes = [layouts.size(tensor, a) for a in range(tensor.shape.rank)]

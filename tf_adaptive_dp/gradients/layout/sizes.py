@@ -122,6 +122,18 @@ def _gather(op, recurse, size_of):
     return None if indices is None else [values[int(i)] for i in indices.reshape(-1)]
 
 
+def _stitched(op, recurse, size_of):
+    """Entries at given places, later ones over earlier: the shape of a sum with `keepdims`."""
+    count = op.get_attr("N")
+    found = {}
+    for places, entries in zip(op.inputs[:count], op.inputs[count:]):
+        places = static_value(places)
+        if places is None:
+            return None
+        found.update(zip(places.reshape(-1).tolist(), recurse(entries)))
+    return [found.get(k) for k in range(max(found, default=-1) + 1)]
+
+
 def _product(op, recurse, size_of):
     values = recurse(op.inputs[0])
     return None if None in values else [product(values)]
@@ -148,6 +160,7 @@ _EVALUATORS = {
     "Shape": _shape,
     "Slice": _slice,
     "StridedSlice": _strided_slice,
+    "DynamicStitch": _stitched,
     "GatherV2": _gather,
     "Prod": _product,
     "Max": _maximum,
