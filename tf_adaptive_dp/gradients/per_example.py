@@ -13,6 +13,7 @@ from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.absent import find_present
 from tf_adaptive_dp.gradients.graph import ancestors
 from tf_adaptive_dp.gradients.layout.analysis import Layouts, analyze, of_one_example
+from tf_adaptive_dp.gradients.layout.counting import counts_batch
 from tf_adaptive_dp.gradients.layout.custom_gradients import refuse_custom_gradients
 from tf_adaptive_dp.gradients.layout.hidden import refuse_state
 from tf_adaptive_dp.gradients.layout.slots import refuse_slots
@@ -166,7 +167,7 @@ def per_example_gradients(
         raise ValueError(f"The loss depends on none of the variables. Received: {names or 'none'}")
     source.loss_scale = loss_scale
     source.penalty_gradients = penalty_gradients(penalties, variables)
-    source.counts_batch = layouts is not None and layouts.counts(example_losses)
+    source.counts_batch = layouts is not None and counts_batch(example_losses, layouts)
     return source
 
 

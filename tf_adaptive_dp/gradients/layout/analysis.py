@@ -56,7 +56,6 @@ class Layouts:
         self.batch_size = Size(1, ("batch",)) if batch_size is None else Size(batch_size)
         self._layouts: dict = {}
         self._dependent: set = set()
-        self._counting: set = set()
         self._tied: dict = {}
         self._indices: dict = {}
         self._counters: set = set()
@@ -88,43 +87,6 @@ class Layouts:
         while index.op.type == "Identity":
             index = index.op.inputs[0]
         return self._indices.get(index.ref(), index.ref())
-
-    def counts(self, tensor: tf.Tensor) -> bool:
-        """Whether the values of a tensor depend on how many examples the batch has."""
-        return tensor.ref() in self._counting
-
-    def set_counting(self, op: tf.Operation) -> None:
-        """Enters whether an operation turns the size of the batch into data, or passes it on."""
-        start = (
-            op.type == "Cast" and op.inputs[0].dtype.is_integer and op.outputs[0].dtype.is_floating
-        )
-        if (
-            any(map(self.counts, op.inputs))
-            or (start and self._is_size(op.inputs[0]))
-            or (op.type in ("Sum", "Prod") and self._adds_up_the_batch(op))
-        ):
-            self._counting.update(t.ref() for t in op.outputs)
-
-    def _adds_up_the_batch(self, op: tf.Operation) -> bool:
-        """Whether it reduces a batch axis of unknown size without data, as that of `ones_like`."""
-        tensor, axes = op.inputs[0], static_value(op.inputs[1])
-        layout = self[tensor]
-        if self.depends(tensor) or not isinstance(layout, BatchAxis):
-            return False
-        reduced = axes is None or layout.axis in {int(a) % tensor.shape.rank for a in axes.ravel()}
-        return reduced and bool(self.batch_size.unknowns)
-
-    def _is_size(self, number: tf.Tensor) -> bool:
-        """Whether an integer was computed from an unknown batch size."""
-        if self.depends(number) or not self.batch_size.unknowns or number.shape.rank not in (0, 1):
-            return False
-        entries = self.entries(number)
-        if None not in entries:
-            return any("batch" in size.unknowns for size in entries)
-        return static_value(number) is None and any(
-            op.type in SHAPE_ONLY and isinstance(self[op.inputs[0]], BatchAxis)
-            for op in ancestors([number])
-        )
 
     def set(self, tensor: tf.Tensor, layout: BatchAxis | Mixed | None, dependent: bool) -> None:
         """Enters a tensor; a value of the data without a batch axis must be `Mixed`."""
@@ -244,7 +206,6 @@ class Layouts:
             if any(self[t] is not None or self.depends(t) for t in op.outputs):
                 continue  # a source
             operations.apply(op, self)
-            self.set_counting(op)
 
 
 def feeds(ops: Iterable[tf.Operation], graph: tf.Graph) -> list[tf.Tensor]:

@@ -62,12 +62,17 @@ def product(sizes: Iterable[Size]) -> Size:
     return Size(math.prod(s.number for s in sizes), unknowns)
 
 
-def evaluate(tensor: tf.Tensor, size_of: Callable[[tf.Tensor, int], Size]) -> list[Size | None]:
+def evaluate(
+    tensor: tf.Tensor,
+    size_of: Callable[[tf.Tensor, int], Size],
+    given: Callable[[tf.Tensor], list[Size | None] | None] = lambda tensor: None,
+) -> list[Size | None]:
     """The entries of an integer vector (or scalar) that was computed from shapes.
 
     Args:
       tensor: such as the second argument of a reshape.
       size_of: from a tensor and an axis to its size.
+      given: from an argument of a function to its entries, if they are known.
 
     Returns:
       One entry each (one for a scalar); `None` where the graph does not tell, or for -1.
@@ -75,13 +80,15 @@ def evaluate(tensor: tf.Tensor, size_of: Callable[[tf.Tensor, int], Size]) -> li
     value = static_value(tensor)
     if value is not None:
         return [Size(int(n)) if n >= 0 else None for n in value.reshape(-1)]
-    if tensor.op.type == "Split":
-        parts, k = len(tensor.op.outputs), tensor.value_index
-        values = evaluate(tensor.op.inputs[1], size_of)
+    op, recurse = tensor.op, lambda t: evaluate(t, size_of, given)
+    if op.type == "Split":
+        parts, k, values = len(op.outputs), tensor.value_index, recurse(op.inputs[1])
         return values[k * len(values) // parts : (k + 1) * len(values) // parts]
-    found = _EVALUATORS.get(tensor.op.type, lambda op, recurse, size_of: None)(
-        tensor.op, lambda t: evaluate(t, size_of), size_of
-    )
+    if op.type == "Unpack" and op.inputs[0].shape.rank == 1:
+        return [recurse(op.inputs[0])[tensor.value_index]]
+    found = given(tensor) if op.type == "Placeholder" else None
+    if op.type in _EVALUATORS:
+        found = _EVALUATORS[op.type](op, recurse, size_of)
     if found is None:
         return [None] * (1 if tensor.shape.rank == 0 else tensor.shape[0] or 0)
     return found
