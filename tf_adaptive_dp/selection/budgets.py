@@ -107,7 +107,17 @@ def least_noise(
         trial = convert.checked_event("make_trial(noise_multiplier)", make_trial(noise_multiplier))
         return strategy.epsilon(trial, delta, **keywords) > epsilon
 
-    low, high = calibration.bracket(overspends, 1.0)
+    # What is enough noise by RDP is enough by PLD, and PLD takes longest where noise is small.
+    enough = None
+    if keywords.get("accountant") == "pld":
+        by_rdp = {**keywords, "accountant": "rdp"}
+        enough = least_noise(strategy, make_trial, epsilon, delta, tolerance=tolerance, **by_rdp)
+    if enough is None:
+        low, high = calibration.bracket(overspends, 1.0)
+    else:
+        low, high = 0.8 * enough, enough
+        while not overspends(low):
+            low, high = 0.8 * low, low
     if overspends(high):
         return None
     while high > low * (1 + tolerance / 4):
