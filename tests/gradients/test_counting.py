@@ -9,6 +9,7 @@ import zoo
 import tf_adaptive_dp as dp
 
 KERNEL = tf.Variable(zoo.floats(4, seed=2))
+ROTATION = tf.keras.layers.RandomRotation(0.1, seed=1)
 TABLE = tf.Variable(tf.ones([9]), trainable=False)
 
 
@@ -119,6 +120,12 @@ NOT_COUNTING = {
     "joined on a width": lambda x, loss: tf.reduce_mean(
         tf.concat([x, tf.tile(TABLE[None, :2], [size(x), 1])], axis=1) * loss[:, None], axis=1
     ),
+    "augmentation": lambda x, loss: tf.reduce_mean(
+        ROTATION(tf.reshape(x, [-1, 2, 2, 1]), training=True) * loss[:, None, None, None], [1, 2, 3]
+    ),
+    "a column of noise": lambda x, loss: tf.reduce_mean(
+        x * tf.random.normal([size(x)])[:, None] * loss[:, None], axis=1
+    ),
     "assertion": lambda x, loss: (
         tf.ensure_shape(loss, [None])
         * tf.cast(tf.debugging.assert_positive(size(x)) is None or True, tf.float32)
@@ -148,7 +155,11 @@ def test_what_depends_on_the_size_of_the_batch_counts(name):
 @pytest.mark.parametrize("name", NOT_COUNTING)
 def test_what_says_how_long_axes_are_does_not_count(name):
     assert not source(NOT_COUNTING[name]).counts_batch
-    if name not in ("positions in merged axes", "reshape"):  # their width has to be known
+    if name not in (
+        "positions in merged axes",
+        "reshape",
+        "augmentation",
+    ):  # their width has to be known
         assert not source(NOT_COUNTING[name], (None, None)).counts_batch
 
 

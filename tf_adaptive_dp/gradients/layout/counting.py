@@ -23,7 +23,7 @@ from tf_adaptive_dp.gradients.layout.names import (
 )
 from tf_adaptive_dp.gradients.layout.products import product_terms
 from tf_adaptive_dp.gradients.layout.randomness import DRAWS
-from tf_adaptive_dp.gradients.layout.reshaping import source_axis
+from tf_adaptive_dp.gradients.layout.reshaping import source_axis, whole_axes
 from tf_adaptive_dp.gradients.layout.sizes import Size, evaluate, static_value
 
 # Inputs that only say how long axes are.
@@ -194,9 +194,10 @@ class _Counting:
         source, rank = op.inputs[0], output.shape.rank
         kept = range(rank) if op.type == "Slice" else [source_axis(op, a) for a in range(rank)]
         size = self.layouts.size
-        whole = {
-            a for b, a in enumerate(kept) if a is not None and size(source, a) == size(output, b)
-        }
+        places = [(a, b) for b, a in enumerate(kept) if a is not None]
+        whole = {a for a, b in places if size(source, a) == size(output, b)}
+        if op.type == "StridedSlice":
+            whole |= whole_axes(op)
         return bool(self.wide(source) - whole)
 
     def _wide_axes(self, op: tf.Operation, output: tf.Tensor) -> frozenset[int]:

@@ -251,6 +251,26 @@ def source_axis(op: tf.Operation, axis: int) -> int | None:
     return [*axes, *range(source, rank)][axis]
 
 
+def whole_axes(op: tf.Operation) -> set[int]:
+    """The axes of the input of a `StridedSlice` of which it says that all entries are taken."""
+    rank, strides = op.inputs[0].shape.rank, static_value(op.inputs[3])
+    if strides is None:
+        return set()
+    count = len(strides)
+    spelled = sum(not (_mask(op, "new_axis", k) or _mask(op, "ellipsis", k)) for k in range(count))
+    source, whole = 0, set()
+    for k in range(count):
+        if _mask(op, "ellipsis", k):
+            whole |= set(range(source, source + rank - spelled))
+            source += rank - spelled
+        elif not _mask(op, "new_axis", k):
+            everything = _mask(op, "begin", k) and _mask(op, "end", k) and strides[k] == 1
+            if everything and not _mask(op, "shrink_axis", k):
+                whole.add(source)
+            source += 1
+    return whole | set(range(source, rank))
+
+
 @register_layout("Pad", "PadV2", "MirrorPad")
 @unless_mixed
 def pad(op, layouts):
