@@ -84,6 +84,9 @@ COUNTING = {
     "body of a loop": in_body,
     "branch": lambda x, loss: tf.cond(TABLE[0] > 0, lambda: loss / floats(size(x)), lambda: loss),
     "unstacked shape": lambda x, loss: loss * floats(tf.unstack(tf.shape(x))[0]),
+    "entry of as many as nobody knows": lambda x, loss: (
+        loss * floats(tf.tile(tf.shape(x)[:1], [tf.argmax(TABLE) + 1])[0])
+    ),
     "parity": lambda x, loss: loss * floats(tf.equal(size(x) % 2, 0)),
     "list": lambda x, loss: (
         loss
@@ -116,6 +119,9 @@ NOT_COUNTING = {
     "rank": lambda x, loss: loss / floats(tf.rank(x)),
     "reshape": lambda x, loss: tf.reduce_mean(
         tf.reshape(tf.reshape(x, [4 * size(x)]), [size(x), 4]) * loss[:, None], axis=1
+    ),
+    "reshape to what is left": lambda x, loss: tf.reduce_mean(
+        tf.reshape(x[:, :2] * loss[:, None], [size(x), -1]), axis=1
     ),
     "joined on a width": lambda x, loss: tf.reduce_mean(
         tf.concat([x, tf.tile(TABLE[None, :2], [size(x), 1])], axis=1) * loss[:, None], axis=1

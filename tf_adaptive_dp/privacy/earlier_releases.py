@@ -17,9 +17,10 @@ _NOT_COUNTED = (
     "These weights were trained by {count} private releases that the ledger of this optimizer does "
     "not hold: [{rows}] (noise multiplier, batch size, releases). If both use the same examples, "
     "the epsilon of this optimizer is that of its new releases alone, and too small. To count "
-    "all, call `optimizer.ledger.restore([{rows}, *optimizer.ledger.segments])`, or compile "
-    "with `type(old).from_config(old.get_config())`, which keeps the settings as well.{events} If "
-    "the examples are others, nothing is missing: each data set has an epsilon of its own."
+    "all, call `optimizer.ledger.restore([{rows}, *optimizer.ledger.segments], [{checks}, "
+    "*optimizer.ledger.checks])`, or compile with `type(old).from_config(old.get_config())`, which "
+    "keeps the settings as well.{events} If the examples are others, nothing is missing: each data "
+    "set has an epsilon of its own."
 )
 _EVENTS = " Add {events} to `optimizer.ledger.other_events`."
 
@@ -58,7 +59,7 @@ def warn_of_earlier_releases(variables: Sequence[tf.Variable], ledger: Ledger) -
         noted = getattr(variable, _ATTRIBUTE)
         setattr(variable, _ATTRIBUTE, tuple(o for o in noted if id(o.ledger) not in taken_over))
     if missing:
-        _warn([earlier[key].ledger for key in missing], list(missing.values()))
+        _warn([earlier[key].ledger for key in missing])
 
 
 class _Noted(NamedTuple):
@@ -99,13 +100,16 @@ def _counts(segments: Sequence[Segment]) -> collections.Counter:
     return counts
 
 
-def _warn(ledgers: Sequence[Ledger], segments: Sequence[list[Segment]]) -> None:
-    spent = [tuple(segment) for of_ledger in segments for segment in of_ledger]
+def _warn(ledgers: Sequence[Ledger]) -> None:
+    spent = [tuple(segment) for ledger in ledgers for segment in ledger.segments]
+    # Without what is known of the batches, those that were released again would count as new ones.
+    known = [tuple(of_segment) for ledger in ledgers for of_segment in ledger.checks]
     events = [event for ledger in ledgers for event in ledger.other_events]
     warnings.warn(
         _NOT_COUNTED.format(
             count=sum(count for _, _, count in spent),
             rows=", ".join(map(str, spent)),
+            checks=", ".join(map(str, known)),
             events=_EVENTS.format(events=events) if events else "",
         ),
         stacklevel=3,

@@ -108,7 +108,7 @@ class Layouts:
             if order is not None:
                 return self.size(op.inputs[0], int(order[axis]))
         if op.type == "Reshape":
-            found = self.entries(op.inputs[1])[axis]
+            found = self._reshaped(op)[axis]
             if found is not None:
                 return found
         if op.type == "Einsum":
@@ -125,6 +125,15 @@ class Layouts:
                 if len(found) == 1:  # else one of them may be 1, and broadcast
                     return found.pop()
         return Size(1, (f"{self.number}:{tensor.name}[{axis}]",))
+
+    def _reshaped(self, op: tf.Operation) -> list[Size | None]:
+        """The shape that a reshape makes: an axis of length -1 takes what the others leave."""
+        entries, source = self.entries(op.inputs[1]), op.inputs[0]
+        if entries.count(None) == 1 and source.shape.rank is not None:
+            total = product(self.size(source, a) for a in range(source.shape.rank))
+            known = product(size for size in entries if size is not None)
+            entries[entries.index(None)] = total.over(known)
+        return entries
 
     def entries(self, shape: tf.Tensor) -> list[Size | None]:
         """The entries of a shape tensor."""

@@ -29,9 +29,12 @@ from tf_adaptive_dp.gradients.layout.sizes import Size, evaluate, static_value
 # Inputs that only say how long axes are.
 _LENGTHS = {
     **dict.fromkeys((*RANDOM, *DRAWS), {0}),
+    "AvgPool3DGrad": {0},
+    "AvgPoolGrad": {0},
     "BroadcastTo": {1},
     "Conv2DBackpropInput": {0},
     "Conv3DBackpropInputV2": {0},
+    "DepthwiseConv2dNativeBackpropInput": {0},
     "EmptyTensorList": {0, 1},
     "Fill": {0},
     "Multinomial": {1},
@@ -150,10 +153,14 @@ class _Counting:
             return False
         if op.type in SHAPE_ONLY:
             return self._shape_counts(op, output)
+        if op.type == "BroadcastGradientArgs":
+            # The axes along which one of two shapes has length 1, which a batch of one has too; but
+            # it makes no difference whether an axis of that length is summed.
+            return False
         given = [t for k, t in enumerate(op.inputs) if k not in _LENGTHS.get(op.type, ())]
         if any(map(self.counts, given)):
             entries = self.entries(output) if _may_be_shape(output) else [None]
-            return None in entries or any(map(self._depends, entries))
+            return not entries or None in entries or any(map(self._depends, entries))
         return self._joins_wide_axes(op, output)
 
     def _shape_counts(self, op: tf.Operation, output: tf.Tensor) -> bool:
@@ -204,6 +211,8 @@ class _Counting:
         """The axes of an output whose length depends on the size of the batch."""
         if output.dtype == tf.variant or op.type.startswith("TensorList"):
             return self._wide_axes_of_list(op)
+        if op.type == "BroadcastGradientArgs":
+            return frozenset()
         layout, rank = self.layouts[output], output.shape.rank
         own = layout.axis if isinstance(layout, BatchAxis) else None
         if rank is None:
