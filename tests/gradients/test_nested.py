@@ -122,6 +122,38 @@ def trace(problem, caller, spec=SPEC, **kwargs):
     compiled(lambda x, y: (caller(inner, x, y, w), 0)[1], spec, **kwargs).get_concrete_function()
 
 
+# Numbers and rows without data: inside they count as settings, and as part of the batch.
+TOLD = {
+    "the size": lambda f, x, y, w: f(x, y, tf.cast(tf.shape(x)[0], tf.float32)),
+    "the size in a loop": lambda f, x, y, w: loop(
+        2, lambda i, n: (f(x, y, n), n + tf.cast(tf.size(y), tf.float32))[1:], [tf.constant(0.0)]
+    ),
+    "rows of numbers": lambda f, x, y, w: f(x, tf.cast(tf.range(tf.shape(x)[0]), tf.float32)),
+    "noise of a known seed": lambda f, x, y, w: f(
+        x, tf.random.stateless_normal([tf.shape(x)[0]], [1, 2])
+    ),
+}
+NOT_TOLD = {
+    "a setting": lambda f, x, y, w: f(x, y, tf.constant(0.5)),
+    "a setting in a loop": lambda f, x, y, w: loop(
+        2, lambda i, n: (f(x, y, n), 0.5 * n)[1:], [tf.constant(1.0)]
+    ),
+    "the same for all rows": lambda f, x, y, w: f(x, tf.ones([tf.shape(x)[0]])),
+    "the width": lambda f, x, y, w: f(x, y, tf.cast(tf.shape(x)[1], tf.float32)),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_arguments_that_tell_the_row_or_the_size_are_refused(problem, name):
+    with pytest.raises(dp.NotPrivateError, match="depends on the row"):
+        trace(problem, TOLD[name])
+
+
+@pytest.mark.parametrize("name", NOT_TOLD)
+def test_arguments_without_data_that_tell_neither_are_accepted(problem, name):
+    trace(problem, NOT_TOLD[name])
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_arguments_that_are_not_the_examples_are_refused(problem, name):
     """The step had been traced before, and is not traced again."""

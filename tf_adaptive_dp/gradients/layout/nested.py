@@ -10,9 +10,11 @@ import tensorflow as tf
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.frames import BRANCHES, CALLS, DATA_SET_LOOPS, LOOPS, Frame
 from tf_adaptive_dp.gradients.graph import ancestors
+from tf_adaptive_dp.gradients.layout import counting, slots
 from tf_adaptive_dp.gradients.layout.analysis import Layouts, feeds
 from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed, Public
 from tf_adaptive_dp.gradients.layout.functions import join
+from tf_adaptive_dp.gradients.layout.randomness import Draws
 from tf_adaptive_dp.gradients.layout.sizes import static_value
 from tf_adaptive_dp.gradients.released import is_released
 
@@ -30,6 +32,12 @@ _MOVED = (
     "step's batch in their order, as axis 0. Received: {argument} of {function!r}. Pass the "
     "batch, or the same rows of all its parts (`x[a:b]`, `y[a:b]`)."
 )
+_PLACED = (
+    "`minimize` is called in an inner function with an argument that depends on the row of the "
+    "batch in which an example is, or on how many examples there are. Received: {argument} of "
+    "{function!r}, computed by {op} ({type}). Compute it inside of the function that calls "
+    "`minimize`, where the library can search how it is used."
+)
 
 
 def refuse_mixed_arguments(frame: Frame, loss: tf.Tensor) -> None:
@@ -45,7 +53,8 @@ def refuse_mixed_arguments(frame: Frame, loss: tf.Tensor) -> None:
 
     Raises:
       NotPrivateError: if an argument that the loss depends on holds other things than examples in
-        their order, or if a number depends on the data.
+        their order, or if a number depends on the data; if an argument without data depends on the
+        size of the batch, or differs from row to row.
     """
     if frame.call is None:
         return
@@ -62,6 +71,10 @@ def refuse_mixed_arguments(frame: Frame, loss: tf.Tensor) -> None:
     for tensor, value in zip(given, values):
         expects_rows = bool(feeds([tensor.op], frame.graph))
         if isinstance(value, Public):
+            op = arguments.told_by(frame, tensor)
+            if op is not None:
+                names = {"argument": tensor.op.name, "function": getattr(frame.graph, "name", "")}
+                raise NotPrivateError(_PLACED.format(**names, op=op.name, type=op.type))
             continue
         if expects_rows and value == BatchAxis():
             selections.add(())
@@ -107,6 +120,7 @@ class _Arguments:
         self._batch_size = batch_size
         self._constants_are_data = constants_are_data
         self._loops: dict[tuple[Frame, int], Value] = {}
+        self._asked: set[tuple[Frame, int]] = set()
 
     def value(self, frame: Frame, tensor: tf.Tensor) -> Value:
         """What a tensor holds."""
@@ -139,6 +153,35 @@ class _Arguments:
         before = self.selection(frame, source)
         step = (op.type, len(op.outputs), tensor.value_index, *map(_formula, others))
         return None if before is None else (*before, step)
+
+    def told_by(self, frame: Frame, tensor: tf.Tensor) -> tf.Operation | None:
+        """What makes an argument without data depend on the size of the batch, or on the row.
+
+        Inside of the function it counts as a setting, or as part of the batch, so that neither
+        would be looked for there.
+        """
+        if tensor.dtype in (tf.resource, tf.variant) or (frame, id(tensor)) in self._asked:
+            return None
+        self._asked.add((frame, id(tensor)))
+        if tensor.op.type == "Placeholder" and frame.call is not None:
+            told = (self.told_by(*place) for place in frame.origins(tensor)[0])
+            return next((op for op in told if op is not None), None)
+        layouts, ops = self._layouts(frame, [tensor]), _until_releases([tensor])
+        inputs = [op.outputs[0] for op in ops if op.type == "Placeholder"]
+        if frame.call is not None:
+            for given in inputs:
+                if isinstance(self.value(frame, given), Public):
+                    op = self.told_by(frame, given)
+                    if op is not None:
+                        return op
+        if counting.counts_batch(tensor, layouts):
+            return tensor.op
+        if tensor.shape.rank == 0:
+            return None
+        draws = Draws(frame.graph)
+        demand = slots.Demand(layouts, tensor, BatchAxis())
+        found = slots.disprove([demand], set(), draws)
+        return tensor.op if found is not None or draws.replaces_any else None
 
     def _layouts(self, frame: Frame, tensors: Sequence[tf.Tensor], inputs=None) -> Layouts:
         """The layouts of what tensors of a body are computed from."""

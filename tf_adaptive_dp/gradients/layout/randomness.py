@@ -84,6 +84,11 @@ class Draws:
         self._remade: dict[tuple[tf.Operation, str], tf.Graph] = {}
         self._states: dict = {}
 
+    @property
+    def replaces_any(self) -> bool:
+        """Whether there are seeds, or states of generators, that have to be renewed."""
+        return bool(self._seeded or self._states)
+
     def refusal(self, op: tf.Operation, layouts: Layouts) -> str | None:
         """What to do about an operation that draws with a known seed; `None` if it is renewed.
 

@@ -116,7 +116,7 @@ def find_slots(ops: Iterable[tf.Operation], layouts: Layouts, draws: Draws) -> I
                 yield Finding(op, op, cure)
                 continue
             public = [d for d in _demands(op, index, place, inside) or () if not _is_data(d)]
-            found = _disprove(public, proven, draws)
+            found = disprove(public, proven, draws)
             if found is not None:
                 yield Finding(op, *found)
 
@@ -133,7 +133,7 @@ def _is_data(demand: Demand) -> bool:
     return demand.layouts.depends(demand.tensor)
 
 
-def _disprove(
+def disprove(
     demands: list[Demand], proven: set, draws: Draws
 ) -> tuple[tf.Operation, str | None] | None:
     """Where a demand fails, and the cure if random numbers are the reason; adds to `proven`."""
@@ -558,6 +558,8 @@ def _of_argument(op, index, place, layouts: Layouts) -> list[Demand] | None:
             return _of_loop(call, k, place, outside)
         first = 1 if call.type in _BRANCHES else 0
         return [Demand(outside, call.inputs[first + k], place)]
+    if layouts.depends(argument):
+        return []  # where the data comes in
     captured = {i.ref(): e for e, i in getattr(op.graph, "captures", ())}
     outside = captured.get(argument.ref())
     symbolic = isinstance(outside, tf.Tensor) and not hasattr(outside, "numpy")
