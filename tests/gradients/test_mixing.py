@@ -61,12 +61,7 @@ def test_an_axis_that_may_be_broadcast_has_no_known_length():
     assert found.shape == [4]  # a loss of 20 entries would give each example five times the bound
 
 
-CONSTANT = pytest.mark.xfail(reason="analyze() takes captured constants as public")
-
-
-@pytest.mark.parametrize(
-    "depth", [pytest.param("constant", marks=CONSTANT), "argument of an outer function"]
-)
+@pytest.mark.parametrize("depth", ["constant", "argument of an outer function"])
 def test_data_that_a_function_captures_is_data(depth):
     def step(x, y):
         @tf.function
