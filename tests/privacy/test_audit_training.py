@@ -58,7 +58,8 @@ def one_release_of_many_canaries(num_rows=100_000):
     """Each row of a table is a run of its own: half have one example, half have none."""
     with_, without = np.arange(0, num_rows, 2), np.arange(1, num_rows, 2)
     table = tf.keras.layers.Embedding(num_rows, 1, embeddings_initializer="zeros")
-    optimizer = dp.DPSGD(1.0, 1.0, learning_rate=1.0, expected_batch_size=1.0, seed=3)
+    size = float(len(with_))  # undone by the rate
+    optimizer = dp.DPSGD(1.0, 1.0, learning_rate=size, expected_batch_size=size, seed=3)
 
     @tf.function(autograph=False)
     def step():
@@ -70,7 +71,7 @@ def one_release_of_many_canaries(num_rows=100_000):
     step()
     moved = table.embeddings.numpy()[:, 0]
     claimed = dp.epsilon(1.0, 1.0, 1, 0.01, accountant="pld")
-    assert optimizer.ledger.segments == [(1.0, 1.0, 1)]
+    assert optimizer.ledger.segments == [(1.0, size, 1)]
     return many_run_epsilon(moved[with_], moved[without], 0.01).epsilon_lower_bound, claimed
 
 
