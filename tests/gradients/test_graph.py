@@ -251,7 +251,6 @@ def test_terms_that_cannot_be_taken_apart_are_refused(name):
 OWN = {
     "a constant": lambda loss, w: loss + 0.5,
     "a constant of shape [1]": lambda loss, w: loss + tf.constant([0.5]),
-    "a constant for each example": lambda loss, w: loss - tf.constant([1.0, 2.0, 3.0, 4.0]),
     "a sum of losses": lambda loss, w: tf.add_n([loss, loss]) / 2.0,
     "a penalty without gradient": lambda loss, w: loss + tf.stop_gradient(1.0),
 }

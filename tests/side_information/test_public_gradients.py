@@ -164,8 +164,8 @@ def test_the_release_waits_for_the_check_of_the_public_data(name):
     counts = handles[id(optimizer.ledger._counts.handle)]
     refreshed = handles[id(number.handle)]
     seen = set()
-    assignments = [op for op in graph.get_operations() if op.type == "AssignVariableOp"]
-    todo = [op for op in assignments if op.inputs[0] is counts]
+    additions = [op for op in graph.get_operations() if op.type == "AssignAddVariableOp"]
+    todo = [op for op in additions if op.inputs[0] is counts]
     assert todo
     while todo:
         op = todo.pop()

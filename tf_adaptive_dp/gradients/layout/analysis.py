@@ -226,18 +226,18 @@ def feeds(ops: Iterable[tf.Operation], graph: tf.Graph) -> list[tf.Tensor]:
     """
     captured = {internal.ref(): external for external, internal in getattr(graph, "captures", ())}
 
-    def is_data(tensor: tf.Tensor, is_element: bool) -> bool:
+    def is_data(tensor: tf.Tensor, of_element: bool) -> bool:
         if tensor.ref() in captured:
             return tensor.dtype not in _OPAQUE_TYPES and comes_from_data(captured[tensor.ref()])
-        if is_element:
+        if of_element:
             return tensor.dtype != tf.resource
         return tensor.dtype not in _OPAQUE_TYPES and tensor.shape.rank != 0
 
     found = []
     for op in ops:
-        is_element = _is_element(op)
-        if is_element or op.type == "Placeholder":
-            found += [t for t in op.outputs if is_data(t, is_element)]
+        of_element = is_element(op)
+        if of_element or op.type == "Placeholder":
+            found += [t for t in op.outputs if is_data(t, of_element)]
     return found
 
 
@@ -275,7 +275,7 @@ def _computes_more(op: tf.Operation) -> bool:
     )
 
 
-def _is_element(op: tf.Operation) -> bool:
+def is_element(op: tf.Operation) -> bool:
     """Whether it gives an element of a data set, not an optional that the step filled itself."""
     if op.type == "OptionalGetValue":
         return all(o.type != "OptionalFromValue" for o in ancestors(op.inputs))

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import tensorflow as tf
 
 from tf_adaptive_dp.gradients.graph import ancestors
-from tf_adaptive_dp.gradients.layout.analysis import Layouts
+from tf_adaptive_dp.gradients.layout.analysis import Layouts, is_element
 from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Rows
 from tf_adaptive_dp.gradients.layout.names import (
     AXIS_0,
@@ -120,7 +120,7 @@ class _Counting:
     def run(self, ops: Iterable[tf.Operation]) -> None:
         """Enters the outputs of operations, in the order of creation."""
         for op in ops:
-            if op.type in _CALLS | _BRANCHES:
+            if op.type in _CALLS | _BRANCHES and not is_element(op):
                 self._call(op)
             elif op.type in _LOOPS:
                 self._loop(op)
