@@ -72,6 +72,7 @@ def in_mode(
         function,
         input_signature=[tf.TensorSpec(s, tf.as_dtype(a.dtype)) for s, a in zip(shapes, batch)],
         jit_compile=mode == "xla",
+        autograph=False,  # converting the library would take longer than all else
     )
 
 

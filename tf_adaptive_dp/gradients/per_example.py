@@ -94,6 +94,7 @@ def microbatch_means(loss: tf.Tensor, num_microbatches: int) -> tf.Tensor:
         return tf.reduce_mean(tf.reshape(loss, [num_microbatches, -1]), axis=1)
 
 
+@tf.autograph.experimental.do_not_convert
 def per_example_gradients(
     loss: tf.Tensor,
     variables: Sequence[tf.Variable],

@@ -240,6 +240,7 @@ class GaussianMechanism:
             known &= size <= previous
         return tf.convert_to_tensor(self._fixed_batch_size.assign(tf.where(known, previous, size)))
 
+    @tf.autograph.experimental.do_not_convert
     def release(
         self,
         source: PerExampleGradients,
