@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# TensorFlow's default depends on the processor, and without it a CPU cannot differentiate
-# convolutions in groups.
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 # pytest's importmode=importlib leaves this folder out, with zoo.py and the like in it.
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -157,7 +157,7 @@ class Convolutions(Own):
     def build(self, shape):
         n = shape[-1]
         self.a, self.b, self.c = self.weight(3, 2, n, 4), self.weight(2, 2, 3, 4), self.weight(4, 6)
-        self.d, self.e = self.weight(2, 3, 3), self.weight(2, 2, 2, 6)
+        self.d, self.e = self.weight(2, 3, 3), self.weight(2, 2, 4, 6)
 
     def call(self, x):
         x = tf.nn.conv2d(x, self.a, [2, 1], [[0, 0], [1, 2], [2, 0], [0, 0]])
@@ -167,7 +167,8 @@ class Convolutions(Own):
         x = tf.nn.depthwise_conv2d(tf.tanh(y), tf.reshape(self.d, [2, 3, 3, 1]), [1] * 4, "SAME")
         kernel = tf.reshape(tf.transpose(self.c), [2, 1, 3, 4])
         x = tf.tanh(tf.nn.conv2d(x, kernel, 1, "VALID"))
-        return tf.tanh(tf.nn.conv2d(x, self.e, 1, "SAME"))  # in two groups
+        # None is in groups, which TensorFlow differentiates on some processors only.
+        return tf.tanh(tf.nn.conv2d(x, self.e, 1, "SAME"))
 
 
 class Siamese(layers.Layer):
