@@ -25,8 +25,8 @@ import tensorflow_federated as tff  # noqa: E402
 from benchmarks import federated_rounds as timed  # noqa: E402
 from benchmarks import hosts, machine, tables  # noqa: E402
 from benchmarks.run import IDLE, say, sizes  # noqa: E402
-from federated.runtime import Runtime, local_context, remote_context  # noqa: E402
-from federated.worker import WorkerProcess  # noqa: E402
+from federated.runtime.contexts import Runtime, local_context, remote_context  # noqa: E402
+from federated.runtime.worker import WorkerProcess  # noqa: E402
 
 
 def parse_args() -> argparse.Namespace:

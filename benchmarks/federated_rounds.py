@@ -16,7 +16,7 @@ import tensorflow_federated as tff
 import federated
 from benchmarks import tables
 from benchmarks.measure import quartiles
-from federated.runtime import Runtime
+from federated.runtime.contexts import Runtime
 
 FEATURES, CLASSES, RATE = 784, 10, 0.1
 Step = Callable[[], Any]

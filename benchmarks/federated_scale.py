@@ -49,7 +49,7 @@ from benchmarks.federated_rounds import (  # noqa: E402
 )
 from benchmarks.measure import quartiles  # noqa: E402
 from benchmarks.run import IDLE, names, say, sizes  # noqa: E402
-from federated.runtime import local_context  # noqa: E402
+from federated.runtime.contexts import local_context  # noqa: E402
 
 RATIO_TARGET, MEMORY_TARGET, MEMORY_START = 1.15, 1.05, 50
 MEMORY_WINDOW = 10  # rounds whose median is shown

@@ -34,7 +34,7 @@ class Host:
 
     def __init__(self, number: int, max_concurrency: int = 1, rate: str | None = None):
         self.address = f"10.77.{number}.2:{PORT}"
-        worker = [sys.executable, "-m", "federated.worker", "--port", str(PORT)]
+        worker = [sys.executable, "-m", "federated.runtime.worker", "--port", str(PORT)]
         worker += ["--max_concurrency", str(max_concurrency)]
         self._process = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", _START, "sh", *worker],

@@ -49,7 +49,9 @@ def make_optimizer(args: argparse.Namespace, public: tf.data.Dataset):
         # all are clipped and only the product of clip and rate matters: about that where
         # ADADP's learning rate lies in this setting.
         private.setdefault("learning_rate", 0.1)
-        side_information = tf_adaptive_dp.PublicGradients(public, provenance="public")
+        side_information = tf_adaptive_dp.side_information.PublicGradients(
+            public, provenance="public"
+        )
         return tf_adaptive_dp.AdaDPS(side_information, **private), [side_information]
     classes = {
         "adadp": tf_adaptive_dp.ADADP,

@@ -5,7 +5,8 @@
     federated.local_context()  # TFF's worker, ended with Python
     process = federated.build_dp_fed_avg(model_fn, federated.build_adadp(), privacy)
 
-Names are imported when they are first used: `python -m federated.worker` starts without TFF.
+Names are imported when they are first used, so that `python -m federated.runtime.worker` starts
+without TFF.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ import importlib
 from typing import Any
 
 _PLACES = {
-    "accounting": ("UserLedger", "epsilon_spent", "privacy_statement"),
-    "client_optimizers": ("build_adadp", "build_adadps"),
-    "client_preconditioner": ("ClientPreconditioner",),
-    "client_work": ("build_client_work",),
-    "connection": ("WorkerLostError",),
-    "monitor": ("monitors", "scalars"),
-    "processes": ("build_adaptive_fed_avg", "build_dp_fed_avg"),
-    "program": ("Trained", "train"),
-    "runtime": ("local_context", "remote_context"),
-    "sampling": ("ClientSampler", "EveryClient"),
-    "user_level_privacy": ("UserLevelPrivacy",),
-    "worker": ("WorkerStartError",),
+    "clients.client_optimizers": ("build_adadp", "build_adadps"),
+    "clients.client_work": ("build_client_work",),
+    "clients.preconditioner": ("ClientPreconditioner",),
+    "privacy.user_epsilon": ("epsilon_spent", "privacy_statement"),
+    "privacy.user_ledger": ("UserLedger",),
+    "privacy.user_level": ("UserLevelPrivacy",),
+    "runtime.connection": ("WorkerLostError",),
+    "runtime.contexts": ("local_context", "remote_context"),
+    "runtime.worker": ("WorkerStartError",),
+    "privacy.client_sampling": ("ClientSampler", "EveryClient"),
+    "training.monitor": ("monitors", "scalars"),
+    "training.processes": ("build_adaptive_fed_avg", "build_dp_fed_avg"),
+    "training.program": ("Trained", "train"),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
 

@@ -1,13 +1,9 @@
-"""Settings of all tests: a quiet TensorFlow on one thread, helpers that tests can import."""
+"""Settings of all tests: a quiet TensorFlow on one thread, reproducible examples."""
 
 import gc
 import os
-import sys
-from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# pytest's importmode=importlib leaves this folder out, with zoo.py and the like in it.
-sys.path.insert(0, str(Path(__file__).parent))
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -30,9 +26,9 @@ hypothesis.settings.load_profile("tests")
 @pytest.fixture(scope="session")
 def context():
     """One TFF worker for each process of the tests of `federated`, which ends with it."""
-    from federated import runtime  # TFF takes seconds to import
+    from federated.runtime import contexts  # TFF takes seconds to import
 
-    with runtime.local_context() as made:
+    with contexts.local_context() as made:
         yield made
 
 

@@ -3,19 +3,19 @@
 import math
 from types import SimpleNamespace
 
-import catalogue
 import numpy as np
 import pytest
 import tensorflow as tf
-from unchanged import assert_refused
 
 import tf_adaptive_dp as dp
+from tests.helpers import catalogue
+from tests.helpers.unchanged import assert_refused
 
 X, Y = catalogue.data()
 NAN, INF = math.nan, math.inf
 LEDGER = SimpleNamespace(segments=[(2.0, 100.0, 50)], other_events=())
 POISSON = dp.PoissonSampling(0.25, 33, steps=20)
-CANARIES = dp.Canaries(X, Y, seed=1)
+CANARIES = dp.auditing.Canaries(X, Y, seed=1)
 CLASS_ERROR = "`keras_optimizer_class` must be a subclass .*Received: "
 BATCH = (X[:4], Y[:4])
 
@@ -25,15 +25,15 @@ def sgd(clip=1.0, noise=1.0, *args, **kwargs):
 
 
 def public(**kwargs):
-    return dp.PublicGradients(None, provenance="public", **kwargs)
+    return dp.side_information.PublicGradients(None, provenance="public", **kwargs)
 
 
 def fixed(preconditioners, provenance="public"):
-    return dp.FixedPreconditioner(preconditioners, provenance=provenance)
+    return dp.side_information.FixedPreconditioner(preconditioners, provenance=provenance)
 
 
 def mixed(mixing):
-    return dp.PDADPMD(public(rule="gradient"), 1, 1, mixing=mixing)
+    return dp.optimizers.baselines.PDADPMD(public(rule="gradient"), 1, 1, mixing=mixing)
 
 
 def built(preconditioner):
@@ -46,20 +46,22 @@ def seg(*segments, **kwargs):
 
 
 def scored(scores, **kwargs):
-    return dp.one_run_epsilon(scores, [True, False], 1e-5, **kwargs)
+    return dp.auditing.one_run_epsilon(scores, [True, False], 1e-5, **kwargs)
 
 
 def audit(**kwargs):
-    return dp.PrivacyAudit(CANARIES, **{"delta": 1e-5, **kwargs})
+    return dp.auditing.PrivacyAudit(CANARIES, **{"delta": 1e-5, **kwargs})
 
 
 def inference(**kwargs):
     model, loss = catalogue.mlp(), catalogue.loss()
-    return dp.membership_inference(model, kwargs.pop("loss", loss), BATCH, BATCH, **kwargs)
+    return dp.auditing.membership_inference(model, kwargs.pop("loss", loss), BATCH, BATCH, **kwargs)
 
 
 def compared(loss=None, batch=BATCH, **kwargs):
-    return dp.check_per_example(catalogue.mlp(), loss or catalogue.loss(), batch, **kwargs)
+    return dp.validation.check_per_example(
+        catalogue.mlp(), loss or catalogue.loss(), batch, **kwargs
+    )
 
 
 def validated(loss=None, batch=BATCH, model=None):
@@ -104,7 +106,7 @@ OPTIMIZERS = {
     "no noise": (lambda: dp.DPAdamWOSM(1, 0.0), V, received("noise_multiplier", "0.0")),
     "beta_1": (lambda: dp.DPAdamWOSM(1, 1, beta_1=-0.1), V, received("beta_1", "-0.1")),
     "information class": (
-        lambda: dp.AdaDPS(dp.FixedPreconditioner, 1, 1),
+        lambda: dp.AdaDPS(dp.side_information.FixedPreconditioner, 1, 1),
         T,
         received("side_information", "<class"),
     ),
@@ -124,23 +126,39 @@ OPTIMIZERS = {
         "`side_information` must give a preconditioner.*Received: rule='gradient'",
     ),
     "order": (lambda: dp.AdaDPS(fixed({}), 1, 1, order="both"), V, received("order", "'both'")),
-    "pub without": (lambda: dp.DPRPub(None, 1, 1), T, received("side_information", "None")),
-    "pub beta_1": (lambda: dp.DPAdamPub(fixed({}), 1, 1, beta_1=1.0), V, received("beta_1", "1.0")),
-    "adas without": (lambda: dp.AdaS(0.1), T, received("side_information", "0.1")),
+    "pub without": (
+        lambda: dp.optimizers.baselines.DPRPub(None, 1, 1),
+        T,
+        received("side_information", "None"),
+    ),
+    "pub beta_1": (
+        lambda: dp.optimizers.baselines.DPAdamPub(fixed({}), 1, 1, beta_1=1.0),
+        V,
+        received("beta_1", "1.0"),
+    ),
+    "adas without": (
+        lambda: dp.optimizers.baselines.AdaS(0.1),
+        T,
+        received("side_information", "0.1"),
+    ),
     "pda fixed": (
-        lambda: dp.PDADPMD(fixed({}), 1, 1, mixing=0.5),
+        lambda: dp.optimizers.baselines.PDADPMD(fixed({}), 1, 1, mixing=0.5),
         V,
         "`side_information` must be .*rule='gradient'.*Received: FixedPreconditioner",
     ),
     "pda rule": (
-        lambda: dp.PDADPMD(public(), 1, 1, mixing=0.5),
+        lambda: dp.optimizers.baselines.PDADPMD(public(), 1, 1, mixing=0.5),
         V,
         "rule='gradient'.*Received: PublicGradients with rule='rmsprop'",
     ),
     "mixing 1.5": (lambda: mixed(1.5), V, received("mixing", "1.5")),
     "mixing -1": (lambda: mixed(-1), V, received("mixing", "-1")),
     "mixing str": (lambda: mixed("cosine"), T, received("mixing", "'cosine'")),
-    "mixing steps": (lambda: dp.CosineMixing(0), V, received("num_steps", "0")),
+    "mixing steps": (
+        lambda: dp.optimizers.baselines.CosineMixing(0),
+        V,
+        received("num_steps", "0"),
+    ),
     "class instance": (
         lambda: dp.make_dp_optimizer_class(tf.keras.optimizers.SGD()),
         T,
@@ -183,21 +201,33 @@ OPTIMIZERS = {
         "`private_dataset` must be .*dataset=None",
     ),
     "public data": (
-        lambda: dp.PublicGradients(X, provenance="public"),
+        lambda: dp.side_information.PublicGradients(X, provenance="public"),
         T,
         received("dataset", "array"),
     ),
 }
 
 ACCOUNTING = {
-    "q bool": (lambda: dp.epsilon(1, True, 1, 0.1), V, received("sampling_probability", "True")),
-    "q 2": (lambda: dp.epsilon(1, 2, 1, 0.1), V, received("sampling_probability", "2")),
-    "noise nan": (lambda: dp.epsilon(NAN, 0.1, 1, 0.1), V, received("noise_multiplier", "nan")),
-    "steps": (lambda: dp.epsilon(1, 0.1, 1.5, 0.1), T, received("steps", "1.5")),
-    "delta 0": (lambda: dp.epsilon(1, 0.1, 1, 0), V, received("delta", "0")),
-    "delta 1": (lambda: dp.epsilon(1, 0.1, 1, 1), V, received("delta", "1")),
-    "delta nan": (lambda: dp.epsilon(1, 0.1, 1, NAN), V, received("delta", "nan")),
-    "accountant": (lambda: dp.epsilon(1, 0.1, 1, 0.1, ["pld"]), V, received("accountant", r"\[")),
+    "q bool": (
+        lambda: dp.accounting.epsilon(1, True, 1, 0.1),
+        V,
+        received("sampling_probability", "True"),
+    ),
+    "q 2": (lambda: dp.accounting.epsilon(1, 2, 1, 0.1), V, received("sampling_probability", "2")),
+    "noise nan": (
+        lambda: dp.accounting.epsilon(NAN, 0.1, 1, 0.1),
+        V,
+        received("noise_multiplier", "nan"),
+    ),
+    "steps": (lambda: dp.accounting.epsilon(1, 0.1, 1.5, 0.1), T, received("steps", "1.5")),
+    "delta 0": (lambda: dp.accounting.epsilon(1, 0.1, 1, 0), V, received("delta", "0")),
+    "delta 1": (lambda: dp.accounting.epsilon(1, 0.1, 1, 1), V, received("delta", "1")),
+    "delta nan": (lambda: dp.accounting.epsilon(1, 0.1, 1, NAN), V, received("delta", "nan")),
+    "accountant": (
+        lambda: dp.accounting.epsilon(1, 0.1, 1, 0.1, ["pld"]),
+        V,
+        received("accountant", r"\["),
+    ),
     "no ledger": (
         lambda: dp.epsilon_spent(tf.keras.optimizers.SGD(), 10, 0.1),
         T,
@@ -215,8 +245,8 @@ ACCOUNTING = {
         "No noise multiplier up to 1e.06 meets the budget.*Received: epsilon=1e-09",
     ),
     "budget 0": (lambda: dp.noise_multiplier_for(0, 0.1, 0.1, 9), V, received("epsilon", "0")),
-    "fixed steps": (lambda: dp.FixedSizeSampling(3, None), T, received("steps", "None")),
-    "shuffled size": (lambda: dp.ShuffledEpochs(2.5, 3), T, received("batch_size", "2.5")),
+    "fixed steps": (lambda: dp.sampling.FixedSizeSampling(3, None), T, received("steps", "None")),
+    "shuffled size": (lambda: dp.sampling.ShuffledEpochs(2.5, 3), T, received("batch_size", "2.5")),
     "lengths": (lambda: dp.poisson_batches((X, Y[:5]), POISSON), V, r"`data` .*\[5, 32\]"),
     "dict": (lambda: dp.poisson_batches({"x": X}, POISSON), T, "`data` must .*Received: dict"),
     "dataset": (lambda: dp.poisson_batches(catalogue.PUBLIC, POISSON), T, "Received: _Batch"),
@@ -239,19 +269,21 @@ ACCOUNTING = {
         received("preprocess", "3"),
     ),
     "parts of fixed": (
-        lambda: dp.fixed_size_batches(
-            (X, Y), dp.FixedSizeSampling(8, 3), gradient_accumulation_steps=3
+        lambda: dp.sampling.fixed_size_batches(
+            (X, Y), dp.sampling.FixedSizeSampling(8, 3), gradient_accumulation_steps=3
         ),
         V,
         "Received: gradient_accumulation_steps=3, batch size 8",
     ),
     "too few": (
-        lambda: dp.shuffled_batches((X, Y), dp.ShuffledEpochs(99, 3)),
+        lambda: dp.sampling.shuffled_batches((X, Y), dp.sampling.ShuffledEpochs(99, 3)),
         V,
         "`batch_size` smaller. Received: 32 examples, batch_size=99",
     ),
     "statement": (
-        lambda: dp.privacy_statement(LEDGER, 1000, 1e-5, sampling=dp.ShuffledEpochs(99, 50)),
+        lambda: dp.privacy_statement(
+            LEDGER, 1000, 1e-5, sampling=dp.sampling.ShuffledEpochs(99, 50)
+        ),
         V,
         "released with batch size 100.0.*Received: sampling=Shuffled",
     ),
@@ -260,7 +292,7 @@ ACCOUNTING = {
         V,
         received("max_examples_per_user", "0"),
     ),
-    "tolerance": (lambda: dp.suggest_tolerance(0, 1), V, received("num_steps", "0")),
+    "tolerance": (lambda: dp.tuning.suggest_tolerance(0, 1), V, received("num_steps", "0")),
 }
 
 AUDITS = {
@@ -281,14 +313,30 @@ AUDITS = {
     "scores shape": (lambda: scored([1.0]), V, r"`scores` must .*Received: shape \(1,\)"),
     "guesses": (lambda: scored([0, 1], num_guesses=3), V, received("num_guesses", "3")),
     "confidence": (lambda: scored([0, 1], confidence=1), V, received("confidence", "1")),
-    "included": (lambda: dp.one_run_epsilon([0, 1], [0, 1], 0.1), V, "`included` .*dtype int64"),
-    "runs": (lambda: dp.many_run_epsilon([1], [0, 1], 0.1), V, r"`scores_with` .*shape \(1,\)"),
-    "runs str": (lambda: dp.many_run_epsilon(["a"], [0], 0.1), T, received("scores_with", ".'a'")),
-    "canaries": (lambda: dp.Canaries(X, Y[:3]), V, r"`x` and `y` .*lengths \[3, 32\]"),
-    "canaries scalar": (lambda: dp.Canaries(1, 2), V, r"`x` and `y` .*lengths \[0\]"),
+    "included": (
+        lambda: dp.auditing.one_run_epsilon([0, 1], [0, 1], 0.1),
+        V,
+        "`included` .*dtype int64",
+    ),
+    "runs": (
+        lambda: dp.auditing.many_run_epsilon([1], [0, 1], 0.1),
+        V,
+        r"`scores_with` .*shape \(1,\)",
+    ),
+    "runs str": (
+        lambda: dp.auditing.many_run_epsilon(["a"], [0], 0.1),
+        T,
+        received("scores_with", ".'a'"),
+    ),
+    "canaries": (lambda: dp.auditing.Canaries(X, Y[:3]), V, r"`x` and `y` .*lengths \[3, 32\]"),
+    "canaries scalar": (lambda: dp.auditing.Canaries(1, 2), V, r"`x` and `y` .*lengths \[0\]"),
     "mix array": (lambda: CANARIES.mix(X), T, "`data` must be .*Received: data of type ndarray"),
     "mix lengths": (lambda: CANARIES.mix((X, Y[:4])), V, r"`data` must .*lengths \[4, 32\]"),
-    "audit of arrays": (lambda: dp.PrivacyAudit((X, Y), 0.1), T, received("canaries", r"\(array")),
+    "audit of arrays": (
+        lambda: dp.auditing.PrivacyAudit((X, Y), 0.1),
+        T,
+        received("canaries", r"\(array"),
+    ),
     "audit score": (lambda: audit(score="norm"), V, received("score", "'norm'")),
     "audit loss": (lambda: audit(loss="mse"), T, received("loss", "'mse'")),
     "audit delta": (lambda: audit(delta=1.0), V, received("delta", "1.0")),

@@ -2,10 +2,11 @@
 
 import math
 
-import catalogue
 import numpy as np
 import pytest
 import tensorflow as tf
+
+from tests.helpers import catalogue
 
 
 def compiled(name="DPMomentum"):

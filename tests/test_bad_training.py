@@ -3,18 +3,18 @@
 import functools
 import math
 
-import catalogue
 import numpy as np
 import pytest
 import tensorflow as tf
-from unchanged import assert_refused, snapshot
 
 import tf_adaptive_dp as dp
+from tests.helpers import catalogue
+from tests.helpers.unchanged import assert_refused, snapshot
 
 X, Y = catalogue.data()
 OUT_OF_RANGE = np.where(np.arange(32) == 3, 7, Y)
 SCALAR = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-CANARIES = dp.Canaries(X, Y, seed=1)
+CANARIES = dp.auditing.Canaries(X, Y, seed=1)
 N, DELTA = 1_000, 1e-5
 
 
@@ -65,7 +65,7 @@ def apply_foreign(model):
 
 def source(model, loss, variables=None, tape=None, **kwargs):
     variables = model.trainable_variables if variables is None else variables
-    dp.per_example_gradients(loss, variables, tape or tf.GradientTape(), **kwargs)
+    dp.gradients.per_example_gradients(loss, variables, tape or tf.GradientTape(), **kwargs)
 
 
 def setting(name, value):
@@ -160,7 +160,7 @@ TRAINED = {
     "source, array": ({}, lambda m: source(m, np.ones(3)), T, "`loss` must be a tensor"),
     "source, tape": (
         {},
-        lambda m: dp.per_example_gradients(tf.ones([3]), m.trainable_variables, None),
+        lambda m: dp.gradients.per_example_gradients(tf.ones([3]), m.trainable_variables, None),
         V,
         "Received: tape=None",
     ),
@@ -187,7 +187,7 @@ TRAINED = {
     "monitor": ({}, with_callback(dp.PrivacyMonitor(5, DELTA)), V, "batch_size=8, num_examples=5"),
     "sampling": (
         {},
-        with_callback(dp.PrivacyMonitor(32, DELTA, sampling=dp.ShuffledEpochs(4, 9))),
+        with_callback(dp.PrivacyMonitor(32, DELTA, sampling=dp.sampling.ShuffledEpochs(4, 9))),
         V,
         "`expected_batch_size=4.0`.*Received: expected_batch_size=8.0",
     ),
@@ -205,13 +205,13 @@ TRAINED = {
     ),
     "audit": (
         {},
-        with_callback(dp.PrivacyAudit(CANARIES, DELTA, loss=SCALAR)),
+        with_callback(dp.auditing.PrivacyAudit(CANARIES, DELTA, loss=SCALAR)),
         V,
         "one number for each canary",
     ),
     "other public": (
         {"name": "AdaDPS adam"},
-        with_callback(dp.PublicGradients(catalogue.PUBLIC, provenance="public")),
+        with_callback(dp.side_information.PublicGradients(catalogue.PUBLIC, provenance="public")),
         V,
         "must be the one that holds this PublicGradients",
     ),

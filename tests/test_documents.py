@@ -1,14 +1,13 @@
 """The programs in README and docs/federated.md run as they are printed."""
 
 import os
-import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests.helpers import ROOT
 
 # What a reader has already: a model with its data, and a model with its clients.
 MODEL = """

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.helpers import ROOT
+
 PACKAGES = ("tf_adaptive_dp", "federated")
 
 TRAINS = """

@@ -1,6 +1,7 @@
 """The public names, and the direction of imports."""
 
 import ast
+import graphlib
 import pathlib
 import subprocess
 import sys
@@ -12,16 +13,42 @@ import tf_adaptive_dp
 
 ROOT = pathlib.Path(tf_adaptive_dp.__file__).parents[1]
 
-# A package imports from its own rank only itself, and otherwise from those below.
+PUBLIC = [
+    tf_adaptive_dp,
+    tf_adaptive_dp.accounting,
+    tf_adaptive_dp.auditing,
+    tf_adaptive_dp.gradients,
+    tf_adaptive_dp.optimizers,
+    tf_adaptive_dp.optimizers.baselines,
+    tf_adaptive_dp.sampling,
+    tf_adaptive_dp.side_information,
+    tf_adaptive_dp.tuning,
+    tf_adaptive_dp.validation,
+    federated,
+]
+
+# A package imports only itself and those of earlier lines.
 RANKS = [
     {"errors", "checks", "version"},
-    {"gradients", "privacy", "update_rules"},
-    {"mechanism", "side_information", "callbacks", "release_log", "validation"},
-    {"optimizers", "selection"},
+    {"accounting", "gradients", "update_rules"},
+    {"durable", "mechanism", "sampling", "side_information", "validation"},
+    {"auditing", "optimizers", "statement"},
+    {"callbacks"},
+    {"tuning"},
 ]
-RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
-KERAS_TUNER = {"oracle", "tuner", "tuner_arguments"}
-FILES = sorted((ROOT / "tf_adaptive_dp").rglob("*.py"))
+FEDERATED_RANKS = [
+    {"clients", "datasets", "privacy", "runtime"},
+    {"training"},
+    {"simulation"},
+]
+RANK = {
+    f"{root}.{name}": rank
+    for root, ranks in (("tf_adaptive_dp", RANKS), ("federated", FEDERATED_RANKS))
+    for rank, names in enumerate(ranks)
+    for name in names
+}
+FILES = sorted(p for root in ("tf_adaptive_dp", "federated") for p in (ROOT / root).rglob("*.py"))
+MODULES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in FILES}
 
 
 def imports(path):
@@ -33,9 +60,7 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize(
-    "package", [tf_adaptive_dp, tf_adaptive_dp.gradients, tf_adaptive_dp.selection, federated]
-)
+@pytest.mark.parametrize("package", PUBLIC, ids=lambda p: p.__name__)
 def test_each_public_name_resolves_and_is_documented(package):
     for name in package.__all__:
         value = getattr(package, name)
@@ -43,27 +68,40 @@ def test_each_public_name_resolves_and_is_documented(package):
     assert list(package.__all__) == sorted(package.__all__)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_run_one_way(path):
-    parts = path.relative_to(ROOT / "tf_adaptive_dp").with_suffix("").parts
-    own = parts[0]
-    for module in imports(path):
-        assert module.split(".")[0] not in ("federated", "tensorflow_federated")
-        # The front of KerasTuner, which `selection` loads when it is asked for.
-        assert module.split(".")[0] != "keras_tuner" or path.stem in KERAS_TUNER
-        if own != "__init__" and module.startswith("tf_adaptive_dp."):
-            used = module.split(".")[1]
-            assert used == own or RANK[used] < RANK[own], f"{own} imports {used}"
+@pytest.mark.parametrize("module", [m for m in MODULES if m.count(".") and "__init__" not in m])
+def test_imports_run_one_way(module):
+    root, own = module.split(".")[:2]
+    for imported in imports(MODULES[module]):
+        parts = imported.split(".")
+        if root == "tf_adaptive_dp":
+            assert parts[0] not in ("federated", "tensorflow_federated")
+            assert parts[0] != "keras_tuner" or module.startswith(
+                "tf_adaptive_dp.tuning.keras_tuner."
+            )
+        if parts[0] == root and len(parts) > 1 and parts[1] != own:
+            used = f"{root}.{parts[1]}"
+            assert RANK[used] < RANK[f"{root}.{own}"], f"{own} imports {used}"
 
 
-def test_every_module_has_a_rank():
-    names = {p.relative_to(ROOT / "tf_adaptive_dp").with_suffix("").parts[0] for p in FILES}
-    assert names - {"__init__"} == set(RANK)
+def test_every_package_has_a_rank():
+    packages = {".".join(m.split(".")[:2]) for m in MODULES}
+    assert packages - {"tf_adaptive_dp.__init__", "federated.__init__"} == set(RANK)
+
+
+def test_no_modules_import_each_other():
+    # Imports for types alone and those within functions count too.
+    graph = {
+        module: {m for m in imports(path) if m in MODULES and m != module}
+        for module, path in MODULES.items()
+    }
+    order = graphlib.TopologicalSorter(graph)
+    order.prepare()  # raises CycleError, which names the modules
+    assert order.is_active()
 
 
 def test_importing_the_library_imports_no_extra():
     code = (
-        "import sys, tf_adaptive_dp, tf_adaptive_dp.selection;"
+        "import sys, tf_adaptive_dp, tf_adaptive_dp.tuning;"
         "print([m for m in ('tensorflow_federated', 'keras_tuner', 'matplotlib', 'sklearn',"
         " 'tensorflow_datasets', 'federated') if m in sys.modules])"
     )

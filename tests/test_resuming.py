@@ -4,13 +4,13 @@ import json
 import random
 import time
 
-import catalogue
 import numpy as np
 import pytest
 import tensorflow as tf
-from killer import Killer
 
 import tf_adaptive_dp as dp
+from tests.helpers import catalogue
+from tests.helpers.crash_injection import CrashInjector
 
 
 def compiled(name="DPSGD", compile_with=(), **kwargs):
@@ -87,7 +87,7 @@ def kill_and_finish(folder, kills, job, randomness):
     """
     starts = []
     job = {"folder": str(folder), **job}
-    with Killer("killable.py") as killer:
+    with CrashInjector("killable") as injector:
         for kill in range(kills + 1):
             before, begun = len(lines(folder / "releases")), len(lines(folder / "starts"))
 
@@ -100,7 +100,7 @@ def kill_and_finish(folder, kills, job, randomness):
                     time.sleep(0.001)
                 time.sleep(randomness.uniform(0, 0.005))
 
-            code = killer.run(job, random_moment if kill < kills else None)
+            code = injector.run(job, random_moment if kill < kills else None)
             assert code == (-9 if kill < kills else 0), f"run {kill} ended with {code}"
             for line in lines(folder / "starts")[begun:]:
                 starts.append((before, *json.loads(line)))
@@ -121,10 +121,12 @@ def check_resumed_runs(folder, kills, steps, job):
     # ε never shrinks.
     for before, released, reported in starts:
         assert released >= before
-        least = dp.epsilon(1.0, sampling_probability, before, 1e-3) if before else 0.0
+        least = dp.accounting.epsilon(1.0, sampling_probability, before, 1e-3) if before else 0.0
         assert reported >= least * (1 - 1e-9)
     assert [s[1:] for s in starts] == sorted(s[1:] for s in starts)
-    assert epsilon >= dp.epsilon(1.0, sampling_probability, len(recorded), 1e-3) * (1 - 1e-9)
+    assert epsilon >= dp.accounting.epsilon(1.0, sampling_probability, len(recorded), 1e-3) * (
+        1 - 1e-9
+    )
     # The run is as long as was asked for, lost releases included, and the log says the same.
     assert segments[0][2] == steps and 0 < updates <= steps
     assert [list(s) for s in dp.ReleaseLog(folder / "log").segments] == segments

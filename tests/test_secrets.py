@@ -6,13 +6,13 @@ import pickle
 import numpy as np
 import pytest
 import tensorflow as tf
-import zoo
-from secrets_shown import contents, forms, found, recorded, shown
 
 import tf_adaptive_dp as dp
+from tests.helpers import zoo
+from tests.helpers.secrets_shown import contents, forms, found, recorded, shown
+from tf_adaptive_dp import sampling as samplings
 from tf_adaptive_dp.mechanism import noise as noise_module
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
-from tf_adaptive_dp.privacy import sampling as samplings
 
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 
@@ -141,7 +141,7 @@ def datasets(x, y):
     yield samplings.fixed_size_batches((x, y), fixed)
     shuffled = samplings.ShuffledEpochs(batch_size=4, steps=3)
     yield samplings.shuffled_batches((x, y), shuffled)
-    canaries = dp.Canaries(x, y)
+    canaries = dp.auditing.Canaries(x, y)
     yield dp.poisson_batches(
         canaries.mix((x, y)), dp.PoissonSampling(0.5, max_batch_size=20, steps=3)
     )

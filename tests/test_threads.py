@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 import tensorflow as tf
-import zoo
 
 import tf_adaptive_dp as dp
+from tests.helpers import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 

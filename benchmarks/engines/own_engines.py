@@ -43,12 +43,12 @@ def _dpadam(data: tf.data.Dataset) -> dp.DPAdam:
 
 
 def _adadps_fixed(data: tf.data.Dataset) -> dp.AdaDPS:
-    fixed = dp.FixedPreconditioner(_ramp, provenance="public")
+    fixed = dp.side_information.FixedPreconditioner(_ramp, provenance="public")
     return dp.AdaDPS(fixed, learning_rate=RATE, **PRIVATE)
 
 
 def _adadps_public(data: tf.data.Dataset) -> dp.AdaDPS:
-    public = dp.PublicGradients(data, provenance="public")
+    public = dp.side_information.PublicGradients(data, provenance="public")
     return dp.AdaDPS(public, learning_rate=RATE, **PRIVATE)
 
 

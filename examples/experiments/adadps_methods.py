@@ -61,7 +61,7 @@ def side_information(
     """
     method = settings["method"]
     if method.endswith("_frequency"):
-        return tf_adaptive_dp.token_frequencies(
+        return tf_adaptive_dp.side_information.token_frequencies(
             word_counts, divisor=float(np.max(word_counts)), provenance="public"
         )
     if method in _STOCK or method in ("sgd", "adam"):
@@ -71,7 +71,7 @@ def side_information(
         data, provenance = private, dp_accounting.NonPrivateDpEvent()
     size = min(settings.get("public_batch", settings["batch_size"]), len(data[1]))
     batches = tf.data.Dataset.from_tensor_slices(data).shuffle(len(data[1])).batch(size, True)
-    return tf_adaptive_dp.PublicGradients(
+    return tf_adaptive_dp.side_information.PublicGradients(
         batches,
         _RULES.get(method, "rmsprop"),
         epsilon=settings.get("epsilon_root", 1e-8),
@@ -95,7 +95,7 @@ def optimizer(settings: dict[str, Any], known: Any, steps: int) -> tf.keras.opti
     if method == "adam":
         return tf.keras.optimizers.Adam(rate)
     if method.startswith("adas"):
-        return tf_adaptive_dp.AdaS(known, rate)
+        return tf_adaptive_dp.optimizers.baselines.AdaS(known, rate)
     private = dict(
         l2_norm_clip=settings["clip"],
         noise_multiplier=settings["sigma"],
@@ -110,12 +110,12 @@ def optimizer(settings: dict[str, Any], known: Any, steps: int) -> tf.keras.opti
         small = {} if _STOCK[method] is tf_adaptive_dp.DPSGD else {"epsilon": 1e-10}
         return _STOCK[method](**private, **small)
     if method == "dp_r_pub":
-        return tf_adaptive_dp.DPRPub(known, **private)
+        return tf_adaptive_dp.optimizers.baselines.DPRPub(known, **private)
     if method == "dp_adam_pub":
-        return tf_adaptive_dp.DPAdamPub(known, **private)
+        return tf_adaptive_dp.optimizers.baselines.DPAdamPub(known, **private)
     if method == "pda_dpmd":
-        return tf_adaptive_dp.PDADPMD(
-            known, **private, mixing=tf_adaptive_dp.CosineMixing(max(steps, 1))
+        return tf_adaptive_dp.optimizers.baselines.PDADPMD(
+            known, **private, mixing=tf_adaptive_dp.optimizers.baselines.CosineMixing(max(steps, 1))
         )
     return tf_adaptive_dp.AdaDPS(known, **private)
 

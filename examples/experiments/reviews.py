@@ -70,7 +70,7 @@ def token_frequencies(
       largest: larger A are replaced by this; `None` leaves them.
     """
     floor = max((counts.max() + offset) / 10_000, counts.min() + offset)
-    return tf_adaptive_dp.token_frequencies(
+    return tf_adaptive_dp.side_information.token_frequencies(
         counts,
         floor=floor,
         cap=None if largest is None else 100 * floor * largest,
@@ -85,7 +85,9 @@ def _tf_idf(test_bags: np.ndarray, length: int) -> Any:
     weights = text.inverse_document_frequencies(test_bags) / length
     scores = test_bags.sum(0, dtype=np.float64) * weights
     scores[: text.UNKNOWN + 1] = 1e-3
-    return tf_adaptive_dp.tf_idf(scores, offset=1e-4, divisor=0.1, cap=100, provenance="public")
+    return tf_adaptive_dp.side_information.tf_idf(
+        scores, offset=1e-4, divisor=0.1, cap=100, provenance="public"
+    )
 
 
 def known_tokens(
@@ -177,7 +179,7 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     """
     kind = "rows" if settings["features"] == "lstm" else "bags"
     found = arrays(data_dir, kind, settings["length"], settings["number"])
-    public, private, _ = tf_adaptive_dp.split_public(
+    public, private, _ = tf_adaptive_dp.side_information.split_public(
         found["train"], settings["public_share"], seed=settings["seed"]
     )
     test = found["test"]

@@ -88,8 +88,8 @@ def fit(
         )
         batches = tf_adaptive_dp.poisson_batches(train, law)
     else:
-        law = tf_adaptive_dp.ShuffledEpochs(batch_size, steps=steps * epochs)
-        batches = tf_adaptive_dp.shuffled_batches(train, law)
+        law = tf_adaptive_dp.sampling.ShuffledEpochs(batch_size, steps=steps * epochs)
+        batches = tf_adaptive_dp.sampling.shuffled_batches(train, law)
     judge = _Judge(test, judge_every, judge_last)
     monitor = tf_adaptive_dp.PrivacyMonitor(num_examples, delta, sampling=law)
     start = time.perf_counter()

@@ -53,8 +53,9 @@ class Vocabulary:
 class UserCounts:
     """How many users wrote each word and each tag, the most frequent first.
 
-    For `tf_adaptive_dp.token_frequencies(counts.words, vocabulary=vocabulary.words,
-    provenance="public")`, once `require_other_users(training_clients)` has passed.
+    For `tf_adaptive_dp.side_information.token_frequencies(counts.words,
+    vocabulary=vocabulary.words, provenance="public")`, once
+    `require_other_users(training_clients)` has passed.
 
     Attributes:
       words: users of each word.

@@ -41,10 +41,10 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 import tensorflow_federated as tff  # noqa: E402
 
-from federated import monitor, processes, program, sampling  # noqa: E402
-from federated.client_optimizers import build_adadp  # noqa: E402
+from federated.clients.client_optimizers import build_adadp  # noqa: E402
 from federated.datasets import cifar10  # noqa: E402
 from federated.datasets.clients import ClientBatches  # noqa: E402
+from federated.privacy import client_sampling, monitor, processes, program  # noqa: E402
 from federated.simulation import trials  # noqa: E402
 from federated.simulation.evaluation import evaluator  # noqa: E402
 from federated.simulation.trials import Settings, Trial  # noqa: E402
@@ -181,7 +181,7 @@ def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, f
     program.train(
         process,
         data,
-        sampling.ClientSampler(data.client_ids, sampling.EveryClient()),
+        client_sampling.ClientSampler(data.client_ids, client_sampling.EveryClient()),
         settings["rounds"],
         folder,
         evaluate=evaluator(network(0), test_batches),

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 
 def evaluator(model: tf.keras.Model, test: tf.data.Dataset) -> Callable[[Any], dict[str, float]]:
-    """What `federated.program.train` takes as `evaluate`: loss and accuracy on test data.
+    """What `federated.train` takes as `evaluate`: loss and accuracy on test data.
 
     Args:
       model: of the same network as the one that is trained, with logits for each class; its weights

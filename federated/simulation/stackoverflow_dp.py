@@ -50,16 +50,17 @@ import tensorflow as tf  # noqa: E402
 import tensorflow_federated as tff  # noqa: E402
 
 import tf_adaptive_dp  # noqa: E402
-from federated import accounting, monitor, processes, program  # noqa: E402
-from federated.client_optimizers import build_adadps  # noqa: E402
-from federated.client_preconditioner import ClientPreconditioner  # noqa: E402
+from federated.clients.client_optimizers import build_adadps  # noqa: E402
+from federated.clients.preconditioner import ClientPreconditioner  # noqa: E402
 from federated.datasets.clients import random_clients  # noqa: E402
-from federated.sampling import ClientSampler, ShuffledEpochs  # noqa: E402
+from federated.privacy import user_epsilon
+from federated.privacy.client_sampling import ClientSampler, ShuffledEpochs  # noqa: E402
+from federated.privacy.user_level import UserLevelPrivacy  # noqa: E402
 from federated.simulation import tag_prediction, trials  # noqa: E402
 from federated.simulation.evaluation import evaluator  # noqa: E402
 from federated.simulation.tag_trials import METHODS, SCALES, accuracy, best_runs, plan  # noqa: E402
 from federated.simulation.trials import Settings, Trial  # noqa: E402
-from federated.user_level_privacy import UserLevelPrivacy  # noqa: E402
+from federated.training import monitor, processes, program  # noqa: E402
 
 TITLES = {
     "fed_avg": "DP-FedAvg",
@@ -83,7 +84,7 @@ def build_process(
     """
     method = settings["method"]
     shape = len(data.known.words), len(data.known.tags)
-    frequencies = tf_adaptive_dp.token_frequencies(
+    frequencies = tf_adaptive_dp.side_information.token_frequencies(
         data.counts.words,
         vocabulary=data.known.words,
         divisor=float(max(data.counts.words.values())),
@@ -157,11 +158,11 @@ def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, f
         evaluate_every=max(1, settings["rounds"] // 20),
         release_managers=monitor.monitors(folder, settings["rounds"]),
     )
-    statement = accounting.privacy_statement(trained.ledger, delta, sampling=sampler.sampling)
+    statement = user_epsilon.privacy_statement(trained.ledger, delta, sampling=sampler.sampling)
     (folder / "privacy.txt").write_text(statement)
     print(statement.split("\n\n")[0])
     # Of all rounds that were begun: the last one may have no figures.
-    epsilon = accounting.epsilon_spent(trained.ledger, delta, sampling=sampler.sampling)
+    epsilon = user_epsilon.epsilon_spent(trained.ledger, delta, sampling=sampler.sampling)
     return {"epsilon": epsilon}
 
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
-from federated import runtime
-from federated.connection import WorkerLostError
-from federated.worker import WorkerStartError
+from federated.runtime import contexts
+from federated.runtime.connection import WorkerLostError
+from federated.runtime.worker import WorkerStartError
 
 Settings = dict[str, Any]
 _FINISHED = "finished.json"
@@ -27,7 +27,7 @@ class Trial(NamedTuple):
 
     Attributes:
       settings: what it was asked to do.
-      figures: by name, as `federated.monitor.scalars` has them, for each round; NaN where a round
+      figures: by name, as `federated.scalars` has them, for each round; NaN where a round
         has none. Without any entry if all rounds were lost.
       final: figures of the whole trial, lost rounds included, such as its ε.
     """
@@ -72,9 +72,9 @@ def run_trials(
     Args:
       plan: from the finished trials to the settings of all that are wanted. It is
         asked again until nothing is missing, so that it can search first and then repeat the best.
-      train: runs one trial in a folder, where `federated.monitor.monitors` leaves `figures.csv`;
+      train: runs one trial in a folder, where `federated.monitors` leaves `figures.csv`;
         returns `Trial.final`; called again, it goes on where it was interrupted.
-      folder: of all trials; gets one folder for each. The saved states of `federated.program.train`
+      folder: of all trials; gets one folder for each. The saved states of `federated.train`
         in it are deleted as soon as the trial is finished; journal and figures are kept.
       report: gets all that are finished, each time that one more is.
 
@@ -159,8 +159,8 @@ def parse_arguments(
         "--workers",
         default="",
         metavar="HOST:PORT,…",
-        help="TFF workers (`python -m federated.worker`) that share the clients of a round; "
-        "without it a worker of this machine",
+        help="TFF workers (`python -m federated.runtime.worker`) that share the clients of a "
+        "round; without it a worker of this machine",
     )
     return parser.parse_args(argv)
 
@@ -168,9 +168,9 @@ def parse_arguments(
 def context(workers: str) -> Any:
     """Where TFF computes: `--workers`, or a worker of this machine that ends with the program."""
     if not workers:
-        return runtime.local_context()
+        return contexts.local_context()
     try:
-        return runtime.remote_context(workers.split(","))
+        return contexts.remote_context(workers.split(","))
     except ValueError as error:
         sys.exit(f"--workers {workers}: {error}")
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import pathlib
 import re
 import subprocess
 import sys
@@ -11,8 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import machine, problems, protocol, run
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.helpers import ROOT
 
 
 def test_a_small_run_writes_table_json_report_and_plot(tmp_path):

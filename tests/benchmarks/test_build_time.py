@@ -1,11 +1,12 @@
 """The benchmark of building a step runs as its head says."""
 
-import pathlib
 import re
 import subprocess
 import sys
 
-PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "build_time.py"
+from tests.helpers import ROOT
+
+PROGRAM = ROOT / "benchmarks" / "build_time.py"
 
 
 def test_a_small_run_prints_seconds_and_ratios():

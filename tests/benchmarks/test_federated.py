@@ -1,6 +1,5 @@
 """The benchmarks of federated rounds run, small, and print what their heads promise."""
 
-import pathlib
 import re
 import subprocess
 import sys
@@ -8,8 +7,9 @@ import sys
 import pytest
 
 from benchmarks import hosts
+from tests.helpers import ROOT
 
-PROGRAMS = pathlib.Path(__file__).parents[2] / "benchmarks"
+PROGRAMS = ROOT / "benchmarks"
 
 pytestmark = pytest.mark.slow
 

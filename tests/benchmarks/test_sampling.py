@@ -1,11 +1,12 @@
 """The benchmark of drawing batches runs as its head says."""
 
-import pathlib
 import re
 import subprocess
 import sys
 
-PROGRAM = pathlib.Path(__file__).parents[2] / "benchmarks" / "sampling.py"
+from tests.helpers import ROOT
+
+PROGRAM = ROOT / "benchmarks" / "sampling.py"
 
 
 def test_a_small_run_prints_the_share_of_drawing():

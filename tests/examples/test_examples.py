@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.helpers import ROOT
 
 
 def run(example, *arguments):

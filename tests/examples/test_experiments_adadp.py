@@ -12,8 +12,7 @@ import pytest
 from examples.experiments import tuned
 from examples.experiments.adadp_untuned import run as untuned
 from examples.experiments.harness import Trial
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.helpers import ROOT
 
 
 def run(name, output, data_dir=None):

@@ -19,8 +19,7 @@ from examples.experiments.honest_adam_defaults import run as honest_adam_default
 from examples.experiments.honest_costs import run as honest_costs
 from examples.experiments.honest_heat_map import run as honest_heat_map
 from examples.experiments.honest_optimizers import run as honest_optimizers
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.helpers import ROOT
 
 
 def run(name, output):

@@ -14,8 +14,7 @@ import tensorflow as tf
 from examples.experiments import grids
 from examples.experiments.datasets import stackoverflow
 from examples.experiments.harness import Trial
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.helpers import ROOT
 
 POSTS = [
     ("train", "b", "brew it hot", "coffee", "brewing|taste"),

@@ -14,8 +14,7 @@ from examples.experiments.adadps_imdb import run as adadps_imdb
 from examples.experiments.adadps_toy import run as adadps_toy
 from examples.experiments.datasets import text
 from examples.experiments.public_size import run as public_size
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.helpers import ROOT
 
 
 def has(variable, name):

@@ -9,11 +9,16 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 from tf_adaptive_dp.gradients import contributions
-from tf_adaptive_dp.gradients.contributions import Dense, Outer, Sparse
-from tf_adaptive_dp.gradients.layout.reshaping import find_axis
-from tf_adaptive_dp.gradients.layout.sizes import ONE, Size
-from tf_adaptive_dp.gradients.totals import Total, Viewed
-from tf_adaptive_dp.gradients.view import View
+from tf_adaptive_dp.gradients.batch_axis.reshaping import find_axis
+from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size
+from tf_adaptive_dp.gradients.contributions import (
+    DenseGradient,
+    OuterGradient,
+    SparseGradient,
+    SummedContribution,
+    VariableContribution,
+)
+from tf_adaptive_dp.gradients.variable_uses import AxisTransform
 
 few = hypothesis.settings(max_examples=20)
 sizes = st.integers(1, 4)
@@ -60,7 +65,7 @@ def test_no_norm_misses_a_huge_number_times_a_tiny_one(times, swapped, scaled):
     huge, tiny = np.zeros([2, times, 1, 40], np.float32), np.zeros([2, times, 1, 300], np.float32)
     huge[:, 0, 0, 0], tiny[0, 0] = 1.2e18, 1e-19
     x, delta = (tiny, huge) if swapped else (huge, tiny)
-    made = Outer(tf.constant(x), tf.constant(delta))
+    made = OuterGradient(tf.constant(x), tf.constant(delta))
     scale = tf.fill([1, 1, made.shape[2]], 2.0) if scaled else None
     expected = 300 * (1.2e-1 * (2 if scaled else 1)) ** 2
     norms = made.squared_norms(scale, None).numpy()
@@ -105,7 +110,7 @@ def test_outer_products(b, t, g, n, m, largest):
     with pytest.MonkeyPatch.context() as patch:
         # A small limit forces the Gram form, or chunks.
         patch.setattr(contributions, "_LARGEST", largest)
-        check(Outer(tf.constant(x), tf.constant(delta)), outer_rows(x, delta))
+        check(OuterGradient(tf.constant(x), tf.constant(delta)), outer_rows(x, delta))
 
 
 @pytest.mark.parametrize("largest", [1, 30, 2**24])
@@ -115,7 +120,7 @@ def test_outer_products_of_batches_of_unknown_size(shape, largest, monkeypatch):
     t, g, n, m = shape
     for b in (5, 1, 0):
         x, delta = normal(0, b, t, g, n), normal(1, b, t, g, m)
-        found = unknown_batch(Outer, tf.constant(x), tf.constant(delta))
+        found = unknown_batch(OuterGradient, tf.constant(x), tf.constant(delta))
         check(found, outer_rows(x, delta))
 
 
@@ -123,22 +128,29 @@ def test_outer_products_of_batches_of_unknown_size(shape, largest, monkeypatch):
 @hypothesis.given(b=st.integers(0, 4), t=sizes, size=sizes, width=sizes, seed=st.integers(0, 99))
 def test_rows_of_tables(b, t, size, width, seed):
     ids, delta = np.random.default_rng(seed).integers(0, size, [b, t]), normal(1, b, t, width)
-    made = Sparse((size, width), tf.constant(ids), tf.constant(delta))
+    made = SparseGradient((size, width), tf.constant(ids), tf.constant(delta))
     check(made, sparse_rows(size, ids, delta))
 
 
 def mixed_total(x, delta, ids, wide, rows):
     """One variable of shape [4, 3], read in every way, twice in some."""
     parts = [
-        Viewed(Outer(x, delta), View((4, 3)).reshape([1, 4, 3])),
-        Viewed(Outer(x[:, :1], delta[:, :1]), View((4, 3)).reshape([1, 4, 3])),
-        Viewed(Outer(delta, x), View((4, 3)).transpose([1, 0]).negate().reshape([1, 3, 4])),
-        Viewed(Sparse((4, 3), ids, wide), View((4, 3))),
-        Viewed(Sparse((4, 3), ids[:, :1], wide[:, :1]), View((4, 3))),
-        Viewed(Dense((12,), rows), View((4, 3)).reshape([12])),
-        Viewed(Dense((12,), rows), View((4, 3)).reshape([12])),
+        VariableContribution(OuterGradient(x, delta), AxisTransform((4, 3)).reshape([1, 4, 3])),
+        VariableContribution(
+            OuterGradient(x[:, :1], delta[:, :1]), AxisTransform((4, 3)).reshape([1, 4, 3])
+        ),
+        VariableContribution(
+            OuterGradient(delta, x),
+            AxisTransform((4, 3)).transpose([1, 0]).negate().reshape([1, 3, 4]),
+        ),
+        VariableContribution(SparseGradient((4, 3), ids, wide), AxisTransform((4, 3))),
+        VariableContribution(
+            SparseGradient((4, 3), ids[:, :1], wide[:, :1]), AxisTransform((4, 3))
+        ),
+        VariableContribution(DenseGradient((12,), rows), AxisTransform((4, 3)).reshape([12])),
+        VariableContribution(DenseGradient((12,), rows), AxisTransform((4, 3)).reshape([12])),
     ]
-    return Total(parts)
+    return SummedContribution(parts)
 
 
 @pytest.mark.parametrize("largest", [1, 30, 2**24])
@@ -186,10 +198,10 @@ def test_an_example_that_is_not_finite_stays_alone(bad, largest, monkeypatch):
 
     def answers(x, delta, wide, rows):
         made = [
-            Outer(tf.constant(x), tf.constant(delta)),
-            Outer(tf.constant(x[:, :1]), tf.constant(delta[:, :1])),
-            Sparse((4, 3), ids, tf.constant(wide)),
-            Dense((12,), tf.constant(rows)),
+            OuterGradient(tf.constant(x), tf.constant(delta)),
+            OuterGradient(tf.constant(x[:, :1]), tf.constant(delta[:, :1])),
+            SparseGradient((4, 3), ids, tf.constant(wide)),
+            DenseGradient((12,), tf.constant(rows)),
         ]
         for form in made:
             for scale, shift in itertools.product((None, 2.0), (None, 0.5)):
@@ -211,7 +223,9 @@ def test_an_example_that_is_not_finite_stays_alone(bad, largest, monkeypatch):
 def test_norms_are_not_too_small_where_a_shift_cancels_the_gradient():
     x, delta = normal(0, 4, 1, 1, 50), normal(1, 4, 1, 1, 60)
     shift = -(outer_rows(x, delta)[1]).astype("float32")
-    norms = Outer(tf.constant(x), tf.constant(delta)).squared_norms(None, tf.constant(shift))
+    norms = OuterGradient(tf.constant(x), tf.constant(delta)).squared_norms(
+        None, tf.constant(shift)
+    )
     truth = ((outer_rows(x, delta) + shift.astype("float64")) ** 2).sum((1, 2, 3))
     assert (norms.numpy() >= truth * (1 - 1e-6)).all()
 
@@ -220,7 +234,7 @@ def test_norms_are_not_too_small_where_a_shift_cancels_the_gradient():
 @hypothesis.given(data=st.data())
 def test_views_lead_there_and_back(data):
     shape = tuple(data.draw(st.lists(sizes, min_size=1, max_size=4)))
-    view, reference = View(shape), np.arange(float(np.prod(shape))).reshape(shape)
+    view, reference = AxisTransform(shape), np.arange(float(np.prod(shape))).reshape(shape)
     start = reference
     for _ in range(data.draw(st.integers(0, 4))):
         kind = data.draw(st.sampled_from(["transpose", "reshape", "negate"]))
@@ -246,7 +260,10 @@ def test_what_broadcasts_to_a_variable_broadcasts_to_its_view(data):
     shape = tuple(data.draw(st.lists(sizes, min_size=1, max_size=4)))
     narrow = [data.draw(st.sampled_from([1, n])) for n in shape]
     narrow = narrow[data.draw(st.integers(0, len(shape))) :]
-    view, start = View(shape), np.random.default_rng(1).normal(size=narrow).astype("float32")
+    view, start = (
+        AxisTransform(shape),
+        np.random.default_rng(1).normal(size=narrow).astype("float32"),
+    )
     reference = np.broadcast_to(start, shape)
     for _ in range(data.draw(st.integers(0, 3))):
         if data.draw(st.booleans()):
@@ -262,13 +279,13 @@ def test_what_broadcasts_to_a_variable_broadcasts_to_its_view(data):
 
 
 def test_a_view_keeps_short_axes_short():
-    kernel = View((6, 5)).reshape([1, 6, 5])
+    kernel = AxisTransform((6, 5)).reshape([1, 6, 5])
     assert kernel.apply(tf.ones([6, 1])).shape == (1, 6, 1)
     assert kernel.apply(tf.ones([5])).shape == (1, 1, 5)
-    heads = View((6, 2, 3)).reshape([1, 6, 6])
+    heads = AxisTransform((6, 2, 3)).reshape([1, 6, 6])
     assert heads.apply(tf.ones([6, 1, 1])).shape == (1, 6, 1)
     assert heads.apply(tf.ones([6, 1, 3])).shape == (1, 6, 6)
-    assert View((2, 3, 4)).transpose([2, 0, 1]).apply(tf.ones([3, 1])).shape == (1, 1, 3)
+    assert AxisTransform((2, 3, 4)).transpose([2, 0, 1]).apply(tf.ones([3, 1])).shape == (1, 1, 3)
 
 
 def owners(outer, batch_size, inner, target):

@@ -5,9 +5,9 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
-import zoo
-from zoo import classifier, floats
 
+from tests.helpers import zoo
+from tests.helpers.zoo import classifier, floats
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients import graph
 

@@ -5,8 +5,9 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
-import zoo
-from gradients_asked import answers, check, figures
+
+from tests.helpers import zoo
+from tests.helpers.gradients_asked import answers, check, figures
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:No rule covers", "ignore:Under `jit_compile=True`", "ignore:Under eager execution"

@@ -1,14 +1,13 @@
 """A batch in parts is one batch: the same step, one release, nothing before the last part."""
 
-import catalogue
 import numpy as np
 import pytest
 import tensorflow as tf
-import zoo
-from catalogue import KINDS
-from gaussianity import assert_gaussian
 
 import tf_adaptive_dp as dp
+from tests.helpers import catalogue, zoo
+from tests.helpers.catalogue import KINDS
+from tests.helpers.gaussianity import assert_gaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 

@@ -1,14 +1,13 @@
 """The clip norm follows a quantile of the norms, and both releases together cost σ."""
 
-import catalogue
 import numpy as np
 import pytest
 import tensorflow as tf
-import zoo
-from gaussianity import assert_gaussian
 from tensorflow_privacy import QuantileEstimatorQuery
 
 import tf_adaptive_dp as dp
+from tests.helpers import catalogue, zoo
+from tests.helpers.gaussianity import assert_gaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 SIZE = 20_000

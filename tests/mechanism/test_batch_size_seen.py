@@ -8,13 +8,13 @@ import warnings
 import numpy as np
 import pytest
 import tensorflow as tf
-import zoo
 from scipy import stats
 
 import tf_adaptive_dp as dp
+from tests.helpers import zoo
+from tf_adaptive_dp.accounting.composition import epsilon, epsilon_spent
+from tf_adaptive_dp.accounting.ledger import Checks
 from tf_adaptive_dp.mechanism import gaussian
-from tf_adaptive_dp.privacy.accounting import epsilon, epsilon_spent
-from tf_adaptive_dp.privacy.ledger import Checks
 
 DELTA = 1e-5
 

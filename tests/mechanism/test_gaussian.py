@@ -4,11 +4,11 @@ import hypothesis
 import numpy as np
 import pytest
 import tensorflow as tf
-import zoo
 from hypothesis import strategies as st
 
 import tf_adaptive_dp as dp
-from tf_adaptive_dp.gradients.per_example import per_example_gradients
+from tests.helpers import zoo
+from tf_adaptive_dp.gradients.api import per_example_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 both_modes = pytest.mark.parametrize("mode", ["eager", "graph"])

@@ -1,11 +1,10 @@
 """Clipping by layer: each part within its share of C, the whole within C."""
 
-import catalogue
 import numpy as np
 import pytest
-import zoo
 
 import tf_adaptive_dp as dp
+from tests.helpers import catalogue, zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 LAYERS = ["a", "a", "b"]

@@ -12,10 +12,16 @@ import pytest
 import scipy.special
 import scipy.stats
 import tensorflow as tf
-import zoo
-from gaussianity import RARE, assert_gaussian, assert_independent, assert_uncorrelated, drawn
 
 import tf_adaptive_dp as dp
+from tests.helpers import zoo
+from tests.helpers.gaussianity import (
+    RARE,
+    assert_gaussian,
+    assert_independent,
+    assert_uncorrelated,
+    drawn,
+)
 from tf_adaptive_dp.mechanism import noise as noise_module
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-import zoo
-from gaussianity import assert_gaussian, assert_independent
 
 import tf_adaptive_dp as dp
+from tests.helpers import zoo
+from tests.helpers.gaussianity import assert_gaussian, assert_independent
 from tf_adaptive_dp.mechanism import secure_noise
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise

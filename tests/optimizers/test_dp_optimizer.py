@@ -1,12 +1,12 @@
 """The shell of all optimizers: what it refuses, and that nothing changes when it does."""
 
-import catalogue
 import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
+from tests.helpers import catalogue
 from tf_adaptive_dp import NotPrivateError
 
 

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from trajectories import (
+
+import tf_adaptive_dp as dp
+from tests.helpers.trajectories import (
     B0,
     BATCH,
     SIGMA,
@@ -15,8 +17,6 @@ from trajectories import (
     assert_trajectory,
     run,
 )
-
-import tf_adaptive_dp as dp
 
 
 def adadp_reference(

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from trajectories import (
+
+import tf_adaptive_dp as dp
+from tests.helpers.trajectories import (
     B0,
     DATA,
     SIGMA,
@@ -20,15 +22,13 @@ from trajectories import (
     run_with_public,
 )
 
-import tf_adaptive_dp as dp
-
 BETA, EPSILON, ALPHA = 0.8, 1e-3, 0.05
 L = DATA.shape[1]
 A = np.array([0.5, 2.0, 4.0, 0.25])
 
 
 def fixed():
-    return dp.FixedPreconditioner({"w": A[:3], "b:0": A[3]}, provenance="public")
+    return dp.side_information.FixedPreconditioner({"w": A[:3], "b:0": A[3]}, provenance="public")
 
 
 def fixed_reference(rule, preconditioner=A):
@@ -184,7 +184,7 @@ def test_statistics_are_refreshed_before_the_execution_in_which_they_are_due(eve
 
 def test_dp_r_pub_divides_noisy_gradients():
     information = public_gradients("rmsprop", beta=BETA, epsilon=EPSILON)
-    optimizer = dp.DPRPub(information, **arguments(), learning_rate=ALPHA)
+    optimizer = dp.optimizers.baselines.DPRPub(information, **arguments(), learning_rate=ALPHA)
     assert_same(run_with_public(optimizer), public_reference("rmsprop", "noise_first"))
 
 
@@ -201,7 +201,9 @@ def test_dp_adam_pub_has_momentum_of_noisy_gradients_and_public_second_moments()
         return np.array(points)
 
     information = public_gradients("rmsprop", beta=BETA, epsilon=EPSILON)
-    optimizer = dp.DPAdamPub(information, **arguments(), learning_rate=ALPHA, beta_1=0.7)
+    optimizer = dp.optimizers.baselines.DPAdamPub(
+        information, **arguments(), learning_rate=ALPHA, beta_1=0.7
+    )
     assert_same(run_with_public(optimizer), expected())
     assert_other(expected(momentum_first=False), expected())
     assert_other(expected(beta_1=0.8), expected())
@@ -224,7 +226,7 @@ class BeyondConvex(tf.keras.optimizers.schedules.LearningRateSchedule):
         (0.6, lambda t: 0.6),
         (1.0, lambda t: 1.0),
         (0.0, lambda t: 0.0),
-        (dp.CosineMixing(5), lambda t: np.cos(np.pi * min(t, 5) / 10)),
+        (dp.optimizers.baselines.CosineMixing(5), lambda t: np.cos(np.pi * min(t, 5) / 10)),
         (BeyondConvex(), lambda t: min(max(1.5 - 0.5 * t, 0), 1)),
     ],
 )
@@ -238,7 +240,7 @@ def test_pda_dpmd_mixes_private_and_public_gradients(mixing, alpha):
             points.append(theta)
         return np.array(points)
 
-    optimizer = dp.PDADPMD(
+    optimizer = dp.optimizers.baselines.PDADPMD(
         public_gradients("gradient"), **arguments(), learning_rate=0.1, mixing=mixing
     )
     assert_same(run_with_public(optimizer), expected(alpha))
@@ -285,6 +287,8 @@ def test_adas_is_sgd_on_preconditioned_gradients(rule, reduction):
         v, m = moments(rule)(v, m, reference.public(theta, k))
         theta = theta - ALPHA * preconditioned(rule, reference.rows(theta, k).mean(0), v, m)
         expected.append(theta)
-    optimizer = dp.AdaS(public_gradients(rule, beta=BETA, epsilon=EPSILON), ALPHA)
+    optimizer = dp.optimizers.baselines.AdaS(
+        public_gradients(rule, beta=BETA, epsilon=EPSILON), ALPHA
+    )
     loss = tf.keras.losses.MeanSquaredError(reduction=reduction)
     assert_same(run_with_public(optimizer, loss=loss), np.array(expected))

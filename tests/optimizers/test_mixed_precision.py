@@ -1,14 +1,14 @@
 """Mixed precision: norms, sums and noise in float32, and loss scaling undone before clipping."""
 
-import catalogue
 import numpy as np
 import pytest
 import tensorflow as tf
-from catalogue import KINDS
-from gaussianity import assert_gaussian
 
 import tf_adaptive_dp as dp
-from tf_adaptive_dp.gradients.per_example import per_example_gradients
+from tests.helpers import catalogue
+from tests.helpers.catalogue import KINDS
+from tests.helpers.gaussianity import assert_gaussian
+from tf_adaptive_dp.gradients.api import per_example_gradients
 
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
 

@@ -5,14 +5,12 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
-import catalogue
 import numpy as np
 import pytest
-from gaussianity import assert_gaussian, assert_independent
 
-TESTS = Path(__file__).parent.parent
+from tests.helpers import ROOT, catalogue
+from tests.helpers.gaussianity import assert_gaussian, assert_independent
 
 
 def free_ports(count):
@@ -31,13 +29,11 @@ def workers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workers")
     addresses = [f"localhost:{port}" for port in free_ports(2)]
     processes = []
-    program = TESTS / "optimizers/multi_worker.py"
     for index in range(2):
         task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-        environment = {**os.environ, "TF_CONFIG": json.dumps(task), "PYTHONPATH": path}
+        environment = {**os.environ, "TF_CONFIG": json.dumps(task), "PYTHONPATH": str(ROOT)}
         with open(folder / f"{index}.log", "w") as log:
-            command = [sys.executable, program, folder / f"{index}.npz"]
+            command = [sys.executable, "-m", "tests.helpers.multi_worker", folder / f"{index}.npz"]
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
         for index, process in enumerate(processes):

@@ -1,15 +1,15 @@
 """Side information in every optimizer: what is scaled, what is refused, and training without."""
 
-import catalogue
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
+from tests.helpers import catalogue
 
 
 def fixed(values=2.0):
-    return dp.FixedPreconditioner(lambda v: values, provenance="public")
+    return dp.side_information.FixedPreconditioner(lambda v: values, provenance="public")
 
 
 def with_penalty(optimizer):
@@ -50,10 +50,14 @@ def test_the_order_decides_where_the_noise_is_scaled(order):
 
 
 def test_a_schedule_as_mixing_is_saved_with_the_optimizer():
-    public = dp.PublicGradients(None, rule="gradient", provenance="public")
-    for mixing in (0.5, dp.CosineMixing(9), tf.keras.optimizers.schedules.CosineDecay(1.0, 9)):
-        config = dp.PDADPMD(public, 1.0, 1.0, mixing=mixing).get_config()
-        again = dp.PDADPMD.from_config(config)
+    public = dp.side_information.PublicGradients(None, rule="gradient", provenance="public")
+    for mixing in (
+        0.5,
+        dp.optimizers.baselines.CosineMixing(9),
+        tf.keras.optimizers.schedules.CosineDecay(1.0, 9),
+    ):
+        config = dp.optimizers.baselines.PDADPMD(public, 1.0, 1.0, mixing=mixing).get_config()
+        again = dp.optimizers.baselines.PDADPMD.from_config(config)
         assert again.get_config() == config
         assert type(again.mixing) is type(mixing)
 
@@ -96,14 +100,19 @@ def test_a_warm_start_keeps_the_weights_and_counts_the_private_part_only():
 
 def adas(information=None, **kwargs):
     model = catalogue.mlp()
-    model.compile(dp.AdaS(information or fixed(), 0.1), loss=catalogue.loss(), **kwargs)
+    model.compile(
+        dp.optimizers.baselines.AdaS(information or fixed(), 0.1), loss=catalogue.loss(), **kwargs
+    )
     return model
 
 
 @pytest.mark.parametrize("callback", [dp.PrivacyMonitor(32, 1e-3), dp.PrivacyBudget(1.0, 1e-3, 32)])
 def test_adas_says_that_it_is_not_private(callback):
     model = adas()
-    assert "NO PRIVACY" in dp.AdaS.__doc__ and "not_private" in model.optimizer.name
+    assert (
+        "NO PRIVACY" in dp.optimizers.baselines.AdaS.__doc__
+        and "not_private" in model.optimizer.name
+    )
     with pytest.raises(TypeError, match="optimizer of tf_adaptive_dp.*gives no privacy"):
         catalogue.fit(model, callbacks=[callback])
 
@@ -111,7 +120,7 @@ def test_adas_says_that_it_is_not_private(callback):
 def test_adas_neither_clips_nor_adds_noise():
     # A gradient of any size counts in full, and the same step comes out twice.
     def step(x):
-        w, optimizer = tf.Variable([1.0, 2.0]), dp.AdaS(fixed(), 0.1)
+        w, optimizer = tf.Variable([1.0, 2.0]), dp.optimizers.baselines.AdaS(fixed(), 0.1)
         optimizer.minimize(lambda: tf.linalg.matvec(tf.constant(x), w), lambda: [w])
         return w.numpy()
 
@@ -127,7 +136,7 @@ def test_adas_trains_embeddings_and_on_several_replicas():
             model = tf.keras.Sequential(
                 [tf.keras.layers.Embedding(7, 3, input_length=4), tf.keras.layers.Flatten()]
             )
-            model.compile(dp.AdaS(fixed(), 0.5), loss=catalogue.loss())
+            model.compile(dp.optimizers.baselines.AdaS(fixed(), 0.5), loss=catalogue.loss())
         x = np.arange(32).reshape(8, 4) % 7
         model.fit(x, np.arange(8) % 12, 8, 2, 0)
         return model.get_weights()[0]
@@ -138,11 +147,11 @@ def test_adas_trains_embeddings_and_on_several_replicas():
 
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
 def test_adas_is_saved_and_loaded(suffix, tmp_path):
-    model = adas(dp.PublicGradients(catalogue.PUBLIC, provenance="public"))
+    model = adas(dp.side_information.PublicGradients(catalogue.PUBLIC, provenance="public"))
     catalogue.fit(model)
     model.save(tmp_path / f"m{suffix}")
     loaded = tf.keras.models.load_model(tmp_path / f"m{suffix}")
-    assert type(loaded.optimizer) is dp.AdaS
+    assert type(loaded.optimizer) is dp.optimizers.baselines.AdaS
     assert len(loaded.optimizer.variables) == len(model.optimizer.variables)
     for a, b in zip(loaded.optimizer.variables, model.optimizer.variables):
         np.testing.assert_array_equal(a.numpy(), b.numpy())

@@ -1,13 +1,19 @@
 """On several replicas: the step of a single device, noise of the right scale, one ledger entry."""
 
-import catalogue
 import numpy as np
 import pytest
 import tensorflow as tf
-from catalogue import KINDS
-from gaussianity import assert_gaussian, assert_independent, assert_uncorrelated, drawn, fits
 
 import tf_adaptive_dp as dp
+from tests.helpers import catalogue
+from tests.helpers.catalogue import KINDS
+from tests.helpers.gaussianity import (
+    assert_gaussian,
+    assert_independent,
+    assert_uncorrelated,
+    drawn,
+    fits,
+)
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
 

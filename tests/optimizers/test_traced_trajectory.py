@@ -1,8 +1,9 @@
 """Training with traced gradients is training with materialized ones, for every optimizer."""
 
-import catalogue
 import numpy as np
 import pytest
+
+from tests.helpers import catalogue
 
 
 def trained(name, gradients, **kwargs):

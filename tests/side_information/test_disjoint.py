@@ -14,7 +14,9 @@ def rows(n, seed=0):
 def test_a_split_is_disjoint_by_index_and_by_content():
     x = np.repeat(np.arange(50), 4)
     y = np.arange(200)
-    (public_x, public_y), (private_x, private_y), left_out = dp.split_public((x, y), 0.05)
+    (public_x, public_y), (private_x, private_y), left_out = dp.side_information.split_public(
+        (x, y), 0.05
+    )
     assert len(public_x) == 10 and len(private_x) + left_out == 190 and left_out > 0
     assert not set(public_y) & set(private_y)
     assert not set(public_x) & set(private_x)
@@ -22,7 +24,7 @@ def test_a_split_is_disjoint_by_index_and_by_content():
     np.testing.assert_array_equal(private_x, private_y // 4)
     # Every other example that equals no public one is kept.
     assert sorted(private_y) == [k for k in y if k // 4 not in public_x]
-    dp.check_disjoint((public_x, public_y), (private_x, private_y))
+    dp.side_information.check_disjoint((public_x, public_y), (private_x, private_y))
 
 
 def test_a_split_looks_at_each_private_example_alone():
@@ -31,7 +33,7 @@ def test_a_split_looks_at_each_private_example_alone():
     x[7] = x[3]
     x[8:12] = x[12]
     for seed in range(20):
-        public, private, left_out = dp.split_public(x, 0.1, seed=seed)
+        public, private, left_out = dp.side_information.split_public(x, 0.1, seed=seed)
         known = {row.tobytes() for row in public}
         expected = [row for row in x if row.tobytes() not in known]  # with all equal ones
         np.testing.assert_array_equal(private, expected)
@@ -40,17 +42,17 @@ def test_a_split_looks_at_each_private_example_alone():
 
 def test_the_seed_decides():
     x = rows(300)
-    chosen = [dp.split_public(x, 0.1, seed=s).public for s in (0, 0, 1)]
+    chosen = [dp.side_information.split_public(x, 0.1, seed=s).public for s in (0, 0, 1)]
     np.testing.assert_array_equal(chosen[0], chosen[1])
     assert (chosen[0] != chosen[2]).any()
 
 
 def test_a_split_keeps_nests():
     data = ({"a": rows(20), "b": np.arange(20)}, np.arange(20), np.ones(20))
-    public, private, left_out = dp.split_public(data, 0.1)
+    public, private, left_out = dp.side_information.split_public(data, 0.1)
     assert set(public[0]) == {"a", "b"} and len(public[1]) == 2 and left_out == 0
     assert private[0]["a"].shape == (18, 3) and private[2].shape == (18,)
-    dp.check_disjoint(public, private)
+    dp.side_information.check_disjoint(public, private)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_a_split_keeps_nests():
 )
 def test_bad_splits_are_refused(data, kwargs, error, match):
     with pytest.raises(error, match=match):
-        dp.split_public(data, **kwargs)
+        dp.side_information.split_public(data, **kwargs)
 
 
 def batched(*arrays, size=4):
@@ -81,60 +83,60 @@ X, Y = rows(30), np.arange(30)
 @pytest.mark.parametrize("public", [lambda x, y: (x, y), lambda x, y: x, batched])
 @pytest.mark.parametrize("private", [lambda x, y: (x, y), lambda x, y: (x, y, y), batched])
 def test_arrays_and_datasets_are_compared_by_their_features(public, private):
-    dp.check_disjoint(public(X[:10], Y[:10]), private(X[10:], Y[10:]))
+    dp.side_information.check_disjoint(public(X[:10], Y[:10]), private(X[10:], Y[10:]))
     with pytest.raises(dp.NotPrivateError, match="^3 of 23 private examples.*split_public"):
-        dp.check_disjoint(public(X[:10], Y[:10]), private(X[7:], Y[:23] + 99))
+        dp.side_information.check_disjoint(public(X[:10], Y[:10]), private(X[7:], Y[:23] + 99))
 
 
 def test_a_private_example_that_comes_twice_counts_twice():
     twice = np.concatenate([X[20:], X[:1], X[:1]])
     with pytest.raises(dp.NotPrivateError, match="2 of 12"):
-        dp.check_disjoint(X[:10], twice)
+        dp.side_information.check_disjoint(X[:10], twice)
 
 
 def test_one_changed_number_is_another_example():
     changed = X[:10].copy()
     changed[:, 1] = np.nextafter(changed[:, 1], np.float32(9))
-    dp.check_disjoint(X[:10], changed)
+    dp.side_information.check_disjoint(X[:10], changed)
     changed[4, 1] = X[4, 1]
     with pytest.raises(dp.NotPrivateError, match="1 of 10"):
-        dp.check_disjoint(X[:10], changed)
+        dp.side_information.check_disjoint(X[:10], changed)
     with pytest.raises(dp.NotPrivateError, match="1 of 1 "):
-        dp.check_disjoint(np.array([[0.0, 1.0]]), np.array([[-0.0, 1.0]]))
+        dp.side_information.check_disjoint(np.array([[0.0, 1.0]]), np.array([[-0.0, 1.0]]))
 
 
 def test_nests_are_compared_as_a_whole():
     a, b = X[:, :2], X[:, 2:]
     one = {"a": a[:10], "b": b[:10]}
-    dp.check_disjoint(one, {"a": a[:10], "b": b[10:20]})
+    dp.side_information.check_disjoint(one, {"a": a[:10], "b": b[10:20]})
     with pytest.raises(dp.NotPrivateError, match="10 of 10"):
-        dp.check_disjoint(one, batched({"b": b[:10], "a": a[:10]}))
+        dp.side_information.check_disjoint(one, batched({"b": b[:10], "a": a[:10]}))
 
 
 def test_padding_does_not_hide_an_example():
     short, long = np.array([[5, 7], [8, 1]]), np.array([[8, 1, 0, 0], [8, 1, 0, 2]])
     with pytest.raises(dp.NotPrivateError, match="1 of 2"):
-        dp.check_disjoint(short, long)
+        dp.side_information.check_disjoint(short, long)
     ragged = tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[8, 1], [3]])).batch(2)
     with pytest.raises(dp.NotPrivateError, match="1 of 2"):
-        dp.check_disjoint(short.astype("int32"), ragged)
+        dp.side_information.check_disjoint(short.astype("int32"), ragged)
 
 
 def test_texts_are_compared():
     public = np.array(["a film", "b"])
-    dp.check_disjoint(public, batched(np.array(["a fil", "m b"])))
+    dp.side_information.check_disjoint(public, batched(np.array(["a fil", "m b"])))
     with pytest.raises(dp.NotPrivateError, match="1 of 2"):
-        dp.check_disjoint(public, batched(np.array(["c", "a film"])))
+        dp.side_information.check_disjoint(public, batched(np.array(["c", "a film"])))
 
 
 def test_rows_of_weight_zero_are_absent():
     x = np.concatenate([X[:5], np.zeros([2, 3], "float32")])
     weights = np.array([1, 1, 1, 1, 1, 0, 0], "float32")
     padding = np.zeros([1, 3], "float32")
-    dp.check_disjoint(padding, (x, x, weights))
-    dp.check_disjoint((x, x, weights), batched(np.concatenate([X[9:], padding])))
+    dp.side_information.check_disjoint(padding, (x, x, weights))
+    dp.side_information.check_disjoint((x, x, weights), batched(np.concatenate([X[9:], padding])))
     with pytest.raises(dp.NotPrivateError, match="2 of 7"):
-        dp.check_disjoint(padding, (x, x, np.ones(7)))
+        dp.side_information.check_disjoint(padding, (x, x, np.ones(7)))
 
 
 @pytest.mark.parametrize(
@@ -153,4 +155,4 @@ def test_rows_of_weight_zero_are_absent():
 )
 def test_data_that_cannot_be_compared_are_refused(public, private, match):
     with pytest.raises(ValueError, match=match):
-        dp.check_disjoint(public, private)
+        dp.side_information.check_disjoint(public, private)

@@ -4,13 +4,13 @@ import glob
 import math
 import warnings
 
-import catalogue
 import dp_accounting
 import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
-from tf_adaptive_dp.privacy.events import is_unprotected
+from tests.helpers import catalogue
+from tf_adaptive_dp.accounting.events import is_unprotected
 
 N, DELTA = 1_000, 1e-4
 IDEAL = dp_accounting.NonPrivateDpEvent()
@@ -22,7 +22,7 @@ def words(text):
 
 
 def tokens(provenance):
-    return dp.token_frequencies([5, 1, 0, 2, 9, 3], provenance=provenance)
+    return dp.side_information.token_frequencies([5, 1, 0, 2, 9, 3], provenance=provenance)
 
 
 def trained(provenance, *callbacks):
@@ -36,10 +36,16 @@ def trained(provenance, *callbacks):
 @pytest.mark.parametrize(
     "make, description",
     [
-        (lambda: dp.FixedPreconditioner({}, provenance="public"), "fixed preconditioner"),
+        (
+            lambda: dp.side_information.FixedPreconditioner({}, provenance="public"),
+            "fixed preconditioner",
+        ),
         (lambda: tokens("public"), "token frequencies"),
-        (lambda: dp.tf_idf([1.0], provenance="public"), "TF-IDF scores"),
-        (lambda: dp.PublicGradients(catalogue.PUBLIC, provenance="public"), "PublicGradients"),
+        (lambda: dp.side_information.tf_idf([1.0], provenance="public"), "TF-IDF scores"),
+        (
+            lambda: dp.side_information.PublicGradients(catalogue.PUBLIC, provenance="public"),
+            "PublicGradients",
+        ),
     ],
 )
 def test_the_statement_names_the_side_information(make, description):

@@ -1,12 +1,12 @@
 """PublicGradients with every optimizer: what data it takes, and when it is refreshed."""
 
-import catalogue
 import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
+from tests.helpers import catalogue
 
 
 def compiled(optimizer, **kwargs):
@@ -16,7 +16,7 @@ def compiled(optimizer, **kwargs):
 
 
 def public(dataset=catalogue.PUBLIC, provenance="public", **kwargs):
-    return dp.PublicGradients(dataset, provenance=provenance, **kwargs)
+    return dp.side_information.PublicGradients(dataset, provenance=provenance, **kwargs)
 
 
 def refreshes(optimizer):
@@ -125,7 +125,7 @@ def test_the_ideal_of_the_paper_trains_and_says_that_it_is_not_private():
 @pytest.mark.parametrize("optimizer_class", [dp.DPSGD, dp.ADADP, dp.DPAdamWOSM])
 def test_a_private_release_of_side_information_joins_every_ledger(optimizer_class):
     event = dp_accounting.GaussianDpEvent(3.0)
-    fixed = dp.FixedPreconditioner({}, provenance=event)
+    fixed = dp.side_information.FixedPreconditioner({}, provenance=event)
     assert optimizer_class(1.0, 1.0, side_information=fixed).ledger.other_events == (event,)
     assert optimizer_class(1.0, 1.0).ledger.other_events == ()
 

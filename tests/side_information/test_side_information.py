@@ -1,27 +1,27 @@
 """Side information: where it comes from, what it may be, when it is refreshed."""
 
-import catalogue
 import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
+from tests.helpers import catalogue
 
 
 @pytest.mark.parametrize("provenance", [None, "private", 1.0])
 def test_side_information_must_say_where_it_comes_from(provenance):
     with pytest.raises(dp.NotPrivateError, match="`provenance` must say where"):
-        dp.FixedPreconditioner({}, provenance=provenance)
+        dp.side_information.FixedPreconditioner({}, provenance=provenance)
     with pytest.raises(dp.NotPrivateError, match="`provenance` must say where"):
-        dp.PublicGradients(catalogue.PUBLIC, provenance=provenance)
+        dp.side_information.PublicGradients(catalogue.PUBLIC, provenance=provenance)
 
 
 def test_the_event_of_a_private_release_joins_the_ledger():
     event = dp_accounting.GaussianDpEvent(3.0)
-    fixed = dp.FixedPreconditioner({}, provenance=event)
+    fixed = dp.side_information.FixedPreconditioner({}, provenance=event)
     assert dp.AdaDPS(fixed, 1.0, 1.0).ledger.other_events == (event,)
-    public = dp.FixedPreconditioner({}, provenance="public")
+    public = dp.side_information.FixedPreconditioner({}, provenance="public")
     assert dp.AdaDPS(public, 1.0, 1.0).ledger.other_events == ()
     with pytest.raises(ValueError, match="cannot be saved"):
         dp.AdaDPS(fixed, 1.0, 1.0).get_config()
@@ -39,20 +39,20 @@ def test_the_event_of_a_private_release_joins_the_ledger():
 )
 def test_fixed_preconditioners_must_fit(preconditioners, match):
     model = catalogue.mlp()
-    fixed = dp.FixedPreconditioner(preconditioners, provenance="public")
+    fixed = dp.side_information.FixedPreconditioner(preconditioners, provenance="public")
     with pytest.raises(ValueError, match=match):
         dp.AdaDPS(fixed, 1.0, 1.0).build(model.trainable_variables)
 
 
 def test_fixed_preconditioners_must_be_arrays_or_a_function():
     with pytest.raises(TypeError, match="dict of arrays"):
-        dp.FixedPreconditioner([1.0], provenance="public")
+        dp.side_information.FixedPreconditioner([1.0], provenance="public")
 
 
 def test_fixed_preconditioners_are_found_by_name_and_broadcast():
     model = catalogue.mlp()
     rows = np.arange(1.0, 7.0)[:, None]
-    fixed = dp.FixedPreconditioner({"hidden/kernel:0": rows}, provenance="public")
+    fixed = dp.side_information.FixedPreconditioner({"hidden/kernel:0": rows}, provenance="public")
     optimizer = dp.AdaDPS(fixed, 1.0, 1.0)
     optimizer.build(model.trainable_variables)
     scales, shift = optimizer._precondition(model.trainable_variables[:2])
@@ -62,14 +62,14 @@ def test_fixed_preconditioners_are_found_by_name_and_broadcast():
 
 
 def test_an_unregistered_function_cannot_be_saved():
-    fixed = dp.FixedPreconditioner(lambda v: 1.0, provenance="public")
+    fixed = dp.side_information.FixedPreconditioner(lambda v: 1.0, provenance="public")
     with pytest.raises(ValueError, match="register_keras_serializable"):
         dp.AdaDPS(fixed, 1.0, 1.0).get_config()
 
 
 @pytest.mark.parametrize("every, refreshes", [(1, 8), (2, 4), (3, 4), (10, 2)])
 def test_public_statistics_are_refreshed_every_so_many_minibatches(every, refreshes):
-    public = dp.PublicGradients(catalogue.PUBLIC, every=every, provenance="public")
+    public = dp.side_information.PublicGradients(catalogue.PUBLIC, every=every, provenance="public")
     model = catalogue.mlp()
     model.compile(dp.AdaDPS(public, 1.0, 1.0), loss=catalogue.loss())
     catalogue.fit(model, epochs=2)  # 4 minibatches an epoch; each epoch begins with a refresh
@@ -79,7 +79,7 @@ def test_public_statistics_are_refreshed_every_so_many_minibatches(every, refres
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_statistics_of_nothing_are_not_used(run_eagerly):
-    public = dp.PublicGradients(catalogue.PUBLIC, provenance="public")
+    public = dp.side_information.PublicGradients(catalogue.PUBLIC, provenance="public")
     model = catalogue.mlp()
     model.compile(dp.AdaDPS(public, 1.0, 1.0), loss=catalogue.loss(), run_eagerly=run_eagerly)
     x, y = catalogue.data()
@@ -91,7 +91,7 @@ def test_statistics_of_nothing_are_not_used(run_eagerly):
 
 
 def test_public_data_leaves_no_trace_in_the_training_loss():
-    public = dp.PublicGradients(
+    public = dp.side_information.PublicGradients(
         catalogue.PUBLIC.map(lambda x, y: (1000 * x, y)), provenance="public"
     )
     model = catalogue.mlp()
@@ -119,7 +119,7 @@ def test_a_loaded_optimizer_asks_for_its_public_data(tmp_path):
 def test_the_callback_and_the_optimizer_must_share_the_object():
     model = catalogue.mlp()
     model.compile(catalogue.make("AdaDPS rmsprop"), loss=catalogue.loss())
-    other = dp.PublicGradients(catalogue.PUBLIC, provenance="public")
+    other = dp.side_information.PublicGradients(catalogue.PUBLIC, provenance="public")
     x, y = catalogue.data()
     with pytest.raises(ValueError, match="must be the one that holds this"):
         model.fit(x, y, 8, verbose=0, callbacks=[other])
@@ -138,4 +138,6 @@ def test_the_callback_and_the_optimizer_must_share_the_object():
 )
 def test_bad_arguments_are_named(kwargs, error, match):
     with pytest.raises(error, match=match):
-        dp.PublicGradients(**{"dataset": catalogue.PUBLIC, "provenance": "public", **kwargs})
+        dp.side_information.PublicGradients(
+            **{"dataset": catalogue.PUBLIC, "provenance": "public", **kwargs}
+        )

@@ -31,14 +31,14 @@ def ragged(documents):
     ],
 )
 def test_a_corpus_is_counted_in_whatever_form_it_comes(corpus, num_tokens):
-    found = dp.token_counts(corpus, num_tokens)
+    found = dp.side_information.token_counts(corpus, num_tokens)
     np.testing.assert_array_equal(found.counts, [2, 0, 3, 1, 0])
     np.testing.assert_array_equal(found.document_counts, [2, 0, 2, 1, 0])
     assert found.num_documents == 4
 
 
 def test_arrays_of_ids_are_sequences_of_one_length():
-    found = dp.token_counts(np.array([[1, 1, 0], [2, 1, 0]]), num_tokens=4)
+    found = dp.side_information.token_counts(np.array([[1, 1, 0], [2, 1, 0]]), num_tokens=4)
     assert found.counts.tolist() == [2, 3, 1, 0] and found.document_counts.tolist() == [2, 2, 1, 0]
 
 
@@ -61,35 +61,41 @@ def test_arrays_of_ids_are_sequences_of_one_length():
 )
 def test_bad_corpora_are_refused(corpus, num_tokens, error, match):
     with pytest.raises(error, match=match):
-        dp.token_counts(corpus, num_tokens)
+        dp.side_information.token_counts(corpus, num_tokens)
 
 
 def test_frequencies_are_proportional_to_the_counts():
     counts = np.array([0, 9, 99, 999])
-    found = dp.token_frequencies(counts, cap=500, floor=5, divisor=10, **PUBLIC)
+    found = dp.side_information.token_frequencies(counts, cap=500, floor=5, divisor=10, **PUBLIC)
     np.testing.assert_allclose(found.values, [0.5, 1, 10, 50])
-    np.testing.assert_allclose(dp.token_frequencies(counts, **PUBLIC).values, counts + 1)
     np.testing.assert_allclose(
-        dp.token_frequencies(counts[1:], offset=0, **PUBLIC).values, counts[1:]
+        dp.side_information.token_frequencies(counts, **PUBLIC).values, counts + 1
+    )
+    np.testing.assert_allclose(
+        dp.side_information.token_frequencies(counts[1:], offset=0, **PUBLIC).values, counts[1:]
     )
 
 
 def test_the_multiplier_of_the_authors_is_a_floor():
     counts = np.array([1e6, 5e4, 300.0, 20.0, 0.0])
-    found = dp.token_frequencies(counts, floor=1e6 / 1e4, divisor=1e6 / 100, offset=1e-9, **PUBLIC)
+    found = dp.side_information.token_frequencies(
+        counts, floor=1e6 / 1e4, divisor=1e6 / 100, offset=1e-9, **PUBLIC
+    )
     expected = np.minimum(1e6 / (counts + 1e-9), 1e4) / 100
     np.testing.assert_allclose(1 / found.values, expected, rtol=1e-6)
 
 
 def test_counts_of_a_corpus_are_taken_as_they_come():
-    found = dp.token_frequencies(dp.token_counts(DOCUMENTS, num_tokens=5), **PUBLIC)
+    found = dp.side_information.token_frequencies(
+        dp.side_information.token_counts(DOCUMENTS, num_tokens=5), **PUBLIC
+    )
     np.testing.assert_allclose(found.values, [3, 1, 4, 2, 1])
 
 
 def test_frequencies_of_a_vocabulary_are_in_its_order():
     counts = {"the": 100, "film": 7, "unused": 3}
     words = ["", "[UNK]", "film", "the"]
-    found = dp.token_frequencies(counts, vocabulary=words, **PUBLIC)
+    found = dp.side_information.token_frequencies(counts, vocabulary=words, **PUBLIC)
     np.testing.assert_allclose(found.values, [1, 1, 8, 101])
 
 
@@ -97,61 +103,149 @@ def test_tf_idf_is_that_of_scikit_learn_without_norms():
     """TfidfTransformer(norm=None) on BAGS: idf = ln(5 / (1 + df)) + 1."""
     idf = np.log(5 / (1 + np.array([2, 0, 2, 1, 0]))) + 1
     mean = (BAGS * idf).mean(0)
-    found = dp.tf_idf(dp.token_counts(BAGS), cap=1e3, divisor=0.5, **PUBLIC)
+    found = dp.side_information.tf_idf(
+        dp.side_information.token_counts(BAGS), cap=1e3, divisor=0.5, **PUBLIC
+    )
     expected = np.divide(0.5, mean, out=np.full(5, 1e3), where=mean > 0)
     np.testing.assert_allclose(found.values, expected, rtol=1e-6)
-    offset = dp.tf_idf(mean, offset=0.25, floor=0.9, **PUBLIC)
+    offset = dp.side_information.tf_idf(mean, offset=0.25, floor=0.9, **PUBLIC)
     np.testing.assert_allclose(offset.values, np.maximum(1 / (mean + 0.25), 0.9), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     "call, error, match",
     [
-        (lambda: dp.token_frequencies([1, -1], **PUBLIC), ValueError, "at least 0.*token 1"),
-        (lambda: dp.token_frequencies([1, np.nan], **PUBLIC), ValueError, "finite.*nan for token"),
-        (lambda: dp.token_frequencies([1, np.inf], **PUBLIC), ValueError, "finite.*inf for token"),
-        (lambda: dp.token_frequencies([[1]], **PUBLIC), ValueError, r"vector \[V\].*\(1, 1\)"),
-        (lambda: dp.token_frequencies([], **PUBLIC), ValueError, r"vector \[V\].*\(0,\)"),
-        (lambda: dp.token_frequencies("abc", **PUBLIC), TypeError, "vector of numbers.*'abc'"),
-        (lambda: dp.token_frequencies([0, 1], offset=0, **PUBLIC), ValueError, "A = 0 for token 0"),
-        (lambda: dp.token_frequencies([1], offset=-1, **PUBLIC), ValueError, "`offset`"),
-        (lambda: dp.token_frequencies([1], divisor=0, **PUBLIC), ValueError, "`divisor`.*greater"),
-        (lambda: dp.token_frequencies([1], cap=0, **PUBLIC), ValueError, "`cap`.*greater than 0"),
-        (lambda: dp.token_frequencies([1], cap=-2, **PUBLIC), ValueError, "`cap`.*greater than 0"),
-        (lambda: dp.token_frequencies([1], floor=0, **PUBLIC), ValueError, "`floor`.*greater"),
-        (lambda: dp.token_frequencies([1], floor=3, cap=2, **PUBLIC), ValueError, "at most `cap`"),
-        (lambda: dp.token_frequencies([1], divisor=1e300, **PUBLIC), ValueError, "A = 2e-300"),
-        (lambda: dp.token_frequencies([1], variable=3, **PUBLIC), TypeError, "`variable`.*=3"),
-        (lambda: dp.token_frequencies({"a": 1}, **PUBLIC), ValueError, "`vocabulary` says"),
         (
-            lambda: dp.token_frequencies([1], vocabulary=["a"], **PUBLIC),
+            lambda: dp.side_information.token_frequencies([1, -1], **PUBLIC),
+            ValueError,
+            "at least 0.*token 1",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies([1, np.nan], **PUBLIC),
+            ValueError,
+            "finite.*nan for token",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies([1, np.inf], **PUBLIC),
+            ValueError,
+            "finite.*inf for token",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies([[1]], **PUBLIC),
+            ValueError,
+            r"vector \[V\].*\(1, 1\)",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies([], **PUBLIC),
+            ValueError,
+            r"vector \[V\].*\(0,\)",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies("abc", **PUBLIC),
+            TypeError,
+            "vector of numbers.*'abc'",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies([0, 1], offset=0, **PUBLIC),
+            ValueError,
+            "A = 0 for token 0",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies([1], offset=-1, **PUBLIC),
+            ValueError,
+            "`offset`",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies([1], divisor=0, **PUBLIC),
+            ValueError,
+            "`divisor`.*greater",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies([1], cap=0, **PUBLIC),
+            ValueError,
+            "`cap`.*greater than 0",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies([1], cap=-2, **PUBLIC),
+            ValueError,
+            "`cap`.*greater than 0",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies([1], floor=0, **PUBLIC),
+            ValueError,
+            "`floor`.*greater",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies([1], floor=3, cap=2, **PUBLIC),
+            ValueError,
+            "at most `cap`",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies([1], divisor=1e300, **PUBLIC),
+            ValueError,
+            "A = 2e-300",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies([1], variable=3, **PUBLIC),
+            TypeError,
+            "`variable`.*=3",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies({"a": 1}, **PUBLIC),
             ValueError,
             "`vocabulary` says",
         ),
         (
-            lambda: dp.token_frequencies({"a": 1}, vocabulary=["b"], **PUBLIC),
+            lambda: dp.side_information.token_frequencies([1], vocabulary=["a"], **PUBLIC),
+            ValueError,
+            "`vocabulary` says",
+        ),
+        (
+            lambda: dp.side_information.token_frequencies({"a": 1}, vocabulary=["b"], **PUBLIC),
             ValueError,
             "None of the words",
         ),
         (
-            lambda: dp.token_frequencies({"a": 1}, vocabulary=["a", "a"], **PUBLIC),
+            lambda: dp.side_information.token_frequencies(
+                {"a": 1}, vocabulary=["a", "a"], **PUBLIC
+            ),
             ValueError,
             r"each token once.*\['a'\]",
         ),
-        (lambda: dp.tf_idf([0.5, 0.0], **PUBLIC), ValueError, r"pass `cap` .*scores\[1\] = 0"),
-        (lambda: dp.tf_idf([0.5, -1.0], **PUBLIC), ValueError, "at least 0.*token 1"),
         (
-            lambda: dp.tf_idf(dp.TokenCounts(np.ones(2), np.ones(3), 4), **PUBLIC),
+            lambda: dp.side_information.tf_idf([0.5, 0.0], **PUBLIC),
+            ValueError,
+            r"pass `cap` .*scores\[1\] = 0",
+        ),
+        (
+            lambda: dp.side_information.tf_idf([0.5, -1.0], **PUBLIC),
+            ValueError,
+            "at least 0.*token 1",
+        ),
+        (
+            lambda: dp.side_information.tf_idf(
+                dp.side_information.TokenCounts(np.ones(2), np.ones(3), 4), **PUBLIC
+            ),
             ValueError,
             "`document_counts` must have one number a token",
         ),
         (
-            lambda: dp.tf_idf(dp.TokenCounts(np.ones(2), 5 * np.ones(2), 4), **PUBLIC),
+            lambda: dp.side_information.tf_idf(
+                dp.side_information.TokenCounts(np.ones(2), 5 * np.ones(2), 4), **PUBLIC
+            ),
             ValueError,
             "at most `num_documents`",
         ),
-        (lambda: dp.token_frequencies([1]), dp.NotPrivateError, "`provenance` must say"),
-        (lambda: dp.tf_idf([1.0], provenance="private"), dp.NotPrivateError, "`provenance` must"),
+        (
+            lambda: dp.side_information.token_frequencies([1]),
+            dp.NotPrivateError,
+            "`provenance` must say",
+        ),
+        (
+            lambda: dp.side_information.tf_idf([1.0], provenance="private"),
+            dp.NotPrivateError,
+            "`provenance` must",
+        ),
     ],
 )
 def test_bad_arguments_are_named(call, error, match):
@@ -185,7 +279,9 @@ COUNTS = np.array([50, 3, 0, 7, 20, 1])
 
 
 def optimizer(**kwargs):
-    information = dp.token_frequencies(COUNTS, cap=30, divisor=4, **{**PUBLIC, **kwargs})
+    information = dp.side_information.token_frequencies(
+        COUNTS, cap=30, divisor=4, **{**PUBLIC, **kwargs}
+    )
     return dp.AdaDPS(information, 0.5, 0.0, learning_rate=1.0, seed=1)
 
 
@@ -236,7 +332,9 @@ def loss():
 def test_training_is_that_of_the_wide_preconditioner(make):
     values = np.minimum(COUNTS + 1, 30)[:, np.newaxis] / 4
     names = [v.name for v in make().trainable_variables]
-    wide = dp.FixedPreconditioner({names[0]: np.broadcast_to(values, [6, 4])}, **PUBLIC)
+    wide = dp.side_information.FixedPreconditioner(
+        {names[0]: np.broadcast_to(values, [6, 4])}, **PUBLIC
+    )
     trained = []
     for made in (optimizer(), dp.AdaDPS(wide, 0.5, 0.0, learning_rate=1.0, seed=1), None):
         model = make()
@@ -266,7 +364,7 @@ def test_it_is_saved_with_the_model(suffix, tmp_path):
 
 
 def test_replicas_share_the_small_state(tmp_path):
-    import catalogue
+    from tests.helpers import catalogue
 
     with catalogue.mirrored().scope():
         model = bag_model()

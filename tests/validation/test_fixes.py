@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from zoo import floats
 
 import tf_adaptive_dp as dp
+from tests.helpers.zoo import floats
 from tf_adaptive_dp.validation.fixes import group_normalization
 from tf_adaptive_dp.validation.layers import named_layers
 

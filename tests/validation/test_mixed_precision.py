@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from zoo import floats
 
 import tf_adaptive_dp as dp
-from tf_adaptive_dp.gradients.layout import operations
+from tests.helpers.zoo import floats
+from tf_adaptive_dp.gradients.batch_axis import operations
 from tf_adaptive_dp.gradients.rules import RULES
 from tf_adaptive_dp.validation.layers import named_layers
 
@@ -57,8 +57,8 @@ def test_a_clean_model_has_no_findings(name, policy):
 def test_a_rule_that_is_slightly_wrong_is_found(policy, monkeypatch):
     right = RULES["BiasAdd"]
 
-    def too_much(site):
-        part = right(site)
+    def too_much(context):
+        part = right(context)
         part.tensors[0] *= 1.01
         return part
 
@@ -72,10 +72,12 @@ def test_a_rule_that_is_slightly_wrong_is_found(policy, monkeypatch):
 
 
 def test_mixing_that_was_vouched_for_is_found(policy, monkeypatch):
-    monkeypatch.setitem(operations._RULES, "ReverseV2", lambda op, layouts: layouts[op.inputs[0]])
+    monkeypatch.setitem(
+        operations._RULES, "ReverseV2", lambda op, batch_axes: batch_axes[op.inputs[0]]
+    )
     reversing = model("dense", layers.Lambda(lambda x: x + 0.05 * tf.reverse(x, [0])))
     with pytest.raises(dp.NotPrivateError, match="not those of single examples"):
-        dp.check_per_example(reversing, LOSS, (floats(6, 784), Y))
+        dp.validation.check_per_example(reversing, LOSS, (floats(6, 784), Y))
 
 
 def test_mixing_is_refused(policy):
@@ -89,7 +91,7 @@ def test_a_model_of_fixed_types_is_not_compared_and_that_is_said(policy):
     fixed = model("dense", layers.Lambda(lambda x: x + tf.ones([64], short)))
     before = policies(fixed)
     with pytest.raises(ValueError, match="compared in float32, in which this one does not run"):
-        dp.check_per_example(fixed, LOSS, (floats(6, 784), Y))
+        dp.validation.check_per_example(fixed, LOSS, (floats(6, 784), Y))
     seen = report(fixed)
     assert seen.ok and "gradients not compared (ValueError)" in seen.probed, seen
     assert all(a is b for a, b in zip(policies(fixed), before))

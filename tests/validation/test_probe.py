@@ -1,11 +1,11 @@
 """The probe finds mixing by itself, on whatever path, and raises no false alarm."""
 
-import mixing
 import numpy as np
 import pytest
 import tensorflow as tf
-from zoo import floats
 
+from tests.helpers import mixing
+from tests.helpers.zoo import floats
 from tf_adaptive_dp.validation.probe import probe
 from tf_adaptive_dp.validation.repeatable import unchanged
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from zoo import floats
 
 import tf_adaptive_dp as dp
+from tests.helpers.zoo import floats
 
 layers = tf.keras.layers
 LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")

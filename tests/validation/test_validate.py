@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 import tensorflow as tf
-from zoo import floats
 
 import tf_adaptive_dp as dp
+from tests.helpers.zoo import floats
 from tf_adaptive_dp.validation import arguments
 
 layers = tf.keras.layers

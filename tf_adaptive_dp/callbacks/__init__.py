@@ -1,6 +1,7 @@
-"""Keras callbacks that report what was spent, and stop before too much is."""
+"""Callbacks for `Model.fit`: epsilon as it grows, a budget, releases that no crash loses."""
 
-from tf_adaptive_dp.callbacks.budget import PrivacyBudget
-from tf_adaptive_dp.callbacks.monitor import PrivacyMonitor
+from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
+from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
+from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 
-__all__ = ["PrivacyBudget", "PrivacyMonitor"]
+__all__ = ["PrivacyBudget", "PrivacyMonitor", "ReleaseLog"]

@@ -7,7 +7,7 @@ import warnings
 import tensorflow as tf
 
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.privacy import sampling as samplings
+from tf_adaptive_dp.sampling.draws import Sampling
 
 
 def private_optimizer(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:
@@ -21,7 +21,7 @@ def private_optimizer(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:
     return optimizer
 
 
-def refuse_batch_over_two_passes(optimizer, sampling: samplings.Sampling | str) -> None:
+def refuse_batch_over_two_passes(optimizer, sampling: Sampling | str) -> None:
     """A batch whose parts come from two passes may hold an example twice: a sensitivity of 2C."""
     if isinstance(sampling, str) and sampling != "poisson" and optimizer.unfinished_parts:
         raise NotPrivateError(

@@ -1,18 +1,18 @@
 """Per-example gradients, and what users need to teach the library operations of their own."""
 
-from tf_adaptive_dp.gradients.contributions import Dense, Outer, Sparse
-from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed
-from tf_adaptive_dp.gradients.layout.operations import register_layout
-from tf_adaptive_dp.gradients.per_example import per_example_gradients
-from tf_adaptive_dp.gradients.rules import Site, register_rule
+from tf_adaptive_dp.gradients.api import per_example_gradients
+from tf_adaptive_dp.gradients.batch_axis.operations import register_layout
+from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample
+from tf_adaptive_dp.gradients.contributions import DenseGradient, OuterGradient, SparseGradient
+from tf_adaptive_dp.gradients.rules import RuleContext, register_rule
 
 __all__ = [
     "BatchAxis",
-    "Dense",
-    "Mixed",
-    "Outer",
-    "Site",
-    "Sparse",
+    "CrossExample",
+    "DenseGradient",
+    "OuterGradient",
+    "RuleContext",
+    "SparseGradient",
     "per_example_gradients",
     "register_layout",
     "register_rule",

@@ -2,12 +2,12 @@
 
 The gradient of example i for one variable, in a view of it, is
 
-- `Dense`: stored as it is, [B, size];
-- `Outer`: Σ_t x_it δ_itᵀ, from the inputs x and the output gradients δ of a product;
-- `Sparse`: Σ_t e(id_it) δ_itᵀ, rows of a table.
+- `DenseGradient`: stored as it is, [B, size];
+- `OuterGradient`: Σ_t x_it δ_itᵀ, from the inputs x and the output gradients δ of a product;
+- `SparseGradient`: Σ_t e(id_it) δ_itᵀ, rows of a table.
 
-Each answers for ‖(gᵢ + shift) ∘ scale‖² and Σᵢ wᵢ gᵢ without the others' help, in float32. `Total`
-adds several of them for a variable that is read in several ways.
+Each answers for ‖(gᵢ + shift) ∘ scale‖² and Σᵢ wᵢ gᵢ without the others' help, in float32.
+`SummedContribution` adds several of them for a variable that is read in several ways.
 
 Guarantee: rows stay apart. An example whose x or δ is not finite has a norm that is not finite, and
 with weight 0 it adds exactly 0; no other example's figures change.
@@ -20,6 +20,8 @@ import math
 from collections.abc import Sequence
 
 import tensorflow as tf
+
+from tf_adaptive_dp.gradients.variable_uses import AxisTransform
 
 # Per-example products are kept up to this size (64 MiB), and larger ones made in chunks of it.
 _LARGEST = 2**24
@@ -135,7 +137,7 @@ def in_chunks(
     return tf.reshape(found, [-1])[:num_rows]
 
 
-class Dense(Contribution):
+class DenseGradient(Contribution):
     """Gradients that are there as rows, [B, *shape]; sizes of the shape may be unknown."""
 
     def __init__(self, shape: Sequence[int], rows: tf.Tensor):
@@ -156,7 +158,7 @@ class Dense(Contribution):
         return tf.reduce_sum(weigh_rows(self.tensors[0], weights), axis=0)
 
 
-class Outer(Contribution):
+class OuterGradient(Contribution):
     """gᵢ[g] = Σ_t x_itg δ_itgᵀ for groups g; a view of shape [G, n, m].
 
     For T = 1, without groups: ‖gᵢ‖² = ‖xᵢ‖²‖δᵢ‖², and with scale A and shift s
@@ -207,7 +209,7 @@ class Outer(Contribution):
                 x, delta = self.tensors
                 along_x = scale.shape[2] == 1
                 one_side = (x * scale[:, :, 0], delta) if along_x else (x, delta * scale[:, 0])
-                return Outer(*one_side)._gram_norms()
+                return OuterGradient(*one_side)._gram_norms()
         return in_chunks([self], scale, shift)
 
     def _single_norms(self, scale, shift):
@@ -263,7 +265,7 @@ class Outer(Contribution):
         return tf.einsum("btgn,btgm->gnm", x, delta)
 
 
-class Sparse(Contribution):
+class SparseGradient(Contribution):
     """gᵢ = Σ_t e(id_it) δ_itᵀ: rows of a table [V, d], the same row perhaps several times."""
 
     def __init__(self, shape: Sequence[int], ids: tf.Tensor, delta: tf.Tensor):
@@ -318,3 +320,67 @@ class Sparse(Contribution):
         """Adds up the weighted rows."""
         ids, delta = self.tensors
         return self._add_up(weigh_rows(delta, weights), ids, self.shape[0])
+
+
+class VariableContribution:
+    """A contribution, asked and answering in the shape of the variable."""
+
+    def __init__(self, contribution: Contribution, view: AxisTransform):
+        self.contribution, self.view = contribution, view
+        self.shape, self.tensors = view.shape, contribution.tensors
+
+    def of(self, *tensors: tf.Tensor) -> tf.Tensor:
+        """The gradients of some examples, [b, *shape]."""
+        return self.view.invert(self.contribution.of(*tensors), leading=1)
+
+    def squared_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
+        """[B], ‖(gᵢ + shift) ∘ scale‖²; both may be tensors that broadcast to the variable."""
+        if shift is not None and shift.shape != self.shape:
+            shift = tf.broadcast_to(shift, self.shape)
+        return self.contribution.squared_norms(
+            *(None if t is None else self.view.apply(t) for t in (scale, shift))
+        )
+
+    def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
+        """Σᵢ weightsᵢ·gᵢ."""
+        return self.view.invert(self.contribution.weighted_sum(weights))
+
+
+class SummedContribution:
+    """The sum of several contributions to one variable: shared layers, tied weights."""
+
+    def __init__(self, parts: Sequence[VariableContribution]):
+        self.parts = _joined(parts)
+
+    def squared_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
+        """[B], ‖(gᵢ + shift) ∘ scale‖²; contributions add before the norm."""
+        if len(self.parts) == 1:
+            return self.parts[0].squared_norms(scale, shift)
+        return in_chunks(self.parts, scale, shift)
+
+    def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
+        """Σᵢ weightsᵢ·gᵢ."""
+        return tf.add_n([p.weighted_sum(weights) for p in self.parts])
+
+
+def _joined(parts: Sequence[VariableContribution]) -> list[VariableContribution]:
+    """Joins contributions of one form and view, as if they were further time steps."""
+    groups: dict = {}
+    for part in parts:
+        groups.setdefault((type(part.contribution), part.view), []).append(part)
+    joined = []
+    for (form, view), same in groups.items():
+        if len(same) == 1:
+            joined += same
+        elif form is DenseGradient:
+            rows = tf.add_n([p.tensors[0] for p in same])
+            joined.append(
+                VariableContribution(DenseGradient(same[0].contribution.shape, rows), view)
+            )
+        elif form in (OuterGradient, SparseGradient):
+            tensors = [tf.concat(t, axis=1) for t in zip(*(p.tensors for p in same))]
+            arguments = [same[0].contribution.shape] * (form is SparseGradient) + tensors
+            joined.append(VariableContribution(form(*arguments), view))
+        else:
+            joined += same
+    return joined

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.graph import ancestors
-from tf_adaptive_dp.gradients.layout.analysis import Layouts
 
 SUMS = {"Add", "AddV2", "AddN", "Sub"}
 UNCHANGED = {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "EnsureShape"}
@@ -43,12 +43,12 @@ def _trained(tensor: tf.Tensor) -> bool:
     return any(op.type in _READS for op in ancestors([tensor]))
 
 
-def find_penalties(loss: tf.Tensor, layouts: Layouts) -> list[Penalty]:
+def find_penalties(loss: tf.Tensor, batch_axes: BatchAxes) -> list[Penalty]:
     """Follows the loss back through sums and scalings to the terms without data.
 
     Args:
       loss: [B].
-      layouts: where its batch axis is.
+      batch_axes: where its batch axis is.
 
     Returns:
       The terms that depend on variables but not on the data.
@@ -57,14 +57,14 @@ def find_penalties(loss: tf.Tensor, layouts: Layouts) -> list[Penalty]:
       NotPrivateError: for such a term that is not one number, or that a variable scales.
     """
     found: list[Penalty] = []
-    pending: list = [(loss, 1.0, True)] if layouts.depends(loss) else []
+    pending: list = [(loss, 1.0, True)] if batch_axes.depends(loss) else []
     while pending:
         tensor, factor, exact = pending.pop()
         op = tensor.op
         if op.type in SUMS:
             for k, term in enumerate(op.inputs):
                 signed = -factor if op.type == "Sub" and k == 1 else factor
-                if layouts.depends(term):
+                if batch_axes.depends(term):
                     pending.append((term, signed, exact))
                 elif _trained(term):
                     _check(term, exact)

@@ -7,18 +7,26 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.contributions import Dense
+from tf_adaptive_dp.gradients.batch_axis.custom_gradients import has_custom_gradient
+from tf_adaptive_dp.gradients.batch_axis.operation_types import ELEMENTWISE
+from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
+from tf_adaptive_dp.gradients.contributions import (
+    DenseGradient,
+    SummedContribution,
+    VariableContribution,
+)
 from tf_adaptive_dp.gradients.graph import ancestors, layer_name
-from tf_adaptive_dp.gradients.layout.analysis import Layouts
-from tf_adaptive_dp.gradients.layout.custom_gradients import has_custom_gradient
-from tf_adaptive_dp.gradients.layout.names import ELEMENTWISE
-from tf_adaptive_dp.gradients.materialized import jacobian_rows
-from tf_adaptive_dp.gradients.reads import Read, consumers, find_reads, handle_in
-from tf_adaptive_dp.gradients.rules import RULES, Site
+from tf_adaptive_dp.gradients.jacobian import jacobian_rows
+from tf_adaptive_dp.gradients.rules import RULES, RuleContext
 from tf_adaptive_dp.gradients.rules.recurrent import outputs_of, unfold
 from tf_adaptive_dp.gradients.source import PerExampleGradients
-from tf_adaptive_dp.gradients.totals import Total, Viewed
-from tf_adaptive_dp.gradients.view import View
+from tf_adaptive_dp.gradients.variable_uses import (
+    AxisTransform,
+    VariableUse,
+    consumers,
+    find_uses,
+    handle_in,
+)
 
 
 class TracedGradients(PerExampleGradients):
@@ -41,7 +49,7 @@ class TracedGradients(PerExampleGradients):
         loss: tf.Tensor,
         variables: Sequence[tf.Variable],
         tape: tf.GradientTape,
-        layouts: Layouts,
+        batch_axes: BatchAxes,
         *,
         examples_per_row: int | None = 1,
         penalties: Sequence[tf.Tensor] = (),
@@ -53,14 +61,14 @@ class TracedGradients(PerExampleGradients):
           loss: [R], one entry an example or a microbatch.
           variables: what to differentiate for.
           tape: the tape that recorded `loss`.
-          layouts: of the loss of the examples.
+          batch_axes: of the loss of the examples.
           examples_per_row: 1, or `None` for microbatches.
           penalties: terms of the loss that are to be left out.
           only_rules: make it an error if a variable is not covered by rules.
         """
         self._num_rows = tf.shape(loss)[0] if loss.shape[0] is None else loss.shape[0]
         self._per_row = examples_per_row
-        self._layouts = layouts
+        self._layouts = batch_axes
         ops = ancestors([loss])
         self._uses = consumers(ops)
         # A custom gradient may reach variables in a way of its own, past the operations before it.
@@ -69,7 +77,7 @@ class TracedGradients(PerExampleGradients):
         stop = {t.ref() for t in penalties}
         self._handles = [handle_in(loss.graph, v) for v in variables]
         reads = [
-            [] if h is None else find_reads(h, v.shape, self._uses, layouts, stop)
+            [] if h is None else find_uses(h, v.shape, self._uses, batch_axes, stop)
             for h, v in zip(self._handles, variables)
         ]
         outputs = list({t.ref(): t for rs in reads for r in rs for t in outputs_of(r.op)}.values())
@@ -78,7 +86,7 @@ class TracedGradients(PerExampleGradients):
         deltas = {
             t.ref(): None if d is None else tf.convert_to_tensor(d) for t, d in zip(outputs, found)
         }
-        reads = unfold(reads, self._handles, variables, deltas, layouts)
+        reads = unfold(reads, self._handles, variables, deltas, batch_axes)
         # A variable that only penalties read has no per-example gradients.
         connected = [
             d is not None and (handle is None or bool(rs))
@@ -91,7 +99,9 @@ class TracedGradients(PerExampleGradients):
         ]
         self._fall_back(loss, variables, tape, reads, penalties, only_rules)
 
-    def _total(self, handle: tf.Tensor, reads: Sequence[Read], deltas: dict) -> Total | None:
+    def _total(
+        self, handle: tf.Tensor, reads: Sequence[VariableUse], deltas: dict
+    ) -> SummedContribution | None:
         """What rules say of a variable, or `None` if they do not cover all of its reads."""
         parts, computed = [], []
         for read in reads:
@@ -107,9 +117,9 @@ class TracedGradients(PerExampleGradients):
                 parts.append(part)
         if computed:
             parts.append(_through(computed, handle))
-        return Total(parts) if parts and None not in parts else None
+        return SummedContribution(parts) if parts and None not in parts else None
 
-    def _ask(self, read: Read, delta: tf.Tensor) -> Viewed | None:
+    def _ask(self, read: VariableUse, delta: tf.Tensor) -> VariableContribution | None:
         tensor, view = read.op.inputs[read.index], read.view
         rule = RULES.get(read.op.type)
         # Contributions are real; an unknown size is for entry by entry only.
@@ -117,10 +127,10 @@ class TracedGradients(PerExampleGradients):
         if rule is None or not known or not delta.dtype.is_floating:
             return None
         return rule(
-            Site(
+            RuleContext(
                 read.op,
                 read.index,
-                view or View(tuple(tensor.shape.as_list())),
+                view or AxisTransform(tuple(tensor.shape.as_list())),
                 delta,
                 self._layouts,
                 self._num_rows,
@@ -147,8 +157,10 @@ class TracedGradients(PerExampleGradients):
         warnings.warn(message + "Their Jacobian is taken instead, which is slow.", stacklevel=2)
         rows = jacobian_rows(loss, [variables[k] for k in left], penalties)
         for k, part in zip(left, rows):
-            view = View(tuple(variables[k].shape.as_list()))
-            self._totals[k] = Total([Viewed(Dense(view.shape, part), view)])
+            view = AxisTransform(tuple(variables[k].shape.as_list()))
+            self._totals[k] = SummedContribution(
+                [VariableContribution(DenseGradient(view.shape, part), view)]
+            )
 
     def _norms_of(self, k: int, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
         return self._totals[k].squared_norms(scale, shift)
@@ -157,7 +169,7 @@ class TracedGradients(PerExampleGradients):
         return self._totals[k].weighted_sum(weights)
 
 
-def _describe(variable: tf.Variable, reads: Sequence[Read]) -> str:
+def _describe(variable: tf.Variable, reads: Sequence[VariableUse]) -> str:
     types = sorted({r.op.type for r in reads}) or ["no operation that was found"]
     layers = sorted({layer_name(r.op) for r in reads}) or ["unknown"]
     return f"{variable.name}, read by {', '.join(types)} in layer {', '.join(layers)}"
@@ -167,7 +179,9 @@ class _Unconnected(Exception):
     """A tensor through which TensorFlow has no gradient, such as behind `stop_gradient`."""
 
 
-def _through(parts: Sequence[tuple[tf.Tensor, Viewed]], handle: tf.Tensor) -> Viewed | None:
+def _through(
+    parts: Sequence[tuple[tf.Tensor, VariableContribution]], handle: tf.Tensor
+) -> VariableContribution | None:
     """Takes gradients for tensors that were computed from a variable on to the variable.
 
     Such as the kernel of a weight-normalised layer, or the gates that a kernel is split into: one
@@ -194,5 +208,5 @@ def _through(parts: Sequence[tuple[tf.Tensor, Viewed]], handle: tf.Tensor) -> Vi
         rows = tf.vectorized_map(back, [part.of(*part.tensors) for _, part in parts])
     except _Unconnected:
         return None
-    view = View(tuple(rows.shape[1:].as_list()))
-    return Viewed(Dense(view.shape, rows), view)
+    view = AxisTransform(tuple(rows.shape[1:].as_list()))
+    return VariableContribution(DenseGradient(view.shape, rows), view)

@@ -15,9 +15,9 @@ from collections.abc import Iterable
 import tensorflow as tf
 from tensorflow.python.framework import func_graph
 
+from tf_adaptive_dp.gradients.batch_axis.hidden import refuse_state_within
+from tf_adaptive_dp.gradients.batch_axis.nested import refuse_mixed_arguments
 from tf_adaptive_dp.gradients.frames import Frame
-from tf_adaptive_dp.gradients.layout.hidden import refuse_state_within
-from tf_adaptive_dp.gradients.layout.nested import refuse_mixed_arguments
 
 
 def search_when_complete(loss: tf.Tensor) -> None:

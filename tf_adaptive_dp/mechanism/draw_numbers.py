@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.gradients.graph import ancestors
-from tf_adaptive_dp.gradients.layout.analysis import feeds
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 
 # Two of 10,000 draws have one number with probability 5e7 / 2⁴⁰ at most.

@@ -1,4 +1,4 @@
-"""The Gaussian mechanism on per-example gradients: clip, sum, noise once, divide, count."""
+"""A large batch in parts: clipped sums are collected until the batch is complete."""
 
 from __future__ import annotations
 
@@ -11,19 +11,90 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp.accounting.ledger import Ledger, wrong_size
 from tf_adaptive_dp.gradients.released import mark_released
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.watch import search_sums_when_complete
 from tf_adaptive_dp.mechanism import clipping as clippings
 from tf_adaptive_dp.mechanism import replicas
-from tf_adaptive_dp.mechanism.accumulation import Accumulator
-from tf_adaptive_dp.mechanism.adaptive_clipping import SMALLEST, AdaptiveClipping
+from tf_adaptive_dp.mechanism.clipping import SMALLEST, AdaptiveClipping
 from tf_adaptive_dp.mechanism.draw_numbers import Draw, SeenDraws
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.mechanism.turns import Turns
-from tf_adaptive_dp.privacy.ledger import Ledger, wrong_size
+
+
+class Accumulator:
+    """Adds up the clipped sums of the parts of a batch.
+
+    What it holds is raw, NOT private: it is no part of the optimizer's variables, so it is neither
+    saved nor restored. A run that is resumed in the middle of a batch starts the batch anew;
+    nothing of it was released.
+
+    Attributes:
+      steps: parts a batch.
+    """
+
+    def __init__(self, steps: int):
+        """Creates it without sums.
+
+        Args:
+          steps: parts a batch, at least 2.
+        """
+        self.steps = steps
+        # Sums and their count by shapes: a step function that was traced earlier keeps its own.
+        self._held: dict[tuple, tuple[tf.Variable, list[tf.Variable]]] = {}
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts of an unfinished batch are held."""
+        return sum(int(parts.numpy()) for parts, _ in self._held.values())
+
+    def drop(self) -> None:
+        """Forgets the parts of an unfinished batch."""
+        for parts, sums in self._held.values():
+            for variable in (parts, *sums):
+                variable.assign(tf.zeros_like(variable))
+
+    def add(self, sums: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Adds those of one part.
+
+        Args:
+          sums: float32 tensors of known shapes.
+
+        Returns:
+          The sums over all parts so far, and whether the batch is complete, a bool scalar; then
+          the next part is the first of another batch. They are known only when all was written.
+        """
+        count, held = self._variables(tuple(tuple(s.shape) for s in sums))
+        parts = tf.convert_to_tensor(count.assign_add(1))
+        complete = parts >= self.steps
+        counted = tf.convert_to_tensor(
+            count.assign(tf.where(complete, tf.zeros_like(parts), parts))
+        )
+        totals = [tf.convert_to_tensor(v.assign_add(s)) for v, s in zip(held, sums)]
+        kept = [
+            tf.convert_to_tensor(v.assign(tf.where(complete, tf.zeros_like(total), total)))
+            for v, total in zip(held, totals)
+        ]
+        with tf.control_dependencies([counted, *kept]):
+            return [tf.identity(total) for total in totals], tf.identity(complete)
+
+    def _variables(self, shapes: tuple) -> tuple[tf.Variable, list[tf.Variable]]:
+        if shapes in self._held:
+            return self._held[shapes]
+        with tf.init_scope():
+            if self.num_parts:
+                raise ValueError(
+                    "The variables that are trained changed in the middle of a batch. Received: "
+                    f"{self.num_parts} of {self.steps} parts. Let the number of steps be a "
+                    "multiple of `gradient_accumulation_steps`."
+                )
+            sums = [tf.Variable(tf.zeros(shape), trainable=False) for shape in shapes]
+            self._held[shapes] = tf.Variable(0, dtype=tf.int64, trainable=False), sums
+        return self._held[shapes]
+
 
 # A batch of the expected size has more examples than this allows with probability 1e-12 at most.
 _LOG_FALSE_ALARM = math.log(1e-12)
@@ -31,7 +102,7 @@ _LOG_FALSE_ALARM = math.log(1e-12)
 
 def _clipping(clipping: str | clippings.Clipping) -> clippings.Clipping:
     named = {
-        **{method: clippings.WholeGradient(method) for method in clippings.METHODS},
+        **{method: clippings.FlatClipping(method) for method in clippings.METHODS},
         "per_layer": clippings.PerLayerClipping(),
         "adaptive": AdaptiveClipping(),
     }

@@ -43,7 +43,7 @@ class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
       **kwargs: those of `tf.keras.optimizers.SGD`, `momentum` among them: that of G / A.
 {RAISES}
 
-    >>> from tf_adaptive_dp import FixedPreconditioner
+    >>> from tf_adaptive_dp.side_information import FixedPreconditioner
     >>> side_information = FixedPreconditioner(lambda v: 0.5, provenance="public")
     >>> optimizer = AdaDPS(side_information, l2_norm_clip=1.0, noise_multiplier=1.1)
     >>> optimizer.side_information.provenance

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tf_adaptive_dp.privacy.ledger import Ledger, Segment
+from tf_adaptive_dp.accounting.ledger import Ledger, Segment
 
 
 class CheckedState:

@@ -10,11 +10,9 @@ from typing import Callable
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.per_example import (
-    check_loss_vector,
-    check_method,
-    per_example_gradients,
-)
+from tf_adaptive_dp.accounting.earlier_releases import warn_of_earlier_releases
+from tf_adaptive_dp.accounting.ledger import Ledger
+from tf_adaptive_dp.gradients.api import check_loss_vector, check_method, per_example_gradients
 from tf_adaptive_dp.gradients.released import completion, mark_released, vouch_for
 from tf_adaptive_dp.mechanism.clipping import Clipping, serialize
 from tf_adaptive_dp.mechanism.draw_numbers import number_of, rows_without_padding
@@ -26,8 +24,6 @@ from tf_adaptive_dp.optimizers import refusals
 from tf_adaptive_dp.optimizers.checked_state import CheckedState
 from tf_adaptive_dp.optimizers.loss_scaling import LossScaling, check_loss_scale
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
-from tf_adaptive_dp.privacy.earlier_releases import warn_of_earlier_releases
-from tf_adaptive_dp.privacy.ledger import Ledger
 from tf_adaptive_dp.side_information.provenance import SideInformation, events
 
 PACKAGE = "tf_adaptive_dp"

@@ -128,8 +128,8 @@ def check_disjoint(public: Any, private: Any) -> None:
         raise NotPrivateError(
             f"{found} of {total} private examples are in the public data, whose statistics are "
             "used without noise: they would not be protected. Remove them from the private data "
-            "before training (`tf_adaptive_dp.split_public` does, for arrays), or take other "
-            "public data."
+            "before training (`tf_adaptive_dp.side_information.split_public` does, for arrays), or "
+            "take other public data."
         )
 
 

@@ -11,8 +11,8 @@ from typing import Any, Callable
 import dp_accounting
 import tensorflow as tf
 
+from tf_adaptive_dp.accounting.events import is_unprotected
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.privacy.events import is_unprotected
 
 
 def check_provenance(provenance: str | dp_accounting.DpEvent | None):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.gradients.per_example import check_loss_vector, per_example_gradients
+from tf_adaptive_dp.gradients.api import check_loss_vector, per_example_gradients
 from tf_adaptive_dp.validation.layers import named_layers
 
 

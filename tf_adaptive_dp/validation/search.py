@@ -9,11 +9,12 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.api import per_example_gradients
+from tf_adaptive_dp.gradients.batch_axis import operations
+from tf_adaptive_dp.gradients.batch_axis.analysis import comes_from_data, prepare
+from tf_adaptive_dp.gradients.batch_axis.hidden import refuse_state
+from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample
 from tf_adaptive_dp.gradients.graph import layer_name
-from tf_adaptive_dp.gradients.layout.analysis import comes_from_data, prepare
-from tf_adaptive_dp.gradients.layout.batch_axis import BatchAxis, Mixed
-from tf_adaptive_dp.gradients.layout.hidden import refuse_state
-from tf_adaptive_dp.gradients.per_example import per_example_gradients
 from tf_adaptive_dp.validation.layers import has_own, path_finder
 from tf_adaptive_dp.validation.report import Finding
 
@@ -149,21 +150,21 @@ def _mixing(loss: tf.Tensor, model: tf.keras.Model) -> list[Finding]:
     prepared = prepare(loss) if loss.shape.rank == 1 else None
     if prepared is None:
         return []
-    layouts, ops = prepared
+    batch_axes, ops = prepared
     path_of = path_finder(model)
     found: dict[str, Finding] = {}
     for op in ops:
         place = _place(op, path_of)
         for tensor in op.inputs:
-            layout = layouts[tensor]
-            if isinstance(layout, Mixed) and _place(layout.op, path_of) != place:
+            layout = batch_axes[tensor]
+            if isinstance(layout, CrossExample) and _place(layout.op, path_of) != place:
                 shape = tensor.shape
-                if shape.rank and shape[0] in (None, layouts.batch_size.static):
-                    layouts.set(tensor, BatchAxis(), dependent=True)
-        layouts.run([op])
+                if shape.rank and shape[0] in (None, batch_axes.batch_size.static):
+                    batch_axes.set(tensor, BatchAxis(), dependent=True)
+        operations.run([op], batch_axes)
         for tensor in op.outputs:
-            layout = layouts[tensor]
-            if isinstance(layout, Mixed):
+            layout = batch_axes[tensor]
+            if isinstance(layout, CrossExample):
                 where = _place(layout.op, path_of)
                 what = (
                     f"It mixes the examples of a batch: {layout.op.name} ({layout.op.type}) "

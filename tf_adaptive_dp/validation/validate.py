@@ -8,7 +8,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.gradients.per_example import check_loss_vector
+from tf_adaptive_dp.gradients.api import check_loss_vector
 from tf_adaptive_dp.validation import arguments
 from tf_adaptive_dp.validation.fixes import is_defective, repaired_model
 from tf_adaptive_dp.validation.layers import has_own, layer_findings

@@ -61,7 +61,7 @@ def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
     """ADADP, ADADP with the suggested tolerance, DP-SGD with each rate; all with all seeds."""
     num_train, epochs, seeds, exponents = SCALES[scale]
     batch_size = 100
-    tolerance = tf_adaptive_dp.suggest_tolerance(
+    tolerance = tf_adaptive_dp.tuning.suggest_tolerance(
         num_steps=epochs * num_train // batch_size // 2, num_parameters=NUM_PARAMETERS
     )
     methods: list[tuple[str, dict[str, float]]] = [

@@ -145,7 +145,7 @@ def load(data_dir: str | None, num_train: int | None) -> tuple:
     """Public, private and test images with their digits."""
     x, y = (part[:num_train] for part in images.mnist(data_dir, "train", normalize=False))
     test = images.mnist(data_dir, "test", normalize=False)
-    return *tf_adaptive_dp.split_public((x, y), 0.01)[:2], test
+    return *tf_adaptive_dp.side_information.split_public((x, y), 0.01)[:2], test
 
 
 def autoencoder(divisor: int) -> tf.keras.Model:

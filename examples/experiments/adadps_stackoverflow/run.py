@@ -90,7 +90,7 @@ def load(data_dir: str | None, words: int, tags: int, part: str, max_posts: int 
         arrays = [stackoverflow.bags_of_words(p, known) for p in stackoverflow.by_users(train, 4)]
     else:
         everything = stackoverflow.bags_of_words(train, known)
-        arrays = tf_adaptive_dp.split_public(everything, 0.01)[:2]
+        arrays = tf_adaptive_dp.side_information.split_public(everything, 0.01)[:2]
     arrays = [*arrays, stackoverflow.bags_of_words(test, known)]
     return *[(x[:max_posts], y[:max_posts]) for x, y in arrays], known
 

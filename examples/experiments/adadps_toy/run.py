@@ -84,10 +84,12 @@ def data() -> tuple[adadps_methods.Arrays, adadps_methods.Arrays]:
     return parts[0], parts[1]
 
 
-def known_frequencies() -> tf_adaptive_dp.FixedPreconditioner:
+def known_frequencies() -> tf_adaptive_dp.side_information.FixedPreconditioner:
     """A = 1 for frequent features and 0.01 for rare ones."""
     a = np.where(np.arange(NUM_FEATURES) < NUM_FREQUENT, 1.0, 0.01)[:, np.newaxis]
-    return tf_adaptive_dp.FixedPreconditioner(lambda variable: a, provenance="public")
+    return tf_adaptive_dp.side_information.FixedPreconditioner(
+        lambda variable: a, provenance="public"
+    )
 
 
 def parts(scale: str) -> list[grids.Part]:

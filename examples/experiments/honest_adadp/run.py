@@ -44,7 +44,7 @@ import numpy as np
 
 from examples.experiments import candidates, harness
 from examples.experiments.harness import Trial
-from tf_adaptive_dp.selection import accounting, budgets, strategies
+from tf_adaptive_dp.tuning import budgets, search_epsilon, strategies
 
 NOISE, BATCH, CLIP, DELTA = 2.0, 200, 1.0, 1e-5
 HALVINGS = range(1, 10)
@@ -83,7 +83,7 @@ WAYS = ("liu_talwar", "repeat_and_select")
 def budget(num_examples: int, steps: int) -> float:
     """ε of ADADP's run."""
     trial = candidates.trial_event(num_examples, BATCH, NOISE, steps)
-    return accounting.composition_epsilon(trial, 1, DELTA)
+    return search_epsilon.composition_epsilon(trial, 1, DELTA)
 
 
 @functools.cache

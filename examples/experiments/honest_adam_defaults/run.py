@@ -41,7 +41,7 @@ import numpy as np
 
 from examples.experiments import candidates, harness
 from examples.experiments.harness import Trial
-from tf_adaptive_dp.selection import accounting
+from tf_adaptive_dp.tuning import search_epsilon
 
 BATCH, CLIP, DELTA = 250, 0.5, 1e-6
 RATES = (0.001, 0.05, 0.01, 0.2, 0.5)
@@ -115,7 +115,7 @@ def scores(trials: Sequence[Trial]) -> dict[Part, dict[tuple, float]]:
 def epsilon(num_examples: int, steps: int, sigma: float) -> float:
     """ε of one run."""
     trial = candidates.trial_event(num_examples, BATCH, sigma, steps)
-    return accounting.composition_epsilon(trial, 1, DELTA)
+    return search_epsilon.composition_epsilon(trial, 1, DELTA)
 
 
 def table(trials: Sequence[Trial]) -> str:

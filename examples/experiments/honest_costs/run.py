@@ -33,7 +33,7 @@ from typing import Any
 
 from examples.experiments import candidates, harness
 from examples.experiments.harness import Trial
-from tf_adaptive_dp.selection import accounting, budgets
+from tf_adaptive_dp.tuning import budgets, search_epsilon
 
 NOISE, BATCH, STEPS, DELTA_2 = 4.0, 250, 10_000, 1e-20
 # Fractional orders for large ε, and high ones for the tiny δ of single runs in random stopping.
@@ -89,13 +89,13 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     by_rdp = {**how, "accountant": "rdp"}
     many = settings["candidates"]
     stopping = [
-        accounting.liu_talwar_epsilon(trial, 1 / k, delta, delta_2=DELTA_2, **how) for k in many
+        search_epsilon.liu_talwar_epsilon(trial, 1 / k, delta, delta_2=DELTA_2, **how) for k in many
     ]
     result = {
-        "composition": [accounting.composition_epsilon(trial, k, delta, **how) for k in many],
+        "composition": [search_epsilon.composition_epsilon(trial, k, delta, **how) for k in many],
         "liu_talwar": stopping,
         "repeat_and_select": [
-            accounting.repeat_and_select_epsilon(trial, k, delta, **by_rdp) for k in many
+            search_epsilon.repeat_and_select_epsilon(trial, k, delta, **by_rdp) for k in many
         ],
     }
     result = {way: [round(epsilon, 4) for epsilon in found] for way, found in result.items()}

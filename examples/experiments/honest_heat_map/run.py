@@ -4,7 +4,7 @@ Figure 2 of "The Role of Adaptive Optimizers for Honest Private Hyperparameter S
 regression on made-up data, x ~ U(0, 1)¹⁰, y = ⟨x, w*⟩ with w* = (10, …, 10), from w = 0, at σ = 4,
 for all 900 pairs of learning rate and clip norm from [1, 2, 4, 5, 8] × [10⁻⁴ … 10]. Theorem 2's
 rule α = R/(C·√(T(1 + dσ²/L²))), with R = ‖w*‖ and d = 10, is drawn as a diagonal, and so is the
-rule as printed, R/(C·T·√(1 + σ²)); see `tf_adaptive_dp.selection.grids.optimal_learning_rate`.
+rule as printed, R/(C·T·√(1 + σ²)); see `tf_adaptive_dp.tuning.grids.optimal_learning_rate`.
 
 Chosen here: 20,000 examples, batches of 250, the squared error as loss, and its mean over the
 training data as figure. The paper's "100 iterations" are 100 steps at smoke and small scale. The
@@ -42,7 +42,7 @@ import tensorflow as tf
 import tf_adaptive_dp
 from examples.experiments import candidates, harness
 from examples.experiments.harness import Trial
-from tf_adaptive_dp.selection import grids
+from tf_adaptive_dp.tuning import grids
 
 NUM_EXAMPLES, NUM_FEATURES, BATCH, NOISE = 20_000, 10, 250, 4.0
 RADIUS = 10.0 * math.sqrt(NUM_FEATURES)

@@ -2,7 +2,7 @@
 
 Figures 4 and 5, and the accuracies behind table 1, of "The Role of Adaptive Optimizers for Honest
 Private Hyperparameter Selection": σ = 4, batches of L = 250, T = 2,500 steps. Each optimizer runs
-with every candidate of `tf_adaptive_dp.selection.grids.default_grid`; shown are the maximum and the
+with every candidate of `tf_adaptive_dp.tuning.grids.default_grid`; shown are the maximum and the
 median over them, by step. Beside that, the mean maximum of 4 random candidates of DPSGD and
 DPMomentum, which cost what DPAdam's 4 cost, and the final ε of each way of paying for the whole
 grid.
@@ -44,7 +44,7 @@ import numpy as np
 from examples.experiments import candidates, harness
 from examples.experiments.harness import Trial
 from examples.experiments.honest_costs.run import MANY_ORDERS
-from tf_adaptive_dp.selection import accounting, grids
+from tf_adaptive_dp.tuning import grids, search_epsilon
 
 NOISE, BATCH, DELTA = 4.0, 250, 1e-6
 OPTIMIZERS = ("DPSGD", "DPMomentum", "DPAdam", "DPAdamWOSM", "ADADP")
@@ -123,11 +123,15 @@ def epsilons(num_examples: int, steps: int, number: int) -> dict[str, float]:
     trial = candidates.trial_event(num_examples, BATCH, NOISE, steps)
     classical, many = {"conversion": "classical"}, {"orders": MANY_ORDERS}
     return {
-        "composed": accounting.composition_epsilon(trial, number, DELTA, accountant="pld"),
-        "random stopping": accounting.liu_talwar_epsilon(trial, 1 / number, DELTA, **many),
-        "repeat-and-select": accounting.repeat_and_select_epsilon(trial, number, DELTA, **many),
-        "composed, classical": accounting.composition_epsilon(trial, number, DELTA, **classical),
-        "stopping, classical": accounting.liu_talwar_epsilon(trial, 1 / number, DELTA, **classical),
+        "composed": search_epsilon.composition_epsilon(trial, number, DELTA, accountant="pld"),
+        "random stopping": search_epsilon.liu_talwar_epsilon(trial, 1 / number, DELTA, **many),
+        "repeat-and-select": search_epsilon.repeat_and_select_epsilon(trial, number, DELTA, **many),
+        "composed, classical": search_epsilon.composition_epsilon(
+            trial, number, DELTA, **classical
+        ),
+        "stopping, classical": search_epsilon.liu_talwar_epsilon(
+            trial, 1 / number, DELTA, **classical
+        ),
     }
 
 

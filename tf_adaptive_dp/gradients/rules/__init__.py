@@ -7,6 +7,6 @@ from tf_adaptive_dp.gradients.rules import (  # noqa: F401 (they register themse
     normalization,
     product,
 )
-from tf_adaptive_dp.gradients.rules.registry import RULES, Rule, Site, register_rule
+from tf_adaptive_dp.gradients.rules.registry import RULES, Rule, RuleContext, register_rule
 
-__all__ = ["RULES", "Rule", "Site", "register_rule"]
+__all__ = ["RULES", "Rule", "RuleContext", "register_rule"]

@@ -7,56 +7,55 @@ import math
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.contributions import Outer
-from tf_adaptive_dp.gradients.layout.batch_axis import static_or_dynamic_shape
-from tf_adaptive_dp.gradients.rules.registry import Site, register_rule
-from tf_adaptive_dp.gradients.totals import Viewed
+from tf_adaptive_dp.gradients.batch_axis.values import static_or_dynamic_shape
+from tf_adaptive_dp.gradients.contributions import OuterGradient, VariableContribution
+from tf_adaptive_dp.gradients.rules.registry import RuleContext, register_rule
 
 
 @register_rule("Conv2D", "Conv3D")
-def convolution(site: Site) -> Viewed | None:
+def convolution(context: RuleContext) -> VariableContribution | None:
     """g = Σ_t patch_t δ_tᵀ over the positions t, in as many groups as the kernel says."""
-    if site.index != 1:
+    if context.index != 1:
         return None
-    return _contribution(site, site.op.inputs[0], site.op.outputs[0])
+    return _contribution(context, context.op.inputs[0], context.op.outputs[0])
 
 
 @register_rule("Conv2DBackpropInput", "Conv3DBackpropInputV2")
-def transposed_convolution(site: Site) -> Viewed | None:
+def transposed_convolution(context: RuleContext) -> VariableContribution | None:
     """The convolution whose input is the output here, and the other way round."""
-    if site.index != 1:
+    if context.index != 1:
         return None
-    return _contribution(site, site.op.outputs[0], site.op.inputs[2])
+    return _contribution(context, context.op.outputs[0], context.op.inputs[2])
 
 
 @register_rule("DepthwiseConv2dNative")
-def depthwise_convolution(site: Site) -> Viewed | None:
+def depthwise_convolution(context: RuleContext) -> VariableContribution | None:
     """Each channel is a group of its own."""
-    if site.index != 1:
+    if context.index != 1:
         return None
-    op, (rows, columns, channels, multiplier) = site.op, site.op.inputs[1].shape
-    patches = _patches(site, op.inputs[0], op.outputs[0], [rows, columns])
-    delta = _positions(site, _channels_last(op, site.delta), op.outputs[0])
-    form = Outer(tf.transpose(patches, [0, 1, 3, 2]), _split(delta, [channels, multiplier]))
-    view = site.view.reshape([rows * columns, channels, multiplier]).transpose([1, 0, 2])
-    return site.viewed(form, view)
+    op, (rows, columns, channels, multiplier) = context.op, context.op.inputs[1].shape
+    patches = _patches(context, op.inputs[0], op.outputs[0], [rows, columns])
+    delta = _positions(context, _channels_last(op, context.delta), op.outputs[0])
+    form = OuterGradient(tf.transpose(patches, [0, 1, 3, 2]), _split(delta, [channels, multiplier]))
+    view = context.view.reshape([rows * columns, channels, multiplier]).transpose([1, 0, 2])
+    return context.contribute(form, view)
 
 
-def _contribution(site: Site, image: tf.Tensor, small: tf.Tensor) -> Viewed:
+def _contribution(context: RuleContext, image: tf.Tensor, small: tf.Tensor) -> VariableContribution:
     """`image` is what the kernel slides over, `small` has one entry a position."""
-    op, kernel = site.op, site.op.inputs[1].shape.as_list()
+    op, kernel = context.op, context.op.inputs[1].shape.as_list()
     *sizes, channels, outputs = kernel
     groups = _channels_last(op, image).shape[-1] // channels
-    entries = {image.ref(): image, small.ref(): small, op.outputs[0].ref(): site.delta}
-    patches = _patches(site, image, small, sizes, entries)
+    entries = {image.ref(): image, small.ref(): small, op.outputs[0].ref(): context.delta}
+    patches = _patches(context, image, small, sizes, entries)
     patches = _split(patches, [groups, channels])  # [B, T, taps, G, channels]
     x = tf.transpose(patches, [0, 1, 3, 2, 4])
     x = _merge(x, 3, 5)
-    delta = _positions(site, _channels_last(op, entries[small.ref()]), small)
+    delta = _positions(context, _channels_last(op, entries[small.ref()]), small)
     delta = _split(delta, [groups, outputs // groups])
     taps = math.prod(sizes)
-    view = site.view.reshape([taps * channels, groups, outputs // groups]).transpose([1, 0, 2])
-    return site.viewed(Outer(x, delta), view)
+    view = context.view.reshape([taps * channels, groups, outputs // groups]).transpose([1, 0, 2])
+    return context.contribute(OuterGradient(x, delta), view)
 
 
 def _channels_first(op: tf.Operation) -> bool:
@@ -88,15 +87,15 @@ def _merge(tensor: tf.Tensor, first: int, last: int) -> tf.Tensor:
     return tf.reshape(tensor, [*shape[:first], math.prod(shape[first:last]), *shape[last:]])
 
 
-def _positions(site: Site, tensor: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+def _positions(context: RuleContext, tensor: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
     """[B, T, C] from a tensor with batch axis 0, any positions, and channels last."""
-    rows = site.rows(tensor, like=like)
+    rows = context.rows(tensor, like=like)
     return _merge(rows, 1, rows.shape.rank - 1)
 
 
-def _patches(site, image, small, sizes, entries=None) -> tf.Tensor:
+def _patches(context, image, small, sizes, entries=None) -> tf.Tensor:
     """[B, T, taps, C]: for each position of `small` what the kernel sees of `image`."""
-    op = site.op
+    op = context.op
     x = _channels_last(op, (entries or {}).get(image.ref(), image))
     positions = static_or_dynamic_shape(_channels_last(op, small))[1:-1]
     strides = _spatial(op, "strides")
@@ -121,7 +120,7 @@ def _patches(site, image, small, sizes, entries=None) -> tf.Tensor:
         )
         taps.append(x[(slice(None), *window)])
     stacked = tf.stack(taps, axis=-2)  # [B·…, *positions, taps, C]
-    rows = site.rows(stacked, like=image)
+    rows = context.rows(stacked, like=image)
     return _merge(rows, 1, rows.shape.rank - 2)
 
 

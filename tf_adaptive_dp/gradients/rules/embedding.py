@@ -6,27 +6,26 @@ import math
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.contributions import Sparse
-from tf_adaptive_dp.gradients.layout.sizes import static_value
-from tf_adaptive_dp.gradients.rules.registry import Site, register_rule
-from tf_adaptive_dp.gradients.totals import Viewed
+from tf_adaptive_dp.gradients.batch_axis.sizes import static_value
+from tf_adaptive_dp.gradients.contributions import SparseGradient, VariableContribution
+from tf_adaptive_dp.gradients.rules.registry import RuleContext, register_rule
 
 
 @register_rule("ResourceGather", "GatherV2")
-def gather(site: Site) -> Viewed | None:
+def gather(context: RuleContext) -> VariableContribution | None:
     """δ at the ids of each example; an id that occurs several times adds up."""
-    op = site.op
-    ids, output, shape = op.inputs[1], op.outputs[0], site.view.shapes[-1]
+    op = context.op
+    ids, output, shape = op.inputs[1], op.outputs[0], context.view.shapes[-1]
     axis = static_value(op.inputs[2]) if op.type == "GatherV2" else 0
-    if site.index != 0 or op.get_attr("batch_dims") != 0 or axis != 0:
+    if context.index != 0 or op.get_attr("batch_dims") != 0 or axis != 0:
         return None
     width = math.prod(shape[1:])
-    ids, delta = site.rows(ids), site.rows(site.delta, like=output)
+    ids, delta = context.rows(ids), context.rows(context.delta, like=output)
     dynamic = tf.shape(ids)
     front = dynamic[0] if ids.shape[0] is None else ids.shape[0]
     times = ids.shape[1:].num_elements()
     times = tf.reduce_prod(dynamic[1:]) if times is None else times
-    form = Sparse(
+    form = SparseGradient(
         (shape[0], width), tf.reshape(ids, [front, times]), tf.reshape(delta, [front, times, width])
     )
-    return site.viewed(form, site.view.reshape([shape[0], width]))
+    return context.contribute(form, context.view.reshape([shape[0], width]))

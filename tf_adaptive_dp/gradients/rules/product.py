@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.contributions import Outer
-from tf_adaptive_dp.gradients.layout.products import product_terms
-from tf_adaptive_dp.gradients.rules.registry import Site, register_rule
-from tf_adaptive_dp.gradients.totals import Viewed
+from tf_adaptive_dp.gradients.batch_axis.operation_types import product_terms
+from tf_adaptive_dp.gradients.contributions import OuterGradient, VariableContribution
+from tf_adaptive_dp.gradients.rules.registry import RuleContext, register_rule
 
 
 @register_rule("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
-def product(site: Site) -> Viewed | None:
+def product(context: RuleContext) -> VariableContribution | None:
     """g = Σ_t x_t δ_tᵀ, where t are the letters that the kernel does not have.
 
     A letter of the kernel is summed over (n), an axis of the output (m), or of both (a group g).
     """
-    op, kernel = site.op, site.op.inputs[site.index]
+    op, kernel = context.op, context.op.inputs[context.index]
     if len(op.inputs) != 2 or op.inputs[0] is op.inputs[1]:
         return None
     terms, result = product_terms(op)
-    x, of_x, of_kernel = op.inputs[1 - site.index], terms[1 - site.index], terms[site.index]
-    batch = result[site.layouts[op.outputs[0]].axis]
+    x, of_x, of_kernel = (
+        op.inputs[1 - context.index],
+        terms[1 - context.index],
+        terms[context.index],
+    )
+    batch = result[context.batch_axes[op.outputs[0]].axis]
     if any(len(set(t)) < len(t) for t in (*terms, result)) or batch in of_kernel:
         return None
     if not set(of_kernel) <= set(of_x) | set(result) or batch not in of_x:
@@ -35,18 +38,20 @@ def product(site: Site) -> Viewed | None:
     for tensor, term in ((x, of_x), (op.outputs[0], result)):
         if any(n is not None and size.get(c, n) != n for c, n in zip(term, tensor.shape)):
             return None  # broadcast
-    rows = _arrange(site.rows(x), of_x, batch, [alone, times, groups, summed])
+    rows = _arrange(context.rows(x), of_x, batch, [alone, times, groups, summed])
     if alone:
         rows = tf.reduce_sum(rows, axis=2)
     else:
         rows = rows[:, :, 0]
-    delta = _arrange(site.delta_rows(), result, batch, [times, groups, new])
+    delta = _arrange(context.delta_rows(), result, batch, [times, groups, new])
     blocks = [_count(size, block) for block in (groups, summed, new)]
-    view = site.view.transpose([of_kernel.index(c) for c in groups + summed + new]).reshape(blocks)
-    form = Outer(
+    view = context.view.transpose([of_kernel.index(c) for c in groups + summed + new]).reshape(
+        blocks
+    )
+    form = OuterGradient(
         _merge_times(rows, blocks[0], blocks[1]), _merge_times(delta, blocks[0], blocks[2])
     )
-    return site.viewed(form, view)
+    return context.contribute(form, view)
 
 
 def _arrange(rows: tf.Tensor, term: str, batch: str, blocks: list[list[str]]) -> tf.Tensor:

@@ -7,15 +7,14 @@ from typing import Callable, Optional
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.contributions import Contribution
-from tf_adaptive_dp.gradients.layout.analysis import Layouts
-from tf_adaptive_dp.gradients.layout.batch_axis import by_example
-from tf_adaptive_dp.gradients.totals import Viewed
-from tf_adaptive_dp.gradients.view import View
+from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
+from tf_adaptive_dp.gradients.batch_axis.values import by_example
+from tf_adaptive_dp.gradients.contributions import Contribution, VariableContribution
+from tf_adaptive_dp.gradients.variable_uses import AxisTransform
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
+class RuleContext:
     """A place where an operation reads a variable.
 
     Attributes:
@@ -23,16 +22,16 @@ class Site:
       index: which of its inputs is the variable.
       view: how that input is made from the variable.
       delta: the gradient of the loss for the operation's first output, in the shape of it.
-      layouts: where the batch axis of each tensor is.
+      batch_axes: where the batch axis of each tensor is.
       num_rows: the number of rows wanted, B or the number of microbatches.
       examples_per_row: 1, or `None` for microbatches.
     """
 
     op: tf.Operation
     index: int
-    view: View
+    view: AxisTransform
     delta: tf.Tensor
-    layouts: Layouts
+    batch_axes: BatchAxes
     num_rows: tf.Tensor | int
     examples_per_row: int | None
 
@@ -43,20 +42,22 @@ class Site:
           tensor: with a batch axis.
           like: a tensor of the graph that has the same batch axis, if `tensor` is a new one.
         """
-        layout = self.layouts[tensor if like is None else like]
+        layout = self.batch_axes[tensor if like is None else like]
         return by_example(tensor, layout, self.num_rows, self.examples_per_row)
 
     def delta_rows(self) -> tf.Tensor:
         """`delta` with the examples on axis 0."""
         return self.rows(self.delta, like=self.op.outputs[0])
 
-    def viewed(self, contribution: Contribution, view: View | None = None) -> Viewed:
+    def contribute(
+        self, contribution: Contribution, view: AxisTransform | None = None
+    ) -> VariableContribution:
         """What a rule returns: a contribution in the view `view` of the variable."""
-        return Viewed(contribution, view or self.view)
+        return VariableContribution(contribution, view or self.view)
 
 
 # From a site to what it contributes, or `None` if the rule does not cover it.
-Rule = Callable[[Site], Optional[Viewed]]
+Rule = Callable[[RuleContext], Optional[VariableContribution]]
 RULES: dict[str, Rule] = {}
 
 
@@ -64,15 +65,15 @@ def register_rule(*op_types: str) -> Callable[[Rule], Rule]:
     """Registers the per-example gradients of operations, for `gradients="auto"` and `"traced"`.
 
     Guarantee: a rule is trusted with the norms that are clipped. What it returns must be the
-    gradient of each example for the input `site.index` of `site.op`; prove it with
-    `tf_adaptive_dp.check_per_example`.
+    gradient of each example for the input `context.index` of `context.op`; prove it with
+    `tf_adaptive_dp.validation.check_per_example`.
 
     Args:
       *op_types: names as in `tf.Operation.type`.
 
     Returns:
-      A decorator for `rule(site)`, which returns `site.viewed(contribution)` or `None` for a case
-      that it does not cover. An earlier rule for the same operation is replaced.
+      A decorator for `rule(context)`, which returns `context.contribute(contribution)` or `None`
+      for a case that it does not cover. An earlier rule for the same operation is replaced.
     """
 
     def register(rule: Rule) -> Rule:

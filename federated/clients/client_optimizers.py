@@ -1,0 +1,280 @@
+"""ADADP and AdaDPS on the clients of federated averaging, as optimizers of TFF.
+
+Clipping and noise are not here: they are applied once a client and round, to its model update.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from federated.clients.preconditioner import ClientPreconditioner
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.update_rules import step_doubling
+
+LEARNING_RATE = tff.learning.optimizers.LEARNING_RATE_KEY
+TOLERANCE, ALPHA_MIN, ALPHA_MAX = "tolerance", "alpha_min", "alpha_max"
+_HPARAMS = (LEARNING_RATE, TOLERANCE, ALPHA_MIN, ALPHA_MAX)
+# The rest of the state.
+_MINIBATCHES, _DISCARDED, _HALF_STEP, _START = "minibatches", "discarded", "half_step", "start"
+_BASE = "base"
+
+State = collections.OrderedDict
+
+
+def build_adadp(
+    learning_rate: Any = 0.1,
+    tolerance: float = 0.1,
+    alpha_min: float = 0.9,
+    alpha_max: float = 1.1,
+    discard: bool = True,
+    keep: str = "half_steps",
+) -> tff.learning.optimizers.Optimizer:
+    """SGD on a client that finds its own learning rate.
+
+    Koskela and Honkela, "Adaptive federated averaging algorithm" (supplement, Algorithm 1): a step
+    of size η is compared with two of size η/2, over two minibatches with the gradients G₁ and G₂:
+
+        even minibatch:  θ̂ = θ − η·G₁ (the Euler point),  θ ← θ − (η/2)·G₁
+        odd minibatch:   θ̃ = θ − (η/2)·G₂,  err = ‖(θ̃ − θ̂) / max(1, |θ̃|)‖₂ over all weights
+                         θ ← θ̃ if err ≤ tol, else back to before both minibatches
+                         η ← η · min(max(tol / err, alpha_min), alpha_max)
+
+    An err that is infinite or NaN is not accepted, and η shrinks. A client with an odd number of
+    minibatches ends on the half step of the last one, which nothing judges. The state stays on the
+    client: each client begins each round with η₀, and no learning rate is averaged or sent.
+
+    `report(state)` gives scalars of one client: `learning_rate`, the final one, `judged_steps`, and
+    `discarded_steps` among them. A learning-rate schedule around this optimizer would overwrite η,
+    and Mime, which keeps the state at the server and shows it to clients, leaves nothing to adapt.
+
+    Args:
+      learning_rate: η₀, a number or a scalar tensor.
+      tolerance: tol, in the units of the weights; 0.1 in the paper.
+      alpha_min: the smallest factor of one adaptation.
+      alpha_max: the largest.
+      discard: go back when err > tol, as the paper does on clients.
+      keep: which point an accepted step leaves: `"half_steps"`, θ̃, or `"euler"`, θ̂.
+
+    Returns:
+      A `tff.learning.optimizers.Optimizer`; the first four arguments are its hyperparameters, under
+      their names.
+
+    Raises:
+      TypeError, ValueError: if an argument is out of range.
+
+    >>> optimizer = build_adadp(learning_rate=0.1)
+    >>> w = tf.zeros([1])
+    >>> state = optimizer.initialize(tf.TensorSpec([1]))
+    >>> for _ in range(2):
+    ...     state, w = optimizer.next(state, w, gradients=tf.constant([-1.0]))
+    >>> print(f"w = {w.numpy()[0]:.2f}, next η = {state['learning_rate'].numpy():.2f}")
+    w = 0.10, next η = 0.11
+    """
+    return _ADADP(learning_rate, tolerance, alpha_min, alpha_max, discard, keep)
+
+
+def build_adadps(
+    preconditioner: ClientPreconditioner, base: tff.learning.optimizers.Optimizer | None = None
+) -> tff.learning.optimizers.Optimizer:
+    """Any optimizer on gradients that side information made comparable beforehand.
+
+    AdaDPS on a client ("Private Adaptive Optimization with Side Information", section 6.2 and
+    Algorithm 3) divides the gradient of each minibatch by A and leaves the step to `base`:
+
+        g ← g / A,   θ ← base(θ, g)        with SGD: θ ← θ − α·g
+
+    With `base=build_adadp()` err compares two points of the preconditioned flow, since both
+    minibatches have the same A.
+
+    Guarantee: A is a constant of public provenance or of a release of its own, so a client's update
+    depends on its own data and on what is released anyway. The optimizer's `side_information` (with
+    `provenance` and `description`) says which, for the ledger; `NonPrivateDpEvent` makes ε
+    infinite. What wraps this optimizer must hand that on. TFF's `schedule_learning_rate` does not,
+    and is refused around it: schedule the base.
+
+    Args:
+      preconditioner: A; see `ClientPreconditioner`.
+      base: makes the step; `None` takes `tff.learning.optimizers.build_sgdm(learning_rate=0.1)`.
+
+    Returns:
+      A `tff.learning.optimizers.Optimizer` with the hyperparameters of `base`, and with `report` if
+      `base` has it.
+
+    Raises:
+      TypeError: if `preconditioner` does not say where it comes from, or `base` is no optimizer.
+      ValueError: if `base` has side information already; in the first step, if A does not fit.
+
+    >>> halved = ClientPreconditioner.from_arrays([2.0], provenance="public")
+    >>> optimizer = build_adadps(halved)
+    >>> state = optimizer.initialize([tf.TensorSpec([1])])
+    >>> _, (w,) = optimizer.next(state, [tf.zeros([1])], gradients=[tf.constant([-1.0])])
+    >>> print(f"w = {w.numpy()[0]:.2f}; A is {optimizer.side_information.provenance}")
+    w = 0.05; A is public
+    """
+    if base is None:
+        base = tff.learning.optimizers.build_sgdm(learning_rate=0.1)
+    return _AdaDPS(preconditioner, base)
+
+
+class _ADADP(tff.learning.optimizers.Optimizer):
+    """See `build_adadp`."""
+
+    def __init__(self, learning_rate, tolerance, alpha_min, alpha_max, discard, keep):
+        alpha_min = checks.number("alpha_min", alpha_min, 0, strict=True)
+        if alpha_min > 1:
+            raise ValueError(f"`alpha_min` must be at most 1. Received: alpha_min={alpha_min!r}")
+        self._hparams = {
+            LEARNING_RATE: _checked_learning_rate(learning_rate),
+            TOLERANCE: checks.number("tolerance", tolerance, 0, strict=True),
+            ALPHA_MIN: alpha_min,
+            ALPHA_MAX: checks.number("alpha_max", alpha_max, 1),
+        }
+        self._discard = checks.boolean("discard", discard)
+        self._keep = checks.choice("keep", keep, ("half_steps", "euler"))
+
+    def initialize(self, specs: Any) -> State:
+        state = State((key, self._hparams[key]) for key in _HPARAMS)
+        state[_MINIBATCHES] = tf.zeros([], tf.int32)
+        state[_DISCARDED] = tf.zeros([], tf.int32)
+        for key in (_HALF_STEP, _START) if self._discard else (_HALF_STEP,):
+            state[key] = tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), specs)
+        return state
+
+    def next(self, state: State, weights: Any, gradients: Any) -> tuple[State, Any]:
+        gradients = tff.learning.optimizers.handle_indexed_slices_gradients(gradients)
+        tff.learning.optimizers.check_weights_gradients_match(weights, gradients)
+        _check_state_fits(state[_HALF_STEP], weights)
+        points = [tf.convert_to_tensor(w) for w in tf.nest.flatten(weights)]
+        if not points:  # a model of which nothing is trained
+            return state, weights
+        rate = tf.cast(state[LEARNING_RATE], tf.float32)
+        half_step = [
+            tf.zeros_like(point) if g is None else tf.cast(rate / 2, point.dtype) * g
+            for point, g in zip(points, tf.nest.flatten(gradients))
+        ]
+        reached = [point - h for point, h in zip(points, half_step)]
+        odd = tf.equal(state[_MINIBATCHES] % 2, 1)
+        first_half = tf.nest.flatten(state[_HALF_STEP])
+        error = tf.cond(odd, lambda: _error(first_half, half_step, reached), lambda: 0.0)
+        accepted = error <= tf.cast(state[TOLERANCE], tf.float32)  # false if it is NaN
+        if self._keep == "euler":
+            euler = [point - h for point, h in zip(points, first_half)]
+            reached = [tf.where(odd, e, r) for e, r in zip(euler, reached)]
+        if self._discard:
+            starts = tf.nest.flatten(state[_START])
+            # A branch, not `tf.where`: it passes tensors on instead of copying them.
+            reached = tf.cond(accepted, lambda: reached, lambda: starts)
+        adapted = step_doubling.adapted_learning_rate(
+            rate, error, state[TOLERANCE], state[ALPHA_MIN], state[ALPHA_MAX]
+        )
+        state = State(state)
+        state[LEARNING_RATE] = tf.where(odd, adapted, rate)
+        state[_MINIBATCHES] = state[_MINIBATCHES] + 1
+        # Written at each minibatch, read at odd ones.
+        state[_HALF_STEP] = tf.nest.pack_sequence_as(weights, half_step)
+        if self._discard:
+            state[_DISCARDED] = state[_DISCARDED] + tf.cast(~accepted, tf.int32)
+            state[_START] = tf.nest.pack_sequence_as(weights, points)
+        return state, tf.nest.pack_sequence_as(weights, reached)
+
+    def get_hparams(self, state: State) -> State:
+        return State((key, state[key]) for key in _HPARAMS)
+
+    def set_hparams(self, state: State, hparams: Any) -> State:
+        unknown = sorted(set(hparams) - set(_HPARAMS))
+        if unknown:
+            raise KeyError(f"`hparams` may have the keys {_HPARAMS}. Received: {unknown}")
+        state = State(state)
+        state.update(hparams)
+        return state
+
+    def report(self, state: State) -> State:
+        """Scalars of one client, float32; see `build_adadp`."""
+        return State(
+            learning_rate=tf.cast(state[LEARNING_RATE], tf.float32),
+            judged_steps=tf.cast(state[_MINIBATCHES] // 2, tf.float32),
+            discarded_steps=tf.cast(state[_DISCARDED], tf.float32),
+        )
+
+
+class _AdaDPS(tff.learning.optimizers.Optimizer):
+    """See `build_adadps`.
+
+    The state of the base lies one level down, although there is nothing beside it: so that what
+    sets the learning rate from outside fails instead of hiding `side_information`.
+    """
+
+    def __init__(self, preconditioner, base):
+        if not isinstance(preconditioner, ClientPreconditioner):
+            raise TypeError(
+                "`preconditioner` must be a `ClientPreconditioner`, which says where A comes from: "
+                "`ClientPreconditioner.from_arrays(..., provenance=...)` or "
+                "`.from_side_information(...)`. Received: preconditioner="
+                f"{type(preconditioner).__name__}"
+            )
+        if not isinstance(base, tff.learning.optimizers.Optimizer):
+            raise TypeError(
+                f"`base` must be a `tff.learning.optimizers.Optimizer`. Received: base={base!r}"
+            )
+        if getattr(base, "side_information", None) is not None:
+            raise ValueError(
+                "`base` has side information already, of which one of the two would be lost to the "
+                "accounting. Received: base with side_information="
+                f"{base.side_information.description!r}. Multiply the arrays."
+            )
+        self.side_information = preconditioner
+        self._base = base
+        if hasattr(base, "report"):
+            self.report = lambda state: base.report(state[_BASE])
+
+    def initialize(self, specs: Any) -> State:
+        return State([(_BASE, self._base.initialize(specs))])
+
+    def next(self, state: State, weights: Any, gradients: Any) -> tuple[State, Any]:
+        gradients = tff.learning.optimizers.handle_indexed_slices_gradients(gradients)
+        tff.learning.optimizers.check_weights_gradients_match(weights, gradients)
+        scaled = self.side_information.precondition(tf.nest.flatten(gradients))
+        gradients = tf.nest.pack_sequence_as(gradients, scaled)
+        base_state, weights = self._base.next(state[_BASE], weights, gradients)
+        return State([(_BASE, base_state)]), weights
+
+    def get_hparams(self, state: State) -> State:
+        return self._base.get_hparams(state[_BASE])
+
+    def set_hparams(self, state: State, hparams: Any) -> State:
+        return State([(_BASE, self._base.set_hparams(state[_BASE], hparams))])
+
+
+def _checked_learning_rate(value: Any) -> Any:
+    if tf.is_symbolic_tensor(value):
+        return tf.cast(value, tf.float32)
+    if tf.is_tensor(value) and value.shape.rank == 0:
+        value = float(value.numpy())
+    return checks.number("learning_rate", value, 0, strict=True)
+
+
+def _error(first_half: list, second_half: list, reached: list) -> tf.Tensor:
+    """err of two minibatches; θ̃ - θ̂ = (η/2)(G₁ - G₂) is the difference of the half steps."""
+    pairs = zip(first_half, second_half)
+    differences = [tf.cast(a, tf.float32) - tf.cast(b, tf.float32) for a, b in pairs]
+    return step_doubling.relative_norm(differences, [tf.cast(p, tf.float32) for p in reached])
+
+
+def _check_state_fits(points: Any, weights: Any) -> None:
+    def described(nest):
+        return tf.nest.map_structure(lambda t: (tuple(t.shape), t.dtype.name), nest)
+
+    try:
+        tf.nest.assert_same_structure(points, weights)
+        fits = described(points) == described(weights)
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ValueError(
+            "`weights` must have the structure, shapes and dtypes of the `specs` that the state "
+            f"was initialized with, {described(points)}. Received: {described(weights)}"
+        )

@@ -1,0 +1,334 @@
+"""The work of a client in a round: train on its data, send the change of the weights.
+
+As TFF's `build_model_delta_client_work`, which throws the optimizer's state away at the end; here
+optimizers that have `report` are asked for it first.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_federated as tff
+
+ModelFn = Callable[[], tff.learning.models.VariableModel]
+REDUCE = tff.learning.LoopImplementation.DATASET_REDUCE
+
+
+def build_client_work(
+    model_fn: ModelFn | tff.learning.models.FunctionalModel,
+    client_optimizer: tff.learning.optimizers.Optimizer,
+    weighting: tff.learning.ClientWeighting,
+    metrics_aggregator: Callable[..., Any] | None = None,
+    loop_implementation: tff.learning.LoopImplementation = REDUCE,
+) -> tff.learning.templates.ClientWorkProcess:
+    """Local training from the server's weights; the update is weights before − weights after.
+
+    A client whose update is not finite sends zeros with weight 0, and none of its metrics. One
+    without data sends zeros, with weight 0 or, under `ClientWeighting.UNIFORM`, 1. A round without
+    clients is no error. Clients keep nothing between rounds: the optimizer starts anew, with the
+    hyperparameters in the state of this process, which `get_hparams` and `set_hparams` reach.
+
+    Measurements: `train`, the model's metrics; and `optimizer`, if the client optimizer has
+    `report` (see `build_adadp`): aggregates over the clients that judged a step and sent a finite
+    update, see `summary`. A discarded step whose loss was not finite leaves the
+    weights finite but not the metric.
+
+    Guarantee: none. Measurements are exact aggregates of the clients' data, without noise; whoever
+    releases them steps outside the privacy statement. They never enter the weights.
+
+    Args:
+      model_fn: makes a new `tff.learning.models.VariableModel` at each call; or a
+        `tff.learning.models.FunctionalModel`.
+      client_optimizer: makes the steps.
+      weighting: of a client's update: `NUM_EXAMPLES` or `UNIFORM`.
+      metrics_aggregator: from a model's metric finalizers to a computation that aggregates its
+        metrics; `None` takes `tff.learning.metrics.sum_then_finalize`.
+      loop_implementation: how the training loop goes through a client's data set.
+
+    Returns:
+      A `tff.learning.templates.ClientWorkProcess`; its state is the optimizer's hyperparameters.
+
+    Raises:
+      TypeError: if an argument is of another type.
+    """
+    _check_arguments(model_fn, client_optimizer, weighting, loop_implementation)
+    loop = _reduce if loop_implementation is REDUCE else _iterate
+    functional = isinstance(model_fn, tff.learning.models.FunctionalModel)
+    with tf.Graph().as_default():  # keeps the model's variables out of the caller's graph
+        model = model_fn if functional else model_fn()
+        finalizers = model.finalize_metrics if functional else model.metric_finalizers()
+        aggregate_metrics = (metrics_aggregator or tff.learning.metrics.sum_then_finalize)(
+            finalizers
+        )
+        weights_type = _weights_type(model)
+        data_type = tff.SequenceType(tff.types.tensorflow_to_type(model.input_spec))
+
+    @tff.tensorflow.computation
+    def initial_hparams():
+        specs = tff.types.type_to_tf_tensor_specs(weights_type.trainable)
+        return client_optimizer.get_hparams(client_optimizer.initialize(specs))
+
+    @tff.tensorflow.computation(initial_hparams.type_signature.result, weights_type, data_type)
+    def client_update(hparams, initial_weights, dataset):
+        if functional:
+            train = _training_of_functional(model_fn, client_optimizer, loop)
+        else:
+            train = _training_of_variables(model_fn(), client_optimizer, loop)
+        return _build_update(train, client_optimizer, weighting)(hparams, initial_weights, dataset)
+
+    return _build_process(initial_hparams, client_update, aggregate_metrics)
+
+
+def _build_process(initial_hparams, client_update, aggregate_metrics):
+    """The federated part: everything but a client's own computation."""
+    hparams_type, weights_type, data_type = client_update.type_signature.parameter
+    sums_type = client_update.type_signature.result[2]
+    sum_reports = len(sums_type) > 0
+    if sum_reports:
+        summarize = tff.tensorflow.computation(summary, sums_type)
+
+    @tff.federated_computation
+    def initialize():
+        return tff.federated_eval(initial_hparams, tff.SERVER)
+
+    @tff.federated_computation(
+        tff.FederatedType(hparams_type, tff.SERVER),
+        tff.FederatedType(weights_type, tff.CLIENTS),
+        tff.FederatedType(data_type, tff.CLIENTS),
+    )
+    def next_round(hparams, weights, client_data):
+        result, metrics, reports = tff.federated_map(
+            client_update, (tff.federated_broadcast(hparams), weights, client_data)
+        )
+        measurements = collections.OrderedDict(train=aggregate_metrics(metrics))
+        if sum_reports:
+            measurements["optimizer"] = tff.federated_map(summarize, tff.federated_sum(reports))
+        return tff.templates.MeasuredProcessOutput(hparams, result, tff.federated_zip(measurements))
+
+    @tff.tensorflow.computation(hparams_type)
+    def get_hparams(state):
+        return state
+
+    @tff.tensorflow.computation(hparams_type, hparams_type)
+    def set_hparams(state, hparams):
+        del state
+        return hparams
+
+    return tff.learning.templates.ClientWorkProcess(
+        initialize, next_round, get_hparams_fn=get_hparams, set_hparams_fn=set_hparams
+    )
+
+
+def _build_update(train, optimizer, weighting):
+    """A client's computation: (update with its weight, metrics, what it adds to the report)."""
+
+    @tf.function
+    def client_update(hparams, initial_weights, dataset):
+        trained, num_examples, optimizer_state, metrics_of = train(
+            hparams, initial_weights, dataset
+        )
+        update = tf.nest.map_structure(tf.subtract, initial_weights.trainable, trained)
+        finite = tf.reduce_all(
+            [True] + [tf.reduce_all(tf.math.is_finite(t)) for t in tf.nest.flatten(update)]
+        )
+        # `where`, not a product: 0 times infinity is NaN.
+        update = tf.nest.map_structure(lambda t: tf.where(finite, t, tf.zeros_like(t)), update)
+        by_examples = weighting is tff.learning.ClientWeighting.NUM_EXAMPLES
+        weight = tf.cast(num_examples, tf.float32) if by_examples else tf.constant(1.0)
+        report = collections.OrderedDict()
+        if hasattr(optimizer, "report"):
+            report = contribution(optimizer.report(optimizer_state), finite)
+        result = tff.learning.templates.ClientResult(update, tf.where(finite, weight, 0.0))
+        return result, metrics_of(finite), report
+
+    return client_update
+
+
+def _training_of_variables(model, optimizer, loop):
+    """Local training of a `VariableModel`, whose variables hold weights and metrics."""
+    weights = tff.learning.models.ModelWeights.from_model(model)
+
+    def train(hparams, initial_weights, dataset):
+        tf.nest.map_structure(lambda v, t: v.assign(t), weights, initial_weights)
+        variables = tuple(tf.nest.flatten(weights.trainable))
+
+        def step(state, batch):
+            num_examples, optimizer_state = state
+            with tf.GradientTape() as tape:
+                output = model.forward_pass(batch, training=True)
+            gradients = tuple(tape.gradient(output.loss, variables))
+            optimizer_state, updated = optimizer.next(optimizer_state, variables, gradients)
+            for variable, value in zip(variables, updated):
+                variable.assign(value)
+            examples = output.num_examples
+            if examples is None:
+                examples = tf.shape(output.predictions)[0]
+            return num_examples + tf.cast(examples, tf.int64), optimizer_state
+
+        start = (tf.zeros([], tf.int64), _initial_state(optimizer, hparams, variables))
+        num_examples, optimizer_state = loop(dataset, start, step)
+        trained = tf.nest.map_structure(lambda v: v.read_value(), weights.trainable)
+
+        def metrics_of(finite):
+            if not finite:
+                model.reset_metrics()
+            return model.report_local_unfinalized_metrics()
+
+        return trained, num_examples, optimizer_state, metrics_of
+
+    return train
+
+
+def _training_of_functional(model, optimizer, loop):
+    """Local training of a `FunctionalModel`, whose weights and metrics are tensors."""
+
+    def train(hparams, initial_weights, dataset):
+        fixed = initial_weights.non_trainable
+
+        def step(state, batch):
+            trainable, optimizer_state, metrics_state, num_examples = state
+            x, y = (batch["x"], batch["y"]) if isinstance(batch, Mapping) else batch
+            with tf.GradientTape() as tape:
+                tape.watch(trainable)
+                output = model.predict_on_batch((trainable, fixed), x, training=True)
+                loss = model.loss(output=output, label=y)
+            gradients = tape.gradient(loss, trainable)
+            optimizer_state, trainable = optimizer.next(optimizer_state, trainable, gradients)
+            examples = tf.shape(tf.nest.flatten(output)[0])[0]
+            metrics_state = model.update_metrics_state(
+                metrics_state,
+                labels=y,
+                batch_output=tff.learning.models.BatchOutput(
+                    loss=loss, predictions=output, num_examples=examples
+                ),
+            )
+            num_examples += tf.cast(examples, tf.int64)
+            return trainable, optimizer_state, metrics_state, num_examples
+
+        start = (
+            initial_weights.trainable,
+            _initial_state(optimizer, hparams, initial_weights.trainable),
+            model.initialize_metrics_state(),
+            tf.zeros([], tf.int64),
+        )
+        trained, optimizer_state, metrics_state, num_examples = loop(dataset, start, step)
+
+        def metrics_of(finite):
+            return tf.nest.map_structure(
+                lambda after, before: tf.where(finite, after, before),
+                metrics_state,
+                model.initialize_metrics_state(),
+            )
+
+        return trained, num_examples, optimizer_state, metrics_of
+
+    return train
+
+
+def _initial_state(optimizer, hparams, weights):
+    specs = tf.nest.map_structure(lambda w: tf.TensorSpec(w.shape, w.dtype), weights)
+    return optimizer.set_hparams(optimizer.initialize(specs), hparams)
+
+
+def _reduce(dataset, start, step):
+    return dataset.reduce(start, step)
+
+
+def _iterate(dataset, start, step):
+    state = start
+    for batch in iter(dataset):
+        state = step(state, batch)
+    return state
+
+
+def _weights_type(model):
+    """The type of the model's weights, as `ModelWeights`."""
+    if not isinstance(model, tff.learning.models.FunctionalModel):
+        return tff.learning.models.weights_type_from_model(model)
+    trainable, non_trainable = (
+        tuple(tf.TensorSpec(np.shape(w), np.asarray(w).dtype) for w in weights)
+        for weights in model.initial_weights
+    )
+    return tff.types.tensorflow_to_type(tff.learning.models.ModelWeights(trainable, non_trainable))
+
+
+def _check_arguments(model_fn, client_optimizer, weighting, loop_implementation):
+    expected = [
+        ("client_optimizer", client_optimizer, tff.learning.optimizers.Optimizer),
+        ("weighting", weighting, tff.learning.ClientWeighting),
+        ("loop_implementation", loop_implementation, tff.learning.LoopImplementation),
+    ]
+    for name, value, kind in expected:
+        if not isinstance(value, kind):
+            raise TypeError(f"`{name}` must be a `{kind.__name__}`. Received: {name}={value!r}")
+    if not callable(model_fn) and not isinstance(model_fn, tff.learning.models.FunctionalModel):
+        raise TypeError(
+            "`model_fn` must be a function that makes a `tff.learning.models.VariableModel`, or a "
+            f"`tff.learning.models.FunctionalModel`. Received: model_fn={model_fn!r}"
+        )
+
+
+# Half decades from 1e-6 to 1e2; the first and the last bucket of the histogram are open.
+LEARNING_RATE_EDGES = tuple(10.0 ** (k / 2) for k in range(-12, 5))
+
+
+def contribution(report: Any, counts: tf.Tensor) -> collections.OrderedDict:
+    """What one client adds to the sums over clients.
+
+    A client adds nothing unless it judged a step, `counts` is true and its learning rate is finite
+    and positive.
+
+    Args:
+      report: what `optimizer.report(state)` returned: `learning_rate`, `judged_steps` and
+        `discarded_steps`, scalars.
+      counts: whether the client's update counts, scalar.
+
+    Returns:
+      Tensors that are to be summed over clients.
+    """
+    rate = tf.cast(report["learning_rate"], tf.float32)
+    counts = counts & (report["judged_steps"] > 0) & tf.math.is_finite(rate) & (rate > 0)
+    log_rate = tf.math.log(tf.where(counts, tf.cast(rate, tf.float64), 1.0)) / math.log(10)
+    bucket = tf.searchsorted(tf.constant(LEARNING_RATE_EDGES), rate[tf.newaxis], side="right")[0]
+
+    def if_counts(value: tf.Tensor) -> tf.Tensor:
+        return tf.where(counts, value, tf.zeros_like(value))
+
+    return collections.OrderedDict(
+        clients=tf.cast(counts, tf.int32),
+        log_rate=log_rate,
+        squared_log_rate=tf.square(log_rate),
+        histogram=if_counts(tf.one_hot(bucket, len(LEARNING_RATE_EDGES) + 1, dtype=tf.int32)),
+        judged_steps=if_counts(tf.cast(report["judged_steps"], tf.float64)),
+        discarded_steps=if_counts(tf.cast(report["discarded_steps"], tf.float64)),
+    )
+
+
+def summary(sums: Any) -> collections.OrderedDict:
+    """The measurements of a round, from the sums of `contribution` over its clients.
+
+    Args:
+      sums: of each entry of `contribution`.
+
+    Returns:
+      `clients`: how many judged a step; `log10_learning_rate_mean` and `_stddev` (of the
+      population); `learning_rate_histogram`: clients by η, in the buckets between
+      `LEARNING_RATE_EDGES`, lower edge included; `discarded_share`: of all judged steps. Without
+      clients the counts are 0 and all else is NaN.
+    """
+    clients = tf.cast(sums["clients"], tf.float64)
+    mean = sums["log_rate"] / clients
+    variance = sums["squared_log_rate"] / clients - tf.square(mean)
+    return collections.OrderedDict(
+        clients=sums["clients"],
+        log10_learning_rate_mean=tf.cast(mean, tf.float32),
+        # Rounding may leave a variance below 0; NaN passes through.
+        log10_learning_rate_stddev=tf.cast(tf.sqrt(tf.maximum(variance, 0.0)), tf.float32),
+        learning_rate_histogram=sums["histogram"],
+        discarded_share=tf.cast(sums["discarded_steps"] / sums["judged_steps"], tf.float32),
+    )

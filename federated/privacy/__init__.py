@@ -1,0 +1,1 @@
+"""What is promised to a user, what was released, and epsilon."""

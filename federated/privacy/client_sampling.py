@@ -1,0 +1,242 @@
+"""Which clients take part in a round: a pure function of a secret key and the round's number."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from federated.privacy.user_level import UserLevelPrivacy
+from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.sampling import draws
+from tf_adaptive_dp.sampling.fixed_size import FixedSizeSampling
+from tf_adaptive_dp.sampling.poisson import PoissonSampling
+from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
+
+__all__ = [
+    "ClientSampler",
+    "EveryClient",
+    "FixedSizeSampling",
+    "PoissonSampling",
+    "ShuffledEpochs",
+    "check_sampling",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryClient(draws.Sampling):
+    """All clients take part in each round.
+
+    Guarantee: (ε, δ)-DP for adding or removing one client, with ε of `epsilon_spent`: each round is
+    the Gaussian mechanism without any amplification.
+
+    >>> EveryClient().draw(3, step=0, key=draws.new_key(seed=1))
+    array([0, 1, 2])
+    """
+
+    label: ClassVar[str] = "every"
+    steps: ClassVar[int] = composition.MAX_RELEASES
+    seed: ClassVar[int | None] = None
+
+    def expected_batch_size(self, num_examples: int) -> float:
+        """The number of clients."""
+        return float(num_examples)
+
+    def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
+        """All indices."""
+        del step, key
+        return np.arange(num_examples)
+
+    def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
+        """ε of a ledger, see the class."""
+        return composition.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
+
+
+def described(sampling: draws.Sampling) -> str:
+    """All of a sampling that ε depends on, in words: not for how many `steps` it was made.
+
+    >>> described(FixedSizeSampling(2, steps=10))
+    'FixedSizeSampling(batch_size=2, seed=None)'
+    """
+    if not dataclasses.is_dataclass(sampling):
+        return repr(sampling)
+    values = [f for f in dataclasses.fields(sampling) if f.name != "steps"]
+    said = ", ".join(f"{f.name}={getattr(sampling, f.name)!r}" for f in values)
+    return f"{type(sampling).__name__}({said})"
+
+
+def check_sampling(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> None:
+    """Raises if cohorts of a sampling are not those that the privacy was stated for.
+
+    Raises:
+      TypeError: if one of the two is something else.
+      ValueError: if the expected size of a cohort is not `privacy.clients_per_round`, or if the
+        tree mechanism is to have clients that may come twice in a pass.
+    """
+    if not isinstance(privacy, UserLevelPrivacy):
+        raise TypeError(f"`privacy` must be a `UserLevelPrivacy`. Received: privacy={privacy!r}")
+    if not isinstance(sampling, draws.Sampling):
+        raise TypeError(
+            "`sampling` must be a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs` or "
+            f"`EveryClient`. Received: sampling={sampling!r}"
+        )
+    if privacy.mechanism == "tree" and not isinstance(sampling, (ShuffledEpochs, EveryClient)):
+        raise ValueError(
+            "With mechanism='tree' each client may take part once a pass at most: use "
+            f"`ShuffledEpochs`. Received: sampling={sampling!r}"
+        )
+    expected = sampling.expected_batch_size(privacy.total_clients)
+    if not math.isclose(expected, privacy.clients_per_round, rel_tol=1e-9):
+        raise ValueError(
+            f"The sampling gives {expected!r} clients a round of {privacy.total_clients}, but the "
+            f"privacy is stated for clients_per_round={privacy.clients_per_round!r}: the noise is "
+            f"divided by that number, and ε is counted with it. Received: sampling={sampling!r}"
+        )
+
+
+class ClientSampler:
+    """The cohort of each round.
+
+    Guarantee: the sampling's, with clients for examples, if the key stays secret. The ids are
+    sorted, so the same ids and key give the same cohorts in whatever order they are given. A cohort
+    depends on no data, and may be empty under Poisson sampling: that round has to be run like
+    others.
+
+    Args:
+      client_ids: the ids of all clients.
+      sampling: a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs` or `EveryClient`.
+      key: 32 secret bytes; `None` makes new ones (of the sampling's seed, if it has one), and
+        `federated.train` makes new ones for each run. To go on with rounds of your own, pass the
+        `key` again. With the tree mechanism that is part of the guarantee: another key could draw a
+        client twice in one pass.
+
+    Attributes:
+      client_ids: sorted, a tuple.
+      sampling: as passed.
+      key: as passed or made; who has it knows who took part when.
+
+    Raises:
+      TypeError, ValueError: for ids that are not different strings, or another wrong argument.
+
+    >>> sampler = ClientSampler(["b", "c", "a"], FixedSizeSampling(2, steps=10, seed=1))
+    >>> sampler.cohort(0)
+    ['a', 'c']
+    """
+
+    def __init__(
+        self, client_ids: Sequence[str], sampling: draws.Sampling, key: bytes | None = None
+    ):
+        if isinstance(client_ids, str) or not all(isinstance(c, str) for c in client_ids):
+            raise TypeError(
+                f"`client_ids` must be a list of strings. Received: client_ids={client_ids!r}"
+            )
+        self.client_ids = tuple(sorted(client_ids))
+        if not self.client_ids or len(set(self.client_ids)) < len(self.client_ids):
+            raise ValueError(
+                "`client_ids` must be at least one, and all different: a client that is listed "
+                f"twice would count twice. Received: {len(self.client_ids)} ids, "
+                f"{len(set(self.client_ids))} different ones"
+            )
+        if not isinstance(sampling, draws.Sampling):
+            raise TypeError(
+                "`sampling` must be a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs` or "
+                f"`EveryClient`. Received: sampling={sampling!r}"
+            )
+        size = getattr(sampling, "batch_size", 0)
+        if size > len(self.client_ids):
+            raise ValueError(
+                "A cohort cannot be larger than the number of clients. Received: "
+                f"sampling={sampling!r} and {len(self.client_ids)} clients"
+            )
+        if key is not None and not (isinstance(key, bytes) and len(key) == 32):
+            raise ValueError("`key` must be 32 bytes. Received: something else")
+        self.sampling = sampling
+        self.key = draws.new_key(sampling.seed) if key is None else key
+        self._key_was_passed = key is not None
+
+    @classmethod
+    def poisson(
+        cls,
+        client_ids: Sequence[str],
+        privacy: UserLevelPrivacy,
+        num_rounds: int,
+        key: bytes | None = None,
+        max_clients: int | None = None,
+    ) -> ClientSampler:
+        """Poisson cohorts with q = clients_per_round / total_clients.
+
+        Args:
+          client_ids: see the class.
+          privacy: what the rounds are to have.
+          num_rounds: of the whole run, rounds that fail included.
+          key: see the class.
+          max_clients: the most clients of a round; of more, that many stay by chance. What that
+            may reveal is taken from δ, see `PoissonSampling`: with a large ε next to nothing may
+            be cut. `None`: as many as are drawn.
+
+        >>> privacy = UserLevelPrivacy(1.0, 2, 4, clip=1.0)
+        >>> sampler = ClientSampler.poisson(["a", "b", "c", "d"], privacy, num_rounds=10)
+        >>> sampler.sampling.sampling_probability
+        0.5
+        """
+        rows = privacy.total_clients + 1 if max_clients is None else max_clients
+        probability = privacy.clients_per_round / privacy.total_clients
+        sampling = PoissonSampling(probability, rows, num_rounds)
+        return cls(client_ids, sampling, key).checked(privacy)
+
+    def for_new_run(self) -> ClientSampler:
+        """A sampler for rounds that are not a continuation of earlier ones.
+
+        Returns:
+          One with a new key, so that the cohorts of different runs are independent, as they have to
+          be where their ε are added. With a key that was passed: itself.
+        """
+        if self._key_was_passed:
+            return self
+        return ClientSampler(self.client_ids, self.sampling)
+
+    def checked(self, privacy: UserLevelPrivacy) -> ClientSampler:
+        """Returns itself if it draws the cohorts that the privacy is stated for.
+
+        Raises:
+          TypeError, ValueError: if not, see `check_sampling`; or if there are more or fewer clients
+            than `privacy.total_clients`.
+        """
+        check_sampling(privacy, self.sampling)
+        if len(self.client_ids) != privacy.total_clients:
+            raise ValueError(
+                "`total_clients` must be the number of clients that cohorts are drawn from. "
+                f"Received: total_clients={privacy.total_clients!r}, "
+                f"{len(self.client_ids)} client ids"
+            )
+        return self
+
+    def cohort(self, round_num: int) -> list[str]:
+        """The clients of a round.
+
+        Args:
+          round_num: 0 for the first round, below `sampling.steps`. With the Gaussian mechanism no
+            number may be used twice: a round that failed counts, and the next one takes the next
+            number. With the tree mechanism it has to be the number of rounds that the process's
+            state is the result of.
+
+        Returns:
+          Client ids, without repetition; the empty list if nobody was drawn.
+
+        Raises:
+          TypeError, ValueError: if there is no such round.
+        """
+        if isinstance(round_num, bool) or not isinstance(round_num, (int, np.integer)):
+            raise TypeError(
+                f"`round_num` must be a whole number. Received: round_num={round_num!r}"
+            )
+        if not 0 <= round_num < self.sampling.steps:
+            raise ValueError(
+                f"`round_num` must be at least 0 and below {self.sampling.steps}, the `steps` of "
+                f"the sampling. Received: round_num={round_num!r}"
+            )
+        drawn = self.sampling.draw(len(self.client_ids), int(round_num), self.key)
+        return [self.client_ids[index] for index in drawn]

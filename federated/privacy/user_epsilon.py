@@ -1,0 +1,211 @@
+"""ε for one user, of the rounds that a ledger holds, and what may be claimed of them in words."""
+
+from __future__ import annotations
+
+import math
+
+from federated.privacy.client_sampling import EveryClient, check_sampling, described
+from federated.privacy.user_ledger import UserLedger
+from tf_adaptive_dp import statement
+from tf_adaptive_dp.accounting import composition as central
+from tf_adaptive_dp.accounting.composition import epsilon_without_amplification
+from tf_adaptive_dp.sampling import draws
+from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
+from tf_adaptive_dp.statement import Unit, filled, item, of_side_information, up, why_not_private
+
+__all__ = ["UserLedger", "epsilon_spent", "privacy_statement"]
+
+USER = Unit(
+    one="user",
+    a="a user",
+    batch="cohort",
+    batches="cohorts",
+    releases="noisy averages of client updates",
+    others="averages",
+)
+
+_PROTECTED = """\
+Protected: every noisy average that was released, hence the weights of the server's model after
+every round, and whatever is computed from these without looking at the users' data again."""
+_STATE_TOO = """\
+The state of the process is protected as well; the key of the sampler and figures of the clients,
+which a run keeps in its folder `secret`, are not."""
+_STATE_NOT = """\
+The state of the process and its checkpoints are NOT protected: they hold the noise of
+the tree. Keep them as secret as the data, and publish model weights only."""
+
+_NOT_PROTECTED = """\
+Not protected: what TFF reports of the clients' training without noise ("client_work": loss,
+accuracy, figures of the client optimizer), the exact size of a cohort and who was in it, the choice
+of hyperparameters if they were tuned on the private data, and the number of users, which counts as
+public. The server adds the noise: nobody is protected from the server and the clients' workers."""
+
+
+def epsilon_spent(
+    ledger: UserLedger, delta: float, *, sampling: draws.Sampling, accountant: str = "rdp"
+) -> float:
+    """ε of all rounds in a ledger, for one user.
+
+    Guarantee: (ε, δ)-DP for
+    - `PoissonSampling`: adding or removing one user; cohorts that are cut cost part of δ;
+    - `EveryClient`: adding or removing one user, nothing is amplified;
+    - `FixedSizeSampling`: replacing one user by another;
+    - `ShuffledEpochs` with mechanism="gaussian": an approximation, see `privacy_statement` for the
+      proven bound;
+    - `ShuffledEpochs` or `EveryClient` with mechanism="tree": replacing one user by one who sends
+      zeros; each user was in one cohort of a pass at most. A tree of so many steps is
+      `dp_accounting.SingleEpochTreeAggregationDpEvent`: the Gaussian mechanism with noise
+      multiplier z / √⌈log₂(steps + 1)⌉.
+
+    Args:
+      ledger: of the run.
+      delta: δ, in (0, 1); should be well below 1 / number of users.
+      sampling: what drew the cohorts, such as `ClientSampler.sampling`.
+      accountant: `"rdp"` or `"pld"`; for `FixedSizeSampling` only `"rdp"`.
+
+    Returns:
+      ε ≥ 0, 0.0 before the first round, `math.inf` if something was released without noise.
+
+    Raises:
+      TypeError, ValueError: for a wrong argument, or if the sampling does not agree with the
+        ledger's privacy.
+      dp_accounting.UnsupportedEventError: for side information whose release the accountant lacks.
+
+    Example:
+      >>> from federated.privacy.client_sampling import PoissonSampling
+      >>> from federated.privacy.user_level import UserLevelPrivacy
+      >>> ledger = UserLedger(UserLevelPrivacy(1.0, 100, 10_000, clip=1.0))
+      >>> ledger.record_lost(1000)
+      >>> sampling = PoissonSampling.for_batch_size(100, 10_000, steps=1000)
+      >>> round(epsilon_spent(ledger, 1e-5, sampling=sampling), 3)
+      2.101
+    """
+    _check(ledger, sampling)
+    if ledger.is_tree:
+        return _epsilon_of_trees(ledger, delta, accountant)
+    clients = ledger.privacy.total_clients
+    return sampling.epsilon_spent(ledger, clients, delta, accountant=accountant)
+
+
+def privacy_statement(
+    ledger: UserLedger, delta: float, *, sampling: draws.Sampling, accountant: str = "rdp"
+) -> str:
+    """The privacy of a run for one user, as a text to publish with the model.
+
+    Guarantee: the numbers are `epsilon_spent` and, for shuffled cohorts under the Gaussian
+    mechanism, also the bound without amplification by sampling, rounded up. The text names the unit
+    (one user, with all data), the adjacency, the sampling, what is protected and what is not, and
+    the side information with where it came from.
+
+    Args:
+      ledger: of the run.
+      delta: δ, in (0, 1).
+      sampling: what drew the cohorts.
+      accountant: `"rdp"` or `"pld"`.
+
+    Returns:
+      Paragraphs of at most 80 columns.
+
+    Raises:
+      TypeError, ValueError, dp_accounting.UnsupportedEventError: as `epsilon_spent`.
+
+    Example:
+      >>> from federated.privacy.user_level import UserLevelPrivacy
+      >>> ledger = UserLedger(UserLevelPrivacy(4.0, 10, 10, clip=1.0))
+      >>> ledger.record_lost(20)
+      >>> text = privacy_statement(ledger, 1e-2, sampling=EveryClient())
+      >>> print("".join(text.splitlines(keepends=True)[:4]))
+      Differential privacy with epsilon = 3.1847 and delta = 0.01 (RDP accounting,
+      rounded up). Unit: one user. Adjacency: data sets that differ by adding or
+      removing one user. Every user was in the cohort of every round: this epsilon is
+      a proven bound, without any amplification by sampling.
+      <BLANKLINE>
+    """
+    spent = epsilon_spent(ledger, delta, sampling=sampling, accountant=accountant)
+    clients, events = ledger.privacy.total_clients, ledger.non_tree_events
+    if not ledger.num_releases and not events:
+        return filled(
+            "Nothing was released: the ledger is empty, epsilon = 0. That says nothing of weights "
+            "that were trained by other means."
+        )
+    released = statement.list_of_releases(ledger.segments, events, clients, USER)
+    released += _list_of_trees(ledger)
+    information = of_side_information(ledger.side_information)
+    if math.isinf(spent):
+        why = why_not_private(ledger.segments, events, sampling, USER)
+        return "\n".join(part for part in (why, released, information) if part)
+    paragraphs = [
+        _claim(ledger, spent, delta, sampling, accountant),
+        statement.warning_of_delta(delta, clients, USER),
+        released,
+        information,
+        filled(f"{_PROTECTED} {_STATE_NOT if ledger.is_tree else _STATE_TOO}"),
+        filled(_NOT_PROTECTED),
+        filled("A user's protection covers all data that this user has, if it is one client."),
+    ]
+    return "\n".join(paragraph for paragraph in paragraphs if paragraph)
+
+
+def _check(ledger: UserLedger, sampling: draws.Sampling) -> None:
+    if not isinstance(ledger, UserLedger):
+        raise TypeError(f"`ledger` must be a `UserLedger`. Received: ledger={ledger!r}")
+    check_sampling(ledger.privacy, sampling)
+    check_drawn(ledger, sampling)
+
+
+def check_drawn(ledger: UserLedger, sampling: draws.Sampling) -> None:
+    """Raises ValueError if the rounds of a ledger are known to have cohorts of another sampling."""
+    if ledger.sampling not in (None, described(sampling)):
+        raise ValueError(
+            "The rounds in `ledger` have cohorts that were drawn in another way: their ε cannot be "
+            f"computed for this `sampling`. Received: sampling={sampling!r}, the rounds were drawn "
+            f"by {ledger.sampling}"
+        )
+
+
+def _epsilon_of_trees(ledger: UserLedger, delta: float, accountant: str) -> float:
+    counts: central.Counts = {}
+    for steps, count in ledger.trees.items():
+        # ⌈log₂(steps + 1)⌉ nodes, at most, have one leaf of the tree below them.
+        release = (ledger.privacy.noise_multiplier / math.sqrt(steps.bit_length()), 1.0)
+        counts[release] = counts.get(release, 0) + count
+    return central.composed_epsilon(counts, ledger.non_tree_events, delta, accountant)
+
+
+def _claim(
+    ledger: UserLedger, spent: float, delta: float, sampling: draws.Sampling, accountant: str
+) -> str:
+    start = (
+        f"Differential privacy with epsilon = {up(spent)} and delta = {delta:g} "
+        f"({accountant.upper()} accounting, rounded up). Unit: one user. Adjacency: data sets "
+    )
+    if ledger.is_tree:
+        return filled(
+            f"{start} in which one user's updates are replaced by zeros. The noise is that of tree "
+            "aggregation (DP-FTRL). This epsilon is a proven bound for any order of the users, if "
+            "each was in one cohort of a pass at most; nothing is assumed of secret sampling."
+        )
+    if isinstance(sampling, EveryClient):
+        return filled(
+            f"{start} that differ by adding or removing one user. Every user was in the cohort of "
+            "every round: this epsilon is a proven bound, without any amplification by sampling."
+        )
+    unamplified = math.nan
+    if isinstance(sampling, ShuffledEpochs):
+        unamplified = epsilon_without_amplification(
+            ledger, ledger.privacy.total_clients, delta, accountant=accountant
+        )
+    clients = ledger.privacy.total_clients
+    return statement.claim(spent, unamplified, delta, accountant, sampling, clients, USER)
+
+
+def _list_of_trees(ledger: UserLedger) -> str:
+    privacy = ledger.privacy
+    return "".join(
+        item(
+            f"{count} {'tree' if count == 1 else 'trees'} of {steps} noisy averages of client "
+            f"updates, with noise multiplier {privacy.noise_multiplier:g} at each node and "
+            f"{privacy.clients_per_round:g} of {privacy.total_clients} users a cohort"
+        )
+        for steps, count in ledger.trees.items()
+    )

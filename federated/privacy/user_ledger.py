@@ -1,0 +1,302 @@
+"""The rounds that were released, counted for each run."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import dp_accounting
+import tensorflow_federated as tff
+
+from federated.privacy.side_information import SideInformation
+from federated.privacy.user_level import UserLevelPrivacy
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.side_information import provenance as provenances
+
+# A quotient of float32 numbers is that far from the noise multiplier that was asked for, at most;
+# beyond it something else was released. Our own queries never are below it, other ones may be.
+_ROUNDING = 1e-6
+_MOST_ABOVE = 1e-4
+
+
+class UserLedger:
+    """Counts the rounds of a run, for the ε of one user.
+
+    Guarantee: each round that was recorded, finished or lost, is counted with a noise multiplier
+    that is at most the one used, so ε computed from the ledger is not too small. A round that is
+    run again counts again. Under the tree mechanism a course of rounds that was given up for an
+    earlier state counts as trees of its own from the beginning of the pass, and each lost round as
+    one more tree, since its nodes get noise anew when it is run again.
+
+    Args:
+      privacy: what the aggregator was made of.
+      side_information: that of the client optimizer or of the process, if there is one
+        (`optimizer.side_information`): anything with `provenance`, see `SideInformation.of`. If it
+        was itself released from private data, its event is part of ε.
+
+    Attributes:
+      privacy: as passed.
+      side_information: where it came from, or `None`.
+      sampling: how the cohorts were drawn, as `federated.train` notes it
+        (`federated.privacy.client_sampling.described`): no ε is computed for another one.
+        `None` if that is not known; then whoever asks for ε is believed.
+
+    Raises:
+      TypeError, NotPrivateError: for other arguments.
+
+    >>> ledger = UserLedger(UserLevelPrivacy(1.0, 100, 3400))
+    >>> ledger.record_lost(2)
+    >>> ledger.segments
+    [Segment(noise_multiplier=1.0, batch_size=100.0, num_releases=2)]
+    """
+
+    def __init__(self, privacy: UserLevelPrivacy, side_information: Any = None):
+        if not isinstance(privacy, UserLevelPrivacy):
+            raise TypeError(
+                f"`privacy` must be a `UserLevelPrivacy`. Received: privacy={privacy!r}"
+            )
+        self.privacy = privacy
+        self.side_information = SideInformation.of(side_information)
+        self.sampling: str | None = None
+        self._segments: list[Segment] = []
+        self._trees: collections.Counter[int] = collections.Counter()
+        self._tree_rounds = 0
+        self._unknown = 0  # rounds of which it is not known what they released
+        # The tree that the next round may go on with: how many rounds lie behind the last state
+        # recorded, and how many of them are in its last tree.
+        self._behind = 0
+        self._in_tree = 0
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether the mechanism is the tree."""
+        return self.privacy.mechanism == "tree"
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Gaussian releases in a row with the same parameters; none under the tree mechanism."""
+        return list(self._segments)
+
+    @property
+    def trees(self) -> dict[int, int]:
+        """How many trees there are of so many rounds; none under the Gaussian mechanism."""
+        trees = self._trees + collections.Counter({self._in_tree: 1} if self._in_tree else {})
+        return dict(sorted(trees.items()))
+
+    @property
+    def other_events(self) -> tuple[dp_accounting.DpEvent, ...]:
+        """What was spent besides `segments`: the release of side information, and trees."""
+        return self.non_tree_events + self.tree_events
+
+    @property
+    def non_tree_events(self) -> tuple[dp_accounting.DpEvent, ...]:
+        """The release of the side information if it is not public, and of unknown rounds."""
+        unknown = (dp_accounting.NonPrivateDpEvent(),) if self._unknown else ()
+        information = self.side_information
+        if information is None:
+            return unknown
+        return provenances.events(information.provenance) + unknown
+
+    @property
+    def tree_events(self) -> tuple[dp_accounting.DpEvent, ...]:
+        """The trees, for accountants of `NeighboringRelation.REPLACE_SPECIAL`."""
+        z = float(self.privacy.noise_multiplier)
+        return tuple(
+            dp_accounting.SelfComposedDpEvent(
+                dp_accounting.SingleEpochTreeAggregationDpEvent(z, steps), count
+            )
+            for steps, count in self.trees.items()
+        )
+
+    @property
+    def num_releases(self) -> int:
+        """How many rounds were counted, lost ones included."""
+        gaussian = sum(segment.num_releases for segment in self._segments)
+        return gaussian + self._tree_rounds + self._unknown
+
+    def record(self, state: Any) -> None:
+        """Counts the round that a state is the result of.
+
+        Args:
+          state: of a process of `federated.training.processes`, or of its aggregator, as the round
+            returned it.
+
+        Raises:
+          TypeError: if the state has no aggregator with differential privacy.
+          ValueError: if the state is an initial one; or if something else was released than
+            `privacy` says. The round is then counted as what it was, and if that is not known, ε
+            is infinite from there on.
+        """
+        state = self.aggregator_of(state)
+        event = tff.aggregators.differential_privacy.extract_dp_event_from_state(state)
+        if self.is_tree:
+            self._record_tree(event, _numerator(state))
+        else:
+            self._record_gaussian(event)
+        divisor = float(getattr(state.query_state, "denominator", math.nan))
+        if not math.isclose(divisor, self.privacy.clients_per_round, rel_tol=_ROUNDING):
+            raise self._contradiction(f"sums divided by {divisor:g}")
+
+    def aggregator_of(self, state: Any) -> Any:
+        """The part of a process's state that tells what was released.
+
+        Raises:
+          TypeError: if the state has no aggregator with differential privacy, or one inside of
+            another aggregator.
+        """
+        state = getattr(state, "aggregator", state)
+        if not hasattr(state, "dp_event"):
+            raise TypeError(
+                "`state` must be that of a learning process whose aggregator is made by "
+                "`UserLevelPrivacy`, with no other aggregator around it. "
+                f"Received: state of type {type(state).__name__}"
+            )
+        return state
+
+    def record_lost(self, rounds: int) -> None:
+        """Counts rounds that were begun and whose result is unknown, as if it was released.
+
+        Under the Gaussian mechanism the run has to go on with the next cohort: one that is used a
+        second time is not drawn independently, and ε would not hold. Under the tree mechanism it
+        goes on with the state that is left, and the cohort that belongs to its next round.
+
+        Args:
+          rounds: how many, at least 0.
+        """
+        rounds = checks.integer("rounds", rounds, 0)
+        if not rounds:
+            return
+        if not self.is_tree:
+            self._add(self.privacy.noise_multiplier, rounds)
+            return
+        # Whether they were one course of rounds or the same one again and again is not known. Each
+        # finishes at most all nodes above one leaf, of a tree of so many rounds:
+        period = self.privacy.rounds_per_pass
+        self._trees[min(self._behind % period + rounds, period)] += rounds
+        self._tree_rounds += rounds
+
+    def _add(self, noise_multiplier: float, rounds: int) -> None:
+        clients = float(self.privacy.clients_per_round)
+        more = Segment(float(noise_multiplier), clients, rounds)
+        self._segments = Ledger.extended(self._segments, more)
+
+    def _record_gaussian(self, event: dp_accounting.DpEvent) -> None:
+        said, found = float(self.privacy.noise_multiplier), effective_noise_multiplier(event)
+        least, most = said * (1 - _ROUNDING), said * (1 + _MOST_ABOVE)
+        if found >= said:
+            self._add(said, 1)
+        elif found >= least:  # rounding differs from round to round: no segment for each
+            self._add(least, 1)
+        elif found >= 0:
+            self._add(found, 1)
+        else:
+            self._unknown += 1
+        if not least <= found <= most:
+            raise self._contradiction(f"noise multiplier {found:.7g}, of the event {event}")
+
+    def _record_tree(self, event: dp_accounting.DpEvent, tree: Any) -> None:
+        if not (isinstance(event, dp_accounting.UnsupportedDpEvent) and hasattr(tree, "rounds")):
+            self._unknown += 1
+            raise self._contradiction(f"no tree, but the event {event}")
+        said, found = float(self.privacy.noise_multiplier), float(tree.stddev) / float(tree.clip)
+        rounds, period = int(tree.rounds), self.privacy.rounds_per_pass
+        if not said * (1 - _ROUNDING) <= found <= said * (1 + _MOST_ABOVE) or tree.period != period:
+            self._unknown += 1
+            raise self._contradiction(
+                f"trees of {int(tree.period)} rounds with noise multiplier {found:.7g} at each node"
+            )
+        if rounds > self._behind + 1:
+            self._unknown += 1
+            raise ValueError(
+                "Rounds were released that this ledger does not know: record each round's state. "
+                f"Received: the state after {rounds} rounds, {self._behind} recorded"
+            )
+        place = (rounds - 1) % period + 1
+        if self._in_tree and (place == 1 or rounds <= self._behind):
+            self._trees[self._in_tree] += 1
+        self._behind, self._in_tree = rounds, place
+        self._tree_rounds += 1
+
+    def _contradiction(self, found: str) -> ValueError:
+        return ValueError(
+            "The aggregator did not release what `privacy` says. Build process and ledger of the "
+            f"same `UserLevelPrivacy`. Received: {found}; privacy={self.privacy!r}"
+        )
+
+    def to_dict(self) -> dict:
+        """What was counted, as plain numbers, texts and lists (JSON)."""
+        information = self.side_information
+        return {
+            "segments": [list(segment) for segment in self._segments],
+            "trees": [list(item) for item in sorted(self._trees.items())],
+            "tree_rounds": self._tree_rounds,
+            "behind": self._behind,
+            "in_tree": self._in_tree,
+            "unknown": self._unknown,
+            "side_information": information and information.to_plain(),
+            "sampling": self.sampling,
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any], privacy: UserLevelPrivacy) -> UserLedger:
+        """The ledger that `to_dict` described.
+
+        Args:
+          plain: as `to_dict` gave it.
+          privacy: the privacy of that run; what was counted keeps its own noise multipliers.
+
+        Raises:
+          TypeError, ValueError, KeyError: if it is no such description, or one of another
+            mechanism.
+        """
+        information = plain["side_information"]
+        ledger = cls(privacy, information and SideInformation.from_plain(information))
+        ledger.sampling = plain["sampling"]
+        if plain["trees" if privacy.mechanism == "gaussian" else "segments"] or (
+            privacy.mechanism == "gaussian" and plain["in_tree"]
+        ):
+            raise ValueError(
+                "The ledger is one of the other mechanism. Received: "
+                f"mechanism={privacy.mechanism!r}, {dict(plain)}"
+            )
+        for noise_multiplier, clients, rounds in plain["segments"]:
+            segment = Segment(
+                checks.number("noise_multiplier", noise_multiplier, 0),
+                checks.number("clients_per_round", clients, 0, strict=True),
+                checks.integer("rounds", rounds, 1),
+            )
+            ledger._segments.append(segment)
+        for steps, count in plain["trees"]:
+            ledger._trees[checks.integer("steps", steps, 1)] = checks.integer("count", count, 1)
+        ledger._tree_rounds = checks.integer("tree_rounds", plain["tree_rounds"], 0)
+        ledger._behind = checks.integer("behind", plain["behind"], 0)
+        ledger._in_tree = checks.integer("in_tree", plain["in_tree"], 0)
+        ledger._unknown = checks.integer("unknown", plain["unknown"], 0)
+        return ledger
+
+
+def effective_noise_multiplier(event: dp_accounting.DpEvent) -> float:
+    """z of the Gaussian mechanism that Gaussian mechanisms on the same cohort are together, or NaN.
+
+    z = (Σ zᵢ⁻²)^(-1/2): side by side, with each noise scaled to one, they are one Gaussian
+    mechanism of sensitivity (Σ zᵢ⁻²)^(1/2). NaN for an event with anything else in it.
+
+    >>> two = [dp_accounting.GaussianDpEvent(3.0), dp_accounting.GaussianDpEvent(4.0)]
+    >>> round(effective_noise_multiplier(dp_accounting.ComposedDpEvent(two)), 10)
+    2.4
+    """
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        return float(event.noise_multiplier)
+    if isinstance(event, dp_accounting.ComposedDpEvent) and event.events:
+        parts = [effective_noise_multiplier(part) for part in event.events]
+        if 0.0 in parts and not any(map(math.isnan, parts)):
+            return 0.0
+        return sum(z**-2 for z in parts) ** -0.5
+    return math.nan
+
+
+def _numerator(state: Any) -> Any:
+    return getattr(state.query_state, "numerator_state", None)

@@ -1,0 +1,1 @@
+"""TFF's workers, which end with Python."""

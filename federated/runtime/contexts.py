@@ -1,0 +1,293 @@
+"""Where TFF computes: a worker of our own on this machine, or workers on several machines.
+
+    federated.local_context()                            # one worker, ends with Python
+    federated.remote_context(["ada:8000", "bob:8000"])   # `python -m federated.runtime.worker`
+
+Workers check no password and encrypt nothing, and whoever reaches one can make it run any
+TensorFlow graph, which may read and write files. The clients' data travels to them. So: closed
+networks only, or SSH tunnels (`ssh -L 8000:localhost:8000 ada`, then the address
+`"localhost:8000"`) with the port closed to everybody else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import gc
+import re
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow_federated as tff
+
+from federated.runtime import worker
+from federated.runtime.connection import Worker, WorkerLostError
+
+__all__ = ["Runtime", "WorkerLostError", "local_context", "remote_context"]
+
+
+_LAST_TRY = 2.0  # seconds in which workers answer that are still there when one is lost
+# Numbers of clients that a worker is ready for: all and none; beside others, its share of them too.
+_ALONE, _TOGETHER = 2, 4
+_SETTLED_AFTER = 50  # computations after which a worker's largest size so far is its normal one
+_GROWTH = 0.05  # share of its normal size, and
+_MUCH = 50 * 2**20  # bytes, by which a local worker has to grow to be replaced
+
+
+class Runtime(tff.framework.SyncContext):
+    """TFF's default context, made by `local_context` and `remote_context`.
+
+    As a context manager it ends with its block, and the context from before is the default again.
+
+    Attributes:
+      addresses: of the workers, `"host:port"`.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        timeout: float,
+        processes: Sequence[worker.WorkerProcess] = (),
+    ):
+        self.addresses = tuple(addresses)
+        self._timeout = timeout
+        self._processes = list(processes)
+        executors = _ALONE if len(addresses) == 1 else _TOGETHER
+        self._workers = [Worker(address, timeout, executors) for address in addresses]
+        if len(addresses) > 1:
+            create = tff.backends.native.create_mergeable_comp_execution_context
+            self._invoke = create(self._workers).invoke
+        else:
+            self._invoke = self._workers[0].invoke_and_wait
+        self._before = [tff.framework.get_context_stack().current]
+        if isinstance(self._before[0], Runtime):  # one that nobody else holds ends here
+            self._before = [weakref.ref(self._before[0])]
+        held = (self._workers, self._processes, self._before)
+        self._finalizer = weakref.finalize(self, _close, *held)
+        tff.framework.set_default_context(self)
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Process ids of the workers of now that this context started: none for a remote one."""
+        return tuple(process.pid for process in self._processes)
+
+    def invoke(self, comp: Any, arg: Any) -> Any:
+        """Computes; TFF calls this.
+
+        Raises:
+          WorkerLostError: if a worker is gone, or if this context was closed.
+        """
+        if not self._finalizer.alive:
+            raise WorkerLostError(
+                "This context was closed, and its workers with it. Make a new one with "
+                "`local_context()` or `remote_context([...])`.",
+                self.addresses,
+            )
+        try:
+            return self._invoke(comp, arg)
+        except WorkerLostError as error:
+            raise self._explain(error) from error.__cause__
+
+    def _explain(self, error: WorkerLostError) -> WorkerLostError:
+        others = [a for a in self.addresses if a not in error.addresses]
+        found = unreachable(others, min(self._timeout, _LAST_TRY))
+        lost = [a for a in self.addresses if a not in others or a in found]
+        ended = [
+            f"Its process {process.pid} ended with status {process.exit_status}; -9 is often for "
+            f"lack of memory. Its last words: {process.last_words or 'none'}"
+            for process in self._processes
+            if process.wait(1.0) is not None
+        ]
+        return WorkerLostError(
+            f"Lost in the middle of a computation: the worker at {', '.join(lost)} ({error}). "
+            "Start it again if it does not run, make a new context and go on from the last state. "
+            + " ".join(ended),
+            lost,
+        )
+
+    def close(self) -> None:
+        """Leaves the workers, and ends those that `local_context` started. Safe to call again."""
+        before = self._before[0] if self._before else None
+        self._finalizer()
+        if tff.framework.get_context_stack().current is not self:
+            return
+        if isinstance(before, weakref.ref):
+            before = before()
+        if before is None or (isinstance(before, Runtime) and not before._finalizer.alive):
+            before = tff.backends.native.create_sync_local_cpp_execution_context()  # TFF's own
+        tff.framework.set_default_context(before)
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class _LocalRuntime(Runtime):
+    """A context whose worker is replaced by a new one, between two computations, when it has grown.
+
+    An allocator never gets back all memory of rounds that differ in their clients. The result of a
+    computation is in Python as soon as it ends, so a new worker knows all that the old one knew.
+    """
+
+    def __init__(self, max_concurrency: int | None, timeout: float):
+        self._max_concurrency = max_concurrency
+        self._lock = threading.Lock()
+        self._running = self._finished = self._largest = 0
+        process = self._new_process(timeout)
+        try:
+            super().__init__([process.address], timeout, [process])
+        except BaseException:
+            process.close()
+            raise
+
+    def invoke(self, comp: Any, arg: Any) -> Any:
+        with self._lock:
+            if not self._running and self._finalizer.alive and self._has_grown():
+                self._renew()
+            self._running += 1
+        try:
+            return super().invoke(comp, arg)
+        finally:
+            with self._lock:
+                self._running -= 1
+                self._finished += 1
+
+    def _new_process(self, timeout: float) -> worker.WorkerProcess:
+        return worker.WorkerProcess(None, self._max_concurrency, timeout)
+
+    def _has_grown(self) -> bool:
+        size = self._processes[0].resident_size
+        if self._finished <= _SETTLED_AFTER:
+            self._largest = max(self._largest, size)
+        return size - self._largest > max(_GROWTH * self._largest, _MUCH)
+
+    def _renew(self) -> None:
+        process = self._new_process(self._timeout)
+        old = self._workers[:], self._processes[:]
+        self.addresses = (process.address,)
+        self._processes[:] = [process]
+        self._workers[:] = [Worker(process.address, self._timeout, _ALONE)]
+        self._invoke = self._workers[0].invoke_and_wait
+        self._finished = self._largest = 0
+        _close(*old, before=[])
+
+
+def _close(
+    workers: Sequence[Worker], processes: Sequence[worker.WorkerProcess], before: list[Any]
+) -> None:
+    for process in processes:
+        process.close()
+    for connection in workers:
+        connection.close()
+    before.clear()  # TFF's own context says something unpleasant if it lives until Python's end
+
+
+class _Nowhere(tff.framework.SyncContext):
+    def invoke(self, comp: Any, arg: Any) -> Any:
+        raise RuntimeError("Python ends: nothing is computed any more")
+
+
+@atexit.register
+def _leave_tffs_own_context() -> None:
+    """It says something unpleasant, and may leave its worker, if it lives until Python's end."""
+    tff.framework.set_default_context(_Nowhere())
+    gc.collect()
+
+
+def unreachable(addresses: Sequence[str], timeout: float) -> list[str]:
+    """Which of the workers accept no new connection; all are tried at the same time.
+
+    Args:
+      addresses: `"host:port"` of each.
+      timeout: seconds that they have.
+    """
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(addresses))) as threads:
+        found = threads.map(lambda address: worker.answers(address, timeout), addresses)
+        return [address for address, answered in zip(addresses, found) if not answered]
+
+
+def _check_timeout(timeout: float) -> None:
+    if not timeout > 0:
+        raise ValueError(f"`timeout` must be above 0 seconds. Received: timeout={timeout}.")
+
+
+def local_context(max_concurrency: int | None = None, *, timeout: float = 60.0) -> Runtime:
+    """Computes in a worker on this machine that ends with this process, however that ends.
+
+    A worker that has grown by more than 5% and 50 MiB since its first 50 computations is
+    replaced by a new one between two computations, so that memory stays what it was. Call it once
+    at the start of a program, or use it as a context manager:
+
+    ```python
+    with federated.local_context():
+        output = process.next(state, datasets)
+    ```
+
+    Args:
+      max_concurrency: how many clients are computed at a time: more need more memory, and bring
+        nothing beyond the number of cores. As many as there are cores if `None`.
+      timeout: seconds that the worker may take to start, and after which one that is still
+        computing is asked whether it is still there. A computation may take longer.
+
+    Returns:
+      The context, which is TFF's default one from now on.
+
+    Raises:
+      ValueError: if an argument is out of range.
+      federated.WorkerStartError: if the worker does not start; a computation raises it if
+        the one that replaces it does not.
+    """
+    _check_timeout(timeout)
+    return _LocalRuntime(max_concurrency, timeout)
+
+
+def remote_context(addresses: Sequence[str], *, timeout: float = 30.0) -> Runtime:
+    """Spreads the clients of each round over workers on other machines.
+
+    Start `python -m federated.runtime.worker --port N` on each machine first; see the head of this
+    module for who must not reach that port. Each worker computes an equal share of a round's
+    clients, so the slowest one sets the pace; workers beyond the number of clients have nothing to
+    do. The server's part of a round (such as the noise) is computed once, by one of them.
+
+    Args:
+      addresses: `"host:port"` of each worker.
+      timeout: seconds that a worker has to answer: at the start, and in a round whenever it has
+        been silent for as long. A computation may take longer.
+
+    Returns:
+      The context, which is TFF's default one from now on.
+
+    Raises:
+      ValueError: if an argument is out of range, or an address is not like `"host:port"`.
+      WorkerLostError: if a worker does not answer; it names all that do not.
+    """
+    _check_timeout(timeout)
+    if isinstance(addresses, str) or not addresses:
+        raise ValueError(
+            "`addresses` must be a list of at least one worker. "
+            f'Received: addresses={addresses!r}. Write ["host:port", ...].'
+        )
+    for address in addresses:
+        found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d+)", address)
+        if not found or not 1 <= int(found[2]) <= 65535:
+            raise ValueError(
+                '`addresses` must be like "host:port", with a port from 1 to 65535 and an IPv6 '
+                f"address in brackets. Received: {address!r}."
+            )
+    if len(set(addresses)) < len(addresses):
+        raise ValueError(
+            f"`addresses` must name each worker once. Received: addresses={list(addresses)}."
+        )
+    lost = unreachable(addresses, timeout)
+    if lost:
+        raise WorkerLostError(
+            f"No worker answers at {', '.join(lost)} within {timeout:g} seconds. Start it there "
+            "with `python -m federated.runtime.worker --port N`, and check the name, the port and "
+            "the firewall.",
+            lost,
+        )
+    return Runtime(addresses, timeout)

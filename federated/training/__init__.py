@@ -1,0 +1,1 @@
+"""Federated averaging, round after round."""

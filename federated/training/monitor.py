@@ -1,0 +1,176 @@
+"""What a round is watched by: its figures under fixed names, TensorBoard, a CSV file, a bar."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from federated.clients.client_work import LEARNING_RATE_EDGES
+from federated.privacy.user_level import UserLevelPrivacy
+
+_PREFIX = "not_private/"
+# They tell how many clients came, which is secret where clients are drawn at random.
+_COUNTS = ("num_examples", "num_batches", "clients")
+_NUM_QUANTILES = 100
+
+
+def scalars(
+    metrics: Mapping[str, Any], privacy: UserLevelPrivacy | None = None
+) -> OrderedDict[str, float | list[float]]:
+    """The figures of a round, by the names that they have in TensorBoard and in the CSV file.
+
+    | name | what it is |
+    | --- | --- |
+    | `train/loss`, … | metrics on the clients' data, of the model that they received |
+    | `optimizer/learning_rate` | geometric mean of the clients' learning rates at their end |
+    | `optimizer/log10_learning_rate_stddev` | their spread |
+    | `optimizer/log10_learning_rate_histogram` | 100 quantiles of them, to half a decade |
+    | `optimizer/discarded_share` | of all steps that ADADP judged |
+    | `privacy/clip_norm` | the clip norm, that of the next round if it is adaptive |
+    | `privacy/noise_stddev` | of the noise in each number of the averaged update, at that clip |
+    | other paths | other measurements of the process, such as `finalizer/update_non_finite` |
+
+    With the tree mechanism the noise is that of one node of the tree. To these
+    `federated.train` adds `privacy/epsilon`, `privacy/delta`, `privacy/rounds_counted`,
+    `test/…`, and `privacy/NOT_PRIVATE` where ε is infinite.
+
+    In private runs the names of all exact aggregates over clients begin with `not_private/`: no
+    noise was added to them. Give them to nobody who may not see the data.
+
+    Guarantee: in private runs, what has no `not_private/` in its name is computed from noisy
+    results alone, and no figure is a count of clients, examples or batches.
+
+    Args:
+      metrics: of the process's output.
+      privacy: what protects the clients; `None` if nothing does.
+
+    Returns:
+      Numbers, NaN among them; lists are meant for histograms, and released as arrays.
+
+    Example:
+      >>> metrics = {"client_work": {"train": {"loss": 0.5, "num_examples": 8}}}
+      >>> dict(scalars(metrics))
+      {'train/loss': 0.5, 'train/num_examples': 8.0}
+      >>> dict(scalars(metrics, UserLevelPrivacy(1.0, 10, 100, clip=0.5)))
+      {'privacy/clip_norm': 0.5, 'privacy/noise_stddev': 0.05, 'not_private/train/loss': 0.5}
+    """
+    figures, private = OrderedDict(), privacy is not None
+    clips = [float(value) for path, value in _leaves(metrics) if "dp_query_metrics" in path]
+    if private and not privacy.is_adaptive:
+        clips = [float(privacy.clip)]
+    if clips:
+        figures["privacy/clip_norm"] = clips[0]
+    if private and clips:
+        stddev = privacy.value_noise_multiplier * clips[0] / privacy.clients_per_round
+        figures["privacy/noise_stddev"] = stddev
+    for path, value in _leaves(metrics):
+        if "dp_query_metrics" not in path and not (private and path[-1] in _COUNTS):
+            path = path[1:] if path[0] == "client_work" else path
+            exact = private and path[0] != "finalizer"
+            for name, figure in _readable("/".join(path), np.asarray(value)):
+                figures[_PREFIX * exact + name] = figure
+    return figures
+
+
+def _leaves(metrics: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """The numbers and arrays with their paths."""
+    if hasattr(metrics, "_asdict"):
+        metrics = metrics._asdict()
+    if isinstance(metrics, (list, tuple)):
+        metrics = dict(enumerate(metrics))
+    if not isinstance(metrics, Mapping):
+        return [(path, metrics)]
+    return [leaf for key, value in metrics.items() for leaf in _leaves(value, (*path, str(key)))]
+
+
+def _readable(name: str, value: np.ndarray) -> list[tuple[str, float | list[float]]]:
+    """A figure under the name and on the scale that people look for; nothing for text."""
+    if value.dtype.kind not in "biuf":
+        return []
+    if name == "optimizer/log10_learning_rate_mean":
+        return [("optimizer/learning_rate", float(10.0 ** np.float64(value)))]
+    if name == "optimizer/learning_rate_histogram":
+        quantiles = _quantiles(value)
+        return [("optimizer/log10_learning_rate_histogram", quantiles)] if quantiles else []
+    return [(name, float(value) if value.ndim == 0 else value.ravel().tolist())]
+
+
+def _quantiles(counts: np.ndarray) -> list[float]:
+    """log10 η at evenly spaced ranks: a sample whose histogram is that of all clients."""
+    if not counts.sum():
+        return []
+    edges = [math.log10(edge) for edge in LEARNING_RATE_EDGES]
+    width = edges[1] - edges[0]
+    middles = np.array([edges[0] - width, *edges]) + width / 2
+    ranks = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
+    return middles[np.searchsorted(np.cumsum(counts) / counts.sum(), ranks)].tolist()
+
+
+class TensorBoard(tff.program.TensorBoardReleaseManager):
+    """TFF's manager, with figures that are in the file as soon as they are released.
+
+    Args:
+      summary_dir: for TensorBoard's `--logdir`.
+    """
+
+    async def release(self, value: Any, key: int) -> None:
+        """Writes a round's figures, see `scalars`; lists as histograms."""
+        await super().release(value, key)
+        self._summary_writer.flush()
+
+
+class ProgressBar(tff.program.ReleaseManager):
+    """A bar of the rounds with some of their figures, on standard output.
+
+    Args:
+      num_rounds: of the whole run.
+      names: of the figures; those that a round lacks are left out.
+    """
+
+    DEFAULT = (
+        *("train/loss", "not_private/train/loss", "test/loss", "test/accuracy"),
+        *("privacy/epsilon", "privacy/clip_norm"),
+    )
+
+    def __init__(self, num_rounds: int, names: tuple[str, ...] = DEFAULT):
+        self._names = names
+        self._bar = tf.keras.utils.Progbar(num_rounds, stateful_metrics=names, unit_name="round")
+
+    async def release(self, value: Mapping[str, Any], key: int) -> None:
+        """Shows a round's figures, see `scalars`."""
+        self._bar.update(key, [(name, value[name]) for name in self._names if name in value])
+
+
+def monitors(
+    directory: str | os.PathLike, num_rounds: int | None = None
+) -> list[tff.program.ReleaseManager]:
+    """What `federated.train` takes as `release_managers`.
+
+    A run that goes on adds to what is there: TensorBoard shows one curve, and the CSV file has one
+    row for each finished round, which is replaced if the round is released again.
+
+    Args:
+      directory: gets a folder `tensorboard` and a file `figures.csv`, without histograms.
+      num_rounds: if given, a progress bar of so many rounds is shown as well.
+
+    Returns:
+      TFF's release managers.
+    """
+    directory = Path(directory)
+    table = tff.program.CSVFileReleaseManager(
+        # The whole file is written anew and renamed, so that no row is ever torn.
+        *(directory / "figures.csv", tff.program.CSVSaveMode.WRITE, "round")
+    )
+    managers = [
+        TensorBoard(directory / "tensorboard"),
+        tff.program.FilteringReleaseManager(table, lambda path: "histogram" not in path[0]),
+    ]
+    return managers if num_rounds is None else [*managers, ProgressBar(num_rounds)]

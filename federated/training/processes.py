@@ -1,0 +1,291 @@
+"""Federated averaging with the papers' client optimizers, with and without user-level privacy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Union
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from federated.clients.client_optimizers import build_adadp
+from federated.clients.client_work import build_client_work
+from federated.clients.preconditioner import ClientPreconditioner
+from federated.privacy.user_ledger import UserLedger
+from federated.privacy.user_level import UserLevelPrivacy
+
+Model = Union[Callable[[], tff.learning.models.VariableModel], tff.learning.models.FunctionalModel]
+
+
+class PrivateLearningProcess(tff.learning.templates.LearningProcess):
+    """A learning process that knows what its rounds cost.
+
+    Attributes:
+      privacy: the `UserLevelPrivacy` of each round.
+      side_information: where that of the client optimizer, or of the preconditioner, came from; or
+        `None`.
+    """
+
+    def __init__(
+        self,
+        process: tff.learning.templates.LearningProcess,
+        privacy: UserLevelPrivacy,
+        side_information: Any = None,
+    ):
+        super().__init__(
+            process.initialize,
+            process.next,
+            process.get_model_weights,
+            process.set_model_weights,
+            get_hparams_fn=process.get_hparams,
+            set_hparams_fn=process.set_hparams,
+        )
+        self.privacy = privacy
+        self.side_information = side_information
+
+    def new_ledger(self) -> UserLedger:
+        """An empty ledger for a run of this process.
+
+        Guarantee: it holds the event by which the side information was released, if it is not
+        public.
+        """
+        return UserLedger(self.privacy, self.side_information)
+
+
+def build_adaptive_fed_avg(
+    model_fn: Model,
+    client_optimizer: tff.learning.optimizers.Optimizer | None = None,
+    server_optimizer: tff.learning.optimizers.Optimizer | None = None,
+    *,
+    weighted: bool = True,
+    model_distributor: tff.learning.templates.DistributionProcess | None = None,
+    model_aggregator: tff.aggregators.WeightedAggregationFactory | None = None,
+    metrics_aggregator: Callable[..., Any] | None = None,
+) -> tff.learning.templates.LearningProcess:
+    """Federated averaging in which each client finds its own learning rate, without privacy.
+
+    Koskela and Honkela, "Adaptive federated averaging algorithm": each client of a round runs ADADP
+    from the server's weights θ, and the server takes the mean of their weights,
+
+        θ ← θ - Σₖ wₖ (θ - θₖ) / Σₖ wₖ,    wₖ: number of examples of client k, or 1.
+
+    A round in which nobody has an example leaves θ as it is.
+
+    Args:
+      model_fn: makes a new `tff.learning.models.VariableModel` at each call; or a
+        `tff.learning.models.FunctionalModel`.
+      client_optimizer: by default `build_adadp()`.
+      server_optimizer: applied to the mean update; by default SGD with learning rate 1.
+      weighted: weight clients by their number of examples.
+      model_distributor: by default a plain broadcast.
+      model_aggregator: by default the mean.
+      metrics_aggregator: of the clients' metrics; by default
+        `tff.learning.metrics.sum_then_finalize`.
+
+    Returns:
+      A learning process. Its metrics have `client_work`: `train`, and `optimizer` with the clients'
+      learning rates.
+    """
+    if client_optimizer is None:
+        client_optimizer = build_adadp()
+    if server_optimizer is None:
+        server_optimizer = tff.learning.optimizers.build_sgdm(learning_rate=1.0)
+    if model_aggregator is None:
+        model_aggregator = tff.aggregators.MeanFactory(no_nan_division=True)
+    if not isinstance(model_aggregator, tff.aggregators.WeightedAggregationFactory):
+        raise TypeError(
+            "`model_aggregator` must be a `tff.aggregators.WeightedAggregationFactory`; "
+            "`tff.aggregators.as_weighted_aggregator` makes one of an unweighted one, and privacy "
+            f"is for `build_dp_fed_avg`. Received: model_aggregator={model_aggregator!r}"
+        )
+    by_examples = tff.learning.ClientWeighting.NUM_EXAMPLES
+    weighting = by_examples if weighted else tff.learning.ClientWeighting.UNIFORM
+    client_work = build_client_work(
+        model_fn, client_optimizer, weighting, metrics_aggregator=metrics_aggregator
+    )
+    return _composed(model_fn, client_work, model_aggregator, server_optimizer, model_distributor)
+
+
+def build_dp_fed_avg(
+    model_fn: Model,
+    client_optimizer: tff.learning.optimizers.Optimizer,
+    privacy: UserLevelPrivacy,
+    server_optimizer: tff.learning.optimizers.Optimizer | None = None,
+    *,
+    preconditioner: ClientPreconditioner | None = None,
+    client_metrics: bool = False,
+    model_distributor: tff.learning.templates.DistributionProcess | None = None,
+    metrics_aggregator: Callable[..., Any] | None = None,
+) -> PrivateLearningProcess:
+    """Federated averaging with user-level differential privacy.
+
+    In each round the server sends its weights θ to the cohort; each client trains on its own data
+    with `client_optimizer` and sends Δₖ = θ - θₖ; then
+
+        Δ = (Σₖ clip(Δₖ) + noise) / clients_per_round,    θ ← server_optimizer(θ, Δ).
+
+    Side information comes in at one place (AdaDPS, section 6.2):
+    - at the clients, `client_optimizer=build_adadps(A)`: the gradient of each minibatch is divided
+      by A. The paper finds this better.
+    - at the server side, `preconditioner=A`: the whole update is divided by A,
+      Δ = (Σₖ clip(Δₖ / A) + noise) / clients_per_round, before it is clipped, as AdaDPS has it for
+      gradients.
+    - after the noise, `server_optimizer=build_adadps(A)`, which divides the noise as well.
+    In the first two places A is a constant in the eyes of a round, so clip and noise are the same.
+
+    Guarantee: that of `UserLevelPrivacy` for all that `next` returns, the state included (with
+    mechanism="tree" the state is secret), whatever model, client and server optimizers do, if
+    `client_metrics` is false and the optimizers hold no private data. ε: record each round in
+    `process.new_ledger()`, then `federated.epsilon_spent`. A round that is run again is
+    one more.
+
+    Args:
+      model_fn: makes a new `tff.learning.models.VariableModel` at each call; or a
+        `tff.learning.models.FunctionalModel`. Initial weights must not come from the private data.
+      client_optimizer: of the clients' training, such as `build_adadps(...)` or `build_adadp()`.
+      privacy: of each round. The cohorts have to be drawn as
+        `federated.privacy.client_sampling` does.
+      server_optimizer: by default SGD with learning rate 1 and momentum 0.9, as in the AdaDPS
+        paper.
+      preconditioner: A of the server side, for each trainable weight.
+      client_metrics: also return what the clients' training measured (`client_work`: `train`, and
+        `optimizer` if the client optimizer reports). These are exact averages over the cohort,
+        without noise: NOT private, for experiments on public data only. By default `client_work`
+        is empty.
+      model_distributor: by default a plain broadcast.
+      metrics_aggregator: of the clients' metrics; by default
+        `tff.learning.metrics.sum_then_finalize`.
+
+    Returns:
+      A learning process. Its metrics have `aggregator`, with the clip of the next round, which is
+      private like the model.
+
+    Raises:
+      TypeError: if `privacy`, `preconditioner` or an optimizer is something else.
+      ValueError: if there is side information in two places.
+    """
+    if not isinstance(privacy, UserLevelPrivacy):
+        raise TypeError(f"`privacy` must be a `UserLevelPrivacy`. Received: privacy={privacy!r}")
+    factory = privacy.aggregator()
+    if preconditioner is not None:
+        if not isinstance(preconditioner, ClientPreconditioner):
+            raise TypeError(
+                "`preconditioner` must be a `ClientPreconditioner`, which says where it comes "
+                f"from. Received: preconditioner={preconditioner!r}"
+            )
+        factory = _PreconditionedFactory(preconditioner, factory)
+    if server_optimizer is None:
+        server_optimizer = tff.learning.optimizers.build_sgdm(learning_rate=1.0, momentum=0.9)
+    side_information = _the_one_side_information(client_optimizer, preconditioner, server_optimizer)
+    client_work = build_client_work(
+        model_fn,
+        client_optimizer,
+        tff.learning.ClientWeighting.UNIFORM,
+        metrics_aggregator=metrics_aggregator,
+    )
+    if not client_metrics:
+        client_work = _without_measurements(client_work)
+    weighted = tff.aggregators.as_weighted_aggregator(factory)  # which ignores the weights
+    process = _composed(model_fn, client_work, weighted, server_optimizer, model_distributor)
+    return PrivateLearningProcess(process, privacy, side_information)
+
+
+def _the_one_side_information(
+    client_optimizer: Any, preconditioner: ClientPreconditioner | None, server_optimizer: Any
+) -> Any:
+    used = {
+        "client_optimizer": getattr(client_optimizer, "side_information", None),
+        "preconditioner": preconditioner,
+        "server_optimizer": getattr(server_optimizer, "side_information", None),
+    }
+    used = {name: found for name, found in used.items() if found is not None}
+    if len(used) > 1:
+        raise ValueError(
+            "Side information can be in one of `client_optimizer`, `preconditioner` and "
+            "`server_optimizer`, since the ledger tells where one came from. Received: "
+            + ", ".join(f"{name} with {found.description!r}" for name, found in used.items())
+        )
+    return next(iter(used.values()), None)
+
+
+class _PreconditionedFactory(tff.aggregators.UnweightedAggregationFactory):
+    """Divides each client's update by A before `inner` sees it."""
+
+    def __init__(
+        self,
+        preconditioner: ClientPreconditioner,
+        inner: tff.aggregators.UnweightedAggregationFactory,
+    ):
+        self._preconditioner = preconditioner
+        self._inner = inner
+
+    def create(self, value_type: Any) -> tff.templates.AggregationProcess:
+        """See the base class."""
+        inner = self._inner.create(value_type)
+
+        @tff.tensorflow.computation(value_type)
+        def divided(update):
+            parts = self._preconditioner.precondition(tf.nest.flatten(update))
+            return tf.nest.pack_sequence_as(update, parts)
+
+        @tff.federated_computation(
+            inner.initialize.type_signature.result, tff.FederatedType(value_type, tff.CLIENTS)
+        )
+        def next_fn(state, updates):
+            return inner.next(state, tff.federated_map(divided, updates))
+
+        return tff.templates.AggregationProcess(inner.initialize, next_fn)
+
+
+def _without_measurements(
+    client_work: tff.learning.templates.ClientWorkProcess,
+) -> tff.learning.templates.ClientWorkProcess:
+    @tff.federated_computation(*client_work.next.type_signature.parameter)
+    def next_fn(state, weights, client_data):
+        output = client_work.next(state, weights, client_data)
+        nothing = tff.federated_value((), tff.SERVER)
+        return tff.templates.MeasuredProcessOutput(output.state, output.result, nothing)
+
+    return tff.learning.templates.ClientWorkProcess(
+        client_work.initialize,
+        next_fn,
+        get_hparams_fn=client_work.get_hparams,
+        set_hparams_fn=client_work.set_hparams,
+    )
+
+
+def _composed(
+    model_fn: Model,
+    client_work: tff.learning.templates.ClientWorkProcess,
+    model_aggregator: tff.aggregators.WeightedAggregationFactory,
+    server_optimizer: tff.learning.optimizers.Optimizer,
+    model_distributor: tff.learning.templates.DistributionProcess | None,
+) -> tff.learning.templates.LearningProcess:
+    """Distributor, clients, aggregator and server optimizer as one learning process."""
+    if not isinstance(server_optimizer, tff.learning.optimizers.Optimizer):
+        raise TypeError(
+            "`server_optimizer` must be a `tff.learning.optimizers.Optimizer`, such as "
+            "`tff.learning.optimizers.build_sgdm(1.0)`. "
+            f"Received: server_optimizer={server_optimizer!r}"
+        )
+
+    @tff.tensorflow.computation
+    def initial_weights():
+        if not isinstance(model_fn, tff.learning.models.FunctionalModel):
+            return tff.learning.models.ModelWeights.from_model(model_fn())
+        trainable, fixed = (
+            tuple(map(tf.convert_to_tensor, weights)) for weights in model_fn.initial_weights
+        )
+        return tff.learning.models.ModelWeights(trainable, fixed)
+
+    weights_type = initial_weights.type_signature.result
+    if model_distributor is None:
+        model_distributor = tff.learning.templates.build_broadcast_process(weights_type)
+    return tff.learning.templates.compose_learning_process(
+        initial_weights,
+        model_distributor,
+        client_work,
+        model_aggregator.create(weights_type.trainable, tff.TensorType(np.float32)),
+        tff.learning.templates.build_apply_optimizer_finalizer(server_optimizer, weights_type),
+    )

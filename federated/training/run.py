@@ -1,0 +1,190 @@
+"""One run on disk: its state, what was counted, and how both are found again."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tree
+
+from federated.privacy import user_epsilon
+from federated.privacy.client_sampling import described
+from federated.runtime.connection import WorkerLostError
+from federated.training.run_journal import Journal
+from federated.training.saved_states import SavedStates
+from tf_adaptive_dp.durable import files
+
+
+def _description(state: Any, sampler: Any, ledger: user_epsilon.UserLedger | None) -> dict:
+    """What may not change when a run goes on."""
+    leaves = []
+    for path, leaf in tree.flatten_with_path(state):
+        array = np.asarray(leaf)
+        leaves.append(f"{'/'.join(map(str, path))}: {array.dtype}{list(array.shape)}")
+    privacy = None if ledger is None else dataclasses.asdict(ledger.privacy)
+    return {
+        "privacy": privacy,
+        "ledger at the beginning": None if ledger is None else ledger.to_dict(),
+        "sampling": described(sampler.sampling),
+        "clients": len(sampler.client_ids),
+        "client ids": hashlib.blake2b("\0".join(sampler.client_ids).encode()).hexdigest(),
+        "state": leaves,
+    }
+
+
+def rounds_before(ledger: user_epsilon.UserLedger | None) -> int:
+    """How many cohorts of the sampling a ledger holds; trees need no sampling."""
+    return 0 if ledger is None else sum(s.num_releases for s in ledger.segments)
+
+
+class Run:
+    """A run of `federated.train`, whose guarantee it keeps.
+
+    Attributes:
+      journal: which rounds were begun and released.
+      number: of the round that `state` was saved with, 0 for the initial state.
+      state: of the process.
+      finished: how many rounds the state is the result of.
+      figures: of the last of these.
+      ledger: all rounds that were begun, or `None`.
+    """
+
+    def __init__(
+        self,
+        process: Any,
+        sampler: Any,
+        directory: str | os.PathLike,
+        ledger: user_epsilon.UserLedger | None,
+        max_failures: int,
+    ):
+        self.process, self.failures_left = process, max_failures
+        self.privacy = None if ledger is None else ledger.privacy
+        self._ledger_class = type(ledger)
+        self._rounds_before = rounds_before(ledger)
+        if ledger is not None:
+            sampler.checked(ledger.privacy)
+        state = process.initialize()
+        if ledger is not None:
+            ledger.aggregator_of(state)  # rather than after a round whose cost it could not tell
+        elif any("dp_event" in map(str, path) for path, _ in tree.flatten_with_path(state)):
+            warnings.warn(
+                "The process adds noise for privacy, but there is no `ledger`: its rounds are not "
+                "counted, and figures are shown as if nothing were private.",
+                stacklevel=3,
+            )
+        folder = Path(directory) / "secret"
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        self.journal = Journal(folder / "journal", _description(state, sampler, ledger))
+        try:
+            self.sampler = self._with_kept_key(sampler, folder / "sampler_key")
+            self.states = SavedStates(folder / "states")
+            self._restore(state, ledger)
+        except BaseException:
+            self.journal.close()
+            raise
+
+    @property
+    def rounds_can_be_repeated(self) -> bool:
+        """Whether a round whose result was lost is run again with the same clients.
+
+        With the tree mechanism the clients have to come in the order of the leaves in the state, so
+        the same leaf has to be filled again. Its noise is fresh, see
+        `federated.privacy.dp_queries.TreeSum`, and the lost round is counted as a tree of its own,
+        so this is sound even if its result was seen. Under the Gaussian mechanism each round
+        counts as one more cohort of the sampling, so the next one draws its own.
+        """
+        return self.privacy is None or self.privacy.mechanism == "tree"
+
+    def _with_kept_key(self, sampler: Any, path: Path) -> Any:
+        """The sampler with the key that the run began with, which only its owner can read."""
+        if not path.exists():
+            if self.journal.begun:
+                raise ValueError(
+                    "The key of the run's sampler is missing: who took part cannot be told. Put it "
+                    f"back, or begin a new run. Nothing was changed. Received: {str(path)!r}"
+                )
+            files.write(path, sampler.for_new_run().key)
+        return type(sampler)(sampler.client_ids, sampler.sampling, path.read_bytes())
+
+    def _restore(self, state: Any, ledger: Any) -> None:
+        number, journal = self.states.latest(), self.journal
+        if number is None and not journal.begun:
+            self.number, self.state, self.finished, self.figures = 0, state, 0, {}
+            if ledger is None:
+                self.ledger = None
+            else:
+                self.ledger = self._copied(ledger.to_dict())
+                self.ledger.sampling = described(self.sampler.sampling)
+            self._save()
+            return
+        if number is None or number > journal.begun:
+            raise ValueError(
+                "The journal and the saved states are not of the same run, or one of them is "
+                "incomplete: how much was released cannot be told. Nothing was changed. Received: "
+                f"{journal.begun} rounds in the journal, the last saved state is "
+                f"{'missing' if number is None else f'of round {number}'}"
+            )
+        self.state, record = self.states.load(number, state)
+        self.number = number
+        self.finished, self.figures = record["finished"], record["figures"]
+        self.ledger = self._copied(record["ledger"])
+        # The process may have ended after the state was complete and before it was on the disk.
+        self.states.sync(number)
+        self.lose(journal.begun - number)
+
+    def _copied(self, ledger: dict | None) -> user_epsilon.UserLedger | None:
+        return None if ledger is None else self._ledger_class.from_dict(ledger, self.privacy)
+
+    def _save(self) -> None:
+        record = {
+            "finished": self.finished,
+            "figures": self.figures,
+            "ledger": None if self.ledger is None else self.ledger.to_dict(),
+        }
+        self.states.save(self.number, self.state, record)
+
+    def lose(self, rounds: int) -> None:
+        """Counts rounds that were begun and whose result is gone."""
+        if rounds and self.ledger is not None:
+            self.ledger.record_lost(rounds)
+            warnings.warn(
+                f"{rounds} rounds were begun whose results are not in the saved state. They are "
+                "counted: ε includes them.",
+                stacklevel=3,
+            )
+
+    def _index(self) -> int:
+        """Which cohort is next: one that no round drew before, those of the ledger included."""
+        if self.rounds_can_be_repeated:
+            return self.finished
+        return self._rounds_before + self.journal.begun
+
+    def next(self, datasets: Callable[[str], tf.data.Dataset], figures: Callable) -> bool:
+        """Runs one round, or loses it; what it gives is on the disk when this returns true."""
+        number = self.journal.begun + 1
+        cohort = self.sampler.cohort(self._index())
+        self.journal.note("begun", number)
+        try:
+            output = self.process.next(self.state, [datasets(client) for client in cohort])
+        except Exception as error:
+            # A worker that is gone stays gone: each more round would be counted and fail at once.
+            if not self.failures_left or isinstance(error, WorkerLostError):
+                raise
+            self.failures_left -= 1
+            warnings.warn(f"Round {number} failed: {error!r}", stacklevel=3)
+            self.lose(1)
+            return False
+        if self.ledger is not None:
+            self.ledger.record(output.state)
+        self.figures = figures(output, self.ledger, len(cohort))
+        self.number, self.state, self.finished = number, output.state, self.finished + 1
+        self._save()
+        return True

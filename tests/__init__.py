@@ -1,0 +1,1 @@
+"""Tests of tf_adaptive_dp and federated."""

@@ -1,0 +1,279 @@
+"""A new optimizer on weights that were trained with privacy is told what was spent."""
+
+import contextlib
+import gc
+import re
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tests.helpers import catalogue
+from tf_adaptive_dp.accounting.ledger import Segment
+
+
+def variables(number=1):
+    return [tf.Variable(tf.ones([2])) for _ in range(number)]
+
+
+def optimizer(**kwargs):
+    return dp.DPSGD(1.0, 0.5, learning_rate=0.1, **kwargs)
+
+
+def train(of, weights, steps=1):
+    """So many steps in a `tf.function` of its own."""
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.linalg.matvec(x, w) for w in weights])
+        of.minimize(loss, weights, tape)
+
+    for _ in range(steps):
+        step(tf.ones([4, 2]))
+
+
+@contextlib.contextmanager
+def silent():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "These weights were trained")
+        yield
+
+
+@contextlib.contextmanager
+def told(count, *segments):
+    """The warning comes once, and with these releases."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    (text,) = [str(w.message) for w in caught if "These weights were trained" in str(w.message)]
+    assert f"trained by {count} private releases" in text
+    assert f"{list(segments)} (noise multiplier" in text
+
+
+def compiled(model, **kwargs):
+    model.compile(catalogue.make("DPSGD", **kwargs), loss=catalogue.loss())
+    return model
+
+
+def test_epsilon_begins_anew_with_a_new_optimizer_and_a_warning_says_how_to_carry_it():
+    def pass_over_the_data():
+        x, y = (np.resize(a, [200, *a.shape[1:]]) for a in catalogue.data())
+        model.fit(x, y, batch_size=10, verbose=0)
+
+    def shown():
+        return round(dp.epsilon_spent(model.optimizer, 200, 1e-5), 2)
+
+    model = compiled(catalogue.mlp(), noise_multiplier=1.0)
+    pass_over_the_data()
+    first = model.optimizer
+    compiled(model, noise_multiplier=1.0)
+    with told(20, (1.0, 10.0, 20)):
+        pass_over_the_data()
+    assert shown() == 2.48
+    model.optimizer.ledger.restore([*first.ledger.segments, *model.optimizer.ledger.segments])
+    assert shown() == 2.97
+
+
+def test_the_line_of_the_warning_carries_what_was_spent():
+    weights, carrying = variables(), optimizer()
+    train(optimizer(), weights, 3)
+    with pytest.warns(UserWarning, match="These weights") as caught:
+        train(carrying, weights, 2)
+    (line,) = re.findall(r"`(optimizer\.ledger\.restore\(.*?\))`,", str(caught[-1].message))
+    exec(line, {"optimizer": carrying})
+    assert carrying.ledger.segments == [(0.5, 4.0, 3), (0.5, 4.0, 2)]
+    with silent():
+        train(carrying, weights)
+        train(carried_by_its_configuration(carrying), weights)
+    assert carrying.ledger.num_releases == 6
+
+
+def test_a_ledger_with_no_free_segment_is_carried_too():
+    weights, old = variables(), optimizer()
+    segments = [(1.0, float(size), 1) for size in range(1, old.ledger.MAX_SEGMENTS + 1)]
+    old.ledger.restore(segments)
+    with silent():
+        train(old, weights)
+        new = carried_by_its_configuration(old)
+        new.noise_multiplier = 0.25
+        train(new, weights)
+        train(carried_by_its_configuration(new), weights)
+    assert len(new.ledger.segments) == old.ledger.MAX_SEGMENTS
+
+
+def carried_by_its_configuration(old):
+    return type(old).from_config(old.get_config())
+
+
+def carried_by_hand(old):
+    new = dp.DPAdam(1.0, 0.7)
+    new.ledger.restore(old.ledger.segments)
+    return new
+
+
+def carried_by_a_checkpoint(old):
+    new = optimizer()
+    new.build(old.weights)
+    path = tf.train.Checkpoint(optimizer=old).write("ram://earlier_releases")
+    tf.train.Checkpoint(optimizer=new).read(path).expect_partial()
+    return new
+
+
+@pytest.mark.parametrize(
+    "carry",
+    [carried_by_its_configuration, carried_by_hand, carried_by_a_checkpoint, lambda old: old],
+)
+def test_an_optimizer_whose_ledger_holds_them_hears_nothing(carry):
+    weights, old = variables(), optimizer()
+    old.weights = weights
+    with silent():
+        train(old, weights, 3)
+        new = carry(old)
+        train(new, weights, 2)
+        assert new.ledger.num_releases == 5
+        last = carried_by_its_configuration(new)
+        train(last, weights)
+    with told(6, *map(tuple, last.ledger.segments)):
+        train(optimizer(), weights)
+
+
+def test_all_releases_are_told_and_of_all_ledgers():
+    weights = variables()
+    train(optimizer(), weights, 3)
+    with told(3, (0.5, 4.0, 3)):
+        second = optimizer()
+        train(second, weights, 2)
+    train(second, weights)
+    with told(6, (0.5, 4.0, 3), (0.5, 4.0, 3)):
+        train(optimizer(), weights)
+    third = carried_by_its_configuration(second)
+    with told(4, (0.5, 4.0, 3), (0.5, 4.0, 1)):  # of those alike the number counts
+        train(third, weights)
+    last = optimizer()
+    with pytest.warns(UserWarning, match="trained by 8 private releases"):
+        train(last, weights)
+    last.ledger.restore([(0.5, 4.0, 9)])
+    with silent():
+        train(carried_by_its_configuration(last), weights)
+    with pytest.warns(UserWarning, match="trained by 10 private releases"):
+        train(optimizer(), weights)
+
+
+def test_weights_of_other_optimizers_are_not_meant():
+    head, base = variables(1), variables(2)
+    one, other = optimizer(), optimizer()
+    with silent():
+        train(one, head, 2)
+        train(other, base, 3)  # as the two of a GAN
+        train(one, head)
+        train(other, base)
+    with told(7, (0.5, 4.0, 3), (0.5, 4.0, 4)):  # unfrozen
+        train(optimizer(), [*head, *base])
+
+
+def test_copies_of_values_and_steps_that_were_only_traced_leave_nothing():
+    weights, copies = variables(), variables()
+    train(optimizer(), copies, 2)
+    weights[0].assign(copies[0])
+    traced = optimizer()
+    with silent():
+        train(traced, weights, 0)
+        train(optimizer(), weights)
+
+
+def test_nothing_is_kept_longer_than_the_weights():
+    weights, old = variables(), optimizer()
+    train(old, weights)
+    ledger = weakref.ref(old.ledger)
+    del old
+    gc.collect()
+    assert ledger() is not None
+    del weights
+    gc.collect()
+    assert ledger() is None
+
+
+def test_events_beside_the_gradients_are_told():
+    import dp_accounting
+
+    weights, old = variables(), optimizer()
+    old.ledger.other_events = (dp_accounting.GaussianDpEvent(3.0),)
+    train(old, weights)
+    with pytest.warns(UserWarning, match=r"Add \[GaussianDpEvent\(noise_multiplier=3.0\)\] to"):
+        train(optimizer(), weights)
+
+
+@pytest.mark.filterwarnings("ignore:Under eager execution")
+def test_eager_steps_are_told_once():
+    def step(of):
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(tf.ones([4, 2]), weights[0])
+        of.minimize(loss, weights, tape)
+
+    weights, old, new = variables(), optimizer(), optimizer()
+    with silent():
+        step(old)
+        step(old)
+    with told(2, (0.5, 4.0, 2)):
+        step(new)
+        step(new)
+
+
+def test_several_replicas_are_told_once():
+    with catalogue.mirrored().scope():
+        model = compiled(catalogue.mlp())
+        catalogue.fit(model)
+        compiled(model)
+    with told(4, (0.5, 8.0, 4)):
+        catalogue.fit(model)
+
+
+# What a format carries: the ledger, or an error, or nothing.
+def _weights_into_a_new_model(path):
+    def load(model):
+        model.save_weights(path)
+        new = compiled(catalogue.mlp())
+        new.optimizer.build(new.trainable_variables)
+        new.load_weights(path)
+        return new
+
+    return load
+
+
+def _whole(path, **kwargs):
+    def load(model):
+        model.save(path)
+        return tf.keras.models.load_model(path, **kwargs)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    "path, whole", [("w", False), ("w.weights.h5", False), ("m.keras", True), ("m.h5", True)]
+)
+def test_formats_in_which_the_ledger_travels(path, whole, tmp_path):
+    model = catalogue.mlp()
+    catalogue.fit(compiled(model))
+    load = (_whole if whole else _weights_into_a_new_model)(str(tmp_path / path))
+    with silent():
+        new = load(model)
+        assert new.optimizer.ledger.segments == [(0.5, 8.0, 4)]
+        catalogue.fit(new)
+    assert new.optimizer.ledger.segments == [(0.5, 8.0, 8)]
+
+
+def test_the_statement_says_that_it_counts_one_ledger():
+    ledger = [Segment(2.0, 200.0, 6_000)]
+    text = dp.privacy_statement(_Ledger(ledger), 60_000, 1e-5, sampling="poisson")
+    assert "not what another optimizer released of the data" in " ".join(text.split())
+
+
+class _Ledger:
+    other_events = ()
+
+    def __init__(self, segments):
+        self.segments = segments

@@ -1,0 +1,200 @@
+"""The ledger counts every release, with parameters that are never too favourable."""
+
+import hypothesis
+import pytest
+import tensorflow as tf
+from hypothesis import strategies as st
+
+from tests.helpers import zoo
+from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+
+RELEASES = [(1.1, 250.0)] * 3 + [(0.7, 250.0)] * 2 + [(0.7, 100.0)] + [(1.1, 250.0)] * 2
+SEGMENTS = [(1.1, 250.0, 3), (0.7, 250.0, 2), (0.7, 100.0, 1), (1.1, 250.0, 2)]
+
+
+class SmallLedger(Ledger):
+    """Overflows at once."""
+
+    MAX_SEGMENTS = 3
+
+
+def record_all(ledger, releases, mode):
+    record = {
+        "eager": ledger.record,
+        "graph": tf.function(ledger.record),
+        "xla": tf.function(ledger.record, jit_compile=True),
+    }
+    if mode in record:
+        for noise_multiplier, batch_size in releases:
+            record[mode](
+                tf.constant(noise_multiplier, tf.float64), tf.constant(batch_size, tf.float64)
+            )
+        return
+
+    @tf.function(jit_compile="xla" in mode)
+    def loop(releases):
+        for release in releases:
+            ledger.record(release[0], release[1])
+
+    loop(tf.constant(releases, tf.float64))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla", "loop", "loop in xla"])
+def test_releases_in_a_row_that_share_their_parameters_are_one_segment(mode):
+    ledger = Ledger(zoo.add_variable)
+    record_all(ledger, RELEASES, mode)
+    assert ledger.segments == SEGMENTS
+    assert ledger.num_releases == 8
+
+
+def test_several_releases_in_one_graph_are_all_counted():
+    ledger = Ledger(zoo.add_variable)
+
+    @tf.function
+    def step():
+        for noise_multiplier in (1.0, 1.0, 2.0):
+            ledger.record(noise_multiplier, 8.0)
+
+    step()
+    step()
+    assert ledger.segments == [(1.0, 8.0, 2), (2.0, 8.0, 1), (1.0, 8.0, 2), (2.0, 8.0, 1)]
+
+
+def test_nothing_is_recorded_when_a_graph_is_traced_but_not_run():
+    ledger = Ledger(zoo.add_variable)
+    tf.function(ledger.record).get_concrete_function(1.0, 8.0)
+    assert ledger.segments == [] and ledger.num_releases == 0
+
+
+def test_a_new_ledger_is_empty():
+    ledger = Ledger(zoo.add_variable)
+    assert ledger.segments == [] and ledger.num_releases == 0 and ledger.other_events == ()
+
+
+def test_noise_multiplier_zero_is_a_release_like_any_other():
+    ledger = Ledger(zoo.add_variable)
+    record_all(ledger, [(0.0, 0.0)] * 2, "eager")
+    assert ledger.segments == [(0.0, 0.0, 2)]
+
+
+def test_values_are_kept_in_double_precision():
+    ledger = Ledger(zoo.add_variable)
+    record_all(ledger, [(1.1, 1e9 + 1), (1.1 + 1e-12, 1e9 + 1)], "graph")
+    assert ledger.segments == [(1.1, 1e9 + 1, 1), (1.1 + 1e-12, 1e9 + 1, 1)]
+
+
+@pytest.mark.parametrize("mode", ["eager", "loop", "loop in xla"])
+def test_segments_beyond_the_last_merge_to_the_worst(mode):
+    count = Ledger.MAX_SEGMENTS
+    assert count == 64
+    distinct = [(10.0 + k, 100.0) for k in range(count)]
+    beyond = [(5.0, 50.0), (7.0, 300.0), (6.0, 200.0), (6.0, 200.0)]
+    ledger = Ledger(zoo.add_variable)
+    record_all(ledger, distinct + beyond, mode)
+    assert ledger.segments[:-1] == [(*d, 1) for d in distinct[:-1]]
+    assert ledger.segments[-1] == (5.0, 300.0, 5)
+    assert ledger.num_releases == count + 4
+
+
+def test_after_an_overflow_the_worst_parameters_go_on_without_change():
+    ledger = SmallLedger(zoo.add_variable)
+    record_all(ledger, [(3.0, 1.0), (2.0, 1.0), (1.0, 1.0), (2.0, 2.0), (1.0, 2.0)], "eager")
+    assert ledger.segments == [(3.0, 1.0, 1), (2.0, 1.0, 1), (1.0, 2.0, 3)]
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(
+    st.lists(st.tuples(st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([8.0, 16.0])), max_size=20)
+)
+def test_every_release_is_counted_with_parameters_as_bad_as_its_own(releases):
+    ledger = SmallLedger(zoo.add_variable)
+    record_all(ledger, releases, "eager")
+    segments = ledger.segments
+    recorded = [s for s in segments for _ in range(s.num_releases)]
+    assert len(recorded) == ledger.num_releases == len(releases)
+    for segment, (noise_multiplier, batch_size) in zip(recorded, releases):
+        assert segment.noise_multiplier <= noise_multiplier
+        assert segment.batch_size >= batch_size
+        if len(segments) < 3 or segment is not segments[-1]:
+            assert segment[:2] == (noise_multiplier, batch_size)
+
+
+def test_a_restored_ledger_goes_on_in_the_same_segment():
+    ledger, restored = Ledger(zoo.add_variable), Ledger(zoo.add_variable)
+    record_all(ledger, RELEASES, "eager")
+    record_all(restored, [(9.0, 9.0)] * 5 + [(8.0, 8.0)] * 5, "eager")
+    # As JSON gives them.
+    restored.restore([list(segment) for segment in ledger.segments])
+    assert restored.segments == SEGMENTS
+    record_all(restored, [(1.1, 250.0), (3.0, 250.0)], "graph")
+    assert restored.segments == [*SEGMENTS[:-1], (1.1, 250.0, 3), (3.0, 250.0, 1)]
+
+
+def test_restoring_nothing_empties_the_ledger():
+    ledger = Ledger(zoo.add_variable)
+    record_all(ledger, RELEASES, "eager")
+    ledger.restore([])
+    assert ledger.segments == []
+
+
+def test_a_full_ledger_can_be_restored():
+    full = [(float(k + 1), 8.0, k + 1) for k in range(Ledger.MAX_SEGMENTS)]
+    ledger = Ledger(zoo.add_variable)
+    ledger.restore(full)
+    assert ledger.segments == full
+    record_all(ledger, [(0.5, 16.0)], "eager")
+    assert ledger.segments == [*full[:-1], (0.5, 16.0, Ledger.MAX_SEGMENTS + 1)]
+
+
+def test_the_ledger_lives_in_the_variables_that_it_was_given(tmp_path):
+    def make():
+        variables = {}
+
+        def add_variable(shape, dtype=None, name=None):
+            return variables.setdefault(name, zoo.add_variable(shape, dtype, name))
+
+        return Ledger(add_variable), tf.train.Checkpoint(**variables)
+
+    ledger, checkpoint = make()
+    record_all(ledger, RELEASES, "eager")
+    path = checkpoint.save(tmp_path / "ledger")
+    restored, checkpoint = make()
+    checkpoint.restore(path).assert_consumed()
+    assert restored.segments == SEGMENTS
+
+
+releases = st.lists(
+    st.tuples(st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([8.0, 16.0])), max_size=12
+)
+
+
+def recorded(pairs):
+    ledger = SmallLedger(zoo.add_variable)
+    for noise_multiplier, batch_size in pairs:
+        ledger.record(noise_multiplier, batch_size)
+    return ledger.segments
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(releases, st.integers(1, 4))
+def test_a_list_of_segments_is_extended_as_the_ledger_records(pairs, count):
+    segments = []
+    for noise_multiplier, batch_size in pairs:
+        segments = SmallLedger.extended(segments, Segment(noise_multiplier, batch_size, count))
+    assert segments == recorded([pair for pair in pairs for _ in range(count)])
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(releases, releases)
+def test_a_ledger_extends_its_earlier_states_alone(pairs, more):
+    earlier, later = recorded(pairs), recorded([*pairs, *more])
+    assert SmallLedger.extends(later, earlier)
+    assert SmallLedger.extends(earlier, later) == (earlier == later)
+
+
+@pytest.mark.parametrize("foreign", [(1.2, 8.0, 2), (1.1, 9.0, 2), (1.1, 8.0, 4)])
+def test_the_ledger_of_another_run_is_not_extended(foreign):
+    segments = [Segment(1.1, 8.0, 3), Segment(2.0, 8.0, 3)]
+    assert not Ledger.extends(segments, [Segment(*foreign)])
+    assert not Ledger.extends(segments[:1], [Segment(*foreign)])
+    assert not Ledger.extends(segments, [Segment(1.1, 8.0, 2), segments[1]])

@@ -1,0 +1,191 @@
+"""PrivacyMonitor and PrivacyBudget in `fit`."""
+
+import glob
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tests.helpers import catalogue
+from tf_adaptive_dp.accounting.composition import epsilon
+
+N, DELTA = 1_000, 1e-3
+
+
+def train(name="DPSGD", callbacks=(), epochs=2, model=None, compile_with=(), **kwargs):
+    if model is None:
+        model = catalogue.mlp()
+        optimizer = catalogue.make(name, **{"noise_multiplier": 1.0, **kwargs})
+        model.compile(optimizer, loss=catalogue.loss(), **dict(compile_with))
+    return model, catalogue.fit(model, epochs, callbacks).history
+
+
+def test_the_monitor_reports_the_accountants_epsilon_each_epoch():
+    _, history = train(callbacks=[dp.PrivacyMonitor(N, DELTA)])
+    expected = [epsilon(1.0, 8 / N, steps, DELTA) for steps in (4, 8)]
+    np.testing.assert_allclose(history["epsilon"], expected, rtol=1e-9)
+    assert history["delta"] == [DELTA, DELTA]
+    np.testing.assert_allclose(history["learning_rate"], [0.1, 0.1])
+
+
+def test_an_adadp_iteration_of_two_minibatches_costs_two_releases():
+    model, history = train("ADADP", [dp.PrivacyMonitor(N, DELTA)], epochs=1)
+    assert model.optimizer.ledger.num_releases == 4
+    assert history["epsilon"][-1] == pytest.approx(epsilon(1.0, 8 / N, 4, DELTA))
+    assert history["learning_rate"][-1] == pytest.approx(float(model.optimizer.learning_rate))
+    assert history["learning_rate"][-1] != pytest.approx(0.1)
+
+
+def test_the_monitor_can_account_with_pld():
+    _, history = train(callbacks=[dp.PrivacyMonitor(N, DELTA, accountant="pld")], epochs=1)
+    assert history["epsilon"][-1] == pytest.approx(epsilon(1.0, 8 / N, 4, DELTA, "pld"))
+
+
+def test_epsilon_shows_in_the_progress_line(capsys):
+    model, _ = train(epochs=1)
+    x, y = catalogue.data()
+    model.fit(x, y, 8, 1, verbose=2, callbacks=[dp.PrivacyMonitor(N, DELTA)])
+    assert "epsilon: " in capsys.readouterr().out
+
+
+def test_tensorboard_gets_the_figures_under_tags_that_say_what_is_private(tmp_path):
+    train("ADADP", [dp.PrivacyMonitor(N, DELTA, tmp_path / "logs")])
+    (path,) = glob.glob(str(tmp_path / "logs" / "*"))
+    values = {}
+    for record in tf.data.TFRecordDataset(path):
+        for value in tf.compat.v1.Event.FromString(record.numpy()).summary.value:
+            values.setdefault(value.tag, []).append(float(tf.make_ndarray(value.tensor)))
+    assert set(values) == {
+        "privacy/epsilon",
+        "privacy/delta",
+        "training/learning_rate",
+        "adadp/error",
+        "adadp/acceptance",
+        "not_private/clipped_share",
+        "not_private/non_finite_examples",
+        "not_private/gradient_norm_quantile_0.1",
+        "not_private/gradient_norm_quantile_0.5",
+        "not_private/gradient_norm_quantile_0.9",
+    }
+    assert values["privacy/epsilon"] == pytest.approx(
+        [epsilon(1.0, 8 / N, steps, DELTA) for steps in (4, 8)]
+    )
+    assert 0 < values["not_private/clipped_share"][0] <= 1
+    assert values["adadp/error"][0] > 0
+
+
+def test_the_monitor_warns_of_batches_larger_than_the_expected_size():
+    with pytest.warns(UserWarning, match="8.0 examples on average.*`expected_batch_size`=2"):
+        train(callbacks=[dp.PrivacyMonitor(N, DELTA)], epochs=4, expected_batch_size=2.0)
+
+
+def test_the_monitor_states_the_guarantee_in_words():
+    monitor = dp.PrivacyMonitor(N, DELTA)
+    train(callbacks=[monitor])
+    text = " ".join(monitor.statement().split())
+    assert "add" in text and "shuffl" in text and "one example" in text
+
+
+def test_the_monitor_needs_a_private_optimizer():
+    model = catalogue.mlp()
+    model.compile("sgd", loss=catalogue.loss())
+    with pytest.raises(TypeError, match="optimizer of tf_adaptive_dp"):
+        catalogue.fit(model, callbacks=[dp.PrivacyMonitor(N, DELTA)])
+
+
+def test_the_monitor_counts_side_information_that_was_released_privately():
+    import dp_accounting
+
+    event = dp_accounting.GaussianDpEvent(5.0)
+    fixed = dp.side_information.FixedPreconditioner(lambda v: 1.0, provenance=event)
+    model = catalogue.mlp()
+    model.compile(dp.AdaDPS(fixed, 1.0, 1.0), loss=catalogue.loss())
+    monitor = dp.PrivacyMonitor(N, DELTA)
+    catalogue.fit(model, callbacks=[monitor])
+    accountant = dp_accounting.rdp.RdpAccountant()
+    accountant.compose(
+        dp_accounting.PoissonSampledDpEvent(8 / N, dp_accounting.GaussianDpEvent(1.0)), 4
+    )
+    accountant.compose(event)
+    assert monitor.epsilon() == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-6)
+
+
+@pytest.mark.parametrize("compile_with, step", [({}, 1), ({"steps_per_execution": 2}, 2)])
+@pytest.mark.parametrize("name", ["DPSGD", "ADADP"])
+def test_the_budget_stops_before_the_step_that_would_overspend(name, compile_with, step):
+    budget = epsilon(1.0, 8 / N, 6, DELTA) * (1 + 1e-9)
+    callbacks = [dp.PrivacyBudget(budget, DELTA, N, batch_size=8)]
+    model, _ = train(name, callbacks, epochs=5, compile_with=compile_with)
+    assert model.optimizer.ledger.num_releases == 6
+    with pytest.raises(dp.BudgetExceededError, match="6 releases"):
+        train(callbacks=callbacks, model=model)
+    assert model.optimizer.ledger.num_releases == 6
+
+    just_below = [dp.PrivacyBudget(epsilon(1.0, 8 / N, 6, DELTA) * 0.999, DELTA, N, batch_size=8)]
+    model, _ = train(name, just_below, epochs=5, compile_with=compile_with)
+    assert model.optimizer.ledger.num_releases == (5 if step == 1 else 4)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_the_budget_counts_the_parts_of_accumulated_batches_as_one(steps_per_execution):
+    budget = dp.PrivacyBudget(epsilon(1.0, 8 / N, 3, DELTA) * (1 + 1e-9), DELTA, N, batch_size=8)
+    model = catalogue.mlp()
+    optimizer = catalogue.make("DPSGD", noise_multiplier=1.0, gradient_accumulation_steps=2)
+    model.compile(optimizer, loss=catalogue.loss(), steps_per_execution=steps_per_execution)
+    x, y = catalogue.data(96)
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=[budget])
+    assert optimizer.ledger.segments == [(1.0, 8.0, 3)]
+
+
+class LessNoise(tf.keras.callbacks.Callback):
+    def __init__(self, noise_multiplier):
+        super().__init__()
+        self.noise_multiplier = noise_multiplier
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer.noise_multiplier = self.noise_multiplier
+
+
+def test_the_budget_follows_a_change_of_noise():
+    limit = 2.0
+    monitor = dp.PrivacyMonitor(N, DELTA)
+    budget = dp.PrivacyBudget(limit, DELTA, N, batch_size=8)
+    model, _ = train(callbacks=[budget, monitor, LessNoise(0.6)], epochs=40)
+    assert monitor.epsilon() <= limit
+    noise_multiplier, size, releases = model.optimizer.ledger.segments[-1]
+    model.optimizer.ledger.record(noise_multiplier, size)
+    assert monitor.epsilon() > limit
+    assert noise_multiplier == 0.6 and releases > 1
+
+
+def test_a_step_that_became_too_dear_is_refused():
+    budget = dp.PrivacyBudget(1.0, DELTA, N, batch_size=8)
+    model = catalogue.mlp()
+    model.compile(catalogue.make("DPSGD", noise_multiplier=1.0), loss=catalogue.loss())
+    with pytest.raises(dp.BudgetExceededError):
+        train(callbacks=[budget, LessNoise(0.1)], model=model, epochs=3)
+    assert model.optimizer.ledger.segments == [(1.0, 8.0, 4)]
+
+
+def test_the_first_step_needs_a_batch_size_to_be_priced():
+    with pytest.raises(ValueError, match="expected_batch_size"):
+        train(callbacks=[dp.PrivacyBudget(1.0, DELTA, N)])
+    train(callbacks=[dp.PrivacyBudget(10.0, DELTA, N)], expected_batch_size=8.0)
+
+
+@pytest.mark.parametrize(
+    "make, match",
+    [
+        (lambda: dp.PrivacyMonitor(0, DELTA), "`num_examples`"),
+        (lambda: dp.PrivacyMonitor(N, 1.5), "`delta`"),
+        (lambda: dp.PrivacyMonitor(N, DELTA, sampling="random"), "`sampling`"),
+        (lambda: dp.PrivacyMonitor(N, DELTA, accountant="magic"), "`accountant`"),
+        (lambda: dp.PrivacyBudget(0.0, DELTA, N), "`epsilon`"),
+        (lambda: dp.PrivacyBudget(1.0, 0.0, N), "`delta`"),
+        (lambda: dp.PrivacyBudget(1.0, DELTA, N, batch_size=-1), "`batch_size`"),
+    ],
+)
+def test_bad_arguments_are_named(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()

@@ -1,0 +1,117 @@
+"""A file that holds segments says them whole, whenever the process that wrote it ended."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tf_adaptive_dp import ReleaseLog
+from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.durable import ledger_file as files
+from tf_adaptive_dp.durable.ledger_file import SegmentFile
+
+RECORD = 8192
+ONE, TWO, THREE = ([Segment(1.1, 8.0, n)] for n in (1, 2, 3))
+
+
+def opened(path):
+    """What the file at a path says, as a later process reads it."""
+    file = SegmentFile(path, fsync=False)
+    file.close()
+    return file.segments
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_a_file_says_what_was_written_last(tmp_path, fsync):
+    path = tmp_path / "new" / "folder" / "log"
+    file = SegmentFile(path, fsync=fsync)
+    assert file.segments == []
+    many = [Segment(1 / 3 + k, 1e300 / 7, 2**62 + k) for k in range(Ledger.MAX_SEGMENTS)]
+    for segments in (ONE, many, TWO, [], [*ONE, *TWO]):
+        file.write(segments)
+        file.close()
+        file = SegmentFile(path, fsync=fsync)
+        assert file.segments == segments
+    content = path.read_text()
+    assert len(content) == 2 * RECORD and content.count("\n") == 2 and "[1.1, 8.0, 2]" in content
+
+
+def states_of_a_file(path):
+    """The content after each of four writes, beginning with its creation."""
+    file = SegmentFile(path, fsync=False)
+    states = [path.read_bytes()]
+    for segments in (ONE, TWO, THREE):
+        file.write(segments)
+        states.append(path.read_bytes())
+    file.close()
+    return states
+
+
+@pytest.mark.parametrize("part", [0, 1, 40, 512, 4096, RECORD - 1, RECORD])
+@pytest.mark.parametrize("lost", ["old", "zero"])
+def test_a_record_that_was_not_finished_counts_as_not_begun(tmp_path, part, lost):
+    path = tmp_path / "log"
+    states = states_of_a_file(path)
+    for number, wanted in enumerate([[], ONE, TWO, THREE]):
+        slot = number % 2 * RECORD
+        before = states[number - 1] if number else b""
+        new = states[number][slot : slot + RECORD]
+        torn = new[:part]
+        if lost == "zero" or number < 2:
+            torn += bytes(RECORD - part)
+        else:
+            torn += before[slot + part : slot + RECORD]
+        path.write_bytes(before[:slot] + torn + before[slot + RECORD :])
+        earlier = [[], [], ONE, TWO][number]
+        # The last bytes of a record are the same in both slots if only spaces are missing.
+        assert opened(path) == (wanted if torn == new else earlier)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    {
+        "another text": lambda s: b"epoch,loss\n1,0.5\n",
+        "zeros and more": lambda s: bytes(RECORD) + b"x",
+        "both records damaged": lambda s: s[3][:50] + b"?" + s[3][51:-50] + b"?" + s[3][-49:],
+        "cut off": lambda s: s[2][:RECORD],
+        "cut off in the middle": lambda s: s[2][: RECORD + 100],
+        "too long": lambda s: s[3] + b"\n",
+        "records of different files": lambda s: s[3][:RECORD] + s[0],
+        "records exchanged": lambda s: s[3][RECORD:] + s[3][:RECORD],
+        "too many segments": lambda s: (
+            files._encoded(0, []) + files._encoded(1, [(1.0 + k, 1.0, 1) for k in range(65)])
+        ),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_any_other_damage_is_an_error_and_changes_nothing(tmp_path, damage):
+    path = tmp_path / "log"
+    content = damage[1](states_of_a_file(path))
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="no release log, or it is damaged.*path="):
+        ReleaseLog(path)
+    assert path.read_bytes() == content
+
+
+def test_two_processes_cannot_write_to_one_log(tmp_path):
+    path = tmp_path / "log"
+    log = ReleaseLog(path)
+    with pytest.raises(RuntimeError, match="in use by another process, or by another ReleaseLog"):
+        ReleaseLog(path)
+    log.close()
+    ReleaseLog(path).close()
+    hold = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print(); input()"
+    with subprocess.Popen([sys.executable, "-c", hold, path], stdin=-1, stdout=-1) as other:
+        other.stdout.readline()
+        with pytest.raises(RuntimeError, match="in use by another process"):
+            ReleaseLog(path)
+        other.kill()  # which frees the log
+    ReleaseLog(path).close()
+
+
+def test_a_log_that_was_closed_writes_to_no_other_file(tmp_path):
+    file = SegmentFile(tmp_path / "log", fsync=False)
+    file.close()
+    with open(tmp_path / "other", "wb"), pytest.raises(OSError, match="Bad file descriptor"):
+        file.write(ONE)
+    assert (tmp_path / "other").read_bytes() == b""

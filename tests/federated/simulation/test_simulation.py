@@ -1,0 +1,219 @@
+"""The simulation programs: what they plan and show, and whole runs with data."""
+
+import math
+import os
+
+import dp_accounting
+import pytest
+
+from federated.datasets import cifar10
+from federated.privacy.user_level import UserLevelPrivacy
+from federated.simulation import cifar10_adaptive, stackoverflow_dp, tag_trials, trials
+
+
+@pytest.mark.parametrize("program", [cifar10_adaptive, stackoverflow_dp])
+def test_help_says_what_is_done_and_what_is_private(program, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program.main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("Privacy claim", "--scale {smoke,small,paper}", "| small |", "paper's figure"):
+        assert word in text
+
+
+def test_the_network_is_that_of_the_paper():
+    model = cifar10_adaptive.network(0)
+    flat = next(layer for layer in model.layers if layer.name.startswith("flatten"))
+    assert flat.output_shape == (None, 1600) and model.output_shape == (None, 10)
+    again, other = cifar10_adaptive.network(0), cifar10_adaptive.network(1)
+    same = [(a.numpy() == b.numpy()).all() for a, b in zip(model.weights, again.weights)]
+    assert all(same)
+    assert not (model.weights[0].numpy() == other.weights[0].numpy()).all()
+
+
+def cifar_trials():
+    def accuracy(s):
+        return {"adadp": 0.5, "adam": 0.1}.get(s["method"], 0.2 + s["rate"])
+
+    return [
+        trials.Trial(s, {"test/accuracy": [math.nan, accuracy(s)]}, {})
+        for s in cifar10_adaptive.plan("small")
+    ]
+
+
+def test_sgd_is_shown_with_its_best_rate_and_adadp_with_its_default():
+    found = cifar10_adaptive.groups(cifar_trials())
+    assert cifar10_adaptive.best_rate(found, 0.0, "sgd") == 0.1
+    assert cifar10_adaptive.best_rate(found, 0.0, "adadp") == cifar10_adaptive.DEFAULT_RATE
+    assert cifar10_adaptive.best_rate(found, 0.0, "adam") is None
+    assert cifar10_adaptive.best_rate(found, 0.33, "adam") is not None
+    assert "| 0% | SGD | **0.1** | 0.300 | 1 |" in cifar10_adaptive.table(cifar_trials())
+
+
+def test_cifar10_is_read_once_for_all_trials(monkeypatch):
+    read = []
+    monkeypatch.setattr(cifar10, "load_cifar10", lambda folder: read.append(folder) or (folder, 0))
+    assert cifar10_adaptive.load("a") is cifar10_adaptive.load("a")
+    cifar10_adaptive.load("b")
+    assert read == ["a", "b"]
+    cifar10_adaptive.load.cache_clear()
+
+
+def test_a_small_round_is_long_enough_to_come_down_from_the_largest_initial_rate():
+    small = cifar10_adaptive.SCALES["small"]
+    judged = small.images_per_client // 10 // 2  # each takes two minibatches of 10
+    down = math.log(max(small.rates["adadp"]) / 0.01) / -math.log(0.9)
+    assert down < judged / 4
+
+
+def tag_trial(settings):
+    score = settings["rate"] * settings["clip"]
+    return trials.Trial(
+        settings,
+        {"test/accuracy": [score / 10, math.nan, score], "privacy/epsilon": [1.0, 1.5, 1.75]},
+        {"epsilon": 1.75 + settings["seed"] / 8},  # a round of others was lost
+    )
+
+
+def test_adam_tries_the_length_of_its_own_steps_and_others_the_clip_norm():
+    for scale, lengths in (("small", [0.3, 1.0, 3.0]), ("paper", [0.3, 1.0, 3.0])):
+        plan = stackoverflow_dp.plan(scale, [])
+        adam = [s for s in plan if s["method"] == "fed_adam"]
+        assert {s["clip"] for s in adam} == {1.0}
+        assert sorted({s["server_adam_rate"] for s in adam}) == [0.09, 0.3, 0.9]
+        for method in ("fed_avg", "adadps", "ftrl"):
+            assert sorted({s["clip"] for s in plan if s["method"] == method}) == lengths
+            assert not any("server_adam_rate" in s for s in plan if s["method"] == method)
+
+
+def test_the_best_pair_of_each_method_gets_more_seeds():
+    grid = stackoverflow_dp.plan("small", [])
+    assert {s["seed"] for s in grid} == {0}
+    wanted = stackoverflow_dp.plan("small", [*map(tag_trial, grid)])
+    more = [s for s in wanted if s["seed"]]
+    methods = sum(map(len, tag_trials.METHODS.values()))
+    assert len(grid) == 4 * methods and len(more) == 2 * methods
+    for settings in more:
+        rivals = [
+            s["rate"] * s["clip"]
+            for s in grid
+            if (s["method"], s["setting"]) == (settings["method"], settings["setting"])
+        ]
+        assert settings["rate"] * settings["clip"] == max(rivals)
+
+
+def test_the_table_has_the_chosen_pair_the_mean_and_the_largest_epsilon_with_lost_rounds():
+    grid = stackoverflow_dp.plan("small", [])
+    wanted = stackoverflow_dp.plan("small", [*map(tag_trial, grid)])
+    text = stackoverflow_dp.table([*map(tag_trial, wanted)])
+    assert text.count("| 2.00 | 3 |") == sum(map(len, tag_trials.METHODS.values()))
+
+
+def test_constants_that_change_make_new_trials(monkeypatch):
+    before = stackoverflow_dp.plan("small", [])
+    private = {**tag_trials.SETTINGS["private"], "tree_sigma": 9.0}
+    monkeypatch.setitem(tag_trials.SETTINGS, "private", private)
+    monkeypatch.setattr(tag_trials, "SERVER_ADAM_RATE", 0.125)
+    after = stackoverflow_dp.plan("small", [])
+    changed = {new["method"] for old, new in zip(before, after) if old != new}
+    assert changed == {"ftrl", "ftrl_adadps", "fed_adam"}
+    for name, value in (("clients", 300), ("clients_per_round", 30), ("sigma", 0.5)):
+        paper = {**tag_trials.SETTINGS["paper"], name: value}
+        monkeypatch.setitem(tag_trials.SETTINGS, "paper", paper)
+        changed = [s["method"] for s in stackoverflow_dp.plan("small", []) if s not in after]
+        assert set(changed) == set(tag_trials.METHODS["paper"])
+
+
+def test_both_mechanisms_of_the_private_setting_promise_about_the_same():
+    users, rounds = 966, 100
+    promised = {}
+    for settings in stackoverflow_dp.plan("small", []):
+        if settings["setting"] == "private":
+            assert settings["rounds"] == rounds
+            cohort, tree = settings["clients_per_round"], settings["mechanism"] == "tree"
+            privacy = UserLevelPrivacy(
+                settings["sigma"], cohort, users, clip=1.0, mechanism=settings["mechanism"]
+            )
+            event, relation = (
+                dp_accounting.PoissonSampledDpEvent(
+                    cohort / users, dp_accounting.GaussianDpEvent(settings["sigma"])
+                ),
+                dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+            )
+            releases = [(event, rounds)]
+            if tree:  # five passes of nineteen rounds, and five rounds more
+                relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+                steps = [(19, 5), (5, 1)]
+                assert privacy.rounds_per_pass == 19
+                releases = [
+                    (dp_accounting.SingleEpochTreeAggregationDpEvent(settings["sigma"], s), n)
+                    for s, n in steps
+                ]
+            accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=relation)
+            for event, number in releases:
+                accountant.compose(event, number)
+            promised[settings["mechanism"]] = accountant.get_epsilon(1 / users)
+    assert promised["tree"] == pytest.approx(promised["gaussian"], rel=0.05)
+    assert promised["gaussian"] == pytest.approx(6.39, abs=0.01)  # what the docstring says
+    assert promised["tree"] == pytest.approx(6.33, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "module, made",
+    [(cifar10_adaptive, cifar_trials), (stackoverflow_dp, lambda: None)],
+    ids=["cifar10", "stackoverflow"],
+)
+def test_a_figure_is_drawn(module, made, tmp_path):
+    pytest.importorskip("matplotlib")
+    finished = made() or [*map(tag_trial, stackoverflow_dp.plan("small", []))]
+    module.plot(finished).savefig(tmp_path / "shown.png")
+    assert (tmp_path / "shown.png").stat().st_size > 1000
+
+
+def test_a_trial_without_figures_is_not_the_best_of_its_method():
+    lost, *others = [tag_trial(s) for s in stackoverflow_dp.plan("small", [])]
+    lost = lost._replace(figures={})
+    chosen = tag_trials.best_runs([lost, *others])
+    assert lost not in [run for runs in chosen.values() for run in runs]
+
+
+def test_seeds_with_unequal_numbers_of_evaluations_have_a_curve_each():
+    pytest.importorskip("matplotlib")
+    grid = [*map(tag_trial, stackoverflow_dp.plan("small", []))]
+    first, *more = [
+        tag_trial(s) for s in stackoverflow_dp.plan("small", grid) if s["method"] == "fed_adam"
+    ][-3:]
+    killed = more[0]._replace(figures={"test/accuracy": [0.25]})
+    lost = more[1]._replace(figures={})
+    axis = stackoverflow_dp.plot([*grid, killed, lost]).axes[0]
+    curves = [line for line in axis.lines if line.get_color() == "C1"]
+    assert [len(line.get_xdata()) for line in curves] == [2, 1, 0]
+    (label,) = [t.get_text() for t in axis.get_legend().texts if "Adam" in t.get_text()]
+    assert label == "DP-FedAdam, ε = 2"
+
+
+def test_each_rate_of_adam_has_its_curve():
+    pytest.importorskip("matplotlib")
+    axes = cifar10_adaptive.plot(cifar_trials()).axes
+    labels = [[text.get_text() for text in axis.get_legend().texts] for axis in axes[:4]]
+    assert labels[0] == ["ADADP, 0.1", "SGD, 0.1"]
+    assert labels[1] == ["ADADP, 0.1", "SGD, 0.1", "Adam, 0.0001", "Adam, 0.001"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "module, variable",
+    [(cifar10_adaptive, "TFDS_DATA_DIR"), (stackoverflow_dp, "TFF_CACHE_DIR")],
+    ids=["cifar10", "stackoverflow"],
+)
+def test_a_program_runs_at_smoke_scale_and_has_nothing_left_to_do(
+    module, variable, tmp_path, capfd
+):
+    if variable not in os.environ:
+        pytest.skip(f"{variable} does not name a folder with the data")
+    module.main(["--scale", "smoke", "--output_dir", str(tmp_path)])
+    first = capfd.readouterr().out
+    assert "ε is infinite" in first or "Differential privacy with epsilon" in first
+    module.main(["--scale", "smoke", "--output_dir", str(tmp_path)])
+    assert "[1/" not in capfd.readouterr().out
+    assert not [*tmp_path.rglob("states")] and [*tmp_path.rglob("journal")]

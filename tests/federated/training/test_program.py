@@ -1,0 +1,801 @@
+"""Federated rounds that end at any moment and go on: each is counted, and none is forgotten."""
+
+import asyncio
+import contextlib
+import csv
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import dp_accounting
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from federated.clients.client_optimizers import build_adadps
+from federated.clients.preconditioner import ClientPreconditioner
+from federated.privacy.client_sampling import ClientSampler, FixedSizeSampling, ShuffledEpochs
+from federated.privacy.user_epsilon import UserLedger
+from federated.runtime import contexts, worker
+from federated.runtime.connection import WorkerLostError
+from federated.training import monitor, program
+from federated.training.processes import build_adaptive_fed_avg, build_dp_fed_avg
+from federated.training.run import Run
+from federated.training.saved_states import SavedStates
+from tests.helpers import ROOT, real_rounds
+from tests.helpers import killable_rounds as rounds
+
+
+class CrashInjector:
+    """Processes that train, one after the other, and are ended at once; see `killable_rounds`."""
+
+    def __init__(self):
+        self.errors = open(os.devnull, "w")
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.server = subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.killable_rounds"],
+            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors},
+            **{"text": True, "env": env},
+        )
+
+    def run(self, folder, what="train", after=None, **job):
+        """Its exit code; it is ended so many seconds after it first began a round."""
+        job = {"what": what, "folder": str(folder), **job}
+        print(rounds.json.dumps(job), file=self.server.stdin, flush=True)
+        child = int(self.server.stdout.readline())
+        if after is not None:
+            before, deadline = num_begun(folder), time.monotonic() + 120
+            while num_begun(folder) == before and time.monotonic() < deadline:
+                time.sleep(0.02)
+            time.sleep(after)
+            os.killpg(child, signal.SIGKILL)
+        print(file=self.server.stdin, flush=True)
+        return int(self.server.stdout.readline())
+
+
+def num_begun(folder):
+    return [entry["event"] for entry in rounds.record(folder)].count("began")
+
+
+@pytest.fixture(scope="module")
+def injector():
+    injector = CrashInjector()
+    yield injector
+    injector.server.stdin.close()
+    injector.server.wait()
+    injector.errors.close()
+
+
+def opened(folder, mechanism="gaussian"):
+    """The run in a folder, as another program would find it."""
+    sampler = rounds.Sampler(["a"], rounds.Sampling())
+    process = rounds.Process(folder)
+    run = Run(process, sampler, folder / "run", rounds.ledger(mechanism), max_failures=0)
+    run.journal.close()
+    return run
+
+
+def check_record(record, mechanism):
+    """What the run did, against what it said at that time; see `killable_rounds` for the record."""
+    models, began, released, clients = [0.0], 0, {}, []
+    for entry in record:
+        if entry["event"] == "began":
+            began += 1
+            # A round goes on from the last model that was released, or a later one.
+            newest = list(released.values())[-1]["test/model"] if released else 0.0
+            assert models.index(entry["model"]) >= models.index(newest)
+            clients += entry["clients"]
+            if mechanism != "gaussian":
+                assert entry["clients"] == [f"client {entry['rounds']}"]
+        elif entry["event"] == "ended":
+            models.append(entry["model"])
+        else:
+            number, figures = entry["number"], entry["figures"]
+            assert not released or number >= max(released)
+            # A round that is released again is released as it was.
+            assert released.setdefault(number, figures) == figures
+            assert figures["test/model"] in models
+            if mechanism is not None:
+                assert figures["privacy/rounds_counted"] == number >= began
+    if mechanism == "gaussian":
+        assert len(set(clients)) == len(clients)
+    return models, began, released
+
+
+def check(folder, mechanism):
+    """Counts and model of a run that was ended, against its record."""
+    models, began, released = check_record(rounds.record(folder), mechanism)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *args, **kwargs: None)
+        run = opened(folder, mechanism)
+    assert began <= run.journal.begun
+    if mechanism is not None:
+        assert run.ledger.num_releases == run.journal.begun
+        assert run.ledger.lost == run.journal.begun - run.finished
+    assert max(released, default=0) <= run.number
+    model = float(run.state["model"])
+    assert model == released.get(run.number, {"test/model": model})["test/model"]
+    assert model in models
+    assert int(run.state["rounds"]) == run.finished
+    return run
+
+
+def kill_at_moments(injector, folder, mechanism, moments):
+    for moment in moments:
+        code = injector.run(folder, rounds=1000, mechanism=mechanism, kill_at=moment)
+        assert code == -signal.SIGKILL
+        before = check(folder, mechanism)
+    total = 2 + (before.finished if mechanism is None else before.journal.begun)
+    trained = rounds.train(folder, total, mechanism)
+    after = check(folder, mechanism)
+    assert after.number == after.journal.released == trained.num_begun
+    if mechanism is None:
+        assert trained.ledger is None and trained.num_finished == total
+    else:
+        assert trained.ledger.num_releases == trained.num_begun == total
+    assert trained.num_finished == int(trained.state["rounds"]) == after.finished
+    # None was forgotten: each that is in the model was released.
+    _, _, released = check_record(rounds.record(folder), mechanism)
+    assert len(released) == trained.num_finished
+    assert not list((folder / "run/secret/states").glob("*_temp*"))
+
+
+LOST = pytest.mark.filterwarnings("ignore:.*were begun whose results")
+
+
+@LOST
+@pytest.mark.parametrize(
+    "mechanism, moments",
+    [("gaussian", range(22)), ("tree", range(1, 22, 6)), (None, range(1, 22, 6))],
+)
+def test_a_run_may_be_killed_at_every_moment(injector, tmp_path, mechanism, moments):
+    # One run, ended again and again, each time a moment later: so at the moments of its beginning,
+    # of a start, and of one round; and once each of what follows.
+    kill_at_moments(injector, tmp_path, mechanism, moments)
+
+
+@LOST
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", ["gaussian", "tree", None])
+def test_a_run_may_be_killed_at_every_moment_of_three_rounds(injector, tmp_path, mechanism):
+    kill_at_moments(injector, tmp_path, mechanism, range(52))
+
+
+def test_a_run_goes_on_from_its_last_round(tmp_path):
+    first = rounds.train(tmp_path, 3)
+    assert first[2:4] == (3, 3) and first.ledger.num_releases == 3
+    again = rounds.train(tmp_path, 3)
+    assert again.state == first.state | {"more": again.state["more"]}
+    trained = rounds.train(tmp_path, 5)
+    assert trained[2:4] == (5, 5)
+    record = rounds.record(tmp_path)
+    check_record(record, "gaussian")
+    assert [e["number"] for e in record if e["event"] == "released"] == [1, 2, 3, 4, 5]
+    assert [e["clients"] for e in record if e["event"] == "began"] == [
+        [f"client {index}"] for index in range(5)
+    ]
+
+
+def test_each_step_of_a_round_is_on_the_disk_before_the_next_one(tmp_path, monkeypatch):
+    steps = []
+
+    def note(owner, name, describe):
+        original = getattr(owner, name)
+
+        def noted(*args, **kwargs):
+            result = original(*args, **kwargs)
+            steps.append(describe(*args))
+            return result
+
+        monkeypatch.setattr(owner, name, noted)
+
+    def path(file):
+        return os.readlink(f"/proc/self/fd/{file}").removeprefix(f"{tmp_path}/run/secret/")
+
+    rounds.train(tmp_path, 1)
+    note(os, "pwrite", lambda file, line, place: line[:10].decode())
+    note(os, "fsync", lambda file: f"sync {path(file)}")
+    note(tf.io.gfile, "rename", lambda old, new, **_: f"rename {Path(new).name}")
+    monkeypatch.setattr(rounds, "append", lambda folder, **entry: steps.append(entry["event"]))
+    rounds.train(tmp_path, 2)
+
+    del steps[: steps.index('{"begun": ')]  # what is done when the run goes on
+    assert steps[:5] == ['{"begun": ', "sync journal", "began", "ended", "rename round_2"]
+    files = ["saved_model.pb", "fingerprint.pb", "variables/variables.index"]
+    files += ["variables/variables.data-00000-of-00001", "variables", "assets"]
+    whole = {f"sync states/round_2/{file}" for file in files}
+    assert set(steps[5:-3]) == whole | {"sync states/round_2", "sync states"}
+    assert steps[-3:] == ["released", '{"released', "sync journal"]
+
+
+def test_a_failed_round_is_counted_when_the_run_goes_on(tmp_path):
+    with pytest.raises(ConnectionError, match="a worker is gone"):
+        rounds.train(tmp_path, 5, failing=[False, True])
+    with pytest.warns(
+        UserWarning, match="1 rounds were begun whose results are not.*They are counted"
+    ):
+        trained = rounds.train(tmp_path, 5)
+    assert trained[2:4] == (4, 5)
+    assert (trained.ledger.num_releases, trained.ledger.lost) == (5, 1)
+    check_record(rounds.record(tmp_path), "gaussian")
+
+
+@pytest.mark.parametrize("mechanism, finished", [("gaussian", 3), ("tree", 3), (None, 5)])
+def test_rounds_may_fail_so_many_times(tmp_path, mechanism, finished):
+    # A run without privacy has no budget, so what is lost is made up for.
+    with pytest.warns(UserWarning, match="failed: ConnectionError"):
+        trained = rounds.train(tmp_path, 5, mechanism, [False, True, True], max_failures=2)
+    assert trained.num_finished == int(trained.state["rounds"]) == finished
+    assert trained.num_begun == finished + 2
+    check_record(rounds.record(tmp_path), mechanism)
+
+
+def test_one_failure_too_many_is_raised(tmp_path):
+    with pytest.warns(UserWarning), pytest.raises(ConnectionError):
+        rounds.train(tmp_path, 5, failing=[True, True, True], max_failures=2)
+    with pytest.warns(UserWarning, match="^3 rounds"):
+        trained = rounds.train(tmp_path, 5)
+    assert (trained.ledger.num_releases, trained.ledger.lost) == (5, 3)
+
+
+def test_no_round_is_wasted_on_a_worker_that_is_gone(tmp_path, monkeypatch):
+    def gone(self, state, datasets):
+        raise WorkerLostError("it does not answer", ["ada:8000"])
+
+    with monkeypatch.context() as patch, pytest.raises(WorkerLostError):
+        patch.setattr(rounds.Process, "next", gone)
+        rounds.train(tmp_path, 5, max_failures=3)
+    with pytest.warns(UserWarning, match="^1 rounds"):
+        trained = rounds.train(tmp_path, 5)
+    assert (trained.ledger.num_releases, trained.ledger.lost) == (5, 1)
+
+
+@pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
+def test_rounds_that_the_ledger_holds_are_part_of_the_sampling(tmp_path, mechanism):
+    def train(num_rounds, earlier):
+        ledger = rounds.ledger(mechanism)
+        ledger.record_lost(earlier)
+        sampler = rounds.Sampler(["a"], rounds.Sampling(10))
+        folder = tmp_path / f"{num_rounds} {earlier}"
+        return program.train(
+            rounds.Process(tmp_path), str, sampler, num_rounds, folder, ledger=ledger
+        )
+
+    assert train(3, 7).num_finished == 3
+    if mechanism == "gaussian":
+        with pytest.raises(ValueError, match="less the rounds .* num_rounds=4, 7 rounds in the"):
+            train(4, 7)
+        assert not (tmp_path / "4 7").exists()
+    else:  # its ledger is of trees, which need no sampling
+        assert train(4, 7).num_finished == 4
+
+
+def test_a_run_may_have_more_rounds_than_it_was_begun_with(tmp_path):
+    def train(steps):
+        sampler = rounds.Sampler(["a"], rounds.Sampling(steps))
+        return program.train(
+            *(rounds.Process(tmp_path), str, sampler, steps, tmp_path / "run"),
+            ledger=rounds.ledger("gaussian"),
+        )
+
+    assert [train(steps).num_finished for steps in (2, 5)] == [2, 5]
+    check_record(rounds.record(tmp_path), "gaussian")
+
+
+def test_lost_rounds_at_the_end_are_released_as_counted(tmp_path):
+    def released():
+        found = [e for e in rounds.record(tmp_path) if e["event"] == "released"]
+        return [(e["number"], e["figures"]["privacy/rounds_counted"]) for e in found]
+
+    with pytest.warns(UserWarning, match="failed: ConnectionError"):
+        rounds.train(tmp_path, 5, failing=[False, False, True, True, True], max_failures=3)
+    assert released() == [(1, 1), (2, 2), (5, 5)]
+    with pytest.warns(UserWarning, match="^3 rounds were begun whose results are not"):
+        assert rounds.train(tmp_path, 5).ledger.num_releases == 5
+    assert released() == [(1, 1), (2, 2), (5, 5)]
+    with pytest.warns(UserWarning, match="^3 rounds"):
+        rounds.train(tmp_path, 6)
+    assert released()[3:] == [(6, 6)]
+
+
+def test_no_run_begins_in_the_middle_of_another_ones_pass(tmp_path):
+    def train(earlier, mechanism="gaussian"):
+        ledger = rounds.ledger(mechanism)
+        ledger.record_lost(earlier)
+        sampler = ClientSampler(list("abcdefgh"), ShuffledEpochs(2, 40))
+        sampler.checked = lambda privacy: sampler  # `rounds.ledger` has no `UserLevelPrivacy`
+        folder = tmp_path / f"{earlier} {mechanism}"
+        return program.train(rounds.Process(tmp_path), str, sampler, 5, folder, ledger=ledger)
+
+    for whole_passes in (0, 4, 8):
+        assert train(whole_passes).num_finished == 5
+    for earlier in (3, 5):
+        with pytest.raises(ValueError, match=f"{earlier} rounds in the ledger, 4 rounds a pass"):
+            train(earlier)
+        assert not (tmp_path / f"{earlier} gaussian").exists()
+    assert train(3, "tree").num_finished == 5  # each run has trees of its own
+
+
+def test_a_round_that_could_not_be_released_is_released_again(tmp_path):
+    class Full(tff.program.ReleaseManager):
+        async def release(self, value, key):
+            raise OSError("disk full")
+
+    process = rounds.Process(tmp_path)
+    sampler = rounds.Sampler(["a"], rounds.Sampling())
+    ledger = rounds.ledger("gaussian")
+    with pytest.raises(OSError, match="disk full"):
+        program.train(
+            *(process, str, sampler, 2, tmp_path / "run"), ledger=ledger, release_managers=[Full()]
+        )
+    assert ledger.num_releases == 0  # what is passed is not changed
+    trained = rounds.train(tmp_path, 2)
+    assert trained[2:4] == (2, 2)
+    _, began, released = check_record(rounds.record(tmp_path), "gaussian")
+    assert began == 2 and list(released) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"noise_multiplier": 1.0}, "'noise_multiplier': 2.0.*'noise_multiplier': 1.0"),
+        ({"total_clients": 9}, "'total_clients': 8.*'total_clients': 9"),
+        ({"mechanism": "tree"}, "'mechanism': 'gaussian'.*'mechanism': 'tree'"),
+        ({"ledger": None}, "Changed: ledger at the beginning: .*; privacy: .*, is None"),
+        ({"counted": 1}, "was {.*'num_releases': 0.*is {.*'num_releases': 1"),
+        ({"shape": 3}, r"more/0: float64\[2, 3\].*more/0: float64\[2, 2\]"),
+        ({"seed": 5}, r"was 'Sampling\(seed=None\)', is 'Sampling\(seed=5\)'"),
+        ({"clients": 2}, "clients: was 1, is 2"),
+        ({"ids": "b"}, "Changed: client ids"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_other_arguments_are_refused(tmp_path, monkeypatch, changes, message):
+    rounds.train(tmp_path, 1)
+    before = (tmp_path / "run/secret/journal").read_bytes()
+    process, changes = rounds.Process(tmp_path), dict(changes)
+    if changes.pop("shape", None):
+        initial = process.initialize() | {"more": (np.zeros([2, 2]),)}
+        monkeypatch.setattr(process, "initialize", lambda: initial)
+    sampling = rounds.Sampling(1000, changes.pop("seed", None))
+    ids = changes.pop("ids", "ab"[: changes.pop("clients", 1)])
+    sampler = rounds.Sampler(ids, sampling)
+    counted = changes.pop("counted", 0)
+    ledger = None
+    if "ledger" not in changes:
+        ledger = rounds.Ledger(rounds.Privacy(**changes))
+        ledger.record_lost(counted)
+    with pytest.raises(ValueError, match=message):
+        program.train(process, str, sampler, 2, tmp_path / "run", ledger=ledger)
+    assert (tmp_path / "run/secret/journal").read_bytes() == before
+    assert rounds.train(tmp_path, 2).num_begun == 2
+
+
+def test_a_second_run_in_the_directory_is_refused(tmp_path):
+    class Second(tff.program.ReleaseManager):
+        async def release(self, value, key):
+            with pytest.raises(RuntimeError, match="in progress in another process"):
+                rounds.train(tmp_path, 3)
+            refused.append(key)
+
+    refused = []
+    sampler = rounds.Sampler(["a"], rounds.Sampling())
+    program.train(
+        *(rounds.Process(tmp_path), str, sampler, 1, tmp_path / "run"),
+        ledger=rounds.ledger("gaussian"),
+        release_managers=[Second()],
+    )
+    assert refused == [1]
+
+
+def test_a_second_process_in_the_directory_is_refused(injector, tmp_path):
+    run = opened(tmp_path)
+    holding = Run(
+        *(run.process, run.sampler, tmp_path / "run", rounds.ledger("gaussian")), max_failures=0
+    )
+    assert injector.run(tmp_path, rounds=1) == 1
+    assert not rounds.record(tmp_path)
+    holding.journal.close()
+    assert injector.run(tmp_path, rounds=1) == 0
+    assert len(rounds.record(tmp_path)) == 3
+
+
+def states(folder):
+    return folder / "run/secret/states"
+
+
+def test_a_damaged_state_is_an_error(tmp_path):
+    rounds.train(tmp_path, 2)
+    for name in ("variables/variables.data-00000-of-00001", "saved_model.pb"):
+        path = states(tmp_path) / "round_2" / name
+        content = path.read_bytes()
+        for wrong in [content[: len(content) // 2], b""]:
+            path.write_bytes(wrong)
+            with pytest.raises(ValueError, match="saved state cannot be read.*round_2"):
+                rounds.train(tmp_path, 3)
+        path.write_bytes(content)
+    assert rounds.train(tmp_path, 3)[2:4] == (3, 3)
+
+
+def test_a_state_is_as_it_was_saved_or_refused(tmp_path):
+    state = {"weights": np.linspace(0, 1, 2000, dtype=np.float32), "text": "abc", "n": 3}
+    record = {"finished": 1, "ledger": [0.1, None]}
+    saved = SavedStates(tmp_path)
+    saved.save(1, state, record)
+    rng, refused = np.random.default_rng(0), 0
+    for name in ("variables/variables.data-00000-of-00001", "saved_model.pb"):
+        path = tmp_path / "round_1" / name
+        content = path.read_bytes()
+        for place in rng.integers(len(content), size=25):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << int(rng.integers(8))
+            path.write_bytes(bytes(damaged))
+            try:
+                loaded, what = saved.load(1, state)
+            except ValueError as error:
+                assert "saved state cannot be read" in str(error)
+                refused += 1
+            else:  # the bit was in something that does not count, such as a name
+                assert what == record and (loaded["text"], loaded["n"]) == (b"abc", 3)
+                np.testing.assert_array_equal(loaded["weights"], state["weights"])
+        path.write_bytes(content)
+    assert refused >= 20  # almost all of the first file is weights
+    assert saved.load(1, state)[1] == record
+
+
+@pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
+def test_rounds_whose_state_vanished_stay_counted(tmp_path, mechanism):
+    rounds.train(tmp_path, 3, mechanism)
+    shutil.rmtree(states(tmp_path) / "round_3")
+    with pytest.warns(UserWarning, match="^1 rounds"):
+        trained = rounds.train(tmp_path, 4, mechanism)
+    assert (trained.ledger.num_releases, trained.num_finished) == (4, 3)
+    released = [e["number"] for e in rounds.record(tmp_path) if e["event"] == "released"]
+    assert released == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("mechanism", ["gaussian", None])
+def test_a_run_without_any_of_its_states_is_refused(tmp_path, mechanism):
+    rounds.train(tmp_path, 3, mechanism)
+    shutil.rmtree(states(tmp_path))
+    with pytest.raises(ValueError, match="3 rounds in the journal.*state is missing"):
+        rounds.train(tmp_path, 4, mechanism)
+
+
+def test_a_journal_that_lost_its_end_is_refused(tmp_path):
+    rounds.train(tmp_path, 3)
+    path = tmp_path / "run/secret/journal"
+    lines = path.read_bytes().splitlines(keepends=True)
+    for kept in (0, 1, len(lines) - 3):
+        path.write_bytes(b"".join(lines[:kept]))
+        with pytest.raises(ValueError, match="last saved state is of round 3"):
+            rounds.train(tmp_path, 4)
+    path.write_bytes(b"".join(lines))
+    assert rounds.train(tmp_path, 4).num_begun == 4
+
+
+def test_what_has_to_stay_secret_is_for_the_owner_alone(tmp_path):
+    rounds.train(tmp_path, 1)
+    secret = tmp_path / "run/secret"
+    assert secret.stat().st_mode & 0o777 == 0o700
+    assert (secret / "sampler_key").stat().st_mode & 0o777 == 0o600
+    assert (secret / "journal").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_run_keeps_the_key_of_its_sampler(tmp_path):
+    def key(passed):
+        sampler = rounds.Sampler(["a"], rounds.Sampling(), passed)
+        run = Run(rounds.Process(tmp_path), sampler, tmp_path, None, 0)
+        run.journal.note("begun", run.journal.begun + 1)
+        run.journal.close()
+        return run.sampler.key
+
+    assert key(rounds.KEY) == key(os.urandom(32)) == rounds.KEY
+    (tmp_path / "secret/sampler_key").unlink()
+    with pytest.raises(ValueError, match="key of the run's sampler is missing"):
+        key(rounds.KEY)
+
+
+def test_client_data_of_tff_is_asked_for_its_datasets(tmp_path):
+    data = SimpleNamespace(create_tf_dataset_for_client=lambda client: f"data of {client}")
+    sampler = rounds.Sampler(["a"], rounds.Sampling())
+    program.train(rounds.Process(tmp_path), data, sampler, 1, tmp_path / "run")
+    assert rounds.record(tmp_path)[0]["clients"] == ["data of client 0"]
+
+
+def test_a_run_may_be_called_where_a_loop_is_running(tmp_path):
+    async def notebook():
+        return rounds.train(tmp_path, 1)
+
+    assert asyncio.run(notebook()).num_finished == 1
+
+
+def test_the_model_is_evaluated_after_some_rounds_and_the_last(tmp_path):
+    def run(num_rounds):
+        rounds.train(tmp_path, num_rounds, None, evaluate_every=2)
+        record = rounds.record(tmp_path)
+        return [e["number"] for e in record if "test/model" in e.get("figures", ())]
+
+    assert run(5) == [2, 4, 5]
+    assert run(7) == [2, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"num_rounds": 0}, "`num_rounds` must be at least 1"),
+        ({"num_rounds": 1001}, r"`num_rounds` must be at most the `steps`.*steps=1000"),
+        ({"evaluate_every": 0}, "`evaluate_every` must be at least 1"),
+        ({"max_failures": -1}, "`max_failures` must be at least 0"),
+        ({"delta": 1e-5}, "`delta` needs a `ledger`"),
+        ({"client_data": {"a": 1}}, "`client_data` must be a"),
+        ({"release_managers": [print]}, "`release_managers` must be a list of"),
+        ({"sampler": "every"}, "`sampler` must be a `ClientSampler`"),
+        ({"ledger": 7}, "`ledger` must be a `UserLedger`"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_happens(tmp_path, kwargs, message):
+    sampler = rounds.Sampler(["a"], rounds.Sampling())
+    good = {"client_data": str, "sampler": sampler, "num_rounds": 1, "directory": tmp_path / "run"}
+    with pytest.raises((TypeError, ValueError), match=message):
+        program.train(rounds.Process(tmp_path), **good | kwargs)
+    assert not (tmp_path / "run").exists()
+
+
+def check_real_record(folder, mechanism):
+    """What real rounds did, against what was found, counted and released; see `real_rounds`."""
+    finished, order, began, released, epsilons, cohorts = {}, [], 0, {}, [0.0], []
+    for entry in rounds.record(folder):
+        event, model = entry["event"], tuple(entry.get("model", {}).values())
+        if event == "found":
+            finished.setdefault(model, 0)
+            order = order or [model]
+            assert began <= entry["begun"] == entry["counted"]
+            assert max(released, default=0) <= entry["number"]
+            assert model == released.get(entry["number"], (model,))[0]
+            assert entry["finished"] == finished[model]
+            epsilons.append(entry["epsilon"])
+        elif event == "began":
+            began += 1
+            newest = list(released.values())[-1][0] if released else order[0]
+            assert order.index(model) >= order.index(newest)
+            cohorts.append((finished[model], entry["clients"]))
+        elif event == "ended":
+            order.append(model)
+            finished[model] = cohorts[-1][0] + 1
+        else:
+            figures = entry["figures"]
+            weights = tuple(figures[name] for name in figures if name.startswith("test/"))
+            result = weights, figures["privacy/epsilon"]
+            assert released.setdefault(entry["number"], result) == result
+            assert weights in order
+            assert figures["privacy/rounds_counted"] == entry["number"] >= began
+            epsilons.append(result[1])
+    assert epsilons == sorted(epsilons)
+    assert len(released) == entry["finished"]
+    kept = real_rounds.sampler(mechanism, (folder / "run/secret/sampler_key").read_bytes())
+    if mechanism == "tree":
+        assert all(clients == kept.cohort(index) for index, clients in cohorts)
+    else:
+        # In the order of the sampling, each of its cohorts once at most.
+        drawn = iter([kept.cohort(index) for index in range(entry["begun"])])
+        assert all(clients in drawn for _, clients in cohorts)
+    return entry
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism, kills", [("gaussian", 22), ("tree", 10)])
+def test_real_rounds_may_be_killed_at_any_moment(injector, tmp_path, mechanism, kills):
+    moments = random.Random(len(mechanism))
+    for _ in range(kills):
+        moment = moments.uniform(0.0, 3.0)
+        code = injector.run(tmp_path, "train_really", moment, rounds=300, mechanism=mechanism)
+        assert code == -signal.SIGKILL
+    found = [e for e in rounds.record(tmp_path) if e["event"] == "found"][-1]
+    injector.run(tmp_path, "train_really", rounds=found["begun"] + 9, mechanism=mechanism)
+    last = check_real_record(tmp_path, mechanism)
+    assert last["event"] == "found" and last["begun"] == last["counted"] == found["begun"] + 9
+    assert last["finished"] < last["begun"]
+
+
+@pytest.fixture(scope="module")
+def process(context):
+    return real_rounds.process("gaussian")
+
+
+def test_real_rounds_go_on(process, tmp_path):
+    def train(num_rounds):
+        real_rounds.report(tmp_path, "gaussian", process)
+        managers = monitor.monitors(tmp_path)
+        trained = real_rounds.train(tmp_path, num_rounds, "gaussian", process, managers)
+        real_rounds.report(tmp_path, "gaussian", process)
+        return trained
+
+    assert train(2).num_finished == 2
+    trained = train(4)
+    assert trained.num_finished == trained.ledger.num_releases == 4
+    last = check_real_record(tmp_path, "gaussian")
+    assert (last["finished"], last["counted"]) == (4, 4)
+    with open(tmp_path / "figures.csv") as file:
+        table = list(csv.DictReader(file))
+    assert [row["round"] for row in table] == ["1", "2", "3", "4"]
+    names = {name for row in table for name, value in row.items() if value}
+    assert {"privacy/epsilon", "privacy/clip_norm", "not_private/train/loss"} < names
+    assert {"not_private/optimizer/learning_rate", "not_private/optimizer/discarded_share"} < names
+    assert not [name for name in names if "num_" in name or "clients" in name]
+
+
+def test_a_private_process_is_never_run_without_its_ledger(process, tmp_path):
+    sampler = real_rounds.sampler("gaussian")
+    trained = program.train(process, real_rounds.dataset, sampler, 1, tmp_path)
+    assert trained.ledger.num_releases == 1
+    assert trained.ledger.privacy == process.privacy
+    other = UserLedger(dataclasses.replace(process.privacy, noise_multiplier=0.25))
+    with pytest.raises(ValueError, match="`ledger` must have the `privacy` of the process"):
+        program.train(process, real_rounds.dataset, sampler, 2, tmp_path, ledger=other)
+    event = dp_accounting.GaussianDpEvent(1.0)
+    known = UserLedger(process.privacy, SimpleNamespace(description="A", provenance=event))
+    with pytest.raises(ValueError, match="must have the `side_information` of the process"):
+        program.train(process, real_rounds.dataset, sampler, 2, tmp_path, ledger=known)
+
+
+def test_a_ledger_is_for_one_way_to_draw_cohorts(process, tmp_path):
+    """ε of all rounds would else be computed as if all were drawn like the last ones."""
+    first = real_rounds.sampler("gaussian")
+    earlier = program.train(process, real_rounds.dataset, first, 1, tmp_path / "1").ledger
+    cut = dataclasses.replace(first.sampling, max_batch_size=3)
+    for other in (cut, FixedSizeSampling(3, 400), ShuffledEpochs(3, 400)):
+        sampler = ClientSampler(real_rounds.CLIENTS, other)
+        arguments = (process, real_rounds.dataset, sampler, 1, tmp_path / "2")
+        with pytest.raises(ValueError, match="drawn in another way"):
+            program.train(*arguments, ledger=earlier)
+    assert not (tmp_path / "2").exists()
+
+
+def test_another_side_information_is_another_release(tmp_path):
+    event = dp_accounting.GaussianDpEvent(1.0)
+
+    def train(number, folder, ledger=None):
+        one = ClientPreconditioner.from_arrays([[[number], [1.0]], None], provenance=event)
+        process = build_dp_fed_avg(
+            *(real_rounds.model_fn, build_adadps(one), real_rounds.privacy("gaussian")),
+        )
+        sampler = real_rounds.sampler("gaussian", rounds.KEY)
+        arguments = (process, real_rounds.dataset, sampler, 1, tmp_path / folder)
+        return program.train(*arguments, ledger=ledger).ledger
+
+    earlier = train(2.0, "first")
+    assert train(2.0, "second", earlier).other_events == (event,)
+    with pytest.raises(ValueError, match="must have the `side_information` of the process"):
+        train(3.0, "third", earlier)
+    with pytest.raises(ValueError, match="Changed: ledger at the beginning|ledger at the begin"):
+        train(3.0, "first")
+
+
+def test_what_has_no_epsilon_is_refused_before_anything_happens(process, tmp_path):
+    released = ClientPreconditioner.from_arrays(
+        [[[2.0], [1.0]], None], provenance=dp_accounting.GaussianDpEvent(1.0)
+    )
+    privacy = real_rounds.privacy("gaussian")
+    private = build_dp_fed_avg(real_rounds.model_fn, build_adadps(released), privacy)
+    subsets = ClientSampler(real_rounds.CLIENTS, FixedSizeSampling(3, 400))
+    with pytest.raises(ValueError, match="cannot be composed with batches of fixed size"):
+        program.train(private, real_rounds.dataset, subsets, 1, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    wrapped = build_adaptive_fed_avg(
+        real_rounds.model_fn,
+        model_aggregator=tff.aggregators.as_weighted_aggregator(
+            tff.aggregators.zeroing_factory(1e6, privacy.aggregator())
+        ),
+    )
+    arguments = (wrapped, real_rounds.dataset, real_rounds.sampler("gaussian"), 1, tmp_path / "run")
+    with pytest.raises(TypeError, match="with no other aggregator around it"):
+        program.train(*arguments, ledger=UserLedger(privacy))
+    assert not (tmp_path / "run").exists()
+    with pytest.warns(UserWarning, match="there is no `ledger`: its rounds are not counted"):
+        program.train(*arguments)
+
+
+def test_rounds_of_ones_own_go_on_with_the_sampler_of_the_run(process, tmp_path):
+    sampler = real_rounds.sampler("gaussian")
+    asked = []
+
+    def data(client):
+        asked.append(client)
+        return real_rounds.dataset(client)
+
+    two = program.train(process, data, sampler, 2, tmp_path)
+    assert asked == two.sampler.cohort(0) + two.sampler.cohort(1)
+    assert two.sampler.key != sampler.key
+    asked.clear()
+    program.train(process, data, sampler, 3, tmp_path)
+    assert asked == two.sampler.cohort(two.ledger.num_releases)
+
+
+def test_a_process_with_noise_and_without_ledger_is_warned_of(process, tmp_path):
+    public = SimpleNamespace(
+        initialize=process.initialize, get_model_weights=process.get_model_weights
+    )
+    public.next = lambda state, datasets: SimpleNamespace(state=state, metrics={})
+    sampler = real_rounds.sampler("gaussian")
+    with pytest.warns(UserWarning, match="there is no `ledger`: its rounds are not counted"):
+        assert program.train(public, real_rounds.dataset, sampler, 1, tmp_path).ledger is None
+
+
+def test_a_wrong_delta_is_refused_before_anything_happens(process, tmp_path):
+    sampler = real_rounds.sampler("gaussian")
+    with pytest.raises(ValueError, match="`delta` must"):
+        program.train(process, real_rounds.dataset, sampler, 1, tmp_path / "run", delta=1.0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_cohort_is_drawn_for_two_rounds_of_one_ledger_or_of_two_runs(process, tmp_path):
+    asked = []
+
+    def data(client):
+        asked.append(client)
+        return real_rounds.dataset(client)
+
+    def cohorts(name, sampler, rounds, ledger=None):
+        asked.clear()
+        folder = tmp_path / name
+        made = program.train(process, data, sampler, rounds, folder, ledger=ledger)
+        return list(asked), made.ledger
+
+    key = bytes(range(32))
+    kept = real_rounds.sampler("gaussian", key)
+    expected = [[c for r in rs for c in kept.cohort(r)] for rs in (range(3), range(3, 6))]
+    first, earlier = cohorts("first", kept, 3)
+    second, both = cohorts("second", kept, 3, earlier)
+    assert [first, second] == expected and first != second
+    assert both.num_releases == 6
+    assert cohorts("second", kept, 4, earlier)[0] == kept.cohort(6)
+    # Without a key that somebody chose, runs have nothing to do with each other.
+    fresh = real_rounds.sampler("gaussian")
+    assert cohorts("third", fresh, 6)[0] != cohorts("fourth", fresh, 6)[0]
+
+
+def test_a_run_whose_worker_is_killed_goes_on_and_counts_the_lost_round(process, tmp_path):
+    def train(data):
+        return program.train(
+            *(process, data, real_rounds.sampler("gaussian", rounds.KEY), 4, tmp_path),
+            max_failures=3,
+        )
+
+    with contextlib.ExitStack() as opened:
+        workers = [worker.WorkerProcess() for _ in range(2)]
+        for started in workers:
+            opened.callback(started.close)
+        asked = []
+
+        def killing(client):
+            asked.append(client)
+            if len(asked) == 5:
+                workers[1].close()
+            return real_rounds.dataset(client)
+
+        with contexts.remote_context([w.address for w in workers], timeout=5):
+            with pytest.raises(contexts.WorkerLostError) as lost:
+                train(killing)
+        assert lost.value.addresses == (workers[1].address,)
+        again = worker.WorkerProcess(workers[1].port)
+        opened.callback(again.close)
+        with contexts.remote_context([w.address for w in workers]):
+            with pytest.warns(UserWarning, match="1 rounds were begun whose results are not"):
+                trained = train(real_rounds.dataset)
+    assert (trained.num_finished, trained.num_begun, trained.ledger.num_releases) == (3, 4, 4)
+
+
+def test_a_sampler_of_other_cohorts_is_refused(process, tmp_path):
+    sampler = ClientSampler(real_rounds.CLIENTS[:-1], real_rounds.sampler("gaussian").sampling)
+    with pytest.raises(ValueError, match="`total_clients` must be the number of clients"):
+        program.train(process, real_rounds.dataset, sampler, 1, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,97 @@
+"""What keeps the examples of a batch apart is accepted, and its gradients are right."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.helpers import independent_models as apart
+from tests.helpers import zoo
+
+layers = tf.keras.layers
+pytestmark = pytest.mark.filterwarnings("ignore:No rule covers")
+CASES = {name: shape for shape, makers in apart.LAYERS.items() for name in makers}
+BINCOUNT = "the length of tf.math.bincount is a maximum over the batch, if only between bounds"
+XFAIL = {
+    "LocallyConnected1D by product": "SparseMatMul is not known",
+    "CategoryEncoding": BINCOUNT,
+    "CategoryEncoding of counts": BINCOUNT,
+    "IntegerLookup multi-hot": BINCOUNT,
+    "HashedCrossing": "SparseCross is not known",
+}
+# Recurrent layers whose Jacobian takes its time.
+SLOW = {
+    "Bidirectional",
+    "LSTM sequences",
+    "ConvLSTM1D",
+    "ConvLSTM2D",
+    "GRU backwards",
+    "LSTM time-major",
+    "RNN of stacked cells",
+}
+
+
+def _marks(name):
+    marks = [pytest.mark.xfail(reason=XFAIL[name])] if name in XFAIL else []
+    return [*marks, pytest.mark.slow] if name in SLOW else marks
+
+
+def _cases(names):
+    return [pytest.param(n, marks=_marks(n)) for n in names]
+
+
+def check(problem, compare=True):
+    expected = sum((r.reshape(len(r), -1) ** 2).sum(1) for r in zoo.batch_of_one_gradients(problem))
+    for mode in ("graph", "graph of fixed size"):
+
+        def step(*batch):
+            return zoo.source(problem, *batch).squared_norms()
+
+        actual = zoo.in_mode(mode, step, problem.batch)(*problem.batch)
+        assert actual.shape == [4]
+        if compare:
+            np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-7)
+
+
+def network(hidden, x, before=True):
+    """A dense layer, `hidden`, and three logits."""
+    first = [layers.Dense(x.shape[-1], activation="tanh")] if before else []
+    model = tf.keras.Sequential([*first, hidden, layers.Flatten(), layers.Dense(3)])
+    return zoo.classifier(model, x)
+
+
+@pytest.mark.parametrize("name", _cases(CASES))
+def test_layers(name):
+    shape, random = CASES[name], name in apart.RANDOM
+    hidden = apart.LAYERS[shape][name]()
+    check(network(hidden, zoo.floats(4, *shape), before=not random), compare=not random)
+
+
+@pytest.mark.parametrize("name", _cases(apart.PREPROCESSING))
+def test_layers_of_integers(name):
+    x = np.random.default_rng(0).integers(0, 4, [4, 4])
+    to_floats = layers.Lambda(lambda x: tf.cast(x, tf.float32))
+    hidden = tf.keras.Sequential([apart.PREPROCESSING[name](), to_floats])
+    check(network(hidden, x, before=False))
+
+
+@pytest.mark.parametrize("name", _cases(apart.MERGES))
+def test_layers_of_two_inputs(name):
+    inputs = tf.keras.Input([4, 4])
+    pair = [layers.Dense(4, activation="tanh")(inputs), layers.Dense(4)(inputs)]
+    outputs = layers.Dense(3)(layers.Flatten()(apart.MERGES[name]()(pair)))
+    check(zoo.classifier(tf.keras.Model(inputs, outputs), zoo.floats(4, 4, 4)))
+
+
+@pytest.mark.parametrize("name", _cases(apart.LOSSES))
+def test_losses(name):
+    kernel = tf.Variable(zoo.floats(4, 4, seed=2))
+
+    def losses(x, y):
+        outputs = tf.matmul(x, kernel)
+        if name in ("Poisson", "KLDivergence", "MeanSquaredLogarithmicError"):
+            outputs = tf.nn.softmax(outputs)
+        return apart.LOSSES[name](y, outputs)
+
+    check(
+        zoo.Problem([kernel], losses, (zoo.floats(4, 4), np.eye(4, dtype="float32")[[1, 0, 3, 1]]))
+    )

@@ -1,0 +1,209 @@
+"""Mixing that does not show on the way from the data to the loss: state, gradients, sizes."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tests.helpers import zoo
+from tests.helpers.zoo import classifier, floats
+
+layers = tf.keras.layers
+pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
+
+
+def norms(problem):
+    def step(*batch):
+        return zoo.source(problem, *batch).squared_norms()
+
+    return zoo.in_mode("graph", step, problem.batch)(*problem.batch).numpy()
+
+
+def with_layer(layer, shape=(5,)):
+    return classifier(
+        tf.keras.Sequential([layers.Dense(4), layer, layers.Flatten(), layers.Dense(3)]),
+        floats(4, *shape),
+    )
+
+
+class Centred(layers.Layer):
+    """Subtracts a moving average that it updates from the batch itself."""
+
+    def __init__(self, how="assign_sub"):
+        super().__init__()
+        self.how = how
+
+    def build(self, shape):
+        self.average = self.add_weight("average", [4], initializer="zeros", trainable=False)
+
+    def call(self, x):
+        mean = tf.reduce_mean(x, axis=0)
+        if self.how == "assign":
+            self.average.assign(mean)
+        elif self.how == "assign_sub":
+            self.average.assign_sub(0.1 * (self.average - mean))
+        elif self.how == "scatter":
+            self.average.scatter_nd_update([[0]], mean[:1])
+        elif self.how == "steps":
+            self.average.assign_add(tf.ones([4]))
+        return x - self.average
+
+
+@pytest.mark.parametrize("how", ["assign", "assign_sub", "scatter"])
+def test_state_that_carries_data_between_examples_is_refused(how):
+    with pytest.raises(dp.NotPrivateError, match="writes the data of the batch into a variable"):
+        norms(with_layer(Centred(how)))
+
+
+def test_state_that_does_not_come_from_the_data_is_accepted():
+    assert (norms(with_layer(Centred("steps"))) > 0).all()
+
+
+def test_a_recurrent_layer_that_keeps_its_state_is_refused():
+    recurrent = layers.SimpleRNN(4, stateful=True)
+    inputs = tf.keras.Input(batch_shape=[4, 3, 5])
+    model = tf.keras.Model(inputs, layers.Dense(3)(recurrent(inputs)))
+    x = floats(4, 3, 5)
+
+    def losses(x, y):
+        return zoo.cross_entropy(y, model(x, training=True))
+
+    problem = zoo.Problem(model.trainable_variables, losses, (x, zoo.labels(4)))
+    step = zoo.in_mode(
+        "graph of fixed size", lambda *b: zoo.source(problem, *b).squared_norms(), problem.batch
+    )
+    with pytest.raises(dp.NotPrivateError, match="stateful=False"):
+        step(*problem.batch)
+
+
+def test_what_released_gradients_wrote_is_no_hidden_state():
+    """Two steps in one graph: the second reads what the first released."""
+    w = tf.Variable(tf.zeros([3]))
+    optimizer = dp.DPSGD(1.0, 0.0, learning_rate=1.0)
+
+    @tf.function
+    def steps(x):
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.square(tf.linalg.matvec(x, w) - 1.0)
+            optimizer.minimize(loss, [w], tape)
+
+    steps(tf.constant(floats(4, 3)))
+    assert optimizer.ledger.num_releases == 2
+
+
+@tf.custom_gradient
+def normed(x):
+    """The identity, whose gradient is scaled by its norm over the batch."""
+    return tf.identity(x), lambda dy: dy / tf.norm(dy)
+
+
+@tf.custom_gradient
+def shuffled(x):
+    """The identity, which gives an example's gradient to another one."""
+    return tf.identity(x), lambda dy: tf.reverse(dy, [0])
+
+
+@tf.custom_gradient
+def bounded(x):
+    """The identity with bounded gradients."""
+    return tf.identity(x), lambda dy: tf.clip_by_value(dy, -0.1, 0.1)
+
+
+@pytest.mark.parametrize("function", [normed, shuffled])
+def test_custom_gradients_that_mix_are_refused(function):
+    with pytest.raises(dp.NotPrivateError, match="custom gradient mixes the examples"):
+        norms(with_layer(layers.Lambda(function)))
+
+
+@pytest.mark.parametrize("function", [bounded, tf.nn.silu, tf.nn.gelu, tf.stop_gradient])
+def test_custom_gradients_that_do_not_are_accepted_and_right(function):
+    problem = with_layer(layers.Lambda(lambda x: function(x) + 0.1 * x))
+    expected = sum(
+        (r.reshape(len(r), -1) ** 2).sum(axis=1) for r in zoo.batch_of_one_gradients(problem)
+    )
+    np.testing.assert_allclose(norms(problem), expected, rtol=1e-5)
+
+
+SETS = {
+    "sparse": lambda x: tf.sparse.from_dense(x),
+    "ragged": lambda x: tf.RaggedTensor.from_tensor(x),
+}
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_sparse_and_ragged_batches_are_refused(kind):
+    """In a data set they are one tensor without axes, in which nothing tells the examples apart."""
+    inputs = tf.keras.Input([6 if kind == "sparse" else None], **{kind: True})
+    dense = tf.sparse.to_dense if kind == "sparse" else lambda x: x.to_tensor(shape=[None, 6])
+    x = layers.Lambda(lambda x: tf.reshape(dense(x), [-1, 6]))(inputs)
+    model = tf.keras.Model(inputs, layers.Dense(3)(x - tf.reduce_mean(x, 0)))
+    model.compile(dp.DPSGD(1.0, 1.0), tf.keras.losses.MeanSquaredError(reduction="none"))
+    x, y = tf.constant(floats(8, 6)), tf.constant(floats(8, 3))
+    data = tf.data.Dataset.from_tensor_slices((SETS[kind](x), y)).batch(4)
+    with pytest.raises(dp.NotPrivateError, match="is sparse or ragged"):
+        model.fit(data, verbose=0)
+    assert model.optimizer.ledger.num_releases == 0
+
+
+def test_a_number_that_the_data_set_made_of_the_batch_is_refused():
+    data = tf.data.Dataset.from_tensor_slices(floats(8, 3)).batch(4)
+    data = data.map(lambda x: (x, tf.reduce_mean(x)))
+    w = tf.Variable(tf.ones([3]))
+    optimizer = dp.DPSGD(1.0, 0.0)
+
+    @tf.function
+    def step(iterator, center):
+        x, mean = next(iterator)
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(x - (mean if center is None else center), w)
+        optimizer.minimize(loss, [w], tape)
+
+    with pytest.raises(dp.NotPrivateError, match="The examples of a batch mix"):
+        step(iter(data), None)
+    step(iter(data), tf.constant(0.5))  # a number that is passed is a setting
+
+
+COUNTING = {
+    "divided by the batch size": lambda x, loss: loss / tf.cast(tf.shape(x)[0], tf.float32),
+    "by the size of the data": lambda x, loss: loss / tf.cast(tf.size(x), tf.float32),
+    "by a sum of ones": lambda x, loss: loss / tf.reduce_sum(tf.ones_like(loss)),
+    "by one less": lambda x, loss: loss / tf.cast(tf.shape(x)[0] - 1, tf.float32),
+}
+NOT_COUNTING = {
+    "plain": lambda x, loss: loss,
+    "divided by a sum over another axis": lambda x, loss: (
+        loss / tf.reduce_sum(tf.ones_like(x), axis=1)
+    ),
+    "divided by the width": lambda x, loss: loss / tf.cast(tf.shape(x)[1], tf.float32),
+}
+
+
+def counting_step(scaled, batch_size, **arguments):
+    w = tf.Variable(tf.ones([3]))
+    optimizer = dp.DPSGD(1.0, 0.0, **arguments)
+
+    @tf.function(input_signature=[tf.TensorSpec([batch_size, 3])])
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = scaled(x, tf.linalg.matvec(x, w))
+        optimizer.minimize(loss, [w], tape)
+
+    step(tf.constant(floats(4, 3)))
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_loss_that_counts_a_batch_of_random_size_is_refused(name):
+    with pytest.raises(dp.NotPrivateError, match="depends on the number of examples"):
+        counting_step(COUNTING[name], None, expected_batch_size=4)
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_loss_may_count_batches_of_one_size(name):
+    counting_step(COUNTING[name], None)
+    counting_step(COUNTING[name], 4, expected_batch_size=4)
+
+
+@pytest.mark.parametrize("name", NOT_COUNTING)
+def test_a_loss_that_does_not_count_is_accepted(name):
+    counting_step(NOT_COUNTING[name], None, expected_batch_size=4)

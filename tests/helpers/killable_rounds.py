@@ -1,0 +1,214 @@
+"""Federated rounds of a cheap process that keep a record of their own, made to be killed.
+
+As a program it reads jobs from its input, a line of JSON each, and runs each in a fork of itself,
+in a process group of its own: so TensorFlow Federated is imported once. Nothing here may use
+TensorFlow's runtime before the fork, since its threads would not be in the child.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections import OrderedDict
+from types import SimpleNamespace
+
+import numpy as np
+
+KEY = bytes(range(32))
+
+
+def append(folder, **entry):
+    """Writes a line that is in the record, whole, when this returns."""
+    file = os.open(folder / "record", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(file, f"{json.dumps(entry)}\n".encode())
+    os.close(file)
+
+
+def record(folder):
+    """What was written, oldest first."""
+    path = folder / "record"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Process:
+    """Its model is a number that nobody can guess; what is run is written down before and after."""
+
+    def __init__(self, folder, failing=()):
+        self.folder, self.failing = folder, list(failing)
+
+    def initialize(self):
+        return OrderedDict(model=np.float64(0.0), rounds=np.int64(0), more=(np.zeros([2, 3]),))
+
+    def next(self, state, datasets):
+        rounds, model = int(state["rounds"]), float(state["model"])
+        append(self.folder, event="began", rounds=rounds, model=model, clients=datasets)
+        if self.failing and self.failing.pop(0):
+            raise ConnectionError("a worker is gone")
+        model = np.frombuffer(os.urandom(6) + b"\x00\x40").item()
+        append(self.folder, event="ended", model=model)
+        state = OrderedDict(model=np.float64(model), rounds=state["rounds"] + 1, more=state["more"])
+        metrics = {"client_work": {"train": {"loss": np.float32(model), "num_examples": 8}}}
+        return SimpleNamespace(state=state, metrics=metrics)
+
+    def get_model_weights(self, state):
+        return state["model"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Privacy:
+    mechanism: str = "gaussian"
+    noise_multiplier: float = 2.0
+    clip: float = 1.0
+    total_clients: int = 8
+    clients_per_round: float = 2.0
+    is_adaptive = False
+    value_noise_multiplier = 2.0
+
+
+class Ledger:
+    """Counts rounds, and how many of them were lost."""
+
+    def __init__(self, privacy):
+        self.privacy, self.num_releases, self.lost = privacy, 0, 0
+        self.sampling = None
+
+    @property
+    def segments(self):
+        is_tree = self.privacy.mechanism == "tree"
+        return [] if is_tree else [SimpleNamespace(num_releases=self.num_releases)]
+
+    def aggregator_of(self, state):
+        return state
+
+    def record(self, state):
+        self.num_releases += 1
+
+    def record_lost(self, rounds):
+        self.num_releases += rounds
+        self.lost += rounds
+
+    def to_dict(self):
+        return {"num_releases": self.num_releases, "lost": self.lost, "sampling": self.sampling}
+
+    @classmethod
+    def from_dict(cls, content, privacy):
+        ledger = cls(privacy)
+        ledger.num_releases, ledger.lost = content["num_releases"], content["lost"]
+        ledger.sampling = content["sampling"]
+        return ledger
+
+
+class Sampler:
+    """Cohort r is client r."""
+
+    def __init__(self, client_ids, sampling, key=KEY):
+        self.client_ids, self.sampling, self.key = tuple(client_ids), sampling, key
+
+    def checked(self, privacy):
+        return self
+
+    def for_new_run(self):
+        return self
+
+    def cohort(self, round_num):
+        return [f"client {round_num}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    steps: int = 1000
+    seed: int | None = None
+
+
+def witness(folder):
+    """A release manager that writes down what it is given."""
+    import tensorflow_federated as tff
+
+    class Witness(tff.program.ReleaseManager):
+        async def release(self, value, key):
+            figures = {name: np.asarray(figure).tolist() for name, figure in value.items()}
+            append(folder, event="released", number=key, figures=figures)
+
+    return Witness()
+
+
+def ledger(mechanism):
+    return None if mechanism is None else Ledger(Privacy(mechanism))
+
+
+def train(folder, rounds, mechanism="gaussian", failing=(), **kwargs):
+    """A run of `rounds` rounds in `folder`, or what is left of it; no ledger without mechanism."""
+    from federated.training import program
+
+    return program.train(
+        Process(folder, failing),
+        lambda client: client,
+        Sampler(["a"], Sampling()),
+        rounds,
+        folder / "run",
+        ledger=ledger(mechanism),
+        evaluate=lambda model: {"model": model},
+        release_managers=[witness(folder)],
+        **kwargs,
+    )
+
+
+def kill_at(moment):
+    """Ends this process at the so-manieth moment where something outside of it changes."""
+    import tensorflow as tf
+
+    left = [moment]
+
+    def tick():
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(owner, name):
+        original = getattr(owner, name)
+
+        def hooked(*args, **kwargs):
+            tick()
+            result = original(*args, **kwargs)
+            tick()
+            return result
+
+        setattr(owner, name, hooked)
+
+    hook(os, "pwrite")
+    hook(tf.io.gfile, "rename")
+    hook(tf.io.gfile, "rmtree")
+    hook(sys.modules[__name__], "append")
+
+
+def train_really(folder, rounds, mechanism):
+    """The same with everything real."""
+    import tensorflow_federated as tff
+
+    from tests.helpers import real_rounds
+
+    # The default context has a thread, which did not come along with the fork.
+    tff.backends.native.set_sync_local_cpp_execution_context()
+    made = real_rounds.process(mechanism)
+    real_rounds.report(folder, mechanism, made)
+    real_rounds.train(folder, rounds, mechanism, made)
+    real_rounds.report(folder, mechanism, made)
+    # TFF's own process would outlive this one.
+    os.killpg(0, signal.SIGKILL)
+
+
+def run(job):
+    os.setpgid(0, 0)
+    if "kill_at" in job:
+        kill_at(job.pop("kill_at"))
+    globals()[job.pop("what")](**job)
+
+
+if __name__ == "__main__":
+    import tensorflow_federated  # noqa: F401
+
+    import federated.training.program  # noqa: F401
+    from tests.helpers import killable
+
+    killable.serve(run)

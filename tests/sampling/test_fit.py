@@ -1,0 +1,138 @@
+"""`fit` trains on the batches, and its callbacks know them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tests.helpers import catalogue
+from tests.helpers.sampled import DELTA, N, fake_ledger
+from tf_adaptive_dp.accounting.composition import epsilon
+
+
+def fit(sampling, dataset=None, monitor=None, expected=None, steps=5, epochs=2, n=N, **kwargs):
+    model = catalogue.mlp()
+    expected = sampling.expected_batch_size(n) if expected is None else expected
+    optimizer = dp.DPSGD(
+        1.0, 1.0, learning_rate=0.1, expected_batch_size=expected or None, **kwargs
+    )
+    model.compile(optimizer, loss=catalogue.loss())
+    x, y = catalogue.data()
+    copies = -(-n // len(x))
+    x, y = np.tile(x, [copies, 1])[:n], np.tile(y, copies)[:n]
+    if dataset is None:
+        dataset = dp.poisson_batches((x, y), sampling)
+    monitor = monitor or dp.PrivacyMonitor(n, DELTA, sampling=sampling)
+    history = model.fit(
+        dataset if isinstance(dataset, tf.data.Dataset) else dataset((x, y)),
+        steps_per_epoch=steps,
+        epochs=epochs,
+        verbose=0,
+        callbacks=[monitor],
+    ).history
+    return model, monitor, history
+
+
+def test_fit_releases_poisson_batches_and_says_so():
+    sampling = dp.PoissonSampling.for_batch_size(20, N, steps=10)
+    model, monitor, history = fit(sampling)
+    assert model.optimizer.ledger.segments == [(1.0, 20.0, 10)]
+    expected = [epsilon(1.0, 20 / N, steps, DELTA) for steps in (5, 10)]
+    np.testing.assert_allclose(history["epsilon"], expected, rtol=1e-6)
+    assert "with probability 0.02" in " ".join(monitor.statement().split())
+
+
+def test_fit_counts_truncation():
+    sampling = dp.PoissonSampling(0.02, 40, steps=10)
+    _, monitor, history = fit(sampling)
+    assert history["epsilon"][-1] > epsilon(1.0, 0.02, 10, DELTA) * 1.0001
+    assert history["epsilon"][-1] == monitor.epsilon()
+
+
+def test_empty_batches_are_released_too():
+    sampling = dp.PoissonSampling(1e-6, 8, steps=4, seed=1)
+    model, _, _ = fit(sampling, steps=2)
+    assert model.optimizer.ledger.segments == [(1.0, pytest.approx(1e-3), 4)]
+    for weights in model.get_weights():
+        assert np.isfinite(weights).all()
+
+
+def test_padding_changes_no_gradient():
+    x, y = catalogue.data()
+    results = []
+    for rows in (16, 40):
+        tf.keras.utils.set_random_seed(1)
+        sampling = dp.PoissonSampling(0.5, rows, 1, seed=3)
+        batch = next(iter(dp.poisson_batches((x[:16], y[:16]), sampling)))
+        model = catalogue.mlp()
+        optimizer = dp.DPSGD(1.0, 0.0, learning_rate=1.0, expected_batch_size=8.0)
+        model.compile(optimizer, loss=catalogue.loss())
+        model.fit(tf.data.Dataset.from_tensors(batch), verbose=0)
+        results.append(model.get_weights())
+    for a, b in zip(*results):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_fixed_and_shuffled_batches_are_accounted_for_as_such():
+    fixed, shuffled = dp.sampling.FixedSizeSampling(20, 10), dp.sampling.ShuffledEpochs(20, 10)
+    for expected in (None, 0):  # as it is, and taken from the first batch
+        _, _, history = fit(
+            fixed, lambda d: dp.sampling.fixed_size_batches(d, fixed), expected=expected
+        )
+        ledger = fake_ledger((1.0, 20.0, 10))
+        assert history["epsilon"][-1] == fixed.epsilon_spent(ledger, N, DELTA)
+        _, monitor, history = fit(
+            shuffled, lambda d: dp.sampling.shuffled_batches(d, shuffled), expected=expected
+        )
+        assert history["epsilon"][-1] == pytest.approx(epsilon(1.0, 20 / N, 10, DELTA))
+        assert "approximation to what shuffling gives" in " ".join(monitor.statement().split())
+
+
+GOOD = dp.PoissonSampling(0.02, 60, 10)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"expected": 30.0}, "must have `expected_batch_size=20.0`.*expected_batch_size=30.0"),
+        ({"expected": 0}, "must have `expected_batch_size=20.0`.*expected_batch_size=None"),
+        ({"steps": 6}, "released 12 noisy gradients, .*draws only 10 batches.*`steps_per_epoch`"),
+        (
+            {"dataset": lambda d: tf.data.Dataset.from_tensor_slices(d).shuffle(N).batch(20)},
+            "batches of 20 rows, but those of the sampling have 60",
+        ),
+        (
+            {"sampling": dp.PoissonSampling(0.02, 20, 10)},
+            "overflow so often that ε is infinite.*`PoissonSampling.for_batch_size`",
+        ),
+    ],
+)
+def test_the_monitor_refuses_a_sampling_that_was_not_used(kwargs, message):
+    kwargs = {"sampling": GOOD, **kwargs}
+    if kwargs.get("steps") == 6:
+        more = dp.PoissonSampling(0.02, 60, 12)
+        kwargs["dataset"] = lambda d: dp.poisson_batches(d, more)
+    with pytest.raises(ValueError, match=message):
+        fit(**kwargs)
+
+
+def test_microbatches_are_refused_before_the_first_step():
+    with pytest.raises(ValueError, match="without `num_microbatches`"):
+        fit(GOOD, num_microbatches=10)
+
+
+def test_the_budget_counts_what_the_monitor_counts():
+    sampling = dp.PoissonSampling(0.02, 34, steps=50)
+    limit = sampling.epsilon_spent(fake_ledger((1.0, 20.0, 7)), N, DELTA) * (1 + 1e-9)
+    assert epsilon(1.0, 0.02, 8, DELTA) < limit < math.inf  # more would fit without truncation
+    model = catalogue.mlp()
+    optimizer = dp.DPSGD(1.0, 1.0, learning_rate=0.1, expected_batch_size=20.0)
+    model.compile(optimizer, loss=catalogue.loss())
+    x, y = (np.repeat(part, 20, axis=0)[:N] for part in catalogue.data())
+    budget = dp.PrivacyBudget(limit, DELTA, N, sampling=sampling)
+    model.fit(dp.poisson_batches((x, y), sampling), epochs=1, verbose=0, callbacks=[budget])
+    assert model.optimizer.ledger.num_releases == 7

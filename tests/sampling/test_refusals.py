@@ -1,0 +1,224 @@
+"""Samplings say what they are, and refuse what contradicts them."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import dp_accounting
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tests.helpers.sampled import DELTA, N, fake_ledger, numbered, records, to_pair
+from tf_adaptive_dp.sampling import datasets, spending
+
+
+def words(sampling, ledger=None, **kwargs):
+    ledger = fake_ledger((2.0, 100.0, 50), checks=[(50,)]) if ledger is None else ledger
+    return " ".join(dp.privacy_statement(ledger, N, DELTA, sampling=sampling, **kwargs).split())
+
+
+def test_a_label_of_poisson_batches_has_no_microbatches_either():
+    ledger = fake_ledger((2.0, 100.0, 50))
+    optimizer = SimpleNamespace(ledger=ledger, num_microbatches=10)
+    spending.epsilon_spent("shuffled", optimizer, N, DELTA)
+    for ask in (
+        lambda: spending.epsilon_spent("poisson", optimizer, N, DELTA),
+        lambda: words("poisson", optimizer),
+        lambda: spending.releases_left("poisson", optimizer, 2.0, 100.0, N, 4.0, DELTA),
+    ):
+        with pytest.raises(ValueError, match="without `num_microbatches`"):
+            ask()
+
+
+@pytest.mark.parametrize("jobs", [{"worker": 2}, {"chief": 1, "worker": 1}])
+def test_several_workers_are_refused(monkeypatch, jobs):
+    sampling = dp.PoissonSampling(0.5, 8, 3)
+
+    def with_tasks(jobs):
+        cluster = {job: [f"localhost:{number}" for number in range(n)] for job, n in jobs.items()}
+        task = {"type": "worker", "index": 0}
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+        return dp.poisson_batches(numbered(12), sampling)
+
+    with_tasks({"worker": 1})
+    with pytest.raises(dp.NotPrivateError, match="Received: 2 workers in TF_CONFIG"):
+        with_tasks(jobs)
+
+
+@pytest.mark.parametrize("secret", [{"key": bytes(32)}, {}])
+def test_batches_that_come_again_are_known_through_methods_of_the_dataset(secret):
+    made = dp.poisson_batches(numbered(12), dp.PoissonSampling(0.5, 8, 3), **secret)
+    both = tf.data.Dataset.zip((tf.data.Dataset.range(9), made.map(lambda *rows: rows[0])))
+    for dataset in (made, made.prefetch(1), both.take(2)):
+        assert datasets.is_repeatable(dataset) == bool(secret)
+
+
+def test_the_statement_says_which_sampling_was_used():
+    text = words(dp.PoissonSampling(0.1, 190, 50))
+    assert "drawn by Poisson sampling, and for that this epsilon is a proven bound" in text
+    assert "with probability 0.1. Of more than 190 as many were kept at random" in text
+    assert "TF Privacy's statement" in text
+    assert "were kept at random" not in words(dp.PoissonSampling(0.1, N + 1, 50))
+    assert "NOT AMPLIFIED" not in text
+    for sampling in (
+        dp.PoissonSampling(0.1, 190, 50, seed=3),
+        dp.sampling.ShuffledEpochs(100, 50, seed=3),
+    ):
+        assert "NOT AMPLIFIED: the batches were drawn with the seed 3" in words(sampling)
+    truncated = dp.PoissonSampling(0.1, 150, 50)
+    spent = truncated.epsilon_spent(fake_ledger((2.0, 100.0, 50)), N, DELTA)
+    text = words(truncated)
+    assert f"epsilon = {math.ceil(spent * 1e4) / 1e4:.4f} " in text
+    assert "TF Privacy's statement" not in text  # it knows of no truncation
+    for fixed in ("fixed", dp.sampling.FixedSizeSampling(100, 50)):
+        text = words(fixed)
+        spent = spending.epsilon_spent(fixed, fake_ledger((2.0, 100.0, 50)), N, DELTA)
+        assert f"epsilon = {math.ceil(spent * 1e4) / 1e4:.4f} " in text
+        assert "in which one example replaces another" in text
+        assert "adding or removing one" not in text and "random subsets of a fixed size" in text
+        assert "TF Privacy's statement" not in text
+    assert words(dp.sampling.ShuffledEpochs(100, 50)) == words("shuffled")
+
+
+POISSON = dict(sampling_probability=0.1, max_batch_size=150, steps=50)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"sampling_probability": 0}, ValueError, r"`sampling_probability` must be in \(0, 1\]"),
+        ({"sampling_probability": 1.5}, ValueError, "Received: sampling_probability=1.5"),
+        ({"sampling_probability": math.nan}, ValueError, "Received: sampling_probability=nan"),
+        ({"max_batch_size": 0}, ValueError, "`max_batch_size` must be at least 1. Received: max"),
+        ({"max_batch_size": 9.5}, TypeError, "`max_batch_size` must be a whole number"),
+        ({"steps": 0}, ValueError, "`steps` must be at least 1. Received: steps=0"),
+        ({"seed": -1}, ValueError, "`seed` must be at least 0. Received: seed=-1"),
+        ({"seed": "x"}, TypeError, "`seed` must be a whole number. Received: seed='x'"),
+    ],
+)
+def test_samplings_refuse(change, error, message):
+    with pytest.raises(error, match=message):
+        dp.PoissonSampling(**{**POISSON, **change})
+    change = {k: v for k, v in change.items() if k in ("steps", "seed")}
+    if change:
+        for make in (dp.sampling.FixedSizeSampling, dp.sampling.ShuffledEpochs):
+            with pytest.raises(error, match=message):
+                make(**{"batch_size": 8, "steps": 3, **change})
+
+
+def test_samplings_are_frozen_values():
+    sampling = dp.PoissonSampling(**POISSON)
+    with pytest.raises(AttributeError):
+        sampling.steps = 3
+    assert sampling == dp.PoissonSampling(**POISSON) and hash(sampling)
+    with pytest.raises(ValueError, match="`batch_size` must be at least 1"):
+        dp.sampling.FixedSizeSampling(0, 1)
+    with pytest.raises(ValueError, match="`batch_size` must be at least 1"):
+        dp.sampling.ShuffledEpochs(0, 1)
+    with pytest.raises(ValueError, match="`batch_size` must be at most `num_examples`"):
+        dp.PoissonSampling.for_batch_size(11, 10, 5)
+
+
+FEW = dp.PoissonSampling(0.3, 9, 5, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: dp.poisson_batches(5, FEW), TypeError, "`data` must be a tuple .*Received: int"),
+        (lambda: dp.poisson_batches({"a": 1}, FEW), TypeError, "`data` must be .*Received: dict"),
+        (lambda: dp.poisson_batches(([1], [2]), FEW), TypeError, "np.asarray.*'int', 'int'"),
+        (lambda: dp.poisson_batches([], FEW), ValueError, "`data` must hold at least one example"),
+        (lambda: dp.poisson_batches(numbered(0), FEW), ValueError, "at least one example"),
+        (lambda: dp.poisson_batches(records(), FEW), TypeError, "`preprocess`.*Received: dict"),
+        (
+            lambda: dp.poisson_batches((np.ones(3), np.ones(4)), FEW),
+            ValueError,
+            r"share their first axis. Received: lengths \[3, 4\]",
+        ),
+        (lambda: dp.poisson_batches(numbered(), "poisson"), TypeError, "must be a PoissonSampling"),
+        (
+            lambda: dp.poisson_batches(numbered(), dp.sampling.FixedSizeSampling(3, 3)),
+            TypeError,
+            "must be a PoissonSampling. Received: sampling=FixedSizeSampling",
+        ),
+        (
+            lambda: dp.poisson_batches(numbered(), FEW, start_step=5),
+            ValueError,
+            "`start_step` must be below the `steps`.*start_step=5, steps=5",
+        ),
+        (lambda: dp.poisson_batches(numbered(), FEW, start_step=-1), ValueError, "`start_step`"),
+        (lambda: dp.poisson_batches(numbered(), FEW, key=b"short"), ValueError, "must be 32 bytes"),
+        (
+            lambda: dp.poisson_batches(numbered(), FEW, preprocess=to_pair),
+            ValueError,
+            "`preprocess` is for sources of single examples",
+        ),
+        (
+            lambda: dp.poisson_batches(numbered(), FEW, padding=(np.ones(2), np.int64(0))),
+            ValueError,
+            r"`padding` must be one example.*shape \(2,\) instead of \(1,\)",
+        ),
+        (
+            lambda: dp.sampling.fixed_size_batches(
+                numbered(3), dp.sampling.FixedSizeSampling(4, 1)
+            ),
+            ValueError,
+            "make `batch_size` smaller. Received: 3 examples, batch_size=4",
+        ),
+        (
+            lambda: dp.sampling.shuffled_batches(numbered(3), dp.sampling.ShuffledEpochs(4, 1)),
+            ValueError,
+            "make `batch_size` smaller",
+        ),
+    ],
+)
+def test_batches_refuse(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_examples_of_other_shapes_are_refused_and_not_broadcast():
+    examples = [(np.ones(4, np.float32), 0)] + [(np.ones(1, np.float32), 0)] * 20
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the shapes of the first one"):
+        list(dp.poisson_batches(examples, dp.PoissonSampling(0.9, 30, 1, seed=1)))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "ledger", "kwargs", "message"),
+    [
+        (dp.PoissonSampling(0.2, 300, 50), None, {}, "`expected_batch_size=200.0`"),
+        (dp.PoissonSampling(0.1 * (1 - 1e-6), 300, 50), None, {}, "`expected_batch_size=99.99"),
+        (dp.PoissonSampling(0.1, 300, 49), None, {}, "released 50 noisy .*only 49 batches"),
+        (
+            dp.PoissonSampling(0.1, 300, 50),
+            fake_ledger((2.0, 100.0, 1), num_microbatches=10),
+            {},
+            "without `num_microbatches`. Received: num_microbatches=10",
+        ),
+        (dp.sampling.FixedSizeSampling(99, 50), None, {}, "with batch size 100.0, .* has 99.0"),
+        (dp.sampling.ShuffledEpochs(99, 50), None, {}, "with batch size 100.0, .* has 99.0"),
+        ("fixed", None, {"accountant": "pld"}, "Only `accountant='rdp'` knows"),
+        (
+            dp.sampling.FixedSizeSampling(100, 50),
+            None,
+            {"accountant": "pld"},
+            "Only `accountant='rdp'`",
+        ),
+        ("fixed", fake_ledger((2.0, 99.5, 5)), {}, "a whole number of examples"),
+        (
+            "fixed",
+            fake_ledger((2.0, 99.0, 5), other_events=(dp_accounting.GaussianDpEvent(1.0),)),
+            {},
+            "The ledger's `other_events` hold for adding or removing",
+        ),
+        ("sorted", None, {}, "`sampling` must be one of 'shuffled', 'poisson', 'fixed'"),
+    ],
+)
+def test_ledgers_that_contradict_the_sampling_are_refused(sampling, ledger, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        words(sampling, ledger, **kwargs)

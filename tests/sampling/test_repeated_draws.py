@@ -1,0 +1,366 @@
+"""A batch that is released several times is one draw, and counts as such."""
+
+from __future__ import annotations
+
+import functools
+import math
+from types import SimpleNamespace
+
+import dp_accounting
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tests.helpers import catalogue
+from tf_adaptive_dp.accounting.composition import (
+    dp_event,
+    epsilon,
+    epsilon_spent,
+    epsilon_without_amplification,
+)
+from tf_adaptive_dp.accounting.ledger import Checks, Segment
+from tf_adaptive_dp.mechanism import draw_numbers
+from tf_adaptive_dp.sampling import draws, spending
+from tf_adaptive_dp.statement import privacy_statement
+from tf_adaptive_dp.tuning.keras_tuner.trial import TrialBudget
+
+N, Q, SIGMA, DELTA = 100, 0.25, 4.0, 1e-3
+SAMPLING = dp.PoissonSampling(Q, N + 1, 1_000)  # no draw overflows
+SIZE = SAMPLING.expected_batch_size(N)
+
+
+def data(n=N):
+    random = np.random.default_rng(0)
+    return random.normal(size=[n, 2]).astype(np.float32), random.integers(2, size=n)
+
+
+class Run:
+    """A private step on a tiny model."""
+
+    def __init__(self, per_step=1, jit=False, **kwargs):
+        self.optimizer = dp.DPSGD(1.0, SIGMA, learning_rate=0.1, **kwargs)
+        self.variable = tf.Variable([0.1, 0.2])
+
+        @tf.function(jit_compile=jit, reduce_retracing=True)
+        def step(x, y, weights):
+            for _ in range(per_step):
+                with tf.GradientTape() as tape:
+                    outputs = tf.linalg.matvec(x, self.variable) - tf.cast(y, tf.float32)
+                    loss = outputs**2 * weights
+                self.optimizer.minimize(loss, [self.variable], tape)
+
+        self.step = step
+
+    def __call__(self, dataset):
+        """What the ledger says after a run on a data set."""
+        self.optimizer.ledger.restore([])
+        for x, y, *weights in dataset:
+            self.step(x, y, *(weights or [tf.ones(len(x))]))
+        return self.optimizer.ledger
+
+
+@functools.cache
+def poisson_run():
+    return Run(expected_batch_size=SIZE)
+
+
+def true_epsilon(batches, times):
+    """Of batches that are each released several times, by one mechanism with less noise."""
+    accountant = dp_accounting.rdp.RdpAccountant()
+    gaussian = dp_accounting.GaussianDpEvent(SIGMA / math.sqrt(times))
+    accountant.compose(dp_accounting.PoissonSampledDpEvent(Q, gaussian), batches)
+    return accountant.get_epsilon(DELTA)
+
+
+def counted_epsilon(new, again, probability=Q):
+    accountant = dp_accounting.rdp.RdpAccountant()
+    gaussian = dp_accounting.GaussianDpEvent(SIGMA)
+    accountant.compose(dp_accounting.PoissonSampledDpEvent(probability, gaussian), new)
+    accountant.compose(gaussian, again)
+    return accountant.get_epsilon(DELTA)
+
+
+def augmented(x, y, weights):
+    return x + tf.random.normal(tf.shape(x)), 1 - y, weights
+
+
+def _interleaved(kept):
+    return tf.data.Dataset.range(3).interleave(lambda _: kept, cycle_length=1)
+
+
+WAYS = {
+    "cache": lambda drawn, folder: drawn.cache().repeat(3),
+    "cache in a file": lambda drawn, folder: drawn.cache(f"{folder}/cache").repeat(3),
+    "augmented": lambda drawn, folder: drawn.cache().map(augmented).repeat(3),
+    "shuffled": lambda drawn, folder: drawn.cache().repeat(3).shuffle(20),
+    "interleaved": lambda drawn, folder: _interleaved(drawn.cache()),
+    "flat map": lambda drawn, folder: drawn.flat_map(
+        lambda *batch: tf.data.Dataset.from_tensors(batch).repeat(3)
+    ),
+    "list": lambda drawn, folder: 3 * list(drawn),
+    "one key": lambda drawn, folder: [
+        batch
+        for _ in range(3)
+        for batch in dp.poisson_batches(data(), SAMPLING, key=bytes(range(32))).take(4)
+    ],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_draws_that_come_again_count_without_amplification(way, tmp_path):
+    drawn = dp.poisson_batches(data(), SAMPLING).take(4)
+    ledger = poisson_run()(WAYS[way](drawn, tmp_path))
+    assert ledger.segments == [(SIGMA, SIZE, 12)]
+    assert ledger.checks[0][:2] == (12, 8)
+    spent = SAMPLING.epsilon_spent(ledger, N, DELTA)
+    assert spent == pytest.approx(counted_epsilon(4, 8), rel=1e-9)
+    assert epsilon(SIGMA, Q, 12, DELTA) < true_epsilon(4, 3) <= spent
+
+
+def test_new_draws_are_all_checked_and_cost_what_they_did():
+    run = poisson_run()
+    ledger = run(dp.poisson_batches(data(), SAMPLING).take(40))
+    assert ledger.checks == [Checks(checked=40)]
+    assert SAMPLING.epsilon_spent(ledger, N, DELTA) == epsilon(SIGMA, Q, 40, DELTA)
+    text = " ".join(privacy_statement(run.optimizer, N, DELTA, sampling=SAMPLING).split())
+    assert "were drawn by Poisson sampling, and for that this epsilon is a proven bound" in text
+    ledger = run(dp.poisson_batches(data(), SAMPLING).take(2).cache().repeat(2))
+    text = " ".join(privacy_statement(run.optimizer, N, DELTA, sampling=SAMPLING).split())
+    assert "of these, 2 on batches that had been released before" in text
+    assert "TF Privacy's statement" not in text  # of independent draws
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_two_releases_in_one_step_share_its_batch(jit):
+    ledger = Run(per_step=2, jit=jit, expected_batch_size=SIZE)(
+        dp.poisson_batches(data(), SAMPLING).take(3)
+    )
+    assert ledger.segments == [(SIGMA, SIZE, 6)]
+    assert ledger.checks == [Checks(checked=6, repeated=3, nearest=1)]
+    assert SAMPLING.epsilon_spent(ledger, N, DELTA) >= true_epsilon(3, 2)
+
+
+def test_numbers_cost_no_second_trace():
+    traces = []
+    variable = tf.Variable([0.1, 0.2])
+    optimizer = dp.DPSGD(1.0, SIGMA, learning_rate=0.1, expected_batch_size=SIZE)
+
+    @tf.function
+    def step(x):
+        traces.append(x)
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(x, variable) ** 2
+        optimizer.minimize(loss, [variable], tape)
+
+    step(data(20)[0])
+    assert len(traces) == 1 and optimizer.ledger.checks == [Checks(checked=1)]
+
+
+def test_two_optimizers_may_share_their_batches():
+    drawn = list(dp.poisson_batches(data(), SAMPLING).take(3))
+    for run in (Run(expected_batch_size=SIZE), Run(expected_batch_size=SIZE)):
+        assert run(drawn).checks == [Checks(checked=3)]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        dp.PoissonSampling(1e-6, 9, 60),  # all of them empty
+        dp.PoissonSampling(0.3, 5, 60),  # four examples: the same batches come by chance
+        dp.PoissonSampling(0.9, 5, 60),
+    ],
+)
+def test_small_and_empty_batches_that_look_the_same_are_no_repetitions(sampling):
+    run = Run(expected_batch_size=1.0)
+    ledger = run(dp.poisson_batches(data(4), sampling))
+    assert ledger.num_releases == 60
+    assert ledger.checks == [Checks()]
+    ledger = SimpleNamespace(segments=[(2.0, 0.5, 60)], checks=ledger.checks, other_events=())
+    text = " ".join(privacy_statement(ledger, 4, 1e-2, sampling="poisson").split())
+    assert "said to be drawn by Poisson sampling, and if so, this epsilon is a bound" in text
+    assert "For 60 of the noisy gradients nothing checked that the batch was a draw of" in text
+    assert "proven" not in text
+
+
+def test_masks_that_are_not_ours_are_no_numbers():
+    # Two different batches with their padding at the end have the same mask.
+    x, y = data()
+    mask = tf.cast(tf.range(50) < 20, tf.float32)
+    batches = [(x[i : i + 50], y[i : i + 50], mask) for i in (0, 10, 20)]
+    run = poisson_run()
+    assert run(batches).checks == [Checks(checked=3)]  # by their contents
+    assert run([*batches[:1], *batches]).checks[0].repeated == 4
+    same_rows = (np.ones([50, 2], np.float32), np.ones(50, np.int64), mask)
+    assert run([same_rows] * 3).checks == [Checks()]
+
+
+def test_numbers_of_draws_differ_and_their_entropy_is_measured():
+    @tf.function
+    def number(weights, values):
+        return draw_numbers.number_of(weights * values)
+
+    values = tf.random.normal([64])
+    weights = [w for _, _, w in dp.poisson_batches(data(), dp.PoissonSampling(0.1, 64, 400))]
+    numbers = [number(w, values) for w in weights]
+    assert all(known for _, known in numbers)
+    assert len({int(n) for n, _ in numbers}) == 400
+    again = [int(number(w, tf.random.normal([64]))[0]) for w in weights]
+    assert again == [int(n) for n, _ in numbers]  # whatever became of the examples
+    for w in weights[:9]:
+        np.testing.assert_array_equal(w, tf.cast(w > 0, tf.float32))  # zeros all the same
+    short = tf.constant([-0.0] * 10 + [0.0] * 20 + [1.0] * 2)
+    full = tf.constant([-0.0] * 10 + [0.0] * 20 + [1.0] * 4)
+    same = tf.ones([1])
+    # 30 bits and log2 C(32, 2) = 8.95 are too few, log2 C(34, 4) = 15.5 suffice.
+    assert [bool(number(w, same[0] * tf.ones_like(w))[1]) for w in (short, full)] == [False, True]
+
+
+def test_what_is_fed_besides_the_batch_may_have_another_size():
+    @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([None])])
+    def number(x, settings):
+        return draw_numbers.number_of(tf.reduce_sum(x, 1) + 0 * tf.reduce_sum(settings))
+
+    x = tf.random.normal([20, 2])
+    for settings in (tf.ones([3]), tf.ones([40])):
+        first, again, other = (number(rows, settings) for rows in (x, x + 0, x[::-1]))
+        assert first[0] == again[0] != other[0] and first[1]
+
+
+def test_a_batch_is_counted_however_fit_runs_the_steps():
+    x, y = catalogue.data()
+    x, y = np.tile(x, [7, 1])[:N], np.tile(y, 7)[:N]
+    for options in ({"steps_per_execution": 4}, {"jit_compile": True}):
+        model = catalogue.mlp()
+        optimizer = dp.DPSGD(1.0, SIGMA, learning_rate=0.1, expected_batch_size=SIZE)
+        model.compile(optimizer, loss=catalogue.loss(), **options)
+        drawn = dp.poisson_batches((x, y), SAMPLING).take(4).cache().repeat()
+        monitor = dp.PrivacyMonitor(N, DELTA, sampling=SAMPLING)
+        model.fit(drawn, steps_per_epoch=8, verbose=0, callbacks=[monitor])
+        assert optimizer.ledger.checks[0][:3] == (8, 4, 4)
+        assert monitor.epsilon() == pytest.approx(counted_epsilon(4, 4), rel=1e-9)
+        assert "4 on batches that had been" in " ".join(monitor.statement().split())
+
+
+def test_parts_of_a_batch_have_numbers_and_may_not_come_twice_in_one():
+    run = Run(expected_batch_size=SIZE, gradient_accumulation_steps=2)
+    sampling = dp.PoissonSampling(Q, 2 * N, 50)
+    parts = list(dp.poisson_batches(data(), sampling, gradient_accumulation_steps=2).take(6))
+    assert run(parts).checks == [Checks(checked=3)]
+    assert run([parts[0], parts[1]]).checks == [Checks(checked=1, repeated=1, nearest=3)]
+    # In other pairs, too.
+    new = list(dp.poisson_batches(data(), sampling, gradient_accumulation_steps=2).take(6))
+    assert run([*new[:3], new[2]]).checks[0].repeated == 0
+    assert run.optimizer.ledger.segments == [(SIGMA, SIZE, 1), (SIGMA / 2, SIZE, 1)]
+    # A batch that was dropped before its release may come again.
+    last = new[4:]
+    run(last[:1])
+    run.optimizer._mechanism.drop_parts()
+    assert run(last).checks == [Checks(checked=1)]
+    assert run.optimizer.ledger.segments == [(SIGMA, SIZE, 1)]
+
+
+def test_batches_without_padding_are_known_by_their_contents():
+    run = Run()
+    fixed = dp.sampling.FixedSizeSampling(20, 50)
+    drawn = dp.sampling.fixed_size_batches(data(), fixed).take(5)
+    assert run(drawn).checks == [Checks(checked=5)]
+    ledger = run(drawn.cache().repeat(2))
+    assert ledger.checks == [Checks(checked=10, repeated=5, nearest=5)]
+    spent = fixed.epsilon_spent(ledger, N, DELTA)
+    alone = dp_accounting.rdp.RdpAccountant()
+    alone.compose(dp_accounting.GaussianDpEvent(SIGMA / 2), 5)
+    fresh = SimpleNamespace(segments=[(SIGMA, 20.0, 5)], other_events=())
+    assert spent > max(alone.get_epsilon(DELTA), fixed.epsilon_spent(fresh, N, DELTA))
+    few = dp.sampling.FixedSizeSampling(8, 50)
+    assert run.optimizer.ledger.num_releases == 10
+    assert Run()(dp.sampling.fixed_size_batches(data(9), few)).checks == [Checks()]
+
+
+def test_passes_over_the_same_batches_are_passes_and_within_one_they_are_not():
+    x, y = data()
+    in_order = tf.data.Dataset.from_tensor_slices((x, y)).batch(20)
+    run = Run()
+    ledger = run(in_order.repeat(3))
+    assert ledger.checks == [Checks(checked=15, repeated=10, nearest=5)]
+    plain = SimpleNamespace(segments=ledger.segments, other_events=())
+    assert epsilon_spent(ledger, N, DELTA) == epsilon_spent(plain, N, DELTA)
+    bounds = [epsilon_without_amplification(of, N, DELTA) for of in (ledger, plain)]
+    assert bounds[0] == bounds[1]
+    assert "released before" not in privacy_statement(run.optimizer, N, DELTA)
+    # Not for a sampling in which no batch comes again.
+    strict = spending.epsilon_spent("poisson", ledger, N, DELTA)
+    assert strict == pytest.approx(counted_epsilon(5, 10, probability=0.2), rel=1e-9)
+    ledger = run([next(iter(in_order))] * 10)
+    assert ledger.checks[0].nearest == 1
+    gaussian = dp_accounting.rdp.RdpAccountant()
+    gaussian.compose(dp_accounting.GaussianDpEvent(SIGMA / math.sqrt(10)))
+    for spent in (epsilon_spent, epsilon_without_amplification):
+        assert spent(ledger, N, DELTA) >= gaussian.get_epsilon(DELTA) * 0.95
+    assert epsilon_spent(ledger, N, DELTA) >= true_epsilon(1, 10)
+
+
+def test_training_on_all_data_in_each_step_costs_what_it_did():
+    x, y = data()
+    run = Run()
+    ledger = run([(x, y)] * 6)
+    assert ledger.checks == [Checks(checked=6, repeated=5, nearest=1)]
+    assert epsilon_spent(ledger, N, DELTA) == epsilon(SIGMA, 1.0, 6, DELTA)
+    whole = dp.PoissonSampling(1.0, N + 1, 9)
+    ledger = Run(expected_batch_size=float(N))(dp.poisson_batches((x, y), whole))
+    assert whole.epsilon_spent(ledger, N, DELTA) == epsilon(SIGMA, 1.0, 9, DELTA)
+    ledger = SimpleNamespace(segments=ledger.segments, checks=[Checks()], other_events=())
+    text = privacy_statement(ledger, N, DELTA, sampling="poisson")
+    assert "proven bound" in " ".join(text.split())  # nothing is amplified
+
+
+def test_what_was_seen_is_neither_saved_nor_forgotten_in_the_ledger():
+    run = poisson_run()
+    drawn = dp.poisson_batches(data(), SAMPLING).take(3).cache().repeat(2)
+    known = run(drawn).checks
+    assert known == [Checks(checked=6, repeated=3, nearest=3)]
+    optimizer = run.optimizer
+    assert all(np.prod(v.shape) < 1_000 for v in optimizer.variables)
+    copied = dp.DPSGD.from_config(optimizer.get_config())
+    assert (copied.ledger.segments, copied.ledger.checks) == (optimizer.ledger.segments, known)
+    copied.build([run.variable])
+    copied.ledger.restore([])
+    copied.set_weights([v.numpy() for v in optimizer.variables])
+    assert copied.ledger.checks == known
+
+
+def test_dp_events_and_budgets_count_repetitions():
+    again = SimpleNamespace(
+        segments=[Segment(SIGMA, SIZE, 12)], checks=[Checks(12, 8, 2)], other_events=()
+    )
+    event = dp_event(again, N)
+    assert "GaussianDpEvent(noise_multiplier=4.0), count=8" in str(event)
+    full = counted_epsilon(4, 8)
+    left = functools.partial(spending.releases_left, SAMPLING, again)
+    assert left(SIGMA, SIZE, N, full * 1.0001, DELTA) == 0
+    assert left(SIGMA, SIZE, N, counted_epsilon(9, 8) * 1.0001, DELTA) == 5
+
+
+def test_a_trial_may_not_release_a_batch_twice():
+    plan = SimpleNamespace(sampling=SAMPLING, num_examples=N)
+    checking = SimpleNamespace(_plan=plan)
+    for known, fits in ((Checks(12, 0, 0), True), (Checks(12, 1, 4), False)):
+        ledger = SimpleNamespace(segments=[Segment(SIGMA, SIZE, 12)], checks=[known])
+        checking.model = SimpleNamespace(optimizer=SimpleNamespace(ledger=ledger))
+        if fits:
+            TrialBudget._check_draws(checking)
+        else:
+            with pytest.raises(dp.NotPrivateError, match="released 4 releases before"):
+                TrialBudget._check_draws(checking)
+
+
+def test_marks_come_from_the_key_and_from_nothing_else():
+    placed = [SAMPLING.place(N, step, draws.new_key(1)) for step in range(200)]
+    marks = np.concatenate([p[p >= N] for p in placed]) - N
+    assert set(marks) == {0, 1}
+    assert abs(marks.mean() - 0.5) < 5 * 0.5 / math.sqrt(len(marks))
+    weighted = (*data(), np.linspace(0.5, 2, N).astype(np.float32))
+    for (_, _, w), rows in zip(
+        dp.poisson_batches(weighted, SAMPLING, key=draws.new_key(1)).take(5), placed
+    ):
+        np.testing.assert_array_equal(np.signbit(w.numpy()), rows.ravel() == N + 1)

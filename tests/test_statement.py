@@ -1,0 +1,275 @@
+"""The text that goes with a model."""
+
+from __future__ import annotations
+
+import math
+import re
+from types import SimpleNamespace
+
+import dp_accounting
+import pytest
+from tensorflow_privacy.privacy.analysis import compute_dp_sgd_privacy_lib as tf_privacy
+
+from tf_adaptive_dp import statement
+from tf_adaptive_dp.accounting.composition import (
+    epsilon,
+    epsilon_spent,
+    epsilon_without_amplification,
+)
+from tf_adaptive_dp.accounting.ledger import Segment
+from tf_adaptive_dp.statement import privacy_statement
+
+N, DELTA = 60_000, 1e-5
+
+
+def fake_ledger(*segments, other_events=()):
+    return SimpleNamespace(segments=[Segment(*s) for s in segments], other_events=other_events)
+
+
+def gaussians(*releases):
+    """RDP's ε of `(noise_multiplier, count)` without sampling."""
+    accountant = dp_accounting.rdp.RdpAccountant()
+    for noise_multiplier, count in releases:
+        accountant.compose(dp_accounting.GaussianDpEvent(noise_multiplier), count)
+    return accountant.get_epsilon(DELTA)
+
+
+def words(*args, **kwargs):
+    return " ".join(privacy_statement(*args, **kwargs).split())
+
+
+ONE = fake_ledger((2.0, 200.0, 6_000))
+TWO = fake_ledger((2.0, 200.0, 6_000), (1.5, 100.0, 31))
+
+
+# --- ε without amplification -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "epochs"), [(1, 1), (300, 1), (301, 2), (5_999, 20), (6_000, 20), (6_001, 21)]
+)
+def test_epochs_are_rounded_up(count, epochs):
+    ours = epsilon_without_amplification(fake_ledger((2.0, 200.0, count)), N, DELTA)
+    assert ours == pytest.approx(gaussians((2.0, epochs)), rel=1e-12)
+
+
+def test_a_pass_may_drop_its_last_batch():
+    # 10 examples in batches of 4: with the remainder dropped, 4 releases are two passes and not
+    # the 1.6 of 4 * 4 / 10 examples; 20 releases are ten passes and not eight.
+    ours = epsilon_without_amplification(fake_ledger((2.0, 4.0, 20)), 10, DELTA)
+    assert ours == pytest.approx(gaussians((2.0, 10)), rel=1e-12)
+
+
+def test_a_segment_that_begins_within_a_pass_may_see_an_example_once_more():
+    aligned = fake_ledger((2.0, 200.0, 600), (1.5, 200.0, 300))
+    ours = epsilon_without_amplification(aligned, N, DELTA)
+    assert ours == pytest.approx(gaussians((2.0, 2), (1.5, 1)), rel=1e-12)
+    within = fake_ledger((2.0, 200.0, 450), (1.5, 200.0, 300))
+    ours = epsilon_without_amplification(within, N, DELTA)
+    assert ours == pytest.approx(gaussians((2.0, 2), (1.5, 2)), rel=1e-12)
+
+
+def test_where_passes_end_is_unknown_if_batches_do_not_divide_the_data():
+    # 5 batches of 4 are two passes over 10 examples, or two and a half with remainders dropped.
+    ledger = fake_ledger((2.0, 4.0, 5), (1.5, 4.0, 2))
+    ours = epsilon_without_amplification(ledger, 10, DELTA)
+    assert ours == pytest.approx(gaussians((2.0, 3), (1.5, 2)), rel=1e-12)
+
+
+def test_without_amplification_counts_other_events_and_missing_noise():
+    event = dp_accounting.GaussianDpEvent(4.0)
+    ledger = fake_ledger((2.0, 200.0, 6_000), other_events=(event,))
+    ours = epsilon_without_amplification(ledger, N, DELTA)
+    assert ours == pytest.approx(gaussians((2.0, 20), (4.0, 1)), rel=1e-12)
+    assert epsilon_without_amplification(fake_ledger((0.0, 200.0, 1)), N, DELTA) == math.inf
+    assert epsilon_without_amplification(fake_ledger(), N, DELTA) == 0.0
+
+
+def test_without_amplification_by_pld_is_tighter():
+    assert epsilon_without_amplification(ONE, N, DELTA, accountant="pld") < (
+        epsilon_without_amplification(ONE, N, DELTA)
+    )
+
+
+# --- the claim -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+@pytest.mark.parametrize("ledger", [ONE, TWO])
+def test_names_epsilon_delta_unit_and_adjacency(ledger, sampling):
+    text = words(ledger, N, DELTA, sampling=sampling)
+    assert "delta = 1e-05 (RDP accounting, rounded up)" in text
+    assert "Unit: one example." in text
+    assert "Adjacency: data sets that differ by adding or removing one example." in text
+    shown = float(re.search(r"epsilon = ([0-9.]+)", text).group(1))
+    assert 0 <= shown - epsilon_spent(ledger, N, DELTA) <= 1.001e-4
+
+
+def test_poisson_sampling_is_a_proof_for_draws_that_were_checked():
+    text = words(ONE, N, DELTA, sampling="poisson")
+    assert "batches are said to be drawn by Poisson sampling, and if so, this epsilon is a" in text
+    assert "For 6000 of the noisy gradients nothing checked that" in text and "proven" not in text
+    checked = SimpleNamespace(**vars(ONE), checks=[(6_000, 0)])
+    text = words(checked, N, DELTA, sampling="poisson")
+    assert "were drawn by Poisson sampling, and for that this epsilon is a proven bound" in text
+    assert "approximation" not in text
+    assert "shuffling the data" not in text
+
+
+def test_shuffling_is_an_approximation_with_the_unamplified_epsilon_beside_it():
+    text = words(ONE, N, DELTA)
+    assert text == words(ONE, N, DELTA, sampling="shuffled")
+    assert "The batches came from shuffling the data, not from Poisson sampling" in text
+    assert "an approximation to what shuffling gives, not a proven bound" in text
+    assert "each pass ended before the next one began" in text and "passes were cut short" in text
+    shown = float(re.search(r"epsilon = ([0-9.]+) is without amplification", text).group(1))
+    assert 0 <= shown - gaussians((2.0, 20)) <= 1.001e-4
+
+
+def test_the_accountant_is_named_and_used():
+    text = words(ONE, N, DELTA, sampling="poisson", accountant="pld")
+    assert "(PLD accounting, rounded up)" in text
+    assert "at delta = 1e-05 computed with PLD accounting" in text  # TF Privacy's, too
+    shown = float(re.search(r"epsilon = ([0-9.]+)", text).group(1))
+    assert 0 <= shown - epsilon(2.0, 200 / N, 6_000, DELTA, "pld") <= 1.001e-4
+
+
+def test_every_segment_is_listed():
+    text = words(TWO, N, DELTA)
+    assert (
+        "6000 noisy gradients with noise multiplier 2 and expected batch size 200 of 60000" in text
+    )
+    assert (
+        "31 noisy gradients with noise multiplier 1.5 and expected batch size 100 of 60000" in text
+    )
+
+
+def test_other_events_are_named():
+    event = dp_accounting.GaussianDpEvent(4.0)
+    text = words(fake_ledger((2.0, 200.0, 1), other_events=(event,)), N, DELTA)
+    assert "besides the gradients, and counted in: GaussianDpEvent(noise_multiplier=4.0)" in text
+    assert "besides the gradients" in words(fake_ledger(other_events=(event,)), N, DELTA)
+    assert "besides the gradients" not in words(ONE, N, DELTA)
+
+
+def test_says_what_is_protected_and_what_is_not():
+    text = words(TWO, N, DELTA)
+    assert "Protected: every noisy gradient that was released, hence the weights" in text
+    assert "all checkpoints" in text
+    unprotected = text[text.index("Not protected:") :]
+    for what in ["loss and metrics", "gradient norms", "hyperparameters if they were tuned"]:
+        assert what in unprotected
+
+
+def test_an_empty_ledger_claims_nothing():
+    text = words(fake_ledger(), N, DELTA)
+    assert text.startswith("Nothing was released: the ledger is empty, epsilon = 0.")
+    assert "Protected" not in text
+    assert words(fake_ledger((2.0, 200.0, 0)), N, DELTA) == text
+
+
+@pytest.mark.parametrize(
+    "ledger",
+    [
+        fake_ledger((0.0, 200.0, 1)),
+        fake_ledger((2.0, 200.0, 6_000), (0.0, 200.0, 1)),
+        fake_ledger((2.0, 200.0, 1), other_events=(dp_accounting.NonPrivateDpEvent(),)),
+    ],
+)
+def test_without_noise_it_says_not_private(ledger):
+    text = words(ledger, N, DELTA)
+    assert text.startswith("NOT PRIVATE: epsilon is infinite")
+    assert "Protected" not in text
+    assert "Differential privacy" not in text
+
+
+def test_a_large_delta_is_warned_of():
+    assert "Warning: delta is above 1 / number of examples" in words(TWO, N, 1.01 / N)
+    assert "Warning" not in words(TWO, N, 1 / N)
+
+
+def test_persons_are_not_examples():
+    assert "A person may have any number of examples, and is protected less" in words(TWO, N, DELTA)
+    assert "up to 3 examples" in words(TWO, N, DELTA, max_examples_per_user=3)
+    assert "the unit is also one person" in words(TWO, N, DELTA, max_examples_per_user=1)
+
+
+def test_an_optimizer_stands_for_its_ledger():
+    optimizer = SimpleNamespace(ledger=TWO)
+    assert privacy_statement(optimizer, N, DELTA) == privacy_statement(TWO, N, DELTA)
+
+
+def test_lines_are_at_most_80_wide():
+    for ledger in (ONE, TWO, fake_ledger((0.0, 64.0, 12))):
+        text = privacy_statement(ledger, N, DELTA, max_examples_per_user=2)
+        assert max(map(len, text.splitlines())) <= 82  # TF Privacy's is indented by two
+
+
+# --- TF Privacy's statement ------------------------------------------------------------------
+
+
+def test_a_run_of_one_segment_ends_with_tf_privacys_statement():
+    theirs = tf_privacy.compute_dp_sgd_privacy_statement(
+        N, 200, 20.0, 2.0, DELTA, used_microbatching=False, max_examples_per_user=4
+    )
+    ours = words(ONE, N, DELTA, max_examples_per_user=4)
+    assert ours.endswith("same run: " + " ".join(theirs.split()))
+    for epsilon_of_theirs in ("12.302", "0.538"):
+        assert epsilon_of_theirs in theirs
+
+
+def test_any_other_run_does_not():
+    assert "TF Privacy" in words(ONE, N, DELTA)
+    assert "TF Privacy" not in words(TWO, N, DELTA)
+    event = dp_accounting.GaussianDpEvent(4.0)
+    with_event = fake_ledger((2.0, 200.0, 6_000), other_events=(event,))
+    assert "TF Privacy" not in words(with_event, N, DELTA)
+
+
+def test_tf_privacys_failure_is_told():
+    text = words(fake_ledger((1e8, 200.0, 6_000)), N, DELTA)
+    assert "TF Privacy has no statement of this run: " in text
+
+
+def test_tf_privacy_counts_what_the_ledger_counts():
+    batches = [(1.0, 7), (3.0, 10), (200.0, N), (63.5, N), (256.0, 50_000), (10.0, 10), (7.0, N)]
+    for batch_size, num_examples in batches:
+        probability = batch_size / num_examples
+        for count in [1, 2, 3, 7, 10, 29, 300, 6_000, 6_001, 99_991, 1_000_000]:
+            epochs = statement._num_epochs(count, batch_size, num_examples)
+            assert epochs > 0
+            assert math.ceil(epochs / probability) == count, (batch_size, num_examples, count)
+
+
+@pytest.mark.parametrize(
+    ("count", "batch_size", "num_examples", "epochs"),
+    [(6_000, 200.0, N, 20.0), (6_150, 200.0, N, 20.5), (300, 200.0, N, 1.0), (7, 3.0, 10, 2.09)],
+)
+def test_the_number_of_epochs_is_short(count, batch_size, num_examples, epochs):
+    assert statement._num_epochs(count, batch_size, num_examples) == epochs
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"delta": 2}, ValueError, r"`delta` must be in \(0, 1\). Received: delta=2"),
+        ({"num_examples": 100}, ValueError, "`batch_size` must be at most `num_examples`"),
+        ({"num_examples": 0}, ValueError, "`num_examples` must be at least 1"),
+        ({"sampling": "sorted"}, ValueError, "`sampling` must be one of 'shuffled', 'poisson'"),
+        ({"accountant": "gdp"}, ValueError, "`accountant` must be one of 'rdp', 'pld'"),
+        ({"max_examples_per_user": 0}, ValueError, "`max_examples_per_user` must be at least 1"),
+        ({"max_examples_per_user": 1.5}, TypeError, "`max_examples_per_user` must be a whole"),
+        ({"ledger": None}, TypeError, "`ledger` must be a ledger or an optimizer that has one"),
+    ],
+)
+def test_refuses(change, error, message):
+    with pytest.raises(error, match=message):
+        privacy_statement(**{**dict(ledger=ONE, num_examples=N, delta=DELTA), **change})
+    if not {"sampling", "max_examples_per_user"} & set(change):
+        with pytest.raises(error, match=message):
+            epsilon_without_amplification(
+                **{**dict(ledger=ONE, num_examples=N, delta=DELTA), **change}
+            )

@@ -1,0 +1,139 @@
+"""The journal of a search: whole at every moment, or refused."""
+
+import os
+
+import pytest
+
+from tf_adaptive_dp.tuning.keras_tuner import search_journal as journals
+from tf_adaptive_dp.tuning.keras_tuner.search_journal import Journal
+
+SEARCH, PLAN = {"epsilon": 1.0}, {"draws": [{"a": 1}, {"a": 2}], "noise_multiplier": 1.5}
+OUTCOME = {"score": 0.5}
+
+
+def written(path):
+    journal = Journal(path)
+    journal.begin(SEARCH, PLAN)
+    journal.note_begun()
+    journal.note_ended(OUTCOME)
+    journal.note_begun()
+    journal.close()
+    return path.read_bytes()
+
+
+def read(path):
+    journal = Journal(path)
+    journal.close()
+    return journal.search, journal.plan, journal.begun, journal.ended
+
+
+def test_what_was_noted_is_there_when_it_is_opened_again(tmp_path):
+    written(tmp_path / "journal")
+    assert read(tmp_path / "journal") == (SEARCH, PLAN, 2, [OUTCOME])
+    assert (tmp_path / "journal").stat().st_mode & 0o777 == 0o600
+
+
+def test_torn_at_any_byte_it_is_what_was_noted_before(tmp_path):
+    path = tmp_path / "journal"
+    content = written(path)
+    ends = [i + 1 for i, byte in enumerate(content) if byte == ord("\n")]
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        whole = sum(end <= length for end in ends)
+        search, _, begun, ended = read(path)
+        assert (search is not None, begun, len(ended)) == (
+            whole > 0,
+            (whole > 1) + (whole > 3),
+            int(whole > 2),
+        )
+
+
+def test_after_a_torn_entry_it_goes_on(tmp_path):
+    path = tmp_path / "journal"
+    content = written(path)
+    path.write_bytes(content[:-5])
+    journal = Journal(path)
+    journal.note_begun()
+    journal.close()
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("position", [3, 40, -20])
+def test_damage_is_refused_and_left_as_it_was(tmp_path, position):
+    path = tmp_path / "journal"
+    content = bytearray(written(path))
+    content[position] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="damaged"):
+        Journal(path)
+    assert path.read_bytes() == content
+
+
+def test_another_file_is_refused(tmp_path):
+    (tmp_path / "journal").write_text("something else")
+    with pytest.raises(ValueError, match="no journal of a search"):
+        Journal(tmp_path / "journal")
+    assert (tmp_path / "journal").read_text() == "something else"
+
+
+def test_entries_come_in_order_only(tmp_path):
+    journal = Journal(tmp_path / "journal")
+    with pytest.raises(ValueError, match="cannot be noted now"):
+        journal.note_begun()
+    journal.close()
+    written(tmp_path / "other")
+    journal = Journal(tmp_path / "other")
+    with pytest.raises(ValueError, match="cannot be noted now"):
+        journal.note_begun()  # the second trial is in progress
+    journal.note_ended(OUTCOME)
+    journal.close()
+    assert read(tmp_path / "journal") == (None, None, 0, [])
+    assert read(tmp_path / "other") == (SEARCH, PLAN, 2, [OUTCOME, OUTCOME])
+
+
+def test_it_counts_how_often_a_trial_was_resumed(tmp_path):
+    written(tmp_path / "journal")
+    journal = Journal(tmp_path / "journal")
+    journal.note_resumed()
+    journal.note_resumed()
+    journal.close()
+    journal = Journal(tmp_path / "journal")
+    assert journal.resumed == 2
+    journal.note_ended(OUTCOME)
+    with pytest.raises(ValueError, match="cannot be noted now"):
+        journal.note_resumed()
+
+
+def test_no_trial_begins_beyond_the_draws(tmp_path):
+    journal = Journal(tmp_path / "journal")
+    journal.begin(SEARCH, {"draws": []})
+    with pytest.raises(ValueError, match="cannot be noted now"):
+        journal.note_begun()
+    assert journal.begun == 0
+
+
+def test_one_process_at_a_time(tmp_path):
+    journal = Journal(tmp_path / "journal")
+    with pytest.raises(RuntimeError, match="in progress"):
+        Journal(tmp_path / "journal")
+    journal.close()
+    Journal(tmp_path / "journal").close()
+
+
+def test_entries_are_on_the_disk_before_a_method_returns(tmp_path, monkeypatch):
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(file), real(file)))
+    journal = Journal(tmp_path / "journal")
+    journal.begin(SEARCH, PLAN)
+    assert journal._file in synced and len(synced) > 1  # the folder as well
+    for note in (journal.note_begun, lambda: journal.note_ended(OUTCOME)):
+        synced.clear()
+        note()
+        assert synced == [journal._file]
+
+
+def test_differences_are_named():
+    with pytest.raises(ValueError, match="Changed: epsilon: was 1.0, is 2.0. Received: here"):
+        journals.compare({"epsilon": 1.0, "same": [1]}, {"epsilon": 2.0, "same": (1,)}, "here")
+    journals.compare({"same": [1]}, {"same": (1,)}, "here")

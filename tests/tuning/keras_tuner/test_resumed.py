@@ -1,0 +1,242 @@
+"""Searches that are interrupted, called again, called otherwise, or cannot begin."""
+
+import json
+
+import keras_tuner
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tests.helpers import tuned
+from tf_adaptive_dp.tuning import budgets, strategies
+
+RATES = [0.01, 0.1, 1.0]
+DRAWS = [{"learning_rate": rate} for rate in (0.1, 1.0)]
+
+
+def test_draws_are_on_the_disk_before_the_first_model_is_built_for_them(tmp_path, monkeypatch):
+    tuned.Fake(monkeypatch, KeyboardInterrupt())
+    made = tuned.tuner(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(made)
+    drawn, begun = (json.loads(line[:-9]) for line in tuned.journal_lines(tmp_path))
+    assert [values["learning_rate"] for values in drawn["plan"]["draws"]] == RATES
+    assert begun["begun"] == 1 and len(begun["models"]) == 3
+    assert (tmp_path / "search").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("strategy", ["composition", "repeat_and_select"])
+def test_an_interrupted_search_goes_on_without_drawing_anew(tmp_path, monkeypatch, strategy):
+    arguments = {"strategy": strategy, "num_trials": 3}
+    monkeypatch.setattr(strategies.RepeatAndSelect, "draw_num_trials", lambda strategy: 3)
+    first = tuned.Fake(monkeypatch, 0.25, 0.75, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(tuned.tuner(tmp_path, **arguments))
+    drawn = json.loads(tuned.journal_lines(tmp_path)[0][:-9])["plan"]["draws"]
+    assert len(tuned.journal_lines(tmp_path)) == 6
+    folders = tuned.folders(tmp_path)
+    second = tuned.Fake(monkeypatch, 0.5)
+    made = tuned.search(tuned.tuner(tmp_path, **arguments))
+    np.testing.assert_allclose(
+        first.trained + second.trained, [values["learning_rate"] for values in drawn]
+    )
+    assert tuned.winner(made) == drawn[1]["learning_rate"]
+    assert set(second.folders_seen[0]) == set(folders)
+    assert second.went_on == [True]  # where it was
+
+
+def test_a_finished_search_returns_at_once(tmp_path, monkeypatch):
+    tuned.Fake(monkeypatch, *[0.5] * 3)
+    statement = tuned.search(tuned.tuner(tmp_path)).privacy_statement()
+    before = tuned.everything_in(tmp_path)
+    tuned.Fake(monkeypatch)  # which would fail
+    made = tuned.tuner(tmp_path)
+    assert made.privacy_statement() == statement  # also before `search` is called
+    assert tuned.search(made).privacy_statement() == statement
+    assert tuned.everything_in(tmp_path) == before
+
+
+def test_a_search_that_ended_while_it_tidied_up_is_finished(tmp_path, monkeypatch):
+    tuned.Fake(monkeypatch, 0.25, 0.75, draws=DRAWS[:2])
+    made = tuned.tuner(tmp_path, strategy="repeat_and_select", num_trials=2)
+    monkeypatch.setattr(type(made), "_tidy", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(made)
+    monkeypatch.undo()
+    (tmp_path / "search" / "trial_loser").mkdir()
+    tuned.search(tuned.tuner(tmp_path, strategy="repeat_and_select", num_trials=2))
+    assert len(tuned.folders(tmp_path)) == 1
+    assert not (tmp_path / "search" / "secret").exists()
+
+
+def test_draws_that_a_killed_process_left_go_when_results_are_read(tmp_path, monkeypatch):
+    from tf_adaptive_dp.tuning.keras_tuner.search_journal import Journal
+
+    arguments = {"strategy": "repeat_and_select", "num_trials": 2}
+    tuned.Fake(monkeypatch, 0.25, 0.75, draws=DRAWS)
+    made = tuned.tuner(tmp_path, **arguments)
+    monkeypatch.setattr(type(made), "_tidy", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(made)
+    monkeypatch.undo()
+    journal = Journal(tmp_path / "search" / "secret" / "journal")
+    tuned.tuner(tmp_path, **arguments)  # while the other process is still at it
+    assert len(tuned.journal_lines(tmp_path)) == 5
+    journal.close()
+    (tmp_path / "search" / "trial_loser").mkdir()
+    made = tuned.tuner(tmp_path, **arguments)
+    assert not (tmp_path / "search" / "secret").exists()
+    assert tuned.folders(tmp_path) == [f"trial_{made.oracle.get_best_trials()[0].trial_id}"]
+
+
+OTHER = {
+    "epsilon": {"epsilon": 9.0},
+    "delta": {"delta": 1e-4},
+    "num_examples": {"num_examples": 15},
+    "score": {"score": strategies.UnprotectedScore()},
+    "strategy": {"strategy": "composition", "num_trials": 2},
+    "objective": {"objective": "val_loss"},
+    "space": {"build_model": lambda hp: tuned.model(tuned.optimizer(hp.Choice("rate", [0.1])))},
+}
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_other_arguments_are_refused_and_change_nothing(tmp_path, monkeypatch, finished):
+    tuned.Fake(monkeypatch, 0.5, *([0.5] * 2 if finished else [KeyboardInterrupt()]))
+    try:
+        tuned.search(tuned.tuner(tmp_path))
+    except KeyboardInterrupt:
+        pass
+    before = tuned.everything_in(tmp_path)
+    for changed, arguments in OTHER.items():
+        with pytest.raises(ValueError, match=f"with other arguments.*{changed}: was"):
+            tuned.search(tuned.tuner(tmp_path, **arguments))
+    with pytest.raises(ValueError, match="epochs: was 2, is 3"):
+        tuned.search(tuned.tuner(tmp_path), epochs=3)
+    assert tuned.everything_in(tmp_path) == before
+
+
+def test_overwrite_forgets_a_search_unless_it_is_in_use(tmp_path, monkeypatch):
+    from tf_adaptive_dp.tuning.keras_tuner.search_journal import Journal
+
+    tuned.Fake(monkeypatch, 0.5, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(tuned.tuner(tmp_path))
+    journal = Journal(tmp_path / "search" / "secret" / "journal")
+    with pytest.raises(RuntimeError, match="cannot be overwritten"):
+        tuned.tuner(tmp_path, overwrite=True)
+    with pytest.raises(RuntimeError, match="in progress in another process"):
+        tuned.search(tuned.tuner(tmp_path))
+    journal.close()
+    fake = tuned.Fake(monkeypatch, *[0.5] * 3)
+    tuned.search(tuned.tuner(tmp_path, epsilon=5.0, overwrite=True))
+    assert len(fake.trained) == 3
+
+
+def test_overwrite_deletes_nothing_if_an_argument_is_refused(tmp_path, monkeypatch):
+    tuned.Fake(monkeypatch, *[0.5] * 3)
+    tuned.search(tuned.tuner(tmp_path))
+    before = tuned.everything_in(tmp_path)
+
+    class Own(keras_tuner.HyperModel):
+        build = staticmethod(tuned.build)
+
+        def fit(self, hp, model, *args, **kwargs):
+            return model.fit(*args, **kwargs)
+
+    def endless(hp):
+        return tuned.model(tuned.optimizer(hp.Float("rate", 0.1, 1.0)))
+
+    for build, match in ((Own(), "leave out the method `fit`"), (endless, "not finite")):
+        with pytest.raises(ValueError, match=match):
+            tuned.tuner(tmp_path, build, overwrite=True)
+        assert tuned.everything_in(tmp_path) == before
+    made = tuned.tuner(tmp_path, overwrite=True)
+    assert not list((tmp_path / "search").iterdir())
+    with pytest.raises(RuntimeError, match="not finished"):
+        made.privacy_statement()
+
+
+def test_overwriting_another_tuners_search_asks_for_the_space(tmp_path, monkeypatch, capsys):
+    keras_tuner.RandomSearch(
+        tuned.build, "val_accuracy", max_trials=1, directory=tmp_path, project_name="search"
+    ).save()
+    fake = tuned.Fake(monkeypatch, *[0.5] * 3)
+    tuned.search(tuned.tuner(tmp_path, overwrite=True))
+    assert len(fake.trained) == 3 and "Reloading" not in capsys.readouterr().out
+    assert not list((tmp_path / "search").glob("tuner*.json"))
+
+
+def test_a_budget_that_cannot_be_met_leaves_nothing_behind(tmp_path, monkeypatch):
+    def none(strategy, make_trial, epsilon, delta, **kwargs):
+        raise ValueError("No noise multiplier meets the budget")
+
+    monkeypatch.setattr(budgets, "noise_multiplier_for_selection", none)
+    with pytest.raises(ValueError, match="No noise multiplier"):
+        tuned.search(tuned.tuner(tmp_path, epsilon=0.1))
+    assert tuned.journal_lines(tmp_path) == [] and not tuned.folders(tmp_path)
+    # So another budget is no other search.
+    tuned.Fake(monkeypatch, *[0.5] * 3)
+    tuned.search(tuned.tuner(tmp_path, epsilon=0.2))
+
+
+def single(hp, *more, units=2, kind=dp.DPSGD):
+    layers = [tf.keras.Input([3]), *more, tf.keras.layers.Dense(units)]
+    made = tf.keras.Sequential(layers)
+    rate = hp.Choice("learning_rate", RATES)
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    optimizer = kind(1.0, 1.0, learning_rate=rate, expected_batch_size=8.0)
+    made.compile(optimizer, loss, metrics=["accuracy"])
+    return made
+
+
+CHANGED = {
+    "layers: .*; weights": lambda hp: single(hp, tf.keras.layers.Dense(4)),
+    r"Changed: layers: was \[.*, is \[.*'ReLU'.*\]. Received": (
+        lambda hp: single(hp, tf.keras.layers.ReLU())
+    ),
+    r"weights: was .*\[3, 2\].* is .*\[3, 5\]": lambda hp: single(hp, units=5),
+    "optimizer: was 'DPSGD', is 'DPAdam'": lambda hp: single(hp, kind=dp.DPAdam),
+}
+
+
+@pytest.mark.parametrize(("strategy", "ended"), [("composition", 0), ("repeat_and_select", 1)])
+def test_another_model_in_mid_search_is_refused(tmp_path, monkeypatch, strategy, ended):
+    arguments = {"strategy": strategy, "num_trials": 2}
+    monkeypatch.setattr(strategies.RepeatAndSelect, "draw_num_trials", lambda strategy: 2)
+    tuned.Fake(monkeypatch, *[0.5] * ended, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(tuned.tuner(tmp_path, **arguments))
+    before = tuned.everything_in(tmp_path)
+    fake = tuned.Fake(monkeypatch)
+    for told, build in CHANGED.items():
+        with pytest.raises(ValueError, match=f"another model of the same hyperparameters.*{told}"):
+            tuned.search(tuned.tuner(tmp_path, build, **arguments))
+        assert not fake.trained and tuned.everything_in(tmp_path) == before
+    # The same model, made in another way, goes on.
+    fake = tuned.Fake(monkeypatch, *[0.5] * (2 - ended))
+    tuned.search(tuned.tuner(tmp_path, single, **arguments))
+    assert len(fake.trained) == 2 - ended
+
+
+def test_a_model_that_changes_between_its_trials_is_refused(tmp_path, monkeypatch):
+    widths = iter([2, 2, 2, 2, 2, 2, 3])  # the space, the plan, three candidates, two trials
+    fake = tuned.Fake(monkeypatch, 0.5)
+    with pytest.raises(ValueError, match="another model of the same hyperparameters"):
+        tuned.search(tuned.tuner(tmp_path, lambda hp: single(hp, units=next(widths))))
+    assert len(fake.trained) == 1
+
+
+def test_a_journal_that_knows_no_models_is_gone_on_with(tmp_path, monkeypatch):
+    from tf_adaptive_dp.tuning.keras_tuner.search_journal import Journal
+
+    tuned.Fake(monkeypatch, KeyboardInterrupt())
+    real = Journal.note_begun
+    monkeypatch.setattr(Journal, "note_begun", lambda journal, models: real(journal))
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(tuned.tuner(tmp_path))
+    monkeypatch.setattr(Journal, "note_begun", real)
+    fake = tuned.Fake(monkeypatch, *[0.5] * 3)
+    tuned.search(tuned.tuner(tmp_path))
+    assert len(fake.trained) == 3

@@ -1,0 +1,290 @@
+"""Trials that are really trained: their allowance, their score, their callbacks, their end."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tests.helpers import tuned
+from tf_adaptive_dp.tuning import strategies
+from tf_adaptive_dp.tuning.keras_tuner import plan as plans
+from tf_adaptive_dp.tuning.keras_tuner import process_state, trial
+
+
+@pytest.fixture(autouse=True)
+def quick_prices(monkeypatch):
+    """Each takes a second, and other tests look at them."""
+    monkeypatch.setattr(plans.Plan, "noise_multiplier", lambda plan: 1.5)
+    monkeypatch.setattr(process_state, "NUMBERS", 1)
+    for name in ("epsilon_spent", "epsilon_of_one", "epsilon_without_amplification"):
+        monkeypatch.setattr(plans.Plan, name, lambda plan, *args: 1.0)
+
+
+def one(folder, **kwargs):
+    """A search of one trial."""
+    return tuned.tuner(folder, num_trials=1, **kwargs)
+
+
+class At(tf.keras.callbacks.Callback):
+    """Does something at the beginning of a batch, counted over all epochs."""
+
+    def __init__(self, batch, action, hook="on_train_batch_begin"):
+        super().__init__()
+        self.left, self.action = batch, action
+        setattr(self, hook, self._count)
+
+    def _count(self, batch, logs=None):
+        self.left -= 1
+        if self.left < 0:
+            self.action(self.model)
+
+    def __deepcopy__(self, memo):
+        return self  # so that it counts over processes
+
+
+def throw(error):
+    def action(model):
+        raise error
+
+    return action
+
+
+def test_the_score_and_the_weights_are_those_of_the_last_epoch(tmp_path, monkeypatch):
+    seen = []
+
+    class Worsen(tf.keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            kernel = self.model.trainable_variables[0]
+            kernel.assign(np.array([[-9.0, 9.0], [0, 0], [0, 0]]) * (1 - 2 * epoch))
+            seen.append(kernel.numpy())
+
+        def __deepcopy__(self, memo):
+            return self
+
+    made = tuned.search(one(tmp_path), callbacks=[Worsen()])
+    (model,) = made.get_best_models()
+    np.testing.assert_array_equal(model.trainable_variables[0], seen[-1])
+    (outcome,) = made._result.shown()
+    x, y = tuned.data(16, seed=1)
+    assert outcome["score"] == np.mean(model(x).numpy().argmax(1) == y) < 0.2
+
+
+def test_a_score_is_released_once_and_noisy_scores_see_the_data_once(tmp_path, monkeypatch):
+    released = []
+
+    class Score(strategies.NoisyScore):
+        def released(self, score):
+            released.append(score)
+            return score + 100
+
+    looks = []
+    real = tf.keras.Model.evaluate
+    monkeypatch.setattr(
+        tf.keras.Model, "evaluate", lambda *a, **k: looks.append(k["verbose"]) or real(*a, **k)
+    )
+    made = tuned.search(one(tmp_path, score=Score(1.0, 1 / 16)))
+    assert len(released) == 1 and made._result.shown()[0]["score"] == released[0] + 100
+    assert len(looks) == 2  # once before the search, to see that there is such a metric
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_score_that_is_not_finite_is_the_worst(tmp_path, monkeypatch, value):
+    monkeypatch.setattr(
+        "tf_adaptive_dp.tuning.keras_tuner.arguments.FitArguments.scores",
+        lambda data, model: {"val_accuracy": value},
+    )
+    with pytest.raises(RuntimeError, match="not finite. The budget is spent"):
+        tuned.search(one(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["composition", "repeat_and_select"])
+def test_a_crash_is_no_end_and_is_not_repeated(tmp_path, monkeypatch, strategy):
+    monkeypatch.setattr(strategies.RepeatAndSelect, "draw_num_trials", lambda strategy: 2)
+    crash = At(3, throw(ValueError("no memory")))
+    crash._count = lambda batch, logs=None: At._count(crash, batch) if crash.left >= 0 else None
+    crash.on_train_batch_begin = crash._count
+    made = tuned.tuner(tmp_path, strategy=strategy, num_trials=2)
+    tuned.search(made, callbacks=[crash])
+    shown = made._result.shown()
+    assert shown[0]["releases"] == 4 and shown[0]["error"] is None
+    if strategy == "composition":
+        # The fourth step was announced: it may have happened.
+        assert "no memory" in shown[1]["error"] and shown[1]["releases"] == 4
+    else:
+        assert len(shown) == 1
+
+
+def test_what_ends_the_machine_is_no_crash(tmp_path):
+    stop = At(3, throw(OSError("disk full")))
+    made = one(tmp_path)
+    with pytest.raises(OSError, match="disk full"):
+        tuned.search(made, callbacks=[stop])
+    with pytest.warns(UserWarning, match="^2 releases"):
+        tuned.search(made)
+    assert made._result.shown()[0]["error"] is None
+
+
+@pytest.mark.parametrize("strategy, updates", [("composition", 2), ("repeat_and_select", 4)])
+def test_an_interrupted_trial_goes_on(tmp_path, monkeypatch, strategy, updates):
+    # Two epochs of two steps; the process ends as the fourth step begins, two after the backup.
+    # Where every release counts, both are lost, and the trial is over with what was saved. Where
+    # trials have to be alike, it makes them again.
+    monkeypatch.setattr(strategies.RepeatAndSelect, "draw_num_trials", lambda strategy: 1)
+    steps = []
+
+    def search(*callbacks):
+        count = At(0, lambda model: steps.append(1), "on_train_batch_end")
+        made = tuned.tuner(tmp_path, strategy=strategy, num_trials=1)
+        return tuned.search(made, callbacks=[count, *callbacks])
+
+    with pytest.raises(KeyboardInterrupt):
+        search(At(3, throw(KeyboardInterrupt())))
+    (model,) = search().get_best_models()
+    assert int(model.optimizer.iterations) == updates and len(steps) == 3 + updates - 2
+    assert model.optimizer.ledger.segments == [(1.5, 8.0, 4)]
+
+
+def test_lost_releases_are_paid_out_of_the_allowance(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(one(tmp_path), epochs=3, callbacks=[At(3, throw(KeyboardInterrupt()))])
+    # Backed up: two steps; lost: one that was made and one that was announced. Two are left.
+    made = one(tmp_path)
+    with pytest.warns(UserWarning, match="^2 releases"):
+        tuned.search(made, epochs=3)
+    assert made._result.shown()[0]["resumed"] == 1
+    (model,) = made.get_best_models()
+    assert int(model.optimizer.iterations) == 4
+    assert model.optimizer.ledger.segments == [(1.5, 8.0, 6)]
+    assert not list((tmp_path / "search").rglob("in_progress"))
+
+
+# Saved: 3 of 9, made in calls of 2 and 1. Lost: 2 made and 1 announced; or 2 announced, and then
+# after calls of 2 and 1 one is left, for which there is no call.
+@pytest.mark.parametrize("calls, lost, released", [(3, 3, 9), (2, 2, 8)])
+def test_no_call_of_several_steps_goes_beyond_the_allowance(tmp_path, calls, lost, released):
+    def build(hp):
+        return tuned.model(tuned.optimizer(), steps_per_execution=2)
+
+    def search(*callbacks):
+        x, y = tuned.data()
+        made = one(tmp_path, build_model=build)
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat()
+        arguments = {"steps_per_epoch": 3, "validation_data": tuned.data(16, seed=1), "verbose": 0}
+        made.search(data, epochs=3, callbacks=list(callbacks), **arguments)
+        return made
+
+    with pytest.raises(KeyboardInterrupt):
+        search(At(calls, throw(KeyboardInterrupt())))
+    with pytest.warns(UserWarning, match=f"^{lost} releases"):
+        (model,) = search().get_best_models()
+    assert model.optimizer.ledger.num_releases == released
+    assert int(model.optimizer.iterations) == released - lost
+
+
+def change_noise(model):
+    model.optimizer.noise_multiplier = 0.5
+
+
+def test_nothing_may_change_the_noise_of_a_trial(tmp_path):
+    made = one(tmp_path)
+    with pytest.raises(dp.NotPrivateError, match=r"Received: noise.*\(0.5, 8.0\)"):
+        tuned.search(made, callbacks=[At(1, change_noise)])
+    journal = (tmp_path / "search" / "secret" / "journal").read_text().splitlines()
+    assert len(journal) == 2  # the trial is in progress: corrected, it goes on
+
+
+def test_a_model_that_releases_twice_in_a_step_is_found_at_once(tmp_path):
+    class Twice(tf.keras.Sequential):
+        def train_step(self, batch):
+            super().train_step(batch)
+            return super().train_step(batch)
+
+    def build(hp):
+        made = Twice([tf.keras.Input([3]), tf.keras.layers.Dense(2)])
+        loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+        made.compile(tuned.optimizer(), loss, metrics=["accuracy"])
+        return made
+
+    with pytest.raises(dp.NotPrivateError, match="2 releases in a call that has 1 steps"):
+        tuned.search(one(tmp_path, build_model=build))
+
+
+def test_batches_of_another_size_are_found_at_once(tmp_path):
+    x, y = tuned.data()
+    made = one(tmp_path)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    with pytest.raises(dp.NotPrivateError, match="batches of 16 rows, .* computed for 8"):
+        made.search(data, validation_data=tuned.data(16, seed=1), verbose=0)
+
+
+def test_poisson_batches(tmp_path):
+    sampling = dp.PoissonSampling.for_batch_size(8, tuned.NUM_EXAMPLES, steps=4)
+    x, y = tuned.data()
+    made = one(tmp_path, sampling=sampling)
+    made.search(
+        dp.poisson_batches((x, y), sampling),
+        epochs=2,
+        steps_per_epoch=2,
+        validation_data=tuned.data(16, seed=1),
+        verbose=0,
+    )
+    assert made.get_best_models()[0].optimizer.ledger.segments == [(1.5, 8.0, 4)]
+    assert "proven bound" in " ".join(made.privacy_statement().split())
+
+
+def test_monitor_and_tensorboard_work_and_their_files_go_with_the_trial(tmp_path, monkeypatch):
+    monkeypatch.setattr(strategies.RepeatAndSelect, "draw_num_trials", lambda strategy: 2)
+    used = dp.PrivacyMonitor(tuned.NUM_EXAMPLES, tuned.DELTA, str(tmp_path / "monitor"))
+    used.model = threading_lock()  # as after `fit`: what it holds cannot be copied
+    board = tf.keras.callbacks.TensorBoard(str(tmp_path / "board"))
+    made = tuned.tuner(tmp_path, strategy="repeat_and_select", num_trials=2)
+    tuned.search(made, callbacks=[used, board])
+    (folder,) = tuned.folders(tmp_path)
+    files = sorted((tmp_path / "search" / folder / "tensorboard").rglob("events*"))
+    assert len(files) == 3 and all(file.name.endswith(".honest") for file in files)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["search"]
+
+
+def threading_lock():
+    import threading
+
+    return threading.Lock()
+
+
+def test_side_information_of_the_optimizer_is_a_callback_of_its_own_trial(tmp_path):
+    public = tf.data.Dataset.from_tensor_slices(tuned.data(8, seed=2)).batch(4)
+
+    def build(hp):
+        information = dp.side_information.PublicGradients(
+            public, rule="rmsprop", epsilon=1e-2, provenance="public"
+        )
+        return tuned.model(
+            dp.AdaDPS(information, 1.0, 1.0, expected_batch_size=8.0, learning_rate=0.1)
+        )
+
+    made = tuned.search(one(tmp_path, build_model=build))
+    assert "Side information:" in made.privacy_statement()
+
+
+def test_settings_of_a_trial_are_those_of_its_optimizer():
+    assert trial.settings(tuned.model(tuned.optimizer(gradient_accumulation_steps=2))) == (8.0, 2)
+
+
+def accumulated(**kwargs):
+    return tuned.optimizer(gradient_accumulation_steps=2, expected_batch_size=16.0, **kwargs)
+
+
+OPTIMIZERS = {
+    "ADADP": lambda: dp.ADADP(1.0, 1.0, expected_batch_size=8.0),
+    "DPAdamWOSM": lambda: dp.DPAdamWOSM(1.0, 1.0, expected_batch_size=8.0),
+    "adaptive clipping": lambda: tuned.optimizer(clipping="adaptive"),
+    "accumulation": accumulated,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_other_optimizers_release_what_was_planned(tmp_path, name):
+    made = tuned.search(one(tmp_path, build_model=lambda hp: tuned.model(OPTIMIZERS[name]())))
+    (model,) = made.get_best_models()
+    expected = (1.5, 16.0, 2) if name == "accumulation" else (1.5, 8.0, 4)
+    assert model.optimizer.ledger.segments == [expected]

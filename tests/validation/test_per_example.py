@@ -1,0 +1,108 @@
+"""`check_per_example` accepts what is right, and finds mixing and wrong rules."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tests.helpers.zoo import floats
+from tf_adaptive_dp.gradients.batch_axis import operations
+from tf_adaptive_dp.gradients.rules import RULES
+
+layers = tf.keras.layers
+LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+BATCH = (floats(6, 5), np.arange(6) % 3)
+
+
+def model(*hidden):
+    tf.keras.utils.set_random_seed(2)
+    return tf.keras.Sequential([tf.keras.Input([5]), layers.Dense(4), *hidden, layers.Dense(3)])
+
+
+def test_a_model_that_rules_cover_passes():
+    report = dp.validation.check_per_example(model(layers.LayerNormalization()), LOSS, BATCH)
+    assert report.norm_error < 1e-5 and report.sum_error < 1e-5
+    assert report.num_examples == 6 and report.training and report.without_rules == ()
+
+
+class Dilation(layers.Layer):
+    """An operation that keeps examples apart and has no rule."""
+
+    def build(self, shape):
+        self.filter = self.add_weight("filter", [3, 1, 1])
+
+    def call(self, x):
+        x = tf.reshape(x, [-1, 4, 1, 1])
+        x = tf.nn.dilation2d(x, self.filter, [1, 1, 1, 1], "SAME", "NHWC", [1, 1, 1, 1])
+        return tf.reshape(x, [-1, 4])
+
+
+def test_a_model_that_no_rule_covers_passes_and_says_so():
+    report = dp.validation.check_per_example(model(Dilation()), LOSS, BATCH)
+    assert report.norm_error < 1e-5
+    assert "read by Dilation2D in layer sequential" in report.without_rules[0]
+
+
+def test_random_layers_are_compared_without_their_randomness():
+    report = dp.validation.check_per_example(model(layers.Dropout(0.5)), LOSS, BATCH)
+    assert not report.training and report.norm_error < 1e-5
+
+
+def test_sample_weights_and_several_inputs():
+    one, two = tf.keras.Input([5]), tf.keras.Input([2])
+    both = tf.keras.Model([one, two], layers.Dense(3)(layers.Concatenate()([one, two])))
+    batch = ([BATCH[0], floats(6, 2, seed=1)], BATCH[1], np.array([1, 0, 2, 1, 1, 0.5], "float32"))
+    assert dp.validation.check_per_example(both, LOSS, batch).norm_error < 1e-5
+
+
+def test_mixing_is_refused():
+    with pytest.raises(dp.NotPrivateError, match="reduces over the batch axis"):
+        dp.validation.check_per_example(model(layers.BatchNormalization()), LOSS, BATCH)
+
+
+def test_an_operation_that_was_vouched_for_wrongly_is_found(monkeypatch):
+    monkeypatch.setitem(
+        operations._RULES, "ReverseV2", lambda op, batch_axes: batch_axes[op.inputs[0]]
+    )
+    reversing = layers.Lambda(lambda x: x + tf.reverse(x, [0]))
+    with pytest.raises(dp.NotPrivateError, match="not those of single examples.*register_layout"):
+        dp.validation.check_per_example(model(reversing), LOSS, BATCH)
+
+
+def double_biases(monkeypatch):
+    """Makes the rule for biases a wrong one."""
+    right = RULES["BiasAdd"]
+
+    def twice(context):
+        part = right(context)
+        part.tensors[0] *= 2.0
+        return part
+
+    monkeypatch.setitem(RULES, "BiasAdd", twice)
+
+
+def test_a_wrong_rule_is_found(monkeypatch):
+    double_biases(monkeypatch)
+    with pytest.raises(dp.NotPrivateError, match="not those of single examples"):
+        dp.validation.check_per_example(model(), LOSS, BATCH)
+
+
+def test_a_batch_of_one_proves_nothing():
+    with pytest.raises(ValueError, match="two examples or more. Received: 1"):
+        dp.validation.check_per_example(model(), LOSS, (BATCH[0][:1], BATCH[1][:1]))
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_examples_that_are_not_finite_are_left_out_and_hide_nothing(row, monkeypatch):
+    x = BATCH[0].copy()
+    x[row, 0] = np.nan
+    report = dp.validation.check_per_example(model(), LOSS, (x, BATCH[1]))
+    assert report.num_examples == 5 and max(report.norm_error, report.sum_error) < 1e-5
+    double_biases(monkeypatch)
+    with pytest.raises(dp.NotPrivateError, match="not those of single examples"):
+        dp.validation.check_per_example(model(), LOSS, (x, BATCH[1]))
+
+
+def test_a_batch_without_finite_gradients_proves_nothing():
+    with pytest.raises(ValueError, match="an example whose gradient is finite. Received: none"):
+        dp.validation.check_per_example(model(), LOSS, (np.full_like(BATCH[0], np.nan), BATCH[1]))

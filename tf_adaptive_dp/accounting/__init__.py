@@ -1,0 +1,22 @@
+"""From a ledger of releases to epsilon, and from epsilon to noise."""
+
+from tf_adaptive_dp.accounting.calibration import noise_multiplier_for
+from tf_adaptive_dp.accounting.composition import (
+    dp_event,
+    epsilon,
+    epsilon_spent,
+    epsilon_without_amplification,
+    releases_left,
+)
+from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+
+__all__ = [
+    "Ledger",
+    "Segment",
+    "dp_event",
+    "epsilon",
+    "epsilon_spent",
+    "epsilon_without_amplification",
+    "noise_multiplier_for",
+    "releases_left",
+]

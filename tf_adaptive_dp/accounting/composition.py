@@ -1,0 +1,461 @@
+"""From a ledger of noisy gradients to ε.
+
+Each release in a ledger is the Gaussian mechanism on a Poisson-sampled batch, so a ledger is a
+composition of Poisson-subsampled Gaussians, and of any other private event that went into the run.
+All of this module speaks of one adjacency: one example added or removed.
+
+A release on a batch that was released before is no new draw. It counts as the Gaussian mechanism
+without sampling, whatever came between: fix the draws of all other examples, and let x be in each
+batch by a coin of its own. Given all that was released before, the next release of a batch without
+x is N(μ, σ²C²), and with x in the data the mixture (1 - r)·N(μ, σ²C²) + r·N(μ + g, σ²C²), where r
+is the probability, given the same, that the coin was heads. For a new batch r = q; for one that was
+released before r may be anything. Hockey-stick divergences are jointly convex, and Rényi
+divergences quasi-convex, so in both directions the pair is at most as far apart as N(μ, σ²C²) and
+N(μ + g, σ²C²), the case r = 1; the pairs then compose adaptively.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from numbers import Real
+from typing import Any, Callable
+
+import dp_accounting
+import numpy as np
+from dp_accounting import pld, rdp
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.accounting.ledger import Checks, Ledger, Segment, wrong_size
+
+__all__ = [
+    "dp_event",
+    "epsilon",
+    "epsilon_spent",
+    "epsilon_without_amplification",
+    "max_participations",
+    "releases_left",
+]
+
+ACCOUNTANTS = ("rdp", "pld")
+MAX_RELEASES = 2**31
+
+# Beyond these the accountants overflow. Below, nothing is private (ε > 1e11); above, we count with
+# less noise than there was. Both err on the safe side.
+MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER = 1e-6, 1e6
+
+# dp_accounting knows the Rényi divergence of one release to about this absolute precision; with
+# much noise it even turns out negative, which its own ε refuses. No release counts for less.
+RDP_PRECISION = 1e-13
+
+# Where the PLD accountant would need minutes or gigabytes the RDP bound, valid too, has to do.
+PLD_MAX_EPSILON = 50.0
+PLD_MAX_RELEASES = 2_000_000
+
+# The rounding of the PLD accountant's FFT adds up: for 10,000 releases of the Gaussian mechanism
+# with noise multiplier 200 its ε at δ = 1e-14 is 3.65, the true one 3.77. It shows below 1e-10.
+PLD_MIN_DELTA = 1e-9
+
+# (noise multiplier, sampling probability): number of releases
+Counts = dict[tuple[float, float], int]
+
+
+def epsilon(
+    noise_multiplier: float,
+    sampling_probability: float,
+    steps: int,
+    delta: float,
+    accountant: str = "rdp",
+) -> float:
+    """ε of `steps` Poisson-subsampled Gaussian releases.
+
+    With D(α) the Rényi divergence of order α of one release, the RDP accountant returns
+    ε = min over α of steps · D(α) + log(1 - 1/α) - log(δ α) / (α - 1).
+
+    Guarantee: (ε, δ)-DP for adding or removing one example (the unit is one example, not one
+    person), for all that was computed from the releases, if the batches were drawn by Poisson
+    sampling: every example joins with `sampling_probability`, independently of all else. For
+    batches of a shuffled data set (`dataset.shuffle(...).batch(...)`) this ε is the customary
+    approximation and not a proven bound; see `passes.epsilon_without_amplification`.
+
+    Args:
+      noise_multiplier: standard deviation of the noise / L2 sensitivity, at least 0.
+      sampling_probability: expected batch size / number of examples, in (0, 1].
+      steps: number of releases (noisy gradients), at least 0.
+      delta: δ, in (0, 1); should be well below 1 / number of examples.
+      accountant: `"rdp"` (TF Privacy's default) or `"pld"`, tighter and slower; beyond ε = 50 or
+        two million releases, where it would take minutes or gigabytes, and for δ below 1e-9, which
+        its arithmetic does not reach, it gives RDP's ε.
+
+    Returns:
+      ε ≥ 0: 0.0 without releases, `math.inf` for releases without noise.
+
+    Raises:
+      TypeError, ValueError: if an argument is not a number of the range above.
+
+    Example:
+      >>> from tf_adaptive_dp.accounting.composition import epsilon
+      >>> round(epsilon(2.0, 200 / 60_000, steps=6_000, delta=1e-5), 3)
+      0.538
+      >>> round(epsilon(2.0, 200 / 60_000, steps=6_000, delta=1e-5, accountant="pld"), 3)
+      0.489
+    """
+    noise_multiplier = checks.number("noise_multiplier", noise_multiplier, 0)
+    check_probability("sampling_probability", sampling_probability, or_one=True)
+    steps = checks.integer("steps", steps, 0)
+    return composed_epsilon(
+        {(noise_multiplier, sampling_probability): steps}, (), delta, accountant
+    )
+
+
+def dp_event(ledger: Any, num_examples: int, *, passes: bool = True) -> dp_accounting.DpEvent:
+    """A ledger as a `DpEvent`, for any accountant.
+
+    Guarantee: the event is all that the ledger holds, for adding or removing one example and
+    Poisson sampling with probability `batch_size / num_examples`.
+
+    Args:
+      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      num_examples: number of examples in the training set, a public constant.
+      passes: see `epsilon_spent`.
+
+    Returns:
+      The composition of the releases, oldest first, and of `ledger.other_events`.
+
+    Raises:
+      TypeError, ValueError: as `epsilon_spent`.
+
+    Example:
+      >>> from types import SimpleNamespace
+      >>> from tf_adaptive_dp.accounting.composition import dp_event
+      >>> ledger = SimpleNamespace(segments=[(2.0, 200.0, 3)], other_events=())
+      >>> dp_event(ledger, num_examples=200)
+      SelfComposedDpEvent(event=GaussianDpEvent(noise_multiplier=2.0), count=3)
+    """
+    segments, other_events = counted_ledger(ledger, num_examples, passes=passes)
+    builder = dp_accounting.DpEventBuilder()
+    for noise_multiplier, batch_size, count in segments:
+        builder.compose(_release_event(noise_multiplier, batch_size / num_examples), count)
+    for event in other_events:
+        builder.compose(event)
+    return builder.build()
+
+
+def epsilon_spent(
+    ledger: Any,
+    num_examples: int,
+    delta: float,
+    *,
+    accountant: str = "rdp",
+    passes: bool = True,
+) -> float:
+    """ε of all that a ledger holds.
+
+    "rdp" takes some 20 ms when parameters are new and below one otherwise, "pld" 0.05 s and more.
+
+    Guarantee: as `epsilon`: one example added or removed, Poisson sampling with probability
+    `batch_size / num_examples`, an approximation if batches were shuffled. The ledger's
+    `other_events` are composed with the releases. A release on a batch that was released before
+    counts without sampling.
+
+    Args:
+      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      num_examples: number of examples in the training set, a public constant.
+      delta: δ, in (0, 1).
+      accountant: `"rdp"` or `"pld"`, see `epsilon`.
+      passes: whether a batch that comes again after a whole pass over the data or later is no
+        repetition, as in passes over batches that are not shuffled anew. It is one for batches
+        that are drawn at random, where `sampling.epsilon_spent` says false.
+
+    Returns:
+      ε ≥ 0, `math.inf` if something was released without noise.
+
+    Raises:
+      TypeError: if `ledger` is none, or a number is not of the right type.
+      ValueError: if a batch size is above `num_examples`, or another value is out of range.
+      dp_accounting.UnsupportedEventError: for `other_events` that RDP, or "pld" and PLD, lacks.
+
+    Example:
+      >>> from types import SimpleNamespace
+      >>> from tf_adaptive_dp.accounting.composition import epsilon_spent
+      >>> ledger = SimpleNamespace(segments=[(2.0, 200.0, 6_000)], other_events=())
+      >>> round(epsilon_spent(ledger, num_examples=60_000, delta=1e-5), 3)
+      0.538
+    """
+    segments, other_events = counted_ledger(ledger, num_examples, passes=passes)
+    return composed_epsilon(_count(segments, num_examples), other_events, delta, accountant)
+
+
+def releases_left(
+    ledger: Any,
+    noise_multiplier: float,
+    batch_size: float,
+    num_examples: int,
+    epsilon: float,
+    delta: float,
+    *,
+    accountant: str = "rdp",
+    passes: bool = True,
+) -> int:
+    """How many more releases a privacy budget allows: the largest n with ε(n) ≤ `epsilon`.
+
+    ε(n) is what `epsilon_spent` says after n more releases. "rdp" takes some 10 ms, "pld" seconds.
+
+    Guarantee: with n more releases ε stays within the budget, in the sense of `epsilon_spent`; with
+    n + 1 it does not (unless n is 2**31, where the search stops).
+
+    Args:
+      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      noise_multiplier: of the releases to come.
+      batch_size: expected batch size of the releases to come.
+      num_examples: number of examples in the training set, a public constant.
+      epsilon: the budget, what was spent already included; greater than 0.
+      delta: δ, in (0, 1).
+      accountant: `"rdp"` or `"pld"`.
+      passes: see `epsilon_spent`.
+
+    Returns:
+      n, from 0 (none fits, or the budget is already overspent) to 2**31.
+
+    Raises:
+      TypeError, ValueError, dp_accounting.UnsupportedEventError: as `epsilon_spent`.
+
+    Example:
+      >>> from types import SimpleNamespace
+      >>> from tf_adaptive_dp.accounting.composition import releases_left
+      >>> ledger = SimpleNamespace(segments=[(2.0, 200.0, 6_000)], other_events=())
+      >>> releases_left(ledger, 2.0, 200, num_examples=60_000, epsilon=1.0, delta=1e-5)
+      13040
+    """
+    budget = checks.number("epsilon", epsilon, 0, strict=True)
+    segments, other_events = counted_ledger(ledger, num_examples, passes=passes)
+    one = _checked((noise_multiplier, batch_size, 1), num_examples)
+
+    def fits(n: int, method: str) -> bool:
+        then = Ledger.extended(segments, one._replace(num_releases=n))  # a full one merges
+        counts = _count(then, num_examples)
+        return composed_epsilon(counts, other_events, delta, method) <= budget
+
+    # What fits by RDP fits by PLD, and is a start that saves most of PLD's costly evaluations.
+    by_rdp = largest(lambda n: fits(n, "rdp"))
+    return by_rdp if accountant == "rdp" else largest(lambda n: fits(n, accountant), by_rdp)
+
+
+def check_probability(name: str, value: Any, *, or_one: bool = False) -> float:
+    """Returns `value` if it is in (0, 1), or with `or_one` in (0, 1]; else raises ValueError."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (is_number and (0 < value < 1 or (or_one and value == 1))):
+        interval = "(0, 1]" if or_one else "(0, 1)"
+        raise ValueError(f"`{name}` must be in {interval}. Received: {name}={value!r}")
+    return float(value)
+
+
+def read_ledger(
+    ledger: Any, num_examples: int
+) -> tuple[list[Segment], tuple[dp_accounting.DpEvent, ...]]:
+    """Checks a ledger, or an optimizer's, and returns its segments and its other events.
+
+    Warns if batches were larger than the optimizer had been told.
+    """
+    read, events = _read(ledger, num_examples)
+    return [segment for segment, _ in read], events
+
+
+def counted_ledger(
+    ledger: Any, num_examples: int, *, passes: bool
+) -> tuple[list[Segment], tuple[dp_accounting.DpEvent, ...]]:
+    """As `read_ledger`, with segments of their own for releases on batches that came again.
+
+    These have `num_examples` for their batch size, which is no sampling.
+    """
+    read, events = _read(ledger, num_examples)
+    segments = []
+    for segment, known in read:
+        again = repeated(segment, known, num_examples, passes=passes)
+        segments.append(segment._replace(batch_size=float(num_examples), num_releases=again))
+        segments.append(segment._replace(num_releases=segment.num_releases - again))
+    return [s for s in segments if s.num_releases], events
+
+
+def repeated(segment: Segment, known: Checks, num_examples: int, *, passes: bool) -> int:
+    """How many releases of a segment count as repetitions; for `passes` see `epsilon_spent`."""
+    if passes and known.nearest >= num_examples // segment.batch_size:
+        return 0
+    return min(known.repeated, segment.num_releases)
+
+
+def checks_of(ledger: Any, num_examples: int) -> list[tuple[Segment, Checks]]:
+    """The segments of a ledger, or an optimizer's, with what is known of their batches."""
+    return _read(ledger, num_examples)[0]
+
+
+def _read(
+    ledger: Any, num_examples: int
+) -> tuple[list[tuple[Segment, Checks]], tuple[dp_accounting.DpEvent, ...]]:
+    checks.integer("num_examples", num_examples, 1)
+    found = getattr(ledger, "ledger", ledger)
+    if not (hasattr(found, "segments") and hasattr(found, "other_events")):
+        raise TypeError(
+            f"`ledger` must be a ledger or an optimizer that has one. Received: ledger={ledger!r}"
+        )
+    known = [Checks(*of_segment) for of_segment in getattr(found, "checks", ())]
+    known += [Checks()] * (len(found.segments) - len(known))
+    read = []
+    for segment, of_segment in zip(found.segments, known):
+        if of_segment.declared:
+            warnings.warn(wrong_size(of_segment.declared, segment[1]), stacklevel=4)
+            segment = (segment[0], min(segment[1], num_examples), segment[2])
+        read.append((_checked(segment, num_examples), of_segment))
+    return [(s, of) for s, of in read if s.num_releases], tuple(found.other_events)
+
+
+def _checked(segment: tuple[float, float, int], num_examples: int) -> Segment:
+    checked = Segment(
+        checks.number("noise_multiplier", segment[0], 0),
+        checks.number("batch_size", segment[1], 0, strict=True),
+        checks.integer("num_releases", segment[2], 0),
+    )
+    if checked.batch_size > num_examples:
+        raise ValueError(
+            "`batch_size` must be at most `num_examples`. Received: "
+            f"batch_size={checked.batch_size:g}, num_examples={num_examples!r}"
+        )
+    return checked
+
+
+def _count(segments: Iterable[Segment], num_examples: int) -> Counts:
+    counts: Counts = collections.Counter()
+    for noise_multiplier, batch_size, num_releases in segments:
+        counts[noise_multiplier, batch_size / num_examples] += num_releases
+    return counts
+
+
+def composed_epsilon(
+    counts: Counts, events: Sequence[dp_accounting.DpEvent], delta: float, accountant: str
+) -> float:
+    """ε of releases and other events together; the order of composition does not matter."""
+    check_probability("delta", delta)
+    checks.choice("accountant", accountant, ACCOUNTANTS)
+    counts = {release: count for release, count in counts.items() if count}
+    bound = _compose_rdp(counts, events, delta)
+    if accountant == "rdp" or pld_is_too_costly(counts, bound) or delta < PLD_MIN_DELTA:
+        return bound
+    return min(bound, float(composed_pld(counts, events).get_epsilon(delta)))
+
+
+def pld_is_too_costly(counts: Counts, epsilon: float) -> bool:
+    """Whether PLD would take minutes or gigabytes, for releases with about this ε."""
+    return epsilon > PLD_MAX_EPSILON or sum(counts.values()) > PLD_MAX_RELEASES
+
+
+def composed_pld(counts: Counts, events: Sequence[dp_accounting.DpEvent]) -> pld.PLDAccountant:
+    """The privacy loss distribution, rounded up, of releases and other events together.
+
+    Raises:
+      dp_accounting.UnsupportedEventError: for an event that PLD lacks.
+    """
+    by_pld = pld.PLDAccountant()
+    for release, count in counts.items():
+        by_pld.compose(_release_event(*release), count)
+    for event in events:
+        by_pld.compose(event)
+    return by_pld
+
+
+def _compose_rdp(counts: Counts, events: Sequence[dp_accounting.DpEvent], delta: float) -> float:
+    if any(noise_multiplier < MIN_NOISE_MULTIPLIER for noise_multiplier, _ in counts):
+        return math.inf
+    others = rdp.RdpAccountant()
+    for event in events:
+        others.compose(event)
+    divergences = np.maximum(others.rdp, 0)
+    for release, count in counts.items():
+        divergences += count * _rdp_of_release(*release)
+    divergences[np.isnan(divergences)] = math.inf  # dp_accounting would take NaN for ε = 0
+    return float(rdp.compute_epsilon(others.orders, divergences, delta)[0])
+
+
+@functools.lru_cache(maxsize=1024)
+def _rdp_of_release(noise_multiplier: float, sampling_probability: float) -> np.ndarray:
+    """Rényi divergences of one release at the default orders; they add up over releases."""
+    event = _release_event(noise_multiplier, sampling_probability)
+    return np.maximum(rdp.RdpAccountant().compose(event).rdp, RDP_PRECISION)
+
+
+def _release_event(noise_multiplier: float, sampling_probability: float) -> dp_accounting.DpEvent:
+    event = dp_accounting.GaussianDpEvent(min(noise_multiplier, MAX_NOISE_MULTIPLIER))
+    if sampling_probability == 1:
+        return event
+    return dp_accounting.PoissonSampledDpEvent(sampling_probability, event)
+
+
+def largest(fits: Callable[[int], bool], low: int = 0) -> int:
+    """Largest n from `low` to `MAX_RELEASES` with `fits(n)`; `low` fits, or is 0."""
+    high = low + max(1, low // 8)
+    while high <= MAX_RELEASES and fits(high):
+        low, high = high, 3 * high - 2 * low  # twice as far as the last time
+    high = min(high, MAX_RELEASES + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def epsilon_without_amplification(
+    ledger: Any, num_examples: int, delta: float, *, accountant: str = "rdp"
+) -> float:
+    """ε of a ledger if all that is known of the batches is that a pass has each example once.
+
+    A pass over the data takes at least m = floor(num_examples / batch_size) releases. So an example
+    is in at most ceil(num_releases / m) releases of a segment, one more if the segment may have
+    begun in the middle of a pass; these count as Gaussian mechanisms without sampling. So does each
+    release on a batch that was released before within the length of a pass.
+
+    Guarantee: (ε, δ)-DP for adding or removing one example, in whatever order the examples come, if
+    each pass has each example in one batch at most, ends before the next one begins, and the other
+    batches do not depend on whether the example is there. A pass that is cut short, as by `take(k)`
+    of a data set that is shuffled anew each time, is outside of it: an example may be in as many
+    releases as passes were begun. No secret randomness is assumed, hence the size of this ε.
+
+    Args:
+      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      num_examples: number of examples in the training set, a public constant.
+      delta: δ, in (0, 1).
+      accountant: `"rdp"` or `"pld"`, see `accounting.epsilon`.
+
+    Returns:
+      ε ≥ 0, `math.inf` if something was released without noise.
+
+    Raises:
+      TypeError, ValueError, dp_accounting.UnsupportedEventError: as `accounting.epsilon_spent`.
+
+    Example:
+      >>> from types import SimpleNamespace
+      >>> from tf_adaptive_dp.accounting.composition import epsilon_without_amplification
+      >>> ledger = SimpleNamespace(segments=[(2.0, 200.0, 6_000)], other_events=())
+      >>> round(epsilon_without_amplification(ledger, num_examples=60_000, delta=1e-5), 2)
+      12.3
+    """
+    segments, other_events = counted_ledger(ledger, num_examples, passes=True)
+    counts: Counts = {}
+    for segment, times in zip(segments, max_participations(segments, num_examples)):
+        release = (segment.noise_multiplier, 1.0)
+        counts[release] = counts.get(release, 0) + times
+    return composed_epsilon(counts, other_events, delta, accountant)
+
+
+def max_participations(segments: Sequence[Segment], num_examples: int) -> list[int]:
+    """In how many releases of each segment one example is at most."""
+    result = []
+    pass_begins = True
+    for _, batch_size, count in segments:
+        # As a fraction, so that 60,000 / 200.0 is 300 releases exactly.
+        per_pass = num_examples / Fraction(batch_size)
+        result.append(-(-count // math.floor(per_pass)) + (not pass_begins))
+        # Known for certain only where batches divide the data.
+        pass_begins = pass_begins and per_pass.denominator == 1 and count % per_pass == 0
+    return result

@@ -1,0 +1,271 @@
+"""The audit of a Keras training: canaries, and the callback that attacks them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Callable
+
+import numpy as np
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.auditing import bounds
+from tf_adaptive_dp.sampling import draws
+
+SCORES = ("loss", "gradient")
+_ROWS = 512  # canaries that go through the model at a time
+
+
+class Canaries:
+    """Examples of which a coin decides, one by one, whether they are trained on.
+
+    The audit proves more, the larger the gradients of canaries and the less one resembles another.
+    For a model with a dense first layer give each canary an input of its own: append m columns,
+    which are zero in all data, and let canary i be 10 in column i. With an embedding, give each a
+    row of its own. Wrong labels and random inputs need no change of the model, and prove less.
+
+    Attributes:
+      x: inputs, an array or a nest of arrays whose first axis has the m canaries.
+      y: labels, likewise.
+      included: [m], bool. Secret: guesses must not look at it.
+
+    >>> canaries = Canaries(np.eye(4), np.ones(4), seed=1)
+    >>> canaries.included
+    array([ True,  True, False, False])
+    >>> x, y = canaries.mix((np.zeros([6, 4]), np.zeros(6)))
+    >>> x.shape, y.shape
+    ((8, 4), (8,))
+    """
+
+    def __init__(self, x: Any, y: Any, *, seed: int | None = None):
+        """Tosses the coins.
+
+        Args:
+          x: inputs of the canaries.
+          y: their labels.
+          seed: `None` for the operating system's entropy; a number is for tests.
+
+        Raises:
+          TypeError, ValueError: for a wrong seed, or parts of different lengths.
+        """
+        if seed is not None:
+            checks.integer("seed", seed, 0)
+        self.x, self.y = (tf.nest.map_structure(np.asarray, part) for part in (x, y))
+        lengths = _lengths((self.x, self.y))
+        if len(lengths) != 1 or not lengths[0]:
+            raise ValueError(
+                f"`x` and `y` must hold equally many canaries. Received: lengths {lengths}"
+            )
+        generator = draws.generator(draws.new_key(seed), b"canaries", 0)
+        self.included = generator.integers(2, size=lengths[0]).astype(bool)
+
+    def __len__(self) -> int:
+        return len(self.included)
+
+    def mix(self, data: tuple) -> tuple:
+        """The training data with the canaries that are included, at the end.
+
+        Args:
+          data: `(x, y)` or `(x, y, sample_weight)` of arrays, or nests of arrays.
+
+        Returns:
+          The same structure; canaries have sample weight 1.
+
+        Raises:
+          TypeError, ValueError: if the parts have different lengths, or are not like the canaries.
+        """
+        if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
+            raise TypeError(
+                "`data` must be (x, y) or (x, y, sample_weight). Received: data of type "
+                f"{type(data).__name__}"
+            )
+        lengths = _lengths(tf.nest.map_structure(np.asarray, tuple(data)))
+        if len(lengths) != 1:
+            raise ValueError(
+                f"The parts of `data` must have one length. Received: lengths {lengths}"
+            )
+        x, y, *sample_weight = data
+        included = [tf.nest.map_structure(lambda a: a[self.included], c) for c in (self.x, self.y)]
+        if sample_weight:
+            included.append(np.ones(int(self.included.sum()), np.float32))
+
+        def join(ours: Any, canaries: np.ndarray) -> np.ndarray:
+            ours = np.asarray(ours)
+            return np.concatenate([ours, canaries.astype(ours.dtype, casting="same_kind")])
+
+        return tf.nest.map_structure(join, (x, y, *sample_weight), tuple(included))
+
+
+def _lengths(arrays: Any) -> list[int]:
+    """The lengths that there are; 0 stands for an array without an axis."""
+    return sorted({leaf.shape[0] if leaf.shape else 0 for leaf in tf.nest.flatten(arrays)})
+
+
+class PrivacyAudit(tf.keras.callbacks.Callback):
+    """Attacks the training it is part of, and shows the ε that the attack proves.
+
+    At the end of each epoch `audit_epsilon` joins the logs. Train on `canaries.mix(data)`. How
+    much a canary seems to be in is its score:
+
+    - `"loss"`: its loss before training minus its loss now; costs a forward pass an epoch.
+    - `"gradient"`: Σ over epochs of ⟨θ before - θ after, clipped gradient of the canary⟩, over all
+      variables and over each alone, which share the probability of error. Finds noise that one
+      variable lacks. Gradients are taken of one canary at a time, by TensorFlow alone, so that the
+      audit shares no code with what it audits: a forward and a backward pass for each canary.
+
+    Guarantee: the bound of one epoch that was chosen beforehand, such as the last, holds with
+    probability `confidence` over the run and the inclusion of the canaries; the largest of several
+    epochs does not. It is about the training as a whole, canaries included, at the δ given. A low
+    bound is no proof of privacy. `claimed_epsilon` is refuted by a bound above it; one warning in
+    (1 / (1 - `confidence`)) sound trainings is to be expected. Like the training loss, the bound is
+    not covered by ε.
+
+    Args:
+      canaries: the `Canaries` whose `mix` gave the training data.
+      delta: δ, that of the ε to be compared with.
+      score: `"loss"`, `"gradient"`, or a function of (model, x, y) that returns [m] or [m, k]
+        scores, higher where a canary seems to be in.
+      loss: `loss(y_true, y_pred)` → [B]; by default the loss that the model was compiled with.
+      confidence: in (0, 1).
+      num_guesses: see `one_run_epsilon`.
+      claimed_epsilon: ε that the training is said to have; a bound above it is warned of.
+
+    Attributes:
+      report: the `OneRunReport` of the last epoch, or `None`.
+
+    Raises:
+      TypeError, ValueError: for an argument of the wrong type or out of its range; when training
+        begins, if the model has no loss that can be called.
+
+    >>> canaries = Canaries(np.eye(400), np.ones(400))
+    >>> audit = PrivacyAudit(canaries, delta=1e-5, claimed_epsilon=2.0)
+    """
+
+    def __init__(
+        self,
+        canaries: Canaries,
+        delta: float,
+        *,
+        score: str | Callable[[tf.keras.Model, Any, Any], Any] = "loss",
+        loss: Callable[..., tf.Tensor] | None = None,
+        confidence: float = 0.95,
+        num_guesses: Any = None,
+        claimed_epsilon: float | None = None,
+    ):
+        super().__init__()
+        if not isinstance(canaries, Canaries):
+            raise TypeError(f"`canaries` must be `Canaries`. Received: canaries={canaries!r}")
+        self.canaries = canaries
+        self.score = score if callable(score) else checks.choice("score", score, SCORES)
+        if loss is not None and not callable(loss):
+            raise TypeError(
+                f"`loss` must be a function of (y_true, y_pred). Received: loss={loss!r}"
+            )
+        self.loss = loss
+        if claimed_epsilon is not None:
+            checks.number("claimed_epsilon", claimed_epsilon, 0)
+        self.claimed_epsilon = claimed_epsilon
+        self._audit = {"delta": delta, "confidence": confidence, "num_guesses": num_guesses}
+        # Of no canary in particular: to find what is wrong with these before the training.
+        bounds.one_run_epsilon(np.zeros(len(canaries)), canaries.included, **self._audit)
+        self.report: bounds.OneRunReport | None = None
+        self._attacked: tf.keras.Model | None = None
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Remembers where the training begins; called by Keras."""
+        if self._attacked is not self.model:  # else a further `fit` of the same training
+            self._attacked = self.model
+            self._scores = 0.0
+            if not callable(self.score):
+                self._loss = self.loss or self.model.loss
+                if not callable(self._loss):
+                    raise ValueError(
+                        "The loss of a canary must be known: pass `loss`, a function of "
+                        f"(y_true, y_pred), to the audit. Received: a model with {self._loss!r}"
+                    )
+                self._gradients = tf.function(self._one_gradient)
+            if self.score == "loss":
+                self._first_losses = self._losses()
+        if self.score == "gradient":
+            self._before = self._weights()
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Attacks, and reports; called by Keras."""
+        scores = self._attack()
+        self.report = bounds.one_run_epsilon(scores, self.canaries.included, **self._audit)
+        bound = self.report.epsilon_lower_bound
+        if logs is not None:
+            logs["audit_epsilon"] = bound
+        if self.claimed_epsilon is not None and bound > self.claimed_epsilon:
+            warnings.warn(
+                f"With probability {self.report.confidence:g} this training is not as private as "
+                f"was said: ε is at least {bound:.3f}, not {self.claimed_epsilon:g} or less "
+                f"({self.report}).",
+                stacklevel=2,
+            )
+
+    def _attack(self) -> Any:
+        if callable(self.score):
+            return self.score(self.model, self.canaries.x, self.canaries.y)
+        if self.score == "loss":
+            return self._first_losses - self._losses()
+        after = self._weights()
+        moved = [a - b for a, b in zip(self._before, after)]
+        try:  # the gradients that the steps of the epoch saw, more or less
+            self._set_weights(self._before)
+            products = self._products(moved)
+        finally:
+            self._set_weights(after)
+        self._before = after
+        self._scores = self._scores + products
+        return np.hstack([self._scores.sum(1, keepdims=True), self._scores])
+
+    def _rows(self, start: int, end: int) -> tuple:
+        """Inputs and labels of some canaries."""
+        return tf.nest.map_structure(
+            lambda a: tf.convert_to_tensor(a[start:end]), (self.canaries.x, self.canaries.y)
+        )
+
+    def _weights(self) -> list[tf.Tensor]:
+        return [tf.identity(v) for v in self.model.trainable_variables]
+
+    def _set_weights(self, values: list[tf.Tensor]) -> None:
+        for variable, value in zip(self.model.trainable_variables, values):
+            variable.assign(value)
+
+    def _losses(self) -> np.ndarray:
+        """[m], the loss of each canary."""
+        parts = []
+        for start in range(0, len(self.canaries), _ROWS):
+            x, y = self._rows(start, start + _ROWS)
+            parts.append(np.atleast_1d(self._loss(y, self.model(x, training=False))))
+        losses = np.concatenate(parts)
+        if losses.shape != (len(self.canaries),):
+            raise ValueError(
+                "The loss must be one number for each canary (`reduction='none'`). Received: "
+                f"shape {losses.shape} for {len(self.canaries)} canaries"
+            )
+        return losses.astype(np.float64)
+
+    def _products(self, moved: list[tf.Tensor]) -> np.ndarray:
+        """[m, variables], inner products of `moved` with each canary's clipped gradient."""
+        clip = getattr(self.model.optimizer, "l2_norm_clip", np.inf)
+        rows = []
+        for i in range(len(self.canaries)):
+            products, squared_norm = self._gradients(*self._rows(i, i + 1), moved)
+            norm = float(squared_norm) ** 0.5
+            weight = clip / norm if norm > clip else 1.0
+            rows.append(products.numpy().astype(np.float64) * weight)
+        return np.stack(rows)
+
+    def _one_gradient(self, x: Any, y: Any, moved: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+        """Inner products by variable, and the squared norm, of the gradient of one example."""
+        variables = self.model.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(self._loss(y, self.model(x, training=False)))
+        gradients = tape.gradient(loss, variables, unconnected_gradients="zero")
+        gradients = [tf.convert_to_tensor(g) for g in gradients]
+        products = tf.stack(
+            [tf.cast(tf.reduce_sum(g * d), tf.float32) for g, d in zip(gradients, moved)]
+        )
+        return products, tf.add_n([tf.cast(tf.reduce_sum(g * g), tf.float32) for g in gradients])

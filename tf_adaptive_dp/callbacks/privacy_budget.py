@@ -1,0 +1,140 @@
+"""A Keras callback that stops before too much is spent."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.accounting.events import unprotected
+from tf_adaptive_dp.callbacks.common import (
+    begin_batches_anew,
+    private_optimizer,
+    refuse_batch_over_two_passes,
+)
+from tf_adaptive_dp.errors import BudgetExceededError
+from tf_adaptive_dp.sampling import spending
+from tf_adaptive_dp.sampling.draws import Sampling
+
+
+class PrivacyBudget(tf.keras.callbacks.Callback):
+    """Stops training before the step that would overspend the budget.
+
+    Guarantee: as long as the ledger holds all that was released, ε stays at most `epsilon`, in the
+    sense of `PrivacyMonitor`: training stops as soon as the next call of the training function
+    (`steps_per_execution` steps) does not fit. A step that does not fit because another callback
+    changed the noise or the batch size just before it is refused with an error.
+
+    Args:
+      epsilon: the largest ε allowed, what the ledger already holds included.
+      delta: δ.
+      num_examples: number of examples of the training set.
+      batch_size: the batch size, if the optimizer has no `expected_batch_size`; the first step
+        cannot be priced otherwise.
+      sampling: how batches are drawn, as for `PrivacyMonitor`, whose ε depends on it.
+      accountant: `"rdp"` or the tighter `"pld"`.
+
+    Raises:
+      TypeError, ValueError: for an argument of the wrong type or out of its range.
+      BudgetExceededError: when training begins and no step fits, or as said above.
+
+    >>> budget = PrivacyBudget(epsilon=2.0, delta=1e-5, num_examples=60_000)
+    >>> budget.epsilon
+    2.0
+    """
+
+    def __init__(
+        self,
+        epsilon: float,
+        delta: float,
+        num_examples: int,
+        *,
+        batch_size: float | None = None,
+        sampling: Sampling | str = "shuffled",
+        accountant: str = "rdp",
+    ):
+        super().__init__()
+        self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
+        self.delta = composition.check_probability("delta", delta)
+        self.num_examples = checks.integer("num_examples", num_examples, 1)
+        if batch_size is not None:
+            checks.number("batch_size", batch_size, 0, strict=True)
+        self.batch_size = batch_size
+        self.sampling = spending.check_sampling(sampling)
+        self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
+        self._priced: tuple = ()
+
+    def releases_left(self) -> int:
+        """How many more steps fit with the optimizer's present parameters."""
+        optimizer = private_optimizer(self.model)
+        noise_multiplier, size = optimizer.next_release()
+        if None not in (size, self.batch_size) and optimizer.expected_batch_size is None:
+            self._compare_batch_size(size)
+        size = size or self.batch_size
+        if size is None:
+            raise ValueError(
+                "The first step cannot be priced without its batch size. Pass "
+                "`expected_batch_size` to the optimizer or `batch_size` to PrivacyBudget."
+            )
+        segments = optimizer.ledger.segments
+        released = sum(segment.num_releases for segment in segments)
+        if segments and segments[-1][:2] == (noise_multiplier, size):
+            segments.pop()  # more of the same need no new price
+        price_of = (noise_multiplier, size, segments, [c.repeated for c in optimizer.ledger.checks])
+        if self._priced[:1] != (price_of,):
+            left = spending.releases_left(
+                self.sampling,
+                optimizer,
+                noise_multiplier,
+                size,
+                self.num_examples,
+                self.epsilon,
+                self.delta,
+                accountant=self.accountant,
+            )
+            self._priced = (price_of, released + left)
+        return self._priced[1] - released
+
+    def _compare_batch_size(self, size: float) -> None:
+        """The first step was priced with what was said; it may have cost more than that."""
+        if size != self.batch_size:
+            raise ValueError(
+                f"`batch_size` must be that of `fit`, which is {size:g}: the first step was "
+                f"checked against the budget with another. Received: batch_size={self.batch_size!r}"
+            )
+
+    def _next_call_fits(self) -> bool:
+        steps = self.model._steps_per_execution
+        steps = 1 if steps is None else int(steps)
+        accumulated = self.model.optimizer.gradient_accumulation_steps
+        return self.releases_left() >= -(-steps // accumulated)
+
+    def _require_room(self) -> None:
+        if not self._next_call_fits():
+            ledger = self.model.optimizer.ledger
+            lost = unprotected(ledger.other_events)
+            why = f" NOT PRIVATE: {lost[0]} alone makes epsilon infinite." if lost else ""
+            raise BudgetExceededError(
+                f"No further step fits into the budget.{why} Received: epsilon={self.epsilon}, "
+                f"delta={self.delta}, with {ledger.num_releases} releases in the ledger."
+            )
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Refuses to start what would overspend at once; called by Keras."""
+        checks.fixed_steps_per_call(self.model)
+        begin_batches_anew(private_optimizer(self.model))
+        self._priced = ()
+        self._require_room()
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Refuses a step that was made dearer since the last check; called by Keras."""
+        self._require_room()
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """Stops when the next step would overspend; called by Keras."""
+        if not self._next_call_fits():
+            self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Refuses an accumulated batch that would reach into the next pass; called by Keras."""
+        refuse_batch_over_two_passes(self.model.optimizer, self.sampling)

@@ -1,0 +1,195 @@
+"""A Keras callback that reports what was spent."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.callbacks.common import (
+    begin_batches_anew,
+    private_optimizer,
+    refuse_batch_over_two_passes,
+)
+from tf_adaptive_dp.sampling import spending
+from tf_adaptive_dp.sampling.draws import Sampling
+from tf_adaptive_dp.statement import privacy_statement
+
+
+class PrivacyMonitor(tf.keras.callbacks.Callback):
+    """Shows the ε that was spent: in `fit`'s progress line, its history and TensorBoard.
+
+    At the end of each epoch `epsilon`, `delta` and `learning_rate` join the logs, and `NOT_PRIVATE`
+    with the value 1 if ε is infinite: something was released without noise, or side information
+    came from the private data without privacy. TensorBoard gets them under `privacy/` and
+    `training/`, ADADP's error and acceptance under `adadp/` (computed from released gradients, so
+    private) and, under `not_private/`, figures of the raw gradients: the share of clipped examples,
+    quantiles of the norms, examples that were not finite.
+
+    Guarantee: ε is the accountant's for all that stands in the optimizer's ledger, for adding or
+    removing one example and Poisson sampling with probability L / `num_examples`. For shuffled
+    batches that is the customary approximation, and `statement()` says so; for subsets of fixed
+    size ε is another one, for replacing an example. A sampling object is compared with what the
+    optimizer saw and released, and an error says where they differ; a label is believed. What
+    stands under `not_private/`, and the training loss and metrics, are not covered: do not publish
+    them.
+
+    Args:
+      num_examples: number of examples of the training set.
+      delta: δ; well below 1 / num_examples.
+      log_dir: where TensorBoard's files go; `None` writes none.
+      sampling: how batches are drawn: the sampling that went into `poisson_batches` and the like,
+        or for batches of your own `"poisson"`, `"fixed"` or `"shuffled"`; see `privacy_statement`.
+      accountant: `"rdp"` or the tighter `"pld"`.
+
+    Raises:
+      TypeError, ValueError: for an argument of the wrong type or out of its range.
+
+    >>> monitor = PrivacyMonitor(num_examples=60_000, delta=1e-5)
+    >>> monitor.sampling
+    'shuffled'
+    """
+
+    def __init__(
+        self,
+        num_examples: int,
+        delta: float,
+        log_dir: str | None = None,
+        *,
+        sampling: Sampling | str = "shuffled",
+        accountant: str = "rdp",
+    ):
+        super().__init__()
+        self.num_examples = checks.integer("num_examples", num_examples, 1)
+        self.delta = composition.check_probability("delta", delta)
+        self.log_dir = log_dir
+        self.sampling = spending.check_sampling(sampling)
+        self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
+        self._writer = None
+        self._new_run = False
+
+    def epsilon(self) -> float:
+        """ε spent so far by the optimizer of the model."""
+        return spending.epsilon_spent(
+            self.sampling,
+            private_optimizer(self.model),
+            self.num_examples,
+            self.delta,
+            accountant=self.accountant,
+        )
+
+    def statement(self) -> str:
+        """The guarantee in words; see `privacy_statement`."""
+        return privacy_statement(
+            private_optimizer(self.model),
+            self.num_examples,
+            self.delta,
+            sampling=self.sampling,
+            accountant=self.accountant,
+        )
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Checks that the optimizer is private; called by Keras."""
+        optimizer = private_optimizer(self.model)
+        begin_batches_anew(optimizer)
+        self._released = optimizer.ledger.num_releases
+        self._check_sampling(optimizer)
+        if self.log_dir is not None:
+            self._writer = tf.summary.create_file_writer(str(self.log_dir))
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Reports; called by Keras."""
+        optimizer = self.model.optimizer
+        refuse_batch_over_two_passes(optimizer, self.sampling)
+        summary = optimizer.statistics.summary(reset=True)
+        self._check_rows(optimizer)
+        self._warn_of_large_batches(summary.num_examples)
+        private = {
+            "epsilon": self.epsilon(),
+            "delta": self.delta,
+            "learning_rate": float(tf.convert_to_tensor(optimizer.learning_rate).numpy()),
+        }
+        not_private = math.isinf(private["epsilon"])
+        if not_private:
+            private["NOT_PRIVATE"] = 1.0  # shows beside ε wherever logs are printed or kept
+        if logs is not None:
+            logs.update(private)
+        if self._writer is None:
+            return
+        scalars = {
+            "privacy/epsilon": private["epsilon"],
+            "privacy/delta": self.delta,
+            "training/learning_rate": private["learning_rate"],
+            "not_private/clipped_share": summary.clipped_share,
+            "not_private/non_finite_examples": summary.num_non_finite,
+        }
+        if not_private:
+            scalars["privacy/NOT_PRIVATE"] = 1.0
+        for quantile, norm in summary.norm_quantiles.items():
+            scalars[f"not_private/gradient_norm_quantile_{quantile}"] = norm
+        if hasattr(optimizer, "acceptance"):
+            scalars["adadp/error"] = optimizer.last_error
+            scalars["adadp/acceptance"] = optimizer.acceptance
+        with self._writer.as_default(step=epoch):
+            for tag, value in scalars.items():
+                tf.summary.scalar(tag, value)
+        self._writer.flush()
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """Closes TensorBoard's file; called by Keras."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _check_sampling(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
+        """Refuses, before training, an optimizer that is not made for the sampling."""
+        if not isinstance(self.sampling, Sampling):
+            self.epsilon()  # what contradicts the ledger is an error before more is released
+            return
+        self._new_run = self._released == 0
+        size = self.sampling.expected_batch_size(self.num_examples)
+        _, set_size = optimizer.next_release()
+        if set_size is None and self.sampling.label != "poisson":
+            return  # it will be that of the first batch
+        if set_size is None or not math.isclose(set_size, size, rel_tol=1e-9):
+            raise ValueError(
+                f"The optimizer must have `expected_batch_size={size!r}`, which is that of the "
+                f"sampling. Received: expected_batch_size={set_size!r}, sampling={self.sampling!r}"
+            )
+        self.sampling.check_delta(self.num_examples, self.delta)
+        self.epsilon()  # makes the other checks
+
+    def _check_rows(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
+        """Batches of another shape than the sampling's cannot be the sampling's."""
+        if not isinstance(self.sampling, Sampling) or not self._new_run:
+            return
+        rows = optimizer._mechanism.rows_per_batch
+        accumulated = optimizer.gradient_accumulation_steps
+        expected = self.sampling.rows_per_batch(accumulated)
+        if rows != expected:
+            raise ValueError(
+                f"`fit` got batches of {rows} rows, but those of the sampling have "
+                f"{expected}: pass the sampling that the dataset was made with, or say "
+                f"`sampling='shuffled'`. Received: sampling={self.sampling!r}"
+            )
+
+    def _warn_of_large_batches(self, num_examples: int) -> None:
+        """ε is computed for the expected batch size; batches that are larger make it wrong."""
+        optimizer = self.model.optimizer
+        released = optimizer.ledger.num_releases
+        steps, self._released = released - self._released, released
+        _, size = optimizer.next_release()
+        if not steps or size is None:
+            return
+        # Six standard deviations of a sum of Poisson batches: once in a billion epochs by chance.
+        limit = size * steps + 6 * math.sqrt(size * steps)
+        if optimizer.num_microbatches is None and num_examples > limit:
+            warnings.warn(
+                f"The batches held {num_examples / steps:.1f} examples on average, but ε is "
+                f"computed for `expected_batch_size`={size:g}: the ε shown is too small. Set "
+                "`optimizer.expected_batch_size` to the real mean.",
+                stacklevel=2,
+            )

@@ -1,0 +1,1 @@
+"""Files that survive a crash: for training, tuning and federated rounds alike."""

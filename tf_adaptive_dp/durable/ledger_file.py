@@ -1,0 +1,120 @@
+"""A file that holds the segments of a ledger, and is whole at every moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.durable import files
+
+# Room for `Ledger.MAX_SEGMENTS` segments of at most 73 characters.
+_RECORD_BYTES = 8192
+
+
+def _encoded(number: int, segments: Sequence[Segment]) -> bytes:
+    """One line of text of `_RECORD_BYTES`, with a checksum at its end."""
+    content = {"release_log": 1, "record": number, "segments": segments}
+    text = json.dumps(content).ljust(_RECORD_BYTES - 10).encode()
+    return text + b" %08x\n" % zlib.crc32(text)
+
+
+def _decoded(record: bytes) -> tuple[int, list[Segment]] | None:
+    """The number and the segments of a record; `None` if it is not whole."""
+    text = record[:-10]
+    if len(record) != _RECORD_BYTES or record[-10:] != b" %08x\n" % zlib.crc32(text):
+        return None
+    content = json.loads(text)
+    return content["record"], [Segment(*segment) for segment in content["segments"]]
+
+
+class SegmentFile:
+    """Segments in a file that one process at a time may have open.
+
+    Two records of one size are written in turn, each numbered and with a checksum, so the earlier
+    one stands until the later one is complete.
+
+    Guarantee: when `write` has returned, the segments survive the end of the process by whatever
+    signal; with `fsync` that of the machine too, as far as its disk keeps its word. What `write`
+    did not finish is as if it had not begun. Damage to the newest record alone cannot be told from
+    that; any other is an error.
+
+    Attributes:
+      segments: what the file holds.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, fsync: bool):
+        """Opens the file, or creates it and its folder.
+
+        Args:
+          path: of the file.
+          fsync: whether `write` waits for the disk.
+
+        Raises:
+          RuntimeError: if it is open already, here or in another process.
+          ValueError: if it is something else, or damaged; it is left as it was.
+        """
+        self._path, self._fsync = Path(path), fsync
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._close = weakref.finalize(self, os.close, self._file)
+        try:
+            files.lock(
+                self._file,
+                "The release log is in use by another process, or by another ReleaseLog of this "
+                "one. End that process or call the other's `close()`; give each training a log of "
+                f"its own. Received: path={str(path)!r}",
+            )
+            self._number, self.segments = self._read()
+            if self._number < 0:
+                self.write([])
+                if fsync:
+                    files.sync(self._path.parent)  # the name of the new file
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self) -> tuple[int, list[Segment]]:
+        """The newest whole record; number -1 if none was ever finished."""
+        content = os.pread(self._file, 2 * _RECORD_BYTES + 1, 0)
+        if _encoded(0, []).startswith(content.rstrip(b"\0")):
+            return -1, []
+        records = [_decoded(content[i : i + _RECORD_BYTES]) for i in (0, _RECORD_BYTES)]
+        number, segments = newest = max(filter(None, records), default=(-1, []))
+        other = records[(number + 1) % 2]
+        length = _RECORD_BYTES * (2 if number > 0 else 1)
+        if (
+            not (number >= 0 and records[number % 2] == newest)
+            or not (other is None or other[0] == number - 1)
+            or not (length <= len(content) <= 2 * _RECORD_BYTES)
+            or len(segments) > Ledger.MAX_SEGMENTS
+        ):
+            raise ValueError(
+                "The file is no release log, or it is damaged: how much was released cannot be "
+                f"told from it. Nothing was changed. Received: path={str(self._path)!r}"
+            )
+        return newest
+
+    def write(self, segments: Sequence[Segment]) -> None:
+        """Replaces what the file holds.
+
+        Raises:
+          OSError: if it cannot be written; then the file holds what it held before.
+        """
+        number = self._number + 1
+        record = _encoded(number, segments)
+        written = os.pwrite(self._file, record, number % 2 * _RECORD_BYTES)
+        if written != len(record):
+            raise OSError(f"Only {written} of {len(record)} bytes were written to {self._path}")
+        if self._fsync:
+            os.fsync(self._file)
+        self._number, self.segments = number, list(segments)
+
+    def close(self) -> None:
+        """Lets others open the file; writing is an error from now on."""
+        self._file = -1
+        self._close()

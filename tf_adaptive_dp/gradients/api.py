@@ -1,0 +1,202 @@
+"""Per-example gradients: the one door to them, whatever way they are computed."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.absent_rows import find_present
+from tf_adaptive_dp.gradients.batch_axis.analysis import analyze, of_one_example
+from tf_adaptive_dp.gradients.batch_axis.counting import counts_batch
+from tf_adaptive_dp.gradients.batch_axis.custom_gradients import refuse_custom_gradients
+from tf_adaptive_dp.gradients.batch_axis.hidden import refuse_state
+from tf_adaptive_dp.gradients.batch_axis.slots import refuse_slots
+from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
+from tf_adaptive_dp.gradients.graph import ancestors
+from tf_adaptive_dp.gradients.jacobian import MaterializedGradients
+from tf_adaptive_dp.gradients.penalties import Penalty, find_penalties, penalty_gradients
+from tf_adaptive_dp.gradients.source import PerExampleGradients
+from tf_adaptive_dp.gradients.traced import TracedGradients
+from tf_adaptive_dp.gradients.watch import search_when_complete
+
+METHODS = ("auto", "traced", "materialized")
+
+
+def check_method(method: str) -> str:
+    """Returns the way of computing per-example gradients, or raises.
+
+    Raises:
+      ValueError: if it is unknown.
+    """
+    return checks.choice("gradients", method, METHODS)
+
+
+def check_loss_vector(loss: tf.Tensor) -> None:
+    """Refuses a loss that is not one entry an example.
+
+    Args:
+      loss: what the training step computed.
+
+    Raises:
+      NotPrivateError: for a scalar, whose per-example parts are lost, and for a loss of rank 2 or
+        more, whose entries are not examples.
+      TypeError: if it is no tensor.
+    """
+    if not tf.is_tensor(loss):
+        raise TypeError(f"`loss` must be a tensor, a vector [B]. Received: loss={loss!r}")
+    rank = loss.shape.rank
+    if rank == 0:
+        raise NotPrivateError(
+            "DP training needs the loss of each example, a vector [B]. Received: a scalar loss. "
+            'Pass a loss with `reduction="none"`, for example '
+            '`tf.keras.losses.SparseCategoricalCrossentropy(reduction="none")`.'
+        )
+    if rank is None:
+        raise NotPrivateError(
+            "DP training needs the loss of each example, a vector [B]. Received: a loss of unknown "
+            "rank. Give it a static shape, for example with `tf.ensure_shape(loss, [None])`."
+        )
+    if rank > 1:
+        axes = "axis 1" if rank == 2 else f"axes 1 to {rank - 1}"
+        raise NotPrivateError(
+            "DP training needs the loss of each example, a vector [B]. Received: a loss of shape "
+            f"{loss.shape}. Reduce {axes} in the loss, for example "
+            f"`tf.reduce_mean(loss, axis={list(range(1, rank))})`; axis 0 stays."
+        )
+
+
+def microbatch_means(loss: tf.Tensor, num_microbatches: int) -> tf.Tensor:
+    """The mean loss of each of `num_microbatches` groups of neighbours in the batch.
+
+    Call it under the tape that recorded the loss.
+
+    Args:
+      loss: [B].
+      num_microbatches: how many groups; must divide B.
+
+    Returns:
+      [num_microbatches].
+
+    Raises:
+      ValueError, tf.errors.InvalidArgumentError: if it does not divide B; the latter when the
+        step runs, where B is not known before.
+    """
+    message = f"`num_microbatches` must divide the batch. Received: {num_microbatches}"
+    if loss.shape[0] is not None and loss.shape[0] % num_microbatches:
+        raise ValueError(f"{message} for a batch of {loss.shape[0]} examples")
+    size = tf.shape(loss)[0]
+    check = tf.debugging.Assert(size % num_microbatches == 0, [message, "for a batch of", size])
+    with tf.control_dependencies([check] if check is not None else []):
+        return tf.reduce_mean(tf.reshape(loss, [num_microbatches, -1]), axis=1)
+
+
+@tf.autograph.experimental.do_not_convert
+def per_example_gradients(
+    loss: tf.Tensor,
+    variables: Sequence[tf.Variable],
+    tape: tf.GradientTape,
+    method: str = "auto",
+    num_microbatches: int | None = None,
+    loss_scale: float = 1.0,
+) -> PerExampleGradients:
+    """Makes the source of per-example gradients gᵢ = ∂lossᵢ/∂variables.
+
+    Guarantee: gᵢ is the gradient of example i alone. In a compiled step the batch axis is followed
+    through the whole graph; a model in which the examples of a batch mix, or an operation of which
+    that is not known, is refused. Under eager execution only the backward pass can be searched,
+    where some mixing leaves no trace; a warning says so. Terms of the loss that depend on no
+    example are left out of gᵢ and given as `penalty_gradients`. In a compiled step an example whose
+    sample weights are all 0 has the gradient 0, also of terms that Keras does not weigh.
+
+    Args:
+      loss: [B], one entry an example.
+      variables: what to differentiate for.
+      tape: the tape that recorded `loss`; used up unless it is persistent.
+      method: `"auto"` takes the fastest that is exact: in a compiled step traced gradients, the
+        Jacobian for variables that they do not cover, and eagerly the Jacobian. `"traced"` makes
+        it an error if the Jacobian is needed, `"materialized"` takes it for all.
+      num_microbatches: take the mean gradients of so many groups of neighbours instead.
+      loss_scale: a power of two by which the loss is multiplied before it is differentiated; all
+        answers are those of the loss itself.
+
+    Returns:
+      The source, with `squared_norms(scale=None, shift=None)` → [B], `weighted_sum(weights)` → one
+      tensor a variable, and what `PerExampleGradients` says.
+
+    Raises:
+      NotPrivateError: for a loss or a model that cannot be trained per example.
+      ValueError: for an unknown `method`, or if the loss depends on none of the variables.
+    """
+    check_method(method)
+    check_loss_vector(loss)
+    if tape is None:
+        raise ValueError("`tape` must be the tape that recorded `loss`. Received: tape=None")
+    for variable in variables:
+        if not variable.dtype.is_floating:
+            raise ValueError(
+                "Only variables of real numbers have gradients that can be clipped. Received: "
+                f"{variable.name} of type {variable.dtype.name}. Train real and imaginary parts."
+            )
+    batch_axes, penalties, present = _search(loss, method)
+    example_losses = loss
+    with contextlib.nullcontext() if tape._recording else tape:
+        if present is not None:
+            loss = tf.where(present, loss, tf.zeros_like(loss))
+        if num_microbatches is not None:
+            loss = microbatch_means(loss, num_microbatches)
+        if loss_scale != 1:
+            loss *= tf.cast(loss_scale, loss.dtype)
+    terms = [p.term for p in penalties]
+    if batch_axes is None or method == "materialized":
+        source = MaterializedGradients(loss, variables, tape, terms)
+    else:
+        source = TracedGradients(
+            loss,
+            variables,
+            tape,
+            batch_axes,
+            examples_per_row=1 if num_microbatches is None else None,
+            penalties=terms,
+            only_rules=method == "traced",
+        )
+    if not any(source.connected):
+        names = ", ".join(v.name for v in variables)
+        raise ValueError(f"The loss depends on none of the variables. Received: {names or 'none'}")
+    source.loss_scale = loss_scale
+    source.penalty_gradients = penalty_gradients(penalties, variables)
+    source.counts_batch = batch_axes is not None and counts_batch(example_losses, batch_axes)
+    return source
+
+
+def _search(
+    loss: tf.Tensor, method: str
+) -> tuple[BatchAxes | None, list[Penalty], tf.Tensor | None]:
+    """Where the examples are, if there may be several, the terms that none owns, who is there."""
+    if not tf.executing_eagerly():
+        batch_axes = analyze(loss)
+        refuse_state(loss)
+        search_when_complete(loss)
+        if batch_axes is None:
+            one = of_one_example(loss)
+            return None, find_penalties(loss, one), find_present(loss, one)
+        refuse_custom_gradients(ancestors([loss]), batch_axes)
+        refuse_slots(loss, batch_axes).renew()
+        return batch_axes, find_penalties(loss, batch_axes), find_present(loss, batch_axes)
+    if method == "traced":
+        raise ValueError(
+            "Traced gradients need a compiled step, in which they find the operations that read "
+            "the variables. Received: gradients='traced' under eager execution. Train without "
+            "`run_eagerly`, call `minimize` inside a `tf.function`, or pass 'auto'."
+        )
+    warnings.warn(
+        "Under eager execution only the backward pass can be searched for operations that mix "
+        "the examples of a batch. Run one compiled step (without `run_eagerly`) to have the "
+        "model checked in full.",
+        stacklevel=3,
+    )
+    return None, [], None

@@ -1,0 +1,203 @@
+"""Follows the batch axis through a graph, and finds what mixes the examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.batch_axis import (  # noqa: F401 - they register their rules
+    functions,
+    gathers,
+    inner_gradients,
+    lists,
+    operations,
+    products,
+    reshaping,
+)
+from tf_adaptive_dp.gradients.batch_axis.operation_types import (
+    ELEMENTS,
+    SHAPE_ONLY,
+)
+from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
+from tf_adaptive_dp.gradients.batch_axis.values import (
+    BatchAxis,
+    CrossExample,
+)
+from tf_adaptive_dp.gradients.graph import ancestors, layer_name
+from tf_adaptive_dp.gradients.released import is_released
+
+_SOURCES = ("Placeholder", *sorted(ELEMENTS))
+_OPAQUE_TYPES = (tf.resource, tf.variant)
+_FOREIGN = "does not have the batch as axis 0, has no static shape, or is sparse or ragged"
+
+
+def feeds(ops: Iterable[tf.Operation], graph: tf.Graph) -> list[tf.Tensor]:
+    """The tensors of data that the graph is fed, other than scalar arguments.
+
+    What it captures from an outer function is data if that is; what it captures from outside of all
+    functions is constant. Of a data set's elements all is data: a scalar may have been computed
+    from the batch, and a sparse or ragged batch is a `variant`.
+    """
+    captured = {internal.ref(): external for external, internal in getattr(graph, "captures", ())}
+
+    def is_data(tensor: tf.Tensor, of_element: bool) -> bool:
+        if tensor.ref() in captured:
+            return tensor.dtype not in _OPAQUE_TYPES and comes_from_data(captured[tensor.ref()])
+        if of_element:
+            return tensor.dtype != tf.resource
+        return tensor.dtype not in _OPAQUE_TYPES and tensor.shape.rank != 0
+
+    found = []
+    for op in ops:
+        of_element = is_element(op)
+        if of_element or op.type == "Placeholder":
+            found += [t for t in op.outputs if is_data(t, of_element)]
+    return found
+
+
+def comes_from_data(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is computed from what a function is fed, other than by a private release."""
+    if not hasattr(tensor, "op") or not isinstance(tensor, tf.Tensor) or _is_eager(tensor):
+        return False
+    seen, stack = set(), [tensor]
+    while stack:
+        tensor = stack.pop()
+        if tensor.ref() in seen or is_released(tensor):
+            continue
+        seen.add(tensor.ref())
+        if tensor.op.type in SHAPE_ONLY:
+            continue
+        if feeds([tensor.op], tensor.graph):
+            return True
+        stack += tensor.op.inputs
+    return False
+
+
+def _takes_an_element(op: tf.Operation) -> bool:
+    """Whether it takes a batch of a distributed data set, or an empty one after the last."""
+    return op.type in ("If", "StatelessIf") and any(map(_is_next, op.inputs))
+
+
+def _is_next(tensor: tf.Tensor) -> bool:
+    return tensor.op.type == "IteratorGetNextAsOptional"
+
+
+def _computes_more(op: tf.Operation) -> bool:
+    """Whether it takes an element and other data, so that the two may mix in it."""
+    return _takes_an_element(op) and any(
+        comes_from_data(t) for t in op.inputs if not _is_next(t) and t.dtype != tf.resource
+    )
+
+
+def is_element(op: tf.Operation) -> bool:
+    """Whether it gives an element of a data set, not an optional that the step filled itself."""
+    if op.type == "OptionalGetValue":
+        return all(o.type != "OptionalFromValue" for o in ancestors(op.inputs))
+    return op.type in ELEMENTS or _takes_an_element(op)
+
+
+def _is_eager(tensor: tf.Tensor) -> bool:
+    return hasattr(tensor, "numpy")
+
+
+def _axis_0(tensor: tf.Tensor) -> int | None:
+    return tensor.shape[0] if tensor.shape.rank else None
+
+
+def analyze(loss: tf.Tensor) -> BatchAxes | None:
+    """Finds the batch axis of everything that a loss vector is computed from.
+
+    What the step is fed (arguments of the `tf.function`, elements of a data set) is taken as data
+    with the batch as axis 0, scalar arguments as settings. What it captures from outside is taken
+    as public constants, unless nothing else is there.
+
+    Args:
+      loss: [B], symbolic.
+
+    Returns:
+      The layouts; the loss itself has an ordinary batch axis. `None` for a batch of one example,
+      in which nothing can mix.
+
+    Raises:
+      NotPrivateError: if entry i of the loss may depend on more than example i, naming the
+        operation that mixes examples, its layer and the cure.
+    """
+    prepared = prepare(loss)
+    if prepared is None:
+        return None
+    batch_axes, ops = prepared
+    operations.run(ops, batch_axes)
+    refuse(loss, batch_axes)
+    return batch_axes
+
+
+def prepare(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation]] | None:
+    """The layouts of what the step is fed, and the operations from there to the loss.
+
+    Args:
+      loss: [B], symbolic.
+
+    Returns:
+      `None` for a batch of one example.
+    """
+    batch_axes, ops, is_one = _sources_entered(loss)
+    return None if is_one else (batch_axes, ops)
+
+
+def of_one_example(loss: tf.Tensor) -> BatchAxes:
+    """What the loss of a batch of one example is computed from, of which nothing is refused."""
+    batch_axes, ops, _ = _sources_entered(loss)
+    operations.run(ops, batch_axes)
+    return batch_axes
+
+
+def _sources_entered(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation], bool]:
+    ops = ancestors([loss])
+    sources = feeds(ops, loss.graph)
+    if not sources:
+        sources = [
+            t
+            for op in ops
+            if op.type in (*_SOURCES, "Const")
+            for t in op.outputs
+            if t.dtype not in _OPAQUE_TYPES and t.shape.rank and t.shape[0] == loss.shape[0]
+        ]
+    sizes = [_axis_0(t) for t in sources if t.shape.rank != 0]
+    size = next((n for n in (loss.shape[0], *sizes) if n is not None), None)
+    # A size that is known of the loss alone proves nothing about the data.
+    known = None if None in sizes else size
+    batch_axes = BatchAxes(known)
+    for tensor in sources:
+        fits = tensor.shape.rank and tensor.shape[0] in (None, size)
+        fits = fits and not _computes_more(tensor.op)
+        batch_axes.set(
+            tensor, BatchAxis() if fits else CrossExample(tensor.op, _FOREIGN), dependent=True
+        )
+    return batch_axes, ops, known == 1 and set(sizes) == {1}
+
+
+def refuse(loss: tf.Tensor, batch_axes: BatchAxes) -> None:
+    """Raises an error unless entry i of the loss belongs to example i."""
+    layout = batch_axes[loss]
+    if not batch_axes.depends(loss):
+        raise NotPrivateError(
+            "The loss does not depend on anything that the step is fed, so the library cannot "
+            f"tell the examples apart. Received: {loss.name}. Pass the batch to the `tf.function` "
+            "as arguments, or read it from a data set."
+        )
+    if isinstance(layout, CrossExample):
+        raise NotPrivateError(
+            "The examples of a batch mix, so none has a gradient of its own. Received: "
+            f"{layout.op.name} ({layout.op.type}), which {layout.why}. Layer: "
+            f"{layer_name(layout.op)!r}. If this is batch normalization, replace it by "
+            "`tf.keras.layers.GroupNormalization` or `LayerNormalization`, or freeze it "
+            "(`layer.trainable = False`); otherwise keep the batch as an axis of its own."
+        )
+    if layout != BatchAxis():
+        raise NotPrivateError(
+            "The entries of the loss are not the examples of the batch. Received: a loss vector "
+            f"{loss.name} that is laid out as {layout}. Return one entry an example, in their "
+            "order."
+        )

@@ -1,0 +1,335 @@
+"""Values that tell how many examples a batch of unknown size has.
+
+If that number is random, a loss that depends on it changes with each example that joins, for all
+the others. The size of the batch may say how long an axis is; it may not become a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+from tf_adaptive_dp.gradients.batch_axis.analysis import is_element
+from tf_adaptive_dp.gradients.batch_axis.operation_types import (
+    AXIS_0,
+    ELEMENTWISE,
+    RANDOM,
+    REDUCTIONS,
+    SHAPE_ONLY,
+    TRAILING,
+    product_terms,
+)
+from tf_adaptive_dp.gradients.batch_axis.randomness import DRAWS
+from tf_adaptive_dp.gradients.batch_axis.reshaping import source_axis, whole_axes
+from tf_adaptive_dp.gradients.batch_axis.sizes import Size, evaluate, static_value
+from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
+from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, Rows
+from tf_adaptive_dp.gradients.graph import ancestors
+
+# Inputs that only say how long axes are.
+_LENGTHS = {
+    **dict.fromkeys((*RANDOM, *DRAWS), {0}),
+    "AvgPool3DGrad": {0},
+    "AvgPoolGrad": {0},
+    "BroadcastTo": {1},
+    "Conv2DBackpropInput": {0},
+    "Conv3DBackpropInputV2": {0},
+    "DepthwiseConv2dNativeBackpropInput": {0},
+    "EmptyTensorList": {0, 1},
+    "Fill": {0},
+    "Multinomial": {1},
+    "OneHot": {1},
+    "Range": {1},
+    "Reshape": {1},
+    "RngReadAndSkip": {2},
+    "Slice": {2},
+    "StridedSlice": {2},
+    "TensorListFromTensor": {1},
+    "TensorListGather": {2},
+    "TensorListGetItem": {2},
+    "TensorListReserve": {0, 1},
+    "TensorListResize": {1},
+    "TensorListStack": {1},
+    "Tile": {1},
+}
+# What they make of one entry does not depend on how many others there are.
+_ENTRY_BY_ENTRY = {
+    *(*ELEMENTWISE, *_LENGTHS, *AXIS_0),
+    *"BiasAdd ConcatV2 Const ExpandDims IdentityN MirrorPad Pack Pad PadV2 Select Squeeze".split(),
+    *"TensorListPopBack TensorListPushBack TensorListSetItem Transpose Unpack".split(),
+    *"FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3".split(),
+}
+_ALONG = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1, "Roll": 2}
+_PRODUCTS = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"}
+_TARGETS = {**dict.fromkeys((*RANDOM, *DRAWS, "Fill"), 0), "BroadcastTo": 1, "Slice": 2}
+_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
+_BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
+_LOOPS = {"While", "StatelessWhile"}
+
+
+def counts_batch(loss: tf.Tensor, batch_axes: BatchAxes) -> bool:
+    """Whether a loss, or a gradient of the user's own, may depend on the size of the batch.
+
+    Guarantee: if not, entry i of the loss is the same function of example i for each size, as far
+    as the graph tells. What is computed from the size counts, of whatever type, unless it only
+    says how long an axis is; a decision or the length of a loop counts for what comes of it, and
+    so does what is added up or picked along an axis whose length depends on the size. Variables
+    that the size is written to are not followed, nor is whether a step fails.
+
+    Args:
+      loss: [B], symbolic, accepted by `analyze`.
+      batch_axes: what it found.
+    """
+    if not batch_axes.batch_size.unknowns:
+        return False
+    found = _Counting(batch_axes)
+    results = [loss, *batch_axes.custom_gradients]
+    found.run(ancestors(results))
+    return any(map(found.counts, results)) or found.in_gradients
+
+
+class _Counting:
+    """What depends on the size of the batch, in one graph.
+
+    Attributes:
+      in_gradients: whether a gradient of the user's own does, in a body.
+    """
+
+    def __init__(self, batch_axes: BatchAxes, outside: _Counting | None = None):
+        self.batch_axes = batch_axes
+        self.in_gradients = False
+        self._outside = outside
+        self._fed: dict = {}
+        self._values: set = set()
+        self._wide: dict = {}
+        # Unknown lengths that depend on the size of the batch.
+        self._lengths: set = {"batch"} if outside is None else outside._lengths
+
+    def counts(self, tensor: tf.Tensor) -> bool:
+        """Whether the values of a tensor depend on the size of the batch."""
+        return tensor.ref() in self._values
+
+    def wide(self, tensor: tf.Tensor) -> frozenset[int]:
+        """The axes whose length does, other than that of the batch of a tensor of the data."""
+        return self._wide.get(tensor.ref(), frozenset())
+
+    def entries(self, tensor: tf.Tensor) -> list[Size | None]:
+        """As `BatchAxes.entries`, through the arguments of functions."""
+        return evaluate(tensor, self.batch_axes.size, self._given)
+
+    def run(self, ops: Iterable[tf.Operation]) -> None:
+        """Enters the outputs of operations, in the order of creation."""
+        for op in ops:
+            if op.type in _CALLS | _BRANCHES and not is_element(op):
+                self._call(op)
+            elif op.type in _LOOPS:
+                self._loop(op)
+            elif not all(t.ref() in self._wide for t in op.outputs):
+                for tensor in op.outputs:
+                    self.enter(tensor, self._counts(op, tensor), self._wide_axes(op, tensor))
+
+    def enter(self, tensor: tf.Tensor, counts: bool, wide: frozenset[int]) -> None:
+        """Notes what is known of a tensor."""
+        if counts:
+            self._values.add(tensor.ref())
+        self._wide[tensor.ref()] = wide
+        for axis in wide:
+            if tensor.shape.rank and 0 <= axis < tensor.shape.rank:
+                size = self.batch_axes.size(tensor, axis)
+                self._lengths.update(size.unknowns if _is_own(size, tensor, axis) else ())
+
+    def _given(self, tensor: tf.Tensor) -> list[Size | None] | None:
+        """The entries of an argument."""
+        source = self._fed.get(tensor.ref())
+        return None if source is None else self._outside.entries(source)
+
+    def _depends(self, size: Size) -> bool:
+        return any(unknown in self._lengths for unknown in size.unknowns)
+
+    def _counts(self, op: tf.Operation, output: tf.Tensor) -> bool:
+        if op.type in ("Rank", "ZerosLike", "OnesLike", "Const"):
+            return False
+        if op.type == "Equal" and op.inputs[0] is op.inputs[1] and op.inputs[0].dtype.is_integer:
+            return False
+        if op.type in SHAPE_ONLY:
+            return self._shape_counts(op, output)
+        if op.type == "BroadcastGradientArgs":
+            # The axes along which one of two shapes has length 1, which a batch of one has too; but
+            # it makes no difference whether an axis of that length is summed.
+            return False
+        given = [t for k, t in enumerate(op.inputs) if k not in _LENGTHS.get(op.type, ())]
+        if any(map(self.counts, given)):
+            entries = self.entries(output) if _may_be_shape(output) else [None]
+            return not entries or None in entries or any(map(self._depends, entries))
+        return self._joins_wide_axes(op, output)
+
+    def _shape_counts(self, op: tf.Operation, output: tf.Tensor) -> bool:
+        tensor = op.inputs[output.value_index]
+        if tensor.shape.rank is None:
+            return True
+        return any(self._depends(self.batch_axes.size(tensor, a)) for a in range(tensor.shape.rank))
+
+    def _joins_wide_axes(self, op: tf.Operation, output: tf.Tensor) -> bool:
+        """Whether entries along an axis of such a length are put together, or one is picked."""
+        if not any(map(self.wide, op.inputs)):
+            return False
+        source = op.inputs[0]
+        wide, rank = self.wide(source), source.shape.rank
+        if op.type in REDUCTIONS | {"ArgMax", "ArgMin"} | _ALONG.keys():
+            axes = static_value(op.inputs[_ALONG.get(op.type, 1)])
+            return axes is None or bool(wide & {int(a) % rank for a in axes.reshape(-1)})
+        if op.type in _PRODUCTS:
+            terms, result = product_terms(op)
+            return any(
+                term[a] not in result for t, term in zip(op.inputs, terms) for a in self.wide(t)
+            )
+        if op.type in TRAILING:
+            last = TRAILING[op.type]
+            return any(a >= t.shape.rank - last for t in op.inputs for a in self.wide(t))
+        if op.type == "GatherV2":
+            axis = static_value(op.inputs[2])
+            return axis is None or int(axis) % rank in wide
+        if op.type in ("Slice", "StridedSlice"):
+            return self._picks(op, output)
+        if op.type in ("Split", "SplitV"):
+            return True
+        if any(map(self.batch_axes.depends, op.inputs)):
+            return False  # the rule of its layout knows how its inputs meet
+        return op.type not in _ENTRY_BY_ENTRY
+
+    def _picks(self, op: tf.Operation, output: tf.Tensor) -> bool:
+        source, rank = op.inputs[0], output.shape.rank
+        kept = range(rank) if op.type == "Slice" else [source_axis(op, a) for a in range(rank)]
+        size = self.batch_axes.size
+        places = [(a, b) for b, a in enumerate(kept) if a is not None]
+        whole = {a for a, b in places if size(source, a) == size(output, b)}
+        if op.type == "StridedSlice":
+            whole |= whole_axes(op)
+        return bool(self.wide(source) - whole)
+
+    def _wide_axes(self, op: tf.Operation, output: tf.Tensor) -> frozenset[int]:
+        """The axes of an output whose length depends on the size of the batch."""
+        if output.dtype == tf.variant or op.type.startswith("TensorList"):
+            return self._wide_axes_of_list(op)
+        if op.type == "BroadcastGradientArgs":
+            return frozenset()
+        layout, rank = self.batch_axes[output], output.shape.rank
+        own = layout.axis if isinstance(layout, BatchAxis) else None
+        if rank is None:
+            return frozenset([0] if any(map(self.wide, op.inputs)) else [])
+        unsettled = [a for a in range(rank) if output.shape[a] is None]
+        if self.batch_axes.depends(output):
+            unsettled = [a for a in unsettled if a != own]
+        return frozenset(a for a in unsettled if self._is_wide(op, output, a, own))
+
+    def _is_wide(self, op: tf.Operation, output: tf.Tensor, axis: int, own: int | None) -> bool:
+        """Whether the length of an axis may depend on the size of the batch."""
+        size = self.batch_axes.size(output, axis)
+        if self._depends(size):
+            return True
+        if not _is_own(size, output, axis):
+            return False  # the length of another axis that does not
+        if op.type in ELEMENTWISE:
+            aligned = ((t, axis + (t.shape.rank or 0) - output.shape.rank) for t in op.inputs)
+            return any(a in self.wide(t) for t, a in aligned)
+        if op.type in _PRODUCTS:
+            terms, result = product_terms(op)
+            return any(t[a] == result[axis] for t, x in zip(terms, op.inputs) for a in self.wide(x))
+        if op.type in _TARGETS:
+            entries = self.entries(op.inputs[_TARGETS[op.type]])
+            if axis < len(entries) and entries[axis] is not None:
+                return self._depends(entries[axis])
+        return self._widens(op, own)
+
+    def _widens(self, op: tf.Operation, own: int | None) -> bool:
+        """Whether anything but the batch axes of its inputs could make an axis that long."""
+        if any(map(self.counts, op.inputs)):
+            return True
+        for tensor in op.inputs:
+            layout = self.batch_axes[tensor]
+            batch = {layout.axis} if own is not None and isinstance(layout, BatchAxis) else set()
+            if self.wide(tensor) - batch:
+                return True
+        return False
+
+    def _wide_axes_of_list(self, op: tf.Operation) -> frozenset[int]:
+        """Axes of the elements, and -1 for their number."""
+        shift = {"TensorListFromTensor": -1, "TensorListStack": 1, "TensorListGather": 1}
+        axes = {a + shift.get(op.type, 0) for t in op.inputs for a in self.wide(t)}
+        if op.type in ("TensorListReserve", "TensorListResize") and self.counts(op.inputs[1]):
+            axes.add(-1)
+        is_list, layout = op.outputs[0].dtype == tf.variant, self.batch_axes[op.outputs[0]]
+        if self.batch_axes.depends(op.outputs[0]) and isinstance(layout, BatchAxis):
+            axes.discard(layout.axis)
+        return frozenset(a for a in axes if a >= 0 or is_list)
+
+    def _inside(self, body: tf.Graph, inside: BatchAxes, arguments, fed) -> _Counting:
+        """What is in a body, given (counts, wide axes) of its arguments and those fed unchanged."""
+        found = _Counting(inside, self)
+        for k, (tensor, (counts, wide)) in enumerate(zip(body.inputs, arguments)):
+            # The number of an example is its own, however many others there are.
+            found.enter(tensor, counts and inside.example_at(tensor) is None, wide)
+            if fed[k] is not None:
+                found._fed[tensor.ref()] = fed[k]
+        results = [*body.outputs, *inside.custom_gradients]
+        found.run(ancestors(results))
+        self.in_gradients |= found.in_gradients
+        self.in_gradients |= any(map(found.counts, inside.custom_gradients))
+        return found
+
+    def _call(self, op: tf.Operation) -> None:
+        inputs = op.inputs[1:] if op.type in _BRANCHES else list(op.inputs)
+        decided = op.type in _BRANCHES and self.counts(op.inputs[0])
+        arguments = [(self.counts(t), self.wide(t)) for t in inputs]
+        bodies = self.batch_axes.bodies_of(op).values()
+        inside = [(g, self._inside(g, where, arguments, inputs)) for g, where in bodies]
+        for k, tensor in enumerate(op.outputs):
+            ends = [(found, graph.outputs[k]) for graph, found in inside]
+            counts = not ends or decided or any(found.counts(t) for found, t in ends)
+            wide = frozenset(a for found, t in ends for a in found.wide(t))
+            self.enter(tensor, counts, wide)
+
+    def _loop(self, op: tf.Operation) -> None:
+        """Round after round, until no more counts."""
+        bodies = self.batch_axes.bodies_of(op)
+        state = [(self.counts(t), self.wide(t)) for t in op.inputs]
+        if set(bodies) == {"body", "cond"}:
+            (body, of_body), (condition, of_condition) = bodies["body"], bodies["cond"]
+            same = [_origin(b) is a for a, b in zip(body.inputs, body.outputs)]
+            fed = [t if unchanged else None for t, unchanged in zip(op.inputs, same)]
+            while True:
+                inside = self._inside(body, of_body, state, fed)
+                test = self._inside(condition, of_condition, state, fed)
+                as_long = test.counts(condition.outputs[0])
+                # A list of the examples has an element for each round, and no more.
+                own = [
+                    unchanged or self.batch_axes[t] == Rows()
+                    for t, unchanged in zip(op.outputs, same)
+                ]
+                after = [
+                    (a or inside.counts(t) or (as_long and not keeps), b | inside.wide(t))
+                    for (a, b), t, keeps in zip(state, body.outputs, own)
+                ]
+                if after == state:
+                    break
+                state = after
+        else:
+            state = [(True, wide) for _, wide in state]
+        for tensor, (counts, wide) in zip(op.outputs, state):
+            self.enter(tensor, counts, wide)
+
+
+def _may_be_shape(tensor: tf.Tensor) -> bool:
+    return tensor.dtype.is_integer and tensor.shape.rank in (0, 1)
+
+
+def _is_own(size: Size, tensor: tf.Tensor, axis: int) -> bool:
+    """Whether a length is unknown, and was not that of another tensor."""
+    return len(size.unknowns) == 1 and size.unknowns[0].endswith(f":{tensor.name}[{axis}]")
+
+
+def _origin(tensor: tf.Tensor) -> tf.Tensor:
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor

@@ -1,0 +1,61 @@
+"""Custom gradients that mix the examples of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tensorflow as tf
+from tensorflow.python.framework import ops as framework_ops
+
+from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.batch_axis.operations import run
+from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
+from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, OneExample
+from tf_adaptive_dp.gradients.graph import ancestors, layer_name
+
+_GRADIENT = (
+    "A custom gradient mixes the examples of a batch, so none has a gradient of its own. Received: "
+    "{op} in layer {layer!r}, whose gradient {why}. Let it treat each example by itself."
+)
+
+
+def refuse_custom_gradients(ops: Iterable[tf.Operation], batch_axes: BatchAxes) -> None:
+    """Refuses gradients of the user's own (`tf.custom_gradient`) that mix examples.
+
+    Args:
+      ops: what the loss is computed from.
+      batch_axes: where the batch axis of each tensor is.
+
+    Raises:
+      NotPrivateError: naming the operation.
+    """
+    for op in ops:
+        if not has_custom_gradient(op) or not any(batch_axes.depends(t) for t in op.inputs):
+            continue
+        function = framework_ops.get_gradient_function(op)
+        upstream = [tf.identity(tf.zeros_like(t)) for t in op.outputs]
+        for tensor, output in zip(upstream, op.outputs):
+            batch_axes.set(tensor, batch_axes[output], batch_axes.depends(output))
+        found = function(op, *upstream)
+        found = [None if g is None else tf.convert_to_tensor(g) for g in found]
+        batch_axes.custom_gradients += [g for g in found if g is not None]
+        run(ancestors([g for g in found if g is not None]), batch_axes)
+        for tensor, gradient in zip(op.inputs, found):
+            if gradient is not None and isinstance(batch_axes[tensor], (BatchAxis, OneExample)):
+                _compare(op, batch_axes[tensor], batch_axes[gradient])
+
+
+def has_custom_gradient(op: tf.Operation) -> bool:
+    """Whether an operation stands for a function with `tf.custom_gradient`."""
+    if op.type != "IdentityN":
+        return False
+    try:
+        return b"CustomGradient" in op.get_attr("_gradient_op_type")
+    except ValueError:
+        return False
+
+
+def _compare(op: tf.Operation, expected: BatchAxis | OneExample, actual) -> None:
+    if actual not in (None, expected):
+        why = actual.why if isinstance(actual, CrossExample) else "moves the batch axis"
+        raise NotPrivateError(_GRADIENT.format(op=op.name, layer=layer_name(op), why=why))

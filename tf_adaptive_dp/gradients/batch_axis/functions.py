@@ -1,0 +1,231 @@
+"""Functions, branches and loops: the batch axis is followed into their bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util_v2
+
+from tf_adaptive_dp.gradients.batch_axis.custom_gradients import refuse_custom_gradients
+from tf_adaptive_dp.gradients.batch_axis.operations import Layout, register_layout, run
+from tf_adaptive_dp.gradients.batch_axis.sizes import Size, static_value
+from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
+from tf_adaptive_dp.gradients.batch_axis.values import (
+    CrossExample,
+    DataIndependent,
+    OneExample,
+    Rows,
+)
+from tf_adaptive_dp.gradients.graph import ancestors, find_function
+
+_BY_PLACE = "decides by where in the batch an example is"
+
+
+def _body(op: tf.Operation, name: str) -> tf.Graph:
+    """The graph of a function that an operation calls."""
+    graph = find_function(op.graph, name)
+    if graph is not None:
+        return graph  # with the shapes of variables
+    inputs = op.inputs[1:] if "If" in op.type or "Case" in op.type else op.inputs
+    return control_flow_util_v2.get_func_graph(op, [t.shape for t in inputs], name)
+
+
+def of_function(
+    batch_axes: BatchAxes,
+    graph: tf.Graph,
+    arguments: Sequence[Layout],
+    call: tf.Operation,
+    role: str,
+    given: Sequence[tf.Tensor | None] = (),
+    counters: Sequence[tf.Tensor] = (),
+    is_loop: bool = False,
+) -> list[Layout]:
+    """The layouts of a function's outputs, `DataIndependent` if they do not depend on the data.
+
+    Args:
+      batch_axes: of the graph that the operation is in.
+      graph: the body of the function.
+      arguments: the layouts of its arguments.
+      call: the operation that runs it.
+      role: which of the functions of that operation it is.
+      given: see `BatchAxes.inside`, as for the other arguments.
+      counters: see there.
+      is_loop: see there.
+    """
+    inside = batch_axes.inside(graph, arguments, given, counters, is_loop)
+    batch_axes.remember(call, role, graph, inside)
+    ops = ancestors(graph.outputs)
+    run(ops, inside)
+    with graph.as_default():
+        refuse_custom_gradients(ops, inside)
+    return [_leaving(t, inside) for t in graph.outputs]
+
+
+def _leaving(tensor: tf.Tensor, inside: BatchAxes) -> Layout:
+    """The value of an output; the number of an example is known inside of a function only."""
+    value = inside.value(tensor)
+    if isinstance(value, OneExample) and value.loop is tensor.graph:
+        return CrossExample(tensor.op, "takes what belongs to one example out of its iteration")
+    return value
+
+
+def _values(op: tf.Operation, batch_axes) -> list:
+    return [batch_axes.value(t) for t in op.inputs]
+
+
+def join(op: tf.Operation, one: Layout, other: Layout) -> Layout:
+    """What is known of a value that comes from either of two places."""
+    publics = [v for v in (one, other) if isinstance(v, DataIndependent)]
+    tied = frozenset().union(*(v.tied for v in publics))
+    a, b = (v.layout if isinstance(v, DataIndependent) else v for v in (one, other))
+    if a != b and Rows() in (a, b):
+        a, b = (_unless_rows(op, v) for v in (one, other))
+    if isinstance(a, CrossExample) or isinstance(b, CrossExample):
+        joined = a if isinstance(a, CrossExample) else b
+    elif a is None or b is None or a == b:
+        joined = b if a is None else a
+    else:
+        joined = CrossExample(op, "has examples on one axis first and on another later")
+    if len(publics) == 2:
+        return DataIndependent(joined, tied)
+    return CrossExample(op, _BY_PLACE) if _is_told(joined, tied) else joined
+
+
+def _unless_rows(op: tf.Operation, value: Layout) -> Layout:
+    """The layout of one of two lists that differ; one without data may still become another."""
+    if isinstance(value, DataIndependent):
+        return None if value.layout == Rows() else value.layout
+    return (
+        CrossExample(op, "has a list of examples, and another one later")
+        if value == Rows()
+        else value
+    )
+
+
+def _is_told(value: Layout, tied: frozenset[tf.Graph]) -> bool:
+    """Whether a choice that changes from iteration to iteration tells of the example's place."""
+    return value.loop in tied if isinstance(value, OneExample) else value == Rows() and bool(tied)
+
+
+def _chosen(op: tf.Operation, value: Layout, choice: Layout) -> Layout:
+    """A value that was chosen, from one of several functions or by the length of a loop."""
+    if isinstance(choice, DataIndependent):
+        if isinstance(value, DataIndependent):
+            return value._replace(tied=value.tied | choice.tied)
+        return CrossExample(op, _BY_PLACE) if _is_told(value, choice.tied) else value
+    if isinstance(value, DataIndependent):
+        return CrossExample(op, _BY_PLACE) if _is_told(choice, value.tied) else choice
+    return value if value == choice else CrossExample(op, "lets one example decide for other ones")
+
+
+@register_layout("PartitionedCall", "StatefulPartitionedCall")
+def call(op, batch_axes):
+    """A `tf.function` within the step."""
+    body = _body(op, op.get_attr("f").name)
+    return of_function(batch_axes, body, _values(op, batch_axes), op, "f", op.inputs)
+
+
+@register_layout("If", "StatelessIf", "Case", "StatelessCase")
+def branches(op, batch_axes):
+    """One of several functions; which one must not depend on the data of other examples."""
+    choice = batch_axes.value(op.inputs[0])
+    if not isinstance(choice, (DataIndependent, OneExample)):
+        return CrossExample(op, "takes one decision for all examples, from the data")
+    if op.type.endswith("Case"):
+        names = [f.name for f in op.get_attr("branches")]
+    else:
+        names = [op.get_attr(f"{b}_branch").name for b in ("then", "else")]
+    found = None
+    for k, name in enumerate(names):
+        values, given = _values(op, batch_axes)[1:], op.inputs[1:]
+        one = of_function(batch_axes, _body(op, name), values, op, f"branch {k}", given)
+        found = one if found is None else [join(op, a, b) for a, b in zip(found, one)]
+    return [_chosen(op, value, choice) for value in found]
+
+
+@register_layout("While", "StatelessWhile")
+def loop(op, batch_axes):
+    """A loop; its length must not depend on the data of other examples."""
+    state = _values(op, batch_axes)
+    body = _body(op, op.get_attr("body").name)
+    condition = _body(op, op.get_attr("cond").name)
+    same = [_is_passed_on(body, k) for k in range(len(state))]
+    given = [t if fixed else None for t, fixed in zip(op.inputs, same)]
+    counters = _counters_of_examples(op, body, condition, given, batch_axes)
+    while True:  # each round makes some layout known, or mixed, or dependent; or it is the last
+        inside = [v if same[k] else _changing(v, body, k) for k, v in enumerate(state)]
+        found = of_function(batch_axes, body, inside, op, "body", given, counters, is_loop=True)
+        after = [join(op, a, _after(b, body, k)) for k, (a, b) in enumerate(zip(state, found))]
+        if after == state:
+            break
+        state = after
+    (choice,) = of_function(batch_axes, condition, state, op, "cond", given)
+    if not isinstance(choice, (DataIndependent, OneExample)):
+        return CrossExample(op, "is a loop whose length depends on the data")
+    return [v if fixed else _chosen(op, v, choice) for v, fixed in zip(state, same)]
+
+
+def _source(tensor: tf.Tensor) -> tf.Tensor:
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _is_passed_on(body: tf.Graph, k: int) -> bool:
+    """Whether a loop variable stays what it is."""
+    return _source(body.outputs[k]) is body.inputs[k]
+
+
+def _changing(value: Layout, body: tf.Graph, k: int) -> Layout:
+    """A loop variable in the body; of a list the elements are looked at by themselves."""
+    if not isinstance(value, DataIndependent) or body.inputs[k].dtype == tf.variant:
+        return value
+    return value._replace(tied=value.tied | {body})
+
+
+def _after(value: Layout, body: tf.Graph, k: int) -> Layout:
+    """A loop variable after the loop: its last value is the same for all examples."""
+    if not isinstance(value, DataIndependent) or body.inputs[k].dtype == tf.variant:
+        return value
+    return value._replace(tied=value.tied - {body})
+
+
+def _counters_of_examples(op, body, condition, given, batch_axes) -> list[tf.Tensor]:
+    """The loop variables that count from 0 to B − 1, if the loop is run once for each example."""
+    counters = []
+    for test in _conjuncts(condition.outputs[0]):
+        if test.op.type != "Less":
+            return []
+        counter, limit = map(_source, test.op.inputs)
+        places = [k for k, t in enumerate(condition.inputs) if t is counter]
+        if not places or not _counts_up(op, body, places[0], given):
+            return []
+        outside = [t for t, i in zip(given, condition.inputs) if i is limit and t is not None]
+        number = static_value(limit)
+        sizes = [Size(int(number))] if number is not None else []
+        if batch_axes.batch_size not in [*sizes, *(batch_axes.entries(t)[0] for t in outside)]:
+            return []
+        counters.append(body.inputs[places[0]])
+    return counters
+
+
+def _conjuncts(test: tf.Tensor) -> list[tf.Tensor]:
+    """The conditions that must all hold."""
+    test = _source(test)
+    if test.op.type == "LogicalAnd":
+        return [c for t in test.op.inputs for c in _conjuncts(t)]
+    return [test]
+
+
+def _counts_up(op: tf.Operation, body: tf.Graph, k: int, given: list) -> bool:
+    """Whether a loop variable starts at 0 and grows by 1 in each iteration."""
+    total = _source(body.outputs[k]).op
+    if total.type not in ("Add", "AddV2") or static_value(op.inputs[k]) != 0:
+        return False
+    terms = [_source(t) for t in total.inputs]
+    others = [t for t in terms if t is not body.inputs[k]]
+    if len(others) != 1:
+        return False
+    outside = [t for t, i in zip(given, body.inputs) if i is others[0] and t is not None]
+    return static_value(outside[0] if outside else others[0]) == 1

@@ -1,0 +1,93 @@
+"""What operations that take rows of a table do to the batch axis."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tf_adaptive_dp.gradients.batch_axis.operations import register_layout, unless_cross_example
+from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size, static_value
+from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
+from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample
+
+
+@register_layout("OneHot")
+@unless_cross_example
+def one_hot(op, batch_axes):
+    """A new axis of classes."""
+    layout, axis = batch_axes[op.inputs[0]], op.get_attr("axis")
+    if layout is None:
+        return CrossExample(op, "has values that depend on the data")
+    return layout.at(layout.axis + (0 <= axis <= layout.axis))
+
+
+@register_layout("ResourceGather", "GatherV2", "Gather")
+@unless_cross_example
+def gather(op, batch_axes):
+    """Rows of a table, or entries of each example (`batch_dims`)."""
+    table, indices = op.inputs[:2]
+    axis = 0
+    if op.type == "GatherV2":
+        axis = static_value(op.inputs[2])
+        if axis is None or table.shape.rank is None:
+            return CrossExample(op, "gathers along an axis that is not known beforehand")
+        axis = int(axis) % table.shape.rank
+    batch_dims = op.get_attr("batch_dims") if op.type != "Gather" else 0
+    if indices.shape.rank is None:
+        return CrossExample(op, "has indices of unknown rank")
+    if batch_axes.depends(table) and axis == batch_axes[table].axis and batch_dims == 0:
+        if _is_range_of_batch(indices, batch_axes):  # how `tf.vectorized_map` takes its elements
+            return batch_axes[table]
+    at_counter = batch_axes.example_at(indices)
+    if at_counter and batch_axes[table] == BatchAxis(axis) and batch_dims == 0:
+        return at_counter
+    of_table = batch_axes[table] if batch_axes.depends(table) else None
+    of_indices = batch_axes[indices] if batch_axes.depends(indices) else None
+    if of_table is None:
+        shift = 0 if of_indices.axis < batch_dims else axis - batch_dims
+        return of_indices.at(of_indices.axis + shift)
+    aligned = of_table.axis < batch_dims and of_indices in (None, of_table)
+    if aligned or (of_indices is None and of_table.axis < axis):
+        return of_table
+    if of_indices is None and of_table.axis > axis:
+        return of_table.at(of_table.axis + indices.shape.rank - batch_dims - 1)
+    return CrossExample(op, "picks examples by index")
+
+
+def _is_range_of_batch(indices: tf.Tensor, batch_axes: BatchAxes) -> bool:
+    """Whether indices are 0, 1, …, B − 1."""
+    op = indices.op
+    if batch_axes.depends(indices) or indices.shape.rank != 1:
+        return False
+    if op.type == "Reshape" and op.inputs[0].shape.rank == 1:
+        return _is_range_of_batch(op.inputs[0], batch_axes)
+    if op.type == "SelectV2" and _is_more_than_one(op.inputs[0], batch_axes):
+        return static_value(op.inputs[2]) == 0 and _is_range_of_batch(op.inputs[1], batch_axes)
+    if op.type != "Range":
+        return False
+    start, limit, step = (batch_axes.entries(t)[0] for t in op.inputs)
+    return (start, limit, step) == (Size(0), batch_axes.batch_size, ONE)
+
+
+def _is_more_than_one(condition: tf.Tensor, batch_axes: BatchAxes) -> bool:
+    """Whether a condition is B > 1, so that 0 instead of the range of B changes nothing."""
+    op = condition.op
+    if op.type != "Greater" or condition.shape.rank != 0 or static_value(op.inputs[1]) != 1:
+        return False
+    return batch_axes.entries(op.inputs[0])[0] == batch_axes.batch_size
+
+
+@register_layout("GatherNd", "ResourceGatherNd")
+@unless_cross_example
+def gather_nd(op, batch_axes):
+    """Entries of a public table at indices of the data; the last axis is the index."""
+    layout = batch_axes[op.inputs[1]]
+    if batch_axes.depends(op.inputs[0]) or layout.axis == op.inputs[1].shape.rank - 1:
+        return CrossExample(op, "picks examples by index")
+    return layout
+
+
+@register_layout("LookupTableFindV2")
+@unless_cross_example
+def lookup(op, batch_axes):
+    """One value for each key."""
+    return batch_axes[op.inputs[1]]

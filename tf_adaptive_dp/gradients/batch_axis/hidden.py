@@ -1,0 +1,202 @@
+"""State that carries data from one example to another, beside the way from data to loss."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
+
+from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.batch_axis.operation_types import (
+    COMMUNICATION,
+    ELEMENTS,
+    OUTSIDE,
+    RANDOM,
+    READERS,
+    SHAPE_ONLY,
+    WITHOUT_MEMORY,
+)
+from tf_adaptive_dp.gradients.frames import Frame, function_attributes
+from tf_adaptive_dp.gradients.graph import layer_name
+from tf_adaptive_dp.gradients.released import is_released
+
+# What Python, files and staging areas remember: one state, since nobody sees inside.
+_WORLD = "world"
+_RESOURCE, _OUTSIDE, _FUNCTION = "resource", "outside", "function"
+
+_STATE = (
+    "The step writes the data of the batch into a variable (or a table, a queue or the like) that "
+    "the loss reads, so an example would change the gradients of others, in this step or in later "
+    "ones. Received: {op} ({type}), in layer {layer!r}{line}. Use a layer without such state "
+    "(stateful=False, no moving averages), or freeze it (`layer.trainable = False`); state of your "
+    "own may be computed from weights, released gradients and public data only."
+)
+_FOREIGN = (
+    "The step gives the data of the batch to Python, to a file or to a staging area, and the loss "
+    "depends on what comes back from there, so an example may change the gradients of others. "
+    "Received: {op} ({type}), in layer {layer!r}{line}. Log with `tf.print` or `tf.summary`, and "
+    "pass what the loss needs from Python to the step as an argument."
+)
+
+
+class _Write(NamedTuple):
+    """An operation that may write, and what decides whether it is run."""
+
+    frame: Frame
+    op: tf.Operation
+    decisions: list[tuple[Frame, tf.Tensor]]
+
+
+def refuse_state(loss: tf.Tensor) -> None:
+    """Refuses state that carries data from one example to another.
+
+    Such as the moving averages of a normalization that it uses itself, the states of a stateful
+    recurrent layer, and queues of earlier examples.
+
+    Args:
+      loss: [B], symbolic.
+
+    Raises:
+      NotPrivateError: if the loss reads state that its graph, as far as it has been built, writes
+        from the data, other than by gradients that were released.
+    """
+    root = Frame(loss.graph)
+    refuse_state_within(root, [(root, loss)])
+
+
+def refuse_state_within(root: Frame, losses: Iterable[tuple[Frame, tf.Tensor]]) -> None:
+    """Refuses state that carries data to losses, from wherever the functions within write it.
+
+    Whatever takes a handle and data counts as writing, unless it is known to read only; so does
+    whatever takes data out of the graph. What the written values depend on may be state itself,
+    of which the same is asked.
+
+    Guarantee: no state that is written within `root` carries the data to the losses, but by way of
+    releases. What other functions and Python write is not seen.
+
+    Args:
+      root: the outermost graph.
+      losses: the losses whose gradients are clipped, and what else is computed of these gradients
+        before their release, each with its frame in `root`.
+
+    Raises:
+      NotPrivateError: naming the operation that writes.
+    """
+    search = _Search(root)
+    search.follow(losses, set())
+    writes = _by_state(root)
+    clean: set = set()
+    pending = list(search.read)
+    known = set(pending)
+    while pending:
+        for write in writes.get(pending.pop(), ()):
+            values = [t for t in write.op.inputs if t.dtype != tf.resource]
+            if search.follow([*((write.frame, t) for t in values), *write.decisions], clean):
+                raise _error(write.op)
+        pending += search.read - known
+        known |= search.read
+
+
+class _Search:
+    """Follows values back to the data and to the state that they depend on.
+
+    Attributes:
+      read: the state that was met so far.
+    """
+
+    def __init__(self, root: Frame):
+        self._root = root
+        self.read: set[Hashable] = set()
+
+    def follow(self, starts: Iterable[tuple[Frame, tf.Tensor]], seen: set) -> bool:
+        """Whether any of some tensors depends on data, other than by a private release.
+
+        Args:
+          starts: the tensors, each with its frame.
+          seen: what need not be followed again; grows.
+        """
+        stack, found = list(starts), False
+        while stack:
+            frame, tensor = stack.pop()
+            if (frame, id(tensor)) in seen or is_released(tensor):
+                continue
+            seen.add((frame, id(tensor)))
+            op = tensor.op
+            if tensor.dtype == tf.resource:
+                self.read |= frame.handles(tensor)
+            elif op.type == "Placeholder":
+                places, is_data = frame.origins(tensor)
+                found |= is_data
+                stack += places
+            elif op.type in SHAPE_ONLY or op.type == "OptionalHasValue":
+                continue  # how large a batch is, and whether there is one
+            elif frame.bodies(op):
+                stack += frame.results(tensor)
+            else:
+                found |= op.type in ELEMENTS
+                stack += [(frame, t) for t in op.inputs]
+                if _kind(op.type) == _OUTSIDE:
+                    self.read.add(_WORLD)
+        return found
+
+
+def _by_state(root: Frame) -> dict[Hashable, list[_Write]]:
+    """All operations within a graph that may write, by what they may write to."""
+    found: dict[Hashable, list[_Write]] = {}
+    pending: list[tuple[Frame, list]] = [(root, [])]
+    while pending:
+        frame, decisions = pending.pop()
+        for op in frame.graph.get_operations():
+            kind = _kind(op.type)
+            if kind == _FUNCTION:
+                bodies = frame.bodies(op).values()
+                pending += [(body, [*decisions, *body.decisions()]) for body in bodies]
+            if kind is None or (op.outputs and all(map(is_released, op.outputs))):
+                continue
+            handles = [t for t in op.inputs if t.dtype == tf.resource]
+            states = {name for t in handles for name in frame.handles(t)}
+            for state in {_WORLD} if kind == _OUTSIDE else states if kind == _RESOURCE else ():
+                found.setdefault(state, []).append(_Write(frame, op, decisions))
+    return found
+
+
+_KINDS: dict[str, str | None] = {}
+
+
+def _kind(op_type: str) -> str | None:
+    """What an operation may do besides computing its outputs; `None` if nothing."""
+    if op_type not in _KINDS:
+        _KINDS[op_type] = _kind_of(op_type)
+    return _KINDS[op_type]
+
+
+def _kind_of(op_type: str) -> str | None:
+    definition = op_def_registry.get(op_type)
+    if op_type in OUTSIDE:
+        return _OUTSIDE
+    if definition is not None and not definition.is_stateful:
+        return _FUNCTION if function_attributes(op_type) else None
+    if op_type in READERS | WITHOUT_MEMORY | RANDOM or op_type.startswith(COMMUNICATION):
+        return None
+    if function_attributes(op_type):
+        return _FUNCTION
+    if definition is None:
+        return _OUTSIDE
+    if any(a.type == tf.resource.as_datatype_enum for a in definition.input_arg):
+        return _RESOURCE
+    return None if "Dataset" in op_type else _OUTSIDE
+
+
+def _error(op: tf.Operation) -> NotPrivateError:
+    text = _FOREIGN if _kind(op.type) == _OUTSIDE else _STATE
+    return NotPrivateError(
+        text.format(op=op.name, type=op.type, layer=layer_name(op), line=_line(op))
+    )
+
+
+def _line(op: tf.Operation) -> str:
+    """Where the user's program made an operation, if that is known."""
+    frames = [] if op.traceback is None else op.traceback.get_user_frames()
+    return f", line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""

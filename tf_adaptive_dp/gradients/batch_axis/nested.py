@@ -1,0 +1,295 @@
+"""Losses in inner functions: what their arguments are where the functions are called."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Union
+
+import tensorflow as tf
+
+from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.batch_axis import counting, operations, slots
+from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
+from tf_adaptive_dp.gradients.batch_axis.functions import join
+from tf_adaptive_dp.gradients.batch_axis.randomness import Draws
+from tf_adaptive_dp.gradients.batch_axis.sizes import static_value
+from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
+from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, DataIndependent
+from tf_adaptive_dp.gradients.frames import BRANCHES, CALLS, DATA_SET_LOOPS, LOOPS, Frame
+from tf_adaptive_dp.gradients.graph import ancestors
+from tf_adaptive_dp.gradients.released import is_released
+
+Value = Union[BatchAxis, CrossExample, DataIndependent]
+
+_FOREIGN = "does not have the batch as axis 0, has no static shape, or is sparse or ragged"
+_MIXED = (
+    "`minimize` is called in an inner function whose argument mixes the examples of the batch "
+    "already, so none has a gradient of its own. Received: {argument} of {function!r}, computed "
+    "by {op} ({type}), which {why}. Compute it inside of each example only, or once for all "
+    "before the step from public data."
+)
+_MOVED = (
+    "`minimize` is called in an inner function whose arguments do not hold the examples of the "
+    "step's batch in their order, as axis 0. Received: {argument} of {function!r}. Pass the "
+    "batch, or the same rows of all its parts (`x[a:b]`, `y[a:b]`)."
+)
+_PLACED = (
+    "`minimize` is called in an inner function with an argument that depends on the row of the "
+    "batch in which an example is, or on how many examples there are. Received: {argument} of "
+    "{function!r}, computed by {op} ({type}). Compute it inside of the function that calls "
+    "`minimize`, where the library can search how it is used."
+)
+
+
+def refuse_mixed_arguments(frame: Frame, loss: tf.Tensor) -> None:
+    """Refuses an inner function that was given something else than the examples of the batch.
+
+    A function takes its arguments for the examples, and numbers for settings. Where it is called
+    within others this is checked, through calls, branches and loops, up to what the outermost one
+    is fed.
+
+    Args:
+      frame: where the function is run; its outermost frame is that of the whole step.
+      loss: [B], in the graph of `frame`, and accepted there.
+
+    Raises:
+      NotPrivateError: if an argument that the loss depends on holds other things than examples in
+        their order, or if a number depends on the data; if an argument without data depends on the
+        size of the batch, or differs from row to row.
+    """
+    if frame.call is None:
+        return
+    given = [op.outputs[0] for op in ancestors([loss]) if op.type == "Placeholder"]
+    given = [t for t in given if t.dtype != tf.resource]
+    arguments = _Arguments(_batch_size(frame))
+    values = [arguments.value(frame, t) for t in given]
+    if all(isinstance(v, DataIndependent) for v in values):
+        # Nothing is fed: as elsewhere, constants with an axis of length B are the data then.
+        rows = _num_rows(frame, loss, given)
+        arguments = _Arguments(rows, constants_are_data=True)
+        values = [arguments.value(frame, t) for t in given]
+    selections = set()
+    for tensor, value in zip(given, values):
+        expects_rows = bool(feeds([tensor.op], frame.graph))
+        if isinstance(value, DataIndependent):
+            op = arguments.told_by(frame, tensor)
+            if op is not None:
+                names = {"argument": tensor.op.name, "function": getattr(frame.graph, "name", "")}
+                raise NotPrivateError(_PLACED.format(**names, op=op.name, type=op.type))
+            continue
+        if expects_rows and value == BatchAxis():
+            selections.add(())
+            continue
+        selection = arguments.selection(frame, tensor) if expects_rows else None
+        if selection is None:
+            raise _error(frame, tensor, value)
+        selections.add(selection)
+        if len(selections) > 1:
+            raise _error(frame, tensor, None)
+
+
+def _error(frame: Frame, tensor: tf.Tensor, value: Value | None) -> NotPrivateError:
+    names = {"argument": tensor.op.name, "function": getattr(frame.graph, "name", "")}
+    if isinstance(value, CrossExample):
+        op = value.op
+        return NotPrivateError(_MIXED.format(**names, op=op.name, type=op.type, why=value.why))
+    return NotPrivateError(_MOVED.format(**names))
+
+
+def _batch_size(frame: Frame) -> int | None:
+    """B where the step is fed, if that has one known size there."""
+    sizes: set[int | None] = set()
+    while frame is not None:
+        ops = frame.graph.get_operations()
+        fed = feeds([o for o in ops if frame.call is None or o.type != "Placeholder"], frame.graph)
+        sizes |= {t.shape[0] for t in fed if t.shape.rank}
+        frame = frame.outer
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _num_rows(frame: Frame, loss: tf.Tensor, given: Sequence[tf.Tensor]) -> int | None:
+    """B, as far as the loss or the arguments tell it."""
+    outside = [t for g in given for _, t in frame.origins(g)[0]]
+    sizes = [t.shape[0] for t in [loss, *outside] if t.shape.rank]
+    return next((n for n in sizes if n is not None), None)
+
+
+class _Arguments:
+    """What the inputs of bodies hold, found by following them outwards as far as they matter."""
+
+    def __init__(self, batch_size: int | None, constants_are_data: bool = False):
+        self._batch_size = batch_size
+        self._constants_are_data = constants_are_data
+        self._loops: dict[tuple[Frame, int], Value] = {}
+        self._asked: set[tuple[Frame, int]] = set()
+
+    def value(self, frame: Frame, tensor: tf.Tensor) -> Value:
+        """What a tensor holds."""
+        if tensor.op.type == "Placeholder":
+            return self._of_input(frame, tensor)
+        return self._layouts(frame, [tensor]).value(tensor)
+
+    def selection(self, frame: Frame, tensor: tf.Tensor) -> tuple | None:
+        """Which rows of the batch a tensor holds, if it is the batch but for the choice of rows."""
+        if self.value(frame, tensor) == BatchAxis():
+            return ()
+        op = tensor.op
+        if op.type == "Placeholder":
+            if frame.call is None or frame.call.type not in CALLS | BRANCHES:
+                return None
+            ((outer, given),), _ = frame.origins(tensor)
+            return self.selection(outer, given)
+        if op.type == "Identity":
+            return self.selection(frame, op.inputs[0])
+        if op.type == "StridedSlice" and _takes_rows(op):
+            source, others = op.inputs[0], list(op.inputs[1:])
+        elif op.type == "Split" and static_value(op.inputs[0]) == 0:
+            source, others = op.inputs[1], []
+        elif op.type == "SplitV" and static_value(op.inputs[2]) == 0:
+            source, others = op.inputs[0], [op.inputs[1]]
+        else:
+            return None
+        if any(not isinstance(self.value(frame, t), DataIndependent) for t in others):
+            return None
+        before = self.selection(frame, source)
+        step = (op.type, len(op.outputs), tensor.value_index, *map(_formula, others))
+        return None if before is None else (*before, step)
+
+    def told_by(self, frame: Frame, tensor: tf.Tensor) -> tf.Operation | None:
+        """What makes an argument without data depend on the size of the batch, or on the row.
+
+        Inside of the function it counts as a setting, or as part of the batch, so that neither
+        would be looked for there.
+        """
+        if tensor.dtype in (tf.resource, tf.variant) or (frame, id(tensor)) in self._asked:
+            return None
+        self._asked.add((frame, id(tensor)))
+        if tensor.op.type == "Placeholder" and frame.call is not None:
+            told = (self.told_by(*place) for place in frame.origins(tensor)[0])
+            return next((op for op in told if op is not None), None)
+        batch_axes, ops = self._layouts(frame, [tensor]), _until_releases([tensor])
+        inputs = [op.outputs[0] for op in ops if op.type == "Placeholder"]
+        if frame.call is not None:
+            for given in inputs:
+                if isinstance(self.value(frame, given), DataIndependent):
+                    op = self.told_by(frame, given)
+                    if op is not None:
+                        return op
+        if counting.counts_batch(tensor, batch_axes):
+            return tensor.op
+        if tensor.shape.rank == 0:
+            return None
+        draws = Draws(frame.graph)
+        demand = slots.Demand(batch_axes, tensor, BatchAxis())
+        found = slots.disprove([demand], set(), draws)
+        return tensor.op if found is not None or draws.replaces_any else None
+
+    def _layouts(self, frame: Frame, tensors: Sequence[tf.Tensor], inputs=None) -> BatchAxes:
+        """The layouts of what tensors of a body are computed from."""
+        ops = _until_releases(tensors)
+        batch_axes = BatchAxes(self._batch_size)
+        for op in ops:
+            if op.type == "Placeholder":
+                (tensor,) = op.outputs
+                value = (inputs or {}).get(id(tensor)) or self._of_input(frame, tensor)
+                public = isinstance(value, DataIndependent)
+                batch_axes.set(tensor, value.layout if public else value, not public)
+            elif op.type == "Const" and self._is_data(op.outputs[0]):
+                batch_axes.set(op.outputs[0], BatchAxis(), True)
+            else:
+                for tensor in feeds([op], frame.graph):
+                    batch_axes.set(tensor, _fresh(tensor), True)
+        operations.run(ops, batch_axes)
+        return batch_axes
+
+    def _of_input(self, frame: Frame, tensor: tf.Tensor) -> Value:
+        if frame.call is None:
+            return self._fed(frame, tensor)
+        places, is_element = frame.origins(tensor)
+        if frame.call.type in CALLS | BRANCHES:
+            return self.value(*places[0])
+        loop_state = frame.call.type in LOOPS | DATA_SET_LOOPS and len(places) > 1
+        if loop_state:
+            return self._of_loop_state(frame, tensor)
+        values = [self.value(*p) for p in places if p[1].dtype != tf.resource]
+        dependent = [v for v in values if not isinstance(v, DataIndependent)]
+        if dependent and len(values) > 1 or dependent and is_element:
+            return CrossExample(
+                frame.call, "gives the data to a function in a way that is not known"
+            )
+        if is_element:
+            return _fresh(tensor)
+        return dependent[0] if dependent else DataIndependent()
+
+    def _fed(self, frame: Frame, tensor: tf.Tensor) -> Value:
+        """What the outermost function is fed, or has from outside of all functions."""
+        _, is_data = frame.origins(tensor)
+        return BatchAxis() if is_data or self._is_data(tensor) else DataIndependent()
+
+    def _is_data(self, constant: tf.Tensor) -> bool:
+        size = self._batch_size if self._constants_are_data else None
+        return size is not None and constant.shape[:1] == [size]
+
+    def _of_loop_state(self, frame: Frame, tensor: tf.Tensor) -> Value:
+        """What a variable of a loop holds in all rounds."""
+        if (frame, id(tensor)) in self._loops:
+            return self._loops[frame, id(tensor)]
+        body = frame.outer.bodies(frame.call)["body"] if frame.role == "cond" else frame
+        place = next(k for k, t in enumerate(frame.graph.inputs) if t is tensor)
+        needed, pending = {}, [place]
+        while pending:
+            k = pending.pop()
+            if k in needed:
+                continue
+            needed[k] = body.graph.outputs[k]
+            inside = {id(op.outputs[0]) for op in _until_releases([needed[k]]) if op.outputs}
+            pending += [
+                j
+                for j, t in enumerate(body.graph.inputs[: len(body.graph.outputs)])
+                if id(t) in inside and len(body.origins(t)[0]) > 1
+            ]
+        state = {k: self.value(*body.origins(body.graph.inputs[k])[0][0]) for k in needed}
+        while True:  # each round makes some value known, or mixed, or dependent; or it is the last
+            inputs = {id(body.graph.inputs[k]): v for k, v in state.items()}
+            batch_axes = self._layouts(body, list(needed.values()), inputs)
+            after = {k: join(frame.call, v, batch_axes.value(needed[k])) for k, v in state.items()}
+            if after == state:
+                break
+            state = after
+        self._loops[frame, id(tensor)] = state[place]
+        return state[place]
+
+
+def _fresh(tensor: tf.Tensor) -> BatchAxis | CrossExample:
+    return BatchAxis() if tensor.shape.rank else CrossExample(tensor.op, _FOREIGN)
+
+
+def _takes_rows(op: tf.Operation) -> bool:
+    """Whether `x[a:b]` is all that a slice does."""
+    masks = ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
+    one_axis = op.inputs[1].shape.rank == 1 and op.inputs[1].shape[0] == 1
+    strides = static_value(op.inputs[3])
+    forward = strides is not None and (strides == 1).all()
+    return one_axis and forward and not any(op.get_attr(m) for m in masks)
+
+
+def _formula(tensor: tf.Tensor) -> Hashable:
+    """What a small integer tensor is computed by; equal for equal formulas of equal values."""
+    value = static_value(tensor)
+    if value is not None:
+        return value.tobytes()
+    op = tensor.op
+    if op.type in ("Pack", "Mul", "Add", "AddV2", "Sub", "Minimum", "Identity", "FloorDiv"):
+        return (op.type, *map(_formula, op.inputs))
+    return id(tensor)
+
+
+def _until_releases(tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """The operations that tensors are computed from, as far as no private release lies between."""
+    seen, stack = set(), [t for t in tensors if not is_released(t)]
+    while stack:
+        op = stack.pop().op
+        if op not in seen:
+            seen.add(op)
+            stack += [t for t in op.inputs if not is_released(t)]
+    return [op for op in tensors[0].graph.get_operations() if op in seen]

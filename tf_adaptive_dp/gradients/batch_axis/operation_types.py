@@ -1,0 +1,178 @@
+"""Operations that treat the examples of a batch alike, by what they do to the axes."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+# One entry of the output from one entry of each input, with broadcasting.
+ELEMENTWISE = set(
+    """
+    Abs Acos Acosh Add AddN AddV2 Angle ApproximateEqual AsString Asin Asinh Atan Atan2 Atanh
+    BesselI0 BesselI0e BesselI1 BesselI1e Betainc BitwiseAnd BitwiseOr BitwiseXor Bucketize
+    Cast Ceil CheckNumerics CheckNumericsV2 ClipByValue Complex ComplexAbs Conj Copy Cos Cosh
+    DebugIdentityV2 Digamma Div DivNoNan Elu EluGrad EnsureShape Equal Erf Erfc Erfinv Exp Expm1
+    FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars Floor FloorDiv FloorMod Greater GreaterEqual
+    Identity Igamma IgammaGradA Igammac Imag Inv InvGrad Invert IsFinite IsInf IsNan LeakyRelu
+    LeakyReluGrad LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum
+    Minimum Mod Mul MulNoNan Ndtri Neg NextAfter NotEqual OnesLike Polygamma Pow PreventGradient
+    Print PrintV2  Real
+    RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad RightShift Rint Round Rsqrt
+    RsqrtGrad SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad
+    Softsign SoftsignGrad Spence Sqrt SqrtGrad Square SquaredDifference StopGradient
+    StringToHashBucketFast StringToNumber Sub Tan Tanh TanhGrad TruncateDiv TruncateMod Xdivy
+    Xlog1py Xlogy ZerosLike Zeta
+    """.split()
+)
+
+# What the examples are is in the leading axes; so many trailing axes are worked on as a whole.
+TRAILING = {
+    **dict.fromkeys("Softmax LogSoftmax TopK TopKV2 NthElement HSVToRGB RGBToHSV".split(), 1),
+    **dict.fromkeys("FFT IFFT RFFT IRFFT MatrixDiag MatrixDiagV2 MatrixDiagV3".split(), 1),
+    **dict.fromkeys("FFT2D IFFT2D RFFT2D IRFFT2D Cholesky MatrixInverse MatrixSolve".split(), 2),
+    **dict.fromkeys(
+        "MatrixTriangularSolve MatrixSolveLs MatrixDeterminant MatrixExponential".split(), 2
+    ),
+    **dict.fromkeys(
+        "LogMatrixDeterminant MatrixSquareRoot MatrixBandPart MatrixDiagPart".split(), 2
+    ),
+    **dict.fromkeys("MatrixDiagPartV2 MatrixDiagPartV3 MatrixSetDiag MatrixSetDiagV2".split(), 2),
+    **dict.fromkeys("MatrixSetDiagV3 SelfAdjointEigV2 Svd Qr Lu BandedTriangularSolve".split(), 2),
+    **dict.fromkeys("TridiagonalSolve TridiagonalMatMul".split(), 2),
+    **dict.fromkeys("AdjustContrastv2 AdjustHue AdjustSaturation FFT3D IFFT3D".split(), 3),
+}
+
+# Axis 0 of the first input is the batch, as it is of all that depends on the data.
+AXIS_0 = set(
+    """
+    AvgPool AvgPool3D Conv2D Conv3D DepthToSpace DepthwiseConv2dNative
+    Dilation2D ExtractImagePatches ExtractVolumePatches
+    ImageProjectiveTransformV2 ImageProjectiveTransformV3 InTopK InTopKV2 LRN MaxPool MaxPool3D
+    MaxPoolV2 MaxPoolWithArgmax Multinomial ResizeArea ResizeBicubic ResizeBilinear
+    ResizeNearestNeighbor SoftmaxCrossEntropyWithLogits SpaceToDepth
+    SparseSoftmaxCrossEntropyWithLogits
+    """.split()
+)
+
+REDUCTIONS = {"All", "Any", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"}
+
+# Only the shape of the input counts.
+SHAPE_ONLY = {"Shape", "ShapeN", "Size", "Rank"}
+
+RANDOM = {
+    "ParameterizedTruncatedNormal",
+    "RandomStandardNormal",
+    "RandomUniform",
+    "RandomUniformInt",
+    "StatelessRandomNormal",
+    "StatelessRandomNormalV2",
+    "StatelessRandomUniform",
+    "StatelessRandomUniformFullInt",
+    "StatelessRandomUniformFullIntV2",
+    "StatelessRandomUniformInt",
+    "StatelessRandomUniformIntV2",
+    "StatelessRandomUniformV2",
+    "StatelessTruncatedNormal",
+    "StatelessTruncatedNormalV2",
+    "TruncatedNormal",
+}
+
+# Beside the elementwise ones: those whose output has the shape of the first input.
+KEEP_SHAPE = {
+    "BiasAdd",
+    "Cumsum",
+    "FusedBatchNormGradV3",
+    "FusedBatchNormV3",
+    "LogSoftmax",
+    "ReverseSequence",
+    "ReverseV2",
+    "Softmax",
+}
+
+# What a data set gives.
+ELEMENTS = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}
+
+# Operations that take a handle, and data, but write nothing. All others with a handle may write.
+READERS = set(
+    """
+    IteratorGetNextAsOptional LookupTableExportV2 LookupTableFindV2 LookupTableSizeV2
+    ReadVariableOp ReadVariableXlaSplitND ResourceGather ResourceGatherNd TensorArrayGatherV3
+    TensorArrayReadV3 TensorArraySizeV3 VarIsInitializedOp VariableShape _ReadVariablesOp
+    """.split()
+)
+
+# Called stateful, but nothing of the data stays in them: checks, output that nobody reads back,
+# draws of random numbers, clocks, and operations that make handles.
+WITHOUT_MEMORY = set(
+    """
+    AllCandidateSampler Assert CheckNumerics CheckNumericsV2 CrossReplicaSum CudnnRNN
+    CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3 CudnnRNNV2 CudnnRNNV3
+    DebugIdentityV2 DebugIdentityV3 DeepCopy DeviceIndex Empty FixedUnigramCandidateSampler
+    GuaranteeConst LearnedUnigramCandidateSampler LogUniformCandidateSampler Multinomial
+    NonDeterministicInts Print PrintV2 RandomCrop RandomGamma RandomPoisson RandomPoissonV2
+    RandomShuffle SampleDistortedBoundingBox SampleDistortedBoundingBoxV2 StatelessRandomGetAlg
+    SyncDevice ThreadUnsafeUnigramCandidateSampler Timestamp UniformCandidateSampler VarHandleOp
+    """.split()
+)
+
+# Sums over replicas, by the start of their names.
+COMMUNICATION = ("AllToAll", "Collective", "Nccl")
+
+# What leaves the graph, or comes back into it, where nobody can see what stays there.
+OUTSIDE = {
+    *("EagerPyFunc", "PyFunc", "PyFuncStateless", "ReadFile", "WriteFile", "MatchingFiles"),
+    *("DatasetToTFRecord", "ExperimentalDatasetToTFRecord"),
+    *("SaveDataset", "SaveDatasetV2", "LoadDataset"),
+}
+
+FUNCTIONS = {
+    "Case",
+    "If",
+    "PartitionedCall",
+    "StatefulPartitionedCall",
+    "StatelessCase",
+    "StatelessIf",
+    "StatelessWhile",
+    "While",
+}
+
+# Of lists of tensors: those whose list may become, or stays, as long as the batch.
+KEEP_LENGTH = {"TensorListReserve", "TensorListSetItem", "TensorListStack"}
+LISTS = KEEP_LENGTH | {
+    "TensorListFromTensor",
+    "TensorListGather",
+    "TensorListGetItem",
+    "TensorListPopBack",
+    "TensorListPushBack",
+    "TensorListResize",
+}
+
+
+def product_terms(op: tf.Operation) -> tuple[list[str], str]:
+    """A product of tensors as in `tf.einsum`: the letters of each input, and of the output."""
+    if op.type == "Einsum":
+        return _einsum_terms(op)
+    names = ("transpose_a", "transpose_b") if op.type == "MatMul" else ("adj_x", "adj_y")
+    ranks = [t.shape.rank for t in op.inputs]
+    stack = "abcdefgh"[: max(ranks) - 2]
+    terms = [
+        stack[len(stack) - (rank - 2) :] + (last[::-1] if op.get_attr(flip) else last)
+        for rank, last, flip in zip(ranks, ("nk", "km"), names)
+    ]
+    return terms, stack + "nm"
+
+
+def _einsum_terms(op: tf.Operation) -> tuple[list[str], str]:
+    """The letters of an equation, ellipses written out."""
+    equation = op.get_attr("equation").decode().replace(" ", "")
+    left, result = equation.split("->")
+    terms = left.split(",")
+    unused = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
+    hidden = [
+        t.shape.rank - len(term) + 3 if "..." in term else 0 for t, term in zip(op.inputs, terms)
+    ]
+    letters = unused[: max(hidden)]
+    terms = [
+        term.replace("...", "".join(letters[len(letters) - count :]))
+        for term, count in zip(terms, hidden)
+    ]
+    return terms, result.replace("...", "".join(letters))

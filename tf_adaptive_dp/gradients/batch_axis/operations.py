@@ -1,0 +1,395 @@
+"""What each operation does to the batch axis; whatever is not known here counts as mixing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Union
+
+import tensorflow as tf
+
+from tf_adaptive_dp.gradients.batch_axis.operation_types import (
+    AXIS_0,
+    ELEMENTWISE,
+    FUNCTIONS,
+    KEEP_LENGTH,
+    LISTS,
+    RANDOM,
+    REDUCTIONS,
+    SHAPE_ONLY,
+    TRAILING,
+)
+from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, product, static_value
+from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
+from tf_adaptive_dp.gradients.batch_axis.values import (
+    BatchAxis,
+    CrossExample,
+    DataIndependent,
+    OneExample,
+    Rows,
+)
+
+Layout = Union[BatchAxis, CrossExample, Rows, OneExample, DataIndependent, None]
+# From an operation to the layouts of its outputs (or one for all of them).
+Rule = Callable[[tf.Operation, "BatchAxes"], Union[Layout, Sequence[Layout]]]
+_RULES: dict[str, Rule] = {}
+
+_UNKNOWN = (
+    "is an operation of which this library does not know whether it keeps the examples apart (if "
+    "it does, say so with `tf_adaptive_dp.gradients.register_layout`)"
+)
+
+
+def register_layout(*op_types: str) -> Callable[[Rule], Rule]:
+    """Registers what operations do to the batch axis.
+
+    Guarantee: this is where the library learns which operations keep the examples of a batch
+    apart. A rule that returns a `BatchAxis` vouches that entry i of the output depends on entry i
+    of the inputs alone.
+
+    Args:
+      *op_types: names as in `tf.Operation.type`.
+
+    Returns:
+      A decorator for `rule(op, batch_axes)`, which returns a `BatchAxis` or
+      `CrossExample(op, why)`, one for all outputs or one for each. It is asked only if an input
+      depends on the data.
+    """
+
+    def register(rule: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(op_types, rule))
+        return rule
+
+    return register
+
+
+def run(ops: Iterable[tf.Operation], batch_axes: BatchAxes) -> None:
+    """Enters the outputs of operations, given in the order of creation."""
+    for op in ops:
+        if any(batch_axes[t] is not None or batch_axes.depends(t) for t in op.outputs):
+            continue  # a source
+        apply(op, batch_axes)
+
+
+def apply(op: tf.Operation, batch_axes: BatchAxes) -> None:
+    """Enters the outputs of an operation whose inputs are known."""
+    if op.type in SHAPE_ONLY:
+        # A shape tells of the data only where sizes do, as after `tf.boolean_mask`.
+        told = next(
+            (m for m in map(batch_axes.__getitem__, op.inputs) if _tells_sizes(op, m)), None
+        )
+        for output in op.outputs:
+            batch_axes.set(output, told, told is not None)
+        return
+    dependent = any(batch_axes.depends(t) for t in op.inputs)
+    rule = one_example if _is_in_iteration(op, batch_axes) else _RULES.get(op.type)
+    if not dependent:
+        found = rule(op, batch_axes) if rule and op.type in _MAKE_BATCHES else None
+    elif rule is None:
+        # A function is judged by what is in it, anything else unknown is not trusted.
+        found = _first_mixed(op, batch_axes) or CrossExample(op, _UNKNOWN)
+    else:
+        found = rule(op, batch_axes)
+    found = found if isinstance(found, list) else [found] * len(op.outputs)
+    tied = _ties(op, batch_axes)
+    for output, layout in zip(op.outputs, found):
+        alike = op.type in ("ZerosLike", "OnesLike") and isinstance(layout, BatchAxis)
+        values = dependent and not alike
+        of_output = tied
+        if isinstance(layout, DataIndependent):
+            layout, of_output, values = layout.layout, layout.tied, False
+        if isinstance(layout, CrossExample) and not values:
+            layout = None
+        if values and layout is None:
+            layout = CrossExample(op, "makes one value for all examples")
+        batch_axes.set(output, layout, values)
+        if not values:
+            batch_axes.tie(output, of_output)
+
+
+def _tells_sizes(op: tf.Operation, layout: Layout) -> bool:
+    if isinstance(layout, OneExample):
+        return not all(t.shape.is_fully_defined() for t in op.inputs)
+    return isinstance(layout, CrossExample)
+
+
+def _ties(op: tf.Operation, batch_axes: BatchAxes) -> frozenset[tf.Graph]:
+    """Bodies of loops from iteration to iteration of which public outputs of it change."""
+    if batch_axes.loops and _has_memory(op):
+        return batch_axes.loops
+    return frozenset().union(*map(batch_axes.tied, op.inputs))
+
+
+def _has_memory(op: tf.Operation) -> bool:
+    """Whether it may give another value each time that is not random, or has a known seed."""
+    if op.type in RANDOM and op.op_def.is_stateful:
+        return bool(op.get_attr("seed") or op.get_attr("seed2"))
+    return op.op_def.is_stateful and op.type not in _READS
+
+
+def _is_in_iteration(op: tf.Operation, batch_axes: BatchAxes) -> bool:
+    """Whether it is about single examples of a loop over them, and has no rule for that."""
+    return op.type not in _FOLLOWED and any(
+        isinstance(batch_axes[t], (Rows, OneExample)) and batch_axes.depends(t) for t in op.inputs
+    )
+
+
+def one_example(op: tf.Operation, batch_axes: BatchAxes) -> Layout:
+    """What is computed from one example alone belongs to it, whatever the operation.
+
+    It must do the same each time it is run, and must not be told where in the batch the example is.
+    """
+    place, *others = {batch_axes[t] for t in op.inputs if batch_axes.depends(t)}
+    mixed = _first_mixed(op, batch_axes)
+    if mixed or others or not isinstance(place, OneExample):
+        return mixed or CrossExample(op, "puts the example of one iteration beside other ones")
+    if op.op_def.is_stateful and op.type not in _READS:
+        return CrossExample(op, "may remember the examples of other iterations")
+    if any(place.loop in batch_axes.tied(t) for t in op.inputs):
+        return CrossExample(
+            op, "uses where in the batch an example is, or numbers that depend on it"
+        )
+    return place
+
+
+def _first_mixed(op: tf.Operation, batch_axes: BatchAxes) -> CrossExample | None:
+    return next(
+        (m for m in map(batch_axes.__getitem__, op.inputs) if isinstance(m, CrossExample)), None
+    )
+
+
+def _data(op: tf.Operation, batch_axes: BatchAxes) -> list[tf.Tensor]:
+    """The inputs with a batch axis; those of the data only, if there are any."""
+    placed = [t for t in op.inputs if isinstance(batch_axes[t], BatchAxis)]
+    return [t for t in placed if batch_axes.depends(t)] or placed
+
+
+def unless_cross_example(rule: Rule) -> Rule:
+    """Lets what is mixed already stay mixed, with the reason that it has."""
+
+    def wrapped(op, batch_axes):
+        return _first_mixed(op, batch_axes) or rule(op, batch_axes)
+
+    return wrapped
+
+
+@register_layout(*ELEMENTWISE)
+@unless_cross_example
+def elementwise(op, batch_axes):
+    """Batch axes must meet when shapes are aligned from the right."""
+    rank = op.outputs[0].shape.rank
+    single = not isinstance(batch_axes[op.inputs[0]], BatchAxis)
+    if op.type in _SAME and (rank is None or single):
+        return batch_axes[op.inputs[0]]
+    places = set()
+    for tensor in _data(op, batch_axes):
+        if tensor.shape.rank is None or rank is None:
+            return CrossExample(op, "has an unknown rank")
+        layout = batch_axes[tensor]
+        places.add(layout.at(layout.axis + rank - tensor.shape.rank))
+    if len(places) > 1:
+        return CrossExample(op, "combines each example with every other one, by broadcasting")
+    return places.pop() if places else None
+
+
+@register_layout("Equal")
+def equal(op, batch_axes):
+    """Whether a whole number equals itself says nothing; `tf.recompute_grad` asks that."""
+    if op.inputs[0] is op.inputs[1] and not op.inputs[0].dtype.is_floating:
+        return DataIndependent()
+    return elementwise(op, batch_axes)
+
+
+@register_layout("IdentityN")
+def identity_n(op, batch_axes):
+    """Each output is an input."""
+    return [batch_axes[t] for t in op.inputs]
+
+
+@register_layout("Select")
+@unless_cross_example
+def select(op, batch_axes):
+    """The older `where`: no broadcasting, but the condition may be a vector over axis 0."""
+    places = {batch_axes[t] for t in _data(op, batch_axes)}
+    if len(places) > 1 or (op.inputs[0].shape.rank == 1 and BatchAxis() not in places):
+        return CrossExample(op, "combines examples with other ones")
+    return places.pop()
+
+
+@register_layout(*TRAILING)
+@unless_cross_example
+def trailing(op, batch_axes):
+    """Works on the last axes as a whole."""
+    places = {batch_axes[t] for t in _data(op, batch_axes)}
+    broadcasts = "Solve" in op.type
+    ranks = {t.shape.rank for t in (op.inputs if broadcasts else _data(op, batch_axes))}
+    if len(places) > 1 or len(ranks) > 1 or None in ranks:
+        return CrossExample(op, "combines examples with other ones")
+    layout, rank = places.pop(), ranks.pop()
+    if layout.axis >= rank - TRAILING[op.type]:
+        return CrossExample(op, "works across the batch axis")
+    return layout
+
+
+@register_layout(*AXIS_0, "Conv2DBackpropInput", "Conv3DBackpropInputV2", "DenseBincount")
+@unless_cross_example
+def axis_0(op, batch_axes):
+    """Axis 0 is the batch for all inputs that have one; filters must not depend on the data."""
+    places = {batch_axes[t] for t in _data(op, batch_axes)}
+    layout = places.pop()
+    counts_the_batch = op.type == "DenseBincount" and op.inputs[0].shape.rank != 2
+    if places or layout.axis != 0 or counts_the_batch:
+        return CrossExample(op, "works across the batch axis")
+    if op.type.startswith(("Conv", "Depthwise", "Dilation")) and batch_axes.depends(op.inputs[1]):
+        return CrossExample(op, "has a filter that depends on the data")
+    return layout
+
+
+@register_layout("BiasAdd")
+@unless_cross_example
+def bias_add(op, batch_axes):
+    """Adds the same vector to all."""
+    if batch_axes.depends(op.inputs[1]):
+        return CrossExample(op, "has a bias that depends on the data")
+    return batch_axes[op.inputs[0]]
+
+
+@register_layout("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
+@unless_cross_example
+def fused_batch_norm(op, batch_axes):
+    """Training mode normalizes over all axes but the channels: LayerNormalization uses that too."""
+    layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
+    if layout is None or any(batch_axes.depends(t) for t in op.inputs[1:]):
+        return CrossExample(op, "has scales that depend on the data")
+    if not op.get_attr("is_training"):
+        return [layout] + [DataIndependent()] * (
+            len(op.outputs) - 1
+        )  # the statistics that it was given
+    channels = 1 if op.get_attr("data_format") in (b"NCHW", b"NCDHW") else rank - 1
+    if layout.axis != channels:
+        return CrossExample(op, "is BatchNormalization in training mode")
+    return [layout] + [layout.at(0)] * (len(op.outputs) - 1)
+
+
+def sum_to_operand(op: tf.Operation, batch_axes: BatchAxes) -> BatchAxis | None:
+    """Where the batch is after a sum over the axes along which an operand was broadcast.
+
+    The gradient of `x * y` sums over the axes along which x was broadcast, and reshapes to the
+    shape of x. Which axes these are is known at run time only. If the batch has an axis of x, it is
+    among them only where it is of length 1, and summing over that changes nothing.
+
+    Args:
+      op: a sum over axes that are not known beforehand.
+      batch_axes: those of its graph.
+
+    Returns:
+      The axis in the shape of x; `None` for any other sum, and for a sum over the batch.
+    """
+    tensor, axes = op.inputs
+    layout, rank, source = batch_axes[tensor], tensor.shape.rank, axes.op
+    if source.type != "BroadcastGradientArgs" or not isinstance(layout, BatchAxis) or rank is None:
+        return None
+    shape = source.inputs[axes.value_index]
+    ranks = [t.shape[0] for t in source.inputs]
+    if None in ranks or rank != max(ranks):
+        return None
+    own, first = batch_axes.entries(shape), rank - ranks[axes.value_index]
+    kept = [a for a, size in enumerate(own) if size != ONE]
+    if any(own[a] != batch_axes.size(tensor, first + a) for a in kept):
+        return None
+    users = [u for u in op.outputs[0].consumers() if u.type not in SHAPE_ONLY]
+    if op.get_attr("keep_dims") or any(
+        u.type != "Reshape" or u.inputs[1] is not shape for u in users
+    ):
+        return None
+    return layout.at(layout.axis - first) if layout.axis - first in kept else None
+
+
+@register_layout(*REDUCTIONS, "ArgMax", "ArgMin")
+@unless_cross_example
+def reduction(op, batch_axes):
+    """Axes go away, or stay with length 1."""
+    layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
+    axes = static_value(op.inputs[1])
+    if op.type == "Sum" and axes is None:
+        found = sum_to_operand(op, batch_axes)
+        if found:
+            return found
+    if layout is None or axes is None or rank is None:
+        return CrossExample(op, "reduces over axes that are not known beforehand")
+    axes = {int(a) % rank for a in axes.reshape(-1)}
+    if layout.axis in axes:
+        return CrossExample(op, "reduces over the batch axis")
+    if op.type in REDUCTIONS and op.get_attr("keep_dims"):
+        return layout
+    return layout.at(layout.axis - sum(a < layout.axis for a in axes))
+
+
+@register_layout("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Roll")
+@unless_cross_example
+def along_axes(op, batch_axes):
+    """Moves or adds entries along axes that an input names."""
+    layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
+    axes = static_value(op.inputs[2 if op.type == "Roll" else 1])
+    if layout is None or axes is None or any(map(batch_axes.depends, op.inputs[1:])):
+        return CrossExample(op, "works along axes, or by steps, that depend on the data")
+    if layout.axis in {int(a) % rank for a in axes.reshape(-1)}:
+        return CrossExample(op, "works across the batch axis")
+    return layout
+
+
+@register_layout("ReverseSequence")
+@unless_cross_example
+def reverse_sequence(op, batch_axes):
+    """Reverses the first entries along one axis, a number for each entry of another."""
+    axis = op.get_attr("batch_dim")
+    places = [batch_axes[t] for t in op.inputs]
+    places = [places[0], places[1] and places[1].at(axis + places[1].axis)]
+    found = {p for p, t in zip(places, op.inputs) if batch_axes.depends(t)}
+    if len(found) > 1 or next(iter(found)).axis != axis or op.get_attr("seq_dim") == axis:
+        return CrossExample(op, "works across the batch axis")
+    return found.pop()
+
+
+@register_layout("Fill", *RANDOM)
+@unless_cross_example
+def new_tensor(op, batch_axes):
+    """A tensor of a given shape; batch size in the shape makes it a batch."""
+    if any(batch_axes.depends(t) for t in op.inputs):
+        return CrossExample(op, "spreads one value over the batch")
+    return batch_axes.in_target(batch_axes.entries(op.inputs[0]))
+
+
+@register_layout("BroadcastTo", "Tile")
+@unless_cross_example
+def spread(op, batch_axes):
+    """Repeats along axes; a public value that is repeated B times becomes a batch."""
+    layout, tensor = batch_axes[op.inputs[0]], op.inputs[0]
+    target = batch_axes.entries(op.inputs[1])
+    if layout is None:
+        made = batch_axes.in_target(target)
+        if made and op.type == "Tile":
+            made = made._replace(inner=product([made.inner, batch_axes.size(tensor, made.axis)]))
+        return made
+    if op.type == "BroadcastTo":
+        return layout.at(layout.axis + len(target) - tensor.shape.rank)
+    times = target[layout.axis]
+    if times is None:
+        return CrossExample(op, "repeats the batch a number of times that is not known beforehand")
+    return layout._replace(outer=product([times, layout.outer]))
+
+
+_MAKE_BATCHES = {"Fill", "BroadcastTo", "Tile", *RANDOM, *ELEMENTWISE, *KEEP_LENGTH}
+_SAME = {"Identity", "StopGradient", "PreventGradient"}
+# Their rules know of single examples in loops; what is in a function is looked at by itself.
+_FOLLOWED = {*_SAME, "IdentityN", *LISTS, *FUNCTIONS}
+# Stateful for TensorFlow, but they give the same for the same inputs.
+_READS = {
+    "Assert",
+    "LookupTableFindV2",
+    "Print",
+    "PrintV2",
+    "ReadVariableOp",
+    "ResourceGather",
+    "ResourceGatherNd",
+    "VariableShape",
+}

@@ -1,0 +1,309 @@
+"""What reshapes, slices and their like do to the batch axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_adaptive_dp.gradients.batch_axis.operations import (
+    register_layout,
+    sum_to_operand,
+    unless_cross_example,
+)
+from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size, product, static_value
+from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, OneExample
+
+_ACROSS = "works across the batch axis"
+
+
+def find_axis(
+    batch_size: Size, outer: Size, inner: Size, target: Sequence[Size | None]
+) -> BatchAxis | None:
+    """Where the batch axis is after a reshape.
+
+    Flattened, the data is [outer, B, inner]; a reshape leaves that as it is.
+
+    Args:
+      batch_size: B.
+      outer: entries of the tensor before the batch, all axes counted.
+      inner: entries after it.
+      target: the new shape; one entry may be unknown.
+
+    Returns:
+      The axis, or `None` if none is certain to hold the batch.
+
+    >>> find_axis(Size(1, ("batch",)), ONE, Size(12), [None, Size(4)])
+    BatchAxis(axis=0, outer=Size(number=1, unknowns=()), inner=Size(number=3, unknowns=()))
+    """
+    total = product([outer, batch_size, inner])
+    target = list(target)
+    if target.count(None) == 1:
+        known = product(s for s in target if s is not None)
+        target[target.index(None)] = total.over(known)
+    if None in target:
+        return None
+    for axis, size in enumerate(target):
+        outside = outer.over(product(target[:axis]))
+        inside = inner.over(product(target[axis + 1 :]))
+        if outside is None or inside is None or size == ONE != batch_size:
+            continue
+        if product([outside, batch_size, inside]) == size:
+            return BatchAxis(axis, outside, inside)
+    return None
+
+
+@register_layout("Reshape")
+@unless_cross_example
+def reshape(op, batch_axes):
+    """Finds the batch again from the number of entries before and after it."""
+    tensor, output = op.inputs[0], op.outputs[0]
+    layout = batch_axes[tensor]
+    if tensor.op.type == "Sum" and sum_to_operand(tensor.op, batch_axes):
+        return layout  # it has the shape already
+    if layout is None or tensor.shape.rank is None or output.shape.rank is None:
+        return CrossExample(op, "reshapes to a shape that is not known beforehand")
+    sizes = [batch_axes.size(tensor, a) for a in range(tensor.shape.rank)]
+    target = batch_axes.entries(op.inputs[1])
+    target = [known if n is None else Size(n) for n, known in zip(output.shape, target)]
+    found = find_axis(
+        batch_axes.batch_size,
+        product([*sizes[: layout.axis], layout.outer]),
+        product([layout.inner, *sizes[layout.axis + 1 :]]),
+        target,
+    )
+    return found or CrossExample(
+        op, "reshapes so that the examples cannot be told apart for certain"
+    )
+
+
+@register_layout("Squeeze", "ExpandDims")
+@unless_cross_example
+def axes_of_length_1(op, batch_axes):
+    """Removes or adds axes."""
+    layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
+    if rank is None:
+        return CrossExample(op, "has an unknown rank")
+    if op.type == "ExpandDims":
+        new = static_value(op.inputs[1])
+        if layout is None or new is None:
+            return CrossExample(op, "adds an axis that is not known beforehand")
+        return layout.at(layout.axis + (int(new) % (rank + 1) <= layout.axis))
+    gone = {a % rank for a in op.get_attr("squeeze_dims")}
+    gone = gone or {a for a in range(rank) if op.inputs[0].shape[a] == 1}
+    if layout.axis in gone or op.outputs[0].shape.rank is None:
+        return CrossExample(op, "removes the batch axis")
+    return layout.at(layout.axis - sum(a < layout.axis for a in gone))
+
+
+@register_layout("Transpose")
+@unless_cross_example
+def transpose(op, batch_axes):
+    """Exchanges axes."""
+    order = static_value(op.inputs[1])
+    if order is None:
+        return CrossExample(op, "exchanges axes that are not known beforehand")
+    layout = batch_axes[op.inputs[0]]
+    return layout.at(order.tolist().index(layout.axis))
+
+
+@register_layout("ConcatV2")
+@unless_cross_example
+def concat(op, batch_axes):
+    """Puts tensors side by side; along the batch axis, as [all of x, all of y]."""
+    rank, axis = op.outputs[0].shape.rank, static_value(op.inputs[-1])
+    found = [batch_axes[t] for t in op.inputs[:-1]]
+    places = {batch_axes[t] for t in op.inputs[:-1] if batch_axes.depends(t)}
+    if axis is None or rank is None or batch_axes.depends(op.inputs[-1]):
+        return CrossExample(op, "concatenates along an axis that is not known beforehand")
+    layout = next(iter(places))
+    if layout.axis == int(axis) % rank:
+        if None in found or len({(p.axis, p.inner) for p in found}) > 1:
+            return CrossExample(op, "puts other rows beside the examples of the batch")
+        outer = [p.outer.static for p in found]
+        return (
+            CrossExample(op, _ACROSS) if None in outer else layout._replace(outer=Size(sum(outer)))
+        )
+    if len(places) > 1:
+        return CrossExample(op, "puts examples beside other ones")
+    return layout
+
+
+@register_layout("Pack")
+@unless_cross_example
+def pack(op, batch_axes):
+    """Puts tensors side by side on a new axis."""
+    places = {batch_axes[t] for t in op.inputs if batch_axes.depends(t)}
+    layout, axis = places.pop(), op.get_attr("axis") % op.outputs[0].shape.rank
+    if places:
+        return CrossExample(op, "puts examples beside other ones")
+    return layout.at(layout.axis + (axis <= layout.axis))
+
+
+@register_layout("Unpack")
+@unless_cross_example
+def unpack(op, batch_axes):
+    """Takes one tensor for each entry of an axis."""
+    layout, axis = batch_axes[op.inputs[0]], op.get_attr("axis") % op.inputs[0].shape.rank
+    if axis == layout.axis:
+        return CrossExample(op, "takes the batch apart")
+    return layout.at(layout.axis - (axis < layout.axis))
+
+
+@register_layout("Split", "SplitV")
+@unless_cross_example
+def split(op, batch_axes):
+    """Cuts along an axis; along the batch axis, what a concatenation had put side by side."""
+    tensor, axis = (op.inputs[1], op.inputs[0]) if op.type == "Split" else op.inputs[::2]
+    layout, axis = batch_axes[tensor], static_value(axis)
+    if layout is None or axis is None or batch_axes.depends(op.inputs[1]) and op.type == "SplitV":
+        return CrossExample(op, "cuts along an axis that is not known beforehand")
+    if int(axis) % tensor.shape.rank != layout.axis:
+        return layout
+    outer = layout.outer.over(Size(len(op.outputs)))
+    return (
+        layout._replace(outer=outer) if op.type == "Split" and outer else CrossExample(op, _ACROSS)
+    )
+
+
+@register_layout("Slice")
+@unless_cross_example
+def slice_(op, batch_axes):
+    """Cuts out a block."""
+    layout, tensor = batch_axes[op.inputs[0]], op.inputs[0]
+    if layout is None or tensor.shape.rank is None or any(map(batch_axes.depends, op.inputs[1:])):
+        return CrossExample(op, "cuts out a block that depends on the data")
+    begin, size = (batch_axes.entries(t)[layout.axis] for t in op.inputs[1:])
+    given = static_value(op.inputs[2])
+    to_end = given is not None and given[layout.axis] == -1
+    if begin != Size(0) or not (to_end or size == batch_axes.size(tensor, layout.axis)):
+        return CrossExample(op, "takes some examples of the batch")
+    return layout
+
+
+def _mask(op: tf.Operation, name: str, bit: int) -> bool:
+    return bool(op.get_attr(f"{name}_mask") & 1 << bit)
+
+
+@register_layout("StridedSlice")
+@unless_cross_example
+def strided_slice(op, batch_axes):
+    """Python's slices: the batch axis must be left whole."""
+    layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
+    strides = static_value(op.inputs[3])
+    if (
+        layout is None
+        or rank is None
+        or strides is None
+        or any(map(batch_axes.depends, op.inputs[1:]))
+    ):
+        return CrossExample(op, "cuts out a block that depends on the data")
+    begin, end = (batch_axes.entries(t) for t in op.inputs[1:3])
+    count = len(strides)
+    spelled = sum(not (_mask(op, "new_axis", k) or _mask(op, "ellipsis", k)) for k in range(count))
+    source = target = 0
+    for k in range(count):
+        if _mask(op, "ellipsis", k):
+            skipped = rank - spelled
+            if source <= layout.axis < source + skipped:
+                return layout.at(target + layout.axis - source)
+            source, target = source + skipped, target + skipped
+        elif _mask(op, "new_axis", k):
+            target += 1
+        else:
+            if source == layout.axis:
+                from_0 = _mask(op, "begin", k) or begin[k] == Size(0)
+                to_end = _mask(op, "end", k) or end[k] == batch_axes.size(op.inputs[0], source)
+                shrunk = _mask(op, "shrink_axis", k)
+                if shrunk and not _mask(op, "begin", k) and layout == BatchAxis(layout.axis):
+                    found = _example_at(op, k, batch_axes)
+                    if found is not None:
+                        return found
+                if shrunk or not from_0 or not to_end or strides[k] != 1:
+                    return CrossExample(op, "takes some examples of the batch")
+                return layout.at(target)
+            source, target = source + 1, target + (not _mask(op, "shrink_axis", k))
+    return layout.at(target + layout.axis - source)
+
+
+def _example_at(op: tf.Operation, k: int, batch_axes) -> OneExample | None:
+    """The example that a slice takes out of the batch, in a loop over the examples."""
+    begin, end = op.inputs[1:3]
+    if begin.op.type != "Pack" or end.op.type != "Pack":
+        return None
+    others = [t for b in (begin, end) for j, t in enumerate(b.op.inputs) if j != k]
+    return None if any(map(batch_axes.tied, others)) else batch_axes.example_at(begin.op.inputs[k])
+
+
+def source_axis(op: tf.Operation, axis: int) -> int | None:
+    """The axis of the input that an axis of the output of a `StridedSlice` was.
+
+    Args:
+      op: its input has a known rank.
+      axis: counted from the front.
+
+    Returns:
+      `None` for an axis that is new.
+    """
+    rank, count = op.inputs[0].shape.rank, len(static_value(op.inputs[3]))
+    spelled = sum(not (_mask(op, "new_axis", k) or _mask(op, "ellipsis", k)) for k in range(count))
+    source, axes = 0, []
+    for k in range(count):
+        if _mask(op, "ellipsis", k):
+            skipped = rank - spelled
+            axes += range(source, source + skipped)
+            source += skipped
+        elif _mask(op, "new_axis", k):
+            axes.append(None)
+        else:
+            axes += [] if _mask(op, "shrink_axis", k) else [source]
+            source += 1
+    return [*axes, *range(source, rank)][axis]
+
+
+def whole_axes(op: tf.Operation) -> set[int]:
+    """The axes of the input of a `StridedSlice` of which it says that all entries are taken."""
+    rank, strides = op.inputs[0].shape.rank, static_value(op.inputs[3])
+    if strides is None:
+        return set()
+    count = len(strides)
+    spelled = sum(not (_mask(op, "new_axis", k) or _mask(op, "ellipsis", k)) for k in range(count))
+    source, whole = 0, set()
+    for k in range(count):
+        if _mask(op, "ellipsis", k):
+            whole |= set(range(source, source + rank - spelled))
+            source += rank - spelled
+        elif not _mask(op, "new_axis", k):
+            everything = _mask(op, "begin", k) and _mask(op, "end", k) and strides[k] == 1
+            if everything and not _mask(op, "shrink_axis", k):
+                whole.add(source)
+            source += 1
+    return whole | set(range(source, rank))
+
+
+@register_layout("Pad", "PadV2", "MirrorPad")
+@unless_cross_example
+def pad(op, batch_axes):
+    """Adds entries around; none along the batch axis."""
+    layout, paddings = batch_axes[op.inputs[0]], static_value(op.inputs[1])
+    if layout is None or paddings is None or paddings[layout.axis].any():
+        return CrossExample(
+            op, "adds rows to the batch, or a number of entries that depends on the data"
+        )
+    return layout
+
+
+@register_layout("SpaceToBatchND", "BatchToSpaceND")
+@unless_cross_example
+def space_to_batch(op, batch_axes):
+    """Puts blocks of space before the batch and takes them back: dilated convolutions."""
+    layout, block = batch_axes[op.inputs[0]], static_value(op.inputs[1])
+    if layout is None or block is None or layout.axis != 0:
+        return CrossExample(op, _ACROSS)
+    blocks = Size(int(block.prod()))
+    outer = (
+        product([blocks, layout.outer])
+        if op.type == "SpaceToBatchND"
+        else layout.outer.over(blocks)
+    )
+    return layout._replace(outer=outer) if outer else CrossExample(op, _ACROSS)

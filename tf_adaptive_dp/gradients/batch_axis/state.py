@@ -1,0 +1,191 @@
+"""What is known of each tensor of a graph: the state that the rules read and write."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_adaptive_dp.gradients.batch_axis.operation_types import (
+    ELEMENTWISE,
+    KEEP_SHAPE,
+    product_terms,
+)
+from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size, evaluate, product, static_value
+from tf_adaptive_dp.gradients.batch_axis.values import (
+    BatchAxis,
+    CrossExample,
+    DataIndependent,
+    OneExample,
+    Rows,
+)
+
+_NUMBERS = itertools.count()
+
+
+class BatchAxes:
+    """Where the batch axis of each tensor is.
+
+    Two things are kept for a tensor: its layout (a `BatchAxis`, `CrossExample`, or `None` for no
+    batch axis), and whether its values depend on the data. A tensor that depends on the data and
+    has no batch axis is always `CrossExample`: it is one number, or one tensor, for all examples.
+    In a loop over the examples of the batch there are two more layouts, `Rows` and `OneExample`.
+
+    Attributes:
+      batch_size: B, known or as an unknown.
+      loops: the bodies of loops that this graph is in.
+      number: tells these layouts from those of another call of the same function.
+      caller: of the body of a function: the layouts of the graph that calls it, and the operation.
+      custom_gradients: what gradients of the user's own (`tf.custom_gradient`) return.
+    """
+
+    def __init__(self, batch_size: int | None):
+        self.batch_size = Size(1, ("batch",)) if batch_size is None else Size(batch_size)
+        self._layouts: dict = {}
+        self._dependent: set = set()
+        self._tied: dict = {}
+        self._indices: dict = {}
+        self._counters: set = set()
+        self.loops: frozenset[tf.Graph] = frozenset()
+        # Two calls of one function have tensors of one name, and sizes of their own.
+        self.number = next(_NUMBERS)
+        self.caller: tuple[BatchAxes, tf.Operation] | None = None
+        self.custom_gradients: list[tf.Tensor] = []
+        self._bodies: dict[tf.Operation, dict[str, tuple[tf.Graph, BatchAxes]]] = {}
+
+    def __getitem__(self, tensor: tf.Tensor) -> BatchAxis | CrossExample | None:
+        return self._layouts.get(tensor.ref())
+
+    def depends(self, tensor: tf.Tensor) -> bool:
+        """Whether the values of a tensor depend on the data of the batch."""
+        return tensor.ref() in self._dependent
+
+    def tied(self, tensor: tf.Tensor) -> frozenset[tf.Graph]:
+        """Bodies of loops from iteration to iteration of which a public tensor changes."""
+        return self._tied.get(tensor.ref(), frozenset())
+
+    def example_at(self, index: tf.Tensor) -> OneExample | None:
+        """What belongs to the example of that number, if it counts the examples in a loop."""
+        found = self._origin(index)
+        return OneExample(found) if found in self._counters else None
+
+    def _origin(self, index: tf.Tensor):
+        """What an argument of a function stands for in the graphs outside of it."""
+        while index.op.type == "Identity":
+            index = index.op.inputs[0]
+        return self._indices.get(index.ref(), index.ref())
+
+    def set(
+        self, tensor: tf.Tensor, layout: BatchAxis | CrossExample | None, dependent: bool
+    ) -> None:
+        """Enters a tensor; a value of the data without a batch axis must be `CrossExample`."""
+        if dependent:
+            self._dependent.add(tensor.ref())
+        if layout is not None:
+            self._layouts[tensor.ref()] = layout
+
+    def size(self, tensor: tf.Tensor, axis: int) -> Size:
+        """The size of an axis, in terms of the batch size and of unknowns."""
+        static, layout = tensor.shape[axis], self[tensor]
+        if static is not None:
+            return Size(static)
+        if isinstance(layout, BatchAxis) and layout.axis == axis:
+            return product([self.batch_size, layout.outer, layout.inner])
+        op = tensor.op
+        if op.type == "Transpose":
+            order = static_value(op.inputs[1])
+            if order is not None:
+                return self.size(op.inputs[0], int(order[axis]))
+        if op.type == "Reshape":
+            found = self._reshaped(op)[axis]
+            if found is not None:
+                return found
+        if op.type == "Einsum":
+            terms, result = product_terms(op)
+            for source, term in zip(op.inputs, terms):
+                if result[axis] in term:
+                    return self.size(source, term.index(result[axis]))
+        if op.type in ELEMENTWISE | KEEP_SHAPE:
+            inputs = op.inputs if op.type in ELEMENTWISE else op.inputs[:1]
+            ranks = [t.shape.rank for t in inputs]
+            if None not in ranks:
+                places = [(t, axis + r - tensor.shape.rank) for t, r in zip(inputs, ranks)]
+                found = {self.size(t, a) for t, a in places if a >= 0 and t.shape[a] != 1}
+                if len(found) == 1:  # else one of them may be 1, and broadcast
+                    return found.pop()
+        return Size(1, (f"{self.number}:{tensor.name}[{axis}]",))
+
+    def _reshaped(self, op: tf.Operation) -> list[Size | None]:
+        """The shape that a reshape makes: an axis of length -1 takes what the others leave."""
+        entries, source = self.entries(op.inputs[1]), op.inputs[0]
+        if entries.count(None) == 1 and source.shape.rank is not None:
+            total = product(self.size(source, a) for a in range(source.shape.rank))
+            known = product(size for size in entries if size is not None)
+            entries[entries.index(None)] = total.over(known)
+        return entries
+
+    def entries(self, shape: tf.Tensor) -> list[Size | None]:
+        """The entries of a shape tensor."""
+        return evaluate(shape, self.size)
+
+    def in_target(self, target: Sequence[Size | None]) -> BatchAxis | None:
+        """The axis of a shape that was built from the batch size, as in `tf.fill([B, 3], 0.0)`."""
+        for axis, size in enumerate(target):
+            if size is not None and "batch" in size.unknowns:
+                inner = size.over(self.batch_size)
+                return None if inner is None else BatchAxis(axis, ONE, inner)
+        return None
+
+    def inside(
+        self,
+        graph: tf.Graph,
+        arguments: Sequence[BatchAxis | CrossExample | Rows | OneExample | DataIndependent],
+        given: Sequence[tf.Tensor | None] = (),
+        counters: Sequence[tf.Tensor] = (),
+        is_loop: bool = False,
+    ) -> BatchAxes:
+        """The state of a function's body, with its arguments entered.
+
+        Args:
+          graph: the body.
+          arguments: the layouts of its arguments; `DataIndependent` if they do not depend on the
+            data.
+          given: tensors of this graph that its arguments are, whenever it runs.
+          counters: those of its arguments that count the examples of the batch.
+          is_loop: whether it is the body of a loop.
+        """
+        inside = BatchAxes(self.batch_size.static)
+        inside.loops = self.loops | {graph} if is_loop else self.loops
+        inside._counters = self._counters | {t.ref() for t in counters}
+        for tensor, outer in zip(graph.inputs, given):
+            if outer is not None:
+                inside._indices[tensor.ref()] = self._origin(outer)
+        for tensor, argument in zip(graph.inputs, arguments):
+            public = isinstance(argument, DataIndependent)
+            inside.set(tensor, argument.layout if public else argument, not public)
+            if public:
+                inside.tie(tensor, argument.tied)
+        return inside
+
+    def remember(self, call: tf.Operation, role: str, graph: tf.Graph, inside: BatchAxes) -> None:
+        """Keeps the state of a body that an operation of this graph runs in a role."""
+        inside.caller = self, call
+        self._bodies.setdefault(call, {})[role] = graph, inside
+
+    def bodies_of(self, call: tf.Operation) -> dict[str, tuple[tf.Graph, BatchAxes]]:
+        """The bodies of an operation by their roles, with the layouts found in them last."""
+        return self._bodies.get(call, {})
+
+    def tie(self, tensor: tf.Tensor, loops: frozenset[tf.Graph]) -> None:
+        """Enters that a public tensor changes from iteration to iteration of loops."""
+        if loops:
+            self._tied[tensor.ref()] = loops
+
+    def value(
+        self, tensor: tf.Tensor
+    ) -> BatchAxis | CrossExample | Rows | OneExample | DataIndependent:
+        """The layout of a tensor, as `DataIndependent` if it does not depend on the data."""
+        if self.depends(tensor):
+            return self[tensor]
+        return DataIndependent(self[tensor], self.tied(tensor))

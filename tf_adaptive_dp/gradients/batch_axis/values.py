@@ -1,0 +1,114 @@
+"""Which axis of a tensor is the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.util.object_identity import Reference
+
+from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size
+
+
+class BatchAxis(NamedTuple):
+    """The axis whose index tells the example, index = (o·B + example)·inner + j.
+
+    A dense layer on sequences merges batch and time into one axis, with inner = time; dilated
+    convolutions put blocks before the batch, with outer = blocks.
+
+    Attributes:
+      axis: counted from the front.
+      outer: entries outside the example.
+      inner: entries inside the example.
+    """
+
+    axis: int = 0
+    outer: Size = ONE
+    inner: Size = ONE
+
+    def at(self, axis: int) -> BatchAxis:
+        """The same on another axis."""
+        return self._replace(axis=axis)
+
+
+class CrossExample(NamedTuple):
+    """Stands for a batch axis where the examples of the batch have been mixed.
+
+    Attributes:
+      op: the operation that mixed them.
+      why: what it does, for the error.
+    """
+
+    op: tf.Operation
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Stands for a list as long as the batch, of which element i belongs to example i."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneExample:
+    """Stands for what belongs to one example, in a loop over the examples of the batch.
+
+    Attributes:
+      index: a reference to the number of the example: any tensor that is the same for all data.
+    """
+
+    index: Reference
+
+    @property
+    def loop(self) -> tf.Graph:
+        """The graph in which the number is computed."""
+        return self.index.deref().graph
+
+
+class DataIndependent(NamedTuple):
+    """Stands for values that do not depend on the data.
+
+    Attributes:
+      layout: their batch axis, if the batch size is among their sizes; `Rows` for an empty list
+        with room for one element an example.
+      tied: bodies of loops from iteration to iteration of which the values change.
+    """
+
+    layout: BatchAxis | Rows | None = None
+    tied: frozenset[tf.Graph] = frozenset()
+
+
+def by_example(
+    tensor: tf.Tensor, layout: BatchAxis, num_rows: tf.Tensor | int, examples_per_row: int | None
+) -> tf.Tensor:
+    """Moves the examples to axis 0 and what else was in their axis to axis 1.
+
+    Args:
+      tensor: of any shape.
+      layout: where its batch axis is.
+      num_rows: B, or the number of microbatches, whose examples then share a row.
+      examples_per_row: 1, or `None` for microbatches.
+
+    Returns:
+      [num_rows, T, ...the other axes in their order]; T = 1 for an ordinary batch axis.
+    """
+    axis, outer = layout.axis, layout.outer.static
+    shape = static_or_dynamic_shape(tensor)
+    if examples_per_row == 1 and layout.inner.static is not None:
+        each = layout.inner.static
+    elif isinstance(num_rows, int) and isinstance(shape[axis], int):
+        each = shape[axis] // outer // num_rows
+    else:
+        each = shape[axis] // outer // tf.maximum(num_rows, 1)
+    split = [*shape[:axis], outer, num_rows, each, *shape[axis + 1 :]]
+    if outer == 1 and axis == 0:
+        return tf.reshape(tensor, split[1:])
+    others = [*range(axis), *range(axis + 3, len(split))]
+    moved = tf.transpose(tf.reshape(tensor, split), [axis + 1, axis, axis + 2, *others])
+    return tf.reshape(moved, [num_rows, outer * each, *(split[a] for a in others)])
+
+
+def static_or_dynamic_shape(tensor: tf.Tensor) -> list:
+    """The sizes of its axes, as numbers where they are known."""
+    dynamic = tf.shape(tensor)
+    return [dynamic[a] if n is None else n for a, n in enumerate(tensor.shape)]

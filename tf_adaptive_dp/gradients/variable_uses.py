@@ -1,0 +1,206 @@
+"""Where a graph uses a variable, and how its entries are rearranged on the way to the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_adaptive_dp.gradients.batch_axis.operation_types import SHAPE_ONLY
+from tf_adaptive_dp.gradients.batch_axis.sizes import static_value
+from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
+from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, Rows
+
+
+class AxisTransform(NamedTuple):
+    """A variable with its axes exchanged and reshaped: norms are the same in every view.
+
+    Attributes:
+      shape: that of the variable.
+      steps: what is done to it in turn: ("transpose", order), ("reshape", shape) or ("negate",).
+
+    >>> view = View((2, 3)).transpose([1, 0]).reshape([1, 3, 2])
+    >>> view.apply(tf.ones([2, 3])).shape, view.invert(tf.ones([5, 1, 3, 2]), 1).shape
+    (TensorShape([1, 3, 2]), TensorShape([5, 2, 3]))
+    """
+
+    shape: tuple[int, ...]
+    steps: tuple[tuple, ...] = ()
+
+    def transpose(self, order: Sequence[int]) -> AxisTransform:
+        """The view with its axes in another order."""
+        return self._with("transpose", tuple(int(a) for a in order))
+
+    def reshape(self, shape: Sequence[int]) -> AxisTransform:
+        """The view in another shape."""
+        return self._with("reshape", tuple(int(n) for n in shape))
+
+    def negate(self) -> AxisTransform:
+        """The view times −1."""
+        return self._with("negate")
+
+    def _with(self, *step) -> AxisTransform:
+        return self._replace(steps=(*self.steps, step))
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shape before each step and after the last."""
+        shapes = [self.shape]
+        for kind, *argument in self.steps:
+            before = shapes[-1]
+            if kind == "transpose":
+                shapes.append(tuple(before[a] for a in argument[0]))
+            else:
+                shapes.append(argument[0] if kind == "reshape" else before)
+        return shapes
+
+    def apply(self, tensor: tf.Tensor) -> tf.Tensor:
+        """From the variable to the view.
+
+        Args:
+          tensor: in the shape of the variable, or one that broadcasts to it.
+
+        Returns:
+          The tensor in the view; axes of length 1 stay so where the view allows, and the result
+          broadcasts to the view.
+        """
+        if not tensor.shape.is_fully_defined() and None not in self.shape:
+            tensor = tf.broadcast_to(tensor, self.shape)
+        missing = len(self.shape) - tensor.shape.rank
+        if missing:
+            tensor = tf.reshape(tensor, [1] * missing + tensor.shape.as_list())
+        for (kind, *argument), before in zip(self.steps, self.shapes):
+            if kind == "negate":
+                tensor = -tensor
+            elif kind == "reshape":
+                tensor = _reshape(tensor, before, argument[0])
+            else:
+                tensor = tf.transpose(tensor, argument[0])
+        return tensor
+
+    def invert(self, tensor: tf.Tensor, leading: int = 0) -> tf.Tensor:
+        """From the view back to the variable, for tensors with so many axes before it."""
+        front = tf.shape(tensor)[:leading]
+        for (kind, *argument), before in zip(reversed(self.steps), reversed(self.shapes[:-1])):
+            if kind == "negate":
+                tensor = -tensor
+            elif kind == "reshape":
+                tensor = tf.reshape(tensor, tf.concat([front, before], 0) if leading else before)
+            else:
+                back = np.argsort(argument[0]) + leading
+                tensor = tf.transpose(tensor, [*range(leading), *back])
+        return tensor
+
+
+def _reshape(tensor: tf.Tensor, before: Sequence[int], after: Sequence[int]) -> tf.Tensor:
+    """Reshapes what broadcasts to `before` to what broadcasts to `after`."""
+    if tensor.shape == before or 0 in before:
+        return tf.reshape(tf.broadcast_to(tensor, before), after)
+    wide, result = [], []
+    for of_before, of_after in _blocks(before, after):
+        lengths = [tensor.shape[a] for a in of_before]
+        full = any(n != 1 for n in lengths)
+        wide += [before[a] if full else 1 for a in of_before]
+        result += [after[a] if full else 1 for a in of_after]
+    return tf.reshape(tf.broadcast_to(tensor, wide), result)
+
+
+def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The smallest groups of neighbouring axes that a reshape makes of each other."""
+    blocks, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        start, other, sizes = i, j, [1, 1]
+        if i < len(before):
+            sizes[0], i = before[i], i + 1
+        if j < len(after):
+            sizes[1], j = after[j], j + 1
+        while sizes[0] != sizes[1]:
+            if sizes[0] < sizes[1]:
+                sizes[0], i = sizes[0] * before[i], i + 1
+            else:
+                sizes[1], j = sizes[1] * after[j], j + 1
+        blocks.append((list(range(start, i)), list(range(other, j))))
+    return blocks
+
+
+class VariableUse(NamedTuple):
+    """A place where a variable meets the data.
+
+    Attributes:
+      op: the operation in which it does.
+      index: the input of it that comes from the variable.
+      view: how that input is made from the variable; `None` if by more than a rearrangement.
+    """
+
+    op: tf.Operation
+    index: int
+    view: AxisTransform | None
+
+
+def handle_in(graph: tf.Graph, variable: tf.Variable) -> tf.Tensor | None:
+    """The tensor that stands for a variable in a graph, or `None` if the graph does not use it."""
+    outside = variable.handle
+    if getattr(outside, "graph", None) is graph:
+        return outside
+    outer = getattr(graph, "outer_graph", None)
+    inherited = None if outer is None else handle_in(outer, variable)
+    for external, internal in getattr(graph, "captures", ()):
+        if external is outside or external is inherited:
+            return internal
+    return None
+
+
+def consumers(ops: Iterable[tf.Operation]) -> dict:
+    """Which operations use a tensor, and as which of their inputs."""
+    found: dict = {}
+    for op in ops:
+        for index, tensor in enumerate(op.inputs):
+            found.setdefault(tensor.ref(), []).append((op, index))
+    return found
+
+
+def _next_view(view: AxisTransform, op: tf.Operation) -> AxisTransform | None:
+    """The view after an operation that only rearranges, else `None`."""
+    shape = op.outputs[0].shape
+    if op.type in ("Identity", "Cast", "ReadVariableOp"):
+        return view if op.outputs[0].dtype.is_floating else None
+    if op.type in ("Reshape", "ExpandDims", "Squeeze") and shape.is_fully_defined():
+        return view.reshape(shape)
+    if op.type == "Transpose" and static_value(op.inputs[1]) is not None:
+        return view.transpose(static_value(op.inputs[1]))
+    return view.negate() if op.type == "Neg" else None
+
+
+def find_uses(
+    handle: tf.Tensor, shape: tf.TensorShape, uses: dict, batch_axes: BatchAxes, stop: set
+) -> list[VariableUse]:
+    """Follows a variable until it meets the data.
+
+    Args:
+      handle: what stands for the variable in the graph.
+      shape: that of the variable.
+      uses: what `consumers` found among the operations that the loss is computed from.
+      batch_axes: where the batch axis of each tensor is.
+      stop: references to tensors at which the search ends.
+
+    Returns:
+      The reads; several for a variable that is used in several places.
+    """
+    reads, seen = [], set()
+    pending: list = [(handle, AxisTransform(tuple(shape.as_list())))]
+    while pending:
+        tensor, view = pending.pop()
+        if tensor.ref() in seen or tensor.ref() in stop:
+            continue
+        seen.add(tensor.ref())
+        for op, index in uses.get(tensor.ref(), ()):
+            if op.type in SHAPE_ONLY or not op.outputs:
+                continue
+            if any(isinstance(batch_axes[t], (BatchAxis, Rows)) for t in op.outputs):
+                reads.append(VariableUse(op, index, view))
+                continue
+            after = None if view is None or index > 0 else _next_view(view, op)
+            pending += [(t, after) for t in op.outputs]
+    return reads

@@ -1,0 +1,99 @@
+"""AdaS: AdaDPS without privacy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_adaptive_dp.mechanism import replicas
+from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE
+from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
+from tf_adaptive_dp.side_information.provenance import SideInformation
+
+
+@tf.keras.saving.register_keras_serializable(PACKAGE)
+class AdaS(Preconditioning, tf.keras.optimizers.SGD):
+    """SGD on preconditioned gradients. It gives NO PRIVACY: it neither clips nor adds noise.
+
+    The preconditioner of `AdaDPS` in ordinary training ("Private Adaptive Optimization with Side
+    Information", Appendix C.2), to see what side information is worth by itself:
+
+        θ ← θ − α·g / A
+
+    with the gradient g of the mean loss; (β·g + (1 − β)·m) / A in the Adam form.
+
+    Guarantee: none. It has no ledger, and `PrivacyMonitor` and `PrivacyBudget` refuse it.
+
+    Args:
+      side_information: `FixedPreconditioner` or `PublicGradients`; the latter has to be passed to
+        `fit` as a callback too.
+      learning_rate: α, a number or a schedule.
+      name: its name; the default says what it is.
+      **kwargs: those of `tf.keras.optimizers.SGD`, `momentum` among them.
+
+    Raises:
+      TypeError, ValueError: for an argument of the wrong type or out of its range.
+
+    >>> from tf_adaptive_dp.side_information import FixedPreconditioner
+    >>> AdaS(FixedPreconditioner({}, provenance="public"), learning_rate=0.1)
+    <AdaS, which gives no privacy>
+    """
+
+    def __init__(
+        self,
+        side_information: SideInformation,
+        learning_rate: Any = 0.01,
+        *,
+        name: str = "AdaS_not_private",
+        **kwargs,
+    ):
+        super().__init__(learning_rate=learning_rate, name=name, **kwargs)
+        self.side_information = check_side_information(side_information)
+
+    def __repr__(self) -> str:
+        return "<AdaS, which gives no privacy>"
+
+    def compute_gradients(
+        self,
+        loss: tf.Tensor | Callable[[], tf.Tensor],
+        var_list: Sequence[tf.Variable] | Callable[[], Sequence[tf.Variable]],
+        tape: tf.GradientTape | None = None,
+    ) -> list[tuple[tf.Tensor | None, tf.Variable]]:
+        """The gradients of the mean loss. Not private.
+
+        Args:
+          loss: the mean loss, or the loss of each example: [B], whose mean is taken here; or a
+            function that returns either.
+          var_list: the variables, or a function that returns them.
+          tape: the tape that recorded `loss`; needed if `loss` is a tensor.
+
+        Returns:
+          Pairs of gradient and variable.
+
+        Raises:
+          ValueError: if `tape` is missing.
+        """
+        if callable(loss):
+            tape = tf.GradientTape() if tape is None else tape
+            with tape:
+                if not callable(var_list):
+                    tape.watch(var_list)
+                loss = loss()
+        variables = list(var_list() if callable(var_list) else var_list)
+        pairs = super().compute_gradients(loss, variables, tape)
+        if loss.shape.rank == 0:
+            return pairs
+        # Keras takes the sum of a vector's gradients, and adds up those of all replicas.
+        size = tf.cast(replicas.total(tf.size(loss)), tf.float32)
+        return [(None if g is None else g / tf.cast(size, g.dtype), v) for g, v in pairs]
+
+    def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
+        """Moves one variable.
+
+        Args:
+          gradient: the gradient of the mean loss.
+          variable: the variable.
+        """
+        super().update_step(self._preconditioned(gradient, variable), variable)

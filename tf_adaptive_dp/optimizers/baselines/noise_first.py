@@ -1,0 +1,163 @@
+"""The AdaDPS paper's baselines that precondition noisy gradients with public data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.optimizers.adadps import AdaDPS
+from tf_adaptive_dp.optimizers.docstrings import ARGUMENTS, RAISES
+from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
+from tf_adaptive_dp.optimizers.preconditioning import check_side_information
+from tf_adaptive_dp.side_information.provenance import SideInformation
+from tf_adaptive_dp.update_rules import effective_step_size
+
+
+@tf.keras.saving.register_keras_serializable(PACKAGE)
+class DPRPub(AdaDPS):
+    __doc__ = f"""DP-R-Pub: private RMSProp whose second moment comes from public data.
+
+    `AdaDPS` in the other order ("Private Adaptive Optimization with Side Information", section
+    6.1.1): plain gradients gᵢ are clipped and noised, and the result is divided by A,
+
+        G = (Σᵢ clip(gᵢ, C) + N(0, σ²C²·I)) / L,   θ ← θ − α·G / A
+
+    with A = √(v + ε) and v ← β·v + (1 − β)·g² of public gradients g: `PublicGradients` with its
+    rule `"rmsprop"`. What it lacks against `AdaDPS` shows what the order is worth.
+
+    Guarantee: each minibatch is one release and one entry of the ledger; the division by A, which
+    is public or was released itself, is post-processing.
+
+    Args:
+      side_information: `PublicGradients` or `FixedPreconditioner`.
+{ARGUMENTS}
+      learning_rate: α, a number or a schedule.
+      **kwargs: those of `tf.keras.optimizers.SGD`, `momentum` among them: that of G / A.
+{RAISES}
+
+    >>> from tf_adaptive_dp.side_information import FixedPreconditioner
+    >>> fixed = FixedPreconditioner(lambda v: 0.5, provenance="public")
+    >>> DPRPub(fixed, l2_norm_clip=1.0, noise_multiplier=1.1).order
+    'noise_first'
+    """
+
+    def __init__(
+        self,
+        side_information: SideInformation,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        *,
+        learning_rate: Any = 0.01,
+        name: str = "DPRPub",
+        **kwargs,
+    ):
+        super().__init__(
+            side_information,
+            l2_norm_clip,
+            noise_multiplier,
+            num_microbatches,
+            order="noise_first",
+            learning_rate=learning_rate,
+            name=name,
+            **kwargs,
+        )
+
+    def get_config(self) -> dict:
+        """The arguments that make the same optimizer; its state is not among them."""
+        config = super().get_config()
+        del config["order"]
+        return config
+
+
+@tf.keras.saving.register_keras_serializable(PACKAGE)
+class DPAdamPub(DPOptimizer, tf.keras.optimizers.Optimizer):
+    __doc__ = f"""DP-Adam-Pub: private Adam whose second moment comes from public data.
+
+    ("Private Adaptive Optimization with Side Information", Appendix C.1.) With the noisy mean
+    gradient G of `DPSGD`:
+
+        m ← β₁·m + (1 − β₁)·G,   θ ← θ − α·m / A
+
+    with A = √(v + ε) and v ← β₂·v + (1 − β₂)·g² of public gradients g:
+    `PublicGradients(..., rule="rmsprop", beta=β₂)`. Neither moment is corrected for its start at
+    zero. (The rule `"adam"`, which has a public first moment μ, gives (β₂·m + (1 − β₂)·μ) / A.)
+
+    Guarantee: each minibatch is one release and one entry of the ledger; the rest is
+    post-processing.
+
+    Args:
+      side_information: `PublicGradients` or `FixedPreconditioner`.
+{ARGUMENTS}
+      learning_rate: α, a number or a schedule.
+      beta_1: β₁ in [0, 1).
+      **kwargs: those of `tf.keras.optimizers.Optimizer`, `use_ema` and `weight_decay` among them.
+{RAISES}
+
+    >>> from tf_adaptive_dp.side_information import FixedPreconditioner
+    >>> fixed = FixedPreconditioner(lambda v: 0.5, provenance="public")
+    >>> DPAdamPub(fixed, l2_norm_clip=1.0, noise_multiplier=1.1).beta_1
+    0.9
+    """
+
+    _preconditions_first = False
+
+    def __init__(
+        self,
+        side_information: SideInformation,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        *,
+        learning_rate: Any = 0.001,
+        beta_1: float = 0.9,
+        name: str = "DPAdamPub",
+        **kwargs,
+    ):
+        super().__init__(
+            l2_norm_clip,
+            noise_multiplier,
+            num_microbatches,
+            side_information=check_side_information(side_information),
+            name=name,
+            **kwargs,
+        )
+        self._learning_rate = self._build_learning_rate(learning_rate)
+        self.beta_1 = checks.number("beta_1", beta_1, 0)
+        if self.beta_1 >= 1:
+            raise ValueError(f"`beta_1` must be below 1. Received: beta_1={beta_1!r}")
+
+    def build(self, var_list: Sequence[tf.Variable]) -> None:
+        """Creates the first moment of each variable.
+
+        Args:
+          var_list: the variables to train.
+        """
+        super().build(var_list)
+        if getattr(self, "_built", False):
+            return
+        self._moments = [self.add_variable_from_reference(v, "m") for v in var_list]
+        self._built = True
+
+    def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
+        """Moves one variable.
+
+        Args:
+          gradient: its noisy mean gradient.
+          variable: the variable.
+        """
+        moment = self._moments[self._index_dict[self._var_key(variable)]]
+        moment.assign(effective_step_size.first_moment(moment, gradient, self.beta_1))
+        step = tf.cast(self.learning_rate, variable.dtype)
+        variable.assign_sub(step * self._preconditioned(moment, variable))
+
+    def get_config(self) -> dict:
+        """The arguments that make the same optimizer; its state is not among them."""
+        return {
+            **super().get_config(),
+            "learning_rate": self._serialize_hyperparameter(self._learning_rate),
+            "beta_1": self.beta_1,
+        }

@@ -1,1 +1,0 @@
-"""Counting and accounting of what was released."""

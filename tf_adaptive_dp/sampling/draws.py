@@ -1,0 +1,167 @@
+"""What all samplings have in common: the secret key of the draws, and checks of the ledger."""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import math
+import os
+from typing import Any, ClassVar
+
+import numpy as np
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.accounting import composition
+
+# Beyond rounding, and below any change of q that would show in ε.
+_SAME = 1e-9
+
+
+def new_key(seed: int | None = None) -> bytes:
+    """A key of draws: 256 bits of the operating system's entropy, or those that a seed stands for.
+
+    Guarantee: without a seed nobody can foretell the draws or repeat them, unless the key is given
+    away. It is as secret as the data: who has it knows which examples were in which batch, and for
+    them there is no amplification by sampling. With a seed anyone can: for tests only.
+    """
+    if seed is None:
+        return os.urandom(32)
+    return hashlib.blake2b(str(seed).encode(), digest_size=32, person=b"dp seed").digest()
+
+
+def derived_key(key: bytes, purpose: bytes, number: int) -> bytes:
+    """A key for one of many purposes. BLAKE2b is a keyed pseudorandom function: none tells others.
+
+    Args:
+      key: 32 bytes.
+      purpose: at most 16 bytes.
+      number: at least 0.
+    """
+    message = number.to_bytes(8, "little")
+    return hashlib.blake2b(message, key=key, digest_size=32, person=purpose).digest()
+
+
+def generator(key: bytes, purpose: bytes, number: int) -> np.random.Generator:
+    """A generator of its own for each (key, purpose, number)."""
+    seed = int.from_bytes(derived_key(key, purpose, number), "little")
+    return np.random.Generator(np.random.SFC64(seed))
+
+
+class Sampling(abc.ABC):
+    """What the samplings have in common: a number of steps, a seed, draws and an accounting.
+
+    Attributes:
+      label: `"poisson"`, `"fixed"` or `"shuffled"`.
+      steps: number of batches of the whole run.
+      seed: `None` for the operating system's entropy.
+      rows: rows of an undivided batch tensor, padding included.
+    """
+
+    label: ClassVar[str]
+    steps: int
+    seed: int | None
+    rows: int
+
+    def _check_common(self) -> None:
+        checks.integer("steps", self.steps, 1)
+        if self.seed is not None:
+            checks.integer("seed", self.seed, 0)
+
+    def rows_per_batch(self, gradient_accumulation_steps: int = 1) -> int:
+        """Rows of each of the tensors that the batch of a step comes as.
+
+        Raises:
+          TypeError, ValueError: if they are not a whole number, or the batch cannot be divided.
+        """
+        checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+        if self.rows % gradient_accumulation_steps:
+            raise ValueError(
+                "`gradient_accumulation_steps` must divide the batch size, since these batches "
+                "have no padding. Received: gradient_accumulation_steps="
+                f"{gradient_accumulation_steps!r}, batch size {self.rows}"
+            )
+        return self.rows // gradient_accumulation_steps
+
+    @abc.abstractmethod
+    def expected_batch_size(self, num_examples: int) -> float:
+        """What the optimizer's `expected_batch_size` has to be."""
+
+    @abc.abstractmethod
+    def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
+        """Indices of the examples in the batch of a step: a pure function of its arguments."""
+
+    def place(
+        self, num_examples: int, step: int, key: bytes, gradient_accumulation_steps: int = 1
+    ) -> np.ndarray:
+        """The rows of the batch of a step: [k, rows of a part], with indices of examples.
+
+        Padding is `num_examples` or `num_examples` + 1, by a random bit: these bits are the number
+        by which the mechanism tells this draw from others.
+
+        Guarantee: a pure function of its arguments. All ways to put the examples drawn into the
+        rows, those of all k parts together, are equally likely, whatever was drawn. So the law of
+        where some examples are put is the same whether or not there are others: a uniformly random
+        injection. A loss may be tied to the row (position numbers, seeded noise of one number a
+        row), and one example more moves no other one.
+        """
+        k, rows = gradient_accumulation_steps, self.rows_per_batch(gradient_accumulation_steps)
+        drawn = self.draw(num_examples, step, key)
+        placed = np.full(k * rows, num_examples, np.int64)
+        placed[: len(drawn)] = drawn
+        random = generator(key, b"rows", step)
+        words = random.bit_generator.random_raw(-(-(k * rows - len(drawn)) // 64))
+        placed[len(drawn) :] += np.unpackbits(words.view(np.uint8))[: k * rows - len(drawn)]
+        random.shuffle(placed)
+        return placed.reshape(k, rows)
+
+    @abc.abstractmethod
+    def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
+        """ε of a ledger, without `check_ledger`."""
+
+    def epsilon_spent(
+        self, ledger: Any, num_examples: int, delta: float, *, accountant: str = "rdp"
+    ) -> float:
+        """ε of a ledger whose batches this sampling drew; see the class for its guarantee.
+
+        Args:
+          ledger: a ledger, or an optimizer with the attribute `ledger`.
+          num_examples: number of examples in the training set, a public constant.
+          delta: δ, in (0, 1).
+          accountant: `"rdp"` or `"pld"`.
+
+        Returns:
+          ε ≥ 0, `math.inf` if something was released without noise.
+
+        Raises:
+          TypeError, ValueError: as `accounting.epsilon_spent`, and if the ledger, or the optimizer,
+            does not agree with the sampling.
+        """
+        composition.check_probability("delta", delta)
+        checks.choice("accountant", accountant, composition.ACCOUNTANTS)
+        self.check_ledger(ledger, num_examples)
+        return self.account(ledger, num_examples, delta, accountant)
+
+    def check_delta(self, num_examples: int, delta: float) -> None:
+        """Raises ValueError if no ε can hold for all steps at this δ, whatever the noise."""
+        del num_examples, delta  # only truncation uses any of δ
+
+    def check_ledger(self, ledger: Any, num_examples: int) -> None:
+        """Raises ValueError if a ledger, or an optimizer, does not agree with the sampling."""
+        segments, _ = composition.read_ledger(ledger, num_examples)
+        expected = self.expected_batch_size(num_examples)
+        for segment in segments:
+            if not math.isclose(segment.batch_size, expected, rel_tol=_SAME):
+                raise ValueError(
+                    f"The optimizer released with batch size {segment.batch_size!r}, but the "
+                    f"sampling has {expected!r} examples a batch of {num_examples}: pass "
+                    f"`expected_batch_size={expected!r}` to the optimizer, or the sampling that "
+                    f"was used. Received: sampling={self!r}"
+                )
+        released = sum(segment.num_releases for segment in segments)
+        if released > self.steps:
+            raise ValueError(
+                f"The optimizer released {released} noisy gradients, but the sampling draws only "
+                f"{self.steps} batches: other batches were used, or several passes over the "
+                "dataset. Let `steps` be the number of batches of the whole run, and pass "
+                f"`steps_per_epoch` to `fit`. Received: sampling={self!r}"
+            )

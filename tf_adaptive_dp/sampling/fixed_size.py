@@ -1,0 +1,127 @@
+"""Batches of a fixed size: random subsets, with an accounting of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, ClassVar
+
+import dp_accounting
+import numpy as np
+from dp_accounting import rdp
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.accounting.events import unprotected
+from tf_adaptive_dp.sampling import draws
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedSizeSampling(draws.Sampling):
+    """Each batch is a uniformly random subset of a fixed size, independent of the other batches.
+
+    Guarantee: (ε, δ)-DP for replacing one example by another, with ε of `epsilon_spent`: Theorem 27
+    of Wang, Balle, Kasiviswanathan (2019) for sampling without replacement. Replacing moves the sum
+    by up to 2C, so the noise multiplier counts half. It is another adjacency than that of Poisson
+    sampling: do not compare their ε. The examples come in uniformly random rows. Neighbours are
+    coupled so that the one that is replaced and its replacement are in the same row, and all others
+    where they were; so only that row's gradient changes, even if the loss is tied to the row.
+
+    Attributes:
+      batch_size: examples in each batch, at least 1.
+      steps: number of batches of the whole run, at least 1.
+      seed: `None` for the operating system's entropy; a number is for tests only.
+
+    Raises:
+      TypeError, ValueError: for an argument of the wrong type or out of its range.
+
+    >>> FixedSizeSampling(3, steps=1).draw(6, step=0, key=draws.new_key(seed=1))
+    array([0, 1, 3])
+    """
+
+    batch_size: int
+    steps: int
+    seed: int | None = None
+    label: ClassVar[str] = "fixed"
+
+    def __post_init__(self):
+        checks.integer("batch_size", self.batch_size, 1)
+        self._check_common()
+
+    @property
+    def rows(self) -> int:
+        """Rows of an undivided batch tensor."""
+        return self.batch_size
+
+    def expected_batch_size(self, num_examples: int) -> float:
+        """The batch size."""
+        del num_examples
+        return float(self.batch_size)
+
+    def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
+        """Indices of the examples in the batch of a step: all subsets are equally likely.
+
+        Guarantee: a pure function of its arguments; different steps and keys are independent.
+        """
+        generator = draws.generator(key, b"fixed", step)
+        return np.sort(generator.choice(num_examples, self.batch_size, replace=False))
+
+    def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
+        """ε of a ledger, see the class."""
+        return fixed_size_epsilon(ledger, num_examples, delta, accountant)
+
+
+def fixed_size_epsilon(
+    ledger: Any, num_examples: int, delta: float, accountant: str = "rdp"
+) -> float:
+    """ε of a ledger whose batches were subsets of a fixed size; see `FixedSizeSampling`.
+
+    Raises:
+      ValueError: if the accountant is not RDP, the only one that knows this sampling; if a batch
+        size is not whole; for `other_events`, which are stated for adding or removing an example.
+    """
+    composition.check_probability("delta", delta)
+    segments, events = composition.counted_ledger(ledger, num_examples, passes=False)
+    if accountant != "rdp":
+        raise ValueError(
+            "Only `accountant='rdp'` knows batches of fixed size without replacement. Received: "
+            f"accountant={accountant!r}"
+        )
+    if unprotected(events):
+        return math.inf  # in any unit
+    if events:
+        raise ValueError(
+            "The ledger's `other_events` hold for adding or removing an example, and cannot be "
+            "composed with batches of fixed size, which replace one; use PoissonSampling. "
+            f"Received: other_events={events!r}"
+        )
+    divergences = np.zeros(len(rdp.RdpAccountant().orders))
+    for noise_multiplier, batch_size, count in segments:
+        if not batch_size.is_integer():
+            raise ValueError(
+                "Batches of fixed size have a whole number of examples. Received: "
+                f"batch_size={batch_size!r}"
+            )
+        if noise_multiplier < 2 * composition.MIN_NOISE_MULTIPLIER:
+            return math.inf
+        noise_multiplier = min(noise_multiplier, composition.MAX_NOISE_MULTIPLIER)
+        divergences += count * _rdp_without_replacement(
+            noise_multiplier, int(batch_size), num_examples
+        )
+    divergences[np.isnan(divergences)] = math.inf
+    return float(rdp.compute_epsilon(rdp.RdpAccountant().orders, divergences, delta)[0])
+
+
+@functools.lru_cache(maxsize=1024)
+def _rdp_without_replacement(
+    noise_multiplier: float, batch_size: int, num_examples: int
+) -> np.ndarray:
+    accountant = rdp.RdpAccountant(
+        neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE
+    )
+    # Replacing an example moves the sum by 2C: the noise is half as large in that unit.
+    event = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
+    if batch_size < num_examples:
+        event = dp_accounting.SampledWithoutReplacementDpEvent(num_examples, batch_size, event)
+    return np.maximum(accountant.compose(event).rdp, composition.RDP_PRECISION)

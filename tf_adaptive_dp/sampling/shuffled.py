@@ -1,0 +1,71 @@
+"""Shuffled epochs: passes over the data, each in a new random order."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import numpy as np
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.sampling import draws
+
+
+@dataclasses.dataclass(frozen=True)
+class ShuffledEpochs(draws.Sampling):
+    """Passes over the data in random order, each pass in a new one; what is left over is dropped.
+
+    Guarantee: within an iterator each example is in at most one of the floor(n / batch_size)
+    batches of a pass. `epsilon_spent` is that of Poisson sampling with the same batch size: an
+    approximation, not a proven bound. `passes.epsilon_without_amplification` bounds ε for
+    neighbours of which one has a blank in the other's place (another example more would move its
+    successors to other batches). They have the same permutation and the same rows, uniformly
+    random, so that all other examples are where they were. A new iterator begins a new pass.
+
+    Attributes:
+      batch_size: examples in each batch, at least 1.
+      steps: number of batches of the whole run, at least 1.
+      seed: `None` for the operating system's entropy.
+
+    Raises:
+      TypeError, ValueError: for an argument of the wrong type or out of its range.
+
+    >>> ShuffledEpochs(3, steps=2).draw(6, step=1, key=draws.new_key(seed=1))
+    array([4, 2, 1])
+    """
+
+    batch_size: int
+    steps: int
+    seed: int | None = None
+    label: ClassVar[str] = "shuffled"
+
+    def __post_init__(self):
+        checks.integer("batch_size", self.batch_size, 1)
+        self._check_common()
+
+    @property
+    def rows(self) -> int:
+        """Rows of an undivided batch tensor."""
+        return self.batch_size
+
+    def expected_batch_size(self, num_examples: int) -> float:
+        """The batch size."""
+        del num_examples
+        return float(self.batch_size)
+
+    def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
+        """Indices of the examples in the batch of a step: a pure function of its arguments."""
+        epoch, place = divmod(step, num_examples // self.batch_size)
+        order = _permutation(num_examples, epoch, key)
+        return order[place * self.batch_size : (place + 1) * self.batch_size]
+
+    def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
+        """ε of a ledger, see the class."""
+        return composition.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(num_examples: int, epoch: int, key: bytes) -> np.ndarray:
+    return draws.generator(key, b"shuffle", epoch).permutation(num_examples)

@@ -1,0 +1,96 @@
+"""Epsilon of a ledger, and the releases that a budget leaves, for the way batches were drawn."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.sampling.draws import Sampling
+from tf_adaptive_dp.sampling.fixed_size import fixed_size_epsilon
+from tf_adaptive_dp.sampling.poisson import refuse_microbatches
+
+LABELS = ("shuffled", "poisson", "fixed")
+
+
+def epsilon_spent(
+    sampling: Sampling | str,
+    ledger: Any,
+    num_examples: int,
+    delta: float,
+    *,
+    accountant: str = "rdp",
+) -> float:
+    """ε of a ledger for the sampling that was used.
+
+    Guarantee: that of the sampling's class. A label alone, of `LABELS`, is the caller's word:
+    nothing is checked but that `"poisson"` has no microbatches, and it means that no batch was
+    truncated.
+    """
+    check_sampling(sampling)
+    if sampling == "poisson":
+        refuse_microbatches(ledger)
+    if isinstance(sampling, Sampling):
+        return sampling.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
+    if sampling == "fixed":
+        return fixed_size_epsilon(ledger, num_examples, delta, accountant)
+    passes = sampling != "poisson"
+    return composition.epsilon_spent(
+        ledger, num_examples, delta, accountant=accountant, passes=passes
+    )
+
+
+def releases_left(
+    sampling: Sampling | str,
+    ledger: Any,
+    noise_multiplier: float,
+    batch_size: float,
+    num_examples: int,
+    epsilon: float,
+    delta: float,
+    *,
+    accountant: str = "rdp",
+) -> int:
+    """How many more releases a budget allows; `accounting.releases_left` for any sampling.
+
+    Guarantee: with so many more ε stays within the budget, in the sense of `epsilon_spent`; with
+    one more it does not. The `steps` of a sampling are no limit here.
+    """
+    check_sampling(sampling)
+    if isinstance(sampling, Sampling):
+        sampling.check_ledger(ledger, num_examples)
+        to_come = [(noise_multiplier, batch_size, 1)]
+        sampling.check_ledger(SimpleNamespace(segments=to_come, other_events=()), num_examples)
+        account = sampling.account
+    elif sampling == "fixed":
+        account = fixed_size_epsilon
+    elif sampling == "poisson":
+        refuse_microbatches(ledger)
+    if label_of(sampling) == "shuffled" or sampling == "poisson":
+        return composition.releases_left(
+            *(ledger, noise_multiplier, batch_size, num_examples, epsilon, delta),
+            accountant=accountant,
+            passes=sampling != "poisson",
+        )
+    segments, events = composition.counted_ledger(ledger, num_examples, passes=False)
+
+    def fits(n: int) -> bool:
+        then = Ledger.extended(segments, Segment(noise_multiplier, batch_size, n))
+        ledger = SimpleNamespace(segments=then, other_events=events)
+        return account(ledger, num_examples, delta, accountant) <= epsilon
+
+    return composition.largest(fits)
+
+
+def check_sampling(sampling: Sampling | str) -> Sampling | str:
+    """Returns `sampling` if it is a sampling or a label of one; raises ValueError if not."""
+    if isinstance(sampling, Sampling):
+        return sampling
+    return checks.choice("sampling", sampling, LABELS)
+
+
+def label_of(sampling: Sampling | str) -> str:
+    """`"poisson"`, `"fixed"` or `"shuffled"`."""
+    return getattr(sampling, "label", sampling)

@@ -1,0 +1,1 @@
+"""A KerasTuner that pays for its search; needs the extra `tuning`."""

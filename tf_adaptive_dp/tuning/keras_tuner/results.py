@@ -1,0 +1,290 @@
+"""What a search may show: its winner, its privacy statement, TensorBoard's table and a plot."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from tf_adaptive_dp import statement as statements
+from tf_adaptive_dp.durable import files
+from tf_adaptive_dp.sampling import spending
+from tf_adaptive_dp.statement import filled, item, up
+from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
+
+Outcome = dict[str, Any]
+
+# Names of TensorFlow's functions, which end with a number of the process.
+_NUMBERED = re.compile(r"(__(?:inference|forward|backward)_\w*?|_(?:true|false|body|cond))_\d+\b")
+
+
+def best(outcomes: Sequence[Outcome], direction: str) -> int | None:
+    """The position of the winner; `None` if no outcome has a score.
+
+    Of equal scores the first one wins, which among independent trials is the same as a random one.
+
+    Args:
+      outcomes: in the order of the trials; `score` is `None` for a crash or a score not finite.
+      direction: `"max"` or `"min"`.
+    """
+    sign = 1 if direction == "max" else -1
+    scored = [(sign * o["score"], -i) for i, o in enumerate(outcomes) if o["score"] is not None]
+    return -max(scored)[1] if scored else None
+
+
+def ranked(outcomes: Sequence[Outcome], direction: str) -> list[Outcome]:
+    """From the best to the worst; those without a score last."""
+    sign = 1 if direction == "max" else -1
+    return sorted(outcomes, key=lambda o: (o["score"] is None, -sign * (o["score"] or 0)))
+
+
+class Result:
+    """What a finished search shows, in a file that is there as soon as the search is over."""
+
+    def __init__(self, folder: str | os.PathLike):
+        """Looks for the result of the project in a folder."""
+        self._path = Path(folder) / "result.json"
+        self._content: dict | None = None
+        if self._path.exists():
+            self._content = json.loads(self._path.read_text(encoding="utf-8"))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the search is finished."""
+        return self._content is not None
+
+    def write(self, **content: Any) -> None:
+        """Finishes the search: from now on it is never gone on with."""
+        files.write(self._path, json.dumps(content, indent=1).encode())
+        self._content = json.loads(json.dumps(content))
+
+    def __getitem__(self, name: str) -> Any:
+        if self._content is None:
+            raise RuntimeError(
+                "The search is not finished: call `search(...)` first, or again if it was "
+                "interrupted."
+            )
+        return self._content[name]
+
+    def shown(self) -> list[Outcome]:
+        """The outcomes that may be shown, the best first.
+
+        Raises:
+          RuntimeError: if the search is not finished, or nothing came of it.
+        """
+        if self["failure"]:
+            raise RuntimeError(self["failure"])
+        return self["shown"]
+
+
+def failure(outcomes: Sequence[Outcome], *, is_all: bool) -> str:
+    """What to tell the user if no trial has a score.
+
+    Args:
+      outcomes: in the order of the trials.
+      is_all: whether all may be shown. If not, the text is that of the first error, without the
+        numbers that TensorFlow gives to functions: it does not tell how many trials there were.
+    """
+    if not outcomes:
+        return (
+            "The strategy drew no trial at all, as its law allows, so there is no winner. The "
+            "budget is spent: another try is another search."
+        )
+    releases = sum(outcome["releases"] for outcome in outcomes)
+    errors = [outcome["error"] for outcome in outcomes if outcome["error"]]
+    spent = "Nothing was released." if not releases else "The budget is spent."
+    which, error = ("last", errors[-1:]) if is_all else ("first", errors[:1])
+    told = f"The {which} error, which may tell something of the data, was:\n{''.join(error)}"
+    if not is_all:
+        told = _NUMBERED.sub(r"\1", told)
+    return (
+        f"Every candidate crashed, or had a score that is not finite. {spent} Correct the model "
+        f"and begin another search, with another `project_name`. {told if errors else ''}"
+    )
+
+
+_WINNER_ALONE = """\
+Assumed, because the bound rests on it: the candidates were drawn independently of each other and of
+the data, and all trained alike; nothing interrupted the search in a way that depends on the data,
+and what crashed did so of itself, not because the machine failed for all that came after it; and
+nothing but the winner is ever shown. How many candidates there were, which ones, their scores,
+weights and logs, and how long the search took are not protected: keep them secret."""
+
+_PROTECTED = """\
+Protected: the candidates that are listed as released, with their hyperparameters, the weights after
+their last epoch and the scores by which they were compared; and whatever is computed from these
+without looking at the data again."""
+
+_NOT_PROTECTED = """\
+Not protected: loss and metrics that were printed or logged for training data, messages of errors,
+and the number of examples, which counts as public. Whether a candidate crashes must not depend on
+a single example: labels out of range and rows that cannot be read are not protected. The space of
+candidates, the number of epochs and the strategy must have been chosen without looking at the data:
+a space that was narrowed by earlier runs on them is not covered."""
+
+
+def privacy_statement(plan: Plan, noise_multiplier: float, shown: Sequence[dict[str, Any]]) -> str:
+    """The privacy of a finished search, as a text to publish with its winner.
+
+    Guarantee: the numbers are `plan.epsilon_spent` and, for shuffled batches,
+    `plan.epsilon_without_amplification`, rounded up. Of a search that may show the winner alone it
+    tells nothing of the others, nor how many there were.
+
+    Args:
+      plan: of the search.
+      noise_multiplier: of every trial.
+      shown: outcomes of the trials that are released.
+
+    Returns:
+      Paragraphs of at most 80 columns.
+    """
+    spent = plan.epsilon_spent(noise_multiplier)
+    unamplified = spent
+    if spending.label_of(plan.sampling) == "shuffled":
+        resumed = max((outcome["resumed"] for outcome in shown), default=0)
+        unamplified = plan.epsilon_without_amplification(noise_multiplier, resumed)
+    single = plan.epsilon_of_one(noise_multiplier)
+    sentences = {outcome["side_information"] for outcome in shown}
+    paragraphs = [
+        statements.claim(
+            *(spent, unamplified, plan.delta, plan.accountant, plan.sampling, plan.num_examples)
+        ),
+        filled(
+            f"This includes the search for hyperparameters, whose budget was epsilon = "
+            f"{plan.epsilon:g}. A single training like each of its candidates would have epsilon = "
+            f"{up(single)}."
+        ),
+        filled(plan.score.sentence),
+        statements.warning_of_delta(plan.delta, plan.num_examples),
+        filled(_strategy(plan)),
+        _released(plan, noise_multiplier, shown),
+        *sorted(sentences),
+        filled(_PROTECTED),
+        "" if plan.strategy.releases_all else filled(_WINNER_ALONE),
+        filled(_NOT_PROTECTED),
+    ]
+    return "\n".join(paragraph for paragraph in paragraphs if paragraph)
+
+
+def _strategy(plan: Plan) -> str:
+    strategy = plan.strategy
+    if strategy.releases_all:
+        return (
+            f"Strategy: composition of {strategy.max_trials} candidates, each of which may be "
+            "shown. Candidates that crashed, or were interrupted, are counted like the others."
+        )
+    source = "Papernot and Steinke 2022"
+    if plan.accountant == "pld":
+        source += ", with the privacy profiles of Koskela, Redberg and Wang 2024"
+    how = {
+        "liu_talwar": (
+            "random stopping (Liu and Talwar 2019): a secret coin ended the search after each "
+            f"candidate with probability {getattr(strategy, 'gamma', 0):g}, and after "
+            f"{strategy.max_trials} at the latest"
+        ),
+        "repeat_and_select": (
+            f"the best of a secret random number of candidates ({source}), "
+            f"{strategy.expected_trials:g} on average"
+        ),
+    }[strategy.name]
+    return (
+        f"Strategy: {how}. Each candidate was drawn uniformly from the space, with replacement; "
+        "one that crashed counted as the worst."
+    )
+
+
+def _released(plan: Plan, noise_multiplier: float, shown: Sequence[dict[str, Any]]) -> str:
+    each = (
+        f"{plan.releases} noisy gradients at most, with noise multiplier {noise_multiplier:g} and "
+        f"expected batch size {plan.batch_size:g} of {plan.num_examples} examples"
+    )
+    if not plan.strategy.releases_all:
+        return filled("Released: the winner alone, with these releases:") + item(each)
+    lines = [filled(f"Released: {len(shown)} candidates of {each}:")]
+    for outcome in shown:
+        result = "crashed" if outcome["error"] else f"score {outcome['score']}"
+        lines.append(item(f"{outcome['values']}: {result}, {outcome['releases']} releases"))
+    return "".join(lines)
+
+
+def write_hparams(folder: str | Path, shown: Sequence[dict[str, Any]], objective: str) -> None:
+    """Writes TensorBoard's HParams log of the candidates that may be shown.
+
+    Args:
+      folder: gets one folder for each.
+      shown: their outcomes; those without a score are left out.
+      objective: what the score is called.
+    """
+    from tensorboard.plugins.hparams import api
+
+    for outcome in shown:
+        if outcome["score"] is None:
+            continue
+        with tf.summary.create_file_writer(str(Path(folder) / outcome["id"])).as_default():
+            api.hparams(outcome["values"], trial_id=outcome["id"])
+            tf.summary.scalar(objective, outcome["score"], step=0)
+
+
+def forget_numbers(folder: str | Path) -> None:
+    """Renames TensorBoard's files in a project: their names count the writers of the process.
+
+    So the name of the winner's would tell how many trials came before it.
+
+    Args:
+      folder: of the project.
+    """
+    for path in Path(folder).rglob("events.out.tfevents.*"):
+        if not path.name.endswith(".honest"):
+            path.rename(path.with_name(f"events.out.tfevents.{secrets.token_hex(8)}.honest"))
+
+
+def plot(
+    shown: Sequence[dict[str, Any]], objective: str, spending: dict[str, float], is_all: bool
+) -> Any:
+    """Draws the scores that may be shown, and what was spent.
+
+    Args:
+      shown: outcomes, the best first.
+      objective: what the score is called.
+      spending: ε by what it is of.
+      is_all: whether all candidates are shown, or the winner alone.
+
+    Returns:
+      The `matplotlib` figure.
+
+    Raises:
+      ImportError: if matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError(
+            "The plot needs matplotlib: pip install 'tf-adaptive-dp[plots]'"
+        ) from None
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    scores, budget = figure.subplots(1, 2)
+    scored = [outcome for outcome in shown if outcome["score"] is not None]
+    names = [_name(outcome["values"]) for outcome in scored]
+    scores.barh(range(len(scored)), [outcome["score"] for outcome in scored])
+    scores.set_yticks(range(len(scored)), names)
+    scores.invert_yaxis()
+    scores.set_xlabel(objective)
+    scores.set_title("Candidates" if is_all else "Winner")
+    budget.barh(range(len(spending)), list(spending.values()))
+    budget.set_yticks(range(len(spending)), list(spending))
+    budget.invert_yaxis()
+    budget.set_xlabel("ε")
+    budget.set_title("Spending")
+    return figure
+
+
+def _name(values: dict[str, Any]) -> str:
+    parts = (f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
+    return "\n".join(parts) or "no hyperparameters"

@@ -1,0 +1,207 @@
+"""The course of a search: draw once, try each candidate once, keep what may be shown."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.tuning.keras_tuner import architecture, process_state, results, space
+from tf_adaptive_dp.tuning.keras_tuner import results as outcomes
+from tf_adaptive_dp.tuning.keras_tuner import search_journal as journals
+from tf_adaptive_dp.tuning.keras_tuner import trial as trials
+from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
+from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
+from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
+
+
+def delete_trials(folder: str | Path, keep: set[str]) -> None:
+    """Deletes the folders of all trials but some.
+
+    Args:
+      folder: of the project.
+      keep: the ids of those that stay.
+    """
+    for trial in Path(folder).glob("trial_*"):
+        if trial.name.removeprefix("trial_") not in keep:
+            shutil.rmtree(trial)
+
+
+def _name(values: space.Values) -> str:
+    return json.dumps(values, sort_keys=True)
+
+
+class Search:
+    """One search in one folder, in as many processes as it takes.
+
+    Guarantee: the noise and all candidates are on the disk before the first trial begins, and are
+    never drawn anew; each trial is on the disk before it spends anything. Where the winner alone
+    may be shown, what a trial leaves is deleted when it has lost, and no file that stays depends on
+    the others or on their number, other than by its date; nor do the numbers and seeds of the
+    process afterwards (`process_state.hidden`). A callback of the user's that writes TensorFlow's
+    numbers itself, as graphs and profiles have them, is not seen.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        oracle: HonestOracle,
+        build: Callable[[Any], tf.keras.Model],
+        weights: Callable[[str], str],
+        plan: Plan,
+        data: FitArguments,
+    ):
+        """Prepares a search.
+
+        Args:
+          folder: of the project.
+          oracle: with the space and the objective.
+          build: makes a compiled model of hyperparameters.
+          weights: where the weights of a trial go, by its id.
+          plan: what trials may spend.
+          data: what they are trained with.
+        """
+        self._folder, self._oracle = Path(folder), oracle
+        self._build, self._weights = build, weights
+        self._plan, self._data = plan, data
+        self._space = space.description(oracle.hyperparameters)
+
+    def describe(self) -> dict[str, Any]:
+        """What may not change when the search goes on, as plain JSON."""
+        return {
+            **self._plan.describe(),
+            "rows": self._data.num_rows,
+            "space": self._space,
+            "objective": str(self._oracle.objective),
+        }
+
+    def run(self, journal: journals.Journal) -> dict[str, Any]:
+        """Begins the search, or goes on with it, and brings it to its end.
+
+        Args:
+          journal: of the project.
+
+        Returns:
+          The content of the result file.
+
+        Raises:
+          ValueError: if the journal is that of a search with other arguments, or the budget cannot
+            be met; then nothing was changed. Also if the model of a candidate has other layers,
+            weights or another kind of optimizer than when the search began.
+          NotPrivateError: for a model that would cost something else than planned.
+        """
+        with self._hidden():
+            return self._run(journal)
+
+    def _hidden(self) -> contextlib.AbstractContextManager:
+        if self._plan.strategy.releases_all:
+            return contextlib.nullcontext()
+        return process_state.hidden(self._plan.strategy.expected_trials)
+
+    def _run(self, journal: journals.Journal) -> dict[str, Any]:
+        if journal.search is None:
+            noise_multiplier = self._plan.noise_multiplier()
+            draws = self._oracle.draws(self._plan.strategy)
+            ids = [secrets.token_hex(8) for _ in draws]
+            drawn = {"noise_multiplier": noise_multiplier, "draws": draws, "ids": ids}
+            journal.begin(self.describe(), drawn)
+        else:
+            journals.compare(journal.search, self.describe(), str(self._folder))
+        draws = journal.plan["draws"]
+        self._models = journal.models
+        if not journal.begun:
+            # All are built before the first is trained, and what they are made of is noted with it.
+            distinct = {_name(values): values for values in draws}
+            noise_multiplier = journal.plan["noise_multiplier"]
+            self._models = {
+                name: architecture.described(self._model(values, noise_multiplier))
+                for name, values in distinct.items()
+            }
+        self._drop_losers(journal)
+        for number in range(len(journal.ended), len(draws)):
+            self._try(number, journal)
+        return self._result(journal)
+
+    def _model(self, values: space.Values, noise_multiplier: float) -> tf.keras.Model:
+        """A model with the planned noise, if it costs what was planned."""
+        hyperparameters = self._oracle.with_values(values)
+        model = self._build(hyperparameters)
+        if space.description(hyperparameters) != self._space:
+            new = [p.name for p in hyperparameters.space[len(self._space) :]]
+            raise NotPrivateError(
+                "The space grew while a model was built, so trials would not be alike: declare all "
+                "hyperparameters in every call of `build_model`, those that are used sometimes "
+                "within `hp.conditional_scope`. Nothing was trained with it. That makes it another "
+                "space, so begin anew with `overwrite=True`; if no trial had begun, nothing was "
+                f"spent. Received: {new}"
+            )
+        trials.prepare(model, self._plan, noise_multiplier)
+        return model
+
+    def _try(self, number: int, journal: journals.Journal) -> None:
+        drawn = journal.plan
+        values, trial_id = drawn["draws"][number], drawn["ids"][number]
+        model = self._model(values, drawn["noise_multiplier"])
+        if self._models is not None:
+            now = architecture.described(model)
+            architecture.compare(self._models[_name(values)], now, str(self._folder))
+        if journal.begun == number:
+            journal.note_begun(None if number else self._models)
+        else:
+            journal.note_resumed()
+        trial = trials.Trial(
+            self._plan, drawn["noise_multiplier"], self._folder / f"trial_{trial_id}"
+        )
+        weights = self._weights(trial_id)
+        outcome = trial.run(model, self._data, self._oracle.objective, weights)
+        drawn = {"id": trial_id, "values": values}
+        journal.note_ended({**outcome, **drawn, "resumed": journal.resumed})
+        trial.clean()
+        self._drop_losers(journal)
+        if self._plan.strategy.releases_all and self._data.arguments.get("verbose", 1):
+            result = "crashed" if outcome["error"] else outcome["score"]
+            of = len(journal.plan["draws"])
+            print(f"Trial {number + 1} of {of}: {values}: {result}")
+
+    def _drop_losers(self, journal: journals.Journal) -> None:
+        """Deletes what has lost, where the winner alone may be shown."""
+        if self._plan.strategy.releases_all:
+            return
+        winner = outcomes.best(journal.ended, self._oracle.objective.direction)
+        keep = set(journal.plan["ids"][len(journal.ended) : journal.begun])
+        keep |= set() if winner is None else {journal.ended[winner]["id"]}
+        delete_trials(self._folder, keep)
+
+    def _failure(self, ended: list[outcomes.Outcome]) -> str:
+        return outcomes.failure(ended, is_all=self._plan.strategy.releases_all)
+
+    def _result(self, journal: journals.Journal) -> dict[str, Any]:
+        plan, objective = self._plan, self._oracle.objective
+        winner = outcomes.best(journal.ended, objective.direction)
+        shown = outcomes.ranked(journal.ended, objective.direction)
+        if not plan.strategy.releases_all:
+            # How often it was resumed would tell something of when it was tried.
+            shown = [] if winner is None else [{**journal.ended[winner], "resumed": 0}]
+        noise_multiplier = journal.plan["noise_multiplier"]
+        results.write_hparams(self._folder / "tensorboard", shown, objective.name)
+        results.forget_numbers(self._folder)
+        for leftover in self._folder.glob(f"trial_*/{trials.IN_PROGRESS}"):
+            shutil.rmtree(leftover)
+        return {
+            "search": self.describe(),
+            "noise_multiplier": noise_multiplier,
+            "shown": shown,
+            "failure": None if winner is not None else self._failure(journal.ended),
+            "statement": results.privacy_statement(plan, noise_multiplier, shown),
+            "spending": {
+                "one training": plan.epsilon_of_one(noise_multiplier),
+                "the search": plan.epsilon_spent(noise_multiplier),
+                "budget": plan.epsilon,
+            },
+        }

@@ -1,0 +1,115 @@
+"""ε of repeat-and-select from the privacy profile of a trial, for which PLD can be used.
+
+The profile of a mechanism with outputs Q, or Q′ on a neighbouring data set, is the least δ for each
+ε: δ_Q(ε) = max over sets S, and over both directions, of Q(S) - e^ε Q′(S). Koskela, Redberg and
+Wang 2024 ("Privacy Profiles for Private Selection") bound the profile of a search by that of a
+trial. What follows is their argument, with its last step made exact.
+
+**The search.** K trials are made, and the best output is shown. Let the generating function of K be
+f(z) = E z^K. Ties are broken at random: each output gets a uniform number of its own, which changes
+neither a profile nor the law of the best output. So outputs are strictly ordered, and
+F(y) = Q(outputs up to y) grows continuously from 0 to 1. The best of K outputs is at most y with
+probability f(F(y)). By differentiation the search A has a density with respect to a trial,
+
+    A(dy) = f′(F(y)) Q(dy), and likewise A′(dy) = f′(F′(y)) Q′(dy).
+
+f′ is increasing, with f′(1) = E K. If f′(F(y)) ≤ e^κ f′(F′(y)) for all y, then for every set S
+
+    A(S) - e^ε A′(S) ≤ ∫_S f′(F(y)) (Q(dy) - e^(ε - κ) Q′(dy)) ≤ E K · δ_Q(ε - κ),            (1)
+
+the last step because f′ ≤ E K where the bracket is positive. (No trial at all is as probable for A
+as for A′, and adds nothing for ε ≥ 0.)
+
+**Truncated negative binomial K**, with η > -1, γ in (0, 1) and c = (1 - γ) / γ. Here
+f(z) = ((1 - (1 - γ) z)^-η - 1) / (γ^-η - 1), for η = 0 log(1 - (1 - γ) z) / log γ, and in all cases
+
+    f′(z) = E K · (1 + c (1 - z))^-(1 + η).
+
+Let x = 1 - F(y), what a trial has above y. The profile, for outputs above y and in the other
+direction, says 1 - F′(y) ≤ e^t x + δ_Q(t) for any t ≥ 0. Hence
+
+    f′(F(y)) / f′(F′(y)) ≤ ((1 + c δ_Q(t) + c x e^t) / (1 + c x))^(1 + η) ≤ M^(1 + η),
+    M = max(1 + c δ_Q(t), e^t),                                                                (2)
+
+since the fraction lies between (1 + c δ_Q(t)) / 1 and c x e^t / (c x). Koskela et al. have the sum
+e^t + c δ_Q(t) in place of M, which is larger. As e^t grows with t and δ_Q(t) falls, the best t is
+where both are equal: t* is the least t ≥ 0 with 1 + c δ_Q(t) ≤ e^t. It is at most log(1/γ), since
+δ_Q ≤ 1. With κ = (1 + η) t* in (1),
+
+    δ_A(ε) ≤ E K · δ_Q(ε - (1 + η) t*),  or  ε_A(δ) ≤ ε_Q(δ / E K) + (1 + η) t*.               (3)
+
+**Poisson K** with mean μ. Here f′(z) = μ e^(μ (z - 1)), so that f′(F) / f′(F′) =
+e^(μ (x′ - x)) ≤ e^(μ δ_Q(0)), and κ = μ δ_Q(0).
+
+All of this holds for any upper bound on δ_Q that falls with ε in place of δ_Q. Profiles are convex
+functions of u = e^t, as the largest of the lines Q(S) - u Q′(S); so where δ_Q is known at some t
+only, the chords between these lie above it, and t* is taken from the first that falls to (u - 1)/c.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+
+from tf_adaptive_dp.tuning import trial_count_distributions
+
+# Where a profile is looked at. With twice as many points ε falls by less than 1e-4 of it.
+_POINTS = 2_000
+
+
+class Profile(Protocol):
+    """An upper bound on the privacy profile of a trial, for both directions of neighbours."""
+
+    def delta(self, epsilons: np.ndarray) -> np.ndarray:
+        """δ at each ε ≥ 0, given in ascending order: it falls, and is convex in e^ε."""
+
+    def epsilon(self, delta: float) -> float:
+        """ε ≥ 0 at δ in (0, 1)."""
+
+
+def selected_epsilon(trial: Profile, mean: float, shape: float, delta: float) -> float:
+    """ε_A(δ) of a search, by (3) above.
+
+    Guarantee: (ε, δ)-DP under the conditions of `accounting.repeat_and_select_epsilon`, if the
+    profile is that of a trial or above it.
+
+    Args:
+      trial: its profile.
+      mean: E K, at least 1.
+      shape: η > -1 of the truncated negative binomial law; `math.inf`: Poisson.
+      delta: δ, in (0, 1).
+
+    Returns:
+      ε ≥ 0.
+    """
+    return trial.epsilon(delta / mean) + loss_of_choice(trial, mean, shape)
+
+
+def loss_of_choice(trial: Profile, mean: float, shape: float) -> float:
+    """κ of (1): by how much the choice of the best can raise the privacy loss.
+
+    Args:
+      trial: its profile.
+      mean: E K, at least 1.
+      shape: η, see `selected_epsilon`.
+
+    Returns:
+      (1 + η) t*, from above, or μ δ_Q(0).
+    """
+    if math.isinf(shape):
+        return mean * float(trial.delta(np.zeros(1))[0])
+    last = -trial_count_distributions.log_gamma(mean, shape)  # log(1/γ)
+    if last == 0:
+        return 0.0  # always one trial
+    times = np.append(0.0, np.geomspace(min(1e-4, last / 2), last, _POINTS))
+    grown = np.expm1(times)  # u - 1
+    excess = np.expm1(last) * np.minimum(trial.delta(times), 1.0) - grown
+    excess[-1] = min(excess[-1], 0.0)  # where δ ≤ 1 suffices, but for rounding
+    first = int(np.argmax(excess <= 0))
+    if first == 0:
+        return 0.0
+    before, after = excess[first - 1 : first + 1]
+    along = before / (before - after)
+    return (1 + shape) * math.log1p(grown[first - 1] + along * (grown[first] - grown[first - 1]))
