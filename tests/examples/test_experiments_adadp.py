@@ -9,15 +9,18 @@ import sys
 import numpy as np
 import pytest
 
-from examples.experiments import tuned
+from examples.experiments.adadp_comparison import run as adadp_comparison
 from examples.experiments.adadp_untuned import run as untuned
-from examples.experiments.harness import Trial
+from examples.experiments.lib import harness, tuned
+from examples.experiments.lib.harness import Trial
 from tests.helpers import ROOT
 
 
-def run(name, output, data_dir=None):
+def run(name, output, data_dir=None, dataset=None):
     program = ROOT / "examples" / "experiments" / name / "run.py"
     given = ["--data_dir", str(data_dir)] if data_dir else []
+    given += ["--dataset", dataset] if dataset else []
+    name, results = (f"{name}_{dataset}", f"results_{dataset}") if dataset else (name, "results")
     done = subprocess.run(
         [sys.executable, str(program), "--output", str(output), *given],
         capture_output=True,
@@ -27,7 +30,7 @@ def run(name, output, data_dir=None):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (output / f"{name}_smoke.png").stat().st_size > 10_000
-    return done.stdout, json.loads((output / "results_smoke.json").read_text())["trials"]
+    return done.stdout, json.loads((output / f"{results}_smoke.json").read_text())["trials"]
 
 
 def data_with(name):
@@ -40,14 +43,14 @@ def data_with(name):
     return data_dir
 
 
-def check_resumes(name, output, trials, data_dir=None):
+def check_resumes(name, output, trials, *data):
     """Started again it trains nothing; without its last trial it trains that one alone."""
-    path = output / "results_smoke.json"
+    (path,) = output.glob("results_*.json")
     before = path.read_bytes()
-    run(name, output, data_dir)
+    run(name, output, *data)
     assert path.read_bytes() == before
     path.write_text(json.dumps({"trials": trials[:-1]}))
-    _, again = run(name, output, data_dir)
+    _, again = run(name, output, *data)
     assert again[:-1] == trials[:-1] and again[-1]["settings"] == trials[-1]["settings"]
 
 
@@ -80,8 +83,8 @@ def test_insensitivity_shows_learning_rates_that_come_together(tmp_path):
 @pytest.mark.parametrize("dataset", ["mnist", "cifar10"])
 def test_comparison_tunes_the_others_and_resumes(tmp_path, dataset):
     data_dir = data_with(dataset)
-    name = f"adadp_{dataset}"
-    out, trials = run(name, tmp_path, data_dir)
+    name = "adadp_comparison"
+    out, trials = run(name, tmp_path, data_dir, dataset)
     assert "ADADP, constant tolerance 1 |" in out and "DP-Adam, rate" in out
     of_sgd = [t["settings"] for t in trials if t["settings"]["optimizer"] == "DPSGD"]
     assert [s["noise_multiplier"] for s in of_sgd].count(2.0) == 2  # the grid
@@ -90,7 +93,7 @@ def test_comparison_tunes_the_others_and_resumes(tmp_path, dataset):
         result = trial["result"]
         assert len(result["accuracy"]) == len(result["epsilon"]) == 2
         assert 0 <= min(result["accuracy"]) and 0 < result["epsilon"][0] < result["epsilon"][1]
-    check_resumes(name, tmp_path, trials, data_dir)
+    check_resumes(name, tmp_path, trials, data_dir, dataset)
 
 
 @pytest.mark.slow
@@ -101,6 +104,15 @@ def test_untuned_compares_all_methods(tmp_path):
     assert {t["settings"]["method"] for t in trials} == set(untuned.TITLES)
     assert all(f"| {title} |" in out for title in untuned.TITLES.values())
     assert all(t["result"]["accuracy"][-1] > 0.7 for t in trials)
+
+
+@pytest.mark.parametrize("dataset", ["mnist", "cifar10"])
+def test_the_stored_trials_are_those_of_the_plan(dataset):
+    folder = ROOT / "examples" / "experiments" / "adadp_comparison"
+    results = harness.Results(folder / f"results_{dataset}_small.json")
+    experiment = adadp_comparison.EXPERIMENTS[dataset]
+    assert results.trials and not results.missing(experiment.plan("small", results.trials))
+    assert "| ADADP |" in experiment.table(results.trials)
 
 
 def comparison(**changes):

@@ -12,13 +12,13 @@ import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp
-from examples.experiments import candidates
-from examples.experiments.harness import Trial
 from examples.experiments.honest_adadp import run as honest_adadp
 from examples.experiments.honest_adam_defaults import run as honest_adam_defaults
 from examples.experiments.honest_costs import run as honest_costs
 from examples.experiments.honest_heat_map import run as honest_heat_map
 from examples.experiments.honest_optimizers import run as honest_optimizers
+from examples.experiments.lib import candidates
+from examples.experiments.lib.harness import Trial
 from tests.helpers import ROOT
 
 

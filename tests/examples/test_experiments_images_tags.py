@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from examples.experiments import grids
-from examples.experiments.datasets import stackoverflow
-from examples.experiments.harness import Trial
+from examples.experiments.lib import grids
+from examples.experiments.lib.datasets import stackoverflow
+from examples.experiments.lib.harness import Trial
 from tests.helpers import ROOT
 
 POSTS = [
@@ -203,7 +203,7 @@ def check(trials, out, titles):
 @pytest.mark.slow
 def test_adadps_mnist_runs_every_method(tmp_path):
     data("TFDS_DATA_DIR", "mnist")
-    from examples.experiments.adadps_methods import TITLES
+    from examples.experiments.lib.adadps_methods import TITLES
 
     trials, out = run("adadps_mnist", tmp_path)
     of_text = ("ideal", "adadps_frequency", "adas_frequency")
@@ -213,7 +213,7 @@ def test_adadps_mnist_runs_every_method(tmp_path):
 @pytest.mark.slow
 def test_adadps_stackoverflow_runs_every_method(tmp_path):
     data("TFF_CACHE_DIR", "stackoverflow.sqlite")
-    from examples.experiments.adadps_methods import TITLES
+    from examples.experiments.lib.adadps_methods import TITLES
 
     trials, out = run("adadps_stackoverflow", tmp_path)
     check(trials, out, TITLES)

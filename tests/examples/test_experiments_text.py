@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pytest
 
-from examples.experiments import grids, reviews
 from examples.experiments.adadps_imdb import run as adadps_imdb
 from examples.experiments.adadps_toy import run as adadps_toy
-from examples.experiments.datasets import text
+from examples.experiments.lib import grids, reviews
+from examples.experiments.lib.datasets import text
 from examples.experiments.public_size import run as public_size
 from tests.helpers import ROOT
 

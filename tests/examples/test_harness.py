@@ -1,13 +1,14 @@
 """The harness of the experiments: plans asked again, results that are resumed, trials that fail."""
 
+import dataclasses
 import json
 import time
 
 import matplotlib.figure
 import pytest
 
-from examples.experiments import harness
-from examples.experiments.harness import Experiment, Results, Trial, main, run_trials
+from examples.experiments.lib import harness
+from examples.experiments.lib.harness import Experiment, Results, Trial, main, run_trials
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +99,7 @@ def test_a_failing_trial_stops_with_its_error_and_keeps_the_finished_ones(tmp_pa
 def test_a_file_that_holds_no_results_is_an_error_that_says_so(tmp_path, text):
     path = tmp_path / "results_smoke.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="results_smoke.json is no file of results .*Move it away"):
+    with pytest.raises(ValueError, match="results_smoke.json does not hold results .*Move it away"):
         Results(path)
     assert path.read_text() == text
 
@@ -118,3 +119,16 @@ def test_each_scale_has_its_own_results(tmp_path):
     names = sorted(p.name for p in tmp_path.iterdir())
     assert [n for n in names if n.endswith("json")] == ["results_paper.json", "results_smoke.json"]
     assert not [n for n in names if n.endswith("part")]
+
+
+def test_an_experiment_on_several_data_sets_keeps_one_file_for_each(tmp_path, capsys):
+    both = {
+        name: dataclasses.replace(of(x), name=f"squares_{name}") for name, x in [("a", 2), ("b", 3)]
+    }
+    with pytest.raises(SystemExit):
+        main(both, tmp_path, [])
+    assert "--dataset" in capsys.readouterr().err
+    main(both, tmp_path, ["--dataset", "b", "--jobs", "1"])
+    (trial,) = Results(tmp_path / "results_b_smoke.json").trials
+    assert trial.settings == {"x": 3}
+    assert {p.name for p in tmp_path.iterdir()} == {"results_b_smoke.json", "squares_b_smoke.png"}

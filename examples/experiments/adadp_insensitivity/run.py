@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from examples.experiments import dense, harness, tuned
-from examples.experiments.datasets import images
-from examples.experiments.harness import Trial
+from examples.experiments.lib import dense, harness, tuned
+from examples.experiments.lib.datasets import images
+from examples.experiments.lib.harness import Trial
 
 load = functools.cache(images.mnist)  # once for each process
 

@@ -38,8 +38,8 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 
 import tf_adaptive_dp
-from examples.experiments import harness
-from examples.experiments.harness import Trial
+from examples.experiments.lib import harness
+from examples.experiments.lib.harness import Trial
 
 tfd, tfb = tfp.distributions, tfp.bijectors
 

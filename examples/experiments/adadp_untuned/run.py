@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from examples.experiments import dense, grids, harness
-from examples.experiments.datasets import adult, images, text
+from examples.experiments.lib import dense, grids, harness
+from examples.experiments.lib.datasets import adult, images, text
 
 EPOCHS_SHOWN = (2, 5, 10, 20, 50, 100)
 MODELS = {

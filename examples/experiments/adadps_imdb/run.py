@@ -44,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.experiments import grids, harness, reviews
+from examples.experiments.lib import grids, harness, reviews
 
 Candidates = Sequence[Mapping[str, float]]
 

@@ -25,8 +25,8 @@ from typing import Any
 import tensorflow as tf
 
 import tf_adaptive_dp
-from examples.experiments import adadps_methods, grids, harness
-from examples.experiments.datasets import images
+from examples.experiments.lib import adadps_methods, grids, harness
+from examples.experiments.lib.datasets import images
 
 Candidates = Mapping[str, Sequence[Mapping[str, float]]]
 

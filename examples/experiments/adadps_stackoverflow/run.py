@@ -30,8 +30,8 @@ from typing import Any
 import tensorflow as tf
 
 import tf_adaptive_dp
-from examples.experiments import adadps_methods, grids, harness
-from examples.experiments.datasets import stackoverflow
+from examples.experiments.lib import adadps_methods, grids, harness
+from examples.experiments.lib.datasets import stackoverflow
 
 ONE_PERCENT, FOUR_USERS = "1% public", "4 users public"
 

@@ -32,7 +32,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_adaptive_dp
-from examples.experiments import adadps_methods, grids, harness
+from examples.experiments.lib import adadps_methods, grids, harness
 
 NUM_EXAMPLES, NUM_FEATURES, NUM_FREQUENT = 1000, 500, 50
 TITLES = {

@@ -42,8 +42,8 @@ from typing import Any
 
 import numpy as np
 
-from examples.experiments import candidates, harness
-from examples.experiments.harness import Trial
+from examples.experiments.lib import candidates, harness
+from examples.experiments.lib.harness import Trial
 from tf_adaptive_dp.tuning import budgets, search_epsilon, strategies
 
 NOISE, BATCH, CLIP, DELTA = 2.0, 200, 1.0, 1e-5

@@ -39,8 +39,8 @@ from typing import Any
 
 import numpy as np
 
-from examples.experiments import candidates, harness
-from examples.experiments.harness import Trial
+from examples.experiments.lib import candidates, harness
+from examples.experiments.lib.harness import Trial
 from tf_adaptive_dp.tuning import search_epsilon
 
 BATCH, CLIP, DELTA = 250, 0.5, 1e-6

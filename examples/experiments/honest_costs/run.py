@@ -31,8 +31,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from examples.experiments import candidates, harness
-from examples.experiments.harness import Trial
+from examples.experiments.lib import candidates, harness
+from examples.experiments.lib.harness import Trial
 from tf_adaptive_dp.tuning import budgets, search_epsilon
 
 NOISE, BATCH, STEPS, DELTA_2 = 4.0, 250, 10_000, 1e-20

@@ -40,8 +40,8 @@ import numpy as np
 import tensorflow as tf
 
 import tf_adaptive_dp
-from examples.experiments import candidates, harness
-from examples.experiments.harness import Trial
+from examples.experiments.lib import candidates, harness
+from examples.experiments.lib.harness import Trial
 from tf_adaptive_dp.tuning import grids
 
 NUM_EXAMPLES, NUM_FEATURES, BATCH, NOISE = 20_000, 10, 250, 4.0

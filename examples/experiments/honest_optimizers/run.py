@@ -41,9 +41,9 @@ from typing import Any
 
 import numpy as np
 
-from examples.experiments import candidates, harness
-from examples.experiments.harness import Trial
 from examples.experiments.honest_costs.run import MANY_ORDERS
+from examples.experiments.lib import candidates, harness
+from examples.experiments.lib.harness import Trial
 from tf_adaptive_dp.tuning import grids, search_epsilon
 
 NOISE, BATCH, DELTA = 4.0, 250, 1e-6

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import pathlib
 
-from examples.experiments import grids, harness, reviews
 from examples.experiments.adadps_imdb import run as adadps_imdb
+from examples.experiments.lib import grids, harness, reviews
 
 FEWER = {"1% public": 1, "5 times less": 5, "25 times less": 25}
 

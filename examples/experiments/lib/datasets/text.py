@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from examples.experiments.datasets.folder import folder
-from examples.experiments.datasets.images import Arrays
+from examples.experiments.lib.datasets.folder import folder
+from examples.experiments.lib.datasets.images import Arrays
 
 VOCABULARY_SIZE = 10_000
 LENGTH = 290  # tokens of a review; the AdaDPS authors' number

@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from examples.experiments.harness import Experiment, Trial
+from examples.experiments.lib.harness import Experiment, Trial
 
 Settings = dict[str, Any]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from examples.experiments import dense
-from examples.experiments.harness import Trial
+from examples.experiments.lib import dense
+from examples.experiments.lib.harness import Trial
 
 Settings = dict[str, Any]
 

@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 import tf_adaptive_dp
-from examples.experiments import dense
-from examples.experiments.datasets import adult, images, text
+from examples.experiments.lib import dense
+from examples.experiments.lib.datasets import adult, images, text
 
 SETTABLE = ("learning_rate", "l2_norm_clip", "noise_multiplier")
 # Of `dense.make_model`; counts of words come as bytes, which scaling turns into floats.

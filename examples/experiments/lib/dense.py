@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_adaptive_dp
-from examples.experiments import training
+from examples.experiments.lib import training
 
 Arrays = tuple[np.ndarray, np.ndarray]
 

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 import tf_adaptive_dp
-from examples.experiments import adadps_methods
-from examples.experiments.datasets import text
+from examples.experiments.lib import adadps_methods
+from examples.experiments.lib.datasets import text
 
 TITLES = {
     **adadps_methods.TITLES,

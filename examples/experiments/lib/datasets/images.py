@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from examples.experiments.datasets.folder import folder
+from examples.experiments.lib.datasets.folder import folder
 
 Arrays = tuple[np.ndarray, np.ndarray]
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from examples.experiments.datasets.folder import folder
+from examples.experiments.lib.datasets.folder import folder
 
 SPLITS = ("train", "heldout", "test")
 _FIELDS = ("tokens", "title", "tags")

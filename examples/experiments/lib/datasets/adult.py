@@ -9,7 +9,7 @@ import pathlib
 
 import numpy as np
 
-from examples.experiments.datasets.images import Arrays
+from examples.experiments.lib.datasets.images import Arrays
 
 # Published in the data set's description: values of the categorical columns are public, and
 # numbers are brought to about [0, 1] by bounds that do not come from the rows.

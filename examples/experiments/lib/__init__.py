@@ -1,0 +1,1 @@
+"""What the experiments share: the harness, training runs, grids of settings and data sets."""
