@@ -45,10 +45,10 @@ from federated.clients.client_optimizers import build_adadp  # noqa: E402
 from federated.datasets import cifar10  # noqa: E402
 from federated.datasets.clients import ClientBatches  # noqa: E402
 from federated.privacy import client_sampling  # noqa: E402
-from federated.training import monitor, processes, program  # noqa: E402
 from federated.simulation import trials  # noqa: E402
 from federated.simulation.evaluation import evaluator  # noqa: E402
 from federated.simulation.trials import Settings, Trial  # noqa: E402
+from federated.training import monitor, processes, program  # noqa: E402
 
 METHODS = {
     "adadp": build_adadp,
