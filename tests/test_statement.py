@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from types import SimpleNamespace
+import types
 
 import dp_accounting
 import pytest
@@ -16,14 +17,14 @@ from tf_adaptive_dp.accounting.composition import (
     epsilon_spent,
     epsilon_without_amplification,
 )
-from tf_adaptive_dp.accounting.ledger import Segment
+from tf_adaptive_dp.accounting.ledger import Checks, Releases, Segment
 from tf_adaptive_dp.statement import privacy_statement
 
 N, DELTA = 60_000, 1e-5
 
 
 def fake_ledger(*segments, other_events=()):
-    return SimpleNamespace(segments=[Segment(*s) for s in segments], other_events=other_events)
+    return Releases([Segment(*s) for s in segments], other_events)
 
 
 def gaussians(*releases):
@@ -107,11 +108,12 @@ def test_names_epsilon_delta_unit_and_adjacency(ledger, sampling):
 
 def test_poisson_sampling_is_a_proof_for_draws_that_were_checked():
     text = words(ONE, N, DELTA, sampling="poisson")
-    assert "batches are said to be drawn by Poisson sampling, and if so, this epsilon is a" in text
-    assert "For 6000 of the noisy gradients nothing checked that" in text and "proven" not in text
-    checked = SimpleNamespace(**vars(ONE), checks=[(6_000, 0)])
+    assert "are stated to have been drawn by Poisson sampling; if so, this epsilon is an" in text
+    assert "did not verify that the batch was a fresh draw for 6000 of the noisy gradients" in text
+    assert "proven" not in text
+    checked = dataclasses.replace(ONE, checks=[Checks(checked=6_000)])
     text = words(checked, N, DELTA, sampling="poisson")
-    assert "were drawn by Poisson sampling, and for that this epsilon is a proven bound" in text
+    assert "were drawn by Poisson sampling, for which this epsilon is a proven upper bound" in text
     assert "approximation" not in text
     assert "shuffling the data" not in text
 
@@ -120,9 +122,10 @@ def test_shuffling_is_an_approximation_with_the_unamplified_epsilon_beside_it():
     text = words(ONE, N, DELTA)
     assert text == words(ONE, N, DELTA, sampling="shuffled")
     assert "The batches came from shuffling the data, not from Poisson sampling" in text
-    assert "an approximation to what shuffling gives, not a proven bound" in text
-    assert "each pass ended before the next one began" in text and "passes were cut short" in text
-    shown = float(re.search(r"epsilon = ([0-9.]+) is without amplification", text).group(1))
+    assert "For shuffled batches it is a customary approximation, not a proven bound" in text
+    assert "each epoch ended before the next one began" in text
+    assert "The bound does not hold if an epoch was cut short." in text
+    shown = float(re.search(r"epsilon = ([0-9.]+) assumes no amplification", text).group(1))
     assert 0 <= shown - gaussians((2.0, 20)) <= 1.001e-4
 
 
@@ -147,23 +150,26 @@ def test_every_segment_is_listed():
 def test_other_events_are_named():
     event = dp_accounting.GaussianDpEvent(4.0)
     text = words(fake_ledger((2.0, 200.0, 1), other_events=(event,)), N, DELTA)
-    assert "besides the gradients, and counted in: GaussianDpEvent(noise_multiplier=4.0)" in text
-    assert "besides the gradients" in words(fake_ledger(other_events=(event,)), N, DELTA)
-    assert "besides the gradients" not in words(ONE, N, DELTA)
+    assert (
+        "in addition to the gradients, and included in epsilon: GaussianDpEvent(noise_multiplier=4.0)"
+        in text
+    )
+    assert "in addition to the gradients" in words(fake_ledger(other_events=(event,)), N, DELTA)
+    assert "in addition to the gradients" not in words(ONE, N, DELTA)
 
 
 def test_says_what_is_protected_and_what_is_not():
     text = words(TWO, N, DELTA)
-    assert "Protected: every noisy gradient that was released, hence the weights" in text
+    assert "Protected: every noisy gradient that was released, and therefore the" in text
     assert "all checkpoints" in text
     unprotected = text[text.index("Not protected:") :]
-    for what in ["loss and metrics", "gradient norms", "hyperparameters if they were tuned"]:
+    for what in ["losses and metrics", "gradient norms", "hyperparameters, if they were tuned"]:
         assert what in unprotected
 
 
 def test_an_empty_ledger_claims_nothing():
     text = words(fake_ledger(), N, DELTA)
-    assert text.startswith("Nothing was released: the ledger is empty, epsilon = 0.")
+    assert text.startswith("Nothing was released: the ledger is empty, so epsilon = 0.")
     assert "Protected" not in text
     assert words(fake_ledger((2.0, 200.0, 0)), N, DELTA) == text
 
@@ -184,18 +190,20 @@ def test_without_noise_it_says_not_private(ledger):
 
 
 def test_a_large_delta_is_warned_of():
-    assert "Warning: delta is above 1 / number of examples" in words(TWO, N, 1.01 / N)
+    assert "Warning: delta exceeds 1 / (number of examples). A delta" in words(TWO, N, 1.01 / N)
     assert "Warning" not in words(TWO, N, 1 / N)
 
 
 def test_persons_are_not_examples():
-    assert "A person may have any number of examples, and is protected less" in words(TWO, N, DELTA)
-    assert "up to 3 examples" in words(TWO, N, DELTA, max_examples_per_user=3)
-    assert "the unit is also one person" in words(TWO, N, DELTA, max_examples_per_user=1)
+    text = words(TWO, N, DELTA)
+    assert "This epsilon is per example. A person who contributed several examples has" in text
+    assert "several examples (up to 3) has" in words(TWO, N, DELTA, max_examples_per_user=3)
+    assert "also per person" in words(TWO, N, DELTA, max_examples_per_user=1)
+    assert "per person" not in text
 
 
 def test_an_optimizer_stands_for_its_ledger():
-    optimizer = SimpleNamespace(ledger=TWO)
+    optimizer = types.SimpleNamespace(ledger=TWO)
     assert privacy_statement(optimizer, N, DELTA) == privacy_statement(TWO, N, DELTA)
 
 
@@ -213,7 +221,7 @@ def test_a_run_of_one_segment_ends_with_tf_privacys_statement():
         N, 200, 20.0, 2.0, DELTA, used_microbatching=False, max_examples_per_user=4
     )
     ours = words(ONE, N, DELTA, max_examples_per_user=4)
-    assert ours.endswith("same run: " + " ".join(theirs.split()))
+    assert ours.endswith("the same run: " + " ".join(theirs.split()))
     for epsilon_of_theirs in ("12.302", "0.538"):
         assert epsilon_of_theirs in theirs
 
@@ -228,7 +236,7 @@ def test_any_other_run_does_not():
 
 def test_tf_privacys_failure_is_told():
     text = words(fake_ledger((1e8, 200.0, 6_000)), N, DELTA)
-    assert "TF Privacy has no statement of this run: " in text
+    assert "TF Privacy cannot produce a statement for this run: " in text
 
 
 def test_tf_privacy_counts_what_the_ledger_counts():

@@ -11,7 +11,7 @@ from tf_adaptive_dp.accounting import composition as central
 from tf_adaptive_dp.accounting.composition import epsilon_without_amplification
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
-from tf_adaptive_dp.statement import Unit, filled, item, of_side_information, up, why_not_private
+from tf_adaptive_dp.statement import Unit, format_epsilon, list_item, paragraph
 
 __all__ = ["UserLedger", "epsilon_spent", "privacy_statement"]
 
@@ -22,23 +22,29 @@ USER = Unit(
     batches="cohorts",
     releases="noisy averages of client updates",
     others="averages",
+    whole="all data of some users",
 )
 
 _PROTECTED = """\
-Protected: every noisy average that was released, hence the weights of the server's model after
-every round, and whatever is computed from these without looking at the users' data again."""
-_STATE_TOO = """\
-The state of the process is protected as well; the key of the sampler and figures of the clients,
+Protected: every noisy average that was released, and therefore the weights of the server's model
+after every round, and anything computed from them without further access to the users' data."""
+_STATE_PROTECTED = """\
+The state of the process is protected as well. The key of the sampler and the clients' statistics,
 which a run keeps in its folder `secret`, are not."""
-_STATE_NOT = """\
-The state of the process and its checkpoints are NOT protected: they hold the noise of
-the tree. Keep them as secret as the data, and publish model weights only."""
+_STATE_NOT_PROTECTED = """\
+The state of the process and its checkpoints are NOT protected: they contain the noise of the tree.
+Keep them as secret as the data, and publish only the model weights."""
 
 _NOT_PROTECTED = """\
-Not protected: what TFF reports of the clients' training without noise ("client_work": loss,
-accuracy, figures of the client optimizer), the exact size of a cohort and who was in it, the choice
-of hyperparameters if they were tuned on the private data, and the number of users, which counts as
-public. The server adds the noise: nobody is protected from the server and the clients' workers."""
+Not protected: what TFF reports about the clients' training without noise ("client_work": losses,
+accuracy, statistics of the client optimizer); the exact size and the members of each cohort; the
+choice of hyperparameters, if they were tuned on the private data; and the number of users, which is
+treated as public. The server adds the noise: nothing protects users from the server or from the
+workers that train for the clients."""
+
+_WHOLE_USER = (
+    """This epsilon covers all data of a user, provided that each user is exactly one client."""
+)
 
 
 def epsilon_spent(
@@ -90,12 +96,12 @@ def epsilon_spent(
 def privacy_statement(
     ledger: UserLedger, delta: float, *, sampling: draws.Sampling, accountant: str = "rdp"
 ) -> str:
-    """The privacy of a run for one user, as a text to publish with the model.
+    """Describes the user-level privacy of a run, in a text to publish with the model.
 
-    Guarantee: the numbers are `epsilon_spent` and, for shuffled cohorts under the Gaussian
-    mechanism, also the bound without amplification by sampling, rounded up. The text names the unit
-    (one user, with all data), the adjacency, the sampling, what is protected and what is not, and
-    the side information with where it came from.
+    Guarantee: the values of epsilon are those of `epsilon_spent` and, for shuffled cohorts under
+    the Gaussian mechanism, also the bound without amplification by sampling, rounded up. The text
+    names the unit (one user, with all data), the adjacency, the sampling, what is protected and
+    what is not, and the side information with its provenance.
 
     Args:
       ledger: of the run.
@@ -118,32 +124,31 @@ def privacy_statement(
       Differential privacy with epsilon = 3.1847 and delta = 0.01 (RDP accounting,
       rounded up). Unit: one user. Adjacency: data sets that differ by adding or
       removing one user. Every user was in the cohort of every round: this epsilon is
-      a proven bound, without any amplification by sampling.
+      a proven upper bound without amplification by sampling.
       <BLANKLINE>
     """
     spent = epsilon_spent(ledger, delta, sampling=sampling, accountant=accountant)
     clients, events = ledger.privacy.total_clients, ledger.non_tree_events
     if not ledger.num_releases and not events:
-        return filled(
-            "Nothing was released: the ledger is empty, epsilon = 0. That says nothing of weights "
-            "that were trained by other means."
-        )
+        return paragraph(statement.NOTHING_RELEASED)
     released = statement.list_of_releases(ledger.segments, events, clients, USER)
     released += _list_of_trees(ledger)
-    information = of_side_information(ledger.side_information)
+    information = statement.side_information_paragraph(ledger.side_information)
     if math.isinf(spent):
-        why = why_not_private(ledger.segments, events, sampling, USER)
-        return "\n".join(part for part in (why, released, information) if part)
-    paragraphs = [
-        _claim(ledger, spent, delta, sampling, accountant),
-        statement.warning_of_delta(delta, clients, USER),
-        released,
-        information,
-        filled(f"{_PROTECTED} {_STATE_NOT if ledger.is_tree else _STATE_TOO}"),
-        filled(_NOT_PROTECTED),
-        filled("A user's protection covers all data that this user has, if it is one client."),
-    ]
-    return "\n".join(paragraph for paragraph in paragraphs if paragraph)
+        why = statement.why_not_private(ledger.segments, events, sampling, USER)
+        return statement.joined([why, released, information])
+    state = _STATE_NOT_PROTECTED if ledger.is_tree else _STATE_PROTECTED
+    return statement.joined(
+        [
+            _claim(ledger, spent, delta, sampling, accountant),
+            statement.delta_warning(delta, clients, USER),
+            released,
+            information,
+            paragraph(f"{_PROTECTED} {state}"),
+            paragraph(_NOT_PROTECTED),
+            paragraph(_WHOLE_USER),
+        ]
+    )
 
 
 def _check(ledger: UserLedger, sampling: draws.Sampling) -> None:
@@ -176,36 +181,43 @@ def _claim(
     ledger: UserLedger, spent: float, delta: float, sampling: draws.Sampling, accountant: str
 ) -> str:
     start = (
-        f"Differential privacy with epsilon = {up(spent)} and delta = {delta:g} "
+        f"Differential privacy with epsilon = {format_epsilon(spent)} and delta = {delta:g} "
         f"({accountant.upper()} accounting, rounded up). Unit: one user. Adjacency: data sets "
     )
     if ledger.is_tree:
-        return filled(
-            f"{start} in which one user's updates are replaced by zeros. The noise is that of tree "
-            "aggregation (DP-FTRL). This epsilon is a proven bound for any order of the users, if "
-            "each was in one cohort of a pass at most; nothing is assumed of secret sampling."
+        return paragraph(
+            f"{start} in which one user's updates are replaced by zeros. The noise was added by "
+            "tree aggregation (DP-FTRL). This epsilon is a proven upper bound for any order of the "
+            "users if each user was in at most one cohort per pass. It does not rely on secret "
+            "sampling."
         )
     if isinstance(sampling, EveryClient):
-        return filled(
+        return paragraph(
             f"{start} that differ by adding or removing one user. Every user was in the cohort of "
-            "every round: this epsilon is a proven bound, without any amplification by sampling."
-        )
-    unamplified = math.nan
-    if isinstance(sampling, ShuffledEpochs):
-        unamplified = epsilon_without_amplification(
-            ledger, ledger.privacy.total_clients, delta, accountant=accountant
+            "every round: this epsilon is a proven upper bound without amplification by sampling."
         )
     clients = ledger.privacy.total_clients
-    return statement.claim(spent, unamplified, delta, accountant, sampling, clients, USER)
+    unamplified = math.nan
+    if isinstance(sampling, ShuffledEpochs):
+        unamplified = epsilon_without_amplification(ledger, clients, delta, accountant=accountant)
+    return statement.claim(
+        spent,
+        unamplified,
+        delta=delta,
+        accountant=accountant,
+        sampling=sampling,
+        num_examples=clients,
+        unit=USER,
+    )
 
 
 def _list_of_trees(ledger: UserLedger) -> str:
     privacy = ledger.privacy
     return "".join(
-        item(
+        list_item(
             f"{count} {'tree' if count == 1 else 'trees'} of {steps} noisy averages of client "
             f"updates, with noise multiplier {privacy.noise_multiplier:g} at each node and "
-            f"{privacy.clients_per_round:g} of {privacy.total_clients} users a cohort"
+            f"{privacy.clients_per_round:g} of {privacy.total_clients} users per cohort"
         )
         for steps, count in ledger.trees.items()
     )

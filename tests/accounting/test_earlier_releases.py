@@ -269,7 +269,7 @@ def test_formats_in_which_the_ledger_travels(path, whole, tmp_path):
 def test_the_statement_says_that_it_counts_one_ledger():
     ledger = [Segment(2.0, 200.0, 6_000)]
     text = dp.privacy_statement(_Ledger(ledger), 60_000, 1e-5, sampling="poisson")
-    assert "not what another optimizer released of the data" in " ".join(text.split())
+    assert "does not cover what another optimizer released about the data" in " ".join(text.split())
 
 
 class _Ledger:

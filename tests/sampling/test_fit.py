@@ -89,7 +89,7 @@ def test_fixed_and_shuffled_batches_are_accounted_for_as_such():
             shuffled, lambda d: dp.sampling.shuffled_batches(d, shuffled), expected=expected
         )
         assert history["epsilon"][-1] == pytest.approx(epsilon(1.0, 20 / N, 10, DELTA))
-        assert "approximation to what shuffling gives" in " ".join(monitor.statement().split())
+        assert "customary approximation" in " ".join(monitor.statement().split())
 
 
 GOOD = dp.PoissonSampling(0.02, 60, 10)

@@ -59,16 +59,18 @@ def test_batches_that_come_again_are_known_through_methods_of_the_dataset(secret
 
 def test_the_statement_says_which_sampling_was_used():
     text = words(dp.PoissonSampling(0.1, 190, 50))
-    assert "drawn by Poisson sampling, and for that this epsilon is a proven bound" in text
-    assert "with probability 0.1. Of more than 190 as many were kept at random" in text
+    assert "drawn by Poisson sampling, for which this epsilon is a proven upper bound" in text
+    assert (
+        "with probability 0.1. Draws of more than 190 examples were subsampled uniformly to" in text
+    )
     assert "TF Privacy's statement" in text
-    assert "were kept at random" not in words(dp.PoissonSampling(0.1, N + 1, 50))
+    assert "subsampled" not in words(dp.PoissonSampling(0.1, N + 1, 50))
     assert "NOT AMPLIFIED" not in text
     for sampling in (
         dp.PoissonSampling(0.1, 190, 50, seed=3),
         dp.sampling.ShuffledEpochs(100, 50, seed=3),
     ):
-        assert "NOT AMPLIFIED: the batches were drawn with the seed 3" in words(sampling)
+        assert "NOT AMPLIFIED: the batches were drawn with seed 3" in words(sampling)
     truncated = dp.PoissonSampling(0.1, 150, 50)
     spent = truncated.epsilon_spent(fake_ledger((2.0, 100.0, 50)), N, DELTA)
     text = words(truncated)
@@ -79,7 +81,10 @@ def test_the_statement_says_which_sampling_was_used():
         spent = spending.epsilon_spent(fixed, fake_ledger((2.0, 100.0, 50)), N, DELTA)
         assert f"epsilon = {math.ceil(spent * 1e4) / 1e4:.4f} " in text
         assert "in which one example replaces another" in text
-        assert "adding or removing one" not in text and "random subsets of a fixed size" in text
+        assert (
+            "adding or removing one" not in text
+            and "independent random subsets of a fixed size" in text
+        )
         assert "TF Privacy's statement" not in text
     assert words(dp.sampling.ShuffledEpochs(100, 50)) == words("shuffled")
 

@@ -124,7 +124,7 @@ def test_new_draws_are_all_checked_and_cost_what_they_did():
     assert ledger.checks == [Checks(checked=40)]
     assert SAMPLING.epsilon_spent(ledger, N, DELTA) == epsilon(SIGMA, Q, 40, DELTA)
     text = " ".join(privacy_statement(run.optimizer, N, DELTA, sampling=SAMPLING).split())
-    assert "were drawn by Poisson sampling, and for that this epsilon is a proven bound" in text
+    assert "were drawn by Poisson sampling, for which this epsilon is a proven upper bound" in text
     ledger = run(dp.poisson_batches(data(), SAMPLING).take(2).cache().repeat(2))
     text = " ".join(privacy_statement(run.optimizer, N, DELTA, sampling=SAMPLING).split())
     assert "of these, 2 on batches that had been released before" in text
@@ -178,8 +178,8 @@ def test_small_and_empty_batches_that_look_the_same_are_no_repetitions(sampling)
     assert ledger.checks == [Checks()]
     ledger = SimpleNamespace(segments=[(2.0, 0.5, 60)], checks=ledger.checks, other_events=())
     text = " ".join(privacy_statement(ledger, 4, 1e-2, sampling="poisson").split())
-    assert "said to be drawn by Poisson sampling, and if so, this epsilon is a bound" in text
-    assert "For 60 of the noisy gradients nothing checked that the batch was a draw of" in text
+    assert "stated to have been drawn by Poisson sampling; if so, this epsilon is an upper" in text
+    assert "not verify that the batch was a fresh draw for 60 of the noisy gradients" in text
     assert "proven" not in text
 
 
@@ -311,7 +311,7 @@ def test_training_on_all_data_in_each_step_costs_what_it_did():
     assert whole.epsilon_spent(ledger, N, DELTA) == epsilon(SIGMA, 1.0, 9, DELTA)
     ledger = SimpleNamespace(segments=ledger.segments, checks=[Checks()], other_events=())
     text = privacy_statement(ledger, N, DELTA, sampling="poisson")
-    assert "proven bound" in " ".join(text.split())  # nothing is amplified
+    assert "proven upper bound" in " ".join(text.split())  # nothing is amplified
 
 
 def test_what_was_seen_is_neither_saved_nor_forgotten_in_the_ledger():

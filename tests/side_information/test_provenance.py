@@ -53,7 +53,7 @@ def test_the_statement_names_the_side_information(make, description):
     assert optimizer.side_information.description == description
     optimizer.ledger.restore([(2.0, 8.0, 4)])
     text = words(dp.privacy_statement(optimizer, N, DELTA))
-    assert f"Side information: {description}, public. The data that it was made from are" in text
+    assert f"Side information: {description}, public. The data it was computed from are" in text
     assert "Side information" not in dp.privacy_statement(optimizer.ledger, N, DELTA)
 
 
@@ -109,7 +109,7 @@ def test_epsilon_of_the_ideal_bound_is_infinite_for_every_accountant(sampling, a
         assert dp.epsilon_spent(optimizer, N, DELTA, accountant=accountant) == math.inf
         arguments = {"sampling": sampling, "accountant": accountant}
         text = words(dp.privacy_statement(optimizer, N, DELTA, **arguments))
-        assert text.startswith("NOT PRIVATE: epsilon is infinite, because the release NonPrivate")
+        assert text.startswith("NOT PRIVATE: epsilon is infinite because the release NonPrivate")
         assert "Side information: token frequencies, NOT PRIVATE" in text
         assert "Differential privacy" not in text and "Protected" not in text
 

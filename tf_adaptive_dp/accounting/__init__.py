@@ -8,10 +8,11 @@ from tf_adaptive_dp.accounting.composition import (
     epsilon_without_amplification,
     releases_left,
 )
-from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
 
 __all__ = [
     "Ledger",
+    "Releases",
     "Segment",
     "dp_event",
     "epsilon",

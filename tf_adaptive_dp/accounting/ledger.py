@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Callable, NamedTuple
 
@@ -42,6 +43,27 @@ class Checks(NamedTuple):
     repeated: int = 0
     nearest: int = 0
     declared: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Releases:
+    """A fixed record of releases, with the same attributes as a `Ledger`.
+
+    Use it to account for releases that no optimizer recorded, such as planned ones.
+
+    Attributes:
+      segments: releases in order; plain tuples of the fields of `Segment` also work.
+      other_events: `dp_accounting.DpEvent`s spent in addition to the releases.
+      checks: what is known about the batches of each segment. Nothing is known about the batches
+        of segments without an entry.
+
+    >>> Releases([(2.0, 200.0, 6_000)]).segments
+    [(2.0, 200.0, 6000)]
+    """
+
+    segments: Sequence[Segment | tuple[float, float, int]] = ()
+    other_events: tuple = ()
+    checks: Sequence[Checks] = ()
 
 
 def wrong_size(declared: float, seen: float) -> str:

@@ -39,7 +39,7 @@ class PublicScore:
     @property
     def sentence(self) -> str:
         """For the privacy statement."""
-        return "Trials were compared on public validation data, which cost no privacy."
+        return "Trials were compared on public validation data, at no cost in privacy."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +98,9 @@ class NoisyScore:
     def sentence(self) -> str:
         """For the privacy statement."""
         return (
-            "Trials were compared on private validation data by scores with Gaussian noise of "
+            "Trials were compared on private validation data, by scores with Gaussian noise of "
             f"standard deviation {self.noise_multiplier * self.sensitivity:g} (noise multiplier "
-            f"{self.noise_multiplier:g}, sensitivity {self.sensitivity:g}); epsilon includes them."
+            f"{self.noise_multiplier:g}, sensitivity {self.sensitivity:g}). Epsilon includes them."
         )
 
 
@@ -112,8 +112,8 @@ class UnprotectedScore:
     example is in both. For comparisons with the paper.
 
     Example:
-      >>> from tf_adaptive_dp.tuning.strategies import FreeScore
-      >>> "NOT PRIVATE" in FreeScore().sentence
+      >>> from tf_adaptive_dp.tuning.strategies import UnprotectedScore
+      >>> "NOT PRIVATE" in UnprotectedScore().sentence
       True
     """
 
@@ -131,8 +131,8 @@ class UnprotectedScore:
         """For the privacy statement."""
         return (
             "NOT PRIVATE for the validation data: trials were compared by scores without noise, "
-            "and epsilon does not cover the examples that the scores were computed from. It holds "
-            "for the training examples, if none of them is a validation example."
+            "and epsilon does not cover the validation examples. It covers the training examples, "
+            "provided that none of them is also a validation example."
         )
 
 

@@ -93,18 +93,18 @@ def test_a_large_epsilon_is_said_too_and_an_infinite_one_with_its_cause():
     event = dp_accounting.SelfComposedDpEvent(sampled, 500)
     assert spent == pytest.approx(epsilon_of(event, delta=1 / 400), rel=1e-6) and spent > 100
     text = " ".join(privacy_statement(ledger, 1 / 400, sampling=sampling).split())
-    assert f"epsilon = {math.ceil(spent * 1e4) / 1e4:.4f}" in text and "kept at random" not in text
+    assert f"epsilon = {math.ceil(spent * 1e4) / 1e4:.4f}" in text and "subsampled" not in text
     capped = PoissonSampling(0.05, max_batch_size=64, steps=500)
     assert epsilon_spent(ledger, 1 / 400, sampling=capped) == math.inf
     text = " ".join(privacy_statement(ledger, 1 / 400, sampling=capped).split())
-    assert "NOT PRIVATE" in text and "cohorts cut to 64 may reveal is more than delta" in text
+    assert "NOT PRIVATE" in text and "truncating cohorts to 64 users costs more than delta" in text
     assert "without noise" not in text
 
 
 def test_cohorts_that_can_be_foreseen_are_named():
     foreseen = dataclasses.replace(POISSON, seed=7)
     text = " ".join(privacy_statement(ledger_of(GAUSSIAN), DELTA, sampling=foreseen).split())
-    assert "NOT AMPLIFIED: the cohorts were drawn with the seed 7" in text
+    assert "NOT AMPLIFIED: the cohorts were drawn with seed 7" in text
     text = privacy_statement(ledger_of(GAUSSIAN), DELTA, sampling=POISSON)
     assert "NOT AMPLIFIED" not in text
 
@@ -237,12 +237,12 @@ def test_the_statement_of_poisson_cohorts():
     for part in (
         f"epsilon = {up:.4f} and delta = 0.0001 (RDP accounting, rounded up)",
         "Unit: one user. Adjacency: data sets that differ by adding or removing one user.",
-        "The cohorts were drawn by Poisson sampling, and for that this epsilon is a proven bound.",
-        "Every user joined each cohort with probability 0.025",
+        "were drawn by Poisson sampling, for which this epsilon is a proven upper bound.",
+        "Each user joined each cohort independently with probability 0.025",
         "300 noisy averages of client updates with noise multiplier 1.3 and expected cohort size "
         "50 of 2000 users",
         "the weights of the server's model after every round",
-        "The state of the process is protected as well; the key of the sampler and figures of the ",
+        "The state of the process is protected as well. The key of the sampler and the clients' ",
         'without noise ("client_work"',
         "The server adds the noise",
     ):
@@ -259,8 +259,8 @@ def test_the_statement_of_shuffled_cohorts_has_two_epsilons():
     assert bound > approximation
     for value in (approximation, bound):
         assert f"epsilon = {math.ceil(value * 1e4) / 1e4:.4f}" in text
-    assert "an approximation to what shuffling gives, not a proven bound" in text
-    assert "if each user is in one cohort per pass" in text
+    assert "a customary approximation, not a proven bound" in text
+    assert "if each user was in at most one cohort per epoch" in text
 
 
 def test_the_statement_of_trees_says_that_the_state_is_secret():
@@ -268,10 +268,10 @@ def test_the_statement_of_trees_says_that_the_state_is_secret():
     for part in (
         "(PLD accounting, rounded up)",
         "data sets in which one user's updates are replaced by zeros",
-        "if each was in one cohort of a pass at most",
+        "if each user was in at most one cohort per pass",
         "1 tree of 20 noisy averages",
         "2 trees of 40 noisy averages of client updates, with noise multiplier 1.3 at each node",
-        "checkpoints are NOT protected: they hold the noise of the tree",
+        "checkpoints are NOT protected: they contain the noise of the tree",
     ):
         assert part in text
     assert "protected as well" not in text
@@ -295,10 +295,10 @@ def test_the_statements_of_other_cohorts_of_side_information_and_of_a_large_delt
     assert "Every user was in the cohort of every round" in every
     informed = said(ledger_of(GAUSSIAN, side_information=RELEASED), POISSON)
     assert "Side information: norms of a survey, released by GaussianDpEvent" in informed
-    assert "besides the averages, and counted in: GaussianDpEvent" in informed
+    assert "in addition to the averages, and included in epsilon: GaussianDpEvent" in informed
     public = SimpleNamespace(description="word counts", provenance="public")
     assert "Side information: word counts, public." in said(
         ledger_of(TREE, side_information=public), SHUFFLED
     )
     large = privacy_statement(ledger_of(GAUSSIAN), 1e-3, sampling=POISSON)
-    assert "Warning: delta is above 1 / number of users" in large
+    assert "Warning: delta exceeds 1 / (number of users)" in large

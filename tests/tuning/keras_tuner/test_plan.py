@@ -5,7 +5,7 @@ import pytest
 
 from tests.helpers import tuned
 from tf_adaptive_dp import PoissonSampling
-from tf_adaptive_dp.statement import up
+from tf_adaptive_dp.statement import format_epsilon
 from tf_adaptive_dp.tuning import strategies
 from tf_adaptive_dp.tuning.keras_tuner import results
 from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
@@ -109,17 +109,17 @@ SHOWN = {
 def test_the_statement_says_what_was_spent_and_how():
     made, noise, text = statement_of(RepeatAndSelect(3), [SHOWN])
     for part in (
-        f"epsilon = {up(made.epsilon_spent(noise))}",
+        f"epsilon = {format_epsilon(made.epsilon_spent(noise))}",
         "delta = 1e-05",
         "adding or removing one example",
-        "by Poisson sampling, and for that this epsilon is a proven bound",
+        "by Poisson sampling, for which this epsilon is a proven upper bound",
         "budget was epsilon = 3",
         "secret random number of candidates (Papernot and Steinke 2022), 3 on average",
-        f"6 noisy gradients at most, with noise multiplier {noise:g} and expected batch size 100",
+        f"at most 6 noisy gradients with noise multiplier {noise:g} and expected batch size 100",
         "public validation data",
-        "how long the search took are not protected",
+        "the duration of the search are not protected",
         "Whether a candidate crashes must not depend on a single example",
-        "chosen without looking at the data",
+        "chosen without access to the data",
         "Side information: Fixed, public.",
     ):
         assert part in text
@@ -127,7 +127,10 @@ def test_the_statement_says_what_was_spent_and_how():
 
 
 def test_the_statement_of_other_strategies():
-    assert "with probability 0.5, and after 93 at the latest" in statement_of(LiuTalwar(0.5))[2]
+    assert (
+        "with probability 0.5, and it ended after at most 93 candidates"
+        in statement_of(LiuTalwar(0.5))[2]
+    )
     text = statement_of(outcomes=[SHOWN, {**SHOWN, "error": "x", "score": None}])[2]
     assert "composition of 5 candidates" in text and "{'rate': 0.1}: crashed, 6 releases" in text
     assert "keep them secret" not in text
@@ -147,12 +150,12 @@ def test_shuffled_batches_have_two_epsilons_each_of_the_whole_search():
     # In four batches an epoch an example is once in each of two epochs.
     bound = Composition(5).epsilon(trial_event(noise, releases=2), 1e-5)
     assert made.epsilon_without_amplification(noise) == bound
-    assert f"epsilon = {up(bound)}" in text and "an approximation" in text
+    assert f"epsilon = {format_epsilon(bound)}" in text and "a customary approximation" in text
     # A pass that was not finished may have had the example as well.
     bound = Composition(5).epsilon(trial_event(noise, releases=4), 1e-5)
     outcomes = [SHOWN, {**SHOWN, "resumed": 2}]
     text = " ".join(results.privacy_statement(made, noise, outcomes).split())
-    assert f"epsilon = {up(bound)}" in text
+    assert f"epsilon = {format_epsilon(bound)}" in text
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:], ids=lambda s: s.name)
@@ -163,7 +166,7 @@ def test_of_a_winner_every_epoch_may_have_begun_a_pass(strategy):
     made, noise, text = statement_of(strategy, [SHOWN], noise=4.0, **arguments)
     bound = strategy.epsilon(trial_event(noise, releases=4), 1e-5)
     assert made.epsilon_without_amplification(noise) == bound
-    assert f"epsilon = {up(bound)}" in text
+    assert f"epsilon = {format_epsilon(bound)}" in text
     # Passes of 10 batches, or of 11 and the last one smaller: in 11 an example may come twice,
     # unless an epoch is a pass.
     arguments |= {"num_examples": 1050, "steps_per_epoch": 11}
@@ -199,4 +202,4 @@ def test_pld_reaches_a_search_that_shows_the_winner_alone():
     text = results.privacy_statement(by_pld, 9.0, [{**winner, "side_information": ""}])
     text = " ".join(text.split())
     assert "PLD accounting" in text and "Koskela, Redberg and Wang 2024" in text
-    assert f"epsilon = {up(spent)}" in text
+    assert f"epsilon = {format_epsilon(spent)}" in text

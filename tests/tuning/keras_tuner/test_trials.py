@@ -229,7 +229,7 @@ def test_poisson_batches(tmp_path):
         verbose=0,
     )
     assert made.get_best_models()[0].optimizer.ledger.segments == [(1.5, 8.0, 4)]
-    assert "proven bound" in " ".join(made.privacy_statement().split())
+    assert "proven upper bound" in " ".join(made.privacy_statement().split())
 
 
 def test_monitor_and_tensorboard_work_and_their_files_go_with_the_trial(tmp_path, monkeypatch):

@@ -12,10 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_adaptive_dp import statement as statements
+from tf_adaptive_dp import statement
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.sampling import spending
-from tf_adaptive_dp.statement import filled, item, up
+from tf_adaptive_dp.statement import format_epsilon, list_item, paragraph
 from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
 
 Outcome = dict[str, Any]
@@ -109,37 +109,37 @@ def failure(outcomes: Sequence[Outcome], *, is_all: bool) -> str:
     )
 
 
-_WINNER_ALONE = """\
-Assumed, because the bound rests on it: the candidates were drawn independently of each other and of
-the data, and all trained alike; nothing interrupted the search in a way that depends on the data,
-and what crashed did so of itself, not because the machine failed for all that came after it; and
-nothing but the winner is ever shown. How many candidates there were, which ones, their scores,
-weights and logs, and how long the search took are not protected: keep them secret."""
+_WINNER_ONLY = """\
+Assumptions: the candidates were drawn independently of each other and of the data, and all trained
+in the same way. No interruption of the search depended on the data. Candidates that crashed did so
+on their own, not because of a machine failure that affected all later candidates. Only the winner
+is ever shown. The bound does not hold otherwise. The number of candidates, their hyperparameters,
+scores, weights and logs, and the duration of the search are not protected: keep them secret."""
 
 _PROTECTED = """\
-Protected: the candidates that are listed as released, with their hyperparameters, the weights after
-their last epoch and the scores by which they were compared; and whatever is computed from these
-without looking at the data again."""
+Protected: the candidates listed as released, that is, their hyperparameters, their weights after
+the last epoch and the scores used to compare them; and anything computed from these without further
+access to the data."""
 
 _NOT_PROTECTED = """\
-Not protected: loss and metrics that were printed or logged for training data, messages of errors,
-and the number of examples, which counts as public. Whether a candidate crashes must not depend on
-a single example: labels out of range and rows that cannot be read are not protected. The space of
-candidates, the number of epochs and the strategy must have been chosen without looking at the data:
-a space that was narrowed by earlier runs on them is not covered."""
+Not protected: losses and metrics printed or logged for training data; error messages; and the
+number of examples, which is treated as public. Whether a candidate crashes must not depend on a
+single example: labels out of range and unreadable rows are not protected. The search space, the
+number of epochs and the strategy must have been chosen without access to the data: this statement
+does not cover a search space that was narrowed by earlier runs on the same data."""
 
 
 def privacy_statement(plan: Plan, noise_multiplier: float, shown: Sequence[dict[str, Any]]) -> str:
-    """The privacy of a finished search, as a text to publish with its winner.
+    """Describes the privacy of a finished search, in a text to publish with its winner.
 
-    Guarantee: the numbers are `plan.epsilon_spent` and, for shuffled batches,
-    `plan.epsilon_without_amplification`, rounded up. Of a search that may show the winner alone it
-    tells nothing of the others, nor how many there were.
+    Guarantee: the values of epsilon are those of `plan.epsilon_spent` and, for shuffled batches,
+    `plan.epsilon_without_amplification`, rounded up. If the strategy releases the winner only, the
+    text reveals nothing about the other candidates, nor how many there were.
 
     Args:
-      plan: of the search.
-      noise_multiplier: of every trial.
-      shown: outcomes of the trials that are released.
+      plan: the plan of the search.
+      noise_multiplier: noise multiplier of every trial.
+      shown: outcomes of the released trials.
 
     Returns:
       Paragraphs of at most 80 columns.
@@ -149,44 +149,49 @@ def privacy_statement(plan: Plan, noise_multiplier: float, shown: Sequence[dict[
     if spending.label_of(plan.sampling) == "shuffled":
         resumed = max((outcome["resumed"] for outcome in shown), default=0)
         unamplified = plan.epsilon_without_amplification(noise_multiplier, resumed)
-    single = plan.epsilon_of_one(noise_multiplier)
-    sentences = {outcome["side_information"] for outcome in shown}
-    paragraphs = [
-        statements.claim(
-            *(spent, unamplified, plan.delta, plan.accountant, plan.sampling, plan.num_examples)
-        ),
-        filled(
-            f"This includes the search for hyperparameters, whose budget was epsilon = "
-            f"{plan.epsilon:g}. A single training like each of its candidates would have epsilon = "
-            f"{up(single)}."
-        ),
-        filled(plan.score.sentence),
-        statements.warning_of_delta(plan.delta, plan.num_examples),
-        filled(_strategy(plan)),
-        _released(plan, noise_multiplier, shown),
-        *sorted(sentences),
-        filled(_PROTECTED),
-        "" if plan.strategy.releases_all else filled(_WINNER_ALONE),
-        filled(_NOT_PROTECTED),
-    ]
-    return "\n".join(paragraph for paragraph in paragraphs if paragraph)
+    single = format_epsilon(plan.epsilon_of_one(noise_multiplier))
+    information = {outcome["side_information"] for outcome in shown}
+    return statement.joined(
+        [
+            statement.claim(
+                spent,
+                unamplified,
+                delta=plan.delta,
+                accountant=plan.accountant,
+                sampling=plan.sampling,
+                num_examples=plan.num_examples,
+            ),
+            paragraph(
+                "This epsilon covers the whole hyperparameter search, whose budget was epsilon = "
+                f"{plan.epsilon:g}. Training one candidate alone would cost epsilon = {single}."
+            ),
+            paragraph(plan.score.sentence),
+            statement.delta_warning(plan.delta, plan.num_examples),
+            paragraph(_strategy(plan)),
+            _released(plan, noise_multiplier, shown),
+            *sorted(information),
+            paragraph(_PROTECTED),
+            "" if plan.strategy.releases_all else paragraph(_WINNER_ONLY),
+            paragraph(_NOT_PROTECTED),
+        ]
+    )
 
 
 def _strategy(plan: Plan) -> str:
     strategy = plan.strategy
     if strategy.releases_all:
         return (
-            f"Strategy: composition of {strategy.max_trials} candidates, each of which may be "
-            "shown. Candidates that crashed, or were interrupted, are counted like the others."
+            f"Strategy: composition of {strategy.max_trials} candidates, any of which may be "
+            "shown. Candidates that crashed or were interrupted are counted like the others."
         )
     source = "Papernot and Steinke 2022"
     if plan.accountant == "pld":
         source += ", with the privacy profiles of Koskela, Redberg and Wang 2024"
     how = {
         "liu_talwar": (
-            "random stopping (Liu and Talwar 2019): a secret coin ended the search after each "
-            f"candidate with probability {getattr(strategy, 'gamma', 0):g}, and after "
-            f"{strategy.max_trials} at the latest"
+            "random stopping (Liu and Talwar 2019): after each candidate a secret coin ended the "
+            f"search with probability {getattr(strategy, 'gamma', 0):g}, and it ended after at "
+            f"most {strategy.max_trials} candidates"
         ),
         "repeat_and_select": (
             f"the best of a secret random number of candidates ({source}), "
@@ -194,22 +199,22 @@ def _strategy(plan: Plan) -> str:
         ),
     }[strategy.name]
     return (
-        f"Strategy: {how}. Each candidate was drawn uniformly from the space, with replacement; "
-        "one that crashed counted as the worst."
+        f"Strategy: {how}. Each candidate was drawn uniformly from the search space, with "
+        "replacement. A candidate that crashed was ranked last."
     )
 
 
 def _released(plan: Plan, noise_multiplier: float, shown: Sequence[dict[str, Any]]) -> str:
     each = (
-        f"{plan.releases} noisy gradients at most, with noise multiplier {noise_multiplier:g} and "
+        f"at most {plan.releases} noisy gradients with noise multiplier {noise_multiplier:g} and "
         f"expected batch size {plan.batch_size:g} of {plan.num_examples} examples"
     )
     if not plan.strategy.releases_all:
-        return filled("Released: the winner alone, with these releases:") + item(each)
-    lines = [filled(f"Released: {len(shown)} candidates of {each}:")]
+        return paragraph("Released: only the winner, with these releases:") + list_item(each)
+    lines = [paragraph(f"Released: {len(shown)} candidates, each with {each}:")]
     for outcome in shown:
         result = "crashed" if outcome["error"] else f"score {outcome['score']}"
-        lines.append(item(f"{outcome['values']}: {result}, {outcome['releases']} releases"))
+        lines.append(list_item(f"{outcome['values']}: {result}, {outcome['releases']} releases"))
     return "".join(lines)
 
 

@@ -20,7 +20,7 @@ from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.sampling import spending
 from tf_adaptive_dp.sampling.draws import Sampling
-from tf_adaptive_dp.statement import of_side_information
+from tf_adaptive_dp.statement import side_information_paragraph
 from tf_adaptive_dp.tuning.keras_tuner import arguments
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
@@ -267,7 +267,7 @@ class Trial:
         outcome = {
             "score": None,
             "error": None,
-            "side_information": of_side_information(optimizer.side_information),
+            "side_information": side_information_paragraph(optimizer.side_information),
         }
         try:
             with self._log() as log:
