@@ -40,8 +40,8 @@ test-all: $(READY)
 	$(BIN)/python -m pytest -n 2 --doctest-modules tests tf_adaptive_dp federated
 
 # For example: make bench ARGS="--models mlp --batch_sizes 50,100,200,400 --widths 1,2,4"
-BENCH = $(BIN)/python benchmarks/run.py --models all \
-    --output benchmarks/results.json --report docs/performance.md
+BENCH = $(BIN)/python -m benchmarks.steps.run --models all \
+    --output benchmarks/steps/results.json --report docs/performance.md
 
 bench: $(READY)
 	$(BENCH) $(ARGS)

@@ -1,1 +1,6 @@
-"""Time and memory of a training step: this library, ordinary Keras, TF Privacy and other peers."""
+"""Time and memory of training steps and of federated rounds: `python -m benchmarks.steps.run`."""
+
+import os
+
+# Before anything here imports TensorFlow.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

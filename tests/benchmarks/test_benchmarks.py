@@ -9,18 +9,20 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import machine, problems, protocol, run
+from benchmarks import core
+from benchmarks.steps import problems, protocol, run
 from tests.helpers import ROOT
 
 
 def test_a_small_run_writes_table_json_report_and_plot(tmp_path):
     output, text = tmp_path / "results.json", tmp_path / "performance.md"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "run.py"), "--models", "bow"]
+        [sys.executable, "-m", "benchmarks.steps.run", "--models", "bow"]
         + ["--engines", "keras_sgd,dpsgd", "--batch_sizes", "4", "--rounds", "1", "--steps", "2"]
         + ["--output", str(output), "--report", str(text)],
         capture_output=True,
         text=True,
+        cwd=ROOT,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -30,7 +32,7 @@ def test_a_small_run_writes_table_json_report_and_plot(tmp_path):
         assert r["status"] == "ok" and r["steps"] == 2 and r["num_parameters"] == 160_034, r
         assert 0 < r["lower_ms"] <= r["median_ms"] <= r["upper_ms"] < r["first_step_ms"]
         assert 100 < r["start_mib"] < r["memory_mib"]
-        assert 0 <= r["others_load"] <= machine.describe()["cores"] + 0.1
+        assert 0 <= r["others_load"] <= core.describe_machine()["cores"] + 0.1
         assert set(r["versions"]) >= {"python", "tensorflow"}
     assert "| `dpsgd` |" in done.stdout
     assert "| `dpsgd` |" in text.read_text() and "(performance.png)" in text.read_text()
@@ -39,7 +41,7 @@ def test_a_small_run_writes_table_json_report_and_plot(tmp_path):
 
 def test_stray_prints_do_not_reach_the_protocol():
     code = (
-        "import os; from benchmarks import protocol; answers = protocol.take_stdout();"
+        "import os; from benchmarks.steps import protocol; answers = protocol.take_stdout();"
         "print('stray', flush=True); os.system('echo stray'); protocol.send(answers, good=1)"
     )
     done = subprocess.run(
@@ -50,7 +52,7 @@ def test_stray_prints_do_not_reach_the_protocol():
 
 def test_the_end_of_stdin_ends_a_worker_in_the_middle_of_a_step():
     code = (
-        "import sys, time; from benchmarks import protocol\n"
+        "import sys, time; from benchmarks.steps import protocol\n"
         "for message in protocol.receive(sys.stdin): print('at work', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen(
@@ -64,11 +66,12 @@ def test_the_end_of_stdin_ends_a_worker_in_the_middle_of_a_step():
     process.stdout.close()
 
 
-def test_the_load_of_others_leaves_out_our_own(monkeypatch):
+def test_the_load_of_others_leaves_out_our_own(monkeypatch, capsys):
     # Seconds on the clock, of processor time of all, of our own.
     times = iter([(100.0, 50.0, 7.0), (110.0, 65.0, 17.0)])
-    monkeypatch.setattr(machine.OthersLoad, "_now", staticmethod(lambda: next(times)))
-    assert machine.OthersLoad().measure() == 0.5
+    monkeypatch.setattr(core.OthersLoad, "_now", staticmethod(lambda: next(times)))
+    assert core.OthersLoad().measure() == 0.5
+    assert "0.5 cores busy: do not trust" in capsys.readouterr().err
 
 
 def test_reasons_are_one_line_without_paths():
@@ -96,13 +99,13 @@ def test_width_multiplies_the_hidden_sizes_of_the_mlp_alone():
 
 
 def test_unknown_names_and_sizes_are_refused():
-    assert run.names(("a", "b"))("all") == ["a", "b"]
+    assert core.names(("a", "b"))("all") == ["a", "b"]
     with pytest.raises(argparse.ArgumentTypeError, match="unknown: c; there are a, b"):
-        run.names(("a", "b"))("a,c")
+        core.names(("a", "b"))("a,c")
     for wrong in ("0", "1,x", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="at least 1"):
-            run.sizes(wrong)
-    assert run.sizes("1,2") == [1, 2]
+            core.sizes(wrong)
+    assert core.sizes("1,2") == [1, 2]
 
 
 @pytest.mark.parametrize("peer", ["opacus", "jax_privacy"])

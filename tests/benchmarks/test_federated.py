@@ -6,23 +6,21 @@ import sys
 
 import pytest
 
-from benchmarks import hosts
+from benchmarks.federated import hosts
 from tests.helpers import ROOT
-
-PROGRAMS = ROOT / "benchmarks"
 
 pytestmark = pytest.mark.slow
 
 
 def run(*command):
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def test_scale_prints_a_table_for_each_part():
     small = ["--clients", "2,3", "--round_clients", "3", "--rounds", "1", "--memory_rounds", "52"]
-    said = run(sys.executable, str(PROGRAMS / "federated_scale.py"), *small)
+    said = run(sys.executable, "-m", "benchmarks.federated.scale", *small)
     for row in (
         r"\| 2 \|",
         r"\| 3 \|",
@@ -39,6 +37,6 @@ def test_hosts_prints_what_spreading_costs():
     if subprocess.run([*hosts.OWN_NETWORK, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this system gives no network namespaces")
     small = ["--workers", "2", "--clients", "2", "--rounds", "1"]
-    said = run(*hosts.OWN_NETWORK, sys.executable, str(PROGRAMS / "federated_hosts.py"), *small)
+    said = run(*hosts.OWN_NETWORK, sys.executable, "-m", "benchmarks.federated.spreading", *small)
     for where in ("local", "2 workers here", "2 hosts"):
         assert re.search(rf"^\| {where} \| [\d.]+ \|", said, re.M), said

@@ -2,9 +2,11 @@
 
 import re
 
+import numpy as np
 import pytest
 
-from benchmarks import catalogue, machine, problems, report, results, tables
+from benchmarks import core
+from benchmarks.steps import catalogue, problems, report, results
 
 
 def row(run, engine, ms, mib=100.0, model="mlp", batch_size=250, width=1):
@@ -16,18 +18,18 @@ def row(run, engine, ms, mib=100.0, model="mlp", batch_size=250, width=1):
 
 
 def found(*rows):
-    about = {"date": "2026-01-01", "machine": machine.describe()}
+    about = {"date": "2026-01-01", "machine": core.describe_machine()}
     about["settings"] = {"rounds": 1, "steps": 2}
     return {"runs": {r["run"]: about for r in rows}, "rows": list(rows)}
 
 
 def test_ratios_stay_within_a_run():
-    both = found(row("1", "keras_sgd", 2.0), row("1", "dpsgd", 6.0), row("2", "dpsgd", 9.0))
-    assert results.ratio(both, both["rows"][1], "keras_sgd") == 3.0
-    assert results.ratio(both, both["rows"][2], "keras_sgd") is None
-    other = row("1", "dpsgd", 9.0, batch_size=50)
-    assert results.ratio(both, other, "keras_sgd") is None
-    assert results.ratio(both, both["rows"][1], "keras_sgd", "memory_mib") == 1.0
+    rows = [row("1", "keras_sgd", 2.0), row("1", "dpsgd", 6.0), row("2", "dpsgd", 9.0)]
+    frame = results.frame(found(*rows, row("1", "dpsgd", 9.0, batch_size=50)))
+    expected = [1.0, 3.0, np.nan, np.nan]
+    np.testing.assert_array_equal(results.ratios(frame, "keras_sgd"), expected)
+    memory = results.ratios(frame, "keras_sgd", "memory_mib")
+    np.testing.assert_array_equal(memory, [1.0, 1.0, np.nan, np.nan])
 
 
 def test_merging_replaces_groups_that_were_measured_again_and_keeps_others_whole(tmp_path):
@@ -35,7 +37,7 @@ def test_merging_replaces_groups_that_were_measured_again_and_keeps_others_whole
     part = found(row("2", "keras_sgd", 3.0), row("2", "opacus", 9.0))
     merged = results.merge(old, part)
     assert len(merged["rows"]) == 5 and list(merged["runs"]) == ["1", "2"]
-    newest = {r["engine"]: r["run"] for r in results.latest(merged)}
+    newest = results.latest(results.frame(merged)).set_index("engine")["run"].to_dict()
     assert newest == {"keras_sgd": "2", "dpsgd": "1", "adadp": "1", "opacus": "2"}
     again = found(*({**r, "run": "3"} for r in old["rows"]))
     merged = results.merge(merged, again)
@@ -49,8 +51,8 @@ def test_targets_compare_within_the_newest_run_that_has_both():
     target = results.Target("tfp_vectorized", "dpsgd", "mlp", 250, must=80, aim=150, at_least=True)
     both = found(row("1", "tfp_vectorized", 1000.0), row("1", "dpsgd", 10.0))
     both = results.merge(both, found(row("2", "tfp_vectorized", 1000.0)))
-    assert target.measured(both) == 100.0
-    assert target.measured(found(row("1", "dpsgd", 10.0))) is None
+    assert target.measured(results.frame(both)) == 100.0
+    assert target.measured(results.frame(found(row("1", "dpsgd", 10.0)))) is None
     verdicts = [target.verdict(value) for value in (None, 79.0, 80.0, 150.0)]
     assert verdicts == ["not measured", "missed", "must", "aim"]
     at_most = results.Target("dpsgd", "keras_sgd", "mlp", 250, must=3.0, aim=1.8)
@@ -86,4 +88,4 @@ def test_the_report_shows_ratios_reasons_targets_and_growth():
     "value, expected", [(None, ""), (0.123, "0.12"), (12.34, "12.3"), (1234.5, "1,234")]
 )
 def test_numbers_are_short(value, expected):
-    assert tables.number(value) == expected
+    assert core.number(value) == expected

@@ -6,15 +6,14 @@ import sys
 
 import pytest
 
-from benchmarks import hosts
+from benchmarks.federated import hosts
 from tests.helpers import ROOT
 
 SCRIPT = """
 import threading, time
 import numpy as np, tensorflow as tf, tensorflow_federated as tff
 import federated
-from benchmarks import hosts
-from federated import runtime
+from benchmarks.federated import hosts
 
 @tff.tensorflow.computation(np.int32)
 def count(n):
@@ -46,31 +45,31 @@ def two_rounds(state):
     return state, np.concatenate([w.ravel() for w in process.get_model_weights(state).trainable])
 
 hosts.start_loopback()
-with runtime.local_context():
+with federated.local_context():
     start = process.initialize()
     _, expected = two_rounds(start)
 
 first, second = hosts.Host(1), hosts.Host(2, rate="1gbit")
 try:
     addresses = [first.address, second.address]
-    with runtime.remote_context(addresses, timeout=3):
+    with federated.remote_context(addresses, timeout=3):
         state, got = two_rounds(start)
         np.testing.assert_allclose(got, expected, rtol=1e-5)
         began = time.monotonic()
         threading.Timer(2.0, second.unplug).start()
         try:
             count_on_clients([5, 2_000_000_000])
-        except runtime.WorkerLostError as error:
+        except federated.WorkerLostError as error:
             assert error.addresses == (second.address,), error
             assert 2.0 < time.monotonic() - began < 20
             print("lost", error)
         try:
-            runtime.remote_context(addresses, timeout=1)
-        except runtime.WorkerLostError as error:
+            federated.remote_context(addresses, timeout=1)
+        except federated.WorkerLostError as error:
             assert error.addresses == (second.address,), error
             print("not there", error)
     second.plug()
-    with runtime.remote_context(addresses):
+    with federated.remote_context(addresses):
         two_rounds(state)
         print("goes on")
 finally:

@@ -1,32 +1,26 @@
-"""What building a private step costs: seconds to trace it and to run it once, next to Keras's SGD.
+"""Seconds to trace a private step and to run it for the first time, next to Keras's SGD.
 
-No privacy claim: the data is random. Each model is built anew for each optimizer, in alternation;
-a `train_function` of a compiled model is traced, and then called for the first time, in which
-TensorFlow optimizes the graph. CPU time of the process is shown beside that of the clock, since it
-suffers less from others on the machine.
+No privacy claim: the data is random. Each model is built anew for each optimizer, in alternation.
+The `train_function` of a compiled model is traced and then called for the first time, when
+TensorFlow optimizes the graph. The CPU time of the process is shown beside the elapsed time, since
+other processes disturb it less.
 
-    python benchmarks/build_time.py
-    python benchmarks/build_time.py --models bidirectional_lstm --batch unknown --rounds 3
+    python -m benchmarks.steps.build_time
+    python -m benchmarks.steps.build_time --models bidirectional_lstm --batch unknown --rounds 3
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import pathlib
 import statistics
-import sys
 import time
 from typing import Callable
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-if not __package__:  # run as a program: find the package `benchmarks`, and nothing beside this file
-    sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+import numpy as np
+import tensorflow as tf
 
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-
-import tf_adaptive_dp as dp  # noqa: E402
+import tf_adaptive_dp as dp
+from benchmarks.core import parser
 
 _BATCH, _TIME, _FEATURES, _WORDS = 8, 12, 6, 50
 
@@ -123,7 +117,7 @@ def _batches(model: tf.keras.Model, known: bool) -> tf.data.Dataset:
 
 
 def build(make: Callable[[], tf.keras.Model], kind: str, known: bool) -> dict[str, float]:
-    """Seconds that one step takes: `trace`, `first` run, and how often of the clock for both."""
+    """CPU seconds to `trace` one step and to run it `first`, and elapsed seconds for both."""
     tf.keras.backend.clear_session()
     model = make()
     sgd = kind == "keras_sgd"
@@ -143,21 +137,19 @@ def build(make: Callable[[], tf.keras.Model], kind: str, known: bool) -> dict[st
 
 
 def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument(
+    arguments = parser(__doc__)
+    arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    arguments.add_argument(
         "--batch", nargs="+", choices=("known", "unknown"), default=["known", "unknown"]
     )
-    parser.add_argument("--rounds", type=int, default=2, help="times that both take a turn (2)")
-    return parser.parse_args()
+    arguments.add_argument("--rounds", type=int, default=2, help="turns of each optimizer (2)")
+    return arguments.parse_args()
 
 
 def main() -> None:
     """Measures and prints."""
     args = _parse_args()
-    build(MODELS["mlp"], "dpsgd", True)  # imports what is imported late
+    build(MODELS["mlp"], "dpsgd", True)  # pays for late imports
     print("seconds of CPU time to trace and to run first; ratio of dpsgd to keras_sgd")
     print(f"{'model':20} {'batch':8} {'keras_sgd':>13} {'dpsgd':>13} {'clock':>11} trace  both")
     for name in args.models:

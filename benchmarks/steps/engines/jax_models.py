@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks import problems
+from benchmarks.steps import problems
 
 ACTIVATIONS = {"relu": jax.nn.relu, "sigmoid": jax.nn.sigmoid, None: lambda x: x}
 ATTENTION = ("query", "key", "value", "output")

@@ -8,9 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
-from benchmarks import problems
-from benchmarks.engines.tensorflow_engines import PRIVATE, RATE
-from benchmarks.engines.tensorflow_models import build, loss
+from benchmarks.steps import problems
+from benchmarks.steps.engines.tensorflow_engines import PRIVATE, RATE
+from benchmarks.steps.engines.tensorflow_models import build, loss
 
 
 def _ramp(variable: tf.Variable) -> np.ndarray:

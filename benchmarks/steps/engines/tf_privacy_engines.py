@@ -6,10 +6,10 @@ import tensorflow as tf
 import tensorflow_privacy
 from tensorflow_privacy.privacy.fast_gradient_clipping import layer_registry
 
-from benchmarks import problems
-from benchmarks.engines.tensorflow_engines import MEAN, PRIVATE, RATE
-from benchmarks.engines.tensorflow_models import build, loss
-from benchmarks.protocol import NotSupportedError
+from benchmarks.steps import problems
+from benchmarks.steps.engines.tensorflow_engines import MEAN, PRIVATE, RATE
+from benchmarks.steps.engines.tensorflow_models import build, loss
+from benchmarks.steps.protocol import NotSupportedError
 
 
 def compiled_model(

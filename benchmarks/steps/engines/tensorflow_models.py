@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from benchmarks import problems
+from benchmarks.steps import problems
 
 layers = tf.keras.layers
 

@@ -1,4 +1,4 @@
-"""Federated rounds that the benchmarks time: models with random clients, and taking turns."""
+"""The federated rounds that the benchmarks time: models with random clients, run in turns."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 import federated
-from benchmarks import tables
-from benchmarks.measure import quartiles
 from federated.runtime.contexts import Runtime
 
 FEATURES, CLASSES, RATE = 784, 10, 0.1
@@ -23,7 +21,7 @@ Step = Callable[[], Any]
 
 
 def add_problem_args(parser: argparse.ArgumentParser) -> None:
-    """What a `Problem` is made from."""
+    """Adds the arguments of a `Problem`."""
     add = parser.add_argument
     add("--examples", type=int, default=100, help="examples of a client (100)")
     add("--batch_size", type=int, default=10, help="of a client (10)")
@@ -84,7 +82,7 @@ class Problem:
         return federated.build_dp_fed_avg(self.model_fn, client, privacy)
 
     def plain(self) -> Callable[[int], None]:
-        """SGD on one client after the other, from tensors: their arithmetic and little else."""
+        """SGD on one client after another, from tensors: the arithmetic and little else."""
         model = self.keras_model()
         loss_fn = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         server = [tf.Variable(v) for v in model.trainable_variables]
@@ -157,16 +155,16 @@ def resident_mib(pid: int) -> float:
 def take_turns(
     steps: dict[str, Step], rounds: int, context: Runtime | None = None
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Runs each once untimed, then all of them by turns.
+    """Runs each step once untimed, then all of them in turns.
 
     Args:
-      steps: what is run.
-      rounds: turns of each.
-      context: whose workers' CPU time counts. A turn in which one was replaced is taken again: the
-        CPU time of both is not known, and starting a worker is no part of the step.
+      steps: The steps by name.
+      rounds: The number of turns of each.
+      context: The context whose workers' CPU time counts. A turn in which a worker was replaced is
+        repeated: its CPU time is unknown, and starting a worker is not part of the step.
 
     Returns:
-      Seconds of the clock and of the CPU of each, in the order of its turns.
+      Elapsed seconds and CPU seconds of each step, in the order of its turns.
     """
     for step in steps.values():
         step()
@@ -188,9 +186,3 @@ def _turn(step: Step, context: Runtime | None) -> tuple[float, float] | None:
     if context and context.worker_pids != pids:
         return None
     return seconds, cpu_seconds(pids) - cpu
-
-
-def spread(values: Sequence[float]) -> list[str]:
-    """The median and the quartiles, as two cells."""
-    lower, median, upper = quartiles(values)
-    return [tables.number(median), f"{tables.number(lower)} to {tables.number(upper)}"]

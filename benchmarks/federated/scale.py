@@ -1,23 +1,23 @@
-"""How federated rounds scale: with the clients, with ADADP, and over time.
+"""How federated rounds scale: with the number of clients, with ADADP, and over time.
 
-No privacy claim: the data is random. Times are medians, and what is compared takes turns in one
-run. Four parts, each a table:
+No privacy claim: the data is random. Times are medians, and the steps that a table compares take
+turns in one run. Four parts, each a table:
 
-- clients: seconds a round of TFF's `build_weighted_fed_avg` with SGD, against the number of
+- clients: seconds per round of TFF's `build_weighted_fed_avg` with SGD, against the number of
   clients. `plain` is the same arithmetic, client after client, from tensors in a `tf.function` of
-  this process; `outside` is 1 - plain / TFF in CPU time of all processes, the share that is spent
-  on other things than the clients' arithmetic: most of it prepares a client's graph and data set,
-  which costs the same for one batch and for many.
+  this process. `outside` is 1 - plain / TFF in CPU time of all processes, the share that is not
+  the clients' arithmetic. Most of it prepares a client's graph and data set, which costs the same
+  for one batch and for many.
 - ratio: `build_adaptive_fed_avg` ÷ TFF's `build_weighted_fed_avg` with SGD on the same batches, so
-  with as many gradients; for the network of the ADADP paper's CIFAR-10 experiment, in clients of 50
-  batches (the paper has 1,000), and for the small model of the other parts.
-- processes: this library's processes ÷ `build_weighted_fed_avg` with SGD, the small model.
+  with the same number of gradients; for the network of the ADADP paper's CIFAR-10 experiment, in
+  clients of 50 batches (the paper has 1,000), and for the small model of the other parts.
+- processes: this library's processes ÷ `build_weighted_fed_avg` with SGD, for the small model.
 - memory: resident size of this process and of the worker over rounds of `build_dp_fed_avg` with
-  ADADP, with other clients, and other numbers of them, each time; medians of ten rounds, since it
-  goes up and down with their number. A worker that has grown is replaced.
+  ADADP, with other clients, and another number of them, each time. These are medians of ten rounds,
+  since the size goes up and down with the number of clients. A worker that has grown is replaced.
 
-    python benchmarks/federated_scale.py
-    python benchmarks/federated_scale.py --parts clients,ratio --clients 10,30 --rounds 5
+    python -m benchmarks.federated.scale
+    python -m benchmarks.federated.scale --parts clients,ratio --clients 10,30 --rounds 5
 """
 
 from __future__ import annotations
@@ -25,18 +25,15 @@ from __future__ import annotations
 import argparse
 import collections
 import os
-import pathlib
 import random
-import sys
+from collections.abc import Sequence
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-if not __package__:  # run as a program: find the package `benchmarks`, and nothing beside this file
-    sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+import numpy as np
+import pandas as pd
 
-import numpy as np  # noqa: E402
-
-from benchmarks import machine, tables  # noqa: E402
-from benchmarks.federated_rounds import (  # noqa: E402
+from benchmarks import core
+from benchmarks.core import median_and_quartiles, quartiles, say
+from benchmarks.federated.rounds import (
     CLASSES,
     FEATURES,
     Images,
@@ -44,12 +41,9 @@ from benchmarks.federated_rounds import (  # noqa: E402
     Rounds,
     add_problem_args,
     resident_mib,
-    spread,
     take_turns,
 )
-from benchmarks.measure import quartiles  # noqa: E402
-from benchmarks.run import IDLE, names, say, sizes  # noqa: E402
-from federated.runtime.contexts import local_context  # noqa: E402
+from federated.runtime.contexts import local_context
 
 RATIO_TARGET, MEMORY_TARGET, MEMORY_START = 1.15, 1.05, 50
 MEMORY_WINDOW = 10  # rounds whose median is shown
@@ -57,17 +51,34 @@ MEMORY_WINDOW = 10  # rounds whose median is shown
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--parts", type=names(PARTS), default=list(PARTS), help=f"of {', '.join(PARTS)}")
-    add("--clients", type=sizes, default=[10, 30, 100, 300, 1000], help="numbers of clients")
-    add("--round_clients", type=int, default=100, help="clients a round in the other parts (100)")
+    arguments = core.parser(__doc__)
+    add = arguments.add_argument
+    add("--parts", type=core.names(PARTS), default=list(PARTS), help=f"of {', '.join(PARTS)}")
+    add("--clients", type=core.sizes, default=[10, 30, 100, 300, 1000], help="numbers of clients")
+    add("--round_clients", type=int, default=100, help="clients per round in the other parts (100)")
     add("--rounds", type=int, default=9, help="timed turns of each (9)")
     add("--memory_rounds", type=int, default=200, help="rounds of the part memory (200)")
-    add_problem_args(parser)
-    return parser.parse_args()
+    add_problem_args(arguments)
+    return arguments.parse_args()
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return core.markdown(pd.DataFrame(lines, columns=head))
+
+
+def _compared(found: dict[str, tuple[list[float], list[float]]], to: str) -> dict[str, list[str]]:
+    """Cells for each step: its seconds, and its ratios to one of them, the last one of CPU time."""
+    seconds, cpu = found[to]
+    cells = {}
+    for name, (own_seconds, own_cpu) in found.items():
+        ratios = [a / b for a, b in zip(own_seconds, seconds)]
+        cpu_ratios = [a / b for a, b in zip(own_cpu, cpu)]
+        cells[name] = [
+            *median_and_quartiles(own_seconds),
+            *median_and_quartiles(ratios),
+            median_and_quartiles(cpu_ratios)[0],
+        ]
+    return cells
 
 
 def clients_part(args: argparse.Namespace) -> str:
@@ -81,43 +92,44 @@ def clients_part(args: argparse.Namespace) -> str:
             steps = {"TFF": lambda c=clients: rounds(c), "plain": lambda n=number: plain(n)}
             found = take_turns(steps, args.rounds, context)
             outside = [1 - p / t for t, p in zip(found["TFF"][1], found["plain"][1])]
-            cells = [spread(values) for values in (found["TFF"][0], found["plain"][0], outside)]
-            lines.append([str(number), *cells[0], cells[1][0], *cells[2]])
-            say(f"{number} clients: {cells[0][0]} s")
-    head = ["clients", "s a round", "quartiles", "plain, s", "outside", "quartiles"]
-    return tables.table(head, lines)
+            seconds, of_plain, share = map(
+                median_and_quartiles, (found["TFF"][0], found["plain"][0], outside)
+            )
+            lines.append([str(number), *seconds, of_plain[0], *share])
+            say(f"{number} clients: {seconds[0]} s")
+    head = ["clients", "s per round", "quartiles", "plain, s", "outside", "quartiles"]
+    return _table(head, lines)
 
 
 def ratio_part(args: argparse.Namespace) -> str:
     """ADADP's rounds against SGD's on the same batches."""
     problems = {
-        "the paper's network": Images(2 * machine.describe()["cores"]),
+        "the paper's network": Images(2 * core.describe_machine()["cores"]),
         "the small model": Problem(args, args.round_clients),
     }
-    lines, reached = [], []
+    lines, ratios = [], []
     for title, problem in problems.items():
         with local_context() as context:
             both = {"SGD": Rounds(problem.sgd()), "ADADP": Rounds(problem.adadp())}
             steps = {n: lambda r=r, p=problem: r(p.clients) for n, r in both.items()}
             found = take_turns(steps, args.rounds, context)
-        for name, (seconds, cpu) in found.items():
-            ratios = [a / b for a, b in zip(seconds, found["SGD"][0])]
-            cpu_ratios = [a / b for a, b in zip(cpu, found["SGD"][1])]
-            cells = [*spread(seconds), *spread(ratios), spread(cpu_ratios)[0]]
-            lines.append([title, name, *cells])
-        reached.append(quartiles(ratios)[1] <= RATIO_TARGET)
-        say(f"{title}: {quartiles(ratios)[1]:.2f}")
-    head = ["model", "clients' optimizer", "s a round", "quartiles", "÷ SGD", "quartiles"]
-    table = tables.table([*head, "÷ SGD, CPU"], lines)
-    verdict = "reached" if reached[0] else "missed"
-    return f"{table}\n\nTarget for the paper's network: at most {RATIO_TARGET}: {verdict}."
+        lines += [[title, name, *cells] for name, cells in _compared(found, "SGD").items()]
+        ratios.append(quartiles([a / b for a, b in zip(found["ADADP"][0], found["SGD"][0])])[1])
+        say(f"{title}: {ratios[-1]:.2f}")
+    head = ["model", "clients' optimizer", "s per round", "quartiles", "÷ SGD", "quartiles"]
+    verdict = "reached" if ratios[0] <= RATIO_TARGET else "missed"
+    return (
+        f"{_table([*head, '÷ SGD, CPU'], lines)}\n\n"
+        f"Target for the paper's network: at most {RATIO_TARGET}: {verdict}."
+    )
 
 
 def processes_part(args: argparse.Namespace) -> str:
     """This library's processes against TFF's."""
     problem = Problem(args, args.round_clients)
+    plain = "TFF's FedAvg, SGD"
     with local_context() as context:
-        processes = {"TFF's FedAvg, SGD": problem.sgd(), "adaptive FedAvg, ADADP": problem.adadp()}
+        processes = {plain: problem.sgd(), "adaptive FedAvg, ADADP": problem.adadp()}
         for mechanism in ("gaussian", "tree"):
             for title, adaptive in (("SGD", False), ("ADADP", True)):
                 name = f"DP-FedAvg, {mechanism}, {title}"
@@ -125,14 +137,9 @@ def processes_part(args: argparse.Namespace) -> str:
         rounds = {name: Rounds(process) for name, process in processes.items()}
         steps = {name: lambda r=r: r(problem.clients) for name, r in rounds.items()}
         found = take_turns(steps, args.rounds, context)
-    first = next(iter(found.values()))
-    lines = []
-    for name, (seconds, cpu) in found.items():
-        ratios = [a / b for a, b in zip(seconds, first[0])]
-        cpu_ratios = [a / b for a, b in zip(cpu, first[1])]
-        lines.append([name, *spread(seconds), *spread(ratios), spread(cpu_ratios)[0]])
-    head = ["process, clients' optimizer", "s a round", "quartiles", "÷ TFF's", "quartiles"]
-    return tables.table([*head, "÷ TFF's, CPU"], lines)
+    lines = [[name, *cells] for name, cells in _compared(found, plain).items()]
+    head = ["process, clients' optimizer", "s per round", "quartiles", "÷ TFF's", "quartiles"]
+    return _table([*head, "÷ TFF's, CPU"], lines)
 
 
 def memory_part(args: argparse.Namespace) -> str:
@@ -153,15 +160,15 @@ def memory_part(args: argparse.Namespace) -> str:
                 found = np.median(sizes, axis=0)
                 last = float(found.sum())
                 at_start = last if number == MEMORY_START else at_start
-                lines.append([str(number), *map(tables.number, [*found, last])])
+                lines.append([str(number), *map(core.number, [*found, last])])
                 say(f"round {number}: {last:.0f} MiB")
-    table = tables.table(["after round", "Python, MiB", "worker, MiB", "together"], lines)
+    table = _table(["after round", "Python, MiB", "worker, MiB", "together"], lines)
     if at_start is None or args.memory_rounds <= MEMORY_START:
         return table
     growth = last / at_start
     words = (
-        f"{growth:.3f} times as much as after round {MEMORY_START}, with {len(workers)} worker(s), "
-        "one after the other"
+        f"{growth:.3f} times as much as after round {MEMORY_START}, with {len(workers)} worker(s) "
+        "in succession"
     )
     verdict = "reached" if growth <= MEMORY_TARGET else "missed"
     return f"{table}\n\n{words}; target at most {MEMORY_TARGET}: {verdict}."
@@ -178,7 +185,7 @@ PARTS = {
 def main() -> None:
     """Measures the parts and prints them."""
     args = parse_args()
-    about = machine.describe()
+    about = core.describe_machine()
     print(f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']:g} GiB")
     print(
         f"Clients of {args.examples} examples in batches of {args.batch_size}; a model of "
@@ -186,12 +193,10 @@ def main() -> None:
     )
     for name in args.parts:
         say(f"-- {name}")
-        load = machine.OthersLoad()
+        load = core.OthersLoad()
         text = PARTS[name](args)
         others = load.measure()
         print(f"\n### {name}\n\n{text}\n\nOthers kept {others} cores busy.", flush=True)
-        if others > IDLE:
-            say(f"Others kept {others} cores busy: do not trust these figures.")
 
 
 if __name__ == "__main__":

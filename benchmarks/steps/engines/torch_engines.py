@@ -8,7 +8,7 @@ from typing import Callable
 import torch
 from torch import nn
 
-from benchmarks import problems
+from benchmarks.steps import problems
 
 RATE = 0.01
 ACTIVATIONS = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid}

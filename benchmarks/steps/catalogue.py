@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 import sys
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Family:
 
 FAMILIES = {
     "tensorflow": Family(
-        "benchmarks.engines.tensorflow_engines",
+        "benchmarks.steps.engines.tensorflow_engines",
         ("tensorflow", "keras", "tensorflow-privacy", "tf-adaptive-dp", "numpy"),
     ),
     "torch": Family(
-        "benchmarks.engines.torch_engines", ("torch", "opacus", "numpy"), environment="opacus"
+        "benchmarks.steps.engines.torch_engines", ("torch", "opacus", "numpy"), environment="opacus"
     ),
     "jax": Family(
-        "benchmarks.engines.jax_engines",
+        "benchmarks.steps.engines.jax_engines",
         ("jax", "jaxlib", "jax-privacy", "optax", "numpy"),
         environment="jax_privacy",
     ),

@@ -1,47 +1,40 @@
-"""What drawing Poisson batches costs: its share of the CPU time of a DPSGD step.
+"""The share of a DPSGD step's CPU time that drawing Poisson batches takes.
 
-No privacy claim: the data is random. One compiled step takes turns between batches that are drawn
-and one such batch, repeated, and CPU time is that of all threads of this process. The share is
-1 - repeated / drawn of a round, and its quartiles over the rounds are shown.
+No privacy claim: the data is random. One compiled step alternates between drawn batches and one of
+these batches, repeated. CPU time is that of all threads of this process. The share in a round is
+1 - repeated / drawn; its quartiles over the rounds are shown.
 
-    python benchmarks/sampling.py
-    python benchmarks/sampling.py --examples 1000000 --features 64 --batch_size 500
+    python -m benchmarks.steps.sampling
+    python -m benchmarks.steps.sampling --examples 1000000 --features 64 --batch_size 500
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import pathlib
-import sys
 import time
 from collections.abc import Iterator
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-if not __package__:  # run as a program: find the package `benchmarks`, and nothing beside this file
-    sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+import numpy as np
+import tensorflow as tf
 
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-
-import tf_adaptive_dp as dp  # noqa: E402
-from benchmarks.measure import quartiles  # noqa: E402
+import tf_adaptive_dp as dp
+from benchmarks.core import parser, quartiles
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    arguments = parser(__doc__)
     for name, default, meaning in [
         ("examples", 60_000, "examples in the training set"),
         ("features", 784, "32-bit numbers in an example"),
         ("batch_size", 250, "examples in a batch, on average"),
-        ("rounds", 60, "times that both take a turn"),
+        ("rounds", 60, "turns of each kind of batch"),
         ("steps", 20, "steps in a turn"),
     ]:
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} ({default})")
-    return parser.parse_args()
+        arguments.add_argument(
+            f"--{name}", type=int, default=default, help=f"{meaning} ({default})"
+        )
+    return arguments.parse_args()
 
 
 def private_model(features: int, batch_size: int) -> tf.keras.Model:
@@ -56,7 +49,7 @@ def private_model(features: int, batch_size: int) -> tf.keras.Model:
 
 
 def turn(model: tf.keras.Model, batches: Iterator, steps: int) -> tuple[float, float]:
-    """Milliseconds that a step takes, of all threads' CPU time and of the clock."""
+    """Milliseconds per step: CPU time of all threads, and elapsed time."""
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in range(steps):
         logs = model.train_function(batches)
@@ -85,9 +78,9 @@ def main() -> None:
             if number:  # the first round compiles
                 measured[kind].append(times)
     print(f"{sampling}, {args.rounds} rounds of {args.steps} steps")
-    print(f"{'ms a step':10} {'CPU':>6} {'clock':>6}")
+    print(f"{'ms per step':11} {'CPU':>6} {'clock':>6}")
     for kind, times in measured.items():
-        print(f"{kind:10} " + " ".join(f"{np.median(column):6.3f}" for column in zip(*times)))
+        print(f"{kind:11} " + " ".join(f"{np.median(column):6.3f}" for column in zip(*times)))
     shares = [1 - b[0] / a[0] for a, b in zip(measured["drawn"], measured["repeated"])]
     lower, median, upper = quartiles(shares)
     print(f"share of drawing in the CPU time: {median:.1%} ({lower:.1%} to {upper:.1%})")

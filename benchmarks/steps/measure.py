@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 from collections.abc import Sequence
 from typing import Callable
 
-from benchmarks.client import Worker, WorkerError
+from benchmarks.core import quartiles
+from benchmarks.steps.client import Worker, WorkerError
 
 SLOW_MS = 2_000.0  # a step that takes longer is measured a few times only
 TURN_MS = 3_000.0  # about the longest turn of an engine that is not slow
 HEAVY_MIB = 2_048.0  # a process that needs more does not stay while others are measured
 MIN_TURNS = 3
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper quartile."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
-    return round(lower, 4), round(median, 4), round(upper, 4)
 
 
 def steps_of_turn(estimate_ms: float, steps: int) -> int:

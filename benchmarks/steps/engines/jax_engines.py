@@ -8,8 +8,8 @@ from typing import Callable
 import jax
 import jax.numpy as jnp
 
-from benchmarks import problems
-from benchmarks.engines import jax_models
+from benchmarks.steps import problems
+from benchmarks.steps.engines import jax_models
 
 RATE = 0.01
 

@@ -12,8 +12,8 @@ from typing import Callable
 import numpy as np
 import tensorflow as tf
 
-from benchmarks import problems
-from benchmarks.engines import tensorflow_models
+from benchmarks.steps import problems
+from benchmarks.steps.engines import tensorflow_models
 
 RATE = 0.01
 MEAN = "sum_over_batch_size"
@@ -49,7 +49,7 @@ def make(engine: str, model: str, batch_size: int, width: int) -> tuple[Callable
         compiled = keras_sgd(problem, width)
     else:
         side = "tf_privacy" if engine.startswith("tfp_") else "own"
-        module = importlib.import_module(f"benchmarks.engines.{side}_engines")
+        module = importlib.import_module(f"benchmarks.steps.engines.{side}_engines")
         compiled = module.compiled_model(engine, problem, width, data)
     iterator = iter(data)
     train_function = compiled.make_train_function()

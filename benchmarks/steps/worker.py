@@ -3,7 +3,7 @@
 No privacy claim: the data is random. `run.py` starts it, in the environment of the engine; see
 `protocol.py` for what it understands.
 
-    python benchmarks/worker.py --engine dpsgd --model mlp --batch_size 250
+    python -m benchmarks.steps.worker --engine dpsgd --model mlp --batch_size 250
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ import argparse
 import importlib
 import importlib.metadata
 import os
-import pathlib
 import platform
 import sys
 import time
 import traceback
 from typing import Callable
 
-if not __package__:  # run as a program: find the package `benchmarks`, and nothing beside this file
-    sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
-from benchmarks import catalogue, problems, protocol  # noqa: E402
+from benchmarks.steps import catalogue, problems, protocol
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:

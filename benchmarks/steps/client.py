@@ -11,7 +11,7 @@ import tempfile
 import threading
 from typing import Any
 
-from benchmarks import catalogue
+from benchmarks.steps import catalogue
 
 
 class WorkerError(Exception):
@@ -55,11 +55,12 @@ class Worker:
         arguments = ("--engine", engine, "--model", model)
         arguments += ("--batch_size", str(batch_size), "--width", str(width))
         self._process = subprocess.Popen(
-            [str(family.python()), str(catalogue.ROOT / "benchmarks" / "worker.py"), *arguments],
+            [str(family.python()), "-m", "benchmarks.steps.worker", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env={**os.environ, "PYTHONNOUSERSITE": "1"},
+            # A peer's environment knows nothing of this repository.
+            env={**os.environ, "PYTHONNOUSERSITE": "1", "PYTHONPATH": str(catalogue.ROOT)},
             text=True,
             encoding="utf-8",
         )

@@ -1,0 +1,1 @@
+"""Training steps: this library, ordinary Keras, TF Privacy, Opacus and JAX-Privacy."""

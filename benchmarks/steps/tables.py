@@ -1,0 +1,102 @@
+"""Results as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from benchmarks.core import markdown, number
+from benchmarks.steps import catalogue, results
+
+BASELINES = ("keras_sgd", "dpsgd")
+
+
+def with_ratios(rows: pd.DataFrame) -> pd.DataFrame:
+    """All rows, with a column for each ratio that is shown."""
+    return rows.assign(
+        **{f"÷ {name}": results.ratios(rows, name) for name in BASELINES},
+        memory_ratio=results.ratios(rows, "keras_sgd", "memory_mib"),
+    )
+
+
+def by_catalogue(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows in the order of the catalogue of engines."""
+    order = {engine: k for k, engine in enumerate(catalogue.ENGINES)}
+    return rows.sort_values("engine", key=lambda names: names.map(order), kind="stable")
+
+
+def problem_table(rows: pd.DataFrame, runs: Sequence[str] = ()) -> str:
+    """Time, memory and ratios of the engines on one problem.
+
+    Args:
+      rows: One row per engine, of `with_ratios`.
+      runs: All runs. A column shows the number of a row's run if there are several.
+    """
+    rows = by_catalogue(rows)
+    done = rows["status"] == "ok"
+    time = rows["median_ms"].map(number).where(done, rows["status"] + ": " + rows["reason"])
+    spread = rows["lower_ms"].map(number) + " to " + rows["upper_ms"].map(number)
+    columns = {
+        "engine": "`" + rows["engine"] + "`",
+        "ms per step": time,
+        "quartiles": spread.where(done, ""),
+        **{f"÷ {name}": rows[f"÷ {name}"].map(number) for name in BASELINES},
+        "peak MiB": rows["memory_mib"].map(number),
+        # Renamed below, since a ratio of time has the same head.
+        "memory": rows["memory_ratio"].map(number),
+        "first step, s": (rows["first_step_ms"] / 1e3).map(number),
+    }
+    if len(runs) > 1:
+        columns["run"] = rows["run"].map(lambda run: str(list(runs).index(run) + 1))
+    return markdown(pd.DataFrame(columns).rename(columns={"memory": "÷ keras_sgd"}))
+
+
+def growth_table(rows: pd.DataFrame, axis: str) -> str | None:
+    """Time and memory of each engine along an axis.
+
+    Args:
+      rows: The rows of one model that differ in `axis` only.
+      axis: `"batch_size"` or `"width"`.
+
+    Returns:
+      A line for each engine with at least two points, or `None` if there is none.
+    """
+    figures = rows["median_ms"].map(number) + ", " + rows["memory_mib"].map(number)
+    cells = rows.assign(cell=figures.where(rows["status"] == "ok", rows["status"]))
+    found = cells.pivot(index="engine", columns=axis, values="cell")
+    found = found[found.notna().sum(axis=1) > 1].fillna("")
+    if found.empty:
+        return None
+    parameters = rows.groupby(axis)["num_parameters"].first()
+
+    def head(point: int) -> str:
+        if axis == "batch_size":
+            return f"B = {point}"
+        known = pd.notna(parameters[point])
+        return f"width {point}" + (f" ({parameters[point]:,.0f} parameters)" if known else "")
+
+    engines = [name for name in catalogue.ENGINES if name in found.index]
+    found = found.loc[engines].rename(columns=head)
+    found.insert(0, "ms, MiB", [f"`{name}`" for name in engines])
+    return markdown(found)
+
+
+def target_table(rows: pd.DataFrame) -> str:
+    """The targets beside the measured ratios."""
+    lines = []
+    for target in results.TARGETS:
+        sign = "≥" if target.at_least else "≤"
+        value = target.measured(rows)
+        what = "memory" if target.field == "memory_mib" else "time"
+        lines.append(
+            {
+                "ratio": f"{what}: `{target.numerator}` ÷ `{target.denominator}`, "
+                f"{target.model} B = {target.batch_size}",
+                "must": f"{sign} {target.must:g}",
+                "aim": f"{sign} {target.aim:g}",
+                "measured": number(value),
+                "reached": target.verdict(value),
+            }
+        )
+    return markdown(pd.DataFrame(lines))
