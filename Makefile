@@ -5,7 +5,7 @@
 .SHELLFLAGS := -ec
 
 # Where to look for Python, in this order; `make demo PYTHON=/path/to/python` names another one.
-PYTHON := python3.11 python3.10 python3.9 python3 python
+PYTHON ?= python3.11 python3.10 python3.9 python3 python
 BIN := .venv/bin
 # Written last, so that it is there only after a complete set-up.
 READY := .venv/ready
