@@ -21,7 +21,7 @@ class AxisTransform(NamedTuple):
       shape: that of the variable.
       steps: what is done to it in turn: ("transpose", order), ("reshape", shape) or ("negate",).
 
-    >>> view = View((2, 3)).transpose([1, 0]).reshape([1, 3, 2])
+    >>> view = AxisTransform((2, 3)).transpose([1, 0]).reshape([1, 3, 2])
     >>> view.apply(tf.ones([2, 3])).shape, view.invert(tf.ones([5, 1, 3, 2]), 1).shape
     (TensorShape([1, 3, 2]), TensorShape([5, 2, 3]))
     """

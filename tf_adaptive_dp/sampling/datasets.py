@@ -376,7 +376,7 @@ def poisson_batches(
 
     Example:
       >>> import numpy as np
-      >>> from tf_adaptive_dp.sampling.sampling import PoissonSampling, poisson_batches
+      >>> from tf_adaptive_dp.sampling import PoissonSampling, poisson_batches
       >>> sampling = PoissonSampling(0.5, max_batch_size=4, steps=1, seed=1)
       >>> x, y = np.arange(1, 7, dtype=np.float32), np.arange(6)
       >>> [[t.tolist() for t in b] for b in poisson_batches((x, y), sampling).as_numpy_iterator()]
