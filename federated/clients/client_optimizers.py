@@ -1,6 +1,7 @@
 """ADADP and AdaDPS on the clients of federated averaging, as optimizers of TFF.
 
-Clipping and noise are not here: they are applied once a client and round, to its model update.
+Clipping and noise are elsewhere: the aggregator clips each client's update once per round and adds
+noise to the sum (see `federated.privacy.user_level`).
 """
 
 from __future__ import annotations
@@ -33,38 +34,46 @@ def build_adadp(
     discard: bool = True,
     keep: str = "half_steps",
 ) -> tff.learning.optimizers.Optimizer:
-    """SGD on a client that finds its own learning rate.
+    """SGD for clients that adapts its own learning rate (ADADP).
 
-    Koskela and Honkela, "Adaptive federated averaging algorithm" (supplement, Algorithm 1): a step
-    of size η is compared with two of size η/2, over two minibatches with the gradients G₁ and G₂:
+    It compares one step of size η with two steps of size η/2, over two minibatches with the
+    gradients G₁ and G₂:
 
         even minibatch:  θ̂ = θ − η·G₁ (the Euler point),  θ ← θ − (η/2)·G₁
         odd minibatch:   θ̃ = θ − (η/2)·G₂,  err = ‖(θ̃ − θ̂) / max(1, |θ̃|)‖₂ over all weights
-                         θ ← θ̃ if err ≤ tol, else back to before both minibatches
+                         θ ← θ̃ if err ≤ tol, else θ before both minibatches
                          η ← η · min(max(tol / err, alpha_min), alpha_max)
 
-    An err that is infinite or NaN is not accepted, and η shrinks. A client with an odd number of
-    minibatches ends on the half step of the last one, which nothing judges. The state stays on the
-    client: each client begins each round with η₀, and no learning rate is averaged or sent.
+    An infinite or NaN err rejects the step, and η shrinks. A client with an odd number of
+    minibatches ends on the half step of the last one, which is not judged. The state stays on the
+    client: every client starts every round with η₀, and learning rates are neither averaged nor
+    sent.
 
-    `report(state)` gives scalars of one client: `learning_rate`, the final one, `judged_steps`, and
-    `discarded_steps` among them. A learning-rate schedule around this optimizer would overwrite η,
-    and Mime, which keeps the state at the server and shows it to clients, leaves nothing to adapt.
+    `report(state)` returns scalars of one client: the final `learning_rate`, `judged_steps`, and
+    `discarded_steps`, the number of judged steps that were discarded. Do not wrap this optimizer in
+    a learning-rate schedule, which would overwrite η. Mime keeps the state at the server, so there
+    is nothing to adapt.
 
     Args:
       learning_rate: η₀, a number or a scalar tensor.
       tolerance: tol, in the units of the weights; 0.1 in the paper.
-      alpha_min: the smallest factor of one adaptation.
-      alpha_max: the largest.
-      discard: go back when err > tol, as the paper does on clients.
-      keep: which point an accepted step leaves: `"half_steps"`, θ̃, or `"euler"`, θ̂.
+      alpha_min: The smallest factor of one adaptation.
+      alpha_max: The largest factor of one adaptation.
+      discard: Whether to return to the earlier weights when err > tol, as the paper does on
+        clients.
+      keep: The point after an accepted step: `"half_steps"` for θ̃, or `"euler"` for θ̂.
 
     Returns:
-      A `tff.learning.optimizers.Optimizer`; the first four arguments are its hyperparameters, under
-      their names.
+      A `tff.learning.optimizers.Optimizer`. The first four arguments are its hyperparameters, under
+      the same names.
 
     Raises:
-      TypeError, ValueError: if an argument is out of range.
+      TypeError, ValueError: If an argument is invalid.
+
+    References:
+      Koskela and Honkela (2018), "Learning Rate Adaptation for Federated and Differentially Private
+      Learning", arXiv:1809.03832: "Adaptive federated averaging algorithm" (supplement,
+      Algorithm 1).
 
     >>> optimizer = build_adadp(learning_rate=0.1)
     >>> w = tf.zeros([1])
@@ -80,33 +89,37 @@ def build_adadp(
 def build_adadps(
     preconditioner: ClientPreconditioner, base: tff.learning.optimizers.Optimizer | None = None
 ) -> tff.learning.optimizers.Optimizer:
-    """Any optimizer on gradients that side information made comparable beforehand.
+    """AdaDPS for clients: scales gradients by side information, then applies any optimizer.
 
-    AdaDPS on a client ("Private Adaptive Optimization with Side Information", section 6.2 and
-    Algorithm 3) divides the gradient of each minibatch by A and leaves the step to `base`:
+    It divides the gradient of each minibatch by A and leaves the step to `base`:
 
         g ← g / A,   θ ← base(θ, g)        with SGD: θ ← θ − α·g
 
-    With `base=build_adadp()` err compares two points of the preconditioned flow, since both
-    minibatches have the same A.
+    With `base=build_adadp()`, err compares two points of the preconditioned flow, since both
+    minibatches share A.
 
-    Guarantee: A is a constant of public provenance or of a release of its own, so a client's update
-    depends on its own data and on what is released anyway. The optimizer's `side_information` (with
-    `provenance` and `description`) says which, for the ledger; `NonPrivateDpEvent` makes ε
-    infinite. What wraps this optimizer must hand that on. TFF's `schedule_learning_rate` does not,
-    and is refused around it: schedule the base.
+    Guarantee: A is a constant that is either public or was released on its own, so a client's
+    update depends only on its own data and on published values. The optimizer's `side_information`
+    (with `provenance` and `description`) records which, for the ledger. `NonPrivateDpEvent` makes ε
+    infinite. A wrapper of this optimizer must pass `side_information` on. TFF's
+    `schedule_learning_rate` does not, and fails: schedule the base instead.
 
     Args:
       preconditioner: A; see `ClientPreconditioner`.
-      base: makes the step; `None` takes `tff.learning.optimizers.build_sgdm(learning_rate=0.1)`.
+      base: The optimizer that makes the step; `None` takes
+        `tff.learning.optimizers.build_sgdm(learning_rate=0.1)`.
 
     Returns:
-      A `tff.learning.optimizers.Optimizer` with the hyperparameters of `base`, and with `report` if
-      `base` has it.
+      A `tff.learning.optimizers.Optimizer` with the hyperparameters of `base`, and with its
+      `report` if it has one.
 
     Raises:
-      TypeError: if `preconditioner` does not say where it comes from, or `base` is no optimizer.
-      ValueError: if `base` has side information already; in the first step, if A does not fit.
+      TypeError: If `preconditioner` is not a `ClientPreconditioner`, or `base` is not an optimizer.
+      ValueError: If `base` has side information already; in the first step, if A does not fit.
+
+    References:
+      Li et al. (2022), "Private Adaptive Optimization with Side Information", arXiv:2202.05963,
+      section 6.2 and Algorithm 3.
 
     >>> halved = ClientPreconditioner.from_arrays([2.0], provenance="public")
     >>> optimizer = build_adadps(halved)
@@ -149,7 +162,7 @@ class _ADADP(tff.learning.optimizers.Optimizer):
         tff.learning.optimizers.check_weights_gradients_match(weights, gradients)
         _check_state_fits(state[_HALF_STEP], weights)
         points = [tf.convert_to_tensor(w) for w in tf.nest.flatten(weights)]
-        if not points:  # a model of which nothing is trained
+        if not points:  # a model without trainable weights
             return state, weights
         rate = tf.cast(state[LEARNING_RATE], tf.float32)
         half_step = [
@@ -166,7 +179,7 @@ class _ADADP(tff.learning.optimizers.Optimizer):
             reached = [tf.where(odd, e, r) for e, r in zip(euler, reached)]
         if self._discard:
             starts = tf.nest.flatten(state[_START])
-            # A branch, not `tf.where`: it passes tensors on instead of copying them.
+            # A branch, since `tf.where` would copy the tensors.
             reached = tf.cond(accepted, lambda: reached, lambda: starts)
         adapted = step_doubling.adapted_learning_rate(
             rate, error, state[TOLERANCE], state[ALPHA_MIN], state[ALPHA_MAX]
@@ -204,15 +217,15 @@ class _ADADP(tff.learning.optimizers.Optimizer):
 class _AdaDPS(tff.learning.optimizers.Optimizer):
     """See `build_adadps`.
 
-    The state of the base lies one level down, although there is nothing beside it: so that what
-    sets the learning rate from outside fails instead of hiding `side_information`.
+    The state of the base is nested one level down, although it is the only entry, so that a wrapper
+    which sets the learning rate in the state fails instead of hiding `side_information`.
     """
 
     def __init__(self, preconditioner, base):
         if not isinstance(preconditioner, ClientPreconditioner):
             raise TypeError(
-                "`preconditioner` must be a `ClientPreconditioner`, which says where A comes from: "
-                "`ClientPreconditioner.from_arrays(..., provenance=...)` or "
+                "`preconditioner` must be a `ClientPreconditioner`, which states the provenance of "
+                "A: `ClientPreconditioner.from_arrays(..., provenance=...)` or "
                 "`.from_side_information(...)`. Received: preconditioner="
                 f"{type(preconditioner).__name__}"
             )
@@ -222,9 +235,9 @@ class _AdaDPS(tff.learning.optimizers.Optimizer):
             )
         if getattr(base, "side_information", None) is not None:
             raise ValueError(
-                "`base` has side information already, of which one of the two would be lost to the "
-                "accounting. Received: base with side_information="
-                f"{base.side_information.description!r}. Multiply the arrays."
+                "`base` must not have side information: the ledger can account for one "
+                "only. Multiply the arrays of both. Received: base with side_information="
+                f"{base.side_information.description!r}"
             )
         self.side_information = preconditioner
         self._base = base
@@ -258,7 +271,7 @@ def _checked_learning_rate(value: Any) -> Any:
 
 
 def _error(first_half: list, second_half: list, reached: list) -> tf.Tensor:
-    """err of two minibatches; θ̃ - θ̂ = (η/2)(G₁ - G₂) is the difference of the half steps."""
+    """The err of two minibatches; θ̃ - θ̂ = (η/2)(G₁ - G₂) is the difference of the half steps."""
     pairs = zip(first_half, second_half)
     differences = [tf.cast(a, tf.float32) - tf.cast(b, tf.float32) for a, b in pairs]
     return step_doubling.relative_norm(differences, [tf.cast(p, tf.float32) for p in reached])

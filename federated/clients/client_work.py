@@ -1,7 +1,7 @@
-"""The work of a client in a round: train on its data, send the change of the weights.
+"""The work of a client in a round: train on its data and send the change of the weights.
 
-As TFF's `build_model_delta_client_work`, which throws the optimizer's state away at the end; here
-optimizers that have `report` are asked for it first.
+Like TFF's `build_model_delta_client_work`, which discards the optimizer's state at the end of local
+training. Here an optimizer with a `report` method reports on its state first.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ def build_client_work(
     metrics_aggregator: Callable[..., Any] | None = None,
     loop_implementation: tff.learning.LoopImplementation = REDUCE,
 ) -> tff.learning.templates.ClientWorkProcess:
-    """Local training from the server's weights; the update is weights before − weights after.
+    """Builds local training; a client's update is the weights before minus the weights after.
 
-    A client whose update is not finite sends zeros with weight 0, and none of its metrics. One
-    without data sends zeros, with weight 0 or, under `ClientWeighting.UNIFORM`, 1. A round without
-    clients is no error. Clients keep nothing between rounds: the optimizer starts anew, with the
-    hyperparameters in the state of this process, which `get_hparams` and `set_hparams` reach.
+    A client whose update is not finite sends zeros with weight 0 and no metrics. A client without
+    data sends zeros, with weight 0, or 1 under `ClientWeighting.UNIFORM`. A round without clients
+    is valid. Clients keep no state between rounds: each round creates a new optimizer state, with
+    the hyperparameters in the state of this process (`get_hparams`, `set_hparams`).
 
-    Measurements: `train`, the model's metrics; and `optimizer`, if the client optimizer has
-    `report` (see `build_adadp`): aggregates over the clients that judged a step and sent a finite
-    update, see `summary`. A discarded step whose loss was not finite leaves the
-    weights finite but not the metric.
+    Measurements: `train` has the model's metrics. `optimizer` exists if the client optimizer has a
+    `report` method (see `build_adadp`), and aggregates over the clients that judged a step and sent
+    a finite update (see `summary`). If a step is discarded because its loss was not finite, the
+    weights stay finite but the metric does not.
 
-    Guarantee: none. Measurements are exact aggregates of the clients' data, without noise; whoever
-    releases them steps outside the privacy statement. They never enter the weights.
+    Guarantee: none. Measurements are exact aggregates of the clients' data, without noise.
+    Releasing them is outside the privacy statement. They never affect the weights.
 
     Args:
-      model_fn: makes a new `tff.learning.models.VariableModel` at each call; or a
+      model_fn: A function that returns a new `tff.learning.models.VariableModel` at each call, or a
         `tff.learning.models.FunctionalModel`.
-      client_optimizer: makes the steps.
-      weighting: of a client's update: `NUM_EXAMPLES` or `UNIFORM`.
-      metrics_aggregator: from a model's metric finalizers to a computation that aggregates its
+      client_optimizer: The optimizer of local training.
+      weighting: The weight of a client's update: `NUM_EXAMPLES` or `UNIFORM`.
+      metrics_aggregator: Maps a model's metric finalizers to a computation that aggregates its
         metrics; `None` takes `tff.learning.metrics.sum_then_finalize`.
-      loop_implementation: how the training loop goes through a client's data set.
+      loop_implementation: How the training loop iterates over a client's data set.
 
     Returns:
-      A `tff.learning.templates.ClientWorkProcess`; its state is the optimizer's hyperparameters.
+      A `tff.learning.templates.ClientWorkProcess`. Its state is the optimizer's hyperparameters.
 
     Raises:
-      TypeError: if an argument is of another type.
+      TypeError: If an argument has the wrong type.
     """
     _check_arguments(model_fn, client_optimizer, weighting, loop_implementation)
     loop = _reduce if loop_implementation is REDUCE else _iterate
@@ -85,7 +85,7 @@ def build_client_work(
 
 
 def _build_process(initial_hparams, client_update, aggregate_metrics):
-    """The federated part: everything but a client's own computation."""
+    """Builds the federated computations around a client's own computation."""
     hparams_type, weights_type, data_type = client_update.type_signature.parameter
     sums_type = client_update.type_signature.result[2]
     sum_reports = len(sums_type) > 0
@@ -125,7 +125,7 @@ def _build_process(initial_hparams, client_update, aggregate_metrics):
 
 
 def _build_update(train, optimizer, weighting):
-    """A client's computation: (update with its weight, metrics, what it adds to the report)."""
+    """Builds a client's computation: its weighted update, its metrics, its part of the report."""
 
     @tf.function
     def client_update(hparams, initial_weights, dataset):
@@ -150,7 +150,7 @@ def _build_update(train, optimizer, weighting):
 
 
 def _training_of_variables(model, optimizer, loop):
-    """Local training of a `VariableModel`, whose variables hold weights and metrics."""
+    """Builds local training of a `VariableModel`, whose variables hold weights and metrics."""
     weights = tff.learning.models.ModelWeights.from_model(model)
 
     def train(hparams, initial_weights, dataset):
@@ -185,7 +185,7 @@ def _training_of_variables(model, optimizer, loop):
 
 
 def _training_of_functional(model, optimizer, loop):
-    """Local training of a `FunctionalModel`, whose weights and metrics are tensors."""
+    """Builds local training of a `FunctionalModel`, whose weights and metrics are tensors."""
 
     def train(hparams, initial_weights, dataset):
         fixed = initial_weights.non_trainable
@@ -247,7 +247,7 @@ def _iterate(dataset, start, step):
 
 
 def _weights_type(model):
-    """The type of the model's weights, as `ModelWeights`."""
+    """The TFF type of the model's weights, as `ModelWeights`."""
     if not isinstance(model, tff.learning.models.FunctionalModel):
         return tff.learning.models.weights_type_from_model(model)
     trainable, non_trainable = (
@@ -273,23 +273,23 @@ def _check_arguments(model_fn, client_optimizer, weighting, loop_implementation)
         )
 
 
-# Half decades from 1e-6 to 1e2; the first and the last bucket of the histogram are open.
+# Half decades from 1e-6 to 1e2. The first and the last bucket of the histogram are open-ended.
 LEARNING_RATE_EDGES = tuple(10.0 ** (k / 2) for k in range(-12, 5))
 
 
 def contribution(report: Any, counts: tf.Tensor) -> collections.OrderedDict:
-    """What one client adds to the sums over clients.
+    """The terms that one client adds to the sums behind `summary`.
 
-    A client adds nothing unless it judged a step, `counts` is true and its learning rate is finite
+    A client contributes only if it judged a step, `counts` is true, and its learning rate is finite
     and positive.
 
     Args:
-      report: what `optimizer.report(state)` returned: `learning_rate`, `judged_steps` and
-        `discarded_steps`, scalars.
-      counts: whether the client's update counts, scalar.
+      report: The result of `optimizer.report(state)`: the scalars `learning_rate`, `judged_steps`
+        and `discarded_steps`.
+      counts: Scalar; whether the client's update counts.
 
     Returns:
-      Tensors that are to be summed over clients.
+      Tensors to sum over clients.
     """
     rate = tf.cast(report["learning_rate"], tf.float32)
     counts = counts & (report["judged_steps"] > 0) & tf.math.is_finite(rate) & (rate > 0)
@@ -310,16 +310,17 @@ def contribution(report: Any, counts: tf.Tensor) -> collections.OrderedDict:
 
 
 def summary(sums: Any) -> collections.OrderedDict:
-    """The measurements of a round, from the sums of `contribution` over its clients.
+    """The measurements of a round.
 
     Args:
-      sums: of each entry of `contribution`.
+      sums: The sum of each entry of `contribution` over the clients of the round.
 
     Returns:
-      `clients`: how many judged a step; `log10_learning_rate_mean` and `_stddev` (of the
-      population); `learning_rate_histogram`: clients by η, in the buckets between
-      `LEARNING_RATE_EDGES`, lower edge included; `discarded_share`: of all judged steps. Without
-      clients the counts are 0 and all else is NaN.
+      `clients`, the number of clients that judged a step; `log10_learning_rate_mean` and
+      `log10_learning_rate_stddev` (of the population); `learning_rate_histogram`, the number of
+      clients by η in the buckets between `LEARNING_RATE_EDGES`, lower edge included; and
+      `discarded_share`, the share of judged steps that were discarded. Without clients the counts
+      are 0 and the other figures are NaN.
     """
     clients = tf.cast(sums["clients"], tf.float64)
     mean = sums["log_rate"] / clients

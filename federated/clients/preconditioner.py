@@ -1,4 +1,4 @@
-"""Preconditioners of clients: A by the position of a weight, and where it comes from."""
+"""Preconditioners for clients: A by the position of a weight, with its provenance."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from tf_adaptive_dp.side_information.fixed import FixedPreconditioner
 from tf_adaptive_dp.side_information.provenance import check_provenance
 
 
-# eq=False: whether two arrays are equal is no single truth value.
+# eq=False, since comparing arrays gives no single truth value.
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClientPreconditioner:
-    """1/A for each trainable weight of a model, in their order, and where A comes from.
+    """1/A for each trainable weight of a model, in order, and the provenance of A.
 
-    TFF's optimizers see weights without names, so side information that is known by names is bound
-    to positions beforehand: `from_side_information`. `from_arrays` takes the arrays by position.
+    TFF's optimizers see weights without names, so `from_side_information` binds side information
+    that is keyed by name to positions. `from_arrays` takes the arrays by position.
 
-    Guarantee: `provenance` is carried by every optimizer that uses it, as `side_information`;
-    whether A really comes from there is the caller's word.
+    Guarantee: every optimizer that uses A exposes its `provenance` as `side_information`. The
+    library cannot verify that A really has this provenance; the caller asserts it.
 
     Attributes:
-      scales: 1/A for each trainable weight, in its shape or one that broadcasts to it; `None` for
+      scales: 1/A for each trainable weight, in a shape that broadcasts to the weight's; `None` for
         A = 1.
       provenance: `"public"`, or the `dp_accounting.DpEvent` by which A was released.
-      description: what A was made of, for the privacy statement.
+      description: What A was computed from, for the privacy statement.
 
     Raises:
-      NotPrivateError: if `provenance` is missing.
+      NotPrivateError: If `provenance` is missing.
     """
 
     scales: tuple[np.ndarray | None, ...]
@@ -51,17 +51,17 @@ class ClientPreconditioner:
         provenance: str | dp_accounting.DpEvent | None = None,
         description: str = "fixed preconditioner",
     ) -> ClientPreconditioner:
-        """From one array, or `None` for A = 1, for each trainable weight.
+        """Makes a preconditioner from one array per trainable weight, or `None` for A = 1.
 
         Args:
           arrays: A, positive, in the order of the model's trainable weights. An array of shape
-            [V, 1], a number for each row of a kernel, costs far less than one of [V, K].
-          provenance: see the class.
-          description: see the class.
+            [V, 1], one number per row of a kernel, is far cheaper than one of shape [V, K].
+          provenance: See the class.
+          description: See the class.
 
         Raises:
-          NotPrivateError: if `provenance` is missing.
-          TypeError, ValueError: for anything but positive finite arrays.
+          NotPrivateError: If `provenance` is missing.
+          TypeError, ValueError: If an array is not positive and finite.
 
         >>> made = ClientPreconditioner.from_arrays([[[0.5], [2.0]], None], provenance="public")
         >>> made.scales[0].tolist(), made.scales[1]
@@ -83,17 +83,16 @@ class ClientPreconditioner:
     def from_side_information(
         cls, side_information: FixedPreconditioner, variables: Any
     ) -> ClientPreconditioner:
-        """From side information of the Keras optimizers, such as `token_frequencies(...)`.
+        """Makes a preconditioner from side information for Keras, such as `token_frequencies`.
 
         Args:
-          side_information: a `tf_adaptive_dp.side_information.FixedPreconditioner`.
-          variables: a Keras model, of which the trainable variables are taken; those variables
-            themselves; or, for a model without variables, a `tf.TensorSpec` with a name for each
-            of them.
+          side_information: A `tf_adaptive_dp.side_information.FixedPreconditioner`.
+          variables: A Keras model, its trainable variables, or, for a model without variables, a
+            named `tf.TensorSpec` per trainable weight.
 
         Raises:
-          TypeError: for other side information: `PublicGradients` changes from step to step.
-          ValueError: if its names or shapes do not fit the variables.
+          TypeError: For other side information. `PublicGradients` changes from step to step.
+          ValueError: If its names or shapes do not fit the variables.
 
         >>> import tf_adaptive_dp
         >>> tokens = tf_adaptive_dp.side_information.token_frequencies([3, 0], provenance="public")
@@ -120,7 +119,7 @@ class ClientPreconditioner:
 
     @property
     def digest(self) -> str:
-        """Tells A from any other A; no way leads back from it."""
+        """A one-way hash that identifies A."""
         made = hashlib.blake2b(digest_size=16)
         for scale in self.scales:
             made.update(repr(None if scale is None else (scale.shape, scale.dtype.str)).encode())
@@ -131,10 +130,10 @@ class ClientPreconditioner:
         """g / A for each of a model's gradients.
 
         Args:
-          gradients: dense, in the order of the trainable weights; `None` stays `None`.
+          gradients: Dense gradients in the order of the trainable weights; `None` stays `None`.
 
         Raises:
-          ValueError: if their number or a shape does not fit A.
+          ValueError: If their number or a shape does not fit A.
         """
         if len(gradients) != len(self.scales):
             raise ValueError(
@@ -145,8 +144,8 @@ class ClientPreconditioner:
 
 
 def _scales(fixed: FixedPreconditioner, specs: Sequence[tf.TensorSpec]) -> list[np.ndarray]:
-    """1/A of variables that are described; the checks are those of `FixedPreconditioner`."""
-    with tf.init_scope():  # constants for any graph that uses them later
+    """1/A for variables with these specs, checked by `FixedPreconditioner`."""
+    with tf.init_scope():  # so that any graph can use the constants later
         (scales,) = fixed.build(specs, lambda spec, name, initial_value: initial_value.numpy())
     return scales
 

@@ -1,4 +1,4 @@
-"""Events of `dp_accounting` as plain numbers, texts, lists and dicts, for JSON."""
+"""Converts the events of `dp_accounting` to and from JSON values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import dp_accounting
 
 
 def to_plain(value: Any) -> Any:
-    """A `DpEvent` as a dict with its class's name; other values as they are.
+    """Converts a `DpEvent` to a dict with the name of its class; leaves other values unchanged.
 
     >>> plain = to_plain(dp_accounting.GaussianDpEvent(2.0))
     >>> plain
@@ -27,14 +27,14 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """What `to_plain` described.
+    """Converts the result of `to_plain` back.
 
     Raises:
-      ValueError: for a description of something else.
+      ValueError: If a dict does not describe an event.
     """
     if isinstance(value, Mapping):
         kind = getattr(dp_accounting.dp_event, value["event"], None)
         if not (isinstance(kind, type) and issubclass(kind, dp_accounting.DpEvent)):
-            raise ValueError(f"There is no such event in dp_accounting. Received: {value!r}")
+            raise ValueError(f"dp_accounting has no such event. Received: {value!r}")
         return kind(**{name: from_plain(field) for name, field in value["fields"].items()})
     return [from_plain(item) for item in value] if isinstance(value, list) else value

@@ -1,9 +1,16 @@
-"""Sums of clipped client updates with noise: the queries that the aggregators are made of.
+"""Noisy sums of clipped client updates, as the DP queries that TFF's aggregators use.
 
-They replace three queries of TF Privacy, whose noise does not hold in TFF what it promises there:
-that of its tree query is a function of a seed in the state (the time of day), so a round that is
-run again from a saved state adds the very same noise to other data, and the difference of the two
-results is without any noise.
+They replace three queries of TF Privacy whose noise is not safe in TFF. The noise of its tree query
+is a function of a seed in the state (the time of day). A round that is run again from a saved state
+therefore adds the same noise to different data, and the difference of the two results has no noise
+at all.
+
+All use of TF Privacy's protected methods and attributes is in this module.
+
+References:
+  Andrew et al. (2021), "Differentially Private Learning with Adaptive Clipping", arXiv:1905.03871.
+  Kairouz et al. (2021), "Practical and Private (Deep) Learning without Sampling or Shuffling",
+  arXiv:2103.00039.
 """
 
 from __future__ import annotations
@@ -18,26 +25,26 @@ import tensorflow_privacy as tfp
 
 from tf_adaptive_dp.mechanism.noise import fresh_normal_numbers
 
-# The noise is larger by this factor: more than float32 loses where the norm, the clip, the standard
-# deviation and their quotient are rounded.
+# The noise is larger by this factor, which exceeds the rounding errors in float32 of the norm, the
+# clip, the standard deviation and their quotient.
 MARGIN = 1 + 2.0**-16
 _UNSEEN = 2.0**-63  # its square is the smallest normal float32
 
 
 def clipped(record: Any, clip: tf.Tensor) -> tuple[Any, tf.Tensor]:
-    """A client's update scaled down to an L2 norm of `clip`, and its norm before that.
+    """Scales a client's update down to an L2 norm of at most `clip`.
 
-    Guarantee: the norm over all tensors together is at most `clip`, to float32's rounding. An
-    update that is not finite, or whose norm overflows, becomes zeros: NaN would void everybody's
-    noise, and show that this client took part. Numbers so small that the norm would miss them, as
-    their squares are no float32, become zeros too.
+    Guarantee: the norm over all tensors together is at most `clip`, up to float32 rounding. An
+    update that is not finite, or whose norm overflows, becomes zeros: NaN would cancel all noise
+    and reveal that this client took part. Numbers whose squares underflow in float32 become zeros
+    too, since the norm would miss them.
 
     Args:
-      record: a nest of float32 tensors.
-      clip: scalar.
+      record: A nest of float32 tensors.
+      clip: Scalar.
 
     Returns:
-      The nest, and the norm; infinity for what became zeros.
+      The clipped nest, and the norm before clipping; infinity if the update became zeros.
     """
     record = tf.nest.map_structure(lambda x: tf.where(tf.abs(x) < _UNSEEN, 0.0, x), record)
     norm = tf.linalg.global_norm(tf.nest.flatten(record))
@@ -66,8 +73,8 @@ class GaussianSum(tfp.GaussianSumQuery):
     """The sum of clipped updates plus Gaussian noise: N(0, (`MARGIN`·stddev)²) for each number.
 
     Guarantee: the Gaussian mechanism with noise multiplier stddev / clip for adding or removing one
-    client, whatever it sends. The noise is fresh in each run of the graph, see
-    `tf_adaptive_dp.mechanism.noise.fresh_normal_numbers`; an empty sum gets it too.
+    client, whatever the client sends. Each run of the graph draws fresh noise (see
+    `tf_adaptive_dp.mechanism.noise.fresh_normal_numbers`), also for an empty sum.
     """
 
     def preprocess_record_impl(self, params: tf.Tensor, record: Any) -> tuple[Any, tf.Tensor]:
@@ -84,7 +91,7 @@ class GaussianSum(tfp.GaussianSumQuery):
 
 
 class _QuantileEstimator(tfp.QuantileEstimatorQuery):
-    """Whether norms are below an estimate, counted with the noise of `GaussianSum`."""
+    """Counts the norms below an estimate, with the noise of `GaussianSum`."""
 
     def _construct_below_estimate_query(self, stddev: float, expected_num_records: float):
         # Counts are shifted by one half, so a client changes them by ±0.5.
@@ -94,12 +101,12 @@ class _QuantileEstimator(tfp.QuantileEstimatorQuery):
 class AdaptiveClipSum(tfp.QuantileAdaptiveClipSumQuery):
     """`GaussianSum` with a clip that follows a quantile of the updates' norms (Andrew et al. 2021).
 
-    After each round the clip is multiplied by exp(-`learning_rate` · (share of norms below it -
-    `target_unclipped_quantile`)), where the share comes from a count with noise.
+    Each round multiplies the clip by exp(-`learning_rate` · (share of norms below it -
+    `target_unclipped_quantile`)), where the share comes from a noisy count.
 
-    Guarantee: with σ = `clipped_count_stddev` each round is the composition of two Gaussian
-    mechanisms on the same cohort, with multipliers `noise_multiplier` and 2σ; the clip is computed
-    from earlier results alone, and may be published like them.
+    Guarantee: with σ = `clipped_count_stddev`, each round composes two Gaussian mechanisms on the
+    same cohort, with multipliers `noise_multiplier` and 2σ. The clip is computed from earlier
+    results alone, so it may be published with them.
     """
 
     def __init__(
@@ -131,15 +138,15 @@ class AdaptiveClipSum(tfp.QuantileAdaptiveClipSumQuery):
 
 
 class TreeState(NamedTuple):
-    """State of `TreeSum`. It holds noise that protects what was released: keep it like the data.
+    """The state of `TreeSum`. It holds the noise that protects the releases: keep it secret.
 
     Attributes:
-      rounds: how many rounds lie behind it.
-      period: rounds of a tree.
-      clip: the norm of an update after clipping, at most.
-      stddev: of the noise of a node.
-      nodes: [levels, d], the estimated noise of the last finished left node of each level.
-      previous: [d], the noise of the sum up to the previous round of this tree.
+      rounds: The number of finished rounds.
+      period: The number of rounds in a tree.
+      clip: The largest norm of an update after clipping.
+      stddev: The standard deviation of a node's noise.
+      nodes: [levels, d]; the estimated noise of the last finished left node of each level.
+      previous: [d]; the noise of the sum up to the previous round of this tree.
     """
 
     rounds: tf.Tensor
@@ -154,25 +161,26 @@ class TreeSum(tfp.SumAggregationDPQuery):
     """Sums of clipped updates whose noise cancels over rounds: DP-FTRL (Kairouz et al. 2021).
 
     Each `period` rounds are the leaves of a binary tree, and every node has independent noise
-    N(0, (clip·`noise_multiplier`)²). The sum of rounds 1 to t is released with noise of the
-    nodes that make it up, each estimated together with all nodes below it (Honaker 2015, from
-    below): a node of level k has the estimate e = (own + (e_left + e_right)/2) / (2 - 2⁻ᵏ) in terms
-    of unscaled e, of variance 1 / (2 - 2⁻ᵏ). A round's result is the difference of two such sums.
-    After `period` rounds a new tree begins.
+    N(0, (clip·`noise_multiplier`)²). The sum of rounds 1 to t is released with the noise of the
+    nodes that cover it, where the estimate of a node also uses all nodes below it (Honaker 2015,
+    estimation from below): a node of level k has the estimate
+    e = (own + (e_left + e_right)/2) / (2 - 2⁻ᵏ) in terms of unscaled e, with variance
+    1 / (2 - 2⁻ᵏ). A round's result is the difference of two such sums. After `period` rounds a new
+    tree begins.
 
     Guarantee: all results of one tree are computed from the noisy sums of its nodes. A client that
-    takes part in one round of a tree is in at most ⌈log₂(steps + 1)⌉ of the nodes that were
-    finished after so many steps, each of sensitivity clip: that is
-    `dp_accounting.SingleEpochTreeAggregationDpEvent(noise_multiplier, steps)`, for replacing a
-    client's update by zeros, whatever the updates of a round depend on. Noise is drawn
-    in the round that releases it: a round that is run again from a saved state adds fresh noise to
-    all nodes that it finishes, so an abandoned course of rounds is one more tree in the account.
+    takes part in one round of a tree is in at most ⌈log₂(steps + 1)⌉ of the nodes that are finished
+    after `steps` rounds, each of sensitivity clip. That is
+    `dp_accounting.SingleEpochTreeAggregationDpEvent(noise_multiplier, steps)` for replacing a
+    client's update by zeros, even if a round's updates depend on earlier results. Noise is drawn in
+    the round that releases it: a round that is run again from a saved state adds fresh noise to all
+    nodes that it finishes, so an abandoned sequence of rounds counts as one more tree.
 
     Args:
-      clip: the norm of an update after clipping, at most.
-      noise_multiplier: of each node.
-      period: rounds of a tree, at least 1.
-      size: how many numbers an update has.
+      clip: The largest norm of an update after clipping.
+      noise_multiplier: The noise multiplier of each node.
+      period: The number of rounds in a tree, at least 1.
+      size: The number of values in an update.
     """
 
     def __init__(self, clip: float, noise_multiplier: float, period: int, size: int):
@@ -183,7 +191,7 @@ class TreeSum(tfp.SumAggregationDPQuery):
         self._levels = period.bit_length()
 
     def initial_global_state(self) -> TreeState:
-        """A tree without any leaf."""
+        """A tree without leaves."""
         return TreeState(
             rounds=tf.constant(0, tf.int64),
             period=tf.constant(self._period, tf.int64),
@@ -220,7 +228,7 @@ class TreeSum(tfp.SumAggregationDPQuery):
         return tf.while_loop(is_right_child, parent, [tf.constant(0), noise()])
 
     def get_noised_result(self, sample_state: Any, global_state: TreeState) -> tuple:
-        """The round's sum with its noise, the state of the next round, and no usable event."""
+        """The noisy sum of the round, the next state, and an event that says nothing."""
         leaf = tf.cast(global_state.rounds % self._period, tf.int32)
         level, node = self._finished_node(global_state, leaf)
         levels = tf.range(self._levels)
@@ -236,5 +244,5 @@ class TreeSum(tfp.SumAggregationDPQuery):
             nodes=nodes,
             previous=tf.where(is_last, tf.zeros_like(noise), noise),
         )
-        # What one round costs has no event of its own; `accounting.UserLedger` counts rounds.
+        # One round has no event of its own; `UserLedger` counts the rounds of each tree.
         return result, state, dp_accounting.UnsupportedDpEvent()

@@ -1,4 +1,4 @@
-"""What a ledger keeps of side information: where it came from, not what it is."""
+"""The ledger's record of side information: its provenance, not its values."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from tf_adaptive_dp.side_information import provenance as provenances
 
 @dataclasses.dataclass(frozen=True)
 class SideInformation:
-    """Where the side information of a run came from, without the side information.
+    """The provenance of a run's side information, without its values.
 
     Attributes:
-      description: what it is.
+      description: What it is, in words.
       provenance: `"public"`, or the `dp_accounting.DpEvent` by which it was released.
-      digest: tells it from another one with the same words, which was another release; empty if
-        that is not known.
+      digest: Distinguishes it from another release with the same description; empty if unknown.
     """
 
     description: str
@@ -28,32 +27,32 @@ class SideInformation:
 
     @classmethod
     def of(cls, used: Any) -> SideInformation | None:
-        """That of an optimizer or a process; `None` of `None`.
+        """Records the side information of an optimizer or a process; `None` for `None`.
 
         Args:
-          used: anything with `provenance`, perhaps with `description` and `digest`.
+          used: Any object with `provenance`, and optionally `description` and `digest`.
 
         Raises:
-          NotPrivateError: if it does not say where it comes from.
-          ValueError: if it was released by an event that dp_accounting does not know.
+          NotPrivateError: If it does not state its provenance.
+          ValueError: If dp_accounting does not know the event that released it.
         """
         if used is None:
             return None
         provenance = provenances.check_provenance(getattr(used, "provenance", None))
         description = str(getattr(used, "description", "side information"))
-        # By way of `plain`, so that it equals what is read from a file: there tuples are lists.
+        # Through `to_plain`, so that it equals a record read from a file, where tuples are lists.
         return cls.from_plain(cls(description, provenance, getattr(used, "digest", "")).to_plain())
 
     def to_plain(self) -> list:
-        """Its attributes, for JSON."""
+        """The attributes as JSON values."""
         return [self.description, dp_event_json.to_plain(self.provenance), self.digest]
 
     @classmethod
     def from_plain(cls, plain: list) -> SideInformation:
-        """What `to_plain` described.
+        """Converts the result of `to_plain` back.
 
         Raises:
-          ValueError: for a description of something else.
+          ValueError: If `plain` does not describe side information.
         """
         description, provenance, digest = plain
         return cls(description, dp_event_json.from_plain(provenance), digest)

@@ -27,28 +27,24 @@ short round would be discarded. So `small` has few rounds and many images.
 
 from __future__ import annotations
 
-import os
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import numpy as np
+import tensorflow as tf
+import tensorflow_federated as tff
 
-import dataclasses  # noqa: E402
-import functools  # noqa: E402
-from collections.abc import Mapping, Sequence  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-import tensorflow_federated as tff  # noqa: E402
-
-from federated.clients.client_optimizers import build_adadp  # noqa: E402
-from federated.datasets import cifar10  # noqa: E402
-from federated.datasets.clients import ClientBatches  # noqa: E402
-from federated.privacy import client_sampling  # noqa: E402
-from federated.simulation import trials  # noqa: E402
-from federated.simulation.evaluation import evaluator  # noqa: E402
-from federated.simulation.trials import Settings, Trial  # noqa: E402
-from federated.training import monitor, processes, program  # noqa: E402
+from federated.clients.client_optimizers import build_adadp
+from federated.datasets import cifar10
+from federated.datasets.clients import ClientBatches
+from federated.privacy import client_sampling
+from federated.simulation import trials
+from federated.simulation.evaluation import evaluator
+from federated.simulation.trials import Settings, Trial
+from federated.training import monitor, processes, program
 
 METHODS = {
     "adadp": build_adadp,

@@ -38,29 +38,25 @@ at the server is tried in place of the clip norm, which does not change its step
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import tensorflow as tf
+import tensorflow_federated as tff
 
-from collections.abc import Sequence  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-import tensorflow as tf  # noqa: E402
-import tensorflow_federated as tff  # noqa: E402
-
-import tf_adaptive_dp  # noqa: E402
-from federated.clients.client_optimizers import build_adadps  # noqa: E402
-from federated.clients.preconditioner import ClientPreconditioner  # noqa: E402
-from federated.datasets.clients import random_clients  # noqa: E402
+import tf_adaptive_dp
+from federated.clients.client_optimizers import build_adadps
+from federated.clients.preconditioner import ClientPreconditioner
+from federated.datasets.clients import random_clients
 from federated.privacy import user_epsilon
-from federated.privacy.client_sampling import ClientSampler, ShuffledEpochs  # noqa: E402
-from federated.privacy.user_level import UserLevelPrivacy  # noqa: E402
-from federated.simulation import tag_prediction, trials  # noqa: E402
-from federated.simulation.evaluation import evaluator  # noqa: E402
-from federated.simulation.tag_trials import METHODS, SCALES, accuracy, best_runs, plan  # noqa: E402
-from federated.simulation.trials import Settings, Trial  # noqa: E402
-from federated.training import monitor, processes, program  # noqa: E402
+from federated.privacy.client_sampling import ClientSampler, ShuffledEpochs
+from federated.privacy.user_level import UserLevelPrivacy
+from federated.simulation import tag_prediction, trials
+from federated.simulation.evaluation import evaluator
+from federated.simulation.tag_trials import METHODS, SCALES, accuracy, best_runs, plan
+from federated.simulation.trials import Settings, Trial
+from federated.training import monitor, processes, program
 
 TITLES = {
     "fed_avg": "DP-FedAvg",

@@ -1,4 +1,4 @@
-"""Trials of a simulation program, each in its folder: what is finished is not run again."""
+"""Runs the trials of a simulation program, each in its own folder, and resumes interrupted ones."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from federated.runtime.worker import WorkerStartError
 
 Settings = dict[str, Any]
 _FINISHED = "finished.json"
+_COMPACT = {"separators": (",", ":"), "ensure_ascii": False}
 
 
 class Trial(NamedTuple):
-    """A run that is finished.
+    """A finished run.
 
     Attributes:
-      settings: what it was asked to do.
-      figures: by name, as `federated.scalars` has them, for each round; NaN where a round
-        has none. Without any entry if all rounds were lost.
-      final: figures of the whole trial, lost rounds included, such as its ε.
+      settings: The arguments of the run.
+      figures: Each figure of `federated.scalars` by name, one value per round; NaN in rounds
+        without one. Empty if all rounds were lost.
+      final: Figures of the whole trial, such as its ε, lost rounds included.
     """
 
     settings: Settings
@@ -37,7 +38,14 @@ class Trial(NamedTuple):
     final: Mapping[str, float]
 
     def last(self, name: str, values: int = 1) -> float:
-        """Mean of the last values of a figure; rounds without one do not count. NaN if all lack it.
+        """The mean of the last values of a figure. Rounds without one do not count.
+
+        Args:
+          name: The name of the figure.
+          values: The number of values to average.
+
+        Returns:
+          The mean; NaN if no round has the figure.
 
         >>> Trial({}, {"test/loss": [0.5, 0.25, math.nan]}, {}).last("test/loss")
         0.25
@@ -52,7 +60,7 @@ class Trial(NamedTuple):
 
 
 def best(candidates: Iterable[Any], score: Callable[[Any], float]) -> Any:
-    """The first with the highest score, one whose score is NaN only if there is no other.
+    """The first candidate with the highest score. A NaN score loses to every number.
 
     >>> best([1.0, 3.0, 2.0], {1.0: math.nan, 3.0: 0.5, 2.0: 0.75}.get)
     2.0
@@ -61,22 +69,72 @@ def best(candidates: Iterable[Any], score: Callable[[Any], float]) -> Any:
     return max(scores, key=lambda pair: -math.inf if math.isnan(pair[1]) else pair[1])[0]
 
 
+def write_results(path: Path, finished: Iterable[Trial]) -> None:
+    """Writes trials as one compact JSON object, to keep next to the program.
+
+    It has the rounds in which the model was evaluated (all rounds if it never was) and nine
+    significant digits. Each trial's own folder keeps all rounds in full precision.
+    """
+    path.write_text(json.dumps({"trials": [_compact(t) for t in finished]}, **_COMPACT) + "\n")
+
+
+def read_results(path: Path) -> list[Trial]:
+    """Reads what `write_results` wrote. Rounds that were left out have no figures."""
+    return [_expanded(**record) for record in json.loads(path.read_text())["trials"]]
+
+
+def _compact(trial: Trial) -> dict[str, Any]:
+    last = max(map(len, trial.figures.values()), default=0)
+    evaluated = {
+        r for name in trial.figures if name.startswith("test/") for r in trial.curve(name)[0]
+    }
+    rounds = sorted(evaluated) or list(range(1, last + 1))
+    figures = {name: [_short(v[r - 1]) for r in rounds] for name, v in trial.figures.items()}
+    final = {name: _short(value) for name, value in trial.final.items()}
+    return {"settings": trial.settings, "rounds": rounds, "figures": figures, "final": final}
+
+
+def _short(value: float) -> float | int | None:
+    """Nine significant digits, enough for float32; `None` for NaN, which JSON lacks."""
+    if math.isnan(value):
+        return None
+    short = float(f"{value:.9g}")
+    return int(short) if math.isfinite(short) and short.is_integer() else short
+
+
+def _expanded(
+    settings: Settings,
+    rounds: Sequence[int],
+    figures: Mapping[str, Sequence[float | None]],
+    final: Mapping[str, float | None],
+) -> Trial:
+    def number(value: float | None) -> float:
+        return math.nan if value is None else float(value)
+
+    full = {}
+    for name, values in figures.items():
+        full[name] = [math.nan] * max(rounds, default=0)
+        for r, value in zip(rounds, values):
+            full[name][r - 1] = number(value)
+    return Trial(settings, full, {name: number(value) for name, value in final.items()})
+
+
 def run_trials(
     plan: Callable[[Sequence[Trial]], Iterable[Settings]],
     train: Callable[[Settings, Path], Mapping[str, float]],
     folder: Path,
     report: Callable[[Sequence[Trial]], Any] = lambda done: None,
 ) -> list[Trial]:
-    """Runs what a plan wants and is not there yet.
+    """Runs the trials of a plan that are not finished yet.
 
     Args:
-      plan: from the finished trials to the settings of all that are wanted. It is
-        asked again until nothing is missing, so that it can search first and then repeat the best.
-      train: runs one trial in a folder, where `federated.monitors` leaves `figures.csv`;
-        returns `Trial.final`; called again, it goes on where it was interrupted.
-      folder: of all trials; gets one folder for each. The saved states of `federated.train`
-        in it are deleted as soon as the trial is finished; journal and figures are kept.
-      report: gets all that are finished, each time that one more is.
+      plan: Maps the finished trials to the settings of every trial that is wanted. It is called
+        again until nothing is missing, so it can search first and then repeat the best candidate.
+      train: Runs one trial in a folder, where `federated.monitors` leaves `figures.csv`, and
+        returns `Trial.final`. Called again, it resumes the trial.
+      folder: Gets one folder per trial. The saved states of `federated.train` are deleted as soon
+        as a trial is finished; its journal and figures are kept.
+      report: Called with all finished trials each time one more is finished.
 
     Returns:
       The finished trials, in the order of the plan.
@@ -98,19 +156,19 @@ def run_trials(
 
 
 def label(settings: Settings) -> str:
-    """Settings as words."""
+    """Settings in words."""
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def _name(settings: Settings) -> str:
-    """A folder's name: what can be read, and a hash of everything."""
+    """A folder's name: a readable part, and a hash of all settings."""
     text = json.dumps(settings, sort_keys=True)
     words = "_".join(str(settings[key]) for key in ("method", "rate") if key in settings)
     return f"{words}_{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
 def _finish(settings: Settings, path: Path, final: Mapping[str, float]) -> None:
-    """Writes down that a trial is finished, and its figures; none if all its rounds were lost."""
+    """Stores the figures of a finished trial; there are none if all its rounds were lost."""
     with open(path / "figures.csv", newline="") as file:
         reader = csv.DictReader(file)
         number = {int(row["round"]): row for row in reader}
@@ -121,12 +179,12 @@ def _finish(settings: Settings, path: Path, final: Mapping[str, float]) -> None:
     }
     unfinished = path / f"{_FINISHED}.new"
     record = Trial(settings, figures, dict(final))._asdict()
-    unfinished.write_text(json.dumps(record))
+    unfinished.write_text(json.dumps(record, **_COMPACT))
     unfinished.rename(path / _FINISHED)
 
 
 def _finished(path: Path) -> Trial:
-    """Reads a finished trial, and deletes its states, which nothing needs any more."""
+    """Reads a finished trial and deletes its saved states, which nothing needs any more."""
     states = path / "secret" / "states"
     if states.exists():
         shutil.rmtree(states)
@@ -136,13 +194,13 @@ def _finished(path: Path) -> Trial:
 def parse_arguments(
     description: str, scales: Iterable[str], data_help: str, argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """The arguments that the programs share.
+    """Parses the command line that the programs share.
 
     Args:
-      description: the program's docstring.
-      scales: the choices of `--scale`.
-      data_help: where the data are looked for.
-      argv: arguments instead of the command line's.
+      description: The program's docstring.
+      scales: The choices of `--scale`.
+      data_help: Where the program looks for its data.
+      argv: The command line. `None` takes the program's.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -153,20 +211,21 @@ def parse_arguments(
         "--output_dir",
         type=Path,
         default=Path("federated_runs"),
-        help="gets a folder for each trial, a table and a figure; the program goes on from there",
+        help="gets a folder per trial, a table and a figure; the program resumes from it "
+        "(default: federated_runs)",
     )
     parser.add_argument(
         "--workers",
         default="",
         metavar="HOST:PORT,…",
         help="TFF workers (`python -m federated.runtime.worker`) that share the clients of a "
-        "round; without it a worker of this machine",
+        "round (default: one worker on this machine)",
     )
     return parser.parse_args(argv)
 
 
 def context(workers: str) -> Any:
-    """Where TFF computes: `--workers`, or a worker of this machine that ends with the program."""
+    """TFF's context: `--workers`, or a worker on this machine that ends with the program."""
     if not workers:
         return contexts.local_context()
     try:
@@ -176,7 +235,7 @@ def context(workers: str) -> Any:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation, the latter where there are several values."""
+    """The mean, and ± the standard deviation if there are several values."""
     mean = sum(values) / len(values)
     if len(values) == 1:
         return f"{mean:.3f}"
@@ -186,11 +245,11 @@ def spread(values: Sequence[float]) -> str:
 
 @contextlib.contextmanager
 def _ending_in_words(args: argparse.Namespace) -> Iterator[None]:
-    """Ends the program with the message of a worker's error, which says all there is to know."""
+    """Ends the program with the message of a worker's error, without a traceback."""
     try:
         yield
     except (WorkerStartError, WorkerLostError) as error:
-        sys.exit(f"{error}\nThe same command goes on where this one ended.")
+        sys.exit(f"{error}\nRun the same command again to resume.")
 
 
 def run_program(
@@ -205,23 +264,23 @@ def run_program(
     plot: Callable[[Sequence[Trial]], Any],
     argv: Sequence[str] | None = None,
 ) -> None:
-    """A whole program: reads the command line, runs what is missing, saves table and figure.
+    """Runs a whole program: parses the command line, runs missing trials, saves table and figure.
 
-    Table and results are written after each trial, and before the figure is drawn. Where the data
-    or a worker are missing it ends with a message and status 1.
+    It writes the table and the results after each trial, and before it draws the figure. If the
+    data or a worker is missing, it ends with a message and status 1.
 
     Args:
-      name: of its folder and files.
-      description: see `parse_arguments`, as for `data_help`, `scales` and `argv`.
-      data_help: where the data are looked for.
-      scales: the choices of `--scale`.
-      plan: from the scale and the finished trials, see `run_trials`.
-      train: gets the settings, the trial's folder and `--data_dir`, see `run_trials`.
-      describe: what has to be known beside the table, such as the sizes of the data, of the scale
-        and `--data_dir`; printed first, and fails if there are no data.
-      table: of the trials that are finished, in Markdown.
-      plot: of all trials, a figure of matplotlib.
-      argv: arguments instead of the command line's.
+      name: The name of its folder and files.
+      description: See `parse_arguments`.
+      data_help: See `parse_arguments`.
+      scales: See `parse_arguments`.
+      plan: Maps the scale and the finished trials to settings, see `run_trials`.
+      train: Gets the settings, the trial's folder and `--data_dir`, see `run_trials`.
+      describe: Maps the scale and `--data_dir` to what a reader of the table needs to know, such as
+        the sizes of the data. It is printed first, and raises `FileNotFoundError` without data.
+      table: Maps the finished trials to a table in Markdown.
+      plot: Maps all trials to a matplotlib figure.
+      argv: See `parse_arguments`.
     """
     args = parse_arguments(description, scales, data_help, argv)
     folder = args.output_dir / name / args.scale
@@ -230,13 +289,12 @@ def run_program(
             about = describe(args.scale, args.data_dir)
         except FileNotFoundError as error:
             sys.exit(f"--data_dir {args.data_dir}: {error}")
-        print(about, flush=True)
+        print(f"{about}\nWriting to {folder}", flush=True)
 
         def report(done: Sequence[Trial]) -> str:
             text = f"{about}\n\n{table(done)}\n"
             (folder / f"{name}.md").write_text(text)
-            results = json.dumps([trial._asdict() for trial in done], indent=1)
-            (folder / f"{name}.json").write_text(results)
+            write_results(folder / f"{name}.json", done)
             return text
 
         finished = run_trials(

@@ -385,7 +385,7 @@ def test_nothing_hides_the_side_information():
         tff.learning.optimizers.schedule_learning_rate(optimizer, lambda k: 0.1).initialize(
             tf.TensorSpec([])
         )
-    with pytest.raises(ValueError, match="`base` has side information already"):
+    with pytest.raises(ValueError, match="`base` must not have side information"):
         build_adadps(bound(), optimizer)
     base = tff.learning.optimizers.schedule_learning_rate(
         tff.learning.optimizers.build_sgdm(), lambda k: 0.1
@@ -428,7 +428,7 @@ def test_preconditioners_that_do_not_fit_are_refused():
     two = [tf.ones([3])] * 2
     with pytest.raises(ValueError, match="1 for 2 weights"):
         optimizer.next(optimizer.initialize([tf.TensorSpec([3])] * 2), two, two)
-    with pytest.raises(TypeError, match="which says where A comes from"):
+    with pytest.raises(TypeError, match="which states the provenance of A:"):
         build_adadps([np.ones([3])])
     with pytest.raises(TypeError, match="`base` must be"):
         build_adadps(made, 0.1)

@@ -29,8 +29,8 @@ SCRIPT = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what runs in the background
 import numpy as np, tensorflow as tf, tensorflow_federated as tff
-from federated import runtime
-context = runtime.local_context()
+import federated
+context = federated.local_context()
 print(context.worker_pids[0], flush=True)
 
 @tff.tensorflow.computation(np.int32)

@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import json
 import math
 import os
 import subprocess
@@ -108,6 +107,25 @@ def test_a_trial_whose_rounds_were_all_lost_is_finished_without_figures(tmp_path
     assert trial.final == {"epsilon": 3.0}
 
 
+def test_results_are_one_compact_object_with_the_rounds_that_were_evaluated(tmp_path):
+    figures = {
+        "test/loss": [math.nan, 0.12345678987, math.nan, 2.0],
+        "privacy/epsilon": [1, 2, 3, 4],
+    }
+    evaluated = trials.Trial({"rate": 0.5}, figures, {"epsilon": 4.25})
+    never = trials.Trial({"rate": 1.0}, {"train/loss": [0.5, math.nan]}, {"epsilon": math.inf})
+    lost = trials.Trial({"rate": 2.0}, {}, {})
+    path = tmp_path / "results.json"
+    trials.write_results(path, [evaluated, never, lost])
+    assert path.read_text().count("\n") == 1 and ", " not in path.read_text()
+    first, second, third = trials.read_results(path)
+    assert first.settings == {"rate": 0.5} and first.final == {"epsilon": 4.25}
+    assert first.curve("test/loss") == ([2, 4], [0.12345679, 2.0])
+    assert first.curve("privacy/epsilon") == ([2, 4], [2.0, 4.0])
+    assert second.curve("train/loss") == ([1], [0.5]) and second.final == {"epsilon": math.inf}
+    assert third == lost
+
+
 def test_a_trial_without_figures_is_never_the_best():
     assert trials.best([0.25, math.nan, 0.5], lambda x: x) == 0.5
     assert trials.best([math.nan, 0.25], lambda x: x) == 0.25
@@ -184,8 +202,8 @@ def test_table_and_results_are_there_after_each_trial(no_worker, tmp_path, capsy
     assert written == [None, text.format(1), text.format(2)]
     folder = tmp_path / "shown" / "smoke"
     assert (folder / "shown.md").read_text() == text.format(3)
-    assert len(json.loads((folder / "shown.json").read_text())) == 3
-    assert capsys.readouterr().out.startswith("smoke with 7 words\n[1/3]")
+    assert len(trials.read_results(folder / "shown.json")) == 3
+    assert capsys.readouterr().out.startswith(f"smoke with 7 words\nWriting to {folder}\n[1/3]")
 
 
 def test_a_program_that_goes_on_shows_what_it_had_from_the_first_new_trial_on(no_worker, tmp_path):
