@@ -11,6 +11,7 @@ from tf_adaptive_dp.tuning.budgets import (
     noise_multiplier_for_selection,
     num_trials_for_budget,
 )
+from tf_adaptive_dp.tuning.conversion import Accounting
 from tf_adaptive_dp.tuning.search_epsilon import (
     composition_epsilon,
     liu_talwar_epsilon,
@@ -55,13 +56,14 @@ def test_tolerance_bounds_the_surplus(tolerance):
 
 
 @pytest.mark.parametrize(
-    "keywords", [{"conversion": "classical"}, {"orders": (2, 8, 32)}, {"accountant": "pld"}]
+    "accounting",
+    [Accounting(conversion="classical"), Accounting(orders=(2, 8, 32)), Accounting("pld")],
 )
-def test_keywords_reach_the_accounting(keywords):
+def test_the_accounting_reaches_the_strategy(accounting):
     strategy = STRATEGIES[0]
-    sigma = noise_multiplier_for_selection(strategy, make_trial, 1.0, DELTA, **keywords)
-    assert strategy.epsilon(make_trial(sigma), DELTA, **keywords) <= 1.0
-    assert strategy.epsilon(make_trial(sigma / 1.001), DELTA, **keywords) > 1.0
+    sigma = noise_multiplier_for_selection(strategy, make_trial, 1.0, DELTA, accounting=accounting)
+    assert strategy.epsilon(make_trial(sigma), DELTA, accounting=accounting) <= 1.0
+    assert strategy.epsilon(make_trial(sigma / 1.001), DELTA, accounting=accounting) > 1.0
     assert sigma != noise_multiplier_for_selection(strategy, make_trial, 1.0, DELTA)
 
 
@@ -95,10 +97,10 @@ def test_the_most_trials_of_composition():
         found = num_trials_for_budget(TRIAL, epsilon, DELTA)
         spent = [composition_epsilon(TRIAL, k, DELTA) for k in (found, found + 1)]
         assert spent[0] <= epsilon < spent[1]
-    by_pld = num_trials_for_budget(TRIAL, 2.0, DELTA, accountant="pld")
+    by_pld = num_trials_for_budget(TRIAL, 2.0, DELTA, accounting=Accounting("pld"))
     assert by_pld > num_trials_for_budget(TRIAL, 2.0, DELTA)
-    assert composition_epsilon(TRIAL, by_pld, DELTA, accountant="pld") <= 2.0
-    assert composition_epsilon(TRIAL, by_pld + 1, DELTA, accountant="pld") > 2.0
+    assert composition_epsilon(TRIAL, by_pld, DELTA, accounting=Accounting("pld")) <= 2.0
+    assert composition_epsilon(TRIAL, by_pld + 1, DELTA, accounting=Accounting("pld")) > 2.0
 
 
 def test_exactly_one_trial_may_fit():
@@ -150,10 +152,14 @@ FUNCTIONS = [num_trials_for_budget, gamma_for_budget, mean_trials_for_budget]
     [*zip(FUNCTIONS, (5.0, 8.0, 1.2))],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
-def test_keywords_reach_the_functions(function, epsilon):
+def test_the_accounting_reaches_the_functions(function, epsilon):
     numbers = {
-        function(TRIAL, epsilon, DELTA, **keywords)
-        for keywords in ({}, {"conversion": "classical"}, {"orders": (2, 6, 10, 14)})
+        function(TRIAL, epsilon, DELTA, accounting=accounting)
+        for accounting in (
+            Accounting(),
+            Accounting(conversion="classical"),
+            Accounting(orders=(2, 6, 10, 14)),
+        )
     }
     assert len(numbers) == 3
 

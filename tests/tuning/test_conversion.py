@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from dp_accounting import rdp
 
-from tf_adaptive_dp.accounting import composition as privacy_accounting
+from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import RDP_PRECISION
-from tf_adaptive_dp.tuning import conversion as convert
+from tf_adaptive_dp.tuning import conversion as conversions
 from tf_adaptive_dp.tuning.conversion import (
     CLASSICAL_ORDERS,
-    checked_orders,
+    Accounting,
     delta_from,
     epsilon_from,
     epsilon_of,
@@ -21,7 +21,7 @@ from tf_adaptive_dp.tuning.conversion import (
 
 ORDERS = (1.5, 2.0, 8.0, 64.0)
 DEFAULT = tuple(float(order) for order in rdp.RdpAccountant().orders)
-RDP = {"accountant": "rdp", "conversion": "improved", "orders": None}
+PLD = Accounting("pld")
 
 
 def gaussian(noise_multiplier):
@@ -73,7 +73,7 @@ def test_a_sampled_composition_is_left_to_dp_accounting():
 @pytest.mark.parametrize("conversion", ["improved", "classical"])
 def test_what_releases_nothing_costs_nothing(event, conversion):
     assert not renyi_divergences(event, ORDERS).any()
-    assert epsilon_of(event, 1e-5, **{**RDP, "conversion": conversion}) == 0
+    assert epsilon_of(event, 1e-5, Accounting(conversion=conversion)) == 0
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_what_releases_nothing_costs_nothing(event, conversion):
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_what_is_not_private_is_infinite(event, accountant):
     assert np.isinf(renyi_divergences(event, ORDERS)).all()
-    assert epsilon_of(event, 1e-5, **{**RDP, "accountant": accountant}) == math.inf
+    assert epsilon_of(event, 1e-5, Accounting(accountant)) == math.inf
 
 
 def test_divergences_that_turn_out_negative_count_for_their_precision():
@@ -98,7 +98,7 @@ def test_divergences_that_turn_out_negative_count_for_their_precision():
     raw = rdp.RdpAccountant().compose(event).rdp
     assert raw.min() < 0  # or else this test shows nothing
     assert renyi_divergences(event, DEFAULT).min() >= 100 * RDP_PRECISION
-    assert epsilon_of(event, 1e-12, **RDP) > 0
+    assert epsilon_of(event, 1e-12) > 0
 
 
 def test_noise_beyond_the_accountants_counts_for_less_and_not_as_none():
@@ -106,7 +106,7 @@ def test_noise_beyond_the_accountants_counts_for_less_and_not_as_none():
 
 
 def test_a_divergence_that_nobody_can_tell_is_infinite(monkeypatch):
-    monkeypatch.setattr(convert, "_of_gaussian", lambda *_: np.array([1.0, math.nan]))
+    monkeypatch.setattr(conversions, "_gaussian_divergences", lambda *_: np.array([1.0, math.nan]))
     np.testing.assert_array_equal(renyi_divergences(gaussian(1.0), (2.0, 3.0)), [1.0, math.inf])
 
 
@@ -135,10 +135,11 @@ def test_classical_epsilon_of_the_gaussian_in_closed_form(noise_multiplier, delt
     root = math.sqrt(-2 * math.log(delta))
     expected = 1 / (2 * noise_multiplier**2) + root / noise_multiplier
     best = 1 + noise_multiplier * root
-    keywords = {"accountant": "rdp", "conversion": "classical"}
-    exact = epsilon_of(gaussian(noise_multiplier), delta, orders=(best,), **keywords)
+    with_best = Accounting(conversion="classical", orders=(best,))
+    exact = epsilon_of(gaussian(noise_multiplier), delta, with_best)
     assert exact == pytest.approx(expected)
-    by_default = epsilon_of(gaussian(noise_multiplier), delta, orders=None, **keywords)
+    classical = Accounting(conversion="classical")
+    by_default = epsilon_of(gaussian(noise_multiplier), delta, classical)
     assert expected <= by_default <= 1.01 * expected
 
 
@@ -146,29 +147,31 @@ def test_classical_epsilon_of_the_gaussian_in_closed_form(noise_multiplier, delt
 @pytest.mark.parametrize("delta", [0.1, 1e-5, 1e-19])
 def test_improved_epsilon_is_dp_accountings(event, delta):
     known = rdp.RdpAccountant().compose(event).get_epsilon(delta)
-    assert epsilon_of(event, delta, **RDP) == pytest.approx(known, rel=1e-6)
-    assert epsilon_of(event, delta, **RDP) >= known
+    assert epsilon_of(event, delta) == pytest.approx(known, rel=1e-6)
+    assert epsilon_of(event, delta) >= known
 
 
 def test_improved_is_below_classical_and_default_orders_are_of_the_conversion():
     event = sampled(4.0, 0.05, 10_000)
-    improved = epsilon_of(event, 1e-5, **{**RDP, "orders": CLASSICAL_ORDERS})
-    classical = epsilon_of(event, 1e-5, **{**RDP, "conversion": "classical"})
+    improved = epsilon_of(event, 1e-5, Accounting(orders=CLASSICAL_ORDERS))
+    classical = epsilon_of(event, 1e-5, Accounting(conversion="classical"))
     assert improved < classical
-    assert set(checked_orders(None, "improved")) > set(DEFAULT)
-    assert checked_orders(None, "classical") == tuple(range(2, 201))
+    assert set(Accounting().renyi_orders) > set(DEFAULT)
+    assert Accounting(conversion="classical").renyi_orders == tuple(range(2, 201))
 
 
 def test_only_finite_divergences_count():
     divergences = np.array([0.5, math.inf])
-    for conversion in convert.CONVERSIONS:
-        one = epsilon_from(divergences[:1], (2.0,), 1e-5, conversion)
-        assert epsilon_from(divergences, (2.0, 3.0), 1e-5, conversion) == one
+    for conversion in conversions.CONVERSIONS:
+        one_order, two_orders = (Accounting("rdp", conversion, o) for o in ([2.0], [2.0, 3.0]))
+        one = epsilon_from(divergences[:1], 1e-5, one_order)
+        assert epsilon_from(divergences, 1e-5, two_orders) == one
 
 
 def test_a_delta_that_no_float_holds_gives_no_epsilon():
-    assert epsilon_from(np.array([0.5]), (2.0,), 0.0, "classical") == math.inf
-    assert epsilon_from(np.array([0.5]), (2.0,), 0.0, "improved") == math.inf
+    for conversion in conversions.CONVERSIONS:
+        accounting = Accounting(conversion=conversion, orders=[2.0])
+        assert epsilon_from(np.array([0.5]), 0.0, accounting) == math.inf
 
 
 @pytest.mark.parametrize("event", [gaussian(1.0), gaussian(1e5), sampled(1.0, 0.01, 1_000)])
@@ -188,20 +191,20 @@ def test_delta_of_what_is_not_private_is_one():
 
 def test_pld_is_the_librarys_and_below_rdp():
     event = composed(sampled(2.0, 1 / 300, 600), dp_accounting.LaplaceDpEvent(20.0))
-    by_pld = epsilon_of(event, 1e-5, **{**RDP, "accountant": "pld"})
+    by_pld = epsilon_of(event, 1e-5, PLD)
     counts = {(2.0, 1 / 300): 600}
     others = [dp_accounting.LaplaceDpEvent(20.0)]
-    expected = privacy_accounting.composed_epsilon(counts, others, 1e-5, "pld")
+    expected = composition.composed_epsilon(counts, others, 1e-5, "pld")
     assert by_pld == pytest.approx(expected)
-    assert by_pld < 0.95 * epsilon_of(event, 1e-5, **RDP)
+    assert by_pld < 0.95 * epsilon_of(event, 1e-5)
 
 
 @pytest.mark.parametrize(("delta", "asked"), [(1.1e-9, True), (0.9e-9, False)])
 def test_pld_is_not_asked_for_a_delta_that_its_arithmetic_does_not_reach(monkeypatch, delta, asked):
-    monkeypatch.setattr(privacy_accounting, "composed_epsilon", lambda *_: 0.125)
-    found = epsilon_of(gaussian(1.0), delta, **{**RDP, "accountant": "pld"})
+    monkeypatch.setattr(composition, "composed_epsilon", lambda *_: 0.125)
+    found = epsilon_of(gaussian(1.0), delta, PLD)
     assert (found == 0.125) == asked
-    assert asked or found == epsilon_of(gaussian(1.0), delta, **RDP)
+    assert asked or found == epsilon_of(gaussian(1.0), delta)
 
 
 # --- arguments ---
@@ -222,9 +225,9 @@ def test_pld_is_not_asked_for_a_delta_that_its_arithmetic_does_not_reach(monkeyp
 )
 def test_wrong_arguments_are_refused(keywords, error, message):
     with pytest.raises(error, match=message):
-        epsilon_of(gaussian(1.0), 1e-5, **{**RDP, **keywords})
+        Accounting(**keywords)
 
 
 def test_orders_may_come_in_any_order_and_repeatedly():
     given = [8, 2.0, np.float64(8), np.int64(3)]
-    assert checked_orders(given, "improved") == (2.0, 3.0, 8.0)
+    assert Accounting(orders=given).renyi_orders == (2.0, 3.0, 8.0)

@@ -25,6 +25,7 @@ from tests.helpers.exact_selection import (
     winner,
     winner_by_enumeration,
 )
+from tf_adaptive_dp.tuning.conversion import Accounting
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect
 
 PURE = 1.0  # ε of the mechanisms without δ
@@ -33,6 +34,7 @@ NOISE = 2.0
 GAUSSIAN_TRIAL = dp_accounting.GaussianDpEvent(NOISE)
 # Fine and far-reaching, so that it is the theorems that are tested and not the choice of orders.
 ORDERS = (1.05, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, *range(2, 64), 100, 300, 1000, 10**4, 10**6)
+EXACT = Accounting(orders=ORDERS)
 
 # Strategy, law of the number of trials as the theorem has it, δ
 SEARCHES = {
@@ -94,7 +96,9 @@ def test_the_distribution_of_the_winner_is_that_of_all_sequences(law):
 @pytest.mark.parametrize("conversion", ["improved", "classical"])
 def test_the_claim_holds(search, family, conversion):
     strategy, _, delta = SEARCHES[search]
-    claimed = strategy.epsilon(FAMILIES[family][0], delta, conversion=conversion, orders=ORDERS)
+    claimed = strategy.epsilon(
+        FAMILIES[family][0], delta, accounting=Accounting("rdp", conversion, ORDERS)
+    )
     assert all(distance(p, q, claimed) <= delta for p, q in results(search, family))
 
 
@@ -113,7 +117,7 @@ def test_the_claim_holds(search, family, conversion):
 )
 def test_little_less_than_the_claim_does_not_hold(search, part):
     strategy, _, delta = SEARCHES[search]
-    assert worst(search) > part * strategy.epsilon(PURE_TRIAL, delta, orders=ORDERS)
+    assert worst(search) > part * strategy.epsilon(PURE_TRIAL, delta, accounting=EXACT)
 
 
 @pytest.mark.parametrize("search", SEARCHES)
@@ -124,7 +128,7 @@ def test_epsilon_of_a_single_trial_does_not_hold_for_the_search(search):
 @pytest.mark.parametrize("search", ["stopping", "geometric", "spread", "narrow"])
 def test_a_fixed_number_of_trials_would_not_do(search):
     strategy, _, delta = SEARCHES[search]
-    claimed = strategy.epsilon(PURE_TRIAL, delta, orders=ORDERS)
+    claimed = strategy.epsilon(PURE_TRIAL, delta, accounting=EXACT)
     law = fixed(round(strategy.expected_trials))
     pairs = [(winner(p, law), winner(q, law)) for p, q in PURE_MECHANISMS]
     assert max(distance(p, q, 1.5 * claimed) for p, q in pairs) > delta
@@ -132,7 +136,7 @@ def test_a_fixed_number_of_trials_would_not_do(search):
 
 def test_the_number_of_trials_must_not_be_shown():
     strategy, law, delta = SEARCHES["stopping"]
-    claimed = strategy.epsilon(PURE_TRIAL, delta, orders=ORDERS)
+    claimed = strategy.epsilon(PURE_TRIAL, delta, accounting=EXACT)
     p, q = rare_winner(PURE, 1e-3, 0.01)
 
     def shown(trial):
@@ -150,7 +154,9 @@ def test_the_number_of_trials_must_not_be_shown():
 def test_composition_holds_and_two_thirds_of_it_does_not(num_trials, epsilon, conversion):
     delta = 1e-5
     trial = dp_accounting.LaplaceDpEvent(1 / epsilon)
-    claimed = Composition(num_trials).epsilon(trial, delta, conversion=conversion, orders=ORDERS)
+    claimed = Composition(num_trials).epsilon(
+        trial, delta, accounting=Accounting("rdp", conversion, ORDERS)
+    )
     p, q = (everything(x, num_trials) for x in randomized_response(epsilon))
     assert distance(p, q, claimed) <= delta
     assert distance(p, q, 2 / 3 * claimed) > delta
@@ -159,7 +165,7 @@ def test_composition_holds_and_two_thirds_of_it_does_not(num_trials, epsilon, co
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_composition_of_gaussians_holds_and_nine_tenths_of_it_does_not(accountant):
     delta, ranking = 1e-5, BINS
-    claimed = Composition(3).epsilon(GAUSSIAN_TRIAL, delta, accountant=accountant)
+    claimed = Composition(3).epsilon(GAUSSIAN_TRIAL, delta, accounting=Accounting(accountant))
     p, q = (everything(x, 3) for x in binned_gaussian(NOISE, ranking))
     assert distance(p, q, claimed) <= delta
     assert distance(p, q, 0.85 * claimed) > delta

@@ -6,9 +6,10 @@ import dp_accounting
 import pytest
 
 from tf_adaptive_dp.tuning.budgets import num_trials_for_budget
+from tf_adaptive_dp.tuning.conversion import Accounting
 from tf_adaptive_dp.tuning.search_epsilon import composition_epsilon, liu_talwar_epsilon
 
-CLASSICAL = {"conversion": "classical"}
+CLASSICAL = Accounting(conversion="classical")
 
 
 def trial(num_examples):
@@ -24,7 +25,7 @@ def trial(num_examples):
     [(5_000, 1, "33"), (5_000, 1e-3, "39"), (950_000, 1, "0.49"), (950_000, 1e-3, "0.69")],
 )
 def test_figure_1_random_stopping(num_examples, gamma, printed):
-    found = liu_talwar_epsilon(trial(num_examples), gamma, 1e-5, **CLASSICAL)
+    found = liu_talwar_epsilon(trial(num_examples), gamma, 1e-5, accounting=CLASSICAL)
     assert f"{found:.{len(printed.partition('.')[2])}f}" == printed
 
 
@@ -32,10 +33,9 @@ def test_figure_1_random_stopping(num_examples, gamma, printed):
     ("last_order", "agrees"), [(198, False), (199, False), (200, True), (201, False)]
 )
 def test_the_orders_of_the_paper_are_those_up_to_200(last_order, agrees):
+    accounting = Accounting(conversion="classical", orders=range(2, last_order + 1))
     found = [
-        liu_talwar_epsilon(
-            trial(950_000), gamma, 1e-5, orders=range(2, last_order + 1), **CLASSICAL
-        )
+        liu_talwar_epsilon(trial(950_000), gamma, 1e-5, accounting=accounting)
         for gamma in (1, 1e-3)
     ]
     assert ([f"{x:.2f}" for x in found] == ["0.49", "0.69"]) == agrees
@@ -46,10 +46,10 @@ def test_the_orders_of_the_paper_are_those_up_to_200(last_order, agrees):
     ("num_examples", "blowup", "candidates"), [(5_000, 4.737, 13), (100_000, 4.963, 23)]
 )
 def test_figure_1_blowup_and_candidates(num_examples, blowup, candidates):
-    lowest = liu_talwar_epsilon(trial(num_examples), 1.0, 1e-5, **CLASSICAL)
-    alone = composition_epsilon(trial(num_examples), 1, 1e-5, **CLASSICAL)
+    lowest = liu_talwar_epsilon(trial(num_examples), 1.0, 1e-5, accounting=CLASSICAL)
+    alone = composition_epsilon(trial(num_examples), 1, 1e-5, accounting=CLASSICAL)
     assert lowest / alone == pytest.approx(blowup, rel=1e-3)
-    found = num_trials_for_budget(trial(num_examples), lowest, 1e-5, **CLASSICAL)
+    found = num_trials_for_budget(trial(num_examples), lowest, 1e-5, accounting=CLASSICAL)
     assert found == candidates
 
 
@@ -61,7 +61,7 @@ def test_figure_1_blowup_and_candidates(num_examples, blowup, candidates):
 )
 def test_table_1(num_examples, composed, sgd, momentum):
     event, delta = trial(num_examples), 1e-6
-    assert f"{composition_epsilon(event, 4, delta, **CLASSICAL):.2f}" == composed
+    assert f"{composition_epsilon(event, 4, delta, accounting=CLASSICAL):.2f}" == composed
     # 40 candidates, and 7 times as many
-    assert f"{liu_talwar_epsilon(event, 1 / 40, delta, **CLASSICAL):.2f}" == sgd
-    assert f"{liu_talwar_epsilon(event, 1 / 280, delta, **CLASSICAL):.2f}" == momentum
+    assert f"{liu_talwar_epsilon(event, 1 / 40, delta, accounting=CLASSICAL):.2f}" == sgd
+    assert f"{liu_talwar_epsilon(event, 1 / 280, delta, accounting=CLASSICAL):.2f}" == momentum

@@ -28,12 +28,14 @@ from tests.helpers.exact_selection import (
 )
 from tf_adaptive_dp.tuning import profiles
 from tf_adaptive_dp.tuning.budgets import mean_trials_for_budget, noise_multiplier_for_selection
+from tf_adaptive_dp.tuning.conversion import Accounting
 from tf_adaptive_dp.tuning.search_epsilon import composition_epsilon, repeat_and_select_epsilon
 from tf_adaptive_dp.tuning.strategies import RepeatAndSelect
 
 SHAPES = [-0.5, 0.0, 0.1, 1.0, 3.0, math.inf]
 MEANS = [3.0, 20.0, 200.0]
 TINY = 1e-3
+PLD = Accounting("pld")
 
 
 def leaky(second, first, lift, leak):
@@ -181,7 +183,7 @@ RANKINGS = [BINS, BINS[::-1], *(np.random.default_rng(k).permutation(40) for k i
 @pytest.mark.parametrize("mean", [3.0, 50.0])
 @pytest.mark.parametrize("shape", [-0.5, 0.0, 1.0, math.inf])
 def test_gaussians_that_are_accounted_by_pld(shape, mean):
-    claimed = repeat_and_select_epsilon(TRIAL, mean, TINY, shape=shape, accountant="pld")
+    claimed = repeat_and_select_epsilon(TRIAL, mean, TINY, shape=shape, accounting=PLD)
     by_rdp = repeat_and_select_epsilon(TRIAL, mean, TINY, shape=shape)
     # Many trials by Poisson's law cost more than either bound is worth.
     is_sharp = mean == 3 or not math.isinf(shape)
@@ -210,7 +212,7 @@ def sampled(noise_multiplier, count=10_000, size=36_177):
 def test_settings_of_the_paper(size, by_rdp, by_sum, by_pld):
     trial = sampled(4.0, size=size)
     assert repeat_and_select_epsilon(trial, 40, 1e-6) == pytest.approx(by_rdp, abs=1e-3)
-    found = repeat_and_select_epsilon(trial, 40, 1e-6, accountant="pld")
+    found = repeat_and_select_epsilon(trial, 40, 1e-6, accounting=PLD)
     assert found == pytest.approx(by_pld, abs=1e-3) and found < by_sum
     # What Koskela, Redberg and Wang have, by dp_accounting alone.
     pld = dp_accounting.pld.PLDAccountant().compose(trial)
@@ -221,7 +223,7 @@ def test_settings_of_the_paper(size, by_rdp, by_sum, by_pld):
 
 
 def test_pld_reaches_calibration_and_budgets():
-    keywords = {"delta": 1e-5, "accountant": "pld"}
+    keywords = {"delta": 1e-5, "accounting": PLD}
     strategy, make = RepeatAndSelect(20, 0.5), dp_accounting.GaussianDpEvent
     sigma = noise_multiplier_for_selection(strategy, make, 1.0, tolerance=0.1, **keywords)
     assert strategy.epsilon(make(sigma), **keywords) <= 1.0
@@ -237,7 +239,7 @@ def test_what_pld_lacks_is_accounted_by_rdp_with_a_warning():
     other = dp_accounting.dp_event.RepeatAndSelectDpEvent(TRIAL, 2.0, 1.0)
     trial = dp_accounting.ComposedDpEvent([TRIAL, other])
     with pytest.warns(UserWarning, match="PLD lacks an event"):
-        found = repeat_and_select_epsilon(trial, 5, 1e-5, accountant="pld")
+        found = repeat_and_select_epsilon(trial, 5, 1e-5, accounting=PLD)
     assert found == repeat_and_select_epsilon(trial, 5, 1e-5)
 
 
@@ -246,8 +248,7 @@ def test_other_events_that_pld_has_are_composed():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         alone, with_it = (
-            repeat_and_select_epsilon(trial, 5, 1e-5, accountant="pld")
-            for trial in (TRIAL, laplace)
+            repeat_and_select_epsilon(trial, 5, 1e-5, accounting=PLD) for trial in (TRIAL, laplace)
         )
     assert alone < with_it < repeat_and_select_epsilon(laplace, 5, 1e-5)
 
@@ -255,11 +256,12 @@ def test_other_events_that_pld_has_are_composed():
 def test_pld_is_left_out_below_its_floor_and_where_it_takes_long():
     for trial, delta in ((TRIAL, 1e-12), (dp_accounting.GaussianDpEvent(0.05), 1e-5)):
         by_pld, by_rdp = (
-            repeat_and_select_epsilon(trial, 10, delta, accountant=a) for a in ("pld", "rdp")
+            repeat_and_select_epsilon(trial, 10, delta, accounting=Accounting(a))
+            for a in ("pld", "rdp")
         )
         assert by_pld <= by_rdp
         if delta == 1e-5:
             assert by_pld == by_rdp
     # Below the floor ε of the trial is RDP's, and only the choice is PLD's.
     single = composition_epsilon(TRIAL, 1, 1e-13)
-    assert repeat_and_select_epsilon(TRIAL, 10, 1e-12, accountant="pld") >= single
+    assert repeat_and_select_epsilon(TRIAL, 10, 1e-12, accounting=PLD) >= single

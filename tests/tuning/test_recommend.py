@@ -12,6 +12,7 @@ from tests.helpers.exact_selection import (
     truncated_negative_binomial,
 )
 from tf_adaptive_dp.tuning.budgets import recommend
+from tf_adaptive_dp.tuning.conversion import Accounting
 from tf_adaptive_dp.tuning.search_epsilon import best_delta_2, composition_epsilon
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect
 
@@ -102,9 +103,9 @@ def test_the_chance_that_the_best_candidate_is_tried(space_size, mean):
 
 
 def test_keywords_reach_the_accounting():
-    classical = recommend(TRIAL, 5, DELTA, conversion="classical")
-    coarse = recommend(TRIAL, 5, DELTA, orders=(2, 4))
-    by_pld = recommend(TRIAL, 5, DELTA, accountant="pld")
+    classical = recommend(TRIAL, 5, DELTA, accounting=Accounting(conversion="classical"))
+    coarse = recommend(TRIAL, 5, DELTA, accounting=Accounting(orders=(2, 4)))
+    by_pld = recommend(TRIAL, 5, DELTA, accounting=Accounting("pld"))
     plain = recommend(TRIAL, 5, DELTA)
     by_name = [{o.label: o.epsilon for o in r.offers} for r in (plain, classical, coarse, by_pld)]
     for label, epsilon in by_name[0].items():

@@ -16,6 +16,7 @@ from tests.helpers.exact_selection import (
     truncated_negative_binomial,
 )
 from tf_adaptive_dp.tuning import trial_count_distributions
+from tf_adaptive_dp.tuning.conversion import Accounting
 from tf_adaptive_dp.tuning.search_epsilon import (
     composition_epsilon,
     liu_talwar_epsilon,
@@ -178,23 +179,28 @@ def test_strategies_that_draw_no_number():
     assert {RepeatAndSelect(1.0, 2.0).draw_num_trials() for _ in range(50)} == {1}
 
 
-@pytest.mark.parametrize("keywords", [{}, {"conversion": "classical"}, {"orders": (2, 5, 9)}])
-def test_epsilon_is_that_of_the_functions(keywords):
+@pytest.mark.parametrize(
+    "accounting",
+    [Accounting(), Accounting(conversion="classical"), Accounting(orders=(2, 5, 9))],
+)
+def test_epsilon_is_that_of_the_functions(accounting):
     delta = 1e-5
-    assert Composition(3).epsilon(TRIAL, delta, **keywords) == composition_epsilon(
-        TRIAL, 3, delta, **keywords
+    assert Composition(3).epsilon(TRIAL, delta, accounting=accounting) == composition_epsilon(
+        TRIAL, 3, delta, accounting=accounting
     )
-    assert LiuTalwar(0.3, 1e-9).epsilon(TRIAL, delta, **keywords) == liu_talwar_epsilon(
-        TRIAL, 0.3, delta, delta_2=1e-9, **keywords
+    assert LiuTalwar(0.3, 1e-9).epsilon(TRIAL, delta, accounting=accounting) == liu_talwar_epsilon(
+        TRIAL, 0.3, delta, delta_2=1e-9, accounting=accounting
     )
-    assert RepeatAndSelect(3, 0.5).epsilon(TRIAL, delta, **keywords) == repeat_and_select_epsilon(
-        TRIAL, 3, delta, shape=0.5, **keywords
-    )
+    assert RepeatAndSelect(3, 0.5).epsilon(
+        TRIAL, delta, accounting=accounting
+    ) == repeat_and_select_epsilon(TRIAL, 3, delta, shape=0.5, accounting=accounting)
 
 
 def test_the_accountant_reaches_the_functions():
     for strategy in (Composition(3), LiuTalwar(0.9, 0.01), RepeatAndSelect(3)):
-        by_rdp, by_pld = (strategy.epsilon(TRIAL, 0.1, accountant=a) for a in ("rdp", "pld"))
+        by_rdp, by_pld = (
+            strategy.epsilon(TRIAL, 0.1, accounting=Accounting(a)) for a in ("rdp", "pld")
+        )
         assert by_pld < by_rdp
 
 

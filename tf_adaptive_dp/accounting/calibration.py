@@ -1,4 +1,4 @@
-"""From a privacy budget to the noise that it takes."""
+"""From a privacy budget to the noise multiplier that meets it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import math
 from typing import Callable
 
-import dp_accounting
+from scipy import optimize
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
@@ -29,28 +29,28 @@ def noise_multiplier_for(
     value copied from a printout does not overspend.
 
     Guarantee: `accounting.epsilon(result, sampling_probability, steps, delta, accountant)` is at
-    most `epsilon`: (ε, δ)-DP for adding or removing one example under Poisson sampling, an
-    approximation if batches are shuffled.
+    most `epsilon`. This is (ε, δ)-DP for adding or removing one example under Poisson sampling, and
+    an approximation for shuffled batches.
 
     Args:
       epsilon: the budget, greater than 0.
       delta: δ, in (0, 1); should be well below 1 / number of examples.
       sampling_probability: expected batch size / number of examples, in (0, 1].
-      steps: number of releases (noisy gradients), at least 1. An iteration of ADADP is two.
+      steps: number of releases (noisy gradients), at least 1. An iteration of ADADP makes two.
       accountant: `"rdp"` or `"pld"`, see `accounting.epsilon`.
-      tolerance: by which part the result may exceed the least noise that will do, in (0, 1).
+      tolerance: maximum relative excess over the smallest sufficient noise multiplier, in (0, 1).
 
     Returns:
       The noise multiplier: standard deviation of the noise / L2 sensitivity.
 
     Raises:
-      TypeError, ValueError: if an argument is not a number of the range above, or if no noise
+      TypeError, ValueError: if an argument has the wrong type or is out of range, or if no noise
         multiplier up to a million meets the budget.
 
     Example:
       >>> from tf_adaptive_dp.accounting.calibration import noise_multiplier_for
       >>> noise_multiplier_for(epsilon=1.0, delta=1e-5, sampling_probability=0.01, steps=1_000)
-      1.5133
+      1.5132
     """
     checks.number("epsilon", epsilon, 0, strict=True)
     composition.check_probability("delta", delta)
@@ -58,76 +58,85 @@ def noise_multiplier_for(
     checks.integer("steps", steps, 1)
     composition.check_probability("tolerance", tolerance)
 
-    @functools.cache  # PLD takes a second a time
     def spent(noise_multiplier: float) -> float:
         return composition.epsilon(noise_multiplier, sampling_probability, steps, delta, accountant)
+
+    # The composition of many releases tends to this Gaussian. PLD is cheapest near the solution.
+    guess = sampling_probability * math.sqrt(-2 * steps * math.log(delta)) / epsilon
+    found = least_noise(spent, epsilon, tolerance, guess=guess)
+    if found is None:
+        raise ValueError(
+            f"No noise multiplier up to {composition.MAX_NOISE_MULTIPLIER:g} meets the budget; "
+            "allow more `epsilon` or `delta`, or take fewer `steps` or smaller batches. Received: "
+            f"epsilon={epsilon!r}, delta={delta!r}, "
+            f"sampling_probability={sampling_probability!r}, steps={steps!r}, "
+            f"accountant={accountant!r}"
+        )
+    return found
+
+
+def least_noise(
+    spent: Callable[[float], float],
+    epsilon: float,
+    tolerance: float,
+    *,
+    guess: float = 1.0,
+    factor: float = 2.0,
+) -> float | None:
+    """The smallest noise multiplier with `spent(noise_multiplier)` ≤ `epsilon`, rounded up.
+
+    Guarantee: `spent(result)` is at most `epsilon`.
+
+    Args:
+      spent: ε of a noise multiplier, decreasing; called once for each value.
+      epsilon: the budget, greater than 0.
+      tolerance: maximum relative excess over the smallest sufficient noise multiplier.
+      guess: where to begin.
+      factor: step of the search for a bracket, above 1.
+
+    Returns:
+      The noise multiplier, or `None` if none up to `composition.MAX_NOISE_MULTIPLIER` suffices.
+    """
+    spent = functools.cache(spent)
 
     def overspends(noise_multiplier: float) -> bool:
         return spent(noise_multiplier) > epsilon
 
-    # ε of the Gaussian that many releases tend to; near the solution, where PLD is cheapest.
-    guess = sampling_probability * math.sqrt(-2 * steps * math.log(delta)) / epsilon
-    low, high = bracket(overspends, guess)
+    def log_excess(noise_multiplier: float) -> float:
+        # The root finder needs finite values.
+        ratio = spent(noise_multiplier) / epsilon
+        return min(max(math.log(ratio), -100.0), 100.0) if ratio > 0 else -100.0
+
+    low, high = bracket(overspends, guess, factor)
     if overspends(high):
-        raise ValueError(
-            f"No noise multiplier up to {high:g} meets the budget; allow more `epsilon` or "
-            f"`delta`, or take fewer `steps` or smaller batches. Received: epsilon={epsilon!r}, "
-            f"delta={delta!r}, sampling_probability={sampling_probability!r}, steps={steps!r}, "
-            f"accountant={accountant!r}"
-        )
-    noise_multiplier = dp_accounting.calibrate_dp_mechanism(
-        lambda: _Accountant(spent),
-        dp_accounting.GaussianDpEvent,
-        epsilon,
-        delta,
-        dp_accounting.ExplicitBracketInterval(low, high),
-        tol=tolerance / 4 * low,
-    )
-    return rounded_up(noise_multiplier, tolerance / 2, overspends)
+        return None
+    found = optimize.brentq(log_excess, low, high, xtol=tolerance / 4 * low, maxiter=1000)
+    return rounded_up(found, tolerance / 2, overspends)
 
 
-class _Accountant:
-    """What `calibrate_dp_mechanism` asks of an accountant, answered by `accounting.epsilon`.
+def bracket(
+    overspends: Callable[[float], bool], guess: float, factor: float = 2.0
+) -> tuple[float, float]:
+    """Two noise multipliers, one `factor` times the other; only the smaller one overspends.
 
-    dp_accounting's own would take gigabytes (PLD) or fail (RDP) at some ends of the bracket.
-    """
-
-    ledger = dp_accounting.NoOpDpEvent()
-
-    def __init__(self, spent: Callable[[float], float]):
-        self._spent = spent
-        self._noise_multiplier = math.inf
-
-    def compose(self, event: dp_accounting.GaussianDpEvent) -> _Accountant:
-        self._noise_multiplier = event.noise_multiplier
-        return self
-
-    def get_epsilon(self, target_delta: float) -> float:
-        del target_delta  # the one that `spent` knows
-        return self._spent(self._noise_multiplier)
-
-
-def bracket(overspends: Callable[[float], bool], guess: float) -> tuple[float, float]:
-    """Two numbers, one twice the other, of which only the smaller overspends.
-
-    If nothing is enough, the larger is the largest noise multiplier there is and overspends too.
+    If no noise multiplier suffices, the larger one is the maximum and overspends as well.
     """
     largest = composition.MAX_NOISE_MULTIPLIER
     high = min(max(guess, composition.MIN_NOISE_MULTIPLIER), largest)
     while high < largest and overspends(high):
-        high = min(2 * high, largest)
-    # Ends, because below the smallest noise multiplier that is accounted for ε is infinite.
-    while not overspends(high / 2):
-        high /= 2
-    return high / 2, high
+        high = min(factor * high, largest)
+    # This ends because ε is infinite below the smallest noise multiplier that is accounted for.
+    while not overspends(high / factor):
+        high /= factor
+    return high / factor, high
 
 
 def rounded_up(value: float, part: float, overspends: Callable[[float], bool]) -> float:
-    """`value` rounded up by at most `part` of it, to a number that does not overspend."""
+    """Rounds up by at most `part` of `value`, to a decimal number that does not overspend."""
     digits = math.ceil(-math.log10(part * value))
     unit = 10.0**-digits
     rounded = round(math.ceil(value / unit) * unit, digits)
-    # The decimal number's float may lie just below `value`.
+    # The float of the decimal number may lie just below `value`, and `value` below the solution.
     while overspends(rounded):
         rounded = round(rounded + unit, digits)
     return rounded

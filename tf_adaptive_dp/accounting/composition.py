@@ -139,7 +139,7 @@ def dp_event(ledger: Any, num_examples: int, *, passes: bool = True) -> dp_accou
     segments, other_events = counted_ledger(ledger, num_examples, passes=passes)
     builder = dp_accounting.DpEventBuilder()
     for noise_multiplier, batch_size, count in segments:
-        builder.compose(_release_event(noise_multiplier, batch_size / num_examples), count)
+        builder.compose(release_event(noise_multiplier, batch_size / num_examples), count)
     for event in other_events:
         builder.compose(event)
     return builder.build()
@@ -360,7 +360,7 @@ def composed_pld(counts: Counts, events: Sequence[dp_accounting.DpEvent]) -> pld
     """
     by_pld = pld.PLDAccountant()
     for release, count in counts.items():
-        by_pld.compose(_release_event(*release), count)
+        by_pld.compose(release_event(*release), count)
     for event in events:
         by_pld.compose(event)
     return by_pld
@@ -382,11 +382,12 @@ def _compose_rdp(counts: Counts, events: Sequence[dp_accounting.DpEvent], delta:
 @functools.lru_cache(maxsize=1024)
 def _rdp_of_release(noise_multiplier: float, sampling_probability: float) -> np.ndarray:
     """Rényi divergences of one release at the default orders; they add up over releases."""
-    event = _release_event(noise_multiplier, sampling_probability)
+    event = release_event(noise_multiplier, sampling_probability)
     return np.maximum(rdp.RdpAccountant().compose(event).rdp, RDP_PRECISION)
 
 
-def _release_event(noise_multiplier: float, sampling_probability: float) -> dp_accounting.DpEvent:
+def release_event(noise_multiplier: float, sampling_probability: float) -> dp_accounting.DpEvent:
+    """One Gaussian release on a Poisson-sampled batch."""
     event = dp_accounting.GaussianDpEvent(min(noise_multiplier, MAX_NOISE_MULTIPLIER))
     if sampling_probability == 1:
         return event

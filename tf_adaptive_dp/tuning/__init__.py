@@ -1,4 +1,4 @@
-"""Honest selection: choose among trained models, and pay for the choice inside the budget."""
+"""Private hyperparameter tuning, with the search counted in the privacy budget."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tf_adaptive_dp.tuning.budgets import (
     num_trials_for_budget,
     recommend,
 )
+from tf_adaptive_dp.tuning.conversion import Accounting
 from tf_adaptive_dp.tuning.grids import default_grid, optimal_learning_rate
 from tf_adaptive_dp.tuning.search_epsilon import (
     best_delta_2,
@@ -30,6 +31,7 @@ from tf_adaptive_dp.tuning.strategies import (
 from tf_adaptive_dp.update_rules.step_doubling import suggest_tolerance
 
 __all__ = [
+    "Accounting",
     "Composition",
     "HonestTuner",
     "LiuTalwar",
@@ -54,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads `HonestTuner` when it is asked for, since KerasTuner is an extra."""
+    """Loads `HonestTuner` on first use, because KerasTuner is an optional dependency."""
     if name != "HonestTuner":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -63,6 +65,6 @@ def __getattr__(name: str) -> Any:
         if error.name != "keras_tuner":
             raise
         raise ImportError(
-            "HonestTuner needs KerasTuner: pip install 'tf-adaptive-dp[tuning]'"
+            "HonestTuner requires KerasTuner: pip install 'tf-adaptive-dp[tuning]'"
         ) from None
     return HonestTuner

@@ -1,30 +1,29 @@
-"""Noise and numbers of trials that fit a budget, and the cheapest way to pay for a search."""
+"""Noise and numbers of trials that fit a budget, and a comparison of ways to pay for a search."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, Callable
 
 import dp_accounting
+from scipy import optimize
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.accounting import calibration
-from tf_adaptive_dp.accounting import composition as privacy_accounting
+from tf_adaptive_dp.accounting import calibration, composition
 from tf_adaptive_dp.accounting.composition import check_probability
-from tf_adaptive_dp.tuning import conversion as convert
 from tf_adaptive_dp.tuning import search_epsilon, trial_count_distributions
+from tf_adaptive_dp.tuning.conversion import DEFAULT_ACCOUNTING, Accounting, checked_event
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect, Strategy
 
-# No search of more trials on average is looked for.
-MAX_TRIALS = privacy_accounting.MAX_RELEASES
+# The largest mean number of trials that a budget is searched for.
+MAX_TRIALS = composition.MAX_RELEASES
 
-NO_NOISE = (
-    f"No noise multiplier up to {privacy_accounting.MAX_NOISE_MULTIPLIER:g} meets the budget; "
-    "allow more `epsilon` or `delta`, or fewer trials, and see whether something in a trial costs "
-    "as much whatever its noise multiplier is, as a score may. Received: {}"
+_NO_NOISE = (
+    f"No noise multiplier up to {composition.MAX_NOISE_MULTIPLIER:g} meets the budget; allow more "
+    "`epsilon` or `delta`, or fewer trials. Check whether a part of the trial, such as its score, "
+    "costs as much at any noise multiplier. Received: {}"
 )
 
 
@@ -34,35 +33,31 @@ def noise_multiplier_for_selection(
     epsilon: float,
     delta: float,
     *,
-    accountant: str = "rdp",
-    conversion: str = "improved",
-    orders: Sequence[float] | None = None,
+    accounting: Accounting = DEFAULT_ACCOUNTING,
     tolerance: float = 1e-3,
 ) -> float:
     """Smallest noise multiplier of a trial that keeps a search within a privacy budget.
 
-    Rounded up to a short decimal number, so that a value copied from a printout does not overspend.
+    Rounds up to a short decimal number, so that a value copied from a printout does not overspend.
 
     Guarantee: `strategy.epsilon(make_trial(result), delta, …)` is at most `epsilon`, in the sense
     and under the conditions of that strategy.
 
     Args:
-      strategy: see `strategies`.
-      make_trial: from a noise multiplier to the event of a trial with it, which costs the less the
-        larger the noise multiplier is.
+      strategy: a strategy, see `strategies`.
+      make_trial: returns the event of a trial for a noise multiplier. The cost of the event must
+        decrease with the noise multiplier.
       epsilon: the budget of the whole search, greater than 0.
       delta: δ, in (0, 1).
-      accountant: see `accounting.composition_epsilon`.
-      conversion: see `accounting.composition_epsilon`.
-      orders: see `accounting.composition_epsilon`.
-      tolerance: by which part the result may exceed the least noise that will do, in (0, 1).
+      accounting: how ε is computed, see `Accounting`.
+      tolerance: maximum relative excess over the smallest sufficient noise multiplier, in (0, 1).
 
     Returns:
       The noise multiplier.
 
     Raises:
-      TypeError, ValueError: if an argument is not of the kind above, or if no noise multiplier from
-        1e-6 to a million meets the budget.
+      TypeError, ValueError: if an argument has the wrong type or is out of range, or if no noise
+        multiplier from 1e-6 to a million meets the budget.
 
     Example:
       >>> import dp_accounting
@@ -71,61 +66,48 @@ def noise_multiplier_for_selection(
       >>> noise_multiplier_for_selection(
       ...     RepeatAndSelect(mean_trials=10), dp_accounting.GaussianDpEvent, 1.0, delta=1e-5
       ... )
-      8.52
+      8.519
     """
-    keywords = {"accountant": accountant, "conversion": conversion, "orders": orders}
-    found = least_noise(strategy, make_trial, epsilon, delta, tolerance=tolerance, **keywords)
+    found = _least_noise(strategy, make_trial, epsilon, delta, accounting, tolerance)
     if found is None:
         raise ValueError(
-            NO_NOISE.format(f"strategy={strategy!r}, epsilon={epsilon!r}, delta={delta!r}")
+            _NO_NOISE.format(f"strategy={strategy!r}, epsilon={epsilon!r}, delta={delta!r}")
         )
     return found
 
 
-def least_noise(
+def _least_noise(
     strategy: Strategy,
     make_trial: Callable[[float], dp_accounting.DpEvent],
     epsilon: float,
     delta: float,
-    *,
+    accounting: Accounting,
     tolerance: float = 1e-3,
-    **keywords: Any,
 ) -> float | None:
     """`noise_multiplier_for_selection`, or `None` if no noise multiplier meets the budget."""
     _check_budget(epsilon)
-    privacy_accounting.check_probability("delta", delta)
-    privacy_accounting.check_probability("tolerance", tolerance)
+    check_probability("delta", delta)
+    check_probability("tolerance", tolerance)
     if isinstance(make_trial, dp_accounting.DpEvent) or not callable(make_trial):
         raise TypeError(
             "`make_trial` must be a function from a noise multiplier to a `dp_accounting.DpEvent`. "
             f"Received: make_trial={make_trial!r}"
         )
 
-    @functools.cache
-    def overspends(noise_multiplier: float) -> bool:
-        # Also ends the search downwards, for trials that cost nothing.
-        if noise_multiplier < privacy_accounting.MIN_NOISE_MULTIPLIER:
-            return True
-        trial = convert.checked_event("make_trial(noise_multiplier)", make_trial(noise_multiplier))
-        return strategy.epsilon(trial, delta, **keywords) > epsilon
+    def spent(noise_multiplier: float) -> float:
+        # This also bounds the search from below if trials cost nothing.
+        if noise_multiplier < composition.MIN_NOISE_MULTIPLIER:
+            return math.inf
+        trial = checked_event("make_trial(noise_multiplier)", make_trial(noise_multiplier))
+        return strategy.epsilon(trial, delta, accounting=accounting)
 
-    # What is enough noise by RDP is enough by PLD, and PLD takes longest where noise is small.
-    enough = None
-    if keywords.get("accountant") == "pld":
-        by_rdp = {**keywords, "accountant": "rdp"}
-        enough = least_noise(strategy, make_trial, epsilon, delta, tolerance=tolerance, **by_rdp)
-    if enough is None:
-        low, high = calibration.bracket(overspends, 1.0)
-    else:
-        low, high = 0.8 * enough, enough
-        while not overspends(low):
-            low, high = 0.8 * low, low
-    if overspends(high):
-        return None
-    while high > low * (1 + tolerance / 4):
-        middle = (low + high) / 2
-        low, high = (middle, high) if overspends(middle) else (low, middle)
-    return calibration.rounded_up(high, tolerance / 2, overspends)
+    if accounting.uses_pld:
+        # Enough noise by RDP is enough by PLD, and PLD is slowest where the noise is small.
+        by_rdp = accounting.by_rdp()
+        enough = _least_noise(strategy, make_trial, epsilon, delta, by_rdp, tolerance)
+        if enough is not None:
+            return calibration.least_noise(spent, epsilon, tolerance, guess=enough, factor=1.25)
+    return calibration.least_noise(spent, epsilon, tolerance)
 
 
 def num_trials_for_budget(
@@ -133,29 +115,25 @@ def num_trials_for_budget(
     epsilon: float,
     delta: float,
     *,
-    accountant: str = "rdp",
-    conversion: str = "improved",
-    orders: Sequence[float] | None = None,
+    accounting: Accounting = DEFAULT_ACCOUNTING,
 ) -> int:
-    """How many trials composition allows: the largest K with ε(K) ≤ `epsilon`.
+    """Largest number of trials that composition allows: the largest K with ε(K) ≤ `epsilon`.
 
-    Guarantee: as `accounting.composition_epsilon`, with K trials; K + 1 would overspend (unless K
-    is 2**31, where the search stops).
+    Guarantee: that of `composition_epsilon` for K trials. K + 1 would overspend, unless K is 2**31,
+    where the search stops.
 
     Args:
-      trial: one trial, or the costliest of them.
+      trial: one trial, or the most expensive one.
       epsilon: the budget of the whole search, greater than 0.
       delta: δ, in (0, 1).
-      accountant: see `accounting.composition_epsilon`.
-      conversion: see `accounting.composition_epsilon`.
-      orders: see `accounting.composition_epsilon`.
+      accounting: how ε is computed, see `Accounting`.
 
     Returns:
       K ≥ 1.
 
     Raises:
-      TypeError, ValueError: if an argument is not of the kind above, or if a single trial costs
-        more than the budget.
+      TypeError, ValueError: if an argument has the wrong type or is out of range, or if
+        a single trial costs more than the budget.
 
     Example:
       >>> import dp_accounting
@@ -165,17 +143,17 @@ def num_trials_for_budget(
     """
     _check_budget(epsilon)
 
-    def spent(num_trials: int, method: str) -> float:
-        return search_epsilon.composition_epsilon(
-            trial, num_trials, delta, accountant=method, conversion=conversion, orders=orders
-        )
+    def fits(num_trials: int, accounting: Accounting) -> bool:
+        spent = search_epsilon.composition_epsilon(trial, num_trials, delta, accounting=accounting)
+        return spent <= epsilon
 
-    _check_first(spent(1, accountant), epsilon, "composition")
-    # What fits by RDP fits by PLD, and saves most of PLD's costly evaluations.
-    found = privacy_accounting.largest(lambda k: spent(max(k, 1), "rdp") <= epsilon)
-    if accountant == "rdp":
-        return max(found, 1)
-    return max(privacy_accounting.largest(lambda k: spent(k, accountant) <= epsilon, found), 1)
+    alone = search_epsilon.composition_epsilon(trial, 1, delta, accounting=accounting)
+    _check_first_trial(alone, epsilon, "composition")
+    # What fits by RDP also fits by PLD. Starting there saves most of PLD's slow evaluations.
+    found = composition.largest(lambda k: fits(max(k, 1), accounting.by_rdp()))
+    if accounting.uses_pld:
+        found = composition.largest(lambda k: fits(k, accounting), found)
+    return max(found, 1)
 
 
 def gamma_for_budget(
@@ -184,31 +162,27 @@ def gamma_for_budget(
     delta: float,
     *,
     delta_2: float | None = 1e-20,
-    accountant: str = "rdp",
-    conversion: str = "improved",
-    orders: Sequence[float] | None = None,
+    accounting: Accounting = DEFAULT_ACCOUNTING,
 ) -> float:
-    """How many trials random stopping allows: the smallest γ with ε(γ) ≤ `epsilon`.
+    """Smallest γ of random stopping that a budget allows: the smallest γ with ε(γ) ≤ `epsilon`.
 
-    Rounded up to four digits. 1 / γ trials are made on average.
+    Rounds up to four digits. Random stopping runs 1 / γ trials on average.
 
-    Guarantee: as `accounting.liu_talwar_epsilon`, with that γ and `delta_2`.
+    Guarantee: that of `liu_talwar_epsilon` for this γ and `delta_2`.
 
     Args:
-      trial: one trial, or the costliest in the space.
+      trial: one trial, or the most expensive one of the search space.
       epsilon: the budget of the whole search, greater than 0.
       delta: δ, in (0, 1).
-      delta_2: see `accounting.liu_talwar_epsilon`.
-      accountant: see `accounting.liu_talwar_epsilon`.
-      conversion: see `accounting.composition_epsilon`.
-      orders: see `accounting.composition_epsilon`.
+      delta_2: see `liu_talwar_epsilon`.
+      accounting: how ε is computed, see `Accounting`.
 
     Returns:
       γ, from 2**-31, where the search stops, to 1.
 
     Raises:
-      TypeError, ValueError: if an argument is not of the kind above, or if even γ = 1 costs more
-        than the budget.
+      TypeError, ValueError: if an argument has the wrong type or is out of range, or if
+        even γ = 1 costs more than the budget.
 
     Example:
       >>> import dp_accounting
@@ -217,14 +191,16 @@ def gamma_for_budget(
       0.01567
     """
     _check_budget(epsilon)
-    keywords = {"accountant": accountant, "conversion": conversion, "orders": orders}
 
+    @functools.cache
     def spent(gamma: float) -> float:
-        return search_epsilon.liu_talwar_epsilon(trial, gamma, delta, delta_2=delta_2, **keywords)
+        return search_epsilon.liu_talwar_epsilon(
+            trial, gamma, delta, delta_2=delta_2, accounting=accounting
+        )
 
-    _check_first(spent(1.0), epsilon, "random stopping with gamma=1")
+    _check_first_trial(spent(1.0), epsilon, "random stopping with gamma=1")
     trials = _largest_mean(lambda mean: spent(1 / mean) <= epsilon)
-    return _short(1 / trials, math.ceil, lambda gamma: gamma == 1 or spent(gamma) <= epsilon)
+    return _four_digits(1 / trials, math.ceil, lambda gamma: gamma == 1 or spent(gamma) <= epsilon)
 
 
 def mean_trials_for_budget(
@@ -233,31 +209,27 @@ def mean_trials_for_budget(
     delta: float,
     *,
     shape: float = 1.0,
-    accountant: str = "rdp",
-    conversion: str = "improved",
-    orders: Sequence[float] | None = None,
+    accounting: Accounting = DEFAULT_ACCOUNTING,
 ) -> float:
-    """How many trials repeat-and-select allows: the largest mean with ε(mean) ≤ `epsilon`.
+    """Largest mean number of trials that repeat-and-select allows within a budget.
 
-    Rounded down to four digits.
+    Rounds down to four digits.
 
-    Guarantee: as `accounting.repeat_and_select_epsilon`, with that mean and `shape`.
+    Guarantee: that of `repeat_and_select_epsilon` for this mean and `shape`.
 
     Args:
-      trial: one trial, or the costliest in the space.
+      trial: one trial, or the most expensive one of the search space.
       epsilon: the budget of the whole search, greater than 0.
       delta: δ, in (0, 1).
-      shape: see `accounting.repeat_and_select_epsilon`.
-      accountant: see `accounting.repeat_and_select_epsilon`.
-      conversion: see `accounting.composition_epsilon`.
-      orders: see `accounting.composition_epsilon`.
+      shape: see `repeat_and_select_epsilon`.
+      accounting: how ε is computed, see `Accounting`.
 
     Returns:
       The mean, from 1 to 2**31, where the search stops.
 
     Raises:
-      TypeError, ValueError: if an argument is not of the kind above, or if even a mean of 1 costs
-        more than the budget.
+      TypeError, ValueError: if an argument has the wrong type or is out of range, or if
+        even a mean of 1 costs more than the budget.
 
     Example:
       >>> import dp_accounting
@@ -266,51 +238,58 @@ def mean_trials_for_budget(
       42.94
     """
     _check_budget(epsilon)
-    keywords = {"shape": shape, "conversion": conversion, "orders": orders}
 
-    def spent(mean: float, method: str) -> float:
+    @functools.cache
+    def spent(mean: float, accounting: Accounting) -> float:
         return search_epsilon.repeat_and_select_epsilon(
-            trial, mean, delta, accountant=method, **keywords
+            trial, mean, delta, shape=shape, accounting=accounting
         )
 
-    _check_first(spent(1.0, accountant), epsilon, "repeat-and-select with a mean of 1")
-    # What fits by RDP fits by PLD, and saves most of PLD's costly evaluations.
-    found = 1.0
-    if spent(1.0, "rdp") <= epsilon:
-        found = _largest_mean(lambda mean: spent(mean, "rdp") <= epsilon)
-    if accountant != "rdp":
-        found = _largest_mean(lambda mean: spent(mean, accountant) <= epsilon, found)
-    return _short(found, math.floor, lambda mean: mean == 1 or spent(mean, accountant) <= epsilon)
+    def fits(mean: float) -> bool:
+        return spent(mean, accounting) <= epsilon
+
+    _check_first_trial(spent(1.0, accounting), epsilon, "repeat-and-select with a mean of 1")
+    found, by_rdp = 1.0, accounting.by_rdp()
+    # What fits by RDP also fits by PLD. Starting there saves most of PLD's slow evaluations.
+    if spent(1.0, by_rdp) <= epsilon:
+        found = _largest_mean(lambda mean: spent(mean, by_rdp) <= epsilon)
+    if accounting.uses_pld:
+        found = _largest_mean(fits, found)
+    return _four_digits(found, math.floor, lambda mean: mean == 1 or fits(mean))
 
 
 def _check_budget(epsilon: float) -> None:
     checks.number("epsilon", epsilon, 0, strict=True)
 
 
-def _check_first(spent: float, epsilon: float, what: str) -> None:
+def _check_first_trial(spent: float, epsilon: float, what: str) -> None:
     if spent > epsilon:
         raise ValueError(
-            f"No trial fits the budget: {what} costs {spent:.4g} already. Allow more `epsilon` or "
+            f"No trial fits the budget: {what} alone costs {spent:.4g}. Allow more `epsilon` or "
             f"`delta`, or train with more noise or fewer steps. Received: epsilon={epsilon!r}"
         )
 
 
 def _largest_mean(fits: Callable[[float], bool], low: float = 1.0) -> float:
-    """The largest number from `low`, which fits, to `MAX_TRIALS` that fits, to 1e-6 of it."""
+    """The largest mean from `low`, which fits, to `MAX_TRIALS` that fits, up to 1e-6 of it."""
     high = 2 * low
     while high < MAX_TRIALS and fits(high):
         low, high = high, 2 * high
     high = min(high, float(MAX_TRIALS))
     if fits(high):
         return high
-    while high > low * (1 + 1e-6):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return _boundary(fits, low, high)
 
 
-def _short(value: float, rounding: Callable[[float], int], fits: Callable[[float], bool]) -> float:
-    """`value` rounded to four digits in the direction that fits; 1 at the end of the range."""
+def _boundary(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """Where a monotone condition changes between `low` and `high`, up to 1e-6 of it."""
+    return optimize.bisect(lambda x: 1.0 if holds(x) else -1.0, low, high, xtol=1e-6 * low)
+
+
+def _four_digits(
+    value: float, rounding: Callable[[float], int], fits: Callable[[float], bool]
+) -> float:
+    """Rounds to four digits, up or down, and on until the result fits."""
     digits = 3 - math.floor(math.log10(value))
     steps = rounding(value * 10.0**digits)
     while not fits(found := round(steps * 10.0**-digits, digits)):
@@ -320,14 +299,15 @@ def _short(value: float, rounding: Callable[[float], int], fits: Callable[[float
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """One way to pay.
+    """One way to pay for a search.
 
     Attributes:
-      label: its name, in words.
-      strategy: what to search with.
+      label: the name of the way.
+      strategy: the strategy of the search.
       epsilon: ε of the whole search.
-      noise_multiplier: of a trial; `None` if the trial was given, or if none meets the budget.
-      chance: probability that the best candidate of the space is tried at all.
+      noise_multiplier: noise multiplier of a trial; `None` if the trial was given, or if no noise
+        multiplier meets the budget.
+      chance: probability that the best candidate of the search space is tried.
     """
 
     label: str
@@ -339,18 +319,19 @@ class Offer:
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """Ways to pay for a search, the cheapest first; `str()` gives a table in Markdown.
+    """Ways to pay for a search, the cheapest first; `str()` returns a Markdown table.
 
     Attributes:
-      offers: by ε, or with a budget by the noise that a trial needs. All try the best candidate
-        with the chance that was asked for, unless the mean number of trials was given instead.
+      offers: the ways to pay, sorted by ε, or by the noise that a trial needs if there is a budget.
+        All try the best candidate with the requested chance, unless the mean number of trials was
+        given instead.
       besides: ways that spread the number of trials more widely, with the mean of the geometric
-        law. They are cheaper, but try the best candidate with a smaller chance, so they are not
+        distribution. They are cheaper but less likely to try the best candidate, so they are not
         compared with the others.
       space_size: number of candidates.
-      delta: δ of all of them.
-      budget: ε that was asked for; `None` if the trial was given.
-      chance: probability that was asked for; `None` if the mean number of trials was given.
+      delta: δ of every offer.
+      budget: the requested ε; `None` if the trial was given.
+      chance: the requested probability; `None` if the mean number of trials was given.
     """
 
     offers: tuple[Offer, ...]
@@ -362,11 +343,11 @@ class Recommendation:
 
     @property
     def best(self) -> Offer:
-        """The cheapest."""
+        """The cheapest offer."""
         return self.offers[0]
 
     def __str__(self) -> str:
-        asked = "" if self.chance is None else f", the best of them tried with {self.chance:.0%}"
+        asked = "" if self.chance is None else f", the best one tried with {self.chance:.0%} chance"
         lines = [
             f"{self.space_size} candidates{asked}, δ = {self.delta:g}",
             "",
@@ -375,8 +356,8 @@ class Recommendation:
             "| --- | --- | --- | --- | --- | --- | --- |",
             *(self._row(offer) for offer in (*self.offers, *self.besides)),
             "",
-            f"The last {len(self.besides)} are not compared with the others: their number of "
-            "trials is spread more widely, and the best candidate tried less often.",
+            f"The last {len(self.besides)} are not comparable to the others: their number of "
+            "trials varies more, and they are less likely to try the best candidate.",
         ]
         return "\n".join(lines)
 
@@ -394,9 +375,9 @@ class Recommendation:
         return f"| {' | '.join(cells)} |"
 
     def plot(self) -> Any:
-        """A bar for each way to pay: ε, or with a budget the noise multiplier that it needs.
+        """Plots a bar for each offer: its ε, or the noise multiplier it needs if there is a budget.
 
-        Needs matplotlib (`pip install matplotlib`).
+        Requires matplotlib (`pip install 'tf-adaptive-dp[plots]'`).
 
         Returns:
           A `matplotlib.figure.Figure`.
@@ -425,47 +406,42 @@ def recommend(
     epsilon: float | None = None,
     chance: float = 0.9,
     mean_trials: float | None = None,
-    accountant: str = "rdp",
-    conversion: str = "improved",
-    orders: Sequence[float] | None = None,
+    accounting: Accounting = DEFAULT_ACCOUNTING,
 ) -> Recommendation:
-    """Compares what it costs to search a space of candidates.
+    """Compares what ways to search a space of candidates cost.
 
-    Compared are ways that try the best candidate of the space with an equal `chance`: composition
-    of as many candidates, each tried once; random stopping (Liu and Talwar) with the best hard
-    stop; repeat-and-select by the geometric and by the Poisson law. The last three draw each
-    trial's candidate from the whole space, each alike, so that for 90% they make 9 times as many
-    trials on average as there are candidates (Poisson: 2.3 times). What is saved is privacy, not
-    time; it grows with the number of candidates. Of few of them composition is cheaper.
+    The compared ways try the best candidate of the search space with an equal `chance`: composition
+    with enough distinct candidates; random stopping (Liu and Talwar 2019) with the best hard stop;
+    and repeat-and-select with the geometric and the Poisson distribution. The last three draw the
+    candidate of each trial uniformly from the whole space. For a chance of 90% they therefore run 9
+    times as many trials on average as there are candidates (Poisson: 2.3 times). They save privacy,
+    not time, and save more the more candidates there are. For few candidates composition is
+    cheaper.
 
-    Repeat-and-select with η = 0.1 and η = 0, the logarithmic law, is listed besides, with as many
-    trials on average as by the geometric law: these are cheaper still, but the best candidate is
-    tried less often, as the table says.
+    Repeat-and-select with η = 0.1 and with η = 0, the logarithmic distribution, is listed in
+    addition, with the mean number of trials of the geometric distribution. These are cheaper still,
+    but less likely to try the best candidate, as the table shows.
 
     Guarantee: every offer is (ε, δ)-DP for adding or removing one example, under the conditions of
-    its own way: `accounting.composition_epsilon`, `liu_talwar_epsilon`,
-    `repeat_and_select_epsilon`.
+    `composition_epsilon`, `liu_talwar_epsilon` or `repeat_and_select_epsilon`.
 
     Args:
-      trial: the event of one trial, to compare ε; or, with `epsilon`, a function from a noise
-        multiplier to it, to compare the noise that each way needs.
+      trial: the event of one trial, to compare ε. With `epsilon`, a function from a noise
+        multiplier to that event, to compare the noise that each way needs.
       space_size: number of candidates, at least 1.
       delta: δ, in (0, 1).
       epsilon: the budget of the whole search, greater than 0.
-      chance: probability, in (0, 1), with which the best candidate is to be among those that are
-        tried, at least.
-      mean_trials: instead of `chance`: of the ways with a random number of trials, at least 1;
-        composition then tries all candidates.
-      accountant: `"rdp"`, or `"pld"`, tighter and slower.
-      conversion: see `accounting.composition_epsilon`.
-      orders: see `accounting.composition_epsilon`.
+      chance: minimum probability that the best candidate is tried, in (0, 1).
+      mean_trials: mean number of trials of the random ways, at least 1; replaces `chance`.
+        Composition then tries all candidates.
+      accounting: how ε is computed, see `Accounting`.
 
     Returns:
-      The offers, the cheapest first.
+      A `Recommendation` with the cheapest offer first.
 
     Raises:
-      TypeError, ValueError: if an argument is not of the kind above, or if the budget cannot be met
-        by any of them.
+      TypeError, ValueError: if an argument has the wrong type or is out of range, or if no way
+        meets the budget.
 
     Example:
       >>> import dp_accounting
@@ -495,21 +471,20 @@ def recommend(
     if mean_trials is not None:
         checks.number("mean_trials", mean_trials, 1)
     if epsilon is None:
-        convert.checked_event("trial", trial)
+        checked_event("trial", trial)
     elif isinstance(trial, dp_accounting.DpEvent) or not callable(trial):
         raise TypeError(
             "`trial` must be a function from a noise multiplier to an event if `epsilon` is given. "
             f"Received: trial={trial!r}"
         )
-    keywords = {"accountant": accountant, "conversion": conversion, "orders": orders}
 
     def offer(label: str, strategy: Strategy) -> Offer:
-        tried = chance_of(strategy, space_size)
-        if epsilon is None:
-            return Offer(label, strategy, strategy.epsilon(trial, delta, **keywords), None, tried)
-        noise = least_noise(strategy, trial, epsilon, delta, **keywords)
-        spent = math.inf if noise is None else strategy.epsilon(trial(noise), delta, **keywords)
-        return Offer(label, strategy, spent, noise, tried)
+        noise, event = None, trial
+        if epsilon is not None:
+            noise = _least_noise(strategy, trial, epsilon, delta, accounting)
+            event = None if noise is None else trial(noise)
+        spent = math.inf if event is None else strategy.epsilon(event, delta, accounting=accounting)
+        return Offer(label, strategy, spent, noise, chance_of(strategy, space_size))
 
     ranked, spread = _strategies(int(space_size), delta, chance, mean_trials)
     offers = [offer(label, strategy) for label, strategy in ranked.items()]
@@ -519,7 +494,7 @@ def recommend(
         offers.sort(key=lambda o: math.inf if o.noise_multiplier is None else o.noise_multiplier)
         if offers[0].noise_multiplier is None:
             raise ValueError(
-                NO_NOISE.format(f"space_size={space_size!r}, epsilon={epsilon!r}, delta={delta!r}")
+                _NO_NOISE.format(f"space_size={space_size!r}, epsilon={epsilon!r}, delta={delta!r}")
             )
     besides = tuple(offer(label, strategy) for label, strategy in spread.items())
     asked = chance if mean_trials is None else None
@@ -529,7 +504,7 @@ def recommend(
 def _strategies(
     space_size: int, delta: float, chance: float, mean_trials: float | None
 ) -> tuple[dict[str, Strategy], dict[str, Strategy]]:
-    """What is compared, and what is listed besides."""
+    """The ways to compare, and those to list in addition."""
 
     def stopping(mean: float) -> LiuTalwar:
         return LiuTalwar(1 / mean, search_epsilon.best_delta_2(1 / mean, delta))
@@ -539,7 +514,7 @@ def _strategies(
             return make(mean_trials)
         return make(_least_mean(lambda mean: chance_of(make(mean), space_size) >= chance))
 
-    # A hair less, against the rounding of chance * space_size.
+    # The factor absorbs the rounding of chance * space_size.
     distinct = space_size if mean_trials else max(1, math.ceil(chance * space_size * (1 - 1e-12)))
     geometric = with_chance(RepeatAndSelect)
     ranked = {
@@ -556,21 +531,19 @@ def _strategies(
 
 
 def _least_mean(suffices: Callable[[float], bool]) -> float:
-    """The least mean number of trials that suffices, rounded up to four digits."""
+    """The smallest mean number of trials that suffices, rounded up to four digits."""
     low, high = 1.0, 1.0
     while not suffices(high):
         low, high = high, 2 * high
-    while high > low * (1 + 1e-6):
-        middle = (low + high) / 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return calibration.rounded_up(high, 1e-3, lambda mean: not suffices(mean))
+    found = _boundary(suffices, low, high) if high > low else high
+    return calibration.rounded_up(found, 1e-3, lambda mean: not suffices(mean))
 
 
 def chance_of(strategy: Strategy, space_size: int) -> float:
-    """Probability that a certain candidate of the space is tried at all.
+    """Probability that a given candidate of the search space is tried.
 
     Args:
-      strategy: composition tries distinct candidates, the others draw with replacement.
+      strategy: composition tries distinct candidates; the others draw with replacement.
       space_size: number of candidates.
     """
     if isinstance(strategy, Composition):

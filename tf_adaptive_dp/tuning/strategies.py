@@ -1,11 +1,17 @@
-"""Ways to choose among trials, what each costs and how many trials it makes; what scores cost."""
+"""Scores by which trials are compared, and strategies that decide how many trials run.
+
+References:
+  - Liu, Talwar, "Private Selection from Private Candidates", 2019,
+    https://arxiv.org/abs/1811.07971
+  - Papernot, Steinke, "Hyperparameter Tuning with Renyi Differential Privacy", 2022,
+    https://arxiv.org/abs/2110.03620
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import dp_accounting
 
@@ -13,13 +19,14 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting.composition import check_probability
 from tf_adaptive_dp.mechanism import noise
 from tf_adaptive_dp.tuning import search_epsilon, trial_count_distributions
+from tf_adaptive_dp.tuning.conversion import DEFAULT_ACCOUNTING, Accounting
 
 
 @dataclasses.dataclass(frozen=True)
 class PublicScore:
-    """Scores on public validation data: they cost nothing.
+    """Scores on public validation data, at no cost in privacy.
 
-    Guarantee: rests on the caller's word that no validation example is private.
+    Guarantee: relies on the caller's statement that no validation example is private.
 
     Example:
       >>> from tf_adaptive_dp.tuning.strategies import PublicScore
@@ -29,37 +36,38 @@ class PublicScore:
 
     @property
     def event(self) -> dp_accounting.DpEvent:
-        """What a score releases."""
+        """The event of one released score."""
         return dp_accounting.NoOpDpEvent()
 
     def released(self, score: float) -> float:
-        """The score as it is."""
+        """Returns the score unchanged."""
         return float(score)
 
     @property
     def sentence(self) -> str:
-        """For the privacy statement."""
+        """The sentence about the score in the privacy statement."""
         return "Trials were compared on public validation data, at no cost in privacy."
 
 
 @dataclasses.dataclass(frozen=True)
 class NoisyScore:
-    """Scores on private validation data, each released with Gaussian noise of its own.
+    """Scores on private validation data, each released with independent Gaussian noise.
 
     released = score + N(0, (noise_multiplier · sensitivity)²).
 
-    Guarantee: `event`, a Gaussian mechanism, for adding or removing one validation example, if that
-    changes a score by at most `sensitivity`. So the score must be finite for all data sets: noise
-    does not hide one that is not, and a search counts it as the worst. Compose the event with the
-    training of the trial, also if training and validation examples are disjoint.
+    Guarantee: each released score is the Gaussian mechanism `event`, for adding or removing one
+    validation example, provided that this changes a score by at most `sensitivity`. The score must
+    therefore be finite for every data set: noise does not hide a score that is not finite, and a
+    search ranks it last. Compose the event with the training of the trial, even if training and
+    validation examples are disjoint.
 
     Args:
       noise_multiplier: standard deviation of the noise / `sensitivity`, greater than 0.
-      sensitivity: the most by which one example changes the score, greater than 0; for accuracy
+      sensitivity: maximum change of the score by one example, greater than 0. For accuracy it is
         1 / number of validation examples.
 
     Raises:
-      TypeError, ValueError: if an argument is not a number of the range above.
+      TypeError, ValueError: if an argument has the wrong type or is out of range.
 
     Example:
       >>> from tf_adaptive_dp.tuning.strategies import NoisyScore
@@ -76,27 +84,28 @@ class NoisyScore:
 
     @property
     def event(self) -> dp_accounting.DpEvent:
-        """What a score releases."""
+        """The event of one released score."""
         return dp_accounting.GaussianDpEvent(float(self.noise_multiplier))
 
     def released(self, score: float) -> float:
-        """The score with fresh noise, other at each call: call it once for each trial.
+        """Returns the score with fresh noise. Call it once per trial.
 
         Raises:
-          ValueError: if the score is not finite, which noise would not hide. Take a score that is
-            finite for all data sets, by clipping what each example adds to it.
+          ValueError: if the score is not finite. Use a score that is finite for every data set, for
+            example by clipping the contribution of each example.
         """
         if not math.isfinite(score):
             raise ValueError(
-                "`score` must be finite for all data sets, since noise does not hide one that is "
-                f"not: clip what each example adds to it. Received: score={score!r}"
+                "`score` must be finite for every data set, since noise does not hide a score that "
+                "is not finite. Clip the contribution of each example to the score. Received: "
+                f"score={score!r}"
             )
         drawn = float(noise.fresh_normal_numbers(1)[0])
         return float(score) + self.noise_multiplier * self.sensitivity * drawn
 
     @property
     def sentence(self) -> str:
-        """For the privacy statement."""
+        """The sentence about the score in the privacy statement."""
         return (
             "Trials were compared on private validation data, by scores with Gaussian noise of "
             f"standard deviation {self.noise_multiplier * self.sensitivity:g} (noise multiplier "
@@ -106,10 +115,13 @@ class NoisyScore:
 
 @dataclasses.dataclass(frozen=True)
 class UnprotectedScore:
-    """Scores on private validation data that are used without noise, as in the paper.
+    """Scores on private validation data, used without noise.
 
-    Guarantee: none for the validation data. ε covers the training data alone, and only if no
-    example is in both. For comparisons with the paper.
+    Mohapatra et al. 2021 use such scores (https://arxiv.org/abs/2111.04906); this class is for
+    comparisons with that paper.
+
+    Guarantee: none for the validation data. ε covers only the training data, and only if no example
+    is in both sets.
 
     Example:
       >>> from tf_adaptive_dp.tuning.strategies import UnprotectedScore
@@ -119,16 +131,16 @@ class UnprotectedScore:
 
     @property
     def event(self) -> dp_accounting.DpEvent:
-        """Nothing that is accounted for."""
+        """No event: the accounting ignores these scores."""
         return dp_accounting.NoOpDpEvent()
 
     def released(self, score: float) -> float:
-        """The score as it is."""
+        """Returns the score unchanged."""
         return float(score)
 
     @property
     def sentence(self) -> str:
-        """For the privacy statement."""
+        """The sentence about the score in the privacy statement."""
         return (
             "NOT PRIVATE for the validation data: trials were compared by scores without noise, "
             "and epsilon does not cover the validation examples. It covers the training examples, "
@@ -137,13 +149,13 @@ class UnprotectedScore:
 
 
 class Strategy(Protocol):
-    """What all strategies answer."""
+    """How many trials a search runs, what it releases and what it costs."""
 
     name: ClassVar[str]
     """`"composition"`, `"liu_talwar"` or `"repeat_and_select"`."""
 
     releases_all: ClassVar[bool]
-    """Whether every trial may be shown, or the winner alone."""
+    """Whether every trial may be shown, or only the winner."""
 
     @property
     def expected_trials(self) -> float:
@@ -151,35 +163,33 @@ class Strategy(Protocol):
 
     @property
     def max_trials(self) -> int | None:
-        """The most trials that are made; `None`: there is no bound."""
+        """Maximum number of trials; `None` if there is none."""
 
     def epsilon(
         self,
         trial: dp_accounting.DpEvent,
         delta: float,
         *,
-        accountant: str = "rdp",
-        conversion: str = "improved",
-        orders: Sequence[float] | None = None,
+        accounting: Accounting = DEFAULT_ACCOUNTING,
     ) -> float:
-        """ε of the whole search; arguments as of `accounting.composition_epsilon`."""
+        """ε of the whole search; for the arguments see `composition_epsilon`."""
 
     def draw_num_trials(self) -> int:
-        """How many trials to make: to be drawn once, kept secret and adhered to."""
+        """Draws the number of trials: call it once, keep it secret and run exactly that many."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """A fixed number of trials, each released.
+    """A fixed number of trials, all of which are released.
 
-    Guarantee: as `accounting.composition_epsilon`. Nothing need be hidden, and trials may be chosen
-    one by one in the light of the others.
+    Guarantee: that of `composition_epsilon`. Nothing needs to stay secret, and the choice of a
+    trial may depend on earlier results.
 
     Args:
       num_trials: K, at least 1.
 
     Raises:
-      TypeError, ValueError: if it is none.
+      TypeError, ValueError: if `num_trials` has the wrong type or is out of range.
 
     Example:
       >>> import dp_accounting
@@ -209,9 +219,17 @@ class Composition:
         """K."""
         return int(self.num_trials)
 
-    def epsilon(self, trial: dp_accounting.DpEvent, delta: float, **keywords: Any) -> float:
-        """`accounting.composition_epsilon`."""
-        return search_epsilon.composition_epsilon(trial, self.num_trials, delta, **keywords)
+    def epsilon(
+        self,
+        trial: dp_accounting.DpEvent,
+        delta: float,
+        *,
+        accounting: Accounting = DEFAULT_ACCOUNTING,
+    ) -> float:
+        """ε of `composition_epsilon`."""
+        return search_epsilon.composition_epsilon(
+            trial, self.num_trials, delta, accounting=accounting
+        )
 
     def draw_num_trials(self) -> int:
         """K."""
@@ -222,16 +240,15 @@ class Composition:
 class LiuTalwar:
     """Random stopping: after each trial a secret coin ends the search with probability γ.
 
-    Guarantee: as `accounting.liu_talwar_epsilon`, under the conditions that it names. The winner
-    alone may be shown.
+    Guarantee: that of `liu_talwar_epsilon`, under its conditions. Only the winner may be shown.
 
     Args:
       gamma: γ, in (0, 1].
-      delta_2: δ₂, in (0, 1) and below the δ asked for: the search ends after ⌈log(1/δ₂) / γ⌉ trials
-        at the latest. `accounting.best_delta_2` gives the one with the smallest ε.
+      delta_2: δ₂, in (0, 1) and below the δ of the search, which ends after at most
+        ⌈log(1/δ₂) / γ⌉ trials. `best_delta_2` computes the δ₂ with the smallest ε.
 
     Raises:
-      ValueError: if an argument is not of the range above.
+      ValueError: if an argument is out of range.
 
     Example:
       >>> import dp_accounting
@@ -269,32 +286,37 @@ class LiuTalwar:
             1 if self.gamma == 1 else trial_count_distributions.hard_stop(self.gamma, self.delta_2)
         )
 
-    def epsilon(self, trial: dp_accounting.DpEvent, delta: float, **keywords: Any) -> float:
-        """`accounting.liu_talwar_epsilon`."""
+    def epsilon(
+        self,
+        trial: dp_accounting.DpEvent,
+        delta: float,
+        *,
+        accounting: Accounting = DEFAULT_ACCOUNTING,
+    ) -> float:
+        """ε of `liu_talwar_epsilon`."""
         return search_epsilon.liu_talwar_epsilon(
-            trial, self.gamma, delta, delta_2=self.delta_2, **keywords
+            trial, self.gamma, delta, delta_2=self.delta_2, accounting=accounting
         )
 
     def draw_num_trials(self) -> int:
-        """min(geometric(γ), hard stop), by secret coins; at least 1."""
+        """Draws min(geometric(γ), hard stop), at least 1, with secret coins."""
         return trial_count_distributions.draw_geometric(self.gamma, self.max_trials)
 
 
 @dataclasses.dataclass(frozen=True)
 class RepeatAndSelect:
-    """A random number of trials, drawn beforehand, of which the best is shown.
+    """A random number of trials, drawn in advance; only the best one is shown.
 
-    Guarantee: as `accounting.repeat_and_select_epsilon`, under the conditions that it names. The
-    winner alone may be shown.
+    Guarantee: that of `repeat_and_select_epsilon`, under its conditions.
 
     Args:
       mean_trials: mean number of trials, at least 1.
-      shape: η > -1 of the truncated negative binomial law: 1 is the geometric law, 0 the
-        logarithmic one, `math.inf` Poisson, by which no trial at all may be made. With the same
-        mean a smaller one makes fewer trials most of the time, and once in a while very many.
+      shape: η > -1 of the truncated negative binomial distribution: 1 is geometric, 0 logarithmic,
+        and `math.inf` Poisson, which may draw no trial at all. With the same mean, a smaller shape
+        usually draws fewer trials, and occasionally very many.
 
     Raises:
-      TypeError, ValueError: if an argument is not of the range above.
+      TypeError, ValueError: if an argument has the wrong type or is out of range.
 
     Example:
       >>> import dp_accounting
@@ -318,20 +340,26 @@ class RepeatAndSelect:
 
     @property
     def expected_trials(self) -> float:
-        """The mean, of the law that is drawn from."""
+        """The mean of the distribution."""
         return float(self.mean_trials)
 
     @property
     def max_trials(self) -> int | None:
-        """`None`: any number may come up; one with a mean of 1, unless the law is Poisson."""
+        """`None`, since any number may be drawn; 1 for a mean of 1, except for Poisson."""
         return 1 if self.mean_trials == 1 and not math.isinf(self.shape) else None
 
-    def epsilon(self, trial: dp_accounting.DpEvent, delta: float, **keywords: Any) -> float:
-        """`accounting.repeat_and_select_epsilon`."""
+    def epsilon(
+        self,
+        trial: dp_accounting.DpEvent,
+        delta: float,
+        *,
+        accounting: Accounting = DEFAULT_ACCOUNTING,
+    ) -> float:
+        """ε of `repeat_and_select_epsilon`."""
         return search_epsilon.repeat_and_select_epsilon(
-            trial, self.mean_trials, delta, shape=self.shape, **keywords
+            trial, self.mean_trials, delta, shape=self.shape, accounting=accounting
         )
 
     def draw_num_trials(self) -> int:
-        """A number with the strategy's law; at least 1, or with Poisson at least 0."""
+        """Draws the number of trials: at least 1, or at least 0 for Poisson."""
         return trial_count_distributions.draw(self.mean_trials, self.shape)

@@ -34,6 +34,7 @@ from typing import Any
 from examples.experiments.lib import candidates, harness
 from examples.experiments.lib.harness import Trial
 from tf_adaptive_dp.tuning import budgets, search_epsilon
+from tf_adaptive_dp.tuning.conversion import Accounting
 
 NOISE, BATCH, STEPS, DELTA_2 = 4.0, 250, 10_000, 1e-20
 # Fractional orders for large ε, and high ones for the tiny δ of single runs in random stopping.
@@ -45,12 +46,12 @@ MANY_ORDERS = [
 ]
 # The authors' released code searches real orders to 512; these come near.
 UP_TO_512 = [1.5, 1.75, *(k / 4 for k in range(8, 48)), *range(12, 513)]
-ACCOUNTINGS: dict[str, dict[str, Any]] = {
-    "classical": {"conversion": "classical"},
-    "classical to 512": {"conversion": "classical", "orders": UP_TO_512},
-    "improved": {},
-    "more orders": {"orders": MANY_ORDERS},
-    "pld": {"accountant": "pld"},
+ACCOUNTINGS = {
+    "classical": Accounting(conversion="classical"),
+    "classical to 512": Accounting(conversion="classical", orders=UP_TO_512),
+    "improved": Accounting(),
+    "more orders": Accounting(orders=MANY_ORDERS),
+    "pld": Accounting("pld"),
 }
 CANDIDATES = (1, 10, 100, 1000)
 TABLE_1 = {"Adult": 36_177, "MNIST": 60_000}
@@ -86,21 +87,26 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     del data_dir  # there are none
     how, delta = ACCOUNTINGS[settings["accounting"]], settings["delta"]
     trial = candidates.trial_event(settings["num_examples"], BATCH, NOISE, STEPS)
-    by_rdp = {**how, "accountant": "rdp"}
     many = settings["candidates"]
     stopping = [
-        search_epsilon.liu_talwar_epsilon(trial, 1 / k, delta, delta_2=DELTA_2, **how) for k in many
+        search_epsilon.liu_talwar_epsilon(trial, 1 / k, delta, delta_2=DELTA_2, accounting=how)
+        for k in many
     ]
     result = {
-        "composition": [search_epsilon.composition_epsilon(trial, k, delta, **how) for k in many],
+        "composition": [
+            search_epsilon.composition_epsilon(trial, k, delta, accounting=how) for k in many
+        ],
         "liu_talwar": stopping,
         "repeat_and_select": [
-            search_epsilon.repeat_and_select_epsilon(trial, k, delta, **by_rdp) for k in many
+            search_epsilon.repeat_and_select_epsilon(trial, k, delta, accounting=how.by_rdp())
+            for k in many
         ],
     }
     result = {way: [round(epsilon, 4) for epsilon in found] for way, found in result.items()}
     if settings["name"] is None:
-        result["affordable"] = budgets.num_trials_for_budget(trial, stopping[0], delta, **how)
+        result["affordable"] = budgets.num_trials_for_budget(
+            trial, stopping[0], delta, accounting=how
+        )
     return result
 
 

@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.experiments.honest_costs.run import MANY_ORDERS
+from examples.experiments.honest_costs.run import ACCOUNTINGS
 from examples.experiments.lib import candidates, harness
 from examples.experiments.lib.harness import Trial
 from tf_adaptive_dp.tuning import grids, search_epsilon
@@ -121,16 +121,22 @@ def expected_maximum(values: Sequence[float], drawn: int) -> float:
 def epsilons(num_examples: int, steps: int, number: int) -> dict[str, float]:
     """ε of each way of paying for so many candidates, and of the paper's accounting."""
     trial = candidates.trial_event(num_examples, BATCH, NOISE, steps)
-    classical, many = {"conversion": "classical"}, {"orders": MANY_ORDERS}
+    classical, many = ACCOUNTINGS["classical"], ACCOUNTINGS["more orders"]
     return {
-        "composed": search_epsilon.composition_epsilon(trial, number, DELTA, accountant="pld"),
-        "random stopping": search_epsilon.liu_talwar_epsilon(trial, 1 / number, DELTA, **many),
-        "repeat-and-select": search_epsilon.repeat_and_select_epsilon(trial, number, DELTA, **many),
+        "composed": search_epsilon.composition_epsilon(
+            trial, number, DELTA, accounting=ACCOUNTINGS["pld"]
+        ),
+        "random stopping": search_epsilon.liu_talwar_epsilon(
+            trial, 1 / number, DELTA, accounting=many
+        ),
+        "repeat-and-select": search_epsilon.repeat_and_select_epsilon(
+            trial, number, DELTA, accounting=many
+        ),
         "composed, classical": search_epsilon.composition_epsilon(
-            trial, number, DELTA, **classical
+            trial, number, DELTA, accounting=classical
         ),
         "stopping, classical": search_epsilon.liu_talwar_epsilon(
-            trial, 1 / number, DELTA, **classical
+            trial, 1 / number, DELTA, accounting=classical
         ),
     }
 

@@ -7,6 +7,7 @@ from tests.helpers import tuned
 from tf_adaptive_dp import PoissonSampling
 from tf_adaptive_dp.statement import format_epsilon
 from tf_adaptive_dp.tuning import strategies
+from tf_adaptive_dp.tuning.conversion import Accounting
 from tf_adaptive_dp.tuning.keras_tuner import results
 from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect
@@ -195,7 +196,7 @@ def test_pld_reaches_a_search_that_shows_the_winner_alone():
     score = strategies.NoisyScore(noise_multiplier=20.0, sensitivity=0.01)
     by_rdp, by_pld = (plan(STRATEGIES[2], score=score, accountant=a) for a in ("rdp", "pld"))
     event = trial_event(9.0, score=score.event)
-    spent = STRATEGIES[2].epsilon(event, 1e-5, accountant="pld")
+    spent = STRATEGIES[2].epsilon(event, 1e-5, accounting=Accounting("pld"))
     assert by_pld.epsilon_spent(9.0) == spent < 0.8 * by_rdp.epsilon_spent(9.0)
     assert plan(STRATEGIES[2], accountant="pld").epsilon_spent(9.0) < spent
     winner = {"values": {}, "score": 0.5, "releases": 6, "error": None, "resumed": 0}

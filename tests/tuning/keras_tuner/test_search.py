@@ -218,7 +218,7 @@ def test_a_space_that_grows_is_refused_before_anything_is_trained(tmp_path, monk
 def test_without_kerastuner_there_is_a_clear_error(monkeypatch):
     monkeypatch.delitem(sys.modules, "tf_adaptive_dp.tuning.keras_tuner.tuner")
     monkeypatch.setitem(sys.modules, "keras_tuner", None)
-    message = "HonestTuner needs KerasTuner: pip install 'tf-adaptive-dp[tuning]'"
+    message = "HonestTuner requires KerasTuner: pip install 'tf-adaptive-dp[tuning]'"
     with pytest.raises(ImportError, match=f"^{re.escape(message)}$"):
         dp.tuning.HonestTuner  # noqa: B018
 

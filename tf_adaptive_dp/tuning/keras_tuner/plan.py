@@ -14,6 +14,7 @@ from tf_adaptive_dp.sampling import spending
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 from tf_adaptive_dp.tuning import budgets
+from tf_adaptive_dp.tuning.conversion import Accounting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,13 +108,15 @@ class Plan:
             self._event,
             self.epsilon,
             self._delta_for_noise(),
-            accountant=self.accountant,
+            accounting=Accounting(self.accountant),
         )
 
     def epsilon_spent(self, noise_multiplier: float) -> float:
         """ε of the search at `delta`."""
         return self.strategy.epsilon(
-            self._event(noise_multiplier), self._delta_for_noise(), accountant=self.accountant
+            self._event(noise_multiplier),
+            self._delta_for_noise(),
+            accounting=Accounting(self.accountant),
         )
 
     def epsilon_of_one(self, noise_multiplier: float) -> float:
@@ -146,7 +149,7 @@ class Plan:
         release = dp_accounting.GaussianDpEvent(noise_multiplier)
         event = dp_accounting.SelfComposedDpEvent(release, times)
         return self.strategy.epsilon(
-            self._with_score(event), self.delta, accountant=self.accountant
+            self._with_score(event), self.delta, accounting=Accounting(self.accountant)
         )
 
     def _occurrences(self, releases: int) -> int:
