@@ -238,7 +238,7 @@ def test_pld_reaches_calibration_and_budgets():
 def test_what_pld_lacks_is_accounted_by_rdp_with_a_warning():
     other = dp_accounting.dp_event.RepeatAndSelectDpEvent(TRIAL, 2.0, 1.0)
     trial = dp_accounting.ComposedDpEvent([TRIAL, other])
-    with pytest.warns(UserWarning, match="PLD lacks an event"):
+    with pytest.warns(UserWarning, match="PLD does not support an event"):
         found = repeat_and_select_epsilon(trial, 5, 1e-5, accounting=PLD)
     assert found == repeat_and_select_epsilon(trial, 5, 1e-5)
 
