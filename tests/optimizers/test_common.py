@@ -234,13 +234,30 @@ def test_averaged_weights_are_kept_by_keras(name):
     assert model.optimizer.get_config()["use_ema"] is True
 
 
-def test_the_list_holds_every_private_optimizer():
-    public = {
-        getattr(dp, n)
-        for n in dp.__all__
-        if isinstance(getattr(dp, n), type)
-        and issubclass(getattr(dp, n), tf.keras.optimizers.Optimizer)
+def every_public_optimizer():
+    return {
+        getattr(package, name)
+        for package in (dp.optimizers, dp.optimizers.baselines)
+        for name in package.__all__
+        if isinstance(getattr(package, name), type)
+        and issubclass(getattr(package, name), tf.keras.optimizers.Optimizer)
     }
-    assert {type(catalogue.make(name)) for name in OPTIMIZERS} | {
-        dp.optimizers.baselines.AdaS
-    } == public
+
+
+def test_the_list_holds_every_private_optimizer():
+    listed = {type(catalogue.make(name)) for name in OPTIMIZERS}
+    assert listed | {dp.optimizers.baselines.AdaS} == every_public_optimizer()
+
+
+def test_each_docstring_is_complete():
+    nadam = dp.make_dp_optimizer_class(tf.keras.optimizers.Nadam)
+    for optimizer_class in [*every_public_optimizer(), nadam]:
+        text = optimizer_class.__doc__
+        assert "{{" not in text, optimizer_class
+        sections = ["Guarantee: ", "Args:\n", "Raises:\n"]
+        if optimizer_class is not nadam:
+            sections += ["References:\n", ">>> "]
+        if optimizer_class is not dp.optimizers.baselines.AdaS:
+            sections += ["\n      l2_norm_clip: C", "\n      seed: "]
+        assert not [s for s in sections if s not in text], optimizer_class
+        assert max(map(len, text.splitlines())) <= 100, optimizer_class

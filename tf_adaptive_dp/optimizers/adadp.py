@@ -8,56 +8,66 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.optimizers.docstrings import ARGUMENTS, RAISES, SIDE_INFORMATION
+from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 from tf_adaptive_dp.update_rules import step_doubling
 
 
 @tf.keras.saving.register_keras_serializable(PACKAGE)
+@fill_docstring
 class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
-    __doc__ = f"""Private SGD whose learning rate adapts itself; nothing needs tuning.
+    """Private SGD that adapts its own learning rate by step doubling; nothing needs tuning.
 
-    A step of size η is compared with two of size η/2, over two minibatches with the noisy mean
-    gradients G₁ and G₂ (Koskela and Honkela, Algorithm 2):
+    ADADP compares one step of size η with two steps of size η/2. The two half steps use two
+    minibatches, with the noisy mean gradients G₁ and G₂ of `DPSGD`:
 
-        even minibatch:  θ̂ = θ − η·G₁ (the Euler point),  θ ← θ − (η/2)·G₁
-        odd minibatch:   θ̃ = θ − (η/2)·G₂,  err = ‖(θ̃ − θ̂) / max(1, |θ̃|)‖₂ over all variables
+        even minibatch:  θ̂ ← θ − η·G₁ (the Euler point),  θ ← θ − (η/2)·G₁
+        odd minibatch:   θ̃ ← θ − (η/2)·G₂,  err = ‖(θ̃ − θ̂) / max(1, |θ̃|)‖₂ over all variables
                          η ← η · min(max(tol / err, alpha_min), alpha_max)
+                         θ ← θ̃ (or θ̂, see `keep`)
 
-    The tolerance tol falls with the number of steps, so that the noise that adds up over a long
-    run does not undo what a short one learned: tol = tolerance / √(1 + tolerance_decay·t) at step
-    t, of two minibatches. The paper's tol is constant: `tolerance_decay=0`.
+    The tolerance falls with the number of steps: tol = tolerance / √(1 + tolerance_decay·t) after
+    t pairs of minibatches. Otherwise the noise that accumulates over a long run would undo what
+    the model learned early. `tolerance_decay=0` gives the constant tolerance of the paper.
 
-    With side information the step is one along preconditioned gradients, and err compares points
-    of that flow; `PublicGradients` stays the same for both minibatches of a step.
+    With side information, steps go along preconditioned gradients and err compares points of that
+    flow. `PublicGradients` stays constant during the two minibatches of a step.
 
-    `learning_rate` is the adapted η, so callbacks and TensorBoard see it. The papers' figures come
-    from gradients averaged over the batch, as here; version 1 prints sums.
+    `learning_rate` is the adapted η, so callbacks and TensorBoard see it. Gradients are averages
+    over the batch, which reproduces the paper's figures; version 1 of the paper prints sums.
 
-    Guarantee: each minibatch is one release of the Gaussian mechanism and one entry of the ledger,
-    so an adaptation step is two; the rest is post-processing (Theorem 2). A discarded step has
-    been paid for all the same.
+    Guarantee: each minibatch is one release of the Gaussian mechanism and one entry in the ledger,
+    so one adaptation step costs two releases. The rest is post-processing (Theorem 2). A discarded
+    step has still been paid for.
 
     Args:
-{ARGUMENTS}
-{SIDE_INFORMATION}
-      learning_rate: η₀; the first epoch finds the right one from any.
-      tolerance: tol at the start. `None` takes 1, as the paper prints, and √d / 50 if that is less,
-        for d parameters. The paper's code counted every parameter ten times in err, so its results
-        used 1/√10. See `suggest_tolerance`.
-      tolerance_decay: how fast tol falls; 0 keeps it.
+      {{mechanism_args}}
+      {{side_information_args}}
+      learning_rate: the first η. The first epoch finds a suitable rate from almost any value.
+      tolerance: tol at the start. `None` uses the smaller of 1, the value printed in the paper,
+        and √d / 50, for d parameters. The paper's code counted every parameter ten times in err,
+        so its results correspond to 1/√10. See `suggest_tolerance`.
+      tolerance_decay: how fast tol falls. 0 keeps it constant.
       alpha_min: the smallest factor of one adaptation.
-      alpha_max: the largest.
-      keep: which point stays after two minibatches: `"half_steps"`, θ̃ (the supplement), or
+      alpha_max: the largest factor of one adaptation.
+      keep: which point to keep after two minibatches: `"half_steps"`, θ̃ (the supplement), or
         `"euler"`, θ̂ (version 1).
-      discard: go back to the point before both minibatches when err > tol.
-      freeze_learning_rate_after: k₀; from then on plain SGD with the learning rate
-        η / (1 + decay_after_freeze·(k − k₀)). `None`: never.
-      decay_after_freeze: see above; 0.1 in the paper.
-      steps_per_epoch: the unit of k and k₀, in minibatches: with the default 1 they are Keras's
-        `iterations`; with the number of minibatches an epoch they are epochs, as in the paper.
-      **kwargs: those of `tf.keras.optimizers.Optimizer`, `use_ema` and `weight_decay` among them.
-{RAISES}
+      discard: whether to return to the point before both minibatches if err > tol.
+      freeze_learning_rate_after: k₀. From then on the optimizer is plain SGD with the learning
+        rate η / (1 + decay_after_freeze·(k − k₀)). `None` adapts forever.
+      decay_after_freeze: see `freeze_learning_rate_after`; 0.1 in the paper.
+      steps_per_epoch: the unit of k and k₀, in minibatches. With the default of 1 they count
+        Keras's `iterations`. Pass the number of minibatches per epoch to count epochs, as the
+        paper does.
+      **kwargs: the arguments of `tf.keras.optimizers.Optimizer`, such as `use_ema` and
+        `weight_decay`.
+
+    Raises:
+      {{raises}}
+
+    References:
+      - Koskela and Honkela, "Learning Rate Adaptation for Federated and Differentially Private
+        Learning" (2018), arXiv:1809.03832, Algorithms 1 and 2.
 
     >>> optimizer = ADADP(l2_norm_clip=1.0, noise_multiplier=0.0, learning_rate=0.1)
     >>> w = tf.Variable([0.0])
@@ -65,7 +75,7 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
     ...     with tf.GradientTape() as tape:
     ...         loss = tf.constant([-1.0, -1.0]) * w
     ...     optimizer.minimize(loss, [w], tape)
-    >>> print(f"w = {{w.numpy()[0]:.2f}}, next η = {{optimizer.learning_rate.numpy():.2f}}")
+    >>> print(f"w = {w.numpy()[0]:.2f}, next η = {optimizer.learning_rate.numpy():.2f}")
     w = 0.10, next η = 0.11
     """
 

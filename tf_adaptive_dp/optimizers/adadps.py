@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.optimizers.docstrings import ARGUMENTS, RAISES
+from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 from tf_adaptive_dp.optimizers.preconditioning import check_side_information
 from tf_adaptive_dp.side_information.provenance import SideInformation
@@ -16,32 +16,41 @@ ORDERS = ("precondition_first", "noise_first")
 
 
 @tf.keras.saving.register_keras_serializable(PACKAGE)
+@fill_docstring
 class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
-    __doc__ = f"""Private SGD on gradients that side information made comparable beforehand.
+    """Private SGD that preconditions gradients with side information before clipping them.
 
-    Each example's gradient is divided by the preconditioner A before it is clipped ("Private
-    Adaptive Optimization with Side Information", Algorithm 1):
+    AdaDPS divides each example's gradient by the preconditioner A and then clips the result:
 
-        gᵢ ← gᵢ / A,   G = (Σᵢ clip(gᵢ, C) + N(0, σ²C²·I)) / L,   θ ← θ − α·G
+        gᵢ ← gᵢ / A
+        G = (Σᵢ clip(gᵢ, C) + N(0, σ²C²·I)) / L
+        θ ← θ − α·G
 
-    so that noise falls on all coordinates in proportion to what they carry. In the Adam form a
-    public first moment m is mixed in: gᵢ ← (β·gᵢ + (1 − β)·m) / A. Terms of the loss that no
-    example owns, such as regularization, are scaled like gradients.
+    This makes coordinates comparable, so that the noise hits each one in proportion to what it
+    carries. The Adam form also mixes in a public first moment m: gᵢ ← (β·gᵢ + (1 − β)·m) / A.
+    Terms of the loss that belong to no example, such as regularization, are scaled like gradients.
 
-    Guarantee: clipping comes after preconditioning, so the sensitivity is C whatever A is. A must
-    not come from the private data: side information says where it comes from, and if that was a
-    private release of its own, ε includes it. With `order="noise_first"` A is applied to what was
-    released, which is post-processing.
+    Guarantee: clipping comes after preconditioning, so the sensitivity is C for every A. A must
+    not come from the private data. Side information states its provenance; if that is a private
+    release of its own, ε includes it. With `order="noise_first"` A is applied to the released
+    gradient, which is post-processing.
 
     Args:
-      side_information: `token_frequencies(...)`, `tf_idf(...)` or another `FixedPreconditioner`, or
-        `PublicGradients`.
-{ARGUMENTS}
-      order: `"precondition_first"`, AdaDPS; `"noise_first"` clips and noises plain gradients and
+      side_information: `token_frequencies(...)`, `tf_idf(...)`, another `FixedPreconditioner`, or
+        `PublicGradients`. Also pass `PublicGradients` to `fit` as a callback.
+      {{mechanism_args}}
+      order: `"precondition_first"` is AdaDPS. `"noise_first"` clips and noises plain gradients and
         divides G by A, which is the baseline `DPRPub`.
       learning_rate: α, a number or a schedule.
-      **kwargs: those of `tf.keras.optimizers.SGD`, `momentum` among them: that of G / A.
-{RAISES}
+      **kwargs: the arguments of `tf.keras.optimizers.SGD`, such as `momentum`, which applies to
+        G / A.
+
+    Raises:
+      {{raises}}
+
+    References:
+      - Li et al., "Private Adaptive Optimization with Side Information" (2022), arXiv:2202.05963,
+        Algorithm 1.
 
     >>> from tf_adaptive_dp.side_information import FixedPreconditioner
     >>> side_information = FixedPreconditioner(lambda v: 0.5, provenance="public")

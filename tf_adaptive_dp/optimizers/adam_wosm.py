@@ -7,37 +7,45 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.optimizers.docstrings import ARGUMENTS, RAISES, SIDE_INFORMATION
+from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 from tf_adaptive_dp.update_rules import effective_step_size
 
 
 @tf.keras.saving.register_keras_serializable(PACKAGE)
+@fill_docstring
 class DPAdamWOSM(DPOptimizer, tf.keras.optimizers.Optimizer):
-    __doc__ = f"""Private Adam whose second moment is replaced by the value that noise gives it.
+    """Private Adam without second moments, with the step size that Adam converges to under noise.
 
-    With the noisy mean gradient G of minibatch t, noise of standard deviation σC/L in it:
+    With the noisy mean gradient G of `DPSGD` at step t, whose noise has standard deviation σC/L:
 
-        m ← β₁·m + (1 − β₁)·G,   θ ← θ − α / (σC/L + ξ) · m / (1 − β₁ᵗ)
+        m ← β₁·m + (1 − β₁)·G
+        θ ← θ − α / (σC/L + ξ) · m / (1 − β₁ᵗ)
 
-    ("The Role of Adaptive Optimizers for Honest Private Hyperparameter Selection", Theorem 3 and
-    section 6). L is the expected batch size. With side information G is preconditioned, and its
-    noise has the same standard deviation in those coordinates.
+    L is the expected batch size. With side information G is preconditioned, and its noise has the
+    same standard deviation in those coordinates.
 
-    Guarantee: each minibatch is one release and one entry of the ledger; the rest is
-    post-processing.
+    Guarantee: each minibatch is one release of the Gaussian mechanism and one entry in the ledger.
+    The rest is post-processing.
 
     Args:
-{ARGUMENTS}
-{SIDE_INFORMATION}
+      {{mechanism_args}}
+      {{side_information_args}}
       learning_rate: α, a number or a schedule.
       beta_1: β₁ in [0, 1).
-      epsilon: ξ.
-      **kwargs: those of `tf.keras.optimizers.Optimizer`, `use_ema` and `weight_decay` among them.
-{RAISES}
+      epsilon: ξ, at least 0.
+      **kwargs: the arguments of `tf.keras.optimizers.Optimizer`, such as `use_ema` and
+        `weight_decay`.
+
+    Raises:
+      {{raises}}
+
+    References:
+      - Mohapatra et al., "The Role of Adaptive Optimizers for Honest Private Hyperparameter
+        Selection" (2021), arXiv:2111.04906, Theorem 3 and section 6.
 
     >>> optimizer = DPAdamWOSM(l2_norm_clip=1.0, noise_multiplier=1.1)
-    >>> print(f"{{optimizer.learning_rate.numpy():.3f}}")
+    >>> print(f"{optimizer.learning_rate.numpy():.3f}")
     0.001
     """
 

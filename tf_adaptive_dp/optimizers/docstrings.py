@@ -1,37 +1,63 @@
-"""What the docstrings of all optimizers share."""
+"""Argument texts that the optimizers' docstrings share, and the decorator that fills them in."""
 
 from __future__ import annotations
 
-# The part of "Args:" that all private optimizers share.
-ARGUMENTS = """\
-      l2_norm_clip: C ≥ 1e-12, the bound of the L2 norm of each example's gradient.
-      noise_multiplier: σ ≥ 0; noise of standard deviation σ·C is added to the sum. 0 is for tests
-        and gives no privacy.
-      num_microbatches: `None` clips the gradient of every example. A number clips the mean
-        gradient of each of so many groups instead: faster, but one example in another's place
-        changes the sum by up to 2C, and the ledger counts σ/2. For batches of one size only.
-      expected_batch_size: L, the public number that the noisy sum is divided by. `None` means
-        that all batches have one size, and that it is L; batches of random size need a number.
-      clipping: `"flat"`; `"automatic"`, which normalises every gradient; `"per_layer"` or a
-        `PerLayerClipping`; `"adaptive"` or an `AdaptiveClipping`, for which `l2_norm_clip` is the
-        first bound.
-      gradients: how per-example gradients are computed: `"auto"`, `"traced"` or `"materialized"`.
-      gradient_accumulation_steps: k; a batch comes in k parts, one call each, and is released and
-        applied with the last. `expected_batch_size` is that of all k together.
-      loss_scale: a power of two, from 1 to 2**24, that the loss is multiplied by before it is
-        differentiated; undone before clipping. `None` takes 1024 for layers with a mixed policy
-        and else 1.
-      secure_noise: draw the noise from the operating system's cryptographic generator, safe
-        against floating-point attacks (see `mechanism.secure_noise`); slower, not under XLA.
-      seed: seed of the noise, for tests only; `None` takes the operating system's entropy."""
+import functools
 
-# Of those whose side information is optional.
-SIDE_INFORMATION = """\
-      side_information: `None`, or a `FixedPreconditioner` or `PublicGradients` by which gradients
-        are divided before they are clipped, as `AdaDPS` does; the update rule is as always."""
+# By placeholder: "{{mechanism_args}}" in a docstring stands for the first of these texts. The
+# first line of a text takes the place of the placeholder; the others bring their indentation.
+SHARED_TEXTS = {
+    "mechanism_args": """\
+l2_norm_clip: C, the bound on the L2 norm of each example's gradient; at least 1e-12.
+      noise_multiplier: σ. Gaussian noise of standard deviation σ·C is added to the sum of the
+        clipped gradients. 0 adds none: it gives no privacy and is for tests only.
+      num_microbatches: `None` clips the gradient of every example. A number splits each batch into
+        that many groups and clips the mean gradient of each group. This is faster, but replacing
+        one example can change the sum by up to 2C, so the ledger records σ/2. All batches must
+        have the same size.
+      expected_batch_size: L, the public constant that divides the noisy sum. `None` uses the size
+        of the first batch and requires all batches to have that size. Batches of random size
+        need a number.
+      clipping: `"flat"`; `"automatic"`, which normalizes every gradient; `"per_layer"` or a
+        `PerLayerClipping`; `"adaptive"` or an `AdaptiveClipping`, whose first bound is
+        `l2_norm_clip`.
+      gradients: how to compute per-example gradients: `"auto"`, `"traced"` or `"materialized"`.
+      gradient_accumulation_steps: k. Each batch arrives in k parts, one call per part. The
+        optimizer releases and applies one gradient, after the last part. `expected_batch_size`
+        counts the examples of all k parts.
+      loss_scale: a power of two from 1 to 2**24. The loss is multiplied by it before
+        differentiation, and gradients are divided by it before clipping. `None` uses 1024 for
+        layers with a mixed-precision policy and 1 otherwise.
+      secure_noise: whether to draw noise from the operating system's cryptographic generator,
+        which resists floating-point attacks (see `mechanism.secure_noise`). It is slower and does
+        not run under XLA.
+      seed: seed of the noise, for tests only. `None` uses the operating system's entropy.""",
+    "side_information_args": """\
+side_information: `None`, or the `FixedPreconditioner` or `PublicGradients` that preconditions
+        gradients before they are clipped, as in `AdaDPS`. The update rule stays the same.""",
+    "public_data_args": """\
+side_information: `PublicGradients` or `FixedPreconditioner`. Also pass `PublicGradients` to
+        `fit` as a callback.""",
+    "raises": """\
+TypeError, ValueError: if an argument has the wrong type or is out of range.
+      NotPrivateError: in training, for anything that would void the guarantee: a scalar loss,
+        layers that mix examples, or gradients that did not come from the mechanism.""",
+}
 
-RAISES = """
-    Raises:
-      TypeError, ValueError: for an argument of the wrong type or out of its range.
-      NotPrivateError: in training, for what would void the guarantee: a scalar loss, layers that
-        mix examples, gradients that did not come from the mechanism."""
+
+def fill_docstring(cls: type) -> type:
+    """Replaces the `{{placeholders}}` in a class's docstring by the texts of `SHARED_TEXTS`.
+
+    Args:
+      cls: a class whose docstring is a literal, so that editors and linters see it too.
+
+    Returns:
+      The same class.
+    """
+    if cls.__doc__:  # None under `python -OO`
+        cls.__doc__ = functools.reduce(
+            lambda text, item: text.replace("{{" + item[0] + "}}", item[1]),
+            SHARED_TEXTS.items(),
+            cls.__doc__,
+        )
+    return cls

@@ -51,7 +51,7 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
         l2_norm_clip: float,
         noise_multiplier: float,
         num_microbatches: int | None = None,
-        *args,
+        *,
         expected_batch_size: float | None = None,
         clipping: str | Clipping = "flat",
         gradients: str = "auto",
@@ -62,7 +62,7 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
         side_information: SideInformation | None = None,
         **kwargs,
     ):
-        super().__init__(*args, **kwargs)
+        super().__init__(**{"name": type(self).__name__, **kwargs})
         if side_information is not None:
             self.side_information = check_side_information(
                 side_information, rule=self._side_information_rule

@@ -17,24 +17,28 @@ from tf_adaptive_dp.side_information.provenance import SideInformation
 class AdaS(Preconditioning, tf.keras.optimizers.SGD):
     """SGD on preconditioned gradients. It gives NO PRIVACY: it neither clips nor adds noise.
 
-    The preconditioner of `AdaDPS` in ordinary training ("Private Adaptive Optimization with Side
-    Information", Appendix C.2), to see what side information is worth by itself:
+    AdaS uses the preconditioner of `AdaDPS` in ordinary training, to measure what the side
+    information is worth by itself. With the gradient g of the mean loss:
 
         θ ← θ − α·g / A
 
-    with the gradient g of the mean loss; (β·g + (1 − β)·m) / A in the Adam form.
+    In the Adam form the numerator is β·g + (1 − β)·m.
 
-    Guarantee: none. It has no ledger, and `PrivacyMonitor` and `PrivacyBudget` refuse it.
+    Guarantee: none. AdaS has no ledger, and `PrivacyMonitor` and `PrivacyBudget` reject it.
 
     Args:
-      side_information: `FixedPreconditioner` or `PublicGradients`; the latter has to be passed to
-        `fit` as a callback too.
+      side_information: `FixedPreconditioner` or `PublicGradients`. Also pass `PublicGradients` to
+        `fit` as a callback.
       learning_rate: α, a number or a schedule.
-      name: its name; the default says what it is.
-      **kwargs: those of `tf.keras.optimizers.SGD`, `momentum` among them.
+      name: the optimizer's name; the default is a warning.
+      **kwargs: the arguments of `tf.keras.optimizers.SGD`, such as `momentum`.
 
     Raises:
-      TypeError, ValueError: for an argument of the wrong type or out of its range.
+      TypeError, ValueError: if an argument has the wrong type or is out of its range.
+
+    References:
+      - Li et al., "Private Adaptive Optimization with Side Information" (2022), arXiv:2202.05963,
+        Appendix C.2.
 
     >>> from tf_adaptive_dp.side_information import FixedPreconditioner
     >>> AdaS(FixedPreconditioner({}, provenance="public"), learning_rate=0.1)

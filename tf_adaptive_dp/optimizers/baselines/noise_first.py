@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.optimizers.adadps import AdaDPS
-from tf_adaptive_dp.optimizers.docstrings import ARGUMENTS, RAISES
+from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 from tf_adaptive_dp.optimizers.preconditioning import check_side_information
 from tf_adaptive_dp.side_information.provenance import SideInformation
@@ -17,26 +17,35 @@ from tf_adaptive_dp.update_rules import effective_step_size
 
 
 @tf.keras.saving.register_keras_serializable(PACKAGE)
+@fill_docstring
 class DPRPub(AdaDPS):
-    __doc__ = f"""DP-R-Pub: private RMSProp whose second moment comes from public data.
+    """DP-R-Pub: private RMSProp whose second moment comes from public data.
 
-    `AdaDPS` in the other order ("Private Adaptive Optimization with Side Information", section
-    6.1.1): plain gradients gᵢ are clipped and noised, and the result is divided by A,
+    The order is the opposite of that in `AdaDPS`: plain gradients gᵢ are clipped and noised, and
+    the result is divided by A.
 
-        G = (Σᵢ clip(gᵢ, C) + N(0, σ²C²·I)) / L,   θ ← θ − α·G / A
+        G = (Σᵢ clip(gᵢ, C) + N(0, σ²C²·I)) / L
+        θ ← θ − α·G / A
 
-    with A = √(v + ε) and v ← β·v + (1 − β)·g² of public gradients g: `PublicGradients` with its
-    rule `"rmsprop"`. What it lacks against `AdaDPS` shows what the order is worth.
+    Here A = √(v + ε) and v ← β·v + (1 − β)·g² for gradients g on public data: `PublicGradients`
+    with `rule="rmsprop"`. The gap between this baseline and `AdaDPS` shows what the order is worth.
 
-    Guarantee: each minibatch is one release and one entry of the ledger; the division by A, which
-    is public or was released itself, is post-processing.
+    Guarantee: each minibatch is one release of the Gaussian mechanism and one entry in the ledger.
+    A is public or has its own release, so the division by A is post-processing.
 
     Args:
-      side_information: `PublicGradients` or `FixedPreconditioner`.
-{ARGUMENTS}
+      {{public_data_args}}
+      {{mechanism_args}}
       learning_rate: α, a number or a schedule.
-      **kwargs: those of `tf.keras.optimizers.SGD`, `momentum` among them: that of G / A.
-{RAISES}
+      **kwargs: the arguments of `tf.keras.optimizers.SGD`, such as `momentum`, which applies to
+        G / A.
+
+    Raises:
+      {{raises}}
+
+    References:
+      - Li et al., "Private Adaptive Optimization with Side Information" (2022), arXiv:2202.05963,
+        section 6.1.1.
 
     >>> from tf_adaptive_dp.side_information import FixedPreconditioner
     >>> fixed = FixedPreconditioner(lambda v: 0.5, provenance="public")
@@ -74,28 +83,36 @@ class DPRPub(AdaDPS):
 
 
 @tf.keras.saving.register_keras_serializable(PACKAGE)
+@fill_docstring
 class DPAdamPub(DPOptimizer, tf.keras.optimizers.Optimizer):
-    __doc__ = f"""DP-Adam-Pub: private Adam whose second moment comes from public data.
+    """DP-Adam-Pub: private Adam whose second moment comes from public data.
 
-    ("Private Adaptive Optimization with Side Information", Appendix C.1.) With the noisy mean
-    gradient G of `DPSGD`:
+    With the noisy mean gradient G of `DPSGD`:
 
-        m ← β₁·m + (1 − β₁)·G,   θ ← θ − α·m / A
+        m ← β₁·m + (1 − β₁)·G
+        θ ← θ − α·m / A
 
-    with A = √(v + ε) and v ← β₂·v + (1 − β₂)·g² of public gradients g:
-    `PublicGradients(..., rule="rmsprop", beta=β₂)`. Neither moment is corrected for its start at
-    zero. (The rule `"adam"`, which has a public first moment μ, gives (β₂·m + (1 − β₂)·μ) / A.)
+    Here A = √(v + ε) and v ← β₂·v + (1 − β₂)·g² for gradients g on public data:
+    `PublicGradients(..., rule="rmsprop", beta=β₂)`. Neither moment is corrected for starting at
+    zero. The rule `"adam"`, which has a public first moment μ, gives (β₂·m + (1 − β₂)·μ) / A.
 
-    Guarantee: each minibatch is one release and one entry of the ledger; the rest is
-    post-processing.
+    Guarantee: each minibatch is one release of the Gaussian mechanism and one entry in the ledger.
+    The rest is post-processing.
 
     Args:
-      side_information: `PublicGradients` or `FixedPreconditioner`.
-{ARGUMENTS}
+      {{public_data_args}}
+      {{mechanism_args}}
       learning_rate: α, a number or a schedule.
       beta_1: β₁ in [0, 1).
-      **kwargs: those of `tf.keras.optimizers.Optimizer`, `use_ema` and `weight_decay` among them.
-{RAISES}
+      **kwargs: the arguments of `tf.keras.optimizers.Optimizer`, such as `use_ema` and
+        `weight_decay`.
+
+    Raises:
+      {{raises}}
+
+    References:
+      - Li et al., "Private Adaptive Optimization with Side Information" (2022), arXiv:2202.05963,
+        Appendix C.1.
 
     >>> from tf_adaptive_dp.side_information import FixedPreconditioner
     >>> fixed = FixedPreconditioner(lambda v: 0.5, provenance="public")

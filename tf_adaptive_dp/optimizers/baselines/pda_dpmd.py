@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.optimizers.docstrings import ARGUMENTS, RAISES
+from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 from tf_adaptive_dp.optimizers.preconditioning import check_side_information
 from tf_adaptive_dp.side_information.provenance import deserialize, serialize
@@ -52,28 +52,35 @@ class CosineMixing(Schedule):
 
 
 @tf.keras.saving.register_keras_serializable(PACKAGE)
+@fill_docstring
 class PDADPMD(DPOptimizer, tf.keras.optimizers.SGD):
-    __doc__ = f"""PDA-DPMD: each step goes along a private and a public gradient.
+    """PDA-DPMD: mixes private gradients with gradients on public data.
 
-    The practical form of public data-assisted mirror descent (Amid et al., "Public Data-Assisted
-    Mirror Descent for Private Model Training", 2021), as the AdaDPS paper compares with it in
-    section 6.1.1: with the noisy mean gradient G of `DPSGD`, and g that of the mean loss on a
-    public batch at the same weights,
+    This is the practical form of public data-assisted mirror descent, which the AdaDPS paper uses
+    as a baseline (section 6.1.1). With the noisy mean gradient G of `DPSGD`, and the gradient g of
+    the mean loss on a public batch at the same weights:
 
         θ ← θ − η·(αₜ·G + (1 − αₜ)·g)
 
-    Guarantee: each minibatch is one release and one entry of the ledger; mixing it with public
-    gradients is post-processing.
+    Guarantee: each minibatch is one release of the Gaussian mechanism and one entry in the ledger.
+    Mixing it with public gradients is post-processing.
 
     Args:
-      side_information: `PublicGradients` with `rule="gradient"`; also to be passed to `fit` as a
+      side_information: `PublicGradients` with `rule="gradient"`. Also pass it to `fit` as a
         callback.
-{ARGUMENTS}
-      mixing: α, a number from 0 to 1 or a schedule of them: `CosineMixing(num_steps)` is that of
-        the paper. A schedule's values are clipped to [0, 1].
+      {{mechanism_args}}
+      mixing: α, a number from 0 to 1 or a schedule. The paper uses `CosineMixing(num_steps)`.
+        Values of a schedule are clipped to [0, 1].
       learning_rate: η, a number or a schedule.
-      **kwargs: those of `tf.keras.optimizers.SGD`, `momentum` among them.
-{RAISES}
+      **kwargs: the arguments of `tf.keras.optimizers.SGD`, such as `momentum`.
+
+    Raises:
+      {{raises}}
+
+    References:
+      - Amid et al., "Public Data-Assisted Mirror Descent for Private Model Training" (2021),
+        arXiv:2112.00193.
+      - Li et al., "Private Adaptive Optimization with Side Information" (2022), arXiv:2202.05963.
 
     >>> public = PublicGradients(None, rule="gradient", provenance="public")
     >>> optimizer = PDADPMD(public, 1.0, 1.1, mixing=CosineMixing(1_000))
