@@ -29,6 +29,7 @@ PUBLIC = [
 
 # A package imports only itself and those of earlier lines.
 RANKS = [
+    {"_keras"},
     {"errors", "checks", "version"},
     {"accounting", "gradients", "update_rules"},
     {"durable", "mechanism", "sampling", "side_information", "validation"},

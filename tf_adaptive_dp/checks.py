@@ -6,6 +6,8 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
+from tf_adaptive_dp._keras.models import tunes_steps_per_call
+
 
 def number(name: str, value: Any, minimum: float, *, strict: bool = False) -> float:
     """Returns `value` as a float, or raises.
@@ -65,7 +67,7 @@ def choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
 
 def fixed_steps_per_call(model: Any) -> None:
     """Raises ValueError for a Keras model whose calls make a number of steps that may change."""
-    if getattr(model, "enable_tune_steps_per_execution", False):
+    if tunes_steps_per_call(model):
         raise ValueError(
             "The number of steps in a call must be known before it. Received: a model with "
             "enable_tune_steps_per_execution=True, with which a thread changes it at any time. "

@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 from hypothesis import strategies as st
 
-from tf_adaptive_dp.mechanism.clipping import METHODS, clip_weights
+from tf_adaptive_dp.mechanism.clipping import clip_weights
 
-every_method = pytest.mark.parametrize("method", METHODS)
+every_method = pytest.mark.parametrize("method", ["flat", "automatic"])
 # Squared norms; below 2⁻¹²⁶ float32 has no normal numbers, which hardware may take for 0.
 squares = st.just(0.0) | st.floats(2.0**-120, 2.0**120)
 BAD = [np.nan, np.inf, 1e39]

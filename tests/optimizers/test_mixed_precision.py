@@ -9,6 +9,7 @@ from tests.helpers import catalogue
 from tests.helpers.catalogue import KINDS
 from tests.helpers.gaussianity import assert_gaussian
 from tf_adaptive_dp.gradients.api import per_example_gradients
+from tf_adaptive_dp.optimizers.loss_scaling import LossScaling
 
 POLICIES = ["mixed_float16", "mixed_bfloat16"]
 
@@ -131,8 +132,8 @@ def test_variables_of_a_mixed_policy_get_a_scale_by_default(float16):
     for policy, scale in [("mixed_float16", 1024.0), ("float32", 1.0)]:
         layer = tf.keras.layers.Dense(3, dtype=tf.keras.mixed_precision.Policy(policy))
         layer.build([None, 5])
-        assert dp.DPSGD(1.0, 1.0)._loss_scale_for(layer.trainable_variables) == scale
-        assert dp.DPSGD(1.0, 1.0, loss_scale=8.0)._loss_scale_for(layer.trainable_variables) == 8.0
+        assert LossScaling(None).scale_for(layer.trainable_variables) == scale
+        assert LossScaling(8.0).scale_for(layer.trainable_variables) == 8.0
 
 
 def test_an_optimizer_is_a_loss_scale_optimizer_of_its_own_kind():

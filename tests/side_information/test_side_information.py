@@ -55,7 +55,8 @@ def test_fixed_preconditioners_are_found_by_name_and_broadcast():
     fixed = dp.side_information.FixedPreconditioner({"hidden/kernel:0": rows}, provenance="public")
     optimizer = dp.AdaDPS(fixed, 1.0, 1.0)
     optimizer.build(model.trainable_variables)
-    scales, shift = optimizer._precondition(model.trainable_variables[:2])
+    variables = model.trainable_variables[:2]
+    scales, shift = optimizer._preconditioning.scale_and_shift(optimizer, variables)
     np.testing.assert_allclose(scales[0], 1 / rows, rtol=1e-6)  # one number a row, no more
     np.testing.assert_allclose(np.broadcast_to(scales[1], [5]), np.ones(5))
     assert shift is None

@@ -293,7 +293,7 @@ def state_shapes(made):
 def test_the_first_variable_gets_one_number_a_row_and_no_other_is_touched(make):
     model, made = make(), optimizer()
     made.build(model.trainable_variables)
-    scales, shift = made._precondition(model.trainable_variables)
+    scales, shift = made._preconditioning.scale_and_shift(made, model.trainable_variables)
     expected = (4 / np.minimum(COUNTS + 1, 30))[:, np.newaxis]
     np.testing.assert_allclose(scales[0], expected, rtol=1e-6)
     assert shift is None and all(float(s) == 1.0 and s.shape.rank == 0 for s in scales[1:])

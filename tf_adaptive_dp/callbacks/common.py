@@ -42,4 +42,4 @@ def begin_batches_anew(optimizer) -> None:
             "released.",
             stacklevel=3,
         )
-        optimizer._mechanism.drop_parts()
+        optimizer.drop_unfinished_parts()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.models import steps_per_call
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.events import unprotected
 from tf_adaptive_dp.callbacks.common import (
@@ -104,10 +105,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
 
     def _next_call_fits(self) -> bool:
-        steps = self.model._steps_per_execution
-        steps = 1 if steps is None else int(steps)
-        accumulated = self.model.optimizer.gradient_accumulation_steps
-        return self.releases_left() >= -(-steps // accumulated)
+        parts = self.model.optimizer.gradient_accumulation_steps
+        return self.releases_left() >= -(-steps_per_call(self.model) // parts)
 
     def _require_room(self) -> None:
         if not self._next_call_fits():

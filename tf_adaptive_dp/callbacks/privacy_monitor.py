@@ -166,7 +166,7 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
         """Batches of another shape than the sampling's cannot be the sampling's."""
         if not isinstance(self.sampling, Sampling) or not self._new_run:
             return
-        rows = optimizer._mechanism.rows_per_batch
+        rows = optimizer.rows_per_batch
         accumulated = optimizer.gradient_accumulation_steps
         expected = self.sampling.rows_per_batch(accumulated)
         if rows != expected:

@@ -8,6 +8,7 @@ import warnings
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.models import allow_tensors_as_logs, steps_per_call
 from tf_adaptive_dp.accounting.ledger import Ledger, Segment
 from tf_adaptive_dp.durable.ledger_file import SegmentFile
 from tf_adaptive_dp.errors import BudgetExceededError
@@ -78,7 +79,7 @@ class ReleaseLog(tf.keras.callbacks.Callback):
 
     def __init__(self, path: str | os.PathLike, *, steps: int | None = None, fsync: bool = False):
         super().__init__()
-        self._supports_tf_logs = True
+        allow_tensors_as_logs(self)
         self.steps = None if steps is None else checks.integer("steps", steps, 1)
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"`path` must be the path of a file. Received: path={path!r}")
@@ -197,8 +198,7 @@ class ReleaseLog(tf.keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Announces the steps of one call of the training function; called by Keras."""
-        optimizer, steps = self.model.optimizer, self.model._steps_per_execution
-        steps = 1 if steps is None else int(steps)
+        optimizer, steps = self.model.optimizer, steps_per_call(self.model)
         self.announce(optimizer, -(-steps // optimizer.gradient_accumulation_steps))
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:

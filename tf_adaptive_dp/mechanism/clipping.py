@@ -1,4 +1,8 @@
-"""From the norms of per-example gradients to the weights that bound them."""
+"""Clipping: from the norms of per-example gradients to the weights that bound them.
+
+Flat, automatic, per-layer and adaptive clipping are frozen objects of public values. A gradient
+source gives the squared norms and takes the weights, so no per-example gradient is ever held.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +10,41 @@ import abc
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
 
-METHODS = ("flat", "automatic")
+# The range of C. It is far wider than any use, and float32 holds the squares of such norms.
+SMALLEST, LARGEST = 1e-12, 1e12
 
 
 def clip_weights(
     squared_norms: tf.Tensor, l2_norm_clip: tf.Tensor, method: str = "flat", gamma: float = 0.01
 ) -> tf.Tensor:
-    """Weights wᵢ such that each wᵢ·gᵢ has an L2 norm of at most `l2_norm_clip`.
+    """Weights wᵢ for which every wᵢ·gᵢ has an L2 norm of at most `l2_norm_clip`.
 
-    - `"flat"`: wᵢ = min(1, C / ‖gᵢ‖), as in DP-SGD (Abadi et al. 2016).
-    - `"automatic"`: wᵢ = C / (‖gᵢ‖ + γ), the normalised clipping of Bu et al. (2023), in which C
-      only scales the learning rate.
+    - `"flat"`: wᵢ = min(1, C / ‖gᵢ‖), as in DP-SGD.
+    - `"automatic"`: wᵢ = C / (‖gᵢ‖ + γ), which normalizes gradients, so that C only scales the
+      learning rate.
 
-    Guarantee: ‖wᵢ·gᵢ‖ ≤ C for every example (to float32 rounding), whatever the other examples
-    are. An example whose norm is NaN or infinite, or too large for float32, gets the weight 0.
+    Guarantee: ‖wᵢ·gᵢ‖ ≤ C for every example, to float32 rounding, whatever the other examples are.
+    An example gets the weight 0 if its norm is NaN, infinite or too large for float32.
 
     Args:
       squared_norms: [B], ‖gᵢ‖².
-      l2_norm_clip: scalar, C ≥ 1e-12 (float32 loses the squares of smaller norms).
+      l2_norm_clip: scalar, C ≥ 1e-12. Squares of smaller norms vanish in float32.
       method: `"flat"` or `"automatic"`.
       gamma: γ > 0 of automatic clipping.
 
     Returns:
-      [B] weights, float32.
+      [B], the weights in float32.
+
+    References:
+      - Abadi et al., "Deep Learning with Differential Privacy" (2016), arXiv:1607.00133.
+      - Bu et al., "Automatic Clipping: Differentially Private Deep Learning Made Easier and
+        Stronger" (2022), arXiv:2206.07136.
 
     >>> clip_weights([0.0, 4.0, float("nan")], 1.0).numpy()
     array([1. , 0.5, 0. ], dtype=float32)
@@ -49,12 +60,12 @@ def clip_weights(
 
 
 def total_norms(norms: Sequence[tf.Tensor | None]) -> tf.Tensor:
-    """[R], ‖gᵢ‖² over all variables, from those of each."""
+    """[R], ‖gᵢ‖² over all variables, from the squared norms of each variable's part."""
     return tf.add_n([n for n in norms if n is not None])
 
 
 class Clipping(abc.ABC):
-    """A way to bound gradients; frozen, of public values only."""
+    """A way to bound gradients, defined by public values only."""
 
     def get_config(self) -> dict:
         """The arguments that make the same clipping."""
@@ -72,29 +83,33 @@ class Clipping(abc.ABC):
         layers: Sequence[str],
         l2_norm_clip: tf.Tensor,
     ) -> tf.Tensor | list[tf.Tensor | None]:
-        """The weights of the examples.
+        """The weights that bound each example's gradient.
 
         Guarantee: the weighted gradient of each example has an L2 norm of at most C over all
-        variables together; an example that is not finite gets the weight 0 for all of them.
+        variables together. An example that is not finite gets the weight 0 for all of them.
 
         Args:
-          norms: [R] a variable, ‖gᵢ‖² of its part, `None` without a gradient.
+          norms: for each variable [R], ‖gᵢ‖² of its part; `None` if it has no gradient.
           layers: the layer that each variable belongs to.
           l2_norm_clip: scalar, C.
 
         Returns:
-          [R], or one such tensor a variable.
+          [R], or one such tensor per variable.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatClipping(Clipping):
-    """Clips the gradient for all variables as one vector; see `clip_weights`."""
+    """Clips the gradient for all variables as one vector.
+
+    Attributes:
+      method: `"flat"` or `"automatic"`, see `clip_weights`.
+    """
 
     method: str = "flat"
 
     def weights(self, norms, layers, l2_norm_clip):
-        """By the norm over all variables."""
+        """The weights from the norm over all variables; see `Clipping`."""
         del layers
         return clip_weights(total_norms(norms), l2_norm_clip, self.method)
 
@@ -102,21 +117,25 @@ class FlatClipping(Clipping):
 @tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
 @dataclasses.dataclass(frozen=True)
 class PerLayerClipping(Clipping):
-    """Clips the part of each layer to a bound of its own (McMahan et al. 2018, section 3).
+    """Clips each layer's part of a gradient to a bound of its own.
 
         C_l = C · share_l / √(Σ share²),   w_il = min(1, C_l / ‖g_il‖)
 
-    Guarantee: Σ C_l² = C², so an example's whole gradient stays within C = `l2_norm_clip`, and the
-    noise and its accounting are those of flat clipping. Layers that the loss does not reach use
-    nothing of C. An example with one part that is not finite counts as zero in all layers.
+    Guarantee: Σ C_l² = C², so an example's whole gradient stays within C = `l2_norm_clip`. Noise
+    and accounting are those of flat clipping. Layers that the loss does not reach use no part of C.
+    An example counts as zero in all layers if its part for one layer is not finite.
 
     Attributes:
-      shares: the share of each layer, by its name: what stands before the last "/" in the names of
-        its variables. `None` gives all the same.
+      shares: the share of each layer by the layer's name, which is the part before the last "/" in
+        the names of its variables. `None` gives all layers equal shares.
 
     Raises:
-      TypeError, ValueError: for shares that are not numbers above 0, and in training if they are
-        not those of the layers that are trained.
+      TypeError, ValueError: if a share is not a number above 0; in training, if the shares do not
+        name exactly the layers that are trained.
+
+    References:
+      - McMahan et al., "A General Approach to Adding Differential Privacy to Iterative Training
+        Procedures" (2018), arXiv:1812.06210, section 3.
 
     >>> PerLayerClipping({"dense": 1.0, "dense_1": 2.0}).shares["dense_1"]
     2.0
@@ -137,14 +156,14 @@ class PerLayerClipping(Clipping):
             checks.number(f"shares[{layer!r}]", share, 0, strict=True)
 
     def weights(self, norms, layers, l2_norm_clip):
-        """By the norm over the variables of each layer."""
+        """The weights from the norm over the variables of each layer; see `Clipping`."""
         of_layer = {
             layer: total_norms([n for n, of in zip(norms, layers) if of == layer])
             for layer in dict.fromkeys(of for n, of in zip(norms, layers) if n is not None)
         }
         self._refuse_unknown(layers)
         shares = self._shares_of(list(of_layer))
-        whole = math.hypot(*shares.values())  # whose squares may be too large for a float
+        whole = math.hypot(*shares.values())  # their squares may be too large for a float
         finite = tf.cast(tf.math.is_finite(total_norms(list(of_layer.values()))), tf.float32)
         bounds = {
             layer: tf.cast(l2_norm_clip, tf.float32) * (s / whole) for layer, s in shares.items()
@@ -172,40 +191,33 @@ class PerLayerClipping(Clipping):
         return {layer: self.shares[layer] for layer in layers}
 
 
-def serialize(clipping: Clipping) -> str | dict:
-    """What makes the same clipping again: its name, or a Keras configuration."""
-    if isinstance(clipping, FlatClipping):
-        return clipping.method
-    return tf.keras.saving.serialize_keras_object(clipping)
-
-
-# Far beyond any use; float32 holds the squares of such norms.
-SMALLEST, LARGEST = 1e-12, 1e12
-
-
 @tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
 @dataclasses.dataclass(frozen=True)
 class AdaptiveClipping(Clipping):
-    """Moves the clip norm C towards a quantile of the norms (Andrew et al. 2021, Algorithm 1).
+    """Moves the clip norm C towards a quantile of the gradients' norms.
 
-    Each release also counts, with noise of its own, how many examples lie within C:
+    Each release also counts how many examples lie within C, with noise of its own:
 
         b̃ = 1/2 + (Σᵢ (1[‖gᵢ‖ ≤ C] − 1/2) + N(0, σ_b²)) / L,   C ← C · exp(−η·(b̃ − γ))
 
-    and the gradients get σ_Δ = σ / √(1 − (σ / 2σ_b)²), a little more than σ.
+    In return the gradients get slightly more noise than σ: σ_Δ = σ / √(1 − (σ / 2σ_b)²).
 
-    Guarantee: both releases together are one Gaussian mechanism with the noise multiplier σ,
-    1/σ² = 1/σ_Δ² + 1/(2σ_b)² (Theorem 1 there), and that is what the ledger holds. C is computed
-    from noisy counts, so it may be published. An absent example (padding) counts neither way.
+    Guarantee: the two releases together are one Gaussian mechanism with the noise multiplier σ,
+    since 1/σ² = 1/σ_Δ² + 1/(2σ_b)² (Theorem 1 of the paper). The ledger records σ. C depends on
+    noisy counts only, so it may be published. Padding is not counted either way.
 
     Attributes:
-      target_quantile: γ, in [0, 1]: the share of examples that should lie within C.
+      target_quantile: γ in [0, 1], the share of examples that should lie within C.
       learning_rate: η > 0.
       count_noise_multiplier: σ_b, the standard deviation of the noise in the count, above σ/2.
-        `None` takes L/20, as the paper does, or σ if that is more.
+        `None` uses the larger of σ and L/20, the value in the paper.
 
     Raises:
-      TypeError, ValueError: for an argument of the wrong type or out of its range.
+      TypeError, ValueError: if an argument has the wrong type or is out of its range.
+
+    References:
+      - Andrew et al., "Differentially Private Learning with Adaptive Clipping" (2019),
+        arXiv:1905.03871, Algorithm 1.
 
     >>> AdaptiveClipping(target_quantile=0.7).target_quantile
     0.7
@@ -226,17 +238,17 @@ class AdaptiveClipping(Clipping):
             checks.number("count_noise_multiplier", self.count_noise_multiplier, 0, strict=True)
 
     def check_noise(self, noise_multiplier: float) -> None:
-        """Raises ValueError if no noise is left for the gradients at this σ."""
+        """Raises ValueError if the count alone would use up the privacy of this σ."""
         count_noise = self.count_noise_multiplier
         if count_noise is not None and noise_multiplier >= 2 * count_noise:
             raise ValueError(
-                "`count_noise_multiplier` must be above half of `noise_multiplier`: the count "
-                "alone would cost more than both may. Received: "
+                "`count_noise_multiplier` must be above half of `noise_multiplier`. Otherwise the "
+                "count alone would cost more than both releases may. Received: "
                 f"count_noise_multiplier={count_noise}, noise_multiplier={noise_multiplier}"
             )
 
     def weights(self, norms, layers, l2_norm_clip):
-        """As in flat clipping, with the present C."""
+        """The weights of flat clipping with the present C; see `Clipping`."""
         del layers
         return clip_weights(total_norms(norms), l2_norm_clip)
 
@@ -245,11 +257,11 @@ class AdaptiveClipping(Clipping):
     ) -> tf.Tensor:
         """Σᵢ (1[‖gᵢ‖ ≤ C] − 1/2) over the examples that are present.
 
-        Guarantee: one example changes it by 1/2 at most.
+        Guarantee: adding or removing one example changes it by at most 1/2.
 
         Args:
           squared_norms: [R], ‖gᵢ‖².
-          present: [R], whether there is an example at all.
+          present: [R], whether the row is an example, and not padding.
           l2_norm_clip: scalar, C.
         """
         within = tf.sqrt(squared_norms) <= tf.cast(l2_norm_clip, tf.float32)
@@ -280,3 +292,32 @@ class AdaptiveClipping(Clipping):
         share = 0.5 + tf.cast(noisy_count, tf.float64) / tf.cast(batch_size, tf.float64)
         factor = tf.exp(-self.learning_rate * (share - self.target_quantile))
         return tf.clip_by_value(tf.cast(l2_norm_clip, tf.float64) * factor, SMALLEST, LARGEST)
+
+
+def get_clipping(value: Any) -> Clipping:
+    """Returns the clipping that an argument stands for, as `tf.keras.losses.get` does for losses.
+
+    Args:
+      value: a `Clipping`, its name, or what `serialize` returned.
+
+    Raises:
+      ValueError: if there is no clipping of that name.
+    """
+    if isinstance(value, dict):
+        value = tf.keras.saving.deserialize_keras_object(value)
+    if isinstance(value, Clipping):
+        return value
+    named = {
+        "flat": FlatClipping("flat"),
+        "automatic": FlatClipping("automatic"),
+        "per_layer": PerLayerClipping(),
+        "adaptive": AdaptiveClipping(),
+    }
+    return named[checks.choice("clipping", value, tuple(named))]
+
+
+def serialize(clipping: Clipping) -> str | dict:
+    """Describes a clipping for `get_clipping`: by its name, or by a Keras configuration."""
+    if isinstance(clipping, FlatClipping):
+        return clipping.method
+    return tf.keras.saving.serialize_keras_object(clipping)

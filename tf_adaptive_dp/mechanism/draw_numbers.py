@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.variables import uncounted_variables
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.gradients.graph import ancestors
 from tf_adaptive_dp.mechanism.replicas import num_replicas
@@ -177,14 +178,11 @@ class SeenDraws:
 
     def _create(self) -> None:
         if self._entries is None:
-            # Or the function that is being traced would be traced once more, without making them.
-            of_mechanism = {"trainable": False, "experimental_enable_variable_lifting": False}
-            with tf.init_scope():
-                self._entries = tf.Variable(
-                    tf.zeros([_BUCKETS, _PLACES, 2], tf.int64), name="seen_draws", **of_mechanism
-                )
-                self._releases = tf.Variable(1, dtype=tf.int64, **of_mechanism)
-                self._parts = tf.Variable(_NO_PARTS, **of_mechanism)
+            with uncounted_variables():
+                entries = tf.zeros([_BUCKETS, _PLACES, 2], tf.int64)
+                self._entries = tf.Variable(entries, name="seen_draws", trainable=False)
+                self._releases = tf.Variable(1, dtype=tf.int64, trainable=False)
+                self._parts = tf.Variable(_NO_PARTS, trainable=False)
 
     def drop_parts(self) -> None:
         """Forgets the parts of a batch that was not released; they may come again."""

@@ -1,4 +1,8 @@
-"""A large batch in parts: clipped sums are collected until the batch is complete."""
+"""The Gaussian mechanism: it clips, sums, counts the release in the ledger and adds the noise.
+
+The order matters. The ledger records a release before anything that was released can be used, so
+a step that fails later is still counted; a step that fails on its data before that is not.
+"""
 
 from __future__ import annotations
 
@@ -15,57 +19,445 @@ from tf_adaptive_dp.accounting.ledger import Ledger, wrong_size
 from tf_adaptive_dp.gradients.released import mark_released
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.watch import search_sums_when_complete
-from tf_adaptive_dp.mechanism import clipping as clippings
 from tf_adaptive_dp.mechanism import replicas
-from tf_adaptive_dp.mechanism.clipping import SMALLEST, AdaptiveClipping
+from tf_adaptive_dp.mechanism.clipping import (
+    SMALLEST,
+    AdaptiveClipping,
+    Clipping,
+    get_clipping,
+    total_norms,
+)
 from tf_adaptive_dp.mechanism.draw_numbers import Draw, SeenDraws
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.mechanism.turns import Turns
 
+# The largest log probability at which a batch counts as too large for the declared expected size.
+_LOG_FALSE_ALARM = math.log(1e-12)
 
-class Accumulator:
-    """Adds up the clipped sums of the parts of a batch.
 
-    What it holds is raw, NOT private: it is no part of the optimizer's variables, so it is neither
-    saved nor restored. A run that is resumed in the middle of a batch starts the batch anew;
-    nothing of it was released.
+class GaussianMechanism:
+    """Releases the noisy mean of clipped per-example gradients.
+
+        (Σᵢ clip((gᵢ + shift) ∘ scale, C) + N(0, σ²C²·I)) / L
+
+    with C = `l2_norm_clip`, σ = `noise_multiplier` and L the expected batch size.
+
+    Guarantee: adding or removing one example changes the sum by at most C in L2 norm (2C with
+    microbatches of more than one example). Noise of standard deviation σ·C is added to the sum
+    exactly once, and the divisor is a public constant. Each release is one entry in the ledger,
+    with the noise multiplier that accounts for the sensitivity (σ, or σ/2 with microbatches). A
+    row whose gradient is zero or not finite contributes exactly zero, so padding counts as absent.
+    - The ledger also records whether the batch of a release was released before (`draw_numbers`).
+    - With `gradient_accumulation_steps` a batch arrives in parts. Their clipped sums are added, and
+      the last part causes the one release.
+    - On R replicas each one adds noise of standard deviation σ·C/√R to the sum over its examples,
+      so the sum over replicas has noise σ·C. L is the size of the global batch, and every replica
+      records the one release in its copy of the ledger.
+    - Threads that share the mechanism record their releases one at a time, and each draws its own
+      noise. C and σ are read once per release, so that clipping and noise agree.
+    - `AdaptiveClipping` also releases a noisy count. The noise of the count and that of the
+      gradients together amount to σ.
 
     Attributes:
-      steps: parts a batch.
+      clipping: the `Clipping`.
+      num_microbatches: the number of groups whose mean gradients are clipped, or `None`.
+      gradient_accumulation_steps: the number of parts in which each batch arrives.
+      accumulator: the `Accumulator` of these parts; `None` if there is one part.
+      ledger: the `Ledger` of all releases.
+      statistics: `GradientStatistics`, not private.
+      noise: the `GaussianNoise`, or the `SecureNoise` with `secure_noise=True`.
+    """
+
+    def __init__(
+        self,
+        *,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None,
+        expected_batch_size: float | None,
+        clipping: str | Clipping,
+        gradient_accumulation_steps: int,
+        secure_noise: bool,
+        seed: int | None,
+        add_variable: Callable[..., tf.Variable],
+    ):
+        """Creates the mechanism.
+
+        Args:
+          l2_norm_clip: see `tf_adaptive_dp.DPSGD` for this and all other arguments but the last.
+          noise_multiplier: σ.
+          num_microbatches: the number of groups whose mean gradients are clipped, or `None`.
+          expected_batch_size: L, or `None`.
+          clipping: a `Clipping`, or what stands for it.
+          gradient_accumulation_steps: the number of parts in which each batch arrives.
+          secure_noise: whether the noise is `SecureNoise`.
+          seed: of the noise, for tests.
+          add_variable: makes a variable that is saved with the optimizer.
+
+        Raises:
+          TypeError, ValueError: if an argument has the wrong type or is out of its range.
+        """
+        self.clipping = get_clipping(clipping)
+        self._is_adaptive = isinstance(self.clipping, AdaptiveClipping)
+        if self._is_adaptive:  # C is state, like the weights; so is the C of the last release
+            self._l2_norm_clip = add_variable([], dtype=tf.float64, name="l2_norm_clip")
+            self._released_clip = add_variable([], dtype=tf.float64, name="released_clip")
+        else:
+            self._l2_norm_clip = _hyperparameter(1.0)
+        self._noise_multiplier = _hyperparameter(0.0)
+        self._expected_batch_size = _hyperparameter(0.0)  # 0 stands for None
+        self.l2_norm_clip = l2_norm_clip
+        self.noise_multiplier = noise_multiplier
+        self.expected_batch_size = expected_batch_size
+        if num_microbatches is not None:
+            num_microbatches = checks.integer("num_microbatches", num_microbatches, 1)
+        self.num_microbatches = num_microbatches
+        steps = checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+        self.gradient_accumulation_steps = steps
+        self.accumulator = Accumulator(steps) if steps > 1 else None
+        self.ledger = Ledger(add_variable)
+        self._seen = SeenDraws()
+        self.noise = _noise(checks.boolean("secure_noise", secure_noise), seed, add_variable)
+        self.statistics = GradientStatistics()
+        self._turns = Turns()
+        self._complete: dict[int, tf.Tensor] = {}  # by thread, as each traces a graph of its own
+        self._fixed_batch_size = add_variable([], dtype=tf.int64, name="fixed_batch_size")
+
+    @property
+    def l2_norm_clip(self) -> float:
+        """C, the bound on the L2 norm of each example's gradient; it may be set between steps."""
+        return float(self._l2_norm_clip.numpy())
+
+    @l2_norm_clip.setter
+    def l2_norm_clip(self, value: float) -> None:
+        self._l2_norm_clip.assign(checks.number("l2_norm_clip", value, SMALLEST))
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ, the noise in units of C. Setting it between steps opens a new ledger segment."""
+        return float(self._noise_multiplier.numpy())
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        value = checks.number("noise_multiplier", value, 0)
+        if self._is_adaptive:
+            self.clipping.check_noise(value)
+        self._noise_multiplier.assign(value)
+
+    @property
+    def expected_batch_size(self) -> float | None:
+        """L, the public divisor, in examples; `None` means the size that all batches share."""
+        return float(self._expected_batch_size.numpy()) or None
+
+    @expected_batch_size.setter
+    def expected_batch_size(self, value: float | None) -> None:
+        if value is None:
+            self._expected_batch_size.assign(0.0)
+        else:
+            self._expected_batch_size.assign(
+                checks.number("expected_batch_size", value, 0, strict=True)
+            )
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows of the first batch, or of the largest with microbatches; 0 before any batch."""
+        return int(self._fixed_batch_size.numpy())
+
+    def batch_size(self) -> float | None:
+        """The batch size that the next release will be recorded with.
+
+        Returns:
+          L, as given or taken from the first batch; more, if batches turned out to be larger; or
+          `None` if L is not given and no batch has been seen.
+        """
+        fixed = float(self.rows_per_batch * self.gradient_accumulation_steps)
+        size = self.expected_batch_size or fixed
+        return self.ledger.size_that_counts(size) if size else None
+
+    def doubt_size(self, rows: int | None) -> None:
+        """Warns, before a step, if batches of this many rows cannot have the expected size L."""
+        with tf.init_scope():
+            expected = self.expected_batch_size
+        if rows is None or expected is None or self.num_microbatches is not None:
+            return
+        rows *= self.gradient_accumulation_steps
+        if rows > expected and _log_tail(rows, expected, math.log) < _LOG_FALSE_ALARM:
+            warnings.warn(wrong_size(expected, rows), stacklevel=2)
+
+    def drop_parts(self) -> None:
+        """Forgets the parts of an incomplete batch."""
+        self.accumulator.drop()
+        self._seen.drop_parts()
+
+    @property
+    def complete(self) -> tf.Tensor | None:
+        """Whether this thread's last `release` completed a batch: a bool tensor in its graph."""
+        return self._complete.get(threading.get_ident())
+
+    def examples_share_groups(self) -> bool:
+        """Whether a microbatch may hold several examples, which halves σ in the ledger."""
+        groups = self.num_microbatches
+        return groups is not None and not 0 < self.rows_per_batch <= groups
+
+    def _check_batch_size(self, size: tf.Tensor) -> tf.Operation | None:
+        """Asserts that all batches have the size of the first, unless the size may vary."""
+        previous = self._fixed_batch_size.read_value()
+        may_vary = (self._expected_batch_size > 0) & (self.num_microbatches is None)
+        return tf.debugging.Assert(
+            may_vary | ((size > 0) & ((previous == 0) | (previous == size))),
+            [
+                "Batches vary in size: received one of",
+                size,
+                "examples after batches of",
+                previous,
+                "examples. The size of a batch that is drawn at random is not public, so it must "
+                "not divide the noisy sum: pass `expected_batch_size` to the optimizer (and no "
+                "`num_microbatches`), or make all batches equal (`drop_remainder=True`).",
+            ],
+        )
+
+    def _remember_batch_size(self, size: tf.Tensor) -> tf.Tensor:
+        """Stores the size of the first batch, and returns the stored size."""
+        previous = self._fixed_batch_size.read_value()
+        known = previous > 0
+        if self.num_microbatches is not None:
+            # XLA drops assertions, so a larger batch can follow; its groups hold more examples.
+            known &= size <= previous
+        return tf.convert_to_tensor(self._fixed_batch_size.assign(tf.where(known, previous, size)))
+
+    @tf.autograph.experimental.do_not_convert
+    def release(
+        self,
+        source: PerExampleGradients,
+        batch_size: tf.Tensor,
+        scale: list[tf.Tensor] | None = None,
+        shift: list[tf.Tensor] | None = None,
+        layers: Sequence[str] = (),
+        number: tuple[tf.Tensor, tf.Tensor] | None = None,
+    ) -> list[tf.Tensor | None]:
+        """Releases one noisy mean gradient and records it in the ledger.
+
+        Args:
+          source: per-example (or per-microbatch) gradients.
+          batch_size: scalar, the number of examples of this replica in this part of the batch,
+            padding included.
+          scale: one tensor per variable, which multiplies gradients before clipping.
+          shift: one tensor per variable, which is added to each gradient before that.
+          layers: the layer that each variable belongs to, for per-layer clipping.
+          number: the number of the batch, see `draw_numbers.number_of`; `None` if it has none.
+
+        Returns:
+          One float32 tensor per variable, or `None` if the loss does not depend on the variable.
+          On several replicas the caller must sum them. As long as the batch is incomplete (see
+          `complete`), they are zero and nothing is released.
+
+        Raises:
+          tf.errors.InvalidArgumentError: when the step runs, if batches vary in size and there is
+            no `expected_batch_size`. Nothing is released then. XLA does not raise such errors;
+            there the size of the first batch stays the divisor.
+        """
+        size = replicas.total(tf.cast(batch_size, tf.int64))
+        check = self._check_batch_size(size)
+        clip = self._l2_norm_clip.read_value()
+        with tf.control_dependencies([check] if check is not None else []):
+            sums, count, present = self._clipped_sums(source, scale, shift, layers, clip)
+        raw = [tf.cast(s, tf.float32) for s in sums if s is not None]
+        search_sums_when_complete([*raw, *count])
+        # After the sums, so that a step that fails on its data releases and changes nothing.
+        with tf.control_dependencies([*raw, *count, present]):
+            if self.accumulator is None:
+
+                def draw() -> Draw:
+                    return self._seen.add(number, tf.constant(True))
+
+                complete = tf.constant(True)
+                noisy = self._add_noise(raw, count, clip, size, present, draw)
+            else:
+                complete, noisy = self._accumulate(raw, count, clip, size, present, number)
+        self._complete[threading.get_ident()] = complete
+        noisy = iter(noisy)
+        return [None if s is None else next(noisy) for s in sums]
+
+    def _clipped_sums(
+        self, source: PerExampleGradients, scale, shift, layers, clip: tf.Tensor
+    ) -> tuple[list[tf.Tensor | None], list[tf.Tensor], tf.Tensor]:
+        """The clipped sums, and what else is counted over the examples of the batch.
+
+        Returns:
+          Σᵢ clip(...) for each variable; a list of the count of `AdaptiveClipping`, or an empty
+          one; and how many rows (or microbatches) on all replicas have a nonzero gradient.
+        """
+        norms = source.variable_norms(scale, shift)
+        squared_norms = total_norms(norms)
+        weights = self.clipping.weights(norms, layers, clip)
+        present = squared_norms > 0
+        if shift is not None:
+            # Without this the shift would let padding contribute.
+            unshifted = source.squared_norms()
+            present = unshifted > 0
+            squared_norms = tf.where(unshifted == 0, 0.0, squared_norms)
+            each = weights if isinstance(weights, list) else [weights] * len(norms)
+            weights = [None if w is None else tf.where(present, w, 0.0) for w in each]
+        self.statistics.record(squared_norms, clip)
+        sums = source.weighted_sum(weights)
+        if shift is not None:
+            parts = zip(sums, weights, shift)
+            sums = [None if s is None else s + tf.reduce_sum(w) * b for s, w, b in parts]
+        if scale is not None:
+            sums = [None if s is None else s * a for s, a in zip(sums, scale)]
+        count = [self.clipping.count(squared_norms, present, clip)] if self._is_adaptive else []
+        return sums, count, replicas.total(tf.reduce_sum(tf.cast(present, tf.float32)))
+
+    def _size_seen(self, expected, per_group, rows: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
+        """The rows of a whole batch if it holds too many examples for an expected size L, else 0.
+
+        Guarantee: a correct L of Poisson batches is doubted with probability at most 1e-12 per
+        step. The recorded number of rows is public if batches are padded or have one size.
+        Otherwise it reveals the size of that batch.
+        """
+        rows = tf.cast(rows * self.gradient_accumulation_steps, tf.float64)
+        there = tf.maximum(tf.cast(present, tf.float64) * per_group, tf.constant(1e-9, tf.float64))
+        too_many = (there > expected) & (_log_tail(there, expected, tf.math.log) < _LOG_FALSE_ALARM)
+        size = tf.where(too_many, rows, tf.zeros_like(rows))
+        if tf.executing_eagerly() and too_many:
+            warnings.warn(wrong_size(float(expected), float(rows)), stacklevel=2)
+        return size
+
+    def _accumulate(
+        self, sums: list, count: list, clip, size, present, number
+    ) -> tuple[tf.Tensor, list]:
+        """Adds one part of a batch. Releases after the last part, and returns zeros before it."""
+        # In units of C, since C may be set anew before the batch is complete.
+        unit, num = tf.cast(clip, tf.float32), len(sums)
+
+        def add() -> list[tf.Tensor]:
+            with tf.control_dependencies([self._remember_batch_size(size)]):
+                parts = [*(s / unit for s in sums), *count, present]
+                totals, complete = self.accumulator.add(parts)
+                return [*self._seen.add(number, complete), complete, *totals]
+
+        *draw, complete = (made := self._turns.take(add))[:4]
+        *totals, there = made[4:]
+
+        def release() -> list[tf.Tensor]:
+            noiseless = [s * unit for s in totals[:num]]
+            return self._add_noise(noiseless, totals[num:], clip, size, there, lambda: Draw(*draw))
+
+        return complete, tf.cond(complete, release, lambda: [tf.zeros_like(s) for s in sums])
+
+    def _add_noise(
+        self, sums: list, count: list, clip, size, present, draw: Callable[[], Draw]
+    ) -> list[tf.Tensor]:
+        """Records the release in the ledger, and then adds its noise."""
+
+        def enter() -> list[tf.Tensor]:
+            with tf.control_dependencies([self._remember_batch_size(size)]):
+                per_group, expected = self._examples_per_group(), self._divisor_in_examples()
+                sigma, batch = self._noise_multiplier.read_value(), draw()
+                # An example in 1 + c parts of a batch moves the sum by up to (1 + c)·C.
+                counted = tf.where(per_group > 1, sigma / 2, sigma) / (1 + batch.copies)
+                recorded = self.ledger.record(
+                    *(counted, expected),
+                    checked=batch.checked,
+                    distance=batch.distance,
+                    size_seen=self._size_seen(expected, per_group, size, present),
+                )
+                return [recorded, per_group, expected, sigma]
+
+        recorded, per_group, expected, sigma = self._turns.take(enter)
+        share = replicas.num_replicas() ** -0.5
+        stddev = share * self._gradient_noise(sigma, expected) * clip
+        divisor = tf.cast(expected / per_group, tf.float32)
+        # Recorded first, since weights may move before another operation of the step fails.
+        with tf.control_dependencies([recorded]):
+            noisy = [s / divisor for s in self.noise.add_to(sums, stddev, clip)]
+            if count:
+                self._adapt(count, share, clip, sigma, expected, expected / per_group)
+        return noisy
+
+    def _adapt(self, count: list[tf.Tensor], share: float, clip, sigma, expected, groups) -> None:
+        """Moves C, given how many examples lie within the C that they were clipped to."""
+        _, count_noise = self.clipping.split_noise(sigma, expected)
+        (noisy,) = self.noise.add_to(count, share * count_noise, tf.constant(0.5, tf.float64))
+        mark_released(noisy)
+        total = replicas.total(noisy)
+
+        def move() -> list[tf.Tensor]:
+            now = self._l2_norm_clip.read_value()  # other threads may have moved it since
+            to = self.clipping.next_clip(now, total, groups)
+            written = (self._released_clip.assign(clip), self._l2_norm_clip.assign(to))
+            return [tf.convert_to_tensor(variable) for variable in written]
+
+        with tf.control_dependencies([total]):
+            self._turns.take(move)
+
+    def _gradient_noise(self, sigma: tf.Tensor, expected: tf.Tensor) -> tf.Tensor:
+        """The noise of the gradients in units of C: σ, or σ_Δ with `AdaptiveClipping`; float64."""
+        return self.clipping.split_noise(sigma, expected)[0] if self._is_adaptive else sigma
+
+    def _divisor_in_examples(self) -> tf.Tensor:
+        """L, a float64 scalar, once a batch has been seen."""
+        expected = self._expected_batch_size.read_value()
+        fixed = tf.cast(self._fixed_batch_size.read_value(), tf.float64)
+        return tf.where(expected > 0, expected, fixed * self.gradient_accumulation_steps)
+
+    def _examples_per_group(self) -> tf.Tensor:
+        """How many examples are clipped together: 1, or the size of a microbatch; float64."""
+        if self.num_microbatches is None:
+            return tf.constant(1.0, tf.float64)
+        return tf.cast(self._fixed_batch_size.read_value(), tf.float64) / self.num_microbatches
+
+    def noise_stddev(self) -> tf.Tensor:
+        """The standard deviation of the noise in the last released mean, σC/L; float32."""
+        clip = self._released_clip if self._is_adaptive else self._l2_norm_clip
+        sigma, expected = self._noise_multiplier.read_value(), self._divisor_in_examples()
+        stddev = self._gradient_noise(sigma, expected) * clip.read_value()
+        return tf.cast(stddev / (expected / self._examples_per_group()), tf.float32)
+
+
+class Accumulator:
+    """Adds the clipped sums of a batch that arrives in parts.
+
+    It holds raw sums, which are NOT private. They do not belong to the optimizer's variables, so
+    they are neither saved nor restored. A run that resumes in the middle of a batch starts that
+    batch again; nothing of it was released.
+
+    Attributes:
+      steps: the number of parts in a batch.
     """
 
     def __init__(self, steps: int):
         """Creates it without sums.
 
         Args:
-          steps: parts a batch, at least 2.
+          steps: the number of parts in a batch, at least 2.
         """
         self.steps = steps
-        # Sums and their count by shapes: a step function that was traced earlier keeps its own.
+        # Count and sums, by shapes: a step function that was traced earlier keeps its own.
         self._held: dict[tuple, tuple[tf.Variable, list[tf.Variable]]] = {}
 
     @property
     def num_parts(self) -> int:
-        """How many parts of an unfinished batch are held."""
+        """How many parts of an incomplete batch are held."""
         return sum(int(parts.numpy()) for parts, _ in self._held.values())
 
     def drop(self) -> None:
-        """Forgets the parts of an unfinished batch."""
+        """Forgets the parts of an incomplete batch."""
         for parts, sums in self._held.values():
             for variable in (parts, *sums):
                 variable.assign(tf.zeros_like(variable))
 
     def add(self, sums: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Adds those of one part.
+        """Adds the sums of one part. After the last part it starts another batch.
 
         Args:
           sums: float32 tensors of known shapes.
 
         Returns:
-          The sums over all parts so far, and whether the batch is complete, a bool scalar; then
-          the next part is the first of another batch. They are known only when all was written.
+          The sums over all parts so far, and whether the batch is complete, a bool scalar. They
+          become available only when every variable has been written.
         """
         count, held = self._variables(tuple(tuple(s.shape) for s in sums))
         parts = tf.convert_to_tensor(count.assign_add(1))
@@ -96,23 +488,6 @@ class Accumulator:
         return self._held[shapes]
 
 
-# A batch of the expected size has more examples than this allows with probability 1e-12 at most.
-_LOG_FALSE_ALARM = math.log(1e-12)
-
-
-def _clipping(clipping: str | clippings.Clipping) -> clippings.Clipping:
-    named = {
-        **{method: clippings.FlatClipping(method) for method in clippings.METHODS},
-        "per_layer": clippings.PerLayerClipping(),
-        "adaptive": AdaptiveClipping(),
-    }
-    if isinstance(clipping, dict):  # from a saved configuration
-        clipping = tf.keras.saving.deserialize_keras_object(clipping)
-    if isinstance(clipping, clippings.Clipping):
-        return clipping
-    return named[checks.choice("clipping", clipping, tuple(named))]
-
-
 def _noise(secure: bool, seed: int | None, add_variable: Callable) -> GaussianNoise | SecureNoise:
     if seed is not None:
         checks.integer("seed", seed, 0)
@@ -127,375 +502,11 @@ def _noise(secure: bool, seed: int | None, add_variable: Callable) -> GaussianNo
 
 
 def _hyperparameter(value: float) -> tf.Variable:
-    """A value that users may change between steps of a compiled training function."""
+    """A variable for a value that users may change between steps of a compiled function."""
     with tf.init_scope():
         return tf.Variable(value, dtype=tf.float64, trainable=False)
 
 
 def _log_tail(size: Any, expected: Any, log: Callable) -> Any:
-    """Chernoff's bound of log P[so many examples or more in a Poisson batch], above the mean."""
+    """Chernoff's bound on log P[a Poisson batch has at least `size` examples], above the mean."""
     return size - expected - size * log(size / expected)
-
-
-class GaussianMechanism:
-    """Releases the noisy mean of clipped per-example gradients.
-
-        (Σᵢ clip((gᵢ + shift) ∘ scale, C) + N(0, σ²C²·I)) / L
-
-    with C = `l2_norm_clip`, σ = `noise_multiplier` and L the expected batch size.
-
-    Guarantee: adding or removing one example changes the sum by at most C in L2 norm (2C with
-    microbatches of more than one example), and noise of standard deviation σ·C is added to it
-    exactly once; the divisor is a public constant. Each release is an entry of the ledger, with
-    the noise multiplier that accounts for the sensitivity (σ, or σ/2 with microbatches). A row
-    whose gradient is zero or not finite contributes exactly zero, so padding counts as absent.
-    - Each release says in the ledger whether its batch was released before (`draw_numbers`).
-    - A batch may come in parts (`gradient_accumulation_steps`): their clipped sums are added up,
-      and the last part brings the one release.
-    - On R replicas each adds noise of standard deviation σ·C/√R to the sum over its examples, so
-      that the sum over replicas has σ·C; L is the size of the global batch, and every replica
-      counts the one release in its copy of the ledger.
-    - Of threads that share the mechanism one at a time counts its release, and each draws noise of
-      its own; C and σ are read once a release, so that clip and noise agree.
-    - `AdaptiveClipping` releases a noisy count besides; its noise and that of the gradients make
-      up σ together.
-
-    Attributes:
-      gradient_accumulation_steps: parts a batch.
-      ledger: the `Ledger` of what was released.
-      statistics: `GradientStatistics`, not private.
-      noise: the `GaussianNoise`, or the `SecureNoise` with `secure_noise=True`.
-    """
-
-    def __init__(
-        self,
-        *,
-        l2_norm_clip: float,
-        noise_multiplier: float,
-        num_microbatches: int | None,
-        expected_batch_size: float | None,
-        clipping: str | clippings.Clipping,
-        gradient_accumulation_steps: int,
-        secure_noise: bool,
-        seed: int | None,
-        add_variable: Callable[..., tf.Variable],
-    ):
-        """Creates the mechanism; see `tf_adaptive_dp.make_dp_optimizer_class` for the arguments.
-
-        Raises:
-          TypeError, ValueError: for an argument out of its range.
-        """
-        self.clipping = _clipping(clipping)
-        self._is_adaptive = isinstance(self.clipping, AdaptiveClipping)
-        if self._is_adaptive:  # part of the state, like the weights; and what the last release had
-            self._l2_norm_clip = add_variable([], dtype=tf.float64, name="l2_norm_clip")
-            self._released_clip = add_variable([], dtype=tf.float64, name="released_clip")
-        else:
-            self._l2_norm_clip = _hyperparameter(1.0)
-        self._noise_multiplier = _hyperparameter(0.0)
-        self._expected_batch_size = _hyperparameter(0.0)  # 0 stands for None
-        self.l2_norm_clip = l2_norm_clip
-        self.noise_multiplier = noise_multiplier
-        self.expected_batch_size = expected_batch_size
-        if num_microbatches is not None:
-            num_microbatches = checks.integer("num_microbatches", num_microbatches, 1)
-        self.num_microbatches = num_microbatches
-        steps = checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
-        self.gradient_accumulation_steps = steps
-        self.accumulator = Accumulator(steps) if steps > 1 else None
-        self.ledger = Ledger(add_variable)
-        self._seen = SeenDraws()
-        self.noise = _noise(checks.boolean("secure_noise", secure_noise), seed, add_variable)
-        self.statistics = GradientStatistics()
-        self._turns = Turns()
-        self._complete: dict[int, tf.Tensor] = {}  # by thread, as each traces a graph of its own
-        self._fixed_batch_size = add_variable([], dtype=tf.int64, name="fixed_batch_size")
-
-    @property
-    def l2_norm_clip(self) -> float:
-        """C, the bound of the L2 norm of an example's gradient. May be set between steps."""
-        return float(self._l2_norm_clip.numpy())
-
-    @l2_norm_clip.setter
-    def l2_norm_clip(self, value: float) -> None:
-        self._l2_norm_clip.assign(checks.number("l2_norm_clip", value, SMALLEST))
-
-    @property
-    def noise_multiplier(self) -> float:
-        """σ, noise in units of C. Setting it between steps opens a new segment of the ledger."""
-        return float(self._noise_multiplier.numpy())
-
-    @noise_multiplier.setter
-    def noise_multiplier(self, value: float) -> None:
-        value = checks.number("noise_multiplier", value, 0)
-        if self._is_adaptive:
-            self.clipping.check_noise(value)
-        self._noise_multiplier.assign(value)
-
-    @property
-    def expected_batch_size(self) -> float | None:
-        """L, the public divisor, in examples; `None`: the size that all batches share."""
-        return float(self._expected_batch_size.numpy()) or None
-
-    @expected_batch_size.setter
-    def expected_batch_size(self, value: float | None) -> None:
-        if value is None:
-            self._expected_batch_size.assign(0.0)
-        else:
-            self._expected_batch_size.assign(
-                checks.number("expected_batch_size", value, 0, strict=True)
-            )
-
-    @property
-    def rows_per_batch(self) -> int:
-        """Rows of the first batch, with microbatches of the largest; 0 before any."""
-        return int(self._fixed_batch_size.numpy())
-
-    def batch_size(self) -> float | None:
-        """What the next release counts: L, as given or as the first batch had it.
-
-        More if batches turned out to be larger; `None` before the first batch, if L is not given.
-        """
-        fixed = float(self.rows_per_batch * self.gradient_accumulation_steps)
-        size = self.expected_batch_size or fixed
-        return self.ledger.size_that_counts(size) if size else None
-
-    def doubt_size(self, rows: int | None) -> None:
-        """Warns, before a step, if L is not the size of batches of so many rows."""
-        with tf.init_scope():
-            expected = self.expected_batch_size
-        if rows is None or expected is None or self.num_microbatches is not None:
-            return
-        rows *= self.gradient_accumulation_steps
-        if rows > expected and _log_tail(rows, expected, math.log) < _LOG_FALSE_ALARM:
-            warnings.warn(wrong_size(expected, rows), stacklevel=2)
-
-    def drop_parts(self) -> None:
-        """Forgets the parts of a batch that is not complete."""
-        self.accumulator.drop()
-        self._seen.drop_parts()
-
-    @property
-    def complete(self) -> tf.Tensor | None:
-        """Whether this thread's last call of `release` completed a batch, a bool in its graph."""
-        return self._complete.get(threading.get_ident())
-
-    def examples_share_groups(self) -> bool:
-        """Whether microbatches may have several examples, which halves σ in the ledger."""
-        groups = self.num_microbatches
-        return groups is not None and not 0 < self.rows_per_batch <= groups
-
-    def _check_batch_size(self, size: tf.Tensor) -> tf.Operation | None:
-        """Asserts that all batches share the size of the first, unless it may vary."""
-        previous = self._fixed_batch_size.read_value()
-        may_vary = (self._expected_batch_size > 0) & (self.num_microbatches is None)
-        return tf.debugging.Assert(
-            may_vary | ((size > 0) & ((previous == 0) | (previous == size))),
-            [
-                "Batches vary in size: received one of",
-                size,
-                "examples after batches of",
-                previous,
-                "examples. The size of a batch that is drawn at random is not public, so it must "
-                "not divide the noisy sum: pass `expected_batch_size` to the optimizer (and no "
-                "`num_microbatches`), or make all batches equal (`drop_remainder=True`).",
-            ],
-        )
-
-    def _remember_batch_size(self, size: tf.Tensor) -> tf.Tensor:
-        """Keeps the size of the first batch, and returns what is kept then."""
-        previous = self._fixed_batch_size.read_value()
-        known = previous > 0
-        if self.num_microbatches is not None:
-            # Under XLA nothing stops a larger batch, which has more examples in each group.
-            known &= size <= previous
-        return tf.convert_to_tensor(self._fixed_batch_size.assign(tf.where(known, previous, size)))
-
-    @tf.autograph.experimental.do_not_convert
-    def release(
-        self,
-        source: PerExampleGradients,
-        batch_size: tf.Tensor,
-        scale: list[tf.Tensor] | None = None,
-        shift: list[tf.Tensor] | None = None,
-        layers: Sequence[str] = (),
-        number: tuple[tf.Tensor, tf.Tensor] | None = None,
-    ) -> list[tf.Tensor | None]:
-        """Releases one noisy mean gradient and enters it in the ledger.
-
-        Args:
-          source: per-example (or per-microbatch) gradients.
-          batch_size: scalar, the examples of this replica in this part of the batch, padding
-            included.
-          scale: one tensor a variable by which gradients are multiplied before clipping.
-          shift: one tensor a variable that is added to each gradient before that.
-          layers: the layer that each variable belongs to, for clipping by layer.
-          number: that of the batch, see `draw_numbers.number_of`; `None` if it has none.
-
-        Returns:
-          One float32 tensor a variable, `None` where the loss does not depend on the variable. On
-          several replicas they have to be summed. They are zero, and nothing is released, as long
-          as the batch is not complete, see `complete`.
-
-        Raises:
-          tf.errors.InvalidArgumentError: when the step runs, if the batches vary in size and no
-            `expected_batch_size` was given; nothing is released then. XLA knows no such errors:
-            there the size of the first batch stays the divisor.
-        """
-        size = replicas.total(tf.cast(batch_size, tf.int64))
-        check = self._check_batch_size(size)
-        clip = self._l2_norm_clip.read_value()
-        with tf.control_dependencies([check] if check is not None else []):
-            sums, count, present = self._clipped_sums(source, scale, shift, layers, clip)
-        raw = [tf.cast(s, tf.float32) for s in sums if s is not None]
-        search_sums_when_complete([*raw, *count])
-        # After the sums: a step that fails on its data released nothing, and changes nothing.
-        with tf.control_dependencies([*raw, *count, present]):
-            if self.accumulator is None:
-
-                def draw() -> Draw:
-                    return self._seen.add(number, tf.constant(True))
-
-                complete = tf.constant(True)
-                noisy = self._add_noise(raw, count, clip, size, present, draw)
-            else:
-                complete, noisy = self._accumulate(raw, count, clip, size, present, number)
-        self._complete[threading.get_ident()] = complete
-        noisy = iter(noisy)
-        return [None if s is None else next(noisy) for s in sums]
-
-    def _clipped_sums(
-        self, source: PerExampleGradients, scale, shift, layers, clip: tf.Tensor
-    ) -> tuple[list[tf.Tensor | None], list[tf.Tensor], tf.Tensor]:
-        """Σᵢ clip(...) of each variable, [the count] of `AdaptiveClipping` or [], and a number.
-
-        That is how many rows, or microbatches, of all replicas have a gradient other than zero.
-        """
-        norms = source.variable_norms(scale, shift)
-        squared_norms = clippings.total_norms(norms)
-        weights = self.clipping.weights(norms, layers, clip)
-        present = squared_norms > 0
-        if shift is not None:
-            # The shift alone would make padding contribute; an absent example must not.
-            unshifted = source.squared_norms()
-            present = unshifted > 0
-            squared_norms = tf.where(unshifted == 0, 0.0, squared_norms)
-            each = weights if isinstance(weights, list) else [weights] * len(norms)
-            weights = [None if w is None else tf.where(present, w, 0.0) for w in each]
-        self.statistics.record(squared_norms, clip)
-        sums = source.weighted_sum(weights)
-        if shift is not None:
-            parts = zip(sums, weights, shift)
-            sums = [None if s is None else s + tf.reduce_sum(w) * b for s, w, b in parts]
-        if scale is not None:
-            sums = [None if s is None else s * a for s, a in zip(sums, scale)]
-        there = replicas.total(tf.reduce_sum(tf.cast(present, tf.float32)))
-        if not self._is_adaptive:
-            return sums, [], there
-        return sums, [self.clipping.count(squared_norms, present, clip)], there
-
-    def _size_seen(self, expected, per_group, rows: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
-        """The rows of a whole batch if it has more examples than L can be true of, else 0.
-
-        Guarantee: an L that is true of Poisson batches is doubted with probability 1e-12 in a step
-        at most. What is recorded is the number of rows, which is public where padding or batches of
-        one size make it so; otherwise it tells the size of that batch.
-        """
-        rows = tf.cast(rows * self.gradient_accumulation_steps, tf.float64)
-        there = tf.maximum(tf.cast(present, tf.float64) * per_group, tf.constant(1e-9, tf.float64))
-        too_many = (there > expected) & (_log_tail(there, expected, tf.math.log) < _LOG_FALSE_ALARM)
-        size = tf.where(too_many, rows, tf.zeros_like(rows))
-        if tf.executing_eagerly() and too_many:
-            warnings.warn(wrong_size(float(expected), float(rows)), stacklevel=2)
-        return size
-
-    def _accumulate(
-        self, sums: list, count: list, clip, size, present, number
-    ) -> tuple[tf.Tensor, list]:
-        """Adds one part of a batch; releases after the last, and gives zeros before."""
-        # In units of C, which may be set anew before the batch is complete.
-        unit, num = tf.cast(clip, tf.float32), len(sums)
-
-        def add() -> list[tf.Tensor]:
-            with tf.control_dependencies([self._remember_batch_size(size)]):
-                parts = [*(s / unit for s in sums), *count, present]
-                totals, complete = self.accumulator.add(parts)
-                return [*self._seen.add(number, complete), complete, *totals]
-
-        *draw, complete = (made := self._turns.take(add))[:4]
-        *totals, there = made[4:]
-
-        def release() -> list[tf.Tensor]:
-            noiseless = [s * unit for s in totals[:num]]
-            return self._add_noise(noiseless, totals[num:], clip, size, there, lambda: Draw(*draw))
-
-        return complete, tf.cond(complete, release, lambda: [tf.zeros_like(s) for s in sums])
-
-    def _add_noise(
-        self, sums: list, count: list, clip, size, present, draw: Callable[[], Draw]
-    ) -> list[tf.Tensor]:
-        """Counts the release, and adds its noise."""
-
-        def enter() -> list[tf.Tensor]:
-            with tf.control_dependencies([self._remember_batch_size(size)]):
-                per_group, expected = self._examples_per_group(), self._divisor_in_examples()
-                sigma, batch = self._noise_multiplier.read_value(), draw()
-                # An example that is in 1 + c parts of a batch moves the sum by as many times C.
-                counted = tf.where(per_group > 1, sigma / 2, sigma) / (1 + batch.copies)
-                recorded = self.ledger.record(
-                    *(counted, expected),
-                    checked=batch.checked,
-                    distance=batch.distance,
-                    size_seen=self._size_seen(expected, per_group, size, present),
-                )
-                return [recorded, per_group, expected, sigma]
-
-        recorded, per_group, expected, sigma = self._turns.take(enter)
-        share = replicas.num_replicas() ** -0.5
-        stddev = share * self._gradient_noise(sigma, expected) * clip
-        divisor = tf.cast(expected / per_group, tf.float32)
-        # Counted first: weights may move before another operation of the step fails.
-        with tf.control_dependencies([recorded]):
-            noisy = [s / divisor for s in self.noise.add_to(sums, stddev, clip)]
-            if count:
-                self._adapt(count, share, clip, sigma, expected, expected / per_group)
-        return noisy
-
-    def _adapt(self, count: list[tf.Tensor], share: float, clip, sigma, expected, groups) -> None:
-        """Moves C by the noisy count of the examples within the C that they were clipped to."""
-        _, count_noise = self.clipping.split_noise(sigma, expected)
-        (noisy,) = self.noise.add_to(count, share * count_noise, tf.constant(0.5, tf.float64))
-        mark_released(noisy)
-        total = replicas.total(noisy)
-
-        def move() -> list[tf.Tensor]:
-            now = self._l2_norm_clip.read_value()  # other threads may have moved it since
-            to = self.clipping.next_clip(now, total, groups)
-            written = (self._released_clip.assign(clip), self._l2_norm_clip.assign(to))
-            return [tf.convert_to_tensor(variable) for variable in written]
-
-        with tf.control_dependencies([total]):
-            self._turns.take(move)
-
-    def _gradient_noise(self, sigma: tf.Tensor, expected: tf.Tensor) -> tf.Tensor:
-        """The noise in the gradients in units of C, float64: σ, or σ_Δ if a count shares it."""
-        return self.clipping.split_noise(sigma, expected)[0] if self._is_adaptive else sigma
-
-    def _divisor_in_examples(self) -> tf.Tensor:
-        """L as a float64 scalar inside the graph, once a batch has been seen."""
-        expected = self._expected_batch_size.read_value()
-        fixed = tf.cast(self._fixed_batch_size.read_value(), tf.float64)
-        return tf.where(expected > 0, expected, fixed * self.gradient_accumulation_steps)
-
-    def _examples_per_group(self) -> tf.Tensor:
-        """Examples that are clipped together: 1, or those of a microbatch; float64."""
-        if self.num_microbatches is None:
-            return tf.constant(1.0, tf.float64)
-        return tf.cast(self._fixed_batch_size.read_value(), tf.float64) / self.num_microbatches
-
-    def noise_stddev(self) -> tf.Tensor:
-        """Standard deviation of the noise in the last released mean, σC/L, as a float32 scalar."""
-        clip = self._released_clip if self._is_adaptive else self._l2_norm_clip
-        sigma, expected = self._noise_multiplier.read_value(), self._divisor_in_examples()
-        stddev = self._gradient_noise(sigma, expected) * clip.read_value()
-        return tf.cast(stddev / (expected / self._examples_per_group()), tf.float32)

@@ -9,6 +9,7 @@ from typing import Callable
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.variables import handle_of
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.turns import Turns
 
@@ -174,7 +175,7 @@ class SecretStream:
         # The one operation of TensorFlow that adds to a variable and says what was there before,
         # in one go; it counts in steps of 256.
         state = tf.raw_ops.RngReadAndSkip(
-            resource=replicas.handle(self._state),
+            resource=handle_of(self._state),
             alg=tf.random.Algorithm.PHILOX.value,
             delta=tf.constant(1, tf.uint64),
         )

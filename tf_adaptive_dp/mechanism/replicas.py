@@ -46,13 +46,3 @@ def total(value: tf.Tensor) -> tf.Tensor:
     if num_replicas() == 1:
         return value
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
-
-
-def own(variable: tf.Variable) -> list[tf.Variable]:
-    """The copies of a variable in this process, of which each replica may keep one of its own."""
-    return list(getattr(variable, "values", [variable]))
-
-
-def handle(variable: tf.Variable) -> tf.Tensor:
-    """What operations know a variable by: that of this replica's copy."""
-    return variable.handle if num_replicas() > 1 else own(variable)[0].handle

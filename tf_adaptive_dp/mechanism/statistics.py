@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp.mechanism.replicas import own
+from tf_adaptive_dp._keras.variables import local_copies
 
 # Bins of the histogram of norms: equal steps of log10, from 1e-6 to 1e6.
 _LOWEST, _HIGHEST, _BINS = -6.0, 6.0, 384
@@ -65,8 +65,8 @@ class GradientStatistics:
         Args:
           reset: start anew afterwards.
         """
-        histogram = sum(v.numpy() for v in own(self._histogram))
-        clipped, non_finite = (int(n) for n in sum(v.numpy() for v in own(self._counts)))
+        histogram = sum(v.numpy() for v in local_copies(self._histogram))
+        clipped, non_finite = (int(n) for n in sum(v.numpy() for v in local_copies(self._counts)))
         if reset:
             self._histogram.assign(tf.zeros_like(self._histogram))
             self._counts.assign(tf.zeros_like(self._counts))

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
+from typing import Callable, NamedTuple
 
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.optimizers import OwnRuleOptimizer, decays, slot_index
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
+from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
+from tf_adaptive_dp.side_information.provenance import SideInformation
 from tf_adaptive_dp.update_rules import step_doubling
+
+
+class _Pair(NamedTuple):
+    """What `update_step` needs to know about a pair of minibatches; bool scalars."""
+
+    judge: tf.Tensor
+    frozen: tf.Tensor
+    accepted: tf.Tensor
 
 
 @tf.keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
-class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
+class ADADP(DPOptimizer, OwnRuleOptimizer):
     """Private SGD that adapts its own learning rate by step doubling; nothing needs tuning.
 
     ADADP compares one step of size η with two steps of size η/2. The two half steps use two
@@ -79,9 +90,6 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
     w = 0.10, next η = 0.11
     """
 
-    # G₁ and G₂ are to be gradients of one flow, or err would measure how A changed between them.
-    _minibatches_per_step = 2
-
     def __init__(
         self,
         l2_norm_clip: float,
@@ -98,6 +106,7 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
         freeze_learning_rate_after: int | None = None,
         decay_after_freeze: float = 0.1,
         steps_per_epoch: int = 1,
+        side_information: SideInformation | None = None,
         name: str = "ADADP",
         **kwargs,
     ):
@@ -107,9 +116,18 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
                 f"learning_rate={learning_rate!r}. Pass a number; see also "
                 "`freeze_learning_rate_after`."
             )
-        super().__init__(l2_norm_clip, noise_multiplier, num_microbatches, name=name, **kwargs)
-        learning_rate = checks.number("learning_rate", learning_rate, 0, strict=True)
-        self._learning_rate = self._build_learning_rate(learning_rate)
+        if side_information is not None:
+            side_information = check_side_information(side_information)
+        super().__init__(
+            l2_norm_clip,
+            noise_multiplier,
+            num_microbatches,
+            learning_rate=checks.number("learning_rate", learning_rate, 0, strict=True),
+            # G₁ and G₂ must be gradients of one flow, or err would measure how A changed.
+            side_information=Preconditioning(side_information, minibatches_per_step=2),
+            name=name,
+            **kwargs,
+        )
         if tolerance is not None:
             tolerance = checks.number("tolerance", tolerance, 0, strict=True)
         self.tolerance = tolerance
@@ -126,36 +144,44 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
         self.decay_after_freeze = checks.number("decay_after_freeze", decay_after_freeze, 0)
         self.steps_per_epoch = checks.integer("steps_per_epoch", steps_per_epoch, 1)
         self._last_error = self.add_variable([], name="error")
-        # Pairs judged, and those among them with err ≤ tol.
+        # How many pairs were judged, and how many of them had err ≤ tol.
         self._judged = self.add_variable([2], dtype=tf.int64, name="judged")
 
-    def build(self, var_list: Sequence[tf.Variable]) -> None:
+    def create_slots(self, variables: Sequence[tf.Variable]) -> None:
         """Creates the points that a pair of minibatches needs, for each variable.
 
         Args:
-          var_list: the variables to train.
+          variables: the variables to train.
         """
-        super().build(var_list)
-        if getattr(self, "_built", False):
-            return
-        self._euler_points = [self.add_variable_from_reference(v, "euler") for v in var_list]
+        self._euler_points = [self.add_variable_from_reference(v, "euler") for v in variables]
         if self.discard:
-            self._starts = [self.add_variable_from_reference(v, "start") for v in var_list]
-        self._built = True
+            self._starts = [self.add_variable_from_reference(v, "start") for v in variables]
 
     @property
     def last_error(self) -> float:
-        """err of the last adaptation; computed from released gradients, so private."""
+        """err of the last adaptation. It is private, as it depends on released gradients only."""
         return float(self._last_error.numpy())
 
     @property
     def acceptance(self) -> float:
-        """Share of adaptations with err ≤ tol so far; private like `last_error`."""
+        """The share of adaptations so far with err ≤ tol. It is private, like `last_error`."""
         judged, accepted = self._judged.numpy()
         return float(accepted) / max(int(judged), 1)
 
-    def _internal_apply_gradients(self, grads_and_vars) -> tf.Tensor:
-        """Decides about the pair as a whole, then lets Keras update variable by variable."""
+    def update_all(
+        self,
+        grads_and_vars: Sequence[tuple[tf.Tensor, tf.Variable]],
+        update_each: Callable[[Sequence], tf.Tensor],
+    ) -> tf.Tensor:
+        """Judges the pair over all variables, then updates variable by variable.
+
+        Args:
+          grads_and_vars: pairs of a noisy mean gradient and its variable.
+          update_each: calls `update_step` for each pair.
+
+        Returns:
+          The next value of `iterations`.
+        """
         odd = self.iterations % 2 == 1
         frozen = self._epochs_frozen(self.iterations) >= 0
         eta = tf.cast(self.learning_rate, tf.float32)
@@ -164,23 +190,23 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
         def error_of_the_pair() -> tf.Tensor:
             return step_doubling.error_estimate(
                 [v - tf.cast(eta / 2, v.dtype) * g for g, v in grads_and_vars],
-                [self._euler_points[self._index_dict[self._var_key(v)]] for _, v in grads_and_vars],
+                [self._euler_points[slot_index(self, v)] for _, v in grads_and_vars],
             )
 
-        # Looked at in every second minibatch only: it is a pass over all parameters.
+        # Every second minibatch only, since this is a pass over all parameters.
         error = tf.cond(judge, error_of_the_pair, lambda: tf.zeros([]))
         tolerance = self._tolerance_now()
         accepted = error <= tolerance
         self._last_error.assign(tf.where(judge, error, self._last_error))
         counts = tf.cast(tf.stack([judge, judge & accepted]), tf.int64)
         self._judged.assign_add(counts)
-        self._pair = types.SimpleNamespace(judge=judge, frozen=frozen, accepted=accepted)
-        iterations = super()._internal_apply_gradients(grads_and_vars)
+        self._pair = _Pair(judge, frozen, accepted)
+        iterations = update_each(grads_and_vars)
         self._pair = None
         adapted = step_doubling.adapted_learning_rate(
             eta, error, tolerance, self.alpha_min, self.alpha_max
         )
-        self._learning_rate.assign(self._next_learning_rate(eta, adapted, odd, iterations))
+        self.learning_rate.assign(self._next_learning_rate(eta, adapted, odd, iterations))
         return iterations
 
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
@@ -191,7 +217,7 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
           variable: the variable.
         """
         pair = self._pair
-        index = self._index_dict[self._var_key(variable)]
+        index = slot_index(self, variable)
         euler = self._euler_points[index]
         step = tf.cast(self.learning_rate, variable.dtype) * gradient
         after = variable - tf.where(pair.frozen, step, step / 2)
@@ -218,7 +244,7 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
         return step_doubling.decayed_tolerance(first, self.iterations // 2, self.tolerance_decay)
 
     def _epochs_frozen(self, iterations: tf.Tensor) -> tf.Tensor:
-        """k − k₀, below zero as long as the learning rate adapts."""
+        """k − k₀, which is negative as long as the learning rate adapts."""
         if self.freeze_learning_rate_after is None:
             return tf.constant(-1, tf.int64)
         return iterations // self.steps_per_epoch - self.freeze_learning_rate_after
@@ -233,15 +259,21 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
             self.decay_after_freeze,
         )
         rate = tf.where(elapsed >= 0, decayed, tf.where(odd, adapted, eta))
-        return tf.cast(rate, self._learning_rate.dtype)
+        return tf.cast(rate, self.learning_rate.dtype)
 
-    def _apply_weight_decay(self, variables: Sequence[tf.Variable]) -> None:
-        """Decays once a step of size η: on even minibatches, and on all once η is frozen."""
-        if self.weight_decay is None:
-            return
+    def decay_all(
+        self, variables: Sequence[tf.Variable], decay_each: Callable[[Sequence], None]
+    ) -> None:
+        """Decays once per step of size η: on even minibatches, and on all once η is frozen.
+
+        Args:
+          variables: the variables of this step.
+          decay_each: not used; it would decay on every minibatch.
+        """
+        del decay_each
         even = (self.iterations % 2 == 0) | (self._epochs_frozen(self.iterations) >= 0)
         for variable in variables:
-            if self._use_weight_decay(variable):
+            if decays(self, variable):
                 rate = tf.where(even, self.learning_rate * self.weight_decay, 0.0)
                 variable.assign_sub(variable * tf.cast(rate, variable.dtype))
 
@@ -249,7 +281,7 @@ class ADADP(DPOptimizer, tf.keras.optimizers.Optimizer):
         """The arguments that make the same optimizer; `learning_rate` is the adapted one."""
         return {
             **super().get_config(),
-            "learning_rate": float(self._learning_rate.numpy()),
+            "learning_rate": float(self.learning_rate.numpy()),
             "tolerance": self.tolerance,
             "tolerance_decay": self.tolerance_decay,
             "alpha_min": self.alpha_min,

@@ -1,4 +1,4 @@
-"""AdaDPS: gradients are preconditioned with side information before they are clipped."""
+"""AdaDPS: private SGD that preconditions gradients with side information before clipping."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
-from tf_adaptive_dp.optimizers.preconditioning import check_side_information
+from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
 from tf_adaptive_dp.side_information.provenance import SideInformation
 
 ORDERS = ("precondition_first", "noise_first")
@@ -71,17 +71,19 @@ class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
         name: str = "AdaDPS",
         **kwargs,
     ):
+        self.order = checks.choice("order", order, ORDERS)
         super().__init__(
             l2_norm_clip,
             noise_multiplier,
             num_microbatches,
-            side_information=check_side_information(side_information),
+            side_information=Preconditioning(
+                check_side_information(side_information),
+                before_clipping=order == "precondition_first",
+            ),
             learning_rate=learning_rate,
             name=name,
             **kwargs,
         )
-        self.order = checks.choice("order", order, ORDERS)
-        self._preconditions_first = self.order == "precondition_first"
 
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
         """Moves one variable.
@@ -90,8 +92,8 @@ class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
           gradient: its noisy mean gradient.
           variable: the variable.
         """
-        if not self._preconditions_first:
-            gradient = self._preconditioned(gradient, variable)
+        if not self._preconditioning.before_clipping:
+            gradient = self._preconditioning.apply(self, gradient, variable)
         super().update_step(gradient, variable)
 
     def get_config(self) -> dict:

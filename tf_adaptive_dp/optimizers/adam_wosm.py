@@ -1,4 +1,4 @@
-"""DPAdamWOSM: private Adam without second moments, with the step size that Adam would reach."""
+"""DPAdamWOSM: private Adam without second moments, with the step size that Adam converges to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.optimizers import OwnRuleOptimizer, slot_index
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 from tf_adaptive_dp.update_rules import effective_step_size
@@ -14,7 +15,7 @@ from tf_adaptive_dp.update_rules import effective_step_size
 
 @tf.keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
-class DPAdamWOSM(DPOptimizer, tf.keras.optimizers.Optimizer):
+class DPAdamWOSM(DPOptimizer, OwnRuleOptimizer):
     """Private Adam without second moments, with the step size that Adam converges to under noise.
 
     With the noisy mean gradient G of `DPSGD` at step t, whose noise has standard deviation σC/L:
@@ -61,9 +62,15 @@ class DPAdamWOSM(DPOptimizer, tf.keras.optimizers.Optimizer):
         name: str = "DPAdamWOSM",
         **kwargs,
     ):
-        super().__init__(l2_norm_clip, noise_multiplier, num_microbatches, name=name, **kwargs)
+        super().__init__(
+            l2_norm_clip,
+            noise_multiplier,
+            num_microbatches,
+            learning_rate=learning_rate,
+            name=name,
+            **kwargs,
+        )
         _require_noise(noise_multiplier)
-        self._learning_rate = self._build_learning_rate(learning_rate)
         self.beta_1 = checks.number("beta_1", beta_1, 0)
         if self.beta_1 >= 1:
             raise ValueError(f"`beta_1` must be below 1. Received: beta_1={beta_1!r}")
@@ -79,17 +86,13 @@ class DPAdamWOSM(DPOptimizer, tf.keras.optimizers.Optimizer):
         _require_noise(value)
         self._mechanism.noise_multiplier = value
 
-    def build(self, var_list: Sequence[tf.Variable]) -> None:
+    def create_slots(self, variables: Sequence[tf.Variable]) -> None:
         """Creates the first moment of each variable.
 
         Args:
-          var_list: the variables to train.
+          variables: the variables to train.
         """
-        super().build(var_list)
-        if getattr(self, "_built", False):
-            return
-        self._moments = [self.add_variable_from_reference(v, "m") for v in var_list]
-        self._built = True
+        self._moments = [self.add_variable_from_reference(v, "m") for v in variables]
 
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
         """Moves one variable.
@@ -98,7 +101,7 @@ class DPAdamWOSM(DPOptimizer, tf.keras.optimizers.Optimizer):
           gradient: its noisy mean gradient.
           variable: the variable.
         """
-        moment = self._moments[self._index_dict[self._var_key(variable)]]
+        moment = self._moments[slot_index(self, variable)]
         moment.assign(effective_step_size.first_moment(moment, gradient, self.beta_1))
         step = effective_step_size.effective_step_size(
             self.learning_rate, self._mechanism.noise_stddev(), self.epsilon
@@ -109,7 +112,6 @@ class DPAdamWOSM(DPOptimizer, tf.keras.optimizers.Optimizer):
         """The arguments that make the same optimizer; its state is not among them."""
         return {
             **super().get_config(),
-            "learning_rate": self._serialize_hyperparameter(self._learning_rate),
             "beta_1": self.beta_1,
             "epsilon": self.epsilon,
         }

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Sequence
-from typing import Callable
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.optimizers import SelfScalingOptimizer, is_built
+from tf_adaptive_dp._keras.variables import uncounted_variables
 from tf_adaptive_dp.accounting.earlier_releases import warn_of_earlier_releases
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.gradients.api import check_loss_vector, check_method, per_example_gradients
@@ -20,31 +22,35 @@ from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
-from tf_adaptive_dp.optimizers import refusals
-from tf_adaptive_dp.optimizers.checked_state import CheckedState
-from tf_adaptive_dp.optimizers.loss_scaling import LossScaling, check_loss_scale
+from tf_adaptive_dp.optimizers import checked_state, refusals
+from tf_adaptive_dp.optimizers.loss_scaling import LossScaling
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
 from tf_adaptive_dp.side_information.provenance import SideInformation, events
 
 PACKAGE = "tf_adaptive_dp"
 
-_building = threading.RLock()  # not the optimizer's, which may be copied
+_building = threading.RLock()  # not an attribute: optimizers can be copied, locks cannot
 
 
-class DPOptimizer(Preconditioning, LossScaling, CheckedState):
+class DPOptimizer(SelfScalingOptimizer):
     """Mixin that turns a `tf.keras.optimizers.Optimizer` into a private one.
 
-    `compute_gradients`, which `Model.fit` calls through `minimize`, returns the noisy mean of the
-    clipped per-example gradients instead of the gradient of the mean loss; what the Keras
-    optimizer does with it is post-processing.
+    `Model.fit` calls `compute_gradients` through `minimize`. It returns the noisy mean of the
+    clipped per-example gradients instead of the gradient of the mean loss. Whatever the Keras
+    optimizer does with that is post-processing.
 
-    Guarantee: every gradient that `apply_gradients` accepts came out of `GaussianMechanism` and
-    stands in the ledger, unless the caller passes `non_private_gradients=True`.
+    The shell holds the parts that do the work: the `GaussianMechanism` with its ledger, a
+    `Preconditioning` and a `LossScaling`.
+
+    Guarantee: every gradient that `apply_gradients` accepts came out of the `GaussianMechanism`
+    and is in the ledger, unless the caller passes `non_private_gradients=True`.
+
+    Args:
+      l2_norm_clip: see `DPSGD` for this and the other arguments of the mechanism.
+      side_information: as in `DPSGD`; or the `Preconditioning` of a subclass that uses it in a way
+        of its own.
+      **kwargs: the arguments of the Keras optimizer.
     """
-
-    # Whether A divides gradients before they are clipped; if not, it is left to `update_step`.
-    _preconditions_first = True
-    _side_information_rule: str | None = None
 
     def __init__(
         self,
@@ -59,16 +65,17 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
         loss_scale: float | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
-        side_information: SideInformation | None = None,
+        side_information: SideInformation | Preconditioning | None = None,
         **kwargs,
     ):
         super().__init__(**{"name": type(self).__name__, **kwargs})
-        if side_information is not None:
-            self.side_information = check_side_information(
-                side_information, rule=self._side_information_rule
-            )
+        if not isinstance(side_information, Preconditioning):
+            if side_information is not None:
+                side_information = check_side_information(side_information)
+            side_information = Preconditioning(side_information)
+        self._preconditioning = side_information
         self.gradients = check_method(gradients)
-        self._loss_scale = check_loss_scale(loss_scale)
+        self._loss_scaling = LossScaling(loss_scale)
         self._mechanism = GaussianMechanism(
             l2_norm_clip=l2_norm_clip,
             noise_multiplier=noise_multiplier,
@@ -86,7 +93,7 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
     l2_norm_clip = property(
         lambda self: self._mechanism.l2_norm_clip,
         lambda self, value: setattr(self._mechanism, "l2_norm_clip", value),
-        doc="C, the bound of an example's gradient, adapted or not. May be set between steps.",
+        doc="C, the bound on each example's gradient; it may be set between steps.",
     )
     noise_multiplier = property(
         lambda self: self._mechanism.noise_multiplier,
@@ -111,30 +118,55 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """k, the parts of a batch."""
+        """k, the number of parts in which each batch arrives."""
         return self._mechanism.gradient_accumulation_steps
 
     @property
     def unfinished_parts(self) -> int:
-        """How many parts of a batch that is not complete are held."""
+        """How many parts of an incomplete batch are held."""
         accumulator = self._mechanism.accumulator
         return 0 if accumulator is None else accumulator.num_parts
 
+    def drop_unfinished_parts(self) -> None:
+        """Forgets the parts of an incomplete batch. Nothing of them was released."""
+        if self.unfinished_parts:
+            self._mechanism.drop_parts()
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows of the first batch, padding included; 0 before it. With microbatches, the most."""
+        return self._mechanism.rows_per_batch
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the noise; `None` if the noise is secret, as privacy needs it."""
+        return self._mechanism.noise.seed
+
+    @property
+    def side_information(self) -> SideInformation | None:
+        """What preconditions gradients, or `None`."""
+        return self._preconditioning.side_information
+
+    @property
+    def initial_scale(self) -> float:
+        """The loss scale; `1.0` if it depends on the variables."""
+        return self._loss_scaling.scale or 1.0
+
     @property
     def ledger(self) -> Ledger:
-        """What was released so far; saved and restored with the optimizer."""
+        """The record of all releases; saved and restored with the optimizer."""
         return self._mechanism.ledger
 
     @property
     def statistics(self) -> GradientStatistics:
-        """Figures about the raw gradients, for monitoring. NOT private."""
+        """Statistics of the raw gradients, for monitoring. NOT private."""
         return self._mechanism.statistics
 
     def next_release(self) -> tuple[float, float | None]:
-        """What one more step will enter in the ledger.
+        """What the ledger will record for one more step.
 
         Returns:
-          Its noise multiplier, and its batch size or `None` if no batch has been seen yet.
+          The noise multiplier, and the batch size or `None` if no batch has been seen yet.
         """
         halved = self._mechanism.examples_share_groups()
         return self.noise_multiplier / (2 if halved else 1), self._mechanism.batch_size()
@@ -158,12 +190,12 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
           the variable.
 
         Raises:
-          NotPrivateError: for a loss, a model or a setting without per-example gradients.
-          TypeError: if `loss` is no tensor.
+          NotPrivateError: if the loss, the model or a setting rules out per-example gradients.
+          TypeError: if `loss` is not a tensor.
           ValueError: if `tape` is missing, or the optimizer was built for other variables.
         """
         refusals.refuse_unsupported_setting(self)
-        self._refuse_wrapper()
+        self._loss_scaling.refuse_wrapper(self)
         if not callable(loss) and tape is None:
             raise ValueError("`tape` is required when a `Tensor` loss is passed. Received: None")
         tape = tf.GradientTape() if tape is None else tape
@@ -179,14 +211,14 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
         batch_size = tf.shape(loss)[0]
         source = per_example_gradients(
             *(loss, variables, tape, self.gradients, self.num_microbatches),
-            loss_scale=self._loss_scale_for(variables),
+            loss_scale=self._loss_scaling.scale_for(variables),
         )
         refusals.refuse_counting(self, source)
-        scale, shift = self._precondition(variables)
+        scale, shift = self._preconditioning.scale_and_shift(self, variables)
         layers = [_layer_of(v) for v in variables]
-        # Side information that is missing is an error, before anything is released.
+        # Missing side information must fail the step before anything is released.
         with tf.control_dependencies([*(scale or ()), *(shift or ())]):
-            if not self._preconditions_first:
+            if not self._preconditioning.before_clipping:
                 scale = shift = None
             self._mechanism.doubt_size(rows_without_padding(loss))
             number = number_of(loss)
@@ -198,20 +230,29 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
                 mark_released(gradient, self._mechanism.complete)
         return list(zip(released, variables))
 
-    def _build_outside(self, variables: Sequence[tf.Variable]) -> None:
-        """Makes slots that the `tf.function` in which they are made does not count as its own.
+    def build(self, var_list: Sequence[tf.Variable]) -> None:
+        """Creates all slots, those of the side information first.
 
-        Else it would be traced a second time after the first, to be without them. Models that
-        create variables in their first step, such as metrics given by name, still are.
+        Args:
+          var_list: the variables to train.
         """
-        with _one_at_a_time(), tf.init_scope(), tf.variable_creator_scope(_not_lifted):
+        if self.side_information is not None and not is_built(self):
+            self._preconditioning.build(var_list, self.add_variable_from_reference)
+            # Checkpoints know the state by this name.
+            self.side_information_state = self._preconditioning.state
+        super().build(var_list)
+
+    def _build_outside(self, variables: Sequence[tf.Variable]) -> None:
+        """Creates slots in the first step without having its `tf.function` traced twice."""
+        with _one_at_a_time(), uncounted_variables():
             self.build(variables)
             if tf.executing_eagerly():
                 warn_of_earlier_releases(variables, self.ledger)
 
     def is_between_steps(self) -> bool:
         """Whether side information may change now: not between the minibatches of one step."""
-        return super().is_between_steps() and not self.unfinished_parts
+        between = self._preconditioning.is_between_steps(self.iterations)
+        return between and not self.unfinished_parts
 
     def apply_gradients(
         self, grads_and_vars, *args, non_private_gradients: bool = False, **kwargs
@@ -221,14 +262,14 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
         Args:
           grads_and_vars: pairs, as `compute_gradients` returns them.
           *args: passed on to Keras.
-          non_private_gradients: set it to apply other tensors: released gradients that you
-            processed further (private still), or gradients that are public or not private. The
-            optimizer cannot tell which; the guarantee is then yours.
+          non_private_gradients: whether to accept other tensors: released gradients that you
+            processed further, which are still private, or gradients that are public or not
+            private. The optimizer cannot tell these apart, so the guarantee becomes yours.
           **kwargs: passed on to Keras.
 
         Raises:
-          NotPrivateError: if a gradient did not come from `compute_gradients`, or if replicas are
-            to apply their gradients without adding them up.
+          NotPrivateError: if a gradient did not come from `compute_gradients`, or if replicas
+            would apply their gradients without summing them.
         """
         grads_and_vars = list(grads_and_vars)
         if not non_private_gradients:
@@ -245,7 +286,7 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
             return self._apply_when_complete(apply, gradients)
 
     def _apply_when_complete(self, apply: Callable, gradients: list[tf.Tensor]) -> tf.Tensor:
-        """Moves nothing before the last part of a batch."""
+        """Applies gradients with the last part of a batch, and nothing before that."""
         flags = {id(f): f for f in map(completion, gradients)}
         if len(flags) != 1 or None in flags.values():
             raise ValueError(
@@ -260,11 +301,37 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
             lambda: tf.convert_to_tensor(self.iterations),
         )
 
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets all variables of the optimizer, its ledger included.
+
+        Args:
+          weights: arrays or variables, in the order of `variables`.
+
+        Raises:
+          ValueError: if they belong to another kind of optimizer, or this one is not built.
+        """
+        weights = list(weights)
+        if is_built(self):
+            checked_state.require_same_shapes(self.variables, weights)
+        super().set_weights(weights)
+
+    def load_own_variables(self, store: Mapping[str, Any]) -> None:
+        """Sets all variables from a saved model or saved weights; called by Keras.
+
+        Args:
+          store: arrays by their number.
+
+        Raises:
+          ValueError: if they do not fit and hold releases that the ledger lacks.
+        """
+        if checked_state.can_load(self.variables, self.ledger, store):
+            super().load_own_variables(store)
+
     def get_config(self) -> dict:
         """The arguments that make the same optimizer, and the ledger.
 
-        Of its state the ledger alone is included: Keras restores no other state of an optimizer
-        from the SavedModel format, and what was spent must not be forgotten.
+        The ledger is the only state included. Keras restores no state of an optimizer from the
+        SavedModel format, and what was spent must not be forgotten.
 
         Raises:
           ValueError: if the ledger has `other_events`, which Keras cannot save.
@@ -272,12 +339,13 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
         if self.ledger.other_events:
             raise ValueError(
                 "An optimizer whose ledger has `other_events` cannot be saved with its "
-                "configuration, in which they would be forgotten. Save the weights "
-                "(`tf.train.Checkpoint`), make the optimizer anew and set them again. Received: "
+                "configuration, which would lose them. Save the weights (`tf.train.Checkpoint`), "
+                "create the optimizer anew and set `other_events` again. Received: "
                 f"other_events={self.ledger.other_events!r}"
             )
         return {
             **super().get_config(),
+            **self._preconditioning.get_config(),
             "l2_norm_clip": self.l2_norm_clip,
             "noise_multiplier": self.noise_multiplier,
             "num_microbatches": self.num_microbatches,
@@ -285,9 +353,9 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
             "clipping": serialize(self.clipping),
             "gradients": self.gradients,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "loss_scale": self._loss_scale,
+            "loss_scale": self._loss_scaling.scale,
             "secure_noise": isinstance(self._mechanism.noise, SecureNoise),
-            "seed": self._mechanism.noise.seed,
+            "seed": self.seed,
             "ledger": [list(segment) for segment in self.ledger.segments],
             "ledger_checks": [list(of_segment) for of_segment in self.ledger.checks],
         }
@@ -297,7 +365,7 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
         """Makes the optimizer that `get_config` described, its ledger included.
 
         Args:
-          config: a configuration; without the key "ledger" the optimizer starts afresh.
+          config: a configuration. Without the key "ledger" the optimizer starts afresh.
           custom_objects: Python objects that Keras needs to read it.
         """
         config = dict(config)
@@ -308,12 +376,8 @@ class DPOptimizer(Preconditioning, LossScaling, CheckedState):
 
 
 def _one_at_a_time() -> contextlib.AbstractContextManager:
-    """Lets one thread at a time build an optimizer; replicas have threads that build together."""
+    """Lets one thread at a time build an optimizer, except replicas' threads, which cooperate."""
     return _building if num_replicas() == 1 else contextlib.nullcontext()
-
-
-def _not_lifted(next_creator: Callable[..., tf.Variable], **kwargs) -> tf.Variable:
-    return next_creator(**{**kwargs, "experimental_enable_variable_lifting": False})
 
 
 def _layer_of(variable: tf.Variable) -> str:
@@ -324,10 +388,10 @@ def _layer_of(variable: tf.Variable) -> str:
 def _with_penalties(
     noisy: Sequence, penalties: Sequence, scale: Sequence | None
 ) -> list[tf.Tensor | None]:
-    """Adds what depends on no example, which needs neither clipping nor noise.
+    """Adds gradients that depend on no example, and so need neither clipping nor noise.
 
-    All replicas have it, and their sum shall have it once. It is scaled as the rest is: or the
-    objective would be another one.
+    Every replica has them, and the sum over replicas must contain them once. They are scaled like
+    the other gradients, or the objective would change.
     """
     share = 1 / num_replicas()
     own = [None if p is None else share * p for p in penalties]

@@ -1,4 +1,4 @@
-"""Loss scaling that is undone before gradients are clipped."""
+"""The part of an optimizer that scales the loss, and undoes that before gradients are clipped."""
 
 from __future__ import annotations
 
@@ -8,81 +8,56 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.optimizers import is_wrapped_by_loss_scaling
+from tf_adaptive_dp._keras.variables import has_autocast
 from tf_adaptive_dp.errors import NotPrivateError
 
-# Gradients in float16 keep 11 bits down to 6e-5 / 1024; entries of more than 64 overflow.
+# With this scale, gradients in float16 keep 11 bits down to 6e-5 / 1024. Entries above 64 overflow.
 DEFAULT = 1024.0
 # Squares of scaled gradients must neither vanish nor leave float32, or clipping would fail.
 LARGEST = 2.0**24
 
 
-def check_loss_scale(loss_scale: float | None) -> float | None:
-    """Returns `loss_scale`, or raises TypeError or ValueError if it is out of its range."""
-    if loss_scale is None:
-        return None
-    loss_scale = checks.number("loss_scale", loss_scale, 0, strict=True)
-    if math.frexp(loss_scale)[0] != 0.5 or not 1 <= loss_scale <= LARGEST:
-        raise ValueError(
-            "`loss_scale` must be a power of two, which is undone exactly, from 1 to 2**24. "
-            f"Received: loss_scale={loss_scale!r}"
-        )
-    return loss_scale
+class LossScaling:
+    """A constant loss scale.
 
+    Keras's `LossScaleOptimizer` would scale the loss vector before the private optimizer sees it,
+    so gradients would be clipped while scaled. It would also adapt the scale to overflows in raw
+    gradients, which are not public. Here the scale is a constant, and an example whose gradient
+    overflows counts as zero, like every example whose gradient is not finite.
 
-class _LikeAnyClass(type(tf.keras.mixed_precision.LossScaleOptimizer)):
-    """Takes away that the first argument of the constructor has to be another optimizer."""
+    Args:
+      scale: a power of two from 1 to 2**24. `None` uses 1024 for layers with a mixed-precision
+        policy and 1 otherwise.
 
-    def __call__(cls, *args, **kwargs):
-        return type.__call__(cls, *args, **kwargs)
-
-
-class LossScaling(tf.keras.mixed_precision.LossScaleOptimizer, metaclass=_LikeAnyClass):
-    """Mixin of an optimizer that scales the loss itself.
-
-    Keras's wrapper scales the loss vector before the optimizer sees it, so gradients would be
-    clipped scaled; and it adapts the scale to overflows in raw gradients, which are not public.
-    As a `LossScaleOptimizer` of its own kind the optimizer is not wrapped by `Model.compile`. Its
-    scale is a constant. An example whose gradient overflows counts as zero, as any that is not
-    finite.
+    Raises:
+      TypeError, ValueError: if the scale has the wrong type or is out of its range.
     """
 
-    _loss_scale: float | None
-    dynamic = False
-    dynamic_counter = None
-    dynamic_growth_steps = None
+    def __init__(self, scale: float | None):
+        if scale is not None:
+            scale = checks.number("loss_scale", scale, 0, strict=True)
+            if math.frexp(scale)[0] != 0.5 or not 1 <= scale <= LARGEST:
+                raise ValueError(
+                    "`loss_scale` must be a power of two, which can be undone exactly, from 1 to "
+                    f"2**24. Received: loss_scale={scale!r}"
+                )
+        self.scale = scale
 
-    @property
-    def inner_optimizer(self) -> tf.keras.optimizers.Optimizer:
-        """The optimizer itself: none is inside."""
-        return self
+    def scale_for(self, variables: Sequence[tf.Variable]) -> float:
+        """The scale of a loss that is differentiated for some variables."""
+        if self.scale is not None:
+            return self.scale
+        # bfloat16 does not need a scale, but a scale changes nothing there.
+        return DEFAULT if any(map(has_autocast, variables)) else 1.0
 
-    @property
-    def initial_scale(self) -> float:
-        """The scale; `1.0` if it depends on the variables."""
-        return self._loss_scale or 1.0
+    def refuse_wrapper(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
+        """Rejects a `LossScaleOptimizer` around the optimizer.
 
-    @property
-    def loss_scale(self) -> tf.Tensor:
-        """The scale; `1.0` if it depends on the variables."""
-        return tf.constant(self.initial_scale)
-
-    def get_scaled_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """The loss as it is: `compute_gradients` scales it, and undoes that."""
-        return loss
-
-    def get_unscaled_gradients(self, grads: Sequence) -> list:
-        """The gradients as they are: `compute_gradients` has undone the scaling."""
-        return list(grads)
-
-    def _loss_scale_for(self, variables: Sequence[tf.Variable]) -> float:
-        if self._loss_scale is not None:
-            return self._loss_scale
-        # Variables of layers with a mixed policy are cast as they are read. With bfloat16 a scale
-        # is not needed, and changes nothing.
-        return DEFAULT if any(hasattr(v, "true_dtype") for v in variables) else 1.0
-
-    def _refuse_wrapper(self) -> None:
-        if getattr(self, "_is_wrapped_by_loss_scale_optimizer", False):
+        Raises:
+          NotPrivateError: if there is one.
+        """
+        if is_wrapped_by_loss_scaling(optimizer):
             raise NotPrivateError(
                 "A LossScaleOptimizer around this optimizer would scale the loss before gradients "
                 "are clipped. Received: one. Pass the optimizer itself, which scales the loss and "

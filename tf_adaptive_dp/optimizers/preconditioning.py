@@ -1,32 +1,34 @@
-"""What optimizers with side information share: its state, and A at each step."""
+"""The part of an optimizer that holds side information and applies it to gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.optimizers import slot_index
 from tf_adaptive_dp.side_information.provenance import SideInformation, deserialize, serialize
 
 
 def check_side_information(value: Any, *, rule: str | None = None) -> SideInformation:
-    """Returns side information, or raises if it is none or of the wrong kind.
+    """Returns side information that an optimizer can use, or raises.
 
     Args:
-      value: what the caller passed, or the description of a saved configuration.
-      rule: the rule that `PublicGradients` must have; `None`: any that gives a preconditioner.
+      value: what the caller passed, or the description in a saved configuration.
+      rule: the rule that `PublicGradients` must have. `None` accepts every rule that gives a
+        preconditioner.
 
     Raises:
-      TypeError: if it is no side information.
-      ValueError: if its rule is not for this optimizer.
+      TypeError: if it is not side information.
+      ValueError: if this optimizer cannot use its rule.
     """
     if isinstance(value, dict) and "config" in value:
         value = deserialize(value)
     if not isinstance(value, SideInformation):
         raise TypeError(
             "`side_information` must be a `FixedPreconditioner` (`token_frequencies`, `tf_idf`) or "
-            "`PublicGradients`, which say where it comes from. Received: side_information="
+            "`PublicGradients`, which state its provenance. Received: side_information="
             f"{value!r}"
         )
     received = getattr(value, "rule", None)
@@ -45,50 +47,80 @@ def check_side_information(value: Any, *, rule: str | None = None) -> SideInform
 
 
 class Preconditioning:
-    """Mixin of an optimizer that may hold side information, beside its own slots.
+    """Side information, its state, and when and how it changes gradients.
 
     Attributes:
-      side_information: the `SideInformation`, or `None`.
-      side_information_state: what it keeps in the optimizer; saved with the rest.
+      side_information: the `SideInformation`, or `None`, which leaves gradients unchanged.
+      state: lists of the variables that `side_information` keeps in the optimizer, once built.
+      before_clipping: whether gradients are preconditioned before they are clipped. Otherwise the
+        update rule calls `apply`.
     """
 
-    side_information: SideInformation | None = None
-    # So many minibatches make one step and share A.
-    _minibatches_per_step = 1
-
-    def build(self, var_list: Sequence[tf.Variable]) -> None:
-        """Creates all slots, those of the side information first.
+    def __init__(
+        self,
+        side_information: SideInformation | None,
+        *,
+        before_clipping: bool = True,
+        minibatches_per_step: int = 1,
+    ):
+        """Creates the part without state.
 
         Args:
-          var_list: the variables to train.
+          side_information: what `check_side_information` returned, or `None`.
+          before_clipping: see the class.
+          minibatches_per_step: how many minibatches make one step and so share A.
         """
-        if self.side_information is not None and not getattr(self, "_built", False):
-            self.side_information_state = self.side_information.build(
-                var_list, self.add_variable_from_reference
-            )
-        super().build(var_list)
+        self.side_information = side_information
+        self.before_clipping = before_clipping
+        self.state: list[list[tf.Variable]] = []
+        self._minibatches_per_step = minibatches_per_step
 
-    def is_between_steps(self) -> bool:
-        """Whether side information may change now: not between the minibatches of one step."""
-        return int(self.iterations.numpy()) % self._minibatches_per_step == 0
+    def build(self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]) -> None:
+        """Creates the state; see `SideInformation.build`."""
+        if self.side_information is not None:
+            self.state = self.side_information.build(variables, add_slot)
 
-    def _precondition(self, variables: Sequence[tf.Variable]) -> tuple[list | None, list | None]:
-        """What gradients are multiplied by, and what is added before that."""
+    def is_between_steps(self, iterations: tf.Variable) -> bool:
+        """Whether the state may change now: not between the minibatches of one step."""
+        return int(iterations.numpy()) % self._minibatches_per_step == 0
+
+    def scale_and_shift(
+        self, optimizer: tf.keras.optimizers.Optimizer, variables: Sequence[tf.Variable]
+    ) -> tuple[list[tf.Tensor] | None, list[tf.Tensor] | None]:
+        """The preconditioner of some variables: (gradient + shift) ∘ scale.
+
+        Args:
+          optimizer: the built optimizer that holds this part.
+          variables: variables that it was built for.
+
+        Returns:
+          One tensor per variable each, or `None` for what does not apply.
+        """
         if self.side_information is None:
             return None, None
-        indices = [self._index_dict[self._var_key(v)] for v in variables]
-        return self.side_information.scale_and_shift(self.side_information_state, indices)
+        indices = [slot_index(optimizer, variable) for variable in variables]
+        return self.side_information.scale_and_shift(self.state, indices)
 
-    def _preconditioned(self, gradient: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
-        """(gradient + shift) ∘ scale of one variable, for what is not clipped afterwards."""
-        (scale,), shift = self._precondition([variable])
+    def apply(
+        self,
+        optimizer: tf.keras.optimizers.Optimizer,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        variable: tf.Variable,
+    ) -> tf.Tensor:
+        """(gradient + shift) ∘ scale of one variable, for gradients that are not clipped later.
+
+        Args:
+          optimizer: the built optimizer that holds this part, with side information.
+          gradient: the gradient for the variable.
+          variable: a variable that it was built for.
+        """
+        (scale,), shift = self.scale_and_shift(optimizer, [variable])
         gradient = tf.convert_to_tensor(gradient)  # slices of an embedding table
         if shift is not None:
             gradient += tf.cast(shift[0], gradient.dtype)
         return gradient * tf.cast(scale, gradient.dtype)
 
     def get_config(self) -> dict:
-        """The arguments that make the same optimizer."""
+        """The argument that makes the same side information."""
         information = self.side_information
-        described = None if information is None else serialize(information)
-        return {**super().get_config(), "side_information": described}
+        return {"side_information": None if information is None else serialize(information)}

@@ -1,4 +1,4 @@
-"""What an optimizer refuses because its guarantee would not hold."""
+"""Checks that reject what would break the optimizers' guarantee."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.optimizers import has_slots_for
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.released import completion
 from tf_adaptive_dp.gradients.source import PerExampleGradients
@@ -14,7 +15,7 @@ from tf_adaptive_dp.mechanism.replicas import num_replicas, refuse_unsupported_s
 
 
 def refuse_unsupported_setting(optimizer: Any) -> None:
-    """Refuses strategies that are not proven, and what is not proven on several replicas."""
+    """Rejects distribution strategies and settings whose guarantee is not proven on replicas."""
     refuse_unsupported_strategy()
     if num_replicas() == 1:
         return
@@ -28,20 +29,20 @@ def refuse_unsupported_setting(optimizer: Any) -> None:
 
 
 def refuse_other_variables(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
-    """They would be refused by Keras after the release, which is counted by then."""
-    others = [v.name for v in variables if optimizer._var_key(v) not in optimizer._index_dict]
+    """Rejects variables without slots, as Keras would, but before anything is released."""
+    others = [v.name for v in variables if not has_slots_for(optimizer, v)]
     if others:
         raise ValueError(
             "`var_list` must hold variables that the optimizer was built for. Received: "
             f"{', '.join(others)}. Call `optimizer.build(variables)` with all of them before "
-            "the first step. To go on with other variables, as after unfreezing layers, compile "
-            "with `type(optimizer).from_config(optimizer.get_config())`: its ledger holds the "
-            "releases so far, which a new optimizer's would not."
+            "the first step. To continue with other variables, as after unfreezing layers, compile "
+            "with `type(optimizer).from_config(optimizer.get_config())`, whose ledger holds the "
+            "releases so far. The ledger of a new optimizer would not."
         )
 
 
 def refuse_counting(optimizer: Any, source: PerExampleGradients) -> None:
-    """Batches of random size: one example more must not change the others' gradients."""
+    """Rejects losses that depend on a random batch size, as one more example would change all."""
     with tf.init_scope():
         size = optimizer.expected_batch_size
     if source.counts_batch and size is not None and optimizer.num_microbatches is None:
@@ -54,7 +55,7 @@ def refuse_counting(optimizer: Any, source: PerExampleGradients) -> None:
 
 
 def refuse_foreign_gradients(grads_and_vars: Sequence[tuple]) -> None:
-    """Gradients that did not come from the mechanism are not private."""
+    """Rejects gradients that did not come from the mechanism."""
     foreign = [v.name for g, v in grads_and_vars if g is not None and completion(g) is None]
     if foreign:
         raise NotPrivateError(
@@ -72,10 +73,13 @@ def refuse_gradients_of_one_replica(
     experimental_aggregate_gradients: bool = True,
     **kwargs,
 ) -> None:
-    """Takes the arguments of Keras; noise of σ·C is only in the sum over all replicas."""
+    """Rejects applying gradients without summing them: only the sum has all of the noise.
+
+    The arguments are those of Keras's `apply_gradients`.
+    """
     del name, kwargs
     if num_replicas() > 1 and (skip_gradients_aggregation or not experimental_aggregate_gradients):
         raise NotPrivateError(
-            "The gradients of one replica have a part of the noise only; they must be added up. "
+            "The gradients of one replica have only a part of the noise, so they must be summed. "
             "Received: skip_gradients_aggregation=True on several replicas. Leave it out."
         )

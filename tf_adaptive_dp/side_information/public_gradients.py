@@ -9,6 +9,7 @@ import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.models import compiled_mean_loss
 from tf_adaptive_dp.side_information.disjoint import check_disjoint
 from tf_adaptive_dp.side_information.provenance import SideInformation, check_provenance
 from tf_adaptive_dp.update_rules import effective_step_size, second_moment
@@ -17,14 +18,9 @@ RULES = (*second_moment.RULES, "gradient")
 
 
 def _mean_gradients(model: tf.keras.Model, batch: Any) -> list[tf.Tensor]:
-    """The gradients of the model's mean loss, without a trace in its metrics."""
-    x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(batch)
-    states = [v for metric in model.compiled_loss.metrics for v in metric.variables]
-    values = [tf.identity(v) for v in states]
+    """The gradients of the model's mean loss on a batch; its metrics do not count the batch."""
     with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(model.compiled_loss(y, model(x, training=True), sample_weight))
-    for state, value in zip(states, values):
-        state.assign(value)
+        loss = compiled_mean_loss(model, batch)
     return [
         tf.convert_to_tensor(g)
         for g in tape.gradient(loss, model.trainable_variables, unconnected_gradients="zero")

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.optimizers import is_built
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
@@ -14,7 +15,7 @@ from tf_adaptive_dp.side_information.provenance import SideInformation
 
 
 @tf.keras.saving.register_keras_serializable(PACKAGE)
-class AdaS(Preconditioning, tf.keras.optimizers.SGD):
+class AdaS(tf.keras.optimizers.SGD):
     """SGD on preconditioned gradients. It gives NO PRIVACY: it neither clips nor adds noise.
 
     AdaS uses the preconditioner of `AdaDPS` in ordinary training, to measure what the side
@@ -54,10 +55,31 @@ class AdaS(Preconditioning, tf.keras.optimizers.SGD):
         **kwargs,
     ):
         super().__init__(learning_rate=learning_rate, name=name, **kwargs)
-        self.side_information = check_side_information(side_information)
+        self._preconditioning = Preconditioning(check_side_information(side_information))
 
     def __repr__(self) -> str:
         return "<AdaS, which gives no privacy>"
+
+    @property
+    def side_information(self) -> SideInformation:
+        """What preconditions gradients."""
+        return self._preconditioning.side_information
+
+    def is_between_steps(self) -> bool:
+        """Whether side information may change now: always, as each minibatch is one step."""
+        return self._preconditioning.is_between_steps(self.iterations)
+
+    def build(self, var_list: Sequence[tf.Variable]) -> None:
+        """Creates all slots, those of the side information first.
+
+        Args:
+          var_list: the variables to train.
+        """
+        if not is_built(self):
+            self._preconditioning.build(var_list, self.add_variable_from_reference)
+            # Checkpoints know the state by this name.
+            self.side_information_state = self._preconditioning.state
+        super().build(var_list)
 
     def compute_gradients(
         self,
@@ -68,8 +90,8 @@ class AdaS(Preconditioning, tf.keras.optimizers.SGD):
         """The gradients of the mean loss. Not private.
 
         Args:
-          loss: the mean loss, or the loss of each example: [B], whose mean is taken here; or a
-            function that returns either.
+          loss: the mean loss, a scalar; or [B], the loss of each example, which is averaged here;
+            or a function that returns either.
           var_list: the variables, or a function that returns them.
           tape: the tape that recorded `loss`; needed if `loss` is a tensor.
 
@@ -89,7 +111,7 @@ class AdaS(Preconditioning, tf.keras.optimizers.SGD):
         pairs = super().compute_gradients(loss, variables, tape)
         if loss.shape.rank == 0:
             return pairs
-        # Keras takes the sum of a vector's gradients, and adds up those of all replicas.
+        # Keras sums the gradients of a vector, and those of all replicas.
         size = tf.cast(replicas.total(tf.size(loss)), tf.float32)
         return [(None if g is None else g / tf.cast(size, g.dtype), v) for g, v in pairs]
 
@@ -100,4 +122,8 @@ class AdaS(Preconditioning, tf.keras.optimizers.SGD):
           gradient: the gradient of the mean loss.
           variable: the variable.
         """
-        super().update_step(self._preconditioned(gradient, variable), variable)
+        super().update_step(self._preconditioning.apply(self, gradient, variable), variable)
+
+    def get_config(self) -> dict:
+        """The arguments that make the same optimizer; its state is not among them."""
+        return {**super().get_config(), **self._preconditioning.get_config()}

@@ -1,4 +1,4 @@
-"""The AdaDPS paper's baselines that precondition noisy gradients with public data."""
+"""The baselines of the AdaDPS paper that precondition gradients after adding noise."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.optimizers import OwnRuleOptimizer, slot_index
 from tf_adaptive_dp.optimizers.adadps import AdaDPS
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
-from tf_adaptive_dp.optimizers.preconditioning import check_side_information
+from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
 from tf_adaptive_dp.side_information.provenance import SideInformation
 from tf_adaptive_dp.update_rules import effective_step_size
 
@@ -84,7 +85,7 @@ class DPRPub(AdaDPS):
 
 @tf.keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
-class DPAdamPub(DPOptimizer, tf.keras.optimizers.Optimizer):
+class DPAdamPub(DPOptimizer, OwnRuleOptimizer):
     """DP-Adam-Pub: private Adam whose second moment comes from public data.
 
     With the noisy mean gradient G of `DPSGD`:
@@ -120,8 +121,6 @@ class DPAdamPub(DPOptimizer, tf.keras.optimizers.Optimizer):
     0.9
     """
 
-    _preconditions_first = False
-
     def __init__(
         self,
         side_information: SideInformation,
@@ -138,26 +137,24 @@ class DPAdamPub(DPOptimizer, tf.keras.optimizers.Optimizer):
             l2_norm_clip,
             noise_multiplier,
             num_microbatches,
-            side_information=check_side_information(side_information),
+            side_information=Preconditioning(
+                check_side_information(side_information), before_clipping=False
+            ),
+            learning_rate=learning_rate,
             name=name,
             **kwargs,
         )
-        self._learning_rate = self._build_learning_rate(learning_rate)
         self.beta_1 = checks.number("beta_1", beta_1, 0)
         if self.beta_1 >= 1:
             raise ValueError(f"`beta_1` must be below 1. Received: beta_1={beta_1!r}")
 
-    def build(self, var_list: Sequence[tf.Variable]) -> None:
+    def create_slots(self, variables: Sequence[tf.Variable]) -> None:
         """Creates the first moment of each variable.
 
         Args:
-          var_list: the variables to train.
+          variables: the variables to train.
         """
-        super().build(var_list)
-        if getattr(self, "_built", False):
-            return
-        self._moments = [self.add_variable_from_reference(v, "m") for v in var_list]
-        self._built = True
+        self._moments = [self.add_variable_from_reference(v, "m") for v in variables]
 
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
         """Moves one variable.
@@ -166,15 +163,14 @@ class DPAdamPub(DPOptimizer, tf.keras.optimizers.Optimizer):
           gradient: its noisy mean gradient.
           variable: the variable.
         """
-        moment = self._moments[self._index_dict[self._var_key(variable)]]
+        moment = self._moments[slot_index(self, variable)]
         moment.assign(effective_step_size.first_moment(moment, gradient, self.beta_1))
         step = tf.cast(self.learning_rate, variable.dtype)
-        variable.assign_sub(step * self._preconditioned(moment, variable))
+        variable.assign_sub(step * self._preconditioning.apply(self, moment, variable))
 
     def get_config(self) -> dict:
         """The arguments that make the same optimizer; its state is not among them."""
         return {
             **super().get_config(),
-            "learning_rate": self._serialize_hyperparameter(self._learning_rate),
             "beta_1": self.beta_1,
         }

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
-from tf_adaptive_dp.optimizers.preconditioning import check_side_information
+from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
 from tf_adaptive_dp.side_information.provenance import deserialize, serialize
 from tf_adaptive_dp.side_information.public_gradients import PublicGradients
 
@@ -19,15 +19,19 @@ Schedule = tf.keras.optimizers.schedules.LearningRateSchedule
 
 @tf.keras.saving.register_keras_serializable(PACKAGE)
 class CosineMixing(Schedule):
-    """αₜ = cos(π·t / (2K)): private gradients at the start, public ones at the end.
+    """The schedule of Amid et al. for `PDADPMD`: private gradients first, public ones last.
 
-    The schedule of Amid et al. for `PDADPMD`; 0 from step K on.
+        αₜ = cos(π·t / (2K)) for t < K, and 0 from step K on
 
     Args:
-      num_steps: K, the steps of the whole run, or a number of your choice.
+      num_steps: K, such as the number of steps of the whole run.
 
     Raises:
-      TypeError, ValueError: for anything but a whole number of at least 1.
+      TypeError, ValueError: if `num_steps` is not a whole number of at least 1.
+
+    References:
+      - Amid et al., "Public Data-Assisted Mirror Descent for Private Model Training" (2021),
+        arXiv:2112.00193.
 
     >>> schedule = CosineMixing(100)
     >>> print(f"{schedule(0):.3f} {schedule(50):.3f} {schedule(200):.3f}")
@@ -88,9 +92,6 @@ class PDADPMD(DPOptimizer, tf.keras.optimizers.SGD):
     1000
     """
 
-    _preconditions_first = False
-    _side_information_rule = "gradient"
-
     def __init__(
         self,
         side_information: PublicGradients,
@@ -107,7 +108,9 @@ class PDADPMD(DPOptimizer, tf.keras.optimizers.SGD):
             l2_norm_clip,
             noise_multiplier,
             num_microbatches,
-            side_information=check_side_information(side_information, rule="gradient"),
+            side_information=Preconditioning(
+                check_side_information(side_information, rule="gradient"), before_clipping=False
+            ),
             learning_rate=learning_rate,
             name=name,
             **kwargs,
@@ -125,7 +128,7 @@ class PDADPMD(DPOptimizer, tf.keras.optimizers.SGD):
         if isinstance(alpha, Schedule):
             alpha = tf.clip_by_value(alpha(self.iterations), 0.0, 1.0)
         alpha = tf.cast(alpha, gradient.dtype)
-        _, (public,) = self._precondition([variable])
+        _, (public,) = self._preconditioning.scale_and_shift(self, [variable])
         mixed = alpha * gradient + (1 - alpha) * tf.cast(public, gradient.dtype)
         super().update_step(mixed, variable)
 
@@ -135,7 +138,7 @@ class PDADPMD(DPOptimizer, tf.keras.optimizers.SGD):
 
 
 def _serialize_mixing(mixing: float | Schedule) -> float | dict:
-    """Keras's old formats forget under which name a schedule was registered; ours keeps it."""
+    """Describes a schedule by the name it is registered under, which Keras's old formats lose."""
     if not isinstance(mixing, Schedule):
         return mixing
     name = tf.keras.saving.get_registered_name(type(mixing))

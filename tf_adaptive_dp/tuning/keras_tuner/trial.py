@@ -122,7 +122,7 @@ class TrialBudget(tf.keras.callbacks.Callback):
         if self._rows_are_known or self._plan.sampling == "poisson":
             return
         self._rows_are_known = True
-        rows = self.model.optimizer._mechanism.rows_per_batch
+        rows = self.model.optimizer.rows_per_batch
         plan = self._plan
         if isinstance(plan.sampling, Sampling):
             expected = plan.sampling.rows_per_batch(plan.parts)
@@ -185,10 +185,8 @@ def settings(model: tf.keras.Model) -> tuple[float, int]:
             "not count that",
             f"{list(optimizer.ledger.other_events)}",
         )
-    if optimizer._mechanism.noise.seed is not None:
-        _refuse(
-            "must draw secret noise: leave out `seed`", f"seed={optimizer._mechanism.noise.seed}"
-        )
+    if optimizer.seed is not None:
+        _refuse("must draw secret noise: leave out `seed`", f"seed={optimizer.seed}")
     if getattr(model, "enable_tune_steps_per_execution", False):
         _refuse("must make calls of a fixed number of steps", "auto-tuned steps_per_execution")
     return optimizer.expected_batch_size, optimizer.gradient_accumulation_steps

@@ -1,0 +1,1 @@
+"""The one seam to the internals of Keras and TensorFlow."""

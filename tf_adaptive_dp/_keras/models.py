@@ -1,0 +1,43 @@
+"""What the library reads from compiled Keras models, and tells Keras about its callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+
+def compiled_mean_loss(model: tf.keras.Model, batch: Any) -> tf.Tensor:
+    """The mean loss of a batch in training mode; the model's metrics do not count it.
+
+    Args:
+      model: a compiled model.
+      batch: x, (x, y) or (x, y, sample_weight).
+
+    Returns:
+      A scalar.
+    """
+    x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(batch)
+    # The loss keeps running means, for the progress line.
+    states = [v for metric in model.compiled_loss.metrics for v in metric.variables]
+    values = [tf.identity(v) for v in states]
+    loss = tf.reduce_mean(model.compiled_loss(y, model(x, training=True), sample_weight))
+    for state, value in zip(states, values):
+        state.assign(value)
+    return loss
+
+
+def steps_per_call(model: tf.keras.Model) -> int:
+    """How many training steps one call of the model's training function makes."""
+    steps = model._steps_per_execution
+    return 1 if steps is None else int(steps)
+
+
+def tunes_steps_per_call(model: tf.keras.Model) -> bool:
+    """Whether Keras changes `steps_per_call` on its own while it trains."""
+    return getattr(model, "enable_tune_steps_per_execution", False)
+
+
+def allow_tensors_as_logs(callback: tf.keras.callbacks.Callback) -> None:
+    """Spares a callback that does not read `logs` the wait for their values in each step."""
+    callback._supports_tf_logs = True

@@ -1,0 +1,45 @@
+"""How variables are made and found beneath the public API of TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Callable
+
+import tensorflow as tf
+
+# A `tf.function` that makes variables in its first trace is traced again without making them.
+# Variables with this argument, made in an init scope, do not count.
+_UNCOUNTED = {"experimental_enable_variable_lifting": False}
+
+
+@contextlib.contextmanager
+def uncounted_variables() -> Iterator[None]:
+    """Makes variables that the `tf.function` being traced does not count as its own.
+
+    Otherwise TensorFlow would trace the function a second time after the first call. A model that
+    creates variables in its first step, such as metrics given by name, still causes that.
+    """
+    with tf.init_scope(), tf.variable_creator_scope(_make_uncounted):
+        yield
+
+
+def _make_uncounted(next_creator: Callable[..., tf.Variable], **kwargs) -> tf.Variable:
+    return next_creator(**{**kwargs, **_UNCOUNTED})
+
+
+def local_copies(variable: tf.Variable) -> list[tf.Variable]:
+    """The copies that a distribution strategy keeps of a variable; without one, itself."""
+    return list(getattr(variable, "values", [variable]))
+
+
+def handle_of(variable: tf.Variable) -> tf.Tensor:
+    """What raw operations know a variable by: the handle of the copy on this replica."""
+    if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        return variable.handle
+    return local_copies(variable)[0].handle
+
+
+def has_autocast(variable: Any) -> bool:
+    """Whether a layer with a mixed-precision policy casts the variable wherever it is read."""
+    return hasattr(variable, "true_dtype")
