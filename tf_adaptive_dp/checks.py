@@ -1,4 +1,4 @@
-"""Checks of arguments, with messages that name the argument and what was received."""
+"""Checks of arguments. Their errors name the argument and the value received."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def number(name: str, value: Any, minimum: float, *, strict: bool = False) -> fl
       name: the argument's name, for the message.
       value: what the caller passed.
       minimum: the smallest number allowed.
-      strict: if true, `minimum` itself is not allowed.
+      strict: whether `minimum` itself is not allowed either.
 
     Raises:
       TypeError: if `value` is not a number.
@@ -66,10 +66,10 @@ def choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
 
 
 def fixed_steps_per_call(model: Any) -> None:
-    """Raises ValueError for a Keras model whose calls make a number of steps that may change."""
+    """Raises ValueError if Keras may change how many steps one call of a model makes."""
     if tunes_steps_per_call(model):
         raise ValueError(
-            "The number of steps in a call must be known before it. Received: a model with "
-            "enable_tune_steps_per_execution=True, with which a thread changes it at any time. "
+            "The number of steps per call must be known in advance. Received: a model with "
+            "enable_tune_steps_per_execution=True, which lets a thread change it at any time. "
             "Pass a number as `steps_per_execution`."
         )

@@ -1,12 +1,12 @@
-"""Errors of the library. Each is the built-in error that fits as well, so either can be caught."""
+"""Errors of the library. Each also is a built-in error, so callers can catch either."""
 
 from __future__ import annotations
 
 
 class NotPrivateError(ValueError):
-    """What was asked for would void the privacy guarantee, so nothing was done."""
+    """The request would void the privacy guarantee, so nothing was done."""
 
-    # AutoGraph re-raises errors of compiled functions with their own type only for this `__init__`.
+    # AutoGraph keeps the type of an error that it re-raises only if it has this `__init__`.
     __init__ = Exception.__init__
 
 

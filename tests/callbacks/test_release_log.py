@@ -273,7 +273,7 @@ class LessNoise(tf.keras.callbacks.Callback):
 
 def test_noise_that_changes_after_the_announcement_is_an_error_and_logged(tmp_path):
     log, model = dp.ReleaseLog(tmp_path / "log"), compiled()
-    with pytest.raises(ValueError, match="not what had been announced.*before ReleaseLog"):
+    with pytest.raises(ValueError, match="differ from those announced.*before ReleaseLog"):
         catalogue.fit(model, 1, [log, LessNoise()])
     assert log.segments == model.optimizer.ledger.segments == [(0.5, 8.0, 1)]
     catalogue.fit(model, 1, [LessNoise(), log])

@@ -99,7 +99,7 @@ def test_a_single_number_and_an_adaptive_count_work():
 def test_more_noise_than_the_grid_can_hold_is_refused():
     mechanism = mechanism_of(noise_multiplier=1e9)
     step = tf.function(lambda: mechanism.release(zoo.Rows(np.zeros([4, SIZE])), 4)[0])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="no exact place on the grid"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="cannot represent this much noise"):
         step()
 
 

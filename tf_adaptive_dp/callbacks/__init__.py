@@ -1,4 +1,4 @@
-"""Callbacks for `Model.fit`: epsilon as it grows, a budget, releases that no crash loses."""
+"""Callbacks for `Model.fit`: they report epsilon, enforce a budget and survive crashes."""
 
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor

@@ -1,4 +1,4 @@
-"""A Keras callback that stops before too much is spent."""
+"""A Keras callback that stops training before it exceeds a privacy budget."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from tf_adaptive_dp.sampling.draws import Sampling
 
 
 class PrivacyBudget(tf.keras.callbacks.Callback):
-    """Stops training before the step that would overspend the budget.
+    """Stops training before the step that would exceed the budget.
 
-    Guarantee: as long as the ledger holds all that was released, ε stays at most `epsilon`, in the
-    sense of `PrivacyMonitor`: training stops as soon as the next call of the training function
-    (`steps_per_execution` steps) does not fit. A step that does not fit because another callback
-    changed the noise or the batch size just before it is refused with an error.
+    Guarantee: ε stays at most `epsilon`, in the sense of `PrivacyMonitor`, as long as the ledger
+    holds every release. Training stops as soon as the next call of the training function
+    (`steps_per_execution` steps) does not fit. If another callback changes the noise or the batch
+    size so that the very next call does not fit, that call raises an error.
 
     Args:
-      epsilon: the largest ε allowed, what the ledger already holds included.
+      epsilon: the largest allowed ε, including what the ledger already holds.
       delta: δ.
-      num_examples: number of examples of the training set.
-      batch_size: the batch size, if the optimizer has no `expected_batch_size`; the first step
-        cannot be priced otherwise.
-      sampling: how batches are drawn, as for `PrivacyMonitor`, whose ε depends on it.
+      num_examples: the number of examples in the training set.
+      batch_size: the batch size; needed if the optimizer has no `expected_batch_size`, since the
+        first step cannot be priced without it.
+      sampling: how batches are drawn, as for `PrivacyMonitor`; ε depends on it.
       accountant: `"rdp"` or the tighter `"pld"`.
 
     Raises:
-      TypeError, ValueError: for an argument of the wrong type or out of its range.
-      BudgetExceededError: when training begins and no step fits, or as said above.
+      TypeError, ValueError: if an argument has the wrong type or is out of its range.
+      BudgetExceededError: if no step fits when training begins, and as described above.
 
     >>> budget = PrivacyBudget(epsilon=2.0, delta=1e-5, num_examples=60_000)
     >>> budget.epsilon
@@ -66,7 +66,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         self._priced: tuple = ()
 
     def releases_left(self) -> int:
-        """How many more steps fit with the optimizer's present parameters."""
+        """How many more releases fit with the optimizer's current parameters."""
         optimizer = private_optimizer(self.model)
         noise_multiplier, size = optimizer.next_release()
         if None not in (size, self.batch_size) and optimizer.expected_batch_size is None:
@@ -80,7 +80,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         segments = optimizer.ledger.segments
         released = sum(segment.num_releases for segment in segments)
         if segments and segments[-1][:2] == (noise_multiplier, size):
-            segments.pop()  # more of the same need no new price
+            segments.pop()  # more releases of the same kind do not change the price
         price_of = (noise_multiplier, size, segments, [c.repeated for c in optimizer.ledger.checks])
         if self._priced[:1] != (price_of,):
             left = spending.releases_left(
@@ -97,7 +97,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         return self._priced[1] - released
 
     def _compare_batch_size(self, size: float) -> None:
-        """The first step was priced with what was said; it may have cost more than that."""
+        """Rejects a wrong `batch_size`, since the first step was priced with it."""
         if size != self.batch_size:
             raise ValueError(
                 f"`batch_size` must be that of `fit`, which is {size:g}: the first step was "
@@ -119,21 +119,21 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Refuses to start what would overspend at once; called by Keras."""
+        """Raises if not even the first step fits; called by Keras."""
         checks.fixed_steps_per_call(self.model)
         begin_batches_anew(private_optimizer(self.model))
         self._priced = ()
         self._require_room()
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """Refuses a step that was made dearer since the last check; called by Keras."""
+        """Raises if the next step became more expensive since the last check; called by Keras."""
         self._require_room()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Stops when the next step would overspend; called by Keras."""
+        """Stops training if the next step does not fit; called by Keras."""
         if not self._next_call_fits():
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Refuses an accumulated batch that would reach into the next pass; called by Keras."""
+        """Rejects an accumulated batch that reaches into the next epoch; called by Keras."""
         refuse_batch_over_two_passes(self.model.optimizer, self.sampling)

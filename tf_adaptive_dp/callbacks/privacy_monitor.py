@@ -1,4 +1,4 @@
-"""A Keras callback that reports what was spent."""
+"""A Keras callback that reports the privacy spent."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from tf_adaptive_dp.statement import privacy_statement
 
 
 class PrivacyMonitor(tf.keras.callbacks.Callback):
-    """Shows the ε that was spent: in `fit`'s progress line, its history and TensorBoard.
+    """Reports the ε spent so far in `fit`'s progress line, its history and TensorBoard.
 
-    At the end of each epoch `epsilon`, `delta` and `learning_rate` join the logs, and `NOT_PRIVATE`
-    with the value 1 if ε is infinite: something was released without noise, or side information
-    came from the private data without privacy. TensorBoard gets them under `privacy/` and
-    `training/`, ADADP's error and acceptance under `adadp/` (computed from released gradients, so
-    private) and, under `not_private/`, figures of the raw gradients: the share of clipped examples,
-    quantiles of the norms, examples that were not finite.
+    At the end of each epoch the callback adds `epsilon`, `delta` and `learning_rate` to the logs.
+    It also adds `NOT_PRIVATE` with the value 1 if ε is infinite, because something was released
+    without noise or side information came from the private data without privacy. TensorBoard shows
+    these under `privacy/` and `training/`, and ADADP's error and acceptance under `adadp/`, which
+    are private because they depend on released gradients only. Under `not_private/` it shows
+    statistics of the raw gradients: the share of clipped examples, quantiles of the norms, and
+    examples that were not finite.
 
-    Guarantee: ε is the accountant's for all that stands in the optimizer's ledger, for adding or
-    removing one example and Poisson sampling with probability L / `num_examples`. For shuffled
-    batches that is the customary approximation, and `statement()` says so; for subsets of fixed
-    size ε is another one, for replacing an example. A sampling object is compared with what the
-    optimizer saw and released, and an error says where they differ; a label is believed. What
-    stands under `not_private/`, and the training loss and metrics, are not covered: do not publish
-    them.
+    Guarantee: ε covers everything in the optimizer's ledger, for adding or removing one example
+    and Poisson sampling with probability L / `num_examples`. For shuffled batches this is the
+    customary approximation, as `statement()` says. For fixed-size subsets ε is for replacing one
+    example. A sampling object is compared with what the optimizer saw and released, and an error
+    reports any difference; a label is taken on trust. The values under `not_private/`, the training
+    loss and the metrics are not covered: do not publish them.
 
     Args:
-      num_examples: number of examples of the training set.
-      delta: δ; well below 1 / num_examples.
-      log_dir: where TensorBoard's files go; `None` writes none.
-      sampling: how batches are drawn: the sampling that went into `poisson_batches` and the like,
-        or for batches of your own `"poisson"`, `"fixed"` or `"shuffled"`; see `privacy_statement`.
+      num_examples: the number of examples in the training set.
+      delta: δ, which should be well below 1 / num_examples.
+      log_dir: the directory for TensorBoard's files. `None` writes none.
+      sampling: how batches are drawn: the sampling passed to `poisson_batches` or similar, or for
+        batches of your own `"poisson"`, `"fixed"` or `"shuffled"`; see `privacy_statement`.
       accountant: `"rdp"` or the tighter `"pld"`.
 
     Raises:
-      TypeError, ValueError: for an argument of the wrong type or out of its range.
+      TypeError, ValueError: if an argument has the wrong type or is out of its range.
 
     >>> monitor = PrivacyMonitor(num_examples=60_000, delta=1e-5)
     >>> monitor.sampling
@@ -72,7 +72,7 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
         self._new_run = False
 
     def epsilon(self) -> float:
-        """ε spent so far by the optimizer of the model."""
+        """The ε that the model's optimizer has spent so far."""
         return spending.epsilon_spent(
             self.sampling,
             private_optimizer(self.model),
@@ -114,7 +114,7 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
         }
         not_private = math.isinf(private["epsilon"])
         if not_private:
-            private["NOT_PRIVATE"] = 1.0  # shows beside ε wherever logs are printed or kept
+            private["NOT_PRIVATE"] = 1.0  # appears next to ε wherever logs go
         if logs is not None:
             logs.update(private)
         if self._writer is None:
@@ -145,25 +145,25 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
             self._writer = None
 
     def _check_sampling(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
-        """Refuses, before training, an optimizer that is not made for the sampling."""
+        """Rejects, before training, an optimizer whose settings do not fit the sampling."""
         if not isinstance(self.sampling, Sampling):
-            self.epsilon()  # what contradicts the ledger is an error before more is released
+            self.epsilon()  # raises on a conflict with the ledger, before more is released
             return
         self._new_run = self._released == 0
         size = self.sampling.expected_batch_size(self.num_examples)
         _, set_size = optimizer.next_release()
         if set_size is None and self.sampling.label != "poisson":
-            return  # it will be that of the first batch
+            return  # the first batch will determine it
         if set_size is None or not math.isclose(set_size, size, rel_tol=1e-9):
             raise ValueError(
                 f"The optimizer must have `expected_batch_size={size!r}`, which is that of the "
                 f"sampling. Received: expected_batch_size={set_size!r}, sampling={self.sampling!r}"
             )
         self.sampling.check_delta(self.num_examples, self.delta)
-        self.epsilon()  # makes the other checks
+        self.epsilon()  # runs the other checks
 
     def _check_rows(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
-        """Batches of another shape than the sampling's cannot be the sampling's."""
+        """Rejects batches that cannot come from the sampling, because their shape differs."""
         if not isinstance(self.sampling, Sampling) or not self._new_run:
             return
         rows = optimizer.rows_per_batch
@@ -177,14 +177,14 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
             )
 
     def _warn_of_large_batches(self, num_examples: int) -> None:
-        """ε is computed for the expected batch size; batches that are larger make it wrong."""
+        """Warns if batches were larger than the expected batch size that ε is computed for."""
         optimizer = self.model.optimizer
         released = optimizer.ledger.num_releases
         steps, self._released = released - self._released, released
         _, size = optimizer.next_release()
         if not steps or size is None:
             return
-        # Six standard deviations of a sum of Poisson batches: once in a billion epochs by chance.
+        # Six standard deviations of a sum of Poisson batches: by chance once in a billion epochs.
         limit = size * steps + 6 * math.sqrt(size * steps)
         if optimizer.num_microbatches is None and num_examples > limit:
             warnings.warn(

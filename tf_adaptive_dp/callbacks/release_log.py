@@ -1,4 +1,4 @@
-"""A log beside the checkpoints that knows of releases which no checkpoint does."""
+"""A log of releases beside the checkpoints, for those that no checkpoint has recorded."""
 
 from __future__ import annotations
 
@@ -22,40 +22,41 @@ def _require_ledger(optimizer: tf.keras.optimizers.Optimizer) -> None:
 
 
 class ReleaseLog(tf.keras.callbacks.Callback):
-    """Counts what was released and then lost because the process ended before a checkpoint.
+    """Counts releases that a crash would otherwise erase, because no checkpoint has them yet.
 
-    A checkpoint restores the ledger of the moment it was saved; steps after that are forgotten,
-    though their gradients may have been seen. So before each call of the training function the log
-    notes, in a file, what will have been released at most when it returns. When training begins
-    again, the releases that the ledger lacks are added to it, and a warning says how many.
+    A checkpoint restores the ledger as it was saved. Later steps are forgotten, although their
+    gradients may have been seen. So before each call of the training function the log writes to a
+    file what may have been released by the time the call returns. When training resumes, the log
+    adds the missing releases to the ledger and warns how many there were.
 
-    Pass it to `fit` with `tf.keras.callbacks.BackupAndRestore`, best directly after that and before
-    other callbacks; ε is right in any order. Give the backup `delete_checkpoint=False`: a process
-    that ends while it is being deleted could not go on. Draw batches with
-    `start_step=log.num_releases`, so that none is drawn twice, and say `steps`, or Keras may go
-    beyond: it begins a dataset of exactly `steps_per_epoch` batches anew in each epoch, and if
-    `steps_per_execution` is above 1 it makes steps again that were before the backup.
+    Pass it to `fit` with `tf.keras.callbacks.BackupAndRestore`, preferably directly after it and
+    before other callbacks; ε is right in any order. Create the backup with
+    `delete_checkpoint=False`, since a process that ends during the deletion could not resume. Draw
+    batches with `start_step=log.num_releases`, so that none is drawn twice. Also pass `steps`:
+    Keras may otherwise train longer, because it restarts a dataset of exactly `steps_per_epoch`
+    batches in each epoch and, with `steps_per_execution` above 1, repeats steps from before the
+    backup.
 
-    Guarantee: however often the process is ended, at whatever moment and by whatever signal, the
-    ledger holds every release that was begun in `fit`, with its noise multiplier and batch size, as
-    soon as the first epoch begins; and at most those of one call more each time. So ε never is too
-    small and never falls. With `fsync` this holds for the end of the machine too. Assumed: the file
-    is kept, and belongs to this training alone.
+    Guarantee: whenever and however often the process ends, by any signal, the ledger holds every
+    release that `fit` began, with its noise multiplier and batch size, as soon as the first epoch
+    begins. Each time it may also hold releases of one more call that did not happen. So ε is never
+    understated and never falls. With `fsync` this also covers a failure of the machine. It assumes
+    that the file is kept and belongs to this training alone.
 
     Args:
-      path: of the log, a new file or that of the run to go on with; its folder is created. Each
-        process of a distributed training needs a path of its own.
-      steps: the releases of the whole run: training stops when the ledger holds so many. Lost ones
-        count. `None` leaves the end to `fit`.
-      fsync: whether to wait for the disk before each call, so that the log survives a power
-        failure as well.
+      path: the path of the log: a new file, or the log of the run to resume. Its directory is
+        created. Each process of a distributed training needs a path of its own.
+      steps: the number of releases of the whole run, lost ones included. Training stops when the
+        ledger holds them. `None` leaves the end to `fit`.
+      fsync: whether to wait for the disk before each call, so that the log also survives a power
+        failure.
 
     Raises:
-      TypeError, ValueError: for an argument of the wrong type or out of its range; if the file is
-        no log; in training, if the log belongs to another run than the ledger, or the optimizer
+      TypeError, ValueError: if an argument has the wrong type or is out of its range; if the file
+        is not a log; in training, if log and ledger belong to different runs, or the optimizer
         does not know its batch size.
       RuntimeError: if another process uses the log.
-      BudgetExceededError: when an epoch begins and `steps` were released already.
+      BudgetExceededError: if an epoch begins after `steps` releases.
 
     Example:
       >>> import tempfile
@@ -84,28 +85,28 @@ class ReleaseLog(tf.keras.callbacks.Callback):
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"`path` must be the path of a file. Received: path={path!r}")
         self._file = SegmentFile(path, fsync=checks.boolean("fsync", fsync))
-        # What was released at least; the file says what at most.
+        # What was released at least. The file says what was released at most.
         self._released = self._file.segments
 
     @property
     def segments(self) -> list[Segment]:
-        """What was released at most, oldest first."""
+        """The releases that may have happened, oldest first."""
         return list(self._file.segments)
 
     @property
     def num_releases(self) -> int:
-        """How many noisy gradients were released at most: the `start_step` to go on with."""
+        """How many gradients may have been released: the `start_step` to resume with."""
         return sum(segment.num_releases for segment in self._file.segments)
 
     def adopt(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
-        """Begins the log of an optimizer that released gradients without one.
+        """Starts the log of an optimizer that has released gradients without one.
 
         Args:
-          optimizer: one of tf_adaptive_dp.
+          optimizer: an optimizer of tf_adaptive_dp.
 
         Raises:
           TypeError: if it has no ledger.
-          ValueError: if the log holds releases already.
+          ValueError: if the log already holds releases.
         """
         _require_ledger(optimizer)
         if self._file.segments:
@@ -117,14 +118,14 @@ class ReleaseLog(tf.keras.callbacks.Callback):
         self._released = self._file.segments
 
     def reconcile(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
-        """Adds to the ledger the releases that the log knows and the ledger lacks.
+        """Adds releases to the ledger that are in the log but not in the ledger.
 
         Args:
-          optimizer: one of tf_adaptive_dp, after its state was restored.
+          optimizer: an optimizer of tf_adaptive_dp, after its state was restored.
 
         Raises:
           TypeError: if it has no ledger.
-          ValueError: if the ledger holds what the log does not know; see the class.
+          ValueError: if the ledger holds releases that are not in the log; see the class.
         """
         _require_ledger(optimizer)
         ledger, announced = optimizer.ledger, self._file.segments
@@ -139,37 +140,37 @@ class ReleaseLog(tf.keras.callbacks.Callback):
         self._released = announced
         warnings.warn(
             f"{lost} releases were not in the checkpoint, because training ended before they were "
-            "saved. They are added to the ledger: ε counts them.",
+            "saved. They are added to the ledger, so ε includes them.",
             stacklevel=2,
         )
 
     def _refuse(self, ledger: Ledger) -> None:
         segments, announced = ledger.segments, self._file.segments
         if self._released is not announced and ledger.extends(segments, self._released):
-            self._file.write(segments)  # first of all the truth
+            self._file.write(segments)  # first, the file must hold the truth
             raise ValueError(
-                "What was released is not what had been announced. Put callbacks that change the "
-                "noise or the batch size before ReleaseLog, and call `announce` before each step "
-                f"of a loop of your own. Received: ledger={segments}, announced={announced}"
+                "The releases differ from those announced. Put callbacks that change the noise or "
+                "the batch size before ReleaseLog, and call `announce` before each step of a "
+                f"custom training loop. Received: ledger={segments}, announced={announced}"
             )
         raise ValueError(
-            "The log belongs to another run than the ledger, which holds releases that the log "
-            "does not know. Nothing was changed. Pass the path of its own log, or, for a model "
-            "that was trained without one, a new path, and call `adopt(optimizer)` once. Received: "
+            "The log belongs to another run than the ledger, which holds releases that are not in "
+            "the log. Nothing was changed. Pass the path of the run's own log. For a model trained "
+            "without one, pass a new path and call `adopt(optimizer)` once. Received: "
             f"ledger={segments}, log={announced}"
         )
 
     def announce(self, optimizer: tf.keras.optimizers.Optimizer, num_releases: int = 1) -> None:
-        """Notes releases that are about to happen; `fit` calls it, loops of your own have to.
+        """Writes down releases that are about to happen. Custom training loops must call it.
 
-        Guarantee: when it returns, the file counts them; see the class for how durably.
+        Guarantee: when it returns, the file counts them; the class says how durably.
 
         Args:
-          optimizer: one of tf_adaptive_dp.
-          num_releases: how many there may be before the next call of this method.
+          optimizer: an optimizer of tf_adaptive_dp.
+          num_releases: the most there can be before the next call of this method.
 
         Raises:
-          TypeError, ValueError, OSError: if it cannot; then do not release anything.
+          TypeError, ValueError, OSError: if it fails. Then do not release anything.
         """
         checks.integer("num_releases", num_releases, 1)
         self.reconcile(optimizer)
@@ -183,16 +184,16 @@ class ReleaseLog(tf.keras.callbacks.Callback):
         self._file.write(optimizer.ledger.extended(self._released, more))
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Reconciles the ledger, for callbacks that look at it; called by Keras."""
+        """Reconciles the ledger for callbacks that read it; called by Keras."""
         checks.fixed_steps_per_call(self.model)
         self.reconcile(self.model.optimizer)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Reconciles a ledger that a later callback restored; called by Keras."""
+        """Reconciles the ledger after a later callback restored it; called by Keras."""
         self.reconcile(self.model.optimizer)
         if self.steps is not None and self.num_releases >= self.steps:
             raise BudgetExceededError(
-                "The run has all its releases: no further step is made. Received: "
+                "The run already has all its releases. Received: "
                 f"steps={self.steps}, with {self.num_releases} releases in the log."
             )
 
@@ -207,11 +208,11 @@ class ReleaseLog(tf.keras.callbacks.Callback):
             self.model.stop_training = True
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Takes back what was announced and did not happen; called by Keras."""
+        """Takes back announced releases that did not happen; called by Keras."""
         self.reconcile(self.model.optimizer)
         self._file.write(self._released)
         self._released = self._file.segments
 
     def close(self) -> None:
-        """Lets another ReleaseLog open the file."""
+        """Closes the file, so that another ReleaseLog can open it."""
         self._file.close()

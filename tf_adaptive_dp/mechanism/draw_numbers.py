@@ -1,16 +1,16 @@
-"""Which draw a batch is: a number found in the batch, and whether it was released before.
+"""Identifies the draw behind a batch by a number, and finds batches that are released again.
 
-Amplification by sampling is for batches that are drawn anew for each release. A batch that is
-cached, repeated, or passed to `minimize` twice is one draw, and counts as such. So each release
-looks for the number of its batch:
+Amplification by sampling requires a fresh draw for each release. A batch that is cached, repeated
+or passed to `minimize` twice is one draw and must be counted as one. So each release determines a
+number for its batch:
 
-- Batches of our Poisson samplers carry one: their padding has the weight 0.0 or -0.0 by random
-  bits (`draws.Sampling.place`), which no arithmetic tells apart. The number is a digest of the
-  weights, so it survives whatever `map` does to the examples.
-- Other batches are told by their contents: a digest of all that the loss is computed from.
+- Batches of our Poisson samplers carry a number. Random bits decide whether a padding row has the
+  weight 0.0 or -0.0 (`draws.Sampling.place`), which arithmetic does not distinguish. The number is
+  a digest of the weights, so it survives whatever `map` does to the examples.
+- Other batches are identified by their contents: a digest of everything that enters the loss.
 
-Who knows the numbers learns something of the batches, so they are neither saved nor returned; only
-counts go into the ledger.
+The numbers reveal something about the batches, so they are neither saved nor returned. Only counts
+go into the ledger.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.gradients.graph import ancestors
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 
-# Two of 10,000 draws have one number with probability 5e7 / 2⁴⁰ at most.
+# Among 10,000 draws, two share a number with probability at most 5e7 / 2⁴⁰.
 BITS = 40
-# So many different rows in random order come again in just this order once in 15! > 2⁴⁰ times.
+# This many distinct rows in random order repeat the same order once in 15! > 2⁴⁰ times.
 DIFFERENT_ROWS = 15
 _BUCKETS, _PLACES = 4096, 16
 _NEVER = 2**62
-# Parts without a number, parts that came twice, and the nearest release of one of them.
+# Counts of parts without a number and of repeated parts, and the distance to the nearest repeat.
 _NO_PARTS = np.array([0, 0, _NEVER], np.int64)
 
 _GOLDEN, _MIX_1, _MIX_2 = (
@@ -44,7 +44,7 @@ _GOLDEN, _MIX_1, _MIX_2 = (
 
 def _folded(number: tf.Tensor, places: int) -> tf.Tensor:
     shifted = tf.bitwise.right_shift(number, tf.constant(places, tf.int64))
-    # As that of an unsigned number.
+    # Clears the sign bits, as a shift of an unsigned number would.
     shifted = tf.bitwise.bitwise_and(shifted, tf.constant(2 ** (64 - places) - 1, tf.int64))
     return tf.bitwise.bitwise_xor(number, shifted)
 
@@ -52,7 +52,7 @@ def _folded(number: tf.Tensor, places: int) -> tf.Tensor:
 def _digest(values: tf.Tensor) -> tf.Tensor:
     """An int64 scalar that depends on the bits of a float32 vector and on their order.
 
-    The sum of what SplitMix64 makes of each value and its place; multiplication wraps.
+    It sums SplitMix64 hashes of each value and its place; multiplication wraps around.
     """
     bits = tf.cast(tf.bitcast(values, tf.int32), tf.int64)
     place = (tf.range(tf.size(bits), dtype=tf.int64) + 1) * _GOLDEN
@@ -62,7 +62,7 @@ def _digest(values: tf.Tensor) -> tf.Tensor:
 
 
 def _is_ours(weights: tf.Tensor) -> tf.Tensor:
-    """Whether the zeros among weights have signs, and enough of them to be a number."""
+    """Whether the zeros among the weights carry signs, and enough of them to make a number."""
     absent = tf.equal(weights, 0.0)
     padding = tf.reduce_sum(tf.cast(absent, tf.float32))
     size = tf.cast(tf.size(weights), tf.float32)
@@ -74,7 +74,7 @@ def _is_ours(weights: tf.Tensor) -> tf.Tensor:
 
 
 def _row_contents(tensors: Sequence[tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
-    """[B], a number for what each row holds."""
+    """[B], a number computed from the contents of each row."""
     rows = []
     for place, tensor in enumerate(tensors):
         tensor = tf.cast(tensor, tf.float32)
@@ -93,7 +93,7 @@ def _row_contents(tensors: Sequence[tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
 
 
 def _fitted(rows: tf.Tensor, loss: tf.Tensor) -> tf.Tensor:
-    """As many rows as the loss has: what is fed with an unknown size may have others."""
+    """Cuts or pads to as many rows as the loss has; inputs of unknown size may differ."""
     if rows.shape[0] is not None and rows.shape[0] == loss.shape[0]:
         return rows
     size = tf.shape(loss)[0]
@@ -102,7 +102,7 @@ def _fitted(rows: tf.Tensor, loss: tf.Tensor) -> tf.Tensor:
 
 
 def _fed(loss: tf.Tensor) -> list[tf.Tensor]:
-    """The numbers, of one row an example, that a loss is computed from."""
+    """The numeric inputs of a loss that may have one row per example."""
     size = loss.shape[0]
     return [
         t
@@ -118,7 +118,7 @@ def _may_be_weights(tensor: tf.Tensor) -> bool:
 
 
 def rows_without_padding(loss: tf.Tensor) -> int | None:
-    """The examples of a batch, if that is known before the step runs."""
+    """The number of examples in a batch, if it is known before the step runs."""
     if tf.executing_eagerly() or num_replicas() > 1 or any(map(_may_be_weights, _fed(loss))):
         return None
     return loss.shape[0]
@@ -131,9 +131,9 @@ def number_of(loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
       loss: [B].
 
     Returns:
-      An int64 scalar, and whether it tells this draw from others: not if the batch is so small, or
-      so uniform, that another draw may well look the same. `None` where there is no number: under
-      eager execution, on several replicas, and where the step is fed nothing of a known kind.
+      An int64 scalar, and whether it distinguishes this draw from others. It does not if the
+      batch is so small or so uniform that another draw may well look the same. `None` if there is
+      no number: in eager execution, on several replicas, and if the step has no numeric inputs.
     """
     if tf.executing_eagerly() or num_replicas() > 1:
         return None
@@ -153,12 +153,12 @@ def number_of(loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
 
 
 class Draw(NamedTuple):
-    """What is known of the batch of a release.
+    """What is known about the batch of a release.
 
     Attributes:
       checked: bool scalar, whether all its parts had numbers.
-      distance: int64 scalar, how many releases ago one of its parts was released before; 0 if none.
-      copies: float64 scalar, how many of its parts it holds once more.
+      distance: int64 scalar, how many releases ago one of its parts was released; 0 if never.
+      copies: float64 scalar, how many of its parts repeat another of its parts.
     """
 
     checked: tf.Tensor
@@ -167,13 +167,14 @@ class Draw(NamedTuple):
 
 
 class SeenDraws:
-    """The numbers of the batches that were released: all of the last 20,000, most of 60,000.
+    """The numbers of released batches: all of the last 20,000, and most of the last 60,000.
 
-    They are raw, NOT private: no part of the optimizer's variables, so neither saved nor restored.
+    They are raw, NOT private. They do not belong to the optimizer's variables, so they are neither
+    saved nor restored.
     """
 
     def __init__(self):
-        """Creates it without any."""
+        """Creates it empty; variables follow with the first number."""
         self._entries: tf.Variable | None = None
 
     def _create(self) -> None:
@@ -185,22 +186,22 @@ class SeenDraws:
                 self._parts = tf.Variable(_NO_PARTS, trainable=False)
 
     def drop_parts(self) -> None:
-        """Forgets the parts of a batch that was not released; they may come again."""
+        """Forgets the parts of a batch that was not released, so that they may come again."""
         if self._entries is not None:
             dropped = self._entries[:, :, 1:] == self._releases
             self._entries.assign(tf.where(dropped, tf.zeros_like(self._entries), self._entries))
             self._parts.assign(_NO_PARTS)
 
     def add(self, batch: tuple[tf.Tensor, tf.Tensor] | None, complete: tf.Tensor) -> Draw:
-        """Enters the number of a batch, or of a part of one.
+        """Adds the number of a batch, or of a part of one.
 
         Args:
-          batch: as `number_of` gave it.
+          batch: what `number_of` returned.
           complete: bool scalar, whether the release follows.
 
         Returns:
-          What is known of all parts so far, and known only when all was written: threads take
-          turns at it, see `mechanism.turns`.
+          What is known about all parts so far. It becomes available only when every variable has
+          been written, since threads take turns here (see `mechanism.turns`).
         """
         if batch is None:
             return Draw(tf.constant(False), tf.constant(0, tf.int64), tf.constant(0.0, tf.float64))
@@ -222,7 +223,7 @@ class SeenDraws:
             return Draw(*(tf.identity(tensor) for tensor in draw))
 
     def _enter(self, number: tf.Tensor, known: tf.Tensor, release: tf.Tensor) -> tf.Tensor:
-        """How many releases ago it was entered, 0 for the present one; -1 if it was not."""
+        """Adds a number; returns how many releases ago it was added, or -1 if it is new."""
         bucket = tf.bitwise.bitwise_and(number, tf.constant(_BUCKETS - 1, tf.int64))
         entries = tf.gather(self._entries, bucket)
         numbers, releases = entries[:, 0], entries[:, 1]

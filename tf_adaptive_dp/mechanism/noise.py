@@ -1,4 +1,4 @@
-"""The only place where privacy noise is drawn."""
+"""Gaussian noise from a counter-based generator; the default noise of the mechanism."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from tf_adaptive_dp._keras.variables import handle_of
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.turns import Turns
 
-# TensorFlow takes a slice without copying it if it begins at a multiple of 64 bytes.
+# TensorFlow takes a slice without copying if it starts at a multiple of 64 bytes.
 _ALIGNED = 16
-# Made anew by the kernel whenever it is read.
+# The kernel writes another one for every read.
 _RANDOM_UUID = "/proc/sys/kernel/random/uuid"
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def _threefry(key: tf.Tensor, block: tf.Tensor, release: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Two uniform words for each block: Threefry-2x32 of 20 rounds (Salmon et al. 2011).
+    """Two uniform words for each block: Threefry-2x32 with 20 rounds.
 
-    For a given key this is a bijection from (block, release), so no pair of words comes twice
-    because a counter did.
+    For a given key this is a bijection from (block, release), so distinct counters never give the
+    same pair of words.
 
     Args:
-      key: [2], uint32, as are all tensors here.
-      block: [n], numbers the pairs of one release.
+      key: [2], uint32, like all tensors here.
+      block: [n], the numbers of the pairs of one release.
       release: scalar.
 
     Returns:
       Two tensors [n].
+
+    References:
+      - Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011), SC '11.
     """
     left, right = tf.bitwise.left_shift, tf.bitwise.right_shift
     xor, word = tf.bitwise.bitwise_xor, lambda value: tf.constant(value, tf.uint32)
@@ -50,7 +53,8 @@ def _threefry(key: tf.Tensor, block: tf.Tensor, release: tf.Tensor) -> tuple[tf.
 def _power_series(square: tf.Tensor, first: int) -> tf.Tensor:
     """From x² to cos x (`first` = 0) or sin x / x (`first` = 1), to float32 for |x| ≤ π/4.
 
-    XLA on CPU makes vector instructions of this, but one call a number of its own sine and cosine.
+    XLA on CPU compiles this to vector instructions. Its own sine and cosine take one call per
+    number.
     """
     total = tf.zeros_like(square)
     for n in reversed(range(first, first + 12, 2)):
@@ -61,9 +65,9 @@ def _power_series(square: tf.Tensor, first: int) -> tf.Tensor:
 def _box_muller(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Pairs of independent standard normal numbers from pairs of uniform words.
 
-    `a` gives the radius √(-2 log u), with u from 2⁻³³ to 1 - 2⁻²⁴: in float32 a u of 1 would turn
-    up, and leave a pair without any noise. `b` gives the angle: two bits choose one of four
-    half-axes, the other thirty the angle to it, from -π/4 to π/4.
+    `a` gives the radius √(-2 log u) for u from 2⁻³³ to 1 - 2⁻²⁴. Without that bound, rounding to
+    float32 would sometimes give u = 1 and a pair without noise. `b` gives the angle: two bits
+    choose one of four half-axes, and thirty bits the angle to it, from -π/4 to π/4.
     """
     u = tf.minimum((tf.cast(a, tf.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     radius = tf.sqrt(-2.0 * tf.math.log(u))
@@ -75,10 +79,11 @@ def _box_muller(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.where(swap, across, along), tf.where(swap, along, across)
 
 
-# One implementation for eager, graph and XLA. Compiled, it is one loop of vector instructions and
-# several times faster than the normal numbers of TensorFlow, NumPy and XLA itself; with Philox for
-# the words, XLA 2.14 on CPU needs twice as long. Where functions cannot be compiled (workers of
-# TensorFlow Federated, `tf.config.run_functions_eagerly`) its operations run one by one.
+# One implementation serves eager execution, graphs and XLA. Compiled, it is one loop of vector
+# instructions, several times faster than the normal numbers of TensorFlow, NumPy and XLA itself;
+# with Philox for the words, XLA 2.14 on CPU takes twice as long. Where functions cannot be compiled
+# (workers of TensorFlow Federated, `tf.config.run_functions_eagerly`), its operations run one by
+# one.
 @tf.function(
     jit_compile=True,
     autograph=False,
@@ -94,13 +99,13 @@ def _normal_pairs(size: tf.Tensor, key: tf.Tensor, release: tf.Tensor) -> tf.Ten
 
 
 def fresh_normal_numbers(size: int) -> tf.Tensor:
-    """Numbers from N(0, 1) that are other ones each time the graph runs; for graphs sent away.
+    """Fresh numbers from N(0, 1) each time the graph runs, for graphs that run on other machines.
 
-    A graph that is serialized (a computation of TensorFlow Federated) can keep no variable and call
-    no Python. So its key is made where it runs: the kernel there gives 64 bits of its cryptographic
-    generator, by way of the file `/proc/sys/kernel/random/uuid`, and a block of Threefry mixes them
-    with 64 random bits of TensorFlow. The numbers are those of `GaussianNoise`, computed without
-    XLA.
+    A serialized graph (a computation of TensorFlow Federated) can neither keep variables nor call
+    Python. So the key is made where the graph runs: the kernel there gives 64 bits of its
+    cryptographic generator through the file `/proc/sys/kernel/random/uuid`, and a Threefry block
+    mixes them with 64 random bits of TensorFlow. The numbers are those of `GaussianNoise`, computed
+    without XLA.
 
     Guarantee: the graph holds nothing secret, and whoever has it lacks the 64 bits of each draw. No
     seed of TensorFlow, Keras, NumPy or Python changes the numbers or repeats them, and nothing that
@@ -114,7 +119,7 @@ def fresh_normal_numbers(size: int) -> tf.Tensor:
       [size], float32.
 
     Raises:
-      tf.errors.NotFoundError: when it runs on a machine without that file; it needs Linux.
+      tf.errors.NotFoundError: when the graph runs on a machine without that file; it needs Linux.
     """
     random = tf.raw_ops.NonDeterministicInts(shape=[2], dtype=tf.uint32)
     words = _threefry(_bits_of_the_kernel(), random[:1], random[1])
@@ -127,11 +132,11 @@ def fresh_normal_numbers(size: int) -> tf.Tensor:
 def _bits_of_the_kernel() -> tf.Tensor:
     """64 random bits that are read from the kernel each time the graph runs, [2], uint32.
 
-    Each line of that file is another random UUID, of which digits 1 to 8 and the last 8 hold no
-    version number. Data sets alone read a file whose length the kernel does not tell.
+    Each read of the file gives another random UUID. Its first 8 and last 8 digits contain no
+    version number. Only datasets can read a file whose length the kernel does not report.
     """
-    # The operations of a data set that reads files have state, so no optimizer of graphs runs them
-    # beforehand or takes two of them for one.
+    # Operations of a dataset that reads files are stateful, so graph optimizers neither run them
+    # ahead of time nor merge two of them.
     uuid = tf.data.TextLineDataset(_RANDOM_UUID).take(1).get_single_element()
     digits = tf.strings.substr(uuid, 0, 8) + tf.strings.substr(uuid, -8, 8)
     codes = tf.cast(tf.io.decode_raw(digits, tf.uint8), tf.int64)
@@ -143,14 +148,17 @@ def _bits_of_the_kernel() -> tf.Tensor:
 class SecretStream:
     """A key, and a number for each draw, in a variable that nothing saves or shows.
 
-    Guarantee: the key is in no graph (which has a handle of the variable), and so in no profile, no
-    log of TensorBoard and no SavedModel; nothing tracks the variable, so no checkpoint and no saved
-    model has it; `repr`, `vars`, copies and pickles of this object do not show it, and a copy, or
-    what was unpickled, has a key of its own. No number is given twice, whatever threads, functions
-    and ways of running (eager, compiled or not, XLA) ask for it at the same time.
+    Guarantee:
+    - The key is in no graph, which holds a handle of the variable only, and so in no profile,
+      TensorBoard log or SavedModel.
+    - Nothing tracks the variable, so no checkpoint and no saved model contains it.
+    - `repr`, `vars`, copies and pickles of this object do not show the key. Copies and unpickled
+      objects have keys of their own.
+    - No number is given twice, whatever threads, functions and execution modes (eager, graph, XLA)
+      ask for one at the same time.
 
     Args:
-      seed: the key, for tests; `None` for the operating system's entropy.
+      seed: the key, for tests. `None` uses the operating system's entropy.
     """
 
     __slots__ = ("_seed", "_state")
@@ -158,7 +166,7 @@ class SecretStream:
     def __init__(self, seed: int | None = None):
         self._seed = seed
         with tf.init_scope():
-            # As the generators of TensorFlow have it: a counter of two words, and the key.
+            # The layout of TensorFlow's generators: a counter of two words, then the key.
             self._state = tf.Variable([0, 0, self._new_key()], dtype=tf.int64, trainable=False)
 
     def _new_key(self) -> int:
@@ -167,13 +175,13 @@ class SecretStream:
         return int.from_bytes(os.urandom(8), "little", signed=True)
 
     def __reduce__(self) -> tuple:
-        """Copies and pickles are made anew; otherwise both would draw the same noise."""
+        """Creates copies and pickles anew; otherwise both would draw the same noise."""
         return SecretStream, (self._seed,)
 
     def next(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """The key, and a number from 1 on that was not given before; int64 scalars."""
-        # The one operation of TensorFlow that adds to a variable and says what was there before,
-        # in one go; it counts in steps of 256.
+        """The key, and a positive number that was not given before; int64 scalars."""
+        # The only operation of TensorFlow that adds to a variable and returns the previous value
+        # atomically. It counts in steps of 256.
         state = tf.raw_ops.RngReadAndSkip(
             resource=handle_of(self._state),
             alg=tf.random.Algorithm.PHILOX.value,
@@ -183,21 +191,20 @@ class SecretStream:
 
 
 class GaussianNoise:
-    """Independent Gaussian noise for a list of tensors, one draw a release.
+    """Independent Gaussian noise for a list of tensors, one draw per release.
 
-    The numbers come from a counter-based generator, Threefry-2x32, keyed with 64 bits of the
-    operating system's entropy, by the method of Box and Muller. That is a good statistical
-    generator, not a cryptographic one. They are computed in float32, and lie within 6.76 standard
-    deviations (a Gaussian exceeds that once in 7·10¹⁰ numbers); nothing guards against attacks
-    that look at the last bits of floating-point noise (Mironov 2012).
+    The numbers come from the counter-based generator Threefry-2x32, keyed with 64 bits of the
+    operating system's entropy, and the Box-Muller method. The generator is statistically good but
+    not cryptographic. Numbers are computed in float32 and lie within 6.76 standard deviations; a
+    Gaussian exceeds that once in 7·10¹⁰ numbers. Nothing guards against attacks on the last bits
+    of floating-point noise (Mironov 2012); see `SecureNoise`.
 
-    Guarantee: with `seed=None` no two releases share noise, not even of threads that draw at the
-    same time. The key is made anew for every object, also for a copy and for a run that was
-    restored from a checkpoint, and nothing saves or shows it, see `SecretStream`; within one object
-    a counter separates the releases (2³² of them), and no checkpoint sets it back. With a `seed`
-    the counter is saved, and the noise can be repeated by anyone who knows the seed, to the
-    rounding of float32 in every mode: for tests only.
-    Replicas draw with keys of their own, derived from it.
+    Guarantee: with `seed=None` no two releases share noise, even if threads draw at the same time.
+    Every object makes its own key, including copies and runs restored from a checkpoint, and
+    nothing saves or shows it (see `SecretStream`). Within one object a counter separates up to 2³²
+    releases, and no checkpoint resets it. With a `seed` the counter is saved, and anyone who knows
+    the seed can repeat the noise, to float32 rounding in every mode: for tests only. Replicas draw
+    with keys of their own, derived from the object's.
     """
 
     def __init__(self, add_variable: Callable[..., tf.Variable], seed: int | None = None):
@@ -205,7 +212,7 @@ class GaussianNoise:
 
         Args:
           add_variable: makes a variable that is saved with the optimizer.
-          seed: `None` for the operating system's entropy.
+          seed: `None` uses the operating system's entropy.
         """
         self.seed = seed
         self._stream = SecretStream(seed)
@@ -219,16 +226,16 @@ class GaussianNoise:
 
         Args:
           sums: float32 tensors.
-          stddev: scalar, that of each entry.
-          sensitivity: scalar, not needed here; see `SecureNoise`.
+          stddev: scalar, the standard deviation of each entry's noise.
+          sensitivity: scalar; not used here, see `SecureNoise`.
 
         Returns:
           float32 tensors.
         """
         del sensitivity
         if self.seed is None:
-            # Beside the forward pass, on a core that is idle, whatever the release has to wait for.
-            # A step that fails after that has used a number up, which does not matter.
+            # Without control dependencies an idle core can draw during the forward pass. A step
+            # that fails later has used up a number, which does not matter.
             with tf.control_dependencies(None):
                 numbers = self._numbers(sums, *self._stream.next())
             counted = tf.convert_to_tensor(self._counter.assign_add(1))
@@ -247,7 +254,7 @@ class GaussianNoise:
         self, sums: Sequence[tf.Tensor], key: tf.Tensor, release: tf.Tensor
     ) -> list[tf.Tensor]:
         """Normal numbers in the shapes of `sums`."""
-        # One draw for all variables: cheaper, and no two variables can share a stream.
+        # One draw for all variables is cheaper, and no two variables can share a stream.
         shapes = [tf.shape(s) for s in sums]
         sizes = [tf.reduce_prod(shape) for shape in shapes]
         ends = tf.cumsum([-(-size // _ALIGNED) * _ALIGNED for size in sizes])
@@ -259,9 +266,9 @@ class GaussianNoise:
 
 
 def _own_key(key: tf.Tensor) -> tf.Tensor:
-    """The key of this replica, int64: each draws numbers of its own.
+    """The key of this replica, int64, so that each replica draws numbers of its own.
 
-    A block of release 0, which is never drawn from, makes 64 new bits for each replica.
+    It is a Threefry block of release 0, from which no noise is drawn.
     """
     if replicas.num_replicas() == 1:
         return key

@@ -1,4 +1,4 @@
-"""One mechanism on several replicas: what each does, and what only all together know."""
+"""What the mechanism needs to know about replicas, and how it sums over them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from tf_adaptive_dp.errors import NotPrivateError
 
 
 def num_replicas() -> int:
-    """How many replicas take part in each step; 1 without a strategy."""
+    """How many replicas take each step together; 1 without a strategy."""
     return tf.distribute.get_strategy().num_replicas_in_sync
 
 
 def refuse_unsupported_strategy() -> None:
-    """Refuses a strategy under which noise, or the count of releases, would not be right.
+    """Rejects strategies under which the noise or the ledger would be wrong.
 
     Raises:
-      NotPrivateError: for strategies other than `MirroredStrategy` and
-        `MultiWorkerMirroredStrategy`, and outside of `strategy.run`.
+      NotPrivateError: if the strategy is not a `MirroredStrategy` or a
+        `MultiWorkerMirroredStrategy`, or the call is outside of `strategy.run`.
     """
     strategy = tf.distribute.get_strategy()
     asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
@@ -36,13 +36,13 @@ def refuse_unsupported_strategy() -> None:
 
 
 def replica_id() -> tf.Tensor:
-    """The number of this replica among all of all workers, uint32."""
+    """The number of this replica among those of all workers, uint32."""
     context = tf.distribute.get_replica_context()
     return tf.cast(context.replica_id_in_sync_group, tf.uint32)
 
 
 def total(value: tf.Tensor) -> tf.Tensor:
-    """The sum of a number over all replicas, the same on each."""
+    """The sum of a value over all replicas; every replica gets the same."""
     if num_replicas() == 1:
         return value
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)

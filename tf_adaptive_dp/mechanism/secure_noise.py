@@ -1,4 +1,4 @@
-"""Noise from the operating system's cryptographic generator, safe against floating point."""
+"""Gaussian noise that resists attacks on its generator and on floating-point arithmetic."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tf_adaptive_dp.gradients.graph import in_xla
 from tf_adaptive_dp.gradients.released import mark_released
 from tf_adaptive_dp.mechanism import replicas
 
-# Steps of the grid in units of C/√d; 2 to the power of this.
+# The grid has steps of 2⁻²⁶ in units of C/√d.
 _FINENESS = 26
-# √(-2 log 2⁻⁵⁴), beyond which Box and Muller's method gives nothing.
+# √(-2 log 2⁻⁵⁴), the largest number that the Box-Muller method gives.
 _LARGEST_NUMBER = 8.66
 
 
 def _normal_numbers(size: int) -> np.ndarray:
-    """[size] from N(0, 1), float64: Box and Muller's method on 53 random bits each."""
+    """[size] numbers from N(0, 1), float64: the Box-Muller method on 53 random bits each."""
     pairs = -(-size // 2)
     words = np.frombuffer(os.urandom(16 * pairs), np.uint64).reshape(2, pairs) >> np.uint64(11)
     u = (words + 0.5) * 2.0**-53  # never 0 or 1
@@ -31,21 +31,26 @@ def _normal_numbers(size: int) -> np.ndarray:
 
 
 class SecureNoise:
-    """Gaussian noise that neither its generator nor its last bits give away.
+    """Gaussian noise whose generator and last bits reveal nothing.
 
     Guarantee:
     - The bits come from `os.urandom`, the cryptographic generator of the operating system. Nobody
-      can foretell or repeat them; there is no seed, and nothing to save.
-    - What is released lies on a grid of step g = 2^⌊log₂(C·2⁻²⁶/√d)⌋ for d numbers, whatever the
-      data are: the sum s is rounded to the grid, the noise z as well, and both are added exactly
-      (as int64 multiples of g; more noise than 2⁵³·g, up to which float64 holds every multiple, is
-      refused). Since s is on the grid, s + round(z) = round(s + z): post-processing of the Gaussian
-      mechanism in real numbers, and so is the rounding of the result to float32. So the set of
-      possible results tells nothing, which is what the attack of Mironov (2012) lives on.
-    - Rounding moves s by g/2 a coordinate, which raises the sensitivity to C + g·√d at most; the
-      noise is made larger by the same factor, 1 + 2⁻²⁶.
-    Not covered: the rounding of float32 while the clipped sum itself is computed, and differences
-    in time. The logarithm and the sine of the C library are exact to about 2⁻⁵², not perfectly.
+      can predict or repeat them. There is no seed, and nothing to save.
+    - Released values lie on a grid of step g = 2^⌊log₂(C·2⁻²⁶/√d)⌋ for d numbers, whatever the
+      data. The sum s and the noise z are both rounded to the grid and added exactly, as int64
+      multiples of g. Noise beyond 2⁵³·g, where float64 no longer holds every multiple, is rejected.
+      Since s is on the grid, s + round(z) = round(s + z): post-processing of the Gaussian mechanism
+      in real numbers. So is rounding the result to float32. The set of possible results therefore
+      reveals nothing, while the attack of Mironov (2012) relies on it.
+    - Rounding moves s by up to g/2 per coordinate, which raises the sensitivity to at most
+      C + g·√d. The noise grows by the same factor, 1 + 2⁻²⁶.
+
+    Not covered: float32 rounding while the clipped sum is computed, and timing differences. The
+    logarithm and the sine of the C library are exact to about 2⁻⁵², not perfectly.
+
+    References:
+      - Mironov, "On Significance of the Least Significant Bits for Differential Privacy" (2012),
+        CCS '12.
     """
 
     seed = None
@@ -65,14 +70,14 @@ class SecureNoise:
 
         Args:
           sums: float32 tensors.
-          stddev: scalar, that of each entry.
-          sensitivity: scalar, how much one example can change the sums, in L2 norm.
+          stddev: scalar, the standard deviation of each entry's noise.
+          sensitivity: scalar, by how much one example can change the sums in L2 norm.
 
         Returns:
           float32 tensors.
 
         Raises:
-          NotPrivateError: where it cannot be had: under XLA, and on several replicas.
+          NotPrivateError: under XLA and on several replicas, which cannot have secure noise.
         """
         if in_xla():
             raise NotPrivateError(
@@ -81,9 +86,9 @@ class SecureNoise:
             )
         if replicas.num_replicas() > 1:
             raise NotPrivateError(
-                "The sum over replicas is rounded after the noise, which secure noise is to "
-                "prevent. Received: secure_noise=True under a strategy of several replicas. Train "
-                "on one."
+                "Secure noise supports one replica: summing across replicas rounds after the "
+                "noise. Received: secure_noise=True under a strategy of several replicas. Train on "
+                "one."
             )
         self._counter.assign_add(1)
         sizes = [tf.size(s) for s in sums]
@@ -95,7 +100,7 @@ class SecureNoise:
 
 
 def _release(flat: np.ndarray, stddev: float, sensitivity: float) -> np.ndarray:
-    """Sums and noise on the grid, exactly added, as float32."""
+    """Rounds sums and noise to the grid and adds them exactly; float32."""
     if not flat.size:
         return flat
     fineness = 2.0**-_FINENESS
@@ -103,9 +108,9 @@ def _release(flat: np.ndarray, stddev: float, sensitivity: float) -> np.ndarray:
     unit = float(stddev) * (1 + fineness) / grid
     if unit * _LARGEST_NUMBER >= 2.0**53:
         raise ValueError(
-            "So much noise has no exact place on the grid of secure noise. Received: a standard "
-            f"deviation of {float(stddev):g} for a sensitivity of {float(sensitivity):g} and "
-            f"{flat.size} numbers. Use less, or train without `secure_noise`."
+            "The grid of secure noise cannot represent this much noise exactly. Received: a "
+            f"standard deviation of {float(stddev):g} for a sensitivity of {float(sensitivity):g} "
+            f"and {flat.size} numbers. Use less noise, or train without `secure_noise`."
         )
     # Dividing by a power of two is exact; so are sums of int64.
     steps = np.rint(flat.astype(np.float64) / grid).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Figures about the gradients for monitoring. They are computed from raw data: NOT private."""
+"""Statistics of the raw gradients, for monitoring. NOT private."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.variables import local_copies
 
-# Bins of the histogram of norms: equal steps of log10, from 1e-6 to 1e6.
+# The histogram of norms has equal steps of log10, from 1e-6 to 1e6.
 _LOWEST, _HIGHEST, _BINS = -6.0, 6.0, 384
 
 
 class GradientSummary(NamedTuple):
-    """What the gradients of some steps looked like. Not private.
+    """Statistics of the gradients of some steps. NOT private.
 
     Attributes:
-      num_examples: examples with a gradient other than zero (padding has gradient zero).
-      clipped_share: share of them whose norm exceeded `l2_norm_clip`.
+      num_examples: the number of examples with a nonzero gradient; padding has gradient zero.
+      clipped_share: the share of these whose norm exceeded `l2_norm_clip`.
       norm_quantiles: the quantiles 0.1, 0.5 and 0.9 of their norms, to about 4%.
-      num_non_finite: examples whose gradient was NaN or infinite and so counted as zero.
+      num_non_finite: the number of examples whose gradient was NaN or infinite. They count as zero.
     """
 
     num_examples: int
@@ -30,9 +30,9 @@ class GradientSummary(NamedTuple):
 
 
 class GradientStatistics:
-    """Running figures about per-example gradients. NOT private; neither saved nor restored.
+    """Running statistics of per-example gradients. NOT private; neither saved nor restored.
 
-    On several replicas those of the examples that this process has seen.
+    On several replicas they cover the examples that this process has seen.
     """
 
     def __init__(self):
@@ -52,7 +52,7 @@ class GradientStatistics:
         norms = tf.sqrt(tf.where(counted, squared_norms, 1.0))
         position = (tf.math.log(norms) / np.log(10.0) - _LOWEST) / (_HIGHEST - _LOWEST) * _BINS
         bins = tf.clip_by_value(tf.cast(position, tf.int32), 0, _BINS - 1)
-        # A one-hot matrix [B, _BINS] would cost more than all else here.
+        # A one-hot matrix [B, _BINS] would dominate the cost.
         self._histogram.assign_add(
             tf.math.unsorted_segment_sum(tf.cast(counted, tf.int64), bins, _BINS)
         )
@@ -60,10 +60,10 @@ class GradientStatistics:
         self._counts.assign_add(tf.math.count_nonzero(tf.stack([clipped, ~finite]), axis=1))
 
     def summary(self, *, reset: bool = False) -> GradientSummary:
-        """What was recorded since the last reset.
+        """The statistics since the last reset.
 
         Args:
-          reset: start anew afterwards.
+          reset: whether to reset afterwards.
         """
         histogram = sum(v.numpy() for v in local_copies(self._histogram))
         clipped, non_finite = (int(n) for n in sum(v.numpy() for v in local_copies(self._counts)))

@@ -1,4 +1,4 @@
-"""One thread at a time, where several threads share an optimizer."""
+"""Lets threads that share an optimizer change its state one at a time."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import tensorflow as tf
 from tf_adaptive_dp.gradients.graph import in_xla
 from tf_adaptive_dp.mechanism import replicas
 
-_NUMBERS = itertools.count()  # in no graph, which has the handle alone
+_NUMBERS = itertools.count()  # names locks; a graph holds the handle only
 
 
 class Turns:
-    """Lets threads change what they share one after the other, in graphs and eagerly.
+    """Runs changes of shared state one after the other, in graphs and eagerly.
 
-    Guarantee: of all changes that are passed to one object, in whatever function, no two run at the
-    same time, so that each sees what the one before it wrote. A compiled step (XLA) takes no turns:
-    it locks its variables from its beginning to its end, against other such steps. Steps on several
-    replicas take none either, since they wait for each other.
+    Guarantee: no two changes that are passed to one object run at the same time, whatever functions
+    they belong to, so each change sees what the previous one wrote. Steps compiled with XLA take no
+    turns, since XLA locks their variables from beginning to end. Steps on several replicas take
+    none either, since replicas wait for each other.
     """
 
     def __init__(self):
         self._handle: tf.Tensor | None = None
 
     def __reduce__(self) -> tuple:
-        """Copies have turns of their own."""
+        """Gives copies a lock of their own."""
         return Turns, ()
 
     def take(self, change: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
-        """Makes a change when it is its turn.
+        """Runs a change when its turn comes.
 
-        What the change needs should have been computed by then; in a graph, call this under
-        control dependencies of it.
+        The inputs of the change should be computed before. In a graph, call this under control
+        dependencies on them.
 
         Args:
-          change: reads and writes variables. It returns tensors that are known only once all was
-            written, and must not take a turn of the same object.
+          change: reads and writes variables. The tensors it returns must be available only when
+            every variable has been written. It must not take a turn of the same object.
 
         Returns:
           What `change` returned.
@@ -52,7 +52,7 @@ class Turns:
             with tf.control_dependencies(results):
                 tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
         finally:
-            del lock  # eagerly this tensor is the lock, which an exception's traceback would keep
+            del lock  # in eager execution it is the lock, and a traceback would keep it alive
         return results
 
     def _mutex(self) -> tf.Tensor:
@@ -60,7 +60,7 @@ class Turns:
             with tf.init_scope(), tf.device("CPU:0"):
                 name = f"tf_adaptive_dp_turns_{next(_NUMBERS)}"
                 self._handle = tf.raw_ops.MutexV2(shared_name=name)
-            # It has a thread of its own, which has to end with this object.
+            # The lock has a thread of its own, which must end with this object.
             weakref.finalize(self, _destroy, self._handle).atexit = False
         return self._handle
 

@@ -1,4 +1,4 @@
-"""What preconditions gradients, and where it comes from."""
+"""Side information: what preconditions gradients, and where it comes from."""
 
 from tf_adaptive_dp.side_information.disjoint import check_disjoint, split_public
 from tf_adaptive_dp.side_information.fixed import FixedPreconditioner

@@ -1,4 +1,4 @@
-"""A preconditioner that is known before training."""
+"""Preconditioners that are known before training."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from tf_adaptive_dp.side_information.provenance import (
 
 @tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
 class FixedPreconditioner(SideInformation):
-    """A fixed A for each variable; gradients are divided by it (AdaDPS, section 4, option 2).
+    """A fixed preconditioner A for each variable: the divisor of its gradients.
 
-    Guarantee: `provenance` is carried into the accounting; whether A really comes from there is
-    the caller's word.
+    Guarantee: accounting includes `provenance`. That A really comes from there is the caller's
+    responsibility.
 
     Args:
-      preconditioners: positive arrays by the variable's name (with or without ":0"), or a
-        function of the variable that returns one. An array broadcasts to the variable's shape; one
-        of shape [V, 1], a number for each row of a kernel, costs far less than one of [V, K].
-        Variables that are not named keep A = 1.
-      provenance: `"public"`, or the `dp_accounting.DpEvent` by which A was released.
+      preconditioners: positive arrays by variable name (with or without ":0"), or a function
+        that returns one for a variable. An array broadcasts to the variable's shape. Shape [V, 1],
+        one number per row of a kernel, costs far less than [V, K]. Other variables have A = 1.
+      provenance: `"public"`, or the `dp_accounting.DpEvent` of the release of A.
 
     Raises:
       NotPrivateError: if `provenance` is missing.
-      TypeError, ValueError: for anything but positive finite arrays that fit; when the optimizer
-        is built.
+      TypeError, ValueError: if arrays are not numbers; when the optimizer is built, if they do
+        not fit or are not positive and finite.
+
+    References:
+      - Li et al., "Private Adaptive Optimization with Side Information" (2022), arXiv:2202.05963,
+        section 4, option 2.
 
     >>> fixed = FixedPreconditioner({"dense/kernel": [[0.5], [2.0]]}, provenance="public")
     >>> fixed.provenance
@@ -89,7 +92,7 @@ class FixedPreconditioner(SideInformation):
         return array
 
     def _arrays(self, variables: Sequence[tf.Variable]) -> list[np.ndarray]:
-        """A for each variable, in its shape or in one that broadcasts to it."""
+        """A for each variable, in a shape that broadcasts to the variable's."""
         if not callable(self.preconditioners):
             names = {v.name.split(":")[0] for v in variables}
             unknown = sorted(set(self.preconditioners) - names)
@@ -103,9 +106,9 @@ class FixedPreconditioner(SideInformation):
     def build(
         self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]
     ) -> list[list[tf.Variable]]:
-        """Checks the arrays and puts 1/A into a slot of each variable; see `SideInformation`.
+        """Checks the arrays and stores 1/A in a slot per variable; see `SideInformation`.
 
-        A slot has the shape of the array, which may be smaller than that of the variable.
+        A slot has the shape of the array, which can be smaller than the variable.
         """
         scales = [
             add_slot(v, "scale", initial_value=tf.constant(1.0 / array, v.dtype))
@@ -120,7 +123,7 @@ class FixedPreconditioner(SideInformation):
         return [tf.cast(state[0][i], tf.float32) for i in indices], None
 
     def get_config(self) -> dict:
-        """The arguments; a function must be registered with Keras to be read back."""
+        """The arguments. A function must be registered with Keras to be loaded again."""
         if callable(self.preconditioners):
             described = {"function": serialize(self.preconditioners)}
         else:

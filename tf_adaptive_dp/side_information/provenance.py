@@ -1,4 +1,4 @@
-"""What all side information has in common: it says where it comes from."""
+"""The base of all side information, which states its provenance."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tf_adaptive_dp.errors import NotPrivateError
 def check_provenance(provenance: str | dp_accounting.DpEvent | None):
     """Returns `provenance`, or raises if it does not say where side information comes from.
 
-    `dp_accounting.NonPrivateDpEvent()` stands for statistics of the private data that nothing
-    protects, which bound what better side information could bring: ε is infinite then, and a
-    warning says so.
+    `dp_accounting.NonPrivateDpEvent()` stands for unprotected statistics of the private data, which
+    show what better side information could achieve. Epsilon is infinite then, and a warning says
+    so.
 
     Args:
-      provenance: `"public"`, or the `dp_accounting.DpEvent` by which it was released.
+      provenance: `"public"`, or the `dp_accounting.DpEvent` of its release.
 
     Raises:
-      NotPrivateError: if it is missing or anything else.
+      NotPrivateError: if it is anything else.
     """
     if provenance == "public":
         return provenance
@@ -34,28 +34,28 @@ def check_provenance(provenance: str | dp_accounting.DpEvent | None):
         if is_unprotected(provenance):
             warnings.warn(
                 "NOT PRIVATE: the provenance of this side information is a release without any "
-                "privacy, so epsilon is infinite for all that is trained with it. Use it to "
-                f"compare methods only. Received: provenance={provenance!r}",
+                "privacy, so epsilon is infinite for everything trained with it. Use it only to "
+                f"compare methods. Received: provenance={provenance!r}",
                 stacklevel=3,
             )
         return provenance
     raise NotPrivateError(
         "`provenance` must say where side information comes from: 'public', or the "
-        "`dp_accounting.DpEvent` of its private release. What was computed from the private data "
-        f"without privacy would void the guarantee. Received: provenance={provenance!r}"
+        "`dp_accounting.DpEvent` of its private release. Statistics of the private data without "
+        f"privacy would void the guarantee. Received: provenance={provenance!r}"
     )
 
 
 def events(provenance: str | dp_accounting.DpEvent) -> tuple[dp_accounting.DpEvent, ...]:
-    """The releases that the side information cost: none if it is public."""
+    """The releases that produced the side information; none if it is public."""
     return () if provenance == "public" else (provenance,)
 
 
 def serialize(registered: Any) -> dict:
-    """A description of an object or a function that is registered with Keras.
+    """Describes an object or a function that is registered with Keras.
 
-    The same for all of Keras's formats, which do not agree on how they describe what is nested in
-    the configuration of an optimizer.
+    The description suits all of Keras's formats, which disagree on how to describe objects nested
+    in the configuration of an optimizer.
 
     Raises:
       ValueError: if it is not registered.
@@ -72,7 +72,7 @@ def serialize(registered: Any) -> dict:
 
 
 def deserialize(description: dict) -> Any:
-    """What `serialize` described.
+    """Returns the object or function that `serialize` described.
 
     Raises:
       ValueError: if its name is not registered in this program.
@@ -88,17 +88,17 @@ def deserialize(description: dict) -> Any:
 
 
 class SideInformation(abc.ABC):
-    """What AdaDPS asks of side information.
+    """What optimizers require of side information.
 
     Attributes:
-      provenance: `"public"` or a `dp_accounting.DpEvent`.
+      provenance: `"public"`, or the `dp_accounting.DpEvent` of its release.
     """
 
     provenance: str | dp_accounting.DpEvent
 
     @property
     def description(self) -> str:
-        """What it is, in a word or two, for the privacy statement."""
+        """A name of a few words, for the privacy statement."""
         return type(self).__name__
 
     @abc.abstractmethod
@@ -109,7 +109,7 @@ class SideInformation(abc.ABC):
 
         Args:
           variables: the variables that are trained.
-          add_slot: makes a variable that is saved with the optimizer, from a model variable, a
+          add_slot: creates a variable that is saved with the optimizer, from a model variable, a
             name and an `initial_value` or a `shape`.
 
         Returns:
@@ -120,15 +120,15 @@ class SideInformation(abc.ABC):
     def scale_and_shift(
         self, state: list[list[tf.Variable]], indices: Sequence[int]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor] | None]:
-        """How gradients are preconditioned: (gᵢ + shift) ∘ scale.
+        """The preconditioner, which maps gradients to (gᵢ + shift) ∘ scale.
 
         Args:
           state: what `build` returned.
-          indices: which of the variables of `build`.
+          indices: the places of the variables among those passed to `build`.
 
         Returns:
-          One tensor a variable each, in its shape or in one that broadcasts to it; the shift may be
-          `None`.
+          Scales and shifts, one tensor per variable each, in shapes that broadcast to the
+          variable's. The shift may be `None`.
         """
 
     @abc.abstractmethod
@@ -150,6 +150,6 @@ class SideInformation(abc.ABC):
             raise ValueError(
                 "An optimizer whose side information is not public cannot be saved with its "
                 f"configuration. Received: provenance={self.provenance!r}. Save the weights "
-                "(`tf.train.Checkpoint`) and make the optimizer anew."
+                "(`tf.train.Checkpoint`) and create the optimizer anew."
             )
         return self.provenance

@@ -1,4 +1,4 @@
-"""Statistics of the model's gradients on public data, kept up to date while it trains."""
+"""Statistics of the model's gradients on public data, refreshed during training."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def _mean_gradients(model: tf.keras.Model, batch: Any) -> list[tf.Tensor]:
 
 @tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
 class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
-    """Side information from public data; also the callback that refreshes it in `fit`.
+    """Side information from public data, and the callback that refreshes it in `fit`.
 
-    Every `every` minibatches the gradient g of the model's mean loss on the next public batch
-    updates (AdaDPS, section 4, option 1)
+    Every `every` minibatches the callback computes the gradient g of the model's mean loss on the
+    next public batch, and updates statistics by one of these rules:
 
-    - `"rmsprop"`: v ← β·v + (1 − β)·g²;  A = √(v + ε)
-    - `"adagrad"`: v ← v + g²;  A = √(v + ε)
-    - `"adam"`: as RMSProp, and m ← β·m + (1 − β)·g; then gᵢ ← (β·gᵢ + (1 − β)·m) / A.
-    - `"gradient"`: g itself is kept, for `PDADPMD`, and nothing is preconditioned.
+    - `"rmsprop"`: v ← β·v + (1 − β)·g², with A = √(v + ε).
+    - `"adagrad"`: v ← v + g², with A = √(v + ε).
+    - `"adam"`: like RMSProp, and m ← β·m + (1 − β)·g. Then gᵢ ← (β·gᵢ + (1 − β)·m) / A.
+    - `"gradient"`: keeps g itself, for `PDADPMD`, and preconditions nothing.
 
-    The public data may be of the private kind, of a related one, or come from people who gave up
-    its protection; its batches need not have the size of the private ones, nor sample weights.
+    The public data may resemble the private data, come from a related source, or come from people
+    who waived protection. Its batches need neither the size of the private ones nor sample weights.
 
-    Guarantee: only `dataset` is read. It must not overlap the private data, and the privacy of
-    its examples is not protected. With `private_dataset` it is checked that no example is in both.
+    Guarantee: only `dataset` is read. It must not overlap the private data, and its examples are
+    not protected. With `private_dataset` the constructor checks that no example is in both.
 
     Pass the same object to the optimizer and to `fit`:
 
@@ -51,25 +51,28 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
         model.compile(AdaDPS(public, l2_norm_clip=1.0, noise_multiplier=1.1), loss=...)
         model.fit(private_dataset, callbacks=[public])
 
-    It is refreshed between the steps of the optimizer only: the two minibatches of a step of
-    `ADADP`, and the parts of an accumulated batch, share A. With `steps_per_execution` > 1 it is
-    refreshed before the first execution that begins when it is due. Where that delays a refresh,
-    the `every` minibatches to the next count from there.
+    Refreshes happen only between steps of the optimizer: the two minibatches of an `ADADP` step,
+    and the parts of an accumulated batch, share A. With `steps_per_execution` > 1 a refresh waits
+    for the next execution. After a delayed refresh the `every` minibatches count anew.
 
     Args:
-      dataset: a `tf.data.Dataset` of batches as `fit` takes them; it is repeated.
+      dataset: a `tf.data.Dataset` of batches, as `fit` takes them. It is repeated.
       rule: `"rmsprop"`, `"adam"`, `"adagrad"` or `"gradient"`.
       beta: β in [0, 1).
       epsilon: ε > 0.
-      every: refresh once in so many minibatches; a refresh costs a backward pass over the public
-        batch.
-      provenance: `"public"`, or the `dp_accounting.DpEvent` by which the data was released.
-      private_dataset: the batches of the private examples, to check once, here, that none of
-        them is in `dataset`; `None` checks nothing. It is not kept.
+      every: the number of minibatches between refreshes. A refresh costs a backward pass over the
+        public batch.
+      provenance: `"public"`, or the `dp_accounting.DpEvent` of the release of the data.
+      private_dataset: batches of the private examples. The constructor checks that none of them is
+        in `dataset`, and does not keep them. `None` skips the check.
 
     Raises:
       NotPrivateError: if `provenance` is missing, or an example is in both datasets.
-      TypeError, ValueError: for an argument of the wrong type or out of its range.
+      TypeError, ValueError: if an argument has the wrong type or is out of its range.
+
+    References:
+      - Li et al., "Private Adaptive Optimization with Side Information" (2022), arXiv:2202.05963,
+        section 4, option 1.
 
     >>> data = tf.data.Dataset.from_tensors(([[1.0]], [1.0]))
     >>> PublicGradients(data, rule="adam", provenance="public").rule
@@ -116,7 +119,7 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
     def build(
         self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]
     ) -> list[list[tf.Variable]]:
-        """The number of refreshes, v or g, and m for Adam; see `SideInformation`."""
+        """Creates the number of refreshes, v or g, and for Adam m; see `SideInformation`."""
         moments = 2 if self.rule == "adam" else 1
         return [
             [add_slot(variables[0], "num_refreshes", shape=[])],
@@ -126,9 +129,9 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
     def scale_and_shift(
         self, state: list[list[tf.Variable]], indices: Sequence[int]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor] | None]:
-        """1/A, or β/A with the shift (1 − β)/β·m for Adam; see `SideInformation`.
+        """1/A, or for Adam β/A and the shift (1 − β)/β·m; see `SideInformation`.
 
-        The rule `"gradient"` gives 1 with the shift g.
+        The rule `"gradient"` gives the scale 1 and the shift g.
         """
         (num_refreshes,), seconds, *firsts = state
         check = tf.debugging.Assert(
@@ -152,13 +155,14 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
     def update(self, model: tf.keras.Model) -> None:
         """Refreshes the statistics with the next public batch.
 
-        Does nothing in the middle of a step of the optimizer, whose minibatches share them.
+        In the middle of a step of the optimizer it does nothing, since the minibatches of a step
+        share the statistics.
 
         Args:
           model: the compiled model whose optimizer holds this object.
 
         Raises:
-          ValueError: if there is no dataset, as after loading, or the optimizer is another.
+          ValueError: if there is no dataset, as after loading, or another optimizer holds this.
         """
         if getattr(model.optimizer, "side_information", None) is not self:
             raise ValueError(
@@ -204,22 +208,22 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
         num_refreshes.assign_add(1)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Counts minibatches anew; a resumed epoch may begin in its middle."""
+        """Counts minibatches anew, since a resumed epoch may begin in its middle."""
         self._next_refresh = 0
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """Refreshes when it is time; called by Keras."""
+        """Refreshes if a refresh is due; called by Keras."""
         if batch < self._next_refresh:
             return
         self.update(self.model)
         optimizer = self.model.optimizer
         if optimizer.is_between_steps():
-            # `batch` counts the parts of accumulated batches.
+            # Keras counts each part of an accumulated batch.
             parts = getattr(optimizer, "gradient_accumulation_steps", 1)
             self._next_refresh = batch + self.every * parts
 
     def get_config(self) -> dict:
-        """The arguments without the dataset, which must be set again after loading."""
+        """The arguments except for the dataset, which must be set again after loading."""
         return {
             "dataset": None,
             "rule": self.rule,

@@ -1,1 +1,1 @@
-"""Update rules as pure functions of tensors."""
+"""Update rules as pure functions of tensors, shared by Keras and federated optimizers."""

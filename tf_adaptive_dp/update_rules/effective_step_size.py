@@ -1,7 +1,10 @@
-"""DPAdamWOSM: Adam without second moments, whose limit under noise is known beforehand.
+"""DPAdamWOSM: Adam without second moments, whose limit under noise is known in advance.
 
-"The Role of Adaptive Optimizers for Honest Private Hyperparameter Selection", section 6. Pure
-functions of tensors.
+These are pure functions of tensors.
+
+References:
+  - Mohapatra et al., "The Role of Adaptive Optimizers for Honest Private Hyperparameter Selection"
+    (2021), arXiv:2111.04906, section 6.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ def effective_step_size(
 
     Args:
       learning_rate: α.
-      noise_stddev: σC/L, standard deviation of the noise in the mean gradient.
+      noise_stddev: σC/L, the standard deviation of the noise in the mean gradient.
       epsilon: ξ.
 
     Returns:
@@ -43,7 +46,7 @@ def first_moment(moment: tf.Tensor, gradient: tf.Tensor, beta: float) -> tf.Tens
 
 
 def bias_correction(beta: float, num_steps: tf.Tensor) -> tf.Tensor:
-    """What a moment that started at zero is divided by after `num_steps` steps: 1 − β^t.
+    """The divisor 1 − βᵗ of a moment that started at zero, after t steps.
 
     Args:
       beta: β in [0, 1).

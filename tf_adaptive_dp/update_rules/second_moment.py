@@ -1,6 +1,10 @@
-"""Second-moment recurrences of adaptive methods, and the preconditioner that they give.
+"""Second moments of adaptive methods, and the preconditioners they give.
 
-"Private Adaptive Optimization with Side Information", section 4. Pure functions of tensors.
+These are pure functions of tensors.
+
+References:
+  - Li et al., "Private Adaptive Optimization with Side Information" (2022), arXiv:2202.05963,
+    section 4.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ RULES = ("rmsprop", "adam", "adagrad")
 def next_second_moment(
     rule: str, second_moment: tf.Tensor, gradient: tf.Tensor, beta: float
 ) -> tf.Tensor:
-    """The recurrence of v.
+    """Updates the second moment v with a gradient g.
 
     - `"rmsprop"` and `"adam"`: v ← β·v + (1 − β)·g².
     - `"adagrad"`: v ← v + g².
@@ -33,13 +37,13 @@ def next_second_moment(
 
 
 def preconditioner(second_moment: tf.Tensor, epsilon: float) -> tf.Tensor:
-    """A = √(v + ε), by which gradients are divided.
+    """A = √(v + ε), the divisor of gradients.
 
     Args:
       second_moment: v.
-      epsilon: ε > 0, inside the root as in the authors' code.
+      epsilon: ε > 0, inside the root as in the code of the paper's authors.
 
     Returns:
-      A, of the shape of v.
+      A, in the shape of v.
     """
     return tf.sqrt(second_moment + epsilon)

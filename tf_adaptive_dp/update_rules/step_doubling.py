@@ -1,7 +1,10 @@
-"""ADADP's learning rate: one step of size η compared with two of size η/2.
+"""ADADP's learning rate: it compares one step of size η with two of size η/2.
 
-Koskela and Honkela, "Learning Rate Adaptation for Federated and Differentially Private Learning",
-Algorithms 1 and 2. Pure functions of tensors.
+These are pure functions of tensors.
+
+References:
+  - Koskela and Honkela, "Learning Rate Adaptation for Federated and Differentially Private
+    Learning" (2018), arXiv:1809.03832, Algorithms 1 and 2.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 
-# The smallest and largest normal float32: no learning rate leaves this range.
+# The smallest and largest normal float32. No learning rate leaves this range.
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
 
 
@@ -23,8 +26,8 @@ def error_estimate(
     """The local error of one step, equation 6: ‖(θ̃ − θ̂) / max(1, |θ̃|)‖₂ over all variables.
 
     Args:
-      half_step_points: θ̃, after two half steps, one tensor a variable.
-      euler_points: θ̂, after one whole step.
+      half_step_points: θ̃, after two half steps, one tensor per variable.
+      euler_points: θ̂, after one whole step, one tensor per variable.
 
     Returns:
       Scalar, float32.
@@ -39,11 +42,11 @@ def error_estimate(
 
 
 def relative_norm(differences: Sequence[tf.Tensor], points: Sequence[tf.Tensor]) -> tf.Tensor:
-    """‖d / max(1, |θ̃|)‖₂ over all variables: equation 6 for a difference that is known.
+    """‖d / max(1, |θ̃|)‖₂ over all variables: equation 6 for a given difference.
 
     Args:
-      differences: d, one float32 tensor a variable.
-      points: θ̃, likewise.
+      differences: d, one float32 tensor per variable.
+      points: θ̃, one float32 tensor per variable.
 
     Returns:
       Scalar, float32.
@@ -51,7 +54,7 @@ def relative_norm(differences: Sequence[tf.Tensor], points: Sequence[tf.Tensor])
     >>> relative_norm([tf.constant([4.0, 3.0])], [tf.constant([-1.0, 1.0])]).numpy()
     5.0
     """
-    # l2_loss is half the sum of squares, without a tensor in between.
+    # l2_loss is half the sum of squares, computed without an intermediate tensor.
     halves = [tf.nn.l2_loss(d / tf.maximum(1.0, tf.abs(t))) for d, t in zip(differences, points)]
     return tf.sqrt(2.0 * tf.add_n(halves))
 
@@ -65,7 +68,7 @@ def adapted_learning_rate(
 ) -> tf.Tensor:
     """The next learning rate, Algorithm 1: η · min(max(tol / err, α_min), α_max).
 
-    An error of zero gives α_max; one that is infinite or NaN gives α_min. From a finite η the
+    An error of zero gives α_max, and an infinite error or NaN gives α_min. For a finite η the
     result is a normal float32, whatever the error.
 
     Args:
@@ -90,15 +93,15 @@ def adapted_learning_rate(
 def decayed_learning_rate(
     learning_rate: tf.Tensor, elapsed: tf.Tensor, next_elapsed: tf.Tensor, decay: float
 ) -> tf.Tensor:
-    """One step of η_k = η_frozen / (1 + decay·(k − frozen)), from one k to a later one.
+    """Moves η_k = η_frozen / (1 + decay·(k − frozen)) from one k to a later one.
 
-    The paper's schedule for the SGD that follows ADADP (section "Comparison of ADADP against
-    DP-Adam").
+    This is the paper's schedule for the SGD that follows ADADP (section "Comparison of ADADP
+    against DP-Adam").
 
     Args:
       learning_rate: η_k.
       elapsed: k − frozen.
-      next_elapsed: the same for the step to come.
+      next_elapsed: the same for the next step.
       decay: 0.1 in the paper.
 
     Returns:
@@ -111,11 +114,11 @@ def decayed_learning_rate(
 
 
 def default_tolerance(num_parameters: int) -> float:
-    """min(1, √d / 50): the tolerance to begin with if nothing else is known.
+    """min(1, √d / 50): the first tolerance if nothing else is known.
 
-    1 is what the paper prints. Where noise dominates, a step moves each parameter by about tol/√d;
-    with few parameters 1 would be a large step, and the paper expects that less is needed there
-    (section "Choice of parameter tol"). The bound of 1/50 for each parameter is ours.
+    The paper prints 1. Where noise dominates, a step moves each parameter by about tol/√d. With few
+    parameters a tolerance of 1 would mean large steps, and the paper expects a smaller one there
+    (section "Choice of parameter tol"). The bound of 1/50 per parameter is our choice.
 
     Args:
       num_parameters: d.
@@ -135,15 +138,16 @@ def default_tolerance(num_parameters: int) -> float:
 def decayed_tolerance(tolerance: float, num_steps: tf.Tensor, decay: float) -> tf.Tensor:
     """tol_t = tol / √(1 + decay·t), the tolerance after t steps of size η.
 
-    Where noise dominates, a step moves the parameters by tol in a random direction, so that T steps
-    of a constant tolerance move them by √T·tol: the noise of a long run grows without bound. With
-    the decay the square of that is tol²·ln(1 + decay·T) / decay, while the learning rate, which
-    follows the tolerance, still adds up to infinity. Ours; the paper's tolerance is constant.
+    Where noise dominates, a step moves the parameters by tol in a random direction. T steps with a
+    constant tolerance move them by √T·tol, so the noise of a long run grows without bound. With
+    the decay, the square of that distance is tol²·ln(1 + decay·T) / decay, while the sum of the
+    learning rates, which follow the tolerance, still diverges. The decay is our addition; the
+    paper's tolerance is constant.
 
     Args:
       tolerance: tol, in the units of the parameters.
       num_steps: t.
-      decay: a step; 0 keeps the tolerance.
+      decay: the decay per step; 0 keeps the tolerance constant.
 
     Returns:
       Scalar, float32.
@@ -155,17 +159,17 @@ def decayed_tolerance(tolerance: float, num_steps: tf.Tensor, decay: float) -> t
 
 
 def suggest_tolerance(num_steps: int, num_parameters: int, noise: float = 1.0) -> float:
-    """The constant tolerance at which a run leaves a given noise in each parameter.
+    """The constant tolerance that leaves a given noise in each parameter after a run.
 
     After T steps each parameter carries noise of about √(2T)·tol/√d (section "Choice of parameter
-    tol"); asking that this be `noise` gives tol = noise·√(d / (2T)). It holds where noise
-    dominates, √d ≫ |B|. The paper asks for noise of order 1, which suits parameters of that order;
-    the weights of a layer with hundreds of inputs begin near 0.05.
+    tol"). Setting this to `noise` gives tol = noise·√(d / (2T)). It holds where noise dominates,
+    √d ≫ |B|. The paper asks for noise of order 1, which suits parameters of that order; the
+    weights of a layer with hundreds of inputs start near 0.05.
 
     Args:
-      num_steps: T, the number of steps of size η; ADADP takes one for two minibatches.
+      num_steps: T, the number of steps of size η. ADADP takes one per two minibatches.
       num_parameters: d.
-      noise: its standard deviation in each parameter after the run, in the parameter's units.
+      noise: the standard deviation of the noise in each parameter, in the parameter's units.
 
     Returns:
       tol, for `ADADP(tolerance=tol, tolerance_decay=0.0)`.
