@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from tests.helpers import zoo
 from tests.helpers.zoo import classifier, floats
+from tf_adaptive_dp._keras import tracing
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.gradients import graph
 
 layers = tf.keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
@@ -326,7 +326,7 @@ def test_in_xla_sees_compilation_from_any_depth():
 
     def look(name):
         def function(x):
-            seen[name] = graph.in_xla()
+            seen[name] = tracing.in_xla()
             return x
 
         return function

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.tracing import is_recording
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.absent_rows import find_present
 from tf_adaptive_dp.gradients.batch_axis.analysis import analyze, of_one_example
@@ -144,7 +145,7 @@ def per_example_gradients(
             )
     batch_axes, penalties, present = _search(loss, method)
     example_losses = loss
-    with contextlib.nullcontext() if tape._recording else tape:
+    with contextlib.nullcontext() if is_recording(tape) else tape:
         if present is not None:
             loss = tf.where(present, loss, tf.zeros_like(loss))
         if num_microbatches is not None:

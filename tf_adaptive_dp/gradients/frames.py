@@ -5,29 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 
 import tensorflow as tf
-from tensorflow.python.framework import op_def_registry
-from tensorflow.python.ops import control_flow_util_v2
 
-from tf_adaptive_dp.gradients.graph import find_function
-
-CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
-BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
-LOOPS = {"While", "StatelessWhile"}
-# Loops over a data set: a state and an element go in, the state comes out.
-DATA_SET_LOOPS = {"ReduceDataset", "ScanDataset", "ExperimentalScanDataset"}
-
-_FUNCTION_ATTRIBUTES: dict[str, tuple[str, ...]] = {}
-
-
-def function_attributes(op_type: str) -> tuple[str, ...]:
-    """The attributes of an operation that name functions; none for most."""
-    if op_type not in _FUNCTION_ATTRIBUTES:
-        definition = op_def_registry.get(op_type)
-        attributes = () if definition is None else definition.attr
-        _FUNCTION_ATTRIBUTES[op_type] = tuple(
-            a.name for a in attributes if a.type in ("func", "list(func)")
-        )
-    return _FUNCTION_ATTRIBUTES[op_type]
+from tf_adaptive_dp._keras import graphs
+from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, DATA_SET_LOOPS, LOOPS
 
 
 class Frame:
@@ -37,7 +17,7 @@ class Frame:
       graph: the body.
       call: the operation that runs it; `None` for the outermost graph that is looked at.
       outer: the frame of that operation.
-      role: the attribute of the operation that names the body.
+      role: which of the bodies of that operation it is, as `graphs.bodies` names them.
     """
 
     def __init__(
@@ -49,24 +29,15 @@ class Frame:
     ):
         self.graph, self.call, self.outer, self.role = graph, call, outer, role
         self._bodies: dict[tf.Operation, dict[str, Frame]] = {}
-        self._captured = {id(t): outside for outside, t in getattr(graph, "captures", ())}
+        self._captured = {id(t): outside for outside, t in graphs.captures(graph)}
         self._places = {} if call is None else {id(t): k for k, t in enumerate(graph.inputs)}
         self._outside: dict[int, Frame] = {}
 
     def bodies(self, op: tf.Operation) -> dict[str, Frame]:
-        """The bodies that an operation of this graph may run, by attribute."""
-        names = function_attributes(op.type)
-        if names and op not in self._bodies:
-            found = {}
-            for name in names:
-                value = op.get_attr(name)
-                several = value if isinstance(value, list) else [value]
-                for k, function in enumerate(several):
-                    graph = _body(op, function.name)
-                    if graph is not None:
-                        role = f"{name}:{k}" if isinstance(value, list) else name
-                        found[role] = Frame(graph, op, self, role)
-            self._bodies[op] = found
+        """The bodies that an operation of this graph may run, by role (see `graphs.bodies`)."""
+        if op not in self._bodies and graphs.function_attributes(op.type):
+            found = graphs.bodies(op)
+            self._bodies[op] = {role: Frame(g, op, self, role) for role, g in found.items()}
         return self._bodies.get(op, {})
 
     def all_within(self) -> Iterator[Frame]:
@@ -92,7 +63,7 @@ class Frame:
                 opaque = tensor.dtype in (tf.resource, tf.variant)
                 return [], not opaque and tensor.shape.rank != 0
             outside = self._captured[id(tensor)]
-            if isinstance(outside, tf.Tensor) and not hasattr(outside, "numpy"):
+            if graphs.is_symbolic(outside):
                 return [(self._frame_outside(outside.graph), outside)], False
             return [], False
         place, inputs = self._places.get(id(tensor)), self.call.inputs
@@ -176,12 +147,3 @@ class Frame:
         if id(graph) not in self._outside:
             self._outside[id(graph)] = Frame(graph)
         return self._outside[id(graph)]
-
-
-def _body(op: tf.Operation, name: str) -> tf.Graph | None:
-    """The graph of a function that an operation runs, as it was traced if that is at hand."""
-    graph = find_function(op.graph, name)
-    if graph is not None or op.type not in CALLS | BRANCHES | LOOPS:
-        return graph
-    inputs = op.inputs[1:] if op.type in BRANCHES else op.inputs
-    return control_flow_util_v2.get_func_graph(op, [t.shape for t in inputs], name)

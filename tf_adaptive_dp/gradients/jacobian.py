@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients import graph
+from tf_adaptive_dp._keras.graphs import bodies
+from tf_adaptive_dp._keras.tracing import in_xla
+from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.contributions import dense_norms, weigh_rows
+from tf_adaptive_dp.gradients.graph import layer_name
 from tf_adaptive_dp.gradients.source import PerExampleGradients
+
+_BATCH_NORMALIZATION = (
+    "BatchNormalization in training mode mixes the examples of a batch, so no example has a "
+    "gradient of its own. Received: layer {layer!r}. Replace it by "
+    "`tf.keras.layers.GroupNormalization` or `LayerNormalization`, or freeze it "
+    "(`layer.trainable = False`)."
+)
+_REDUCED = (
+    "An operation reduces over the batch axis, so the examples of a batch mix and none has a "
+    "gradient of its own. Received: {op}. If this is batch normalization, replace it by "
+    "`tf.keras.layers.GroupNormalization` or `LayerNormalization`; otherwise keep axis 0 of the "
+    "data out of the reduction."
+)
+_SHARED = (
+    "A term that all examples share is added to the loss vector, so it would be clipped with each "
+    "example's gradient, also for padding. Received: {op}. A compiled step (without "
+    "`run_eagerly`) adds it after the noise; or use the optimizer's `weight_decay` instead."
+)
 
 
 def jacobian_rows(
@@ -53,8 +74,8 @@ def jacobian_rows(
         else:
             gradients = tape.gradient(loss, variables, output_gradients=cotangent)
         if eager:
-            graph.refuse_mixed_rows(cotangent, batch_size)
-        graph.refuse_grouped_convolutions(cotangent.graph.get_operations()[before:])
+            refuse_mixed_rows(cotangent, batch_size)
+        refuse_grouped_convolutions(cotangent.graph.get_operations()[before:])
         connected[:] = [g is not None for g in gradients]
         return [tf.cast(tf.convert_to_tensor(g), tf.float32) for g in gradients if g is not None]
 
@@ -67,7 +88,7 @@ def jacobian_rows(
 
 
 def _refuse_spoilt_batch(jacobian: list[tf.Tensor]) -> list[tf.Tensor]:
-    if graph.in_xla():
+    if in_xla():
         warnings.warn(
             'Under `jit_compile=True` the source `gradients="materialized"` cannot stop at a '
             "batch in which an example is NaN or infinite; it then counts the whole batch as "
@@ -90,6 +111,79 @@ def _refuse_spoilt_batch(jacobian: list[tf.Tensor]) -> list[tf.Tensor]:
     )
     with tf.control_dependencies([check] if check is not None else []):
         return [tf.identity(r) for r in jacobian]
+
+
+def _normalizes_batch(op: tf.Operation, data: tf.Tensor) -> bool:
+    """Whether a fused operation takes batch statistics: Keras's LayerNormalization uses it too.
+
+    That one puts each example into a channel of its own and leaves one row.
+    """
+    return op.get_attr("is_training") and data.shape[:1] != [1]
+
+
+def _is_number(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is one number for all examples, or says axes and shapes."""
+    return tensor.shape.rank == 0 or tensor.dtype.is_integer
+
+
+def refuse_mixed_rows(cotangent: tf.Tensor, batch_size: int) -> None:
+    """The same check where no forward graph exists, on the backward pass of one example.
+
+    Under eager execution only the backward pass is traced, by the Jacobian. In it, batch
+    statistics show as a tensor without batch axis that is spread over the batch again, and a
+    shared term of the loss as the cotangent summed to a scalar.
+
+    Args:
+      cotangent: [B], the unit vector that the backward pass starts from.
+      batch_size: B.
+
+    Raises:
+      NotPrivateError: as `refuse_mixed_examples`.
+    """
+    # What depends on the cotangent; True while nothing of the example has been multiplied in.
+    bare: dict[tf.Operation, bool] = {cotangent.op: True}
+    for op in cotangent.graph.get_operations():
+        if op.type.startswith("FusedBatchNormGrad") and _normalizes_batch(op, op.inputs[1]):
+            raise NotPrivateError(_BATCH_NORMALIZATION.format(layer=layer_name(op)))
+        sources = [t for t in op.inputs if t.op in bare]
+        if not sources or op in bare:
+            continue
+        bare[op] = all(bare.get(t.op, _is_number(t)) for t in op.inputs)
+        shape, rank = op.outputs[0].shape, op.outputs[0].shape.rank
+        if op.type == "Sum" and bare[op] and rank == 0 and batch_size > 1:
+            raise NotPrivateError(_SHARED.format(op=op.name))
+        if op.type in ("BroadcastTo", "Tile") and rank and shape[0] == batch_size > 1:
+            source = op.inputs[0].shape
+            if op.inputs[0].op in bare and (source.rank < rank or source[0] == 1):
+                raise NotPrivateError(_REDUCED.format(op=op.name))
+
+
+def refuse_grouped_convolutions(ops: Iterable[tf.Operation]) -> None:
+    """Refuses backward passes whose vectorization over examples TensorFlow gets wrong.
+
+    `tf.vectorized_map` takes the gradient of a convolution in groups for that of one without.
+
+    Args:
+      ops: one backward pass.
+
+    Raises:
+      NotPrivateError: if it holds such a convolution.
+    """
+    for op in ops:
+        if op.type in ("Conv2D", "Conv2DBackpropFilter", "Conv2DBackpropInput"):
+            images = op.outputs[0] if op.type == "Conv2DBackpropInput" else op.inputs[0]
+            weights = op.outputs[0] if op.type == "Conv2DBackpropFilter" else op.inputs[1]
+            last = op.get_attr("data_format") == b"NHWC"
+            channels = images.shape[-1 if last else 1] if images.shape.rank else None
+            taken = weights.shape[-2] if weights.shape.rank else None
+            if channels != taken and None not in (channels, taken):
+                raise NotPrivateError(
+                    "The Jacobian of convolutions in groups is not to be had from TensorFlow. "
+                    f"Received: {op.name}. Use `groups=1`, one convolution for each part of the "
+                    "channels, or `DepthwiseConv2D`."
+                )
+        for body in bodies(op).values():
+            refuse_grouped_convolutions(body.get_operations())
 
 
 class MaterializedGradients(PerExampleGradients):

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.batch_axis.operation_types import VARIABLE_READS
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.graph import ancestors
 
 SUMS = {"Add", "AddV2", "AddN", "Sub"}
 UNCHANGED = {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "EnsureShape"}
 SCALINGS = {"Mul", "RealDiv", "DivNoNan"}
-_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 
 _NOT_ONE_NUMBER = (
     "A term of the loss depends on variables and not on the data, so it would be clipped with each "
@@ -40,7 +40,7 @@ class Penalty(NamedTuple):
 
 
 def _trained(tensor: tf.Tensor) -> bool:
-    return any(op.type in _READS for op in ancestors([tensor]))
+    return any(op.type in VARIABLE_READS for op in ancestors([tensor]))
 
 
 def find_penalties(loss: tf.Tensor, batch_axes: BatchAxes) -> list[Penalty]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.batch_axis.custom_gradients import has_custom_gradient
+from tf_adaptive_dp._keras.graphs import has_custom_gradient
 from tf_adaptive_dp.gradients.batch_axis.operation_types import ELEMENTWISE
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.contributions import (

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp._keras import graphs
+from tf_adaptive_dp._keras.graphs import static_value
 from tf_adaptive_dp.gradients.batch_axis.operation_types import SHAPE_ONLY
-from tf_adaptive_dp.gradients.batch_axis.sizes import static_value
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, Rows
 
@@ -144,9 +145,9 @@ def handle_in(graph: tf.Graph, variable: tf.Variable) -> tf.Tensor | None:
     outside = variable.handle
     if getattr(outside, "graph", None) is graph:
         return outside
-    outer = getattr(graph, "outer_graph", None)
+    outer = graphs.outer_graph(graph)
     inherited = None if outer is None else handle_in(outer, variable)
-    for external, internal in getattr(graph, "captures", ()):
+    for external, internal in graphs.captures(graph):
         if external is outside or external is inherited:
             return internal
     return None

@@ -10,8 +10,8 @@ from typing import Callable
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.tracing import in_xla
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.gradients.graph import in_xla
 from tf_adaptive_dp.gradients.released import mark_released
 from tf_adaptive_dp.mechanism import replicas
 

@@ -8,7 +8,7 @@ from typing import Callable
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.graph import in_xla
+from tf_adaptive_dp._keras.tracing import in_xla
 from tf_adaptive_dp.mechanism import replicas
 
 _NUMBERS = itertools.count()  # names locks; a graph holds the handle only

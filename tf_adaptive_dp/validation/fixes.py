@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.layers import copy_trainable, is_clonable, own_weights
 from tf_adaptive_dp.validation.layers import keeps_state, named_layers, takes_batch_statistics
 
 _LAYERS = tf.keras.layers
@@ -90,19 +91,12 @@ def is_defective(layer: Layer) -> bool:
     return any(takes_batch_statistics(each) or keeps_state(each) for each in layers)
 
 
-def _is_graph(layer: Layer) -> bool:
-    """Whether a layer is a Sequential or functional model, which Keras can clone."""
-    return isinstance(layer, tf.keras.Sequential) or (
-        isinstance(layer, tf.keras.Model) and layer._is_graph_network
-    )
-
-
 def _copy(layer: Layer) -> Layer:
     if takes_batch_statistics(layer):
         replacement = group_normalization(layer)
         if replacement is not None:
             return replacement
-    if _is_graph(layer):
+    if is_clonable(layer):
         return tf.keras.models.clone_model(layer, clone_function=_copy)
     new = layer.__class__.from_config(layer.get_config())
     if is_defective(layer):
@@ -132,24 +126,20 @@ def _layers_in(value) -> Iterator[Layer]:
 
 def _copy_weights(old: Layer, new: Layer) -> None:
     # Not `trainable = ...`, which would thaw frozen layers inside.
-    new._trainable = old._trainable
+    copy_trainable(old, new)
     if takes_batch_statistics(old) and isinstance(new, _LAYERS.GroupNormalization):
         for name in ("gamma", "beta"):
             if getattr(old, name) is not None:
                 getattr(new, name).assign(getattr(old, name))
     elif not is_defective(old):
         for (_, inner), (_, copied) in zip(named_layers(old), named_layers(new)):
-            copied._trainable = inner._trainable
+            copy_trainable(inner, copied)
         new.set_weights(old.get_weights())
-    elif _is_graph(old):
+    elif is_clonable(old):
         for layer in old.layers:
             _copy_weights(layer, new.get_layer(layer.name))
     else:
-        own = zip(
-            old._trainable_weights + old._non_trainable_weights,
-            new._trainable_weights + new._non_trainable_weights,
-        )
-        for source, target in own:
+        for source, target in zip(own_weights(old), own_weights(new)):
             target.assign(source)
         for name, value in _children(old):
             for source, target in zip(_layers_in(value), _layers_in(getattr(new, name))):

@@ -9,6 +9,7 @@ from typing import Callable
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.layers import inner_layers
 from tf_adaptive_dp.validation.report import Finding
 
 _LAYERS = tf.keras.layers
@@ -32,7 +33,7 @@ def named_layers(model: tf.keras.layers.Layer, prefix: str = "") -> Iterator[tup
     seen: set[int] = set()
 
     def walk(parent, prefix):
-        for layer in parent._flatten_layers(recursive=False, include_self=False):
+        for layer in inner_layers(parent):
             if id(layer) not in seen:
                 seen.add(id(layer))
                 yield prefix + layer.name, layer

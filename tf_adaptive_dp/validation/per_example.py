@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.layers import set_dtype_policy
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import check_loss_vector, per_example_gradients
 from tf_adaptive_dp.validation.layers import named_layers
@@ -150,11 +151,11 @@ def _in_float32(model: tf.keras.Model) -> Iterator[bool]:
     ]
     try:
         for layer, _ in mixed:
-            layer._set_dtype_policy("float32")
+            set_dtype_policy(layer, "float32")
         yield bool(mixed)
     finally:
         for layer, policy in mixed:
-            layer._set_dtype_policy(policy)
+            set_dtype_policy(layer, policy)
 
 
 def _step_in_float32(losses, variables, batch) -> Callable:

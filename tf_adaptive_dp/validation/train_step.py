@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.layers import is_compiled
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.watch import releases_within
 from tf_adaptive_dp.validation.layers import has_own
@@ -37,7 +38,7 @@ def train_step_findings(
         return [Finding("not searched", "model", what, "Override `train_step` instead.")]
     if not has_own(model, "train_step") or not hasattr(optimizer, "ledger"):
         return []  # an optimizer that is not private is a finding of its own
-    if not model._is_compiled:
+    if not is_compiled(model):
         what = "It has a `train_step` of its own and is not compiled, so the step was not searched."
         return [Finding("not searched", "model", what, _COMPILE)]
     try:

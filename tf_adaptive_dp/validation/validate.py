@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.layers import is_compiled
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import check_loss_vector
 from tf_adaptive_dp.validation import arguments
@@ -202,7 +203,7 @@ def _joined(found: list[Finding], of_layers: list[Finding], accepted: bool) -> l
 
 def _step_losses(model, loss) -> Callable:
     """The loss vector of a training step, as `fit` computes it."""
-    if not (has_own(model, "compute_loss") and model._is_compiled):
+    if not (has_own(model, "compute_loss") and is_compiled(model)):
         return loss_function(model, loss)
 
     def losses(batch, training):
@@ -215,7 +216,7 @@ def _step_losses(model, loss) -> Callable:
 def _own_steps(model) -> list[Finding]:
     """What this module cannot know of models that train in a way of their own."""
     found = []
-    if has_own(model, "compute_loss") and not model._is_compiled:
+    if has_own(model, "compute_loss") and not is_compiled(model):
         found.append(
             Finding(
                 "not searched",

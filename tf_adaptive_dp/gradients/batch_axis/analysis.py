@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras import graphs
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis import (  # noqa: F401 - they register their rules
     functions,
@@ -40,7 +41,7 @@ def feeds(ops: Iterable[tf.Operation], graph: tf.Graph) -> list[tf.Tensor]:
     functions is constant. Of a data set's elements all is data: a scalar may have been computed
     from the batch, and a sparse or ragged batch is a `variant`.
     """
-    captured = {internal.ref(): external for external, internal in getattr(graph, "captures", ())}
+    captured = {internal.ref(): external for external, internal in graphs.captures(graph)}
 
     def is_data(tensor: tf.Tensor, of_element: bool) -> bool:
         if tensor.ref() in captured:
@@ -59,7 +60,7 @@ def feeds(ops: Iterable[tf.Operation], graph: tf.Graph) -> list[tf.Tensor]:
 
 def comes_from_data(tensor: tf.Tensor) -> bool:
     """Whether a tensor is computed from what a function is fed, other than by a private release."""
-    if not hasattr(tensor, "op") or not isinstance(tensor, tf.Tensor) or _is_eager(tensor):
+    if not graphs.is_symbolic(tensor):
         return False
     seen, stack = set(), [tensor]
     while stack:
@@ -96,10 +97,6 @@ def is_element(op: tf.Operation) -> bool:
     if op.type == "OptionalGetValue":
         return all(o.type != "OptionalFromValue" for o in ancestors(op.inputs))
     return op.type in ELEMENTS or _takes_an_element(op)
-
-
-def _is_eager(tensor: tf.Tensor) -> bool:
-    return hasattr(tensor, "numpy")
 
 
 def _axis_0(tensor: tf.Tensor) -> int | None:

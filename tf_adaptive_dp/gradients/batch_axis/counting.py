@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS, static_value
 from tf_adaptive_dp.gradients.batch_axis.analysis import is_element
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     AXIS_0,
@@ -22,10 +23,10 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
 )
 from tf_adaptive_dp.gradients.batch_axis.randomness import DRAWS
 from tf_adaptive_dp.gradients.batch_axis.reshaping import source_axis, whole_axes
-from tf_adaptive_dp.gradients.batch_axis.sizes import Size, evaluate, static_value
+from tf_adaptive_dp.gradients.batch_axis.sizes import Size, evaluate
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, Rows
-from tf_adaptive_dp.gradients.graph import ancestors
+from tf_adaptive_dp.gradients.graph import ancestors, behind_identities
 
 # Inputs that only say how long axes are.
 _LENGTHS = {
@@ -63,9 +64,6 @@ _ENTRY_BY_ENTRY = {
 _ALONG = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1, "Roll": 2}
 _PRODUCTS = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"}
 _TARGETS = {**dict.fromkeys((*RANDOM, *DRAWS, "Fill"), 0), "BroadcastTo": 1, "Slice": 2}
-_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
-_BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
-_LOOPS = {"While", "StatelessWhile"}
 
 
 def counts_batch(loss: tf.Tensor, batch_axes: BatchAxes) -> bool:
@@ -121,9 +119,9 @@ class _Counting:
     def run(self, ops: Iterable[tf.Operation]) -> None:
         """Enters the outputs of operations, in the order of creation."""
         for op in ops:
-            if op.type in _CALLS | _BRANCHES and not is_element(op):
+            if op.type in CALLS | BRANCHES and not is_element(op):
                 self._call(op)
-            elif op.type in _LOOPS:
+            elif op.type in LOOPS:
                 self._loop(op)
             elif not all(t.ref() in self._wide for t in op.outputs):
                 for tensor in op.outputs:
@@ -279,8 +277,8 @@ class _Counting:
         return found
 
     def _call(self, op: tf.Operation) -> None:
-        inputs = op.inputs[1:] if op.type in _BRANCHES else list(op.inputs)
-        decided = op.type in _BRANCHES and self.counts(op.inputs[0])
+        inputs = op.inputs[1:] if op.type in BRANCHES else list(op.inputs)
+        decided = op.type in BRANCHES and self.counts(op.inputs[0])
         arguments = [(self.counts(t), self.wide(t)) for t in inputs]
         bodies = self.batch_axes.bodies_of(op).values()
         inside = [(g, self._inside(g, where, arguments, inputs)) for g, where in bodies]
@@ -296,7 +294,7 @@ class _Counting:
         state = [(self.counts(t), self.wide(t)) for t in op.inputs]
         if set(bodies) == {"body", "cond"}:
             (body, of_body), (condition, of_condition) = bodies["body"], bodies["cond"]
-            same = [_origin(b) is a for a, b in zip(body.inputs, body.outputs)]
+            same = [behind_identities(b) is a for a, b in zip(body.inputs, body.outputs)]
             fed = [t if unchanged else None for t, unchanged in zip(op.inputs, same)]
             while True:
                 inside = self._inside(body, of_body, state, fed)
@@ -327,9 +325,3 @@ def _may_be_shape(tensor: tf.Tensor) -> bool:
 def _is_own(size: Size, tensor: tf.Tensor, axis: int) -> bool:
     """Whether a length is unknown, and was not that of another tensor."""
     return len(size.unknowns) == 1 and size.unknowns[0].endswith(f":{tensor.name}[{axis}]")
-
-
-def _origin(tensor: tf.Tensor) -> tf.Tensor:
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import tensorflow as tf
-from tensorflow.python.framework import ops as framework_ops
 
+from tf_adaptive_dp._keras.graphs import gradient_function, has_custom_gradient
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis.operations import run
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
@@ -32,7 +32,7 @@ def refuse_custom_gradients(ops: Iterable[tf.Operation], batch_axes: BatchAxes) 
     for op in ops:
         if not has_custom_gradient(op) or not any(batch_axes.depends(t) for t in op.inputs):
             continue
-        function = framework_ops.get_gradient_function(op)
+        function = gradient_function(op)
         upstream = [tf.identity(tf.zeros_like(t)) for t in op.outputs]
         for tensor, output in zip(upstream, op.outputs):
             batch_axes.set(tensor, batch_axes[output], batch_axes.depends(output))
@@ -43,16 +43,6 @@ def refuse_custom_gradients(ops: Iterable[tf.Operation], batch_axes: BatchAxes) 
         for tensor, gradient in zip(op.inputs, found):
             if gradient is not None and isinstance(batch_axes[tensor], (BatchAxis, OneExample)):
                 _compare(op, batch_axes[tensor], batch_axes[gradient])
-
-
-def has_custom_gradient(op: tf.Operation) -> bool:
-    """Whether an operation stands for a function with `tf.custom_gradient`."""
-    if op.type != "IdentityN":
-        return False
-    try:
-        return b"CustomGradient" in op.get_attr("_gradient_op_type")
-    except ValueError:
-        return False
 
 
 def _compare(op: tf.Operation, expected: BatchAxis | OneExample, actual) -> None:

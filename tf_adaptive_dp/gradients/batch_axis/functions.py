@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util_v2
 
+from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS, bodies, static_value
 from tf_adaptive_dp.gradients.batch_axis.custom_gradients import refuse_custom_gradients
 from tf_adaptive_dp.gradients.batch_axis.operations import Layout, register_layout, run
-from tf_adaptive_dp.gradients.batch_axis.sizes import Size, static_value
+from tf_adaptive_dp.gradients.batch_axis.sizes import Size
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import (
     CrossExample,
@@ -17,18 +17,9 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
     OneExample,
     Rows,
 )
-from tf_adaptive_dp.gradients.graph import ancestors, find_function
+from tf_adaptive_dp.gradients.graph import ancestors, behind_identities
 
 _BY_PLACE = "decides by where in the batch an example is"
-
-
-def _body(op: tf.Operation, name: str) -> tf.Graph:
-    """The graph of a function that an operation calls."""
-    graph = find_function(op.graph, name)
-    if graph is not None:
-        return graph  # with the shapes of variables
-    inputs = op.inputs[1:] if "If" in op.type or "Case" in op.type else op.inputs
-    return control_flow_util_v2.get_func_graph(op, [t.shape for t in inputs], name)
 
 
 def of_function(
@@ -119,38 +110,34 @@ def _chosen(op: tf.Operation, value: Layout, choice: Layout) -> Layout:
     return value if value == choice else CrossExample(op, "lets one example decide for other ones")
 
 
-@register_layout("PartitionedCall", "StatefulPartitionedCall")
+@register_layout(*CALLS)
 def call(op, batch_axes):
     """A `tf.function` within the step."""
-    body = _body(op, op.get_attr("f").name)
-    return of_function(batch_axes, body, _values(op, batch_axes), op, "f", op.inputs)
+    ((role, body),) = bodies(op).items()
+    return of_function(batch_axes, body, _values(op, batch_axes), op, role, op.inputs)
 
 
-@register_layout("If", "StatelessIf", "Case", "StatelessCase")
+@register_layout(*BRANCHES)
 def branches(op, batch_axes):
     """One of several functions; which one must not depend on the data of other examples."""
     choice = batch_axes.value(op.inputs[0])
     if not isinstance(choice, (DataIndependent, OneExample)):
         return CrossExample(op, "takes one decision for all examples, from the data")
-    if op.type.endswith("Case"):
-        names = [f.name for f in op.get_attr("branches")]
-    else:
-        names = [op.get_attr(f"{b}_branch").name for b in ("then", "else")]
     found = None
-    for k, name in enumerate(names):
+    for role, branch in bodies(op).items():
         values, given = _values(op, batch_axes)[1:], op.inputs[1:]
-        one = of_function(batch_axes, _body(op, name), values, op, f"branch {k}", given)
+        one = of_function(batch_axes, branch, values, op, role, given)
         found = one if found is None else [join(op, a, b) for a, b in zip(found, one)]
     return [_chosen(op, value, choice) for value in found]
 
 
-@register_layout("While", "StatelessWhile")
+@register_layout(*LOOPS)
 def loop(op, batch_axes):
     """A loop; its length must not depend on the data of other examples."""
     state = _values(op, batch_axes)
-    body = _body(op, op.get_attr("body").name)
-    condition = _body(op, op.get_attr("cond").name)
-    same = [_is_passed_on(body, k) for k in range(len(state))]
+    graphs = bodies(op)
+    body, condition = graphs["body"], graphs["cond"]
+    same = [is_passed_on(body, k) for k in range(len(state))]
     given = [t if fixed else None for t, fixed in zip(op.inputs, same)]
     counters = _counters_of_examples(op, body, condition, given, batch_axes)
     while True:  # each round makes some layout known, or mixed, or dependent; or it is the last
@@ -166,15 +153,9 @@ def loop(op, batch_axes):
     return [v if fixed else _chosen(op, v, choice) for v, fixed in zip(state, same)]
 
 
-def _source(tensor: tf.Tensor) -> tf.Tensor:
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return tensor
-
-
-def _is_passed_on(body: tf.Graph, k: int) -> bool:
+def is_passed_on(body: tf.Graph, k: int) -> bool:
     """Whether a loop variable stays what it is."""
-    return _source(body.outputs[k]) is body.inputs[k]
+    return behind_identities(body.outputs[k]) is body.inputs[k]
 
 
 def _changing(value: Layout, body: tf.Graph, k: int) -> Layout:
@@ -192,15 +173,13 @@ def _after(value: Layout, body: tf.Graph, k: int) -> Layout:
 
 
 def _counters_of_examples(op, body, condition, given, batch_axes) -> list[tf.Tensor]:
-    """The loop variables that count from 0 to B − 1, if the loop is run once for each example."""
+    """The loop variables that count from 0 to B − 1, if the loop runs once for each example."""
     counters = []
-    for test in _conjuncts(condition.outputs[0]):
-        if test.op.type != "Less":
-            return []
-        counter, limit = map(_source, test.op.inputs)
+    for counter, limit in comparisons(condition.outputs[0]) or ():
         places = [k for k, t in enumerate(condition.inputs) if t is counter]
         if not places or not _counts_up(op, body, places[0], given):
             return []
+        limit = behind_identities(limit)
         outside = [t for t, i in zip(given, condition.inputs) if i is limit and t is not None]
         number = static_value(limit)
         sizes = [Size(int(number))] if number is not None else []
@@ -210,22 +189,34 @@ def _counters_of_examples(op, body, condition, given, batch_axes) -> list[tf.Ten
     return counters
 
 
-def _conjuncts(test: tf.Tensor) -> list[tf.Tensor]:
-    """The conditions that must all hold."""
-    test = _source(test)
-    if test.op.type == "LogicalAnd":
-        return [c for t in test.op.inputs for c in _conjuncts(t)]
-    return [test]
+def comparisons(condition: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]] | None:
+    """What the condition of a loop compares, if it only wants counters to be below limits.
+
+    Returns:
+      Pairs (counter, limit); `None` for any other condition.
+    """
+    op = behind_identities(condition).op
+    if op.type == "Less":
+        return [(behind_identities(op.inputs[0]), op.inputs[1])]
+    if op.type != "LogicalAnd":
+        return None
+    left, right = map(comparisons, op.inputs)
+    return None if left is None or right is None else left + right
+
+
+def increment(body: tf.Graph, k: int) -> tf.Tensor | None:
+    """What each iteration adds to loop variable `k`, if it does nothing else to it."""
+    op = behind_identities(body.outputs[k]).op
+    terms = [behind_identities(t) for t in op.inputs]
+    if op.type not in ("Add", "AddV2") or all(t is not body.inputs[k] for t in terms):
+        return None
+    return terms[0] if terms[1] is body.inputs[k] else terms[1]
 
 
 def _counts_up(op: tf.Operation, body: tf.Graph, k: int, given: list) -> bool:
     """Whether a loop variable starts at 0 and grows by 1 in each iteration."""
-    total = _source(body.outputs[k]).op
-    if total.type not in ("Add", "AddV2") or static_value(op.inputs[k]) != 0:
+    step = increment(body, k)
+    if step is None or static_value(op.inputs[k]) != 0:
         return False
-    terms = [_source(t) for t in total.inputs]
-    others = [t for t in terms if t is not body.inputs[k]]
-    if len(others) != 1:
-        return False
-    outside = [t for t, i in zip(given, body.inputs) if i is others[0] and t is not None]
-    return static_value(outside[0] if outside else others[0]) == 1
+    outside = [t for t, i in zip(given, body.inputs) if i is step and t is not None]
+    return static_value(outside[0] if outside else step) == 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import static_value
 from tf_adaptive_dp.gradients.batch_axis.operations import register_layout, unless_cross_example
-from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size, static_value
+from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.framework import op_def_registry
 
+from tf_adaptive_dp._keras.graphs import (
+    function_attributes,
+    is_stateful,
+    line_of,
+    takes_resources,
+)
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     COMMUNICATION,
@@ -18,7 +24,7 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     SHAPE_ONLY,
     WITHOUT_MEMORY,
 )
-from tf_adaptive_dp.gradients.frames import Frame, function_attributes
+from tf_adaptive_dp.gradients.frames import Frame
 from tf_adaptive_dp.gradients.graph import layer_name
 from tf_adaptive_dp.gradients.released import is_released
 
@@ -162,29 +168,21 @@ def _by_state(root: Frame) -> dict[Hashable, list[_Write]]:
     return found
 
 
-_KINDS: dict[str, str | None] = {}
-
-
+@functools.cache
 def _kind(op_type: str) -> str | None:
     """What an operation may do besides computing its outputs; `None` if nothing."""
-    if op_type not in _KINDS:
-        _KINDS[op_type] = _kind_of(op_type)
-    return _KINDS[op_type]
-
-
-def _kind_of(op_type: str) -> str | None:
-    definition = op_def_registry.get(op_type)
+    runs_functions, stateful = bool(function_attributes(op_type)), is_stateful(op_type)
     if op_type in OUTSIDE:
         return _OUTSIDE
-    if definition is not None and not definition.is_stateful:
-        return _FUNCTION if function_attributes(op_type) else None
+    if stateful is False:
+        return _FUNCTION if runs_functions else None
     if op_type in READERS | WITHOUT_MEMORY | RANDOM or op_type.startswith(COMMUNICATION):
         return None
-    if function_attributes(op_type):
+    if runs_functions:
         return _FUNCTION
-    if definition is None:
+    if stateful is None:
         return _OUTSIDE
-    if any(a.type == tf.resource.as_datatype_enum for a in definition.input_arg):
+    if takes_resources(op_type):
         return _RESOURCE
     return None if "Dataset" in op_type else _OUTSIDE
 
@@ -197,6 +195,6 @@ def _error(op: tf.Operation) -> NotPrivateError:
 
 
 def _line(op: tf.Operation) -> str:
-    """Where the user's program made an operation, if that is known."""
-    frames = [] if op.traceback is None else op.traceback.get_user_frames()
-    return f", line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
+    """The line of the user's program that made an operation, if it is known."""
+    found = line_of(op)
+    return "" if found is None else f", line {found[1]} of {found[0]}"

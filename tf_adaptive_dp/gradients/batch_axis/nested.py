@@ -7,15 +7,15 @@ from typing import Union
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, DATA_SET_LOOPS, LOOPS, static_value
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis import counting, operations, slots
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.gradients.batch_axis.functions import join
 from tf_adaptive_dp.gradients.batch_axis.randomness import Draws
-from tf_adaptive_dp.gradients.batch_axis.sizes import static_value
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, DataIndependent
-from tf_adaptive_dp.gradients.frames import BRANCHES, CALLS, DATA_SET_LOOPS, LOOPS, Frame
+from tf_adaptive_dp.gradients.frames import Frame
 from tf_adaptive_dp.gradients.graph import ancestors
 from tf_adaptive_dp.gradients.released import is_released
 
@@ -167,7 +167,7 @@ class _Arguments:
         if tensor.op.type == "Placeholder" and frame.call is not None:
             told = (self.told_by(*place) for place in frame.origins(tensor)[0])
             return next((op for op in told if op is not None), None)
-        batch_axes, ops = self._layouts(frame, [tensor]), _until_releases([tensor])
+        batch_axes, ops = self._layouts(frame, [tensor]), ancestors([tensor], stop=is_released)
         inputs = [op.outputs[0] for op in ops if op.type == "Placeholder"]
         if frame.call is not None:
             for given in inputs:
@@ -186,7 +186,7 @@ class _Arguments:
 
     def _layouts(self, frame: Frame, tensors: Sequence[tf.Tensor], inputs=None) -> BatchAxes:
         """The layouts of what tensors of a body are computed from."""
-        ops = _until_releases(tensors)
+        ops = ancestors(tensors, stop=is_released)
         batch_axes = BatchAxes(self._batch_size)
         for op in ops:
             if op.type == "Placeholder":
@@ -242,7 +242,9 @@ class _Arguments:
             if k in needed:
                 continue
             needed[k] = body.graph.outputs[k]
-            inside = {id(op.outputs[0]) for op in _until_releases([needed[k]]) if op.outputs}
+            inside = {
+                id(op.outputs[0]) for op in ancestors([needed[k]], stop=is_released) if op.outputs
+            }
             pending += [
                 j
                 for j, t in enumerate(body.graph.inputs[: len(body.graph.outputs)])
@@ -282,14 +284,3 @@ def _formula(tensor: tf.Tensor) -> Hashable:
     if op.type in ("Pack", "Mul", "Add", "AddV2", "Sub", "Minimum", "Identity", "FloorDiv"):
         return (op.type, *map(_formula, op.inputs))
     return id(tensor)
-
-
-def _until_releases(tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:
-    """The operations that tensors are computed from, as far as no private release lies between."""
-    seen, stack = set(), [t for t in tensors if not is_released(t)]
-    while stack:
-        op = stack.pop().op
-        if op not in seen:
-            seen.add(op)
-            stack += [t for t in op.inputs if not is_released(t)]
-    return [op for op in tensors[0].graph.get_operations() if op in seen]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS
+
 # One entry of the output from one entry of each input, with broadcasting.
 ELEMENTWISE = set(
     """
@@ -91,6 +93,18 @@ KEEP_SHAPE = {
 # What a data set gives.
 ELEMENTS = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}
 
+VARIABLE_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
+
+# Stateful for TensorFlow, but they change nothing, and give the same for the same inputs until
+# someone writes to what they read.
+REPEATABLE = VARIABLE_READS | {
+    "Assert",
+    "LookupTableFindV2",
+    "Print",
+    "PrintV2",
+    "VariableShape",
+}
+
 # Operations that take a handle, and data, but write nothing. All others with a handle may write.
 READERS = set(
     """
@@ -124,16 +138,7 @@ OUTSIDE = {
     *("SaveDataset", "SaveDatasetV2", "LoadDataset"),
 }
 
-FUNCTIONS = {
-    "Case",
-    "If",
-    "PartitionedCall",
-    "StatefulPartitionedCall",
-    "StatelessCase",
-    "StatelessIf",
-    "StatelessWhile",
-    "While",
-}
+FUNCTIONS = CALLS | BRANCHES | LOOPS
 
 # Of lists of tensors: those whose list may become, or stays, as long as the batch.
 KEEP_LENGTH = {"TensorListReserve", "TensorListSetItem", "TensorListStack"}

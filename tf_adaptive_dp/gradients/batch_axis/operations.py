@@ -7,6 +7,7 @@ from typing import Union
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import static_value
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     AXIS_0,
     ELEMENTWISE,
@@ -15,10 +16,11 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     LISTS,
     RANDOM,
     REDUCTIONS,
+    REPEATABLE,
     SHAPE_ONLY,
     TRAILING,
 )
-from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, product, static_value
+from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, product
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import (
     BatchAxis,
@@ -123,7 +125,7 @@ def _has_memory(op: tf.Operation) -> bool:
     """Whether it may give another value each time that is not random, or has a known seed."""
     if op.type in RANDOM and op.op_def.is_stateful:
         return bool(op.get_attr("seed") or op.get_attr("seed2"))
-    return op.op_def.is_stateful and op.type not in _READS
+    return op.op_def.is_stateful and op.type not in REPEATABLE
 
 
 def _is_in_iteration(op: tf.Operation, batch_axes: BatchAxes) -> bool:
@@ -142,7 +144,7 @@ def one_example(op: tf.Operation, batch_axes: BatchAxes) -> Layout:
     mixed = _first_mixed(op, batch_axes)
     if mixed or others or not isinstance(place, OneExample):
         return mixed or CrossExample(op, "puts the example of one iteration beside other ones")
-    if op.op_def.is_stateful and op.type not in _READS:
+    if op.op_def.is_stateful and op.type not in REPEATABLE:
         return CrossExample(op, "may remember the examples of other iterations")
     if any(place.loop in batch_axes.tied(t) for t in op.inputs):
         return CrossExample(
@@ -382,14 +384,3 @@ _MAKE_BATCHES = {"Fill", "BroadcastTo", "Tile", *RANDOM, *ELEMENTWISE, *KEEP_LEN
 _SAME = {"Identity", "StopGradient", "PreventGradient"}
 # Their rules know of single examples in loops; what is in a function is looked at by itself.
 _FOLLOWED = {*_SAME, "IdentityN", *LISTS, *FUNCTIONS}
-# Stateful for TensorFlow, but they give the same for the same inputs.
-_READS = {
-    "Assert",
-    "LookupTableFindV2",
-    "Print",
-    "PrintV2",
-    "ReadVariableOp",
-    "ResourceGather",
-    "ResourceGatherNd",
-    "VariableShape",
-}

@@ -10,12 +10,10 @@ import os
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
-from tensorflow.python.framework import config
-from tensorflow.python.ops import control_flow_util_v2, resource_variable_ops
 
+from tf_adaptive_dp._keras import graphs
+from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
-from tf_adaptive_dp.gradients.graph import find_function
 
 # They take their seeds as attributes, and draw anew in each step.
 _SEEDED = set(
@@ -47,9 +45,6 @@ _ON_THE_WAY = set(
     StridedSlice Unpack
     """.split()
 )
-_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
-_BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
-_LOOPS = {"While", "StatelessWhile"}
 
 _INNER = (
     "In a `tf.function` inside of the step the seed cannot be replaced. Set seeds for initializers "
@@ -77,7 +72,7 @@ class Draws:
         """Takes the graph of the step."""
         self._graph = graph
         self._seeded: list[tf.Operation] = []
-        # Functions in which they are, and the attributes that name these, from the inside out.
+        # Functions in which they are, and their roles there, from the inside out.
         self._remade: dict[tuple[tf.Operation, str], tf.Graph] = {}
         self._states: dict = {}
 
@@ -97,7 +92,7 @@ class Draws:
             return None if self._is_fresh(op.inputs[_OF_KEY[op.type]], batch_axes) else _KNOWN
         if not (op.get_attr("seed") or op.get_attr("seed2")):
             return None
-        if config.is_op_determinism_enabled():
+        if graphs.must_be_deterministic():
             return _DETERMINISM
         path = _path(batch_axes)
         if path is None:
@@ -111,18 +106,16 @@ class Draws:
     def renew(self) -> None:
         """Replaces seeds and the states of generators by secret ones, in this graph alone."""
         for op in self._seeded:
-            for name in ("seed", "seed2"):  # 0 and 0: from the entropy of the process
-                op._set_attr(name, attr_value_pb2.AttrValue(i=0))
-        for (call, attribute), body in self._remade.items():
-            body.name = control_flow_util_v2.unique_fn_name(call.name, attribute)
-            call._set_func_attr(attribute, control_flow_util_v2.create_new_tf_function(body))
+            graphs.clear_seed(op)
+        for (call, role), body in self._remade.items():
+            graphs.replace_body(call, role, body)
         for state in self._states.values():
             secret = self._graph.capture(_secret_state(self._graph, state).handle)
             for op in state.consumers():
-                if op.type == "RngReadAndSkip" or op.type in _CALLS | _BRANCHES | _LOOPS:
+                if op.type == "RngReadAndSkip" or op.type in CALLS | BRANCHES | LOOPS:
                     for k, tensor in enumerate(op.inputs):
                         if tensor is state:
-                            op._update_input(k, secret)
+                            graphs.replace_input(op, k, secret)
 
     def _is_fresh(self, key: tf.Tensor, batch_axes: BatchAxes) -> bool:
         """Whether something that is new in each step went into a key."""
@@ -152,7 +145,7 @@ class Draws:
             if not found:
                 return False
             state, where = found[0]
-        captured = any(i is state for _, i in getattr(self._graph, "captures", ()))
+        captured = any(i is state for _, i in graphs.captures(self._graph))
         if not captured or not all(_only_draws(op, state, where) for op in state.consumers()):
             return False
         self._states[state.ref()] = state
@@ -170,23 +163,17 @@ def _path(batch_axes: BatchAxes) -> dict[tuple[tf.Operation, str], tf.Graph] | N
         outside, call = batch_axes.caller
         bodies = outside.bodies_of(call).items()
         role = next((r for r, (_, inside) in bodies if inside is batch_axes), None)
-        attribute = _ATTRIBUTES.get((call.type.removeprefix("Stateless"), role))
-        if attribute is None:
+        if role not in _OF_THE_GRAPH:
             return None
         graph = outside.bodies_of(call)[role][0]
-        if find_function(call.graph, call.get_attr(attribute).name) is not graph:
+        if graphs.find_function(call.graph, call.get_attr(role).name) is not graph:
             return None
-        found[call, attribute] = graph
+        found[call, role] = graph
         batch_axes = outside
     return found
 
 
-_ATTRIBUTES = {
-    ("While", "body"): "body",
-    ("While", "cond"): "cond",
-    ("If", "branch 0"): "then_branch",
-    ("If", "branch 1"): "else_branch",
-}
+_OF_THE_GRAPH = {"body", "cond", "then_branch", "else_branch"}
 
 
 def _fed(tensor: tf.Tensor, batch_axes: BatchAxes) -> list[tuple[tf.Tensor, BatchAxes]]:
@@ -194,7 +181,7 @@ def _fed(tensor: tf.Tensor, batch_axes: BatchAxes) -> list[tuple[tf.Tensor, Batc
     if batch_axes.caller is None:
         return []
     outside, call = batch_axes.caller
-    first = 1 if call.type in _BRANCHES else 0
+    first = 1 if call.type in BRANCHES else 0
     places = [k for k, t in enumerate(tensor.graph.inputs) if t is tensor]
     return [(call.inputs[first + k], outside) for k in places]
 
@@ -205,9 +192,9 @@ def _only_draws(op: tf.Operation, state: tf.Tensor, where: BatchAxes) -> bool:
     In the graph of the step itself others may have the state, since they keep it when it is
     replaced where numbers are drawn.
     """
-    if op.type not in _CALLS | _BRANCHES | _LOOPS:
+    if op.type not in CALLS | BRANCHES | LOOPS:
         return where.caller is None or op.type in ("RngReadAndSkip", "Identity")
-    first = 1 if op.type in _BRANCHES else 0
+    first = 1 if op.type in BRANCHES else 0
     bodies = where.bodies_of(op)
     return bool(bodies) and all(
         _only_draws(inner, graph.inputs[k - first], inside)
@@ -219,11 +206,6 @@ def _only_draws(op: tf.Operation, state: tf.Tensor, where: BatchAxes) -> bool:
 
 
 def _secret_state(graph: tf.Graph, state: tf.Tensor) -> tf.Variable:
-    """A state that nothing tracks or saves; it lives as long as the graph."""
-    (described,) = resource_variable_ops.get_eager_safe_handle_data(state).shape_and_type
-    size = tf.TensorShape(described.shape).num_elements()
-    bits = np.frombuffer(os.urandom(8 * size), np.int64)
-    with tf.init_scope():
-        secret = resource_variable_ops.ResourceVariable(bits, trainable=False, name="state")
-    graph.secret_states = [*getattr(graph, "secret_states", ()), secret]
-    return secret
+    """A state of the same size, from the operating system, that nothing tracks or saves."""
+    bits = os.urandom(8 * graphs.size_of_variable(state))
+    return graphs.hidden_variable(graph, np.frombuffer(bits, np.int64))

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import static_value
 from tf_adaptive_dp.gradients.batch_axis.operations import (
     register_layout,
     sum_to_operand,
     unless_cross_example,
 )
-from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size, product, static_value
+from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size, product
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, OneExample
 
 _ACROSS = "works across the batch axis"

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import Callable, NamedTuple
 
-import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import smart_cond
+
+from tf_adaptive_dp._keras.graphs import static_value
 
 
 class Size(NamedTuple):
@@ -44,11 +44,6 @@ class Size(NamedTuple):
 
 
 ONE = Size()
-
-
-def static_value(tensor: tf.Tensor) -> np.ndarray | None:
-    """The value of a tensor if the graph settles it; sums of constants included."""
-    return smart_cond.smart_constant_value(tensor)
 
 
 def product(sizes: Iterable[Size]) -> Size:

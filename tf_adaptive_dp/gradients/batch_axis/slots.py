@@ -12,6 +12,8 @@ from typing import Callable, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp._keras import graphs
+from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS, static_value
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     AXIS_0,
@@ -22,7 +24,7 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
 )
 from tf_adaptive_dp.gradients.batch_axis.randomness import DRAWS, Draws
 from tf_adaptive_dp.gradients.batch_axis.reshaping import find_axis, source_axis
-from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, product, static_value
+from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, product
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis
 from tf_adaptive_dp.gradients.graph import ancestors, layer_name
@@ -201,7 +203,7 @@ def _is_uniform_constant(tensor: tf.Tensor, place: BatchAxis) -> bool | None:
 
 def _constant(tensor: tf.Tensor) -> np.ndarray | None:
     if tensor.op.type == "Placeholder":
-        captured = {i.ref(): e for e, i in getattr(tensor.graph, "captures", ())}
+        captured = {i.ref(): e for e, i in graphs.captures(tensor.graph)}
         outside = captured.get(tensor.ref())
         known = hasattr(outside, "numpy") and outside.dtype != tf.resource
         return outside.numpy() if known else None
@@ -563,24 +565,20 @@ def _of_argument(op, index, place, batch_axes: BatchAxes) -> list[Demand] | None
         k = next((k for k, t in enumerate(op.graph.inputs) if t is argument), None)
         if k is None:
             return None
-        if call.type in _LOOPS:
+        if call.type in LOOPS:
             return _of_loop(call, k, place, outside)
-        first = 1 if call.type in _BRANCHES else 0
+        first = 1 if call.type in BRANCHES else 0
         return [Demand(outside, call.inputs[first + k], place)]
     if batch_axes.depends(argument):
         return []  # where the data comes in
-    captured = {i.ref(): e for e, i in getattr(op.graph, "captures", ())}
+    captured = {i.ref(): e for e, i in graphs.captures(op.graph)}
     outside = captured.get(argument.ref())
-    symbolic = isinstance(outside, tf.Tensor) and not hasattr(outside, "numpy")
     # Of an outer function; what is data there is data here.
-    return [Demand(batch_axes, outside, place)] if symbolic else None
+    return [Demand(batch_axes, outside, place)] if graphs.is_symbolic(outside) else None
 
 
-_LOOPS = ("While", "StatelessWhile")
-_BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _BODIES = {
-    **dict.fromkeys((*_CALLS, *_BRANCHES), _of_bodies),
-    **dict.fromkeys(_LOOPS, _of_loop),
+    **dict.fromkeys((*CALLS, *BRANCHES), _of_bodies),
+    **dict.fromkeys(LOOPS, _of_loop),
     "Placeholder": _of_argument,
 }

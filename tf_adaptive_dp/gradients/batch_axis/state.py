@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import static_value
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     ELEMENTWISE,
     KEEP_SHAPE,
     product_terms,
 )
-from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size, evaluate, product, static_value
+from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size, evaluate, product
 from tf_adaptive_dp.gradients.batch_axis.values import (
     BatchAxis,
     CrossExample,
@@ -20,6 +21,7 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
     OneExample,
     Rows,
 )
+from tf_adaptive_dp.gradients.graph import behind_identities
 
 _NUMBERS = itertools.count()
 
@@ -72,8 +74,7 @@ class BatchAxes:
 
     def _origin(self, index: tf.Tensor):
         """What an argument of a function stands for in the graphs outside of it."""
-        while index.op.type == "Identity":
-            index = index.op.inputs[0]
+        index = behind_identities(index)
         return self._indices.get(index.ref(), index.ref())
 
     def set(

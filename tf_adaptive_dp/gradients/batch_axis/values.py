@@ -6,8 +6,8 @@ import dataclasses
 from typing import NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.util.object_identity import Reference
 
+from tf_adaptive_dp._keras.graphs import TensorReference
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size
 
 
@@ -57,7 +57,7 @@ class OneExample:
       index: a reference to the number of the example: any tensor that is the same for all data.
     """
 
-    index: Reference
+    index: TensorReference
 
     @property
     def loop(self) -> tf.Graph:

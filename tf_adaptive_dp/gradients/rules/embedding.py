@@ -6,7 +6,7 @@ import math
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.batch_axis.sizes import static_value
+from tf_adaptive_dp._keras.graphs import static_value
 from tf_adaptive_dp.gradients.contributions import SparseGradient, VariableContribution
 from tf_adaptive_dp.gradients.rules.registry import RuleContext, register_rule
 

@@ -7,43 +7,40 @@ from typing import Callable
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import (
+    CALLS,
+    LOOPS,
+    bodies,
+    function_attributes,
+    overrides_gradient,
+    static_value,
+)
+from tf_adaptive_dp._keras.tracing import in_xla
 from tf_adaptive_dp.gradients.batch_axis import operations
-from tf_adaptive_dp.gradients.batch_axis.functions import _body as body_of
-from tf_adaptive_dp.gradients.batch_axis.operation_types import SHAPE_ONLY
+from tf_adaptive_dp.gradients.batch_axis.functions import comparisons, increment
+from tf_adaptive_dp.gradients.batch_axis.operation_types import REPEATABLE, SHAPE_ONLY
 from tf_adaptive_dp.gradients.batch_axis.operations import run
-from tf_adaptive_dp.gradients.batch_axis.sizes import Size, evaluate, static_value
+from tf_adaptive_dp.gradients.batch_axis.sizes import Size, evaluate
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import (
     BatchAxis,
     Rows,
     static_or_dynamic_shape,
 )
-from tf_adaptive_dp.gradients.graph import ancestors, in_xla, layer_name
+from tf_adaptive_dp.gradients.graph import ancestors, behind_identities, layer_name
 from tf_adaptive_dp.gradients.rules.registry import RULES
 from tf_adaptive_dp.gradients.variable_uses import VariableUse, consumers, find_uses
-
-CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
-LOOPS = {"While", "StatelessWhile"}
-# Stateful for TensorFlow, but they draw nothing and write to no variable.
-_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
-_CHECKS = {"Assert", "Print", "PrintV2"}
 
 
 class NotReplayable(Exception):
     """A body that is not known to give the same values and gradients if it is run again."""
 
 
-def bodies(op: tf.Operation) -> list[tf.Graph]:
-    """The graphs of the functions that a call (one) or a loop (body, condition) runs."""
-    names = ["f"] if op.type in CALLS else ["body", "cond"]
-    return [body_of(op, op.get_attr(name).name) for name in names]
-
-
 def has_effects(op: tf.Operation) -> bool:
     """Whether an operation may draw random numbers or write to a variable."""
     if op.type in CALLS | LOOPS:
-        return any(has_effects(o) for g in bodies(op) for o in g.get_operations())
-    return op.op_def.is_stateful and op.type not in _READS | _CHECKS
+        return any(has_effects(o) for g in bodies(op).values() for o in g.get_operations())
+    return op.op_def.is_stateful and op.type not in REPEATABLE
 
 
 def copy(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
@@ -54,8 +51,7 @@ def copy(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
         with a gradient of its own, which may use tensors of the original; if inputs do not fit.
     """
     attributes = op.node_def.attr
-    bodied = any(a.type in ("func", "list(func)") for a in op.op_def.attr)
-    if bodied or "_gradient_op_type" in attributes:
+    if function_attributes(op.type) or overrides_gradient(op):
         raise NotReplayable
     attributes = {name: a for name, a in attributes.items() if not name.startswith("_")}
     graph = tf.compat.v1.get_default_graph()
@@ -211,12 +207,6 @@ def _array(dtype: tf.DType, shape: tf.TensorShape, length: tf.Tensor | int) -> t
     return tf.TensorArray(dtype, length, clear_after_read=False, element_shape=shape)
 
 
-def _origin(tensor: tf.Tensor) -> tf.Tensor:
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return tensor
-
-
 def batch_axes_inside(
     body: tf.Graph, arguments: Sequence, outputs: Sequence[tf.Tensor], where: BatchAxes
 ) -> BatchAxes:
@@ -243,7 +233,9 @@ def opaque(tensor: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
 def split_states(body: tf.Graph, wanted: Iterable[int]) -> tuple[list[int], list[int]]:
     """Which loop variables stay the same, and which change and matter for some of the results."""
     place = {t.ref(): k for k, t in enumerate(body.inputs)}
-    same = [k for k, (a, b) in enumerate(zip(body.inputs, body.outputs)) if _origin(b) is a]
+    same = [
+        k for k, (a, b) in enumerate(zip(body.inputs, body.outputs)) if behind_identities(b) is a
+    ]
     changing, pending = set(), list(wanted)
     while pending:
         k = pending.pop()
@@ -252,29 +244,6 @@ def split_states(body: tf.Graph, wanted: Iterable[int]) -> tuple[list[int], list
             tensors = [t for op in ancestors([body.outputs[k]]) for t in op.outputs]
             pending += [place[t.ref()] for t in tensors if t.ref() in place]
     return same, sorted(changing)
-
-
-def comparisons(tensor: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Pairs (counter, limit) of a condition: each counter must be less than its limit.
-
-    Raises:
-      NotReplayable: for any other condition.
-    """
-    op = _origin(tensor).op
-    if op.type == "LogicalAnd":
-        return [pair for t in op.inputs for pair in comparisons(t)]
-    if op.type != "Less":
-        raise NotReplayable
-    return [(_origin(op.inputs[0]), op.inputs[1])]
-
-
-def increment(body: tf.Graph, k: int) -> tf.Tensor | None:
-    """What each step adds to a loop variable, if that is all that it does."""
-    op = _origin(body.outputs[k]).op
-    terms = [_origin(t) for t in op.inputs]
-    if op.type not in ("Add", "AddV2") or all(t is not body.inputs[k] for t in terms):
-        return None
-    return terms[0] if terms[1] is body.inputs[k] else terms[1]
 
 
 # They are told the size of their output, and would be told a wrong one with time beside the batch.
@@ -334,7 +303,7 @@ def unfold(
 
 def _repeats(op: tf.Operation) -> bool:
     """Whether an operation would do the same if it ran now."""
-    if any(has_effects(o) for g in bodies(op) for o in g.get_operations()):
+    if any(has_effects(o) for g in bodies(op).values() for o in g.get_operations()):
         return False
     ops = op.graph.get_operations()
     later = set(ops[ops.index(op) + 1 :])
@@ -445,7 +414,7 @@ class _Replay:
         """Outputs of a call or a loop on other inputs; `where` has the layouts of the original."""
         if op.type in LOOPS:
             return self._loop(op, inputs, where, wanted)
-        (body,) = bodies(op)
+        (body,) = bodies(op).values()
         outputs = [body.outputs[k] for k in wanted]
         inside = batch_axes_inside(body, [where.value(t) for t in op.inputs], outputs, where)
         values = {t.ref(): new for t, new in zip(body.inputs, inputs)}
@@ -484,7 +453,8 @@ class _Replay:
     def _loop(self, op, inputs, where: BatchAxes, wanted) -> dict[int, tf.Tensor]:
         if self._in_loop or any(where[t] == Rows() for t in [*op.inputs, *op.outputs]):
             raise NotReplayable  # a loop in a loop, or over the examples themselves
-        body, condition = bodies(op)
+        graphs = bodies(op)
+        body, condition = graphs["body"], graphs["cond"]
         same, changing = split_states(body, wanted)
         start = [inputs[k] for k in changing]
         if any(t is None or self.trained(t) for t in start):
@@ -512,8 +482,10 @@ class _Replay:
     def _length(self, condition, body, inputs, same: Sequence[int]) -> tf.Tensor | int:
         """The number of steps of a loop that counts up by 1 to a limit."""
         known = {condition.inputs[k].ref(): inputs[k] for k in same}
-        lengths = []
-        for counter, limit in comparisons(condition.outputs[0]):
+        lengths, compared = [], comparisons(condition.outputs[0])
+        if compared is None:
+            raise NotReplayable
+        for counter, limit in compared:
             k = next((k for k, t in enumerate(condition.inputs) if t is counter), None)
             one = None if k is None else increment(body, k)
             place = next((k for k in same if body.inputs[k] is one), None)

@@ -1,0 +1,183 @@
+"""Reading and editing TensorFlow graphs: functions, captures, operations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.framework import config, op_def_registry, smart_cond
+from tensorflow.python.framework import ops as framework_ops
+from tensorflow.python.ops import control_flow_util_v2, resource_variable_ops
+from tensorflow.python.util import object_identity
+
+# Operations that run functions.
+CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+LOOPS = frozenset({"While", "StatelessWhile"})
+# Loops over a data set: a state and an element go in, the state comes out.
+DATA_SET_LOOPS = frozenset({"ReduceDataset", "ScanDataset", "ExperimentalScanDataset"})
+
+# What `tensor.ref()` returns.
+TensorReference = object_identity.Reference
+
+
+def is_symbolic(tensor: object) -> bool:
+    """Whether a value is a tensor of a graph, and not an eager one."""
+    return isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy")
+
+
+def outer_graph(graph: tf.Graph) -> tf.Graph | None:
+    """The graph in which a function was traced; `None` for a graph that is no function."""
+    return getattr(graph, "outer_graph", None)
+
+
+def captures(graph: tf.Graph) -> Sequence[tuple[tf.Tensor, tf.Tensor]]:
+    """What a function takes from outside of it besides its arguments.
+
+    Returns:
+      Pairs of a tensor outside and the placeholder that stands for it inside; none for a graph
+      that is no function.
+    """
+    return getattr(graph, "captures", ())
+
+
+def static_value(tensor: tf.Tensor):
+    """The value of a tensor as a NumPy array if the graph determines it, else `None`."""
+    return smart_cond.smart_constant_value(tensor)
+
+
+# --- functions ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def function_attributes(op_type: str) -> tuple[str, ...]:
+    """The attributes that name the functions that an operation of this type runs."""
+    definition = op_def_registry.get(op_type)
+    attributes = () if definition is None else definition.attr
+    return tuple(a.name for a in attributes if a.type in ("func", "list(func)"))
+
+
+def find_function(graph: tf.Graph, name: str) -> tf.Graph | None:
+    """The graph of a function as it was traced, or `None` if TensorFlow did not keep it."""
+    while graph is not None:
+        found = getattr(graph._get_function(name), "graph", None)
+        if found is not None:
+            return found
+        graph = outer_graph(graph)
+    return None
+
+
+def bodies(op: tf.Operation) -> dict[str, tf.Graph]:
+    """The graphs of the functions that an operation may run.
+
+    Args:
+      op: any operation.
+
+    Returns:
+      Each graph by its role: the name of the attribute (`"f"` of a call, `"body"` and `"cond"` of
+      a loop, `"then_branch"` and `"else_branch"`), with a number for a list (`"branches:0"`).
+      Functions of other operations, such as data sets, are left out if TensorFlow did not keep
+      their graphs. Graphs of calls, branches and loops are rebuilt if need be.
+    """
+    found = {}
+    for attribute in function_attributes(op.type):
+        value = op.get_attr(attribute)
+        several = isinstance(value, list)
+        for k, function in enumerate(value if several else [value]):
+            graph = _body(op, function.name)
+            if graph is not None:
+                found[f"{attribute}:{k}" if several else attribute] = graph
+    return found
+
+
+def _body(op: tf.Operation, name: str) -> tf.Graph | None:
+    graph = find_function(op.graph, name)  # it knows the shapes of variables
+    if graph is not None or op.type not in CALLS | BRANCHES | LOOPS:
+        return graph
+    inputs = op.inputs[1:] if op.type in BRANCHES else op.inputs
+    return control_flow_util_v2.get_func_graph(op, [t.shape for t in inputs], name)
+
+
+def replace_body(call: tf.Operation, role: str, body: tf.Graph) -> None:
+    """Makes an operation run an edited function, under a new name, so that no other one does.
+
+    Args:
+      call: a loop or a branch.
+      role: one of the roles that `bodies` returns, other than that of a list.
+      body: the graph, edited in place.
+    """
+    body.name = control_flow_util_v2.unique_fn_name(call.name, role)
+    call._set_func_attr(role, control_flow_util_v2.create_new_tf_function(body))
+
+
+# --- operations --------------------------------------------------------------------------------
+
+
+def is_stateful(op_type: str) -> bool | None:
+    """Whether TensorFlow declares a type of operations stateful; `None` for an unknown type."""
+    definition = op_def_registry.get(op_type)
+    return None if definition is None else definition.is_stateful
+
+
+def takes_resources(op_type: str) -> bool:
+    """Whether operations of a known type take a handle of a variable, a table, or the like."""
+    definition = op_def_registry.get(op_type)
+    return any(a.type == tf.resource.as_datatype_enum for a in definition.input_arg)
+
+
+def overrides_gradient(op: tf.Operation) -> bool:
+    """Whether an operation has another gradient than that of its type."""
+    return "_gradient_op_type" in op.node_def.attr
+
+
+def has_custom_gradient(op: tf.Operation) -> bool:
+    """Whether an operation stands for a function with `tf.custom_gradient`."""
+    if op.type != "IdentityN" or not overrides_gradient(op):
+        return False
+    return b"CustomGradient" in op.get_attr("_gradient_op_type")
+
+
+def gradient_function(op: tf.Operation) -> Callable:
+    """The function that TensorFlow calls with an operation and the gradients of its outputs."""
+    return framework_ops.get_gradient_function(op)
+
+
+def line_of(op: tf.Operation) -> tuple[str, int] | None:
+    """The file and the line of the user's program that made an operation, if they are known."""
+    frames = [] if op.traceback is None else op.traceback.get_user_frames()
+    return (frames[-1].filename, frames[-1].lineno) if frames else None
+
+
+def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Feeds another tensor of the same type and shape to an operation."""
+    op._update_input(index, tensor)
+
+
+# --- random numbers ----------------------------------------------------------------------------
+
+
+def must_be_deterministic() -> bool:
+    """Whether `tf.config.experimental.enable_op_determinism` was called."""
+    return config.is_op_determinism_enabled()
+
+
+def clear_seed(op: tf.Operation) -> None:
+    """Makes an operation that draws with a seed draw from the entropy of the process instead."""
+    for name in ("seed", "seed2"):
+        op._set_attr(name, attr_value_pb2.AttrValue(i=0))
+
+
+def size_of_variable(handle: tf.Tensor) -> int:
+    """How many entries the variable of a handle has."""
+    (described,) = resource_variable_ops.get_eager_safe_handle_data(handle).shape_and_type
+    return tf.TensorShape(described.shape).num_elements()
+
+
+def hidden_variable(graph: tf.Graph, value) -> tf.Variable:
+    """A variable that no model, checkpoint or saved model sees; it lives as long as the graph."""
+    with tf.init_scope():
+        variable = resource_variable_ops.ResourceVariable(value, trainable=False, name="state")
+    graph.hidden_variables = [*getattr(graph, "hidden_variables", ()), variable]
+    return variable

@@ -1,0 +1,89 @@
+"""Keras models and layers: what is inside, and flags that Keras keeps to itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+Layer = tf.keras.layers.Layer
+
+
+def inner_layers(layer: Layer) -> Iterator[Layer]:
+    """The layers that a layer or a model holds itself, in their order."""
+    return layer._flatten_layers(recursive=False, include_self=False)
+
+
+def is_compiled(model: tf.keras.Model) -> bool:
+    """Whether `model.compile` was called."""
+    return model._is_compiled
+
+
+def is_clonable(layer: Layer) -> bool:
+    """Whether `tf.keras.models.clone_model` can copy a layer: a Sequential or functional model."""
+    return isinstance(layer, tf.keras.Sequential) or (
+        isinstance(layer, tf.keras.Model) and layer._is_graph_network
+    )
+
+
+def own_weights(layer: Layer) -> list[tf.Variable]:
+    """The variables of a layer itself, without those of layers inside."""
+    return layer._trainable_weights + layer._non_trainable_weights
+
+
+def copy_trainable(source: Layer, target: Layer) -> None:
+    """Freezes or thaws one layer as another one is, and no layer inside of it."""
+    target._trainable = source._trainable
+
+
+def set_dtype_policy(layer: Layer, policy: str | tf.keras.mixed_precision.Policy) -> None:
+    """Changes the types in which a layer that has been built computes."""
+    layer._set_dtype_policy(policy)
+
+
+class RandomGenerator:
+    """The generator of one layer, as dropout and augmentation have them."""
+
+    def __init__(self, generator):
+        self._keras = generator
+
+    @property
+    def seed(self) -> int | None:
+        """The seed; `None` if the layer was created without one."""
+        return self._keras._seed
+
+    @seed.setter
+    def seed(self, seed: int | None) -> None:
+        self._keras._seed = seed
+
+    @property
+    def state(self) -> tf.Variable | None:
+        """The state of the `tf.random.Generator` inside; `None` if there is none."""
+        inner = getattr(self._keras, "_generator", None)
+        return None if inner is None else inner.state
+
+    def restart(self, seed: int) -> None:
+        """Makes the next numbers those of a seed, as far as the generator has one."""
+        if self.seed is not None:
+            self.seed = seed
+        if self.state is not None:
+            self._keras._generator.reset_from_seed(seed)
+
+
+def random_generator(layer: Layer) -> RandomGenerator | None:
+    """The generator that a layer draws from, if it has one."""
+    found = getattr(layer, "_random_generator", None)
+    return RandomGenerator(found) if hasattr(found, "_seed") else None
+
+
+@contextlib.contextmanager
+def global_seed_kept() -> Iterator[None]:
+    """Within it `tf.random.set_seed` may be called; the seed and its generator are put back."""
+    eager = context.context()
+    seed, generator = eager._seed, getattr(eager, "_rng", None)
+    try:
+        yield
+    finally:
+        eager._seed, eager._rng = seed, generator
