@@ -67,7 +67,7 @@ CARRIES = {
 def test_state_that_a_step_writes_after_minimize_is_found(name):
     seen = checked(Own(after=CARRIES[name]))
     found = [f for f in seen.findings if f.kind == "train_step"]
-    assert not seen.ok and len(found) == 1 and "writes the data of the batch" in found[0].what, seen
+    assert not seen.ok and len(found) == 1 and "writes data of the batch" in found[0].what, seen
 
 
 def test_a_step_that_is_right_is_accepted_and_nothing_is_changed():

@@ -1,4 +1,4 @@
-"""Rows that are absent from a batch: what has no weight in the loss is left out of all of it."""
+"""Padding: rows with weight zero in the loss are left out of all of its terms."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _SCOPE = "weighted_loss"
 
 
 def find_present(loss: tf.Tensor, batch_axes: BatchAxes) -> tf.Tensor | None:
-    """Which rows count as examples, if a term of the loss would count them all.
+    """Finds which rows count as examples, if some term of the loss ignores sample weights.
 
-    Keras multiplies the losses of outputs by sample weights, but not the terms of `add_loss`, and
-    rows of weight 0 are the padding of Poisson batches. So a row is absent if the loss of every
-    output has weight 0 there, and then the other terms have to leave it out, too. Whether a factor
-    is a sample weight is told by Keras's own name scope; a label that happens to multiply the loss
-    is none, and neither is a mask that a layer computed (`Masking`). If an output has a loss
-    without sample weights, all rows are present.
+    Keras multiplies the losses of outputs by sample weights, but not the terms of `add_loss`. Rows
+    of weight 0 are the padding of Poisson batches. So a row is absent if the loss of every output
+    has weight 0 there, and then the other terms must leave it out too. Keras's own name scope tells
+    which factors are sample weights: a label that happens to multiply the loss is none, and neither
+    is a mask that a layer computed (`Masking`). If the loss of an output has no sample weights, all
+    rows are present.
 
     Args:
       loss: [B].
-      batch_axes: where its batch axis is.
+      batch_axes: the batch axes of everything that the loss is computed from.
 
     Returns:
       [B], bool; `None` if all rows are present, or if all terms have sample weights.
@@ -54,7 +54,7 @@ def find_present(loss: tf.Tensor, batch_axes: BatchAxes) -> tf.Tensor | None:
 
 
 def _terms(loss: tf.Tensor, batch_axes: BatchAxes) -> Iterator[tf.Tensor]:
-    """The summands of a loss that depend on the data, without numbers that multiply them."""
+    """The terms of a loss that depend on the data, without scalar factors."""
     pending = [loss] if batch_axes.depends(loss) else []
     while pending:
         tensor = pending.pop()
@@ -72,7 +72,7 @@ def _terms(loss: tf.Tensor, batch_axes: BatchAxes) -> Iterator[tf.Tensor]:
 
 
 def _is_weighted(op: tf.Operation) -> bool:
-    """Whether it is the product of losses and sample weights."""
+    """Whether an operation multiplies losses by sample weights."""
     *_, scope, _ = ("", *op.name.split("/"))
     number = scope.removeprefix(_SCOPE)
     named = scope.startswith(_SCOPE) and (not number or number[1:].isdigit())
@@ -80,13 +80,13 @@ def _is_weighted(op: tf.Operation) -> bool:
 
 
 def _is_beside(op: tf.Operation, scope: str) -> bool:
-    """Whether the loss of an output was computed where the total was, not within a layer."""
+    """Whether the loss of an output was computed beside the total, and not within a layer."""
     name = op.name[len(scope) + 1 :] if scope and op.name.startswith(f"{scope}/") else op.name
     return name.count("/") == 2
 
 
 def _weights(tensor: tf.Tensor, batch_axes: BatchAxes) -> list[tf.Tensor]:
-    """The factors that sample weights are made of, without constants and masks of layers."""
+    """The factors of sample weights, without constants and masks of layers."""
     return list(_factors(tensor.op.inputs[1], batch_axes)) if _is_weighted(tensor.op) else []
 
 

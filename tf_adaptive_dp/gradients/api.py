@@ -1,4 +1,4 @@
-"""Per-example gradients: the one door to them, whatever way they are computed."""
+"""Per-example gradients: the one entry point for all ways to compute them."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ METHODS = ("auto", "traced", "materialized")
 
 
 def check_method(method: str) -> str:
-    """Returns the way of computing per-example gradients, or raises.
+    """Returns `method` if it is a way to compute per-example gradients.
 
     Raises:
-      ValueError: if it is unknown.
+      ValueError: if it is not.
     """
     return checks.choice("gradients", method, METHODS)
 
 
 def check_loss_vector(loss: tf.Tensor) -> None:
-    """Refuses a loss that is not one entry an example.
+    """Refuses a loss that does not have one entry per example.
 
     Args:
-      loss: what the training step computed.
+      loss: the result of a loss function.
 
     Raises:
-      NotPrivateError: for a scalar, whose per-example parts are lost, and for a loss of rank 2 or
-        more, whose entries are not examples.
-      TypeError: if it is no tensor.
+      NotPrivateError: for a scalar, which has lost the losses of examples, and for a loss of rank 2
+        or more, whose entries are not examples.
+      TypeError: if it is not a tensor.
     """
     if not tf.is_tensor(loss):
-        raise TypeError(f"`loss` must be a tensor, a vector [B]. Received: loss={loss!r}")
+        raise TypeError(f"`loss` must be a tensor of shape [B]. Received: loss={loss!r}")
     rank = loss.shape.rank
     if rank == 0:
         raise NotPrivateError(
@@ -72,20 +72,20 @@ def check_loss_vector(loss: tf.Tensor) -> None:
 
 
 def microbatch_means(loss: tf.Tensor, num_microbatches: int) -> tf.Tensor:
-    """The mean loss of each of `num_microbatches` groups of neighbours in the batch.
+    """Averages the losses of `num_microbatches` groups of neighboring examples.
 
     Call it under the tape that recorded the loss.
 
     Args:
       loss: [B].
-      num_microbatches: how many groups; must divide B.
+      num_microbatches: the number of groups; must divide B.
 
     Returns:
       [num_microbatches].
 
     Raises:
-      ValueError, tf.errors.InvalidArgumentError: if it does not divide B; the latter when the
-        step runs, where B is not known before.
+      ValueError: if `num_microbatches` does not divide B.
+      tf.errors.InvalidArgumentError: likewise when the step runs, if B is unknown before.
     """
     message = f"`num_microbatches` must divide the batch. Received: {num_microbatches}"
     if loss.shape[0] is not None and loss.shape[0] % num_microbatches:
@@ -105,29 +105,32 @@ def per_example_gradients(
     num_microbatches: int | None = None,
     loss_scale: float = 1.0,
 ) -> PerExampleGradients:
-    """Makes the source of per-example gradients gᵢ = ∂lossᵢ/∂variables.
+    """Makes a source of the per-example gradients gᵢ = ∂lossᵢ/∂variables.
 
-    Guarantee: gᵢ is the gradient of example i alone. In a compiled step the batch axis is followed
-    through the whole graph; a model in which the examples of a batch mix, or an operation of which
-    that is not known, is refused. Under eager execution only the backward pass can be searched,
-    where some mixing leaves no trace; a warning says so. Terms of the loss that depend on no
-    example are left out of gᵢ and given as `penalty_gradients`. In a compiled step an example whose
-    sample weights are all 0 has the gradient 0, also of terms that Keras does not weigh.
+    Guarantee: gᵢ is the gradient of example i alone. In a compiled step, the library follows the
+    batch axis through the whole graph. It refuses a model that mixes the examples of a batch, and
+    one with an operation that is not known to keep them apart. Under eager execution it can search
+    only the backward pass, where some mixing leaves no trace; a warning says so. Loss terms that
+    depend on no example are not part of gᵢ, but of `penalty_gradients`. In a compiled step, an
+    example whose sample weights are all 0 has gradient 0, even from terms that Keras does not
+    weight.
 
     Args:
-      loss: [B], one entry an example.
-      variables: what to differentiate for.
-      tape: the tape that recorded `loss`; used up unless it is persistent.
-      method: `"auto"` takes the fastest that is exact: in a compiled step traced gradients, the
-        Jacobian for variables that they do not cover, and eagerly the Jacobian. `"traced"` makes
-        it an error if the Jacobian is needed, `"materialized"` takes it for all.
-      num_microbatches: take the mean gradients of so many groups of neighbours instead.
-      loss_scale: a power of two by which the loss is multiplied before it is differentiated; all
-        answers are those of the loss itself.
+      loss: [B], one entry per example.
+      variables: the variables to differentiate with respect to.
+      tape: the tape that recorded `loss`; it cannot be used again unless it is persistent.
+      method: `"auto"` takes the fastest exact method. In a compiled step these are traced
+        gradients, with the Jacobian for variables that they do not cover. Eagerly it is the
+        Jacobian. With `"traced"` it is an error if the Jacobian is needed. `"materialized"` takes
+        the Jacobian for all variables.
+      num_microbatches: if given, the mean gradients of this many groups of neighboring examples
+        replace those of examples.
+      loss_scale: a power of two that multiplies the loss before it is differentiated. All results
+        are those of the loss itself.
 
     Returns:
-      The source, with `squared_norms(scale=None, shift=None)` → [B], `weighted_sum(weights)` → one
-      tensor a variable, and what `PerExampleGradients` says.
+      A `PerExampleGradients`, with `squared_norms(scale=None, shift=None)` → [B], and
+      `weighted_sum(weights)` → one tensor per variable.
 
     Raises:
       NotPrivateError: for a loss or a model that cannot be trained per example.
@@ -140,8 +143,9 @@ def per_example_gradients(
     for variable in variables:
         if not variable.dtype.is_floating:
             raise ValueError(
-                "Only variables of real numbers have gradients that can be clipped. Received: "
-                f"{variable.name} of type {variable.dtype.name}. Train real and imaginary parts."
+                "Only gradients of floating-point variables can be clipped. Received: "
+                f"{variable.name} of type {variable.dtype.name}. Train the real and imaginary "
+                "parts instead."
             )
     batch_axes, penalties, present = _search(loss, method)
     example_losses = loss
@@ -177,7 +181,12 @@ def per_example_gradients(
 def _search(
     loss: tf.Tensor, method: str
 ) -> tuple[BatchAxes | None, list[Penalty], tf.Tensor | None]:
-    """Where the examples are, if there may be several, the terms that none owns, who is there."""
+    """Searches the graph of a loss for what mixes examples.
+
+    Returns:
+      The batch axes (`None` for one example, or eagerly), the terms that all examples share, and
+      which rows are present (`None` for all).
+    """
     if not tf.executing_eagerly():
         batch_axes = analyze(loss)
         refuse_state(loss)

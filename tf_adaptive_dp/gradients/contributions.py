@@ -1,16 +1,16 @@
-"""What the reads of a variable contribute to its per-example gradients, in three forms.
+"""What one use of a variable contributes to its per-example gradients, in three forms.
 
-The gradient of example i for one variable, in a view of it, is
+The gradient of example i with respect to one variable, in a view of it, is one of
 
-- `DenseGradient`: stored as it is, [B, size];
+- `DenseGradient`: stored explicitly, [B, ...];
 - `OuterGradient`: Σ_t x_it δ_itᵀ, from the inputs x and the output gradients δ of a product;
 - `SparseGradient`: Σ_t e(id_it) δ_itᵀ, rows of a table.
 
-Each answers for ‖(gᵢ + shift) ∘ scale‖² and Σᵢ wᵢ gᵢ without the others' help, in float32.
-`SummedContribution` adds several of them for a variable that is read in several ways.
+Each form computes ‖(gᵢ + shift) ∘ scale‖² and Σᵢ wᵢ gᵢ by itself, in float32.
+`SummedContribution` adds several of them for a variable with several uses.
 
 Guarantee: rows stay apart. An example whose x or δ is not finite has a norm that is not finite, and
-with weight 0 it adds exactly 0; no other example's figures change.
+with weight 0 it adds exactly 0. The results for other examples do not change.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import tensorflow as tf
 
 from tf_adaptive_dp.gradients.variable_uses import AxisTransform
 
-# Per-example products are kept up to this size (64 MiB), and larger ones made in chunks of it.
+# Per-example products are stored up to this size (64 MiB); larger ones are computed in chunks.
 _LARGEST = 2**24
-# Norms that come out of sums with cancellation are raised by this share of what was cancelled, so
-# that rounding never makes them too small.
+# Norms computed with cancellation are raised by this fraction of what was cancelled, so that
+# rounding never makes them too small.
 _ROUNDING = 2.0**-21
-# Squares below the smallest normal float32 count as zero. What a norm may lack by it is added:
-# next to nothing, but for gradients that are the product of a huge number and a tiny one.
+# Squares below the smallest normal float32 count as zero. Norms are raised by what they may lack,
+# which matters only for gradients that are the product of a huge number and a tiny one.
 _UNSEEN = 2.0**-126
 
 
 def keep_rows(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
-    """A tensor [B, ...] in which examples of weight 0 are exactly 0, also if they were NaN."""
+    """Sets examples of weight 0 in a tensor [B, ...] to exactly 0, even if they are NaN."""
     return weigh_rows(tensor, tf.cast(weights != 0, tensor.dtype))  # faster than `tf.where`
 
 
 def weigh_rows(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
-    """A tensor [B, ...] times its weights; a weight of 0 makes NaN 0."""
+    """Multiplies a tensor [B, ...] by weights [B]; a weight of 0 turns NaN into 0."""
     weights = tf.reshape(weights, [-1] + [1] * (tensor.shape.rank - 1))
     return tf.math.multiply_no_nan(tensor, weights)
 
@@ -56,8 +56,8 @@ class Contribution(abc.ABC):
     """One form of per-example gradients, in the shape of a view of the variable.
 
     Attributes:
-      shape: that of the view.
-      tensors: what it is made of, [B, ...] each.
+      shape: the shape of the view.
+      tensors: the tensors that represent the gradients, [B, ...] each.
     """
 
     def __init__(self, shape: Sequence[int], *tensors: tf.Tensor):
@@ -66,28 +66,28 @@ class Contribution(abc.ABC):
 
     @abc.abstractmethod
     def of(self, *tensors: tf.Tensor) -> tf.Tensor:
-        """The gradients of some examples, [b, *shape], from their part of `tensors`."""
+        """Computes the gradients of some examples, [b, *shape], from their rows of `tensors`."""
 
     @abc.abstractmethod
     def squared_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
-        """[B], ‖(gᵢ + shift) ∘ scale‖².
+        """Computes ‖(gᵢ + shift) ∘ scale‖², [B].
 
         Args:
-          scale: of the view's rank, with axes of its lengths or of length 1.
-          shift: in the shape of the view.
+          scale: has the rank of the view, and broadcasts to it.
+          shift: has the shape of the view.
         """
 
     @abc.abstractmethod
     def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
-        """Σᵢ weightsᵢ·gᵢ in the shape of the view; a weight of 0 gives exactly 0."""
+        """Computes Σᵢ weightsᵢ·gᵢ in the shape of the view; a weight of 0 adds exactly 0."""
 
     def all_rows(self) -> tf.Tensor:
-        """[B, *shape], all gradients."""
+        """Computes all gradients, [B, *shape]."""
         return self.of(*self.tensors)
 
 
 def dense_norms(rows: tf.Tensor, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
-    """[B], ‖(rowᵢ + shift) ∘ scale‖² of rows [B, ...]."""
+    """Computes ‖(rowᵢ + shift) ∘ scale‖², [B], from rows [B, ...]."""
     if shift is not None:
         rows += shift
     return _row_sums(tf.square(rows if scale is None else rows * scale))
@@ -96,12 +96,12 @@ def dense_norms(rows: tf.Tensor, scale: tf.Tensor | None, shift: tf.Tensor | Non
 def in_chunks(
     contributions: Sequence, scale: tf.Tensor | None, shift: tf.Tensor | None
 ) -> tf.Tensor:
-    """Norms of the sum of contributions, whose gradients are made for a few examples at a time.
+    """Computes norms of the sum of contributions, for a few examples at a time.
 
     Args:
-      contributions: of the same view, or with a method `of` that says so.
-      scale: as for `squared_norms`.
-      shift: as for `squared_norms`.
+      contributions: their methods `of` return gradients of the same shape.
+      scale: see `Contribution.squared_norms`.
+      shift: see `Contribution.squared_norms`.
 
     Returns:
       [B].
@@ -122,7 +122,7 @@ def in_chunks(
 
     if static is not None and static <= size:
         return norms(tensors)
-    chunks = tf.maximum(-(-num_rows // size), 1)  # a chunk of padding for a batch of none
+    chunks = tf.maximum(-(-num_rows // size), 1)  # an empty batch has one chunk of padding
     padded = [
         tf.reshape(
             tf.pad(t, [[0, chunks * size - num_rows]] + [[0, 0]] * (t.shape.rank - 1)),
@@ -138,7 +138,7 @@ def in_chunks(
 
 
 class DenseGradient(Contribution):
-    """Gradients that are there as rows, [B, *shape]; sizes of the shape may be unknown."""
+    """Explicit gradients, [B, *shape]; sizes of the shape may be unknown."""
 
     def __init__(self, shape: Sequence[int], rows: tf.Tensor):
         if None not in shape:
@@ -159,21 +159,21 @@ class DenseGradient(Contribution):
 
 
 class OuterGradient(Contribution):
-    """gᵢ[g] = Σ_t x_itg δ_itgᵀ for groups g; a view of shape [G, n, m].
+    """gᵢ[g] = Σ_t x_itg δ_itgᵀ for groups g, in a view of shape [G, n, m].
 
-    For T = 1, without groups: ‖gᵢ‖² = ‖xᵢ‖²‖δᵢ‖², and with scale A and shift s
+    For T = 1 without groups, ‖gᵢ‖² = ‖xᵢ‖²‖δᵢ‖², and with scale A and shift s
 
         ‖(gᵢ + s) ∘ A‖² = (xᵢ∘xᵢ) A² (δᵢ∘δᵢ)ᵀ + 2 xᵢ (A²s) δᵢᵀ + ‖s ∘ A‖²
 
-    A scale [n, 1] of one number a row needs no product with an n·m matrix: with a as that vector,
+    A scale [n, 1] needs no product with an n·m matrix: with the vector a of its entries,
     ‖gᵢ ∘ A‖² = (xᵢ∘xᵢ)·(a∘a) ‖δᵢ‖².
 
-    For sequences and convolutions the cheaper of the Gram form Σ_ts ⟨x_t, x_s⟩⟨δ_t, δ_s⟩ and of
-    per-example products. Σᵢ wᵢgᵢ = xᵀ(w∘δ), one product over all examples and times.
+    Sequences and convolutions take the cheaper of the Gram form Σ_ts ⟨x_t, x_s⟩⟨δ_t, δ_s⟩ and
+    per-example products. Σᵢ wᵢgᵢ = xᵀ(w∘δ) is one product over all examples and times.
     """
 
     def __init__(self, x: tf.Tensor, delta: tf.Tensor):
-        """Takes x [B, T, G, n] and δ [B, T, G, m]; all but B and T must be known."""
+        """Takes x [B, T, G, n] and δ [B, T, G, m]; only B and T may be unknown."""
         super().__init__((x.shape[2], x.shape[3], delta.shape[3]), x, delta)
         self._products = None
 
@@ -182,7 +182,7 @@ class OuterGradient(Contribution):
         return self.tensors[0].shape[1] == 1 and self.shape[0] == 1
 
     def of(self, x: tf.Tensor, delta: tf.Tensor) -> tf.Tensor:
-        """Products of the matrices of each example."""
+        """One product of matrices per example."""
         if self.shape[0] == 1:
             return tf.matmul(x[:, :, 0], delta[:, :, 0], transpose_a=True)[:, tf.newaxis]
         return tf.einsum("btgn,btgm->bgnm", x, delta)
@@ -194,7 +194,7 @@ class OuterGradient(Contribution):
         return small and not self._single and (times is None or times * (n + m) >= n * m)
 
     def squared_norms(self, scale, shift):
-        """In the cheapest way for the shapes."""
+        """Takes the cheapest way for these shapes."""
         if self._single:
             return self._single_norms(scale, shift)
         if self._keeps_products():
@@ -205,7 +205,7 @@ class OuterGradient(Contribution):
         if shift is None and times is not None and times * (n + m) < n * m:
             if scale is None:
                 return self._gram_norms()
-            if 1 in scale.shape.as_list()[1:]:  # it varies along one side of the product alone
+            if 1 in scale.shape.as_list()[1:]:  # it varies along one side of the product only
                 x, delta = self.tensors
                 along_x = scale.shape[2] == 1
                 one_side = (x * scale[:, :, 0], delta) if along_x else (x, delta * scale[:, 0])
@@ -222,7 +222,7 @@ class OuterGradient(Contribution):
             if squares.shape[0] == 1:
                 weighted = tf.reduce_sum(tf.square(x), 1, keepdims=True) * squares
             else:
-                weighted = tf.matmul(tf.square(x), squares)  # [B, m], or [B, 1]: one number a row
+                weighted = tf.matmul(tf.square(x), squares)  # [B, m], or [B, 1]: one number per row
             norms = tf.reduce_sum(weighted * tf.square(delta), axis=1)
             norms += tf.reduce_max(squares) * self._unseen(*lengths)
         if shift is None:
@@ -242,17 +242,17 @@ class OuterGradient(Contribution):
         return tf.maximum(_row_sums(gram), 0.0) + _ROUNDING * lengths + unseen
 
     def _unseen(self, x_squared: tf.Tensor, delta_squared: tf.Tensor) -> tf.Tensor:
-        """What ‖x‖²·‖δ‖² lacks at most, from both factors as they were computed."""
+        """The most that underflow can have taken from ‖x‖²·‖δ‖², given the computed factors."""
         *_, n, m = self.shape
         unseen = m * _UNSEEN * x_squared + n * _UNSEEN * delta_squared
-        # A gradient that is exactly 0, as of an absent example, keeps a norm of 0.
+        # A gradient of exactly 0, such as that of an absent example, keeps the norm 0.
         for tensor in self.tensors:
             axes = list(range(1, tensor.shape.rank))
             unseen = tf.where(tf.reduce_any(tensor != 0, axes), unseen, 0.0)
         return unseen
 
     def weighted_sum(self, weights):
-        """One product over all examples, or the sum of the products that are there already."""
+        """One product over all examples, or the sum of products that are stored already."""
         if self._products is not None:
             rows = tf.reshape(keep_rows(self._products, weights), [-1, math.prod(self.shape)])
             return tf.reshape(tf.matmul(weights[tf.newaxis], rows), self.shape)
@@ -266,7 +266,7 @@ class OuterGradient(Contribution):
 
 
 class SparseGradient(Contribution):
-    """gᵢ = Σ_t e(id_it) δ_itᵀ: rows of a table [V, d], the same row perhaps several times."""
+    """gᵢ = Σ_t e(id_it) δ_itᵀ: rows of a table [V, d], possibly repeated."""
 
     def __init__(self, shape: Sequence[int], ids: tf.Tensor, delta: tf.Tensor):
         """Takes ids [B, T] and δ [B, T, d]."""
@@ -284,7 +284,7 @@ class SparseGradient(Contribution):
         )
 
     def _rows_once(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """The ids of each example without repetition, and their sums; unused places are zero."""
+        """The distinct ids of each example and the sums of their rows; unused places are zero."""
         ids, delta = self.tensors
         order = tf.argsort(ids, axis=1, stable=True)
         ids = tf.gather(ids, order, batch_dims=1)
@@ -302,12 +302,12 @@ class SparseGradient(Contribution):
         )
 
     def squared_norms(self, scale, shift):
-        """From the rows in use, and what a shift makes of all others."""
+        """Adds up the rows in use, and the part of the shift in all others."""
         ids, rows = self._rows_once()
         squares = None if scale is None else tf.square(scale)
         at_rows = 1.0 if squares is None else squares
         if squares is not None and squares.shape[0] == self.shape[0]:
-            at_rows = tf.gather(squares, ids)  # [B, T, d], or [B, T, 1]: one number a row
+            at_rows = tf.gather(squares, ids)  # [B, T, d], or [B, T, 1]: one number per row
         norms = _row_sums(tf.square(rows) * at_rows)
         if shift is None:
             return norms
@@ -323,18 +323,18 @@ class SparseGradient(Contribution):
 
 
 class VariableContribution:
-    """A contribution, asked and answering in the shape of the variable."""
+    """A contribution, with arguments and results in the shape of the variable."""
 
     def __init__(self, contribution: Contribution, view: AxisTransform):
         self.contribution, self.view = contribution, view
         self.shape, self.tensors = view.shape, contribution.tensors
 
     def of(self, *tensors: tf.Tensor) -> tf.Tensor:
-        """The gradients of some examples, [b, *shape]."""
+        """Computes the gradients of some examples, [b, *shape]."""
         return self.view.invert(self.contribution.of(*tensors), leading=1)
 
     def squared_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
-        """[B], ‖(gᵢ + shift) ∘ scale‖²; both may be tensors that broadcast to the variable."""
+        """Computes ‖(gᵢ + shift) ∘ scale‖², [B]; both arguments may broadcast to the variable."""
         if shift is not None and shift.shape != self.shape:
             shift = tf.broadcast_to(shift, self.shape)
         return self.contribution.squared_norms(
@@ -342,7 +342,7 @@ class VariableContribution:
         )
 
     def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
-        """Σᵢ weightsᵢ·gᵢ."""
+        """Computes Σᵢ weightsᵢ·gᵢ."""
         return self.view.invert(self.contribution.weighted_sum(weights))
 
 
@@ -353,18 +353,18 @@ class SummedContribution:
         self.parts = _joined(parts)
 
     def squared_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
-        """[B], ‖(gᵢ + shift) ∘ scale‖²; contributions add before the norm."""
+        """Computes ‖(gᵢ + shift) ∘ scale‖², [B]; contributions add up before the norm."""
         if len(self.parts) == 1:
             return self.parts[0].squared_norms(scale, shift)
         return in_chunks(self.parts, scale, shift)
 
     def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
-        """Σᵢ weightsᵢ·gᵢ."""
+        """Computes Σᵢ weightsᵢ·gᵢ."""
         return tf.add_n([p.weighted_sum(weights) for p in self.parts])
 
 
 def _joined(parts: Sequence[VariableContribution]) -> list[VariableContribution]:
-    """Joins contributions of one form and view, as if they were further time steps."""
+    """Joins contributions of the same form and view, as if they were further time steps."""
     groups: dict = {}
     for part in parts:
         groups.setdefault((type(part.contribution), part.view), []).append(part)

@@ -1,4 +1,4 @@
-"""Functions within functions: which body an operation runs, and where its inputs come from."""
+"""Functions within functions: which graphs an operation runs, and where their inputs come from."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, DATA_SET_LOOPS, LOOPS
 
 
 class Frame:
-    """A function body at the place where one operation runs it; or the graph that runs all.
+    """The body of a function where one operation runs it, or the outermost graph.
+
+    One function that two operations run has two frames.
 
     Attributes:
       graph: the body.
-      call: the operation that runs it; `None` for the outermost graph that is looked at.
-      outer: the frame of that operation.
+      call: the operation that runs it; `None` for the outermost graph of the search.
+      outer: the frame that contains that operation.
       role: which of the bodies of that operation it is, as `graphs.bodies` names them.
     """
 
@@ -41,22 +43,22 @@ class Frame:
         return self._bodies.get(op, {})
 
     def all_within(self) -> Iterator[Frame]:
-        """This frame and those of all bodies that it runs, however deep."""
+        """Yields this frame and those of all bodies that it runs, at any depth."""
         yield self
         for op in self.graph.get_operations():
             for body in self.bodies(op).values():
                 yield from body.all_within()
 
     def origins(self, tensor: tf.Tensor) -> tuple[list[tuple[Frame, tf.Tensor]], bool]:
-        """Where an input of this body comes from.
+        """Finds where an input of this body comes from.
 
         Args:
           tensor: a placeholder of the graph.
 
         Returns:
-          The tensors that it may be, each with its frame, and whether it is data that comes in
-          here: what the outermost function is fed (other than numbers, which are settings), and
-          elements of a data set.
+          The tensors that may be passed to it, each with its frame, and whether data enters here.
+          That is so for arguments of the outermost function, except for scalars, which count as
+          settings, and for elements of a data set.
         """
         if self.call is None:
             if id(tensor) not in self._captured:
@@ -92,7 +94,7 @@ class Frame:
         return [(self.outer, self.call.inputs[1 + num_states + other])], False
 
     def results(self, tensor: tf.Tensor) -> list[tuple[Frame, tf.Tensor]]:
-        """What the output of an operation with bodies is computed from, decisions included."""
+        """What an output of an operation that runs bodies is computed from, decisions included."""
         op, k = tensor.op, tensor.value_index
         bodies = self.bodies(op)
         if op.type in CALLS:
@@ -110,7 +112,7 @@ class Frame:
         return found + [(b, t) for b in bodies.values() for t in b.graph.outputs]
 
     def decisions(self) -> list[tuple[Frame, tf.Tensor]]:
-        """What decides whether, and how often, this body is run by its operation."""
+        """The tensors that decide whether and how often the operation runs this body."""
         if self.call is None:
             return []
         if self.call.type in BRANCHES:
@@ -121,7 +123,7 @@ class Frame:
         return []
 
     def handles(self, tensor: tf.Tensor) -> set[Hashable]:
-        """Names of the resources that a handle may stand for, the same in all frames."""
+        """Identifies the resources that a handle may refer to, alike in all frames."""
         found, seen, stack = set(), set(), [(self, tensor)]
         while stack:
             frame, tensor = stack.pop()

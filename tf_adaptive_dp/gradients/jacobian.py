@@ -1,4 +1,4 @@
-"""The reference source: every per-example gradient as a tensor of its own, [B, ...]."""
+"""The reference source: it computes every per-example gradient as a tensor [B, ...]."""
 
 from __future__ import annotations
 
@@ -39,25 +39,26 @@ def jacobian_rows(
     penalties: Sequence[tf.Tensor] = (),
     tape: tf.GradientTape | None = None,
 ) -> list[tf.Tensor | None]:
-    """The vectorized Jacobian of a loss vector.
+    """Computes the vectorized Jacobian of a loss vector.
 
     Row i is one backward pass with the i-th unit vector as cotangent, vectorized over i as in TF
     Privacy's vectorized optimizers.
 
     Guarantee: the rows are exact. One limit: the backward passes share the activations of the
     batch, so one example that is not finite makes the others' gradients NaN too (0·NaN = NaN).
-    Dropping them all would be an effect of one example that the noise does not cover; so a batch
-    with more than one such gradient is an error, and nothing is released. XLA knows no such
-    errors: there all of them count as zero, and a warning says so when the step is traced.
+    Dropping all of them would be an effect of one example that the noise does not cover. So a batch
+    with more than one such gradient is an error, and nothing is released. XLA cannot raise errors:
+    there all of these gradients count as zero, and a warning says so when the step is traced.
 
     Args:
       loss: [B].
-      variables: what to differentiate for.
-      penalties: terms of the loss that are to be left out; in a graph only.
-      tape: the tape that recorded `loss`; in a graph it can be left out.
+      variables: the variables to differentiate with respect to.
+      penalties: terms of the loss to leave out; in a graph only.
+      tape: the tape that recorded `loss`; optional in a graph.
 
     Returns:
-      [B, ...the variable's shape] each, float32; `None` where the loss does not depend on it.
+      One float32 tensor [B, ...the variable's shape] per variable, or `None` where the loss does
+      not depend on it.
     """
     eager = tf.executing_eagerly()
     batch_size = loss.shape[0] if loss.shape[0] is not None else tf.shape(loss)[0]
@@ -91,8 +92,8 @@ def _refuse_spoilt_batch(jacobian: list[tf.Tensor]) -> list[tf.Tensor]:
     if in_xla():
         warnings.warn(
             'Under `jit_compile=True` the source `gradients="materialized"` cannot stop at a '
-            "batch in which an example is NaN or infinite; it then counts the whole batch as "
-            "zero, which the privacy guarantee does not cover. Make sure that inputs are "
+            "batch in which an example is NaN or infinite. It then counts the whole batch as "
+            "zero, which the privacy guarantee does not cover. Make sure that all inputs are "
             "finite.",
             stacklevel=2,
         )
@@ -105,7 +106,7 @@ def _refuse_spoilt_batch(jacobian: list[tf.Tensor]) -> list[tf.Tensor]:
             "The gradients of",
             spoilt,
             "examples of this batch are NaN or infinite. With materialized gradients one "
-            "example that is not finite spoils the others, so it cannot be dropped alone, and "
+            "example that is not finite spoils the others and cannot be dropped alone, so "
             "nothing was released. Remove examples with NaN or infinite values from the data.",
         ],
     )
@@ -114,33 +115,33 @@ def _refuse_spoilt_batch(jacobian: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _normalizes_batch(op: tf.Operation, data: tf.Tensor) -> bool:
-    """Whether a fused operation takes batch statistics: Keras's LayerNormalization uses it too.
+    """Whether a fused operation normalizes over the batch.
 
-    That one puts each example into a channel of its own and leaves one row.
+    Keras's LayerNormalization uses the same operation, with each example as a channel of one row.
     """
     return op.get_attr("is_training") and data.shape[:1] != [1]
 
 
 def _is_number(tensor: tf.Tensor) -> bool:
-    """Whether a tensor is one number for all examples, or says axes and shapes."""
+    """Whether a tensor is one number for all examples, or holds axes or shapes."""
     return tensor.shape.rank == 0 or tensor.dtype.is_integer
 
 
 def refuse_mixed_rows(cotangent: tf.Tensor, batch_size: int) -> None:
-    """The same check where no forward graph exists, on the backward pass of one example.
+    """Searches the backward pass of one example for operations that mix the batch.
 
-    Under eager execution only the backward pass is traced, by the Jacobian. In it, batch
-    statistics show as a tensor without batch axis that is spread over the batch again, and a
-    shared term of the loss as the cotangent summed to a scalar.
+    Under eager execution there is no forward graph: only the Jacobian traces the backward pass.
+    There, batch statistics appear as a tensor without a batch axis that is broadcast over the batch
+    again, and a shared loss term as the cotangent summed to a scalar.
 
     Args:
       cotangent: [B], the unit vector that the backward pass starts from.
       batch_size: B.
 
     Raises:
-      NotPrivateError: as `refuse_mixed_examples`.
+      NotPrivateError: naming the operation that mixes examples.
     """
-    # What depends on the cotangent; True while nothing of the example has been multiplied in.
+    # What depends on the cotangent; True as long as no value of the example was multiplied in.
     bare: dict[tf.Operation, bool] = {cotangent.op: True}
     for op in cotangent.graph.get_operations():
         if op.type.startswith("FusedBatchNormGrad") and _normalizes_batch(op, op.inputs[1]):
@@ -159,15 +160,15 @@ def refuse_mixed_rows(cotangent: tf.Tensor, batch_size: int) -> None:
 
 
 def refuse_grouped_convolutions(ops: Iterable[tf.Operation]) -> None:
-    """Refuses backward passes whose vectorization over examples TensorFlow gets wrong.
+    """Refuses backward passes that TensorFlow vectorizes wrongly over examples.
 
-    `tf.vectorized_map` takes the gradient of a convolution in groups for that of one without.
+    `tf.vectorized_map` mistakes the gradient of a grouped convolution for that of an ordinary one.
 
     Args:
-      ops: one backward pass.
+      ops: the operations of one backward pass.
 
     Raises:
-      NotPrivateError: if it holds such a convolution.
+      NotPrivateError: if there is a grouped convolution among them.
     """
     for op in ops:
         if op.type in ("Conv2D", "Conv2DBackpropFilter", "Conv2DBackpropInput"):
@@ -178,9 +179,9 @@ def refuse_grouped_convolutions(ops: Iterable[tf.Operation]) -> None:
             taken = weights.shape[-2] if weights.shape.rank else None
             if channels != taken and None not in (channels, taken):
                 raise NotPrivateError(
-                    "The Jacobian of convolutions in groups is not to be had from TensorFlow. "
-                    f"Received: {op.name}. Use `groups=1`, one convolution for each part of the "
-                    "channels, or `DepthwiseConv2D`."
+                    "TensorFlow cannot vectorize the gradient of grouped convolutions. Received: "
+                    f"{op.name}. Use `groups=1`, one convolution per group of channels, or "
+                    "`DepthwiseConv2D`."
                 )
         for body in bodies(op).values():
             refuse_grouped_convolutions(body.get_operations())
@@ -189,7 +190,7 @@ def refuse_grouped_convolutions(ops: Iterable[tf.Operation]) -> None:
 class MaterializedGradients(PerExampleGradients):
     """Per-example gradients from `jacobian_rows`, for all variables.
 
-    Right for whatever TensorFlow can differentiate; time and memory grow with B times the number
+    It handles all that TensorFlow can differentiate. Time and memory grow with B times the number
     of parameters.
     """
 

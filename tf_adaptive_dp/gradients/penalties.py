@@ -1,4 +1,4 @@
-"""Terms of a loss that no example owns, such as regularization: kept out of what is clipped."""
+"""Loss terms that all examples share, such as regularization: kept out of what is clipped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALINGS = {"Mul", "RealDiv", "DivNoNan"}
 _NOT_ONE_NUMBER = (
     "A term of the loss depends on variables and not on the data, so it would be clipped with each "
     "example's gradient. Received: {op}, of shape {shape}. Add it to the loss vector as one "
-    "number, which is then added after the noise, or use the optimizer's `weight_decay`."
+    "number, so that its gradient is added after the noise, or use the optimizer's `weight_decay`."
 )
 _SCALED = (
     "A term of the loss that does not depend on the data is multiplied by a variable. Received: "
@@ -32,7 +32,7 @@ class Penalty(NamedTuple):
 
     Attributes:
       term: one number.
-      factor: what it is multiplied by in the loss, a number or a scalar tensor.
+      factor: its factor in the loss, a number or a scalar tensor.
     """
 
     term: tf.Tensor
@@ -44,17 +44,16 @@ def _trained(tensor: tf.Tensor) -> bool:
 
 
 def find_penalties(loss: tf.Tensor, batch_axes: BatchAxes) -> list[Penalty]:
-    """Follows the loss back through sums and scalings to the terms without data.
+    """Finds the terms of a loss that depend on variables but not on the data.
+
+    It follows the loss back through sums and scalings.
 
     Args:
       loss: [B].
-      batch_axes: where its batch axis is.
-
-    Returns:
-      The terms that depend on variables but not on the data.
+      batch_axes: the batch axes of everything that the loss is computed from.
 
     Raises:
-      NotPrivateError: for such a term that is not one number, or that a variable scales.
+      NotPrivateError: if such a term is not one number, or if a variable scales it.
     """
     found: list[Penalty] = []
     pending: list = [(loss, 1.0, True)] if batch_axes.depends(loss) else []
@@ -72,8 +71,8 @@ def find_penalties(loss: tf.Tensor, batch_axes: BatchAxes) -> list[Penalty]:
         elif op.type in UNCHANGED:
             pending.append((op.inputs[0], factor, exact))
         elif op.type in SCALINGS and op.inputs[1].shape.rank == 0:
-            # Only by one number for all. A factor for each example ends the search: a weight of
-            # zero makes padding absent, and below it are sums such as ⟨x, w⟩ + b.
+            # Only one number for all. A factor per example ends the search: a weight of zero makes
+            # padding absent, and what it multiplies are sums such as ⟨x, w⟩ + b.
             number = tf.cast(op.inputs[1], tf.float32)
             factor = factor * number if op.type == "Mul" else factor / number
             pending.append((op.inputs[0], factor, exact and not _trained(number)))
@@ -93,14 +92,14 @@ def _check(term: tf.Tensor, exact: bool) -> None:
 def penalty_gradients(
     penalties: Sequence[Penalty], variables: Sequence[tf.Variable]
 ) -> list[tf.Tensor | None]:
-    """The gradient of the sum of all penalties; it depends on no example.
+    """Differentiates the sum of all penalties, which depends on no example.
 
     Args:
-      penalties: what `find_penalties` found.
-      variables: what to differentiate for.
+      penalties: the result of `find_penalties`.
+      variables: the variables to differentiate with respect to.
 
     Returns:
-      One float32 tensor a variable, `None` where no penalty depends on it.
+      One float32 tensor per variable, or `None` where no penalty depends on it.
     """
     if not penalties:
         return [None] * len(variables)

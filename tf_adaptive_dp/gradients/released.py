@@ -1,4 +1,4 @@
-"""Marks of the tensors that a private release gave, where searches for data end."""
+"""Marks on the results of private releases, where searches for data end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import tensorflow as tf
 
 
 def mark_released(tensor: tf.Tensor, complete: tf.Tensor | bool = True) -> tf.Tensor:
-    """Says of a symbolic tensor that a private release gave it.
+    """Marks a symbolic tensor as the result of a private release.
 
-    Guarantee: none by itself. What is computed from a marked tensor counts as free of the data,
-    so only the mechanism may call it, on what it has released.
+    Guarantee: none by itself. Everything computed from a marked tensor counts as free of private
+    data. So only the mechanism may call this, on what it has released.
 
     Args:
-      tensor: what was released.
-      complete: whether the release has taken place, which parts of a batch leave open.
+      tensor: the released value.
+      complete: whether the release has taken place; with gradient accumulation, a tensor tells.
 
     Returns:
       The same tensor.
@@ -23,10 +23,10 @@ def mark_released(tensor: tf.Tensor, complete: tf.Tensor | bool = True) -> tf.Te
 
 
 def vouch_for(tensor: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | tf.IndexedSlices | None:
-    """A copy of a tensor of which the user says that it needs no release.
+    """Returns a copy of a tensor that, so the user says, needs no private release.
 
     Args:
-      tensor: is left as it is if a release gave it.
+      tensor: returned unchanged if it is the result of a release.
     """
     if tensor is None or completion(tensor) is not None:
         return tensor
@@ -40,10 +40,10 @@ def vouch_for(tensor: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | tf.Ind
 
 
 def completion(tensor: tf.Tensor) -> tf.Tensor | bool | None:
-    """Whether the release that gave a tensor has taken place; `None` if none gave it."""
+    """Whether the release behind a tensor has taken place; `None` if there is none."""
     return getattr(tensor, "_released_by_mechanism", None)
 
 
 def is_released(tensor: tf.Tensor) -> bool:
-    """Whether a private release gave a tensor, or the user vouches for it."""
+    """Whether a tensor is the result of a private release, or the user vouched for it."""
     return completion(tensor) is not None or getattr(tensor, "_vouched_for", False)

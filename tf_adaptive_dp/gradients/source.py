@@ -1,4 +1,4 @@
-"""What all sources of per-example gradients answer."""
+"""The interface of all sources of per-example gradients."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import tensorflow as tf
 
 
 class PerExampleGradients(abc.ABC):
-    """Per-example gradients gᵢ, known by their norms and weighted sums only.
+    """Per-example gradients gᵢ, known only by their norms and weighted sums.
 
     Attributes:
-      connected: whether the loss depends on each variable.
-      penalty_gradients: gradients of the terms of the loss that no example owns, one tensor or
-        `None` a variable.
-      counts_batch: whether the loss depends on how many examples a batch of unknown size has.
-      loss_scale: what the loss was multiplied by, a power of two, so that gradients in float16
-        do not vanish; undone in all answers, exactly.
+      connected: for each variable, whether the loss depends on it.
+      penalty_gradients: for each variable, the gradient of the loss terms that all examples share,
+        or `None`.
+      counts_batch: whether the loss depends on the number of examples in a batch of unknown size.
+      loss_scale: the power of two by which the loss was multiplied to keep float16 gradients from
+        vanishing. All answers divide by it, which is exact.
     """
 
     connected: list[bool]
@@ -27,24 +27,24 @@ class PerExampleGradients(abc.ABC):
 
     @abc.abstractmethod
     def _norms_of(self, k: int, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
-        """[R], ‖(gᵢ + shift) ∘ scale‖² of one variable, of the scaled loss."""
+        """[R], ‖(gᵢ + shift) ∘ scale‖² for variable `k`, with gradients of the scaled loss."""
 
     @abc.abstractmethod
     def _sum_of(self, k: int, weights: tf.Tensor) -> tf.Tensor:
-        """Σᵢ weightsᵢ·gᵢ of one variable, of the scaled loss."""
+        """Σᵢ weightsᵢ·gᵢ for variable `k`, with gradients of the scaled loss."""
 
     def variable_norms(
         self, scale: Sequence[tf.Tensor] | None = None, shift: Sequence[tf.Tensor] | None = None
     ) -> list[tf.Tensor | None]:
-        """‖(gᵢ + shift) ∘ scale‖² of each variable, in float32.
+        """Computes ‖(gᵢ + shift) ∘ scale‖² of each variable, in float32.
 
         Args:
-          scale: one tensor a variable that has its shape or broadcasts to it, or `None` for ones.
-            One of shape [V, 1] for a kernel [V, K] costs far less than one of [V, K].
-          shift: likewise, or `None` for zeros.
+          scale: one tensor per variable, of its shape or one that broadcasts to it; `None` means
+            ones. For a kernel [V, K], a scale [V, 1] is far cheaper than one of shape [V, K].
+          shift: likewise; `None` means zeros.
 
         Returns:
-          [R] a variable, `None` where the loss does not depend on the variable.
+          [R] per variable, or `None` where the loss does not depend on the variable.
         """
         found = []
         for k, there in enumerate(self.connected):
@@ -56,7 +56,7 @@ class PerExampleGradients(abc.ABC):
     def squared_norms(
         self, scale: Sequence[tf.Tensor] | None = None, shift: Sequence[tf.Tensor] | None = None
     ) -> tf.Tensor:
-        """‖(gᵢ + shift) ∘ scale‖² over all variables, in float32.
+        """Computes ‖(gᵢ + shift) ∘ scale‖² over all variables, in float32.
 
         Args:
           scale: as for `variable_norms`.
@@ -68,13 +68,15 @@ class PerExampleGradients(abc.ABC):
         return tf.add_n([n for n in self.variable_norms(scale, shift) if n is not None])
 
     def weighted_sum(self, weights: tf.Tensor | Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
-        """Σᵢ weightsᵢ·gᵢ; an example of weight 0 adds exactly 0, also if its gradient is NaN.
+        """Computes Σᵢ weightsᵢ·gᵢ.
+
+        Guarantee: an example of weight 0 adds exactly 0, even if its gradient is NaN.
 
         Args:
-          weights: [R], or one such tensor a variable.
+          weights: [R], or one such tensor per variable.
 
         Returns:
-          One float32 tensor a variable, `None` where the loss does not depend on the variable.
+          One float32 tensor per variable, or `None` where the loss does not depend on the variable.
         """
         each, scale = isinstance(weights, (list, tuple)), self.loss_scale
         return [

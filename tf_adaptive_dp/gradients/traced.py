@@ -23,25 +23,23 @@ from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.variable_uses import (
     AxisTransform,
     VariableUse,
-    consumers,
+    consumers_of,
     find_uses,
     handle_in,
 )
 
 
 class TracedGradients(PerExampleGradients):
-    """Per-example gradients from the inputs and output gradients of the operations that read them.
+    """Per-example gradients from the operations that use the variables.
 
-    Inside a `tf.function` the loss knows the graph that it came from. For each variable the
-    operations that read it are found; one backward pass gives the gradients δ at their outputs,
-    and a rule for the type of the operation gives norms and weighted sums from its inputs and δ
-    (`rules`). A variable that no rule covers is answered for by the Jacobian, for that variable
-    alone.
+    Inside a `tf.function` the loss knows its graph. This source finds the operations that use each
+    variable, and one backward pass gives the gradients δ of their outputs. A rule for the type of
+    the operation then computes norms and weighted sums from its inputs and δ (see `rules`). Only
+    variables that no rule covers need their Jacobian.
 
-    Guarantee: the gradients are exact, to the rounding of float32, and the examples stay apart
-    where rules answer: one that is NaN or infinite gets a norm that is not finite, and changes
-    nothing for the others. For variables of the Jacobian the limit of `MaterializedGradients`
-    holds.
+    Guarantee: the gradients are exact up to float32 rounding. Where rules apply, examples stay
+    apart: a NaN or infinite example gets a norm that is not finite, and changes nothing for the
+    others. For variables that need the Jacobian, the limit of `MaterializedGradients` holds.
     """
 
     def __init__(
@@ -55,91 +53,91 @@ class TracedGradients(PerExampleGradients):
         penalties: Sequence[tf.Tensor] = (),
         only_rules: bool = False,
     ):
-        """Differentiates.
+        """Runs the backward pass.
 
         Args:
-          loss: [R], one entry an example or a microbatch.
-          variables: what to differentiate for.
+          loss: [R], one entry per example or per microbatch.
+          variables: the variables to differentiate with respect to.
           tape: the tape that recorded `loss`.
-          batch_axes: of the loss of the examples.
+          batch_axes: the batch axes of everything that the loss is computed from.
           examples_per_row: 1, or `None` for microbatches.
-          penalties: terms of the loss that are to be left out.
-          only_rules: make it an error if a variable is not covered by rules.
+          penalties: terms of the loss to leave out.
+          only_rules: whether a variable that no rule covers is an error.
         """
         self._num_rows = tf.shape(loss)[0] if loss.shape[0] is None else loss.shape[0]
         self._per_row = examples_per_row
-        self._layouts = batch_axes
+        self._batch_axes = batch_axes
         ops = ancestors([loss])
-        self._uses = consumers(ops)
-        # A custom gradient may reach variables in a way of its own, past the operations before it.
+        consumers = consumers_of(ops)
+        # A custom gradient may bypass the operations before it on the way to a variable.
         custom = [t for op in ops if has_custom_gradient(op) for t in op.inputs]
         self._recomputed = set(ancestors(custom))
         stop = {t.ref() for t in penalties}
         self._handles = [handle_in(loss.graph, v) for v in variables]
-        reads = [
-            [] if h is None else find_uses(h, v.shape, self._uses, batch_axes, stop)
+        uses = [
+            [] if h is None else find_uses(h, v.shape, consumers, batch_axes, stop)
             for h, v in zip(self._handles, variables)
         ]
-        outputs = list({t.ref(): t for rs in reads for r in rs for t in outputs_of(r.op)}.values())
-        # One pass for all: the variables among its targets tell what the tape has recorded.
+        outputs = list({t.ref(): t for us in uses for u in us for t in outputs_of(u.op)}.values())
+        # One backward pass. Variables are among the targets to learn which ones the tape recorded.
         found = tape.gradient(loss, [*outputs, *variables])
         deltas = {
             t.ref(): None if d is None else tf.convert_to_tensor(d) for t, d in zip(outputs, found)
         }
-        reads = unfold(reads, self._handles, variables, deltas, batch_axes)
-        # A variable that only penalties read has no per-example gradients.
+        uses = unfold(uses, self._handles, variables, deltas, batch_axes)
+        # A variable that only penalties use has no per-example gradients.
         connected = [
-            d is not None and (handle is None or bool(rs))
-            for d, handle, rs in zip(found[len(outputs) :], self._handles, reads)
+            d is not None and (handle is None or bool(us))
+            for d, handle, us in zip(found[len(outputs) :], self._handles, uses)
         ]
         self.connected = connected
         self._totals = [
-            self._total(handle, rs, deltas) if there else None
-            for handle, rs, there in zip(self._handles, reads, connected)
+            self._total(handle, us, deltas) if there else None
+            for handle, us, there in zip(self._handles, uses, connected)
         ]
-        self._fall_back(loss, variables, tape, reads, penalties, only_rules)
+        self._fall_back(loss, variables, tape, uses, penalties, only_rules)
 
     def _total(
-        self, handle: tf.Tensor, reads: Sequence[VariableUse], deltas: dict
+        self, handle: tf.Tensor, uses: Sequence[VariableUse], deltas: dict
     ) -> SummedContribution | None:
-        """What rules say of a variable, or `None` if they do not cover all of its reads."""
+        """What rules contribute to a variable, or `None` if they do not cover all of its uses."""
         parts, computed = [], []
-        for read in reads:
-            delta = deltas[read.op.outputs[0].ref()]
-            if delta is None and len(read.op.outputs) == 1 and read.op not in self._recomputed:
+        for use in uses:
+            delta = deltas[use.op.outputs[0].ref()]
+            if delta is None and len(use.op.outputs) == 1 and use.op not in self._recomputed:
                 continue
-            part = None if delta is None else self._ask(read, delta)
+            part = None if delta is None else self._ask(use, delta)
             if part is None:
                 return None
-            if read.view is None:
-                computed.append((read.op.inputs[read.index], part))
+            if use.view is None:
+                computed.append((use.op.inputs[use.index], part))
             else:
                 parts.append(part)
         if computed:
             parts.append(_through(computed, handle))
         return SummedContribution(parts) if parts and None not in parts else None
 
-    def _ask(self, read: VariableUse, delta: tf.Tensor) -> VariableContribution | None:
-        tensor, view = read.op.inputs[read.index], read.view
-        rule = RULES.get(read.op.type)
-        # Contributions are real; an unknown size is for entry by entry only.
-        known = view is not None or tensor.shape.is_fully_defined() or read.op.type in ELEMENTWISE
+    def _ask(self, use: VariableUse, delta: tf.Tensor) -> VariableContribution | None:
+        tensor, view = use.op.inputs[use.index], use.view
+        rule = RULES.get(use.op.type)
+        # Contributions are real. Only elementwise rules can handle unknown sizes.
+        known = view is not None or tensor.shape.is_fully_defined() or use.op.type in ELEMENTWISE
         if rule is None or not known or not delta.dtype.is_floating:
             return None
         return rule(
             RuleContext(
-                read.op,
-                read.index,
+                use.op,
+                use.index,
                 view or AxisTransform(tuple(tensor.shape.as_list())),
                 delta,
-                self._layouts,
+                self._batch_axes,
                 self._num_rows,
                 self._per_row,
             )
         )
 
-    def _fall_back(self, loss, variables, tape, reads, penalties, only_rules) -> None:
-        """Takes the Jacobian for variables that rules do not cover."""
+    def _fall_back(self, loss, variables, tape, uses, penalties, only_rules) -> None:
+        """Computes the Jacobian for variables that no rule covers."""
         left = [
             k
             for k, (total, there) in enumerate(zip(self._totals, self.connected))
@@ -147,7 +145,7 @@ class TracedGradients(PerExampleGradients):
         ]
         if not left:
             return
-        names = "; ".join(_describe(variables[k], reads[k]) for k in left)
+        names = "; ".join(_describe(variables[k], uses[k]) for k in left)
         message = f"No rule covers the per-example gradients of some variables. Received: {names}. "
         if only_rules:
             raise ValueError(
@@ -169,30 +167,31 @@ class TracedGradients(PerExampleGradients):
         return self._totals[k].weighted_sum(weights)
 
 
-def _describe(variable: tf.Variable, reads: Sequence[VariableUse]) -> str:
-    types = sorted({r.op.type for r in reads}) or ["no operation that was found"]
-    layers = sorted({layer_name(r.op) for r in reads}) or ["unknown"]
+def _describe(variable: tf.Variable, uses: Sequence[VariableUse]) -> str:
+    types = sorted({u.op.type for u in uses}) or ["no operation that was found"]
+    layers = sorted({layer_name(u.op) for u in uses}) or ["unknown"]
     return f"{variable.name}, read by {', '.join(types)} in layer {', '.join(layers)}"
 
 
 class _Unconnected(Exception):
-    """A tensor through which TensorFlow has no gradient, such as behind `stop_gradient`."""
+    """TensorFlow has no gradient through a tensor, for example behind `stop_gradient`."""
 
 
 def _through(
     parts: Sequence[tuple[tf.Tensor, VariableContribution]], handle: tf.Tensor
 ) -> VariableContribution | None:
-    """Takes gradients for tensors that were computed from a variable on to the variable.
+    """Propagates gradients of tensors that were computed from a variable back to the variable.
 
-    Such as the kernel of a weight-normalised layer, or the gates that a kernel is split into: one
-    small backward pass for each example, from all these tensors to the variable only.
+    Examples are the kernel of a weight-normalized layer, or the gates that a kernel is split into.
+    This takes one small backward pass per example, from all these tensors to the variable alone.
 
     Args:
-      parts: each tensor, and the gradients for it.
-      handle: what stands for the variable in the graph.
+      parts: each tensor with its per-example gradients.
+      handle: the tensor that stands for the variable in the graph.
 
     Returns:
-      `None` if one of the tensors has no gradient for the variable: the Jacobian knows.
+      `None` if one of the tensors has no gradient with respect to the variable. The caller then
+      needs the Jacobian.
     """
     tensors = [tensor for tensor, _ in parts]
 

@@ -1,4 +1,4 @@
-"""Where a graph uses a variable, and how its entries are rearranged on the way to the data."""
+"""Where a graph combines variables with data, and how it rearranges their entries before."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, Rows
 
 
 class AxisTransform(NamedTuple):
-    """A variable with its axes exchanged and reshaped: norms are the same in every view.
+    """A view of a variable: transposed, reshaped or negated, so that norms stay the same.
 
     Attributes:
-      shape: that of the variable.
-      steps: what is done to it in turn: ("transpose", order), ("reshape", shape) or ("negate",).
+      shape: the shape of the variable.
+      steps: the steps in order: ("transpose", order), ("reshape", shape) or ("negate",).
 
     >>> view = AxisTransform((2, 3)).transpose([1, 0]).reshape([1, 3, 2])
     >>> view.apply(tf.ones([2, 3])).shape, view.invert(tf.ones([5, 1, 3, 2]), 1).shape
@@ -58,14 +58,14 @@ class AxisTransform(NamedTuple):
         return shapes
 
     def apply(self, tensor: tf.Tensor) -> tf.Tensor:
-        """From the variable to the view.
+        """Transforms a tensor from the variable to the view.
 
         Args:
-          tensor: in the shape of the variable, or one that broadcasts to it.
+          tensor: has the shape of the variable, or broadcasts to it.
 
         Returns:
-          The tensor in the view; axes of length 1 stay so where the view allows, and the result
-          broadcasts to the view.
+          The tensor in the view, or one that broadcasts to it: axes of length 1 keep that length
+          where the view allows.
         """
         if not tensor.shape.is_fully_defined() and None not in self.shape:
             tensor = tf.broadcast_to(tensor, self.shape)
@@ -82,7 +82,12 @@ class AxisTransform(NamedTuple):
         return tensor
 
     def invert(self, tensor: tf.Tensor, leading: int = 0) -> tf.Tensor:
-        """From the view back to the variable, for tensors with so many axes before it."""
+        """Transforms a tensor from the view back to the variable.
+
+        Args:
+          tensor: has `leading` axes, then those of the view.
+          leading: how many axes at the front stay as they are.
+        """
         front = tf.shape(tensor)[:leading]
         for (kind, *argument), before in zip(reversed(self.steps), reversed(self.shapes[:-1])):
             if kind == "negate":
@@ -96,7 +101,7 @@ class AxisTransform(NamedTuple):
 
 
 def _reshape(tensor: tf.Tensor, before: Sequence[int], after: Sequence[int]) -> tf.Tensor:
-    """Reshapes what broadcasts to `before` to what broadcasts to `after`."""
+    """Reshapes a tensor that broadcasts to `before` into one that broadcasts to `after`."""
     if tensor.shape == before or 0 in before:
         return tf.reshape(tf.broadcast_to(tensor, before), after)
     wide, result = [], []
@@ -109,7 +114,7 @@ def _reshape(tensor: tf.Tensor, before: Sequence[int], after: Sequence[int]) -> 
 
 
 def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The smallest groups of neighbouring axes that a reshape makes of each other."""
+    """Pairs up the smallest groups of neighboring axes that a reshape maps to each other."""
     blocks, i, j = [], 0, 0
     while i < len(before) or j < len(after):
         start, other, sizes = i, j, [1, 1]
@@ -127,12 +132,12 @@ def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 
 
 class VariableUse(NamedTuple):
-    """A place where a variable meets the data.
+    """An operation that combines a variable with the data.
 
     Attributes:
-      op: the operation in which it does.
-      index: the input of it that comes from the variable.
-      view: how that input is made from the variable; `None` if by more than a rearrangement.
+      op: the operation.
+      index: which of its inputs comes from the variable.
+      view: the view of the variable that this input is; `None` if more was done than rearranging.
     """
 
     op: tf.Operation
@@ -153,8 +158,8 @@ def handle_in(graph: tf.Graph, variable: tf.Variable) -> tf.Tensor | None:
     return None
 
 
-def consumers(ops: Iterable[tf.Operation]) -> dict:
-    """Which operations use a tensor, and as which of their inputs."""
+def consumers_of(ops: Iterable[tf.Operation]) -> dict:
+    """Maps a reference to each tensor to the operations that take it, with the input's index."""
     found: dict = {}
     for op in ops:
         for index, tensor in enumerate(op.inputs):
@@ -163,7 +168,7 @@ def consumers(ops: Iterable[tf.Operation]) -> dict:
 
 
 def _next_view(view: AxisTransform, op: tf.Operation) -> AxisTransform | None:
-    """The view after an operation that only rearranges, else `None`."""
+    """The view after an operation, or `None` if it does more than rearrange."""
     shape = op.outputs[0].shape
     if op.type in ("Identity", "Cast", "ReadVariableOp"):
         return view if op.outputs[0].dtype.is_floating else None
@@ -175,33 +180,33 @@ def _next_view(view: AxisTransform, op: tf.Operation) -> AxisTransform | None:
 
 
 def find_uses(
-    handle: tf.Tensor, shape: tf.TensorShape, uses: dict, batch_axes: BatchAxes, stop: set
+    handle: tf.Tensor, shape: tf.TensorShape, consumers: dict, batch_axes: BatchAxes, stop: set
 ) -> list[VariableUse]:
-    """Follows a variable until it meets the data.
+    """Follows a variable to the operations that combine it with the data.
 
     Args:
-      handle: what stands for the variable in the graph.
-      shape: that of the variable.
-      uses: what `consumers` found among the operations that the loss is computed from.
-      batch_axes: where the batch axis of each tensor is.
+      handle: the tensor that stands for the variable in the graph.
+      shape: the shape of the variable.
+      consumers: the result of `consumers_of` for the operations that the loss is computed from.
+      batch_axes: the batch axis of each tensor.
       stop: references to tensors at which the search ends.
 
     Returns:
-      The reads; several for a variable that is used in several places.
+      One entry per use.
     """
-    reads, seen = [], set()
+    uses, seen = [], set()
     pending: list = [(handle, AxisTransform(tuple(shape.as_list())))]
     while pending:
         tensor, view = pending.pop()
         if tensor.ref() in seen or tensor.ref() in stop:
             continue
         seen.add(tensor.ref())
-        for op, index in uses.get(tensor.ref(), ()):
+        for op, index in consumers.get(tensor.ref(), ()):
             if op.type in SHAPE_ONLY or not op.outputs:
                 continue
             if any(isinstance(batch_axes[t], (BatchAxis, Rows)) for t in op.outputs):
-                reads.append(VariableUse(op, index, view))
+                uses.append(VariableUse(op, index, view))
                 continue
             after = None if view is None or index > 0 else _next_view(view, op)
             pending += [(t, after) for t in op.outputs]
-    return reads
+    return uses

@@ -1,7 +1,7 @@
-"""Searches a training step once more when all of it has been traced.
+"""Searches a training step once more when its trace is complete.
 
-`minimize` sees what was traced before it. What comes later in the step, and how the function in
-which it was called is used by others, shows only when the outermost function is complete.
+`minimize` sees only what was traced before it. The rest of the step, and how other functions use
+the one that calls `minimize`, shows only when the outermost function is complete.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ from tf_adaptive_dp.gradients.frames import Frame
 
 
 def search_when_complete(loss: tf.Tensor) -> None:
-    """Has all functions around a loss searched at the ends of their traces.
+    """Searches all functions around a loss at the end of their traces.
 
-    The error for what is found then comes from the call of the function that is traced, and
-    nothing of it has been run.
+    Errors then come from the call of the function that is being traced, before any of it has run.
 
     Args:
-      loss: [B], symbolic; its gradients are to be released.
+      loss: [B], symbolic; the loss whose gradients will be released.
     """
     if _remember("_private_losses", loss):
         call_when_complete(loss.graph, _search)
 
 
 def search_sums_when_complete(sums: Iterable[tf.Tensor]) -> None:
-    """Has the search for state begin at sums of gradients too.
+    """Adds sums of gradients to the starting points of the search for state.
 
-    A gradient may read state that its loss does not, in a custom gradient.
+    A custom gradient may read state that the loss does not read.
 
     Args:
-      sums: are to be released.
+      sums: the sums that will be released.
     """
     for tensor in sums:
         if is_symbolic(tensor):
@@ -44,7 +43,7 @@ def search_sums_when_complete(sums: Iterable[tf.Tensor]) -> None:
 
 
 def _remember(attribute: str, tensor: tf.Tensor) -> bool:
-    """Notes a tensor with its function, if it is in one; by name, so that both can be freed."""
+    """Notes a tensor on its function, if any; by name, so that both can be freed."""
     graph = tensor.graph
     if is_function(graph):
         setattr(graph, attribute, [*getattr(graph, attribute, ()), tensor.name])
@@ -53,7 +52,7 @@ def _remember(attribute: str, tensor: tf.Tensor) -> bool:
 
 
 def releases_within(graph: tf.Graph) -> bool:
-    """Whether a function, or one that it calls, computes gradients to be released."""
+    """Whether a function, or one that it calls, computes gradients for a release."""
     return bool(_noted("_private_losses", list(Frame(graph).all_within())))
 
 

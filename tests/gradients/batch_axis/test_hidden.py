@@ -51,7 +51,7 @@ class Centred(layers.Layer):
 
 @pytest.mark.parametrize("how", ["assign", "assign_sub", "scatter"])
 def test_state_that_carries_data_between_examples_is_refused(how):
-    with pytest.raises(dp.NotPrivateError, match="writes the data of the batch into a variable"):
+    with pytest.raises(dp.NotPrivateError, match="writes data of the batch into a variable"):
         norms(with_layer(Centred(how)))
 
 

@@ -93,7 +93,7 @@ def test_convolutions_in_groups_with_explicit_padding(data, groups, channels, fi
     def convolve(x, k):
         return tf.nn.conv2d(x, k, strides, [*padding, [0, 0]])
 
-    def by_group(x, k):  # TensorFlow's gradient of convolutions in groups is not there for all
+    def by_group(x, k):  # TensorFlow cannot compute every gradient of grouped convolutions
         parts = zip(tf.split(x, groups, 3), tf.split(k, groups, 3))
         return tf.concat([convolve(*p) for p in parts], axis=3)
 
@@ -286,7 +286,7 @@ def test_the_jacobian_of_convolutions_in_groups_is_refused_for_tensorflow_gets_i
     def step(x):
         return zoo.source(problem, x, method="materialized").squared_norms()
 
-    with pytest.raises(NotPrivateError, match="convolutions in groups"):
+    with pytest.raises(NotPrivateError, match="grouped convolutions"):
         zoo.in_mode(mode, step, problem.batch)(*problem.batch)
 
 

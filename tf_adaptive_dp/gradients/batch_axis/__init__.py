@@ -1,1 +1,1 @@
-"""Where the examples of the batch are in each tensor of a graph."""
+"""Which axis of each tensor of a graph is the batch, and which operations mix examples."""

@@ -1,4 +1,4 @@
-"""Follows the batch axis through a graph, and finds what mixes the examples."""
+"""Follows the batch axis through a graph, and finds what mixes examples."""
 
 from __future__ import annotations
 
@@ -35,11 +35,16 @@ _FOREIGN = "does not have the batch as axis 0, has no static shape, or is sparse
 
 
 def feeds(ops: Iterable[tf.Operation], graph: tf.Graph) -> list[tf.Tensor]:
-    """The tensors of data that the graph is fed, other than scalar arguments.
+    """Finds the tensors through which data enters a graph.
 
-    What it captures from an outer function is data if that is; what it captures from outside of all
-    functions is constant. Of a data set's elements all is data: a scalar may have been computed
-    from the batch, and a sparse or ragged batch is a `variant`.
+    Arguments are data, except for scalars. A tensor captured from an outer function is data if it
+    is computed from data there; one captured from outside of all functions is constant. Everything
+    in an element of a data set is data: a scalar may have been computed from the batch, and a
+    sparse or ragged batch is a `variant`.
+
+    Args:
+      ops: operations of the graph.
+      graph: the graph.
     """
     captured = {internal.ref(): external for external, internal in graphs.captures(graph)}
 
@@ -59,7 +64,7 @@ def feeds(ops: Iterable[tf.Operation], graph: tf.Graph) -> list[tf.Tensor]:
 
 
 def comes_from_data(tensor: tf.Tensor) -> bool:
-    """Whether a tensor is computed from what a function is fed, other than by a private release."""
+    """Whether a tensor is computed from the data, other than by a private release."""
     if not graphs.is_symbolic(tensor):
         return False
     seen, stack = set(), [tensor]
@@ -77,7 +82,7 @@ def comes_from_data(tensor: tf.Tensor) -> bool:
 
 
 def _takes_an_element(op: tf.Operation) -> bool:
-    """Whether it takes a batch of a distributed data set, or an empty one after the last."""
+    """Whether a branch takes a batch from a distributed data set, or an empty one at its end."""
     return op.type in ("If", "StatelessIf") and any(map(_is_next, op.inputs))
 
 
@@ -86,14 +91,14 @@ def _is_next(tensor: tf.Tensor) -> bool:
 
 
 def _computes_more(op: tf.Operation) -> bool:
-    """Whether it takes an element and other data, so that the two may mix in it."""
+    """Whether such a branch takes other data too, with which it may mix the element."""
     return _takes_an_element(op) and any(
         comes_from_data(t) for t in op.inputs if not _is_next(t) and t.dtype != tf.resource
     )
 
 
 def is_element(op: tf.Operation) -> bool:
-    """Whether it gives an element of a data set, not an optional that the step filled itself."""
+    """Whether an operation returns an element of a data set, not an optional of the step's own."""
     if op.type == "OptionalGetValue":
         return all(o.type != "OptionalFromValue" for o in ancestors(op.inputs))
     return op.type in ELEMENTS or _takes_an_element(op)
@@ -106,20 +111,20 @@ def _axis_0(tensor: tf.Tensor) -> int | None:
 def analyze(loss: tf.Tensor) -> BatchAxes | None:
     """Finds the batch axis of everything that a loss vector is computed from.
 
-    What the step is fed (arguments of the `tf.function`, elements of a data set) is taken as data
-    with the batch as axis 0, scalar arguments as settings. What it captures from outside is taken
-    as public constants, unless nothing else is there.
+    Inputs of the step (arguments of the `tf.function`, elements of a data set) count as data with
+    the batch as axis 0, and scalar arguments as settings. What the step captures from outside
+    counts as public constants, unless there are no inputs.
 
     Args:
       loss: [B], symbolic.
 
     Returns:
-      The layouts; the loss itself has an ordinary batch axis. `None` for a batch of one example,
-      in which nothing can mix.
+      The batch axes; that of the loss is axis 0. `None` for a batch of one example, in which
+      nothing can mix.
 
     Raises:
-      NotPrivateError: if entry i of the loss may depend on more than example i, naming the
-        operation that mixes examples, its layer and the cure.
+      NotPrivateError: if entry i of the loss may depend on more than example i. The message names
+        the operation that mixes examples, its layer and a fix.
     """
     prepared = prepare(loss)
     if prepared is None:
@@ -131,20 +136,20 @@ def analyze(loss: tf.Tensor) -> BatchAxes | None:
 
 
 def prepare(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation]] | None:
-    """The layouts of what the step is fed, and the operations from there to the loss.
+    """Finds the batch axes of the inputs of the step, and the operations from there to the loss.
 
     Args:
       loss: [B], symbolic.
 
     Returns:
-      `None` for a batch of one example.
+      Both, or `None` for a batch of one example.
     """
     batch_axes, ops, is_one = _sources_entered(loss)
     return None if is_one else (batch_axes, ops)
 
 
 def of_one_example(loss: tf.Tensor) -> BatchAxes:
-    """What the loss of a batch of one example is computed from, of which nothing is refused."""
+    """The batch axes for the loss of a batch of one example, in which nothing is refused."""
     batch_axes, ops, _ = _sources_entered(loss)
     operations.run(ops, batch_axes)
     return batch_axes
@@ -163,7 +168,7 @@ def _sources_entered(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation], bo
         ]
     sizes = [_axis_0(t) for t in sources if t.shape.rank != 0]
     size = next((n for n in (loss.shape[0], *sizes) if n is not None), None)
-    # A size that is known of the loss alone proves nothing about the data.
+    # A size that only the loss has proves nothing about the data.
     known = None if None in sizes else size
     batch_axes = BatchAxes(known)
     for tensor in sources:
@@ -180,8 +185,8 @@ def refuse(loss: tf.Tensor, batch_axes: BatchAxes) -> None:
     layout = batch_axes[loss]
     if not batch_axes.depends(loss):
         raise NotPrivateError(
-            "The loss does not depend on anything that the step is fed, so the library cannot "
-            f"tell the examples apart. Received: {loss.name}. Pass the batch to the `tf.function` "
+            "The loss does not depend on any input of the step, so the library cannot tell the "
+            f"examples apart. Received: {loss.name}. Pass the batch to the `tf.function` "
             "as arguments, or read it from a data set."
         )
     if isinstance(layout, CrossExample):
@@ -195,6 +200,5 @@ def refuse(loss: tf.Tensor, batch_axes: BatchAxes) -> None:
     if layout != BatchAxis():
         raise NotPrivateError(
             "The entries of the loss are not the examples of the batch. Received: a loss vector "
-            f"{loss.name} that is laid out as {layout}. Return one entry an example, in their "
-            "order."
+            f"{loss.name} with {layout}. Return one entry per example, in their order."
         )

@@ -1,7 +1,7 @@
-"""Values that tell how many examples a batch of unknown size has.
+"""Losses that depend on the number of examples in the batch.
 
-If that number is random, a loss that depends on it changes with each example that joins, for all
-the others. The size of the batch may say how long an axis is; it may not become a value.
+If that number is random, one more example would change such a loss for all others. The batch size
+may determine the length of an axis, but must not become a value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, Rows
 from tf_adaptive_dp.gradients.graph import ancestors, behind_identities
 
-# Inputs that only say how long axes are.
+# Inputs that only determine the lengths of axes.
 _LENGTHS = {
     **dict.fromkeys((*RANDOM, *DRAWS), {0}),
     "AvgPool3DGrad": {0},
@@ -54,7 +54,7 @@ _LENGTHS = {
     "TensorListStack": {1},
     "Tile": {1},
 }
-# What they make of one entry does not depend on how many others there are.
+# What these operations compute from one entry does not depend on the number of others.
 _ENTRY_BY_ENTRY = {
     *(*ELEMENTWISE, *_LENGTHS, *AXIS_0),
     *"BiasAdd ConcatV2 Const ExpandDims IdentityN MirrorPad Pack Pad PadV2 Select Squeeze".split(),
@@ -67,17 +67,17 @@ _TARGETS = {**dict.fromkeys((*RANDOM, *DRAWS, "Fill"), 0), "BroadcastTo": 1, "Sl
 
 
 def counts_batch(loss: tf.Tensor, batch_axes: BatchAxes) -> bool:
-    """Whether a loss, or a gradient of the user's own, may depend on the size of the batch.
+    """Whether a loss, or a custom gradient, may depend on the batch size.
 
-    Guarantee: if not, entry i of the loss is the same function of example i for each size, as far
-    as the graph tells. What is computed from the size counts, of whatever type, unless it only
-    says how long an axis is; a decision or the length of a loop counts for what comes of it, and
-    so does what is added up or picked along an axis whose length depends on the size. Variables
-    that the size is written to are not followed, nor is whether a step fails.
+    Guarantee: if this returns `False`, entry i of the loss is the same function of example i for
+    every batch size, as far as the graph tells. Every value computed from the size counts, whatever
+    its type, unless it only determines the length of an axis. Decisions and lengths of loops count
+    for their results. So do sums and selections along an axis whose length depends on the size.
+    The search does not follow the size into variables, nor into whether a step fails.
 
     Args:
       loss: [B], symbolic, accepted by `analyze`.
-      batch_axes: what it found.
+      batch_axes: the result of `analyze`.
     """
     if not batch_axes.batch_size.unknowns:
         return False
@@ -88,10 +88,10 @@ def counts_batch(loss: tf.Tensor, batch_axes: BatchAxes) -> bool:
 
 
 class _Counting:
-    """What depends on the size of the batch, in one graph.
+    """What depends on the batch size, in one graph.
 
     Attributes:
-      in_gradients: whether a gradient of the user's own does, in a body.
+      in_gradients: whether a custom gradient in a body does.
     """
 
     def __init__(self, batch_axes: BatchAxes, outside: _Counting | None = None):
@@ -105,19 +105,19 @@ class _Counting:
         self._lengths: set = {"batch"} if outside is None else outside._lengths
 
     def counts(self, tensor: tf.Tensor) -> bool:
-        """Whether the values of a tensor depend on the size of the batch."""
+        """Whether the values of a tensor depend on the batch size."""
         return tensor.ref() in self._values
 
     def wide(self, tensor: tf.Tensor) -> frozenset[int]:
-        """The axes whose length does, other than that of the batch of a tensor of the data."""
+        """The axes whose length depends on it, other than the batch axis of data."""
         return self._wide.get(tensor.ref(), frozenset())
 
     def entries(self, tensor: tf.Tensor) -> list[Size | None]:
-        """As `BatchAxes.entries`, through the arguments of functions."""
+        """Does the same as `BatchAxes.entries`, and follows arguments of functions."""
         return evaluate(tensor, self.batch_axes.size, self._given)
 
     def run(self, ops: Iterable[tf.Operation]) -> None:
-        """Enters the outputs of operations, in the order of creation."""
+        """Processes operations, given in the order of creation."""
         for op in ops:
             if op.type in CALLS | BRANCHES and not is_element(op):
                 self._call(op)
@@ -128,7 +128,7 @@ class _Counting:
                     self.enter(tensor, self._counts(op, tensor), self._wide_axes(op, tensor))
 
     def enter(self, tensor: tf.Tensor, counts: bool, wide: frozenset[int]) -> None:
-        """Notes what is known of a tensor."""
+        """Records what is known about a tensor."""
         if counts:
             self._values.add(tensor.ref())
         self._wide[tensor.ref()] = wide
@@ -138,7 +138,7 @@ class _Counting:
                 self._lengths.update(size.unknowns if _is_own(size, tensor, axis) else ())
 
     def _given(self, tensor: tf.Tensor) -> list[Size | None] | None:
-        """The entries of an argument."""
+        """The entries of an argument of a function."""
         source = self._fed.get(tensor.ref())
         return None if source is None else self._outside.entries(source)
 
@@ -153,8 +153,8 @@ class _Counting:
         if op.type in SHAPE_ONLY:
             return self._shape_counts(op, output)
         if op.type == "BroadcastGradientArgs":
-            # The axes along which one of two shapes has length 1, which a batch of one has too; but
-            # it makes no difference whether an axis of that length is summed.
+            # These are the axes along which one of two shapes has length 1. So has a batch of one,
+            # but summing an axis of length 1 changes nothing.
             return False
         given = [t for k, t in enumerate(op.inputs) if k not in _LENGTHS.get(op.type, ())]
         if any(map(self.counts, given)):
@@ -169,7 +169,7 @@ class _Counting:
         return any(self._depends(self.batch_axes.size(tensor, a)) for a in range(tensor.shape.rank))
 
     def _joins_wide_axes(self, op: tf.Operation, output: tf.Tensor) -> bool:
-        """Whether entries along an axis of such a length are put together, or one is picked."""
+        """Whether an operation combines or picks entries along an axis of such a length."""
         if not any(map(self.wide, op.inputs)):
             return False
         source = op.inputs[0]
@@ -193,7 +193,7 @@ class _Counting:
         if op.type in ("Split", "SplitV"):
             return True
         if any(map(self.batch_axes.depends, op.inputs)):
-            return False  # the rule of its layout knows how its inputs meet
+            return False  # the rule for its batch axis knows how its inputs meet
         return op.type not in _ENTRY_BY_ENTRY
 
     def _picks(self, op: tf.Operation, output: tf.Tensor) -> bool:
@@ -207,7 +207,7 @@ class _Counting:
         return bool(self.wide(source) - whole)
 
     def _wide_axes(self, op: tf.Operation, output: tf.Tensor) -> frozenset[int]:
-        """The axes of an output whose length depends on the size of the batch."""
+        """The axes of an output whose length depends on the batch size."""
         if output.dtype == tf.variant or op.type.startswith("TensorList"):
             return self._wide_axes_of_list(op)
         if op.type == "BroadcastGradientArgs":
@@ -222,12 +222,12 @@ class _Counting:
         return frozenset(a for a in unsettled if self._is_wide(op, output, a, own))
 
     def _is_wide(self, op: tf.Operation, output: tf.Tensor, axis: int, own: int | None) -> bool:
-        """Whether the length of an axis may depend on the size of the batch."""
+        """Whether the length of an axis may depend on the batch size."""
         size = self.batch_axes.size(output, axis)
         if self._depends(size):
             return True
         if not _is_own(size, output, axis):
-            return False  # the length of another axis that does not
+            return False  # the length of another axis, which does not
         if op.type in ELEMENTWISE:
             aligned = ((t, axis + (t.shape.rank or 0) - output.shape.rank) for t in op.inputs)
             return any(a in self.wide(t) for t, a in aligned)
@@ -241,7 +241,7 @@ class _Counting:
         return self._widens(op, own)
 
     def _widens(self, op: tf.Operation, own: int | None) -> bool:
-        """Whether anything but the batch axes of its inputs could make an axis that long."""
+        """Whether anything but the batch axes of inputs may determine such a length."""
         if any(map(self.counts, op.inputs)):
             return True
         for tensor in op.inputs:
@@ -252,7 +252,7 @@ class _Counting:
         return False
 
     def _wide_axes_of_list(self, op: tf.Operation) -> frozenset[int]:
-        """Axes of the elements, and -1 for their number."""
+        """The axes of the elements; -1 stands for their number."""
         shift = {"TensorListFromTensor": -1, "TensorListStack": 1, "TensorListGather": 1}
         axes = {a + shift.get(op.type, 0) for t in op.inputs for a in self.wide(t)}
         if op.type in ("TensorListReserve", "TensorListResize") and self.counts(op.inputs[1]):
@@ -263,10 +263,10 @@ class _Counting:
         return frozenset(a for a in axes if a >= 0 or is_list)
 
     def _inside(self, body: tf.Graph, inside: BatchAxes, arguments, fed) -> _Counting:
-        """What is in a body, given (counts, wide axes) of its arguments and those fed unchanged."""
+        """Processes a body, given (counts, wide axes) per argument, and the arguments passed on."""
         found = _Counting(inside, self)
         for k, (tensor, (counts, wide)) in enumerate(zip(body.inputs, arguments)):
-            # The number of an example is its own, however many others there are.
+            # The index of an example is its own, however many others there are.
             found.enter(tensor, counts and inside.example_at(tensor) is None, wide)
             if fed[k] is not None:
                 found._fed[tensor.ref()] = fed[k]
@@ -289,7 +289,7 @@ class _Counting:
             self.enter(tensor, counts, wide)
 
     def _loop(self, op: tf.Operation) -> None:
-        """Round after round, until no more counts."""
+        """Processes the body until nothing changes any more."""
         bodies = self.batch_axes.bodies_of(op)
         state = [(self.counts(t), self.wide(t)) for t in op.inputs]
         if set(bodies) == {"body", "cond"}:
@@ -300,7 +300,7 @@ class _Counting:
                 inside = self._inside(body, of_body, state, fed)
                 test = self._inside(condition, of_condition, state, fed)
                 as_long = test.counts(condition.outputs[0])
-                # A list of the examples has an element for each round, and no more.
+                # A list of the examples has one element per iteration, and no more.
                 own = [
                     unchanged or self.batch_axes[t] == Rows()
                     for t, unchanged in zip(op.outputs, same)
@@ -323,5 +323,5 @@ def _may_be_shape(tensor: tf.Tensor) -> bool:
 
 
 def _is_own(size: Size, tensor: tf.Tensor, axis: int) -> bool:
-    """Whether a length is unknown, and was not that of another tensor."""
+    """Whether a length is unknown, and not that of another tensor."""
     return len(size.unknowns) == 1 and size.unknowns[0].endswith(f":{tensor.name}[{axis}]")

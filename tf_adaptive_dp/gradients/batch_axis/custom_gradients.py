@@ -20,14 +20,14 @@ _GRADIENT = (
 
 
 def refuse_custom_gradients(ops: Iterable[tf.Operation], batch_axes: BatchAxes) -> None:
-    """Refuses gradients of the user's own (`tf.custom_gradient`) that mix examples.
+    """Refuses custom gradients (`tf.custom_gradient`) that mix examples.
 
     Args:
-      ops: what the loss is computed from.
-      batch_axes: where the batch axis of each tensor is.
+      ops: the operations that the loss is computed from.
+      batch_axes: the batch axis of each tensor.
 
     Raises:
-      NotPrivateError: naming the operation.
+      NotPrivateError: if there is one; the message names the operation.
     """
     for op in ops:
         if not has_custom_gradient(op) or not any(batch_axes.depends(t) for t in op.inputs):

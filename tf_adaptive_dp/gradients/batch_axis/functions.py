@@ -1,4 +1,4 @@
-"""Functions, branches and loops: the batch axis is followed into their bodies."""
+"""Follows the batch axis into the bodies of functions, branches and loops."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def of_function(
     counters: Sequence[tf.Tensor] = (),
     is_loop: bool = False,
 ) -> list[Layout]:
-    """The layouts of a function's outputs, `DataIndependent` if they do not depend on the data.
+    """The layouts of a function's outputs; `DataIndependent` for those without data.
 
     Args:
-      batch_axes: of the graph that the operation is in.
+      batch_axes: the batch axes of the graph that contains the call.
       graph: the body of the function.
       arguments: the layouts of its arguments.
       call: the operation that runs it.
       role: which of the functions of that operation it is.
-      given: see `BatchAxes.inside`, as for the other arguments.
-      counters: see there.
-      is_loop: see there.
+      given: see `BatchAxes.inside`.
+      counters: see `BatchAxes.inside`.
+      is_loop: see `BatchAxes.inside`.
     """
     inside = batch_axes.inside(graph, arguments, given, counters, is_loop)
     batch_axes.remember(call, role, graph, inside)
@@ -54,7 +54,7 @@ def of_function(
 
 
 def _leaving(tensor: tf.Tensor, inside: BatchAxes) -> Layout:
-    """The value of an output; the number of an example is known inside of a function only."""
+    """The layout of an output; the index of an example is known only inside of the function."""
     value = inside.value(tensor)
     if isinstance(value, OneExample) and value.loop is tensor.graph:
         return CrossExample(tensor.op, "takes what belongs to one example out of its iteration")
@@ -66,7 +66,7 @@ def _values(op: tf.Operation, batch_axes) -> list:
 
 
 def join(op: tf.Operation, one: Layout, other: Layout) -> Layout:
-    """What is known of a value that comes from either of two places."""
+    """The layout of a value that comes from either of two places."""
     publics = [v for v in (one, other) if isinstance(v, DataIndependent)]
     tied = frozenset().union(*(v.tied for v in publics))
     a, b = (v.layout if isinstance(v, DataIndependent) else v for v in (one, other))
@@ -84,7 +84,7 @@ def join(op: tf.Operation, one: Layout, other: Layout) -> Layout:
 
 
 def _unless_rows(op: tf.Operation, value: Layout) -> Layout:
-    """The layout of one of two lists that differ; one without data may still become another."""
+    """The layout of one of two lists that differ; a list without data can still become another."""
     if isinstance(value, DataIndependent):
         return None if value.layout == Rows() else value.layout
     return (
@@ -95,12 +95,12 @@ def _unless_rows(op: tf.Operation, value: Layout) -> Layout:
 
 
 def _is_told(value: Layout, tied: frozenset[tf.Graph]) -> bool:
-    """Whether a choice that changes from iteration to iteration tells of the example's place."""
+    """Whether a choice that changes from iteration to iteration reveals the example's place."""
     return value.loop in tied if isinstance(value, OneExample) else value == Rows() and bool(tied)
 
 
 def _chosen(op: tf.Operation, value: Layout, choice: Layout) -> Layout:
-    """A value that was chosen, from one of several functions or by the length of a loop."""
+    """The layout of a value that a choice selects: a branch, or the length of a loop."""
     if isinstance(choice, DataIndependent):
         if isinstance(value, DataIndependent):
             return value._replace(tied=value.tied | choice.tied)
@@ -119,7 +119,7 @@ def call(op, batch_axes):
 
 @register_layout(*BRANCHES)
 def branches(op, batch_axes):
-    """One of several functions; which one must not depend on the data of other examples."""
+    """One of several functions; the choice must not depend on the data of other examples."""
     choice = batch_axes.value(op.inputs[0])
     if not isinstance(choice, (DataIndependent, OneExample)):
         return CrossExample(op, "takes one decision for all examples, from the data")
@@ -140,7 +140,7 @@ def loop(op, batch_axes):
     same = [is_passed_on(body, k) for k in range(len(state))]
     given = [t if fixed else None for t, fixed in zip(op.inputs, same)]
     counters = _counters_of_examples(op, body, condition, given, batch_axes)
-    while True:  # each round makes some layout known, or mixed, or dependent; or it is the last
+    while True:  # each pass makes a layout known, mixed or dependent, or is the last
         inside = [v if same[k] else _changing(v, body, k) for k, v in enumerate(state)]
         found = of_function(batch_axes, body, inside, op, "body", given, counters, is_loop=True)
         after = [join(op, a, _after(b, body, k)) for k, (a, b) in enumerate(zip(state, found))]
@@ -154,19 +154,19 @@ def loop(op, batch_axes):
 
 
 def is_passed_on(body: tf.Graph, k: int) -> bool:
-    """Whether a loop variable stays what it is."""
+    """Whether loop variable `k` keeps its value."""
     return behind_identities(body.outputs[k]) is body.inputs[k]
 
 
 def _changing(value: Layout, body: tf.Graph, k: int) -> Layout:
-    """A loop variable in the body; of a list the elements are looked at by themselves."""
+    """The layout of a loop variable in the body; the elements of a list have their own."""
     if not isinstance(value, DataIndependent) or body.inputs[k].dtype == tf.variant:
         return value
     return value._replace(tied=value.tied | {body})
 
 
 def _after(value: Layout, body: tf.Graph, k: int) -> Layout:
-    """A loop variable after the loop: its last value is the same for all examples."""
+    """The layout of a loop variable after the loop: its last value is the same for all examples."""
     if not isinstance(value, DataIndependent) or body.inputs[k].dtype == tf.variant:
         return value
     return value._replace(tied=value.tied - {body})

@@ -1,4 +1,4 @@
-"""What operations that take rows of a table do to the batch axis."""
+"""What operations that gather rows of a table do to the batch axis."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _is_more_than_one(condition: tf.Tensor, batch_axes: BatchAxes) -> bool:
 @register_layout("GatherNd", "ResourceGatherNd")
 @unless_cross_example
 def gather_nd(op, batch_axes):
-    """Entries of a public table at indices of the data; the last axis is the index."""
+    """Entries of a public table at indices from the data; the last axis is the index."""
     layout = batch_axes[op.inputs[1]]
     if batch_axes.depends(op.inputs[0]) or layout.axis == op.inputs[1].shape.rank - 1:
         return CrossExample(op, "picks examples by index")
@@ -90,5 +90,5 @@ def gather_nd(op, batch_axes):
 @register_layout("LookupTableFindV2")
 @unless_cross_example
 def lookup(op, batch_axes):
-    """One value for each key."""
+    """One value per key."""
     return batch_axes[op.inputs[1]]

@@ -1,4 +1,4 @@
-"""State that carries data from one example to another, beside the way from data to loss."""
+"""State that carries data from one example to another, outside of the path from data to loss."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from tf_adaptive_dp.gradients.frames import Frame
 from tf_adaptive_dp.gradients.graph import layer_name
 from tf_adaptive_dp.gradients.released import is_released
 
-# What Python, files and staging areas remember: one state, since nobody sees inside.
+# What Python, files and staging areas remember counts as one state, since no one sees inside.
 _WORLD = "world"
 _RESOURCE, _OUTSIDE, _FUNCTION = "resource", "outside", "function"
 
 _STATE = (
-    "The step writes the data of the batch into a variable (or a table, a queue or the like) that "
+    "The step writes data of the batch into a variable (or a table, a queue or the like) that "
     "the loss reads, so an example would change the gradients of others, in this step or in later "
     "ones. Received: {op} ({type}), in layer {layer!r}{line}. Use a layer without such state "
     "(stateful=False, no moving averages), or freeze it (`layer.trainable = False`); state of your "
     "own may be computed from weights, released gradients and public data only."
 )
 _FOREIGN = (
-    "The step gives the data of the batch to Python, to a file or to a staging area, and the loss "
+    "The step passes data of the batch to Python, to a file or to a staging area, and the loss "
     "depends on what comes back from there, so an example may change the gradients of others. "
     "Received: {op} ({type}), in layer {layer!r}{line}. Log with `tf.print` or `tf.summary`, and "
     "pass what the loss needs from Python to the step as an argument."
@@ -48,7 +48,7 @@ _FOREIGN = (
 
 
 class _Write(NamedTuple):
-    """An operation that may write, and what decides whether it is run."""
+    """An operation that may write, and what decides whether it runs."""
 
     frame: Frame
     op: tf.Operation
@@ -58,33 +58,33 @@ class _Write(NamedTuple):
 def refuse_state(loss: tf.Tensor) -> None:
     """Refuses state that carries data from one example to another.
 
-    Such as the moving averages of a normalization that it uses itself, the states of a stateful
+    Examples are moving averages that a normalization uses itself, the states of a stateful
     recurrent layer, and queues of earlier examples.
 
     Args:
       loss: [B], symbolic.
 
     Raises:
-      NotPrivateError: if the loss reads state that its graph, as far as it has been built, writes
-        from the data, other than by gradients that were released.
+      NotPrivateError: if the loss reads state that its graph, as far as it was built, writes from
+        the data, other than from released gradients.
     """
     root = Frame(loss.graph)
     refuse_state_within(root, [(root, loss)])
 
 
 def refuse_state_within(root: Frame, losses: Iterable[tuple[Frame, tf.Tensor]]) -> None:
-    """Refuses state that carries data to losses, from wherever the functions within write it.
+    """Refuses state that carries data to losses, wherever a function within a graph writes it.
 
-    Whatever takes a handle and data counts as writing, unless it is known to read only; so does
-    whatever takes data out of the graph. What the written values depend on may be state itself,
-    of which the same is asked.
+    An operation that takes a handle and data counts as writing unless it is known only to read. So
+    does an operation that takes data out of the graph. If the written values depend on state, the
+    same is asked of that state.
 
-    Guarantee: no state that is written within `root` carries the data to the losses, but by way of
-    releases. What other functions and Python write is not seen.
+    Guarantee: no state that is written within `root` carries data to the losses, except by way of
+    releases. The search does not see what other functions and Python write.
 
     Args:
       root: the outermost graph.
-      losses: the losses whose gradients are clipped, and what else is computed of these gradients
+      losses: the losses whose gradients are clipped, and what else is computed from these gradients
         before their release, each with its frame in `root`.
 
     Raises:
@@ -106,10 +106,10 @@ def refuse_state_within(root: Frame, losses: Iterable[tuple[Frame, tf.Tensor]]) 
 
 
 class _Search:
-    """Follows values back to the data and to the state that they depend on.
+    """Follows values back to the data and the state that they depend on.
 
     Attributes:
-      read: the state that was met so far.
+      read: the state found so far.
     """
 
     def __init__(self, root: Frame):
@@ -117,11 +117,11 @@ class _Search:
         self.read: set[Hashable] = set()
 
     def follow(self, starts: Iterable[tuple[Frame, tf.Tensor]], seen: set) -> bool:
-        """Whether any of some tensors depends on data, other than by a private release.
+        """Whether a tensor depends on data, other than by a private release.
 
         Args:
-          starts: the tensors, each with its frame.
-          seen: what need not be followed again; grows.
+          starts: the tensors to ask about, each with its frame.
+          seen: what was followed already; grows.
         """
         stack, found = list(starts), False
         while stack:
@@ -149,7 +149,7 @@ class _Search:
 
 
 def _by_state(root: Frame) -> dict[Hashable, list[_Write]]:
-    """All operations within a graph that may write, by what they may write to."""
+    """All operations within a graph that may write, grouped by the state they may write to."""
     found: dict[Hashable, list[_Write]] = {}
     pending: list[tuple[Frame, list]] = [(root, [])]
     while pending:
@@ -170,7 +170,7 @@ def _by_state(root: Frame) -> dict[Hashable, list[_Write]]:
 
 @functools.cache
 def _kind(op_type: str) -> str | None:
-    """What an operation may do besides computing its outputs; `None` if nothing."""
+    """The side effects that operations of a type may have; `None` for none."""
     runs_functions, stateful = bool(function_attributes(op_type)), is_stateful(op_type)
     if op_type in OUTSIDE:
         return _OUTSIDE

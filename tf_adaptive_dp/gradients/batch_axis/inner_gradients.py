@@ -1,6 +1,6 @@
-"""What operations of a gradient do to the batch axis, where the loss itself depends on a gradient.
+"""What gradient operations do to the batch axis, for losses that contain a gradient.
 
-Such as a penalty on the gradient of the model's output for its inputs.
+An example is a penalty on the gradient of the model's output with respect to its inputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ register_layout(
 @register_layout("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3")
 @unless_cross_example
 def fused_batch_norm_grad(op, batch_axes):
-    """That of a frozen normalization, or of one with the examples as channels."""
+    """The gradient of a frozen normalization, or of one with the examples as channels."""
     rank = op.inputs[1].shape.rank
     entries = {batch_axes[t] for t in op.inputs[:2] if batch_axes.depends(t)}
     scales = {batch_axes[t] for t in op.inputs[2:] if batch_axes.depends(t)}

@@ -1,8 +1,9 @@
 """What lists of tensors (`tf.TensorArray`) do to the batch axis.
 
-A list stands for its elements, which all have one layout; or it has one element for each example
-(`Rows`), or belongs to one example in a loop over them (`OneExample`). The positions of elements,
-and how many there are, must not depend on the data of other examples.
+The layout of a list is that of its elements, which must all have the same one. Two layouts occur in
+loops over the examples only: `Rows` for a list whose element i belongs to example i, and
+`OneExample` for a list that belongs to the example of the current iteration. The positions and the
+number of elements must not depend on the data of other examples.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp.gradients.batch_axis.operations import (
     Layout,
+    Rule,
     one_example,
     register_layout,
     unless_cross_example,
@@ -28,30 +30,37 @@ _BY_INDEX = "picks elements by index"
 _BESIDE = "puts examples beside other ones"
 
 
+def _unless_one_example(rule: Rule) -> Rule:
+    """Lets `rule` handle only what is not mixed already and does not belong to one example."""
+
+    def wrapped(op, batch_axes):
+        if _of_one_example(op, batch_axes):
+            return one_example(op, batch_axes)
+        return rule(op, batch_axes)
+
+    return unless_cross_example(wrapped)
+
+
 def _of_one_example(op: tf.Operation, batch_axes: BatchAxes) -> bool:
-    """Whether the data of it belong to an example of a loop, and no list of all is among them."""
+    """Whether data of one example of a loop goes in, and no list with the data of all."""
     places = [batch_axes[t] for t in op.inputs if batch_axes.depends(t)]
     return Rows() not in places and any(isinstance(p, OneExample) for p in places)
 
 
 @register_layout("TensorListReserve")
-@unless_cross_example
-def reserved(op, batch_axes):
-    """Empty, with room for as many elements as the batch has examples, or another number."""
-    if _of_one_example(op, batch_axes):
-        return one_example(op, batch_axes)
+@_unless_one_example
+def reserve(op, batch_axes):
+    """An empty list, with room for one element per example or for another number."""
     if any(map(batch_axes.depends, op.inputs)):
         return CrossExample(op, "has a length that depends on the data")
     return Rows() if batch_axes.entries(op.inputs[1])[0] == batch_axes.batch_size else None
 
 
 @register_layout("TensorListFromTensor")
-@unless_cross_example
-def list_from_tensor(op, batch_axes):
-    """The axis of time is gone; or that of the batch, which the list then stands for."""
+@_unless_one_example
+def from_tensor(op, batch_axes):
+    """Splits axis 0, such as that of time. If axis 0 is the batch, each element is an example."""
     layout = batch_axes[op.inputs[0]]
-    if _of_one_example(op, batch_axes):
-        return one_example(op, batch_axes)
     if layout == BatchAxis() and batch_axes.depends(op.inputs[0]):
         return Rows()
     if layout is None or layout.axis == 0:
@@ -59,55 +68,42 @@ def list_from_tensor(op, batch_axes):
     return layout.at(layout.axis - 1)
 
 
-@register_layout("TensorListStack")
-@unless_cross_example
-def stacked(op, batch_axes):
-    """The elements on a new axis 0."""
+@register_layout("TensorListStack", "TensorListGather")
+@_unless_one_example
+def to_tensor(op, batch_axes):
+    """All elements, or those at public indices, on a new axis 0."""
+    layout, stacks = batch_axes[op.inputs[0]], op.type == "TensorListStack"
     if not any(map(batch_axes.depends, op.inputs)):
-        counts = batch_axes[op.inputs[0]] == Rows() and batch_axes.batch_size.unknowns
-        return BatchAxis() if counts else None
-    if batch_axes[op.inputs[0]] == Rows() and not batch_axes.depends(op.inputs[1]):
+        has_batch = stacks and layout == Rows() and batch_axes.batch_size.unknowns
+        return BatchAxis() if has_batch else None
+    if stacks and layout == Rows() and not batch_axes.depends(op.inputs[1]):
         return BatchAxis()
-    return gathered(op, batch_axes)
-
-
-@register_layout("TensorListGather")
-@unless_cross_example
-def gathered(op, batch_axes):
-    """Elements at public indices on a new axis 0."""
-    layout = batch_axes[op.inputs[0]]
-    if _of_one_example(op, batch_axes):
-        return one_example(op, batch_axes)
     if not isinstance(layout, BatchAxis) or any(map(batch_axes.depends, op.inputs[1:])):
         return CrossExample(op, _BY_INDEX)
     return layout.at(layout.axis + 1)
 
 
 @register_layout("TensorListGetItem", "TensorListResize", "TensorListPopBack")
-@unless_cross_example
-def list_item(op, batch_axes):
-    """An element has the layout that the list has, or belongs to the example of its number."""
+@_unless_one_example
+def take(op, batch_axes):
+    """An element, or a list of fewer or more of them."""
     layout, public = batch_axes[op.inputs[0]], not any(map(batch_axes.depends, op.inputs[1:]))
-    if _of_one_example(op, batch_axes):
-        return one_example(op, batch_axes)
     if layout == Rows() and public and op.type == "TensorListGetItem":
         return batch_axes.example_at(op.inputs[1]) or CrossExample(op, _BY_INDEX)
     return layout if isinstance(layout, BatchAxis) and public else CrossExample(op, _BY_INDEX)
 
 
 @register_layout("TensorListPushBack")
-@unless_cross_example
-def list_with_last(op, batch_axes):
-    """All elements must have one layout."""
-    if _of_one_example(op, batch_axes):
-        return one_example(op, batch_axes)
+@_unless_one_example
+def push(op, batch_axes):
+    """The new element must have the layout of the others."""
     return _one_layout(op, batch_axes, op.inputs[1])
 
 
 @register_layout("TensorListSetItem")
 @unless_cross_example
-def list_with_item(op, batch_axes):
-    """All elements must have one layout, or each belong to the example of its number."""
+def set_item(op, batch_axes):
+    """The new element must have the layout of the others, or belong to the example of its index."""
     handle, index, item = op.inputs
     tied = batch_axes.tied(handle) | batch_axes.tied(item)
     if not any(map(batch_axes.depends, op.inputs)):
@@ -124,13 +120,13 @@ def list_with_item(op, batch_axes):
 
 
 def _is_own(item: tf.Tensor, index: tf.Tensor, batch_axes: BatchAxes) -> bool:
-    """Whether an element belongs to the example of that number."""
+    """Whether an element belongs to the example whose number is `index`."""
     own = batch_axes.example_at(index)
     return own is not None and batch_axes.depends(item) and batch_axes[item] == own
 
 
 def _one_layout(op: tf.Operation, batch_axes: BatchAxes, item: tf.Tensor) -> Layout:
-    """That of the elements; an empty list has none yet."""
+    """The common layout of a list and a new element; an empty list has none yet."""
     found = {batch_axes[t] for t in (op.inputs[0], item) if batch_axes[t] is not None}
     if not batch_axes.depends(op.inputs[0]):
         found.discard(Rows())

@@ -1,4 +1,4 @@
-"""Losses in inner functions: what their arguments are where the functions are called."""
+"""Losses in inner functions: what the callers of these functions pass to them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _FOREIGN = "does not have the batch as axis 0, has no static shape, or is sparse
 _MIXED = (
     "`minimize` is called in an inner function whose argument mixes the examples of the batch "
     "already, so none has a gradient of its own. Received: {argument} of {function!r}, computed "
-    "by {op} ({type}), which {why}. Compute it inside of each example only, or once for all "
-    "before the step from public data."
+    "by {op} ({type}), which {why}. Compute it within each example, or before the step from "
+    "public data."
 )
 _MOVED = (
     "`minimize` is called in an inner function whose arguments do not hold the examples of the "
@@ -34,28 +34,28 @@ _MOVED = (
     "batch, or the same rows of all its parts (`x[a:b]`, `y[a:b]`)."
 )
 _PLACED = (
-    "`minimize` is called in an inner function with an argument that depends on the row of the "
-    "batch in which an example is, or on how many examples there are. Received: {argument} of "
-    "{function!r}, computed by {op} ({type}). Compute it inside of the function that calls "
-    "`minimize`, where the library can search how it is used."
+    "`minimize` is called in an inner function with an argument that depends on the row of an "
+    "example in the batch, or on the number of examples. Received: {argument} of {function!r}, "
+    "computed by {op} ({type}). Compute it inside of the function that calls `minimize`, where "
+    "the library can search how it is used."
 )
 
 
 def refuse_mixed_arguments(frame: Frame, loss: tf.Tensor) -> None:
-    """Refuses an inner function that was given something else than the examples of the batch.
+    """Refuses an inner function whose arguments are not the examples of the batch.
 
-    A function takes its arguments for the examples, and numbers for settings. Where it is called
-    within others this is checked, through calls, branches and loops, up to what the outermost one
-    is fed.
+    The search within a function takes its arguments for examples, and scalars for settings. This
+    checks that they are, through the calls, branches and loops around it, up to the inputs of the
+    outermost function.
 
     Args:
-      frame: where the function is run; its outermost frame is that of the whole step.
+      frame: the call of the function; its outermost frame is that of the whole step.
       loss: [B], in the graph of `frame`, and accepted there.
 
     Raises:
-      NotPrivateError: if an argument that the loss depends on holds other things than examples in
-        their order, or if a number depends on the data; if an argument without data depends on the
-        size of the batch, or differs from row to row.
+      NotPrivateError: if an argument that the loss depends on does not hold examples in their
+        order; if a scalar depends on the data; or if an argument without data depends on the batch
+        size, or differs from row to row.
     """
     if frame.call is None:
         return
@@ -64,7 +64,7 @@ def refuse_mixed_arguments(frame: Frame, loss: tf.Tensor) -> None:
     arguments = _Arguments(_batch_size(frame))
     values = [arguments.value(frame, t) for t in given]
     if all(isinstance(v, DataIndependent) for v in values):
-        # Nothing is fed: as elsewhere, constants with an axis of length B are the data then.
+        # There are no inputs: as elsewhere, constants with an axis of length B are the data then.
         rows = _num_rows(frame, loss, given)
         arguments = _Arguments(rows, constants_are_data=True)
         values = [arguments.value(frame, t) for t in given]
@@ -72,7 +72,7 @@ def refuse_mixed_arguments(frame: Frame, loss: tf.Tensor) -> None:
     for tensor, value in zip(given, values):
         expects_rows = bool(feeds([tensor.op], frame.graph))
         if isinstance(value, DataIndependent):
-            op = arguments.told_by(frame, tensor)
+            op = arguments.source_of_place(frame, tensor)
             if op is not None:
                 names = {"argument": tensor.op.name, "function": getattr(frame.graph, "name", "")}
                 raise NotPrivateError(_PLACED.format(**names, op=op.name, type=op.type))
@@ -97,7 +97,7 @@ def _error(frame: Frame, tensor: tf.Tensor, value: Value | None) -> NotPrivateEr
 
 
 def _batch_size(frame: Frame) -> int | None:
-    """B where the step is fed, if that has one known size there."""
+    """B at the inputs of the step, if they agree on a known size."""
     sizes: set[int | None] = set()
     while frame is not None:
         ops = frame.graph.get_operations()
@@ -108,14 +108,14 @@ def _batch_size(frame: Frame) -> int | None:
 
 
 def _num_rows(frame: Frame, loss: tf.Tensor, given: Sequence[tf.Tensor]) -> int | None:
-    """B, as far as the loss or the arguments tell it."""
+    """B, if the shape of the loss or of an argument tells it."""
     outside = [t for g in given for _, t in frame.origins(g)[0]]
     sizes = [t.shape[0] for t in [loss, *outside] if t.shape.rank]
     return next((n for n in sizes if n is not None), None)
 
 
 class _Arguments:
-    """What the inputs of bodies hold, found by following them outwards as far as they matter."""
+    """What the inputs of bodies hold, found by following them outwards as far as necessary."""
 
     def __init__(self, batch_size: int | None, constants_are_data: bool = False):
         self._batch_size = batch_size
@@ -124,13 +124,13 @@ class _Arguments:
         self._asked: set[tuple[Frame, int]] = set()
 
     def value(self, frame: Frame, tensor: tf.Tensor) -> Value:
-        """What a tensor holds."""
+        """The layout of a tensor; `DataIndependent` if it does not depend on the data."""
         if tensor.op.type == "Placeholder":
             return self._of_input(frame, tensor)
-        return self._layouts(frame, [tensor]).value(tensor)
+        return self._batch_axes(frame, [tensor]).value(tensor)
 
     def selection(self, frame: Frame, tensor: tf.Tensor) -> tuple | None:
-        """Which rows of the batch a tensor holds, if it is the batch but for the choice of rows."""
+        """Which rows of the batch a tensor holds; `None` if it is more than a selection of rows."""
         if self.value(frame, tensor) == BatchAxis():
             return ()
         op = tensor.op
@@ -155,24 +155,24 @@ class _Arguments:
         step = (op.type, len(op.outputs), tensor.value_index, *map(_formula, others))
         return None if before is None else (*before, step)
 
-    def told_by(self, frame: Frame, tensor: tf.Tensor) -> tf.Operation | None:
-        """What makes an argument without data depend on the size of the batch, or on the row.
+    def source_of_place(self, frame: Frame, tensor: tf.Tensor) -> tf.Operation | None:
+        """What makes an argument without data depend on the batch size, or on the row.
 
-        Inside of the function it counts as a setting, or as part of the batch, so that neither
-        would be looked for there.
+        Inside of the function such an argument counts as a setting or as part of the batch, so the
+        search there would not find either.
         """
         if tensor.dtype in (tf.resource, tf.variant) or (frame, id(tensor)) in self._asked:
             return None
         self._asked.add((frame, id(tensor)))
         if tensor.op.type == "Placeholder" and frame.call is not None:
-            told = (self.told_by(*place) for place in frame.origins(tensor)[0])
-            return next((op for op in told if op is not None), None)
-        batch_axes, ops = self._layouts(frame, [tensor]), ancestors([tensor], stop=is_released)
+            found = (self.source_of_place(*place) for place in frame.origins(tensor)[0])
+            return next((op for op in found if op is not None), None)
+        batch_axes, ops = self._batch_axes(frame, [tensor]), ancestors([tensor], stop=is_released)
         inputs = [op.outputs[0] for op in ops if op.type == "Placeholder"]
         if frame.call is not None:
             for given in inputs:
                 if isinstance(self.value(frame, given), DataIndependent):
-                    op = self.told_by(frame, given)
+                    op = self.source_of_place(frame, given)
                     if op is not None:
                         return op
         if counting.counts_batch(tensor, batch_axes):
@@ -184,8 +184,8 @@ class _Arguments:
         found = slots.disprove([demand], set(), draws)
         return tensor.op if found is not None or draws.replaces_any else None
 
-    def _layouts(self, frame: Frame, tensors: Sequence[tf.Tensor], inputs=None) -> BatchAxes:
-        """The layouts of what tensors of a body are computed from."""
+    def _batch_axes(self, frame: Frame, tensors: Sequence[tf.Tensor], inputs=None) -> BatchAxes:
+        """The batch axes of everything that tensors of a body are computed from."""
         ops = ancestors(tensors, stop=is_released)
         batch_axes = BatchAxes(self._batch_size)
         for op in ops:
@@ -214,15 +214,13 @@ class _Arguments:
         values = [self.value(*p) for p in places if p[1].dtype != tf.resource]
         dependent = [v for v in values if not isinstance(v, DataIndependent)]
         if dependent and len(values) > 1 or dependent and is_element:
-            return CrossExample(
-                frame.call, "gives the data to a function in a way that is not known"
-            )
+            return CrossExample(frame.call, "passes the data to a function in an unknown way")
         if is_element:
             return _fresh(tensor)
         return dependent[0] if dependent else DataIndependent()
 
     def _fed(self, frame: Frame, tensor: tf.Tensor) -> Value:
-        """What the outermost function is fed, or has from outside of all functions."""
+        """The layout of an argument of the outermost function, or of what it captures."""
         _, is_data = frame.origins(tensor)
         return BatchAxis() if is_data or self._is_data(tensor) else DataIndependent()
 
@@ -231,7 +229,7 @@ class _Arguments:
         return size is not None and constant.shape[:1] == [size]
 
     def _of_loop_state(self, frame: Frame, tensor: tf.Tensor) -> Value:
-        """What a variable of a loop holds in all rounds."""
+        """The layout of a loop variable in all iterations."""
         if (frame, id(tensor)) in self._loops:
             return self._loops[frame, id(tensor)]
         body = frame.outer.bodies(frame.call)["body"] if frame.role == "cond" else frame
@@ -251,9 +249,9 @@ class _Arguments:
                 if id(t) in inside and len(body.origins(t)[0]) > 1
             ]
         state = {k: self.value(*body.origins(body.graph.inputs[k])[0][0]) for k in needed}
-        while True:  # each round makes some value known, or mixed, or dependent; or it is the last
+        while True:  # each pass makes a value known, mixed or dependent, or is the last
             inputs = {id(body.graph.inputs[k]): v for k, v in state.items()}
-            batch_axes = self._layouts(body, list(needed.values()), inputs)
+            batch_axes = self._batch_axes(body, list(needed.values()), inputs)
             after = {k: join(frame.call, v, batch_axes.value(needed[k])) for k, v in state.items()}
             if after == state:
                 break
@@ -276,7 +274,7 @@ def _takes_rows(op: tf.Operation) -> bool:
 
 
 def _formula(tensor: tf.Tensor) -> Hashable:
-    """What a small integer tensor is computed by; equal for equal formulas of equal values."""
+    """How a small integer tensor is computed; equal for equal formulas of equal values."""
     value = static_value(tensor)
     if value is not None:
         return value.tobytes()

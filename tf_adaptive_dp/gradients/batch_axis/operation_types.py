@@ -1,4 +1,4 @@
-"""Operations that treat the examples of a batch alike, by what they do to the axes."""
+"""Types of operations, grouped by what they do to axes and to state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ELEMENTWISE = set(
     """.split()
 )
 
-# What the examples are is in the leading axes; so many trailing axes are worked on as a whole.
+# The batch is among the leading axes. The operation works on this many trailing axes as a whole.
 TRAILING = {
     **dict.fromkeys("Softmax LogSoftmax TopK TopKV2 NthElement HSVToRGB RGBToHSV".split(), 1),
     **dict.fromkeys("FFT IFFT RFFT IRFFT MatrixDiag MatrixDiagV2 MatrixDiagV3".split(), 1),
@@ -43,7 +43,7 @@ TRAILING = {
     **dict.fromkeys("AdjustContrastv2 AdjustHue AdjustSaturation FFT3D IFFT3D".split(), 3),
 }
 
-# Axis 0 of the first input is the batch, as it is of all that depends on the data.
+# Axis 0 is the batch, in the first input and in all others that depend on the data.
 AXIS_0 = set(
     """
     AvgPool AvgPool3D Conv2D Conv3D DepthToSpace DepthwiseConv2dNative
@@ -57,7 +57,7 @@ AXIS_0 = set(
 
 REDUCTIONS = {"All", "Any", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"}
 
-# Only the shape of the input counts.
+# Only the shape of the input matters.
 SHAPE_ONLY = {"Shape", "ShapeN", "Size", "Rank"}
 
 RANDOM = {
@@ -78,7 +78,7 @@ RANDOM = {
     "TruncatedNormal",
 }
 
-# Beside the elementwise ones: those whose output has the shape of the first input.
+# Not elementwise, but the output has the shape of the first input.
 KEEP_SHAPE = {
     "BiasAdd",
     "Cumsum",
@@ -90,13 +90,13 @@ KEEP_SHAPE = {
     "Softmax",
 }
 
-# What a data set gives.
+# They return elements of a data set.
 ELEMENTS = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}
 
 VARIABLE_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 
-# Stateful for TensorFlow, but they change nothing, and give the same for the same inputs until
-# someone writes to what they read.
+# TensorFlow declares them stateful. But they change nothing, and return the same for the same
+# inputs until something else writes to what they read.
 REPEATABLE = VARIABLE_READS | {
     "Assert",
     "LookupTableFindV2",
@@ -105,7 +105,7 @@ REPEATABLE = VARIABLE_READS | {
     "VariableShape",
 }
 
-# Operations that take a handle, and data, but write nothing. All others with a handle may write.
+# Operations that take a handle and write nothing. All others with a handle may write.
 READERS = set(
     """
     IteratorGetNextAsOptional LookupTableExportV2 LookupTableFindV2 LookupTableSizeV2
@@ -114,8 +114,8 @@ READERS = set(
     """.split()
 )
 
-# Called stateful, but nothing of the data stays in them: checks, output that nobody reads back,
-# draws of random numbers, clocks, and operations that make handles.
+# TensorFlow declares them stateful, but they keep no data: checks, output that nothing reads back,
+# random numbers, clocks, and operations that create handles.
 WITHOUT_MEMORY = set(
     """
     AllCandidateSampler Assert CheckNumerics CheckNumericsV2 CrossReplicaSum CudnnRNN
@@ -128,10 +128,10 @@ WITHOUT_MEMORY = set(
     """.split()
 )
 
-# Sums over replicas, by the start of their names.
+# Communication between replicas, by the start of the name.
 COMMUNICATION = ("AllToAll", "Collective", "Nccl")
 
-# What leaves the graph, or comes back into it, where nobody can see what stays there.
+# Data leaves the graph, or comes back into it; no one can see what is kept outside.
 OUTSIDE = {
     *("EagerPyFunc", "PyFunc", "PyFuncStateless", "ReadFile", "WriteFile", "MatchingFiles"),
     *("DatasetToTFRecord", "ExperimentalDatasetToTFRecord"),
@@ -140,7 +140,7 @@ OUTSIDE = {
 
 FUNCTIONS = CALLS | BRANCHES | LOOPS
 
-# Of lists of tensors: those whose list may become, or stays, as long as the batch.
+# The list may become, or stay, as long as the batch.
 KEEP_LENGTH = {"TensorListReserve", "TensorListSetItem", "TensorListStack"}
 LISTS = KEEP_LENGTH | {
     "TensorListFromTensor",
@@ -153,7 +153,7 @@ LISTS = KEEP_LENGTH | {
 
 
 def product_terms(op: tf.Operation) -> tuple[list[str], str]:
-    """A product of tensors as in `tf.einsum`: the letters of each input, and of the output."""
+    """Writes a product of tensors as `tf.einsum` would: letters of each input and the output."""
     if op.type == "Einsum":
         return _einsum_terms(op)
     names = ("transpose_a", "transpose_b") if op.type == "MatMul" else ("adj_x", "adj_y")
@@ -167,7 +167,7 @@ def product_terms(op: tf.Operation) -> tuple[list[str], str]:
 
 
 def _einsum_terms(op: tf.Operation) -> tuple[list[str], str]:
-    """The letters of an equation, ellipses written out."""
+    """The letters of an equation, with ellipses spelled out."""
     equation = op.get_attr("equation").decode().replace(" ", "")
     left, result = equation.split("->")
     terms = left.split(",")

@@ -1,4 +1,4 @@
-"""What each operation does to the batch axis; whatever is not known here counts as mixing."""
+"""What each operation does to the batch axis; an operation without a rule counts as mixing."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
     Rows,
 )
 
+# What is known about the batch axis of one tensor.
 Layout = Union[BatchAxis, CrossExample, Rows, OneExample, DataIndependent, None]
-# From an operation to the layouts of its outputs (or one for all of them).
+# From an operation to the layouts of its outputs, or to one for all of them.
 Rule = Callable[[tf.Operation, "BatchAxes"], Union[Layout, Sequence[Layout]]]
 _RULES: dict[str, Rule] = {}
 
 _UNKNOWN = (
-    "is an operation of which this library does not know whether it keeps the examples apart (if "
-    "it does, say so with `tf_adaptive_dp.gradients.register_layout`)"
+    "is an operation that is not known to keep the examples apart (if it does, say so with "
+    "`tf_adaptive_dp.gradients.register_layout`)"
 )
 
 
 def register_layout(*op_types: str) -> Callable[[Rule], Rule]:
     """Registers what operations do to the batch axis.
 
-    Guarantee: this is where the library learns which operations keep the examples of a batch
-    apart. A rule that returns a `BatchAxis` vouches that entry i of the output depends on entry i
-    of the inputs alone.
+    Guarantee: rules decide which operations keep the examples of a batch apart. A rule that returns
+    a `BatchAxis` vouches that entry i of the output depends only on entry i of the inputs.
 
     Args:
       *op_types: names as in `tf.Operation.type`.
 
     Returns:
       A decorator for `rule(op, batch_axes)`, which returns a `BatchAxis` or
-      `CrossExample(op, why)`, one for all outputs or one for each. It is asked only if an input
-      depends on the data.
+      `CrossExample(op, why)`: one for all outputs, or a list of one per output. The library calls
+      it only if an input depends on the data.
     """
 
     def register(rule: Rule) -> Rule:
@@ -65,7 +65,7 @@ def register_layout(*op_types: str) -> Callable[[Rule], Rule]:
 
 
 def run(ops: Iterable[tf.Operation], batch_axes: BatchAxes) -> None:
-    """Enters the outputs of operations, given in the order of creation."""
+    """Records the outputs of operations, given in the order of creation."""
     for op in ops:
         if any(batch_axes[t] is not None or batch_axes.depends(t) for t in op.outputs):
             continue  # a source
@@ -73,9 +73,9 @@ def run(ops: Iterable[tf.Operation], batch_axes: BatchAxes) -> None:
 
 
 def apply(op: tf.Operation, batch_axes: BatchAxes) -> None:
-    """Enters the outputs of an operation whose inputs are known."""
+    """Records the outputs of an operation whose inputs are known."""
     if op.type in SHAPE_ONLY:
-        # A shape tells of the data only where sizes do, as after `tf.boolean_mask`.
+        # A shape reveals data only if a size does, as after `tf.boolean_mask`.
         told = next(
             (m for m in map(batch_axes.__getitem__, op.inputs) if _tells_sizes(op, m)), None
         )
@@ -87,7 +87,7 @@ def apply(op: tf.Operation, batch_axes: BatchAxes) -> None:
     if not dependent:
         found = rule(op, batch_axes) if rule and op.type in _MAKE_BATCHES else None
     elif rule is None:
-        # A function is judged by what is in it, anything else unknown is not trusted.
+        # Functions have rules that look inside. Nothing else without a rule is trusted.
         found = _first_mixed(op, batch_axes) or CrossExample(op, _UNKNOWN)
     else:
         found = rule(op, batch_axes)
@@ -115,21 +115,21 @@ def _tells_sizes(op: tf.Operation, layout: Layout) -> bool:
 
 
 def _ties(op: tf.Operation, batch_axes: BatchAxes) -> frozenset[tf.Graph]:
-    """Bodies of loops from iteration to iteration of which public outputs of it change."""
+    """The loop bodies from whose iteration to iteration public outputs of the operation change."""
     if batch_axes.loops and _has_memory(op):
         return batch_axes.loops
     return frozenset().union(*map(batch_axes.tied, op.inputs))
 
 
 def _has_memory(op: tf.Operation) -> bool:
-    """Whether it may give another value each time that is not random, or has a known seed."""
+    """Whether it may return another value each time that is not random, or has a known seed."""
     if op.type in RANDOM and op.op_def.is_stateful:
         return bool(op.get_attr("seed") or op.get_attr("seed2"))
     return op.op_def.is_stateful and op.type not in REPEATABLE
 
 
 def _is_in_iteration(op: tf.Operation, batch_axes: BatchAxes) -> bool:
-    """Whether it is about single examples of a loop over them, and has no rule for that."""
+    """Whether it works on single examples of a loop over them, and has no rule for that."""
     return op.type not in _FOLLOWED and any(
         isinstance(batch_axes[t], (Rows, OneExample)) and batch_axes.depends(t) for t in op.inputs
     )
@@ -138,7 +138,8 @@ def _is_in_iteration(op: tf.Operation, batch_axes: BatchAxes) -> bool:
 def one_example(op: tf.Operation, batch_axes: BatchAxes) -> Layout:
     """What is computed from one example alone belongs to it, whatever the operation.
 
-    It must do the same each time it is run, and must not be told where in the batch the example is.
+    The operation must do the same each time, and must not learn the place of the example in the
+    batch.
     """
     place, *others = {batch_axes[t] for t in op.inputs if batch_axes.depends(t)}
     mixed = _first_mixed(op, batch_axes)
@@ -160,13 +161,13 @@ def _first_mixed(op: tf.Operation, batch_axes: BatchAxes) -> CrossExample | None
 
 
 def _data(op: tf.Operation, batch_axes: BatchAxes) -> list[tf.Tensor]:
-    """The inputs with a batch axis; those of the data only, if there are any."""
+    """The inputs with a batch axis: those that depend on the data, if there are any."""
     placed = [t for t in op.inputs if isinstance(batch_axes[t], BatchAxis)]
     return [t for t in placed if batch_axes.depends(t)] or placed
 
 
 def unless_cross_example(rule: Rule) -> Rule:
-    """Lets what is mixed already stay mixed, with the reason that it has."""
+    """Keeps mixed inputs mixed, with the first reason, before it asks `rule`."""
 
     def wrapped(op, batch_axes):
         return _first_mixed(op, batch_axes) or rule(op, batch_axes)
@@ -177,7 +178,7 @@ def unless_cross_example(rule: Rule) -> Rule:
 @register_layout(*ELEMENTWISE)
 @unless_cross_example
 def elementwise(op, batch_axes):
-    """Batch axes must meet when shapes are aligned from the right."""
+    """Batch axes must coincide when shapes are aligned from the right."""
     rank = op.outputs[0].shape.rank
     single = not isinstance(batch_axes[op.inputs[0]], BatchAxis)
     if op.type in _SAME and (rank is None or single):
@@ -195,7 +196,7 @@ def elementwise(op, batch_axes):
 
 @register_layout("Equal")
 def equal(op, batch_axes):
-    """Whether a whole number equals itself says nothing; `tf.recompute_grad` asks that."""
+    """An integer always equals itself, which `tf.recompute_grad` compares."""
     if op.inputs[0] is op.inputs[1] and not op.inputs[0].dtype.is_floating:
         return DataIndependent()
     return elementwise(op, batch_axes)
@@ -210,7 +211,7 @@ def identity_n(op, batch_axes):
 @register_layout("Select")
 @unless_cross_example
 def select(op, batch_axes):
-    """The older `where`: no broadcasting, but the condition may be a vector over axis 0."""
+    """The older `where` does not broadcast, but the condition may be a vector over axis 0."""
     places = {batch_axes[t] for t in _data(op, batch_axes)}
     if len(places) > 1 or (op.inputs[0].shape.rank == 1 and BatchAxis() not in places):
         return CrossExample(op, "combines examples with other ones")
@@ -258,14 +259,12 @@ def bias_add(op, batch_axes):
 @register_layout("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 @unless_cross_example
 def fused_batch_norm(op, batch_axes):
-    """Training mode normalizes over all axes but the channels: LayerNormalization uses that too."""
+    """Training mode normalizes over all axes but the channels; LayerNormalization uses it too."""
     layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
     if layout is None or any(batch_axes.depends(t) for t in op.inputs[1:]):
         return CrossExample(op, "has scales that depend on the data")
     if not op.get_attr("is_training"):
-        return [layout] + [DataIndependent()] * (
-            len(op.outputs) - 1
-        )  # the statistics that it was given
+        return [layout] + [DataIndependent()] * (len(op.outputs) - 1)  # the given statistics
     channels = 1 if op.get_attr("data_format") in (b"NCHW", b"NCDHW") else rank - 1
     if layout.axis != channels:
         return CrossExample(op, "is BatchNormalization in training mode")
@@ -382,5 +381,5 @@ def spread(op, batch_axes):
 
 _MAKE_BATCHES = {"Fill", "BroadcastTo", "Tile", *RANDOM, *ELEMENTWISE, *KEEP_LENGTH}
 _SAME = {"Identity", "StopGradient", "PreventGradient"}
-# Their rules know of single examples in loops; what is in a function is looked at by itself.
+# Their rules handle single examples in loops, or look into functions.
 _FOLLOWED = {*_SAME, "IdentityN", *LISTS, *FUNCTIONS}

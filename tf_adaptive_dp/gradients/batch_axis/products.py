@@ -10,7 +10,7 @@ from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample
 @register_layout("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
 @unless_cross_example
 def tensor_product(op, batch_axes):
-    """The letter of the batch must stay, and be the same in all inputs of the data."""
+    """The letter of the batch must remain, and be the same in all inputs with data."""
     if any(t.shape.rank is None for t in op.inputs):
         return CrossExample(op, "has an unknown rank")
     terms, result = product_terms(op)

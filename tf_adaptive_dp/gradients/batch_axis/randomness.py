@@ -1,7 +1,7 @@
-"""Random numbers of the model, such as the masks of Dropout, that each row gets for itself.
+"""Random numbers of the model, such as dropout masks, that differ from row to row.
 
-Numbers from a seed that is known belong to a row and can be foreseen. They are drawn with a seed
-that nobody knows instead, where the graph of the step allows it.
+Numbers drawn with a known seed are tied to rows and can be predicted. Where the graph of the step
+allows it, they are drawn with a secret seed instead.
 """
 
 from __future__ import annotations
@@ -15,29 +15,27 @@ from tf_adaptive_dp._keras import graphs
 from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 
-# They take their seeds as attributes, and draw anew in each step.
+# Their seeds are attributes, and they draw anew in each step.
 _SEEDED = set(
     """
     Multinomial RandomGamma RandomPoissonV2 RandomStandardNormal
     RandomUniform RandomUniformInt TruncatedNormal
     """.split()
 )
-# They draw the same for the same key or seed, the input at this place.
-_OF_KEY = {
-    **dict.fromkeys(
-        """
-        StatelessParameterizedTruncatedNormal StatelessRandomBinomial StatelessRandomGammaV2
-        StatelessRandomGammaV3 StatelessRandomNormal StatelessRandomNormalV2 StatelessRandomPoisson
-        StatelessRandomUniform StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2
-        StatelessRandomUniformInt StatelessRandomUniformIntV2 StatelessRandomUniformV2
-        StatelessTruncatedNormal StatelessTruncatedNormalV2
-        """.split(),
-        1,
-    ),
-}
+# They draw the same numbers for the same key or seed, which is the input at this index.
+_OF_KEY = dict.fromkeys(
+    """
+    StatelessParameterizedTruncatedNormal StatelessRandomBinomial StatelessRandomGammaV2
+    StatelessRandomGammaV3 StatelessRandomNormal StatelessRandomNormalV2 StatelessRandomPoisson
+    StatelessRandomUniform StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2
+    StatelessRandomUniformInt StatelessRandomUniformIntV2 StatelessRandomUniformV2
+    StatelessTruncatedNormal StatelessTruncatedNormalV2
+    """.split(),
+    1,
+)
 DRAWS = _SEEDED | set(_OF_KEY)
 
-# A key is made by these from the state of a generator or from other random numbers.
+# These turn the state of a generator, or other random numbers, into a key.
 _ON_THE_WAY = set(
     """
     AddV2 Bitcast BitwiseXor Cast ConcatV2 ExpandDims GatherV2 Identity Pack Reshape Slice Squeeze
@@ -47,25 +45,25 @@ _ON_THE_WAY = set(
 )
 
 _INNER = (
-    "In a `tf.function` inside of the step the seed cannot be replaced. Set seeds for initializers "
-    "only, and call `tf.random.set_seed(None)` before the first step; or draw the numbers outside "
-    "of that function."
+    "In a `tf.function` inside of the step the library cannot replace the seed. Set seeds for "
+    "initializers only, and call `tf.random.set_seed(None)` before the first step; or draw the "
+    "numbers outside of that function."
 )
 _DETERMINISM = (
-    "`tf.config.experimental.enable_op_determinism` forbids any other seed: train without it."
+    "`tf.config.experimental.enable_op_determinism` forbids secret seeds: train without it."
 )
 _KNOWN = (
-    "Draw with `tf.random.uniform` and its like or a `tf.random.Generator`, whose seeds the "
-    "library replaces by secret ones; or draw one value for all rows."
+    "Draw with functions such as `tf.random.uniform` or with a `tf.random.Generator`, whose seeds "
+    "the library replaces by secret ones; or draw one value for all rows."
 )
 
 
 class Draws:
-    """Random numbers in the graph of a step that rows get for themselves.
+    """Random numbers in the graph of a step that differ from row to row.
 
     Guarantee: after `renew`, those that were not refused are drawn anew in each step, each entry
-    independently, from entropy of the process or the operating system that no seed of the user, no
-    graph and no checkpoint tells.
+    independently, from entropy of the process or the operating system. No seed of the user, no
+    graph and no checkpoint reveals it.
     """
 
     def __init__(self, graph: tf.Graph):
@@ -78,15 +76,15 @@ class Draws:
 
     @property
     def replaces_any(self) -> bool:
-        """Whether there are seeds, or states of generators, that have to be renewed."""
+        """Whether `renew` replaces any seed or state of a generator."""
         return bool(self._seeded or self._states)
 
     def refusal(self, op: tf.Operation, batch_axes: BatchAxes) -> str | None:
-        """What to do about an operation that draws with a known seed; `None` if it is renewed.
+        """How to fix an operation that draws with a known seed; `None` if `renew` replaces it.
 
         Args:
-          op: its type is one of `DRAWS`.
-          batch_axes: of the graph that it is in.
+          op: an operation of one of the types `DRAWS`.
+          batch_axes: the batch axes of its graph.
         """
         if op.type in _OF_KEY:
             return None if self._is_fresh(op.inputs[_OF_KEY[op.type]], batch_axes) else _KNOWN
@@ -98,13 +96,13 @@ class Draws:
         if path is None:
             return _INNER
         self._seeded.append(op)
-        for key in path:  # to the end, behind all that is inside
+        for key in path:  # moves to the end, after everything inside
             self._remade.pop(key, None)
         self._remade.update(path)
         return None
 
     def renew(self) -> None:
-        """Replaces seeds and the states of generators by secret ones, in this graph alone."""
+        """Replaces seeds and states of generators by secret ones, in this graph only."""
         for op in self._seeded:
             graphs.clear_seed(op)
         for (call, role), body in self._remade.items():
@@ -118,7 +116,7 @@ class Draws:
                             graphs.replace_input(op, k, secret)
 
     def _is_fresh(self, key: tf.Tensor, batch_axes: BatchAxes) -> bool:
-        """Whether something that is new in each step went into a key."""
+        """Whether a key is made from something that is new in each step."""
         pending, seen = [(key, batch_axes)], set()
         while pending:
             tensor, where = pending.pop()
@@ -139,7 +137,7 @@ class Draws:
         return False
 
     def _is_renewable(self, state: tf.Tensor, where: BatchAxes) -> bool:
-        """Whether the state of a generator can be replaced; enters it then."""
+        """Whether the state of a generator can be replaced; if so, `renew` will."""
         while where.caller is not None:
             found = _fed(state, where)
             if not found:
@@ -153,10 +151,10 @@ class Draws:
 
 
 def _path(batch_axes: BatchAxes) -> dict[tuple[tf.Operation, str], tf.Graph] | None:
-    """The loops and branches around a body, the innermost first, or `None` if others are around.
+    """The loops and branches around a body, innermost first; `None` if a call is among them.
 
-    They are functions of this graph alone. One that the user made (`tf.function`) may run
-    elsewhere, or have been made ready for its gradient.
+    Loops and branches belong to this graph only. A `tf.function` may run elsewhere too, or have its
+    gradient function already.
     """
     found = {}
     while batch_axes.caller is not None:
@@ -177,7 +175,7 @@ _OF_THE_GRAPH = {"body", "cond", "then_branch", "else_branch"}
 
 
 def _fed(tensor: tf.Tensor, batch_axes: BatchAxes) -> list[tuple[tf.Tensor, BatchAxes]]:
-    """What an argument of a function is given first."""
+    """The value that a caller passes for an argument; the first one for a loop variable."""
     if batch_axes.caller is None:
         return []
     outside, call = batch_axes.caller
@@ -187,10 +185,10 @@ def _fed(tensor: tf.Tensor, batch_axes: BatchAxes) -> list[tuple[tf.Tensor, Batc
 
 
 def _only_draws(op: tf.Operation, state: tf.Tensor, where: BatchAxes) -> bool:
-    """Whether an operation does nothing to the state of a generator but draw with it.
+    """Whether an operation only draws with the state of a generator.
 
-    In the graph of the step itself others may have the state, since they keep it when it is
-    replaced where numbers are drawn.
+    In the graph of the step itself, other operations may use the state: they keep it when the
+    draws get another one.
     """
     if op.type not in CALLS | BRANCHES | LOOPS:
         return where.caller is None or op.type in ("RngReadAndSkip", "Identity")

@@ -1,4 +1,4 @@
-"""What reshapes, slices and their like do to the batch axis."""
+"""What operations such as reshapes and slices do to the batch axis."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _ACROSS = "works across the batch axis"
 def find_axis(
     batch_size: Size, outer: Size, inner: Size, target: Sequence[Size | None]
 ) -> BatchAxis | None:
-    """Where the batch axis is after a reshape.
+    """Finds the batch axis after a reshape.
 
-    Flattened, the data is [outer, B, inner]; a reshape leaves that as it is.
+    Flattened to [outer, B, inner], the data are the same before and after it.
 
     Args:
       batch_size: B.
-      outer: entries of the tensor before the batch, all axes counted.
-      inner: entries after it.
+      outer: the number of entries outside of the batch axis, over all axes.
+      inner: the number of entries inside of it.
       target: the new shape; one entry may be unknown.
 
     Returns:
@@ -57,7 +57,7 @@ def find_axis(
 @register_layout("Reshape")
 @unless_cross_example
 def reshape(op, batch_axes):
-    """Finds the batch again from the number of entries before and after it."""
+    """Finds the batch from the number of entries outside and inside of it."""
     tensor, output = op.inputs[0], op.outputs[0]
     layout = batch_axes[tensor]
     if tensor.op.type == "Sum" and sum_to_operand(tensor.op, batch_axes):
@@ -111,7 +111,7 @@ def transpose(op, batch_axes):
 @register_layout("ConcatV2")
 @unless_cross_example
 def concat(op, batch_axes):
-    """Puts tensors side by side; along the batch axis, as [all of x, all of y]."""
+    """Joins tensors; along the batch axis, the result is [all of x, all of y]."""
     rank, axis = op.outputs[0].shape.rank, static_value(op.inputs[-1])
     found = [batch_axes[t] for t in op.inputs[:-1]]
     places = {batch_axes[t] for t in op.inputs[:-1] if batch_axes.depends(t)}
@@ -133,7 +133,7 @@ def concat(op, batch_axes):
 @register_layout("Pack")
 @unless_cross_example
 def pack(op, batch_axes):
-    """Puts tensors side by side on a new axis."""
+    """Joins tensors along a new axis."""
     places = {batch_axes[t] for t in op.inputs if batch_axes.depends(t)}
     layout, axis = places.pop(), op.get_attr("axis") % op.outputs[0].shape.rank
     if places:
@@ -144,7 +144,7 @@ def pack(op, batch_axes):
 @register_layout("Unpack")
 @unless_cross_example
 def unpack(op, batch_axes):
-    """Takes one tensor for each entry of an axis."""
+    """Splits an axis into one tensor per entry."""
     layout, axis = batch_axes[op.inputs[0]], op.get_attr("axis") % op.inputs[0].shape.rank
     if axis == layout.axis:
         return CrossExample(op, "takes the batch apart")
@@ -154,7 +154,7 @@ def unpack(op, batch_axes):
 @register_layout("Split", "SplitV")
 @unless_cross_example
 def split(op, batch_axes):
-    """Cuts along an axis; along the batch axis, what a concatenation had put side by side."""
+    """Cuts along an axis; along the batch axis, only where a concatenation joined."""
     tensor, axis = (op.inputs[1], op.inputs[0]) if op.type == "Split" else op.inputs[::2]
     layout, axis = batch_axes[tensor], static_value(axis)
     if layout is None or axis is None or batch_axes.depends(op.inputs[1]) and op.type == "SplitV":
@@ -189,7 +189,7 @@ def _mask(op: tf.Operation, name: str, bit: int) -> bool:
 @register_layout("StridedSlice")
 @unless_cross_example
 def strided_slice(op, batch_axes):
-    """Python's slices: the batch axis must be left whole."""
+    """Python's slices: they must leave the batch axis whole."""
     layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
     strides = static_value(op.inputs[3])
     if (
@@ -237,11 +237,11 @@ def _example_at(op: tf.Operation, k: int, batch_axes) -> OneExample | None:
 
 
 def source_axis(op: tf.Operation, axis: int) -> int | None:
-    """The axis of the input that an axis of the output of a `StridedSlice` was.
+    """Maps an axis of the output of a `StridedSlice` to the axis of its input.
 
     Args:
-      op: its input has a known rank.
-      axis: counted from the front.
+      op: the operation; the rank of its input must be known.
+      axis: the axis of the output, counted from the front.
 
     Returns:
       `None` for an axis that is new.
@@ -263,7 +263,7 @@ def source_axis(op: tf.Operation, axis: int) -> int | None:
 
 
 def whole_axes(op: tf.Operation) -> set[int]:
-    """The axes of the input of a `StridedSlice` of which it says that all entries are taken."""
+    """The axes of the input of a `StridedSlice` that its attributes say it takes whole."""
     rank, strides = op.inputs[0].shape.rank, static_value(op.inputs[3])
     if strides is None:
         return set()
@@ -285,7 +285,7 @@ def whole_axes(op: tf.Operation) -> set[int]:
 @register_layout("Pad", "PadV2", "MirrorPad")
 @unless_cross_example
 def pad(op, batch_axes):
-    """Adds entries around; none along the batch axis."""
+    """Adds entries, but none along the batch axis."""
     layout, paddings = batch_axes[op.inputs[0]], static_value(op.inputs[1])
     if layout is None or paddings is None or paddings[layout.axis].any():
         return CrossExample(
@@ -297,7 +297,7 @@ def pad(op, batch_axes):
 @register_layout("SpaceToBatchND", "BatchToSpaceND")
 @unless_cross_example
 def space_to_batch(op, batch_axes):
-    """Puts blocks of space before the batch and takes them back: dilated convolutions."""
+    """Moves blocks of space in front of the batch and back, for dilated convolutions."""
     layout, block = batch_axes[op.inputs[0]], static_value(op.inputs[1])
     if layout is None or block is None or layout.axis != 0:
         return CrossExample(op, _ACROSS)

@@ -1,4 +1,4 @@
-"""Sizes of axes as far as a graph tells them: a number times unknowns such as the batch size."""
+"""Symbolic sizes of axes: a number times unknowns such as the batch size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Size(NamedTuple):
         return Size(self.number * other.number, tuple(sorted(self.unknowns + other.unknowns)))
 
     def over(self, other: Size) -> Size | None:
-        """The quotient if it is certain to be whole, else `None`."""
+        """The quotient if it is certainly an integer, else `None`."""
         left = list(self.unknowns)
         for unknown in other.unknowns:
             if unknown not in left:
@@ -62,15 +62,15 @@ def evaluate(
     size_of: Callable[[tf.Tensor, int], Size],
     given: Callable[[tf.Tensor], list[Size | None] | None] = lambda tensor: None,
 ) -> list[Size | None]:
-    """The entries of an integer vector (or scalar) that was computed from shapes.
+    """Evaluates an integer vector or scalar that was computed from shapes.
 
     Args:
       tensor: such as the second argument of a reshape.
-      size_of: from a tensor and an axis to its size.
-      given: from an argument of a function to its entries, if they are known.
+      size_of: maps a tensor and an axis to a size.
+      given: maps an argument of a function to its entries, or to `None` if they are unknown.
 
     Returns:
-      One entry each (one for a scalar); `None` where the graph does not tell, or for -1.
+      One size per entry (one for a scalar); `None` where the graph does not tell, or for -1.
     """
     value = static_value(tensor)
     if value is not None:
@@ -125,7 +125,7 @@ def _gather(op, recurse, size_of):
 
 
 def _stitched(op, recurse, size_of):
-    """Entries at given places, later ones over earlier: the shape of a sum with `keepdims`."""
+    """Entries at given indices, where later ones win: the shape of a sum with `keepdims`."""
     count = op.get_attr("N")
     found = {}
     for places, entries in zip(op.inputs[:count], op.inputs[count:]):
@@ -149,7 +149,7 @@ def _multiply(op, recurse, size_of):
 
 
 def _maximum(op, recurse, size_of):
-    """Of equal sizes, as `tf.vectorized_map` takes it."""
+    """The maximum of equal sizes, which `tf.vectorized_map` computes."""
     values = set(recurse(op.inputs[0]))
     return [values.pop()] if len(values) == 1 else None
 

@@ -1,7 +1,7 @@
-"""Values that are tied to the row of the batch in which an example happens to be.
+"""Public values that differ from row to row of the batch.
 
-One example more moves others to other rows. A public value that differs from row to row, such as a
-weight of row i, would then change the gradients of those others, although it mixes nobody's data.
+One more example moves others to other rows. A public value that differs from row to row, such as a
+weight for row i, would then change the gradients of the others, although it mixes no data.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis
 from tf_adaptive_dp.gradients.graph import ancestors, layer_name
 
 _SLOT = (
-    "A value depends on the row of the batch in which an example is. One example more would move "
-    "others to other rows, and so change their gradients. Received: {op} ({type}) in layer "
+    "A value depends on the row of an example in the batch. One more example would move others to "
+    "other rows, and so change their gradients. Received: {op} ({type}) in layer "
     "{layer!r}, which combines the data with {source} ({source_type}), whose entries differ from "
     "row to row, or may. Pass it as part of the batch, or make it the same for all rows."
 )
 _SEEDED = (
-    "Random numbers with a seed that is known are tied to the row of the batch in which an example "
-    "is, and can be foreseen. Received: {op} ({type}) in layer {layer!r}, which uses the numbers "
+    "Random numbers with a known seed are tied to the rows of the batch, and can be predicted. "
+    "Received: {op} ({type}) in layer {layer!r}, which uses the numbers "
     "of {source} ({source_type}). {cure}"
 )
 
 
 class Finding(NamedTuple):
-    """Where the data meets a value that is tied to rows.
+    """An operation that combines data with a value that is tied to rows.
 
     Attributes:
-      op: the operation that combines both.
-      source: where the value comes from.
-      cure: for random numbers what to do about their seed, else `None`.
+      op: the operation.
+      source: the operation that the value comes from.
+      cure: how to fix the seed of random numbers; `None` for other values.
     """
 
     op: tf.Operation
@@ -70,9 +70,9 @@ class Demand(NamedTuple):
     """A value that must be the same for all examples.
 
     Attributes:
-      batch_axes: of the graph that it is in.
+      batch_axes: the batch axes of its graph.
       tensor: the value.
-      place: the axis that will meet the batch; `None` if nothing is known of the entries.
+      place: which of its axes will meet the batch; `None` if that is unknown.
     """
 
     batch_axes: BatchAxes
@@ -81,28 +81,29 @@ class Demand(NamedTuple):
 
 
 def refuse_slots(loss: tf.Tensor, batch_axes: BatchAxes) -> Draws:
-    """Refuses public values that are tied to rows where they meet the data.
+    """Refuses public values that are tied to rows and meet the data.
 
-    Guarantee: what is accepted gives example i the same gradient in whatever row it is, for the
-    same random numbers; and those are drawn for each row alike and independently, anew in each
-    step, and nobody knows them (`Draws.renew` sees to the last). So the law of the others'
-    gradients does not change if an example joins: each one takes its random numbers along to its
-    new row, which are as probable there.
+    Guarantee: in an accepted step, example i has the same gradient in every row, for the same
+    random numbers. These are drawn independently and alike for all rows, anew in each step, and no
+    one knows them (`Draws.renew` sees to that). So the distribution of the others' gradients does
+    not change if an example joins: each example can take its random numbers along to its new row,
+    where they are equally likely.
 
-    Every operation that combines data with public values is asked which entries of the public
-    ones the batch axis meets. These are followed back to where they come from: entries of length
-    1, constants that are equal along the axis, `tf.fill` and the like are the same for all rows.
-    Whatever is not known to be counts as tied to rows.
+    The search asks, for every operation that combines data with public values, which entries of the
+    public ones meet the batch axis. It follows these back to their origin. Axes of length 1,
+    constants that are equal along the axis, `tf.fill` and the like are the same for all rows. All
+    else counts as tied to rows.
 
     Args:
       loss: [B], symbolic, accepted by `analyze`.
-      batch_axes: what it found.
+      batch_axes: the result of `analyze`.
 
     Returns:
-      The random numbers that rows get.
+      The random numbers that differ from row to row.
 
     Raises:
-      NotPrivateError: naming the operation, its layer, where the value comes from, and the cure.
+      NotPrivateError: if there is such a value. The message names the operation, its layer, the
+        origin of the value, and a fix.
     """
     draws = Draws(loss.graph)
     for finding in find_slots(ancestors([loss, *batch_axes.custom_gradients]), batch_axes, draws):
@@ -113,7 +114,7 @@ def refuse_slots(loss: tf.Tensor, batch_axes: BatchAxes) -> Draws:
 def find_slots(
     ops: Iterable[tf.Operation], batch_axes: BatchAxes, draws: Draws
 ) -> Iterator[Finding]:
-    """What `refuse_slots` refuses, one after the other; enters what is drawn into `draws`."""
+    """Yields what `refuse_slots` refuses; records random numbers in `draws`."""
     proven: set = set()
     for op, inside in _with_bodies(ops, batch_axes):
         for index, output in enumerate(op.outputs):
@@ -145,7 +146,7 @@ def _is_data(demand: Demand) -> bool:
 def disprove(
     demands: list[Demand], proven: set, draws: Draws
 ) -> tuple[tf.Operation, str | None] | None:
-    """Where a demand fails, and the cure if random numbers are the reason; adds to `proven`."""
+    """The origin of a value that fails a demand, with a fix if it is random; grows `proven`."""
     pending, seen = list(demands), set()
     while pending:
         demand = pending.pop()
@@ -179,7 +180,7 @@ def disprove(
 
 
 def _is_settled(tensor: tf.Tensor, place: BatchAxis | None) -> bool:
-    """Whether the batch meets an axis that is missing or has length 1."""
+    """Whether the axis that meets the batch is missing or has length 1."""
     rank = tensor.shape.rank
     if tensor.dtype in (tf.resource, tf.variant):
         return False
@@ -189,7 +190,7 @@ def _is_settled(tensor: tf.Tensor, place: BatchAxis | None) -> bool:
 
 
 def _is_uniform_constant(tensor: tf.Tensor, place: BatchAxis) -> bool | None:
-    """Whether a constant is equal for all examples, or `None` if it is no constant."""
+    """Whether a constant is the same for all examples; `None` if the tensor is not constant."""
     value = None if tensor.dtype == tf.variant else _constant(tensor)
     if value is None:
         return None
@@ -213,18 +214,18 @@ def _constant(tensor: tf.Tensor) -> np.ndarray | None:
 def _demands(
     op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes
 ) -> list[Demand] | None:
-    """What must be the same for all examples for an output to be; `None` if that is not known."""
+    """What must be the same for all examples so that an output is; `None` if that is unknown."""
     if op.type in _BODIES:
         return _BODIES[op.type](op, index, place, batch_axes)
     rule = _SOURCES.get(op.type)
-    if rule is None:  # the layout rule vouches for what has no batch axis
+    if rule is None:  # the rule for the batch axis vouches for inputs without one
         placed = [t for t in op.inputs if isinstance(batch_axes[t], BatchAxis)]
         public = not batch_axes.depends(op.outputs[index])
         return None if public else [Demand(batch_axes, t, batch_axes[t]) for t in placed]
     return [Demand(batch_axes, t, p) for t, p in rule(op, index, place, batch_axes)]
 
 
-# From an operation, an output and an axis of it to the inputs and their axes that it is made of.
+# Maps an operation and an axis of one output to the inputs and axes that it is computed from.
 Rule = Callable[..., list]
 _SOURCES: dict[str, Rule] = {}
 
@@ -253,7 +254,7 @@ def _uniform(op, index, place, batch_axes):
 
 
 def _parameters(op: tf.Operation, place: BatchAxis) -> list:
-    """Parameters of a distribution, such as rates, which are broadcast to what is drawn."""
+    """The parameters of a distribution, such as rates, which broadcast to the output."""
     rank = op.outputs[0].shape.rank
     given = [t for t in op.inputs[1:] if t.dtype.is_floating]
     if rank is None or any(t.shape.rank is None for t in given):
@@ -364,7 +365,7 @@ def _split(op, index, place, batch_axes):
 
 
 def _of_equal_rows(place: BatchAxis) -> BatchAxis:
-    """What must be equal if some rows are picked: all of them."""
+    """Requires all rows to be equal, since it is unknown which ones are picked."""
     return BatchAxis(place.axis)
 
 
@@ -418,7 +419,7 @@ def _reverse_sequence(op, index, place, batch_axes):
     return [(op.inputs[0], None if place.axis == op.get_attr("seq_dim") else place), *lengths]
 
 
-# The inputs beside the first that have the same leading axes.
+# The inputs other than the first that have the same leading axes.
 _BESIDE = {
     **dict.fromkeys(
         "MatrixSolve MatrixTriangularSolve MatrixSolveLs BandedTriangularSolve "
@@ -496,8 +497,8 @@ def _gather(op, index, place, batch_axes):
     shared = op.get_attr("batch_dims") if op.type != "Gather" else 0
     rows = batch_axes[table]
     if not shared and batch_axes.depends(table) and rows == BatchAxis(axis):
-        return []  # rows of the batch, by the numbers 0 to B - 1: others are refused
-    own = None if op.type == "ResourceGather" else place  # a variable has rows of its own
+        return []  # rows of the batch at indices 0 to B - 1; others are refused
+    own = None if op.type == "ResourceGather" else place  # a variable has no batch axis
     if place.axis < shared:
         return [(table, own), (indices, place)]
     if place.axis < axis:
@@ -558,7 +559,7 @@ def _of_loop(op, index, place, batch_axes: BatchAxes) -> list[Demand] | None:
 
 
 def _of_argument(op, index, place, batch_axes: BatchAxes) -> list[Demand] | None:
-    """What a function is given, in each step if it is a loop."""
+    """The value that a caller passes for an argument, in each step if it is a loop."""
     argument = op.outputs[0]
     if batch_axes.caller is not None:
         outside, call = batch_axes.caller
@@ -573,7 +574,7 @@ def _of_argument(op, index, place, batch_axes: BatchAxes) -> list[Demand] | None
         return []  # where the data comes in
     captured = {i.ref(): e for e, i in graphs.captures(op.graph)}
     outside = captured.get(argument.ref())
-    # Of an outer function; what is data there is data here.
+    # It belongs to an outer function, whose data are data here.
     return [Demand(batch_axes, outside, place)] if graphs.is_symbolic(outside) else None
 
 

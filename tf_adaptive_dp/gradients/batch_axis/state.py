@@ -1,4 +1,4 @@
-"""What is known of each tensor of a graph: the state that the rules read and write."""
+"""What is known about each tensor of a graph: the state that the rules read and write."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ _NUMBERS = itertools.count()
 
 
 class BatchAxes:
-    """Where the batch axis of each tensor is.
+    """The batch axis of each tensor of a graph.
 
-    Two things are kept for a tensor: its layout (a `BatchAxis`, `CrossExample`, or `None` for no
-    batch axis), and whether its values depend on the data. A tensor that depends on the data and
-    has no batch axis is always `CrossExample`: it is one number, or one tensor, for all examples.
-    In a loop over the examples of the batch there are two more layouts, `Rows` and `OneExample`.
+    It records two things about a tensor: its layout (a `BatchAxis`, a `CrossExample`, or `None` for
+    no batch axis), and whether its values depend on the data. A tensor that depends on the data and
+    has no batch axis is always `CrossExample`: it is one value for all examples. Loops over the
+    examples of the batch have two more layouts, `Rows` and `OneExample`.
 
     Attributes:
-      batch_size: B, known or as an unknown.
-      loops: the bodies of loops that this graph is in.
-      number: tells these layouts from those of another call of the same function.
-      caller: of the body of a function: the layouts of the graph that calls it, and the operation.
-      custom_gradients: what gradients of the user's own (`tf.custom_gradient`) return.
+      batch_size: B, a number or an unknown.
+      loops: the loop bodies around this graph.
+      number: identifies one call of a function, since several calls share its tensors.
+      caller: for the body of a function, the batch axes of the graph that calls it, and the
+        operation.
+      custom_gradients: the results of custom gradients (`tf.custom_gradient`).
     """
 
     def __init__(self, batch_size: int | None):
@@ -64,30 +65,30 @@ class BatchAxes:
         return tensor.ref() in self._dependent
 
     def tied(self, tensor: tf.Tensor) -> frozenset[tf.Graph]:
-        """Bodies of loops from iteration to iteration of which a public tensor changes."""
+        """The loop bodies from whose iteration to iteration a public tensor changes."""
         return self._tied.get(tensor.ref(), frozenset())
 
     def example_at(self, index: tf.Tensor) -> OneExample | None:
-        """What belongs to the example of that number, if it counts the examples in a loop."""
+        """The layout of what belongs to example `index`, if that counts the examples in a loop."""
         found = self._origin(index)
         return OneExample(found) if found in self._counters else None
 
     def _origin(self, index: tf.Tensor):
-        """What an argument of a function stands for in the graphs outside of it."""
+        """The tensor outside of the function that an argument stands for."""
         index = behind_identities(index)
         return self._indices.get(index.ref(), index.ref())
 
     def set(
         self, tensor: tf.Tensor, layout: BatchAxis | CrossExample | None, dependent: bool
     ) -> None:
-        """Enters a tensor; a value of the data without a batch axis must be `CrossExample`."""
+        """Records a tensor; one that depends on the data must not have the layout `None`."""
         if dependent:
             self._dependent.add(tensor.ref())
         if layout is not None:
             self._layouts[tensor.ref()] = layout
 
     def size(self, tensor: tf.Tensor, axis: int) -> Size:
-        """The size of an axis, in terms of the batch size and of unknowns."""
+        """The size of an axis, in terms of the batch size and other unknowns."""
         static, layout = tensor.shape[axis], self[tensor]
         if static is not None:
             return Size(static)
@@ -118,7 +119,7 @@ class BatchAxes:
         return Size(1, (f"{self.number}:{tensor.name}[{axis}]",))
 
     def _reshaped(self, op: tf.Operation) -> list[Size | None]:
-        """The shape that a reshape makes: an axis of length -1 takes what the others leave."""
+        """The shape after a reshape, with the length of an axis -1 computed from the others."""
         entries, source = self.entries(op.inputs[1]), op.inputs[0]
         if entries.count(None) == 1 and source.shape.rank is not None:
             total = product(self.size(source, a) for a in range(source.shape.rank))
@@ -131,7 +132,7 @@ class BatchAxes:
         return evaluate(shape, self.size)
 
     def in_target(self, target: Sequence[Size | None]) -> BatchAxis | None:
-        """The axis of a shape that was built from the batch size, as in `tf.fill([B, 3], 0.0)`."""
+        """The batch axis of a shape that contains the batch size, as in `tf.fill([B, 3], 0.0)`."""
         for axis, size in enumerate(target):
             if size is not None and "batch" in size.unknowns:
                 inner = size.over(self.batch_size)
@@ -146,14 +147,14 @@ class BatchAxes:
         counters: Sequence[tf.Tensor] = (),
         is_loop: bool = False,
     ) -> BatchAxes:
-        """The state of a function's body, with its arguments entered.
+        """Makes the batch axes of a function's body, and records its arguments.
 
         Args:
           graph: the body.
-          arguments: the layouts of its arguments; `DataIndependent` if they do not depend on the
-            data.
-          given: tensors of this graph that its arguments are, whenever it runs.
-          counters: those of its arguments that count the examples of the batch.
+          arguments: the layouts of its arguments; `DataIndependent` for those without data.
+          given: for each argument, the tensor of this graph that it equals whenever the body runs,
+            or `None`.
+          counters: the arguments that count the examples of the batch.
           is_loop: whether it is the body of a loop.
         """
         inside = BatchAxes(self.batch_size.static)
@@ -170,16 +171,16 @@ class BatchAxes:
         return inside
 
     def remember(self, call: tf.Operation, role: str, graph: tf.Graph, inside: BatchAxes) -> None:
-        """Keeps the state of a body that an operation of this graph runs in a role."""
+        """Records the batch axes of a body that an operation of this graph runs in a role."""
         inside.caller = self, call
         self._bodies.setdefault(call, {})[role] = graph, inside
 
     def bodies_of(self, call: tf.Operation) -> dict[str, tuple[tf.Graph, BatchAxes]]:
-        """The bodies of an operation by their roles, with the layouts found in them last."""
+        """The bodies of an operation by role, with the batch axes found last."""
         return self._bodies.get(call, {})
 
     def tie(self, tensor: tf.Tensor, loops: frozenset[tf.Graph]) -> None:
-        """Enters that a public tensor changes from iteration to iteration of loops."""
+        """Records that a public tensor changes from iteration to iteration of loops."""
         if loops:
             self._tied[tensor.ref()] = loops
 

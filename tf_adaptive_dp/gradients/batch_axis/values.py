@@ -1,4 +1,4 @@
-"""Which axis of a tensor is the batch."""
+"""The layouts of tensors: which axis is the batch, if any."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size
 
 
 class BatchAxis(NamedTuple):
-    """The axis whose index tells the example, index = (o·B + example)·inner + j.
+    """The axis whose index tells the example: index = (o·B + example)·inner + j.
 
-    A dense layer on sequences merges batch and time into one axis, with inner = time; dilated
-    convolutions put blocks before the batch, with outer = blocks.
+    A dense layer on sequences merges batch and time into one axis, with inner = time. Dilated
+    convolutions put blocks in front of the batch, with outer = blocks.
 
     Attributes:
-      axis: counted from the front.
-      outer: entries outside the example.
-      inner: entries inside the example.
+      axis: the axis, counted from the front.
+      outer: the number of blocks that each hold the whole batch.
+      inner: the number of consecutive entries that belong to one example.
     """
 
     axis: int = 0
@@ -28,16 +28,16 @@ class BatchAxis(NamedTuple):
     inner: Size = ONE
 
     def at(self, axis: int) -> BatchAxis:
-        """The same on another axis."""
+        """The same layout on another axis."""
         return self._replace(axis=axis)
 
 
 class CrossExample(NamedTuple):
-    """Stands for a batch axis where the examples of the batch have been mixed.
+    """The layout of values in which the examples of the batch are mixed.
 
     Attributes:
       op: the operation that mixed them.
-      why: what it does, for the error.
+      why: what it does, for the error message.
     """
 
     op: tf.Operation
@@ -46,32 +46,32 @@ class CrossExample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Stands for a list as long as the batch, of which element i belongs to example i."""
+    """The layout of a list as long as the batch whose element i belongs to example i."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OneExample:
-    """Stands for what belongs to one example, in a loop over the examples of the batch.
+    """The layout of what belongs to one example, in a loop over the examples of the batch.
 
     Attributes:
-      index: a reference to the number of the example: any tensor that is the same for all data.
+      index: a reference to the tensor that holds the index of the example.
     """
 
     index: TensorReference
 
     @property
     def loop(self) -> tf.Graph:
-        """The graph in which the number is computed."""
+        """The graph in which the index is computed."""
         return self.index.deref().graph
 
 
 class DataIndependent(NamedTuple):
-    """Stands for values that do not depend on the data.
+    """Marks values that do not depend on the data.
 
     Attributes:
       layout: their batch axis, if the batch size is among their sizes; `Rows` for an empty list
-        with room for one element an example.
-      tied: bodies of loops from iteration to iteration of which the values change.
+        with room for one element per example.
+      tied: the loop bodies from whose iteration to iteration the values change.
     """
 
     layout: BatchAxis | Rows | None = None
@@ -81,11 +81,11 @@ class DataIndependent(NamedTuple):
 def by_example(
     tensor: tf.Tensor, layout: BatchAxis, num_rows: tf.Tensor | int, examples_per_row: int | None
 ) -> tf.Tensor:
-    """Moves the examples to axis 0 and what else was in their axis to axis 1.
+    """Moves the examples to axis 0, and the other entries of the batch axis to axis 1.
 
     Args:
       tensor: of any shape.
-      layout: where its batch axis is.
+      layout: its batch axis.
       num_rows: B, or the number of microbatches, whose examples then share a row.
       examples_per_row: 1, or `None` for microbatches.
 
@@ -109,6 +109,6 @@ def by_example(
 
 
 def static_or_dynamic_shape(tensor: tf.Tensor) -> list:
-    """The sizes of its axes, as numbers where they are known."""
+    """The sizes of the axes of a tensor, as numbers where they are known."""
     dynamic = tf.shape(tensor)
     return [dynamic[a] if n is None else n for a, n in enumerate(tensor.shape)]

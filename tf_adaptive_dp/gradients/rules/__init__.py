@@ -1,4 +1,4 @@
-"""Per-example gradients of single operations, one small class each."""
+"""Per-example gradients of single operations, one function for each kind of operation."""
 
 from tf_adaptive_dp.gradients.rules import (  # noqa: F401 (they register themselves)
     convolution,

@@ -14,7 +14,7 @@ from tf_adaptive_dp.gradients.rules.registry import RuleContext, register_rule
 
 @register_rule("Conv2D", "Conv3D")
 def convolution(context: RuleContext) -> VariableContribution | None:
-    """g = Σ_t patch_t δ_tᵀ over the positions t, in as many groups as the kernel says."""
+    """g = Σ_t patch_t δ_tᵀ over the positions t, in groups."""
     if context.index != 1:
         return None
     return _contribution(context, context.op.inputs[0], context.op.outputs[0])
@@ -22,7 +22,7 @@ def convolution(context: RuleContext) -> VariableContribution | None:
 
 @register_rule("Conv2DBackpropInput", "Conv3DBackpropInputV2")
 def transposed_convolution(context: RuleContext) -> VariableContribution | None:
-    """The convolution whose input is the output here, and the other way round."""
+    """A convolution with input and output exchanged."""
     if context.index != 1:
         return None
     return _contribution(context, context.op.outputs[0], context.op.inputs[2])
@@ -42,7 +42,7 @@ def depthwise_convolution(context: RuleContext) -> VariableContribution | None:
 
 
 def _contribution(context: RuleContext, image: tf.Tensor, small: tf.Tensor) -> VariableContribution:
-    """`image` is what the kernel slides over, `small` has one entry a position."""
+    """The kernel slides over `image`; `small` has one entry per position."""
     op, kernel = context.op, context.op.inputs[1].shape.as_list()
     *sizes, channels, outputs = kernel
     groups = _channels_last(op, image).shape[-1] // channels
@@ -70,19 +70,19 @@ def _channels_last(op: tf.Operation, tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _spatial(op: tf.Operation, name: str) -> list[int]:
-    """The entries of an attribute for the spatial axes."""
+    """The entries of an attribute that belong to spatial axes."""
     values = op.get_attr(name)
     return list(values[2:] if _channels_first(op) else values[1:-1])
 
 
 def _split(tensor: tf.Tensor, sizes: list[int]) -> tf.Tensor:
-    """Makes several axes of the last one."""
+    """Splits the last axis into several."""
     shape = static_or_dynamic_shape(tensor)
     return tf.reshape(tensor, [*shape[:-1], *sizes])
 
 
 def _merge(tensor: tf.Tensor, first: int, last: int) -> tf.Tensor:
-    """Makes one axis of those from `first` to before `last`."""
+    """Merges the axes from `first` up to, but not including, `last`."""
     shape = static_or_dynamic_shape(tensor)
     return tf.reshape(tensor, [*shape[:first], math.prod(shape[first:last]), *shape[last:]])
 
@@ -94,7 +94,7 @@ def _positions(context: RuleContext, tensor: tf.Tensor, like: tf.Tensor) -> tf.T
 
 
 def _patches(context, image, small, sizes, entries=None) -> tf.Tensor:
-    """[B, T, taps, C]: for each position of `small` what the kernel sees of `image`."""
+    """[B, T, taps, C]: the part of `image` under the kernel at each position of `small`."""
     op = context.op
     x = _channels_last(op, (entries or {}).get(image.ref(), image))
     positions = static_or_dynamic_shape(_channels_last(op, small))[1:-1]

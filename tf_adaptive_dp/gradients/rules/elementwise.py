@@ -1,4 +1,4 @@
-"""Biases, scales, and whatever else combines a variable with the data entry by entry."""
+"""Biases, scales, and all else that combines a variable with data elementwise."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tf_adaptive_dp.gradients.rules.registry import RuleContext, register_rule
 
 
 def summed_rows(context: RuleContext, entries: tf.Tensor) -> VariableContribution | None:
-    """Sums over the axes along which the variable was broadcast, but for the examples.
+    """Sums over the axes along which the variable was broadcast, except for the examples.
 
     Args:
-      context: whose output has the shape of `entries`.
-      entries: the gradient for the variable at each entry of the output.
+      context: the use of the variable.
+      entries: the gradient with respect to the variable at each entry of the output.
     """
     output, shape = context.op.outputs[0], context.op.inputs[context.index].shape
     rank, axis = output.shape.rank, context.batch_axes[output].axis
     aligned = [1] * (rank - shape.rank) + shape.as_list()
     if aligned[axis] != 1:
-        return None  # a row of the variable for each example
+        return None  # the variable has a row for each example
     rows = context.rows(entries, like=output)
     others = [a for a in range(rank) if a != axis]
     gone = [1] + [2 + k for k, a in enumerate(others) if aligned[a] == 1]
@@ -46,8 +46,8 @@ def bias_add(context: RuleContext) -> VariableContribution | None:
 def elementwise(context: RuleContext) -> VariableContribution | None:
     """The derivative of the operation at each entry, times δ.
 
-    TensorFlow's own gradient gives it, when the variable is spread to the shape of the output
-    first, so that nothing is summed.
+    Once the variable is broadcast to the shape of the output, TensorFlow's own gradient gives these
+    products without summing any.
     """
     op, output = context.op, context.op.outputs[0]
     if op.type in ("Add", "AddV2"):
@@ -65,14 +65,14 @@ def elementwise(context: RuleContext) -> VariableContribution | None:
 
 @register_rule("BroadcastTo", "Tile")
 def spread(context: RuleContext) -> VariableContribution | None:
-    """A variable that is repeated for each example, such as a class token."""
+    """A variable that is repeated per example, such as a class token."""
     if context.index != 0 or context.op.type == "Tile" and _repeats(context):
         return None
     return summed_rows(context, context.delta)
 
 
 def _repeats(context: RuleContext) -> bool:
-    """Whether entries other than single ones are repeated, so that axes keep their length."""
+    """Whether an axis with more than one entry is repeated."""
     output, shape = context.op.outputs[0], context.op.inputs[0].shape
     axis = context.batch_axes[output].axis
     return any(n != 1 and n != output.shape[a] for a, n in enumerate(shape) if a != axis) or (

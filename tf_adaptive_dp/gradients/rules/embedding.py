@@ -13,7 +13,7 @@ from tf_adaptive_dp.gradients.rules.registry import RuleContext, register_rule
 
 @register_rule("ResourceGather", "GatherV2")
 def gather(context: RuleContext) -> VariableContribution | None:
-    """δ at the ids of each example; an id that occurs several times adds up."""
+    """δ at the ids of each example; the rows of a repeated id add up."""
     op = context.op
     ids, output, shape = op.inputs[1], op.outputs[0], context.view.shapes[-1]
     axis = static_value(op.inputs[2]) if op.type == "GatherV2" else 0

@@ -1,6 +1,6 @@
-"""Scale and offset of frozen batch statistics.
+"""Scale and offset of normalization with frozen statistics.
 
-LayerNormalization and GroupNormalization multiply and add theirs entry by entry.
+Those of LayerNormalization and GroupNormalization are elementwise (see `elementwise`).
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ from tf_adaptive_dp.gradients.rules.registry import RuleContext, register_rule
 
 @register_rule("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
 def product(context: RuleContext) -> VariableContribution | None:
-    """g = Σ_t x_t δ_tᵀ, where t are the letters that the kernel does not have.
+    """g = Σ_t x_t δ_tᵀ, where t stands for the letters that the kernel lacks.
 
-    A letter of the kernel is summed over (n), an axis of the output (m), or of both (a group g).
+    A letter of the kernel belongs to the other factor (n, summed over), to the output (m), or to
+    both (a group g).
     """
     op, kernel = context.op, context.op.inputs[context.index]
     if len(op.inputs) != 2 or op.inputs[0] is op.inputs[1]:

@@ -1,4 +1,8 @@
-"""The bodies of functions and loops, and a loop that is run once more to learn of each step."""
+"""Per-example gradients of variables that functions and loops use, such as recurrent layers.
+
+A function is replaced by copies of its operations. A loop runs once more, with zeros added to the
+results of the operations that use variables: the gradients of these zeros are δ in every step.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +33,11 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
 )
 from tf_adaptive_dp.gradients.graph import ancestors, behind_identities, layer_name
 from tf_adaptive_dp.gradients.rules.registry import RULES
-from tf_adaptive_dp.gradients.variable_uses import VariableUse, consumers, find_uses
+from tf_adaptive_dp.gradients.variable_uses import VariableUse, consumers_of, find_uses
 
 
 class NotReplayable(Exception):
-    """A body that is not known to give the same values and gradients if it is run again."""
+    """Running a body again might give other values or gradients."""
 
 
 def has_effects(op: tf.Operation) -> bool:
@@ -44,11 +48,11 @@ def has_effects(op: tf.Operation) -> bool:
 
 
 def copy(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
-    """The same operation on other inputs, in the current graph.
+    """Adds the same operation, on other inputs, to the current graph.
 
     Raises:
-      NotReplayable: for branches and the like, which have bodies of their own; for an operation
-        with a gradient of its own, which may use tensors of the original; if inputs do not fit.
+      NotReplayable: for an operation that runs functions, such as a branch; for one with a custom
+        gradient, which may use tensors of the original; or if the inputs do not fit.
     """
     attributes = op.node_def.attr
     if function_attributes(op.type) or overrides_gradient(op):
@@ -62,11 +66,11 @@ def copy(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
 
 
 class Step:
-    """The first step of a loop: the part that depends on what changes from step to step.
+    """The part of a loop's first step that depends on the loop variables that change.
 
     Attributes:
-      before: what changes, before the step.
-      after: the same after it.
+      before: the values of these variables before the step.
+      after: their values after it.
       ops: the operations in between.
     """
 
@@ -82,19 +86,19 @@ class Step:
             if any(map(self.changes, op.inputs)):
                 self.ops.append(op)
                 self._changing |= {t.ref() for t in op.outputs}
-        self._uses = consumers(self.ops)
+        self._consumers = consumers_of(self.ops)
 
     def changes(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor has another value in each step."""
+        """Whether a tensor may have another value in each step."""
         return tensor.ref() in self._changing
 
     def sum_of(self, term: tf.Tensor) -> tf.Tensor:
-        """The sum that a tensor is a term of, if it is nothing else: δ is the same for both.
+        """The sum that a tensor is used in, if it is used nowhere else; both have the same δ.
 
-        All products of a cell that are added up then share their zeros.
+        All products that a cell adds up can then share their zeros.
         """
         while True:
-            uses = self._uses.get(term.ref(), ())
+            uses = self._consumers.get(term.ref(), ())
             if len(uses) != 1 or any(t is term for t in self.after):
                 return term
             ((op, index),) = uses
@@ -105,20 +109,22 @@ class Step:
 
 
 class Loop:
-    """A loop that is run once more, with zeros added at its reads and their inputs kept.
+    """A loop that runs once more, with zeros added where it uses variables.
 
     Attributes:
       length: the number of steps.
-      zeros: for each read in the first step, the zeros [length, ...] that were added in all steps
-        to its output, or to a sum of it. Their gradient is δ of the output.
-      stacks: from references to inputs of reads to their values in all steps, [length, ...].
-      final: what changes in a step, after the last one.
+      zeros: maps each operation of the first step that uses a variable to the zeros
+        [length, ...] that were added to its output in all steps, or to a sum that contains it.
+        The gradient of the zeros is δ of the output.
+      stacks: maps references to inputs of these operations to their values in all steps,
+        [length, ...].
+      final: the loop variables that change, after the last step.
     """
 
     def __init__(
         self,
         step: Step,
-        reads: Iterable[tf.Operation],
+        uses: Iterable[tf.Operation],
         start: Sequence[tf.Tensor],
         length: tf.Tensor | int,
         batch_axes: BatchAxes,
@@ -128,18 +134,18 @@ class Loop:
 
         Args:
           step: the first step.
-          reads: the operations of it that read variables.
-          start: what changes, before the first step.
+          uses: its operations that combine variables with data.
+          start: the loop variables that change, before the first step.
           length: the number of steps.
-          batch_axes: of the tensors of the first step.
-          trained: whether a tensor of it is made from variables alone.
+          batch_axes: the batch axes of the tensors of the first step.
+          trained: whether one of these tensors is computed from variables alone.
         """
         self.length, self.zeros = length, {}
         self._step, self._trained = step, trained
         kept, added = {}, {}
-        for op in reads:
+        for op in uses:
             if any(step.changes(t) != isinstance(batch_axes[t], BatchAxis) for t in op.inputs):
-                raise NotReplayable  # such as a kernel that is another one in each step
+                raise NotReplayable  # such as a kernel that changes from step to step
             total = step.sum_of(op.outputs[0])
             if total.op not in added:
                 added[total.op] = _zeros(total, length, batch_axes)
@@ -175,30 +181,30 @@ class Loop:
             body,
             (tf.constant(0), list(start), arrays),
             shape_invariants=(tf.TensorShape([]), *shapes),
-            # XLA wants to know how much the backward pass will have to store.
+            # XLA needs to know how much the backward pass stores.
             maximum_iterations=length if in_xla() else None,
             parallel_iterations=32,
         )
         return final, arrays
 
     def _now(self, tensor: tf.Tensor, values: dict) -> tf.Tensor:
-        """What stands for a tensor of the first step in the present one."""
+        """The tensor of the current step that corresponds to one of the first step."""
         key = tensor.ref()
         if key not in values and tensor.op.type == "Const":
-            values[key] = copy(tensor.op, []).outputs[0]  # its value stays known, say of an axis
+            values[key] = copy(tensor.op, []).outputs[0]  # so that it stays static
         elif key not in values and self._trained(tensor) and tensor.dtype != tf.resource:
-            # Nobody asks for gradients for variables that are summed over examples.
+            # No one needs the gradients of variables summed over the examples.
             values[key] = tf.stop_gradient(tensor)
         return values.get(key, tensor)
 
 
 def _zeros(like: tf.Tensor, length: tf.Tensor | int, batch_axes: BatchAxes) -> tf.Tensor:
-    """[length, ...]."""
+    """Zeros [length, ...]."""
     layout, rank = batch_axes[like], like.shape.rank
     if not isinstance(layout, BatchAxis) or rank is None:
         raise NotReplayable
     if None in [n for axis, n in enumerate(like.shape) if axis != layout.axis]:
-        raise NotReplayable  # the shape might be another one in each step
+        raise NotReplayable  # the shape might change from step to step
     zeros = tf.zeros(tf.concat([[length], tf.shape(like)], axis=0), like.dtype)
     return tf.ensure_shape(zeros, [None, *like.shape])
 
@@ -210,13 +216,13 @@ def _array(dtype: tf.DType, shape: tf.TensorShape, length: tf.Tensor | int) -> t
 def batch_axes_inside(
     body: tf.Graph, arguments: Sequence, outputs: Sequence[tf.Tensor], where: BatchAxes
 ) -> BatchAxes:
-    """The layouts of what outputs of a body are computed from.
+    """The batch axes of everything that some outputs of a body are computed from.
 
     Args:
-      body: of an operation.
+      body: the graph that an operation runs.
       arguments: the layouts of its arguments; `DataIndependent` if they do not depend on the data.
       outputs: some of its outputs.
-      where: the layouts of the graph that the operation is in.
+      where: the batch axes of the graph that contains the operation.
     """
     inside = where.inside(body, arguments)
     run(ancestors(outputs), inside)
@@ -224,14 +230,18 @@ def batch_axes_inside(
 
 
 def opaque(tensor: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
-    """The first value of a state, of which no more is known than of the later ones."""
+    """The first value of a loop variable, with no more static knowledge than later values have."""
     if tensor.dtype == tf.variant:
         return tf.identity(tensor)
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)
 
 
 def split_states(body: tf.Graph, wanted: Iterable[int]) -> tuple[list[int], list[int]]:
-    """Which loop variables stay the same, and which change and matter for some of the results."""
+    """Splits loop variables into those that stay the same and those that matter for some results.
+
+    Returns:
+      The places of the ones that stay the same, and of the ones that change and matter.
+    """
     place = {t.ref(): k for k, t in enumerate(body.inputs)}
     same = [
         k for k, (a, b) in enumerate(zip(body.inputs, body.outputs)) if behind_identities(b) is a
@@ -246,63 +256,63 @@ def split_states(body: tf.Graph, wanted: Iterable[int]) -> tuple[list[int], list
     return same, sorted(changing)
 
 
-# They are told the size of their output, and would be told a wrong one with time beside the batch.
+# An input gives the size of their output, which is wrong once time is merged into the batch axis.
 _SIZED = {"BroadcastTo", "Tile", "Conv2DBackpropInput", "Conv3DBackpropInputV2"}
 
 
 def outputs_of(op: tf.Operation) -> list[tf.Tensor]:
-    """The outputs of a read at which δ is needed."""
+    """The outputs of an operation that uses a variable whose δ is needed."""
     return list(op.outputs) if op.type in CALLS | LOOPS else [op.outputs[0]]
 
 
 def unfold(
-    reads: Sequence[list[VariableUse]],
+    uses: Sequence[list[VariableUse]],
     handles: Sequence[tf.Tensor | None],
     variables: Sequence[tf.Variable],
     deltas: dict,
     batch_axes: BatchAxes,
 ) -> list[list[VariableUse]]:
-    """Replaces reads by functions and loops by the reads inside of them.
+    """Replaces uses of variables by functions and loops by the uses inside of these.
 
-    Guarantee: a body is run again only if that gives the same values: it draws no random numbers,
-    and the variables that it reads were not written since. If that is not certain, or something
-    in it is not understood, the read stays what it is, and no rule covers it.
+    Guarantee: a body runs again only if that gives the same values: it draws no random numbers,
+    and no variable that it reads was written since. Otherwise, or if something in the body is not
+    understood, the use stays as it is, and no rule covers it.
 
     Args:
-      reads: of each variable.
-      handles: what stands for the variables in the graph.
+      uses: the uses of each variable.
+      handles: the tensors that stand for the variables in the graph.
       variables: the variables.
-      deltas: gradients of the loss by reference to an output of a read; those of the new reads
-        are entered.
-      batch_axes: where the batch axis of each tensor is; that of copies is entered.
+      deltas: gradients of the loss by reference to an output of an operation; the gradients for
+        the new uses are added.
+      batch_axes: the batch axis of each tensor; the batch axes of copies are added.
 
     Returns:
-      The reads of each variable.
+      The uses of each variable.
     """
-    reads = list(reads)
-    for op in dict.fromkeys(r.op for rs in reads for r in rs if r.op.type in CALLS | LOOPS):
+    uses = list(uses)
+    for op in dict.fromkeys(u.op for us in uses for u in us if u.op.type in CALLS | LOOPS):
         wanted = [k for k, t in enumerate(op.outputs) if deltas.get(t.ref()) is not None]
         replay = _Replay(batch_axes, [h for h in handles if h is not None])
-        sites = {}
+        stand_ins = {}
         try:
             if wanted:  # otherwise the loss does not depend on it
                 with tf.name_scope(f"{layer_name(op)}/"):
-                    sites = _sites(op, wanted, replay, deltas, batch_axes)
+                    stand_ins = _stand_ins(op, wanted, replay, deltas, batch_axes)
         except NotReplayable:
             continue
         paths = ancestors([t for t in op.inputs if replay.trained(t)])
-        uses = consumers([*paths, *replay.ops])
+        consumers = consumers_of([*paths, *replay.ops])
         for k, (handle, variable) in enumerate(zip(handles, variables)):
-            others = [r for r in reads[k] if r.op is not op]
-            if len(others) < len(reads[k]):
-                inside = find_uses(handle, variable.shape, uses, batch_axes, set())
-                if all(r.op in sites for r in inside):
-                    reads[k] = others + [r._replace(op=sites[r.op]) for r in inside]
-    return reads
+            others = [u for u in uses[k] if u.op is not op]
+            if len(others) < len(uses[k]):
+                inside = find_uses(handle, variable.shape, consumers, batch_axes, set())
+                if all(u.op in stand_ins for u in inside):
+                    uses[k] = others + [u._replace(op=stand_ins[u.op]) for u in inside]
+    return uses
 
 
 def _repeats(op: tf.Operation) -> bool:
-    """Whether an operation would do the same if it ran now."""
+    """Whether an operation would give the same results if it ran again now."""
     if any(has_effects(o) for g in bodies(op).values() for o in g.get_operations()):
         return False
     ops = op.graph.get_operations()
@@ -311,53 +321,53 @@ def _repeats(op: tf.Operation) -> bool:
     return not any(c in later and has_effects(c) for t in handles for c in t.consumers())
 
 
-def _sites(op, wanted, replay: _Replay, deltas: dict, batch_axes: BatchAxes) -> dict:
-    """From the reads in a copy to the operations that stand for them; enters δ of those."""
+def _stand_ins(op, wanted, replay: _Replay, deltas: dict, batch_axes: BatchAxes) -> dict:
+    """Maps copies of operations that use variables to the ones whose rules apply; adds their δ."""
     if not _repeats(op):
         raise NotReplayable
     outputs = replay.run(op, wanted)
-    reads = [new for new in replay.ops if replay.is_read(new)]
-    loops = {read: loop for loop in replay.loops for read in loop.zeros}
-    if any(r.type not in RULES or (r in loops and r.type in _SIZED) for r in reads):
+    uses = [new for new in replay.ops if replay.uses_variable(new)]
+    loops = {use: loop for loop in replay.loops for use in loop.zeros}
+    if any(u.type not in RULES or (u in loops and u.type in _SIZED) for u in uses):
         raise NotReplayable
     found = tf.gradients(
         outputs,
-        [loops[r].zeros[r] if r in loops else r.outputs[0] for r in reads],
+        [loops[u].zeros[u] if u in loops else u.outputs[0] for u in uses],
         grad_ys=[deltas[op.outputs[k].ref()] for k in wanted],
     )
-    sites = {}
-    for read, delta in zip(reads, found):
-        context = read
+    stand_ins = {}
+    for use, delta in zip(uses, found):
+        stand_in = use
         if delta is not None:
             delta = tf.convert_to_tensor(delta)
-            if read in loops:
-                context, delta = _over_time(read, loops[read], delta, batch_axes)
-        sites[read] = context
-        deltas[context.outputs[0].ref()] = delta
-    return sites
+            if use in loops:
+                stand_in, delta = _over_time(use, loops[use], delta, batch_axes)
+        stand_ins[use] = stand_in
+        deltas[stand_in.outputs[0].ref()] = delta
+    return stand_ins
 
 
 def _over_time(
-    read: tf.Operation, loop: Loop, delta: tf.Tensor, batch_axes: BatchAxes
+    use: tf.Operation, loop: Loop, delta: tf.Tensor, batch_axes: BatchAxes
 ) -> tuple[tf.Operation, tf.Tensor]:
-    """A read on what it reads in all steps, and δ at its output."""
+    """One operation that does what `use` does in all steps of a loop, and δ of its output."""
     length = loop.length
-    steps = Size(length) if isinstance(length, int) else Size(1, (f"{read.name}/steps",))
-    stacks = [loop.stacks.get(t.ref()) for t in read.inputs]
+    steps = Size(length) if isinstance(length, int) else Size(1, (f"{use.name}/steps",))
+    stacks = [loop.stacks.get(t.ref()) for t in use.inputs]
     inputs = [
         t if stack is None else _merged(stack, steps, batch_axes, like=t)
-        for t, stack in zip(read.inputs, stacks)
+        for t, stack in zip(use.inputs, stacks)
     ]
-    context = copy(read, inputs)
-    operations.apply(context, batch_axes)
-    delta = _merged(delta, steps, batch_axes, like=read.outputs[0])
-    if batch_axes[context.outputs[0]] != batch_axes[delta]:
+    stand_in = copy(use, inputs)
+    operations.apply(stand_in, batch_axes)
+    delta = _merged(delta, steps, batch_axes, like=use.outputs[0])
+    if batch_axes[stand_in.outputs[0]] != batch_axes[delta]:
         raise NotReplayable
-    return context, delta
+    return stand_in, delta
 
 
 def _merged(stack: tf.Tensor, steps: Size, batch_axes: BatchAxes, like: tf.Tensor) -> tf.Tensor:
-    """From [T, ...B, ...] to [...B·T, ...]: time as the inner part of the batch axis."""
+    """Reshapes [T, ...B, ...] to [...B·T, ...]: time becomes the inner part of the batch axis."""
     layout = batch_axes[like]
     axis, rank = layout.axis, like.shape.rank
     stack = tf.ensure_shape(stack, [steps.static, *like.shape])
@@ -370,11 +380,11 @@ def _merged(stack: tf.Tensor, steps: Size, batch_axes: BatchAxes, like: tf.Tenso
 
 
 class _Replay:
-    """Copies of what one operation with a body computes, in the graph of the step.
+    """Copies of what one operation that runs functions computes, in the graph of the step.
 
-    Calls are dissolved into their operations, and loops are built again. The first step of each
-    loop is copied before it as well: never run but for its shapes, it shows what a step does, and
-    what in it is the same in all steps.
+    Calls are inlined, and loops are built again. The first step of each loop is copied before the
+    loop as well. Only its shapes are ever used: it shows what a step does, and what is the same in
+    all steps.
 
     Attributes:
       ops: the copies.
@@ -382,36 +392,36 @@ class _Replay:
     """
 
     def __init__(self, batch_axes: BatchAxes, handles: Iterable[tf.Tensor]):
-        """Takes the layouts of the graph of the step, and the handles of variables in it."""
+        """Takes the batch axes of the graph of the step, and the handles of variables in it."""
         self.ops: list[tf.Operation] = []
         self.loops: list[Loop] = []
-        self._layouts = batch_axes
+        self._batch_axes = batch_axes
         self._handles = {h.ref() for h in handles}
         self._trained: set = set()
         self._in_loop = False
 
     def run(self, op: tf.Operation, wanted: Sequence[int]) -> list[tf.Tensor]:
-        """Computes some outputs of an operation of the graph of the step again."""
+        """Computes some outputs of an operation in the graph of the step again."""
         for tensor in op.inputs:
             sources = {t.ref() for o in ancestors([tensor]) for t in o.outputs}
             if self._handles & sources and not self._has_batch(tensor):
                 self._trained.add(tensor.ref())
-        found = self._run(op, list(op.inputs), self._layouts, wanted)
+        found = self._run(op, list(op.inputs), self._batch_axes, wanted)
         return [found[k] for k in wanted]
 
     def trained(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor is made from variables alone."""
+        """Whether a tensor is computed from variables alone."""
         return tensor.ref() in self._trained
 
-    def is_read(self, op: tf.Operation) -> bool:
-        """Whether variables meet the data in a copy."""
+    def uses_variable(self, op: tf.Operation) -> bool:
+        """Whether a copy combines variables with data."""
         return any(map(self._has_batch, op.outputs)) and any(map(self.trained, op.inputs))
 
     def _has_batch(self, tensor: tf.Tensor) -> bool:
-        return isinstance(self._layouts[tensor], BatchAxis)
+        return isinstance(self._batch_axes[tensor], BatchAxis)
 
     def _run(self, op, inputs, where: BatchAxes, wanted) -> dict[int, tf.Tensor]:
-        """Outputs of a call or a loop on other inputs; `where` has the layouts of the original."""
+        """Outputs of a call or a loop on other inputs; `where` is for the original."""
         if op.type in LOOPS:
             return self._loop(op, inputs, where, wanted)
         (body,) = bodies(op).values()
@@ -422,13 +432,13 @@ class _Replay:
         return {k: values[t.ref()] for k, t in zip(wanted, outputs)}
 
     def _inline(self, wanted: Sequence[tf.Tensor], values: dict, where: BatchAxes) -> None:
-        """Copies what tensors of a body are computed from; enters the copies into `values`."""
+        """Copies what tensors of a body are computed from, and adds the copies to `values`."""
         ops = ancestors(wanted)
         used = {t.ref() for t in wanted} | {t.ref() for op in ops for t in op.inputs}
         for op in ops:
             if all(t.ref() in values for t in op.outputs):
                 continue
-            # A loop has inputs for the backward pass, which it was given later and we do not need.
+            # The backward pass later gave the loop inputs that are not needed here.
             inputs = [values.get(t.ref()) for t in op.inputs]
             if op.type in CALLS | LOOPS:
                 places = [k for k, t in enumerate(op.outputs) if t.ref() in used]
@@ -444,8 +454,8 @@ class _Replay:
                 self._enter(tensor, op.outputs[k], where)
 
     def _enter(self, new: tf.Tensor, old: tf.Tensor, where: BatchAxes) -> None:
-        """Notes the layout of a copy, and whether it is made from variables alone."""
-        self._layouts.set(new, where[old], where.depends(old))
+        """Notes the batch axis of a copy, and whether it is computed from variables alone."""
+        self._batch_axes.set(new, where[old], where.depends(old))
         if not self._has_batch(new) and new.op.type not in SHAPE_ONLY:
             if any(map(self.trained, new.op.inputs)):
                 self._trained.add(new.ref())
@@ -473,8 +483,8 @@ class _Replay:
         step = Step(before, [values[t.ref()] for t in outputs], self.ops[count:])
         if any(map(self.trained, step.after)):
             raise NotReplayable
-        reads = filter(self.is_read, step.ops)
-        loop = Loop(step, reads, start, length, self._layouts, self.trained)
+        uses = filter(self.uses_variable, step.ops)
+        loop = Loop(step, uses, start, length, self._batch_axes, self.trained)
         self.loops.append(loop)
         found = dict(zip(changing, loop.final))
         return {k: found[k] if k in found else inputs[k] for k in wanted}
@@ -500,6 +510,6 @@ class _Replay:
         return tf.maximum(0, tf.reduce_min(tf.stack(lengths)))
 
     def _number(self, tensor: tf.Tensor) -> tf.Tensor | int:
-        size = evaluate(tensor, self._layouts.size)[0]
+        size = evaluate(tensor, self._batch_axes.size)[0]
         known = None if size is None else size.static
         return tf.cast(tensor, tf.int32) if known is None else known
