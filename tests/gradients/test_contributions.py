@@ -33,8 +33,14 @@ def narrowed(shape):
     return sorted(set(itertools.product(*((1, n) for n in shape))))
 
 
-def check(contribution, rows, in_graph=False):
-    """Compares all that a contribution can be asked with float64 rows [B, *shape]."""
+def answers(make, pairs, weights):
+    """Norms for pairs of scale and shift, and a weighted sum, of what `make` makes."""
+    norms = [make().squared_norms(a, b) for a, b in pairs]
+    return norms, make().weighted_sum(weights)
+
+
+def check(ask, rows):
+    """Compares the answers of `ask(pairs, weights)` with float64 rows [B, *shape]."""
     generator = np.random.default_rng(9)
     shape = rows.shape[1:]
     scales = [generator.uniform(0.3, 3.0, s).astype("float32") for s in narrowed(shape)]
@@ -42,19 +48,24 @@ def check(contribution, rows, in_graph=False):
     weights = generator.uniform(0.1, 2.0, len(rows)).astype("float32")
     weights[:1] = 0.0
     axes = tuple(range(1, rows.ndim))
-    for a, b in itertools.product((None, *scales), (None, shift)):
-        actual = contribution.squared_norms(
-            *(None if t is None else tf.constant(t) for t in (a, b))
-        )
+    pairs = list(itertools.product((None, *scales), (None, shift)))
+    found, total = ask(
+        [[None if t is None else tf.constant(t) for t in pair] for pair in pairs],
+        tf.constant(weights),
+    )
+    for actual, (a, b) in zip(found, pairs):
         wide = rows + (0.0 if b is None else b.astype("float64"))
         wide = wide * (1.0 if a is None else a.astype("float64"))
         # Never too small by more than rounding, and never much too large.
         size = (rows**2).sum(axes).max(initial=1.0) + (0 if b is None else (b**2).sum())
         size *= 1.0 if a is None else 9.0
         np.testing.assert_allclose(actual, (wide**2).sum(axes), rtol=1e-5, atol=3e-6 * size)
-    total = contribution.weighted_sum(tf.constant(weights))
     expected = np.tensordot(weights.astype("float64"), rows, axes=1)
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
+
+
+def check_eagerly(contribution, rows):
+    check(lambda pairs, weights: answers(lambda: contribution, pairs, weights), rows)
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -72,22 +83,23 @@ def test_no_norm_misses_a_huge_number_times_a_tiny_one(times, swapped, scaled):
     assert expected <= norms[0] < 1000 * expected and norms[1] == 0
 
 
-def unknown_batch(make, *tensors):
-    """A contribution of tensors whose batch size is not known, asked inside a function."""
+class UnknownBatch:
+    """Makes contributions in a function that is traced once, for batches of any size."""
 
-    def run(ask):
-        signature = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in tensors]
-        function = tf.function(lambda *t: ask(make(*t)), input_signature=signature)
-        return function(*tensors)
+    def __init__(self, make):
+        self._make, self._function = make, None
 
-    class Asked:
-        def squared_norms(self, scale, shift):
-            return run(lambda c: c.squared_norms(scale, shift))
+    def check(self, tensors, rows):
+        def ask(pairs, weights):
+            if self._function is None:
+                self._function = tf.function(
+                    lambda weights, *t: answers(lambda: self._make(*t), pairs, weights),
+                    [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in (weights, *tensors)],
+                    autograph=False,
+                )
+            return self._function(weights, *tensors)
 
-        def weighted_sum(self, weights):
-            return run(lambda c: c.weighted_sum(weights))
-
-    return Asked()
+        check(ask, rows)
 
 
 def outer_rows(x, delta):
@@ -110,7 +122,7 @@ def test_outer_products(b, t, g, n, m, largest):
     with pytest.MonkeyPatch.context() as patch:
         # A small limit forces the Gram form, or chunks.
         patch.setattr(contributions, "_LARGEST", largest)
-        check(OuterGradient(tf.constant(x), tf.constant(delta)), outer_rows(x, delta))
+        check_eagerly(OuterGradient(tf.constant(x), tf.constant(delta)), outer_rows(x, delta))
 
 
 @pytest.mark.parametrize("largest", [1, 30, 2**24])
@@ -118,10 +130,10 @@ def test_outer_products(b, t, g, n, m, largest):
 def test_outer_products_of_batches_of_unknown_size(shape, largest, monkeypatch):
     monkeypatch.setattr(contributions, "_LARGEST", largest)
     t, g, n, m = shape
+    made = UnknownBatch(OuterGradient)
     for b in (5, 1, 0):
         x, delta = normal(0, b, t, g, n), normal(1, b, t, g, m)
-        found = unknown_batch(OuterGradient, tf.constant(x), tf.constant(delta))
-        check(found, outer_rows(x, delta))
+        made.check([tf.constant(x), tf.constant(delta)], outer_rows(x, delta))
 
 
 @few
@@ -129,7 +141,7 @@ def test_outer_products_of_batches_of_unknown_size(shape, largest, monkeypatch):
 def test_rows_of_tables(b, t, size, width, seed):
     ids, delta = np.random.default_rng(seed).integers(0, size, [b, t]), normal(1, b, t, width)
     made = SparseGradient((size, width), tf.constant(ids), tf.constant(delta))
-    check(made, sparse_rows(size, ids, delta))
+    check_eagerly(made, sparse_rows(size, ids, delta))
 
 
 def mixed_total(x, delta, ids, wide, rows):
@@ -169,8 +181,10 @@ def test_sums_of_contributions_of_all_kinds(known, largest, monkeypatch):
     expected += sparse_rows(4, ids, wide) + sparse_rows(4, ids[:, :1], wide[:, :1])
     expected += 2.0 * rows.astype("float64").reshape(5, 4, 3)
     tensors = [tf.constant(t) for t in (x, delta, ids, wide, rows)]
-    made = mixed_total(*tensors) if known else unknown_batch(mixed_total, *tensors)
-    check(made, expected)
+    if known:
+        check_eagerly(mixed_total(*tensors), expected)
+    else:
+        UnknownBatch(mixed_total).check(tensors, expected)
 
 
 def test_chunks_are_no_larger_than_the_batch(monkeypatch):

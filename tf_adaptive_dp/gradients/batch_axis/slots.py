@@ -30,10 +30,10 @@ from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis
 from tf_adaptive_dp.gradients.graph import ancestors, layer_name
 
 _SLOT = (
-    "A value depends on the row of an example in the batch. One more example would move others to "
-    "other rows, and so change their gradients. Received: {op} ({type}) in layer "
+    "A value depends on which row of the batch an example is in. One more example would move "
+    "others to other rows, and so change their gradients. Received: {op} ({type}) in layer "
     "{layer!r}, which combines the data with {source} ({source_type}), whose entries differ from "
-    "row to row, or may. Pass it as part of the batch, or make it the same for all rows."
+    "row to row, or may. Pass the value as part of the batch, or make it the same for all rows."
 )
 _SEEDED = (
     "Random numbers with a known seed are tied to the rows of the batch, and can be predicted. "
