@@ -1,4 +1,4 @@
-"""Is this model, with its loss, optimizer and data, fit for private training?"""
+"""Checks whether a model, its loss, optimizer and data are fit for private training."""
 
 from tf_adaptive_dp.validation.per_example import PerExampleReport, check_per_example
 from tf_adaptive_dp.validation.report import Finding, ValidationReport

@@ -1,4 +1,4 @@
-"""Findings about the loss, the optimizer and the batch by themselves."""
+"""Findings about the loss, the optimizer and the batch, each on its own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Loss = Callable[..., tf.Tensor]
 
 
 class PerExampleLoss(tf.keras.losses.Loss):
-    """A function of (y_true, y_pred) as a Keras loss that does not reduce over the batch.
+    """Makes a function of (y_true, y_pred) a Keras loss that does not reduce over the batch.
 
     Args:
-      function: returns one entry an example.
-      name: of the loss.
+      function: returns one entry per example.
+      name: the name of the loss.
     """
 
     def __init__(self, function: Loss, name: str | None = None):
@@ -26,28 +26,28 @@ class PerExampleLoss(tf.keras.losses.Loss):
         self.function = function
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        """What the function returns; called by Keras."""
+        """Returns the losses of the examples; Keras calls this."""
         return self.function(y_true, y_pred)
 
 
 def loss_findings(loss: str | Loss) -> tuple[list[Finding], Loss]:
-    """What a loss says of itself.
+    """Inspects a loss without running it.
 
     Args:
-      loss: as it is passed to `model.compile`.
+      loss: the loss as passed to `model.compile`.
 
     Returns:
       The findings, and the same loss without a reduction over the batch.
 
     Raises:
-      TypeError: if it is no loss.
-      ValueError: if Keras knows no loss of that name.
+      TypeError: if it is not a loss.
+      ValueError: if Keras has no loss of that name.
     """
     if isinstance(loss, str):
         found = Finding(
             "loss",
             "loss",
-            f"The loss {loss!r}, given by name, is averaged over the batch by Keras.",
+            f"Keras averages the loss {loss!r}, given by name, over the batch.",
             'Pass the loss object with `reduction="none"` (`fix=True` offers one).',
         )
         return [found], PerExampleLoss(tf.keras.losses.get(loss), loss)
@@ -57,8 +57,8 @@ def loss_findings(loss: str | Loss) -> tuple[list[Finding], Loss]:
         found = Finding(
             "loss",
             "loss",
-            f"{type(loss).__name__} has reduction={loss.reduction!r}, so the losses of single "
-            "examples are lost.",
+            f"{type(loss).__name__} has reduction={loss.reduction!r}, which hides the losses of "
+            "single examples.",
             'Create it with `reduction="none"` (`fix=True` offers it).',
         )
         repaired = copy.copy(loss)
@@ -73,8 +73,8 @@ def loss_findings(loss: str | Loss) -> tuple[list[Finding], Loss]:
     found = Finding(
         "loss",
         "loss",
-        f"{name} is a plain function, which `model.compile` wraps so that it is averaged over the "
-        "batch; in a training loop of your own it is right.",
+        f"{name} is a plain function, and `model.compile` averages it over the batch. It is fine "
+        "in a custom training loop.",
         'Pass a `tf.keras.losses.Loss` with `reduction="none"` to `compile` (`fix=True` offers '
         "one).",
         "warning",
@@ -83,11 +83,11 @@ def loss_findings(loss: str | Loss) -> tuple[list[Finding], Loss]:
 
 
 def optimizer_findings(optimizer: Any, batch_size: int | None) -> list[Finding]:
-    """What an optimizer says of itself.
+    """Inspects an optimizer.
 
     Args:
-      optimizer: as it is passed to `model.compile`.
-      batch_size: B, or `None` if that is not clear.
+      optimizer: the optimizer as passed to `model.compile`.
+      batch_size: B, or `None` if it is unknown.
     """
     found = []
 
@@ -99,14 +99,14 @@ def optimizer_findings(optimizer: Any, batch_size: int | None) -> list[Finding]:
         add(
             "loss scaling",
             "LossScaleOptimizer multiplies the loss before gradients are clipped.",
-            "Use the optimizer alone: those of tf_adaptive_dp scale the loss themselves.",
+            "Use the inner optimizer: those of tf_adaptive_dp scale the loss themselves.",
         )
         optimizer = inside
     if not hasattr(optimizer, "ledger"):
         add(
             "not private",
             f"{optimizer!r} clips nothing and adds no noise.",
-            "Use an optimizer of tf_adaptive_dp, or `make_dp_optimizer_class` for any of Keras's.",
+            "Use an optimizer of tf_adaptive_dp, or make one with `make_dp_optimizer_class`.",
         )
         return found
     if optimizer.noise_multiplier == 0:
@@ -115,26 +115,26 @@ def optimizer_findings(optimizer: Any, batch_size: int | None) -> list[Finding]:
     if groups is not None and expected is not None:
         add(
             "microbatches",
-            f"num_microbatches={groups} is set together with expected_batch_size={expected:g}: "
-            "groups of a batch need all batches to have one size.",
-            "Leave out `num_microbatches`, or batches of random size and `expected_batch_size`.",
+            f"num_microbatches={groups} is set together with expected_batch_size={expected:g}, but "
+            "microbatches need batches of one fixed size.",
+            "Drop `num_microbatches`, or use batches of one size without `expected_batch_size`.",
             "warning",
         )
     if None not in (groups, batch_size) and batch_size % groups:
         add(
             "microbatches",
             f"num_microbatches={groups} does not divide the batch of {batch_size} examples.",
-            "Choose a divisor, or leave it out.",
+            "Choose a divisor, or drop it.",
         )
     return found
 
 
 def clip_findings(optimizer: Any, norms: np.ndarray) -> list[Finding]:
-    """Whether the clip norm is out of proportion to the gradients.
+    """Checks whether the clip norm is out of proportion to the gradients.
 
     Args:
-      optimizer: with or without `l2_norm_clip`.
-      norms: [B], the norms of the gradients of examples.
+      optimizer: any optimizer.
+      norms: [B], the norms of the per-example gradients.
     """
     clip = getattr(optimizer, "l2_norm_clip", None)
     largest = np.max(norms, initial=0.0, where=np.isfinite(norms))
@@ -145,19 +145,19 @@ def clip_findings(optimizer: Any, norms: np.ndarray) -> list[Finding]:
             "clip norm",
             "optimizer",
             f"l2_norm_clip={clip:g} is more than 100 times the largest gradient of the batch "
-            f"({largest:.2g}), so the noise is far larger than it need be.",
-            "Lower it to about the size of the gradients. This figure is of private data: choose "
-            "by experience, or on public data.",
+            f"({largest:.2g}), so the noise is far larger than necessary.",
+            "Lower it to about the size of the gradients. But this number comes from private data: "
+            "choose by experience, or on public data.",
             "warning",
         )
     ]
 
 
 def batch_findings(batch: tuple) -> list[Finding]:
-    """Whether a batch can be examined at all; errors mean that it cannot.
+    """Checks a batch; an error means that it cannot be examined further.
 
     Args:
-      batch: x, y and maybe sample weights, nests of tensors.
+      batch: x, y and possibly sample weights, each a nest of tensors.
     """
     sizes = {tuple(t.shape[:1]) for t in tf.nest.flatten(batch)}
     if len(sizes) != 1 or sizes == {()}:
@@ -165,14 +165,14 @@ def batch_findings(batch: tuple) -> list[Finding]:
         return [Finding("batch", "batch", what, "Axis 0 of each must be the examples.")]
     num_examples = next(iter(sizes))[0]
     if num_examples < 2:
-        what = f"It has {num_examples} examples, in which nothing can mix."
-        return [Finding("batch", "batch", what, "Pass two examples or more.")]
+        what = f"It has {num_examples} examples, too few to see whether examples mix."
+        return [Finding("batch", "batch", what, "Pass at least two examples.")]
     return [
         Finding(
             "not finite",
             "batch",
-            f"{name} of examples {_few(rows)} has entries that are NaN or infinite; the gradients "
-            "of such examples count as zero.",
+            f"{name} of examples {_few(rows)} has NaN or infinite entries; the gradients of such "
+            "examples count as zero.",
             "Remove or replace them.",
             "warning",
         )
@@ -192,16 +192,16 @@ def _not_finite(part: Any, num_examples: int) -> np.ndarray:
 
 
 def _few(rows: np.ndarray) -> str:
-    """Indices for a message, not more than five."""
+    """Formats indices for a message, at most five."""
     return ", ".join(map(str, rows[:5])) + (", …" if len(rows) > 5 else "")
 
 
 def loss_value_findings(values: tf.Tensor, batch: tuple) -> list[Finding]:
-    """Losses that are not finite where the data are.
+    """Looks for losses that are not finite although the data are.
 
     Args:
-      values: [B].
-      batch: as for `batch_findings`.
+      values: the losses, [B].
+      batch: see `batch_findings`.
     """
     data_is_finite = not any(_not_finite(part, len(values)).size for part in batch)
     rows = np.flatnonzero(~np.isfinite(tf.cast(values, tf.float64).numpy()))
@@ -211,8 +211,8 @@ def loss_value_findings(values: tf.Tensor, batch: tuple) -> list[Finding]:
         Finding(
             "not finite",
             "loss",
-            f"The losses of examples {_few(rows)} are NaN or infinite though the batch is finite; "
-            "their gradients count as zero.",
-            "Look whether labels are out of range, or whether the model overflows.",
+            f"The losses of examples {_few(rows)} are NaN or infinite although the batch is "
+            "finite; their gradients count as zero.",
+            "Check whether labels are out of range, or whether the model overflows.",
         )
     ]

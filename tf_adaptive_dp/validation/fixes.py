@@ -1,4 +1,4 @@
-"""A copy of a model in which what can safely be replaced is replaced."""
+"""Copies a model and replaces the layers that have a safe replacement."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Layer = tf.keras.layers.Layer
 
 
 def repaired_model(model: tf.keras.Model, inputs) -> tf.keras.Model:
-    """Copies a model: batch normalization becomes group normalization, states are not kept.
+    """Copies a model with group instead of batch normalization and without kept states.
 
-    All other layers keep their names and their weights; gamma and beta become those of the group
-    normalization. The copy is not compiled.
+    Other layers keep their names and weights. Group normalizations take over gamma and beta. The
+    copy is not compiled.
 
     Args:
-      model: is built already, and stays as it is.
-      inputs: of one batch; a subclassed model is built by calling it on them.
+      model: a built model; it does not change.
+      inputs: the inputs of one batch, on which a subclassed model is built.
 
     Returns:
-      The copy. A layer that has no safe replacement is copied as it is.
+      The copy. It contains layers without a safe replacement unchanged.
 
     Raises:
-      TypeError, ValueError: if the copy would be of another class, or would not share the
-        weights that layers of the model share.
-      Exception: whatever the model's own `get_config` and `from_config` raise; a model of the
-        user's own class needs both if it holds such layers.
+      TypeError: if the copy would have another class.
+      ValueError: if the copy would not share weights that layers of the model share.
+      Exception: whatever the model's own `get_config` and `from_config` raise. A model of a custom
+        class needs both to be repaired.
     """
     repaired = _copy(model)
     if not repaired.built:
@@ -42,21 +42,24 @@ def repaired_model(model: tf.keras.Model, inputs) -> tf.keras.Model:
     counts = len(model.trainable_variables), len(repaired.trainable_variables)
     if counts[0] != counts[1]:
         raise ValueError(
-            f"Layers share weights that the copy would not: it has {counts[1]} trainable "
-            f"variables for {counts[0]}."
+            f"Layers share weights that the copy would not share: it has {counts[1]} trainable "
+            f"variables instead of {counts[0]}."
         )
     return repaired
 
 
 def group_normalization(layer: Layer) -> Layer | None:
-    """The group normalization that replaces a batch normalization, or `None` if none is safe.
+    """Makes the group normalization that replaces a batch normalization.
 
-    Groups are gcd(32, channels) where an example has several positions a channel, as in images. In
-    what dense layers give it has one, so that such groups could hold one number each, which
-    normalizes to zero; there all channels are one group.
+    There are gcd(32, channels) groups if an example has several positions per channel, as in
+    images. The output of a dense layer has only one, where a group might hold a single number,
+    which normalizes to zero; so all channels form one group.
 
     Args:
-      layer: a batch normalization that was built.
+      layer: a built batch normalization.
+
+    Returns:
+      The layer, or `None` if no replacement is safe.
     """
     axes = list(layer.axis) if isinstance(layer.axis, (list, tuple)) else [layer.axis]
     if not layer.built or len(axes) != 1:
@@ -76,17 +79,17 @@ def group_normalization(layer: Layer) -> Layer | None:
 
 
 def _positions(layer: Layer, rank: int, axis: int) -> int | None:
-    """How many numbers of each channel an example has; `None` if that is not known."""
+    """The number of positions per channel in an example; `None` if it is unknown."""
     try:
         shape = list(layer.get_input_shape_at(0))
-    except (AttributeError, RuntimeError):  # it was never called on symbolic inputs
+    except (AttributeError, RuntimeError):  # never called on symbolic inputs
         shape = [None] * rank
     others = [n for a, n in enumerate(shape) if a not in (0, axis % rank)]
     return None if None in others else math.prod(others)
 
 
 def is_defective(layer: Layer) -> bool:
-    """Whether something in a layer or model is of a kind that has a replacement."""
+    """Whether a layer or model contains a layer of a kind that has a replacement."""
     layers = [layer, *(inner for _, inner in named_layers(layer))]
     return any(takes_batch_statistics(each) or keeps_state(each) for each in layers)
 
@@ -113,7 +116,7 @@ def _copied_inside(old, new):
 
 
 def _children(layer: Layer) -> Iterator[tuple[str, object]]:
-    """The attributes that hold layers, alone or in lists and dicts."""
+    """Yields the attributes that hold layers, alone or in lists and dicts."""
     for name, value in list(vars(layer).items()):
         if not name.startswith("_self_") and list(_layers_in(value)):
             yield name, value

@@ -1,4 +1,4 @@
-"""What the layers of a model say of themselves, before anything is run."""
+"""Inspects the layers of a model without running them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PREPROCESSING = _LAYERS.experimental.preprocessing.PreprocessingLayer
 
 
 def named_layers(model: tf.keras.layers.Layer, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """All layers inside of a model, nested ones and wrapped ones too, each once, with its path.
+    """Walks over all layers in a model, including nested and wrapped ones, each once.
 
     Args:
-      model: a model, or a layer.
-      prefix: what the paths begin with.
+      model: a model or a layer.
+      prefix: the beginning of all paths.
 
     Yields:
-      The path, names joined by "/", and the layer.
+      The path (names joined by "/") and the layer.
     """
     seen: set[int] = set()
 
@@ -43,14 +43,14 @@ def named_layers(model: tf.keras.layers.Layer, prefix: str = "") -> Iterator[tup
 
 
 def path_finder(model: tf.keras.Model) -> Callable[[str], str | None]:
-    """Says in which layer of a model an operation or a variable lies.
+    """Makes a function that finds the layer of an operation or a variable.
 
     Args:
-      model: gives the names of its layers.
+      model: the model that contains the layers.
 
     Returns:
-      A function from a name to the path of the innermost layer in whose name scope it lies, or
-      `None`.
+      A function that maps a name to the path of the innermost layer in whose name scope it lies, or
+      to `None`.
     """
     paths = [path for path, _ in named_layers(model)]
 
@@ -67,7 +67,7 @@ def path_finder(model: tf.keras.Model) -> Callable[[str], str | None]:
 
 
 def has_own(model: tf.keras.Model, method: str) -> bool:
-    """Whether the class of a model overrides a method of Keras's."""
+    """Whether the class of a model overrides a method of `tf.keras.Model`."""
     return getattr(type(model), method) is not getattr(tf.keras.Model, method)
 
 
@@ -82,10 +82,10 @@ def keeps_state(layer: tf.keras.layers.Layer) -> bool:
 
 
 def layer_findings(model: tf.keras.Model) -> list[Finding]:
-    """Findings about layers and variables of a model that has been built.
+    """Inspects the layers and variables of a model.
 
     Args:
-      model: is not called.
+      model: a built model; it is not called.
     """
     found = [finding for path, layer in named_layers(model) for finding in _of_layer(path, layer)]
     if not has_own(model, "compute_loss"):
@@ -103,9 +103,9 @@ def layer_findings(model: tf.keras.Model) -> list[Finding]:
         Finding(
             "variables",
             path_finder(model)(variable.name) or "model",
-            f"Its trainable variable {variable.name} is of type {variable.dtype.name}, whose "
-            "gradient cannot be clipped.",
-            "Create it with `trainable=False`, or train real and imaginary parts.",
+            f"The trainable variable {variable.name} has type {variable.dtype.name}; gradients of "
+            "this type cannot be clipped.",
+            "Create it with `trainable=False`, or train its real and imaginary parts.",
         )
         for variable in model.trainable_variables
         if not variable.dtype.is_floating
@@ -119,8 +119,8 @@ def _of_layer(path: str, layer: tf.keras.layers.Layer) -> Iterator[Finding]:
             "batch statistics",
             path,
             f"{kind} normalizes by the mean and variance of the batch in training, so every "
-            "example changes the gradients of all others; its moving averages are statistics of "
-            "private data that no noise covers.",
+            "example changes the gradients of all others. Its moving averages are statistics of "
+            "private data without noise.",
             "Replace it by `tf.keras.layers.GroupNormalization` or `LayerNormalization` "
             "(`fix=True` does), or freeze it (`layer.trainable = False`).",
         )
@@ -129,8 +129,8 @@ def _of_layer(path: str, layer: tf.keras.layers.Layer) -> Iterator[Finding]:
             "state",
             path,
             f"{kind} writes to its own kernel in each forward pass, which Keras does not compile "
-            "and which is no part of the gradient that is clipped.",
-            "Use the wrapped layer alone, with `kernel_constraint` if its weights must be bounded.",
+            "and which the clipped gradient does not contain.",
+            "Use the wrapped layer alone, with a `kernel_constraint` to bound its weights.",
         )
     if keeps_state(layer):
         yield Finding(
@@ -143,8 +143,8 @@ def _of_layer(path: str, layer: tf.keras.layers.Layer) -> Iterator[Finding]:
         yield Finding(
             "adapted",
             path,
-            f"{kind} holds what `adapt` computed from data. If that was the private training "
-            "data, these statistics are released without noise, and ε does not cover them.",
+            f"{kind} holds what `adapt` computed from data. If these were the private training "
+            "data, their statistics are released without noise, and ε does not cover them.",
             "Adapt it on public data, or pass known values "
             "(`mean` and `variance`, `vocabulary`, `bin_boundaries`).",
             "warning",
@@ -163,8 +163,8 @@ def _regularizers(path: str, layer: tf.keras.layers.Layer) -> Iterator[Finding]:
         yield Finding(
             "regularizer",
             path,
-            f"Keras cannot add the term of its {', '.join(names)}, one number, to a loss vector: "
-            "`fit` stops.",
+            f"Its {', '.join(names)} adds a scalar, which Keras cannot add to a loss vector: `fit` "
+            "fails.",
             "Override `compute_loss` in the model (`return self.loss(y, y_pred, sample_weight) + "
             "tf.add_n(self.losses)`), or use the optimizer's `weight_decay`.",
         )

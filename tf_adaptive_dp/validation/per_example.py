@@ -1,4 +1,4 @@
-"""Is this model fit for private training? Proof by comparison with one example at a time."""
+"""Compares per-example gradients with gradients of one example at a time."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tf_adaptive_dp.validation.layers import named_layers
 
 
 class PerExampleReport(NamedTuple):
-    """How far the library's per-example gradients are from those of one example at a time.
+    """How far per-example gradients are from the gradients of one example at a time.
 
     Attributes:
       norm_error: the largest relative error of a squared norm.
-      sum_error: the largest error of a weighted sum, relative to its largest entry, or to a
-        hundredth of the largest of all variables if that is more.
-      num_examples: how many examples were compared; those whose gradient alone is not finite, which
-        count as zero in training, are left out.
-      without_rules: what the library says of variables that its rules do not cover, and whose
-        Jacobian it takes; empty if rules cover all.
-      training: whether the model ran in training mode; with random layers such as dropout it
-        cannot, since every run draws anew.
+      sum_error: the largest error of a weighted sum, relative to the larger of its own largest
+        entry and a hundredth of the largest entry over all variables.
+      num_examples: the number of compared examples. Those whose gradient alone is not finite count
+        as zero in training, and are left out.
+      without_rules: the library's warnings about variables that need the Jacobian, since no rule
+        covers them; empty if rules cover all.
+      training: whether the model ran in training mode. Models with random layers such as dropout
+        cannot, since every run draws new numbers.
     """
 
     norm_error: float
@@ -46,30 +46,30 @@ def check_per_example(
     *,
     tolerance: float = 1e-4,
 ) -> PerExampleReport:
-    """Proves on a batch that a model's per-example gradients are those of its examples.
+    """Tests on one batch that a model's per-example gradients are those of its examples.
 
-    The gradients that a compiled training step would clip are compared with gradients on batches
-    of one. They differ if examples mix, or if a rule for an operation is wrong. Layers of a mixed
-    policy (`mixed_float16`, `mixed_bfloat16`) are searched as they are, and compared while they
-    compute in float32: in the short types sums over many places are mostly rounding.
+    It compares the gradients that a compiled training step would clip with gradients on batches of
+    one. They differ if examples mix, or if a rule for an operation is wrong. Layers with a mixed
+    policy (`mixed_float16`, `mixed_bfloat16`) are searched as they are, but compared while they
+    compute in float32: in the short types, sums over many positions are mostly rounding errors.
 
-    Guarantee: none beyond this batch; but a model that mixes its examples, or a wrong rule of your
-    own, shows here, unless it does so in float16 or bfloat16 only.
+    Guarantee: none beyond this batch. But a model that mixes its examples, or a wrong rule of your
+    own, fails this test, unless it goes wrong only in float16 or bfloat16.
 
     Args:
       model: called as `model(x, training=True)`.
       loss: `loss(y_true, y_pred)` → [B], for example a Keras loss with `reduction="none"`.
       batch: `(x, y)` or `(x, y, sample_weight)`; x and y may be nested, axis 0 is the batch.
-      tolerance: the largest relative error that passes; float32 needs about 1e-5.
+      tolerance: the largest relative error that passes. Rounding in float32 is about 1e-5.
 
     Returns:
       A `PerExampleReport`.
 
     Raises:
-      NotPrivateError: if they differ, or if the model or the loss is refused.
-      TypeError: if `model`, `loss` or `batch` are no such things.
+      NotPrivateError: if they differ, or if the library refuses the model or the loss.
+      TypeError: if `model`, `loss` or `batch` has the wrong type.
       ValueError: if the batch has fewer than two examples, or none whose gradient is finite; or if
-        a model of a mixed policy does not run in float32, as with casts to float16 of its own.
+        a model with a mixed policy cannot run in float32, for example because it casts to float16.
 
     >>> model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(1)])
     >>> def squares(y, z):
@@ -86,7 +86,7 @@ def check_per_example(
     if num_examples < 2:
         raise ValueError(f"`batch` must have two examples or more. Received: {num_examples}")
     losses = loss_function(model, loss)
-    # As it trains, for the search, whatever the comparison can use.
+    # The search needs the model as it trains, whatever the comparison can use.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step = _compiled_step(losses, model.trainable_variables, batch, True)
@@ -98,20 +98,20 @@ def check_per_example(
     if not max(report.norm_error, report.sum_error) <= tolerance:
         raise NotPrivateError(
             "The gradients that would be clipped are not those of single examples, so clipping "
-            f"would not bound what an example can do. Received: {report}. Examples may mix in an "
-            "operation that was vouched for with `register_layout`, or a rule that was added with "
-            "`register_rule` may be wrong."
+            f"would not bound the effect of an example. Received: {report}. An operation that was "
+            "registered with `register_layout` may mix examples, or a rule that was registered "
+            "with `register_rule` may be wrong."
         )
     return report
 
 
 def _compare(losses, variables, batch, step, without_rules) -> PerExampleReport:
-    """How far what `step` gives for the batch is from its examples alone."""
+    """Compares what `step` computes for the batch with its examples alone."""
     first, again = losses(batch, True), losses(batch, True)
     training = bool(tf.reduce_all((first == again) | (first != first)))
     if not training:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said before
+            warnings.simplefilter("ignore")  # warned before
             step = _compiled_step(losses, variables, batch, False)
     num_examples = int(tf.nest.flatten(batch)[0].shape[0])
     alone = _gradients_alone(losses, variables, batch, num_examples, training)
@@ -122,16 +122,16 @@ def _compare(losses, variables, batch, step, without_rules) -> PerExampleReport:
             "`batch` must have an example whose gradient is finite. Received: none, so there is "
             "nothing to compare."
         )
-    weights = np.zeros(num_examples, "float32")  # of those that are not finite, as in training
+    weights = np.zeros(num_examples, "float32")  # 0 where not finite, as in training
     weights[finite] = np.random.default_rng(0).uniform(0.5, 1.5, num_examples)[finite]
     norms, sums = step(batch, tf.constant(weights))
     norms, sums = norms.numpy(), [s.numpy() for s in sums]
     true_sums = [
         np.tensordot(weights[finite], np.stack(column)[finite], axes=1) for column in zip(*alone)
     ]
-    # Some gradients are zero but for rounding, as that of a bias whose mean is subtracted again.
+    # Some gradients are zero except for rounding, such as that of a bias before a normalization.
     smallest = 0.01 * max(float(np.max(np.abs(b), initial=0.0)) for b in true_sums)
-    # `np.max`, since `max` may lose a NaN.
+    # `np.max` keeps NaN; `max` may lose it.
     return PerExampleReport(
         float(np.max([_relative(norms[i], true_norms[i]) for i in finite])),
         float(np.max([_relative(a, b, smallest) for a, b in zip(sums, true_sums)])),
@@ -143,7 +143,7 @@ def _compare(losses, variables, batch, step, without_rules) -> PerExampleReport:
 
 @contextlib.contextmanager
 def _in_float32(model: tf.keras.Model) -> Iterator[bool]:
-    """Within it layers of a mixed policy compute in float32; says whether there are any."""
+    """Makes layers with a mixed policy compute in float32; yields whether there are any."""
     mixed = [
         (layer, layer.dtype_policy)
         for layer in [model, *(layer for _, layer in named_layers(model))]
@@ -160,22 +160,22 @@ def _in_float32(model: tf.keras.Model) -> Iterator[bool]:
 
 def _step_in_float32(losses, variables, batch) -> Callable:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said before
+        warnings.simplefilter("ignore")  # warned before
         try:
             return _compiled_step(losses, variables, batch, True)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                "Models of a mixed policy are compared in float32, in which this one does not run. "
-                "Cast to `layer.compute_dtype`, not to float16 or bfloat16. Received: "
-                f"{type(error).__name__}: {error}"
+                "Models with a mixed policy are compared in float32, in which this one does not "
+                f"run. Received: {type(error).__name__}: {error}. Cast to `layer.compute_dtype`, "
+                "not to float16 or bfloat16."
             ) from error
 
 
 def checked_batch(model: tf.keras.Model, batch: Sequence[Any]) -> tuple:
-    """The batch as tensors.
+    """Converts a batch to tensors.
 
     Raises:
-      TypeError: if `batch` is none, or `model` no Keras model.
+      TypeError: if `batch` is not a batch, or `model` not a Keras model.
     """
     if not isinstance(model, tf.keras.Model):
         raise TypeError(f"`model` must be a Keras model. Received: model={model!r}")
@@ -188,11 +188,13 @@ def checked_batch(model: tf.keras.Model, batch: Sequence[Any]) -> tuple:
 
 
 def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Callable:
-    """The loss vector of a training step, with sample weights and the vectors of `add_loss`.
+    """Makes a function that computes the loss vector of a training step.
+
+    It includes sample weights and the vectors of `add_loss`.
 
     Args:
       model: called as `model(x, training=training)`.
-      loss: from (y_true, y_pred) to [B].
+      loss: maps (y_true, y_pred) to [B].
 
     Returns:
       A function of a batch, `(x, y)` or `(x, y, sample_weight)`, and of `training`.
@@ -213,7 +215,7 @@ def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Call
 
 
 def _compiled_step(losses, variables, batch, training) -> Callable:
-    """From the batch and [B] weights to squared norms and the weighted sum."""
+    """Compiles a function from a batch and weights [B] to squared norms and the weighted sum."""
 
     @tf.function(autograph=False)
     def step(batch, weights):
@@ -229,7 +231,7 @@ def _compiled_step(losses, variables, batch, training) -> Callable:
 
 
 def _gradients_alone(losses, variables, batch, num_examples, training):
-    """The gradient of each example, on a batch that holds nothing else."""
+    """Computes the gradient of each example on a batch that contains nothing else."""
     gradients = []
     for i in range(num_examples):
         one = tf.nest.map_structure(lambda t, i=i: t[i : i + 1], batch)
@@ -241,7 +243,7 @@ def _gradients_alone(losses, variables, batch, num_examples, training):
 
 
 def _relative(actual, expected, smallest: float = 0.0) -> float:
-    """The largest difference, relative to the largest entry expected, or to `smallest`."""
+    """The largest difference, relative to the largest expected entry, or to `smallest`."""
     size = float(np.max(np.abs(expected), initial=smallest))
     difference = float(np.max(np.abs(actual - np.asarray(expected)), initial=0.0))
     return difference / size if size else difference

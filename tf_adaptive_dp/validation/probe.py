@@ -1,4 +1,4 @@
-"""Changes a batch and looks which losses move, which needs no knowledge of the model."""
+"""Changes a batch and observes which losses move, without any knowledge of the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Losses = Callable[[tuple, bool], tf.Tensor]
 
 
 class Probe(NamedTuple):
-    """What the probe found, and what it ran."""
+    """The findings of the probe, and what it ran."""
 
     findings: list[Finding]
     probed: str
@@ -28,21 +28,21 @@ def probe(
 ) -> Probe:
     """Runs a model eagerly on changed batches; call it within `unchanged`.
 
-    One example is replaced by another, by zeros and by noise, and the losses of the others must
-    stay. Losses must be the same when the batch is shown again, and may depend neither on the
-    position in the batch nor on its size. Models with dropout and the like draw the same random
-    numbers each time. Where that cannot be had, and for positions and sizes of such models, the
-    model runs with `training=False`.
+    The probe replaces one example by another, by zeros and by shuffled entries; the losses of the
+    others must stay. Losses must also be the same when the batch is shown again, and must depend
+    neither on the position in the batch nor on its size. Random layers such as dropout draw the
+    same numbers each time. If they cannot, and for positions and sizes, a random model runs with
+    `training=False`.
 
-    A loss may differ by √u of the largest loss, with u the rounding error of the type (2.4e-4 in
-    float32): n operations in a row make errors of about u√n, far less. Replacing an example changes
-    no shapes and hence no rounding; another position or size may.
+    A loss may differ by √u times the largest loss, where u is the rounding error of the type (√u is
+    2.4e-4 in float32). Rounding over n operations in a row adds up to about u√n, which is far less.
+    Replacing an example changes no shapes and hence no rounding; another position or size may.
 
     Args:
-      model: its layers may be random.
-      losses: from a batch and whether the model trains to the loss vector.
-      batch: nests of tensors, with two examples or more.
-      expected_batch_size: as the optimizer has it.
+      model: may have random layers.
+      losses: maps a batch, and whether the model trains, to the loss vector.
+      batch: nests of tensors, with at least two examples.
+      expected_batch_size: the attribute of the optimizer.
     """
     run = _Runner(model, losses)
     first, again = run(batch, True), run(batch, True)
@@ -62,14 +62,14 @@ def probe(
     return Probe(found, "; ".join([f"{run.count} runs with {modes}", *run.left_out]))
 
 
-# Half of the distance from 1 to the next number.
+# Half of the distance from 1 to the next larger number.
 _EPSILON = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# Logits of size 10 are rounded by 1e-6, so losses near zero are not compared more closely.
+# Logits of size 10 have rounding errors of 1e-6, so small losses are compared no more closely.
 _SMALLEST_SCALE = 0.01
 
 
 class _Runner:
-    """Runs the model with a seed, and compares losses."""
+    """Runs the model with fixed seeds, and compares losses."""
 
     def __init__(self, model, losses):
         self.model, self.losses, self.count = model, losses, 0
@@ -83,7 +83,7 @@ class _Runner:
         return tf.cast(self.losses(batch, training), tf.float64).numpy()
 
     def attempt(self, what, batch, training) -> np.ndarray | None:
-        """The same for data that the model may refuse, which is then noted down."""
+        """Does the same for data that the model may reject; then it records that in `left_out`."""
         try:
             return self(batch, training)
         except (ValueError, TypeError, tf.errors.OpError) as error:
@@ -91,7 +91,7 @@ class _Runner:
             return None
 
     def moved(self, one, other, smallest=0.0) -> np.ndarray:
-        """[B], which losses differ; `smallest` is what the largest is taken for at least."""
+        """Which losses differ, [B]; the largest loss counts as at least `smallest`."""
         scale = max(np.max(np.abs(one), initial=0.0, where=np.isfinite(one)), smallest)
         near = np.isclose(one, other, rtol=0.0, atol=self.tolerance * scale, equal_nan=True)
         return ~near
@@ -106,7 +106,7 @@ def _rows(batch: tuple, rows) -> tuple:
 
 
 def _replacements(batch: tuple, one: int) -> Iterator[tuple[str, tuple]]:
-    """The batch with one example replaced in several ways."""
+    """Yields batches in which one example is replaced, with a name for the replacement."""
     num_examples = tf.nest.flatten(batch)[0].shape[0]
     rows = np.arange(num_examples)
     rows[one] = (one + 1) % num_examples
@@ -133,7 +133,7 @@ def _replacements(batch: tuple, one: int) -> Iterator[tuple[str, tuple]]:
 
 
 def _independence(run: _Runner, batch: tuple, training: bool) -> list[Finding]:
-    """Whether the losses of others move when an example is replaced, or when time goes on."""
+    """Checks whether losses of others move when an example is replaced, or from run to run."""
     before = run(batch, training)
     for one in sorted({0, len(before) // 2, len(before) - 1}):
         for kind, changed in _replacements(batch, one):
@@ -152,8 +152,8 @@ def _independence(run: _Runner, batch: tuple, training: bool) -> list[Finding]:
                     f"Replacing example {one} by {kind} changes the losses of {num_moved} "
                     f"others, by up to {largest:.2g} (training={training}): the examples of a "
                     "batch are not independent.",
-                    "Find what looks at the whole batch, the loss and code outside of TensorFlow "
-                    "included (`py_function`, `numpy_function`), and keep it to one example.",
+                    "Find what works on the whole batch, in the loss and outside of TensorFlow too "
+                    "(`py_function`, `numpy_function`), and restrict it to one example.",
                 )
             ]
     return [] if run.same(before, run(batch, training)) else [_state(training)]
@@ -163,11 +163,11 @@ def _state(training: bool) -> Finding:
     return Finding(
         "state",
         "model",
-        "The losses of a batch change when it is shown again, with the same weights and seeds "
-        f"(training={training}): something is carried from batch to batch, or random numbers "
+        "The losses of a batch change when it is shown again with the same weights and seeds "
+        f"(training={training}): the model keeps state from batch to batch, or its random numbers "
         "cannot be repeated.",
-        "Remove what is remembered (stateful layers, moving averages, Python attributes), or take "
-        "random numbers from TensorFlow's or Keras's generators.",
+        "Remove the state (stateful layers, moving averages, Python attributes), or draw random "
+        "numbers from TensorFlow's or Keras's generators.",
     )
 
 
@@ -180,9 +180,9 @@ def _position(run: _Runner, batch: tuple, training: bool) -> list[Finding]:
         Finding(
             "position",
             "model",
-            "The loss of an example depends on its place in the batch, so one example more or less "
+            "The loss of an example depends on its position in the batch, so one more example "
             "changes the gradients of those behind it.",
-            "Do not count along axis 0 (`tf.range(batch_size)`, tables with a row for each place).",
+            "Do not count along axis 0 (`tf.range(batch_size)`, tables with a row per position).",
         )
     ]
 

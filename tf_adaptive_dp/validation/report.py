@@ -1,4 +1,4 @@
-"""What a validation found, and how it reads."""
+"""The findings of a validation, and how they print."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tf_adaptive_dp.errors import NotPrivateError
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong.
+    """One problem.
 
     Attributes:
-      kind: what sort of thing, one of a few short words: "batch statistics", "mixing", "loss", …
-      where: the layer's path in the model, or "model", "loss", "optimizer" or "batch".
+      kind: the kind of problem, a short phrase: "batch statistics", "mixing", "loss", …
+      where: the path of a layer, or "model", "loss", "optimizer" or "batch".
       what: what is wrong.
-      cure: what to do.
-      severity: `"error"` for what voids the guarantee or stops training, `"warning"` for what you
-        should know.
+      cure: how to fix it.
+      severity: `"error"` if it voids the guarantee or stops training, `"warning"` if you should
+        know about it.
     """
 
     kind: str
@@ -37,11 +37,11 @@ class ValidationReport:
     """What `validate` found in a model, a loss, an optimizer and a batch.
 
     Attributes:
-      findings: all that is wrong with `model` and `loss` as they stand here; errors come first.
-      repaired: what was wrong before the repair; empty without `fix=True`.
+      findings: all problems of this `model` and `loss`; errors come first.
+      repaired: the problems that the repair fixed; empty without `fix=True`.
       probed: what the numeric probe ran, and in which mode.
-      model: the model, repaired if that was asked for.
-      loss: the loss, likewise.
+      model: the model; with `fix=True` the repaired copy.
+      loss: the loss; with `fix=True` the repaired one.
     """
 
     findings: tuple[Finding, ...]
@@ -52,19 +52,19 @@ class ValidationReport:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The findings that stand in the way of private training."""
+        """The findings that prevent private training."""
         return tuple(f for f in self.findings if f.severity == "error")
 
     @property
     def ok(self) -> bool:
-        """Whether nothing stands in the way; there may be warnings."""
+        """Whether there are no errors; there may be warnings."""
         return not self.errors
 
     def raise_errors(self) -> None:
-        """Raises if there are errors.
+        """Raises an error if there are errors among the findings.
 
         Raises:
-          NotPrivateError: with all findings.
+          NotPrivateError: with all findings in the message.
         """
         if not self.ok:
             raise NotPrivateError(str(self))

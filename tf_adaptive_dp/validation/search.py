@@ -1,4 +1,4 @@
-"""Has a compiled training step searched, and names everything in it that is refused."""
+"""Searches a compiled training step, and names everything in it that the library refuses."""
 
 from __future__ import annotations
 
@@ -18,18 +18,15 @@ from tf_adaptive_dp.gradients.graph import layer_name
 from tf_adaptive_dp.validation.layers import has_own, path_finder
 from tf_adaptive_dp.validation.report import Finding
 
-_CURE = (
-    "Keep the batch as an axis of its own: reduce, normalize and compare inside of each example "
-    "only."
-)
+_CURE = "Keep the batch as an axis of its own: reduce, normalize and compare only within examples."
 
 
 class Search(NamedTuple):
-    """What the search of a compiled step found.
+    """The result of the search of a compiled step.
 
     Attributes:
-      findings: one for each layer that mixes, and one for each other refusal.
-      accepted: whether a training step would be accepted.
+      findings: one per layer that mixes, and one per other refusal.
+      accepted: whether the library accepts the training step.
       norms: [B], the norms of the gradients; empty if the step is refused.
     """
 
@@ -44,16 +41,16 @@ def search(
     batch: tuple,
     expected_batch_size: float | None,
 ) -> Search:
-    """Traces a training step on batches of any size and runs it if it is accepted.
+    """Traces a training step for batches of any size, and runs it if it is accepted.
 
-    A model that takes batches of one size only is traced for that one, with a warning among the
+    A model that takes only batches of one size is traced for that size, with a warning among the
     findings.
 
     Args:
-      model: is built already.
-      losses: from a batch and whether the model trains to the loss vector.
+      model: a built model.
+      losses: maps a batch, and whether the model trains, to the loss vector.
       batch: nests of tensors.
-      expected_batch_size: as the optimizer has it.
+      expected_batch_size: the attribute of the optimizer.
     """
     found = None
     free, fixed = batch_specs(batch)
@@ -74,15 +71,15 @@ def search(
 
 
 def batch_specs(batch: tuple) -> tuple[tuple, tuple]:
-    """What to trace a step for: batches of any size, and batches of this one's size."""
+    """The specs to trace a step with: batches of any size, and batches of this size."""
     fixed = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), batch)
     free = tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), fixed)
     return free, fixed
 
 
 _ONE_SIZE = (
-    "Nothing, if all batches have one static size, as with `drop_remainder=True` or "
-    "`poisson_batches`; for that size the step is compiled."
+    "Nothing to do if all batches have one static size, as with `drop_remainder=True` or "
+    "`poisson_batches`: the step compiles for that size."
 )
 
 
@@ -95,7 +92,7 @@ def _not_compiled(error: Exception) -> Finding:
         "not compiled",
         "model",
         f"A training step for batches of any size does not compile: {type(error).__name__}: {said}",
-        "Make the step compile without `run_eagerly`; only a compiled step is searched in full.",
+        "Make the step compile without `run_eagerly`: only compiled steps can be searched in full.",
     )
 
 
@@ -107,7 +104,7 @@ def _run(step: Any, concrete: Any, batch: tuple, findings: list[Finding]) -> Sea
 
 
 def _step(model, losses, expected_batch_size, findings) -> Callable:
-    """A step that adds to `findings` while it is traced, and returns the squared norms."""
+    """Makes a step that adds to `findings` while it is traced, and returns squared norms."""
 
     def step(batch):
         with tf.GradientTape() as tape:
@@ -128,16 +125,16 @@ def _step(model, losses, expected_batch_size, findings) -> Callable:
 
 
 def counting(expected_batch_size: float | None) -> Finding:
-    """What to say of a loss that depends on the size of the batch.
+    """The finding about a loss that depends on the batch size.
 
     Args:
-      expected_batch_size: as the optimizer has it; with it, batches may be of random size.
+      expected_batch_size: the attribute of the optimizer; if set, batches may vary in size.
     """
     random = expected_batch_size is not None
     return Finding(
         "batch size",
         "loss",
-        "The loss of each example depends on how many examples the batch has"
+        "The loss of each example depends on the number of examples in the batch"
         + (", which is not public for batches of random size." if random else "."),
         "Do not divide by the batch size (the optimizer does so), or make all batches equal "
         "(`drop_remainder=True`, no `expected_batch_size`).",
@@ -146,7 +143,7 @@ def counting(expected_batch_size: float | None) -> Finding:
 
 
 def _mixing(loss: tf.Tensor, model: tf.keras.Model) -> list[Finding]:
-    """One finding a layer: where a mixed tensor leaves a layer it counts as clean again."""
+    """One finding per layer: a mixed tensor that leaves its layer counts as clean again."""
     prepared = prepare(loss) if loss.shape.rank == 1 else None
     if prepared is None:
         return []
@@ -179,20 +176,20 @@ def _place(op: tf.Operation, path_of: Callable[[str], str | None]) -> str:
 
 
 def refusal(error: Exception, model: tf.keras.Model, kind: str = "refused") -> Finding:
-    """The finding that a refusal of the search makes.
+    """Turns a refusal into a finding.
 
     Args:
       error: the refusal.
-      model: what was searched.
-      kind: of the finding.
+      model: the model that was searched.
+      kind: the kind of the finding.
     """
-    # AutoGraph puts the user's lines before it.
+    # AutoGraph puts lines of the user's program in front of the message.
     message = str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
     names = [part for part in message.replace(",", " ").split() if "/" in part]
     where = next(
         (p for p in map(path_finder(model), (n.strip("'\".:") for n in names)) if p), "model"
     )
-    return Finding(kind, where, message, "As the message says.")
+    return Finding(kind, where, message, "Follow the message.")
 
 
 def _hidden_state(loss: tf.Tensor, model: tf.keras.Model) -> list[Finding]:
@@ -204,9 +201,9 @@ def _hidden_state(loss: tf.Tensor, model: tf.keras.Model) -> list[Finding]:
 
 
 def _added_losses(model: tf.keras.Model) -> list[Finding]:
-    """Terms from the data that layers add to the loss, and that are no vector [B]."""
+    """Loss terms of layers that depend on the data and are not vectors [B]."""
     if has_own(model, "compute_loss"):
-        return []  # they are part of the loss vector then, and the search goes through them
+        return []  # they are part of the loss vector, which is searched
     found: dict[str, Finding] = {}
     for term in model.losses:
         if term.shape.rank != 1 and comes_from_data(term):
@@ -214,10 +211,10 @@ def _added_losses(model: tf.keras.Model) -> list[Finding]:
             found[where] = Finding(
                 "added loss",
                 where,
-                "It adds a term to the loss that depends on the data and is not one entry an "
-                f"example, [B] (`activity_regularizer` or `add_loss`, of shape {term.shape}), so "
-                "Keras cannot add it to a loss vector.",
-                "Pass one entry an example, [B], to `add_loss`, leave the term out, or return it "
-                "as an output of the model and add it in the loss.",
+                "It adds a loss term (`activity_regularizer` or `add_loss`) that depends on the "
+                f"data and has shape {term.shape} instead of one entry per example, [B], so Keras "
+                "cannot add it to a loss vector.",
+                "Pass one entry per example, [B], to `add_loss`, drop the term, or return it as an "
+                "output of the model and add it in the loss.",
             )
     return list(found.values())

@@ -1,4 +1,4 @@
-"""Has a `train_step` of the user's own searched as `fit` would, without running it."""
+"""Searches a custom `train_step` as `fit` would, without running it."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _COMPILE = "Call `model.compile` with this optimizer before `validate`."
 def train_step_findings(
     model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer, batch: tuple
 ) -> list[Finding]:
-    """What the search of a model's own `train_step` finds; nothing if it has none.
+    """Searches the custom `train_step` of a model, if it has one.
 
-    The step is traced for batches of any size, or for this one's, and not run: no weight moves and
-    nothing is released. A copy of the optimizer stands in for the model's; metrics and other
-    optimizers that the step uses are built.
+    The step is traced for batches of any size, or else for the size of this one. It does not run:
+    no weight changes and nothing is released. A copy of the optimizer replaces the model's. Metrics
+    and other optimizers that the step uses are built.
 
     Args:
-      model: is built already.
-      optimizer: as it is passed to `validate`.
+      model: a built model.
+      optimizer: the optimizer that was passed to `validate`.
       batch: nests of tensors.
     """
     if has_own(model, "make_train_function"):
         what = "It has a `make_train_function` of its own, which cannot be searched."
         return [Finding("not searched", "model", what, "Override `train_step` instead.")]
     if not has_own(model, "train_step") or not hasattr(optimizer, "ledger"):
-        return []  # an optimizer that is not private is a finding of its own
+        return []  # another finding covers optimizers that are not private
     if not is_compiled(model):
-        what = "It has a `train_step` of its own and is not compiled, so the step was not searched."
+        what = "It has a custom `train_step` and is not compiled, so the step was not searched."
         return [Finding("not searched", "model", what, _COMPILE)]
     try:
         graph = _trace(model, optimizer, batch)
@@ -50,13 +50,13 @@ def train_step_findings(
         return [Finding("not searched", "model", what, "Make the step compile.")]
     if releases_within(graph):
         return []
-    what = "Its `train_step` releases no gradients of the private optimizer, so it trains without."
+    what = "Its `train_step` releases no gradients of the private optimizer."
     cure = "Call `self.optimizer.minimize(loss, self.trainable_variables, tape)` in it."
     return [Finding("not private", "model", what, cure)]
 
 
 def _trace(model: tf.keras.Model, optimizer: Any, batch: tuple) -> tf.Graph:
-    """The graph of a step, for batches of any size if the model takes them."""
+    """Traces a step, for batches of any size if the model takes them."""
     step = tf.function(lambda *data: model.train_step(data))
     free, fixed = batch_specs(batch)
     with _compiled_with_copy(model, optimizer), warnings.catch_warnings():
@@ -74,7 +74,7 @@ def _compiled_with_copy(model: tf.keras.Model, optimizer: Any) -> Iterator[None]
     own = model.optimizer
     try:
         model.optimizer = type(optimizer).from_config(optimizer.get_config())
-    except ValueError:  # what cannot be saved cannot be copied; it is built, and not used
+    except ValueError:  # it cannot be copied; it is built, but not used
         model.optimizer = optimizer
     try:
         yield

@@ -1,4 +1,4 @@
-"""Everything that stands in the way of private training, in one report."""
+"""Reports everything that prevents private training of a model."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ def validate(
     *,
     fix: bool = False,
 ) -> ValidationReport:
-    """Looks for everything that stands in the way of private training, and reports all of it.
+    """Finds everything that prevents private training of a model, and reports all of it.
 
-    The layers, the loss, the optimizer and the batch are asked what they are; a compiled training
-    step is searched as `fit` has it searched, layer by layer; a `train_step` of the model's own is
-    traced and searched to its end; and the model is run eagerly on changed batches, where the
-    losses of other examples must not move.
+    It inspects the layers, the loss, the optimizer and the batch. It searches a compiled training
+    step layer by layer, as `fit` does, and traces a custom `train_step` to its end. And it runs the
+    model eagerly on changed batches, where the losses of other examples must not move.
 
-    Guarantee: none by itself. What the search of a compiled step accepts holds for all batches,
-    as it does in training; the probe can only find, on this batch, what mixes. Nothing that is
-    reported here is private: do not publish reports on private data.
+    Guarantee: none by itself. What the search of a compiled step accepts holds for all batches, as
+    in training. The probe can only find mixing, on this batch. The report is not private: do not
+    publish reports on private data.
 
     Args:
-      model: compiled or not; one that has no weights yet is built by calling it on the batch.
-        It stays as it is otherwise. One with a `train_step` of its own must be compiled, and the
-        metrics that it was compiled with are built.
-      loss: as you pass it to `model.compile`. A model with a `compute_loss` of its own that is
-        compiled is searched with that.
-      optimizer: as you pass it to `model.compile`; it is not changed.
-      batch: `(x, y)` or `(x, y, sample_weight)` as in training, a few examples are enough; x and
-        y may be nested, axis 0 is the batch.
-      fix: whether to repair what has a safe replacement, in a copy of the model that has the
-        weights of all other layers: BatchNormalization becomes GroupNormalization, stateful
-        recurrent layers forget, the loss gets `reduction="none"`. The report is on the copy then.
+      model: compiled or not. A model without weights is built by calling it on the batch;
+        otherwise the model does not change. A model with a custom `train_step` must be compiled,
+        and its metrics are built.
+      loss: the loss as passed to `model.compile`. A compiled model with a custom `compute_loss` is
+        searched with that instead.
+      optimizer: the optimizer as passed to `model.compile`; it does not change.
+      batch: `(x, y)` or `(x, y, sample_weight)` as in training; a few examples are enough. x and y
+        may be nested, axis 0 is the batch.
+      fix: whether to repair, in a copy of the model, what has a safe replacement.
+        BatchNormalization becomes GroupNormalization, stateful recurrent layers become stateless,
+        and the loss gets `reduction="none"`. All other layers keep their weights. The report is
+        then about the copy.
 
     Returns:
       A `ValidationReport` with `findings`, `ok`, `repaired`, `model` and `loss`.
 
     Raises:
-      TypeError: if `model`, `loss` or `batch` are no such things.
-      ValueError: if Keras knows no loss of that name.
+      TypeError: if `model`, `loss` or `batch` has the wrong type.
+      ValueError: if Keras has no loss of that name.
 
     >>> model = tf.keras.Sequential(
     ...     [tf.keras.Input([4]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
@@ -79,7 +79,7 @@ def validate(
 
 
 def _repair(report: ValidationReport, optimizer, batch) -> ValidationReport:
-    """The report on a repaired copy."""
+    """Reports on a repaired copy."""
     _, loss = arguments.loss_findings(report.loss)
     model, left = report.model, []
     kinds = {f.kind for f in report.findings}
@@ -99,7 +99,7 @@ def _not_copied(error: Exception) -> Finding:
         "not repaired",
         "model",
         f"It could not be copied: {type(error).__name__}: {error}",
-        "Give your layers `get_config`, or replace the layers that are named here yourself.",
+        "Define `get_config` in your layers, or replace the layers named here yourself.",
         "warning",
     )
 
@@ -147,17 +147,17 @@ def _failure(error: Exception) -> Finding:
         "fails",
         "model",
         f"The model or the loss fails on the batch: {type(error).__name__}: {said}",
-        "Make `loss(y, model(x, training=True))` run; labels out of range are a common reason.",
+        "Make `loss(y, model(x, training=True))` run. A common reason is labels out of range.",
     )
 
 
 def _run(model, losses, vector_loss, optimizer, batch) -> tuple[list[Finding], bool, str]:
-    """Search and probe, and the comparison with batches of one if neither finds anything."""
+    """Searches and probes, and compares with batches of one if neither finds anything."""
     try:
         values = losses(batch, True)
         check_loss_vector(values)
     except NotPrivateError as error:
-        finding = Finding("loss", "loss", str(error), "Return one entry an example.")
+        finding = Finding("loss", "loss", str(error), "Return one entry per example.")
         return [finding], False, _NOTHING_PROBED
     except Exception as error:  # noqa: BLE001, whatever a user's model raises is a finding
         return [_failure(error)], False, _NOTHING_PROBED
@@ -170,7 +170,7 @@ def _run(model, losses, vector_loss, optimizer, batch) -> tuple[list[Finding], b
     known = {(f.kind, f.where) for f in found}
     found += [f for f in probed.findings if (f.kind, f.where) not in known]
     said = probed.probed
-    # Batches of one compare only with losses that are those of `loss` and do not count the batch.
+    # The comparison with batches of one needs losses from `loss` that ignore the batch size.
     counts = any(f.kind == "batch size" for f in found)
     refused = any(f.severity == "error" for f in found)
     if not (counts or refused or has_own(model, "compute_loss")):
@@ -180,19 +180,19 @@ def _run(model, losses, vector_loss, optimizer, batch) -> tuple[list[Finding], b
 
 
 def _compare_gradients(model, loss, batch) -> tuple[list[Finding], str]:
-    """Gradients of a few examples against those of batches of one, and what to say of that."""
+    """Compares gradients of a few examples with batches of one; also returns what was done."""
     few = tf.nest.map_structure(lambda t: t[:4], batch)
     try:
         report = check_per_example(model, loss, few)
     except NotPrivateError as error:
-        return [Finding("gradients", "model", str(error), "As the message says.")], "gradients"
+        return [Finding("gradients", "model", str(error), "Follow the message.")], "gradients"
     except Exception as error:  # noqa: BLE001, a model may take batches of one size only
         return [], f"gradients not compared ({type(error).__name__})"
     return [], f"gradients of {report.num_examples} examples compared with batches of one"
 
 
 def _joined(found: list[Finding], of_layers: list[Finding], accepted: bool) -> list[Finding]:
-    """Each layer once: what is known of its kind says more than what the search saw in it."""
+    """Names each layer once: its kind says more than what the search saw in it."""
     if accepted:
         # The step was searched, and these layers run on fixed statistics in it.
         of_layers = [f for f in of_layers if f.kind != "batch statistics"]
@@ -202,7 +202,7 @@ def _joined(found: list[Finding], of_layers: list[Finding], accepted: bool) -> l
 
 
 def _step_losses(model, loss) -> Callable:
-    """The loss vector of a training step, as `fit` computes it."""
+    """Makes a function that computes the loss vector of a training step as `fit` does."""
     if not (has_own(model, "compute_loss") and is_compiled(model)):
         return loss_function(model, loss)
 
@@ -214,14 +214,14 @@ def _step_losses(model, loss) -> Callable:
 
 
 def _own_steps(model) -> list[Finding]:
-    """What this module cannot know of models that train in a way of their own."""
+    """What this module cannot know about models with custom training."""
     found = []
     if has_own(model, "compute_loss") and not is_compiled(model):
         found.append(
             Finding(
                 "not searched",
                 "model",
-                "It has a `compute_loss` of its own and is not compiled; `loss` was taken instead.",
+                "It has a custom `compute_loss` and is not compiled; `loss` was used instead.",
                 "Call `model.compile` before `validate`.",
                 "warning",
             )

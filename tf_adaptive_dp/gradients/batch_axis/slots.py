@@ -36,7 +36,7 @@ _SLOT = (
     "row to row, or may. Pass the value as part of the batch, or make it the same for all rows."
 )
 _SEEDED = (
-    "Random numbers with a known seed are tied to the rows of the batch, and can be predicted. "
+    "Random numbers with a known seed are tied to the row of the batch, and can be predicted. "
     "Received: {op} ({type}) in layer {layer!r}, which uses the numbers "
     "of {source} ({source_type}). {cure}"
 )
