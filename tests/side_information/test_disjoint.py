@@ -65,7 +65,7 @@ def test_a_split_keeps_nests():
         (np.ones([9, 2]), {}, ValueError, "No private example is left.*8 others that equal"),
         (rows(1), {}, ValueError, "No private example is left"),
         ((rows(9), np.arange(8)), {}, ValueError, r"equally many.*\(8,\)"),
-        (np.float32(3), {}, ValueError, "one example a row"),
+        (np.float32(3), {}, ValueError, "one example per row"),
     ],
 )
 def test_bad_splits_are_refused(data, kwargs, error, match):

@@ -49,7 +49,7 @@ def test_arrays_of_ids_are_sequences_of_one_length():
         ([[1, 5]], 5, ValueError, "whole numbers from 0 to 4.*5"),
         ([[-1, 0]], 5, ValueError, "whole numbers from 0 to 4.*-1"),
         ([[0.5]], 5, ValueError, "whole numbers from 0 to 4.*float64"),
-        ([["a", "b"]], 5, TypeError, "look words up in the vocabulary"),
+        ([["a", "b"]], 5, TypeError, "Look up words in the vocabulary"),
         ([[1, 2], [1]], None, ValueError, "one length.*pass `num_tokens`"),
         ([[1, -2]], None, ValueError, "at least 0.*-2"),
         ([[np.nan]], None, ValueError, "finite.*nan"),
@@ -227,7 +227,7 @@ def test_tf_idf_is_that_of_scikit_learn_without_norms():
                 dp.side_information.TokenCounts(np.ones(2), np.ones(3), 4), **PUBLIC
             ),
             ValueError,
-            "`document_counts` must have one number a token",
+            "`document_counts` must have one number per token",
         ),
         (
             lambda: dp.side_information.tf_idf(
@@ -307,13 +307,13 @@ def test_a_variable_can_be_chosen_by_name():
         made = optimizer(variable=name)
         made.build(model.trainable_variables)
         assert state_shapes(made) == [(), (), (6, 1), ()]
-    with pytest.raises(ValueError, match=r"Such are: a/bias \(6,\), b/kernel \(6, 3\). Received"):
+    with pytest.raises(ValueError, match=r"Candidates: a/bias \(6,\), b/kernel \(6, 3\). Received"):
         optimizer().build(model.trainable_variables)
     with pytest.raises(ValueError, match=r"Received: 'a/kernel', .*a/kernel \(2, 6\), a/bias"):
         optimizer(variable="a/kernel").build(model.trainable_variables)
     with pytest.raises(ValueError, match="Received: 'c/kernel'"):
         optimizer(variable="c/kernel").build(model.trainable_variables)
-    with pytest.raises(ValueError, match="Such are: none. Received: the first of them"):
+    with pytest.raises(ValueError, match="Candidates: none. Received: the first of them"):
         optimizer().build(bag_model(5).trainable_variables[:1])
 
 

@@ -1,4 +1,4 @@
-"""Public and private examples, and whether they are really different ones."""
+"""Splits data into public and private examples, and checks that they do not overlap."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class PublicSplit(NamedTuple):
     """What `split_public` returns.
 
     Attributes:
-      public: the examples that are public from now on, like the data.
-      private: the others, like the data.
-      num_left_out: how many of the others were left out because they equal a public one. It was
-        counted on private data: not for publication.
+      public: the examples that are public from now on, in the structure of the data.
+      private: the private examples, in the structure of the data.
+      num_left_out: how many other examples were left out because they equal a public one. Do not
+        publish it, since it was counted on private data.
     """
 
     public: Any
@@ -29,29 +29,28 @@ class PublicSplit(NamedTuple):
 
 
 def split_public(data: Any, share: float = 0.01, *, seed: int = 0) -> PublicSplit:
-    """Takes a share of the examples as public data, and keeps them out of the private ones.
+    """Makes a random share of the examples public, and removes them from the private examples.
 
-    The public examples are chosen at random. Others with the same features as one of them are in
-    neither part.
+    Examples that are not chosen but have the same features as a public one belong to neither part.
 
     Guarantee: no private example is public, by its index or by its features (`check_disjoint`).
-    Whether another example is left out depends on that example and on the public ones alone, so
-    data sets that differ in one private example still do so after the split. The public examples
-    are not protected at all: take them from data that may be published, and split once, since ε is
+    Whether an example is left out depends only on that example and the public ones, so datasets
+    that differ in one private example still do after the split. The public examples are not
+    protected at all. Take them from data that may be published, and split only once, since ε is
     for the private part of one split.
 
     Args:
       data: x, `(x, y)` or `(x, y, sample_weight)`, of arrays or nests of arrays that share their
         first axis. Examples are compared by x.
-      share: of the examples, in (0, 1); at least one example is public.
-      seed: of the choice, at least 0.
+      share: the share of public examples, in (0, 1). At least one example is public.
+      seed: the seed of the random choice, at least 0.
 
     Returns:
       `PublicSplit(public, private, num_left_out)`.
 
     Raises:
-      TypeError, ValueError: for an argument of the wrong type or out of its range, or if no private
-        example is left.
+      TypeError, ValueError: if an argument has the wrong type or is out of its range, or no
+        private example is left.
 
     >>> x, y = np.arange(8) // 2, np.arange(8)
     >>> (public_x, _), (private_x, _), num_left_out = split_public((x, y), share=0.2)
@@ -72,7 +71,7 @@ def split_public(data: Any, share: float = 0.01, *, seed: int = 0) -> PublicSpli
     kept = others[[d not in public for d in digests[others]]] if len(others) else others
     if not len(kept):
         raise ValueError(
-            f"No private example is left: take a smaller `share`. Received: share={share!r} of "
+            f"No private example is left. Use a smaller `share`. Received: share={share!r} of "
             f"{size} examples, and {len(others)} others that equal public ones"
         )
     return PublicSplit(
@@ -83,25 +82,25 @@ def split_public(data: Any, share: float = 0.01, *, seed: int = 0) -> PublicSpli
 
 
 def check_disjoint(public: Any, private: Any) -> None:
-    """Refuses public data that hold examples of the private data.
+    """Rejects public data that contain examples of the private data.
 
-    Statistics of public data enter training without noise; of an example that is in both they
-    would tell what the noise hides.
+    Statistics of public data enter training without noise. For an example in both datasets they
+    would reveal what the noise hides.
 
-    Guarantee: if it returns, no private example has the features of a public one, byte for byte,
-    zeros at the end aside (of padding). Examples that were changed, such as by augmentation, are
-    not found; nor are those that a dataset did not give this time. Labels are not compared, and
-    rows of sample weight 0 count as absent.
+    Guarantee: if the function returns, no private example has exactly the features of a public one,
+    byte by byte except for trailing zeros (padding). It does not find examples that were changed,
+    for example by augmentation, or that a dataset did not yield this time. Labels are not compared,
+    and rows with a sample weight of 0 count as absent.
 
     Args:
       public: a `tf.data.Dataset` of batches x, (x, y) or (x, y, sample_weight), as `fit` takes
-        them; or such a tuple of arrays, or of nests of arrays, with one example a row.
-      private: likewise, with the same structure and dtypes of x.
+        them; or such a tuple of arrays, or of nests of arrays, with one example per row.
+      private: data of the same kinds, with the same structure and dtypes of x.
 
     Raises:
-      NotPrivateError: if private examples are in the public data. The message has their number,
-        which is not private.
-      TypeError, ValueError: for data that are not comparable, empty or endless.
+      NotPrivateError: if private examples are in the public data. The message contains their
+        number, which is not private.
+      TypeError, ValueError: if the data are not comparable, empty or endless.
 
     >>> x = np.arange(10.0)
     >>> check_disjoint((x[:2], x[:2]), (x[2:], x[2:]))
@@ -113,8 +112,8 @@ def check_disjoint(public: Any, private: Any) -> None:
     public_kind, private_kind = _kind("public", public), _kind("private", private)
     if public_kind != private_kind:
         raise ValueError(
-            "`public` and `private` must have features of the same structure and dtypes, or equal "
-            f"examples are not found. Received: {public_kind} and {private_kind}"
+            "`public` and `private` must have features of the same structure and dtypes; otherwise "
+            f"equal examples are not found. Received: {public_kind} and {private_kind}"
         )
     known = set(_all_digests("public", public))
     total = found = 0
@@ -127,9 +126,9 @@ def check_disjoint(public: Any, private: Any) -> None:
     if found:
         raise NotPrivateError(
             f"{found} of {total} private examples are in the public data, whose statistics are "
-            "used without noise: they would not be protected. Remove them from the private data "
-            "before training (`tf_adaptive_dp.side_information.split_public` does, for arrays), or "
-            "take other public data."
+            "used without noise, so these examples would not be protected. Remove them from the "
+            "private data before training (`tf_adaptive_dp.side_information.split_public` does so "
+            "for arrays), or use other public data."
         )
 
 
@@ -196,7 +195,7 @@ def _num_examples(name: str, arrays: list[np.ndarray]) -> int:
     sizes = sorted({a.shape[0] if a.ndim else -1 for a in arrays})
     if len(sizes) != 1 or sizes[0] < 0:
         raise ValueError(
-            f"`{name}` must be arrays with one example a row, and equally many. Received: shapes "
+            f"`{name}` must be arrays with one example per row, and equally many. Received: shapes "
             f"{[a.shape for a in arrays]}"
         )
     return sizes[0]
@@ -216,7 +215,7 @@ def _digests(x: Any, present: np.ndarray | None) -> Iterator[bytes]:
 
 
 def _bytes(row: Any) -> bytes:
-    """The bytes of one example's features; zeros at the end, as of padding, do not count."""
+    """The bytes of one example's features, without trailing zeros such as padding."""
     row = np.asarray(row)
     if row.dtype.kind not in "OSU":
         return (row + np.zeros([], row.dtype)).tobytes().rstrip(b"\0")  # -0.0 becomes 0.0

@@ -1,4 +1,4 @@
-"""How often tokens occur in a public corpus."""
+"""Preconditioners from token statistics: counts, frequencies and TF-IDF scores."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tf_adaptive_dp.side_information.fixed import FixedPreconditioner
 
 
 class TokenCounts(NamedTuple):
-    """What a corpus tells of its tokens.
+    """How often the tokens of a corpus occur.
 
     Attributes:
-      counts: [V], how often each token occurs.
-      document_counts: [V], in how many documents it occurs.
-      num_documents: how many documents there are.
+      counts: [V], the number of occurrences of each token.
+      document_counts: [V], the number of documents that contain each token.
+      num_documents: the number of documents.
     """
 
     counts: np.ndarray
@@ -30,23 +30,23 @@ class TokenCounts(NamedTuple):
 def token_counts(corpus: Any, num_tokens: int | None = None) -> TokenCounts:
     """Counts the tokens of a corpus.
 
-    Guarantee: none. The counts are as private as the corpus: of public text they are public, of
-    the private training data they are not.
+    Guarantee: none. The counts are as private as the corpus. Counts of public text are public;
+    counts of the private training data are not.
 
     Args:
-      corpus: without `num_tokens` bags of words, rows of V counts; with it sequences of token ids.
-        An array [N, V] or [N, T]; a list of documents of any length; or a `tf.data.Dataset` of
-        documents or batches of them, alone or as (x, y[, sample_weight]), of which x is read.
-        Ragged and sparse tensors are taken, too.
-      num_tokens: V, which makes sequences of ids in [0, V) of the documents. Every id counts, that
-        of padding as well.
+      corpus: bags of words (rows of V counts) without `num_tokens`, sequences of token ids with it.
+        Pass an array [N, V] or [N, T]; a list of documents of any length; or a `tf.data.Dataset` of
+        documents or batches, alone or as (x, y[, sample_weight]), where only x is read. Ragged and
+        sparse tensors are accepted too.
+      num_tokens: V. Documents are then sequences of ids in [0, V). Every id counts, including
+        padding.
 
     Returns:
       `TokenCounts`.
 
     Raises:
-      TypeError, ValueError: for anything else, counts below 0, ids that are out of range, or a
-        corpus without documents.
+      TypeError, ValueError: if the corpus is anything else or has no documents, counts are
+        negative, or ids are out of range.
 
     >>> token_counts([[0, 2, 2], [2]], num_tokens=4).counts.tolist()
     [1, 0, 3, 0]
@@ -66,7 +66,7 @@ def token_counts(corpus: Any, num_tokens: int | None = None) -> TokenCounts:
             counts, documents = np.zeros_like(found.counts), np.zeros_like(found.document_counts)
         if counts.shape != found.counts.shape:
             raise ValueError(
-                "The bags of words of `corpus` must have one length; pass `num_tokens` if they are "
+                "The bags of words of `corpus` must have one length. Pass `num_tokens` if they are "
                 f"sequences of token ids. Received: {len(counts)} and {len(found.counts)}"
             )
         counts = counts + found.counts
@@ -94,7 +94,7 @@ def _batches(corpus: Any) -> Iterator[Any]:
             part, rank = part[np.newaxis], 2
         if rank != 2:
             raise ValueError(
-                "`corpus` must hold documents of one axis, in an array of two, a list, or a "
+                "`corpus` must hold documents with one axis, in an array with two, a list or a "
                 f"dataset. Received: shape {tuple(part.shape)}"
             )
         yield part
@@ -108,7 +108,7 @@ def _array(tensor: Any) -> np.ndarray:
         array = array.astype(np.int64)  # an empty list
     if array.dtype.kind not in "iuf":
         raise TypeError(
-            "`corpus` must hold counts or token ids; look words up in the vocabulary first "
+            "`corpus` must hold counts or token ids. Look up words in the vocabulary first "
             f"(`tf.keras.layers.TextVectorization`). Received: {array.dtype} {array!r:.80}"
         )
     return array
@@ -148,21 +148,21 @@ def _count_ids(batch: Any, num_tokens: int) -> TokenCounts:
 
 
 def check_vector(name: str, values: Any) -> np.ndarray:
-    """Returns numbers, one a token, as a float64 vector, or raises.
+    """Returns one number per token as a float64 vector, or raises.
 
     Raises:
-      TypeError: if they are no numbers.
-      ValueError: if they are no vector, negative or not finite.
+      TypeError: if the values are not numbers.
+      ValueError: if they are not a vector, or some are negative or not finite.
     """
     try:
         array = np.asarray(values, np.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"`{name}` must be a vector of numbers, one a token. Received: {values!r:.80}"
+            f"`{name}` must be a vector of numbers, one per token. Received: {values!r:.80}"
         ) from error
     if array.ndim != 1 or not array.size:
         raise ValueError(
-            f"`{name}` must be a vector [V], one number a token. Received: shape {array.shape}"
+            f"`{name}` must be a vector [V], one number per token. Received: shape {array.shape}"
         )
     wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if wrong.size:
@@ -174,10 +174,10 @@ def check_vector(name: str, values: Any) -> np.ndarray:
 
 
 def look_up(counts: Any, vocabulary: Sequence[str]) -> np.ndarray:
-    """[V], the counts of the words of a vocabulary; 0 for those that were not counted.
+    """[V], the counts of the words of a vocabulary; 0 for words without a count.
 
     Raises:
-      ValueError: if a word comes twice in the vocabulary, or none of them was counted.
+      ValueError: if the vocabulary repeats a word, or none of its words has a count.
     """
     words = list(vocabulary)
     if len(set(words)) < len(words):
@@ -193,22 +193,22 @@ def look_up(counts: Any, vocabulary: Sequence[str]) -> np.ndarray:
 
 @tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
 class TokenPreconditioner(FixedPreconditioner):
-    """One number A_j a token, for the rows of the input layer: `token_frequencies`, `tf_idf`.
+    """One number A_j per token, for the rows of the input layer.
 
-    Row j of the variable [V, ...] has A_j; all other variables have A = 1. State and work are those
-    of V numbers, not of V·K.
+    Row j of the variable [V, ...] has A_j. All other variables have A = 1. Memory and time are
+    those of V numbers, not of V·K. `token_frequencies` and `tf_idf` make such preconditioners.
 
-    Guarantee: that of `FixedPreconditioner`.
+    Guarantee: the same as that of `FixedPreconditioner`.
 
     Args:
       values: [V], A.
-      variable: the name of the variable, or `None` for the first one that is trained.
-      description: what A was made of, for the privacy statement.
+      variable: the name of the variable. `None` takes the first trainable variable.
+      description: what A was made from, for the privacy statement.
       provenance: see `FixedPreconditioner`.
 
     Raises:
       NotPrivateError: if `provenance` is missing.
-      TypeError, ValueError: for anything but positive finite numbers.
+      TypeError, ValueError: if the values are not positive finite numbers.
 
     >>> TokenPreconditioner([0.5, 2.0], provenance="public").description
     'a number for each token'
@@ -243,7 +243,7 @@ class TokenPreconditioner(FixedPreconditioner):
         return arrays
 
     def _choose(self, variables: Sequence[tf.Variable]) -> int:
-        """Which of the variables is the input layer."""
+        """The place of the input layer among the variables."""
         names = [v.name.split(":")[0] for v in variables]
         fits = [v.shape.rank > 0 and v.shape[0] == len(self.values) for v in variables]
         if self.variable is None:
@@ -257,7 +257,7 @@ class TokenPreconditioner(FixedPreconditioner):
         wanted = "the first of them" if self.variable is None else repr(self.variable)
         raise ValueError(
             "`variable` must name the first kernel or the embedding table, with one row for each "
-            f"of the {len(self.values)} tokens. Such are: {', '.join(candidates)}. Received: "
+            f"of the {len(self.values)} tokens. Candidates: {', '.join(candidates)}. Received: "
             f"{wanted}, of the trained variables {', '.join(listed)}"
         )
 
@@ -287,38 +287,43 @@ def token_frequencies(
     variable: str | None = None,
     provenance: str | dp_accounting.DpEvent | None = None,
 ) -> TokenPreconditioner:
-    """Side information for AdaDPS: A proportional to how frequent each token is.
+    """Side information for AdaDPS: A is proportional to the frequency of each token.
 
         A_j = min(max(counts_j + offset, floor), cap) / divisor
 
-    for row j of the input layer, by which its gradient is divided (AdaDPS, section 6.1.2): rare
-    tokens, which tell most, get the larger steps. With M the largest count, `floor=M / 1e4` and
-    `divisor=M / 100` the multiplier 1 / A_j is min(M / (counts_j + offset), 10⁴) / 100, as the
-    authors' code has it for IMDB.
+    The gradient of row j of the input layer is divided by A_j. Rare tokens carry the most
+    information and get larger steps. For the largest count M, `floor=M / 1e4` and
+    `divisor=M / 100` give the multiplier 1 / A_j = min(M / (counts_j + offset), 10⁴) / 100 that the
+    code of the paper's authors uses for IMDB.
 
     Guarantee: see `FixedPreconditioner`. Counts of the private texts are not public.
 
     Args:
-      counts: [V], how often each token occurs, in the order of the input; `TokenCounts`, as
-        `token_counts(corpus)` gives them; or a mapping from words to counts, with `vocabulary`.
+      counts: [V], the number of occurrences of each token, in the order of the input; or the
+        `TokenCounts` of `token_counts(corpus)`; or a mapping from words to counts, with
+        `vocabulary`.
       vocabulary: the V words in the order of the input, such as
-        `TextVectorization.get_vocabulary()`; words that were not counted have 0.
-      cap: greater than 0, in units of counts: tokens above it are treated alike.
-      floor: greater than 0, in units of counts: so are tokens below it. Nothing is multiplied by
-        more than divisor / floor.
-      offset: at least 0; keeps A above 0 for tokens that do not occur.
+        `TextVectorization.get_vocabulary()`. Words without a count have 0.
+      cap: greater than 0, in units of counts. Tokens with higher counts are treated alike.
+      floor: greater than 0, in units of counts. Tokens with lower counts are treated alike, so no
+        gradient is multiplied by more than divisor / floor.
+      offset: at least 0; keeps A positive for tokens that do not occur.
       divisor: greater than 0.
       variable: the name of the kernel [V, K] or embedding table [V, E]. `None` takes the first
         trainable variable, which must have V rows.
-      provenance: `"public"`, or the `dp_accounting.DpEvent` by which the counts were released.
+      provenance: `"public"`, or the `dp_accounting.DpEvent` of the release of the counts.
 
     Returns:
-      A `FixedPreconditioner` that has A = 1 for all other variables.
+      A `FixedPreconditioner` with A = 1 for all other variables.
 
     Raises:
       NotPrivateError: if `provenance` is missing.
-      TypeError, ValueError: for arguments that are wrong or give an A of 0; when the optimizer is
-        built, if the variable does not fit.
+      TypeError, ValueError: if arguments are wrong or give an A of 0; when the optimizer is built,
+        if the variable does not fit.
+
+    References:
+      - Li et al., "Private Adaptive Optimization with Side Information" (2022), arXiv:2202.05963,
+        section 6.1.2.
 
     >>> import tf_adaptive_dp
     >>> side_information = token_frequencies([99, 9, 0], cap=50, divisor=10, provenance="public")
@@ -330,7 +335,7 @@ def token_frequencies(
         counts = counts.counts
     if isinstance(counts, Mapping) != (vocabulary is not None):
         raise ValueError(
-            "`vocabulary` says in which order the words of a mapping `counts` are; pass both or an "
+            "`vocabulary` defines the order of the words in a mapping `counts`; pass both or an "
             f"array. Received: counts={type(counts).__name__}, vocabulary={vocabulary!r:.80}"
         )
     array = check_vector("counts", counts) if vocabulary is None else look_up(counts, vocabulary)
@@ -349,36 +354,40 @@ def tf_idf(
     variable: str | None = None,
     provenance: str | dp_accounting.DpEvent | None = None,
 ) -> TokenPreconditioner:
-    """Side information for AdaDPS: A inversely proportional to the TF-IDF score of each token.
+    """Side information for AdaDPS: A is inversely proportional to each token's TF-IDF score.
 
         A_j = min(max(divisor / (score_j + offset), floor), cap)
 
-    for row j of the input layer, by which its gradient is divided (AdaDPS, section 6.1.2). From
-    `TokenCounts` of N documents the score is the mean over the documents of count · idf,
+    The gradient of row j of the input layer is divided by A_j. With `TokenCounts` of N documents,
+    the score is the mean of count · idf over the documents:
 
         score_j = counts_j / N · (ln((1 + N) / (1 + document_counts_j)) + 1)
 
-    with scikit-learn's smooth idf, and rows that are not normalised. For features that are made
-    otherwise pass the mean (or the sum) of each feature over public documents as `scores`.
+    This is scikit-learn's smooth idf with unnormalized rows. If your features are computed
+    differently, pass the mean (or the sum) of each feature over public documents as `scores`.
 
     Guarantee: see `FixedPreconditioner`. Scores of the private texts are not public.
 
     Args:
-      scores: [V], at least 0; or `TokenCounts`, as `token_counts(corpus)` gives them.
-      cap: greater than 0, the largest A; a score of 0 needs it, or an `offset`.
-      floor: greater than 0, the smallest A; nothing is multiplied by more than 1 / floor.
+      scores: [V], at least 0; or the `TokenCounts` of `token_counts(corpus)`.
+      cap: greater than 0, the largest A. A score of 0 needs a `cap` or an `offset`.
+      floor: greater than 0, the smallest A. No gradient is multiplied by more than 1 / floor.
       offset: at least 0, in units of scores.
       divisor: greater than 0.
       variable: see `token_frequencies`.
       provenance: see `token_frequencies`.
 
     Returns:
-      A `FixedPreconditioner` that has A = 1 for all other variables.
+      A `FixedPreconditioner` with A = 1 for all other variables.
 
     Raises:
       NotPrivateError: if `provenance` is missing.
-      TypeError, ValueError: for arguments that are wrong or give an A that is not finite; when the
+      TypeError, ValueError: if arguments are wrong or give an A that is not finite; when the
         optimizer is built, if the variable does not fit.
+
+    References:
+      - Li et al., "Private Adaptive Optimization with Side Information" (2022), arXiv:2202.05963,
+        section 6.1.2.
 
     >>> tf_idf([0.5, 0.25, 0.0], cap=8.0, provenance="public").values.tolist()
     [2.0, 4.0, 8.0]
@@ -402,7 +411,7 @@ def _scores(counted: TokenCounts) -> np.ndarray:
     number = checks.integer("num_documents", counted.num_documents, 1)
     if counts.shape != documents.shape or documents.max() > number:
         raise ValueError(
-            "`document_counts` must have one number a token, at most `num_documents`. Received: "
+            "`document_counts` must have one number per token, at most `num_documents`. Received: "
             f"{len(documents)} numbers up to {documents.max():g}, {len(counts)} tokens, "
             f"num_documents={number}"
         )
@@ -410,7 +419,7 @@ def _scores(counted: TokenCounts) -> np.ndarray:
 
 
 def _bounded(values: np.ndarray, floor: float | None, cap: float | None) -> np.ndarray:
-    """The values, not below `floor` and not above `cap`."""
+    """The values, clipped to the range from `floor` to `cap`."""
     low = None if floor is None else checks.number("floor", floor, 0, strict=True)
     high = None if cap is None else checks.number("cap", cap, 0, strict=True)
     if low is not None and high is not None and low > high:
@@ -420,7 +429,7 @@ def _bounded(values: np.ndarray, floor: float | None, cap: float | None) -> np.n
 
 
 def _usable(values: Any) -> np.ndarray:
-    """A as float32, if it and its inverse are positive and finite."""
+    """A as float32; raises unless A and its inverse are positive and finite."""
     array = check_vector("values", values)
     with np.errstate(divide="ignore", over="ignore"):
         small = array.astype(np.float32)
