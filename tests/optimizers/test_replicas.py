@@ -152,7 +152,7 @@ def assert_refused(strategy, message, run=True, **kwargs):
     [
         ({"num_microbatches": 2}, "`num_microbatches` must be None on several replicas"),
         ({"gradient_accumulation_steps": 2}, "`gradient_accumulation_steps` must be 1 on several"),
-        ({"secure_noise": True}, "secure noise is to prevent"),
+        ({"secure_noise": True}, "summing across replicas rounds after the noise"),
     ],
 )
 def test_what_is_not_proven_on_several_replicas_is_refused(kwargs, message):
@@ -197,7 +197,7 @@ def test_gradients_of_one_replica_alone_are_refused(kwargs):
         pairs = optimizer.compute_gradients(loss, [w], tape)
         optimizer.apply_gradients(pairs, **kwargs)
 
-    with pytest.raises(dp.NotPrivateError, match="must be added up"):
+    with pytest.raises(dp.NotPrivateError, match="must be summed"):
         catalogue.mirrored().run(tf.function(step))
     assert w.numpy() == 1.0
 
