@@ -15,7 +15,7 @@ SQUARES = dict(loss=tf.keras.losses.MeanSquaredError(reduction="none"))
 
 
 class Latent(layers.Layer):
-    """Adds the KL term of a Gaussian, one entry an example."""
+    """Adds the KL term of a Gaussian, one entry per example."""
 
     def __init__(self, through=lambda kl: kl, **kwargs):
         super().__init__(**kwargs)

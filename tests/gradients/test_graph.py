@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tests.helpers import zoo
 from tests.helpers.zoo import classifier, floats
-from tf_adaptive_dp._keras import tracing
 from tf_adaptive_dp.errors import NotPrivateError
 
 layers = tf.keras.layers
@@ -319,31 +318,3 @@ def test_a_variable_of_which_several_tensors_are_computed_some_without_a_gradien
     (rows,) = zoo.batch_of_one_gradients(problem)
     np.testing.assert_allclose(norms(problem, "graph"), (rows**2).sum((1, 2)), rtol=1e-5)
     assert len(passes) == 1  # for all of them: each takes long to build
-
-
-def test_in_xla_sees_compilation_from_any_depth():
-    seen = {}
-
-    def look(name):
-        def function(x):
-            seen[name] = tracing.in_xla()
-            return x
-
-        return function
-
-    look("eager")(1)
-    tf.function(look("graph"))(1)
-    tf.function(look("xla"), jit_compile=True)(1)
-    inner = tf.function(look("function in xla"))
-    tf.function(lambda x: inner(x), jit_compile=True)(1)
-    loop = look("loop in xla")
-    tf.function(
-        lambda x: tf.while_loop(lambda i: i < 2, lambda i: (loop(i) + 1,), [x]), jit_compile=True
-    )(0)
-    assert seen == {
-        "eager": False,
-        "graph": False,
-        "xla": True,
-        "function in xla": True,
-        "loop in xla": True,
-    }

@@ -1,4 +1,4 @@
-"""All that a gradient source can be asked, and what it should answer, from true gradients."""
+"""The questions to a gradient source, and the right answers from true gradients."""
 
 import functools
 
@@ -8,7 +8,7 @@ from tests.helpers import zoo
 
 
 def squared_norms(rows):
-    """[B], from gradients [B, ...], one array a variable."""
+    """[B], from gradients [B, ...], one array per variable."""
     return sum((r**2).sum(axis=tuple(range(1, r.ndim))) for r in rows)
 
 

@@ -25,7 +25,7 @@ def problem(name: str) -> Problem:
 
 @functools.cache
 def rows(name: str) -> list[np.ndarray]:
-    """The true per-example gradients of the problem of that name: [B, ...], one a variable."""
+    """The true per-example gradients of the problem of that name: [B, ...], one per variable."""
     return batch_of_one_gradients(problem(name))
 
 
@@ -77,7 +77,7 @@ def in_mode(
 
 
 class Rows(PerExampleGradients):
-    """A gradient source of rows that the test chooses: [B, ...], one tensor a variable."""
+    """A gradient source of rows that the test chooses: [B, ...], one tensor per variable."""
 
     def __init__(self, *rows):
         self._rows = [tf.convert_to_tensor(r, tf.float32) for r in rows]

@@ -30,7 +30,7 @@ def gather(op, batch_axes):
     if op.type == "GatherV2":
         axis = static_value(op.inputs[2])
         if axis is None or table.shape.rank is None:
-            return CrossExample(op, "gathers along an axis that is not known beforehand")
+            return CrossExample(op, "gathers along an axis that is unknown while tracing")
         axis = int(axis) % table.shape.rank
     batch_dims = op.get_attr("batch_dims") if op.type != "Gather" else 0
     if indices.shape.rank is None:

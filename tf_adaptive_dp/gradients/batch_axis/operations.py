@@ -272,18 +272,18 @@ def fused_batch_norm(op, batch_axes):
 
 
 def sum_to_operand(op: tf.Operation, batch_axes: BatchAxes) -> BatchAxis | None:
-    """Where the batch is after a sum over the axes along which an operand was broadcast.
+    """The batch axis after a sum over the axes along which an operand was broadcast.
 
     The gradient of `x * y` sums over the axes along which x was broadcast, and reshapes to the
-    shape of x. Which axes these are is known at run time only. If the batch has an axis of x, it is
-    among them only where it is of length 1, and summing over that changes nothing.
+    shape of x. These axes are unknown while tracing. But if x has a batch axis, it is among them
+    only if its length is 1, and then summing over it changes nothing.
 
     Args:
-      op: a sum over axes that are not known beforehand.
-      batch_axes: those of its graph.
+      op: a sum over axes that are unknown while tracing.
+      batch_axes: the batch axes of its graph.
 
     Returns:
-      The axis in the shape of x; `None` for any other sum, and for a sum over the batch.
+      The batch axis in the shape of x; `None` for any other sum, and for a sum over the batch.
     """
     tensor, axes = op.inputs
     layout, rank, source = batch_axes[tensor], tensor.shape.rank, axes.op
@@ -316,7 +316,7 @@ def reduction(op, batch_axes):
         if found:
             return found
     if layout is None or axes is None or rank is None:
-        return CrossExample(op, "reduces over axes that are not known beforehand")
+        return CrossExample(op, "reduces over axes that are unknown while tracing")
     axes = {int(a) % rank for a in axes.reshape(-1)}
     if layout.axis in axes:
         return CrossExample(op, "reduces over the batch axis")
@@ -375,7 +375,7 @@ def spread(op, batch_axes):
         return layout.at(layout.axis + len(target) - tensor.shape.rank)
     times = target[layout.axis]
     if times is None:
-        return CrossExample(op, "repeats the batch a number of times that is not known beforehand")
+        return CrossExample(op, "repeats the batch a number of times that is unknown while tracing")
     return layout._replace(outer=product([times, layout.outer]))
 
 

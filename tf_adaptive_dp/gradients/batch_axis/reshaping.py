@@ -63,7 +63,7 @@ def reshape(op, batch_axes):
     if tensor.op.type == "Sum" and sum_to_operand(tensor.op, batch_axes):
         return layout  # it has the shape already
     if layout is None or tensor.shape.rank is None or output.shape.rank is None:
-        return CrossExample(op, "reshapes to a shape that is not known beforehand")
+        return CrossExample(op, "reshapes to a shape that is unknown while tracing")
     sizes = [batch_axes.size(tensor, a) for a in range(tensor.shape.rank)]
     target = batch_axes.entries(op.inputs[1])
     target = [known if n is None else Size(n) for n, known in zip(output.shape, target)]
@@ -88,7 +88,7 @@ def axes_of_length_1(op, batch_axes):
     if op.type == "ExpandDims":
         new = static_value(op.inputs[1])
         if layout is None or new is None:
-            return CrossExample(op, "adds an axis that is not known beforehand")
+            return CrossExample(op, "adds an axis that is unknown while tracing")
         return layout.at(layout.axis + (int(new) % (rank + 1) <= layout.axis))
     gone = {a % rank for a in op.get_attr("squeeze_dims")}
     gone = gone or {a for a in range(rank) if op.inputs[0].shape[a] == 1}
@@ -103,7 +103,7 @@ def transpose(op, batch_axes):
     """Exchanges axes."""
     order = static_value(op.inputs[1])
     if order is None:
-        return CrossExample(op, "exchanges axes that are not known beforehand")
+        return CrossExample(op, "exchanges axes that are unknown while tracing")
     layout = batch_axes[op.inputs[0]]
     return layout.at(order.tolist().index(layout.axis))
 
@@ -116,7 +116,7 @@ def concat(op, batch_axes):
     found = [batch_axes[t] for t in op.inputs[:-1]]
     places = {batch_axes[t] for t in op.inputs[:-1] if batch_axes.depends(t)}
     if axis is None or rank is None or batch_axes.depends(op.inputs[-1]):
-        return CrossExample(op, "concatenates along an axis that is not known beforehand")
+        return CrossExample(op, "concatenates along an axis that is unknown while tracing")
     layout = next(iter(places))
     if layout.axis == int(axis) % rank:
         if None in found or len({(p.axis, p.inner) for p in found}) > 1:
@@ -158,7 +158,7 @@ def split(op, batch_axes):
     tensor, axis = (op.inputs[1], op.inputs[0]) if op.type == "Split" else op.inputs[::2]
     layout, axis = batch_axes[tensor], static_value(axis)
     if layout is None or axis is None or batch_axes.depends(op.inputs[1]) and op.type == "SplitV":
-        return CrossExample(op, "cuts along an axis that is not known beforehand")
+        return CrossExample(op, "cuts along an axis that is unknown while tracing")
     if int(axis) % tensor.shape.rank != layout.axis:
         return layout
     outer = layout.outer.over(Size(len(op.outputs)))
