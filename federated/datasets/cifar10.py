@@ -20,22 +20,22 @@ Arrays = tuple[np.ndarray, np.ndarray]
 # and frogs, deer and horses.
 PAPER_CLASSES = ((1, 9), (0, 8), (3, 5), (2, 6), (4, 7))
 
-# Of the channels of CIFAR-10's training images, as published.
+# The published statistics of the channels of CIFAR-10's training images.
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 
 
 def load_cifar10(data_dir: str | None = None) -> tuple[Arrays, Arrays]:
-    """Images and classes of the training set and of the test set; nothing is downloaded.
+    """Loads images and classes of the training and the test set without downloading anything.
 
     Args:
-      data_dir: tensorflow-datasets' folder; `None` takes the environment's `TFDS_DATA_DIR`.
+      data_dir: The folder of tensorflow-datasets; `None` takes the environment's `TFDS_DATA_DIR`.
 
     Returns:
       (images, labels) for training and for testing: uint8 [N, 32, 32, 3] and int32 [N], with 50,000
       and 10,000 images (184 MB together).
 
     Raises:
-      FileNotFoundError: if CIFAR-10 is not there.
+      FileNotFoundError: If CIFAR-10 is not there.
     """
     how = "Prepare CIFAR-10 in it with `tfds build cifar10 --data_dir=FOLDER`."
     path = folder("data_dir", data_dir, "TFDS_DATA_DIR", how)
@@ -59,20 +59,20 @@ def paper_partition(labels: np.ndarray, randomness: float, seed: int) -> dict[st
     """The five clients of the ADADP paper, "Federated learning experiments".
 
     With `randomness` 0 client_1 has cars and trucks, client_2 planes and ships, client_3 cats and
-    dogs, client_4 birds and frogs, client_5 deer and horses. That share of each client's images,
-    chosen at random, is put together and dealt out again uniformly; each client gets as many as it
-    gave, so that all keep their number (10,000 of CIFAR-10's training images).
+    dogs, client_4 birds and frogs, client_5 deer and horses. Otherwise each client gives up a
+    random share of its images, and the pool is redistributed uniformly. Each client receives as
+    many images as it gave, so it keeps its number (10,000 of CIFAR-10's training images).
 
     Args:
-      labels: [N], CIFAR-10's class of each image.
-      randomness: the share of images dealt out at random, in [0, 1]; 1 is a uniform division.
-      seed: of the choice.
+      labels: [N]; the class of each image.
+      randomness: The share of images to redistribute, in [0, 1]; 1 is a uniform division.
+      seed: The seed of the choice.
 
     Returns:
-      Of each client the rows of its images.
+      The rows of each client's images.
 
     Raises:
-      TypeError, ValueError: for labels that are no classes, or an argument out of its range.
+      TypeError, ValueError: If `labels` are not classes, or an argument is out of range.
 
     >>> paper_partition(np.arange(10), randomness=0, seed=0)["client_1"].tolist()
     [1, 9]
@@ -100,24 +100,29 @@ def paper_partition(labels: np.ndarray, randomness: float, seed: int) -> dict[st
 def dirichlet_partition(
     labels: np.ndarray, num_clients: int, alpha: float, seed: int
 ) -> dict[str, np.ndarray]:
-    """Clients whose shares of the classes are random: q ~ Dir(alpha · p), p the shares of all data.
+    """Clients with random class shares q ~ Dir(alpha · p), where p are the shares in all data.
 
-    After Hsu, Qi, Brown (2019), "Measuring the effects of non-identical data distribution": every
-    client draws q, and its images class by class from q without replacement; classes that run out
-    are left out of q. Each image belongs to one client, and the numbers of images of two clients
-    differ by one at most. Where others write Dir(a, ..., a) for C balanced classes, alpha is C · a.
+    Every client draws q, and then its images class by class from q without replacement; classes
+    that run out are removed from q. Each image belongs to one client, and the numbers of images of
+    two clients differ by at most one. For the common notation Dir(a, ..., a) with C balanced
+    classes, alpha is C · a.
 
     Args:
-      labels: [N], the class of each image, at least 0.
-      num_clients: 1 to N.
-      alpha: greater than 0. Small: about one class a client; large: all clients alike.
-      seed: of the choice.
+      labels: [N]; the class of each image, at least 0.
+      num_clients: The number of clients, from 1 to N.
+      alpha: Greater than 0. Small values give each client about one class, large ones give all
+        clients the same shares.
+      seed: The seed of the choice.
 
     Returns:
-      Of each client, "client_1" and so on, the rows of its images.
+      The rows of each client's images, for "client_1" and so on.
 
     Raises:
-      TypeError, ValueError: for labels that are no classes, or an argument out of its range.
+      TypeError, ValueError: If `labels` are not classes, or an argument is out of range.
+
+    References:
+      Hsu, Qi and Brown (2019), "Measuring the Effects of Non-Identical Data Distribution for
+      Federated Visual Classification", arXiv:1909.06335.
 
     >>> clients = dirichlet_partition(np.arange(6) % 2, num_clients=4, alpha=1.0, seed=0)
     >>> {name: len(rows) for name, rows in clients.items()}

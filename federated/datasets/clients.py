@@ -1,4 +1,4 @@
-"""What every federated data set needs: a choice of clients, and batches for local training."""
+"""Tools for all federated data sets: choosing clients, and batches for local training."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from tf_adaptive_dp import checks
 class ClientBatches:
     """How a client reads its examples in one round.
 
-    The examples are shuffled, cut to `max_examples`, batched, read `epochs` times, and the batches
-    cut to `max_batches`. An epoch may end with a smaller batch, so that no batch has an example
-    twice, which `tff.simulation.baselines.ClientSpec` allows. Cutting bounds the work of a client;
-    the guarantee for a user does not rest on it but on the clipping of the whole update.
+    The examples are shuffled, cut to `max_examples`, batched, and repeated for `epochs`; then the
+    batches are cut to `max_batches`. An epoch may end with a smaller batch, so that no batch has an
+    example twice (`tff.simulation.baselines.ClientSpec` allows that). Cutting bounds the work of a
+    client. The guarantee for a user does not depend on it, but on clipping the whole update.
 
     Attributes:
-      batch_size: examples in a batch, at least 1.
-      epochs: passes over the examples in a round, at least 1.
-      max_examples: examples in an epoch at most, a random choice of the client's; `None`: all.
-      max_batches: batches in a round at most; `None`: all.
-      shuffle_buffer: examples that are shuffled at a time; 1 keeps their order.
-      seed: of the shuffling, the same order in every round; `None` for another order in each.
+      batch_size: The number of examples in a batch, at least 1.
+      epochs: The number of passes over the examples in a round, at least 1.
+      max_examples: The largest number of examples in an epoch, chosen at random; `None` for all.
+      max_batches: The largest number of batches in a round; `None` for all.
+      shuffle_buffer: The size of the shuffle buffer; 1 keeps the order.
+      seed: The seed of the shuffling, for the same order in every round; `None` for a new order in
+        each round.
 
     Raises:
-      TypeError, ValueError: for an attribute of the wrong type or out of its range.
+      TypeError, ValueError: If an attribute is invalid.
 
     >>> batches = ClientBatches(batch_size=2, epochs=2, max_batches=3, shuffle_buffer=1)
     >>> [batch.tolist() for batch in batches(tf.data.Dataset.range(3)).as_numpy_iterator()]
@@ -61,8 +62,8 @@ class ClientBatches:
         """The batches of a client.
 
         Args:
-          examples: those of the client, unbatched.
-          choose: applied to the shuffled examples before they are cut; it may leave some out.
+          examples: The client's examples, unbatched.
+          choose: A filter for the shuffled examples, applied before they are cut.
         """
         if self.shuffle_buffer > 1:
             examples = examples.shuffle(self.shuffle_buffer, seed=self.seed)
@@ -77,21 +78,21 @@ class ClientBatches:
 
 
 def random_clients(client_ids: Sequence[str], num_clients: int, seed: int) -> list[str]:
-    """A uniformly random choice of clients, for example the 400 of AdaDPS, section 6.2.
+    """Chooses clients uniformly at random, for example the 400 of AdaDPS, section 6.2.
 
-    Guarantee: the choice depends on the list of ids alone. Choosing the clients with most examples
-    would look at private data, which no ledger counts.
+    Guarantee: the choice depends on the list of ids alone. Choosing the clients with the most
+    examples would use private data that no ledger counts.
 
     Args:
-      client_ids: of all clients; their order does not matter.
-      num_clients: how many to choose.
-      seed: of the choice.
+      client_ids: The ids of all clients, in any order.
+      num_clients: The number of clients to choose.
+      seed: The seed of the choice.
 
     Returns:
-      Their ids, sorted.
+      The sorted ids of the chosen clients.
 
     Raises:
-      TypeError, ValueError: for a wrong number, or more clients than there are.
+      TypeError, ValueError: If `num_clients` is invalid or exceeds the number of clients.
 
     >>> random_clients(["d", "b", "a", "c"], 2, seed=1)
     ['b', 'c']
@@ -109,14 +110,14 @@ def random_clients(client_ids: Sequence[str], num_clients: int, seed: int) -> li
 
 
 def subset(client_data: Any, client_ids: Sequence[str]) -> Any:
-    """The same data with some of the clients only.
+    """Restricts data to some of the clients.
 
     Args:
-      client_data: a `tff.simulation.datasets.ClientData`.
-      client_ids: which clients to keep, at least one.
+      client_data: A `tff.simulation.datasets.ClientData`.
+      client_ids: The clients to keep, at least one.
 
     Returns:
-      A `tff.simulation.datasets.ClientData`; nothing is read for it but one client's structure.
+      A `tff.simulation.datasets.ClientData`. Only the structure of one client is read.
 
     Raises:
       ValueError: if `client_ids` is empty or names a client that `client_data` does not have.
@@ -135,24 +136,24 @@ def subset(client_data: Any, client_ids: Sequence[str]) -> Any:
 def in_memory(
     client_data: Any, batches: ClientBatches, max_clients: int = 2000
 ) -> Callable[[str], tf.data.Dataset]:
-    """Local batches of data that take long to read or to prepare, each client's read once.
+    """Caches local data that are slow to read or to prepare; each client is read once.
 
     Args:
-      client_data: a `tff.simulation.datasets.ClientData` whose datasets are batches, of any size,
-        such as posts that `stackoverflow.preprocess_fn` has made bags of words.
-      batches: how a client reads its examples in a round.
-      max_clients: how many clients are kept in memory; of others the latest ones replace them.
+      client_data: A `tff.simulation.datasets.ClientData` whose datasets are batches of any size,
+        such as bags of words from `stackoverflow.preprocess_fn`.
+      batches: How a client reads its examples in a round.
+      max_clients: The number of clients to keep in memory; the least recently used are dropped.
 
     Returns:
-      A function from a client id to the batches of a round, such as `federated.train` takes.
+      A function from a client id to the batches of a round, for `federated.train`.
 
     Raises:
-      TypeError, ValueError: if `max_clients` is not a whole number of at least 1.
+      TypeError, ValueError: If `max_clients` is not an integer of at least 1.
     """
     checks.integer("max_clients", max_clients, 1)
     spec = client_data.element_type_structure
 
-    # One graph for all clients: to trace the preparation for each takes 2 MB that stay taken.
+    # One graph for all clients: tracing one for each would leak 2 MB per client.
     @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
     def read(client_id: tf.Tensor) -> Any:
         nothing = tf.nest.map_structure(lambda s: tf.zeros([0, *s.shape[1:]], s.dtype), spec)

@@ -1,4 +1,4 @@
-"""Where data sets lie on this machine."""
+"""Finds the folders of data sets on this machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ def folder(name: str, value: str | None, variable: str, how: str) -> pathlib.Pat
     """The folder of a data set.
 
     Args:
-      name: the argument that names it, for the error.
-      value: what the caller passed; `None` takes the environment's `variable`.
-      variable: the environment variable that stands in for it.
-      how: what must be in the folder and how to get it, for the error.
+      name: The name of the caller's argument, for the error.
+      value: The value of that argument; `None` takes the environment's `variable`.
+      variable: The environment variable to fall back to.
+      how: What the folder must hold and how to get it, for the error.
 
     Raises:
-      FileNotFoundError: if neither names a folder that exists.
+      FileNotFoundError: If neither names a folder that exists.
     """
     path = value or os.environ.get(variable)
     if not path or not pathlib.Path(path).is_dir():

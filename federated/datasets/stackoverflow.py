@@ -1,8 +1,8 @@
-"""Tag prediction on Stack Overflow, one client a user: AdaDPS, section 6.2.
+"""Tag prediction on Stack Overflow with one client per user, as in AdaDPS, section 6.2.
 
 TFF's own data set and format: an SQLite file of posts in three splits, "train", "heldout" (other
-users) and "test" (later posts of users who are not held out). Nothing here reads all users: a
-client's posts are read when its dataset is.
+users) and "test" (later posts of users who are not held out). Posts are read
+lazily, when a client's dataset is.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ _HOW = "Get TFF's file with `tff.simulation.datasets.stackoverflow.load_data(cac
 
 
 def load_stackoverflow(cache_dir: str | None = None) -> tuple[Any, Any, Any]:
-    """The posts of each user; nothing is downloaded.
+    """Loads the posts of each user without downloading anything.
 
     Args:
-      cache_dir: folder of `stackoverflow.sqlite`; `None` takes the environment's `TFF_CACHE_DIR`.
+      cache_dir: The folder of `stackoverflow.sqlite`; `None` takes the environment's
+        `TFF_CACHE_DIR`.
 
     Returns:
-      `tff.simulation.datasets.ClientData` of train, heldout and test, as TFF's `load_data` gives
-      them. Their datasets name the file: a worker on another machine needs it at the same path.
+      `tff.simulation.datasets.ClientData` of train, heldout and test, as from TFF's `load_data`.
+      Their datasets refer to the file, so a worker on another machine needs it at the same path.
 
     Raises:
-      FileNotFoundError: if there is no such file.
-      ValueError: if it is not in TFF's format, or a split has no users.
+      FileNotFoundError: If there is no such file.
+      ValueError: If it is not in TFF's format, or a split has no users.
     """
     path = folder("cache_dir", cache_dir, "TFF_CACHE_DIR", _HOW)
-    # Asked first: TFF downloads what it does not find.
+    # Checked first, since TFF would download a missing file.
     if not (path / "stackoverflow.sqlite").is_file():
         raise FileNotFoundError(
             "`cache_dir` or the environment's TFF_CACHE_DIR must name a folder that has "
@@ -52,7 +53,7 @@ def load_stackoverflow(cache_dir: str | None = None) -> tuple[Any, Any, Any]:
         problem = f"a split has no users; there must be some in each of {SPLITS}"
         raise ValueError(f"`cache_dir`: {path}/stackoverflow.sqlite: {problem}") from error
     except Exception as error:
-        # TFF's DatabaseFormatError is not among its public names.
+        # DatabaseFormatError is not part of TFF's public API.
         if not isinstance(error, sqlite3.Error) and type(error).__name__ != "DatabaseFormatError":
             raise
         raise ValueError(
@@ -65,30 +66,30 @@ def preprocess_fn(
 ) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     """Makes batches of bags of words and tags.
 
-    A bag of words has the relative frequencies of the known words of text and title together, as in
-    `tff.simulation.baselines.stackoverflow.create_tag_prediction_task`; zeros where none is known.
-    (TFF's code makes a matrix of words × vocabulary of each post, which took four to seven times as
-    long.)
+    A bag of words has the relative frequencies of the known words in text and title, as in
+    `tff.simulation.baselines.stackoverflow.create_tag_prediction_task`; it is zero if no word is
+    known. (TFF's code makes a matrix of words × vocabulary for each post, which took four to seven
+    times as long.)
 
     Args:
-      vocabulary: the V words and T tags that are known.
-      batches: how a client reads its examples. For testing: `ClientBatches(500, shuffle_buffer=1)`.
+      vocabulary: The V known words and T known tags.
+      batches: How a client reads its examples. For testing: `ClientBatches(500, shuffle_buffer=1)`.
       labels: `"multi_hot"`: float32 [B, T], 1 for each known tag, as in TFF's task. Or
         `"most_frequent"`: int32 [B], the most frequent of the post's known tags, the classification
-        of AdaDPS; posts without a known tag are left out, each whatever the others are.
+        of AdaDPS. Posts without a known tag are dropped, independently of other posts.
 
     Returns:
       A function of a dataset of posts, for `ClientData.preprocess`; x is float32 [B, V].
 
     Raises:
-      ValueError: if `labels` is none of these.
+      ValueError: If `labels` is neither of these.
     """
     checks.choice("labels", labels, LABELS)
     num_words, num_tags = len(vocabulary.words), len(vocabulary.tags)
 
     @tf.autograph.experimental.do_not_convert  # TFF traces it, which breaks dataclasses
     def preprocess(posts: tf.data.Dataset) -> tf.data.Dataset:
-        # Made here, so that they belong to the graph in which TFF may trace this.
+        # Created here, so that they belong to the graph in which TFF traces this function.
         word_ids, tag_ids = _table(vocabulary.words), _table(vocabulary.tags)
 
         def has_known_tag(post):
@@ -104,15 +105,15 @@ def preprocess_fn(
             return bags, tags if labels == "multi_hot" else tf.argmax(tags, 1, tf.int32)
 
         known = (lambda p: p.filter(has_known_tag)) if labels == "most_frequent" else None
-        # Batches are mapped, not posts: it is faster, and where TFF traces a dataset of clients,
-        # TensorFlow 2.14 fuses `map` and the `batch` after it into one that fails.
+        # Maps batches instead of posts. It is faster, and TensorFlow 2.14 would fuse `map` and the
+        # following `batch` into an operation that fails where TFF traces a dataset of clients.
         return batches(posts, known).map(examples)
 
     return preprocess
 
 
 def _counts(ids: tf.RaggedTensor, size: int) -> tf.Tensor:
-    """How often each id from 0 to size - 1 is in each row, [B, size]; others are dropped."""
+    """Counts each id from 0 to size - 1 in each row, [B, size]; ignores other ids."""
     cells = tf.where(ids.values < 0, tf.int64.min, ids.value_rowids() * size + ids.values)
     flat = tf.ones_like(cells, tf.float32)
     return tf.reshape(tf.math.unsorted_segment_sum(flat, cells, ids.nrows() * size), [-1, size])

@@ -1,7 +1,7 @@
-"""Words and tags of Stack Overflow, and how many users wrote each.
+"""Words and tags of Stack Overflow, and the number of users of each.
 
-A vocabulary, and side information made of counts, must be public: what is counted over the users
-of the training is private. So counts say whose they are.
+A vocabulary and side information made from counts must be public, but counts over the users of the
+training split are private. So counts record whose they are.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _FILES = {"words": "stackoverflow.word_count", "tags": "stackoverflow.tag_count"
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """What is known; all else is ignored.
+    """The known words and tags; all others are ignored.
 
     Attributes:
-      words: columns of the bags of words, the most frequent first.
-      tags: classes, the most frequent first.
+      words: The columns of the bags of words, the most frequent first.
+      tags: The classes, the most frequent first.
 
     Raises:
-      ValueError: if there are none, or one is there twice.
+      ValueError: If one of them is empty or has duplicates.
     """
 
     words: tuple[str, ...]
@@ -51,17 +51,17 @@ class Vocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class UserCounts:
-    """How many users wrote each word and each tag, the most frequent first.
+    """The number of users of each word and each tag, the most frequent first.
 
     For `tf_adaptive_dp.side_information.token_frequencies(counts.words,
     vocabulary=vocabulary.words, provenance="public")`, once
     `require_other_users(training_clients)` has passed.
 
     Attributes:
-      words: users of each word.
-      tags: users of each tag.
-      source: whose counts they are, in words.
-      users: the users that were counted; `None` if that is not known.
+      words: The number of users of each word.
+      tags: The number of users of each tag.
+      source: A description of the counted users.
+      users: The counted users; `None` if unknown.
 
     >>> counts = UserCounts({"the": 2, "qubit": 1}, {"physics": 2}, "two users", ("a", "b"))
     >>> counts.vocabulary(num_words=1)
@@ -74,22 +74,22 @@ class UserCounts:
     users: tuple[str, ...] | None
 
     def vocabulary(self, num_words: int = 10_000, num_tags: int = 500) -> Vocabulary:
-        """The most frequent words and tags, at most so many; AdaDPS's numbers by default."""
+        """The most frequent words and tags; the default numbers are those of AdaDPS."""
         checks.integer("num_words", num_words, 1)
         checks.integer("num_tags", num_tags, 1)
         return Vocabulary(tuple(self.words)[:num_words], tuple(self.tags)[:num_tags])
 
     def require_other_users(self, private_client_ids: Iterable[str]) -> UserCounts:
-        """Returns these counts if none of those clients was counted.
+        """Returns these counts if none of the private clients was counted.
 
-        Guarantee: then they are no function of the private clients' data. Whether the users who
-        were counted agreed to be public is for the caller to say.
+        Guarantee: the returned counts do not depend on the private clients' data. The caller
+        asserts that the counted users agreed to be public.
 
         Args:
-          private_client_ids: the clients of the training.
+          private_client_ids: The clients of the training.
 
         Raises:
-          NotPrivateError: if one of them was counted, or if it is not known who was.
+          NotPrivateError: If one of them was counted, or the counted users are unknown.
         """
         if self.users is None:
             raise NotPrivateError(
@@ -106,18 +106,19 @@ class UserCounts:
 
 
 def count_users(client_data: Any, client_ids: Sequence[str], source: str = "heldout") -> UserCounts:
-    """Counts the users of words (of text and title) and of tags, each user once for each.
+    """Counts the users of each word (in text or title) and of each tag.
 
-    Guarantee: none. The counts are exact, so these users must have agreed to be public; by
-    declaration those of the heldout split may be. No other users are read.
+    Guarantee: none. The counts are exact, so the counted users must have agreed to be public, as
+    users of the heldout split may have by declaration. No other users are read.
 
     Args:
-      client_data: posts, such as the heldout part of `load_stackoverflow`.
-      client_ids: whom to count; all are read, so choose some of many (`random_clients`).
-      source: name of the split, for the description.
+      client_data: Posts, such as the heldout part of `load_stackoverflow`.
+      client_ids: The users to count. All their posts are read, so choose a sample of a large split
+        (`random_clients`).
+      source: The name of the split, for the description.
 
     Raises:
-      ValueError: if `client_ids` is empty or names a user that is not there.
+      ValueError: If `client_ids` is empty or names an unknown user.
     """
     unknown = sorted(set(client_ids) - set(client_data.client_ids))
     if unknown or not client_ids:
@@ -148,19 +149,19 @@ def count_users(client_data: Any, client_ids: Sequence[str], source: str = "held
 
 
 def load_counts(cache_dir: str | None = None) -> UserCounts:
-    """TFF's published counts, from files that are there; nothing is downloaded.
+    """Loads TFF's published counts without downloading anything.
 
-    Guarantee: none. They were counted over all users of the train split, those that are trained on.
-    As a vocabulary they are usual in the literature, which takes them for public knowledge.
+    Guarantee: none. They were counted over all users of the train split, which are trained on. The
+    literature commonly uses them as a vocabulary and treats them as public knowledge.
 
     Args:
-      cache_dir: folder of `stackoverflow.word_count` and `stackoverflow.tag_count`, or of both as
-        `.tar.bz2`, or of a folder `datasets` that has them, where TFF's `load_word_counts` and
+      cache_dir: The folder of `stackoverflow.word_count` and `stackoverflow.tag_count`, of both as
+        `.tar.bz2`, or of a folder `datasets` with them, where TFF's `load_word_counts` and
         `load_tag_counts` leave them. `None` takes the environment's `TFF_CACHE_DIR`.
 
     Raises:
-      FileNotFoundError: if one of them is missing.
-      ValueError: if one is not in TFF's format.
+      FileNotFoundError: If one of them is missing.
+      ValueError: If one is not in TFF's format.
     """
     words, tags = (_read(cache_dir, what) for what in _FILES)
     return UserCounts(words, tags, "TFF's published counts of all users of the train split", None)

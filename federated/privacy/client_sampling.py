@@ -1,4 +1,4 @@
-"""Which clients take part in a round: a pure function of a secret key and the round's number."""
+"""Draws the cohort of each round: a pure function of a secret key and the round's number."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ __all__ = [
 class EveryClient(draws.Sampling):
     """All clients take part in each round.
 
-    Guarantee: (ε, δ)-DP for adding or removing one client, with ε of `epsilon_spent`: each round is
-    the Gaussian mechanism without any amplification.
+    Guarantee: (ε, δ)-DP for adding or removing one client, with the ε of `epsilon_spent`. Each
+    round is the Gaussian mechanism without amplification.
 
     >>> EveryClient().draw(3, step=0, key=draws.new_key(seed=1))
     array([0, 1, 2])
@@ -56,7 +56,7 @@ class EveryClient(draws.Sampling):
 
 
 def described(sampling: draws.Sampling) -> str:
-    """All of a sampling that ε depends on, in words: not for how many `steps` it was made.
+    """Describes all parameters of a sampling that ε depends on, so everything but `steps`.
 
     >>> described(FixedSizeSampling(2, steps=10))
     'FixedSizeSampling(batch_size=2, seed=None)'
@@ -69,12 +69,12 @@ def described(sampling: draws.Sampling) -> str:
 
 
 def check_sampling(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> None:
-    """Raises if cohorts of a sampling are not those that the privacy was stated for.
+    """Checks that a sampling draws the cohorts that the privacy is stated for.
 
     Raises:
-      TypeError: if one of the two is something else.
-      ValueError: if the expected size of a cohort is not `privacy.clients_per_round`, or if the
-        tree mechanism is to have clients that may come twice in a pass.
+      TypeError: If an argument has the wrong type.
+      ValueError: If the expected size of a cohort is not `privacy.clients_per_round`, or if a
+        client could take part twice in a pass of the tree mechanism.
     """
     if not isinstance(privacy, UserLevelPrivacy):
         raise TypeError(f"`privacy` must be a `UserLevelPrivacy`. Received: privacy={privacy!r}")
@@ -85,41 +85,41 @@ def check_sampling(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> None:
         )
     if privacy.mechanism == "tree" and not isinstance(sampling, (ShuffledEpochs, EveryClient)):
         raise ValueError(
-            "With mechanism='tree' each client may take part once a pass at most: use "
+            "With mechanism='tree' each client may take part at most once per pass: use "
             f"`ShuffledEpochs`. Received: sampling={sampling!r}"
         )
     expected = sampling.expected_batch_size(privacy.total_clients)
     if not math.isclose(expected, privacy.clients_per_round, rel_tol=1e-9):
         raise ValueError(
             f"The sampling gives {expected!r} clients a round of {privacy.total_clients}, but the "
-            f"privacy is stated for clients_per_round={privacy.clients_per_round!r}: the noise is "
-            f"divided by that number, and ε is counted with it. Received: sampling={sampling!r}"
+            f"privacy is stated for clients_per_round={privacy.clients_per_round!r}, which divides "
+            f"the noise and determines ε. Received: sampling={sampling!r}"
         )
 
 
 class ClientSampler:
-    """The cohort of each round.
+    """Draws the cohort of each round.
 
-    Guarantee: the sampling's, with clients for examples, if the key stays secret. The ids are
-    sorted, so the same ids and key give the same cohorts in whatever order they are given. A cohort
-    depends on no data, and may be empty under Poisson sampling: that round has to be run like
-    others.
+    Guarantee: that of the sampling, with clients in place of examples, if the key stays secret. The
+    ids are sorted, so their order does not matter: the same ids and key give the same cohorts.
+    Cohorts do not depend on data. Under Poisson sampling a cohort may be empty; run that round like
+    any other.
 
     Args:
-      client_ids: the ids of all clients.
-      sampling: a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs` or `EveryClient`.
-      key: 32 secret bytes; `None` makes new ones (of the sampling's seed, if it has one), and
-        `federated.train` makes new ones for each run. To go on with rounds of your own, pass the
-        `key` again. With the tree mechanism that is part of the guarantee: another key could draw a
-        client twice in one pass.
+      client_ids: The ids of all clients.
+      sampling: A `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs` or `EveryClient`.
+      key: 32 secret bytes. `None` creates a new key (from the sampling's seed if it has one), and
+        `federated.train` creates a new key for each run. To continue with your own rounds, pass the
+        same `key` again. With the tree mechanism the guarantee requires it: another key could draw
+        a client twice in one pass.
 
     Attributes:
-      client_ids: sorted, a tuple.
-      sampling: as passed.
-      key: as passed or made; who has it knows who took part when.
+      client_ids: The sorted ids, a tuple.
+      sampling: The sampling.
+      key: The key. Anyone who knows it knows which clients took part in which round.
 
     Raises:
-      TypeError, ValueError: for ids that are not different strings, or another wrong argument.
+      TypeError, ValueError: If the ids are not distinct strings, or another argument is invalid.
 
     >>> sampler = ClientSampler(["b", "c", "a"], FixedSizeSampling(2, steps=10, seed=1))
     >>> sampler.cohort(0)
@@ -138,7 +138,7 @@ class ClientSampler:
             raise ValueError(
                 "`client_ids` must be at least one, and all different: a client that is listed "
                 f"twice would count twice. Received: {len(self.client_ids)} ids, "
-                f"{len(set(self.client_ids))} different ones"
+                f"{len(set(self.client_ids))} distinct"
             )
         if not isinstance(sampling, draws.Sampling):
             raise TypeError(
@@ -166,16 +166,16 @@ class ClientSampler:
         key: bytes | None = None,
         max_clients: int | None = None,
     ) -> ClientSampler:
-        """Poisson cohorts with q = clients_per_round / total_clients.
+        """Makes a sampler of Poisson cohorts with q = clients_per_round / total_clients.
 
         Args:
-          client_ids: see the class.
-          privacy: what the rounds are to have.
-          num_rounds: of the whole run, rounds that fail included.
-          key: see the class.
-          max_clients: the most clients of a round; of more, that many stay by chance. What that
-            may reveal is taken from δ, see `PoissonSampling`: with a large ε next to nothing may
-            be cut. `None`: as many as are drawn.
+          client_ids: See the class.
+          privacy: The privacy of the rounds.
+          num_rounds: The number of rounds of the whole run, failed rounds included.
+          key: See the class.
+          max_clients: The largest cohort; larger draws are subsampled uniformly to this size, and δ
+            accounts for that (see `PoissonSampling`). With a large ε almost nothing may be cut.
+            `None` keeps all drawn clients.
 
         >>> privacy = UserLevelPrivacy(1.0, 2, 4, clip=1.0)
         >>> sampler = ClientSampler.poisson(["a", "b", "c", "d"], privacy, num_rounds=10)
@@ -199,11 +199,11 @@ class ClientSampler:
         return ClientSampler(self.client_ids, self.sampling)
 
     def checked(self, privacy: UserLevelPrivacy) -> ClientSampler:
-        """Returns itself if it draws the cohorts that the privacy is stated for.
+        """Returns this sampler if it draws the cohorts that the privacy is stated for.
 
         Raises:
-          TypeError, ValueError: if not, see `check_sampling`; or if there are more or fewer clients
-            than `privacy.total_clients`.
+          TypeError, ValueError: If it does not (see `check_sampling`), or if the number of clients
+            is not `privacy.total_clients`.
         """
         check_sampling(privacy, self.sampling)
         if len(self.client_ids) != privacy.total_clients:
@@ -215,19 +215,19 @@ class ClientSampler:
         return self
 
     def cohort(self, round_num: int) -> list[str]:
-        """The clients of a round.
+        """Returns the clients of a round.
 
         Args:
-          round_num: 0 for the first round, below `sampling.steps`. With the Gaussian mechanism no
-            number may be used twice: a round that failed counts, and the next one takes the next
-            number. With the tree mechanism it has to be the number of rounds that the process's
-            state is the result of.
+          round_num: The number of the round, from 0 and below `sampling.steps`. With the Gaussian
+            mechanism, never use a number twice: a failed round counts, and the next round takes the
+            next number. With the tree mechanism, pass the number of rounds that the process's state
+            results from.
 
         Returns:
-          Client ids, without repetition; the empty list if nobody was drawn.
+          Distinct client ids; the empty list if no client was drawn.
 
         Raises:
-          TypeError, ValueError: if there is no such round.
+          TypeError, ValueError: If there is no such round.
         """
         if isinstance(round_num, bool) or not isinstance(round_num, (int, np.integer)):
             raise TypeError(

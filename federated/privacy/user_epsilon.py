@@ -1,4 +1,4 @@
-"""ε for one user, of the rounds that a ledger holds, and what may be claimed of them in words."""
+"""ε for one user of the rounds in a ledger, and the privacy statement to publish."""
 
 from __future__ import annotations
 
@@ -50,32 +50,33 @@ _WHOLE_USER = (
 def epsilon_spent(
     ledger: UserLedger, delta: float, *, sampling: draws.Sampling, accountant: str = "rdp"
 ) -> float:
-    """ε of all rounds in a ledger, for one user.
+    """Computes the ε of all rounds in a ledger, for one user.
 
     Guarantee: (ε, δ)-DP for
-    - `PoissonSampling`: adding or removing one user; cohorts that are cut cost part of δ;
-    - `EveryClient`: adding or removing one user, nothing is amplified;
+    - `PoissonSampling`: adding or removing one user; cohorts that are cut use up part of δ;
+    - `EveryClient`: adding or removing one user, without amplification;
     - `FixedSizeSampling`: replacing one user by another;
     - `ShuffledEpochs` with mechanism="gaussian": an approximation, see `privacy_statement` for the
       proven bound;
     - `ShuffledEpochs` or `EveryClient` with mechanism="tree": replacing one user by one who sends
-      zeros; each user was in one cohort of a pass at most. A tree of so many steps is
+      zeros, if each user was in at most one cohort per pass. A tree of `steps` rounds is
       `dp_accounting.SingleEpochTreeAggregationDpEvent`: the Gaussian mechanism with noise
       multiplier z / √⌈log₂(steps + 1)⌉.
 
     Args:
-      ledger: of the run.
+      ledger: The ledger of the run.
       delta: δ, in (0, 1); should be well below 1 / number of users.
-      sampling: what drew the cohorts, such as `ClientSampler.sampling`.
+      sampling: The sampling of the cohorts, such as `ClientSampler.sampling`.
       accountant: `"rdp"` or `"pld"`; for `FixedSizeSampling` only `"rdp"`.
 
     Returns:
-      ε ≥ 0, 0.0 before the first round, `math.inf` if something was released without noise.
+      ε ≥ 0; 0.0 before the first round, `math.inf` if something was released without noise.
 
     Raises:
-      TypeError, ValueError: for a wrong argument, or if the sampling does not agree with the
-        ledger's privacy.
-      dp_accounting.UnsupportedEventError: for side information whose release the accountant lacks.
+      TypeError, ValueError: If an argument is invalid, or the sampling contradicts the ledger's
+        privacy.
+      dp_accounting.UnsupportedEventError: If the accountant does not support the release of the
+        side information.
 
     Example:
       >>> from federated.privacy.client_sampling import PoissonSampling
@@ -96,24 +97,24 @@ def epsilon_spent(
 def privacy_statement(
     ledger: UserLedger, delta: float, *, sampling: draws.Sampling, accountant: str = "rdp"
 ) -> str:
-    """Describes the user-level privacy of a run, in a text to publish with the model.
+    """Describes the user-level privacy of a run in a text to publish with the model.
 
-    Guarantee: the values of epsilon are those of `epsilon_spent` and, for shuffled cohorts under
-    the Gaussian mechanism, also the bound without amplification by sampling, rounded up. The text
-    names the unit (one user, with all data), the adjacency, the sampling, what is protected and
-    what is not, and the side information with its provenance.
+    Guarantee: the text states the ε of `epsilon_spent`, rounded up. For shuffled cohorts under the
+    Gaussian mechanism it also states the bound without amplification by sampling. It names the unit
+    (one user with all data), the adjacency, the sampling, what is protected and what is not, and
+    the side information with its provenance.
 
     Args:
-      ledger: of the run.
+      ledger: The ledger of the run.
       delta: δ, in (0, 1).
-      sampling: what drew the cohorts.
+      sampling: The sampling of the cohorts.
       accountant: `"rdp"` or `"pld"`.
 
     Returns:
       Paragraphs of at most 80 columns.
 
     Raises:
-      TypeError, ValueError, dp_accounting.UnsupportedEventError: as `epsilon_spent`.
+      TypeError, ValueError, dp_accounting.UnsupportedEventError: As `epsilon_spent`.
 
     Example:
       >>> from federated.privacy.user_level import UserLevelPrivacy
@@ -159,7 +160,7 @@ def _check(ledger: UserLedger, sampling: draws.Sampling) -> None:
 
 
 def check_drawn(ledger: UserLedger, sampling: draws.Sampling) -> None:
-    """Raises ValueError if the rounds of a ledger are known to have cohorts of another sampling."""
+    """Raises ValueError if the ledger records that another sampling drew the cohorts."""
     if ledger.sampling not in (None, described(sampling)):
         raise ValueError(
             "The rounds in `ledger` have cohorts that were drawn in another way: their ε cannot be "

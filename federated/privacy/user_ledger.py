@@ -1,4 +1,4 @@
-"""The rounds that were released, counted for each run."""
+"""Counts the released rounds of a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting.ledger import Ledger, Segment
 from tf_adaptive_dp.side_information import provenance as provenances
 
-# A quotient of float32 numbers is that far from the noise multiplier that was asked for, at most;
-# beyond it something else was released. Our own queries never are below it, other ones may be.
+# A quotient of float32 numbers deviates from the requested noise multiplier by at most this much.
+# A larger deviation means that something else was released. Our own queries are never below it.
 _ROUNDING = 1e-6
 _MOST_ABOVE = 1e-4
 
@@ -25,27 +25,27 @@ _MOST_ABOVE = 1e-4
 class UserLedger:
     """Counts the rounds of a run, for the ε of one user.
 
-    Guarantee: each round that was recorded, finished or lost, is counted with a noise multiplier
-    that is at most the one used, so ε computed from the ledger is not too small. A round that is
-    run again counts again. Under the tree mechanism a course of rounds that was given up for an
-    earlier state counts as trees of its own from the beginning of the pass, and each lost round as
-    one more tree, since its nodes get noise anew when it is run again.
+    Guarantee: every recorded round, finished or lost, is counted with a noise multiplier of at most
+    the one used, so the ε computed from the ledger is not too small. A round that is run again
+    counts again. Under the tree mechanism, a sequence of rounds that was abandoned for an earlier
+    state counts as separate trees from the beginning of the pass, and each lost round counts as one
+    more tree, since running it again draws new noise for its nodes.
 
     Args:
-      privacy: what the aggregator was made of.
-      side_information: that of the client optimizer or of the process, if there is one
-        (`optimizer.side_information`): anything with `provenance`, see `SideInformation.of`. If it
-        was itself released from private data, its event is part of ε.
+      privacy: The privacy that the aggregator was made from.
+      side_information: That of the client optimizer or of the process, if any
+        (`optimizer.side_information`): any object with `provenance`, see `SideInformation.of`. If
+        it was released from private data, that event is part of ε.
 
     Attributes:
-      privacy: as passed.
-      side_information: where it came from, or `None`.
-      sampling: how the cohorts were drawn, as `federated.train` notes it
-        (`federated.privacy.client_sampling.described`): no ε is computed for another one.
-        `None` if that is not known; then whoever asks for ε is believed.
+      privacy: The privacy.
+      side_information: The record of the side information, or `None`.
+      sampling: How the cohorts were drawn, as `federated.train` records it
+        (`federated.privacy.client_sampling.described`). No ε is computed for another sampling.
+        `None` if it is unknown; then the ledger trusts the caller.
 
     Raises:
-      TypeError, NotPrivateError: for other arguments.
+      TypeError, NotPrivateError: If an argument is invalid.
 
     >>> ledger = UserLedger(UserLevelPrivacy(1.0, 100, 3400))
     >>> ledger.record_lost(2)
@@ -64,36 +64,36 @@ class UserLedger:
         self._segments: list[Segment] = []
         self._trees: collections.Counter[int] = collections.Counter()
         self._tree_rounds = 0
-        self._unknown = 0  # rounds of which it is not known what they released
-        # The tree that the next round may go on with: how many rounds lie behind the last state
-        # recorded, and how many of them are in its last tree.
+        self._unknown = 0  # rounds with an unknown release
+        # The tree that the next round may continue: how many rounds the last recorded state results
+        # from, and how many of them are in its last tree.
         self._behind = 0
         self._in_tree = 0
 
     @property
     def is_tree(self) -> bool:
-        """Whether the mechanism is the tree."""
+        """Whether this is the tree mechanism."""
         return self.privacy.mechanism == "tree"
 
     @property
     def segments(self) -> list[Segment]:
-        """Gaussian releases in a row with the same parameters; none under the tree mechanism."""
+        """Consecutive Gaussian releases with equal parameters; none under the tree mechanism."""
         return list(self._segments)
 
     @property
     def trees(self) -> dict[int, int]:
-        """How many trees there are of so many rounds; none under the Gaussian mechanism."""
+        """The number of trees by their number of rounds; none under the Gaussian mechanism."""
         trees = self._trees + collections.Counter({self._in_tree: 1} if self._in_tree else {})
         return dict(sorted(trees.items()))
 
     @property
     def other_events(self) -> tuple[dp_accounting.DpEvent, ...]:
-        """What was spent besides `segments`: the release of side information, and trees."""
+        """All other spending: the release of side information, and trees."""
         return self.non_tree_events + self.tree_events
 
     @property
     def non_tree_events(self) -> tuple[dp_accounting.DpEvent, ...]:
-        """The release of the side information if it is not public, and of unknown rounds."""
+        """The release of side information unless it is public, and unknown rounds."""
         unknown = (dp_accounting.NonPrivateDpEvent(),) if self._unknown else ()
         information = self.side_information
         if information is None:
@@ -113,22 +113,21 @@ class UserLedger:
 
     @property
     def num_releases(self) -> int:
-        """How many rounds were counted, lost ones included."""
+        """The number of counted rounds, lost ones included."""
         gaussian = sum(segment.num_releases for segment in self._segments)
         return gaussian + self._tree_rounds + self._unknown
 
     def record(self, state: Any) -> None:
-        """Counts the round that a state is the result of.
+        """Counts the round that a state results from.
 
         Args:
-          state: of a process of `federated.training.processes`, or of its aggregator, as the round
-            returned it.
+          state: The state that a round of a process of `federated.training.processes`, or of its
+            aggregator, returned.
 
         Raises:
-          TypeError: if the state has no aggregator with differential privacy.
-          ValueError: if the state is an initial one; or if something else was released than
-            `privacy` says. The round is then counted as what it was, and if that is not known, ε
-            is infinite from there on.
+          TypeError: If the state has no differentially private aggregator.
+          ValueError: If it is an initial state, or if the release contradicts `privacy`. The round
+            is then counted as what it was; if that is unknown, ε becomes infinite.
         """
         state = self.aggregator_of(state)
         event = tff.aggregators.differential_privacy.extract_dp_event_from_state(state)
@@ -141,11 +140,11 @@ class UserLedger:
             raise self._contradiction(f"sums divided by {divisor:g}")
 
     def aggregator_of(self, state: Any) -> Any:
-        """The part of a process's state that tells what was released.
+        """The part of a process's state that describes the release.
 
         Raises:
-          TypeError: if the state has no aggregator with differential privacy, or one inside of
-            another aggregator.
+          TypeError: If the state has no differentially private aggregator, or one that is wrapped
+            in another aggregator.
         """
         state = getattr(state, "aggregator", state)
         if not hasattr(state, "dp_event"):
@@ -157,14 +156,14 @@ class UserLedger:
         return state
 
     def record_lost(self, rounds: int) -> None:
-        """Counts rounds that were begun and whose result is unknown, as if it was released.
+        """Counts rounds that began but whose result is unknown, as if it had been released.
 
-        Under the Gaussian mechanism the run has to go on with the next cohort: one that is used a
-        second time is not drawn independently, and ε would not hold. Under the tree mechanism it
-        goes on with the state that is left, and the cohort that belongs to its next round.
+        Under the Gaussian mechanism the run must continue with the next cohort: a cohort that is
+        used twice is not drawn independently, and ε would not hold. Under the tree mechanism the
+        run continues from the remaining state, with the cohort of that state's next round.
 
         Args:
-          rounds: how many, at least 0.
+          rounds: The number of lost rounds, at least 0.
         """
         rounds = checks.integer("rounds", rounds, 0)
         if not rounds:
@@ -172,8 +171,8 @@ class UserLedger:
         if not self.is_tree:
             self._add(self.privacy.noise_multiplier, rounds)
             return
-        # Whether they were one course of rounds or the same one again and again is not known. Each
-        # finishes at most all nodes above one leaf, of a tree of so many rounds:
+        # They may have been successive rounds, or repetitions of one round. Each finishes at most
+        # all nodes above one leaf, of a tree of this many rounds:
         period = self.privacy.rounds_per_pass
         self._trees[min(self._behind % period + rounds, period)] += rounds
         self._tree_rounds += rounds
@@ -227,7 +226,7 @@ class UserLedger:
         )
 
     def to_dict(self) -> dict:
-        """What was counted, as plain numbers, texts and lists (JSON)."""
+        """The counts as JSON values."""
         information = self.side_information
         return {
             "segments": [list(segment) for segment in self._segments],
@@ -242,15 +241,15 @@ class UserLedger:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any], privacy: UserLevelPrivacy) -> UserLedger:
-        """The ledger that `to_dict` described.
+        """Restores a ledger.
 
         Args:
-          plain: as `to_dict` gave it.
-          privacy: the privacy of that run; what was counted keeps its own noise multipliers.
+          plain: The result of `to_dict`.
+          privacy: The privacy of that run; counted rounds keep their own noise multipliers.
 
         Raises:
-          TypeError, ValueError, KeyError: if it is no such description, or one of another
-            mechanism.
+          TypeError, ValueError, KeyError: If `plain` is not the result of `to_dict`, or belongs to
+            another mechanism.
         """
         information = plain["side_information"]
         ledger = cls(privacy, information and SideInformation.from_plain(information))
@@ -259,7 +258,7 @@ class UserLedger:
             privacy.mechanism == "gaussian" and plain["in_tree"]
         ):
             raise ValueError(
-                "The ledger is one of the other mechanism. Received: "
+                "The ledger is of the other mechanism. Received: "
                 f"mechanism={privacy.mechanism!r}, {dict(plain)}"
             )
         for noise_multiplier, clients, rounds in plain["segments"]:
@@ -279,10 +278,10 @@ class UserLedger:
 
 
 def effective_noise_multiplier(event: dp_accounting.DpEvent) -> float:
-    """z of the Gaussian mechanism that Gaussian mechanisms on the same cohort are together, or NaN.
+    """The z of the one Gaussian mechanism that several ones on the same cohort amount to.
 
-    z = (Σ zᵢ⁻²)^(-1/2): side by side, with each noise scaled to one, they are one Gaussian
-    mechanism of sensitivity (Σ zᵢ⁻²)^(1/2). NaN for an event with anything else in it.
+    z = (Σ zᵢ⁻²)^(-1/2): stacked, with each noise scaled to 1, they are one Gaussian mechanism of
+    sensitivity (Σ zᵢ⁻²)^(1/2). NaN if an event has any other part.
 
     >>> two = [dp_accounting.GaussianDpEvent(3.0), dp_accounting.GaussianDpEvent(4.0)]
     >>> round(effective_noise_multiplier(dp_accounting.ComposedDpEvent(two)), 10)

@@ -1,4 +1,4 @@
-"""What is promised to each user: the public values of the mechanism, and its aggregator."""
+"""User-level privacy: the public parameters of the mechanism, and its aggregator."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tf_adaptive_dp import checks
 
 MECHANISMS = ("gaussian", "tree")
 
-# Andrew et al. 2021: the clip follows the median, by a factor of exp(±0.1) in a round, and the
-# count of norms below it has noise of 5% of the cohort. TFF has the same values.
+# As in Andrew et al. (2021) and in TFF: the clip follows the median, by a factor of at most
+# exp(±0.1) per round, and the standard deviation of the noisy count is 5% of the cohort.
 _QUANTILE = 0.5
 _LEARNING_RATE = 0.2
 _COUNT_STDDEV = 0.05
@@ -29,37 +29,43 @@ class UserLevelPrivacy:
     """Noisy averages of clipped client updates, with the user as the unit of privacy.
 
     Each round releases (Σ clip(Δᵢ) + noise) / `clients_per_round`, where clip(Δ) = Δ·min(1, C/‖Δ‖)
-    over all tensors of an update together. Clients count alike: a weight by number of examples
-    would be private. The divisor is a public constant, never the size of the cohort.
+    over all tensors of an update together. All clients have the same weight, because a weight by
+    number of examples would be private. The divisor is a public constant, never the size of the
+    cohort.
 
-    Guarantee: adding or removing one client in a round changes the sum by at most C, whatever it
-    holds or sends (not-a-number counts as zeros), and the noise of standard deviation
-    C · `noise_multiplier` is added once to the sum, also of a round without clients. So
-    - "gaussian": each round is the Gaussian mechanism with `noise_multiplier`, whose noise is fresh
-      whenever a round is run. What cohorts make of it is up to the sampling; see
-      `federated.epsilon_spent`. With `clip="adaptive"` the noise is shared with the
-      count that moves the clip: z⁻² = z_sum⁻² + z_count⁻², so both together cost
-      `noise_multiplier`.
-    - "tree": DP-FTRL (Kairouz et al. 2021), see `federated.privacy.dp_queries.TreeSum`:
-      `noise_multiplier` is that of each node of a tree over the `rounds_per_pass` rounds of a pass.
-      It needs no secret sampling, but each client may take part in one round of a pass at most: use
-      `ShuffledEpochs`.
-      The state holds noise, so it and its checkpoints must be kept as secret as the data.
+    Guarantee: adding or removing one client in a round changes the sum by at most C, whatever the
+    client holds or sends (an update that is not finite counts as zeros). Noise of standard
+    deviation C · `noise_multiplier` is added once to the sum, also in a round without clients. So:
+    - "gaussian": each round is the Gaussian mechanism with `noise_multiplier`, with fresh noise
+      whenever a round is run. Amplification depends on the sampling of cohorts; see
+      `federated.epsilon_spent`. With `clip="adaptive"` the count that moves the clip is part of the
+      budget: z⁻² = z_sum⁻² + z_count⁻², so sum and count together cost `noise_multiplier`.
+    - "tree": DP-FTRL, see `federated.privacy.dp_queries.TreeSum`. `noise_multiplier` applies to
+      each node of a tree over the `rounds_per_pass` rounds of a pass. The sampling need not be
+      secret, but each client may take part in at most one round per pass: use `ShuffledEpochs`.
+      The state holds the noise, so keep it and its checkpoints as secret as the data.
     No seed of TensorFlow or Keras makes noise repeat.
 
     Attributes:
-      noise_multiplier: z, at least 0; 0 protects nothing and makes ε infinite.
-      clients_per_round: the expected number of clients in a cohort, a public constant; whole for
-        "tree".
-      total_clients: how many clients there are, a public constant.
-      clip: C in L2 norm, or `"adaptive"`: C follows the median of the updates' norms (Andrew et
-        al. 2021), by a factor of at most exp(±0.1) a round.
+      noise_multiplier: z, at least 0; with 0 nothing is protected and ε is infinite.
+      clients_per_round: The expected number of clients in a cohort, a public constant; an integer
+        for "tree".
+      total_clients: The number of clients, a public constant.
+      clip: C in L2 norm, or `"adaptive"`: C follows the median of the updates' norms, by a factor
+        of at most exp(±0.1) per round.
       mechanism: `"gaussian"` or `"tree"`.
       initial_clip: C of the first round if the clip is adaptive.
 
     Raises:
-      TypeError, ValueError: for an argument of the wrong type, out of its range, or that does not
-        go with another one.
+      TypeError, ValueError: If an argument is invalid, or incompatible with another one.
+
+    References:
+      McMahan et al. (2018), "Learning Differentially Private Recurrent Language Models",
+      arXiv:1710.06963.
+      Andrew et al. (2021), "Differentially Private Learning with Adaptive Clipping",
+      arXiv:1905.03871.
+      Kairouz et al. (2021), "Practical and Private (Deep) Learning without Sampling or Shuffling",
+      arXiv:2103.00039.
 
     >>> privacy = UserLevelPrivacy(noise_multiplier=1.0, clients_per_round=100, total_clients=3400)
     >>> round(privacy.value_noise_multiplier, 4)
@@ -99,14 +105,14 @@ class UserLevelPrivacy:
     def _check_tree(self) -> None:
         if self.is_adaptive:
             raise ValueError(
-                "The tree mechanism needs one clip for all rounds of a tree: with an adaptive one "
-                "its noise has no accounting that is proven here. Pass a number as `clip`, or use "
+                "The tree mechanism needs one clip for all rounds of a tree: an adaptive one has "
+                "no proven accounting here. Pass a number as `clip`, or use "
                 f"mechanism='gaussian'. Received: clip={self.clip!r}, mechanism='tree'"
             )
         checks.integer("clients_per_round", self.clients_per_round, 1)
 
     def _keep(self, check: Callable[..., Any], name: str, minimum: int, **kwargs: bool) -> None:
-        """Checks a number, and keeps it as Python's own: NumPy's cannot be written as JSON."""
+        """Checks a number, and stores it as a Python number, since JSON cannot hold NumPy's."""
         if isinstance(getattr(self, name), np.generic):
             object.__setattr__(self, name, getattr(self, name).item())
         check(name, getattr(self, name), minimum, **kwargs)
@@ -114,9 +120,9 @@ class UserLevelPrivacy:
     def _check_adaptive(self) -> None:
         if self.noise_multiplier >= 2 * _COUNT_STDDEV * self.clients_per_round:
             raise ValueError(
-                "The noise of the count that an adaptive clip needs would alone use up the "
-                "privacy that `noise_multiplier` stands for: let it be below clients_per_round / "
-                f"{1 / (2 * _COUNT_STDDEV):g}, or pass a number as `clip`. Received: "
+                "With an adaptive clip `noise_multiplier` must be below clients_per_round / "
+                f"{1 / (2 * _COUNT_STDDEV):g}: otherwise the count of norms alone would use up its "
+                "privacy. Lower it, or pass a number as `clip`. Received: "
                 f"noise_multiplier={self.noise_multiplier!r}, "
                 f"clients_per_round={self.clients_per_round!r}"
             )
@@ -128,32 +134,32 @@ class UserLevelPrivacy:
 
     @property
     def rounds_per_pass(self) -> int:
-        """How many cohorts a pass over the clients gives, at least 1; the rest is left out."""
+        """The number of whole cohorts in a pass over the clients, at least 1."""
         return math.floor(self.total_clients / self.clients_per_round)
 
     @property
     def value_noise_multiplier(self) -> float:
-        """The noise of the sum alone / C: more than `noise_multiplier` if the clip is adaptive."""
+        """The noise of the sum alone, divided by C: above `noise_multiplier` if the clip adapts."""
         if not self.is_adaptive or not self.noise_multiplier:
             return float(self.noise_multiplier)
         count = 2 * _COUNT_STDDEV * self.clients_per_round
         return (self.noise_multiplier**-2 - count**-2) ** -0.5
 
     def aggregator(self) -> tff.aggregators.UnweightedAggregationFactory:
-        """An aggregation factory on `tff.aggregators.DifferentiallyPrivateFactory`.
+        """An aggregation factory based on `tff.aggregators.DifferentiallyPrivateFactory`.
 
         Guarantee: that of the class, for each process that the factory creates.
         """
         return _NoisyMeanFactory(self)
 
     def query(self, size: int) -> tfp.SumAggregationDPQuery:
-        """The query of TF Privacy's kind for updates of `size` numbers."""
+        """The TF Privacy query for updates of `size` values."""
         if self.mechanism == "tree":
             numerator = dp_queries.TreeSum(
                 float(self.clip), float(self.noise_multiplier), self.rounds_per_pass, size
             )
         elif self.is_adaptive:
-            # A count without noise only where nothing has noise.
+            # The count is exact only if nothing has noise.
             stddev = _COUNT_STDDEV * self.clients_per_round if self.noise_multiplier else 0.0
             numerator = dp_queries.AdaptiveClipSum(
                 initial_l2_norm_clip=float(self.initial_clip),
@@ -171,7 +177,7 @@ class UserLevelPrivacy:
 
 
 class _NoisyMeanFactory(tff.aggregators.UnweightedAggregationFactory):
-    """Makes the query when the type of the updates is known."""
+    """Makes the query once the type of the updates is known."""
 
     def __init__(self, privacy: UserLevelPrivacy):
         self._privacy = privacy
@@ -180,12 +186,12 @@ class _NoisyMeanFactory(tff.aggregators.UnweightedAggregationFactory):
         """See the base class.
 
         Raises:
-          TypeError: for updates that are not float32, or whose shapes are not known.
-          ValueError: if nothing is trained.
+          TypeError: If updates are not float32, or their shapes are unknown.
+          ValueError: If the model has no trainable weights.
         """
         specs = tf.nest.flatten(tff.types.type_to_tf_tensor_specs(value_type))
         if not specs:
-            raise ValueError("The model must have something to train. Received: no such weights")
+            raise ValueError("The model must have trainable weights. Received: none")
         for spec in specs:
             if spec.dtype != tf.float32 or not spec.shape.is_fully_defined():
                 raise TypeError(

@@ -1,1 +1,1 @@
-"""TFF's workers, which end with Python."""
+"""TFF's workers and the contexts that compute in them."""

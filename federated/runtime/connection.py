@@ -1,4 +1,7 @@
-"""Connections to TFF workers that may be lost: then there is an error, and nothing hangs."""
+"""Connections to TFF workers; a lost worker raises an error instead of hanging.
+
+The use of TFF's gRPC protocol, which is not public API, is in this module.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ from federated.runtime import worker
 class WorkerLostError(RuntimeError):
     """A worker is gone or was restarted; the result of the computation is unknown.
 
-    Nothing is repeated behind the user's back. Start the worker again, make a new context, and go
-    on from the last state; a private round that was lost may have been released all the same.
+    Nothing is retried silently. Start the worker again, make a new context, and resume from the
+    last state. The result of a lost private round may have been released all the same.
 
     Attributes:
-      addresses: the workers that do not answer, `"host:port"`.
+      addresses: The workers that do not answer, `"host:port"`.
     """
 
     def __init__(self, message: str, addresses: Sequence[str] = ()):
@@ -33,11 +36,11 @@ class WorkerLostError(RuntimeError):
 
 
 class _Stub:
-    """What `tff.framework.RemoteExecutor` calls the worker through.
+    """The stub through which `tff.framework.RemoteExecutor` calls a worker.
 
-    TFF's own repeats calls to a lost worker for ever and waits for ever for one that is silent.
-    This one raises `WorkerLostError`. A call may take as long as it likes while the worker's
-    machine accepts new connections.
+    TFF's own stub retries calls to a lost worker forever, and waits forever for a silent one. This
+    one raises `WorkerLostError`. A call may take any time while the worker's machine accepts new
+    connections.
     """
 
     def __init__(self, address: str, channel: grpc.Channel, timeout: float):
@@ -75,8 +78,8 @@ class _Stub:
 class _Executors(tff.framework.ExecutorFactory):
     """The executors of one worker: one for each number of clients, a few at a time.
 
-    TFF's own factory forgets old ones without telling the worker, which keeps their last values,
-    so that a different number of clients in each round would fill the worker's memory.
+    TFF's own factory drops old executors without telling the worker, which keeps their last values.
+    A different number of clients in each round would then fill the worker's memory.
     """
 
     def __init__(self, stub: _Stub, most: int):
@@ -98,25 +101,25 @@ class _Executors(tff.framework.ExecutorFactory):
         return executor
 
     def clean_up_executor(self, cardinalities: dict[Any, int]) -> None:
-        self.close()  # after an error; the others are made again when they are needed
+        self.close()  # after an error; the others are recreated on demand
 
     def close(self) -> None:
         while self._open:
             try:
                 self._open.popitem()[1].close()
             except WorkerLostError:
-                pass  # and what it held with it
+                pass  # its values are gone with it
 
 
 class Worker(tff.framework.AsyncContext):
-    """A connection to one worker, with a thread of its own to wait in.
+    """A connection to one worker, with its own thread to wait in.
 
-    TFF's calls block, so that without the threads the workers would compute one after the other.
+    TFF's calls block, so without these threads the workers would compute one after another.
 
     Args:
       address: `"host:port"`.
-      timeout: seconds of silence after which the worker is asked whether it is there.
-      open_executors: as many numbers of clients it is ready for at a time: each costs it memory.
+      timeout: Seconds of silence after which the worker is checked for life.
+      open_executors: The number of executors to keep open; each costs the worker memory.
     """
 
     def __init__(self, address: str, timeout: float, open_executors: int):
@@ -130,18 +133,18 @@ class Worker(tff.framework.AsyncContext):
             transform_result=tff.tensorflow.transform_result,
         )
         self._loop = asyncio.new_event_loop()
-        # A daemon: Python does not wait for what the worker still computes when it ends.
+        # A daemon, so that Python does not wait for running computations at its end.
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def _start(self, comp: Any, arg: Any) -> concurrent.futures.Future:
         return asyncio.run_coroutine_threadsafe(self._context.invoke(comp, arg), self._loop)
 
     async def invoke(self, comp: Any, arg: Any) -> Any:
-        """Computes; TFF calls this for each worker's share of a round."""
+        """Runs this worker's share of a round; called by TFF."""
         return await asyncio.wrap_future(self._start(comp, arg))
 
     def invoke_and_wait(self, comp: Any, arg: Any) -> Any:
-        """Computes all of it in this worker."""
+        """Runs a whole computation in this worker."""
         return self._start(comp, arg).result()
 
     def close(self) -> None:

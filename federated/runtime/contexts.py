@@ -1,12 +1,12 @@
-"""Where TFF computes: a worker of our own on this machine, or workers on several machines.
+"""TFF contexts: a local worker that ends with this process, or workers on several machines.
 
-    federated.local_context()                            # one worker, ends with Python
+    federated.local_context()                            # one worker, which ends with Python
     federated.remote_context(["ada:8000", "bob:8000"])   # `python -m federated.runtime.worker`
 
-Workers check no password and encrypt nothing, and whoever reaches one can make it run any
-TensorFlow graph, which may read and write files. The clients' data travels to them. So: closed
-networks only, or SSH tunnels (`ssh -L 8000:localhost:8000 ada`, then the address
-`"localhost:8000"`) with the port closed to everybody else.
+Workers check no password and encrypt nothing. Anyone who can reach a worker can make it run any
+TensorFlow graph, which may read and write files, and the clients' data travels to the workers. Use
+them only in closed networks, or through SSH tunnels (`ssh -L 8000:localhost:8000 ada`, then the
+address `"localhost:8000"`) with the port closed to everyone else.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from federated.runtime.connection import Worker, WorkerLostError
 __all__ = ["Runtime", "WorkerLostError", "local_context", "remote_context"]
 
 
-_LAST_TRY = 2.0  # seconds in which workers answer that are still there when one is lost
-# Numbers of clients that a worker is ready for: all and none; beside others, its share of them too.
+_LAST_TRY = 2.0  # seconds for the other workers to answer when one is lost
+# Open executors of a worker: for all clients and none; beside other workers, for its share too.
 _ALONE, _TOGETHER = 2, 4
-_SETTLED_AFTER = 50  # computations after which a worker's largest size so far is its normal one
-_GROWTH = 0.05  # share of its normal size, and
-_MUCH = 50 * 2**20  # bytes, by which a local worker has to grow to be replaced
+_SETTLED_AFTER = 50  # computations that determine a worker's normal size, the largest so far
+# A local worker that has grown by more than both is replaced.
+_GROWTH = 0.05  # share of its normal size
+_MUCH = 50 * 2**20  # bytes
 
 
 class Runtime(tff.framework.SyncContext):
     """TFF's default context, made by `local_context` and `remote_context`.
 
-    As a context manager it ends with its block, and the context from before is the default again.
+    As a context manager it closes at the end of its block and restores the previous default.
 
     Attributes:
-      addresses: of the workers, `"host:port"`.
+      addresses: The addresses of the workers, `"host:port"`.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Runtime(tff.framework.SyncContext):
         else:
             self._invoke = self._workers[0].invoke_and_wait
         self._before = [tff.framework.get_context_stack().current]
-        if isinstance(self._before[0], Runtime):  # one that nobody else holds ends here
+        if isinstance(self._before[0], Runtime):  # one that nobody else holds closes here
             self._before = [weakref.ref(self._before[0])]
         held = (self._workers, self._processes, self._before)
         self._finalizer = weakref.finalize(self, _close, *held)
@@ -70,14 +71,14 @@ class Runtime(tff.framework.SyncContext):
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Process ids of the workers of now that this context started: none for a remote one."""
+        """Process ids of the current workers that this context started; none for a remote one."""
         return tuple(process.pid for process in self._processes)
 
     def invoke(self, comp: Any, arg: Any) -> Any:
-        """Computes; TFF calls this.
+        """Runs a computation; called by TFF.
 
         Raises:
-          WorkerLostError: if a worker is gone, or if this context was closed.
+          WorkerLostError: If a worker is gone, or this context was closed.
         """
         if not self._finalizer.alive:
             raise WorkerLostError(
@@ -108,7 +109,7 @@ class Runtime(tff.framework.SyncContext):
         )
 
     def close(self) -> None:
-        """Leaves the workers, and ends those that `local_context` started. Safe to call again."""
+        """Disconnects, and ends workers that `local_context` started. Safe to call again."""
         before = self._before[0] if self._before else None
         self._finalizer()
         if tff.framework.get_context_stack().current is not self:
@@ -127,10 +128,10 @@ class Runtime(tff.framework.SyncContext):
 
 
 class _LocalRuntime(Runtime):
-    """A context whose worker is replaced by a new one, between two computations, when it has grown.
+    """A context that replaces its worker between two computations when the worker has grown.
 
-    An allocator never gets back all memory of rounds that differ in their clients. The result of a
-    computation is in Python as soon as it ends, so a new worker knows all that the old one knew.
+    An allocator never recovers all memory of rounds with different clients. The result of a
+    computation is in Python when it ends, so a new worker lacks nothing that the old one held.
     """
 
     def __init__(self, max_concurrency: int | None, timeout: float):
@@ -183,27 +184,27 @@ def _close(
         process.close()
     for connection in workers:
         connection.close()
-    before.clear()  # TFF's own context says something unpleasant if it lives until Python's end
+    before.clear()  # TFF's own context logs errors if it lives until Python's end
 
 
 class _Nowhere(tff.framework.SyncContext):
     def invoke(self, comp: Any, arg: Any) -> Any:
-        raise RuntimeError("Python ends: nothing is computed any more")
+        raise RuntimeError("Python is shutting down; nothing can be computed.")
 
 
 @atexit.register
 def _leave_tffs_own_context() -> None:
-    """It says something unpleasant, and may leave its worker, if it lives until Python's end."""
+    """Drops TFF's context, which logs errors and may leave its worker behind at Python's end."""
     tff.framework.set_default_context(_Nowhere())
     gc.collect()
 
 
 def unreachable(addresses: Sequence[str], timeout: float) -> list[str]:
-    """Which of the workers accept no new connection; all are tried at the same time.
+    """Returns the workers that accept no new connection; tries all of them in parallel.
 
     Args:
-      addresses: `"host:port"` of each.
-      timeout: seconds that they have.
+      addresses: `"host:port"` of each worker.
+      timeout: Seconds to wait.
     """
     with concurrent.futures.ThreadPoolExecutor(max(1, len(addresses))) as threads:
         found = threads.map(lambda address: worker.answers(address, timeout), addresses)
@@ -218,9 +219,9 @@ def _check_timeout(timeout: float) -> None:
 def local_context(max_concurrency: int | None = None, *, timeout: float = 60.0) -> Runtime:
     """Computes in a worker on this machine that ends with this process, however that ends.
 
-    A worker that has grown by more than 5% and 50 MiB since its first 50 computations is
-    replaced by a new one between two computations, so that memory stays what it was. Call it once
-    at the start of a program, or use it as a context manager:
+    To keep memory constant, a worker that has grown by more than 5% and 50 MiB since its first 50
+    computations is replaced between two computations. Call this function once at the start of a
+    program, or use it as a context manager:
 
     ```python
     with federated.local_context():
@@ -228,18 +229,18 @@ def local_context(max_concurrency: int | None = None, *, timeout: float = 60.0) 
     ```
 
     Args:
-      max_concurrency: how many clients are computed at a time: more need more memory, and bring
-        nothing beyond the number of cores. As many as there are cores if `None`.
-      timeout: seconds that the worker may take to start, and after which one that is still
-        computing is asked whether it is still there. A computation may take longer.
+      max_concurrency: The number of clients to compute in parallel. More clients need more memory,
+        and more than the number of cores bring nothing. `None` takes the number of cores.
+      timeout: Seconds for the worker to start, and seconds of silence after which it is checked for
+        life. A computation may take longer.
 
     Returns:
-      The context, which is TFF's default one from now on.
+      The context, now TFF's default.
 
     Raises:
-      ValueError: if an argument is out of range.
-      federated.WorkerStartError: if the worker does not start; a computation raises it if
-        the one that replaces it does not.
+      ValueError: If an argument is out of range.
+      federated.WorkerStartError: If the worker does not start. A computation raises it if the
+        replacement of a worker does not start.
     """
     _check_timeout(timeout)
     return _LocalRuntime(max_concurrency, timeout)
@@ -248,22 +249,22 @@ def local_context(max_concurrency: int | None = None, *, timeout: float = 60.0) 
 def remote_context(addresses: Sequence[str], *, timeout: float = 30.0) -> Runtime:
     """Spreads the clients of each round over workers on other machines.
 
-    Start `python -m federated.runtime.worker --port N` on each machine first; see the head of this
-    module for who must not reach that port. Each worker computes an equal share of a round's
-    clients, so the slowest one sets the pace; workers beyond the number of clients have nothing to
-    do. The server's part of a round (such as the noise) is computed once, by one of them.
+    Start `python -m federated.runtime.worker --port N` on each machine first. The docstring of this
+    module says how to protect that port. Each worker computes an equal share of a round's clients,
+    so the slowest one sets the pace, and workers beyond the number of clients are idle. One of them
+    computes the server's part of a round (such as the noise), once.
 
     Args:
       addresses: `"host:port"` of each worker.
-      timeout: seconds that a worker has to answer: at the start, and in a round whenever it has
-        been silent for as long. A computation may take longer.
+      timeout: Seconds for a worker to answer, at the start and whenever it has been silent for as
+        long. A computation may take longer.
 
     Returns:
-      The context, which is TFF's default one from now on.
+      The context, now TFF's default.
 
     Raises:
-      ValueError: if an argument is out of range, or an address is not like `"host:port"`.
-      WorkerLostError: if a worker does not answer; it names all that do not.
+      ValueError: If an argument is out of range, or an address is not like `"host:port"`.
+      WorkerLostError: If a worker does not answer; it names all of them.
     """
     _check_timeout(timeout)
     if isinstance(addresses, str) or not addresses:

@@ -2,9 +2,9 @@
 
     python -m federated.runtime.worker --port 8000
 
-The worker runs whatever TensorFlow graph it is sent, it asks nobody for a password, it encrypts
-nothing, and it listens on every address of its machine. Run it only where no stranger can reach
-the port: in a closed network, behind a firewall, or through SSH tunnels.
+The worker runs any TensorFlow graph that it is sent, checks no password, encrypts nothing, and
+listens on every address of its machine. Run it only where no stranger can reach the port: in a
+closed network, behind a firewall, or through SSH tunnels.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import time
 
 import grpc
 
-# A process of its own that becomes the worker: code between fork and exec of a process with many
-# threads may deadlock. The kernel ends it (1 is PR_SET_PDEATHSIG) when the one that started it ends
-# in whatever way, also if that was before the kernel was asked.
+# A separate process becomes the worker, since code between fork and exec of a process with many
+# threads may deadlock. The kernel kills it (1 is PR_SET_PDEATHSIG) when the process that started it
+# ends in any way; the second condition covers an end before the first call.
 _BECOME_WORKER = """\
 import ctypes, os, signal, sys
 if ctypes.CDLL(None).prctl(1, signal.SIGKILL) or os.getppid() != int(sys.argv[1]):
@@ -33,8 +33,8 @@ if ctypes.CDLL(None).prctl(1, signal.SIGKILL) or os.getppid() != int(sys.argv[1]
 os.execv(sys.argv[2], sys.argv[2:])
 """
 
-# Messages of any length. A call that has gone on for five minutes is asked whether its connection
-# is still there; workers take more frequent questions for an attack.
+# Messages of any length. Keepalive pings start after five minutes of a call; workers reject more
+# frequent pings as an attack.
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -44,7 +44,7 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-# Of a worker; the environment of this process goes before it.
+# Defaults for a worker; the environment of this process takes precedence.
 _ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
@@ -53,10 +53,10 @@ class WorkerStartError(RuntimeError):
 
 
 def binary() -> str:
-    """The path of the worker that comes with TFF, found without importing TFF.
+    """The path of the worker binary in TFF's package, found without importing TFF.
 
     Raises:
-      WorkerStartError: if there is none.
+      WorkerStartError: If there is none.
     """
     found = importlib.util.find_spec("tensorflow_federated")
     folders = found.submodule_search_locations if found else None
@@ -69,11 +69,11 @@ def binary() -> str:
 
 
 def answers(address: str, timeout: float) -> bool:
-    """Whether something that speaks gRPC accepts a new connection.
+    """Whether a gRPC server accepts a new connection.
 
     Args:
       address: `"host:port"`.
-      timeout: seconds.
+      timeout: Seconds to wait.
     """
     options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(address, options) as channel:
@@ -85,10 +85,10 @@ def answers(address: str, timeout: float) -> bool:
 
 
 def _hold_port(port: int) -> socket.socket:
-    """Keeps others off a port until the worker listens on it.
+    """Reserves a port until the worker listens on it.
 
-    Workers share a port without a word if they may. A socket that does not listen is refused a port
-    that somebody listens on, and does not hinder a worker that comes after it.
+    Two workers would silently share a port. Binding a socket without listening fails if another
+    process listens on the port, and does not hinder the worker that is started next.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     held = socket.socket(family, socket.SOCK_STREAM)
@@ -109,18 +109,18 @@ def _hold_port(port: int) -> socket.socket:
 class WorkerProcess:
     """A worker on this machine that never outlives the process that started it.
 
-    It ends with `close`, and otherwise when this process ends in whatever way (the kernel sees to
-    that). What it prints goes to this process's stderr; its last lines are kept for error messages.
+    It ends with `close`, or when this process ends in any way (the kernel ensures that). Its output
+    goes to this process's stderr; error messages quote its last lines.
 
     Args:
-      port: where it listens; a free one if `None`.
-      max_concurrency: how many clients it computes at a time; as many as this process may use
-        cores if `None`.
-      timeout: seconds that it may take to start.
+      port: The port to listen on; `None` takes a free one.
+      max_concurrency: The number of clients to compute in parallel; `None` takes the number of
+        cores that this process may use.
+      timeout: Seconds to wait for the start.
 
     Raises:
-      ValueError: if an argument is out of range.
-      WorkerStartError: if the port is taken, or the worker does not answer in time.
+      ValueError: If an argument is out of range.
+      WorkerStartError: If the port is taken, or the worker does not answer in time.
     """
 
     def __init__(
@@ -148,15 +148,15 @@ class WorkerProcess:
                 f"--port={self.port}",
                 f"--max_concurrent_computation_calls={max_concurrency or cores}",
             ]
-            # The kernel means the thread that started a process when it says parent, so this
-            # thread stays as long as the worker.
+            # To the kernel a process's parent is the thread that started it, so this thread lives
+            # as long as the worker.
             self._thread = threading.Thread(target=self._run, args=[command], daemon=True)
             self._thread.start()
             self._wait_until_ready(timeout)
 
     @property
     def address(self) -> str:
-        """Where this process reaches it: `"host:port"`."""
+        """The address for this process, `"host:port"`."""
         return f"127.0.0.1:{self.port}"
 
     @property
@@ -166,12 +166,12 @@ class WorkerProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """`None` while it runs; a negative number is the signal that ended it."""
+        """`None` while it runs; a negative number is the signal that killed it."""
         return self._process.poll()
 
     @property
     def resident_size(self) -> int:
-        """Bytes of memory that it holds; 0 if it ended."""
+        """Its resident memory in bytes; 0 if it has ended."""
         try:
             pages = pathlib.Path(f"/proc/{self.pid}/statm").read_text().split()[1]
         except (FileNotFoundError, ProcessLookupError):
@@ -179,7 +179,7 @@ class WorkerProcess:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def wait(self, timeout: float) -> int | None:
-        """Waits for its end, for so many seconds at most, and returns `exit_status`."""
+        """Waits at most `timeout` seconds for its end, and returns `exit_status`."""
         self._thread.join(timeout)
         return self.exit_status
 
@@ -231,9 +231,9 @@ class WorkerProcess:
         )
 
     def close(self) -> None:
-        """Ends the worker; what it computes is lost. Safe to call again."""
+        """Kills the worker; its running computations are lost. Safe to call again."""
         if self.exit_status is None:
-            self._process.kill()  # it keeps nothing that would need an orderly end
+            self._process.kill()  # it holds nothing that needs an orderly shutdown
         self._process.wait()
 
 
@@ -241,24 +241,30 @@ def _parse_args(args: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m federated.runtime.worker",
         description=__doc__,
-        epilog="It says when it is ready, and ends on SIGTERM, on Ctrl-C, and when the process "
-        "that started it ends. Name it to the program that trains: "
+        epilog="It prints a line when it is ready, and ends on SIGTERM, on Ctrl-C, and when the "
+        "process that started it ends. Pass its address to the program that trains: "
         'remote_context(["host:8000", ...]).',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--port", type=int, required=True, help="TCP port to listen on, from 1 to 65535")
-    add("--max_concurrency", type=int, help="clients computed at a time (the number of cores)")
-    add("--timeout", type=float, default=60.0, help="seconds that it may take to start (60)")
-    add("--detached", action="store_true", help="go on when the process that started it ends")
+    add(
+        "--max_concurrency",
+        type=int,
+        help="clients computed in parallel (default: the number of cores)",
+    )
+    add("--timeout", type=float, default=60.0, help="seconds to wait for the start (60)")
+    add(
+        "--detached", action="store_true", help="keep running when the process that started it ends"
+    )
     return parser.parse_args(args)
 
 
 def main(args: list[str] | None = None) -> int:
-    """Runs a worker until somebody ends it; see `--help`.
+    """Runs a worker until it is told to end; see `--help`.
 
     Args:
-      args: the command line; that of the process if `None`.
+      args: The command line; `None` takes the program's.
 
     Returns:
       The exit status: 0 after a signal, 1 if the worker did not start or ended by itself.

@@ -1,24 +1,24 @@
-"""Federated averaging whose clients adapt their learning rates, on CIFAR-10 with unlike clients.
+"""Federated averaging with adaptive learning rates at the clients, on heterogeneous CIFAR-10.
 
 The ADADP paper's figures 1 to 3 (the supplement's 2 to 4): five clients (cars and trucks; planes
-and ships; cats and dogs; birds and frogs; deer and horses), of whose images a share between 0 and
-100% is dealt out anew at random. Every client takes part in every round, with minibatches of 10
-and one local epoch. Compared: ADADP clients (tolerance 0.1, steps with err > tol discarded) from
-several initial learning rates, SGD with each of a grid of constant rates, and Adam, which the paper
-runs at 33%. The network is the paper's: two 3×3 convolutions with 64 channels, ReLU, 3×3 max pools
-of stride 2, then 1600-500-500-10.
+and ships; cats and dogs; birds and frogs; deer and horses). A share of their images between 0 and
+100% is redistributed at random. Every client takes part in every round, with minibatches of 10 and
+one local epoch. The experiment compares ADADP clients (tolerance 0.1, steps with err > tol
+discarded) from several initial learning rates, SGD with a grid of constant rates, and Adam, which
+the paper runs at 33%. The network is the paper's: two 3×3 convolutions with 64 channels, ReLU, 3×3
+max pools of stride 2, then 1600-500-500-10.
 
-Privacy claim: none. Nothing is clipped and no noise is added, so ε is infinite; what ADADP saves
-here is the tuning. `federated.simulation.stackoverflow_dp` is private.
+Privacy claim: none. Nothing is clipped and no noise is added, so ε is infinite; here ADADP saves
+the tuning. `federated.simulation.stackoverflow_dp` is private.
 
-Accuracy is that of test images, after each round; "best" is the best rate of a grid by it, as in
-the paper. ADADP's row is the one with the initial rate 0.1. Each client begins each round again
-with the initial rate, and a discarded step takes at most 10% off it: from 1.0, most steps of a
-short round would be discarded. So `small` has few rounds and many images.
+Accuracy is measured on test images after each round. The "best" rate of a grid is chosen by it, as
+in the paper. ADADP's row is the one with the initial rate 0.1. Each client starts each round with
+the initial rate, and a discarded step lowers it by at most 10%: from 1.0, most steps of a short
+round would be discarded. So `small` has few rounds and many images.
 
     python -m federated.simulation.cifar10_adaptive --scale smoke --data_dir ~/tensorflow_datasets
 
-| scale | rounds | images a client | test images | randomness | seeds |
+| scale | rounds | images per client | test images | randomness | seeds |
 | --- | --- | --- | --- | --- | --- |
 | smoke | 2 | 40 | 100 | 0, 1 | 1 |
 | small | 5 | 4,000 | 2,000 | 0, .33, .67, 1 | 1 |
@@ -59,15 +59,15 @@ ADAM_AT = 0.33  # the only share of randomness at which the paper shows Adam
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How much of the experiment is done.
+    """The size of the experiment.
 
     Attributes:
-      rounds: of each trial.
-      images_per_client: of the 10,000.
-      test_images: of the 10,000.
-      randomness: shares of the images that are dealt out at random.
-      rates: learning rates of each method; ADADP's are initial ones.
-      seeds: runs of each.
+      rounds: The number of rounds of each trial.
+      images_per_client: The number of training images per client, of 10,000.
+      test_images: The number of test images, of 10,000.
+      randomness: The shares of images that are redistributed at random.
+      rates: The learning rates of each method; ADADP's are initial rates.
+      seeds: The number of runs of each setting.
     """
 
     rounds: int
@@ -120,7 +120,7 @@ def plan(scale: str) -> list[Settings]:
 
 
 def network(seed: int) -> tf.keras.Model:
-    """The paper's network, with logits; a seed has the same weights every time."""
+    """The paper's network, which returns logits; the seed determines its weights."""
     layers, glorot = tf.keras.layers, tf.keras.initializers.GlorotUniform
     return tf.keras.Sequential(
         [
@@ -139,19 +139,19 @@ def network(seed: int) -> tf.keras.Model:
 
 @functools.cache  # trials share what was read
 def load(data_dir: str | None) -> tuple[cifar10.Arrays, cifar10.Arrays]:
-    """CIFAR-10, as `federated.datasets.cifar10.load_cifar10` gives it."""
+    """Loads CIFAR-10 with `federated.datasets.cifar10.load_cifar10`."""
     return cifar10.load_cifar10(data_dir)
 
 
 def describe(scale: str, data_dir: str | None) -> str:
-    """What has to be known of the table; reads the data, which all trials share."""
+    """Describes the table; reads the data, which all trials share."""
     del scale
     load(data_dir)
     return NOT_PRIVATE
 
 
 def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, float]:
-    """One trial, or the rest of it; has no final figures."""
+    """Runs or resumes one trial; there are no final figures."""
     (images, labels), test = load(data_dir)
     rng = np.random.default_rng(settings["seed"])
     partition = {
@@ -188,7 +188,7 @@ def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, f
 
 
 def groups(finished: Sequence[Trial]) -> dict[tuple[float, str, float], list[Trial]]:
-    """Trials that differ in their seed alone, by randomness, method and rate."""
+    """Trials that differ only in their seed, by randomness, method and rate."""
     found: dict[tuple[float, str, float], list[Trial]] = {}
     for trial in finished:
         key = tuple(trial.settings[name] for name in ("randomness", "method", "rate"))
@@ -202,7 +202,7 @@ def accuracies(runs: Sequence[Trial]) -> list[float]:
 
 
 def best_rate(found: Mapping[tuple, list[Trial]], share: float, method: str) -> float | None:
-    """ADADP's rate is not chosen, that of others by their accuracy; `None` if nothing was run."""
+    """ADADP's default rate, or another method's most accurate one; `None` if nothing was run."""
     rates = {
         rate: float(np.mean(accuracies(runs)))
         for (at, name, rate), runs in found.items()
@@ -214,7 +214,7 @@ def best_rate(found: Mapping[tuple, list[Trial]], share: float, method: str) -> 
 
 
 def table(finished: Sequence[Trial]) -> str:
-    """Accuracy after the last round of everything that was run, in Markdown."""
+    """The accuracy of all trials after the last round, in Markdown."""
     found = groups(finished)
     lines = [
         "| randomness | method | rate | test accuracy | seeds |",

@@ -1,4 +1,4 @@
-"""How the simulation programs judge a model."""
+"""Evaluation of models in the simulation programs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import tensorflow as tf
 
 
 def evaluator(model: tf.keras.Model, test: tf.data.Dataset) -> Callable[[Any], dict[str, float]]:
-    """What `federated.train` takes as `evaluate`: loss and accuracy on test data.
+    """Makes the `evaluate` of `federated.train`: loss and accuracy on test data.
 
     Args:
-      model: of the same network as the one that is trained, with logits for each class; its weights
-        are overwritten.
-      test: batches of inputs and classes.
+      model: A model of the trained network, which returns logits; its weights are overwritten.
+      test: Batches of inputs and classes.
     """
     model.compile(
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]

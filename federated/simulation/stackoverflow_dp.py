@@ -2,34 +2,35 @@
 
 The AdaDPS paper's figure 6: softmax regression from bags of 10,000 words to 500 tags, one client a
 user, 400 clients of whom 20 are drawn in each round, σ = 0.3, local batches of 100, one local
-epoch, server rate 1 with momentum 0.9. Compared: DP-FedAvg (SGD on the clients), DP-FedAdam (Adam
-at the server, after the noise) and AdaDPS, whose clients divide each gradient by how frequent the
-words are. The "server" variant divides each client's whole update instead; the paper finds it
-worse. A second setting, "private", takes all users of the training split, more of them a round and
-so much noise that ε means something (σ = 0.7, 50 users a round). It also has DP-FTRL, which asks
-nothing of the sampling; σ of its tree's nodes is 3.3, so that with 966 users and 100 rounds ε is
-6.33 where Poisson cohorts have 6.39. Other numbers of users or rounds move the two apart.
+epoch, server rate 1 with momentum 0.9. The experiment compares DP-FedAvg (SGD on the clients),
+DP-FedAdam (Adam at the server, after the noise) and AdaDPS, whose clients divide each gradient by
+the frequency of the words. The "server" variant divides each client's whole update instead; the
+paper finds it worse. A second setting, "private", takes all users of the training split, more users
+per round and enough noise for a meaningful ε (σ = 0.7, 50 users per round). It also has DP-FTRL,
+which needs no secret sampling. The σ of its tree's nodes is 3.3, so that with 966 users and 100
+rounds ε is 6.33, while Poisson cohorts have 6.39. With other numbers of users or rounds the two
+differ more.
 
-Public by declaration: the words, the tags and how frequent the words are, all counted over users of
-the held-out split, none of whom is trained on.
+Public by declaration: the words, the tags and the frequencies of the words, all counted over users
+of the held-out split, none of whom is trained on.
 
 Privacy claim: each run alone is (ε, δ)-DP for adding or removing one user with all training posts,
 δ one over the number of users; clients are drawn by Poisson sampling, so ε is exact (for DP-FTRL:
-replacing a user by one without posts). Rounds that were lost count. σ = 0.3 gives an ε that
-promises next to nothing, as the paper says itself. Accuracy is that of the test split, later posts
-of the same users: the test figures are exact and outside of the guarantee. Clip norms and rates are
-chosen by them, and what the choice costs is not counted.
+replacing a user by one without posts). Lost rounds count. σ = 0.3 gives an ε that promises almost
+nothing, as the paper itself says. Accuracy is measured on the test split, later posts of the same
+users: these figures are exact and outside the guarantee. Clip norms and rates are chosen by them,
+and ε does not include the cost of this choice.
 
     python -m federated.simulation.stackoverflow_dp --scale smoke --data_dir FOLDER
 
 FOLDER has `stackoverflow.sqlite` as `tff.simulation.datasets.stackoverflow.load_data` leaves it:
-the whole Stack Overflow, or any other data in that format. Words and tags are those of the data if
-they have fewer than the table says; what there was is printed and stands above the results. Of a
-user the first 256 posts with a known tag are trained on at most, 10 MB as dense bags of words; of
-the test posts, 10,000 are judged at most. Up to 4 GB of posts are kept in memory. DP-FedAdam's rate
-at the server is tried in place of the clip norm, which does not change its steps.
+the whole Stack Overflow, or any other data in that format. If the data have fewer words or tags
+than the table says, all of them are used; the program prints the sizes above the results. Training
+uses at most the first 256 posts with a known tag of each user, 10 MB as dense bags of words, and
+the evaluation at most 10,000 test posts. Up to 4 GB of posts are kept in memory. DP-FedAdam tries
+rates at the server in place of clip norms, which do not change its steps.
 
-| scale | rounds | words, tags, at most | clip norms and rates a method | seeds |
+| scale | rounds | words, tags, at most | clip norms and rates per method | seeds |
 | --- | --- | --- | --- | --- |
 | smoke | 2 | 300, 20 | 1 | 1 |
 | small | 200, "private" 100 | 500, 10 | 4 | 3 |
@@ -71,12 +72,12 @@ TITLES = {
 def build_process(
     settings: Settings, data: tag_prediction.Data, total_clients: int
 ) -> processes.PrivateLearningProcess:
-    """The process of a method.
+    """Builds the process of a method.
 
     Args:
-      settings: of the trial.
-      data: what is known of words and tags is public.
-      total_clients: how many clients there are.
+      settings: The settings of the trial.
+      data: The data, with public words, tags and counts.
+      total_clients: The number of clients.
     """
     method = settings["method"]
     shape = len(data.known.words), len(data.known.tags)
@@ -115,18 +116,18 @@ def build_process(
 
 
 def data_of(settings: Settings, data_dir: str | None) -> tag_prediction.Data:
-    """The data of a trial, read once."""
+    """The data of a trial; read once."""
     names = ("public_users", "words", "tags", "max_posts")
     return tag_prediction.load(data_dir, *(settings[name] for name in names))
 
 
 def describe(scale: str, data_dir: str | None) -> str:
-    """How much data there is, which all trials of a scale share."""
+    """Describes the data, which all trials of a scale share."""
     return tag_prediction.describe(data_of(plan(scale, [])[0], data_dir))
 
 
 def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, float]:
-    """One trial, or the rest of it; prints what it protects, and returns its ε."""
+    """Runs or resumes one trial; prints its privacy statement and returns its ε."""
     data = data_of(settings, data_dir)
     clients = data.client_ids
     if settings["clients"]:
@@ -157,13 +158,13 @@ def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, f
     statement = user_epsilon.privacy_statement(trained.ledger, delta, sampling=sampler.sampling)
     (folder / "privacy.txt").write_text(statement)
     print(statement.split("\n\n")[0])
-    # Of all rounds that were begun: the last one may have no figures.
+    # For all rounds that were begun; the last one may have no figures.
     epsilon = user_epsilon.epsilon_spent(trained.ledger, delta, sampling=sampler.sampling)
     return {"epsilon": epsilon}
 
 
 def largest_epsilon(runs: Sequence[Trial]) -> float:
-    """ε of the run that lost most rounds."""
+    """The ε of the run that lost the most rounds."""
     return max(run.final["epsilon"] for run in runs)
 
 
@@ -196,7 +197,7 @@ def plot(finished: Sequence[Trial]) -> Any:
         chosen = {m: runs for (setting, m), runs in best_runs(finished).items() if setting == name}
         for color, (method, runs) in enumerate(chosen.items()):
             label = f"{TITLES[method]}, ε = {largest_epsilon(runs):.3g}"
-            for run in runs:  # rounds that were lost are others in each
+            for run in runs:  # each run lost other rounds
                 axis.plot(*run.curve("test/accuracy"), color=f"C{color}", alpha=0.7, label=label)
                 label = None
         axis.set(title=name, xlabel="round", ylabel="test accuracy")

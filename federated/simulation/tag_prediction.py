@@ -1,4 +1,4 @@
-"""The task of `stackoverflow_dp`: posts, public counts of words, the model and its test."""
+"""The task of `stackoverflow_dp`: posts, public counts of words, the model and its test data."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from federated.datasets.folder import folder
 from federated.datasets.vocabulary import UserCounts, Vocabulary, count_users
 
 TEST_POSTS = 10_000
-CACHE_BYTES = 4e9  # of bags of words, which are dense: 40 KB a post with 10,000 words
+CACHE_BYTES = 4e9  # for dense bags of words: 40 KB per post with 10,000 words
 
 
 class Data(NamedTuple):
-    """The posts, and what is known of their words.
+    """The posts, and the public knowledge of their words.
 
     Attributes:
-      client_ids: of the training split.
-      posts: of the training split, those that are left out later included.
-      batches: from a client id to the batches of a round.
-      spec: of a batch.
-      test: batches of test posts.
-      counts: public counts.
-      known: words and tags.
+      client_ids: The clients of the training split.
+      posts: The number of posts in the training split, including those that are dropped later.
+      batches: Maps a client id to the batches of a round.
+      spec: The structure of a batch.
+      test: Batches of test posts.
+      counts: The public counts.
+      known: The known words and tags.
     """
 
     client_ids: list[str]
@@ -42,15 +42,15 @@ class Data(NamedTuple):
 
 @functools.cache  # trials share what was read
 def load(data_dir: str | None, public_users: int, words: int, tags: int, max_posts: int) -> Data:
-    """Training posts by client, test posts, and public counts.
+    """Loads training posts by client, test posts, and public counts.
 
     Args:
-      data_dir: see `federated.datasets.stackoverflow.load_stackoverflow`.
-      public_users: of the held-out split, at most; they are counted.
-      words: of the vocabulary, at most.
-      tags: classes, at most.
-      max_posts: of a client, at most: the first ones that have a known tag. This bounds a client's
-        work, its message to a worker and its memory; no guarantee rests on it.
+      data_dir: See `federated.datasets.stackoverflow.load_stackoverflow`.
+      public_users: The largest number of counted users of the held-out split.
+      words: The largest number of words.
+      tags: The largest number of classes.
+      max_posts: The largest number of posts of a client: the first ones with a known tag. It bounds
+        a client's work, message and memory; no guarantee depends on it.
     """
     train, held_out, test = stackoverflow.load_stackoverflow(data_dir)
     number = min(public_users, len(held_out.client_ids))
@@ -79,7 +79,7 @@ def load(data_dir: str | None, public_users: int, words: int, tags: int, max_pos
 
 
 def _num_posts(data_dir: str | None) -> int:
-    """Posts of the training split, as the file itself says; nothing else of it is read."""
+    """The number of posts in the training split, from the metadata of the file."""
     path = folder("data_dir", data_dir, "TFF_CACHE_DIR", "It has to have stackoverflow.sqlite.")
     uri = f"{(path / 'stackoverflow.sqlite').resolve().as_uri()}?mode=ro"
     with contextlib.closing(sqlite3.connect(uri, uri=True)) as file:
@@ -88,7 +88,7 @@ def _num_posts(data_dir: str | None) -> int:
 
 
 def describe(data: Data) -> str:
-    """How much there is, which may be less than was asked for."""
+    """Describes the size of the data, which may be less than requested."""
     judged = sum(len(labels) for _, labels in data.test)
     return (
         f"Data: {len(data.client_ids):,} users with {data.posts:,} posts, of which those with a "
@@ -98,7 +98,7 @@ def describe(data: Data) -> str:
 
 
 def network(words: int, tags: int) -> tf.keras.Model:
-    """Softmax regression that begins at zero; it returns logits."""
+    """Softmax regression with zero initial weights; it returns logits."""
     return tf.keras.Sequential(
         [tf.keras.Input([words]), tf.keras.layers.Dense(tags, kernel_initializer="zeros")]
     )

@@ -1,4 +1,4 @@
-"""What `stackoverflow_dp` tries: scales, settings, methods, and the best of them."""
+"""The trials of `stackoverflow_dp`: scales, settings, methods, and the best of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from federated.simulation import trials
 from federated.simulation.trials import Settings, Trial
 
-LAST = 3  # evaluations whose mean counts
+LAST = 3  # the number of last evaluations to average
 # A grid of (clip norm, client rate) for each method, around the best of short runs.
 CENTRES = {
     "fed_avg": (1.0, 100.0),
@@ -26,16 +26,16 @@ MAX_POSTS = 256  # of a client; dense bags of 10,000 words are then 10 MB at mos
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How much of the experiment is done.
+    """The size of the experiment.
 
     Attributes:
-      rounds: of each trial, by setting.
-      words: of the vocabulary, at most.
-      tags: classes, at most.
-      public_users: of the held-out split, who are counted, at most.
-      factors: of the steps' length and of the client rate, for the grid. A step is as long as the
-        clip norm, or with Adam as its own rate.
-      seeds: runs of each method with its best pair.
+      rounds: The number of rounds of each trial, by setting.
+      words: The largest number of words.
+      tags: The largest number of classes.
+      public_users: The largest number of counted users of the held-out split.
+      factors: The factors of the step length and of the client rate in the grid. The length of a
+        step is the clip norm, or Adam's own rate.
+      seeds: The number of runs of each method with its best pair.
     """
 
     rounds: Mapping[str, int]
@@ -59,7 +59,7 @@ SCALES = {
         3,
     ),
 }
-# The paper's setting, and one whose ε means something. sigma is for Poisson cohorts, tree_sigma for
+# The paper's setting, and one with a meaningful ε. sigma is for Poisson cohorts, tree_sigma for
 # each node of DP-FTRL's trees; a client's update is in several nodes.
 SETTINGS: dict[str, dict[str, Any]] = {
     "paper": {"clients": 400, "clients_per_round": 20, "sigma": 0.3},
@@ -72,7 +72,7 @@ METHODS = {
 
 
 def plan(scale: str, finished: Sequence[Trial]) -> list[Settings]:
-    """The trials that are wanted: a search with seed 0, then more seeds for the best pair."""
+    """The wanted trials: a search with seed 0, then more seeds for the best pair."""
     how = SCALES[scale]
     wanted = []
     for name, methods in METHODS.items():
@@ -103,14 +103,14 @@ def plan(scale: str, finished: Sequence[Trial]) -> list[Settings]:
 
 
 def _step(method: str, clip: float, length: float) -> Settings:
-    """The clip norm, and with Adam its rate, which alone makes its steps longer."""
+    """The clip norm; with Adam its rate, since the clip norm does not change its steps."""
     if method == "fed_adam":
         return {"clip": clip, "server_adam_rate": float(f"{SERVER_ADAM_RATE * length:.3g}")}
     return {"clip": float(f"{clip * length:.3g}")}
 
 
 def _constants(setting: str, method: str) -> Settings:
-    """What a trial does not try, but its result depends on."""
+    """The settings that no trial varies but its result depends on."""
     how, is_tree = SETTINGS[setting], method.startswith("ftrl")
     return {
         "clients": how["clients"],
@@ -121,12 +121,12 @@ def _constants(setting: str, method: str) -> Settings:
 
 
 def accuracy(trial: Trial) -> float:
-    """Share of the test posts whose tag is right, in the mean of the last evaluations."""
+    """The mean test accuracy of the last evaluations."""
     return trial.last("test/accuracy", LAST)
 
 
 def best_runs(finished: Sequence[Trial]) -> dict[tuple[str, str], list[Trial]]:
-    """By setting and method, the runs of the pair that was best with seed 0."""
+    """The runs of the pair that was best with seed 0, by setting and method."""
     found = {}
     for name, methods in METHODS.items():
         for method in methods:

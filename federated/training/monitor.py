@@ -1,4 +1,4 @@
-"""What a round is watched by: its figures under fixed names, TensorBoard, a CSV file, a bar."""
+"""Monitoring of rounds: figures under fixed names, TensorBoard, a CSV file, a progress bar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from federated.clients.client_work import LEARNING_RATE_EDGES
 from federated.privacy.user_level import UserLevelPrivacy
 
 _PREFIX = "not_private/"
-# They tell how many clients came, which is secret where clients are drawn at random.
+# They reveal the size of the cohort, which is secret if clients are drawn at random.
 _COUNTS = ("num_examples", "num_batches", "clients")
 _NUM_QUANTILES = 100
 
@@ -25,35 +25,35 @@ _NUM_QUANTILES = 100
 def scalars(
     metrics: Mapping[str, Any], privacy: UserLevelPrivacy | None = None
 ) -> OrderedDict[str, float | list[float]]:
-    """The figures of a round, by the names that they have in TensorBoard and in the CSV file.
+    """The figures of a round, under their names in TensorBoard and in the CSV file.
 
-    | name | what it is |
+    | name | meaning |
     | --- | --- |
     | `train/loss`, … | metrics on the clients' data, of the model that they received |
-    | `optimizer/learning_rate` | geometric mean of the clients' learning rates at their end |
-    | `optimizer/log10_learning_rate_stddev` | their spread |
-    | `optimizer/log10_learning_rate_histogram` | 100 quantiles of them, to half a decade |
-    | `optimizer/discarded_share` | of all steps that ADADP judged |
-    | `privacy/clip_norm` | the clip norm, that of the next round if it is adaptive |
-    | `privacy/noise_stddev` | of the noise in each number of the averaged update, at that clip |
+    | `optimizer/learning_rate` | geometric mean of the clients' final learning rates |
+    | `optimizer/log10_learning_rate_stddev` | their standard deviation |
+    | `optimizer/log10_learning_rate_histogram` | 100 quantiles, to half a decade |
+    | `optimizer/discarded_share` | share of the steps judged by ADADP that were discarded |
+    | `privacy/clip_norm` | the clip norm; that of the next round if it is adaptive |
+    | `privacy/noise_stddev` | of the noise in each value of the averaged update, at that clip |
     | other paths | other measurements of the process, such as `finalizer/update_non_finite` |
 
-    With the tree mechanism the noise is that of one node of the tree. To these
-    `federated.train` adds `privacy/epsilon`, `privacy/delta`, `privacy/rounds_counted`,
-    `test/…`, and `privacy/NOT_PRIVATE` where ε is infinite.
+    With the tree mechanism the noise is that of one node of the tree. `federated.train` adds
+    `privacy/epsilon`, `privacy/delta`, `privacy/rounds_counted`, `test/…`, and
+    `privacy/NOT_PRIVATE` if ε is infinite.
 
-    In private runs the names of all exact aggregates over clients begin with `not_private/`: no
-    noise was added to them. Give them to nobody who may not see the data.
+    In private runs the names of all exact aggregates over clients begin with `not_private/`: they
+    have no noise. Show them only to people who may see the data.
 
-    Guarantee: in private runs, what has no `not_private/` in its name is computed from noisy
-    results alone, and no figure is a count of clients, examples or batches.
+    Guarantee: in private runs, every figure without `not_private/` in its name is computed from
+    noisy results alone, and no figure is a count of clients, examples or batches.
 
     Args:
-      metrics: of the process's output.
-      privacy: what protects the clients; `None` if nothing does.
+      metrics: The metrics of the process's output.
+      privacy: The privacy of the clients; `None` without privacy.
 
     Returns:
-      Numbers, NaN among them; lists are meant for histograms, and released as arrays.
+      Numbers, which may be NaN, and lists for histograms, which are released as arrays.
 
     Example:
       >>> metrics = {"client_work": {"train": {"loss": 0.5, "num_examples": 8}}}
@@ -92,7 +92,7 @@ def _leaves(metrics: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, .
 
 
 def _readable(name: str, value: np.ndarray) -> list[tuple[str, float | list[float]]]:
-    """A figure under the name and on the scale that people look for; nothing for text."""
+    """A figure under the name and on the scale that readers expect; nothing for text."""
     if value.dtype.kind not in "biuf":
         return []
     if name == "optimizer/log10_learning_rate_mean":
@@ -104,7 +104,7 @@ def _readable(name: str, value: np.ndarray) -> list[tuple[str, float | list[floa
 
 
 def _quantiles(counts: np.ndarray) -> list[float]:
-    """log10 η at evenly spaced ranks: a sample whose histogram is that of all clients."""
+    """log10 η at evenly spaced ranks: a sample with the histogram of all clients."""
     if not counts.sum():
         return []
     edges = [math.log10(edge) for edge in LEARNING_RATE_EDGES]
@@ -115,10 +115,10 @@ def _quantiles(counts: np.ndarray) -> list[float]:
 
 
 class TensorBoard(tff.program.TensorBoardReleaseManager):
-    """TFF's manager, with figures that are in the file as soon as they are released.
+    """TFF's manager, but flushes the figures to the file as soon as they are released.
 
     Args:
-      summary_dir: for TensorBoard's `--logdir`.
+      summary_dir: The folder for TensorBoard's `--logdir`.
     """
 
     async def release(self, value: Any, key: int) -> None:
@@ -128,11 +128,11 @@ class TensorBoard(tff.program.TensorBoardReleaseManager):
 
 
 class ProgressBar(tff.program.ReleaseManager):
-    """A bar of the rounds with some of their figures, on standard output.
+    """A progress bar of the rounds with some of their figures, on standard output.
 
     Args:
-      num_rounds: of the whole run.
-      names: of the figures; those that a round lacks are left out.
+      num_rounds: The number of rounds of the whole run.
+      names: The names of the figures; a round's missing ones are left out.
     """
 
     DEFAULT = (
@@ -152,21 +152,21 @@ class ProgressBar(tff.program.ReleaseManager):
 def monitors(
     directory: str | os.PathLike, num_rounds: int | None = None
 ) -> list[tff.program.ReleaseManager]:
-    """What `federated.train` takes as `release_managers`.
+    """Makes the `release_managers` for `federated.train`.
 
-    A run that goes on adds to what is there: TensorBoard shows one curve, and the CSV file has one
-    row for each finished round, which is replaced if the round is released again.
+    A resumed run appends: TensorBoard shows one curve, and the CSV file has one row per finished
+    round, which is replaced if the round is released again.
 
     Args:
-      directory: gets a folder `tensorboard` and a file `figures.csv`, without histograms.
-      num_rounds: if given, a progress bar of so many rounds is shown as well.
+      directory: Gets a folder `tensorboard` and a file `figures.csv`, without histograms.
+      num_rounds: If given, a progress bar of this many rounds is shown too.
 
     Returns:
       TFF's release managers.
     """
     directory = Path(directory)
     table = tff.program.CSVFileReleaseManager(
-        # The whole file is written anew and renamed, so that no row is ever torn.
+        # TFF rewrites the whole file and renames it, so that no row is ever torn.
         *(directory / "figures.csv", tff.program.CSVSaveMode.WRITE, "round")
     )
     managers = [

@@ -19,12 +19,12 @@ Model = Union[Callable[[], tff.learning.models.VariableModel], tff.learning.mode
 
 
 class PrivateLearningProcess(tff.learning.templates.LearningProcess):
-    """A learning process that knows what its rounds cost.
+    """A learning process that knows the privacy of its rounds.
 
     Attributes:
-      privacy: the `UserLevelPrivacy` of each round.
-      side_information: where that of the client optimizer, or of the preconditioner, came from; or
-        `None`.
+      privacy: The `UserLevelPrivacy` of each round.
+      side_information: The side information of an optimizer or of the preconditioner, with its
+        provenance; or `None`.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class PrivateLearningProcess(tff.learning.templates.LearningProcess):
         self.side_information = side_information
 
     def new_ledger(self) -> UserLedger:
-        """An empty ledger for a run of this process.
+        """Makes an empty ledger for a run of this process.
 
-        Guarantee: it holds the event by which the side information was released, if it is not
-        public.
+        Guarantee: unless the side information is public, the ledger holds the event that released
+        it.
         """
         return UserLedger(self.privacy, self.side_information)
 
@@ -63,29 +63,33 @@ def build_adaptive_fed_avg(
     model_aggregator: tff.aggregators.WeightedAggregationFactory | None = None,
     metrics_aggregator: Callable[..., Any] | None = None,
 ) -> tff.learning.templates.LearningProcess:
-    """Federated averaging in which each client finds its own learning rate, without privacy.
+    """Builds federated averaging whose clients adapt their learning rates, without privacy.
 
-    Koskela and Honkela, "Adaptive federated averaging algorithm": each client of a round runs ADADP
-    from the server's weights θ, and the server takes the mean of their weights,
+    Each client of a round runs ADADP from the server's weights θ, and the server takes the mean of
+    their weights,
 
         θ ← θ - Σₖ wₖ (θ - θₖ) / Σₖ wₖ,    wₖ: number of examples of client k, or 1.
 
-    A round in which nobody has an example leaves θ as it is.
+    A round without examples leaves θ unchanged.
 
     Args:
-      model_fn: makes a new `tff.learning.models.VariableModel` at each call; or a
+      model_fn: A function that returns a new `tff.learning.models.VariableModel` at each call, or a
         `tff.learning.models.FunctionalModel`.
-      client_optimizer: by default `build_adadp()`.
-      server_optimizer: applied to the mean update; by default SGD with learning rate 1.
-      weighted: weight clients by their number of examples.
-      model_distributor: by default a plain broadcast.
-      model_aggregator: by default the mean.
-      metrics_aggregator: of the clients' metrics; by default
+      client_optimizer: The clients' optimizer; `None` takes `build_adadp()`.
+      server_optimizer: Applied to the mean update; `None` takes SGD with learning rate 1.
+      weighted: Whether to weight clients by their number of examples.
+      model_distributor: `None` takes a plain broadcast.
+      model_aggregator: `None` takes the mean.
+      metrics_aggregator: The aggregator of the clients' metrics; `None` takes
         `tff.learning.metrics.sum_then_finalize`.
 
     Returns:
       A learning process. Its metrics have `client_work`: `train`, and `optimizer` with the clients'
       learning rates.
+
+    References:
+      Koskela and Honkela (2018), "Learning Rate Adaptation for Federated and Differentially Private
+      Learning", arXiv:1809.03832: "Adaptive federated averaging algorithm".
     """
     if client_optimizer is None:
         client_optimizer = build_adadp()
@@ -118,43 +122,42 @@ def build_dp_fed_avg(
     model_distributor: tff.learning.templates.DistributionProcess | None = None,
     metrics_aggregator: Callable[..., Any] | None = None,
 ) -> PrivateLearningProcess:
-    """Federated averaging with user-level differential privacy.
+    """Builds federated averaging with user-level differential privacy.
 
-    In each round the server sends its weights θ to the cohort; each client trains on its own data
-    with `client_optimizer` and sends Δₖ = θ - θₖ; then
+    In each round the server sends its weights θ to the cohort. Each client trains on its own data
+    with `client_optimizer` and sends Δₖ = θ - θₖ. Then
 
         Δ = (Σₖ clip(Δₖ) + noise) / clients_per_round,    θ ← server_optimizer(θ, Δ).
 
-    Side information comes in at one place (AdaDPS, section 6.2):
-    - at the clients, `client_optimizer=build_adadps(A)`: the gradient of each minibatch is divided
-      by A. The paper finds this better.
-    - at the server side, `preconditioner=A`: the whole update is divided by A,
-      Δ = (Σₖ clip(Δₖ / A) + noise) / clients_per_round, before it is clipped, as AdaDPS has it for
-      gradients.
-    - after the noise, `server_optimizer=build_adadps(A)`, which divides the noise as well.
-    In the first two places A is a constant in the eyes of a round, so clip and noise are the same.
+    Side information can enter at one of three places (AdaDPS, section 6.2):
+    - at the clients, `client_optimizer=build_adadps(A)` divides the gradient of each minibatch by
+      A. The paper finds this better.
+    - before clipping, `preconditioner=A` divides the whole update by A,
+      Δ = (Σₖ clip(Δₖ / A) + noise) / clients_per_round, as AdaDPS does with gradients.
+    - after the noise, `server_optimizer=build_adadps(A)`, which divides the noise too.
+    In the first two places A is a constant within a round, so clip and noise stay the same.
 
-    Guarantee: that of `UserLevelPrivacy` for all that `next` returns, the state included (with
-    mechanism="tree" the state is secret), whatever model, client and server optimizers do, if
-    `client_metrics` is false and the optimizers hold no private data. ε: record each round in
-    `process.new_ledger()`, then `federated.epsilon_spent`. A round that is run again is
-    one more.
+    Guarantee: that of `UserLevelPrivacy` for everything that `next` returns, including the state
+    (except with mechanism="tree", where the state is secret), whatever the model and the optimizers
+    do, if `client_metrics` is false and the optimizers hold no private data. To compute ε, record
+    each round in `process.new_ledger()` and call `federated.epsilon_spent`. A round that is run
+    again counts again.
 
     Args:
-      model_fn: makes a new `tff.learning.models.VariableModel` at each call; or a
+      model_fn: A function that returns a new `tff.learning.models.VariableModel` at each call, or a
         `tff.learning.models.FunctionalModel`. Initial weights must not come from the private data.
-      client_optimizer: of the clients' training, such as `build_adadps(...)` or `build_adadp()`.
-      privacy: of each round. The cohorts have to be drawn as
-        `federated.privacy.client_sampling` does.
-      server_optimizer: by default SGD with learning rate 1 and momentum 0.9, as in the AdaDPS
+      client_optimizer: The clients' optimizer, such as `build_adadps(...)` or `build_adadp()`.
+      privacy: The privacy of each round. Draw the cohorts with
+        `federated.privacy.client_sampling`.
+      server_optimizer: `None` takes SGD with learning rate 1 and momentum 0.9, as in the AdaDPS
         paper.
-      preconditioner: A of the server side, for each trainable weight.
-      client_metrics: also return what the clients' training measured (`client_work`: `train`, and
-        `optimizer` if the client optimizer reports). These are exact averages over the cohort,
-        without noise: NOT private, for experiments on public data only. By default `client_work`
-        is empty.
-      model_distributor: by default a plain broadcast.
-      metrics_aggregator: of the clients' metrics; by default
+      preconditioner: A for whole updates.
+      client_metrics: Whether to return the metrics of the clients' training too (`client_work`:
+        `train`, and `optimizer` if the client optimizer reports). These are exact averages over the
+        cohort without noise, so they are NOT private: for experiments on public data only. By
+        default `client_work` is empty.
+      model_distributor: `None` takes a plain broadcast.
+      metrics_aggregator: The aggregator of the clients' metrics; `None` takes
         `tff.learning.metrics.sum_then_finalize`.
 
     Returns:
@@ -171,8 +174,8 @@ def build_dp_fed_avg(
     if preconditioner is not None:
         if not isinstance(preconditioner, ClientPreconditioner):
             raise TypeError(
-                "`preconditioner` must be a `ClientPreconditioner`, which says where it comes "
-                f"from. Received: preconditioner={preconditioner!r}"
+                "`preconditioner` must be a `ClientPreconditioner`, which states its provenance. "
+                f"Received: preconditioner={preconditioner!r}"
             )
         factory = _PreconditionedFactory(preconditioner, factory)
     if server_optimizer is None:
@@ -203,7 +206,7 @@ def _the_one_side_information(
     if len(used) > 1:
         raise ValueError(
             "Side information can be in one of `client_optimizer`, `preconditioner` and "
-            "`server_optimizer`, since the ledger tells where one came from. Received: "
+            "`server_optimizer` only, since the ledger records one provenance. Received: "
             + ", ".join(f"{name} with {found.description!r}" for name, found in used.items())
         )
     return next(iter(used.values()), None)
@@ -262,7 +265,7 @@ def _composed(
     server_optimizer: tff.learning.optimizers.Optimizer,
     model_distributor: tff.learning.templates.DistributionProcess | None,
 ) -> tff.learning.templates.LearningProcess:
-    """Distributor, clients, aggregator and server optimizer as one learning process."""
+    """Composes distributor, clients, aggregator and server optimizer to a learning process."""
     if not isinstance(server_optimizer, tff.learning.optimizers.Optimizer):
         raise TypeError(
             "`server_optimizer` must be a `tff.learning.optimizers.Optimizer`, such as "

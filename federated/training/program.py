@@ -1,4 +1,4 @@
-"""Rounds of federated learning that go on after any interruption, each counted before it is run."""
+"""Runs federated rounds that resume after any interruption; each is counted before it is run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tf_adaptive_dp import checks
 
 
 class Trained(NamedTuple):
-    """What `train` returns.
+    """The result of `train`.
 
     Attributes:
-      state: of the process, after the last finished round.
-      ledger: all rounds that were begun; `None` if the run has none.
-      num_finished: how many rounds the state is the result of.
-      num_begun: how many rounds were begun; the difference was lost.
-      sampler: with the key of this run. Rounds of your own that go on with the state need its
-        cohorts: of number `ledger.num_releases` with the Gaussian mechanism, of number
-        `num_finished` with the tree.
+      state: The state of the process after the last finished round.
+      ledger: The ledger with all rounds that were begun; `None` in a run without privacy.
+      num_finished: The number of rounds that the state results from.
+      num_begun: The number of rounds that were begun. The difference was lost.
+      sampler: The sampler with the key of this run. To continue with your own rounds, take its
+        cohorts, starting with number `ledger.num_releases` under the Gaussian mechanism and
+        `num_finished` under the tree mechanism.
     """
 
     state: Any
@@ -44,7 +44,7 @@ class Trained(NamedTuple):
 def _ledger_of(
     process: Any, ledger: user_epsilon.UserLedger | None
 ) -> user_epsilon.UserLedger | None:
-    """The ledger that a run of the process begins with, `None` if nothing is private."""
+    """The ledger that a run of the process begins with; `None` without privacy."""
     if ledger is not None and not hasattr(ledger, "record_lost"):
         raise TypeError(
             "`ledger` must be a `UserLedger`, such as `process.new_ledger()`. "
@@ -87,10 +87,10 @@ def _check(
         per_pass = len(sampler.client_ids) // sampling.batch_size
         if before % per_pass:
             raise ValueError(
-                "`ledger` ends in the middle of a pass over the clients. A new run begins a new "
-                "pass, so clients of the one that was cut short take part again, and ε would not "
-                "count that. Let the earlier run go on in its directory to the end of a pass. "
-                f"Received: {before} rounds in the ledger, {per_pass} rounds a pass"
+                "`ledger` must end with a whole pass over the clients. A new run begins a new "
+                "pass, so clients of the unfinished pass would take part again without being "
+                "counted. Continue the earlier run in its directory to the end of a pass. "
+                f"Received: {before} rounds in the ledger, {per_pass} rounds per pass"
             )
     for manager in release_managers:
         if not isinstance(manager, tff.program.ReleaseManager):
@@ -113,7 +113,7 @@ def _datasets_of(client_data: Any) -> Callable[[str], tf.data.Dataset]:
 def _figures_of_privacy(
     ledger: user_epsilon.UserLedger | None, delta: float | None, sampling: Any
 ) -> dict[str, float]:
-    """What was counted so far."""
+    """The figures of the rounds counted so far."""
     if ledger is None:
         if delta is not None:
             raise ValueError(
@@ -142,63 +142,64 @@ def train(
     release_managers: Sequence[tff.program.ReleaseManager] = (),
     max_failures: int = 0,
 ) -> Trained:
-    """Trains for a number of rounds, or goes on where an earlier call with these arguments ended.
+    """Trains for a number of rounds, or resumes an earlier call with the same arguments.
 
-    In each round, in this order and each step on the disk before the next one: the journal says
-    that the round is begun; the round is run; the state, the ledger and the figures are saved in
-    one version; the model is evaluated and the figures are released. So the program may be ended
-    at any moment, by whatever signal, and started again. A round that was begun and is not in the
-    saved state is lost: the ledger counts it (`record_lost`), with a warning. A round that was
-    saved and perhaps not released is released again, with the same figures and the same number.
-    Lost rounds at the end get a release of what was counted, ε above all.
+    Each round takes these steps, and each step is on the disk before the next one: the journal
+    records that the round begins; the round is run; the state, the ledger and the figures are saved
+    together; the model is evaluated and the figures are released. The program may therefore be
+    killed at any moment and started again. A round that began but is not in the saved state is
+    lost: the ledger counts it (`record_lost`), with a warning. A round that was saved but perhaps
+    not released is released again, with the same figures and the same number. If the last rounds
+    are lost, the updated counts and ε are released.
 
-    `num_rounds` limits the rounds that are *counted*: in a private run lost ones use up the budget
-    as others do. Where there is no ledger, lost rounds are run again until the state is the result
-    of `num_rounds` of them.
+    `num_rounds` limits the *counted* rounds: in a private run lost rounds use up the budget like
+    others. Without a ledger, lost rounds are repeated until the state results from `num_rounds`
+    rounds.
 
-    Guarantee: with a ledger, every round is counted on the disk before its clients are asked, so
-    that ε never is too small and never falls, whatever became of the round. Under the Gaussian
-    mechanism the round after a lost one has a cohort of its own. Under the tree mechanism it has
-    the clients of the lost one, since they have to come in the order of the tree's leaves, and the
-    lost one counts as a tree of its own. Assumed: `directory/secret` is kept as it is, on a
-    local disk, and nobody else reads it; it holds the sampler's key, exact training figures and,
-    with the tree mechanism, noise. The process is the one that the ledger describes. Figures named
-    `not_private/…` are exact averages over clients: they are outside of the guarantee. So is what
+    Guarantee: with a ledger, every round is counted on the disk before its clients are asked, so ε
+    is never too small and never decreases, whatever happened to the round. Under the Gaussian
+    mechanism the round after a lost one draws a new cohort. Under the tree mechanism it has the
+    cohort of the lost one, since clients must come in the order of the tree's leaves, and the lost
+    round counts as a separate tree. This assumes that `directory/secret` stays unchanged on a local
+    disk and that nobody else reads it (it holds the sampler's key, exact training figures and, with
+    the tree mechanism, noise), and that the ledger describes the process. Figures named
+    `not_private/…` are exact averages over clients and outside the guarantee. So is everything that
     `evaluate` computes from data of the clients.
 
     Args:
-      process: of `federated.training.processes`, or any other whose `next` takes a state and a
-        list of datasets. TFF's context has to be a synchronous one, such as the default; a
-        notebook's running loop does no harm.
-      client_data: the datasets, by client id.
-      sampler: a `federated.ClientSampler`. The run has a key of its own, unless one was
-        passed to the sampler; it is kept in `directory`, and used when the run goes on.
-      num_rounds: in all, those of earlier calls included.
-      directory: of this run alone; made where it is missing. What has to stay secret is in its
-        folder `secret`.
-      ledger: of the privacy that the process has, as it was when the run began; it is not
-        changed, and the sampling goes on after its rounds, which have to be of the same sampling,
-        and with `ShuffledEpochs` whole passes. With a key that was passed, no two runs may go on
-        from one ledger: they would draw the same cohorts. `None` for a new one,
-        `process.new_ledger()`, and for a run without privacy.
-      delta: if given, ε at this δ is among the figures, with `privacy/NOT_PRIVATE` where it is
-        infinite; needs a ledger.
-      evaluate: from the model weights to figures, released as `test/…`; done again for a round that
-        is released again.
-      evaluate_every: evaluate after every so many finished rounds, and after the last one.
-      release_managers: get the figures of each round, see `federated.scalars`, under the
-        number of the round, which counts lost rounds.
-      max_failures: how many rounds may end with an exception in this call; they are lost. One more
-        is raised, and counted when the run goes on; so is `WorkerLostError`, always, since no
-        round can succeed before there is a new context.
+      process: A process of `federated.training.processes`, or any other whose `next` takes a state
+        and a list of datasets. TFF's context must be synchronous, such as the default; a notebook's
+        running event loop does no harm.
+      client_data: The datasets by client id.
+      sampler: A `federated.ClientSampler`. Each run creates its own key unless one was passed to
+        the sampler; `directory` keeps it for when the run resumes.
+      num_rounds: The total number of rounds, earlier calls included.
+      directory: The directory of this run alone; created if missing. Its folder `secret` holds
+        everything that must stay secret.
+      ledger: The ledger as it was when the run began, with the privacy of the process; it is not
+        modified. The sampling continues after its rounds, which must be of the same sampling, and
+        whole passes with `ShuffledEpochs`. If the sampler was given a key, never start two runs
+        from one ledger: they would draw the same cohorts. `None` takes `process.new_ledger()`, or
+        no ledger in a run without privacy.
+      delta: If given, the figures include ε at this δ, and `privacy/NOT_PRIVATE` if ε is infinite;
+        needs a ledger.
+      evaluate: Maps the model weights to figures, released as `test/…`; called again for a round
+        that is released again.
+      evaluate_every: The number of finished rounds between evaluations. The last round is always
+        evaluated.
+      release_managers: Receive the figures of each round, see `federated.scalars`, under the number
+        of the round, which counts lost rounds.
+      max_failures: The number of rounds of this call that may end with an exception; they are lost.
+        One more exception is raised, and counted when the run resumes. `WorkerLostError` is always
+        raised, since no round can succeed without a new context.
 
     Returns:
-      The last state, the ledger with all rounds, and how many there were.
+      The last state, the ledger with all rounds, and the numbers of rounds.
 
     Raises:
-      TypeError, ValueError: for an argument of the wrong type or out of its range; if the directory
-        holds a run with other arguments, or is damaged.
-      RuntimeError: if the run is in progress elsewhere.
+      TypeError, ValueError: If an argument is invalid, or if the directory is damaged or holds a
+        run with other arguments.
+      RuntimeError: If the run is in progress elsewhere.
     """
     checks.integer("num_rounds", num_rounds, 1)
     checks.integer("evaluate_every", evaluate_every, 1)
@@ -206,8 +207,8 @@ def train(
     datasets = _datasets_of(client_data)
     ledger = _ledger_of(process, ledger)
     _check(sampler, num_rounds, ledger, release_managers)
-    _figures_of_privacy(ledger, delta, sampler.sampling)  # it fails now rather than after a round
-    if isinstance(ledger, user_epsilon.UserLedger):  # and so does side information without an ε
+    _figures_of_privacy(ledger, delta, sampler.sampling)  # fails now rather than after a round
+    if isinstance(ledger, user_epsilon.UserLedger):  # as does side information without an ε
         user_epsilon.epsilon_spent(ledger, 0.5, sampling=sampler.sampling)
 
     def figures(output: Any, ledger: user_epsilon.UserLedger | None, num_clients: int) -> dict:
@@ -244,7 +245,7 @@ def train(
             if run.next(datasets, figures):
                 release()
         if journal.released < journal.begun and run.ledger is not None:
-            # The last rounds were lost: without this the last ε on show would be too small.
+            # The last rounds were lost: without this the last released ε would be too small.
             counted = _figures_of_privacy(run.ledger, delta, sampler.sampling)
             publish(OrderedDict(counted), journal.begun)
         return Trained(run.state, run.ledger, run.finished, journal.begun, run.sampler)

@@ -1,4 +1,4 @@
-"""One run on disk: its state, what was counted, and how both are found again."""
+"""One run on disk: its state, its ledger, and how both are restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tf_adaptive_dp.durable import files
 
 
 def _description(state: Any, sampler: Any, ledger: user_epsilon.UserLedger | None) -> dict:
-    """What may not change when a run goes on."""
+    """What must not change when a run resumes."""
     leaves = []
     for path, leaf in tree.flatten_with_path(state):
         array = np.asarray(leaf)
@@ -40,20 +40,20 @@ def _description(state: Any, sampler: Any, ledger: user_epsilon.UserLedger | Non
 
 
 def rounds_before(ledger: user_epsilon.UserLedger | None) -> int:
-    """How many cohorts of the sampling a ledger holds; trees need no sampling."""
+    """The number of cohorts of the sampling in a ledger; trees need no sampling."""
     return 0 if ledger is None else sum(s.num_releases for s in ledger.segments)
 
 
 class Run:
-    """A run of `federated.train`, whose guarantee it keeps.
+    """A run of `federated.train`; it implements that function's guarantee.
 
     Attributes:
-      journal: which rounds were begun and released.
-      number: of the round that `state` was saved with, 0 for the initial state.
-      state: of the process.
-      finished: how many rounds the state is the result of.
-      figures: of the last of these.
-      ledger: all rounds that were begun, or `None`.
+      journal: The rounds that were begun and released.
+      number: The round that `state` was saved with; 0 for the initial state.
+      state: The state of the process.
+      finished: The number of rounds that the state results from.
+      figures: The figures of the last of these.
+      ledger: All rounds that were begun, or `None`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Run:
             sampler.checked(ledger.privacy)
         state = process.initialize()
         if ledger is not None:
-            ledger.aggregator_of(state)  # rather than after a round whose cost it could not tell
+            ledger.aggregator_of(state)  # fails now rather than after a round of unknown cost
         elif any("dp_event" in map(str, path) for path, _ in tree.flatten_with_path(state)):
             warnings.warn(
                 "The process adds noise for privacy, but there is no `ledger`: its rounds are not "
@@ -93,23 +93,23 @@ class Run:
 
     @property
     def rounds_can_be_repeated(self) -> bool:
-        """Whether a round whose result was lost is run again with the same clients.
+        """Whether a lost round is run again with the same clients.
 
-        With the tree mechanism the clients have to come in the order of the leaves in the state, so
-        the same leaf has to be filled again. Its noise is fresh, see
-        `federated.privacy.dp_queries.TreeSum`, and the lost round is counted as a tree of its own,
-        so this is sound even if its result was seen. Under the Gaussian mechanism each round
-        counts as one more cohort of the sampling, so the next one draws its own.
+        With the tree mechanism clients must come in the order of the leaves in the state, so the
+        same leaf has to be filled again. Its noise is fresh (see
+        `federated.privacy.dp_queries.TreeSum`) and the lost round counts as a separate tree, so
+        this is sound even if its result was seen. Under the Gaussian mechanism each round counts as
+        one more cohort of the sampling, so the next round draws a new one.
         """
         return self.privacy is None or self.privacy.mechanism == "tree"
 
     def _with_kept_key(self, sampler: Any, path: Path) -> Any:
-        """The sampler with the key that the run began with, which only its owner can read."""
+        """The sampler with the key of the run, which is stored in a file of its owner."""
         if not path.exists():
             if self.journal.begun:
                 raise ValueError(
-                    "The key of the run's sampler is missing: who took part cannot be told. Put it "
-                    f"back, or begin a new run. Nothing was changed. Received: {str(path)!r}"
+                    "The key of the run's sampler is missing, so its cohorts are unknown. Restore "
+                    f"it or start a new run. Nothing was changed. Received: {str(path)!r}"
                 )
             files.write(path, sampler.for_new_run().key)
         return type(sampler)(sampler.client_ids, sampler.sampling, path.read_bytes())
@@ -128,7 +128,7 @@ class Run:
         if number is None or number > journal.begun:
             raise ValueError(
                 "The journal and the saved states are not of the same run, or one of them is "
-                "incomplete: how much was released cannot be told. Nothing was changed. Received: "
+                "incomplete, so the number of releases is unknown. Nothing was changed. Received: "
                 f"{journal.begun} rounds in the journal, the last saved state is "
                 f"{'missing' if number is None else f'of round {number}'}"
             )
@@ -136,7 +136,7 @@ class Run:
         self.number = number
         self.finished, self.figures = record["finished"], record["figures"]
         self.ledger = self._copied(record["ledger"])
-        # The process may have ended after the state was complete and before it was on the disk.
+        # The process may have ended when the state was complete but not yet on the disk.
         self.states.sync(number)
         self.lose(journal.begun - number)
 
@@ -152,7 +152,7 @@ class Run:
         self.states.save(self.number, self.state, record)
 
     def lose(self, rounds: int) -> None:
-        """Counts rounds that were begun and whose result is gone."""
+        """Counts rounds that were begun but whose result is gone."""
         if rounds and self.ledger is not None:
             self.ledger.record_lost(rounds)
             warnings.warn(
@@ -162,20 +162,20 @@ class Run:
             )
 
     def _index(self) -> int:
-        """Which cohort is next: one that no round drew before, those of the ledger included."""
+        """The number of the next cohort; no round used it before, those of the ledger included."""
         if self.rounds_can_be_repeated:
             return self.finished
         return self._rounds_before + self.journal.begun
 
     def next(self, datasets: Callable[[str], tf.data.Dataset], figures: Callable) -> bool:
-        """Runs one round, or loses it; what it gives is on the disk when this returns true."""
+        """Runs one round; returns true once its result is on the disk, false if it was lost."""
         number = self.journal.begun + 1
         cohort = self.sampler.cohort(self._index())
         self.journal.note("begun", number)
         try:
             output = self.process.next(self.state, [datasets(client) for client in cohort])
         except Exception as error:
-            # A worker that is gone stays gone: each more round would be counted and fail at once.
+            # A worker that is gone stays gone: every further round would be counted and fail.
             if not self.failures_left or isinstance(error, WorkerLostError):
                 raise
             self.failures_left -= 1

@@ -1,4 +1,4 @@
-"""A journal of a run's rounds on disk: what was begun is known, however the run ends."""
+"""The journal of a run's rounds on disk, which survives any end of the process."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tf_adaptive_dp.durable import journal
 class Journal(journal.Journal):
     """The rounds of one run that were begun and released, in a file that only grows.
 
-    The first line describes the run; each other says that a round was begun, or released.
-    Rounds are numbered 1, 2, … in the order in which they are begun; a number is never used twice.
+    The first line describes the run; each other line records that a round was begun or released.
+    Rounds are numbered 1, 2, … in the order in which they begin; a number is never used twice.
 
     Guarantee: that of `tf_adaptive_dp.durable.journal.Journal`. `federated.training.program`
     compares the journal with the saved states, in case its last lines were lost.
 
     Attributes:
-      run: the description.
-      begun: the number of the last round that was begun, 0 if there was none.
-      released: the number of the last round whose figures were given to the release managers.
+      run: The description of the run.
+      begun: The number of the last round that was begun; 0 if there was none.
+      released: The number of the last round whose figures went to the release managers.
     """
 
     _IN_USE = (
@@ -34,15 +34,16 @@ class Journal(journal.Journal):
     )
 
     def __init__(self, path: str | os.PathLike, run: dict[str, Any]):
-        """Opens the journal of a run, or begins it.
+        """Opens the journal of a run, or creates it.
 
         Args:
-          path: of the file; its folder exists.
-          run: what has to be the same whenever the run goes on; plain JSON.
+          path: The file; its folder exists.
+          run: JSON values that must be the same whenever the run resumes.
 
         Raises:
-          RuntimeError: if it is open already, here or in another process.
-          ValueError: if it is something else, damaged, or of another run; it is left as it was.
+          RuntimeError: If it is open already, here or in another process.
+          ValueError: If the file is not a journal, is damaged, or belongs to another run. It is
+            left unchanged.
         """
         self.run = json.loads(json.dumps(run))
         self.begun = self.released = 0
@@ -76,17 +77,17 @@ class Journal(journal.Journal):
         setattr(self, event, value)
 
     def note(self, event: str, number: int) -> None:
-        """Notes that a round was begun, or released.
+        """Records that a round was begun or released.
 
         Guarantee: that of the class.
 
         Args:
           event: `"begun"` or `"released"`.
-          number: of the round.
+          number: The number of the round.
 
         Raises:
-          ValueError: if it cannot come after what was noted before.
-          OSError: if it cannot be written; then it was not noted.
+          ValueError: If this event cannot follow the recorded ones.
+          OSError: If it cannot be written; then it was not recorded.
         """
         if not self._may_follow({event: number}):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The saved states of a run, each on the disk whole before anything is released."""
+"""The saved states of a run; each is complete on the disk before anything is released."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _PREFIX = "round_"
 
 
 def wait(coroutine: Coroutine) -> Any:
-    """Runs a coroutine in a thread of its own, so that it may be called from a notebook as well."""
+    """Runs a coroutine in a separate thread, so that it works inside a notebook too."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, coroutine).result()
 
 
 class SavedStates:
-    """Saved states of one run, the newest two of them.
+    """The newest two saved states of one run.
 
-    What is loaded is what was saved: TensorFlow keeps checksums of the values.
+    TensorFlow keeps checksums of the values, so a loaded state is the one that was saved.
     """
 
     def __init__(self, folder: Path):
         self._folder = folder
-        # Each is whole or absent: TFF gives it its name when it is complete.
+        # Each is complete or absent: TFF renames it when it is complete.
         self._manager = tff.program.FileProgramStateManager(folder, _PREFIX, 2, keep_first=False)
         for unfinished in folder.glob(f"{_PREFIX}*_temp*"):
             shutil.rmtree(unfinished)
 
     def latest(self) -> int | None:
-        """The number of the newest, `None` if there is none."""
+        """The number of the newest state; `None` if there is none."""
         return max(wait(self._manager.get_versions()) or [None])
 
     def save(self, number: int, state: Any, record: dict) -> None:
-        """Saves a state and what belongs to it; it is on the disk when this returns."""
+        """Saves a state and its record; both are on the disk when this returns."""
         wait(self._manager.save({"state": state, "record": json.dumps(record)}, number))
         self.sync(number)
 
@@ -54,7 +54,7 @@ class SavedStates:
         sync(self._folder)
 
     def load(self, number: int, state: Any) -> tuple[Any, dict]:
-        """A saved state, in the structure of `state`, and what belongs to it."""
+        """Loads a saved state in the structure of `state`, and its record."""
         try:
             saved = wait(self._manager.load(number, {"state": state, "record": ""}))
             return saved["state"], json.loads(saved["record"])
@@ -62,7 +62,7 @@ class SavedStates:
             path = self._folder / f"{_PREFIX}{number}"
             raise ValueError(
                 "The saved state cannot be read; it is damaged, or of another version of "
-                "TensorFlow Federated. Nothing was changed. Put it back from a copy, or move the "
-                "folder away to go on from the state before it: its round stays counted. "
+                "TensorFlow Federated. Nothing was changed. Restore it from a copy, or move the "
+                "folder away to resume from the state before it: its round stays counted. "
                 f"Received: {str(path)!r}"
             ) from error

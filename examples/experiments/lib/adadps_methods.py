@@ -1,6 +1,6 @@
 """The methods that the AdaDPS paper compares, by the names of its tables.
 
-Each is made from the same few settings, so that an experiment is its data, its model and its grids.
+All methods are built from the same few settings, so an experiment adds its data, model and grids.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def side_information(
     private: Arrays,
     word_counts: np.ndarray | None = None,
 ) -> Any:
-    """What the method of `settings` knows beforehand, or `None`.
+    """Makes the side information of a method, or `None`.
 
     Args:
-      settings: "method", "batch_size", and "epsilon_root", the ε of √(v + ε), and "every", the
-        minibatches between two public batches, and "public_batch", if theirs is another size.
-      public: examples whose privacy is not protected.
-      private: the training data, which "ideal" alone looks at, and says so.
-      word_counts: public counts of the words, for token frequencies.
+      settings: "method", "batch_size"; optionally "epsilon_root", the ε of √(v + ε), "every", the
+        number of minibatches between public batches, and "public_batch", their size.
+      public: Public examples.
+      private: The training data; only "ideal" uses it, with a provenance that says so.
+      word_counts: Public counts of words, for token frequencies.
     """
     method = settings["method"]
     if method.endswith("_frequency"):
@@ -87,7 +87,7 @@ def optimizer(settings: dict[str, Any], known: Any, steps: int) -> tf.keras.opti
       settings: "method", "rate", "batch_size", and for private methods "clip" and "sigma", and
         "microbatches", and "ema", the momentum of averaged weights, where they are wanted.
       known: of `side_information`.
-      steps: of the whole run, which the mixing of PDA-DPMD needs.
+      steps: The number of steps of the whole run, for the mixing of PDA-DPMD.
     """
     method, rate = settings["method"], settings["rate"]
     if method == "sgd":
@@ -106,7 +106,7 @@ def optimizer(settings: dict[str, Any], known: Any, steps: int) -> tf.keras.opti
     if "ema" in settings:
         private.update(use_ema=True, ema_momentum=settings["ema"])
     if method in _STOCK:
-        # Keras's ε = 1e-7 is as large as noisy gradients of a small C are.
+        # Keras's ε = 1e-7 is as large as noisy gradients with a small C.
         small = {} if _STOCK[method] is tf_adaptive_dp.DPSGD else {"epsilon": 1e-10}
         return _STOCK[method](**private, **small)
     if method == "dp_r_pub":
@@ -148,10 +148,10 @@ def run(
       test: held-out inputs and labels.
       loss: the class of a Keras loss.
       metrics: of `compile`.
-      judge_every: epochs between two evaluations.
-      judge_last: the last so many epochs are evaluated in any case.
-      word_counts: see `side_information`.
-      known: side information to take instead of that of `side_information`.
+      judge_every: The number of epochs between evaluations.
+      judge_last: The number of last epochs that are always evaluated.
+      word_counts: See `side_information`.
+      known: Side information that replaces that of `side_information`.
       **loss_arguments: of `loss`.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Runs of one model with many candidates: compiled once, begun anew for each of them.
+"""Trains one model with many candidates: compiles once and resets the model for each candidate.
 
 Compiling takes as long as a thousand steps of a small model. Learning rate, clip norm and noise
-multiplier are variables of the compiled step, so they can be set between runs; everything else that
-a run changes is set back to what a fresh model has. Noise is never repeated, since it does not
-depend on what is set back.
+multiplier are variables of the compiled step, so they can be set between runs. Everything else that
+a run changes is reset to the state of a fresh model. The reset does not affect the noise generator,
+so noise is never repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from examples.experiments.lib import dense
 from examples.experiments.lib.datasets import adult, images, text
 
 SETTABLE = ("learning_rate", "l2_norm_clip", "noise_multiplier")
-# Of `dense.make_model`; counts of words come as bytes, which scaling turns into floats.
+# Arguments of `dense.make_model`. Counts of words are bytes, which the scaling turns into floats.
 MODELS = {
     "adult": {"classes": 2},
     "imdb": {"classes": 2, "input_scale": 1.0},
@@ -36,13 +36,13 @@ WORDS = 2000
 # The papers' name for DP-SGD with a momentum.
 CLASSES = {"DPMomentum": "DPSGD"}
 DEFAULT_RATES = {"ADADP": 0.1, "DPAdam": 0.001, "DPAdamWOSM": 0.001}
-ALL_STEPS = 10**7  # more than any process makes with one model
+ALL_STEPS = 10**7  # more than any process runs with one model
 
 
 def trial_event(
     num_examples: int, batch_size: int, noise_multiplier: float, steps: int
 ) -> dp_accounting.DpEvent:
-    """All that one run releases."""
+    """The DP event of one run."""
     sampled = dp_accounting.PoissonSampledDpEvent(
         batch_size / num_examples, dp_accounting.GaussianDpEvent(noise_multiplier)
     )
@@ -50,15 +50,15 @@ def trial_event(
 
 
 class CompiledOnce:
-    """A compiled model for one run after another.
+    """A compiled model that is reused for many runs.
 
     Args:
-      make_model: makes the model, built; called again for the first weights of each seed.
-      optimizer: one of ours.
-      loss: a loss vector.
-      data: private inputs and labels.
-      law: how batches are drawn from them; of at least as many steps as all runs together.
-      steps_per_execution: see Keras; what `train` does at a time.
+      make_model: Returns a built model; called again for the initial weights of each seed.
+      optimizer: A private optimizer.
+      loss: A vector loss.
+      data: Private inputs and labels.
+      sampling: The sampling of batches, with at least as many steps as all runs together.
+      steps_per_execution: See Keras; the granularity of `train`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CompiledOnce:
         optimizer: tf.keras.optimizers.Optimizer,
         loss: tf.keras.losses.Loss,
         data: tuple[np.ndarray, np.ndarray],
-        law: tf_adaptive_dp.PoissonSampling,
+        sampling: tf_adaptive_dp.PoissonSampling,
         steps_per_execution: int = 1,
     ):
         self._make_model = make_model
@@ -78,14 +78,14 @@ class CompiledOnce:
         self._fresh = [v.numpy() for v in optimizer.variables]
         self._first_weights: dict[int, list[np.ndarray]] = {}
         self._train_function = self.model.make_train_function()
-        self._batches = iter(tf_adaptive_dp.poisson_batches(data, law))
+        self._batches = iter(tf_adaptive_dp.poisson_batches(data, sampling))
 
     def begin(self, seed: int, arguments: Mapping[str, float]) -> None:
-        """Sets everything to the beginning of a run.
+        """Resets the model for a new run.
 
         Args:
-          seed: of the first weights.
-          arguments: some of `SETTABLE`; the others stay as they are.
+          seed: The seed of the initial weights.
+          arguments: New values for some of `SETTABLE`; the others keep theirs.
         """
         if seed not in self._first_weights:
             tf.keras.utils.set_random_seed(seed)
@@ -98,10 +98,10 @@ class CompiledOnce:
             setattr(optimizer, name, value)
 
     def train(self, steps: int) -> None:
-        """Goes on with the run, on batches that no run has seen.
+        """Continues the run, on batches that no run has seen.
 
         Args:
-          steps: a multiple of `steps_per_execution`.
+          steps: The number of steps, a multiple of `steps_per_execution`.
         """
         if steps % self._execution:
             raise ValueError(
@@ -113,7 +113,7 @@ class CompiledOnce:
 
 @functools.lru_cache(maxsize=2)
 def load(name: str, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays of a data set, found through the environment.
+    """Loads the arrays of a data set, whose place the environment gives.
 
     Args:
       name: `"adult"`; `"mnist"`; or `"imdb"`, the counts of the 2,000 words that are most frequent
@@ -161,7 +161,7 @@ def _compiled(
 
 
 def accuracy(model: tf.keras.Model, test: tuple[np.ndarray, np.ndarray], rows: int = 2500) -> float:
-    """The share of examples that are right, to five digits."""
+    """The accuracy to five digits."""
     right = 0
     for k in range(0, len(test[1]), rows):
         logits = model(tf.convert_to_tensor(test[0][k : k + rows]), training=False)
@@ -170,13 +170,13 @@ def accuracy(model: tf.keras.Model, test: tuple[np.ndarray, np.ndarray], rows: i
 
 
 def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
-    """One private run of one candidate on a data set that is found through the environment.
+    """Trains one candidate privately on a data set whose place the environment gives.
 
     Args:
       settings: "data", "hidden_units", "num_train" (`None`: all), "batch_size", "steps" and
         "judge_every"; "optimizer", a name, and "arguments" for it; "noise_multiplier"; "seed", of
         the first weights. Noise and batches are never the same twice.
-      data_dir: nothing: of one data set, and there are several.
+      data_dir: Unused; it would be the folder of one data set, and there are several.
 
     Returns:
       "steps" and "accuracy" on the test data, lists; at the end: "halves", the accuracy on the

@@ -1,4 +1,4 @@
-"""The fully connected networks of the ADADP paper, trained by what a trial's settings say."""
+"""The fully connected networks of the ADADP paper, trained with the settings of a trial."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LABELS = {"ADADP": "ADADP", "DPAdam": "DP-Adam", "DPSGD": "DP-SGD"}
 def make_model(
     hidden_units: Sequence[int], classes: int = 10, input_scale: float | None = None
 ) -> tf.keras.Model:
-    """A network without biases, as in the ADADP authors' code; it returns logits.
+    """Makes a network without biases, as in the ADADP authors' code; it returns logits.
 
     Args:
-      hidden_units: of each hidden layer.
-      classes: number of outputs.
-      input_scale: what inputs, such as counts, are multiplied by; `None` leaves them.
+      hidden_units: The units of each hidden layer.
+      classes: The number of outputs.
+      input_scale: A factor for inputs such as counts; `None` leaves them unchanged.
     """
     first = [] if input_scale is None else [tf.keras.layers.Rescaling(input_scale)]
     hidden = [tf.keras.layers.Dense(u, activation="relu", use_bias=False) for u in hidden_units]
@@ -32,11 +32,11 @@ def make_model(
 
 
 def make_optimizer(settings: dict[str, Any]) -> tf.keras.optimizers.Optimizer:
-    """The optimizer of a trial.
+    """Makes the optimizer of a trial.
 
     Args:
-      settings: "optimizer", the name of a class of tf_adaptive_dp, and "arguments", what it gets
-        besides "l2_norm_clip", "noise_multiplier" and "batch_size".
+      settings: "optimizer", the name of a class of tf_adaptive_dp; its "l2_norm_clip",
+        "noise_multiplier" and "batch_size"; and its other "arguments".
     """
     return getattr(tf_adaptive_dp, settings["optimizer"])(
         l2_norm_clip=settings["l2_norm_clip"],
@@ -60,13 +60,13 @@ def label(settings: dict[str, Any]) -> str:
 
 
 def train(settings: dict[str, Any], train: Arrays, test: Arrays) -> dict[str, Any]:
-    """One private run.
+    """Trains once with privacy.
 
     Args:
-      settings: of `make_optimizer` and of `make_model`, and "epochs", "delta" and "seed". The seed
-        is that of the first weights; noise and batches are never the same twice.
-      train: private inputs and labels.
-      test: held-out inputs and labels.
+      settings: The settings of `make_optimizer` and `make_model`, and "epochs", "delta" and "seed".
+        The seed determines the initial weights; noise and batches never repeat.
+      train: Private inputs and labels.
+      test: Held-out inputs and labels.
 
     Returns:
       See `training.fit`.

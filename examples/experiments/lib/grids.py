@@ -1,8 +1,8 @@
-"""Methods that are tuned on equal grids, then run with several seeds, in a table and a figure.
+"""Tunes methods on grids of equal size, repeats the best with several seeds, and shows the results.
 
-Each method has its candidates, the same number for all. Each candidate is run with seed 0; the one
-with the best final figure is run with further seeds. The figure is that of the test set, as in the
-papers; the privacy that such a choice costs is not counted.
+Each method has the same number of candidates. Each candidate is run with seed 0, and the one with
+the best final figure is run with further seeds. The figure is that of the test set, as in the
+papers; ε does not include the cost of this choice.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Part:
     """Methods that are compared with each other.
 
     Attributes:
-      common: settings that all trials share; "part" names it in the table.
-      candidates: for each method, the settings to choose from.
-      metric: the result's figure that counts.
-      larger_is_better: whether its largest value is the best.
-      seeds: runs of each method's best candidate.
-      tuning: settings that replace those of `common` while choosing, such as fewer "epochs".
+      common: The settings that all trials share; "part" is the name in the table.
+      candidates: The settings to choose from, by method.
+      metric: The figure of the result to compare.
+      larger_is_better: Whether larger values of the figure are better.
+      seeds: The number of runs of each method's best candidate.
+      tuning: Settings that replace those of `common` during tuning, such as fewer "epochs".
     """
 
     common: Mapping[str, Any]
@@ -40,11 +40,11 @@ class Part:
     tuning: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def settings(self, method: str, candidate: Mapping[str, Any], seed: int) -> Settings:
-        """Of a final trial."""
+        """The settings of a final trial."""
         return {**self.common, "method": method, **candidate, "seed": seed}
 
     def plan(self, trials: Sequence[Trial]) -> list[Settings]:
-        """The trials that are wanted, as far as the finished ones tell."""
+        """The wanted trials, given the finished ones."""
         wanted = []
         for method, candidates in self.candidates.items():
             grid = [{**self.settings(method, c, 0), **self.tuning} for c in candidates]
@@ -72,7 +72,7 @@ class Part:
         return candidates[int(np.argmin(worst_last))]
 
     def finals(self, trials: Sequence[Trial]) -> dict[str, list[Trial]]:
-        """By method, the finished runs of its best candidate; the best method first."""
+        """The finished runs of each method's best candidate, by method; the best method first."""
         found = {}
         for method in self.candidates:
             best = self.best(method, trials)
@@ -97,7 +97,7 @@ def plan(parts: Sequence[Part], trials: Sequence[Trial]) -> list[Settings]:
 
 
 def final(trial: Trial, metric: str) -> float:
-    """A figure of the result at the end of the run."""
+    """A figure at the end of the run."""
     return float(trial.result[metric][-1])
 
 
@@ -160,15 +160,15 @@ def experiment(
     titles: Mapping[str, str],
     table: Callable[..., str] = table,
 ) -> Experiment:
-    """An experiment that is a list of parts.
+    """Makes an experiment from a list of parts.
 
     Args:
-      name: see `Experiment`.
-      description: see `Experiment`.
-      parts: from a scale, what is compared there; all settings have it as "scale".
-      train: see `Experiment`.
-      titles: of the methods, for the table and the figure.
-      table: makes the table from parts, trials and titles.
+      name: See `Experiment`.
+      description: See `Experiment`.
+      parts: Maps a scale to its parts; all settings hold the scale as "scale".
+      train: See `Experiment`.
+      titles: The names of the methods in the table and the figure.
+      table: Makes the table from parts, trials and titles.
     """
 
     def of(trials: Sequence[Trial]) -> Sequence[Part]:

@@ -1,4 +1,4 @@
-"""One training run, judged on the test set after each epoch."""
+"""One training run, evaluated on the test set after each epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tf_adaptive_dp
 
 
 class _Judge(tf.keras.callbacks.Callback):
-    """Evaluates on the test set after epochs, with averaged weights too if there are any."""
+    """Evaluates on the test set after epochs, also with averaged weights if there are any."""
 
     def __init__(self, test: Any, every: int, last: int):
         super().__init__()
@@ -63,35 +63,35 @@ def fit(
     """Trains a compiled model on private data.
 
     Args:
-      model: compiled with one of our optimizers, a loss vector, and metrics.
-      train: private inputs and labels.
-      test: held-out inputs and labels, used for the figures alone.
-      epochs: passes; each of `len(x) // batch_size` releases.
-      batch_size: the expected batch size.
+      model: A model compiled with a private optimizer, a vector loss, and metrics.
+      train: Private inputs and labels.
+      test: Held-out inputs and labels, used for the figures alone.
+      epochs: The number of epochs, each of `len(x) // batch_size` releases.
+      batch_size: The expected batch size.
       delta: δ.
-      sampling: `"poisson"`, or `"shuffled"` as the papers do, whose ε is an approximation and
-        which fixed groups of examples (`num_microbatches`) need.
-      callbacks: side information that is refreshed while training.
-      judge_every: epochs between two evaluations.
-      judge_last: the last so many epochs are evaluated in any case.
+      sampling: `"poisson"`, or `"shuffled"` as in the papers. The ε of shuffled batches is an
+        approximation; fixed groups of examples (`num_microbatches`) need them.
+      callbacks: Side information that is refreshed during training.
+      judge_every: The number of epochs between evaluations.
+      judge_last: The number of last epochs that are always evaluated.
 
     Returns:
-      Lists by evaluated epoch: "epochs", "epsilon", each metric's name; and "learning_rate". If
-      the optimizer averages weights (`use_ema`), the metrics are those of the averaged weights, and
-      there are more lists for the others, "accuracy_unaveraged" for example.
+      Lists by evaluated epoch: "epochs", "epsilon", "learning_rate", and each metric. If the
+      optimizer averages weights (`use_ema`), the metrics are those of the averaged weights, and
+      further lists such as "accuracy_unaveraged" have those of the others.
     """
     num_examples = len(train[1])
     steps = num_examples // batch_size
     if sampling == "poisson":
-        law = tf_adaptive_dp.PoissonSampling.for_batch_size(
+        sampler = tf_adaptive_dp.PoissonSampling.for_batch_size(
             batch_size, num_examples, steps=steps * epochs
         )
-        batches = tf_adaptive_dp.poisson_batches(train, law)
+        batches = tf_adaptive_dp.poisson_batches(train, sampler)
     else:
-        law = tf_adaptive_dp.sampling.ShuffledEpochs(batch_size, steps=steps * epochs)
-        batches = tf_adaptive_dp.sampling.shuffled_batches(train, law)
+        sampler = tf_adaptive_dp.sampling.ShuffledEpochs(batch_size, steps=steps * epochs)
+        batches = tf_adaptive_dp.sampling.shuffled_batches(train, sampler)
     judge = _Judge(test, judge_every, judge_last)
-    monitor = tf_adaptive_dp.PrivacyMonitor(num_examples, delta, sampling=law)
+    monitor = tf_adaptive_dp.PrivacyMonitor(num_examples, delta, sampling=sampler)
     start = time.perf_counter()
     history = model.fit(
         batches,
@@ -115,20 +115,20 @@ def fit_without_privacy(
     judge_every: int = 1,
     judge_last: int = 1,
 ) -> dict[str, Any]:
-    """Trains a compiled model in the ordinary way, to compare with.
+    """Trains a compiled model without privacy, for comparison.
 
     Args:
-      model: compiled with an optimizer that gives no privacy, and metrics.
-      train: inputs and labels.
-      test: held-out inputs and labels.
-      epochs: passes.
-      batch_size: examples of a batch.
-      callbacks: see `fit`.
-      judge_every: see `fit`.
-      judge_last: see `fit`.
+      model: A model compiled with an ordinary optimizer, and metrics.
+      train: Inputs and labels.
+      test: Held-out inputs and labels.
+      epochs: The number of epochs.
+      batch_size: The number of examples in a batch.
+      callbacks: See `fit`.
+      judge_every: See `fit`.
+      judge_last: See `fit`.
 
     Returns:
-      See `fit`; "epsilon" is `None` throughout.
+      See `fit`; all values of "epsilon" are `None`.
     """
     judge = _Judge(test, judge_every, judge_last)
     start = time.perf_counter()

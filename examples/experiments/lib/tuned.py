@@ -1,8 +1,8 @@
 """ADADP, which tunes nothing, against DP-Adam and DP-SGD with the best rates of their grids.
 
 Version 1 of the ADADP paper, figures 4 and 5: DP-Adam has the best and the second best learning
-rate at each σ, DP-SGD the one that is best at the first σ. "Best" is by the accuracy on the test
-set after the last epoch, as in the paper; the privacy that this selection costs is not counted.
+rate at each σ, DP-SGD the one that is best at the first σ. "Best" refers to the accuracy on the
+test set after the last epoch, as in the paper; ε does not include the cost of this choice.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ Settings = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How much of the comparison is done.
+    """The size of the comparison.
 
     Attributes:
-      epochs: passes over the data.
-      noise_multipliers: all σ; DP-SGD is tuned at the first.
-      seeds: runs of ADADP, of DP-Adam with its best rate and of DP-SGD.
-      other_seeds: runs of DP-Adam with its second best rate and of ADADP's variants.
-      grids: exponents of the learning rates 10^(k/2) of each optimizer that is tuned. A grid gets
-        one more rate as long as the best is the first or the last of it.
-      open_ended: whether it does.
-      num_train: private examples.
-      num_test: test examples.
-      hidden_units: of each hidden layer.
+      epochs: The number of epochs.
+      noise_multipliers: All σ; DP-SGD is tuned at the first.
+      seeds: The number of runs of ADADP, of DP-Adam with its best rate and of DP-SGD.
+      other_seeds: The number of runs of DP-Adam with its second best rate and of ADADP's variants.
+      grids: The exponents k of the learning rates 10^(k/2) of each tuned optimizer.
+      open_ended: Whether a grid is extended as long as its best rate is at an end.
+      num_train: The number of private examples.
+      num_test: The number of test examples.
+      hidden_units: The units of each hidden layer.
     """
 
     epochs: int
@@ -53,8 +52,8 @@ class Comparison:
     """A comparison on one data set: the methods `plan`, `table` and `plot` of an `Experiment`.
 
     Attributes:
-      scales: by name.
-      batch_size: expected size of a batch.
+      scales: The scales by name.
+      batch_size: The expected batch size.
       l2_norm_clip: C.
       delta: δ.
     """
@@ -65,7 +64,7 @@ class Comparison:
     delta: float = 1e-5
 
     def plan(self, scale: str, trials: Sequence[Trial]) -> list[Settings]:
-        """All trials that are wanted, as far as the finished ones tell."""
+        """The wanted trials, given the finished ones."""
         how = self.scales[scale]
         wanted: list[Settings] = []
         for number, sigma in enumerate(how.noise_multipliers):
@@ -121,7 +120,7 @@ class Comparison:
 def _search(
     how: Scale, trials: Iterable[Trial], optimizer: str, sigma: float
 ) -> tuple[list[float], list[float]]:
-    """The rates to try with seed 0; once all are there and the best is inside, their ranking."""
+    """The rates to try with seed 0, and their ranking once all are done and the best is inside."""
     scores = {
         t.settings["arguments"]["learning_rate"]: final_accuracy(t)
         for t in trials
@@ -147,12 +146,12 @@ def _is(trial: Trial, optimizer: str, sigma: float) -> bool:
 
 
 def final_accuracy(trial: Trial) -> float:
-    """Share of the test set that is right after the last epoch."""
+    """The test accuracy after the last epoch."""
     return trial.result["accuracy"][-1]
 
 
 def groups(trials: Iterable[Trial]) -> dict[tuple[float, str], list[Trial]]:
-    """Trials that differ in their seed alone, by σ and label, the most accurate of each σ first."""
+    """Trials that differ only in their seed, by σ and label, the most accurate of each σ first."""
     found = collections.defaultdict(list)
     for trial in trials:
         found[trial.settings["noise_multiplier"], dense.label(trial.settings)].append(trial)
@@ -162,7 +161,7 @@ def groups(trials: Iterable[Trial]) -> dict[tuple[float, str], list[Trial]]:
 
 
 def shown(trials: Sequence[Trial], sigma: float) -> dict[str, list[Trial]]:
-    """What the figures show at one σ: all ADADP, the two best DP-Adam, DP-SGD of the first σ.
+    """The curves of a figure at one σ: all ADADP, the two best DP-Adam, DP-SGD of the first σ.
 
     The two best are those of the grid, with seed 0, as in the plan.
     """
@@ -170,7 +169,7 @@ def shown(trials: Sequence[Trial], sigma: float) -> dict[str, list[Trial]]:
     kept = {}
     for optimizer, at, count in [("ADADP", sigma, None), ("DPAdam", sigma, 2), ("DPSGD", first, 1)]:
         grid = [t for t in trials if _is(t, optimizer, at) and t.settings["seed"] == 0]
-        if count is None:  # so that each has its colour at all σ
+        if count is None:  # so that each keeps its colour at all σ
             grid.sort(key=lambda t: dense.label(t.settings))
         else:
             grid.sort(key=lambda t: (-final_accuracy(t), t.settings["arguments"]["learning_rate"]))
@@ -186,7 +185,7 @@ def shown(trials: Sequence[Trial], sigma: float) -> dict[str, list[Trial]]:
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """Mean and spread of the final accuracy, of all that was run."""
+    """Mean and standard deviation of the final accuracy, for all trials."""
     lines = ["| σ | ε | method | test accuracy | seeds |", "| --- | --- | --- | --- | --- |"]
     for (sigma, name), runs in groups(trials).items():
         lines.append(

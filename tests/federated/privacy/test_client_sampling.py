@@ -120,7 +120,7 @@ def test_the_number_of_clients_has_to_be_the_stated_one():
         ("abc", None, TypeError, "`client_ids` must be a list of strings"),
         ([1, 2], None, TypeError, "`client_ids` must be a list of strings"),
         ([], None, ValueError, "at least one, and all different"),
-        (["a", "b", "a"], None, ValueError, "3 ids, 2 different ones"),
+        (["a", "b", "a"], None, ValueError, "3 ids, 2 distinct"),
         (["a"] * 1, b"short", ValueError, "`key` must be 32 bytes"),
     ],
 )

@@ -158,7 +158,7 @@ def test_arguments_that_do_not_fit_are_refused(change, error, message):
 
 
 def test_there_has_to_be_something_to_train():
-    with pytest.raises(ValueError, match="The model must have something to train"):
+    with pytest.raises(ValueError, match="The model must have trainable weights"):
         PRIVACIES["fixed"].aggregator().create(tff.types.to_type([]))
 
 

@@ -78,6 +78,8 @@ finally:
 """
 
 
+# Slow: test_contexts.py checks the same with workers on this machine, and with a silent one.
+@pytest.mark.slow
 def test_rounds_over_hosts_equal_local_ones_and_one_that_is_cut_off_is_named():
     may = subprocess.run([*hosts.OWN_NETWORK, "true"], capture_output=True, check=False)
     if may.returncode:

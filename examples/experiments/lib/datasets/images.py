@@ -9,13 +9,15 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from examples.experiments.lib.datasets.folder import folder
+from federated.datasets.folder import folder
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
 
 def _load(name: str, split: str, data_dir: str | None) -> Arrays:
-    path = folder(data_dir, "TFDS_DATA_DIR", f"tensorflow-datasets' {name}")
+    path = folder(
+        "--data_dir", data_dir, "TFDS_DATA_DIR", f"It must hold tensorflow-datasets' {name}."
+    )
     data = tfds.load(name, split=split, data_dir=str(path), batch_size=-1)
     return data["image"].numpy(), data["label"].numpy()
 
@@ -52,7 +54,9 @@ def cifar10_features(
     path = conv_layers or os.environ.get("CIFAR100_CONV_LAYERS")
     if path is None:
         path = (
-            folder(data_dir, "TFDS_DATA_DIR", "CIFAR-10").resolve().parent
+            folder("--data_dir", data_dir, "TFDS_DATA_DIR", "It must hold CIFAR-10.")
+            .resolve()
+            .parent
             / "cifar100_conv_layers.npz"
         )
     if not pathlib.Path(path).is_file():

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from examples.experiments.lib.datasets.folder import folder
+from federated.datasets.folder import folder
 
 SPLITS = ("train", "heldout", "test")
 _FIELDS = ("tokens", "title", "tags")
@@ -65,7 +65,8 @@ def posts(data_dir: str | None, split: str) -> list[Post]:
     """
     if split not in SPLITS:
         raise ValueError(f"`split` must be one of {SPLITS}. Received: split={split!r}")
-    path = folder(data_dir, "TFF_CACHE_DIR", "TFF's stackoverflow.sqlite") / "stackoverflow.sqlite"
+    how = "It must hold TFF's stackoverflow.sqlite."
+    path = folder("--data_dir", data_dir, "TFF_CACHE_DIR", how) / "stackoverflow.sqlite"
     if not path.is_file():
         raise FileNotFoundError(
             f"There must be a file {path.name}, as TFF's load_data leaves it once unpacked. "

@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from examples.experiments.lib.datasets.folder import folder
 from examples.experiments.lib.datasets.images import Arrays
+from federated.datasets.folder import folder
 
 VOCABULARY_SIZE = 10_000
 LENGTH = 290  # tokens of a review; the AdaDPS authors' number
@@ -110,7 +110,9 @@ def inverse_document_frequencies(bags: np.ndarray) -> np.ndarray:
 
 
 def _reviews(data_dir: str | None, split: str, number: int | None) -> tuple[list[str], np.ndarray]:
-    path = folder(data_dir, "TFDS_DATA_DIR", "tensorflow-datasets' imdb_reviews")
+    path = folder(
+        "--data_dir", data_dir, "TFDS_DATA_DIR", "It must hold tensorflow-datasets' imdb_reviews."
+    )
     wanted = split if number is None else f"{split}[:{number}]"
     data = tfds.load("imdb_reviews", split=wanted, data_dir=str(path), batch_size=-1)
     return [text.decode() for text in data["text"].numpy()], data["label"].numpy()
@@ -148,7 +150,9 @@ def stack_exchange_posts(
       ids: numbers of words.
       length: of each row.
     """
-    path = folder(cache_dir, "TFF_CACHE_DIR", "TensorFlow Federated's stackoverflow.sqlite")
+    path = folder(
+        "cache_dir", cache_dir, "TFF_CACHE_DIR", "It must hold TFF's stackoverflow.sqlite."
+    )
     file = (path / "stackoverflow.sqlite").resolve()
     if not file.is_file():
         raise FileNotFoundError(f"TFF_CACHE_DIR must hold stackoverflow.sqlite. Received: {path}")
@@ -173,7 +177,8 @@ def stack_exchange_counts(cache_dir: str | None, ids: dict[str, int]) -> np.ndar
     Returns:
       Counts by number, of shape [10,000].
     """
-    path = folder(cache_dir, "TFF_CACHE_DIR", "TensorFlow Federated's stackoverflow.word_count")
+    how = "It must hold TFF's stackoverflow.word_count."
+    path = folder("cache_dir", cache_dir, "TFF_CACHE_DIR", how)
     counts = np.zeros(VOCABULARY_SIZE)
     for line in (path / "stackoverflow.word_count").read_text().splitlines():
         word, _, count = line.rpartition(" ")
