@@ -1,4 +1,4 @@
-"""The engines that are compared, and the environment that each runs in. Pure data."""
+"""The benchmarked engines and their environments. Pure data."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Family:
     """Engines of one framework.
 
     Args:
-      module: where its engines are made.
-      packages: distributions whose versions are recorded.
-      environment: folder under `benchmarks/peers` with an environment; `None`: the caller's own.
+      module: The module that makes its engines.
+      packages: The distributions whose versions are recorded.
+      environment: A folder under `benchmarks/peers` with an environment; `None` takes the caller's.
     """
 
     module: str
@@ -24,7 +24,7 @@ class Family:
     environment: str | None = None
 
     def python(self) -> pathlib.Path:
-        """The interpreter of its workers; it need not exist."""
+        """The interpreter of its workers, which may not exist."""
         if self.environment is None:
             return pathlib.Path(sys.executable)
         return ROOT / "benchmarks" / "peers" / self.environment / ".venv" / "bin" / "python"
@@ -45,7 +45,7 @@ FAMILIES = {
     ),
 }
 
-# Engine: its family, what it is. Those that take much memory come late, see `measure.py`.
+# Engine: its family and description. Engines that need much memory come last, see `measure.py`.
 ENGINES = {
     "keras_sgd": ("tensorflow", "Keras SGD, not private"),
     "dpsgd": ("tensorflow", "tf_adaptive_dp.DPSGD"),

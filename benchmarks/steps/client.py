@@ -1,4 +1,4 @@
-"""The other end of a worker: starts the process, asks it, and makes sure that it ends."""
+"""Starts a worker process, sends it commands, and ensures that it ends."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.steps import catalogue
 
 
 class WorkerError(Exception):
-    """A worker has no answer.
+    """A worker failed to answer.
 
     Args:
       status: `"not supported"`, `"failed"` or `"timed out"`.
-      reason: in one line.
+      reason: The reason in one line.
     """
 
     def __init__(self, status: str, reason: str):
@@ -29,20 +29,20 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """One engine in a process of its own, in the engine's environment.
+    """One engine in a separate process, in the engine's environment.
 
-    The process ends with `close`; if this program dies first, the pipe to the worker closes, and
-    the worker ends itself.
+    The process ends with `close`. If this program dies first, the pipe to the worker closes, and
+    the worker exits.
 
     Args:
-      engine: a name of `catalogue.ENGINES`.
-      model: a name of `problems.PROBLEMS`.
+      engine: A name of `catalogue.ENGINES`.
+      model: A name of `problems.PROBLEMS`.
       batch_size: B.
-      width: factor of the hidden sizes.
-      timeout: seconds that one answer may take.
+      width: The factor of the hidden sizes.
+      timeout: Seconds to wait for an answer.
 
     Raises:
-      WorkerError: if it cannot be started.
+      WorkerError: If it cannot be started.
     """
 
     def __init__(self, engine: str, model: str, batch_size: int, width: int, timeout: float):
@@ -73,10 +73,10 @@ class Worker:
         self._answers.put(None)
 
     def answer(self) -> dict:
-        """The next thing that the worker says.
+        """Returns the next message of the worker.
 
         Raises:
-          WorkerError: if it says that it failed, is silent for too long, or has ended.
+          WorkerError: If the worker reports an error, is silent for too long, or has ended.
         """
         try:
             line = self._answers.get(timeout=self.timeout)
@@ -91,7 +91,7 @@ class Worker:
 
     def ask(self, command: str, **arguments: Any) -> dict:
         """Sends a command and returns the answer; see `answer`."""
-        # If it has ended, what it last said, or how it ended, comes out of `answer`.
+        # If it has ended, `answer` returns its last message or raises how it ended.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
             self._process.stdin.flush()
@@ -105,14 +105,14 @@ class Worker:
         return f"killed by signal {-code} (9: out of memory?)" if code < 0 else f"exit code {code}"
 
     def log(self) -> str:
-        """The last lines that the worker, and the libraries in it, printed."""
+        """The last lines that the worker and its libraries printed."""
         self._stderr.seek(0)
         lines = self._stderr.read().decode("utf-8", errors="replace").splitlines()
         # TensorFlow's greeting on a machine without a GPU.
         return "\n".join([line for line in lines if "Unable to register" not in line][-5:])
 
     def close(self) -> None:
-        """Ends the process, in the end by force. Can be called twice."""
+        """Ends the process, by force if necessary. Can be called twice."""
         if self._stderr.closed:
             return
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Times several engines on one problem by turns, so that all see the same state of the machine."""
+"""Times several engines on one problem in turns, so that all see the same machine state."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Callable
 from benchmarks.core import quartiles
 from benchmarks.steps.client import Worker, WorkerError
 
-SLOW_MS = 2_000.0  # a step that takes longer is measured a few times only
-TURN_MS = 3_000.0  # about the longest turn of an engine that is not slow
-HEAVY_MIB = 2_048.0  # a process that needs more does not stay while others are measured
+SLOW_MS = 2_000.0  # a step that takes longer is measured only a few times
+TURN_MS = 3_000.0  # the approximate longest turn of an engine that is not slow
+HEAVY_MIB = 2_048.0  # a process that needs more leaves before others are measured
 MIN_TURNS = 3
 
 
 def steps_of_turn(estimate_ms: float, steps: int) -> int:
-    """How many steps an engine is timed in one turn: fewer than `steps` if they take long."""
+    """The number of timed steps in a turn: fewer than `steps` if they are slow."""
     return max(1, min(steps, int(TURN_MS / max(estimate_ms, 1e-3))))
 
 
 class Measurement:
-    """One engine's worker and what it measured so far.
+    """One engine's worker and its measurements so far.
 
     Args:
-      worker: it has just been started.
-      steps: timed steps in a turn, if they do not take long.
+      worker: A worker that was just started.
+      steps: The number of timed steps in a turn, unless they are slow.
     """
 
     def __init__(self, worker: Worker, steps: int):
@@ -47,21 +47,21 @@ class Measurement:
 
     @property
     def slow(self) -> bool:
-        """Whether a step takes so long that a few must do."""
+        """Whether steps are too slow for more than a few."""
         return self.estimate_ms >= SLOW_MS
 
     @property
     def passes(self) -> bool:
-        """Whether it takes all its turns at once and leaves: it is slow or needs much memory."""
+        """Whether it takes all its turns at once and leaves, being slow or large."""
         return self.slow or self.peak_mib > HEAVY_MIB
 
     def take_turn(self) -> None:
-        """Times a turn of steps, after one that does not count unless it is slow."""
+        """Times a turn of steps, after an untimed step unless steps are slow."""
         self._milliseconds += self._run(self._steps, untimed=0 if self.slow else 1)
         self.peak_mib = self._memory()
 
     def row(self) -> dict:
-        """What goes into the results."""
+        """The row of the results."""
         lower, median, upper = quartiles(self._milliseconds)
         return {
             "status": "ok",
@@ -78,10 +78,10 @@ class Measurement:
 
 
 class Session:
-    """The workers of one problem, and the rows of those that are done.
+    """The workers of one problem, and the rows of finished ones.
 
     Args:
-      say: is told about the progress.
+      say: Receives progress messages.
     """
 
     def __init__(self, say: Callable[[str], None]):
@@ -90,7 +90,7 @@ class Session:
         self._say = say
 
     def add(self, engine: str, worker: Worker, rounds: int, steps: int) -> None:
-        """Warms an engine up; one that is not to stay takes its turns between those of others."""
+        """Warms an engine up; one that does not stay takes its turns between those of others."""
         try:
             measurement = Measurement(worker, steps)
         except WorkerError as error:
@@ -110,7 +110,7 @@ class Session:
         worker.close()
 
     def take_turns(self) -> None:
-        """One turn of each engine that stays."""
+        """Takes one turn of each engine that stays."""
         for engine, measurement in list(self._staying.items()):
             self._take_turn(engine, measurement)
 
@@ -122,7 +122,7 @@ class Session:
             self.fail(engine, error, measurement.worker)
 
     def fail(self, engine: str, error: WorkerError, worker: Worker | None = None) -> None:
-        """Makes a row of an error."""
+        """Makes a row from an error."""
         self._say(f"{engine}: {error}")
         if worker is not None:
             if error.status != "not supported":
@@ -131,7 +131,7 @@ class Session:
         self.rows[engine] = {"status": error.status, "reason": error.reason}
 
     def finish(self) -> None:
-        """Makes rows of the engines that stayed."""
+        """Makes rows from the engines that stayed."""
         for engine, measurement in self._staying.items():
             self.rows[engine] = measurement.row()
 
@@ -149,23 +149,23 @@ def measure(
 ) -> list[dict]:
     """Measures engines on one problem.
 
-    Engines are started one after the other and then take turns of `steps` steps each; one computes
-    at a time. A slow one, or one that needs much memory, takes its turns right after its start,
-    between turns of those that are there already, and leaves. A worker that fails becomes a row
+    Engines are started one after another and then take turns of `steps` steps each; one computes at
+    a time. An engine that is slow or needs much memory takes its turns right after its start,
+    between turns of the engines that are already running, and leaves. A failed worker becomes a row
     with the reason.
 
     Args:
-      engines: names of `catalogue.ENGINES`.
-      model: a name of `problems.PROBLEMS`.
+      engines: Names of `catalogue.ENGINES`.
+      model: A name of `problems.PROBLEMS`.
       batch_size: B.
-      width: factor of the hidden sizes.
-      rounds: how many turns each engine takes.
-      steps: timed steps in a turn.
-      timeout: seconds that one answer of a worker may take.
-      say: is told about the progress.
+      width: The factor of the hidden sizes.
+      rounds: The number of turns of each engine.
+      steps: The number of timed steps in a turn.
+      timeout: Seconds to wait for an answer of a worker.
+      say: Receives progress messages.
 
     Returns:
-      One row an engine, in the order of `engines`.
+      One row per engine, in the order of `engines`.
     """
     session = Session(say)
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The models that are timed, described once for all frameworks, and their random data.
+"""The benchmarked models, described once for all frameworks, and their random data.
 
 Needs NumPy alone, since the peers' environments have no TensorFlow.
 """
@@ -19,18 +19,18 @@ IMAGE, FILTERS = (32, 32, 3), 64
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A model and what it is trained on.
+    """A model and its training task.
 
     Args:
-      name: its name on the command line.
-      description: what the report says.
-      batch_size: B, if the command line does not say another.
-      loss: `"softmax"` (integer labels), `"sigmoid"` (several tags an example) or
-        `"squared_error"` (the input itself is the target).
-      sizes: the sizes of the dense layers, from the input's on.
-      activation: of the hidden dense layers.
-      output_activation: of the last layer.
-      scalable: whether `width` multiplies the hidden sizes.
+      name: The name on the command line.
+      description: The description in the report.
+      batch_size: The default of B.
+      loss: `"softmax"` (integer labels), `"sigmoid"` (several tags per example) or
+        `"squared_error"` (the target is the input).
+      sizes: The sizes of the dense layers, starting with the input.
+      activation: The activation of the hidden dense layers.
+      output_activation: The activation of the last layer.
+      scalable: Whether `width` multiplies the hidden sizes.
     """
 
     name: str

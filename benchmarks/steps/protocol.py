@@ -1,4 +1,4 @@
-"""What a worker and the program that started it say to each other: one JSON object a line.
+"""The protocol between a worker and the program that started it: one JSON object per line.
 
 The worker begins with `ready` or `error`; then each command has one answer:
 
@@ -6,7 +6,7 @@ The worker begins with `ready` or `error`; then each command has one answer:
     {"command": "memory"}                          ->  {"peak_mib": 512.0}
     {"command": "quit"}, or the end of stdin       ->  the worker ends
 
-An answer with the key "error" says what went wrong, with "status" saying in what way.
+An answer with the key "error" describes a failure; its "status" is the kind of failure.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, TextIO
 
 
 class NotSupportedError(Exception):
-    """The engine cannot train this model; the message says why."""
+    """The engine cannot train this model, for the reason in the message."""
 
 
 def take_stdout() -> TextIO:
-    """Keeps stdout for the protocol alone: whatever else prints there goes to stderr from now on.
+    """Reserves stdout for the protocol; everything else that prints there now goes to stderr.
 
     Returns:
-      The stream to send answers on.
+      The stream for answers.
     """
     private = os.dup(1)
     os.dup2(2, 1)
@@ -43,10 +43,10 @@ def send(stream: TextIO, **message: Any) -> None:
 
 
 def receive(stream: TextIO) -> Iterator[dict]:
-    """The commands, as they come in.
+    """Yields the commands as they arrive.
 
-    A thread of its own reads them. At the end of the stream, which comes when whoever started this
-    process has ended in whatever way, it ends the process even in the middle of a step.
+    A separate thread reads them. The stream ends when the parent process ends in any way; then the
+    thread ends this process, even in the middle of a step.
     """
     messages: queue.Queue[dict] = queue.Queue()
 
@@ -64,17 +64,17 @@ def receive(stream: TextIO) -> Iterator[dict]:
 
 
 def peak_memory_mib() -> float:
-    """The largest resident size that this process has had.
+    """The largest resident size of this process so far.
 
-    Linux counts what the parent held when it started the process, so the parent must be small.
+    Linux includes the size of the parent when it started the process, so the parent must be small.
     """
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
 
 
 def short_reason(error: BaseException) -> str:
-    """An error in one line, without the paths of this machine.
+    """Formats an error in one line, without paths of this machine.
 
-    Keras and TensorFlow put the traceback into the message; what matters is its last line.
+    Keras and TensorFlow put the traceback into the message; its last line is the useful one.
     """
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line and "{{node" not in line and "[Op:" not in line]

@@ -1,7 +1,7 @@
-"""One engine on one model: makes the training step, then times it when it is told to.
+"""One engine on one model: makes the training step and times it on command.
 
-No privacy claim: the data is random. `run.py` starts it, in the environment of the engine; see
-`protocol.py` for what it understands.
+No privacy claim: the data is random. `run.py` starts it in the environment of the engine; see
+`protocol.py` for its commands.
 
     python -m benchmarks.steps.worker --engine dpsgd --model mlp --batch_size 250
 """
@@ -28,7 +28,7 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def time_steps(step: Callable[[], None], steps: int, untimed: int) -> list[float]:
-    """Milliseconds of each of `steps` steps, after `untimed` that do not count."""
+    """The milliseconds of each of `steps` steps, after `untimed` steps."""
     for _ in range(untimed):
         step()
     milliseconds = []
@@ -40,7 +40,7 @@ def time_steps(step: Callable[[], None], steps: int, untimed: int) -> list[float
 
 
 def serve(args: argparse.Namespace, answers) -> None:
-    """Makes the step and answers until it is told to quit."""
+    """Makes the step and answers commands until it is told to quit."""
     commands = protocol.receive(sys.stdin)
     family = catalogue.family_of(args.engine)
     module = importlib.import_module(family.module)
@@ -64,7 +64,7 @@ def serve(args: argparse.Namespace, answers) -> None:
 
 
 def main() -> None:
-    """Serves, and says what went wrong if something does."""
+    """Serves, and reports errors."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--engine", choices=list(catalogue.ENGINES), required=True)
     parser.add_argument("--model", choices=list(problems.PROBLEMS), required=True)
@@ -76,7 +76,7 @@ def main() -> None:
         serve(args, answers)
     except protocol.NotSupportedError as error:
         protocol.send(answers, error=str(error), status="not supported")
-    except Exception as error:  # whatever a library throws becomes a row of the table
+    except Exception as error:  # any error of a library becomes a row of the table
         traceback.print_exc()
         protocol.send(answers, error=protocol.short_reason(error), status="failed")
 
@@ -84,4 +84,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # frameworks may hang in their own clean-up
+    os._exit(0)  # frameworks may hang in their own cleanup

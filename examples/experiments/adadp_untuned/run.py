@@ -12,7 +12,7 @@ best of three learning rates.
 
 Privacy claim: each run alone is (ε, δ)-DP, δ = 1e-5, for adding or removing one training example.
 Batches are drawn by Poisson sampling, so the ε shown is exact. Accuracy is that of the test data,
-on which the rates of DP-Adam and DP-SGD are chosen; what that costs is not counted. ADADP chooses
+on which the rates of DP-Adam and DP-SGD are chosen; their cost is not in ε. ADADP chooses
 nothing.
 
     python examples/experiments/adadp_untuned/run.py --scale small

@@ -27,7 +27,7 @@ Privacy claim: each run of a private method alone is (ε, δ)-DP for adding or r
 private reviews. Batches are drawn by Poisson sampling, so ε is exact. With microbatches they are
 shuffled, which Poisson sampling only approximates, and one review changes a sum by up to 2C: ε is
 that of half the noise multiplier. Accuracy is that of the test reviews, and pairs are chosen by it,
-as in the paper; what the choice costs is not counted.
+as in the paper; ε does not include the cost of this choice.
 
     python examples/experiments/adadps_imdb/run.py --scale small --data_dir ~/tensorflow_datasets
 

@@ -9,7 +9,7 @@ data. The smaller scales train an autoencoder of a quarter of the widths (the co
 Privacy claim: each run of a private method alone is (ε, δ)-DP, with δ one over the number of
 private images, for adding or removing one image. Batches are drawn by Poisson sampling, so the ε
 shown is exact. Figures are those of the test images; clip norms and rates are chosen on these, as
-in the paper, and what the choice costs is not counted.
+in the paper, and ε does not include the cost of this choice.
 
     python examples/experiments/adadps_mnist/run.py --scale small --data_dir ~/tensorflow_datasets
 """

@@ -13,7 +13,8 @@ users, who are of one site. All of these are kept out of the private data.
 Privacy claim: each run of a private method alone is (ε, δ)-DP, with δ one over the number of
 private posts, for adding or removing one post; a user with many posts is protected less. Batches
 are drawn by Poisson sampling, so the ε shown is exact. Accuracy is that of the test posts; clip
-norms and rates are chosen on these, as in the paper, and what the choice costs is not counted.
+norms and rates are chosen on these, as in the paper, and ε does not include the cost of this
+choice.
 
     python examples/experiments/adadps_stackoverflow/run.py --scale small --data_dir FOLDER
 

@@ -15,7 +15,7 @@ Privacy claim: the data are made up, so there is nobody to protect; the private 
 would on real data, each run alone (ε, δ)-DP with δ = 1/1,000 for adding or removing one example.
 Batches are drawn by Poisson sampling, so ε is exact. A is known beforehand. Clip norms and rates,
 equally many pairs for each private method, are chosen by the loss that is shown, as in the paper;
-what that costs is not counted.
+ε does not include the cost of this choice.
 
     python examples/experiments/adadps_toy/run.py --scale small
 """

@@ -7,7 +7,7 @@ Each gets equally many pairs of clip norm and rate. The rest is as in `adadps_im
 Privacy claim: as there. Each private run alone is (ε, δ)-DP for adding or removing one private
 review, with an exact ε, since batches are drawn by Poisson sampling; "ideal" gives no privacy.
 Public reviews are kept out of the private ones. Accuracy is that of the test reviews, and pairs are
-chosen by it, as in the paper; what the choice costs is not counted.
+chosen by it, as in the paper; ε does not include the cost of this choice.
 
     python examples/experiments/public_size/run.py --scale small --data_dir ~/tensorflow_datasets
 """
