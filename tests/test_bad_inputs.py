@@ -10,10 +10,11 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tests.helpers.unchanged import assert_refused
+from tf_adaptive_dp.accounting.ledger import Releases
 
 X, Y = catalogue.data()
 NAN, INF = math.nan, math.inf
-LEDGER = SimpleNamespace(segments=[(2.0, 100.0, 50)], other_events=())
+LEDGER = Releases([(2.0, 100.0, 50)])
 POISSON = dp.PoissonSampling(0.25, 33, steps=20)
 CANARIES = dp.auditing.Canaries(X, Y, seed=1)
 CLASS_ERROR = "`keras_optimizer_class` must be a subclass .*Received: "

@@ -31,6 +31,7 @@ PUBLIC = [
 RANKS = [
     {"_keras"},
     {"errors", "checks", "version"},
+    {"_keras"},
     {"accounting", "gradients", "update_rules"},
     {"durable", "mechanism", "sampling", "side_information", "validation"},
     {"auditing", "optimizers", "statement"},

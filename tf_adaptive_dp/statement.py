@@ -294,8 +294,8 @@ def list_of_releases(
 def _repetitions(
     with_checks: Sequence[tuple[Segment, Checks]], num_examples: int, sampling: Sampling | str
 ) -> str:
-    passes = spending.label_of(sampling) == "shuffled"
-    again = sum(composition.repeated(*of, num_examples, passes=passes) for of in with_checks)
+    in_epochs = spending.label_of(sampling) == "shuffled"
+    again = sum(composition.repeated(*of, num_examples, in_epochs=in_epochs) for of in with_checks)
     if not again:
         return ""
     return list_item(

@@ -13,14 +13,14 @@ from tensorflow_privacy.privacy.analysis import compute_dp_sgd_privacy_lib as tf
 
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import dp_event, epsilon, epsilon_spent, releases_left
-from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
 from tf_adaptive_dp.sampling import spending
 
 N, DELTA = 60_000, 1e-5
 
 
 def fake_ledger(*segments, other_events=()):
-    return SimpleNamespace(segments=[Segment(*s) for s in segments], other_events=other_events)
+    return Releases([Segment(*s) for s in segments], other_events)
 
 
 def subsampled(noise_multiplier, sampling_probability, steps):

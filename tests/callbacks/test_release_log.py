@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
-from tf_adaptive_dp.accounting.ledger import Segment
+from tf_adaptive_dp.accounting.ledger import Releases, Segment
 from tf_adaptive_dp.durable import ledger_file as files
 from tf_adaptive_dp.durable.ledger_file import SegmentFile
 
@@ -158,7 +158,7 @@ def test_lost_releases_are_counted_in_any_order_of_callbacks(tmp_path, order):
     saved.ledger.restore([(1.0, 8.0, 5)])
     log = log_of(tmp_path / "log", (1.0, 8.0, 6), (0.7, 8.0, 3))
     spent = [Segment(1.0, 8.0, 6), Segment(0.7, 8.0, 3)]
-    in_the_end = types.SimpleNamespace(segments=[*spent, (1.0, 8.0, 4)], other_events=())
+    in_the_end = Releases([*spent, (1.0, 8.0, 4)])
     limit = dp.epsilon_spent(in_the_end, N, DELTA) * (1 + 1e-9)
     budget, monitor = dp.PrivacyBudget(limit, DELTA, N), dp.PrivacyMonitor(N, DELTA)
 

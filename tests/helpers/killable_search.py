@@ -18,8 +18,9 @@ def search(folder, strategy, num_trials):
     import tensorflow as tf
 
     import tf_adaptive_dp as dp
+    from tf_adaptive_dp._keras import process_state
     from tf_adaptive_dp.tuning import HonestTuner, strategies
-    from tf_adaptive_dp.tuning.keras_tuner import oracle, plan, process_state, trial
+    from tf_adaptive_dp.tuning.keras_tuner import oracle, plan, trial
 
     process_state.NUMBERS = 1
     plan.Plan.noise_multiplier = lambda plan: 1.0  # seconds, and not what this is about

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 
-from tf_adaptive_dp.accounting.ledger import Segment
+from tf_adaptive_dp.accounting.ledger import Releases, Segment
 from tf_adaptive_dp.sampling import draws
 
 KEY = draws.new_key(seed=7)
 N, DELTA = 1_000, 1e-3
 
 
-def fake_ledger(*segments, other_events=(), **more):
-    return SimpleNamespace(
-        segments=[Segment(*s) for s in segments], other_events=other_events, **more
-    )
+def fake_ledger(*segments, other_events=(), checks=()):
+    return Releases([Segment(*s) for s in segments], other_events, checks)
 
 
 def drawn_ids(dataset):

@@ -65,7 +65,8 @@ class Fake:
     """Stands for the training of trials: scores and crashes by plan, and a file for each."""
 
     def __init__(self, monkeypatch, *results, draws=None):
-        from tf_adaptive_dp.tuning.keras_tuner import oracle, plan, process_state, trial
+        from tf_adaptive_dp._keras import process_state
+        from tf_adaptive_dp.tuning.keras_tuner import oracle, plan, trial
 
         monkeypatch.setattr(process_state, "NUMBERS", 1)  # using them up takes a second
         self.results, self.trained, self.folders_seen = list(results), [], []

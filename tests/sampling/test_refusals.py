@@ -201,7 +201,7 @@ def test_examples_of_other_shapes_are_refused_and_not_broadcast():
         (dp.PoissonSampling(0.1, 300, 49), None, {}, "released 50 noisy .*only 49 batches"),
         (
             dp.PoissonSampling(0.1, 300, 50),
-            fake_ledger((2.0, 100.0, 1), num_microbatches=10),
+            SimpleNamespace(ledger=fake_ledger((2.0, 100.0, 1)), num_microbatches=10),
             {},
             "without `num_microbatches`. Received: num_microbatches=10",
         ),

@@ -19,7 +19,7 @@ from tf_adaptive_dp.accounting.composition import (
     epsilon_spent,
     epsilon_without_amplification,
 )
-from tf_adaptive_dp.accounting.ledger import Checks, Segment
+from tf_adaptive_dp.accounting.ledger import Checks, Releases, Segment
 from tf_adaptive_dp.mechanism import draw_numbers
 from tf_adaptive_dp.sampling import draws, spending
 from tf_adaptive_dp.statement import privacy_statement
@@ -176,7 +176,7 @@ def test_small_and_empty_batches_that_look_the_same_are_no_repetitions(sampling)
     ledger = run(dp.poisson_batches(data(4), sampling))
     assert ledger.num_releases == 60
     assert ledger.checks == [Checks()]
-    ledger = SimpleNamespace(segments=[(2.0, 0.5, 60)], checks=ledger.checks, other_events=())
+    ledger = Releases([(2.0, 0.5, 60)], checks=ledger.checks)
     text = " ".join(privacy_statement(ledger, 4, 1e-2, sampling="poisson").split())
     assert "stated to have been drawn by Poisson sampling; if so, this epsilon is an upper" in text
     assert "not verify that the batch was a fresh draw for 60 of the noisy gradients" in text
@@ -270,7 +270,7 @@ def test_batches_without_padding_are_known_by_their_contents():
     spent = fixed.epsilon_spent(ledger, N, DELTA)
     alone = dp_accounting.rdp.RdpAccountant()
     alone.compose(dp_accounting.GaussianDpEvent(SIGMA / 2), 5)
-    fresh = SimpleNamespace(segments=[(SIGMA, 20.0, 5)], other_events=())
+    fresh = Releases([(SIGMA, 20.0, 5)])
     assert spent > max(alone.get_epsilon(DELTA), fixed.epsilon_spent(fresh, N, DELTA))
     few = dp.sampling.FixedSizeSampling(8, 50)
     assert run.optimizer.ledger.num_releases == 10
@@ -283,7 +283,7 @@ def test_passes_over_the_same_batches_are_passes_and_within_one_they_are_not():
     run = Run()
     ledger = run(in_order.repeat(3))
     assert ledger.checks == [Checks(checked=15, repeated=10, nearest=5)]
-    plain = SimpleNamespace(segments=ledger.segments, other_events=())
+    plain = Releases(ledger.segments)
     assert epsilon_spent(ledger, N, DELTA) == epsilon_spent(plain, N, DELTA)
     bounds = [epsilon_without_amplification(of, N, DELTA) for of in (ledger, plain)]
     assert bounds[0] == bounds[1]
@@ -309,7 +309,7 @@ def test_training_on_all_data_in_each_step_costs_what_it_did():
     whole = dp.PoissonSampling(1.0, N + 1, 9)
     ledger = Run(expected_batch_size=float(N))(dp.poisson_batches((x, y), whole))
     assert whole.epsilon_spent(ledger, N, DELTA) == epsilon(SIGMA, 1.0, 9, DELTA)
-    ledger = SimpleNamespace(segments=ledger.segments, checks=[Checks()], other_events=())
+    ledger = Releases(ledger.segments, checks=[Checks()])
     text = privacy_statement(ledger, N, DELTA, sampling="poisson")
     assert "proven upper bound" in " ".join(text.split())  # nothing is amplified
 

@@ -115,14 +115,14 @@ def test_keywords_reach_the_accounting():
 
 def test_the_table():
     lines = str(recommend(TRIAL, 4, DELTA)).splitlines()
-    assert lines[0] == "4 candidates, the best of them tried with 90%, δ = 1e-05"
+    assert lines[0] == "4 candidates, the best one tried with 90% chance, δ = 1e-05"
     assert str(recommend(TRIAL, 4, DELTA, mean_trials=4)).startswith("4 candidates, δ = 1e-05\n")
     assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|") == 8
     spent = composition_epsilon(TRIAL, 4, DELTA)
     assert f"| composition | 4 | 4 | all trials | 100% | as given | {spent:.4g} |" in lines
     assert sum("the winner" in line for line in lines) == 5
     assert sum("no bound" in line for line in lines) == 4
-    assert lines[-1].startswith("The last 2 are not compared") and "logarithmic" in lines[-3]
+    assert lines[-1].startswith("The last 2 are not comparable") and "logarithmic" in lines[-3]
     with_budget = str(recommend(dp_accounting.GaussianDpEvent, 4, DELTA, epsilon=1.0))
     assert "as given" not in with_budget
 

@@ -80,7 +80,7 @@ def epsilon(
     person), for all that was computed from the releases, if the batches were drawn by Poisson
     sampling: every example joins with `sampling_probability`, independently of all else. For
     batches of a shuffled data set (`dataset.shuffle(...).batch(...)`) this ε is the customary
-    approximation and not a proven bound; see `passes.epsilon_without_amplification`.
+    approximation and not a proven bound; see `epsilon_without_amplification`.
 
     Args:
       noise_multiplier: standard deviation of the noise / L2 sensitivity, at least 0.
@@ -112,7 +112,7 @@ def epsilon(
     )
 
 
-def dp_event(ledger: Any, num_examples: int, *, passes: bool = True) -> dp_accounting.DpEvent:
+def dp_event(ledger: Any, num_examples: int, *, in_epochs: bool = True) -> dp_accounting.DpEvent:
     """A ledger as a `DpEvent`, for any accountant.
 
     Guarantee: the event is all that the ledger holds, for adding or removing one example and
@@ -121,7 +121,7 @@ def dp_event(ledger: Any, num_examples: int, *, passes: bool = True) -> dp_accou
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
       num_examples: number of examples in the training set, a public constant.
-      passes: see `epsilon_spent`.
+      in_epochs: see `epsilon_spent`.
 
     Returns:
       The composition of the releases, oldest first, and of `ledger.other_events`.
@@ -130,13 +130,13 @@ def dp_event(ledger: Any, num_examples: int, *, passes: bool = True) -> dp_accou
       TypeError, ValueError: as `epsilon_spent`.
 
     Example:
-      >>> from types import SimpleNamespace
+      >>> from tf_adaptive_dp.accounting import Releases
       >>> from tf_adaptive_dp.accounting.composition import dp_event
-      >>> ledger = SimpleNamespace(segments=[(2.0, 200.0, 3)], other_events=())
+      >>> ledger = Releases([(2.0, 200.0, 3)])
       >>> dp_event(ledger, num_examples=200)
       SelfComposedDpEvent(event=GaussianDpEvent(noise_multiplier=2.0), count=3)
     """
-    segments, other_events = counted_ledger(ledger, num_examples, passes=passes)
+    segments, other_events = counted_ledger(ledger, num_examples, in_epochs=in_epochs)
     builder = dp_accounting.DpEventBuilder()
     for noise_multiplier, batch_size, count in segments:
         builder.compose(release_event(noise_multiplier, batch_size / num_examples), count)
@@ -151,7 +151,7 @@ def epsilon_spent(
     delta: float,
     *,
     accountant: str = "rdp",
-    passes: bool = True,
+    in_epochs: bool = True,
 ) -> float:
     """ε of all that a ledger holds.
 
@@ -167,9 +167,9 @@ def epsilon_spent(
       num_examples: number of examples in the training set, a public constant.
       delta: δ, in (0, 1).
       accountant: `"rdp"` or `"pld"`, see `epsilon`.
-      passes: whether a batch that comes again after a whole pass over the data or later is no
-        repetition, as in passes over batches that are not shuffled anew. It is one for batches
-        that are drawn at random, where `sampling.epsilon_spent` says false.
+      in_epochs: whether the batches come in epochs, so that a batch that returns after a whole
+        pass over the data is not a repetition. For randomly drawn batches it is one, and
+        `sampling.epsilon_spent` passes `False`.
 
     Returns:
       ε ≥ 0, `math.inf` if something was released without noise.
@@ -180,13 +180,13 @@ def epsilon_spent(
       dp_accounting.UnsupportedEventError: for `other_events` that RDP, or "pld" and PLD, lacks.
 
     Example:
-      >>> from types import SimpleNamespace
+      >>> from tf_adaptive_dp.accounting import Releases
       >>> from tf_adaptive_dp.accounting.composition import epsilon_spent
-      >>> ledger = SimpleNamespace(segments=[(2.0, 200.0, 6_000)], other_events=())
+      >>> ledger = Releases([(2.0, 200.0, 6_000)])
       >>> round(epsilon_spent(ledger, num_examples=60_000, delta=1e-5), 3)
       0.538
     """
-    segments, other_events = counted_ledger(ledger, num_examples, passes=passes)
+    segments, other_events = counted_ledger(ledger, num_examples, in_epochs=in_epochs)
     return composed_epsilon(_count(segments, num_examples), other_events, delta, accountant)
 
 
@@ -199,7 +199,7 @@ def releases_left(
     delta: float,
     *,
     accountant: str = "rdp",
-    passes: bool = True,
+    in_epochs: bool = True,
 ) -> int:
     """How many more releases a privacy budget allows: the largest n with ε(n) ≤ `epsilon`.
 
@@ -216,7 +216,7 @@ def releases_left(
       epsilon: the budget, what was spent already included; greater than 0.
       delta: δ, in (0, 1).
       accountant: `"rdp"` or `"pld"`.
-      passes: see `epsilon_spent`.
+      in_epochs: see `epsilon_spent`.
 
     Returns:
       n, from 0 (none fits, or the budget is already overspent) to 2**31.
@@ -225,14 +225,14 @@ def releases_left(
       TypeError, ValueError, dp_accounting.UnsupportedEventError: as `epsilon_spent`.
 
     Example:
-      >>> from types import SimpleNamespace
+      >>> from tf_adaptive_dp.accounting import Releases
       >>> from tf_adaptive_dp.accounting.composition import releases_left
-      >>> ledger = SimpleNamespace(segments=[(2.0, 200.0, 6_000)], other_events=())
+      >>> ledger = Releases([(2.0, 200.0, 6_000)])
       >>> releases_left(ledger, 2.0, 200, num_examples=60_000, epsilon=1.0, delta=1e-5)
       13040
     """
     budget = checks.number("epsilon", epsilon, 0, strict=True)
-    segments, other_events = counted_ledger(ledger, num_examples, passes=passes)
+    segments, other_events = counted_ledger(ledger, num_examples, in_epochs=in_epochs)
     one = _checked((noise_multiplier, batch_size, 1), num_examples)
 
     def fits(n: int, method: str) -> bool:
@@ -266,7 +266,7 @@ def read_ledger(
 
 
 def counted_ledger(
-    ledger: Any, num_examples: int, *, passes: bool
+    ledger: Any, num_examples: int, *, in_epochs: bool
 ) -> tuple[list[Segment], tuple[dp_accounting.DpEvent, ...]]:
     """As `read_ledger`, with segments of their own for releases on batches that came again.
 
@@ -275,15 +275,15 @@ def counted_ledger(
     read, events = _read(ledger, num_examples)
     segments = []
     for segment, known in read:
-        again = repeated(segment, known, num_examples, passes=passes)
+        again = repeated(segment, known, num_examples, in_epochs=in_epochs)
         segments.append(segment._replace(batch_size=float(num_examples), num_releases=again))
         segments.append(segment._replace(num_releases=segment.num_releases - again))
     return [s for s in segments if s.num_releases], events
 
 
-def repeated(segment: Segment, known: Checks, num_examples: int, *, passes: bool) -> int:
-    """How many releases of a segment count as repetitions; for `passes` see `epsilon_spent`."""
-    if passes and known.nearest >= num_examples // segment.batch_size:
+def repeated(segment: Segment, known: Checks, num_examples: int, *, in_epochs: bool) -> int:
+    """How many releases of a segment count as repetitions; for `in_epochs` see `epsilon_spent`."""
+    if in_epochs and known.nearest >= num_examples // segment.batch_size:
         return 0
     return min(known.repeated, segment.num_releases)
 
@@ -435,13 +435,13 @@ def epsilon_without_amplification(
       TypeError, ValueError, dp_accounting.UnsupportedEventError: as `accounting.epsilon_spent`.
 
     Example:
-      >>> from types import SimpleNamespace
+      >>> from tf_adaptive_dp.accounting import Releases
       >>> from tf_adaptive_dp.accounting.composition import epsilon_without_amplification
-      >>> ledger = SimpleNamespace(segments=[(2.0, 200.0, 6_000)], other_events=())
+      >>> ledger = Releases([(2.0, 200.0, 6_000)])
       >>> round(epsilon_without_amplification(ledger, num_examples=60_000, delta=1e-5), 2)
       12.3
     """
-    segments, other_events = counted_ledger(ledger, num_examples, passes=True)
+    segments, other_events = counted_ledger(ledger, num_examples, in_epochs=True)
     counts: Counts = {}
     for segment, times in zip(segments, max_participations(segments, num_examples)):
         release = (segment.noise_multiplier, 1.0)

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
+
+
+def with_checksum(text: bytes) -> bytes:
+    """A line that ends with a checksum of the text before it."""
+    return text + b" %08x\n" % zlib.crc32(text)
+
+
+def checked(line: bytes) -> bytes | None:
+    """The text of a line of `with_checksum`; `None` if the line is damaged."""
+    text = line[:-10]
+    return text if line == with_checksum(text) else None
 
 
 def lock(file: int, in_use: str) -> None:

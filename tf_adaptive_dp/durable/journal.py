@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import weakref
-import zlib
 from pathlib import Path
 
 from tf_adaptive_dp.durable import files
@@ -13,14 +12,13 @@ from tf_adaptive_dp.durable import files
 
 def encoded(entry: dict) -> bytes:
     """One line of text with a checksum at its end."""
-    text = json.dumps(entry, sort_keys=True).encode()
-    return text + b" %08x\n" % zlib.crc32(text)
+    return files.with_checksum(json.dumps(entry, sort_keys=True).encode())
 
 
 def _decoded(line: bytes) -> dict | None:
-    """The entry of a line without its end; `None` if the line is damaged."""
-    text = line[:-9]
-    return json.loads(text) if line[-9:] == b" %08x" % zlib.crc32(text) else None
+    """The entry of a line; `None` if the line is damaged."""
+    text = files.checked(line)
+    return None if text is None else json.loads(text)
 
 
 def compare(before: dict, now: dict, refusal: str, where: str) -> None:
@@ -96,7 +94,7 @@ class Journal:
         if not lines and not beginning.startswith(torn.rstrip(b"\0")[: len(beginning)]):
             self._refuse(1)
         for number, line in enumerate(lines, 1):
-            entry = _decoded(line)
+            entry = _decoded(line + b"\n")
             if entry is None or not self._may_follow(entry):
                 self._refuse(number)
             self._follow(entry)
@@ -115,7 +113,7 @@ class Journal:
           OSError: if it cannot be written. Then, too, it was not noted.
         """
         line = encoded(entry)
-        read = _decoded(line[:-1])
+        read = _decoded(line)
         if not self._may_follow(read):
             raise ValueError(f"This cannot be noted now. Received: {entry!r}")
         # At the place where the last whole line ends, so that it replaces an unfinished one.

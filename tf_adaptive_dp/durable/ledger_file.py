@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import weakref
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,14 +18,13 @@ _RECORD_BYTES = 8192
 def _encoded(number: int, segments: Sequence[Segment]) -> bytes:
     """One line of text of `_RECORD_BYTES`, with a checksum at its end."""
     content = {"release_log": 1, "record": number, "segments": segments}
-    text = json.dumps(content).ljust(_RECORD_BYTES - 10).encode()
-    return text + b" %08x\n" % zlib.crc32(text)
+    return files.with_checksum(json.dumps(content).ljust(_RECORD_BYTES - 10).encode())
 
 
 def _decoded(record: bytes) -> tuple[int, list[Segment]] | None:
     """The number and the segments of a record; `None` if it is not whole."""
-    text = record[:-10]
-    if len(record) != _RECORD_BYTES or record[-10:] != b" %08x\n" % zlib.crc32(text):
+    text = files.checked(record)
+    if len(record) != _RECORD_BYTES or text is None:
         return None
     content = json.loads(text)
     return content["record"], [Segment(*segment) for segment in content["segments"]]

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras import process_state
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.draws import Sampling
@@ -233,7 +234,9 @@ def is_repeatable(data: Any) -> bool:
     """Whether data are, or are made of, batches that another process would draw again."""
     if getattr(data, "is_repeatable", False):
         return True
-    return isinstance(data, tf.data.Dataset) and any(map(is_repeatable, data._inputs()))
+    return isinstance(data, tf.data.Dataset) and any(
+        map(is_repeatable, process_state.input_datasets(data))
+    )
 
 
 def _refuse_several_workers() -> None:

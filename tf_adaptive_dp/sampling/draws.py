@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import hashlib
 import math
 import os
@@ -165,3 +166,32 @@ class Sampling(abc.ABC):
                 "dataset. Let `steps` be the number of batches of the whole run, and pass "
                 f"`steps_per_epoch` to `fit`. Received: sampling={self!r}"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class FullBatches(Sampling):
+    """A sampling whose batches all have the same number of examples, without padding.
+
+    Attributes:
+      batch_size: examples in each batch, at least 1.
+      steps: number of batches of the whole run, at least 1.
+      seed: `None` for the entropy of the operating system; a number is for tests only.
+    """
+
+    batch_size: int
+    steps: int
+    seed: int | None = None
+
+    def __post_init__(self):
+        checks.integer("batch_size", self.batch_size, 1)
+        self._check_common()
+
+    @property
+    def rows(self) -> int:
+        """Rows of an undivided batch tensor."""
+        return self.batch_size
+
+    def expected_batch_size(self, num_examples: int) -> float:
+        """The batch size."""
+        del num_examples
+        return float(self.batch_size)

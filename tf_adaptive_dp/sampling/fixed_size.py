@@ -11,14 +11,13 @@ import dp_accounting
 import numpy as np
 from dp_accounting import rdp
 
-from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.events import unprotected
 from tf_adaptive_dp.sampling import draws
 
 
 @dataclasses.dataclass(frozen=True)
-class FixedSizeSampling(draws.Sampling):
+class FixedSizeSampling(draws.FullBatches):
     """Each batch is a uniformly random subset of a fixed size, independent of the other batches.
 
     Guarantee: (ε, δ)-DP for replacing one example by another, with ε of `epsilon_spent`: Theorem 27
@@ -40,24 +39,7 @@ class FixedSizeSampling(draws.Sampling):
     array([0, 1, 3])
     """
 
-    batch_size: int
-    steps: int
-    seed: int | None = None
     label: ClassVar[str] = "fixed"
-
-    def __post_init__(self):
-        checks.integer("batch_size", self.batch_size, 1)
-        self._check_common()
-
-    @property
-    def rows(self) -> int:
-        """Rows of an undivided batch tensor."""
-        return self.batch_size
-
-    def expected_batch_size(self, num_examples: int) -> float:
-        """The batch size."""
-        del num_examples
-        return float(self.batch_size)
 
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
         """Indices of the examples in the batch of a step: all subsets are equally likely.
@@ -82,7 +64,7 @@ def fixed_size_epsilon(
         size is not whole; for `other_events`, which are stated for adding or removing an example.
     """
     composition.check_probability("delta", delta)
-    segments, events = composition.counted_ledger(ledger, num_examples, passes=False)
+    segments, events = composition.counted_ledger(ledger, num_examples, in_epochs=False)
     if accountant != "rdp":
         raise ValueError(
             "Only `accountant='rdp'` knows batches of fixed size without replacement. Received: "

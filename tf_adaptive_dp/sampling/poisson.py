@@ -194,7 +194,7 @@ class PoissonSampling(draws.Sampling):
 
         def epsilon_at(delta: float) -> float:
             return composition.epsilon_spent(
-                ledger, num_examples, delta, accountant=accountant, passes=False
+                ledger, num_examples, delta, accountant=accountant, in_epochs=False
             )
 
         def delta_left(epsilon: float) -> float:

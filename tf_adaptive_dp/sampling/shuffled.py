@@ -8,18 +8,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.sampling import draws
 
 
 @dataclasses.dataclass(frozen=True)
-class ShuffledEpochs(draws.Sampling):
+class ShuffledEpochs(draws.FullBatches):
     """Passes over the data in random order, each pass in a new one; what is left over is dropped.
 
     Guarantee: within an iterator each example is in at most one of the floor(n / batch_size)
     batches of a pass. `epsilon_spent` is that of Poisson sampling with the same batch size: an
-    approximation, not a proven bound. `passes.epsilon_without_amplification` bounds ε for
+    approximation, not a proven bound. `accounting.epsilon_without_amplification` bounds ε for
     neighbours of which one has a blank in the other's place (another example more would move its
     successors to other batches). They have the same permutation and the same rows, uniformly
     random, so that all other examples are where they were. A new iterator begins a new pass.
@@ -36,24 +35,7 @@ class ShuffledEpochs(draws.Sampling):
     array([4, 2, 1])
     """
 
-    batch_size: int
-    steps: int
-    seed: int | None = None
     label: ClassVar[str] = "shuffled"
-
-    def __post_init__(self):
-        checks.integer("batch_size", self.batch_size, 1)
-        self._check_common()
-
-    @property
-    def rows(self) -> int:
-        """Rows of an undivided batch tensor."""
-        return self.batch_size
-
-    def expected_batch_size(self, num_examples: int) -> float:
-        """The batch size."""
-        del num_examples
-        return float(self.batch_size)
 
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
         """Indices of the examples in the batch of a step: a pure function of its arguments."""

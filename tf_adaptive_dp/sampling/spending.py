@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.fixed_size import fixed_size_epsilon
 from tf_adaptive_dp.sampling.poisson import refuse_microbatches
@@ -36,9 +35,8 @@ def epsilon_spent(
         return sampling.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
     if sampling == "fixed":
         return fixed_size_epsilon(ledger, num_examples, delta, accountant)
-    passes = sampling != "poisson"
     return composition.epsilon_spent(
-        ledger, num_examples, delta, accountant=accountant, passes=passes
+        ledger, num_examples, delta, accountant=accountant, in_epochs=sampling == "shuffled"
     )
 
 
@@ -61,8 +59,7 @@ def releases_left(
     check_sampling(sampling)
     if isinstance(sampling, Sampling):
         sampling.check_ledger(ledger, num_examples)
-        to_come = [(noise_multiplier, batch_size, 1)]
-        sampling.check_ledger(SimpleNamespace(segments=to_come, other_events=()), num_examples)
+        sampling.check_ledger(Releases([(noise_multiplier, batch_size, 1)]), num_examples)
         account = sampling.account
     elif sampling == "fixed":
         account = fixed_size_epsilon
@@ -72,14 +69,13 @@ def releases_left(
         return composition.releases_left(
             *(ledger, noise_multiplier, batch_size, num_examples, epsilon, delta),
             accountant=accountant,
-            passes=sampling != "poisson",
+            in_epochs=sampling != "poisson",
         )
-    segments, events = composition.counted_ledger(ledger, num_examples, passes=False)
+    segments, events = composition.counted_ledger(ledger, num_examples, in_epochs=False)
 
     def fits(n: int) -> bool:
         then = Ledger.extended(segments, Segment(noise_multiplier, batch_size, n))
-        ledger = SimpleNamespace(segments=then, other_events=events)
-        return account(ledger, num_examples, delta, accountant) <= epsilon
+        return account(Releases(then, events), num_examples, delta, accountant) <= epsilon
 
     return composition.largest(fits)
 

@@ -10,9 +10,10 @@ from tensorflow.python.framework import ops
 
 import tf_adaptive_dp as dp
 from tests.helpers import tuned
+from tf_adaptive_dp._keras import process_state
 from tf_adaptive_dp.tuning.keras_tuner import oracle as oracles
 from tf_adaptive_dp.tuning.keras_tuner import plan as plans
-from tf_adaptive_dp.tuning.keras_tuner import process_state, results
+from tf_adaptive_dp.tuning.keras_tuner import results
 
 WINNER, LOSER = {"learning_rate": 0.1}, {"learning_rate": 1.0}
 

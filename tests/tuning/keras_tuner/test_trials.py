@@ -6,9 +6,10 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import tuned
+from tf_adaptive_dp._keras import process_state
 from tf_adaptive_dp.tuning import strategies
 from tf_adaptive_dp.tuning.keras_tuner import plan as plans
-from tf_adaptive_dp.tuning.keras_tuner import process_state, trial
+from tf_adaptive_dp.tuning.keras_tuner import trial
 
 
 @pytest.fixture(autouse=True)

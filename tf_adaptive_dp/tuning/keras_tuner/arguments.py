@@ -14,6 +14,7 @@ import keras_tuner
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras import process_state
 from tf_adaptive_dp.callbacks import PrivacyBudget, PrivacyMonitor
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.durable import files
@@ -292,8 +293,7 @@ def copies(
         if isinstance(callback, (_keras.TensorBoard, PrivacyMonitor)) and callback.log_dir:
             copied.log_dir = str(Path(folder) / "tensorboard")
         if isinstance(callback, _keras.TensorBoard) and not releases_all:
-            copied.write_graph = False
-            copied._init_profile_batch(0)
+            process_state.turn_off_profiling(copied)
             # Keras relies on the graph's writer to have made the folder of its embeddings.
             os.makedirs(copied.log_dir, exist_ok=True)
         made.append(copied)
@@ -410,7 +410,7 @@ def check_score(score: Any) -> Any:
     ):
         raise TypeError(
             "`score` must say what the validation data are: PublicScore(), NoisyScore(...) or "
-            f"FreeScore(). Received: score={score!r}"
+            f"UnprotectedScore(). Received: score={score!r}"
         )
     return score
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import dp_accounting
 
 from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.accounting.ledger import Releases
 from tf_adaptive_dp.sampling import spending
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
@@ -158,9 +158,9 @@ class Plan:
             [(1.0, self.batch_size, releases)], self.num_examples
         )[0]
 
-    def _ledger(self, noise_multiplier: float) -> SimpleNamespace:
-        segments = [(noise_multiplier, self.batch_size, self.releases)]
-        return SimpleNamespace(segments=segments, other_events=())
+    def _ledger(self, noise_multiplier: float) -> Releases:
+        """The releases of one trial."""
+        return Releases([(noise_multiplier, self.batch_size, self.releases)])
 
     def _event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
         ledger = self._ledger(noise_multiplier)

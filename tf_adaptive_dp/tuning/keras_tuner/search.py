@@ -11,14 +11,13 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras import process_state
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.tuning.keras_tuner import architecture, process_state, results, space
-from tf_adaptive_dp.tuning.keras_tuner import results as outcomes
-from tf_adaptive_dp.tuning.keras_tuner import search_journal as journals
-from tf_adaptive_dp.tuning.keras_tuner import trial as trials
+from tf_adaptive_dp.tuning.keras_tuner import architecture, results, search_journal, space
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
 from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
+from tf_adaptive_dp.tuning.keras_tuner.trial import IN_PROGRESS, Trial, prepare
 
 
 def delete_trials(folder: str | Path, keep: set[str]) -> None:
@@ -81,7 +80,7 @@ class Search:
             "objective": str(self._oracle.objective),
         }
 
-    def run(self, journal: journals.Journal) -> dict[str, Any]:
+    def run(self, journal: search_journal.Journal) -> dict[str, Any]:
         """Begins the search, or goes on with it, and brings it to its end.
 
         Args:
@@ -104,7 +103,7 @@ class Search:
             return contextlib.nullcontext()
         return process_state.hidden(self._plan.strategy.expected_trials)
 
-    def _run(self, journal: journals.Journal) -> dict[str, Any]:
+    def _run(self, journal: search_journal.Journal) -> dict[str, Any]:
         if journal.search is None:
             noise_multiplier = self._plan.noise_multiplier()
             draws = self._oracle.draws(self._plan.strategy)
@@ -112,7 +111,7 @@ class Search:
             drawn = {"noise_multiplier": noise_multiplier, "draws": draws, "ids": ids}
             journal.begin(self.describe(), drawn)
         else:
-            journals.compare(journal.search, self.describe(), str(self._folder))
+            search_journal.compare(journal.search, self.describe(), str(self._folder))
         draws = journal.plan["draws"]
         self._models = journal.models
         if not journal.begun:
@@ -141,10 +140,10 @@ class Search:
                 "space, so begin anew with `overwrite=True`; if no trial had begun, nothing was "
                 f"spent. Received: {new}"
             )
-        trials.prepare(model, self._plan, noise_multiplier)
+        prepare(model, self._plan, noise_multiplier)
         return model
 
-    def _try(self, number: int, journal: journals.Journal) -> None:
+    def _try(self, number: int, journal: search_journal.Journal) -> None:
         drawn = journal.plan
         values, trial_id = drawn["draws"][number], drawn["ids"][number]
         model = self._model(values, drawn["noise_multiplier"])
@@ -155,9 +154,7 @@ class Search:
             journal.note_begun(None if number else self._models)
         else:
             journal.note_resumed()
-        trial = trials.Trial(
-            self._plan, drawn["noise_multiplier"], self._folder / f"trial_{trial_id}"
-        )
+        trial = Trial(self._plan, drawn["noise_multiplier"], self._folder / f"trial_{trial_id}")
         weights = self._weights(trial_id)
         outcome = trial.run(model, self._data, self._oracle.objective, weights)
         drawn = {"id": trial_id, "values": values}
@@ -169,29 +166,29 @@ class Search:
             of = len(journal.plan["draws"])
             print(f"Trial {number + 1} of {of}: {values}: {result}")
 
-    def _drop_losers(self, journal: journals.Journal) -> None:
+    def _drop_losers(self, journal: search_journal.Journal) -> None:
         """Deletes what has lost, where the winner alone may be shown."""
         if self._plan.strategy.releases_all:
             return
-        winner = outcomes.best(journal.ended, self._oracle.objective.direction)
+        winner = results.best(journal.ended, self._oracle.objective.direction)
         keep = set(journal.plan["ids"][len(journal.ended) : journal.begun])
         keep |= set() if winner is None else {journal.ended[winner]["id"]}
         delete_trials(self._folder, keep)
 
-    def _failure(self, ended: list[outcomes.Outcome]) -> str:
-        return outcomes.failure(ended, is_all=self._plan.strategy.releases_all)
+    def _failure(self, ended: list[results.Outcome]) -> str:
+        return results.failure(ended, is_all=self._plan.strategy.releases_all)
 
-    def _result(self, journal: journals.Journal) -> dict[str, Any]:
+    def _result(self, journal: search_journal.Journal) -> dict[str, Any]:
         plan, objective = self._plan, self._oracle.objective
-        winner = outcomes.best(journal.ended, objective.direction)
-        shown = outcomes.ranked(journal.ended, objective.direction)
+        winner = results.best(journal.ended, objective.direction)
+        shown = results.ranked(journal.ended, objective.direction)
         if not plan.strategy.releases_all:
             # How often it was resumed would tell something of when it was tried.
             shown = [] if winner is None else [{**journal.ended[winner], "resumed": 0}]
         noise_multiplier = journal.plan["noise_multiplier"]
         results.write_hparams(self._folder / "tensorboard", shown, objective.name)
         results.forget_numbers(self._folder)
-        for leftover in self._folder.glob(f"trial_*/{trials.IN_PROGRESS}"):
+        for leftover in self._folder.glob(f"trial_*/{IN_PROGRESS}"):
             shutil.rmtree(leftover)
         return {
             "search": self.describe(),

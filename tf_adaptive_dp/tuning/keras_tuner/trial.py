@@ -14,6 +14,7 @@ from typing import Any
 import dp_accounting
 import tensorflow as tf
 
+from tf_adaptive_dp._keras import process_state
 from tf_adaptive_dp.accounting.composition import repeated
 from tf_adaptive_dp.callbacks.common import private_optimizer
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
@@ -50,11 +51,7 @@ class TrialBudget(tf.keras.callbacks.Callback):
     def set_model(self, model: tf.keras.Model) -> None:
         """Notes how many steps a call has; called by Keras."""
         super().set_model(model)
-        self._steps_per_call = self._steps_of_this_call()
-
-    def _steps_of_this_call(self) -> int:
-        steps = self.model._steps_per_execution
-        return 1 if steps is None else int(steps)
+        self._steps_per_call = process_state.steps_per_execution(model)
 
     def _releases_in(self, steps: int) -> int:
         return -(-steps // self._plan.parts)
@@ -70,7 +67,7 @@ class TrialBudget(tf.keras.callbacks.Callback):
                 f"{planned}"
             )
         self._before = optimizer.ledger.num_releases
-        self._announced = self._releases_in(self._steps_of_this_call())
+        self._announced = self._releases_in(process_state.steps_per_execution(self.model))
         if self._before + self._announced > self._plan.releases:
             raise BudgetExceededError(
                 f"The trial has no room for another step. Received: {self._before} releases of "
@@ -108,9 +105,9 @@ class TrialBudget(tf.keras.callbacks.Callback):
     def _check_draws(self) -> None:
         """The noise was computed for batches that are all draws of their own."""
         plan, ledger = self._plan, self.model.optimizer.ledger
-        passes = spending.label_of(plan.sampling) == "shuffled"
+        in_epochs = spending.label_of(plan.sampling) == "shuffled"
         for segment, known in zip(ledger.segments, ledger.checks):
-            if repeated(segment, known, plan.num_examples, passes=passes):
+            if repeated(segment, known, plan.num_examples, in_epochs=in_epochs):
                 raise NotPrivateError(
                     "A batch of a trial was released before, and counts as no draw of its own: "
                     "leave out `cache`, `repeat` and the like after the batches are drawn. "

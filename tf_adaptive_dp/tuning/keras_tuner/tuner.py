@@ -13,14 +13,12 @@ import keras_tuner
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.sampling.draws import Sampling
-from tf_adaptive_dp.tuning.keras_tuner import arguments, results
-from tf_adaptive_dp.tuning.keras_tuner import results as outcomes
-from tf_adaptive_dp.tuning.keras_tuner import search_journal as journals
-from tf_adaptive_dp.tuning.keras_tuner import trial as trials
+from tf_adaptive_dp.tuning.keras_tuner import arguments, results, search_journal
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
 from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
 from tf_adaptive_dp.tuning.keras_tuner.search import Search, delete_trials
+from tf_adaptive_dp.tuning.keras_tuner.trial import settings
 
 
 class HonestTuner(keras_tuner.Tuner):
@@ -154,8 +152,12 @@ class HonestTuner(keras_tuner.Tuner):
         )
         plan = self._plan(data)
         search = Search(
-            *(self.project_dir, self.oracle, self._try_build, self._get_checkpoint_fname),
-            *(plan, data),
+            folder=self.project_dir,
+            oracle=self.oracle,
+            build=self._try_build,
+            weights=self._get_checkpoint_fname,
+            plan=plan,
+            data=data,
         )
         described = search.describe()
         if not self._is_finished(described):
@@ -170,12 +172,21 @@ class HonestTuner(keras_tuner.Tuner):
 
     def _plan(self, data: FitArguments) -> Plan:
         model = self._try_build(self.oracle.get_space())
-        batch_size, parts = trials.settings(model)
+        batch_size, parts = settings(model)
         arguments.check_rows(data, self._num_examples, batch_size, parts, self._sampling)
         plan = Plan(
-            *(self._strategy, self._score, self._epsilon, self._delta, self._num_examples),
-            *(self._sampling, self._accountant, batch_size, parts),
-            *(data.epochs, data.steps_per_epoch, data.epoch_is_pass),
+            strategy=self._strategy,
+            score=self._score,
+            epsilon=self._epsilon,
+            delta=self._delta,
+            num_examples=self._num_examples,
+            sampling=self._sampling,
+            accountant=self._accountant,
+            batch_size=batch_size,
+            parts=parts,
+            epochs=data.epochs,
+            steps_per_epoch=data.steps_per_epoch,
+            epoch_is_pass=data.epoch_is_pass,
         )
         if not self._result.is_there:
             metrics = {name: 0.0 for name in data.scores(model)}
@@ -186,20 +197,20 @@ class HonestTuner(keras_tuner.Tuner):
                 )
         return plan
 
-    def _journal(self) -> journals.Journal:
+    def _journal(self) -> search_journal.Journal:
         self._secret.mkdir(exist_ok=True)
         for folder in (self.project_dir, self._secret):
             os.chmod(folder, 0o700)
-        return journals.Journal(self._secret / "journal")
+        return search_journal.Journal(self._secret / "journal")
 
     def _is_finished(self, described: dict) -> bool:
         self._read_result()
         if self._result.is_there:
-            journals.compare(self._result["search"], described, str(self.project_dir))
+            search_journal.compare(self._result["search"], described, str(self.project_dir))
         return self._result.is_there
 
     def _read_result(self) -> None:
-        self._result = outcomes.Result(self.project_dir)
+        self._result = results.Result(self.project_dir)
         if self._result.is_there:
             self.oracle.show(self._result["shown"])
 

@@ -1,0 +1,92 @@
+"""Process-wide counters and seeds, which reveal how much a process trained before.
+
+TensorFlow numbers the functions and the variables of a process, and writes these numbers into
+graphs, profiles and SavedModels. Whoever knows the seed of the process can tell from the initial
+value of a weight how much was drawn before it. Of a search that shows its winner only, both would
+reveal the number of candidates.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import tensorflow as tf
+from keras.src import backend
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import context
+
+# Training a tiny model uses some 8,000 numbers, so few searches run 60 times as many trials as they
+# do on average. The counter cannot be set, only advanced; this many numbers take half a second.
+NUMBERS, _TRIALS = 2**22, 8
+
+
+@contextlib.contextmanager
+def hidden(expected_trials: float) -> Iterator[None]:
+    """Hides how much was trained within from the counters and seeds of the process.
+
+    Guarantee: within, unseeded randomness of Python, NumPy, TensorFlow and Keras comes from the
+    entropy of the operating system, whatever seed was set before. Afterwards, their seeds and
+    states are restored, and TensorFlow's counter of functions and variables has advanced by
+    `NUMBERS` for every 8 expected trials, or by a multiple of that if more were needed. Generators
+    that the caller made (`random.Random`, NumPy's and TensorFlow's) are left alone.
+
+    Args:
+      expected_trials: the mean number of trials, which is public.
+    """
+    first, step = pywrap_tfe.TFE_Py_UID(), NUMBERS * math.ceil(expected_trials / _TRIALS)
+    with _unseeded():
+        try:
+            yield
+        finally:
+            _advance_counter(-(1 + pywrap_tfe.TFE_Py_UID() - first) % step)
+
+
+def _advance_counter(numbers: int) -> None:
+    """Uses up this many of TensorFlow's numbers, as fast as Python can."""
+    used = itertools.starmap(pywrap_tfe.TFE_Py_UID, itertools.repeat((), numbers))
+    collections.deque(used, maxlen=0)
+
+
+@contextlib.contextmanager
+def _unseeded() -> Iterator[None]:
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    of_keras = getattr(backend._SEED_GENERATOR, "generator", None)
+    eager = context.context()
+    of_tensorflow = eager._seed, getattr(eager, "_rng", None)
+    random.seed()
+    np.random.seed()
+    backend._SEED_GENERATOR.generator = None
+    if eager._seed is not None:
+        tf.random.set_seed(None)
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        backend._SEED_GENERATOR.generator = of_keras
+        if of_tensorflow[0] is not None:
+            tf.random.set_seed(of_tensorflow[0])
+            eager._rng = of_tensorflow[1]
+
+
+def turn_off_profiling(callback: tf.keras.callbacks.TensorBoard) -> None:
+    """Keeps a TensorBoard callback from writing graphs and profiles, which hold these numbers."""
+    callback.write_graph = False
+    callback._init_profile_batch(0)
+
+
+def steps_per_execution(model: tf.keras.Model) -> int:
+    """How many steps a call of the model's training function makes."""
+    steps = model._steps_per_execution
+    return 1 if steps is None else int(steps)
+
+
+def input_datasets(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The data sets that a data set transforms."""
+    return dataset._inputs()
