@@ -11,9 +11,10 @@ from tensorflow.python.framework import ops
 import tf_adaptive_dp as dp
 from tests.helpers import tuned
 from tf_adaptive_dp._keras import process_state
-from tf_adaptive_dp.tuning.keras_tuner import oracle as oracles
-from tf_adaptive_dp.tuning.keras_tuner import plan as plans
 from tf_adaptive_dp.tuning.keras_tuner import results
+from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
+from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
+from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
 
 WINNER, LOSER = {"learning_rate": 0.1}, {"learning_rate": 1.0}
 
@@ -21,16 +22,16 @@ WINNER, LOSER = {"learning_rate": 0.1}, {"learning_rate": 1.0}
 @pytest.fixture
 def forced(monkeypatch):
     """A search of real trials of which the one at a position wins, and with next to no noise."""
-    monkeypatch.setattr(plans.Plan, "noise_multiplier", lambda plan: 1e-6)
+    monkeypatch.setattr(Plan, "noise_multiplier", lambda plan: 1e-6)
     for name in ("epsilon_spent", "epsilon_of_one", "epsilon_without_amplification"):
-        monkeypatch.setattr(plans.Plan, name, lambda plan, *args: 1.0)
+        monkeypatch.setattr(Plan, name, lambda plan, *args: 1.0)
 
     def search(folder, position, number, build=tuned.build, **arguments):
         draws = [WINNER if k == position else LOSER for k in range(number)]
         scores = iter([0.0, *(0.75 if k == position else 0.25 for k in range(number))])
-        monkeypatch.setattr(oracles.HonestOracle, "draws", lambda oracle, strategy: draws)
+        monkeypatch.setattr(HonestOracle, "draws", lambda oracle, strategy: draws)
         monkeypatch.setattr(
-            arguments.FitArguments,
+            FitArguments,
             "scores",
             lambda data, model: {"val_accuracy": next(scores)},
         )
