@@ -31,7 +31,6 @@ PUBLIC = [
 RANKS = [
     {"_keras"},
     {"errors", "checks", "version"},
-    {"_keras"},
     {"accounting", "gradients", "update_rules"},
     {"durable", "mechanism", "sampling", "side_information", "validation"},
     {"auditing", "optimizers", "statement"},
