@@ -46,7 +46,7 @@ def program(document, containing):
     ("document", "containing", "before", "says"),
     [
         ("README.md", "model.fit(", MODEL, r"epsilon: [\d.]+"),
-        ("README.md", "HonestTuner(", "", r"epsilon = 2\.9\d* and delta = 1e-05"),
+        ("README.md", "HonestTuner(", "", r"epsilon = (2\.9\d*|3\.0000) and delta = 1e-05"),
         ("README.md", "build_dp_fed_avg(", CLIENTS, None),
         ("docs/federated.md", "federated.train(", CLIENTS, r"epsilon = [\d.]+ and delta = 1e-05"),
     ],
