@@ -381,4 +381,4 @@ def test_wrong_arguments_are_named(bystander, call, error, match):
 
 def test_one_example_cannot_be_validated():
     report = validated(batch=(X[:1], Y[:1]))
-    assert not report.ok and "two examples or more" in str(report)
+    assert not report.ok and "at least two examples" in str(report)
