@@ -81,12 +81,6 @@ def turn_off_profiling(callback: tf.keras.callbacks.TensorBoard) -> None:
     callback._init_profile_batch(0)
 
 
-def steps_per_execution(model: tf.keras.Model) -> int:
-    """How many steps a call of the model's training function makes."""
-    steps = model._steps_per_execution
-    return 1 if steps is None else int(steps)
-
-
 def input_datasets(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     """The data sets that a data set transforms."""
     return dataset._inputs()

@@ -1,17 +1,17 @@
 """From a ledger of noisy gradients to ε.
 
-Each release in a ledger is the Gaussian mechanism on a Poisson-sampled batch, so a ledger is a
-composition of Poisson-subsampled Gaussians, and of any other private event that went into the run.
-All of this module speaks of one adjacency: one example added or removed.
+Each release in a ledger is the Gaussian mechanism on a Poisson-sampled batch. A ledger is therefore
+a composition of Poisson-subsampled Gaussians, and of any other private events of the run. This
+module uses add/remove adjacency throughout.
 
-A release on a batch that was released before is no new draw. It counts as the Gaussian mechanism
-without sampling, whatever came between: fix the draws of all other examples, and let x be in each
-batch by a coin of its own. Given all that was released before, the next release of a batch without
-x is N(μ, σ²C²), and with x in the data the mixture (1 - r)·N(μ, σ²C²) + r·N(μ + g, σ²C²), where r
-is the probability, given the same, that the coin was heads. For a new batch r = q; for one that was
-released before r may be anything. Hockey-stick divergences are jointly convex, and Rényi
+A release on a batch that was released before is not a new draw. It counts as the Gaussian mechanism
+without sampling, whatever happened in between. Proof: fix the draws of all other examples, and let
+x join each batch by an independent coin. Given all earlier releases, the next release of a batch is
+N(μ, σ²C²) without x. With x in the data it is the mixture (1 - r)·N(μ, σ²C²) + r·N(μ + g, σ²C²),
+where r is the conditional probability that the coin was heads. For a new batch r = q; for a batch
+that was released before, r may be anything. Hockey-stick divergences are jointly convex and Rényi
 divergences quasi-convex, so in both directions the pair is at most as far apart as N(μ, σ²C²) and
-N(μ + g, σ²C²), the case r = 1; the pairs then compose adaptively.
+N(μ + g, σ²C²), the case r = 1. These pairs compose adaptively.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ __all__ = [
 ACCOUNTANTS = ("rdp", "pld")
 MAX_RELEASES = 2**31
 
-# Beyond these the accountants overflow. Below, nothing is private (ε > 1e11); above, we count with
-# less noise than there was. Both err on the safe side.
+# The accountants overflow beyond these. Below the minimum nothing is private (ε > 1e11); above the
+# maximum we count less noise than there was. Both are on the safe side.
 MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER = 1e-6, 1e6
 
-# dp_accounting knows the Rényi divergence of one release to about this absolute precision; with
-# much noise it even turns out negative, which its own ε refuses. No release counts for less.
+# The absolute precision of dp_accounting for the Rényi divergence of one release. With much noise
+# the computed divergence can even be negative. No release counts for less than this.
 RDP_PRECISION = 1e-13
 
-# Where the PLD accountant would need minutes or gigabytes the RDP bound, valid too, has to do.
+# Beyond these the PLD accountant would take minutes or gigabytes, so the RDP bound is used instead.
 PLD_MAX_EPSILON = 50.0
 PLD_MAX_RELEASES = 2_000_000
 
-# The rounding of the PLD accountant's FFT adds up: for 10,000 releases of the Gaussian mechanism
-# with noise multiplier 200 its ε at δ = 1e-14 is 3.65, the true one 3.77. It shows below 1e-10.
+# Rounding errors of the PLD accountant's FFT accumulate: for 10,000 releases of the Gaussian
+# mechanism with noise multiplier 200, its ε at δ = 1e-14 is 3.65 instead of 3.77. They become
+# visible below 1e-10.
 PLD_MIN_DELTA = 1e-9
 
 # (noise multiplier, sampling probability): number of releases
@@ -76,26 +77,26 @@ def epsilon(
     With D(α) the Rényi divergence of order α of one release, the RDP accountant returns
     ε = min over α of steps · D(α) + log(1 - 1/α) - log(δ α) / (α - 1).
 
-    Guarantee: (ε, δ)-DP for adding or removing one example (the unit is one example, not one
-    person), for all that was computed from the releases, if the batches were drawn by Poisson
-    sampling: every example joins with `sampling_probability`, independently of all else. For
-    batches of a shuffled data set (`dataset.shuffle(...).batch(...)`) this ε is the customary
-    approximation and not a proven bound; see `epsilon_without_amplification`.
+    Guarantee: (ε, δ)-DP for adding or removing one example (per example, not per person), for
+    everything computed from the releases, if the batches were drawn by Poisson sampling: each
+    example joins with `sampling_probability`, independently of everything else. For batches of a
+    shuffled data set (`dataset.shuffle(...).batch(...)`) this ε is the customary approximation, not
+    a proven bound; see `epsilon_without_amplification`.
 
     Args:
       noise_multiplier: standard deviation of the noise / L2 sensitivity, at least 0.
       sampling_probability: expected batch size / number of examples, in (0, 1].
       steps: number of releases (noisy gradients), at least 0.
       delta: δ, in (0, 1); should be well below 1 / number of examples.
-      accountant: `"rdp"` (TF Privacy's default) or `"pld"`, tighter and slower; beyond ε = 50 or
-        two million releases, where it would take minutes or gigabytes, and for δ below 1e-9, which
-        its arithmetic does not reach, it gives RDP's ε.
+      accountant: `"rdp"` (TF Privacy's default) or `"pld"`, which is tighter and slower. PLD
+        returns the ε of RDP beyond ε = 50 or two million releases, where it would take minutes or
+        gigabytes, and for δ below 1e-9, where its arithmetic is not reliable.
 
     Returns:
       ε ≥ 0: 0.0 without releases, `math.inf` for releases without noise.
 
     Raises:
-      TypeError, ValueError: if an argument is not a number of the range above.
+      TypeError, ValueError: if an argument has the wrong type or is out of range.
 
     Example:
       >>> from tf_adaptive_dp.accounting.composition import epsilon
@@ -113,9 +114,9 @@ def epsilon(
 
 
 def dp_event(ledger: Any, num_examples: int, *, in_epochs: bool = True) -> dp_accounting.DpEvent:
-    """A ledger as a `DpEvent`, for any accountant.
+    """Converts a ledger to a `DpEvent`, for any accountant.
 
-    Guarantee: the event is all that the ledger holds, for adding or removing one example and
+    Guarantee: the event covers everything in the ledger, for adding or removing one example and
     Poisson sampling with probability `batch_size / num_examples`.
 
     Args:
@@ -153,14 +154,14 @@ def epsilon_spent(
     accountant: str = "rdp",
     in_epochs: bool = True,
 ) -> float:
-    """ε of all that a ledger holds.
+    """ε of everything in a ledger.
 
-    "rdp" takes some 20 ms when parameters are new and below one otherwise, "pld" 0.05 s and more.
+    "rdp" takes about 20 ms for new parameters and less than 1 ms otherwise, "pld" at least 50 ms.
 
-    Guarantee: as `epsilon`: one example added or removed, Poisson sampling with probability
-    `batch_size / num_examples`, an approximation if batches were shuffled. The ledger's
-    `other_events` are composed with the releases. A release on a batch that was released before
-    counts without sampling.
+    Guarantee: that of `epsilon`: adding or removing one example, Poisson sampling with probability
+    `batch_size / num_examples`, and an approximation for shuffled batches. The `other_events` of
+    the ledger are composed with the releases. A release on a batch that was released before counts
+    without amplification by sampling.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
@@ -175,9 +176,10 @@ def epsilon_spent(
       ε ≥ 0, `math.inf` if something was released without noise.
 
     Raises:
-      TypeError: if `ledger` is none, or a number is not of the right type.
+      TypeError: if `ledger` is not a ledger, or a number has the wrong type.
       ValueError: if a batch size is above `num_examples`, or another value is out of range.
-      dp_accounting.UnsupportedEventError: for `other_events` that RDP, or "pld" and PLD, lacks.
+      dp_accounting.UnsupportedEventError: for `other_events` that the accountant, or RDP, does not
+        support.
 
     Example:
       >>> from tf_adaptive_dp.accounting import Releases
@@ -203,17 +205,17 @@ def releases_left(
 ) -> int:
     """How many more releases a privacy budget allows: the largest n with ε(n) ≤ `epsilon`.
 
-    ε(n) is what `epsilon_spent` says after n more releases. "rdp" takes some 10 ms, "pld" seconds.
+    ε(n) is `epsilon_spent` after n more releases. "rdp" takes about 10 ms, "pld" seconds.
 
-    Guarantee: with n more releases ε stays within the budget, in the sense of `epsilon_spent`; with
-    n + 1 it does not (unless n is 2**31, where the search stops).
+    Guarantee: n more releases stay within the budget, in the sense of `epsilon_spent`; n + 1 do
+    not, unless n is 2**31, where the search stops.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
-      noise_multiplier: of the releases to come.
-      batch_size: expected batch size of the releases to come.
+      noise_multiplier: noise multiplier of the future releases.
+      batch_size: expected batch size of the future releases.
       num_examples: number of examples in the training set, a public constant.
-      epsilon: the budget, what was spent already included; greater than 0.
+      epsilon: the total budget, including what was already spent; greater than 0.
       delta: δ, in (0, 1).
       accountant: `"rdp"` or `"pld"`.
       in_epochs: see `epsilon_spent`.
@@ -240,7 +242,7 @@ def releases_left(
         counts = _count(then, num_examples)
         return composed_epsilon(counts, other_events, delta, method) <= budget
 
-    # What fits by RDP fits by PLD, and is a start that saves most of PLD's costly evaluations.
+    # What fits by RDP also fits by PLD. Starting there saves most of PLD's slow evaluations.
     by_rdp = largest(lambda n: fits(n, "rdp"))
     return by_rdp if accountant == "rdp" else largest(lambda n: fits(n, accountant), by_rdp)
 
@@ -257,9 +259,9 @@ def check_probability(name: str, value: Any, *, or_one: bool = False) -> float:
 def read_ledger(
     ledger: Any, num_examples: int
 ) -> tuple[list[Segment], tuple[dp_accounting.DpEvent, ...]]:
-    """Checks a ledger, or an optimizer's, and returns its segments and its other events.
+    """Checks a ledger, or that of an optimizer, and returns its segments and its other events.
 
-    Warns if batches were larger than the optimizer had been told.
+    Warns if batches were larger than the optimizer's `expected_batch_size`.
     """
     read, events = _read(ledger, num_examples)
     return [segment for segment, _ in read], events
@@ -268,9 +270,9 @@ def read_ledger(
 def counted_ledger(
     ledger: Any, num_examples: int, *, in_epochs: bool
 ) -> tuple[list[Segment], tuple[dp_accounting.DpEvent, ...]]:
-    """As `read_ledger`, with segments of their own for releases on batches that came again.
+    """Like `read_ledger`, with separate segments for releases on repeated batches.
 
-    These have `num_examples` for their batch size, which is no sampling.
+    Their batch size is `num_examples`, so they count without amplification by sampling.
     """
     read, events = _read(ledger, num_examples)
     segments = []
@@ -282,14 +284,14 @@ def counted_ledger(
 
 
 def repeated(segment: Segment, known: Checks, num_examples: int, *, in_epochs: bool) -> int:
-    """How many releases of a segment count as repetitions; for `in_epochs` see `epsilon_spent`."""
+    """How many releases of a segment count as repetitions; see `epsilon_spent`."""
     if in_epochs and known.nearest >= num_examples // segment.batch_size:
         return 0
     return min(known.repeated, segment.num_releases)
 
 
 def checks_of(ledger: Any, num_examples: int) -> list[tuple[Segment, Checks]]:
-    """The segments of a ledger, or an optimizer's, with what is known of their batches."""
+    """The segments of a ledger or an optimizer, with what is known about their batches."""
     return _read(ledger, num_examples)[0]
 
 
@@ -348,7 +350,7 @@ def composed_epsilon(
 
 
 def pld_is_too_costly(counts: Counts, epsilon: float) -> bool:
-    """Whether PLD would take minutes or gigabytes, for releases with about this ε."""
+    """Whether PLD would take minutes or gigabytes for releases with about this ε."""
     return epsilon > PLD_MAX_EPSILON or sum(counts.values()) > PLD_MAX_RELEASES
 
 
@@ -356,7 +358,7 @@ def composed_pld(counts: Counts, events: Sequence[dp_accounting.DpEvent]) -> pld
     """The privacy loss distribution, rounded up, of releases and other events together.
 
     Raises:
-      dp_accounting.UnsupportedEventError: for an event that PLD lacks.
+      dp_accounting.UnsupportedEventError: for an event that PLD does not support.
     """
     by_pld = pld.PLDAccountant()
     for release, count in counts.items():
@@ -409,18 +411,20 @@ def largest(fits: Callable[[int], bool], low: int = 0) -> int:
 def epsilon_without_amplification(
     ledger: Any, num_examples: int, delta: float, *, accountant: str = "rdp"
 ) -> float:
-    """ε of a ledger if all that is known of the batches is that a pass has each example once.
+    """ε of a ledger without amplification by sampling.
 
-    A pass over the data takes at least m = floor(num_examples / batch_size) releases. So an example
-    is in at most ceil(num_releases / m) releases of a segment, one more if the segment may have
-    begun in the middle of a pass; these count as Gaussian mechanisms without sampling. So does each
-    release on a batch that was released before within the length of a pass.
+    An epoch (a pass over the data) takes at least m = floor(num_examples / batch_size) releases. An
+    example is therefore in at most ceil(num_releases / m) releases of a segment, and in one more if
+    the segment may have begun within an epoch. Each of these counts as a Gaussian mechanism without
+    sampling, and so does each release on a batch that was released before within the length of an
+    epoch.
 
-    Guarantee: (ε, δ)-DP for adding or removing one example, in whatever order the examples come, if
-    each pass has each example in one batch at most, ends before the next one begins, and the other
-    batches do not depend on whether the example is there. A pass that is cut short, as by `take(k)`
-    of a data set that is shuffled anew each time, is outside of it: an example may be in as many
-    releases as passes were begun. No secret randomness is assumed, hence the size of this ε.
+    Guarantee: (ε, δ)-DP for adding or removing one example, for any order of the examples, if each
+    example is in at most one batch per epoch, each epoch ends before the next one begins, and the
+    other batches do not depend on whether the example is present. The bound does not hold if an
+    epoch is cut short, as by `take(k)` on a data set that is reshuffled each time: an example may
+    then be in as many releases as epochs were begun. This ε is large because it assumes no secret
+    randomness.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
@@ -450,13 +454,13 @@ def epsilon_without_amplification(
 
 
 def max_participations(segments: Sequence[Segment], num_examples: int) -> list[int]:
-    """In how many releases of each segment one example is at most."""
+    """The maximum number of releases of each segment that one example is part of."""
     result = []
     pass_begins = True
     for _, batch_size, count in segments:
         # As a fraction, so that 60,000 / 200.0 is 300 releases exactly.
         per_pass = num_examples / Fraction(batch_size)
         result.append(-(-count // math.floor(per_pass)) + (not pass_begins))
-        # Known for certain only where batches divide the data.
+        # Known for certain only if the batch size divides the number of examples.
         pass_begins = pass_begins and per_pass.denominator == 1 and count % per_pass == 0
     return result

@@ -1,4 +1,4 @@
-"""What is asked of a `dp_accounting.DpEvent` besides its ε."""
+"""Finds events without any protection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dp_accounting import rdp
 def is_unprotected(event: dp_accounting.DpEvent) -> bool:
     """Whether no finite ε holds for an event: `NonPrivateDpEvent`, or one that contains it.
 
-    An event that RDP does not know is not answered for; the accountants refuse it themselves.
+    Returns `False` for an event that RDP does not support; the accountants reject it themselves.
 
     >>> is_unprotected(dp_accounting.NonPrivateDpEvent())
     True

@@ -1,4 +1,4 @@
-"""The ledger: how many noisy gradients were released, and with what parameters."""
+"""The ledger: how many noisy gradients were released, and with which parameters."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tf_adaptive_dp import checks
 
 
 class Segment(NamedTuple):
-    """Releases in a row that share their parameters.
+    """Consecutive releases with the same parameters.
 
     Attributes:
       noise_multiplier: standard deviation of the noise divided by the L2 sensitivity under
         adding or removing one example.
       batch_size: the expected batch size, a public constant, in examples.
-      num_releases: how many noisy gradients were released so.
+      num_releases: number of noisy gradients released with these parameters.
     """
 
     noise_multiplier: float
@@ -28,15 +28,15 @@ class Segment(NamedTuple):
 
 
 class Checks(NamedTuple):
-    """What is known of the batches of a segment's releases.
+    """What is known about the batches of a segment.
 
     Attributes:
-      checked: releases whose batch had a number that told it from all others.
-      repeated: releases on a batch that had been released before, in all or in part.
-      nearest: the least number of releases from one use of a batch to the next; 0 if none
-        was used again.
-      declared: the expected batch size that the optimizer had been given, if batches were larger
-        than that by far; the segment then has the size seen. Otherwise 0.
+      checked: number of releases whose batch was identified, so that a repetition would be noticed.
+      repeated: number of releases on a batch that had been released before, entirely or in part.
+      nearest: the smallest number of releases between two uses of a batch; 0 if no batch was used
+        twice.
+      declared: the optimizer's expected batch size, if batches were far larger; the segment then
+        has the size that was seen. Otherwise 0.
     """
 
     checked: int = 0
@@ -67,7 +67,7 @@ class Releases:
 
 
 def wrong_size(declared: float, seen: float) -> str:
-    """What to say of batches that are larger than they were said to be."""
+    """The warning about batches that are larger than declared."""
     return (
         f"The batches hold far more examples than `expected_batch_size`={declared:g} says, so that "
         f"ε would be too small: it is computed for {seen:g} rows. Pass the true expected "
@@ -77,20 +77,20 @@ def wrong_size(declared: float, seen: float) -> str:
 
 
 class Ledger:
-    """Counts the releases of an optimizer, inside the graph and in variables that are saved.
+    """Counts the releases of an optimizer inside the graph, in variables that are saved.
 
-    A release whose parameters differ from the last one's opens a new segment.
+    A release with other parameters than the previous one opens a new segment.
 
-    Guarantee: every release is counted, with a noise multiplier that is at most and a batch size
-    that is at least the one used; so an ε computed from the ledger never is too small. Both are
-    exact for the first `MAX_SEGMENTS` segments; later ones are merged into the last, which then
-    keeps its smallest noise multiplier and its largest batch size. `checks` say of the batches
-    whether they were used before, for which ε counts them.
+    Guarantee: every release is counted, with at most the noise multiplier and at least the batch
+    size that were used, so an ε computed from the ledger is never too small. Both are exact for the
+    first `MAX_SEGMENTS` segments. Later segments are merged into the last one, which keeps the
+    smallest noise multiplier and the largest batch size. `checks` record repeated batches, which ε
+    counts without amplification.
 
     Attributes:
-      other_events: `dp_accounting.DpEvent`s that were spent beside the gradients, such as side
-        information that was itself released with privacy.
-      restorations: how often `restore` replaced what is recorded; not saved.
+      other_events: `dp_accounting.DpEvent`s that were spent in addition to the gradients, such as
+        the private release of side information.
+      restorations: how often `restore` replaced the record; not saved.
     """
 
     MAX_SEGMENTS = 64
@@ -99,8 +99,8 @@ class Ledger:
         """Creates the ledger's variables.
 
         Args:
-          add_variable: makes a variable that is saved with the optimizer, as
-            `tf.keras.optimizers.Optimizer.add_variable` does.
+          add_variable: creates a variable that is saved with the optimizer, like
+            `tf.keras.optimizers.Optimizer.add_variable`.
         """
         self._parameters = add_variable(
             [self.MAX_SEGMENTS, 2], dtype=tf.float64, name="ledger_parameters"
@@ -121,20 +121,20 @@ class Ledger:
         distance: tf.Tensor | int = 0,
         size_seen: tf.Tensor | float = 0.0,
     ) -> tf.Tensor:
-        """Counts one release; the work of a few scalars, inside a graph or outside.
+        """Counts one release, inside a graph or eagerly.
 
-        Threads take turns at it, see `mechanism.turns`.
+        Threads take turns, see `mechanism.turns`.
 
         Args:
           noise_multiplier: scalar, see `Segment`.
           batch_size: scalar, see `Segment`.
-          checked: whether its batch had a number of its own, or of an earlier release.
-          distance: how many releases ago its batch was released before; 0 if it was not.
-          size_seen: rows of the batch, if there were more examples than `batch_size` allows, or 0.
-            From then on it is the batch size that counts, as long as `batch_size` stays.
+          checked: whether its batch was identified, as new or as repeated.
+          distance: how many releases ago the batch was released before; 0 if it was not.
+          size_seen: number of rows of the batch if they exceed what `batch_size` allows, or 0. From
+            then on the ledger counts with this size, as long as `batch_size` does not change.
 
         Returns:
-          [MAX_SEGMENTS], the counts, for what has to wait until the release is counted.
+          [MAX_SEGMENTS], the counts, as a dependency for whatever must wait for the count.
         """
         parameters, counts = self._parameters.read_value(), self._counts.read_value()
         checks_before = self._checks.read_value()
@@ -164,7 +164,7 @@ class Ledger:
 
     @property
     def segments(self) -> list[Segment]:
-        """What was released so far, oldest first."""
+        """The releases so far, oldest first."""
         return [
             Segment(*parameters, count)
             for parameters, count in zip(
@@ -175,7 +175,7 @@ class Ledger:
 
     @property
     def checks(self) -> list[Checks]:
-        """What is known of the batches of each of `segments`."""
+        """What is known about the batches of each segment."""
         return [
             Checks(int(checked), int(repeated), int(nearest), declared)
             for (checked, repeated, nearest, declared), count in zip(
@@ -194,14 +194,16 @@ class Ledger:
     def restore(
         self, segments: Sequence[Sequence[float]], checks_of: Sequence[Sequence[float]] = ()
     ) -> None:
-        """Replaces what is recorded.
+        """Replaces the record.
 
         Args:
-          segments: as the property `segments` gave them.
-          checks_of: as the property `checks` gave them; of segments that it lacks nothing is known.
+          segments: a value of the property `segments`.
+          checks_of: a value of the property `checks`. Nothing is known about segments without an
+            entry.
 
         Raises:
-          TypeError, ValueError: if they are no segments, or too many; then nothing changes.
+          TypeError, ValueError: if there are too many segments or a value is invalid. Nothing is
+            changed then.
         """
         if len(segments) > self.MAX_SEGMENTS:
             raise ValueError(
@@ -223,12 +225,12 @@ class Ledger:
 
     @classmethod
     def extended(cls, segments: Sequence[Segment], more: Segment) -> list[Segment]:
-        """What `record` makes of a ledger in `more.num_releases` calls, as a plain list.
+        """The segments after `more.num_releases` calls of `record`, as a plain list.
 
         Guarantee: that of the class.
 
         Args:
-          segments: as the property `segments` gave them.
+          segments: a value of the property `segments`.
           more: the releases to add.
         """
         *before, last = segments or [more._replace(num_releases=0)]
@@ -242,11 +244,11 @@ class Ledger:
 
     @classmethod
     def extends(cls, segments: Sequence[Segment], earlier: Sequence[Segment]) -> bool:
-        """Whether `earlier` releases and further ones give `segments`.
+        """Whether `earlier` followed by further releases can result in `segments`.
 
         Args:
-          segments: as the property `segments` gave them.
-          earlier: likewise, of the same run at an earlier time.
+          segments: a value of the property `segments`.
+          earlier: a value at an earlier time.
         """
         if not earlier or len(earlier) > len(segments):
             return not earlier
@@ -263,7 +265,7 @@ class Ledger:
 
     @property
     def num_releases(self) -> int:
-        """How many noisy gradients were released so far."""
+        """The number of noisy gradients released so far."""
         return int(self._counts.numpy().sum())
 
 

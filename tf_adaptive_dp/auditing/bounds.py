@@ -1,8 +1,12 @@
-"""A lower bound on ε from a finished training: what an attacker did prove.
+"""Lower bounds on ε from finished training runs.
 
-The accountant bounds ε from above and believes that the code does what it says. An audit trains the
-real code and bounds ε from below: where the two cross, one of them is wrong. All bounds here speak
-of (ε, δ)-DP for adding or removing one example, the adjacency of `accounting.py`.
+The accountant bounds ε from above and trusts the code. An audit runs the real code and bounds ε
+from below: if the two cross, one of them is wrong. All bounds here are for (ε, δ)-DP under
+add/remove adjacency.
+
+References:
+  - Steinke, Nasr, Jagielski, "Privacy Auditing with One (1) Training Run", 2023,
+    https://arxiv.org/abs/2305.08846
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple
 
 import numpy as np
-from scipy import special, stats
+from scipy import optimize, special, stats
 
 from tf_adaptive_dp import checks
 
@@ -20,13 +24,13 @@ class OneRunReport(NamedTuple):
     """What one training run proves; see `one_run_epsilon`.
 
     Attributes:
-      epsilon_lower_bound: ε is at least this, 0 if nothing was proven.
-      delta: δ for which it holds.
-      confidence: the probability with which it holds.
-      num_canaries: canaries that were included, or not, by the toss of a coin.
-      num_guesses: of how many of them the membership was guessed.
-      num_correct: how many guesses were right.
-      num_tests: how many ways of guessing shared the error probability 1 - `confidence`.
+      epsilon_lower_bound: lower bound on ε; 0 if nothing was proven.
+      delta: the δ of the bound.
+      confidence: the probability with which the bound holds.
+      num_canaries: number of canaries, each included by a fair coin.
+      num_guesses: number of canaries whose membership was guessed.
+      num_correct: number of correct guesses.
+      num_tests: number of tests that shared the error probability 1 - `confidence`.
     """
 
     epsilon_lower_bound: float
@@ -42,13 +46,13 @@ class ManyRunReport(NamedTuple):
     """What many training runs prove; see `many_run_epsilon`.
 
     Attributes:
-      epsilon_lower_bound: ε is at least this, 0 if nothing was proven.
-      delta: δ for which it holds.
-      confidence: the probability with which it holds.
-      num_with: runs with the canary that went into the bound.
-      num_without: runs without it that did.
-      true_rate: the share of right guesses of the attack, among the runs of one kind.
-      false_rate: the share of the same guess among the runs of the other kind.
+      epsilon_lower_bound: lower bound on ε; 0 if nothing was proven.
+      delta: the δ of the bound.
+      confidence: the probability with which the bound holds.
+      num_with: number of runs with the canary that the bound uses.
+      num_without: number of runs without it that the bound uses.
+      true_rate: the fraction of runs of one kind that the attack guesses correctly.
+      false_rate: the fraction of runs of the other kind with the same guess.
     """
 
     epsilon_lower_bound: float
@@ -238,7 +242,7 @@ def _checked_guesses(num_guesses: int | Sequence[int] | None, num_canaries: int)
 
 
 def _p_value(epsilon: float, num_canaries: int, guesses: int, correct: int, delta: float) -> float:
-    """The most probable that so many right guesses can be under (ε, δ)-DP."""
+    """Upper bound on the probability of at least `correct` correct guesses under (ε, δ)-DP."""
     accuracy = special.expit(epsilon)
     tail = stats.binom.sf(correct - 1, guesses, accuracy)
     # δ may move probability to "v right guesses" from outcomes i below; to do so costs i times.
@@ -248,16 +252,15 @@ def _p_value(epsilon: float, num_canaries: int, guesses: int, correct: int, delt
 
 
 def _largest_refuted(p_value: Callable[[float], float], level: float) -> float:
-    """The largest ε with p_value(ε) < level, from below to 1e-6; 0 if there is none."""
+    """The largest ε with p_value(ε) < level, rounded down by at most 1e-6; 0 if there is none."""
     if p_value(0.0) >= level:
         return 0.0
     low, high = 0.0, 1.0
     while p_value(high) < level:
         low, high = high, 2 * high
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        low, high = (middle, high) if p_value(middle) < level else (low, middle)
-    return low
+    found = optimize.bisect(lambda e: 1.0 if p_value(e) >= level else -1.0, low, high, xtol=5e-7)
+    # On the safe side: ε must be refuted.
+    return found if p_value(found) < level else max(low, found - 1e-6)
 
 
 def _rate_bounds(

@@ -1,4 +1,4 @@
-"""Files that one process at a time may use, and that survive the end of the machine."""
+"""Files that survive a crash, and that one process at a time can use."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def lock(file: int, in_use: str) -> None:
 
     Args:
       file: its descriptor.
-      in_use: what the error says if it is locked already, here or in another process.
+      in_use: the error message if it is already locked, here or in another process.
 
     Raises:
-      RuntimeError: if it is.
+      RuntimeError: if it is already locked.
     """
-    import fcntl  # which Windows does not have
+    import fcntl  # not available on Windows
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -37,7 +37,7 @@ def lock(file: int, in_use: str) -> None:
 
 
 def sync(path: str | os.PathLike) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Waits until a file, or the names in a folder, are on disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -46,7 +46,7 @@ def sync(path: str | os.PathLike) -> None:
 
 
 def write(path: str | os.PathLike, content: bytes) -> None:
-    """Writes a file that only its owner can read, whole or not at all, and waits for the disk."""
+    """Writes a file atomically and durably; only its owner can read it."""
     path = Path(path)
     unfinished = path.with_suffix(".new")
     unfinished.unlink(missing_ok=True)

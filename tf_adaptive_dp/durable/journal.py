@@ -1,4 +1,4 @@
-"""A file that only grows: what was noted in it is known, however the process ends."""
+"""An append-only file whose entries survive a crash."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tf_adaptive_dp.durable import files
 
 
 def encoded(entry: dict) -> bytes:
-    """One line of text with a checksum at its end."""
+    """An entry as one line of text with a checksum."""
     return files.with_checksum(json.dumps(entry, sort_keys=True).encode())
 
 
@@ -22,13 +22,13 @@ def _decoded(line: bytes) -> dict | None:
 
 
 def compare(before: dict, now: dict, refusal: str, where: str) -> None:
-    """Raises ValueError, which names them, if arguments differ from those that were noted.
+    """Raises ValueError if arguments differ from recorded ones; the error names the differences.
 
     Args:
-      before: as noted, plain JSON.
-      now: those of this call; what becomes the same JSON is the same.
-      refusal: how the error begins.
-      where: how it ends.
+      before: the recorded arguments, plain JSON.
+      now: the arguments of this call; they are compared as JSON.
+      refusal: the beginning of the error message.
+      where: the end of the error message.
     """
     now = json.loads(json.dumps(now))
     changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
@@ -40,18 +40,19 @@ def compare(before: dict, now: dict, refusal: str, where: str) -> None:
 
 
 class Journal:
-    """Entries in a file that only grows, each whole or absent; the base of those that have rules.
+    """An append-only file of entries, each of which is complete or absent; a base class.
 
-    A subclass says which entry may follow which (`_may_follow`) and what it changes (`_follow`).
-    It sets its own attributes before this constructor, which reads the file, and has the first part
-    of two messages: `_IN_USE`, if the file is open already, and `_REFUSED`, if it cannot be read.
+    A subclass defines which entry may follow (`_may_follow`) and what it changes (`_follow`). It
+    must set its own attributes before it calls this constructor, which reads the file. It defines
+    the first part of two messages: `_IN_USE` for a file that is already open, and `_REFUSED` for a
+    file that cannot be read.
 
-    Guarantee: when a method has returned, its entry survives the end of the process by whatever
-    signal, and that of the machine, as far as its disk keeps its word. An entry that was not
-    finished, or could not be written, is as if it had not been made. A file that is damaged
-    otherwise, or has an entry that cannot come where it is, is refused and left as it was; but one
-    that lost its last lines whole cannot be told from an earlier one. One process at a time may
-    have the file open, and only its owner can read it.
+    Guarantee: when a method has returned, its entry survives any signal to the process, and a crash
+    of the machine if the disk honours `fsync`. An entry that was not finished, or could not be
+    written, counts as absent. A file that is damaged otherwise, or holds an entry out of place, is
+    rejected and left unchanged; a file that lost whole lines at its end cannot be told from an
+    earlier version of it. One process at a time can have the file open, and only its owner can read
+    it.
     """
 
     _IN_USE: str
@@ -62,12 +63,12 @@ class Journal:
 
         Args:
           path: of the file; its folder exists.
-          beginning: of the first line. A file whose first line was not finished, and does not begin
-            so, is some other file, which is not to be written over.
+          beginning: how the first line begins. A file with an unfinished first line that begins
+            otherwise is another kind of file and is not overwritten.
 
         Raises:
-          RuntimeError: if it is open already, here or in another process.
-          ValueError: if it is something else, or damaged; it is left as it was.
+          RuntimeError: if it is already open, here or in another process.
+          ValueError: if it is another kind of file, or damaged; it is left unchanged.
         """
         self._path, self._end = Path(path), 0  # where the last whole line ends
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -80,17 +81,17 @@ class Journal:
             raise
 
     def _may_follow(self, entry: dict) -> bool:
-        """Whether an entry can come after those that were followed; changes nothing."""
+        """Whether an entry may come next; changes nothing."""
         raise NotImplementedError
 
     def _follow(self, entry: dict) -> None:
-        """Takes over an entry that is in the file."""
+        """Updates the attributes by an entry of the file."""
         raise NotImplementedError
 
     def _read(self, beginning: bytes) -> None:
         content = os.pread(self._file, os.fstat(self._file).st_size, 0)
         *lines, torn = content.split(b"\n")
-        # After a power failure the end may be zeros.
+        # After a power failure the file may end with zeros.
         if not lines and not beginning.startswith(torn.rstrip(b"\0")[: len(beginning)]):
             self._refuse(1)
         for number, line in enumerate(lines, 1):
@@ -109,14 +110,14 @@ class Journal:
         """Writes an entry and follows it.
 
         Raises:
-          ValueError: if it cannot come now.
-          OSError: if it cannot be written. Then, too, it was not noted.
+          ValueError: if the entry may not come now.
+          OSError: if it cannot be written; the entry then counts as absent.
         """
         line = encoded(entry)
         read = _decoded(line)
         if not self._may_follow(read):
             raise ValueError(f"This cannot be noted now. Received: {entry!r}")
-        # At the place where the last whole line ends, so that it replaces an unfinished one.
+        # Written after the last complete line, so that it replaces an unfinished one.
         written = os.pwrite(self._file, line, self._end)
         if written != len(line):
             raise OSError(f"Only {written} of {len(line)} bytes were written to {self._path}")
@@ -128,6 +129,6 @@ class Journal:
         self._follow(read)
 
     def close(self) -> None:
-        """Lets others open the file; writing is an error from now on."""
+        """Releases the file for others; writing is an error from now on."""
         self._file = -1
         self._close()

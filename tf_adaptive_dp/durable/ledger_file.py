@@ -1,4 +1,4 @@
-"""A file that holds the segments of a ledger, and is whole at every moment."""
+"""A file for the segments of a ledger that is intact at every moment."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _RECORD_BYTES = 8192
 
 
 def _encoded(number: int, segments: Sequence[Segment]) -> bytes:
-    """One line of text of `_RECORD_BYTES`, with a checksum at its end."""
+    """A record as one line of `_RECORD_BYTES` with a checksum."""
     content = {"release_log": 1, "record": number, "segments": segments}
     return files.with_checksum(json.dumps(content).ljust(_RECORD_BYTES - 10).encode())
 
 
 def _decoded(record: bytes) -> tuple[int, list[Segment]] | None:
-    """The number and the segments of a record; `None` if it is not whole."""
+    """The number and the segments of a record; `None` if it is damaged."""
     text = files.checked(record)
     if len(record) != _RECORD_BYTES or text is None:
         return None
@@ -31,18 +31,18 @@ def _decoded(record: bytes) -> tuple[int, list[Segment]] | None:
 
 
 class SegmentFile:
-    """Segments in a file that one process at a time may have open.
+    """Segments in a file that one process at a time can have open.
 
-    Two records of one size are written in turn, each numbered and with a checksum, so the earlier
-    one stands until the later one is complete.
+    Two records of equal size are written alternately, each with a number and a checksum, so the
+    earlier one remains until the later one is complete.
 
-    Guarantee: when `write` has returned, the segments survive the end of the process by whatever
-    signal; with `fsync` that of the machine too, as far as its disk keeps its word. What `write`
-    did not finish is as if it had not begun. Damage to the newest record alone cannot be told from
-    that; any other is an error.
+    Guarantee: when `write` has returned, the segments survive any signal to the process, and with
+    `fsync` also a crash of the machine if its disk honours it. An unfinished `write` has no effect.
+    Damage to the newest record alone cannot be told from an unfinished `write`; any other damage is
+    an error.
 
     Attributes:
-      segments: what the file holds.
+      segments: the content of the file.
     """
 
     def __init__(self, path: str | os.PathLike, *, fsync: bool):
@@ -53,8 +53,8 @@ class SegmentFile:
           fsync: whether `write` waits for the disk.
 
         Raises:
-          RuntimeError: if it is open already, here or in another process.
-          ValueError: if it is something else, or damaged; it is left as it was.
+          RuntimeError: if it is already open, here or in another process.
+          ValueError: if it is another kind of file, or damaged; it is left unchanged.
         """
         self._path, self._fsync = Path(path), fsync
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class SegmentFile:
             raise
 
     def _read(self) -> tuple[int, list[Segment]]:
-        """The newest whole record; number -1 if none was ever finished."""
+        """The newest complete record; number -1 if none was ever finished."""
         content = os.pread(self._file, 2 * _RECORD_BYTES + 1, 0)
         if _encoded(0, []).startswith(content.rstrip(b"\0")):
             return -1, []
@@ -98,10 +98,10 @@ class SegmentFile:
         return newest
 
     def write(self, segments: Sequence[Segment]) -> None:
-        """Replaces what the file holds.
+        """Replaces the content of the file.
 
         Raises:
-          OSError: if it cannot be written; then the file holds what it held before.
+          OSError: if the file cannot be written; its content is then unchanged.
         """
         number = self._number + 1
         record = _encoded(number, segments)
@@ -113,6 +113,6 @@ class SegmentFile:
         self._number, self.segments = number, list(segments)
 
     def close(self) -> None:
-        """Lets others open the file; writing is an error from now on."""
+        """Releases the file for others; writing is an error from now on."""
         self._file = -1
         self._close()

@@ -21,11 +21,15 @@ class FixedSizeSampling(draws.FullBatches):
     """Each batch is a uniformly random subset of a fixed size, independent of the other batches.
 
     Guarantee: (ε, δ)-DP for replacing one example by another, with ε of `epsilon_spent`: Theorem 27
-    of Wang, Balle, Kasiviswanathan (2019) for sampling without replacement. Replacing moves the sum
-    by up to 2C, so the noise multiplier counts half. It is another adjacency than that of Poisson
-    sampling: do not compare their ε. The examples come in uniformly random rows. Neighbours are
-    coupled so that the one that is replaced and its replacement are in the same row, and all others
-    where they were; so only that row's gradient changes, even if the loss is tied to the row.
+    of Wang, Balle and Kasiviswanathan 2019 for sampling without replacement. Replacing an example
+    moves the sum by up to 2C, so half of the noise multiplier counts. This adjacency differs from
+    that of Poisson sampling: do not compare their ε. The examples are placed in uniformly random
+    rows. Couple neighbours so that the replacement takes the row of the replaced example and all
+    others keep theirs: only the gradient of that row changes, even if the loss depends on the row.
+
+    References:
+      - Wang, Balle, Kasiviswanathan, "Subsampled Rényi Differential Privacy and Analytical Moments
+        Accountant", 2019, https://arxiv.org/abs/1808.00087
 
     Attributes:
       batch_size: examples in each batch, at least 1.

@@ -47,7 +47,7 @@ def test_no_example_may_end_a_trial(tmp_path, strategy, hook):
     if strategy == "composition":
         fit["verbose"] = 0
     made = tuned.tuner(tmp_path, **arguments)
-    with pytest.raises(dp.NotPrivateError, match="ended a trial early.*releases of 6"):
+    with pytest.raises(dp.NotPrivateError, match="A trial ended early.*releases of 6"):
         made.search(*with_nan(), callbacks=[StopOnNaN(hook)], **fit)
     assert len(tuned.journal_lines(tmp_path)) == 2  # the trial is in progress, without a result
     # Corrected, it goes on, and makes all its releases.
@@ -63,7 +63,7 @@ def test_data_that_run_out_are_no_trial(tmp_path):
     data = tf.data.Dataset.from_tensor_slices(tuned.data()).batch(8)
     unknown = data.filter(lambda x, y: True)  # how long it is cannot be seen
     made = tuned.tuner(tmp_path, num_trials=1)
-    with pytest.raises(dp.NotPrivateError, match="ended a trial early.*2 releases of 4"):
+    with pytest.raises(dp.NotPrivateError, match="A trial ended early.*2 releases of 4"):
         made.search(
             unknown, epochs=2, steps_per_epoch=2, validation_data=tuned.data(seed=1), verbose=0
         )

@@ -420,8 +420,8 @@ def check_sampling(sampling: Sampling | str) -> Sampling | str:
     spending.check_sampling(sampling)
     if spending.label_of(sampling) == "fixed":
         raise ValueError(
-            "Selection is accounted for adding or removing an example, and subsets of a fixed size "
-            f"for replacing one: draw Poisson batches. Received: sampling={sampling!r}"
+            "Tuning uses add/remove adjacency; fixed-size sampling uses replace-one. Draw Poisson "
+            f"batches instead. Received: sampling={sampling!r}"
         )
     if getattr(sampling, "seed", None) is not None:
         raise ValueError(

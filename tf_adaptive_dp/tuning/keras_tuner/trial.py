@@ -14,7 +14,7 @@ from typing import Any
 import dp_accounting
 import tensorflow as tf
 
-from tf_adaptive_dp._keras import process_state
+from tf_adaptive_dp._keras import models
 from tf_adaptive_dp.accounting.composition import repeated
 from tf_adaptive_dp.callbacks.common import private_optimizer
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
@@ -38,7 +38,7 @@ class TrialBudget(tf.keras.callbacks.Callback):
 
     def __init__(self, plan: Plan, noise_multiplier: float):
         super().__init__()
-        self._supports_tf_logs = True
+        models.allow_tensors_as_logs(self)
         self._plan, self._noise_multiplier = plan, noise_multiplier
         self._rows_are_known = False
 
@@ -51,7 +51,7 @@ class TrialBudget(tf.keras.callbacks.Callback):
     def set_model(self, model: tf.keras.Model) -> None:
         """Notes how many steps a call has; called by Keras."""
         super().set_model(model)
-        self._steps_per_call = process_state.steps_per_execution(model)
+        self._steps_per_call = models.steps_per_call(model)
 
     def _releases_in(self, steps: int) -> int:
         return -(-steps // self._plan.parts)
@@ -67,7 +67,7 @@ class TrialBudget(tf.keras.callbacks.Callback):
                 f"{planned}"
             )
         self._before = optimizer.ledger.num_releases
-        self._announced = self._releases_in(process_state.steps_per_execution(self.model))
+        self._announced = self._releases_in(models.steps_per_call(self.model))
         if self._before + self._announced > self._plan.releases:
             raise BudgetExceededError(
                 f"The trial has no room for another step. Received: {self._before} releases of "
@@ -95,7 +95,7 @@ class TrialBudget(tf.keras.callbacks.Callback):
         released = self.model.optimizer.ledger.num_releases
         if self.room(released):
             raise NotPrivateError(
-                "Something ended a trial early, and no bound allows that it depends on the data: "
+                "A trial ended early, but the length of a trial must not depend on the data: "
                 "leave out callbacks that set `stop_training`, and pass data that last for all "
                 "epochs. Then call `search` again, or begin anew with `overwrite=True` if an epoch "
                 "that was cut short is saved already. Received: "
@@ -184,7 +184,7 @@ def settings(model: tf.keras.Model) -> tuple[float, int]:
         )
     if optimizer.seed is not None:
         _refuse("must draw secret noise: leave out `seed`", f"seed={optimizer.seed}")
-    if getattr(model, "enable_tune_steps_per_execution", False):
+    if models.tunes_steps_per_call(model):
         _refuse("must make calls of a fixed number of steps", "auto-tuned steps_per_execution")
     return optimizer.expected_batch_size, optimizer.gradient_accumulation_steps
 
