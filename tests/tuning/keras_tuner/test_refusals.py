@@ -115,7 +115,7 @@ def test_a_noise_that_one_optimizer_cannot_have_stops_all_before_the_first(tmp_p
         ({"strategy": "liu_talwar"}, ValueError, "`num_trials` is required"),
         ({"strategy": "repeat_and_select", "num_trials": 0.5}, ValueError, "at least 1"),
         ({"num_trials": 2.5}, TypeError, "whole number"),
-        ({"sampling": "fixed"}, ValueError, "fixed size"),
+        ({"sampling": "fixed"}, ValueError, "fixed-size sampling uses replace-one"),
         ({"sampling": dp.PoissonSampling(0.5, 9, 4, seed=1)}, ValueError, "With a seed"),
         ({"objective": "accuracy"}, dp.NotPrivateError, "begins with 'val_'"),
         ({"objective": None}, dp.NotPrivateError, "begins with 'val_'"),
