@@ -47,10 +47,11 @@ def program(document, containing):
     [
         ("README.md", "model.fit(", MODEL, r"epsilon: [\d.]+"),
         ("README.md", "HonestTuner(", "", r"epsilon = (2\.9\d*|3\.0000) and delta = 1e-05"),
+        ("README.md", "recommend(", "", r"2\.86"),
         ("README.md", "build_dp_fed_avg(", CLIENTS, None),
         ("docs/federated.md", "federated.train(", CLIENTS, r"epsilon = [\d.]+ and delta = 1e-05"),
     ],
-    ids=["fit", "HonestTuner", "federated", "federated.train"],
+    ids=["fit", "HonestTuner", "recommend", "federated", "federated.train"],
 )
 def test_the_program_runs(document, containing, before, says, tmp_path):
     code = program(document, containing).replace("500", "2")  # rounds
