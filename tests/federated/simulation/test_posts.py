@@ -46,7 +46,7 @@ def test_a_user_is_no_larger_than_the_docstring_says():
     for settings in stackoverflow_dp.plan("paper", []):
         assert settings["max_posts"] * settings["words"] * np.float32().nbytes < 11e6
     assert f"first {tag_trials.MAX_POSTS} posts" in stackoverflow_dp.__doc__
-    assert f"{tag_prediction.TEST_POSTS:,} are judged" in stackoverflow_dp.__doc__
+    assert f"at most {tag_prediction.TEST_POSTS:,} test posts" in stackoverflow_dp.__doc__
 
 
 @pytest.mark.parametrize("most, kept", [(1, 6), (2, 3), (256, 2)])
