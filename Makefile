@@ -34,10 +34,10 @@ demo: $(READY)
 	$(BIN)/python examples/quickstart.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 -m "not slow" --doctest-modules tests tf_adaptive_dp federated
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --doctest-modules tests tf_adaptive_dp federated
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -n 2 --doctest-modules tests tf_adaptive_dp federated
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --doctest-modules tests tf_adaptive_dp federated
 
 # For example: make bench ARGS="--models mlp --batch_sizes 50,100,200,400 --widths 1,2,4"
 BENCH = $(BIN)/python -m benchmarks.steps.run --models all \

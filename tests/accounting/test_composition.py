@@ -284,7 +284,7 @@ def test_releases_left_is_exact(ledger, accountant, budgets):
         assert spent_after(left) <= budget < spent_after(left + 1)  # noqa: B023
 
 
-@pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
+@pytest.mark.parametrize("sampling", ["shuffled", pytest.param("fixed", marks=pytest.mark.slow)])
 def test_a_full_ledger_is_priced_as_it_will_count(sampling):
     """It merges what comes into its last segment, with the worse parameters for all of them."""
     segments = [(2.0 + k, 200.0, 1) for k in range(Ledger.MAX_SEGMENTS - 1)] + [(20.0, 200.0, 2000)]

@@ -27,7 +27,8 @@ def test_quickstart_reports_accuracy_epsilon_and_sampling(tmp_path):
     out = run("quickstart.py", "--epochs", 2, "--out_dir", tmp_path)
     last = [line for line in out.splitlines() if line.startswith("Test accuracy")][0]
     assert "ε = " in last and "δ = 1/1437" in last and "Poisson sampling" in last
-    assert "Each example joined each batch independently with probability 0.0890745" in " ".join(out.split())
+    claim = "Each example joined each batch independently with probability 0.0890745"
+    assert claim in " ".join(out.split())
     assert "tensorboard --logdir" in out
     assert (tmp_path / "training.png").stat().st_size > 10_000
     assert list((tmp_path / "logs").iterdir())

@@ -86,7 +86,9 @@ def weights_after(compiled, seed, arguments, steps=6):
     return np.concatenate([w.ravel() for w in compiled.model.get_weights()])
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    "name", [n if n == "ADADP" else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
 def test_a_reused_model_does_what_a_fresh_one_does(name):
     optimizer, fixed, rate = CASES[name]
     wanted = {"l2_norm_clip": 0.3, "noise_multiplier": 2.0, **rate}

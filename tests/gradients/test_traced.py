@@ -44,15 +44,14 @@ GAPS = {
 
 def models(mode, names=tuple(zoo.ZOO)):
     """Parameters: names of models, the ones in `GAPS` as expected to fail."""
-    return pytest.mark.parametrize(
-        "name",
-        [
-            pytest.param(n, marks=pytest.mark.xfail(reason=GAPS[mode, n]))
-            if (mode, n) in GAPS
-            else n
-            for n in names
-        ],
-    )
+
+    def marks(name):
+        # One process tests all of a model, and computes its true gradients and its trace once.
+        yield pytest.mark.xdist_group(f"zoo: {name}")
+        if (mode, name) in GAPS:
+            yield pytest.mark.xfail(reason=GAPS[mode, name])
+
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=list(marks(n))) for n in names])
 
 
 @models("graph")
@@ -90,7 +89,16 @@ def test_batches_of_known_size(name):
     of_known_size(name, "graph of fixed size")
 
 
-@models("xla", [n for n in zoo.ZOO if zoo.problem(n).xla])
+IN_XLA_QUICKLY = ["MLP", "CNN", "transformer", "embedding with repeated ids", "tied weights"]
+
+
+@models("xla", IN_XLA_QUICKLY)
+def test_batches_of_known_size_in_xla_quickly(name):
+    of_known_size(name, "xla")
+
+
+@pytest.mark.slow
+@models("xla", [n for n in zoo.ZOO if zoo.problem(n).xla and n not in IN_XLA_QUICKLY])
 def test_batches_of_known_size_in_xla(name):
     of_known_size(name, "xla")
 

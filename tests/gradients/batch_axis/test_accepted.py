@@ -39,17 +39,22 @@ def _cases(names):
     return [pytest.param(n, marks=_marks(n)) for n in names]
 
 
-def check(problem, compare=True):
-    expected = sum((r.reshape(len(r), -1) ** 2).sum(1) for r in zoo.batch_of_one_gradients(problem))
-    for mode in ("graph", "graph of fixed size"):
+@pytest.fixture(params=["graph", pytest.param("graph of fixed size", marks=pytest.mark.slow)])
+def mode(request):
+    """Whether the size of the batch is known while the step is traced."""
+    return request.param
 
-        def step(*batch):
-            return zoo.source(problem, *batch).squared_norms()
 
-        actual = zoo.in_mode(mode, step, problem.batch)(*problem.batch)
-        assert actual.shape == [4]
-        if compare:
-            np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-7)
+def check(problem, mode, compare=True):
+    def step(*batch):
+        return zoo.source(problem, *batch).squared_norms()
+
+    actual = zoo.in_mode(mode, step, problem.batch)(*problem.batch)
+    assert actual.shape == [4]
+    if compare:
+        rows = zoo.batch_of_one_gradients(problem)
+        expected = sum((r.reshape(len(r), -1) ** 2).sum(1) for r in rows)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-7)
 
 
 def network(hidden, x, before=True):
@@ -60,30 +65,30 @@ def network(hidden, x, before=True):
 
 
 @pytest.mark.parametrize("name", _cases(CASES))
-def test_layers(name):
+def test_layers(name, mode):
     shape, random = CASES[name], name in apart.RANDOM
     hidden = apart.LAYERS[shape][name]()
-    check(network(hidden, zoo.floats(4, *shape), before=not random), compare=not random)
+    check(network(hidden, zoo.floats(4, *shape), before=not random), mode, compare=not random)
 
 
 @pytest.mark.parametrize("name", _cases(apart.PREPROCESSING))
-def test_layers_of_integers(name):
+def test_layers_of_integers(name, mode):
     x = np.random.default_rng(0).integers(0, 4, [4, 4])
     to_floats = layers.Lambda(lambda x: tf.cast(x, tf.float32))
     hidden = tf.keras.Sequential([apart.PREPROCESSING[name](), to_floats])
-    check(network(hidden, x, before=False))
+    check(network(hidden, x, before=False), mode)
 
 
 @pytest.mark.parametrize("name", _cases(apart.MERGES))
-def test_layers_of_two_inputs(name):
+def test_layers_of_two_inputs(name, mode):
     inputs = tf.keras.Input([4, 4])
     pair = [layers.Dense(4, activation="tanh")(inputs), layers.Dense(4)(inputs)]
     outputs = layers.Dense(3)(layers.Flatten()(apart.MERGES[name]()(pair)))
-    check(zoo.classifier(tf.keras.Model(inputs, outputs), zoo.floats(4, 4, 4)))
+    check(zoo.classifier(tf.keras.Model(inputs, outputs), zoo.floats(4, 4, 4)), mode)
 
 
 @pytest.mark.parametrize("name", _cases(apart.LOSSES))
-def test_losses(name):
+def test_losses(name, mode):
     kernel = tf.Variable(zoo.floats(4, 4, seed=2))
 
     def losses(x, y):
@@ -93,5 +98,6 @@ def test_losses(name):
         return apart.LOSSES[name](y, outputs)
 
     check(
-        zoo.Problem([kernel], losses, (zoo.floats(4, 4), np.eye(4, dtype="float32")[[1, 0, 3, 1]]))
+        zoo.Problem([kernel], losses, (zoo.floats(4, 4), np.eye(4, dtype="float32")[[1, 0, 3, 1]])),
+        mode,
     )

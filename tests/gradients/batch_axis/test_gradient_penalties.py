@@ -87,7 +87,12 @@ def assert_exact(problem):
     np.testing.assert_allclose(found, squared_norms(rows), rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ["dense, softplus", "sequences", "maximum pooling", "LayerNormalization"]
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
 def test_penalties_on_gradients_for_the_inputs_are_exact(name):
     assert_exact(penalized(*MODELS[name]))
 

@@ -199,7 +199,12 @@ def assert_exact(problem, mode="graph", method="traced"):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * size)
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+QUICK = ["LSTM", "masked GRU, backwards", "several loops", "own cell", "ConvLSTM", "function"]
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RECURRENT]
+)
 def test_rules_give_the_gradients_of_batches_of_one(name):
     assert_exact(RECURRENT[name](), MODES.get(name, "graph"))
 
@@ -284,7 +289,11 @@ def test_microbatches_take_the_mean_over_examples_and_steps():
     np.testing.assert_allclose(norms, squared_norms(rows), rtol=1e-5)
 
 
-@pytest.mark.parametrize("compiled", [{"steps_per_execution": 2}, {"jit_compile": True}], ids=str)
+@pytest.mark.parametrize(
+    "compiled",
+    [{"steps_per_execution": 2}, pytest.param({"jit_compile": True}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_fit_without_noise_and_clipping_is_fit_with_sgd(compiled):
     def trained(optimizer, reduction):
         tf.keras.utils.set_random_seed(3)
