@@ -65,7 +65,7 @@ def test_jit_compile_trains_alike(name):
         assert_same_state(model, plain)
 
 
-@every_optimizer
+@each_kind
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
 def test_a_saved_model_goes_on_where_it_stopped(name, suffix, tmp_path):
     # Three of four steps: ADADP is in the middle of a pair.
@@ -82,7 +82,7 @@ def test_a_saved_model_goes_on_where_it_stopped(name, suffix, tmp_path):
         assert_same_state(loaded, model)
 
 
-@every_optimizer
+@each_kind
 def test_a_saved_model_directory_keeps_the_ledger(name, tmp_path):
     # Keras restores no other state of an optimizer from this format.
     model = trained(name)
@@ -92,7 +92,7 @@ def test_a_saved_model_directory_keeps_the_ledger(name, tmp_path):
     assert type(loaded.optimizer) is type(model.optimizer)
 
 
-@every_optimizer
+@each_kind
 def test_a_checkpoint_restores_all_of_the_state(name, tmp_path):
     model = trained(name, steps_per_epoch=3)
     path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(tmp_path / "c")
@@ -202,7 +202,7 @@ def test_subclassed_models_with_several_outputs_train(name):
     assert optimizer.ledger.num_releases == 4
 
 
-@every_optimizer
+@each_kind
 def test_sample_weight_zero_means_absent(name):
     x, y = catalogue.data(16)
     weights = np.array([1.0] * 5 + [0.0] * 3 + [1.0] * 8)

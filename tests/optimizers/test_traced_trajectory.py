@@ -14,7 +14,13 @@ def trained(name, gradients, **kwargs):
     return model.get_weights(), optimizer.ledger.segments
 
 
-@pytest.mark.parametrize("name", catalogue.OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in catalogue.KINDS else pytest.param(n, marks=pytest.mark.slow)
+        for n in catalogue.OPTIMIZERS
+    ],
+)
 def test_the_same_trajectory(name):
     weights, ledger = trained(name, "traced")
     expected, expected_ledger = trained(name, "materialized")

@@ -137,8 +137,7 @@ def test_bad_numbers_of_parts_are_refused(steps, error, message):
 
 
 def trained_on(rows, k):
-    mechanism = SimpleNamespace(rows_per_batch=rows)
-    return SimpleNamespace(_mechanism=mechanism, gradient_accumulation_steps=k)
+    return SimpleNamespace(rows_per_batch=rows, gradient_accumulation_steps=k)
 
 
 @pytest.mark.parametrize(
