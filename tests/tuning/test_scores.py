@@ -42,7 +42,7 @@ def test_each_score_has_noise_of_its_own():
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
 def test_noise_does_not_hide_a_score_that_is_not_finite(score):
-    with pytest.raises(ValueError, match="`score` must be finite for all data sets"):
+    with pytest.raises(ValueError, match="`score` must be finite for every data set"):
         NoisyScore(1.0, 0.1).released(score)
 
 
