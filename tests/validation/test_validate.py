@@ -141,7 +141,7 @@ OF_LAYERS = {
         "mixing",
         "Keep the batch as an axis",
     ),
-    "moving average": (lambda: [Remembers(name="it")], "it", "state", "As the message says"),
+    "moving average": (lambda: [Remembers(name="it")], "it", "state", "Follow the message"),
     "activity_regularizer": (
         lambda: [layers.Dense(4, activity_regularizer="l2", name="it")],
         "it",

@@ -16,6 +16,7 @@ go into the ledger.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from tf_adaptive_dp.mechanism.replicas import num_replicas
 BITS = 40
 # This many distinct rows in random order repeat the same order once in 15! > 2⁴⁰ times.
 DIFFERENT_ROWS = 15
+_CREATION = threading.Lock()
 _BUCKETS, _PLACES = 4096, 16
 _NEVER = 2**62
 # Counts of parts without a number and of repeated parts, and the distance to the nearest repeat.
@@ -178,12 +180,14 @@ class SeenDraws:
         self._entries: tf.Variable | None = None
 
     def _create(self) -> None:
-        if self._entries is None:
-            with uncounted_variables():
-                entries = tf.zeros([_BUCKETS, _PLACES, 2], tf.int64)
-                self._entries = tf.Variable(entries, name="seen_draws", trainable=False)
-                self._releases = tf.Variable(1, dtype=tf.int64, trainable=False)
-                self._parts = tf.Variable(_NO_PARTS, trainable=False)
+        # Threads that trace steps at the same time have to share these variables.
+        with _CREATION:
+            if self._entries is None:
+                with uncounted_variables():
+                    entries = tf.zeros([_BUCKETS, _PLACES, 2], tf.int64)
+                    self._releases = tf.Variable(1, dtype=tf.int64, trainable=False)
+                    self._parts = tf.Variable(_NO_PARTS, trainable=False)
+                    self._entries = tf.Variable(entries, name="seen_draws", trainable=False)
 
     def drop_parts(self) -> None:
         """Forgets the parts of a batch that was not released, so that they may come again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from typing import Callable
 
@@ -12,6 +13,8 @@ from tf_adaptive_dp._keras.tracing import in_xla
 from tf_adaptive_dp.mechanism import replicas
 
 _NUMBERS = itertools.count()  # names locks; a graph holds the handle only
+# Threads that trace steps at the same time have to get the same lock.
+_CREATION = threading.Lock()
 
 
 class Turns:
@@ -56,12 +59,13 @@ class Turns:
         return results
 
     def _mutex(self) -> tf.Tensor:
-        if self._handle is None:
-            with tf.init_scope(), tf.device("CPU:0"):
-                name = f"tf_adaptive_dp_turns_{next(_NUMBERS)}"
-                self._handle = tf.raw_ops.MutexV2(shared_name=name)
-            # The lock has a thread of its own, which must end with this object.
-            weakref.finalize(self, _destroy, self._handle).atexit = False
+        with _CREATION:
+            if self._handle is None:
+                with tf.init_scope(), tf.device("CPU:0"):
+                    name = f"tf_adaptive_dp_turns_{next(_NUMBERS)}"
+                    self._handle = tf.raw_ops.MutexV2(shared_name=name)
+                # The lock has a thread of its own, which must end with this object.
+                weakref.finalize(self, _destroy, self._handle).atexit = False
         return self._handle
 
 
