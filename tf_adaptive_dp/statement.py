@@ -13,9 +13,9 @@ import dp_accounting
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.events import is_unprotected, unprotected
+from tf_adaptive_dp.accounting.composition import is_unprotected, unprotected
 from tf_adaptive_dp.accounting.ledger import Checks, Segment
-from tf_adaptive_dp.sampling import spending
+from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 
@@ -116,7 +116,9 @@ def privacy_statement(
     """
     if max_examples_per_user is not None:
         checks.integer("max_examples_per_user", max_examples_per_user, 1)
-    spent = spending.epsilon_spent(sampling, ledger, num_examples, delta, accountant=accountant)
+    spent = sampling_epsilon.epsilon_spent(
+        sampling, ledger, num_examples, delta, accountant=accountant
+    )
     segments, other_events = composition.read_ledger(ledger, num_examples)
     if not segments and not other_events:
         return paragraph(NOTHING_RELEASED)
@@ -183,7 +185,7 @@ def claim(
       unit: the words for the unit.
       num_unchecked: number of releases whose batch was not verified to be a fresh draw.
     """
-    one, label = unit.one, spending.label_of(sampling)
+    one, label = unit.one, sampling_epsilon.label_of(sampling)
     how = f"({accountant.upper()} accounting, rounded up)"
     whose = f"Unit: one {one}. Adjacency: data sets that differ by adding or removing one {one}."
     if label == "shuffled":
@@ -294,7 +296,7 @@ def list_of_releases(
 def _repetitions(
     with_checks: Sequence[tuple[Segment, Checks]], num_examples: int, sampling: Sampling | str
 ) -> str:
-    in_epochs = spending.label_of(sampling) == "shuffled"
+    in_epochs = sampling_epsilon.label_of(sampling) == "shuffled"
     again = sum(composition.repeated(*of, num_examples, in_epochs=in_epochs) for of in with_checks)
     if not again:
         return ""

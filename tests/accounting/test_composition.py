@@ -14,7 +14,7 @@ from tensorflow_privacy.privacy.analysis import compute_dp_sgd_privacy_lib as tf
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import dp_event, epsilon, epsilon_spent, releases_left
 from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
-from tf_adaptive_dp.sampling import spending
+from tf_adaptive_dp.sampling import sampling_epsilon
 
 N, DELTA = 60_000, 1e-5
 
@@ -289,12 +289,12 @@ def test_a_full_ledger_is_priced_as_it_will_count(sampling):
     """It merges what comes into its last segment, with the worse parameters for all of them."""
     segments = [(2.0 + k, 200.0, 1) for k in range(Ledger.MAX_SEGMENTS - 1)] + [(20.0, 200.0, 2000)]
     merged = fake_ledger(*segments[:-1], (2.0, 200.0, 2001))
-    budget = 0.9 * spending.epsilon_spent(sampling, merged, N, DELTA)
+    budget = 0.9 * sampling_epsilon.epsilon_spent(sampling, merged, N, DELTA)
     ledger = fake_ledger(*segments)
-    assert spending.epsilon_spent(sampling, ledger, N, DELTA) < budget
+    assert sampling_epsilon.epsilon_spent(sampling, ledger, N, DELTA) < budget
     arguments = (200.0, N, budget, DELTA)
-    assert spending.releases_left(sampling, ledger, 2.0, *arguments) == 0
-    assert spending.releases_left(sampling, ledger, 20.0, *arguments) > 0
+    assert sampling_epsilon.releases_left(sampling, ledger, 2.0, *arguments) == 0
+    assert sampling_epsilon.releases_left(sampling, ledger, 20.0, *arguments) > 0
 
 
 @pytest.mark.parametrize(

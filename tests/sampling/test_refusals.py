@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers.sampled import DELTA, N, fake_ledger, numbered, records, to_pair
-from tf_adaptive_dp.sampling import datasets, spending
+from tf_adaptive_dp.sampling import datasets, sampling_epsilon
 
 
 def words(sampling, ledger=None, **kwargs):
@@ -24,11 +24,11 @@ def words(sampling, ledger=None, **kwargs):
 def test_a_label_of_poisson_batches_has_no_microbatches_either():
     ledger = fake_ledger((2.0, 100.0, 50))
     optimizer = SimpleNamespace(ledger=ledger, num_microbatches=10)
-    spending.epsilon_spent("shuffled", optimizer, N, DELTA)
+    sampling_epsilon.epsilon_spent("shuffled", optimizer, N, DELTA)
     for ask in (
-        lambda: spending.epsilon_spent("poisson", optimizer, N, DELTA),
+        lambda: sampling_epsilon.epsilon_spent("poisson", optimizer, N, DELTA),
         lambda: words("poisson", optimizer),
-        lambda: spending.releases_left("poisson", optimizer, 2.0, 100.0, N, 4.0, DELTA),
+        lambda: sampling_epsilon.releases_left("poisson", optimizer, 2.0, 100.0, N, 4.0, DELTA),
     ):
         with pytest.raises(ValueError, match="without `num_microbatches`"):
             ask()
@@ -78,7 +78,7 @@ def test_the_statement_says_which_sampling_was_used():
     assert "TF Privacy's statement" not in text  # it knows of no truncation
     for fixed in ("fixed", dp.sampling.FixedSizeSampling(100, 50)):
         text = words(fixed)
-        spent = spending.epsilon_spent(fixed, fake_ledger((2.0, 100.0, 50)), N, DELTA)
+        spent = sampling_epsilon.epsilon_spent(fixed, fake_ledger((2.0, 100.0, 50)), N, DELTA)
         assert f"epsilon = {math.ceil(spent * 1e4) / 1e4:.4f} " in text
         assert "in which one example replaces another" in text
         assert (

@@ -21,7 +21,7 @@ from tf_adaptive_dp.accounting.composition import (
 )
 from tf_adaptive_dp.accounting.ledger import Checks, Releases, Segment
 from tf_adaptive_dp.mechanism import draw_numbers
-from tf_adaptive_dp.sampling import draws, spending
+from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.statement import privacy_statement
 from tf_adaptive_dp.tuning.keras_tuner.trial import TrialBudget
 
@@ -289,7 +289,7 @@ def test_passes_over_the_same_batches_are_passes_and_within_one_they_are_not():
     assert bounds[0] == bounds[1]
     assert "released before" not in privacy_statement(run.optimizer, N, DELTA)
     # Not for a sampling in which no batch comes again.
-    strict = spending.epsilon_spent("poisson", ledger, N, DELTA)
+    strict = sampling_epsilon.epsilon_spent("poisson", ledger, N, DELTA)
     assert strict == pytest.approx(counted_epsilon(5, 10, probability=0.2), rel=1e-9)
     ledger = run([next(iter(in_order))] * 10)
     assert ledger.checks[0].nearest == 1
@@ -336,7 +336,7 @@ def test_dp_events_and_budgets_count_repetitions():
     event = dp_event(again, N)
     assert "GaussianDpEvent(noise_multiplier=4.0), count=8" in str(event)
     full = counted_epsilon(4, 8)
-    left = functools.partial(spending.releases_left, SAMPLING, again)
+    left = functools.partial(sampling_epsilon.releases_left, SAMPLING, again)
     assert left(SIGMA, SIZE, N, full * 1.0001, DELTA) == 0
     assert left(SIGMA, SIZE, N, counted_epsilon(9, 8) * 1.0001, DELTA) == 5
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers.zoo import floats
 from tf_adaptive_dp.validation.fixes import group_normalization
-from tf_adaptive_dp.validation.layers import named_layers
+from tf_adaptive_dp.validation.layer_findings import named_layers
 
 layers = tf.keras.layers
 LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")

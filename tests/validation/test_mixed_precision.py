@@ -8,7 +8,7 @@ import tf_adaptive_dp as dp
 from tests.helpers.zoo import floats
 from tf_adaptive_dp.gradients.batch_axis import operations
 from tf_adaptive_dp.gradients.rules import RULES
-from tf_adaptive_dp.validation.layers import named_layers
+from tf_adaptive_dp.validation.layer_findings import named_layers
 
 layers = tf.keras.layers
 LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers.zoo import floats
-from tf_adaptive_dp.validation import arguments
+from tf_adaptive_dp.validation import argument_findings
 
 layers = tf.keras.layers
 LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
@@ -261,14 +261,14 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_is_wrong_with_an_optimizer_is_found(name):
     make, what, severity = OPTIMIZERS[name]
-    found = arguments.optimizer_findings(make(), 6)
+    found = argument_findings.optimizer_findings(make(), 6)
     assert len(found) == 1 and found[0].where == "optimizer", found
     assert what in found[0].what and found[0].severity == severity
 
 
 def test_clipping_of_released_gradients_is_nothing_wrong():
     for each in (optimizer(clipnorm=1.0), optimizer(global_clipnorm=1.0), optimizer(clipvalue=1.0)):
-        assert not arguments.optimizer_findings(each, 6)
+        assert not argument_findings.optimizer_findings(each, 6)
 
 
 def test_a_clip_norm_out_of_proportion_is_found():

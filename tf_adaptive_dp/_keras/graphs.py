@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
@@ -110,6 +110,40 @@ def replace_body(call: tf.Operation, role: str, body: tf.Graph) -> None:
     """
     body.name = control_flow_util_v2.unique_fn_name(call.name, role)
     call._set_func_attr(role, control_flow_util_v2.create_new_tf_function(body))
+
+
+# --- walks over the operations of one graph ----------------------------------------------------
+
+
+def layer_name(op: tf.Operation) -> str:
+    """The name of the layer that made an operation, from the operation's name scope."""
+    return "/".join(op.name.split("/")[:-1]) or op.name
+
+
+def ancestors(
+    tensors: Iterable[tf.Tensor], stop: Callable[[tf.Tensor], bool] = lambda tensor: False
+) -> list[tf.Operation]:
+    """The operations that tensors of one graph are computed from, in the order of creation.
+
+    Args:
+      tensors: where the walk begins; their own operations are among the result.
+      stop: whether the walk ends at a tensor, without the operation that computes it.
+    """
+    tensors = list(tensors)
+    seen, stack = set(), list(tensors)
+    while stack:
+        tensor = stack.pop()
+        if tensor.op not in seen and not stop(tensor):
+            seen.add(tensor.op)
+            stack += tensor.op.inputs
+    return [op for op in tensors[0].graph.get_operations() if op in seen] if tensors else []
+
+
+def behind_identities(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor that a chain of `Identity` operations passes on."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 # --- operations --------------------------------------------------------------------------------

@@ -464,3 +464,24 @@ def max_participations(segments: Sequence[Segment], num_examples: int) -> list[i
         # Known for certain only if the batch size divides the number of examples.
         pass_begins = pass_begins and per_pass.denominator == 1 and count % per_pass == 0
     return result
+
+
+def is_unprotected(event: dp_accounting.DpEvent) -> bool:
+    """Whether no finite ε holds for an event: `NonPrivateDpEvent`, or one that contains it.
+
+    Returns `False` for an event that RDP does not support; the accountants reject it themselves.
+
+    >>> is_unprotected(dp_accounting.NonPrivateDpEvent())
+    True
+    >>> is_unprotected(dp_accounting.GaussianDpEvent(noise_multiplier=1.0))
+    False
+    """
+    accountant = rdp.RdpAccountant()
+    if not accountant.supports(event):
+        return False
+    return bool(np.isinf(accountant.compose(event).rdp).all())
+
+
+def unprotected(events: Iterable[dp_accounting.DpEvent]) -> list[dp_accounting.DpEvent]:
+    """The events for which no finite ε holds."""
+    return [event for event in events if is_unprotected(event)]

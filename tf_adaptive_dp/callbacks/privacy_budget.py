@@ -7,14 +7,14 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import steps_per_call
 from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.events import unprotected
+from tf_adaptive_dp.accounting.composition import unprotected
 from tf_adaptive_dp.callbacks.common import (
     begin_batches_anew,
     private_optimizer,
     refuse_batch_over_two_passes,
 )
 from tf_adaptive_dp.errors import BudgetExceededError
-from tf_adaptive_dp.sampling import spending
+from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 
 
@@ -61,7 +61,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         if batch_size is not None:
             checks.number("batch_size", batch_size, 0, strict=True)
         self.batch_size = batch_size
-        self.sampling = spending.check_sampling(sampling)
+        self.sampling = sampling_epsilon.check_sampling(sampling)
         self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
         self._priced: tuple = ()
 
@@ -83,7 +83,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             segments.pop()  # more releases of the same kind do not change the price
         price_of = (noise_multiplier, size, segments, [c.repeated for c in optimizer.ledger.checks])
         if self._priced[:1] != (price_of,):
-            left = spending.releases_left(
+            left = sampling_epsilon.releases_left(
                 self.sampling,
                 optimizer,
                 noise_multiplier,

@@ -14,7 +14,7 @@ from tf_adaptive_dp.callbacks.common import (
     private_optimizer,
     refuse_batch_over_two_passes,
 )
-from tf_adaptive_dp.sampling import spending
+from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.statement import privacy_statement
 
@@ -66,14 +66,14 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
         self.num_examples = checks.integer("num_examples", num_examples, 1)
         self.delta = composition.check_probability("delta", delta)
         self.log_dir = log_dir
-        self.sampling = spending.check_sampling(sampling)
+        self.sampling = sampling_epsilon.check_sampling(sampling)
         self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
         self._writer = None
         self._new_run = False
 
     def epsilon(self) -> float:
         """The ε that the model's optimizer has spent so far."""
-        return spending.epsilon_spent(
+        return sampling_epsilon.epsilon_spent(
             self.sampling,
             private_optimizer(self.model),
             self.num_examples,

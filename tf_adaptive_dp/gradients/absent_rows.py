@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import ancestors
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
-from tf_adaptive_dp.gradients.graph import ancestors
 from tf_adaptive_dp.gradients.penalties import SCALINGS, SUMS, UNCHANGED
 
 # Where Keras multiplies losses by sample weights, `losses_utils.compute_weighted_loss`.

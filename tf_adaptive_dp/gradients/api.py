@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.graphs import ancestors
 from tf_adaptive_dp._keras.tracing import is_recording
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.absent_rows import find_present
@@ -18,7 +19,6 @@ from tf_adaptive_dp.gradients.batch_axis.custom_gradients import refuse_custom_g
 from tf_adaptive_dp.gradients.batch_axis.hidden import refuse_state
 from tf_adaptive_dp.gradients.batch_axis.slots import refuse_slots
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
-from tf_adaptive_dp.gradients.graph import ancestors
 from tf_adaptive_dp.gradients.jacobian import MaterializedGradients
 from tf_adaptive_dp.gradients.penalties import Penalty, find_penalties, penalty_gradients
 from tf_adaptive_dp.gradients.source import PerExampleGradients

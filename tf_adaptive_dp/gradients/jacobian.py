@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import bodies
+from tf_adaptive_dp._keras.graphs import bodies, layer_name
 from tf_adaptive_dp._keras.tracing import in_xla
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.contributions import dense_norms, weigh_rows
-from tf_adaptive_dp.gradients.graph import layer_name
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 
 _BATCH_NORMALIZATION = (

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import ancestors
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis.operation_types import VARIABLE_READS
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
-from tf_adaptive_dp.gradients.graph import ancestors
 
 SUMS = {"Add", "AddV2", "AddN", "Sub"}
 UNCHANGED = {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "EnsureShape"}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import has_custom_gradient
+from tf_adaptive_dp._keras.graphs import ancestors, has_custom_gradient, layer_name
 from tf_adaptive_dp.gradients.batch_axis.operation_types import ELEMENTWISE
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.contributions import (
@@ -15,7 +15,6 @@ from tf_adaptive_dp.gradients.contributions import (
     SummedContribution,
     VariableContribution,
 )
-from tf_adaptive_dp.gradients.graph import ancestors, layer_name
 from tf_adaptive_dp.gradients.jacobian import jacobian_rows
 from tf_adaptive_dp.gradients.rules import RULES, RuleContext
 from tf_adaptive_dp.gradients.rules.recurrent import outputs_of, unfold

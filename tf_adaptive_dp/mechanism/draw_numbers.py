@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import ancestors
 from tf_adaptive_dp._keras.variables import uncounted_variables
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
-from tf_adaptive_dp.gradients.graph import ancestors
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 
 # Among 10,000 draws, two share a number with probability at most 5e7 / 2⁴⁰.

@@ -12,7 +12,7 @@ import numpy as np
 from dp_accounting import rdp
 
 from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.events import unprotected
+from tf_adaptive_dp.accounting.composition import unprotected
 from tf_adaptive_dp.sampling import draws
 
 

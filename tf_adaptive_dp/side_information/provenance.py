@@ -11,7 +11,7 @@ from typing import Any, Callable
 import dp_accounting
 import tensorflow as tf
 
-from tf_adaptive_dp.accounting.events import is_unprotected
+from tf_adaptive_dp.accounting.composition import is_unprotected
 from tf_adaptive_dp.errors import NotPrivateError
 
 

@@ -8,7 +8,11 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import copy_trainable, is_clonable, own_weights
-from tf_adaptive_dp.validation.layers import keeps_state, named_layers, takes_batch_statistics
+from tf_adaptive_dp.validation.layer_findings import (
+    keeps_state,
+    named_layers,
+    takes_batch_statistics,
+)
 
 _LAYERS = tf.keras.layers
 Layer = tf.keras.layers.Layer

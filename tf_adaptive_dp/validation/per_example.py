@@ -14,7 +14,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.layers import set_dtype_policy
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import check_loss_vector, per_example_gradients
-from tf_adaptive_dp.validation.layers import named_layers
+from tf_adaptive_dp.validation.layer_findings import named_layers
 
 
 class PerExampleReport(NamedTuple):

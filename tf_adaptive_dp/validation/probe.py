@@ -8,10 +8,10 @@ from typing import Callable, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp.validation.layers import named_layers
+from tf_adaptive_dp.validation.compiled_step import counting
+from tf_adaptive_dp.validation.layer_findings import named_layers
 from tf_adaptive_dp.validation.repeatable import reset
 from tf_adaptive_dp.validation.report import Finding
-from tf_adaptive_dp.validation.search import counting
 
 Losses = Callable[[tuple, bool], tf.Tensor]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import RandomGenerator, global_seed_kept, random_generator
-from tf_adaptive_dp.validation.layers import named_layers
+from tf_adaptive_dp.validation.layer_findings import named_layers
 
 
 @contextlib.contextmanager

@@ -12,9 +12,9 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.layers import is_compiled
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.watch import releases_within
-from tf_adaptive_dp.validation.layers import has_own
+from tf_adaptive_dp.validation.compiled_step import batch_specs, refusal
+from tf_adaptive_dp.validation.layer_findings import has_own
 from tf_adaptive_dp.validation.report import Finding
-from tf_adaptive_dp.validation.search import batch_specs, refusal
 
 _COMPILE = "Call `model.compile` with this optimizer before `validate`."
 

@@ -10,14 +10,14 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.layers import is_compiled
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import check_loss_vector
-from tf_adaptive_dp.validation import arguments
+from tf_adaptive_dp.validation import argument_findings
+from tf_adaptive_dp.validation.compiled_step import search_compiled_step
 from tf_adaptive_dp.validation.fixes import is_defective, repaired_model
-from tf_adaptive_dp.validation.layers import has_own, layer_findings
+from tf_adaptive_dp.validation.layer_findings import has_own, layer_findings
 from tf_adaptive_dp.validation.per_example import check_per_example, checked_batch, loss_function
 from tf_adaptive_dp.validation.probe import probe
 from tf_adaptive_dp.validation.repeatable import unchanged
 from tf_adaptive_dp.validation.report import Finding, ValidationReport
-from tf_adaptive_dp.validation.search import search
 from tf_adaptive_dp.validation.train_step import train_step_findings
 
 _NOTHING_PROBED = "nothing, since the findings leave no losses to compare"
@@ -80,7 +80,7 @@ def validate(
 
 def _repair(report: ValidationReport, optimizer, batch) -> ValidationReport:
     """Reports on a repaired copy."""
-    _, loss = arguments.loss_findings(report.loss)
+    _, loss = argument_findings.loss_findings(report.loss)
     model, left = report.model, []
     kinds = {f.kind for f in report.findings}
     if model.built and kinds & {"batch statistics", "state"} and is_defective(model):
@@ -110,11 +110,15 @@ def _sorted(findings: list[Finding]) -> tuple[Finding, ...]:
 
 
 def _inspect(model, loss, optimizer, batch) -> ValidationReport:
-    from_batch = arguments.batch_findings(batch)
+    from_batch = argument_findings.batch_findings(batch)
     comparable = not any(f.severity == "error" for f in from_batch)
     num_examples = tf.nest.flatten(batch)[0].shape[0] if comparable else None
-    from_loss, vector_loss = arguments.loss_findings(loss)
-    found = [*from_batch, *from_loss, *arguments.optimizer_findings(optimizer, num_examples)]
+    from_loss, vector_loss = argument_findings.loss_findings(loss)
+    found = [
+        *from_batch,
+        *from_loss,
+        *argument_findings.optimizer_findings(optimizer, num_examples),
+    ]
     failed = _build(model, batch[0])
     probed, accepted = _NOTHING_PROBED, False
     if failed is not None:
@@ -162,10 +166,10 @@ def _run(model, losses, vector_loss, optimizer, batch) -> tuple[list[Finding], b
     except Exception as error:  # noqa: BLE001, whatever a user's model raises is a finding
         return [_failure(error)], False, _NOTHING_PROBED
     expected = getattr(optimizer, "expected_batch_size", None)
-    found = arguments.loss_value_findings(values, batch)
-    searched = search(model, losses, batch, expected)
+    found = argument_findings.loss_value_findings(values, batch)
+    searched = search_compiled_step(model, losses, batch, expected)
     found += searched.findings
-    found += arguments.clip_findings(optimizer, searched.norms)
+    found += argument_findings.clip_findings(optimizer, searched.norms)
     probed = probe(model, losses, batch, expected)
     known = {(f.kind, f.where) for f in found}
     found += [f for f in probed.findings if (f.kind, f.where) not in known]

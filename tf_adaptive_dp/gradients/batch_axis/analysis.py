@@ -7,14 +7,13 @@ from collections.abc import Iterable
 import tensorflow as tf
 
 from tf_adaptive_dp._keras import graphs
+from tf_adaptive_dp._keras.graphs import ancestors, layer_name
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis import (  # noqa: F401 - they register their rules
     functions,
     gathers,
-    inner_gradients,
     lists,
     operations,
-    products,
     reshaping,
 )
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
@@ -26,7 +25,6 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
     BatchAxis,
     CrossExample,
 )
-from tf_adaptive_dp.gradients.graph import ancestors, layer_name
 from tf_adaptive_dp.gradients.released import is_released
 
 _SOURCES = ("Placeholder", *sorted(ELEMENTS))

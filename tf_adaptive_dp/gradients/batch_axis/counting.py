@@ -10,7 +10,14 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS, static_value
+from tf_adaptive_dp._keras.graphs import (
+    BRANCHES,
+    CALLS,
+    LOOPS,
+    ancestors,
+    behind_identities,
+    static_value,
+)
 from tf_adaptive_dp.gradients.batch_axis.analysis import is_element
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     AXIS_0,
@@ -26,7 +33,6 @@ from tf_adaptive_dp.gradients.batch_axis.reshaping import source_axis, whole_axe
 from tf_adaptive_dp.gradients.batch_axis.sizes import Size, evaluate
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, Rows
-from tf_adaptive_dp.gradients.graph import ancestors, behind_identities
 
 # Inputs that only determine the lengths of axes.
 _LENGTHS = {

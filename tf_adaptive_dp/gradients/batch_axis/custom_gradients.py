@@ -6,12 +6,16 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import gradient_function, has_custom_gradient
+from tf_adaptive_dp._keras.graphs import (
+    ancestors,
+    gradient_function,
+    has_custom_gradient,
+    layer_name,
+)
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis.operations import run
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, OneExample
-from tf_adaptive_dp.gradients.graph import ancestors, layer_name
 
 _GRADIENT = (
     "A custom gradient mixes the examples of a batch, so none has a gradient of its own. Received: "

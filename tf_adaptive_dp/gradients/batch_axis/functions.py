@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS, bodies, static_value
+from tf_adaptive_dp._keras.graphs import (
+    BRANCHES,
+    CALLS,
+    LOOPS,
+    ancestors,
+    behind_identities,
+    bodies,
+    static_value,
+)
 from tf_adaptive_dp.gradients.batch_axis.custom_gradients import refuse_custom_gradients
 from tf_adaptive_dp.gradients.batch_axis.operations import Layout, register_layout, run
 from tf_adaptive_dp.gradients.batch_axis.sizes import Size
@@ -17,7 +25,6 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
     OneExample,
     Rows,
 )
-from tf_adaptive_dp.gradients.graph import ancestors, behind_identities
 
 _BY_PLACE = "decides by where in the batch an example is"
 

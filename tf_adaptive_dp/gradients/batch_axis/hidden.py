@@ -11,6 +11,7 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.graphs import (
     function_attributes,
     is_stateful,
+    layer_name,
     line_of,
     takes_resources,
 )
@@ -25,7 +26,6 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     WITHOUT_MEMORY,
 )
 from tf_adaptive_dp.gradients.frames import Frame
-from tf_adaptive_dp.gradients.graph import layer_name
 from tf_adaptive_dp.gradients.released import is_released
 
 # What Python, files and staging areas remember counts as one state, since no one sees inside.

@@ -7,7 +7,14 @@ from typing import Union
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, DATA_SET_LOOPS, LOOPS, static_value
+from tf_adaptive_dp._keras.graphs import (
+    BRANCHES,
+    CALLS,
+    DATA_SET_LOOPS,
+    LOOPS,
+    ancestors,
+    static_value,
+)
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis import counting, operations, slots
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
@@ -16,7 +23,6 @@ from tf_adaptive_dp.gradients.batch_axis.randomness import Draws
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, DataIndependent
 from tf_adaptive_dp.gradients.frames import Frame
-from tf_adaptive_dp.gradients.graph import ancestors
 from tf_adaptive_dp.gradients.released import is_released
 
 Value = Union[BatchAxis, CrossExample, DataIndependent]

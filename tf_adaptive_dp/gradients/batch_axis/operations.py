@@ -19,6 +19,7 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     REPEATABLE,
     SHAPE_ONLY,
     TRAILING,
+    product_terms,
 )
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, product
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
@@ -271,6 +272,26 @@ def fused_batch_norm(op, batch_axes):
     return [layout] + [layout.at(0)] * (len(op.outputs) - 1)
 
 
+@register_layout("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
+@unless_cross_example
+def tensor_product(op, batch_axes):
+    """The letter of the batch must remain, and be the same in all inputs with data."""
+    if any(t.shape.rank is None for t in op.inputs):
+        return CrossExample(op, "has an unknown rank")
+    terms, result = product_terms(op)
+    letters = set()
+    for tensor, term in zip(op.inputs, terms):
+        layout = batch_axes[tensor]
+        if batch_axes.depends(tensor):
+            letters.add((term[layout.axis], layout.outer, layout.inner))
+    if len(letters) > 1:
+        return CrossExample(op, "multiplies each example with every other one")
+    letter, outer, inner = letters.pop()
+    if letter not in result:
+        return CrossExample(op, "sums over the batch axis")
+    return BatchAxis(result.index(letter), outer, inner)
+
+
 def sum_to_operand(op: tf.Operation, batch_axes: BatchAxes) -> BatchAxis | None:
     """The batch axis after a sum over the axes along which an operand was broadcast.
 
@@ -383,3 +404,37 @@ _MAKE_BATCHES = {"Fill", "BroadcastTo", "Tile", *RANDOM, *ELEMENTWISE, *KEEP_LEN
 _SAME = {"Identity", "StopGradient", "PreventGradient"}
 # Their rules handle single examples in loops, or look into functions.
 _FOLLOWED = {*_SAME, "IdentityN", *LISTS, *FUNCTIONS}
+
+
+# --- gradients inside the loss, as in a penalty on the gradient with respect to the inputs --------
+
+register_layout(
+    "AvgPoolGrad",
+    "AvgPool3DGrad",
+    "DepthwiseConv2dNativeBackpropInput",
+    "LRNGrad",
+    "MaxPoolGrad",
+    "MaxPoolGradV2",
+    "MaxPool3DGrad",
+    "ResizeBicubicGrad",
+    "ResizeBilinearGrad",
+    "ResizeNearestNeighborGrad",
+)(axis_0)
+
+
+@register_layout("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3")
+@unless_cross_example
+def fused_batch_norm_grad(op, batch_axes):
+    """The gradient of a frozen normalization, or of one with the examples as channels."""
+    rank = op.inputs[1].shape.rank
+    entries = {batch_axes[t] for t in op.inputs[:2] if batch_axes.depends(t)}
+    scales = {batch_axes[t] for t in op.inputs[2:] if batch_axes.depends(t)}
+    channels = 1 if op.get_attr("data_format") in (b"NCHW", b"NCDHW") else rank - 1
+    of_scales = CrossExample(op, "sums over the batch axis")
+    if len(entries) == 1:
+        layout = entries.pop()
+        if layout.axis == channels and scales <= {layout.at(0)}:
+            return [layout] + [layout.at(0)] * (len(op.outputs) - 1)
+        if not scales and not op.get_attr("is_training"):
+            return [layout] + [of_scales] * (len(op.outputs) - 1)
+    return CrossExample(op, "is BatchNormalization in training mode")

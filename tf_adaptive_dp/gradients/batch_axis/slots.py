@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras import graphs
-from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS, static_value
+from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS, ancestors, layer_name, static_value
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     AXIS_0,
@@ -27,7 +27,6 @@ from tf_adaptive_dp.gradients.batch_axis.reshaping import find_axis, source_axis
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, product
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis
-from tf_adaptive_dp.gradients.graph import ancestors, layer_name
 
 _SLOT = (
     "A value depends on which row of the batch an example is in. One more example would move "

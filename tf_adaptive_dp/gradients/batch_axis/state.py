@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import static_value
+from tf_adaptive_dp._keras.graphs import behind_identities, static_value
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     ELEMENTWISE,
     KEEP_SHAPE,
@@ -21,7 +21,6 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
     OneExample,
     Rows,
 )
-from tf_adaptive_dp.gradients.graph import behind_identities
 
 _NUMBERS = itertools.count()
 

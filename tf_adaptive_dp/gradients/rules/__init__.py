@@ -4,7 +4,6 @@ from tf_adaptive_dp.gradients.rules import (  # noqa: F401 (they register themse
     convolution,
     elementwise,
     embedding,
-    normalization,
     product,
 )
 from tf_adaptive_dp.gradients.rules.registry import RULES, Rule, RuleContext, register_rule

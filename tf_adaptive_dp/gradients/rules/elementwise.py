@@ -1,4 +1,7 @@
-"""Biases, scales, and all else that combines a variable with data elementwise."""
+"""Biases, scales, and all else that combines a variable with data elementwise.
+
+This includes frozen normalization, whose statistics do not depend on the batch.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,39 @@ def summed_rows(context: RuleContext, entries: tf.Tensor) -> VariableContributio
 @register_rule("BiasAdd")
 def bias_add(context: RuleContext) -> VariableContribution | None:
     """δ, summed over all positions."""
-    rows, axis = context.delta_rows(), context.batch_axes[context.op.outputs[0]].axis
-    rank = context.delta.shape.rank
-    channels = 1 if context.op.get_attr("data_format") == b"NCHW" else rank - 1
-    if context.index != 1 or axis == channels:
+    channels = 1 if context.op.get_attr("data_format") == b"NCHW" else context.delta.shape.rank - 1
+    return _summed_positions(context, context.delta, channels) if context.index == 1 else None
+
+
+@register_rule("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
+def fused_batch_norm(context: RuleContext) -> VariableContribution | None:
+    """Σ δ·x̂ for the scale and Σ δ for the offset, where the statistics are given."""
+    op, rank = context.op, context.delta.shape.rank
+    if op.get_attr("is_training") or context.index not in (1, 2):
         return None
+    channels = 1 if op.get_attr("data_format") in (b"NCHW", b"NCDHW") else rank - 1
+    entries = tf.cast(context.delta, tf.float32)
+    if context.index == 1:
+        mean, variance = (
+            tf.reshape(t, [-1 if a == channels else 1 for a in range(rank)]) for t in op.inputs[3:5]
+        )
+        x = tf.cast(op.inputs[0], tf.float32)
+        entries *= (x - mean) * tf.math.rsqrt(variance + op.get_attr("epsilon"))
+    return _summed_positions(context, entries, channels)
+
+
+def _summed_positions(
+    context: RuleContext, entries: tf.Tensor, channels: int
+) -> VariableContribution | None:
+    """Sums over all axes but the channels and the examples; `None` if these are one axis."""
+    axis, rank = context.batch_axes[context.op.outputs[0]].axis, entries.shape.rank
+    if axis == channels:
+        return None
+    rows = context.rows(entries, like=context.op.outputs[0])
     place = 2 + channels - (axis < channels)
     gone = [a for a in range(1, rank + 1) if a != place]
     return context.contribute(
-        DenseGradient(context.op.inputs[1].shape, tf.reduce_sum(rows, axis=gone))
+        DenseGradient(context.op.inputs[context.index].shape, tf.reduce_sum(rows, axis=gone))
     )
 
 

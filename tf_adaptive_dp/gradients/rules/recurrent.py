@@ -14,8 +14,11 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.graphs import (
     CALLS,
     LOOPS,
+    ancestors,
+    behind_identities,
     bodies,
     function_attributes,
+    layer_name,
     overrides_gradient,
     static_value,
 )
@@ -31,7 +34,6 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
     Rows,
     static_or_dynamic_shape,
 )
-from tf_adaptive_dp.gradients.graph import ancestors, behind_identities, layer_name
 from tf_adaptive_dp.gradients.rules.registry import RULES
 from tf_adaptive_dp.gradients.variable_uses import VariableUse, consumers_of, find_uses
 

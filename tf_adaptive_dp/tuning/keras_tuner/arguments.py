@@ -19,7 +19,7 @@ from tf_adaptive_dp.callbacks import PrivacyBudget, PrivacyMonitor
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.sampling import datasets, spending
+from tf_adaptive_dp.sampling import datasets, sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.tuning.keras_tuner import space
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect
@@ -417,8 +417,8 @@ def check_score(score: Any) -> Any:
 
 def check_sampling(sampling: Sampling | str) -> Sampling | str:
     """Returns `sampling`, or raises ValueError if a search cannot account for it."""
-    spending.check_sampling(sampling)
-    if spending.label_of(sampling) == "fixed":
+    sampling_epsilon.check_sampling(sampling)
+    if sampling_epsilon.label_of(sampling) == "fixed":
         raise ValueError(
             "Tuning uses add/remove adjacency; fixed-size sampling uses replace-one. Draw Poisson "
             f"batches instead. Received: sampling={sampling!r}"

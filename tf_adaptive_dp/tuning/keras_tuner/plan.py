@@ -10,7 +10,7 @@ import dp_accounting
 
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.ledger import Releases
-from tf_adaptive_dp.sampling import spending
+from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 from tf_adaptive_dp.tuning import budgets
@@ -121,7 +121,7 @@ class Plan:
 
     def epsilon_of_one(self, noise_multiplier: float) -> float:
         """ε of the training of one trial alone, as if it had been the only one."""
-        return spending.epsilon_spent(
+        return sampling_epsilon.epsilon_spent(
             self.sampling,
             self._ledger(noise_multiplier),
             self.num_examples,

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import statement
 from tf_adaptive_dp.durable import files
-from tf_adaptive_dp.sampling import spending
+from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.statement import format_epsilon, list_item, paragraph
 from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
 
@@ -146,7 +146,7 @@ def privacy_statement(plan: Plan, noise_multiplier: float, shown: Sequence[dict[
     """
     spent = plan.epsilon_spent(noise_multiplier)
     unamplified = spent
-    if spending.label_of(plan.sampling) == "shuffled":
+    if sampling_epsilon.label_of(plan.sampling) == "shuffled":
         resumed = max((outcome["resumed"] for outcome in shown), default=0)
         unamplified = plan.epsilon_without_amplification(noise_multiplier, resumed)
     single = format_epsilon(plan.epsilon_of_one(noise_multiplier))

@@ -19,7 +19,7 @@ from tf_adaptive_dp.accounting.composition import repeated
 from tf_adaptive_dp.callbacks.common import private_optimizer
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
-from tf_adaptive_dp.sampling import spending
+from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.statement import side_information_paragraph
 from tf_adaptive_dp.tuning.keras_tuner import arguments
@@ -105,7 +105,7 @@ class TrialBudget(tf.keras.callbacks.Callback):
     def _check_draws(self) -> None:
         """The noise was computed for batches that are all draws of their own."""
         plan, ledger = self._plan, self.model.optimizer.ledger
-        in_epochs = spending.label_of(plan.sampling) == "shuffled"
+        in_epochs = sampling_epsilon.label_of(plan.sampling) == "shuffled"
         for segment, known in zip(ledger.segments, ledger.checks):
             if repeated(segment, known, plan.num_examples, in_epochs=in_epochs):
                 raise NotPrivateError(

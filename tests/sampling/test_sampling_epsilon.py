@@ -14,7 +14,7 @@ from scipy import stats
 import tf_adaptive_dp as dp
 from tests.helpers.sampled import DELTA, N, fake_ledger
 from tf_adaptive_dp.accounting.composition import epsilon, releases_left
-from tf_adaptive_dp.sampling import poisson, spending
+from tf_adaptive_dp.sampling import poisson, sampling_epsilon
 
 
 @pytest.mark.parametrize("n, q, rows", [(7, 0.3, 4), (20, 0.5, 12), (50, 0.02, 1), (9, 1.0, 9)])
@@ -151,9 +151,9 @@ def test_labels_account_like_their_samplings():
     ledger = fake_ledger((2.0, 100.0, 50))
     plain = epsilon(2.0, 0.1, 50, DELTA)
     for sampling in ("poisson", "shuffled", dp.sampling.ShuffledEpochs(100, 50)):
-        assert spending.epsilon_spent(sampling, ledger, N, DELTA) == pytest.approx(plain)
+        assert sampling_epsilon.epsilon_spent(sampling, ledger, N, DELTA) == pytest.approx(plain)
     fixed = dp.sampling.FixedSizeSampling(100, 50).epsilon_spent(ledger, N, DELTA)
-    assert spending.epsilon_spent("fixed", ledger, N, DELTA) == fixed
+    assert sampling_epsilon.epsilon_spent("fixed", ledger, N, DELTA) == fixed
     assert fixed > 1.5 * plain
 
 
@@ -168,11 +168,11 @@ def test_labels_account_like_their_samplings():
 )
 def test_releases_left_are_the_most_that_fit(sampling):
     ledger = fake_ledger((2.0, 100.0, 5))
-    left = spending.releases_left(sampling, ledger, 2.0, 100.0, N, 4.0, DELTA)
+    left = sampling_epsilon.releases_left(sampling, ledger, 2.0, 100.0, N, 4.0, DELTA)
     assert left > 5
 
     def after(n):
-        return spending.epsilon_spent(sampling, fake_ledger((2.0, 100.0, 5 + n)), N, DELTA)
+        return sampling_epsilon.epsilon_spent(sampling, fake_ledger((2.0, 100.0, 5 + n)), N, DELTA)
 
     assert after(left) <= 4.0 < after(left + 1)
     if sampling == "poisson":

@@ -8,20 +8,20 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import layer_name
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import per_example_gradients
 from tf_adaptive_dp.gradients.batch_axis import operations
 from tf_adaptive_dp.gradients.batch_axis.analysis import comes_from_data, prepare
 from tf_adaptive_dp.gradients.batch_axis.hidden import refuse_state
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample
-from tf_adaptive_dp.gradients.graph import layer_name
-from tf_adaptive_dp.validation.layers import has_own, path_finder
+from tf_adaptive_dp.validation.layer_findings import has_own, path_finder
 from tf_adaptive_dp.validation.report import Finding
 
 _CURE = "Keep the batch as an axis of its own: reduce, normalize and compare only within examples."
 
 
-class Search(NamedTuple):
+class StepSearch(NamedTuple):
     """The result of the search of a compiled step.
 
     Attributes:
@@ -35,12 +35,12 @@ class Search(NamedTuple):
     norms: np.ndarray
 
 
-def search(
+def search_compiled_step(
     model: tf.keras.Model,
     losses: Callable[[tuple, bool], tf.Tensor],
     batch: tuple,
     expected_batch_size: float | None,
-) -> Search:
+) -> StepSearch:
     """Traces a training step for batches of any size, and runs it if it is accepted.
 
     A model that takes only batches of one size is traced for that size, with a warning among the
@@ -67,7 +67,7 @@ def search(
         if specs is fixed:
             findings.append(found._replace(severity="warning", cure=_ONE_SIZE))
         return _run(step, concrete, batch, findings)
-    return Search([found], False, np.zeros(0))
+    return StepSearch([found], False, np.zeros(0))
 
 
 def batch_specs(batch: tuple) -> tuple[tuple, tuple]:
@@ -96,11 +96,11 @@ def _not_compiled(error: Exception) -> Finding:
     )
 
 
-def _run(step: Any, concrete: Any, batch: tuple, findings: list[Finding]) -> Search:
+def _run(step: Any, concrete: Any, batch: tuple, findings: list[Finding]) -> StepSearch:
     if any(f.severity == "error" for f in findings):
-        return Search(findings, False, np.zeros(0))
+        return StepSearch(findings, False, np.zeros(0))
     squares = concrete(*tf.nest.flatten(batch))
-    return Search(findings, True, np.sqrt(np.maximum(squares.numpy(), 0)))
+    return StepSearch(findings, True, np.sqrt(np.maximum(squares.numpy(), 0)))
 
 
 def _step(model, losses, expected_batch_size, findings) -> Callable:
