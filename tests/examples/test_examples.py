@@ -3,28 +3,14 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
-from tests.helpers import ROOT
-
-
-def run(example, *arguments):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / example), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+from tests.helpers.programs import run_example
 
 
 def test_quickstart_reports_accuracy_epsilon_and_sampling(tmp_path):
-    out = run("quickstart.py", "--epochs", 2, "--out_dir", tmp_path)
+    out = run_example("quickstart.py", "--epochs", 2, "--out_dir", tmp_path)
     last = [line for line in out.splitlines() if line.startswith("Test accuracy")][0]
     assert "ε = " in last and "δ = 1/1437" in last and "Poisson sampling" in last
     claim = "Each example joined each batch independently with probability 0.0890745"
@@ -36,7 +22,7 @@ def test_quickstart_reports_accuracy_epsilon_and_sampling(tmp_path):
 
 @pytest.mark.slow
 def test_quickstart_reaches_what_the_readme_says(tmp_path):
-    out = run("quickstart.py", "--out_dir", tmp_path)
+    out = run_example("quickstart.py", "--out_dir", tmp_path)
     last = [line for line in out.splitlines() if line.startswith("Test accuracy")][0]
     accuracy, epsilon = float(last.split()[2][:-1]), float(last.split("ε = ")[1].split(",")[0])
     assert accuracy >= 91 and epsilon <= 4  # one run varies by about 1.5 percentage points
@@ -47,7 +33,7 @@ def test_mnist_trains_with_each_optimizer(optimizer):
     data_dir = os.environ.get("TFDS_DATA_DIR")
     if not data_dir or not (pathlib.Path(data_dir) / "mnist").is_dir():
         pytest.skip("needs MNIST: set TFDS_DATA_DIR to a tensorflow-datasets folder that has it")
-    out = run(
+    out = run_example(
         *("mnist.py", "--optimizer", optimizer, "--epochs", 1, "--batch_size", 50),
         *("--max_examples", 1000, "--hidden_units", 16, "--data_dir", data_dir),
     )

@@ -3,34 +3,16 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from examples.experiments.adadp_comparison import run as adadp_comparison
 from examples.experiments.adadp_untuned import run as untuned
-from examples.experiments.lib import harness, tuned
+from examples.experiments.lib import harness
 from examples.experiments.lib.harness import Trial
 from tests.helpers import ROOT
-
-
-def run(name, output, data_dir=None, dataset=None):
-    program = ROOT / "examples" / "experiments" / name / "run.py"
-    given = ["--data_dir", str(data_dir)] if data_dir else []
-    given += ["--dataset", dataset] if dataset else []
-    name, results = (f"{name}_{dataset}", f"results_{dataset}") if dataset else (name, "results")
-    done = subprocess.run(
-        [sys.executable, str(program), "--output", str(output), *given],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (output / f"{name}_smoke.png").stat().st_size > 10_000
-    return done.stdout, json.loads((output / f"{results}_smoke.json").read_text())["trials"]
+from tests.helpers.programs import run_experiment
 
 
 def data_with(name):
@@ -43,20 +25,20 @@ def data_with(name):
     return data_dir
 
 
-def check_resumes(name, output, trials, *data):
+def check_resumes(name, output, trials, *arguments, **dataset):
     """Started again it trains nothing; without its last trial it trains that one alone."""
     (path,) = output.glob("results_*.json")
     before = path.read_bytes()
-    run(name, output, *data)
+    run_experiment(name, output, *arguments, **dataset)
     assert path.read_bytes() == before
     path.write_text(json.dumps({"trials": trials[:-1]}))
-    _, again = run(name, output, *data)
+    _, again = run_experiment(name, output, *arguments, **dataset)
     assert again[:-1] == trials[:-1] and again[-1]["settings"] == trials[-1]["settings"]
 
 
 @pytest.mark.slow
 def test_mixture_learns_and_resumes(tmp_path):
-    out, trials = run("adadp_mixture", tmp_path)
+    out, trials = run_experiment("adadp_mixture", tmp_path)
     assert "| ADADP |" in out and "| DP-SGD, learning rate 1 |" in out
     for trial in trials:
         result = trial["result"]
@@ -71,8 +53,8 @@ def test_mixture_learns_and_resumes(tmp_path):
 
 @pytest.mark.slow
 def test_insensitivity_shows_learning_rates_that_come_together(tmp_path):
-    data_dir = data_with("mnist")
-    out, trials = run("adadp_insensitivity", tmp_path, data_dir)
+    data = ("--data_dir", data_with("mnist"))
+    out, trials = run_experiment("adadp_insensitivity", tmp_path, *data)
     assert "| η₀ | η after 1 epoch |" in out and "| 0.0001 |" in out and "| 10 |" in out
     starts = [t["settings"]["arguments"]["learning_rate"] for t in trials]
     ends = {s: t["result"]["learning_rate"][-1] for s, t in zip(starts, trials)}
@@ -82,9 +64,9 @@ def test_insensitivity_shows_learning_rates_that_come_together(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", ["mnist", "cifar10"])
 def test_comparison_tunes_the_others_and_resumes(tmp_path, dataset):
-    data_dir = data_with(dataset)
+    data = ("--data_dir", data_with(dataset))
     name = "adadp_comparison"
-    out, trials = run(name, tmp_path, data_dir, dataset)
+    out, trials = run_experiment(name, tmp_path, *data, dataset=dataset)
     assert "ADADP, constant tolerance 1 |" in out and "DP-Adam, rate" in out
     of_sgd = [t["settings"] for t in trials if t["settings"]["optimizer"] == "DPSGD"]
     assert [s["noise_multiplier"] for s in of_sgd].count(2.0) == 2  # the grid
@@ -93,14 +75,14 @@ def test_comparison_tunes_the_others_and_resumes(tmp_path, dataset):
         result = trial["result"]
         assert len(result["accuracy"]) == len(result["epsilon"]) == 2
         assert 0 <= min(result["accuracy"]) and 0 < result["epsilon"][0] < result["epsilon"][1]
-    check_resumes(name, tmp_path, trials, data_dir, dataset)
+    check_resumes(name, tmp_path, trials, *data, dataset=dataset)
 
 
 @pytest.mark.slow
 def test_untuned_compares_all_methods(tmp_path):
     if not os.environ.get("ADULT_CSV"):
         pytest.skip("needs UCI Adult: set ADULT_CSV to its file")
-    out, trials = run("adadp_untuned", tmp_path, None)
+    out, trials = run_experiment("adadp_untuned", tmp_path)
     assert {t["settings"]["method"] for t in trials} == set(untuned.TITLES)
     assert all(f"| {title} |" in out for title in untuned.TITLES.values())
     assert all(t["result"]["accuracy"][-1] > 0.7 for t in trials)
@@ -115,7 +97,7 @@ def test_the_stored_trials_are_those_of_the_plan(dataset):
     assert "| ADADP |" in experiment.table(results.trials)
 
 
-def comparison(**changes):
+def scale(**changes):
     how = {
         "epochs": 4,
         "noise_multipliers": (2.0, 4.0),
@@ -128,15 +110,15 @@ def comparison(**changes):
         "hidden_units": (4,),
         **changes,
     }
-    return tuned.Comparison({"small": tuned.Scale(**how)})
+    return adadp_comparison.Scale(**how)
 
 
-def played(comparison, accuracy):
+def played(how, accuracy):
     """All trials of a plan, with invented accuracies."""
     trials = []
     while True:
         known = [t.settings for t in trials]
-        new = [s for s in comparison.plan("small", trials) if s not in known]
+        new = [s for s in adadp_comparison.plan(how, trials) if s not in known]
         if not new:
             return trials
         for settings in new:
@@ -172,7 +154,7 @@ def rates(trials, optimizer, sigma):
 
 def test_best_rates_get_their_seeds_and_dp_sgd_keeps_that_of_the_first_sigma():
     accuracy = peak({2.0: -3.6, 4.0: -3.4}, {2.0: -1.0, 4.0: -0.5})
-    trials = played(comparison(), accuracy)
+    trials = played(scale(), accuracy)
     assert rates(trials, "DPAdam", 2.0) == {1e-4: 2, 3.16e-4: 3, 1e-3: 1}
     assert rates(trials, "DPAdam", 4.0) == {1e-4: 1, 3.16e-4: 3, 1e-3: 2}
     assert rates(trials, "DPSGD", 2.0) == {0.0316: 1, 0.1: 3, 0.316: 1}
@@ -182,22 +164,22 @@ def test_best_rates_get_their_seeds_and_dp_sgd_keeps_that_of_the_first_sigma():
 
 def test_a_grid_grows_until_its_best_rate_is_inside():
     accuracy = peak({2.0: -4.6, 4.0: -2.4}, {2.0: 0.1, 4.0: 0})
-    trials = played(comparison(), accuracy)
+    trials = played(scale(), accuracy)
     assert set(rates(trials, "DPAdam", 2.0)) == {1e-5, 3.16e-5, 1e-4, 3.16e-4, 1e-3}
     assert set(rates(trials, "DPAdam", 4.0)) == {1e-4, 3.16e-4, 1e-3, 3.16e-3, 1e-2}
     assert rates(trials, "DPSGD", 2.0)[1.0] == 3 and 3.16 in rates(trials, "DPSGD", 2.0)
     assert rates(trials, "DPSGD", 4.0) == {1.0: 3}
-    closed = played(comparison(open_ended=False), accuracy)
+    closed = played(scale(open_ended=False), accuracy)
     assert set(rates(closed, "DPAdam", 2.0)) == {1e-4, 3.16e-4, 1e-3}
 
 
 def test_table_and_figure_show_the_chosen_rates_with_mean_and_spread():
     accuracy = peak({2.0: -3.6, 4.0: -3.4}, {2.0: -1.0, 4.0: -0.5})
-    trials = played(comparison(), lambda s: accuracy(s) + 0.01 * s["seed"])
-    shown = tuned.shown(trials, 4.0)
+    trials = played(scale(), lambda s: accuracy(s) + 0.01 * s["seed"])
+    shown = adadp_comparison.shown(trials, 4.0)
     adam = [n for n in shown if "Adam" in n]
     assert adam == ["DP-Adam, rate 0.000316", "DP-Adam, rate 0.001, second best"]
     assert len(shown["DP-SGD, rate 0.1"]) == 3 and len(shown["ADADP"]) == 3
-    assert "| 2 | 0.700 | ADADP | 0.8100 ± 0.0100 | 3 |" in tuned.table(trials)
-    figure = tuned.plot(trials)
+    assert "| 2 | 0.700 | ADADP | 0.8100 ± 0.0100 | 3 |" in adadp_comparison.table(trials)
+    figure = adadp_comparison.plot(trials)
     assert len(figure.axes) == 4 and len(figure.axes[0].lines) == len(shown)

@@ -1,11 +1,8 @@
 """The experiments of honest selection: what they compute, and all of them at smoke scale."""
 
 import itertools
-import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,26 +16,12 @@ from examples.experiments.honest_heat_map import run as honest_heat_map
 from examples.experiments.honest_optimizers import run as honest_optimizers
 from examples.experiments.lib import candidates
 from examples.experiments.lib.harness import Trial
-from tests.helpers import ROOT
-
-
-def run(name, output):
-    program = ROOT / "examples" / "experiments" / name / "run.py"
-    done = subprocess.run(
-        [sys.executable, str(program), "--output", str(output)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (output / f"{name}_smoke.png").stat().st_size > 10_000
-    return done.stdout, json.loads((output / "results_smoke.json").read_text())["trials"]
+from tests.helpers.programs import run_experiment
 
 
 def check_resumes(name, output):
     before = (output / "results_smoke.json").read_bytes()
-    run(name, output)
+    run_experiment(name, output)
     assert (output / "results_smoke.json").read_bytes() == before
 
 
@@ -195,7 +178,7 @@ def test_figure_1_at_its_smallest_size():
 
 @pytest.mark.slow
 def test_costs_smoke(tmp_path):
-    out, trials = run("honest_costs", tmp_path)
+    out, trials = run_experiment("honest_costs", tmp_path)
     assert "| MNIST, γ = 1/40 (DPSGD) | 3.01 | 3.00" in out and len(trials) == 4
     check_resumes("honest_costs", tmp_path)
 
@@ -236,7 +219,7 @@ def test_heat_map_table_names_the_best_products():
 
 @pytest.mark.slow
 def test_heat_map_smoke(tmp_path):
-    _, trials = run("honest_heat_map", tmp_path)
+    _, trials = run_experiment("honest_heat_map", tmp_path)
     found = {t["settings"]["learning_rate"]: t["result"]["loss"] for t in trials}
     assert found[1e-4][0] == pytest.approx(2580, rel=0.02)  # nothing learned
     assert min(found[0.1][-2:]) < 10 < 1000 < found[0.1][0]
@@ -291,7 +274,7 @@ def test_plans_have_all_candidates():
 @pytest.mark.slow
 @pytest.mark.parametrize("name, trials", [("honest_optimizers", 14), ("honest_adam_defaults", 4)])
 def test_adult_smoke(tmp_path, name, trials):
-    out, found = run(name, tmp_path)
+    out, found = run_experiment(name, tmp_path)
     assert len(found) == trials and "| adult LR |" in out
     assert all(0 <= a <= 1 for t in found for a in t["result"]["accuracy"])
     check_resumes(name, tmp_path)
@@ -346,7 +329,7 @@ def test_both_ways_cost_what_adadp_costs():
 @needs_mnist
 @pytest.mark.slow
 def test_adadp_smoke(tmp_path):
-    out, trials = run("honest_adadp", tmp_path)
+    out, trials = run_experiment("honest_adadp", tmp_path)
     assert "| ADADP | 0.6349, 0.0033, 1 | 2 |" in out and out.count("| liu talwar, γ") == 9
     assert [t["settings"]["way"] for t in trials].count("repeat_and_select") == 3
     check_resumes("honest_adadp", tmp_path)

@@ -1,11 +1,8 @@
 """The AdaDPS experiments on MNIST and on Stack Overflow, and what reads and tunes for them."""
 
-import json
 import os
 import pathlib
 import sqlite3
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ import tensorflow as tf
 from examples.experiments.lib import grids
 from examples.experiments.lib.datasets import stackoverflow
 from examples.experiments.lib.harness import Trial
-from tests.helpers import ROOT
+from tests.helpers.programs import run_experiment
 
 POSTS = [
     ("train", "b", "brew it hot", "coffee", "brewing|taste"),
@@ -171,20 +168,6 @@ def test_table_is_ordered_and_shows_finals_only():
     assert "| 3.00000 | 1.41421 | 3.00000 (epoch 1) |" in lines[1]
 
 
-def run(name, tmp_path):
-    path = ROOT / "examples" / "experiments" / name / "run.py"
-    done = subprocess.run(
-        [sys.executable, str(path), "--scale", "smoke", "--output", str(tmp_path), "--jobs", "1"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / f"{name}_smoke.png").stat().st_size > 10_000
-    return json.loads((tmp_path / "results_smoke.json").read_text())["trials"], done.stdout
-
-
 def data(variable, inside):
     folder = os.environ.get(variable)
     if not folder or not (pathlib.Path(folder) / inside).exists():
@@ -205,7 +188,7 @@ def test_adadps_mnist_runs_every_method(tmp_path):
     data("TFDS_DATA_DIR", "mnist")
     from examples.experiments.lib.adadps_methods import TITLES
 
-    trials, out = run("adadps_mnist", tmp_path)
+    out, trials = run_experiment("adadps_mnist", tmp_path, "--jobs", 1)
     of_text = ("ideal", "adadps_frequency", "adas_frequency")
     check(trials, out, {k: v for k, v in TITLES.items() if k not in of_text})
 
@@ -215,5 +198,5 @@ def test_adadps_stackoverflow_runs_every_method(tmp_path):
     data("TFF_CACHE_DIR", "stackoverflow.sqlite")
     from examples.experiments.lib.adadps_methods import TITLES
 
-    trials, out = run("adadps_stackoverflow", tmp_path)
+    out, trials = run_experiment("adadps_stackoverflow", tmp_path, "--jobs", 1)
     check(trials, out, TITLES)

@@ -1,10 +1,7 @@
 """The AdaDPS experiments on text, and on the made-up data that stand for it."""
 
-import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from examples.experiments.adadps_toy import run as adadps_toy
 from examples.experiments.lib import grids, harness, reviews
 from examples.experiments.lib.datasets import text
 from examples.experiments.public_size import run as public_size
-from tests.helpers import ROOT
+from tests.helpers.programs import run_experiment
 
 
 def has(variable, name):
@@ -91,22 +88,8 @@ def test_every_method_has_a_title():
             assert methods <= set(reviews.TITLES)
 
 
-def run(name, *arguments):
-    program = ROOT / "examples" / "experiments" / name / "run.py"
-    done = subprocess.run(
-        [sys.executable, str(program), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def check(name, folder, out):
-    trials = json.loads((folder / "results_smoke.json").read_text())["trials"]
-    assert (folder / f"{name}_smoke.png").stat().st_size > 10_000
+def run(name, folder, *arguments):
+    out, trials = run_experiment(name, folder, *arguments)
     for trial in trials:
         kept_secret = trial["settings"]["method"] not in reviews.adadps_methods.NOT_PRIVATE
         unprotected = trial["settings"]["method"] in ("ideal", "adadps_frequency_of_private")
@@ -118,8 +101,7 @@ def check(name, folder, out):
 
 
 def test_the_toy_runs_and_has_nothing_left_to_run(tmp_path):
-    out = run("adadps_toy", "--scale", "smoke", "--output", tmp_path, "--jobs", 1)
-    trials = check("adadps_toy", tmp_path, out)
+    trials = run("adadps_toy", tmp_path, "--jobs", 1)
     assert {t["settings"]["method"] for t in trials} == {
         *("dp_sgd", "dp_adam", "adadps_frequency", "sgd", "adas_frequency")
     }
@@ -163,4 +145,4 @@ def test_posts_and_counts_use_the_vocabulary_of_the_reviews():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adadps_imdb", "public_size"])
 def test_experiments_on_reviews_run(name, tmp_path):
-    check(name, tmp_path, run(name, "--scale", "smoke", "--output", tmp_path))
+    run(name, tmp_path)

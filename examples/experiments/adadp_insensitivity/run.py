@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.experiments.lib import dense, harness, tuned
+from examples.experiments.lib import dense, harness, report
 from examples.experiments.lib.datasets import images
 from examples.experiments.lib.harness import Trial
 
@@ -75,14 +75,13 @@ def by_start(trials: Sequence[Trial]) -> dict[float, list[Trial]]:
 
 def table(trials: Sequence[Trial]) -> str:
     """Where the learning rate and the accuracy end."""
-    lines = ["| η₀ | η after 1 epoch | η at the end | test accuracy | seeds |"]
-    lines.append("| --- | --- | --- | --- | --- |")
+    rows = []
     for start, runs in by_start(trials).items():
         rates = np.mean([t.result["learning_rate"] for t in runs], axis=0)
-        lines.append(
-            f"| {start:g} | {rates[0]:.4g} | {rates[-1]:.4g} | {tuned.spread(runs)} | {len(runs)} |"
-        )
-    return "\n".join(lines)
+        accuracy = report.mean([t.result["accuracy"][-1] for t in runs])
+        rows.append([f"{start:g}", f"{rates[0]:.4g}", f"{rates[-1]:.4g}", accuracy, len(runs)])
+    columns = ["η₀", "η after 1 epoch", "η at the end", "test accuracy", "seeds"]
+    return report.table(columns, rows)
 
 
 def plot(trials: Sequence[Trial]) -> Any:
@@ -103,8 +102,7 @@ def plot(trials: Sequence[Trial]) -> Any:
     return figure
 
 
+EXPERIMENT = harness.Experiment("adadp_insensitivity", __doc__, plan, train, table, plot)
+
 if __name__ == "__main__":
-    harness.main(
-        harness.Experiment("adadp_insensitivity", __doc__, plan, train, table, plot),
-        pathlib.Path(__file__).parent,
-    )
+    harness.main(EXPERIMENT, pathlib.Path(__file__).parent)

@@ -26,19 +26,16 @@ all learning rates are shown.
 from __future__ import annotations
 
 import collections
-import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
 import tensorflow as tf
 import tensorflow_probability as tfp
 
 import tf_adaptive_dp
-from examples.experiments.lib import harness
+from examples.experiments.lib import harness, report
 from examples.experiments.lib.harness import Trial
 
 tfd, tfb = tfp.distributions, tfp.bijectors
@@ -185,17 +182,15 @@ def by_method(trials: Sequence[Trial]) -> dict[str, list[Trial]]:
 
 def table(trials: Sequence[Trial]) -> str:
     """Mean and spread of the log-likelihood halfway and at the end."""
-    lines = ["| method | halfway: ε | log-likelihood | end: ε | log-likelihood | seeds |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
+    rows = []
     for name, runs in by_method(trials).items():
         cells = [name]
         for at in (len(runs[0].result["epochs"]) // 2 - 1, -1):
             values = [t.result["log_likelihood"][at] for t in runs]
-            deviation = f" ± {np.std(values, ddof=1):.3f}" if len(runs) > 1 else ""
-            cells.append(f"{runs[0].result['epsilon'][at]:.3f}")
-            cells.append(f"{np.mean(values):.3f}{deviation}")
-        lines.append("| " + " | ".join([*cells, str(len(runs))]) + " |")
-    return "\n".join(lines)
+            cells += [f"{runs[0].result['epsilon'][at]:.3f}", report.mean(values, digits=3)]
+        rows.append([*cells, len(runs)])
+    columns = ["method", "halfway: ε", "log-likelihood", "end: ε", "log-likelihood", "seeds"]
+    return report.table(columns, rows)
 
 
 def plot(trials: Sequence[Trial]) -> Any:
@@ -220,8 +215,7 @@ def plot(trials: Sequence[Trial]) -> Any:
     return figure
 
 
+EXPERIMENT = harness.Experiment("adadp_mixture", __doc__, plan, train, table, plot)
+
 if __name__ == "__main__":
-    harness.main(
-        harness.Experiment("adadp_mixture", __doc__, plan, train, table, plot),
-        pathlib.Path(__file__).parent,
-    )
+    harness.main(EXPERIMENT, pathlib.Path(__file__).parent)

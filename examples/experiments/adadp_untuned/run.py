@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.experiments.lib import dense, grids, harness
+from examples.experiments.lib import dense, grids, harness, report
 from examples.experiments.lib.datasets import adult, images, text
 
 EPOCHS_SHOWN = (2, 5, 10, 20, 50, 100)
@@ -130,30 +130,22 @@ def table(
     made: Sequence[grids.Part], trials: Sequence[harness.Trial], titles: Mapping[str, str]
 ) -> str:
     """Accuracy by epoch, mean over the seeds ± standard deviation, in Markdown."""
-    lines = [
-        "| data, σ | method | chosen rate | "
-        + " | ".join(map(str, EPOCHS_SHOWN))
-        + " | ε | seeds |",
-        "| --- | --- | --- |" + " --- |" * (len(EPOCHS_SHOWN) + 2),
-    ]
+    rows = []
     for part in made:
         for method, runs in part.finals(trials).items():
             best = (part.best(method, trials) or {})["arguments"].get("learning_rate")
             cells = [_cell(runs, epoch) for epoch in EPOCHS_SHOWN]
-            lines.append(
-                f"| {part.common['part']} | {titles[method]} | {'–' if best is None else best} | "
-                f"{' | '.join(cells)} | {runs[0].result['epsilon'][-1]:.2f} | {len(runs)} |"
-            )
-    return "\n".join(lines)
+            chosen = [part.common["part"], titles[method], "–" if best is None else best]
+            rows.append([*chosen, *cells, f"{runs[0].result['epsilon'][-1]:.2f}", len(runs)])
+    columns = ["data, σ", "method", "chosen rate", *EPOCHS_SHOWN, "ε", "seeds"]
+    return report.table(columns, rows)
 
 
 def _cell(runs: Sequence[harness.Trial], epoch: int) -> str:
     if epoch not in runs[0].result["epochs"]:
         return ""
     at = runs[0].result["epochs"].index(epoch)
-    values = [run.result["accuracy"][at] for run in runs]
-    spread = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.3f}{spread}"
+    return report.mean([run.result["accuracy"][at] for run in runs], digits=3)
 
 
 EXPERIMENT = grids.experiment("adadp_untuned", __doc__, parts, train, TITLES, table)

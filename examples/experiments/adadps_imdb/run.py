@@ -44,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.experiments.lib import grids, harness, reviews
+from examples.experiments.lib import grids, harness, report, reviews
 
 Candidates = Sequence[Mapping[str, float]]
 
@@ -173,17 +173,16 @@ def table(
 ) -> str:
     """The table of all parts, and another with the weights as they are instead of averaged ones."""
     averaged = grids.table(made, trials, titles)
-    lines = ["| part | method | without averaging: mean | std |", "| --- | --- | --- | --- |"]
+    rows = []
     for part in made:
         for method, runs in part.finals(trials).items():
             if "accuracy_unaveraged_of_3" not in runs[0].result:
                 continue
             values = [grids.final(t, "accuracy_unaveraged_of_3") for t in runs]
-            spread = f"{np.std(values, ddof=1):.5f}" if len(values) > 1 else ""
-            lines.append(
-                f"| {part.common['part']} | {titles[method]} | {np.mean(values):.5f} | {spread} |"
-            )
-    return averaged + "\n\n" + "\n".join(lines)
+            figures = [f"{np.mean(values):.5f}", report.deviation(values, digits=5)]
+            rows.append([part.common["part"], titles[method], *figures])
+    columns = ["part", "method", "without averaging: mean", "std"]
+    return f"{averaged}\n\n{report.table(columns, rows)}"
 
 
 EXPERIMENT = grids.experiment("adadps_imdb", __doc__, parts, reviews.train, reviews.TITLES, table)

@@ -42,7 +42,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.experiments.lib import candidates, harness
+from examples.experiments.lib import candidates, harness, report
 from examples.experiments.lib.harness import Trial
 from tf_adaptive_dp.tuning import budgets, search_epsilon, strategies
 
@@ -165,37 +165,28 @@ def selections(trials: Sequence[Trial], way: str) -> dict[int, np.ndarray]:
 def table(trials: Sequence[Trial]) -> str:
     """The supplement's table with ours beside it."""
     size, steps = trials[0].result["num_examples"], trials[0].settings["steps"]
-    lines = [
-        f"ε = {budget(size, steps):.4f}, δ = {DELTA:g}",
-        "",
-        "| method | paper: mean, std, runs | noise of the pool | noise for this γ alone "
-        "| mean accuracy | std | mean runs |",
-        "| --- |" + " --- |" * 6,
-    ]
     own = pool_of(trials, "single")[:, 1]
     printed = "{:.4f}, {:.4f}, {:g}"
-    spread = f"{np.std(own, ddof=1):.4f}" if len(own) > 1 else ""
-    lines.append(
-        f"| ADADP | {printed.format(*PRINTED[None])} | {NOISE:g} | | {own.mean():.4f} | {spread} "
-        "| 1 |"
-    )
+    ours = [f"{own.mean():.4f}", report.deviation(own), 1]
+    rows = [["ADADP", printed.format(*PRINTED[None]), f"{NOISE:g}", "", *ours]]
     for way in WAYS:
         noise = next(t.settings["noise_multiplier"] for t in trials if t.settings["way"] == way)
         for k, found in reversed(selections(trials, way).items()):
             numbers = printed.format(*PRINTED[k]) if way == "liu_talwar" else ""
-            lines.append(
-                f"| {way.replace('_', ' ')}, γ = 2^-{k} | {numbers} | {noise:g} "
-                f"| {noise_for(way, k, size, steps):g} | {found[:, 0].mean():.4f} "
-                f"| {found[:, 0].std(ddof=1):.4f} | {found[:, 1].mean():.2f} |"
-            )
-    return "\n".join(lines)
+            noises = [f"{noise:g}", f"{noise_for(way, k, size, steps):g}"]
+            accuracies = [f"{found[:, 0].mean():.4f}", report.deviation(found[:, 0])]
+            method = f"{way.replace('_', ' ')}, γ = 2^-{k}"
+            rows.append([method, numbers, *noises, *accuracies, f"{found[:, 1].mean():.2f}"])
+    columns = [
+        *("method", "paper: mean, std, runs", "noise of the pool", "noise for this γ alone"),
+        *("mean accuracy", "std", "mean runs"),
+    ]
+    about = f"ε = {budget(size, steps):.4f}, δ = {DELTA:g}"
+    return f"{about}\n\n{report.table(columns, rows)}"
 
 
 def plot(trials: Sequence[Trial]) -> Any:
     """Accuracy by mean number of runs; bars are one standard deviation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, (chosen, pools) = plt.subplots(1, 2, figsize=(12, 5))
@@ -221,8 +212,7 @@ def plot(trials: Sequence[Trial]) -> Any:
     return figure
 
 
+EXPERIMENT = harness.Experiment("honest_adadp", __doc__, plan, candidates.train, table, plot)
+
 if __name__ == "__main__":
-    harness.main(
-        harness.Experiment("honest_adadp", __doc__, plan, candidates.train, table, plot),
-        pathlib.Path(__file__).parent,
-    )
+    harness.main(EXPERIMENT, pathlib.Path(__file__).parent)

@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.experiments.lib import candidates, harness
+from examples.experiments.lib import candidates, harness, report
 from examples.experiments.lib.harness import Trial
 from tf_adaptive_dp.tuning import search_epsilon
 
@@ -120,11 +120,7 @@ def epsilon(num_examples: int, steps: int, sigma: float) -> float:
 
 def table(trials: Sequence[Trial]) -> str:
     """Where the default and α = 0.001 lie among the candidates."""
-    lines = [
-        "| data | σ | ε of one run | best | at (α, β₁, β₂) | default | its rank | median with "
-        "α = 0.001 (range) | median of all (range) |",
-        "| --- |" + " --- |" * 8,
-    ]
+    rows = []
     for (data, model, sigma), found in scores(trials).items():
         one = next(t for t in trials if t.settings["data"] == data)
         spent = epsilon(one.result["num_examples"], one.settings["steps"], sigma)
@@ -132,18 +128,18 @@ def table(trials: Sequence[Trial]) -> str:
         rank = 1 + sum(score > found[DEFAULT] for score in found.values())
         groups = [[v for k, v in found.items() if k[0] == DEFAULT[0]], list(found.values())]
         cells = [f"{np.median(g):.4f} ({min(g):.4f} to {max(g):.4f})" for g in groups]
-        lines.append(
-            f"| {data} {model} | {sigma:g} | {spent:.3f} | {found[best]:.4f} | {best} "
-            f"| {found[DEFAULT]:.4f} | {rank} of {len(found)} | {' | '.join(cells)} |"
-        )
-    return "\n".join(lines)
+        of_part = [f"{data} {model}", f"{sigma:g}", f"{spent:.3f}"]
+        of_default = [f"{found[DEFAULT]:.4f}", f"{rank} of {len(found)}"]
+        rows.append([*of_part, f"{found[best]:.4f}", best, *of_default, *cells])
+    columns = [
+        *("data", "σ", "ε of one run", "best", "at (α, β₁, β₂)", "default", "its rank"),
+        *("median with α = 0.001 (range)", "median of all (range)"),
+    ]
+    return report.table(columns, rows)
 
 
 def plot(trials: Sequence[Trial]) -> Any:
     """A box for each data, model and σ; black points α = 0.001, gold the default."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     found = scores(trials)
@@ -160,8 +156,9 @@ def plot(trials: Sequence[Trial]) -> Any:
     return figure
 
 
+EXPERIMENT = harness.Experiment(
+    "honest_adam_defaults", __doc__, plan, candidates.train, table, plot
+)
+
 if __name__ == "__main__":
-    harness.main(
-        harness.Experiment("honest_adam_defaults", __doc__, plan, candidates.train, table, plot),
-        pathlib.Path(__file__).parent,
-    )
+    harness.main(EXPERIMENT, pathlib.Path(__file__).parent)

@@ -31,7 +31,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from examples.experiments.lib import candidates, harness
+from examples.experiments.lib import candidates, harness, report
 from examples.experiments.lib.harness import Trial
 from tf_adaptive_dp.tuning import budgets, search_epsilon
 from tf_adaptive_dp.tuning.conversion import Accounting
@@ -128,10 +128,10 @@ def kinds(trials: Sequence[Trial]) -> list[str]:
 def table(trials: Sequence[Trial]) -> str:
     """The printed numbers beside ours, then ε by data size."""
     run = kinds(trials)
-    rows = [f"| | paper | {' | '.join(run)} |", "| --- | --- |" + " --- |" * len(run)]
+    rows = []
 
     def row(what: str, printed: str, values: list) -> None:
-        rows.append(f"| {what} | {printed} | {' | '.join(map(str, values))} |")
+        rows.append([what, printed, *values])
 
     printed = {
         5_000: ("33", "39", "4.8", "14"),
@@ -162,14 +162,11 @@ def table(trials: Sequence[Trial]) -> str:
         for k, mean in enumerate(TABLE_1_CANDIDATES):
             what = f"{name}, repeat-and-select, mean {mean}"
             row(what, "", [r["repeat_and_select"][k] for r in at])
-    return "\n".join(rows)
+    return report.table(["", "paper", *run], rows)
 
 
 def plot(trials: Sequence[Trial]) -> Any:
     """The three panels of figure 1, and the ways of paying by the number of candidates."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, 2, figsize=(12, 9))
@@ -206,8 +203,7 @@ def plot(trials: Sequence[Trial]) -> Any:
     return figure
 
 
+EXPERIMENT = harness.Experiment("honest_costs", __doc__, plan, train, table, plot)
+
 if __name__ == "__main__":
-    harness.main(
-        harness.Experiment("honest_costs", __doc__, plan, train, table, plot),
-        pathlib.Path(__file__).parent,
-    )
+    harness.main(EXPERIMENT, pathlib.Path(__file__).parent)

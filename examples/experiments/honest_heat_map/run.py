@@ -40,7 +40,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_adaptive_dp
-from examples.experiments.lib import candidates, harness
+from examples.experiments.lib import candidates, harness, report
 from examples.experiments.lib.harness import Trial
 from tf_adaptive_dp.tuning import grids
 
@@ -141,11 +141,7 @@ def rules(steps: int) -> dict[str, float]:
 
 def table(trials: Sequence[Trial]) -> str:
     """Where the loss is small, in Markdown."""
-    lines = [
-        "| steps | α·C: Theorem 2 | as printed | best pairs' α·C, median (range) | best loss "
-        "| pairs within 10 times of it | their α | their C | at Theorem 2's rate, median (range) |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for steps in sorted({t.settings["steps"] for t in trials}):
         values, logs = heat(trials, steps)
         alphas, clips = np.meshgrid(values, values, indexing="ij")
@@ -158,22 +154,29 @@ def table(trials: Sequence[Trial]) -> str:
         nearest = [int(np.argmin(np.abs(np.log(values) - np.log(wanted[k])))) for k in inside]
         on_rule = 10 ** logs[nearest, inside]
         spread = f"{on_rule.min():.3g} to {on_rule.max():.3g}" if inside else "off the grid"
-        lines.append(
-            f"| {steps} | {rule['derived']:.3g} | {rule['printed']:.3g} "
-            f"| {np.median(products):.3g} ({products.min():.3g} to {products.max():.3g}) "
-            f"| {10 ** logs.min():.3g} | {good.sum()} of {good.size} "
-            f"| {alphas[good].min():g} to {alphas[good].max():g} "
-            f"| {clips[good].min():g} to {clips[good].max():g} "
-            f"| {np.median(on_rule) if inside else math.nan:.3g} ({spread}) |"
+        rows.append(
+            [
+                steps,
+                f"{rule['derived']:.3g}",
+                f"{rule['printed']:.3g}",
+                f"{np.median(products):.3g} ({products.min():.3g} to {products.max():.3g})",
+                f"{10 ** logs.min():.3g}",
+                f"{good.sum()} of {good.size}",
+                f"{alphas[good].min():g} to {alphas[good].max():g}",
+                f"{clips[good].min():g} to {clips[good].max():g}",
+                f"{np.median(on_rule) if inside else math.nan:.3g} ({spread})",
+            ]
         )
-    return "\n".join(lines)
+    columns = [
+        *("steps", "α·C: Theorem 2", "as printed", "best pairs' α·C, median (range)", "best loss"),
+        *("pairs within 10 times of it", "their α", "their C"),
+        "at Theorem 2's rate, median (range)",
+    ]
+    return report.table(columns, rows)
 
 
 def plot(trials: Sequence[Trial]) -> Any:
     """The heat map of each number of steps, with Theorem 2's diagonal."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     numbers = sorted({t.settings["steps"] for t in trials})
@@ -197,8 +200,7 @@ def plot(trials: Sequence[Trial]) -> Any:
     return figure
 
 
+EXPERIMENT = harness.Experiment("honest_heat_map", __doc__, plan, train, table, plot)
+
 if __name__ == "__main__":
-    harness.main(
-        harness.Experiment("honest_heat_map", __doc__, plan, train, table, plot),
-        pathlib.Path(__file__).parent,
-    )
+    harness.main(EXPERIMENT, pathlib.Path(__file__).parent)

@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 
 from examples.experiments.honest_costs.run import ACCOUNTINGS
-from examples.experiments.lib import candidates, harness
+from examples.experiments.lib import candidates, harness, report
 from examples.experiments.lib.harness import Trial
 from tf_adaptive_dp.tuning import grids, search_epsilon
 
@@ -144,30 +144,22 @@ def epsilons(num_examples: int, steps: int, number: int) -> dict[str, float]:
 def table(trials: Sequence[Trial]) -> str:
     """Accuracy at the end over the grid, and what the grid costs."""
     ways = list(epsilons(1000, 1, 1))
-    lines = [
-        "| data | optimizer | candidates | maximum | median | minimum | 4 at random | ε: "
-        + " | ".join(ways)
-        + " |",
-        "| --- |" + " --- |" * (6 + len(ways)),
-    ]
+    rows = []
     for (data, model), by_name in curves(trials).items():
         one = next(t for t in trials if (t.settings["data"], t.settings["model"]) == (data, model))
         for name, accuracies in by_name.items():
             final = accuracies[:, -1]
             costs = epsilons(one.result["num_examples"], one.settings["steps"], len(final))
-            lines.append(
-                f"| {data} {model} | {name} | {len(final)} | {final.max():.4f} "
-                f"| {np.median(final):.4f} | {final.min():.4f} | {expected_maximum(final, 4):.4f} "
-                f"| {' | '.join(f'{costs[way]:.3f}' for way in ways)} |"
-            )
-    return "\n".join(lines)
+            figures = [final.max(), np.median(final), final.min(), expected_maximum(final, 4)]
+            figures = [f"{figure:.4f}" for figure in figures]
+            epsilon_of = [f"{costs[way]:.3f}" for way in ways]
+            rows.append([f"{data} {model}", name, len(final), *figures, *epsilon_of])
+    columns = "data, optimizer, candidates, maximum, median, minimum, 4 at random".split(", ")
+    return report.table([*columns, f"ε: {ways[0]}", *ways[1:]], rows)
 
 
 def plot(trials: Sequence[Trial]) -> Any:
     """Maximum (solid) and median (dotted) over the candidates by step, for each data and model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     found = curves(trials)
@@ -191,8 +183,7 @@ def plot(trials: Sequence[Trial]) -> Any:
     return figure
 
 
+EXPERIMENT = harness.Experiment("honest_optimizers", __doc__, plan, candidates.train, table, plot)
+
 if __name__ == "__main__":
-    harness.main(
-        harness.Experiment("honest_optimizers", __doc__, plan, candidates.train, table, plot),
-        pathlib.Path(__file__).parent,
-    )
+    harness.main(EXPERIMENT, pathlib.Path(__file__).parent)

@@ -14,6 +14,7 @@ from typing import Any, Callable
 
 import numpy as np
 
+from examples.experiments.lib import report
 from examples.experiments.lib.harness import Experiment, Trial
 
 Settings = dict[str, Any]
@@ -103,33 +104,33 @@ def final(trial: Trial, metric: str) -> float:
 
 def table(parts: Sequence[Part], trials: Sequence[Trial], titles: Mapping[str, str]) -> str:
     """Mean and spread of each method's best candidate, in Markdown."""
-    lines = [
-        "| part | method | chosen | figure | mean | std | best run's epoch | ε | seeds |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = "part, method, chosen, figure, mean, std, best run's epoch, ε, seeds".split(", ")
+    rows = []
     for part in parts:
         for method, runs in part.finals(trials).items():
             values = [final(t, part.metric) for t in runs]
             best = part.best(method, trials) or {}
-            spread = f"{np.std(values, ddof=1):.5f}" if len(values) > 1 else ""
             curve = np.mean([t.result[part.metric] for t in runs], axis=0)
             at = np.argmax(curve) if part.larger_is_better else np.argmin(curve)
             epsilon = runs[0].result["epsilon"][-1]
-            lines.append(
-                f"| {part.common['part']} | {titles[method]} "
-                f"| {', '.join(f'{k} {v:g}' for k, v in best.items())} | {part.metric} "
-                f"| {np.mean(values):.5f} | {spread} "
-                f"| {curve[at]:.5f} (epoch {runs[0].result['epochs'][at]}) "
-                f"| {'–' if epsilon is None else f'{epsilon:.2f}'} | {len(runs)} |"
+            rows.append(
+                [
+                    part.common["part"],
+                    titles[method],
+                    ", ".join(f"{k} {v:g}" for k, v in best.items()),
+                    part.metric,
+                    f"{np.mean(values):.5f}",
+                    report.deviation(values, digits=5),
+                    f"{curve[at]:.5f} (epoch {runs[0].result['epochs'][at]})",
+                    "–" if epsilon is None else f"{epsilon:.2f}",
+                    len(runs),
+                ]
             )
-    return "\n".join(lines)
+    return report.table(columns, rows)
 
 
 def plot(parts: Sequence[Part], trials: Sequence[Trial], titles: Mapping[str, str]) -> Any:
     """A panel for each part: the figure after each epoch, mean and range over seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     names = list(collections.OrderedDict.fromkeys(m for p in parts for m in p.candidates))

@@ -2,6 +2,8 @@
 
 An experiment is a program `examples/experiments/<name>/run.py` that passes an `Experiment` to
 `main`. Each finished trial is stored in a JSON file, so a restarted program runs only the rest.
+Methods that are tuned on grids share their plan, table and figure, see `grids`; all tables are made
+by `report`.
 
 The simulations of `federated` have a runner of their own, `federated/simulation/trials.py`: there a
 trial is a TFF program with a folder of its own that resumes in the middle, inside one TFF context,
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import gc
 import json
 import multiprocessing
@@ -81,7 +84,9 @@ class Results:
         self.trials: list[Trial] = []
         if path.exists():
             try:
-                self.trials = [Trial(**t) for t in json.loads(path.read_text())["trials"]]
+                self.trials = [
+                    Trial(**t) for t in json.loads(path.read_text(encoding="utf-8"))["trials"]
+                ]
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{path} does not hold results ({error}). Move it away to start over."
@@ -100,9 +105,10 @@ class Results:
     def add(self, trial: Trial) -> None:
         """Stores a finished trial. The file is replaced in one step, so it is always complete."""
         self.trials.append(trial)
-        lines = ",\n".join(json.dumps(dataclasses.asdict(t)) for t in self.trials)
+        compact = functools.partial(json.dumps, separators=(",", ":"), ensure_ascii=False)
+        lines = ",\n".join(compact(dataclasses.asdict(t)) for t in self.trials)
         temporary = self.path.with_suffix(".part")
-        temporary.write_text(f'{{"trials": [\n{lines}\n]}}\n')
+        temporary.write_text(f'{{"trials":[\n{lines}\n]}}\n', encoding="utf-8")
         temporary.replace(self.path)
 
 
