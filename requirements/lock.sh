@@ -1,6 +1,7 @@
 #!/bin/sh
-# Re-makes lock.txt from lock.in: one file for Python 3.9 to 3.11, each package with its hashes.
-# Versions in the present lock.txt stay unless lock.in forbids them; `lock.sh --upgrade` renews all.
+# Re-makes the locks, each package with its hashes: lock.txt from lock.in, for Python 3.9 to 3.11,
+# and today.txt from today.in, for Python 3.10 to 3.13.
+# Versions in the present locks stay unless the .in file forbids them; `lock.sh --upgrade` renews all.
 set -eu
 cd "$(dirname "$0")"
 uv=uv
@@ -11,6 +12,16 @@ if ! uv --version >/dev/null 2>&1; then
     "$tmp/bin/pip" install --quiet uv
     uv=$tmp/bin/uv
 fi
-# The custom command stands in the head of lock.txt in place of this machine's paths.
-UV_CUSTOM_COMPILE_COMMAND="make lock" "$uv" pip compile lock.in --overrides overrides.txt \
-    --universal --python-version 3.9 --generate-hashes --quiet --output-file lock.txt "$@"
+
+# compile NAME OLDEST_PYTHON OPTION...: one file for all later Pythons too, with markers where a
+# package has left an older one behind.
+compile() {
+    name=$1 oldest=$2
+    shift 2
+    # The custom command stands in the head of the lock in place of this machine's paths.
+    UV_CUSTOM_COMPILE_COMMAND="make lock" "$uv" pip compile "$name.in" --universal \
+        --python-version "$oldest" --generate-hashes --quiet --output-file "$name.txt" "$@"
+}
+
+compile lock 3.9 --overrides overrides.txt "$@"
+compile today 3.10 "$@"
