@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import textwrap
 from collections.abc import Sequence
@@ -94,7 +95,7 @@ def privacy_statement(
 
     Returns:
       Paragraphs of at most 80 columns. If the ledger has one segment and no other events, TF
-      Privacy's own statement comes last.
+      Privacy's own statement comes last where TF Privacy is installed.
 
     Raises:
       ValueError: if `sampling` is unknown or contradicts the ledger, or as for
@@ -378,6 +379,8 @@ def _tf_privacy_statement(
     accountant: str,
     max_examples_per_user: int | None,
 ) -> str:
+    if importlib.util.find_spec("tensorflow_privacy") is None:
+        return ""  # it repeats what the other paragraphs say
     # Imported here because it takes seconds.
     from tensorflow_privacy.privacy.analysis import compute_dp_sgd_privacy_lib as lib
 

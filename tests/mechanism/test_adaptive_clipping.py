@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow_privacy import QuantileEstimatorQuery
 
 import tf_adaptive_dp as dp
-from tests.helpers import catalogue, zoo
+from tests.helpers import catalogue, tf_privacy, zoo
 from tests.helpers.gaussianity import assert_gaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
@@ -35,7 +34,7 @@ def test_the_clip_settles_at_the_quantile(quantile):
 
 
 def test_the_clip_moves_as_that_of_tf_privacy():
-    query = QuantileEstimatorQuery(
+    query = tf_privacy().QuantileEstimatorQuery(
         initial_estimate=2.0,
         target_quantile=0.3,
         learning_rate=0.7,
