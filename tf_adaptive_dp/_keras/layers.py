@@ -8,7 +8,15 @@ from collections.abc import Iterator
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from tf_adaptive_dp._keras.generation import GENERATION, internal_module, keras
+
 Layer = tf.keras.layers.Layer
+# In Keras 3 `BatchNormalization(synchronized=True)` is what the second one was.
+BATCH_NORMALIZATIONS: tuple[type[Layer], ...] = (
+    (keras.layers.BatchNormalization,)
+    if GENERATION == 3
+    else (keras.layers.BatchNormalization, keras.layers.experimental.SyncBatchNormalization)
+)
 
 
 def inner_layers(layer: Layer) -> Iterator[Layer]:
@@ -18,18 +26,22 @@ def inner_layers(layer: Layer) -> Iterator[Layer]:
 
 def is_compiled(model: tf.keras.Model) -> bool:
     """Whether `model.compile` was called."""
-    return model._is_compiled
+    return model.compiled if GENERATION == 3 else model._is_compiled
 
 
 def is_clonable(layer: Layer) -> bool:
     """Whether `tf.keras.models.clone_model` can copy a layer: a Sequential or functional model."""
-    return isinstance(layer, tf.keras.Sequential) or (
-        isinstance(layer, tf.keras.Model) and layer._is_graph_network
-    )
+    if isinstance(layer, keras.Sequential):
+        return True
+    if GENERATION == 3:
+        return isinstance(layer, internal_module("models.functional").Functional)
+    return isinstance(layer, keras.Model) and layer._is_graph_network
 
 
 def own_weights(layer: Layer) -> list[tf.Variable]:
     """The variables of a layer itself, without those of layers inside."""
+    if GENERATION == 3:
+        return [*layer._trainable_variables, *layer._non_trainable_variables]
     return layer._trainable_weights + layer._non_trainable_weights
 
 
@@ -40,7 +52,25 @@ def copy_trainable(source: Layer, target: Layer) -> None:
 
 def set_dtype_policy(layer: Layer, policy: str | tf.keras.mixed_precision.Policy) -> None:
     """Changes the types in which a layer that has been built computes."""
-    layer._set_dtype_policy(policy)
+    if GENERATION == 3:
+        layer.dtype_policy = policy
+    else:
+        layer._set_dtype_policy(policy)
+
+
+def was_adapted(layer: Layer) -> bool:
+    """Whether a preprocessing layer holds what its method `adapt` computed from data."""
+    if GENERATION == 2:
+        base = keras.layers.experimental.preprocessing.PreprocessingLayer
+        return isinstance(layer, base) and layer.is_adapted
+    if isinstance(layer, keras.layers.Normalization):
+        return layer.input_mean is None and layer.mean is not None
+    if isinstance(layer, keras.layers.Discretization):
+        return layer.num_bins is not None and bool(layer.bin_boundaries)
+    lookup = getattr(layer, "_lookup_layer", layer)  # of a TextVectorization
+    if not isinstance(lookup, internal_module("layers.preprocessing.index_lookup").IndexLookup):
+        return False
+    return not lookup._has_input_vocabulary and int(lookup.lookup_table.size()) > 0
 
 
 class RandomGenerator:

@@ -1,157 +1,40 @@
-"""What the optimizers need of Keras beyond its public API; this is the version for Keras 2.
+"""What the optimizers need of Keras beyond its public API, for the Keras in use.
 
-The rest of the library asks for what it needs by the names of this module, which say nothing about
-how a version of Keras provides it.
+The rest of the library asks for what it needs by these names, which say nothing about how a version
+of Keras provides it.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from collections.abc import Sequence
-from typing import Callable
+from tf_adaptive_dp._keras.generation import GENERATION
 
-import tensorflow as tf
+if TYPE_CHECKING or GENERATION == 2:
+    from tf_adaptive_dp._keras.optimizers_keras2 import (
+        OwnRuleOptimizer,
+        SelfScalingOptimizer,
+        decays,
+        has_slots_for,
+        is_built,
+        is_wrapped_by_loss_scaling,
+        slot_index,
+    )
+else:
+    from tf_adaptive_dp._keras.optimizers_keras3 import (
+        OwnRuleOptimizer,
+        SelfScalingOptimizer,
+        decays,
+        has_slots_for,
+        is_built,
+        is_wrapped_by_loss_scaling,
+        slot_index,
+    )
 
-
-class _AnyConstructor(type(tf.keras.mixed_precision.LossScaleOptimizer)):
-    """Lifts the rule that a `LossScaleOptimizer` is constructed around another optimizer."""
-
-    def __call__(cls, *args, **kwargs):
-        return type.__call__(cls, *args, **kwargs)
-
-
-class SelfScalingOptimizer(tf.keras.mixed_precision.LossScaleOptimizer, metaclass=_AnyConstructor):
-    """First base of an optimizer that scales the loss itself, and undoes that itself.
-
-    Under a mixed-precision policy `Model.compile` wraps every optimizer that is not a
-    `LossScaleOptimizer` in one. The wrapper hands over a scaled loss and adapts the scale to
-    overflows. This class makes an optimizer count as wrapped, with a scale that never changes.
-    """
-
-    dynamic = False
-    dynamic_counter = None
-    dynamic_growth_steps = None
-    # Keras's class takes it from the wrapper's constructor.
-    initial_scale = 1.0
-
-    @property
-    def inner_optimizer(self) -> tf.keras.optimizers.Optimizer:
-        """The optimizer itself, since it wraps no other."""
-        return self
-
-    @property
-    def loss_scale(self) -> tf.Tensor:
-        """`initial_scale`, as a tensor."""
-        return tf.constant(self.initial_scale)
-
-    def get_scaled_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """Returns the loss unchanged: the optimizer scales it in `compute_gradients`."""
-        return loss
-
-    def get_unscaled_gradients(self, grads: Sequence) -> list:
-        """Returns the gradients unchanged: `compute_gradients` has undone the scaling."""
-        return list(grads)
-
-
-def is_wrapped_by_loss_scaling(optimizer: tf.keras.optimizers.Optimizer) -> bool:
-    """Whether a `LossScaleOptimizer` was constructed around an optimizer."""
-    return getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False)
-
-
-def is_built(optimizer: tf.keras.optimizers.Optimizer) -> bool:
-    """Whether an optimizer has created its slots."""
-    return getattr(optimizer, "_built", False)
-
-
-def has_slots_for(optimizer: tf.keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
-    """Whether a built optimizer was built for a variable."""
-    return optimizer._var_key(variable) in optimizer._index_dict
-
-
-def slot_index(optimizer: tf.keras.optimizers.Optimizer, variable: tf.Variable) -> int:
-    """The place of a variable among those that the optimizer was built for."""
-    return optimizer._index_dict[optimizer._var_key(variable)]
-
-
-def decays(optimizer: tf.keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
-    """Whether the optimizer's weight decay applies to a variable."""
-    return optimizer._use_weight_decay(variable)
-
-
-class OwnRuleOptimizer(tf.keras.optimizers.Optimizer):
-    """Base of optimizers whose update rule Keras does not have.
-
-    A subclass overrides `create_slots` and `update_step`, and where it has to the two methods that
-    see all variables at once: `update_all` and `decay_all`.
-
-    Args:
-      learning_rate: a number or a schedule.
-      **kwargs: the arguments of `tf.keras.optimizers.Optimizer`.
-    """
-
-    def __init__(
-        self,
-        *,
-        learning_rate: float | tf.keras.optimizers.schedules.LearningRateSchedule,
-        **kwargs,
-    ):
-        super().__init__(**kwargs)
-        self._learning_rate = self._build_learning_rate(learning_rate)
-
-    def build(self, var_list: Sequence[tf.Variable]) -> None:
-        """Creates all slots, unless they exist.
-
-        Args:
-          var_list: the variables to train.
-        """
-        super().build(var_list)
-        if not is_built(self):
-            self.create_slots(var_list)
-            self._built = True
-
-    def create_slots(self, variables: Sequence[tf.Variable]) -> None:
-        """Creates the slots of the update rule.
-
-        Args:
-          variables: the variables to train.
-        """
-
-    def update_all(
-        self,
-        grads_and_vars: Sequence[tuple[tf.Tensor, tf.Variable]],
-        update_each: Callable[[Sequence], tf.Tensor],
-    ) -> tf.Tensor:
-        """Makes one step.
-
-        Args:
-          grads_and_vars: pairs of a summed gradient and its variable.
-          update_each: calls `update_step` for each pair; returns the next value of `iterations`.
-
-        Returns:
-          What `update_each` returned.
-        """
-        return update_each(grads_and_vars)
-
-    def decay_all(
-        self, variables: Sequence[tf.Variable], decay_each: Callable[[Sequence], None]
-    ) -> None:
-        """Applies the weight decay of one step; not called without `weight_decay`.
-
-        Args:
-          variables: the variables of this step.
-          decay_each: decays each variable that `decays` at the learning rate.
-        """
-        decay_each(variables)
-
-    def _internal_apply_gradients(self, grads_and_vars) -> tf.Tensor:
-        return self.update_all(list(grads_and_vars), super()._internal_apply_gradients)
-
-    def _apply_weight_decay(self, variables: Sequence[tf.Variable]) -> None:
-        if self.weight_decay is not None:
-            self.decay_all(variables, super()._apply_weight_decay)
-
-    def get_config(self) -> dict:
-        """The arguments that make the same optimizer; its state is not among them."""
-        return {
-            **super().get_config(),
-            "learning_rate": self._serialize_hyperparameter(self._learning_rate),
-        }
+__all__ = [
+    "OwnRuleOptimizer",
+    "SelfScalingOptimizer",
+    "decays",
+    "has_slots_for",
+    "is_built",
+    "is_wrapped_by_loss_scaling",
+    "slot_index",
+]

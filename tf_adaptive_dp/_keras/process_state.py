@@ -17,9 +17,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
-from keras.src import backend
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
+
+from tf_adaptive_dp._keras.generation import GENERATION, internal_module
 
 # Training a tiny model uses some 8,000 numbers, so few searches run 60 times as many trials as they
 # do on average. The counter cannot be set, only advanced; this many numbers take half a second.
@@ -56,12 +57,11 @@ def _advance_counter(numbers: int) -> None:
 @contextlib.contextmanager
 def _unseeded() -> Iterator[None]:
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    of_keras = getattr(backend._SEED_GENERATOR, "generator", None)
+    of_keras = _swap_seed_generator(None)
     eager = context.context()
     of_tensorflow = eager._seed, getattr(eager, "_rng", None)
     random.seed()
     np.random.seed()
-    backend._SEED_GENERATOR.generator = None
     if eager._seed is not None:
         tf.random.set_seed(None)
     try:
@@ -69,10 +69,28 @@ def _unseeded() -> Iterator[None]:
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-        backend._SEED_GENERATOR.generator = of_keras
+        _swap_seed_generator(of_keras)
         if of_tensorflow[0] is not None:
             tf.random.set_seed(of_tensorflow[0])
             eager._rng = of_tensorflow[1]
+
+
+def _swap_seed_generator(generator: object | None) -> object | None:
+    """Replaces what Keras draws its seeds from, and returns what that was before.
+
+    Args:
+      generator: `None` makes Keras create one when it needs it, with a seed from Python's `random`.
+    """
+    if GENERATION == 2:
+        holder = internal_module("backend")._SEED_GENERATOR
+        before = getattr(holder, "generator", None)
+        holder.generator = generator
+        return before
+    state = internal_module("backend.common.global_state")
+    name = internal_module("random.seed_generator").GLOBAL_SEED_GENERATOR
+    before = state.get_global_attribute(name)
+    state.set_global_attribute(name, generator)
+    return before
 
 
 def turn_off_profiling(callback: tf.keras.callbacks.TensorBoard) -> None:

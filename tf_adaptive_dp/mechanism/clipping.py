@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.generation import keras
 
 # The range of C. It is far wider than any use, and float32 holds the squares of such norms.
 SMALLEST, LARGEST = 1e-12, 1e12
@@ -114,7 +115,7 @@ class FlatClipping(Clipping):
         return clip_weights(total_norms(norms), l2_norm_clip, self.method)
 
 
-@tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
+@keras.saving.register_keras_serializable("tf_adaptive_dp")
 @dataclasses.dataclass(frozen=True)
 class PerLayerClipping(Clipping):
     """Clips each layer's part of a gradient to a bound of its own.
@@ -191,7 +192,7 @@ class PerLayerClipping(Clipping):
         return {layer: self.shares[layer] for layer in layers}
 
 
-@tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
+@keras.saving.register_keras_serializable("tf_adaptive_dp")
 @dataclasses.dataclass(frozen=True)
 class AdaptiveClipping(Clipping):
     """Moves the clip norm C towards a quantile of the gradients' norms.
@@ -304,7 +305,7 @@ def get_clipping(value: Any) -> Clipping:
       ValueError: if there is no clipping of that name.
     """
     if isinstance(value, dict):
-        value = tf.keras.saving.deserialize_keras_object(value)
+        value = keras.saving.deserialize_keras_object(value)
     if isinstance(value, Clipping):
         return value
     named = {
@@ -320,4 +321,4 @@ def serialize(clipping: Clipping) -> str | dict:
     """Describes a clipping for `get_clipping`: by its name, or by a Keras configuration."""
     if isinstance(clipping, FlatClipping):
         return clipping.method
-    return tf.keras.saving.serialize_keras_object(clipping)
+    return keras.saving.serialize_keras_object(clipping)

@@ -8,6 +8,7 @@ from typing import Callable, NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.optimizers import OwnRuleOptimizer, decays, slot_index
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
@@ -24,7 +25,7 @@ class _Pair(NamedTuple):
     accepted: tf.Tensor
 
 
-@tf.keras.saving.register_keras_serializable(PACKAGE)
+@keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
 class ADADP(DPOptimizer, OwnRuleOptimizer):
     """Private SGD that adapts its own learning rate by step doubling; nothing needs tuning.

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
@@ -15,7 +16,7 @@ from tf_adaptive_dp.side_information.provenance import SideInformation
 ORDERS = ("precondition_first", "noise_first")
 
 
-@tf.keras.saving.register_keras_serializable(PACKAGE)
+@keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
 class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
     """Private SGD that preconditions gradients with side information before clipping them.

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.optimizers import OwnRuleOptimizer, slot_index
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 from tf_adaptive_dp.update_rules import effective_step_size
 
 
-@tf.keras.saving.register_keras_serializable(PACKAGE)
+@keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
 class DPAdamWOSM(DPOptimizer, OwnRuleOptimizer):
     """Private Adam without second moments, with the step size that Adam converges to under noise.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 
 
-@tf.keras.saving.register_keras_serializable(PACKAGE)
+@keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
 class DPSGD(DPOptimizer, tf.keras.optimizers.SGD):
     """`tf.keras.optimizers.SGD` on private gradients.
@@ -44,7 +45,7 @@ class DPSGD(DPOptimizer, tf.keras.optimizers.SGD):
     """
 
 
-@tf.keras.saving.register_keras_serializable(PACKAGE)
+@keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
 class DPAdam(DPOptimizer, tf.keras.optimizers.Adam):
     """`tf.keras.optimizers.Adam` on private gradients.
@@ -75,7 +76,7 @@ class DPAdam(DPOptimizer, tf.keras.optimizers.Adam):
     """
 
 
-@tf.keras.saving.register_keras_serializable(PACKAGE)
+@keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
 class DPAdamW(DPOptimizer, tf.keras.optimizers.AdamW):
     """`tf.keras.optimizers.AdamW` on private gradients.
@@ -105,7 +106,7 @@ class DPAdamW(DPOptimizer, tf.keras.optimizers.AdamW):
     """
 
 
-@tf.keras.saving.register_keras_serializable(PACKAGE)
+@keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
 class DPRMSprop(DPOptimizer, tf.keras.optimizers.RMSprop):
     """`tf.keras.optimizers.RMSprop` on private gradients: the papers' DP-RMSProp.
@@ -137,7 +138,7 @@ class DPRMSprop(DPOptimizer, tf.keras.optimizers.RMSprop):
     """
 
 
-@tf.keras.saving.register_keras_serializable(PACKAGE)
+@keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
 class DPAdagrad(DPOptimizer, tf.keras.optimizers.Adagrad):
     """`tf.keras.optimizers.Adagrad` on private gradients.
@@ -244,6 +245,6 @@ def make_dp_optimizer_class(keras_optimizer_class: type) -> type:
         title = f"`{keras_optimizer_class.__name__}`"
         body = {"__doc__": _DOCSTRING.replace("{{name}}", title), "__module__": __name__}
         made = fill_docstring(type(name, (DPOptimizer, keras_optimizer_class), body))
-        made = tf.keras.saving.register_keras_serializable(PACKAGE, name)(made)
+        made = keras.saving.register_keras_serializable(PACKAGE, name)(made)
         _PRIVATE_VERSIONS[keras_optimizer_class] = made
     return _PRIVATE_VERSIONS[keras_optimizer_class]

@@ -9,6 +9,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.side_information.provenance import (
     SideInformation,
     check_provenance,
@@ -17,7 +18,7 @@ from tf_adaptive_dp.side_information.provenance import (
 )
 
 
-@tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
+@keras.saving.register_keras_serializable("tf_adaptive_dp")
 class FixedPreconditioner(SideInformation):
     """A fixed preconditioner A for each variable: the divisor of its gradients.
 

@@ -11,6 +11,7 @@ from typing import Any, Callable
 import dp_accounting
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting.composition import is_unprotected
 from tf_adaptive_dp.errors import NotPrivateError
 
@@ -61,8 +62,8 @@ def serialize(registered: Any) -> dict:
       ValueError: if it is not registered.
     """
     target = registered if inspect.isfunction(registered) else type(registered)
-    name = tf.keras.saving.get_registered_name(target)
-    if tf.keras.saving.get_registered_object(name) is not target:
+    name = keras.saving.get_registered_name(target)
+    if keras.saving.get_registered_object(name) is not target:
         raise ValueError(
             "To be saved with an optimizer, a function or class must be decorated with "
             f"`tf.keras.saving.register_keras_serializable()`. Received: {registered!r}"
@@ -77,7 +78,7 @@ def deserialize(description: dict) -> Any:
     Raises:
       ValueError: if its name is not registered in this program.
     """
-    target = tf.keras.saving.get_registered_object(description["registered_name"])
+    target = keras.saving.get_registered_object(description["registered_name"])
     if target is None:
         raise ValueError(
             "An object of the saved optimizer is not registered with Keras in this program. "

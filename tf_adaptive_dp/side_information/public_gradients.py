@@ -9,6 +9,7 @@ import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import compiled_mean_loss
 from tf_adaptive_dp.side_information.disjoint import check_disjoint
 from tf_adaptive_dp.side_information.provenance import SideInformation, check_provenance
@@ -27,7 +28,7 @@ def _mean_gradients(model: tf.keras.Model, batch: Any) -> list[tf.Tensor]:
     ]
 
 
-@tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
+@keras.saving.register_keras_serializable("tf_adaptive_dp")
 class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
     """Side information from public data, and the callback that refreshes it in `fit`.
 

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.side_information.fixed import FixedPreconditioner
 
 
@@ -191,7 +192,7 @@ def look_up(counts: Any, vocabulary: Sequence[str]) -> np.ndarray:
     return check_vector("counts", [counts.get(word, 0) for word in words])
 
 
-@tf.keras.saving.register_keras_serializable("tf_adaptive_dp")
+@keras.saving.register_keras_serializable("tf_adaptive_dp")
 class TokenPreconditioner(FixedPreconditioner):
     """One number A_j per token, for the rows of the input layer.
 

@@ -9,15 +9,10 @@ from typing import Callable
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.layers import inner_layers
+from tf_adaptive_dp._keras.layers import BATCH_NORMALIZATIONS, inner_layers, was_adapted
 from tf_adaptive_dp.validation.report import Finding
 
 _LAYERS = tf.keras.layers
-BATCH_NORMALIZATIONS = (
-    _LAYERS.BatchNormalization,
-    _LAYERS.experimental.SyncBatchNormalization,
-)
-_PREPROCESSING = _LAYERS.experimental.preprocessing.PreprocessingLayer
 
 
 def named_layers(model: tf.keras.layers.Layer, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -139,7 +134,7 @@ def _of_layer(path: str, layer: tf.keras.layers.Layer) -> Iterator[Finding]:
             f"{kind} has stateful=True: the examples of one batch change the losses of the next.",
             "Use stateful=False (`fix=True` does).",
         )
-    if isinstance(layer, _PREPROCESSING) and layer.is_adapted:
+    if was_adapted(layer):
         yield Finding(
             "adapted",
             path,

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.optimizers import is_built
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE
@@ -14,7 +15,7 @@ from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_sid
 from tf_adaptive_dp.side_information.provenance import SideInformation
 
 
-@tf.keras.saving.register_keras_serializable(PACKAGE)
+@keras.saving.register_keras_serializable(PACKAGE)
 class AdaS(tf.keras.optimizers.SGD):
     """SGD on preconditioned gradients. It gives NO PRIVACY: it neither clips nor adds noise.
 

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.optimizers import OwnRuleOptimizer, slot_index
 from tf_adaptive_dp.optimizers.adadps import AdaDPS
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
@@ -17,7 +18,7 @@ from tf_adaptive_dp.side_information.provenance import SideInformation
 from tf_adaptive_dp.update_rules import effective_step_size
 
 
-@tf.keras.saving.register_keras_serializable(PACKAGE)
+@keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
 class DPRPub(AdaDPS):
     """DP-R-Pub: private RMSProp whose second moment comes from public data.
@@ -83,7 +84,7 @@ class DPRPub(AdaDPS):
         return config
 
 
-@tf.keras.saving.register_keras_serializable(PACKAGE)
+@keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
 class DPAdamPub(DPOptimizer, OwnRuleOptimizer):
     """DP-Adam-Pub: private Adam whose second moment comes from public data.

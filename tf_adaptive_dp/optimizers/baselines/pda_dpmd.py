@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
@@ -17,7 +18,7 @@ from tf_adaptive_dp.side_information.public_gradients import PublicGradients
 Schedule = tf.keras.optimizers.schedules.LearningRateSchedule
 
 
-@tf.keras.saving.register_keras_serializable(PACKAGE)
+@keras.saving.register_keras_serializable(PACKAGE)
 class CosineMixing(Schedule):
     """The schedule of Amid et al. for `PDADPMD`: private gradients first, public ones last.
 
@@ -55,7 +56,7 @@ class CosineMixing(Schedule):
         return {"num_steps": self.num_steps}
 
 
-@tf.keras.saving.register_keras_serializable(PACKAGE)
+@keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
 class PDADPMD(DPOptimizer, tf.keras.optimizers.SGD):
     """PDA-DPMD: mixes private gradients with gradients on public data.
@@ -141,16 +142,16 @@ def _serialize_mixing(mixing: float | Schedule) -> float | dict:
     """Describes a schedule by the name it is registered under, which Keras's old formats lose."""
     if not isinstance(mixing, Schedule):
         return mixing
-    name = tf.keras.saving.get_registered_name(type(mixing))
-    if tf.keras.saving.get_registered_object(name) is type(mixing):
+    name = keras.saving.get_registered_name(type(mixing))
+    if keras.saving.get_registered_object(name) is type(mixing):
         return serialize(mixing)
     return tf.keras.optimizers.schedules.serialize(mixing)
 
 
 def _check_mixing(mixing: Any) -> float | Schedule:
     if isinstance(mixing, dict):  # from a saved configuration
-        keras = "class_name" in mixing
-        read = tf.keras.optimizers.schedules.deserialize if keras else deserialize
+        by_keras = "class_name" in mixing
+        read = tf.keras.optimizers.schedules.deserialize if by_keras else deserialize
         mixing = read(mixing)
     if isinstance(mixing, Schedule):
         return mixing
