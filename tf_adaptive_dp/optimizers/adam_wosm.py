@@ -14,9 +14,48 @@ from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 from tf_adaptive_dp.update_rules import effective_step_size
 
 
+class FirstMomentOptimizer(OwnRuleOptimizer):
+    """Keeps the first moment of each variable: m ← β₁·m + (1 − β₁)·G.
+
+    Attributes:
+      beta_1: β₁ in [0, 1).
+    """
+
+    beta_1: float
+
+    def set_beta_1(self, beta_1: float) -> None:
+        """Sets β₁; raises TypeError or ValueError if it is not in [0, 1)."""
+        self.beta_1 = checks.number("beta_1", beta_1, 0)
+        if self.beta_1 >= 1:
+            raise ValueError(f"`beta_1` must be below 1. Received: beta_1={beta_1!r}")
+
+    def create_slots(self, variables: Sequence[tf.Variable]) -> None:
+        """Creates the first moment of each variable.
+
+        Args:
+          variables: the variables to train.
+        """
+        self._moments = [self.add_variable_from_reference(v, "m") for v in variables]
+
+    def next_moment(self, gradient: tf.Tensor, variable: tf.Variable) -> tf.Variable:
+        """Adds a gradient to the first moment of its variable.
+
+        Args:
+          gradient: its noisy mean gradient.
+          variable: the variable.
+        """
+        moment = self._moments[slot_index(self, variable)]
+        moment.assign(effective_step_size.first_moment(moment, gradient, self.beta_1))
+        return moment
+
+    def get_config(self) -> dict:
+        """The arguments that make the same optimizer; its state is not among them."""
+        return {**super().get_config(), "beta_1": self.beta_1}
+
+
 @keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
-class DPAdamWOSM(DPOptimizer, OwnRuleOptimizer):
+class DPAdamWOSM(DPOptimizer, FirstMomentOptimizer):
     """Private Adam without second moments, with the step size that Adam converges to under noise.
 
     With the noisy mean gradient G of `DPSGD` at step t, whose noise has standard deviation σC/L:
@@ -72,9 +111,7 @@ class DPAdamWOSM(DPOptimizer, OwnRuleOptimizer):
             **kwargs,
         )
         _require_noise(noise_multiplier)
-        self.beta_1 = checks.number("beta_1", beta_1, 0)
-        if self.beta_1 >= 1:
-            raise ValueError(f"`beta_1` must be below 1. Received: beta_1={beta_1!r}")
+        self.set_beta_1(beta_1)
         self.epsilon = checks.number("epsilon", epsilon, 0)
 
     @property
@@ -87,14 +124,6 @@ class DPAdamWOSM(DPOptimizer, OwnRuleOptimizer):
         _require_noise(value)
         self._mechanism.noise_multiplier = value
 
-    def create_slots(self, variables: Sequence[tf.Variable]) -> None:
-        """Creates the first moment of each variable.
-
-        Args:
-          variables: the variables to train.
-        """
-        self._moments = [self.add_variable_from_reference(v, "m") for v in variables]
-
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
         """Moves one variable.
 
@@ -102,8 +131,7 @@ class DPAdamWOSM(DPOptimizer, OwnRuleOptimizer):
           gradient: its noisy mean gradient.
           variable: the variable.
         """
-        moment = self._moments[slot_index(self, variable)]
-        moment.assign(effective_step_size.first_moment(moment, gradient, self.beta_1))
+        moment = self.next_moment(gradient, variable)
         step = effective_step_size.effective_step_size(
             self.learning_rate, self._mechanism.noise_stddev(), self.epsilon
         ) / effective_step_size.bias_correction(self.beta_1, self.iterations + 1)
@@ -111,11 +139,7 @@ class DPAdamWOSM(DPOptimizer, OwnRuleOptimizer):
 
     def get_config(self) -> dict:
         """The arguments that make the same optimizer; its state is not among them."""
-        return {
-            **super().get_config(),
-            "beta_1": self.beta_1,
-            "epsilon": self.epsilon,
-        }
+        return {**super().get_config(), "epsilon": self.epsilon}
 
 
 def _require_noise(noise_multiplier: float) -> None:

@@ -1,7 +1,11 @@
 """Batches drawn by a sampling, as a `tf.data.Dataset` for `fit`.
 
+From top to bottom: the functions that users call, `poisson_batches`, `fixed_size_batches` and
+`shuffled_batches`; `as_dataset`, which turns any sampling into a dataset; the sources it reads
+from, `Arrays` and `Records`; and the padding of batches that are not full.
+
 A sampling is a frozen dataclass of public values. The data, the number of examples and the secret
-key of the draws come at the call, so nothing private gets into a configuration.
+key of the draws are passed to the call, so nothing private gets into a configuration.
 """
 
 from __future__ import annotations
@@ -26,237 +30,179 @@ __all__ = ["fixed_size_batches", "poisson_batches", "shuffled_batches"]
 
 _WHAT = "(x, y) or (x, y, sample_weight)"
 
-# Larger arrays are read where they lie: a copy for TensorFlow would cost too much memory.
+# Larger arrays are read in place: a copy for TensorFlow would cost too much memory.
 MAX_COPIED_BYTES = 2**31
 # Calling Python costs more than drawing a batch, so one call draws the batches of many steps.
 DRAWS_PER_CALL = 16
 
-# Makes the rows of each leaf of a batch out of indices [R]; the number of examples means padding.
+# Maps indices [R] to the rows of each leaf of a batch. An index of `num_examples` means padding.
 Reader = Callable[[tf.Tensor], list[tf.Tensor]]
 
 
-class Arrays:
-    """Examples that lie in arrays, one row each.
+def poisson_batches(
+    data: Any,
+    sampling: PoissonSampling,
+    *,
+    start_step: int = 0,
+    gradient_accumulation_steps: int = 1,
+    preprocess: Callable[[Any], tuple] | None = None,
+    padding: tuple | None = None,
+    key: bytes | None = None,
+) -> tf.data.Dataset:
+    """Poisson batches (x, y, sample_weight) for `fit`, all of one static shape.
 
-    Attributes:
-      structure: nest (x, y) or (x, y, sample_weight), to pack a flat list into.
-      parts: shape and dtype of each part of an example.
-    """
+    A batch has `sampling.max_batch_size` rows unless gradients are accumulated. The drawn examples
+    are in random rows. The other rows are padding with sample weight 0. Under a loss with
+    `reduction="none"` the losses and gradients of padding are exactly zero, so the mechanism counts
+    it as absent. The zeros have random signs, from which the optimizer recognizes a repeated draw.
+    Batches can be empty, and empty batches must be released too.
 
-    def __init__(self, data: tuple):
-        """Takes a nest of arrays; raises TypeError or ValueError if it is none."""
-        leaves = tf.nest.flatten(data)
-        if not leaves or not all(getattr(leaf, "shape", ()) for leaf in leaves):
-            raise TypeError(
-                f"`data` must be {_WHAT} of arrays, or nests of them; lists become arrays by "
-                f"`np.asarray`. Received: leaves of {[type(leaf).__name__ for leaf in leaves]}"
-            )
-        # Taking rows of any other layout would copy the whole array each time.
-        arrays = [np.asarray(leaf, order="C") for leaf in leaves]
-        self._arrays = [a.astype(_dtype(a), copy=False) for a in arrays]
-        self.structure = data
-        self.parts = [(array.shape[1:], array.dtype) for array in self._arrays]
-        lengths = sorted({len(array) for array in self._arrays})
-        if len(lengths) > 1:
-            raise ValueError(
-                f"The arrays of `data` must share their first axis. Received: lengths {lengths}"
-            )
+    Padding is zeros (empty strings), which are public. A real example would not be: weight 0 times
+    an infinite loss is NaN, which shows. If zeros are not valid inputs of the model (log 0, the
+    norm of 0), pass a public example as `padding`.
 
-    def __len__(self) -> int:
-        return len(self._arrays[0])
+    Guarantee: every example joins each batch independently with probability q, up to truncation,
+    and its row reveals nothing about the others; see `PoissonSampling`. Each iterator has its own
+    sequence of draws, so no draw repeats. The sequence of the first iterator is a pure function of
+    key and step. Without a seed or `key`, each call makes a new key and stores it nowhere. A
+    resumed run then draws new batches, which leaves ε valid because batches are independent. To
+    continue the same sequence, make a key (`draws.new_key()`), pass it to both calls, and keep it
+    with the data, not in a checkpoint that others receive.
 
-    def reader(self, padding: Sequence[np.ndarray]) -> Reader:
-        """Rows gathered within TensorFlow, from a copy that ends with the padding."""
-        if sum(array.nbytes for array in self._arrays) > MAX_COPIED_BYTES:
-            return _python_reader(self, padding)
-        with tf.device("CPU:0"):  # where tf.data runs
-            tensors = [tf.concat([a, row[None]], 0) for a, row in zip(self._arrays, padding)]
-        return lambda indices: [tf.gather(tensor, indices) for tensor in tensors]
+    Args:
+      data: `(x, y)` or `(x, y, sample_weight)` of arrays, or nests of arrays, that share their
+        first axis; or an object with `__len__` and `__getitem__` of single examples (or of lists of
+        indices, or `__getitems__`), such as `tfds.data_source`. Shapes and dtypes are taken from
+        the first example and count as public. Arrays of up to 2 GiB in total are copied, so that
+        TensorFlow can gather their rows. Larger ones are read by Python, which takes longer.
+      sampling: q, the size of a batch, and the number of batches.
+      start_step: the number of draws to skip because an earlier run made them.
+      gradient_accumulation_steps: k, the number of consecutive batches that each draw is divided
+        into; the optimizer must accumulate as many. Each has ceil(`max_batch_size` / k) rows, and
+        the drawn examples are in random rows of all k.
+      preprocess: maps one example of a source to (x, y) or (x, y, sample_weight).
+      padding: (x, y) of one public example, to use instead of zeros.
+      key: 32 secret bytes, to continue a sequence.
 
-    def fill(self, indices: np.ndarray, out: Sequence[np.ndarray]) -> None:
-        """Writes each example of `indices` into its row of `out`, and anything into the others."""
-        for array, rows in zip(self._arrays, out):
-            # "clip" spares a copy; what it makes of padding's index is overwritten.
-            np.take(array, indices, axis=0, out=rows, mode="clip")
-
-
-class Records:
-    """Examples of a random-access source, read one by one or as many as it gives at a time.
-
-    Attributes:
-      structure: nest (x, y) or (x, y, sample_weight), to pack a flat list into.
-      parts: shape and dtype of each part of an example.
-    """
-
-    def __init__(self, data: Any, preprocess: Callable[[Any], tuple] | None):
-        """Reads the first example, for its structure."""
-        self._data, self._preprocess = data, preprocess
-        self._takes_lists = False
-        if not hasattr(data, "__getitems__") and len(data):
-            try:
-                data[0]
-            except TypeError:  # of older tfds sources, which take lists of indices only
-                self._takes_lists = True
-        (example,) = self._read([0]) if len(data) else [((), ())]
-        if not isinstance(example, tuple) or len(example) not in (2, 3):
-            raise TypeError(
-                f"Each example must be {_WHAT}; pass `preprocess` to make that of it. Received: "
-                f"{type(example).__name__}"
-            )
-        self.structure = example
-        leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(example)]
-        self.parts = [(leaf.shape, _dtype(leaf)) for leaf in leaves]
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def _read(self, indices: list[int]) -> list:
-        if hasattr(self._data, "__getitems__"):
-            examples = self._data.__getitems__(indices)
-        elif self._takes_lists:
-            examples = self._data[indices]
-        else:
-            examples = [self._data[i] for i in indices]
-        return [self._preprocess(e) for e in examples] if self._preprocess else list(examples)
-
-    def reader(self, padding: Sequence[np.ndarray]) -> Reader:
-        """Rows read by a call of Python a batch."""
-        return _python_reader(self, padding)
-
-    def fill(self, indices: np.ndarray, out: Sequence[np.ndarray]) -> None:
-        """Writes each example of `indices` into its row of `out`, and nothing into the others."""
-        present = np.argsort(indices)[: np.count_nonzero(indices < len(self))]
-        # In ascending order, in which files are read fastest.
-        examples = self._read(indices[present].tolist()) if len(present) else []
-        for row, example in zip(present, examples):
-            tf.nest.assert_same_structure(self.structure, example)
-            for rows, leaf in zip(out, tf.nest.flatten(example)):
-                leaf = np.asarray(leaf)
-                if leaf.shape != rows.shape[1:]:  # numpy would broadcast
-                    raise ValueError(
-                        "All examples must have the shapes of the first one; pad or crop them in "
-                        f"`preprocess`. Received: shape {leaf.shape} after {rows.shape[1:]}"
-                    )
-                rows[row] = leaf
-
-
-def _dtype(array: np.ndarray) -> np.dtype:
-    # Strings of numpy have a length, which the first example would impose on the others.
-    return np.dtype(object) if array.dtype.kind in "SU" else array.dtype
-
-
-def open_source(data: Any, preprocess: Callable[[Any], tuple] | None) -> Arrays | Records:
-    """Tells arrays from random-access sources.
+    Returns:
+      A dataset of k · (`sampling.steps` - `start_step`) batches. Pass `steps_per_epoch` to `fit`.
 
     Raises:
-      TypeError, ValueError: if `data` is neither, or holds no example.
+      TypeError, ValueError: if an argument has the wrong type or shape, or is out of range.
+
+    Example:
+      >>> import numpy as np
+      >>> from tf_adaptive_dp.sampling import PoissonSampling, poisson_batches
+      >>> sampling = PoissonSampling(0.5, max_batch_size=4, steps=1, seed=1)
+      >>> x, y = np.arange(1, 7, dtype=np.float32), np.arange(6)
+      >>> [[t.tolist() for t in b] for b in poisson_batches((x, y), sampling).as_numpy_iterator()]
+      [[[3.0, 0.0, 0.0, 0.0], [2, 0, 0, 0], [1.0, -0.0, -0.0, -0.0]]]
     """
-    if preprocess is not None and not callable(preprocess):
-        raise TypeError(f"`preprocess` must be a function. Received: preprocess={preprocess!r}")
-    if isinstance(data, tuple) and len(data) in (2, 3):
-        if preprocess is not None:
-            raise ValueError(
-                "`preprocess` is for sources of single examples; apply it to the arrays, one row "
-                "at a time. Received: `data` of arrays"
-            )
-        found = Arrays(data)
-    elif (
-        hasattr(data, "__len__")
-        and hasattr(data, "__getitem__")
-        and not isinstance(data, (dict, str))
-    ):
-        found = Records(data, preprocess)
-    else:
-        raise TypeError(
-            f"`data` must be a tuple {_WHAT} of arrays, or have `__len__` and `__getitem__`. "
-            f"Received: {type(data).__name__}"
-        )
-    if not len(found):
-        raise ValueError("`data` must hold at least one example. Received: none")
-    return found
+    _require(sampling, PoissonSampling)
+    source = open_source(data, preprocess)
+    return as_dataset(
+        *(source, sampling, start_step, key, gradient_accumulation_steps),
+        masked=True,
+        padding=padding,
+    )
 
 
-def padding_rows(found: Arrays | Records, padding: tuple | None) -> list[np.ndarray]:
-    """The leaves of a row of padding: of the public example `padding`, otherwise zeros.
+def fixed_size_batches(
+    data: Any,
+    sampling: FixedSizeSampling,
+    *,
+    start_step: int = 0,
+    gradient_accumulation_steps: int = 1,
+    preprocess: Callable[[Any], tuple] | None = None,
+    key: bytes | None = None,
+) -> tf.data.Dataset:
+    """Batches (x, y[, sample_weight]) for `fit`, each a random subset of a fixed size.
+
+    Guarantee: all subsets are equally likely and batches are independent; see
+    `FixedSizeSampling` for the adjacency and `poisson_batches` for keys and iterators.
+
+    Args:
+      data: see `poisson_batches`.
+      sampling: the size and the number of the batches.
+      start_step: the number of draws to skip because an earlier run made them.
+      gradient_accumulation_steps: k, a divisor of the batch size: each draw is divided into k
+        batches.
+      preprocess: maps one example of a source to (x, y) or (x, y, sample_weight).
+      key: 32 secret bytes, to continue a sequence.
+
+    Returns:
+      A dataset of k · (`sampling.steps` - `start_step`) batches.
 
     Raises:
-      ValueError: if the leaves of `padding` have other shapes than those of the data.
+      TypeError, ValueError: if an argument has the wrong type or shape, or is out of range.
     """
-    rows = [
-        np.full(shape, b"", dtype) if dtype.kind == "O" else np.zeros(shape, dtype)
-        for shape, dtype in found.parts
-    ]
-    if padding is None:
-        return rows
-    try:
-        tf.nest.assert_same_structure(tuple(found.structure[:2]), padding)
-    except (TypeError, ValueError) as error:
-        raise type(error)(
-            "`padding` must be one example, (x, y) of the structure of the data's. Received: "
-            f"padding={padding!r}"
-        ) from error
-    # A sample weight, the last leaf, stays zero.
-    for i, leaf in enumerate(map(np.asarray, tf.nest.flatten(padding))):
-        if leaf.shape != rows[i].shape:
-            raise ValueError(
-                "`padding` must be one example, of the shapes of the data's. Received: shape "
-                f"{leaf.shape} instead of {rows[i].shape}"
-            )
-        rows[i] = leaf.astype(rows[i].dtype)
-    return rows
+    _require(sampling, FixedSizeSampling)
+    return _full_batches(data, sampling, start_step, gradient_accumulation_steps, preprocess, key)
 
 
-def _python_reader(found: Arrays | Records, padding: Sequence[np.ndarray]) -> Reader:
-    def read(indices: np.ndarray) -> list[np.ndarray]:
-        absent = indices >= len(found)
-        out = [np.empty((len(indices), *row.shape), row.dtype) for row in padding]
-        found.fill(indices, out)
-        for rows, row in zip(out, padding):
-            rows[absent] = row
-        return out
+def shuffled_batches(
+    data: Any,
+    sampling: ShuffledEpochs,
+    *,
+    start_step: int = 0,
+    gradient_accumulation_steps: int = 1,
+    preprocess: Callable[[Any], tuple] | None = None,
+    key: bytes | None = None,
+) -> tf.data.Dataset:
+    """Batches (x, y[, sample_weight]) for `fit` from passes over shuffled data.
 
-    dtypes = [tf.string if row.dtype.kind == "O" else tf.as_dtype(row.dtype) for row in padding]
-    return lambda indices: tf.numpy_function(read, [indices], dtypes)
+    Guarantee: no amplification by sampling is proven; see `ShuffledEpochs`. Resuming within a pass
+    requires the same `key` or seed; otherwise examples occur twice in that pass.
+
+    Args:
+      data: see `poisson_batches`.
+      sampling: the size and the number of the batches.
+      start_step: the number of draws to skip because an earlier run made them.
+      gradient_accumulation_steps: k, a divisor of the batch size: each draw is divided into k
+        batches.
+      preprocess: maps one example of a source to (x, y) or (x, y, sample_weight).
+      key: 32 secret bytes, to continue a sequence.
+
+    Returns:
+      A dataset of k · (`sampling.steps` - `start_step`) batches.
+
+    Raises:
+      TypeError, ValueError: if an argument has the wrong type or shape, or is out of range.
+    """
+    _require(sampling, ShuffledEpochs)
+    return _full_batches(data, sampling, start_step, gradient_accumulation_steps, preprocess, key)
 
 
-def _check(sampling: draws.Sampling, start_step: int, key: bytes | None) -> None:
-    checks.integer("start_step", start_step, 0)
-    if start_step >= sampling.steps:
+def _full_batches(
+    data: Any,
+    sampling: FixedSizeSampling | ShuffledEpochs,
+    start_step: int,
+    gradient_accumulation_steps: int,
+    preprocess: Callable[[Any], tuple] | None,
+    key: bytes | None,
+) -> tf.data.Dataset:
+    """The batches of a sampling that fills every batch; the data must suffice for one."""
+    source = open_source(data, preprocess)
+    if len(source) < sampling.batch_size:
         raise ValueError(
-            "`start_step` must be below the `steps` of the sampling. Received: "
-            f"start_step={start_step!r}, steps={sampling.steps!r}"
+            "`data` must hold at least one batch; make `batch_size` smaller. Received: "
+            f"{len(source)} examples, batch_size={sampling.batch_size!r}"
         )
-    if key is not None and not (isinstance(key, bytes) and len(key) == 32):
-        raise ValueError("`key` must be 32 bytes, see `draws.new_key`. Received: something else")
+    return as_dataset(source, sampling, start_step, key, gradient_accumulation_steps)
+
+
+def _require(sampling: Any, kind: type[Sampling]) -> None:
+    if not isinstance(sampling, kind):
+        raise TypeError(f"`sampling` must be a {kind.__name__}. Received: sampling={sampling!r}")
 
 
 def is_repeatable(data: Any) -> bool:
-    """Whether data are, or are made of, batches that another process would draw again."""
+    """Whether another process would draw the same batches again."""
     if getattr(data, "is_repeatable", False):
         return True
     return isinstance(data, tf.data.Dataset) and any(
         map(is_repeatable, process_state.input_datasets(data))
     )
-
-
-def _refuse_several_workers() -> None:
-    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    tasks = resolver.cluster_spec().as_dict()
-    workers = sum(len(tasks.get(job, ())) for job in ("chief", "worker"))
-    if workers > 1:
-        raise NotPrivateError(
-            "Each worker would draw batches of its own, so that an example could be in a batch "
-            "twice: the sampling is for one process, with as many replicas as you like "
-            f"(`MirroredStrategy`). Received: {workers} workers in TF_CONFIG. Give each worker its "
-            "share of shuffled batches instead (`tf.data`), with the label 'shuffled'."
-        )
-
-
-def _with_marks(weights: tf.Tensor, marked: tf.Tensor) -> tf.Tensor:
-    """Gives the zeros of marked rows a sign, the number of the draw; they stay zeros."""
-    if weights.shape.rank != 1 or not weights.dtype.is_floating:
-        return weights
-    return tf.where(marked, tf.constant(-0.0, weights.dtype), weights)
 
 
 def as_dataset(
@@ -269,14 +215,14 @@ def as_dataset(
     masked: bool = False,
     padding: tuple | None = None,
 ) -> tf.data.Dataset:
-    """The batches of a sampling, with a mask as (or inside) the sample weight if `masked`.
+    """The batches of a sampling; if `masked`, the sample weights mark the padding.
 
     Guarantee: see `sampling.poisson_batches`.
     """
     _refuse_several_workers()
     k, rows = gradient_accumulation_steps, sampling.rows_per_batch(gradient_accumulation_steps)
     _check(sampling, start_step, key)
-    comes_again = key is not None or sampling.seed is not None  # in another process
+    repeatable = key is not None or sampling.seed is not None  # by another process
     key = draws.new_key(sampling.seed) if key is None else key
     num_examples, structure = len(found), found.structure
     read = found.reader(padding_rows(found, padding))
@@ -284,8 +230,7 @@ def as_dataset(
     passes = itertools.count()
 
     def new_pass() -> Iterator[int]:
-        # A dataset that is iterated again must not draw the same batches again: ε is for
-        # independent ones.
+        # Another iteration must not draw the same batches again: ε holds for independent ones.
         yield next(passes)
 
     def draw(number: np.ndarray, first: np.ndarray) -> np.ndarray:
@@ -322,154 +267,220 @@ def as_dataset(
         .apply(tf.data.experimental.assert_cardinality(k * (sampling.steps - start_step)))
         .prefetch(2)
     )
-    made.is_repeatable = comes_again
+    made.is_repeatable = repeatable
     return made
 
 
-def poisson_batches(
-    data: Any,
-    sampling: PoissonSampling,
-    *,
-    start_step: int = 0,
-    gradient_accumulation_steps: int = 1,
-    preprocess: Callable[[Any], tuple] | None = None,
-    padding: tuple | None = None,
-    key: bytes | None = None,
-) -> tf.data.Dataset:
-    """Poisson batches (x, y, sample_weight) for `fit`, all of one static shape.
-
-    A batch has `sampling.max_batch_size` rows, unless it is divided: the examples drawn, in random
-    rows, and between them padding with sample weight 0, whose losses and gradients are exactly zero
-    under a loss with `reduction="none"`, so that the mechanism counts it as absent. The zeros have
-    random signs, by which the optimizer knows a draw that comes again. Empty batches come too, and
-    have to be released.
-
-    Padding is zeros (empty strings), which are public. A real example would not be: weight 0 times
-    an infinite loss is NaN, and shows. If all zeros are no proper input of the model (log 0, the
-    norm of 0), pass a public example as `padding`.
-
-    Guarantee: every example joins each batch independently with probability q, up to truncation,
-    and its row says nothing about the others, see `PoissonSampling`. Each iterator has a sequence
-    of its own, so no draw comes twice; that of the first one is a pure function of key and step.
-    Without a seed or `key` the key is made anew by each call and kept nowhere, so a resumed run
-    draws new batches, which ε allows, since batches are independent. To continue the very same
-    sequence make a key (`draws.new_key()`), pass it to both calls, and keep it where the data are,
-    not in a checkpoint that is given away.
-
-    Args:
-      data: `(x, y)` or `(x, y, sample_weight)` of arrays, or nests of arrays, that share their
-        first axis; or anything with `__len__` and `__getitem__` of single examples (or of lists of
-        indices, or `__getitems__`), such as `tfds.data_source`. Shapes and dtypes are taken from
-        the first example and count as public. Arrays of up to 2 GiB in all are copied, so that
-        TensorFlow can gather rows by itself; of larger ones Python does, which takes longer.
-      sampling: q, the size of a batch, and the number of batches.
-      start_step: the number of draws to pass over, made in an earlier run.
-      gradient_accumulation_steps: k, the number of batches that each draw comes as, one after the
-        other; the optimizer has to accumulate as many. Each has ceil(`max_batch_size` / k) rows,
-        and the examples drawn are in random rows of all k.
-      preprocess: makes (x, y) or (x, y, sample_weight) of one example of a source.
-      padding: (x, y) of one public example, instead of zeros.
-      key: 32 secret bytes, to continue a sequence.
-
-    Returns:
-      A dataset of k · (`sampling.steps` - `start_step`) batches. Pass `steps_per_epoch` to `fit`.
-
-    Raises:
-      TypeError, ValueError: for an argument of the wrong type or shape, or out of its range.
-
-    Example:
-      >>> import numpy as np
-      >>> from tf_adaptive_dp.sampling import PoissonSampling, poisson_batches
-      >>> sampling = PoissonSampling(0.5, max_batch_size=4, steps=1, seed=1)
-      >>> x, y = np.arange(1, 7, dtype=np.float32), np.arange(6)
-      >>> [[t.tolist() for t in b] for b in poisson_batches((x, y), sampling).as_numpy_iterator()]
-      [[[3.0, 0.0, 0.0, 0.0], [2, 0, 0, 0], [1.0, -0.0, -0.0, -0.0]]]
-    """
-    _require(sampling, PoissonSampling)
-    source = open_source(data, preprocess)
-    return as_dataset(
-        *(source, sampling, start_step, key, gradient_accumulation_steps),
-        masked=True,
-        padding=padding,
-    )
-
-
-def fixed_size_batches(
-    data: Any,
-    sampling: FixedSizeSampling,
-    *,
-    start_step: int = 0,
-    gradient_accumulation_steps: int = 1,
-    preprocess: Callable[[Any], tuple] | None = None,
-    key: bytes | None = None,
-) -> tf.data.Dataset:
-    """Batches (x, y[, sample_weight]) for `fit`, each a random subset of a fixed size.
-
-    Guarantee: all subsets are equally likely and different batches independent; see
-    `FixedSizeSampling` for the adjacency and `poisson_batches` for keys and iterators.
-
-    Args:
-      data: see `poisson_batches`, as for the other arguments.
-      sampling: size and number of the batches.
-      start_step: the number of draws to pass over, made in an earlier run.
-      gradient_accumulation_steps: k, a divisor of the batch size: each draw comes as k batches.
-      preprocess: makes (x, y) or (x, y, sample_weight) of one example of a source.
-      key: 32 secret bytes, to continue a sequence.
-
-    Returns:
-      A dataset of k · (`sampling.steps` - `start_step`) batches.
-
-    Raises:
-      TypeError, ValueError: for an argument of the wrong type or shape, or out of its range.
-    """
-    _require(sampling, FixedSizeSampling)
-    source = open_source(data, preprocess)
-    _require_examples(len(source), sampling.batch_size)
-    return as_dataset(source, sampling, start_step, key, gradient_accumulation_steps)
-
-
-def shuffled_batches(
-    data: Any,
-    sampling: ShuffledEpochs,
-    *,
-    start_step: int = 0,
-    gradient_accumulation_steps: int = 1,
-    preprocess: Callable[[Any], tuple] | None = None,
-    key: bytes | None = None,
-) -> tf.data.Dataset:
-    """Batches (x, y[, sample_weight]) for `fit`, of passes over shuffled data.
-
-    Guarantee: no amplification by sampling is proven; see `ShuffledEpochs`. To resume within a
-    pass needs the same `key` or seed, or examples come twice in that pass.
-
-    Args:
-      data: see `poisson_batches`, as for the other arguments.
-      sampling: size and number of the batches.
-      start_step: the number of draws to pass over, made in an earlier run.
-      gradient_accumulation_steps: k, a divisor of the batch size: each draw comes as k batches.
-      preprocess: makes (x, y) or (x, y, sample_weight) of one example of a source.
-      key: 32 secret bytes, to continue a sequence.
-
-    Returns:
-      A dataset of k · (`sampling.steps` - `start_step`) batches.
-
-    Raises:
-      TypeError, ValueError: for an argument of the wrong type or shape, or out of its range.
-    """
-    _require(sampling, ShuffledEpochs)
-    source = open_source(data, preprocess)
-    _require_examples(len(source), sampling.batch_size)
-    return as_dataset(source, sampling, start_step, key, gradient_accumulation_steps)
-
-
-def _require(sampling: Any, kind: type[Sampling]) -> None:
-    if not isinstance(sampling, kind):
-        raise TypeError(f"`sampling` must be a {kind.__name__}. Received: sampling={sampling!r}")
-
-
-def _require_examples(num_examples: int, batch_size: int) -> None:
-    if num_examples < batch_size:
+def _check(sampling: draws.Sampling, start_step: int, key: bytes | None) -> None:
+    checks.integer("start_step", start_step, 0)
+    if start_step >= sampling.steps:
         raise ValueError(
-            "`data` must hold at least one batch; make `batch_size` smaller. Received: "
-            f"{num_examples} examples, batch_size={batch_size!r}"
+            "`start_step` must be below the `steps` of the sampling. Received: "
+            f"start_step={start_step!r}, steps={sampling.steps!r}"
         )
+    if key is not None and not (isinstance(key, bytes) and len(key) == 32):
+        raise ValueError("`key` must be 32 bytes, see `draws.new_key`. Received: something else")
+
+
+def _refuse_several_workers() -> None:
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    tasks = resolver.cluster_spec().as_dict()
+    workers = sum(len(tasks.get(job, ())) for job in ("chief", "worker"))
+    if workers > 1:
+        raise NotPrivateError(
+            "Each worker would draw batches of its own, so that an example could be in a batch "
+            "twice: the sampling is for one process, with as many replicas as you like "
+            f"(`MirroredStrategy`). Received: {workers} workers in TF_CONFIG. Give each worker its "
+            "share of shuffled batches instead (`tf.data`), with the label 'shuffled'."
+        )
+
+
+def _with_marks(weights: tf.Tensor, marked: tf.Tensor) -> tf.Tensor:
+    """Sets the sign of the zeros in marked rows, which encodes the draw; they stay zeros."""
+    if weights.shape.rank != 1 or not weights.dtype.is_floating:
+        return weights
+    return tf.where(marked, tf.constant(-0.0, weights.dtype), weights)
+
+
+def open_source(data: Any, preprocess: Callable[[Any], tuple] | None) -> Arrays | Records:
+    """Wraps `data` as arrays or as a random-access source.
+
+    Raises:
+      TypeError, ValueError: if `data` is neither, or is empty.
+    """
+    if preprocess is not None and not callable(preprocess):
+        raise TypeError(f"`preprocess` must be a function. Received: preprocess={preprocess!r}")
+    if isinstance(data, tuple) and len(data) in (2, 3):
+        if preprocess is not None:
+            raise ValueError(
+                "`preprocess` is for sources of single examples; apply it to the arrays, one row "
+                "at a time. Received: `data` of arrays"
+            )
+        found = Arrays(data)
+    elif (
+        hasattr(data, "__len__")
+        and hasattr(data, "__getitem__")
+        and not isinstance(data, (dict, str))
+    ):
+        found = Records(data, preprocess)
+    else:
+        raise TypeError(
+            f"`data` must be a tuple {_WHAT} of arrays, or have `__len__` and `__getitem__`. "
+            f"Received: {type(data).__name__}"
+        )
+    if not len(found):
+        raise ValueError("`data` must hold at least one example. Received: none")
+    return found
+
+
+class Arrays:
+    """Examples in arrays, one row each.
+
+    Attributes:
+      structure: nest (x, y) or (x, y, sample_weight), into which a flat list can be packed.
+      parts: shape and dtype of each part of an example.
+    """
+
+    def __init__(self, data: tuple):
+        """Takes a nest of arrays; raises TypeError or ValueError for anything else."""
+        leaves = tf.nest.flatten(data)
+        if not leaves or not all(getattr(leaf, "shape", ()) for leaf in leaves):
+            raise TypeError(
+                f"`data` must be {_WHAT} of arrays, or nests of them; lists become arrays by "
+                f"`np.asarray`. Received: leaves of {[type(leaf).__name__ for leaf in leaves]}"
+            )
+        # Taking rows of any other layout would copy the whole array each time.
+        arrays = [np.asarray(leaf, order="C") for leaf in leaves]
+        self._arrays = [a.astype(_dtype(a), copy=False) for a in arrays]
+        self.structure = data
+        self.parts = [(array.shape[1:], array.dtype) for array in self._arrays]
+        lengths = sorted({len(array) for array in self._arrays})
+        if len(lengths) > 1:
+            raise ValueError(
+                f"The arrays of `data` must share their first axis. Received: lengths {lengths}"
+            )
+
+    def __len__(self) -> int:
+        return len(self._arrays[0])
+
+    def reader(self, padding: Sequence[np.ndarray]) -> Reader:
+        """Gathers rows within TensorFlow, from a copy that ends with the padding."""
+        if sum(array.nbytes for array in self._arrays) > MAX_COPIED_BYTES:
+            return _python_reader(self, padding)
+        with tf.device("CPU:0"):  # where tf.data runs
+            tensors = [tf.concat([a, row[None]], 0) for a, row in zip(self._arrays, padding)]
+        return lambda indices: [tf.gather(tensor, indices) for tensor in tensors]
+
+    def fill(self, indices: np.ndarray, out: Sequence[np.ndarray]) -> None:
+        """Writes each example of `indices` into its row of `out`, and anything into the others."""
+        for array, rows in zip(self._arrays, out):
+            # "clip" saves a copy; the rows that it makes of padding are overwritten.
+            np.take(array, indices, axis=0, out=rows, mode="clip")
+
+
+class Records:
+    """Examples of a random-access source, read singly or in lists, as the source allows.
+
+    Attributes:
+      structure: nest (x, y) or (x, y, sample_weight), into which a flat list can be packed.
+      parts: shape and dtype of each part of an example.
+    """
+
+    def __init__(self, data: Any, preprocess: Callable[[Any], tuple] | None):
+        """Reads the first example to learn the structure."""
+        self._data, self._preprocess = data, preprocess
+        self._takes_lists = False
+        if not hasattr(data, "__getitems__") and len(data):
+            try:
+                data[0]
+            except TypeError:  # older tfds sources take only lists of indices
+                self._takes_lists = True
+        (example,) = self._read([0]) if len(data) else [((), ())]
+        if not isinstance(example, tuple) or len(example) not in (2, 3):
+            raise TypeError(
+                f"Each example must be {_WHAT}; pass `preprocess` to convert it. Received: "
+                f"{type(example).__name__}"
+            )
+        self.structure = example
+        leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(example)]
+        self.parts = [(leaf.shape, _dtype(leaf)) for leaf in leaves]
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def _read(self, indices: list[int]) -> list:
+        if hasattr(self._data, "__getitems__"):
+            examples = self._data.__getitems__(indices)
+        elif self._takes_lists:
+            examples = self._data[indices]
+        else:
+            examples = [self._data[i] for i in indices]
+        return [self._preprocess(e) for e in examples] if self._preprocess else list(examples)
+
+    def reader(self, padding: Sequence[np.ndarray]) -> Reader:
+        """Reads rows with one call of Python per batch."""
+        return _python_reader(self, padding)
+
+    def fill(self, indices: np.ndarray, out: Sequence[np.ndarray]) -> None:
+        """Writes each example of `indices` into its row of `out`, and nothing into the others."""
+        present = np.argsort(indices)[: np.count_nonzero(indices < len(self))]
+        # In ascending order, since files are read fastest that way.
+        examples = self._read(indices[present].tolist()) if len(present) else []
+        for row, example in zip(present, examples):
+            tf.nest.assert_same_structure(self.structure, example)
+            for rows, leaf in zip(out, tf.nest.flatten(example)):
+                leaf = np.asarray(leaf)
+                if leaf.shape != rows.shape[1:]:  # numpy would broadcast
+                    raise ValueError(
+                        "All examples must have the shapes of the first one; pad or crop them in "
+                        f"`preprocess`. Received: shape {leaf.shape} after {rows.shape[1:]}"
+                    )
+                rows[row] = leaf
+
+
+def _python_reader(found: Arrays | Records, padding: Sequence[np.ndarray]) -> Reader:
+    def read(indices: np.ndarray) -> list[np.ndarray]:
+        absent = indices >= len(found)
+        out = [np.empty((len(indices), *row.shape), row.dtype) for row in padding]
+        found.fill(indices, out)
+        for rows, row in zip(out, padding):
+            rows[absent] = row
+        return out
+
+    dtypes = [tf.string if row.dtype.kind == "O" else tf.as_dtype(row.dtype) for row in padding]
+    return lambda indices: tf.numpy_function(read, [indices], dtypes)
+
+
+def _dtype(array: np.ndarray) -> np.dtype:
+    # NumPy strings have a fixed length, which the first example would impose on the others.
+    return np.dtype(object) if array.dtype.kind in "SU" else array.dtype
+
+
+def padding_rows(found: Arrays | Records, padding: tuple | None) -> list[np.ndarray]:
+    """The leaves of one row of padding: the public example `padding`, or zeros.
+
+    Raises:
+      ValueError: if the shapes of `padding` differ from those of the data.
+    """
+    rows = [
+        np.full(shape, b"", dtype) if dtype.kind == "O" else np.zeros(shape, dtype)
+        for shape, dtype in found.parts
+    ]
+    if padding is None:
+        return rows
+    try:
+        tf.nest.assert_same_structure(tuple(found.structure[:2]), padding)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            "`padding` must be one example, (x, y) with the structure of the data. Received: "
+            f"padding={padding!r}"
+        ) from error
+    # A sample weight, the last leaf, stays zero.
+    for i, leaf in enumerate(map(np.asarray, tf.nest.flatten(padding))):
+        if leaf.shape != rows[i].shape:
+            raise ValueError(
+                "`padding` must be one example with the shapes of the data. Received: shape "
+                f"{leaf.shape} instead of {rows[i].shape}"
+            )
+        rows[i] = leaf.astype(rows[i].dtype)
+    return rows

@@ -86,7 +86,7 @@ def liu_talwar_epsilon(
 
     Theorem 3.4 of Liu and Talwar 2019: if a trial is (ε₁, δ₁)-DP, the search is (ε, δ)-DP with
     ε = 3 ε₁ + 3 √(2 δ₁) and δ = √(2 δ₁) ⌈Υ⌉ + δ₂. The search runs at most ⌈Υ⌉ = ⌈log(1/δ₂) / γ⌉
-    trials, the hard stop. Solved for given δ and δ₂: δ₁ = ((δ - δ₂) / ⌈Υ⌉)² / 2 and ε₁ = ε₁(δ₁).
+    trials, the hard stop. Solved for δ₁, this is `liu_talwar_delta_1`; ε₁ is then ε₁(δ₁).
 
     Guarantee: (ε, δ)-DP for adding or removing one example, for the trial with the highest score
     and its score, under these conditions:
@@ -163,8 +163,8 @@ def liu_talwar_delta_1(gamma: float, delta: float, delta_2: float | None = 1e-20
 def best_delta_2(gamma: float, delta: float) -> float:
     """The δ₂ for the hard stop of `liu_talwar_epsilon` that leaves the most for δ₁.
 
-    Maximises δ₁ = ((δ - δ₂) / ⌈log(1/δ₂) / γ⌉)² / 2. This minimises ε up to the term 3 √(2 δ₁),
-    which is below 3 δ.
+    Maximizing δ₁, see `liu_talwar_delta_1`, minimizes ε up to the term 3 √(2 δ₁), which is below
+    3 δ.
 
     Args:
       gamma: γ, in (0, 1].

@@ -9,28 +9,29 @@ from tf_adaptive_dp.statement import format_epsilon
 from tf_adaptive_dp.tuning import strategies
 from tf_adaptive_dp.tuning.conversion import Accounting
 from tf_adaptive_dp.tuning.keras_tuner import results
-from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
+from tf_adaptive_dp.tuning.keras_tuner.plan import Batches, Budget, Plan, Schedule
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect
 
+PUBLIC = strategies.PublicScore()
 STRATEGIES = [Composition(5), LiuTalwar(0.5), RepeatAndSelect(3)]
 
 
-def plan(strategy=STRATEGIES[0], **kwargs):
-    arguments = {
-        "strategy": strategy,
-        "score": strategies.PublicScore(),
-        "epsilon": 3.0,
-        "delta": 1e-5,
-        "num_examples": 100,
-        "sampling": "poisson",
-        "accountant": "rdp",
-        "batch_size": 100.0,  # all of them, whose price is known in closed form
-        "parts": 1,
-        "epochs": 2,
-        "steps_per_epoch": 3,
-        **kwargs,
-    }
-    return Plan(**arguments)
+def plan(
+    strategy=STRATEGIES[0],
+    score=PUBLIC,
+    accountant="rdp",
+    sampling="poisson",
+    num_examples=100,
+    batch_size=100.0,  # all of them, whose price is known in closed form
+    **schedule,
+):
+    return Plan(
+        strategy,
+        score,
+        Budget(3.0, 1e-5, accountant),
+        Batches(num_examples, sampling, batch_size),
+        Schedule(**{"epochs": 2, "steps_per_epoch": 3, **schedule}),
+    )
 
 
 def trial_event(noise_multiplier, q=1.0, releases=6, score=None):
@@ -54,7 +55,7 @@ def test_the_noise_is_the_least_with_which_all_trials_are_within_the_budget(stra
 
 def test_sampling_epochs_and_parts_make_the_trial():
     made = plan(batch_size=10.0, epochs=3, steps_per_epoch=4, parts=2)
-    assert made.releases == 6
+    assert made.schedule.releases == 6
     expected = Composition(5).epsilon(trial_event(2.0, 0.1), 1e-5)
     assert made.epsilon_spent(2.0) == pytest.approx(expected, rel=1e-12)
 
@@ -185,8 +186,8 @@ def test_the_tuner_sets_the_noise(tmp_path, monkeypatch):
         Plan, "noise_multiplier", lambda made: seen.setdefault("plan", made) and 7.0
     )
     made = tuned.search(tuned.tuner(tmp_path, num_trials=1))
-    expected = {"epsilon": 10.0, "batch_size": 8.0, "num_examples": 16, "releases": 4}
-    assert {name: getattr(seen["plan"], name) for name in expected} == expected
+    assert seen["plan"].budget.epsilon == 10.0 and seen["plan"].schedule.releases == 4
+    assert (seen["plan"].batches.batch_size, seen["plan"].batches.num_examples) == (8.0, 16)
     (model,) = made.get_best_models()
     assert model.optimizer.ledger.segments == [(7.0, 8.0, 4)]
     assert model.optimizer.noise_multiplier == 7.0

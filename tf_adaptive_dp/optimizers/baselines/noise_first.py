@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
-from tf_adaptive_dp._keras.optimizers import OwnRuleOptimizer, slot_index
 from tf_adaptive_dp.optimizers.adadps import AdaDPS
+from tf_adaptive_dp.optimizers.adam_wosm import FirstMomentOptimizer
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
 from tf_adaptive_dp.side_information.provenance import SideInformation
-from tf_adaptive_dp.update_rules import effective_step_size
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
@@ -86,7 +83,7 @@ class DPRPub(AdaDPS):
 
 @keras.saving.register_keras_serializable(PACKAGE)
 @fill_docstring
-class DPAdamPub(DPOptimizer, OwnRuleOptimizer):
+class DPAdamPub(DPOptimizer, FirstMomentOptimizer):
     """DP-Adam-Pub: private Adam whose second moment comes from public data.
 
     With the noisy mean gradient G of `DPSGD`:
@@ -145,17 +142,7 @@ class DPAdamPub(DPOptimizer, OwnRuleOptimizer):
             name=name,
             **kwargs,
         )
-        self.beta_1 = checks.number("beta_1", beta_1, 0)
-        if self.beta_1 >= 1:
-            raise ValueError(f"`beta_1` must be below 1. Received: beta_1={beta_1!r}")
-
-    def create_slots(self, variables: Sequence[tf.Variable]) -> None:
-        """Creates the first moment of each variable.
-
-        Args:
-          variables: the variables to train.
-        """
-        self._moments = [self.add_variable_from_reference(v, "m") for v in variables]
+        self.set_beta_1(beta_1)
 
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
         """Moves one variable.
@@ -164,14 +151,6 @@ class DPAdamPub(DPOptimizer, OwnRuleOptimizer):
           gradient: its noisy mean gradient.
           variable: the variable.
         """
-        moment = self._moments[slot_index(self, variable)]
-        moment.assign(effective_step_size.first_moment(moment, gradient, self.beta_1))
+        moment = self.next_moment(gradient, variable)
         step = tf.cast(self.learning_rate, variable.dtype)
         variable.assign_sub(step * self._preconditioning.apply(self, moment, variable))
-
-    def get_config(self) -> dict:
-        """The arguments that make the same optimizer; its state is not among them."""
-        return {
-            **super().get_config(),
-            "beta_1": self.beta_1,
-        }

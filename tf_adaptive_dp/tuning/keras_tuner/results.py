@@ -146,27 +146,28 @@ def privacy_statement(plan: Plan, noise_multiplier: float, shown: Sequence[dict[
     """
     spent = plan.epsilon_spent(noise_multiplier)
     unamplified = spent
-    if sampling_epsilon.label_of(plan.sampling) == "shuffled":
+    if sampling_epsilon.label_of(plan.batches.sampling) == "shuffled":
         resumed = max((outcome["resumed"] for outcome in shown), default=0)
         unamplified = plan.epsilon_without_amplification(noise_multiplier, resumed)
     single = format_epsilon(plan.epsilon_of_one(noise_multiplier))
+    budget, batches = plan.budget, plan.batches
     information = {outcome["side_information"] for outcome in shown}
     return statement.joined(
         [
             statement.claim(
                 spent,
                 unamplified,
-                delta=plan.delta,
-                accountant=plan.accountant,
-                sampling=plan.sampling,
-                num_examples=plan.num_examples,
+                delta=budget.delta,
+                accountant=budget.accountant,
+                sampling=batches.sampling,
+                num_examples=batches.num_examples,
             ),
             paragraph(
                 "This epsilon covers the whole hyperparameter search, whose budget was epsilon = "
-                f"{plan.epsilon:g}. Training one candidate alone would cost epsilon = {single}."
+                f"{budget.epsilon:g}. Training one candidate alone would cost epsilon = {single}."
             ),
             paragraph(plan.score.sentence),
-            statement.delta_warning(plan.delta, plan.num_examples),
+            statement.delta_warning(budget.delta, batches.num_examples),
             paragraph(_strategy(plan)),
             _released(plan, noise_multiplier, shown),
             *sorted(information),
@@ -185,7 +186,7 @@ def _strategy(plan: Plan) -> str:
             "shown. Candidates that crashed or were interrupted are counted like the others."
         )
     source = "Papernot and Steinke 2022"
-    if plan.accountant == "pld":
+    if plan.budget.accountant == "pld":
         source += ", with the privacy profiles of Koskela, Redberg and Wang 2024"
     how = {
         "liu_talwar": (
@@ -206,8 +207,9 @@ def _strategy(plan: Plan) -> str:
 
 def _released(plan: Plan, noise_multiplier: float, shown: Sequence[dict[str, Any]]) -> str:
     each = (
-        f"at most {plan.releases} noisy gradients with noise multiplier {noise_multiplier:g} and "
-        f"expected batch size {plan.batch_size:g} of {plan.num_examples} examples"
+        f"at most {plan.schedule.releases} noisy gradients with noise multiplier "
+        f"{noise_multiplier:g} and expected batch size {plan.batches.batch_size:g} of "
+        f"{plan.batches.num_examples} examples"
     )
     if not plan.strategy.releases_all:
         return paragraph("Released: only the winner, with these releases:") + list_item(each)

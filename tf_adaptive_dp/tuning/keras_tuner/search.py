@@ -199,6 +199,6 @@ class Search:
             "spending": {
                 "one training": plan.epsilon_of_one(noise_multiplier),
                 "the search": plan.epsilon_spent(noise_multiplier),
-                "budget": plan.epsilon,
+                "budget": plan.budget.epsilon,
             },
         }

@@ -1,4 +1,9 @@
-"""What a trial may release: no more, no less, and with the planned noise."""
+"""One trial of a search: it trains and scores one candidate, and costs what was planned.
+
+`settings` and `prepare` check the model that `build_model` made. `Trial` trains it, in as many
+processes as it takes. `TrialBudget`, its last callback, sees to it that every trial makes exactly
+the planned releases with the planned noise.
+"""
 
 from __future__ import annotations
 
@@ -26,121 +31,14 @@ from tf_adaptive_dp.tuning.keras_tuner import arguments
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
 
-
-class TrialBudget(tf.keras.callbacks.Callback):
-    """Ends a trial before it releases more than planned, or otherwise; the last of its callbacks.
-
-    Guarantee: no step begins that would bring the ledger above `plan.releases`, or whose noise
-    multiplier or batch size is not the planned one. A model that releases several gradients in a
-    step is found after the first call of the training function. `check_end`, after `fit`, refuses a
-    trial that ended with room for more: its length would be another release, of no known price.
-    """
-
-    def __init__(self, plan: Plan, noise_multiplier: float):
-        super().__init__()
-        models.allow_tensors_as_logs(self)
-        self._plan, self._noise_multiplier = plan, noise_multiplier
-        self._rows_are_known = False
-
-    def room(self, released: int, next_step: int = 0) -> bool:
-        """Whether the call of the training function that begins with this step of an epoch fits."""
-        left = self._plan.steps_per_epoch - next_step
-        steps = min(self._steps_per_call, left or self._plan.steps_per_epoch)
-        return released + self._releases_in(steps) <= self._plan.releases
-
-    def set_model(self, model: tf.keras.Model) -> None:
-        """Notes how many steps a call has; called by Keras."""
-        super().set_model(model)
-        self._steps_per_call = models.steps_per_call(model)
-
-    def _releases_in(self, steps: int) -> int:
-        return -(-steps // self._plan.parts)
-
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """Refuses what was not planned; called by Keras."""
-        optimizer = self.model.optimizer
-        planned = (self._noise_multiplier, self._plan.batch_size)
-        if optimizer.next_release() != planned:
-            raise NotPrivateError(
-                "Nothing may change the noise or the batch size of a trial. Received: noise "
-                f"multiplier and expected batch size {optimizer.next_release()}, instead of "
-                f"{planned}"
-            )
-        self._before = optimizer.ledger.num_releases
-        self._announced = self._releases_in(models.steps_per_call(self.model))
-        if self._before + self._announced > self._plan.releases:
-            raise BudgetExceededError(
-                f"The trial has no room for another step. Received: {self._before} releases of "
-                f"{self._plan.releases}"
-            )
-
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Stops when the next call would not fit; called by Keras."""
-        released = self.model.optimizer.ledger.num_releases
-        if released - self._before > self._announced:
-            raise NotPrivateError(
-                "A step of a trial must release one noisy gradient. Received: "
-                f"{released - self._before} releases in a call that has {self._announced} steps"
-            )
-        self._check_rows()
-        self._check_draws()
-        if not self.room(released, batch + 1):
-            self.model.stop_training = True
-        elif self.model.stop_training:
-            # Now and not after `fit`, which would save the epoch as if it were whole.
-            self.check_end()
-
-    def check_end(self) -> None:
-        """Raises NotPrivateError if the trial ends before it made all releases that it may."""
-        released = self.model.optimizer.ledger.num_releases
-        if self.room(released):
-            raise NotPrivateError(
-                "A trial ended early, but the length of a trial must not depend on the data: "
-                "leave out callbacks that set `stop_training`, and pass data that last for all "
-                "epochs. Then call `search` again, or begin anew with `overwrite=True` if an epoch "
-                "that was cut short is saved already. Received: "
-                f"{released} releases of {self._plan.releases}"
-            )
-
-    def _check_draws(self) -> None:
-        """The noise was computed for batches that are all draws of their own."""
-        plan, ledger = self._plan, self.model.optimizer.ledger
-        in_epochs = sampling_epsilon.label_of(plan.sampling) == "shuffled"
-        for segment, known in zip(ledger.segments, ledger.checks):
-            if repeated(segment, known, plan.num_examples, in_epochs=in_epochs):
-                raise NotPrivateError(
-                    "A batch of a trial was released before, and counts as no draw of its own: "
-                    "leave out `cache`, `repeat` and the like after the batches are drawn. "
-                    f"Received: a batch that was released {known.nearest} releases before"
-                )
-
-    def _check_rows(self) -> None:
-        """Batches of another size than planned would make the noise too small."""
-        if self._rows_are_known or self._plan.sampling == "poisson":
-            return
-        self._rows_are_known = True
-        rows = self.model.optimizer.rows_per_batch
-        plan = self._plan
-        if isinstance(plan.sampling, Sampling):
-            expected = plan.sampling.rows_per_batch(plan.parts)
-        else:
-            expected = plan.batch_size / plan.parts
-        if rows != expected:
-            raise NotPrivateError(
-                f"`fit` got batches of {rows} rows, and the noise was computed for {expected:g}: "
-                "pass the `sampling` that the data set was made with, or the right "
-                f"`expected_batch_size` to the optimizer. Received: sampling={plan.sampling!r}"
-            )
-
-
-# The folder of what only an unfinished trial needs.
+# The folder with everything that only an unfinished trial needs.
 IN_PROGRESS = "in_progress"
 
-# Of a score that costs nothing.
+# The event of a score that costs nothing.
 NO_EVENT = dp_accounting.NoOpDpEvent()
 
-# They end the search as a kill would: the trial goes on when it is called again. All else that
-# training may raise is a crash, which counts as the trial's result.
+# These end the search as a kill would, and the next call of `search` resumes the trial. Any other
+# error of the training is a crash, which counts as the trial's result.
 _INTERRUPTIONS = (
     OSError,
     tf.errors.AbortedError,
@@ -149,92 +47,17 @@ _INTERRUPTIONS = (
 )
 
 
-def settings(model: tf.keras.Model) -> tuple[float, int]:
-    """What a trial's price depends on besides its noise.
-
-    Args:
-      model: as `build_model` made it.
-
-    Returns:
-      The optimizer's `expected_batch_size` and `gradient_accumulation_steps`.
-
-    Raises:
-      TypeError: if the optimizer is not private.
-      NotPrivateError: if its ledger would count otherwise than the search does.
-    """
-    optimizer = private_optimizer(model)
-    if optimizer.expected_batch_size is None:
-        _refuse("must know its batch size: pass `expected_batch_size`", "expected_batch_size=None")
-    if optimizer.num_microbatches is not None:
-        _refuse(
-            "must clip every example: leave out `num_microbatches`, which halves the noise that "
-            "counts",
-            f"num_microbatches={optimizer.num_microbatches}",
-        )
-    if optimizer.ledger.num_releases:
-        _refuse(
-            "must be a new one in each call of `build_model`",
-            f"{optimizer.ledger.num_releases} releases in its ledger",
-        )
-    if optimizer.ledger.other_events:
-        _refuse(
-            "must not use side information that was itself released with privacy: the search does "
-            "not count that",
-            f"{list(optimizer.ledger.other_events)}",
-        )
-    if optimizer.seed is not None:
-        _refuse("must draw secret noise: leave out `seed`", f"seed={optimizer.seed}")
-    if models.tunes_steps_per_call(model):
-        _refuse("must make calls of a fixed number of steps", "auto-tuned steps_per_execution")
-    return optimizer.expected_batch_size, optimizer.gradient_accumulation_steps
-
-
-def _refuse(what: str, received: str) -> None:
-    raise NotPrivateError(
-        f"All trials have to cost the same, so the optimizer of `build_model` {what}. Nothing was "
-        f"trained with it. Received: {received}"
-    )
-
-
-def prepare(model: tf.keras.Model, plan: Plan, noise_multiplier: float) -> None:
-    """Checks that a model costs what is planned, and sets its noise.
-
-    Args:
-      model: as `build_model` made it.
-      plan: of the search.
-      noise_multiplier: of every trial.
-
-    Raises:
-      TypeError: if the optimizer is not private.
-      NotPrivateError: if the model would cost something else, or cannot have that noise.
-    """
-    found, planned = settings(model), (plan.batch_size, plan.parts)
-    if found != planned:
-        _refuse(
-            "must have the same `expected_batch_size` and `gradient_accumulation_steps` for all "
-            f"hyperparameters, {planned[0]:g} and {planned[1]}",
-            f"{found[0]:g} and {found[1]}",
-        )
-    try:
-        model.optimizer.noise_multiplier = noise_multiplier
-    except ValueError as error:
-        raise NotPrivateError(
-            "The optimizer of `build_model` cannot have the noise multiplier of the search, "
-            f"{noise_multiplier:g}. Nothing was trained with it. {error}"
-        ) from error
-
-
 class Trial:
     """Trains and scores one candidate in a folder of its own, in as many processes as it takes.
 
-    The strategies that show all trials count every release that may have happened: those that were
-    lost with a process are paid for out of the trial's own allowance, and it ends so many steps
-    early. The strategies that show the winner alone rest on trials that are drawn from one
-    distribution, which an interruption must not change: there a trial makes its lost steps again,
-    with new noise and from its last finished epoch. What was lost is seen by nobody, like losers.
+    Strategies that show all trials count every release that may have happened. Releases that were
+    lost with a process are paid for out of the trial's own budget, so the trial ends that many
+    steps earlier. Strategies that show only the winner require that all trials follow one
+    distribution, which an interruption must not change. There a trial repeats its lost steps with
+    new noise, from its last finished epoch. Nobody sees what was lost, just as nobody sees losers.
 
-    Guarantee: no process releases more than `plan.releases` noisy gradients for this trial, and
-    with `plan.strategy.releases_all` all processes together do not.
+    Guarantee: no process releases more than `plan.schedule.releases` noisy gradients for this
+    trial. With `plan.strategy.releases_all`, all processes together do not either.
     """
 
     def __init__(self, plan: Plan, noise_multiplier: float, folder: str | os.PathLike):
@@ -246,17 +69,17 @@ class Trial:
     def run(
         self, model: tf.keras.Model, data: FitArguments, objective: Any, weights: str
     ) -> dict[str, Any]:
-        """Trains, or goes on, and scores.
+        """Trains the candidate, or resumes its training, and scores it.
 
         Args:
-          model: as `build_model` made it, `prepare`d.
-          data: what to train with.
+          model: made by `build_model`, then passed through `prepare`.
+          data: the arguments of `fit`.
           objective: `keras_tuner.Objective`.
-          weights: where the weights of the last epoch go.
+          weights: path for the weights of the last epoch.
 
         Returns:
-          The outcome as plain JSON: `score`, released, or `None` if there is none that is finite;
-          `releases`; `error`, if it crashed; `side_information`, a sentence or nothing.
+          The outcome as plain JSON: `score`, as released, or `None` if it is not finite;
+          `releases`; `error`, if the trial crashed; `side_information`, a sentence or nothing.
         """
         optimizer = model.optimizer
         outcome = {
@@ -273,12 +96,12 @@ class Trial:
             raise
         except Exception:
             outcome["error"] = traceback.format_exc()
-        # After a crash the log may know of more than the ledger.
+        # After a crash the log may have more releases than the ledger.
         outcome["releases"] = max(optimizer.ledger.num_releases, self._announced)
         return outcome
 
     def clean(self) -> None:
-        """Deletes what only an unfinished trial needs."""
+        """Deletes everything that only an unfinished trial needs."""
         shutil.rmtree(self._working, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -286,7 +109,7 @@ class Trial:
         if not self._plan.strategy.releases_all:
             yield None
             return
-        log = ReleaseLog(self._working / "releases", steps=self._plan.releases, fsync=True)
+        log = ReleaseLog(self._working / "releases", steps=self._plan.schedule.releases, fsync=True)
         try:
             yield log
         finally:
@@ -298,10 +121,10 @@ class Trial:
         backup = tf.keras.callbacks.BackupAndRestore(
             str(self._working / "backup"), delete_checkpoint=False
         )
-        allowance = TrialBudget(self._plan, self._noise_multiplier)
-        allowance.set_model(model)
-        if log is not None and not allowance.room(log.num_releases):
-            backup.set_model(model)  # all was released before the process ended
+        budget = TrialBudget(self._plan, self._noise_multiplier)
+        budget.set_model(model)
+        if log is not None and not budget.room(log.num_releases):
+            backup.set_model(model)  # the last process had made all releases
             backup.on_train_begin()
             backup.on_train_end()
             log.reconcile(optimizer)
@@ -311,20 +134,205 @@ class Trial:
         users = arguments.copies(
             data.callbacks, self._folder, releases_all=self._plan.strategy.releases_all
         )
-        callbacks = [backup, *([] if log is None else [log]), *own, *users, allowance]
+        callbacks = [backup, *([] if log is None else [log]), *own, *users, budget]
         try:
             model.fit(
                 **data.training(with_validation=self._plan.score.event == NO_EVENT),
                 callbacks=callbacks,
             )
-            allowance.check_end()
+            budget.check_end()
         except NotPrivateError:
             if log is not None:
                 with contextlib.suppress(ValueError):
-                    log.reconcile(optimizer)  # notes what was released beyond what was announced
+                    log.reconcile(optimizer)  # records releases beyond those announced
             raise
 
     def _score(self, model: tf.keras.Model, data: FitArguments, objective: Any) -> float | None:
         exact = float(objective.get_value(data.scores(model)))
-        # No noise hides a score that is not finite: by a public rule it is the worst there is.
+        # Noise cannot hide a score that is not finite. By a public rule it ranks last.
         return self._plan.score.released(exact) if math.isfinite(exact) else None
+
+
+def prepare(model: tf.keras.Model, plan: Plan, noise_multiplier: float) -> None:
+    """Checks that a model costs what was planned, and sets its noise multiplier.
+
+    Args:
+      model: as `build_model` made it.
+      plan: the plan of the search.
+      noise_multiplier: noise multiplier of every trial.
+
+    Raises:
+      TypeError: if the optimizer is not private.
+      NotPrivateError: if the model would cost something else, or does not accept that noise.
+    """
+    found, planned = settings(model), (plan.batches.batch_size, plan.schedule.parts)
+    if found != planned:
+        _refuse(
+            "must have the same `expected_batch_size` and `gradient_accumulation_steps` for all "
+            f"hyperparameters, {planned[0]:g} and {planned[1]}",
+            f"{found[0]:g} and {found[1]}",
+        )
+    try:
+        model.optimizer.noise_multiplier = noise_multiplier
+    except ValueError as error:
+        raise NotPrivateError(
+            "The optimizer of `build_model` cannot have the noise multiplier of the search, "
+            f"{noise_multiplier:g}. Nothing was trained with it. {error}"
+        ) from error
+
+
+def settings(model: tf.keras.Model) -> tuple[float, int]:
+    """Returns what the price of a trial depends on besides its noise.
+
+    Args:
+      model: as `build_model` made it.
+
+    Returns:
+      The optimizer's `expected_batch_size` and `gradient_accumulation_steps`.
+
+    Raises:
+      TypeError: if the optimizer is not private.
+      NotPrivateError: if its ledger would not count what the search accounts for.
+    """
+    optimizer = private_optimizer(model)
+    if optimizer.expected_batch_size is None:
+        _refuse("must know its batch size: pass `expected_batch_size`", "expected_batch_size=None")
+    if optimizer.num_microbatches is not None:
+        _refuse(
+            "must clip every example: leave out `num_microbatches`, which halves the effective "
+            "noise",
+            f"num_microbatches={optimizer.num_microbatches}",
+        )
+    if optimizer.ledger.num_releases:
+        _refuse(
+            "must be created anew in each call of `build_model`",
+            f"{optimizer.ledger.num_releases} releases in its ledger",
+        )
+    if optimizer.ledger.other_events:
+        _refuse(
+            "must not use side information that was itself released with privacy: the search does "
+            "not count that",
+            f"{list(optimizer.ledger.other_events)}",
+        )
+    if optimizer.seed is not None:
+        _refuse("must draw secret noise: leave out `seed`", f"seed={optimizer.seed}")
+    if models.tunes_steps_per_call(model):
+        _refuse("must run a fixed number of steps per call", "auto-tuned steps_per_execution")
+    return optimizer.expected_batch_size, optimizer.gradient_accumulation_steps
+
+
+def _refuse(what: str, received: str) -> None:
+    raise NotPrivateError(
+        f"All trials have to cost the same, so the optimizer of `build_model` {what}. Nothing was "
+        f"trained with it. Received: {received}"
+    )
+
+
+class TrialBudget(tf.keras.callbacks.Callback):
+    """Keeps a trial to its plan: the planned number of releases, noise and batch size.
+
+    It must be the last callback of a trial.
+
+    Guarantee: no step begins that would bring the ledger above `plan.schedule.releases`, or whose
+    noise multiplier or batch size differs from the plan. A model that releases several gradients in
+    a step is detected after the first call of the training function. `check_end`, called after
+    `fit`, rejects a trial that ended with releases left: its length would be another release, whose
+    price is unknown.
+    """
+
+    def __init__(self, plan: Plan, noise_multiplier: float):
+        super().__init__()
+        models.allow_tensors_as_logs(self)
+        self._batches, self._schedule = plan.batches, plan.schedule
+        self._noise_multiplier = noise_multiplier
+        self._rows_are_known = False
+
+    def room(self, released: int, next_step: int = 0) -> bool:
+        """Whether the next call of the training function, at this step of an epoch, fits."""
+        left = self._schedule.steps_per_epoch - next_step
+        steps = min(self._steps_per_call, left or self._schedule.steps_per_epoch)
+        return released + self._releases_in(steps) <= self._schedule.releases
+
+    def set_model(self, model: tf.keras.Model) -> None:
+        """Reads the number of steps per call; called by Keras."""
+        super().set_model(model)
+        self._steps_per_call = models.steps_per_call(model)
+
+    def _releases_in(self, steps: int) -> int:
+        return -(-steps // self._schedule.parts)
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Rejects a step that was not planned; called by Keras."""
+        optimizer = self.model.optimizer
+        planned = (self._noise_multiplier, self._batches.batch_size)
+        if optimizer.next_release() != planned:
+            raise NotPrivateError(
+                "Nothing may change the noise or the batch size of a trial. Received: noise "
+                f"multiplier and expected batch size {optimizer.next_release()} instead of "
+                f"{planned}"
+            )
+        self._before = optimizer.ledger.num_releases
+        self._announced = self._releases_in(models.steps_per_call(self.model))
+        if self._before + self._announced > self._schedule.releases:
+            raise BudgetExceededError(
+                f"The trial has no room for another step. Received: {self._before} releases of "
+                f"{self._schedule.releases}"
+            )
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """Stops when the next call would not fit; called by Keras."""
+        released = self.model.optimizer.ledger.num_releases
+        if released - self._before > self._announced:
+            raise NotPrivateError(
+                "A step of a trial must release one noisy gradient. Received: "
+                f"{released - self._before} releases in a call that has {self._announced} steps"
+            )
+        self._check_rows()
+        self._check_draws()
+        if not self.room(released, batch + 1):
+            self.model.stop_training = True
+        elif self.model.stop_training:
+            # Not only after `fit`, which would save the epoch as if it were complete.
+            self.check_end()
+
+    def check_end(self) -> None:
+        """Raises NotPrivateError if the trial ends before it made all releases that it may."""
+        released = self.model.optimizer.ledger.num_releases
+        if self.room(released):
+            raise NotPrivateError(
+                "A trial ended early, but the length of a trial must not depend on the data: "
+                "leave out callbacks that set `stop_training`, and pass data that last for all "
+                "epochs. Then call `search` again, or start over with `overwrite=True` if an "
+                "incomplete epoch was already saved. Received: "
+                f"{released} releases of {self._schedule.releases}"
+            )
+
+    def _check_draws(self) -> None:
+        """Rejects repeated batches: the noise was computed for independent draws."""
+        batches, ledger = self._batches, self.model.optimizer.ledger
+        in_epochs = sampling_epsilon.label_of(batches.sampling) == "shuffled"
+        for segment, known in zip(ledger.segments, ledger.checks):
+            if repeated(segment, known, batches.num_examples, in_epochs=in_epochs):
+                raise NotPrivateError(
+                    "A trial released the same batch twice, so its batches are not independent "
+                    "draws: leave out `cache`, `repeat` and the like after the batches are drawn. "
+                    f"Received: a batch that was also released {known.nearest} releases earlier"
+                )
+
+    def _check_rows(self) -> None:
+        """Rejects batches of another size, for which the noise would be too small."""
+        if self._rows_are_known or self._batches.sampling == "poisson":
+            return
+        self._rows_are_known = True
+        rows = self.model.optimizer.rows_per_batch
+        if isinstance(self._batches.sampling, Sampling):
+            expected = self._batches.sampling.rows_per_batch(self._schedule.parts)
+        else:
+            expected = self._batches.batch_size / self._schedule.parts
+        if rows != expected:
+            raise NotPrivateError(
+                f"`fit` got batches of {rows} rows, but the noise was computed for {expected:g}: "
+                "pass the `sampling` that the data set was made with, or the right "
+                "`expected_batch_size` to the optimizer. Received: "
+                f"sampling={self._batches.sampling!r}"
+            )

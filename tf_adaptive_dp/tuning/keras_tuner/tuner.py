@@ -16,7 +16,7 @@ from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.tuning.keras_tuner import arguments, results, search_journal
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
-from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
+from tf_adaptive_dp.tuning.keras_tuner.plan import Batches, Budget, Plan, Schedule
 from tf_adaptive_dp.tuning.keras_tuner.search import Search, delete_trials
 from tf_adaptive_dp.tuning.keras_tuner.trial import settings
 
@@ -175,18 +175,11 @@ class HonestTuner(keras_tuner.Tuner):
         batch_size, parts = settings(model)
         arguments.check_rows(data, self._num_examples, batch_size, parts, self._sampling)
         plan = Plan(
-            strategy=self._strategy,
-            score=self._score,
-            epsilon=self._epsilon,
-            delta=self._delta,
-            num_examples=self._num_examples,
-            sampling=self._sampling,
-            accountant=self._accountant,
-            batch_size=batch_size,
-            parts=parts,
-            epochs=data.epochs,
-            steps_per_epoch=data.steps_per_epoch,
-            epoch_is_pass=data.epoch_is_pass,
+            self._strategy,
+            self._score,
+            Budget(self._epsilon, self._delta, self._accountant),
+            Batches(self._num_examples, self._sampling, batch_size),
+            Schedule(data.epochs, data.steps_per_epoch, parts, data.epoch_is_pass),
         )
         if not self._result.is_there:
             metrics = {name: 0.0 for name in data.scores(model)}
