@@ -1,5 +1,6 @@
 """Settings of all tests: a quiet TensorFlow on one thread, reproducible examples."""
 
+import collections
 import gc
 import os
 
@@ -21,6 +22,20 @@ tf.config.set_logical_device_configuration(
 # The same examples in every run; the first one pays for TensorFlow's warm-up.
 hypothesis.settings.register_profile("tests", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("tests")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest's own hook selects by mark
+def pytest_collection_modifyitems(items):
+    """`slow_after(n)`: of a test with many cases, those after the first n are slow."""
+    quick_cases = collections.Counter()
+    for item in items:
+        mark = item.get_closest_marker("slow_after")
+        if mark is None or item.get_closest_marker("slow"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        quick_cases[test] += 1
+        if quick_cases[test] > mark.args[0]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

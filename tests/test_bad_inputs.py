@@ -363,6 +363,7 @@ def bystander():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call, error, match",
     [

@@ -21,6 +21,7 @@ def trained(name="DPMomentum"):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [False, True])
 def test_a_saved_ledger_is_not_passed_over(build, tmp_path):
     # Keras would skip the optimizer's state with a warning, and ε begin at zero.
@@ -44,6 +45,7 @@ def test_a_saved_ledger_is_not_passed_over(build, tmp_path):
     assert model.optimizer.ledger.segments == [(0.5, 8.0, 4)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("where", ["x", "sample_weight"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_an_example_that_is_not_finite_is_left_out_and_no_other(where, value):

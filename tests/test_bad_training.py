@@ -238,6 +238,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("row", TRAINED.values(), ids=TRAINED)
 def test_wrong_calls_change_nothing(row):
     kwargs, call, error, match = row
@@ -245,6 +246,7 @@ def test_wrong_calls_change_nothing(row):
     assert_refused(model, lambda: call(model), error, match)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", COMPILED.values(), ids=COMPILED)
 def test_wrong_first_calls_change_nothing(row):
     kwargs, call, error, match = row
@@ -252,6 +254,7 @@ def test_wrong_first_calls_change_nothing(row):
     assert_refused(model, lambda: call(model), error, match)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("call", [step, apply_foreign, minimize_other, setting("l2_norm_clip", 0)])
 def test_training_goes_on_as_if_nothing_had_happened(call):
     model, other = compiled(), compiled()
@@ -280,6 +283,7 @@ def test_logs_refuse_what_is_not_theirs(tmp_path):
         assert log.segments == []
 
 
+@pytest.mark.slow
 def test_a_budget_with_a_wrong_batch_size_ends_with_an_error():
     model = compiled()
     with pytest.raises(ValueError, match="`batch_size` must be .*is 8.*Received: batch_size=2"):

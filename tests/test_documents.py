@@ -42,6 +42,7 @@ def program(document, containing):
     return found
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("document", "containing", "before", "says"),
     [

@@ -37,6 +37,7 @@ def state(model):
     return [np.array(v) for v in [*model.variables, *model.optimizer.variables]]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "name, saved", [("ADADP", 3), ("ADADP", 4), ("ADADP euler", 5), ("DPAdamWOSM", 6)]
 )
@@ -133,6 +134,7 @@ def check_resumed_runs(folder, kills, steps, job):
     assert len(starts) > kills / 2 and len({s[0] for s in starts}) > kills / 3
 
 
+@pytest.mark.slow
 def test_a_training_that_is_killed_20_times_loses_and_repeats_nothing(tmp_path):
     check_resumed_runs(tmp_path, 20, 400, {"log": True})
 
@@ -144,6 +146,7 @@ def test_trainings_of_any_kind_can_be_killed(tmp_path, steps_per_execution, save
     check_resumed_runs(tmp_path, 40, 2000, job)
 
 
+@pytest.mark.slow
 def test_without_the_log_and_with_a_seed_releases_are_lost_and_noise_is_repeated(tmp_path):
     # So the tests above can fail.
     job = {"steps": 50, "log": False, "seed": 7, "save_freq": 100}

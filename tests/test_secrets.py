@@ -81,6 +81,7 @@ ARTEFACTS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("arguments", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_nothing_shows_the_key_of_the_noise(arguments, monkeypatch, tmp_path):
     secrets = recorded(monkeypatch)
@@ -92,6 +93,7 @@ def test_nothing_shows_the_key_of_the_noise(arguments, monkeypatch, tmp_path):
     assert secrets and min(map(len, secrets)) >= 8
 
 
+@pytest.mark.slow
 def test_the_search_finds_a_key_that_is_a_constant_of_the_graph(monkeypatch, tmp_path):
     secrets, model = recorded(monkeypatch), compiled()
     stream = model.optimizer._mechanism.noise._stream

@@ -57,6 +57,7 @@ def assert_all_differ(noises, releases):
     assert len(np.unique(numbers, axis=0)) == releases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, kwargs, steps",
     [
@@ -97,6 +98,7 @@ def test_four_threads_train_one_model():
     assert int(optimizer.iterations) == 2_001
 
 
+@pytest.mark.slow
 def test_functions_of_every_kind_take_turns_at_one_optimizer():
     mechanism = zoo.make_mechanism(noise_multiplier=1.0)
     runs = [releasing(mechanism, mode, 20) for mode in ("graph", "graph", "eager")]
@@ -111,6 +113,7 @@ def test_functions_of_every_kind_take_turns_at_one_optimizer():
     assert mechanism.ledger.num_releases == 80 + 3 + 10
 
 
+@pytest.mark.slow
 def test_optimizers_do_not_wait_for_each_other():
     mechanisms = [zoo.make_mechanism(noise_multiplier=1.0) for _ in range(3)]
     runs = [releasing(mechanism, steps=40) for mechanism in mechanisms]
@@ -120,6 +123,7 @@ def test_optimizers_do_not_wait_for_each_other():
     assert sum(m.ledger.num_releases for m in mechanisms) == 160 + 4
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("mode", ["graph", "xla"])
 def test_parts_of_batches_from_several_threads_are_all_added_up(mode):
     mechanism = zoo.make_mechanism(gradient_accumulation_steps=3, expected_batch_size=1)
@@ -183,6 +187,7 @@ def test_a_failing_step_leaves_the_turn_to_the_next():
     assert mechanism.ledger.num_releases == 1 + 60
 
 
+@pytest.mark.slow
 def test_steps_are_traced_by_several_threads():
     w = tf.Variable(tf.zeros([8]))
     optimizer = dp.DPAdam(1.0, 1.0, expected_batch_size=2)

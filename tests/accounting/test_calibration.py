@@ -18,6 +18,7 @@ BUDGETS = [(0.538353, DELTA, 1 / 300, 6_000), (2.0, DELTA, 0.01, 10_000), (3.0, 
 HARD_FOR_RDP = [(30.0, DELTA, 0.01, 300), (1e4, DELTA, 0.1, 100), (0.1, 1e-6, 1e-4, 100_000)]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("accountant", "budget"),
     [("rdp", b) for b in BUDGETS + HARD_FOR_RDP] + [("pld", b) for b in BUDGETS],

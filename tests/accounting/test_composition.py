@@ -42,6 +42,7 @@ def reference(event, accountant, delta=DELTA):
 # --- epsilon ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_after(7)
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 @pytest.mark.parametrize(
     ("noise_multiplier", "sampling_probability", "steps"),
@@ -113,6 +114,7 @@ def test_epsilon_without_sampling_agrees_with_the_exact_gaussian(noise_multiplie
     assert exact_delta(epsilon(noise_multiplier, 1, steps, DELTA, "rdp")) <= DELTA
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("noise_multiplier", "sampling_probability", "steps"),
     [(2.0, 0.003, 6_000), (0.8, 0.01, 100), (30.0, 0.5, 100), (500.0, 0.01, 10_000)],
@@ -280,6 +282,7 @@ PARTLY_SPENT = [
 ]
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize(
     ("ledger", "accountant", "budgets"),
     [(ledger, "rdp", [0.5, 0.7, 1.3, 4.0]) for ledger in PARTLY_SPENT]
@@ -297,6 +300,7 @@ def test_releases_left_is_exact(ledger, accountant, budgets):
         assert spent_after(left) <= budget < spent_after(left + 1)  # noqa: B023
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["shuffled", pytest.param("fixed", marks=pytest.mark.slow)])
 def test_a_full_ledger_is_priced_as_it_will_count(sampling):
     """It merges what comes into its last segment, with the worse parameters for all of them."""
@@ -310,6 +314,7 @@ def test_a_full_ledger_is_priced_as_it_will_count(sampling):
     assert sampling_epsilon.releases_left(sampling, ledger, 20.0, *arguments) > 0
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize(
     ("accountant", "spent"),
     [("rdp", 0), ("rdp", 1), ("rdp", 400), ("rdp", 1_000), ("pld", 400), ("pld", 1_000)],

@@ -78,6 +78,7 @@ def test_epsilon_begins_anew_with_a_new_optimizer_and_a_warning_says_how_to_carr
     assert shown() == 2.97
 
 
+@pytest.mark.slow
 def test_the_line_of_the_warning_carries_what_was_spent():
     weights, carrying = variables(), optimizer()
     train(optimizer(), weights, 3)
@@ -123,6 +124,7 @@ def carried_by_a_checkpoint(old):
     return new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "carry",
     [carried_by_its_configuration, carried_by_hand, carried_by_a_checkpoint, lambda old: old],
@@ -141,6 +143,7 @@ def test_an_optimizer_whose_ledger_holds_them_hears_nothing(carry):
         train(optimizer(), weights)
 
 
+@pytest.mark.slow
 def test_all_releases_are_told_and_of_all_ledgers():
     weights = variables()
     train(optimizer(), weights, 3)
@@ -163,6 +166,7 @@ def test_all_releases_are_told_and_of_all_ledgers():
         train(optimizer(), weights)
 
 
+@pytest.mark.slow
 def test_weights_of_other_optimizers_are_not_meant():
     head, base = variables(1), variables(2)
     one, other = optimizer(), optimizer()
@@ -223,6 +227,7 @@ def test_eager_steps_are_told_once():
         step(new)
 
 
+@pytest.mark.slow
 def test_several_replicas_are_told_once():
     with catalogue.mirrored().scope():
         model = compiled(catalogue.mlp())
@@ -252,6 +257,7 @@ def _whole(path, **kwargs):
     return load
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "path, whole", [("w", False), ("w.weights.h5", False), ("m.keras", True), ("m.h5", True)]
 )

@@ -39,6 +39,7 @@ def record_all(ledger, releases, mode):
     loop(tf.constant(releases, tf.float64))
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla", "loop", "loop in xla"])
 def test_releases_in_a_row_that_share_their_parameters_are_one_segment(mode):
     ledger = Ledger(zoo.add_variable)
@@ -175,6 +176,7 @@ def recorded(pairs):
     return ledger.segments
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(releases, st.integers(1, 4))
 def test_a_list_of_segments_is_extended_as_the_ledger_records(pairs, count):

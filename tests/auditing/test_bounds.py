@@ -53,6 +53,7 @@ def randomized_response(epsilon, seed, num_canaries=400):
     return np.where(right, included, ~included) + 0.1 * generator.random(num_canaries), included
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_guesses", [100, (20, 100, 400)])
 def test_the_bound_errs_as_seldom_as_it_says_and_is_not_far_from_the_truth(num_guesses):
     bounds = np.array(
@@ -123,6 +124,7 @@ def gaussian_runs(sensitivity, seed, num_runs=4000):
     return generator.normal(sensitivity, 1, num_runs), generator.normal(0, 1, num_runs)
 
 
+@pytest.mark.slow
 def test_many_runs_err_as_seldom_as_they_say():
     # δ = 0.1 and few runs: the bound comes close to the truth, so that errors would show.
     truth = dp.accounting.epsilon(1.0, 1.0, 1, 0.1, accountant="pld")
@@ -132,6 +134,7 @@ def test_many_runs_err_as_seldom_as_they_say():
     assert np.median(bounds) > 0.5 * truth
 
 
+@pytest.mark.slow
 def test_many_runs_without_a_difference_prove_nothing_however_many_thresholds_are_tried():
     # Each threshold cuts off half as many runs as the last, so that they err one by one. A bound
     # from the runs that the threshold was chosen on errs with 19 of these seeds.

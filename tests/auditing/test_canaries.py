@@ -80,6 +80,7 @@ def test_the_gaussian_mechanism_keeps_its_word_closely():
     assert 0.7 * claimed < bound <= claimed
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("fault", [noise_times(2 / 3), clip_times(1.5)], ids=["noise", "clip"])
 def test_two_thirds_of_the_noise_or_half_as_much_clip_again_are_refuted(fault, monkeypatch):
     fault(monkeypatch)
@@ -115,6 +116,7 @@ def audited_training(score, num_canaries=400, epochs=2, **kwargs):
     return audit, history, sampling.epsilon_spent(model.optimizer, expected, DELTA)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("score", ["loss", "gradient"])
 def test_a_private_training_is_not_refuted(score):
     audit, history, claimed = audited_training(score)
@@ -124,6 +126,7 @@ def test_a_private_training_is_not_refuted(score):
     assert audit.report.num_correct > 75 + 3 * np.sqrt(150 / 4)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("score", ["loss", "gradient"])
 @pytest.mark.parametrize("fault", [no_noise, clip_times(10)], ids=["no noise", "clip"])
 def test_training_without_noise_or_with_ten_times_the_clip_is_refuted(score, fault, monkeypatch):
@@ -133,6 +136,7 @@ def test_training_without_noise_or_with_ten_times_the_clip_is_refuted(score, fau
     assert history["audit_epsilon"][-1] == audit.report.epsilon_lower_bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", [0, 1])
 def test_training_without_noise_on_one_variable_is_refuted(variable, monkeypatch):
     no_noise_on(variable)(monkeypatch)
@@ -213,6 +217,7 @@ def test_the_score_of_a_gradient_is_the_move_along_it_clipped():
     np.testing.assert_allclose(audit._scores, expected, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_further_fit_of_the_same_model_continues_and_another_model_starts_afresh():
     once, twice = (PrivacyAudit(CANARIES, DELTA, score="gradient") for _ in range(2))
     fit(linear(), CANARIES, once, epochs=2)

@@ -20,6 +20,7 @@ def members():
     return model, loss, (x[:50], y[:50]), (x[200:], y[200:])
 
 
+@pytest.mark.slow
 def test_membership_inference_tells_what_was_memorized():
     model, loss, train, test = members()
     (before,) = membership_inference(model, loss, train, test).single_attack_results

@@ -14,6 +14,7 @@ from benchmarks.steps import problems, protocol, run
 from tests.helpers import ROOT
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_table_json_report_and_plot(tmp_path):
     output, text = tmp_path / "results.json", tmp_path / "performance.md"
     done = subprocess.run(

@@ -3,9 +3,12 @@
 import re
 import sys
 
+import pytest
+
 from benchmarks.steps import build_time
 
 
+@pytest.mark.slow
 def test_a_small_run_prints_seconds_and_ratios(monkeypatch, capsys):
     small = ["--models", "mlp", "--batch", "unknown", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["build_time", *small])

@@ -37,6 +37,7 @@ def test_an_adadp_iteration_of_two_minibatches_costs_two_releases():
     assert history["learning_rate"][-1] != pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_the_monitor_can_account_with_pld():
     _, history = train(callbacks=[dp.PrivacyMonitor(N, DELTA, accountant="pld")], epochs=1)
     assert history["epsilon"][-1] == pytest.approx(epsilon(1.0, 8 / N, 4, DELTA, "pld"))
@@ -111,6 +112,7 @@ def test_the_monitor_counts_side_information_that_was_released_privately():
     assert monitor.epsilon() == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-6)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("compile_with, step", [({}, 1), ({"steps_per_execution": 2}, 2)])
 @pytest.mark.parametrize("name", ["DPSGD", "ADADP"])
 def test_the_budget_stops_before_the_step_that_would_overspend(name, compile_with, step):
@@ -127,6 +129,7 @@ def test_the_budget_stops_before_the_step_that_would_overspend(name, compile_wit
     assert model.optimizer.ledger.num_releases == (5 if step == 1 else 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_the_budget_counts_the_parts_of_accumulated_batches_as_one(steps_per_execution):
     budget = dp.PrivacyBudget(epsilon(1.0, 8 / N, 3, DELTA) * (1 + 1e-9), DELTA, N, batch_size=8)
@@ -147,6 +150,7 @@ class LessNoise(tf.keras.callbacks.Callback):
         self.model.optimizer.noise_multiplier = self.noise_multiplier
 
 
+@pytest.mark.slow
 def test_the_budget_follows_a_change_of_noise():
     limit = 2.0
     monitor = dp.PrivacyMonitor(N, DELTA)
@@ -168,6 +172,7 @@ def test_a_step_that_became_too_dear_is_refused():
     assert model.optimizer.ledger.segments == [(1.0, 8.0, 4)]
 
 
+@pytest.mark.slow
 def test_the_first_step_needs_a_batch_size_to_be_priced():
     with pytest.raises(ValueError, match="expected_batch_size"):
         train(callbacks=[dp.PrivacyBudget(1.0, DELTA, N)])

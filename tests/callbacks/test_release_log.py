@@ -53,6 +53,7 @@ class Watch(tf.keras.callbacks.Callback):
         self.seen.append((self.model.optimizer.ledger.num_releases, self.log.num_releases))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "steps, seen",
     [
@@ -89,6 +90,7 @@ def test_accumulated_gradients_are_one_release(steps, announced, tmp_path):
     assert log.num_releases == announced
 
 
+@pytest.mark.slow
 def test_a_log_of_accumulated_batches_agrees_with_the_ledger(tmp_path):
     log, model = dp.ReleaseLog(tmp_path / "log"), compiled(gradient_accumulation_steps=3)
     for _ in range(2):  # 4 parts each
@@ -150,6 +152,7 @@ def test_a_resumed_run_ends_when_all_steps_are_used_up(tmp_path):
     assert model.optimizer.ledger.segments == log.segments == [(1.0, 8.0, 20)]
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)
 def test_lost_releases_are_counted_in_any_order_of_callbacks(tmp_path, order):
     # Ledgers alone: of the model, in the backup (5 releases), in the log (9, with less noise).
@@ -207,6 +210,7 @@ def test_noise_may_change_between_runs(tmp_path):
     assert log.segments == optimizer.ledger.segments == [(1.0, 8.0, 5), (2.0, 8.0, 1)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("saved", [5, 63, 64, 65, 70])
 def test_lost_segments_beyond_the_last_are_counted_at_their_worst(tmp_path, saved):
     log, optimizer = dp.ReleaseLog(tmp_path / "log"), compiled().optimizer

@@ -9,6 +9,7 @@ import pytest
 from tests.helpers.programs import run_example
 
 
+@pytest.mark.slow
 def test_quickstart_reports_accuracy_epsilon_and_sampling(tmp_path):
     out = run_example("quickstart.py", "--epochs", 2, "--out_dir", tmp_path)
     last = [line for line in out.splitlines() if line.startswith("Test accuracy")][0]

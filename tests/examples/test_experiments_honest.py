@@ -69,6 +69,7 @@ def weights_after(compiled, seed, arguments, steps=6):
     return np.concatenate([w.ravel() for w in compiled.model.get_weights()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n == "ADADP" else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
@@ -88,6 +89,7 @@ def test_a_reused_model_does_what_a_fresh_one_does(name):
     assert float(made.learning_rate) == pytest.approx(float(first.learning_rate), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_each_argument_reaches_the_compiled_step():
     compiled = reusable("DPSGD", {})
     given = {"l2_norm_clip": 0.3, "noise_multiplier": 1.0, "learning_rate": 0.5}
@@ -98,6 +100,7 @@ def test_each_argument_reaches_the_compiled_step():
         np.testing.assert_allclose(weights_after(compiled, 1, given), one, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_without_a_seed_no_run_repeats_the_noise_of_another():
     compiled = reusable("DPSGD", {}, noise_seed=None)
     arguments = {"learning_rate": 0.5}
@@ -110,6 +113,7 @@ def test_steps_that_do_not_fit_are_refused():
         reusable("DPSGD", {}).train(3)
 
 
+@pytest.mark.slow
 def test_a_candidate_is_judged_as_often_as_asked(monkeypatch):
     monkeypatch.setattr(candidates, "load", lambda name, split: (X, Y))
     settings = {
@@ -246,6 +250,7 @@ def candidate_trial(optimizer, arguments, seed, accuracy, **settings):
     return Trial(settings, result, 0.0)
 
 
+@pytest.mark.slow
 def test_curves_are_means_over_seeds_of_each_candidate():
     trials = [
         candidate_trial("ADADP", {"l2_norm_clip": c}, seed, [0.1 * seed, c])
@@ -316,6 +321,7 @@ def test_a_simulated_selection_has_the_law_of_the_algorithm():
     assert honest_adadp.simulated(pool, 9, None, runs=200)[:, 1].mean() > 300
 
 
+@pytest.mark.slow
 def test_both_ways_cost_what_adadp_costs():
     budget = honest_adadp.budget(60_000, 3000)
     noises = {way: honest_adadp.noise_for(way, 9, 60_000, 3000) for way in honest_adadp.WAYS}

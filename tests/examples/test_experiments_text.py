@@ -100,6 +100,7 @@ def run(name, folder, *arguments):
     return trials
 
 
+@pytest.mark.slow
 def test_the_toy_runs_and_has_nothing_left_to_run(tmp_path):
     trials = run("adadps_toy", tmp_path, "--jobs", 1)
     assert {t["settings"]["method"] for t in trials} == {

@@ -45,6 +45,7 @@ def test_trials_run_with_their_settings_and_the_folder_of_data(tmp_path):
     assert all(t.seconds >= 0 for t in results.trials)
 
 
+@pytest.mark.slow
 def test_the_plan_is_asked_again_with_what_is_finished(tmp_path):
     asked = []
 
@@ -85,6 +86,7 @@ def test_settings_are_known_again_whatever_their_order(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_failing_trial_stops_with_its_error_and_keeps_the_finished_ones(tmp_path):
     path = tmp_path / "r.json"
     plan = [{"x": 5}, {"x": -1}, {"x": 6, "wait": 3}, *({"x": x} for x in range(10, 40))]
@@ -112,6 +114,7 @@ def test_the_command_line_writes_results_and_plot_and_prints_the_table(tmp_path,
     assert not (tmp_path / "default").exists()
 
 
+@pytest.mark.slow
 def test_each_scale_has_its_own_results(tmp_path):
     scales = experiment(lambda scale, trials: [{"x": len(scale)}])
     for scale in ("smoke", "paper"):

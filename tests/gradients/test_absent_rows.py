@@ -198,6 +198,7 @@ def assert_same(found, true):
         np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_absent_rows_contribute_nothing_and_others_all(name):
     model, batch, losses = made(name)

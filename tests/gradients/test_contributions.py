@@ -125,6 +125,7 @@ def test_outer_products(b, t, g, n, m, largest):
         check_eagerly(OuterGradient(tf.constant(x), tf.constant(delta)), outer_rows(x, delta))
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("largest", [1, 30, 2**24])
 @pytest.mark.parametrize("shape", [(1, 1, 3, 4), (2, 1, 5, 6), (6, 1, 2, 2), (3, 2, 2, 3)], ids=str)
 def test_outer_products_of_batches_of_unknown_size(shape, largest, monkeypatch):
@@ -165,6 +166,7 @@ def mixed_total(x, delta, ids, wide, rows):
     return SummedContribution(parts)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("largest", [1, 30, 2**24])
 @pytest.mark.parametrize("known", [True, False])
 def test_sums_of_contributions_of_all_kinds(known, largest, monkeypatch):

@@ -63,6 +63,7 @@ MIXING = {
 UNSEEN = {"BatchNormalization, first layer", "maximum", "mean of the inputs"}
 
 
+@pytest.mark.slow_after(10)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MIXING)
 def test_models_that_mix_examples_are_refused(name, mode):
@@ -152,6 +153,7 @@ APART = {
 }
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", APART)
 def test_models_that_keep_examples_apart_are_accepted_and_right(name, mode):
@@ -211,6 +213,7 @@ def test_terms_that_all_examples_share_are_refused_in_eager_execution(name):
     assert "use the optimizer's `weight_decay` instead" in str(error.value)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize(
     "method, size", [("traced", None), ("materialized", None), ("materialized", 1)]
 )
@@ -255,6 +258,7 @@ OWN = {
 }
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("term", OWN.values(), ids=OWN)
 def test_terms_of_the_loss_that_change_no_gradient_are_accepted(term, mode):

@@ -54,6 +54,7 @@ def models(mode, names=tuple(zoo.ZOO)):
     return pytest.mark.parametrize("name", [pytest.param(n, marks=list(marks(n))) for n in names])
 
 
+@pytest.mark.slow_after(2)
 @models("graph")
 def test_batches_of_any_size(name):
     problem, rows = zoo.problem(name), zoo.rows(name)
@@ -92,6 +93,7 @@ def test_batches_of_known_size(name):
 IN_XLA_QUICKLY = ["MLP", "CNN", "transformer", "embedding with repeated ids", "tied weights"]
 
 
+@pytest.mark.slow_after(2)
 @models("xla", IN_XLA_QUICKLY)
 def test_batches_of_known_size_in_xla_quickly(name):
     of_known_size(name, "xla")
@@ -103,6 +105,7 @@ def test_batches_of_known_size_in_xla(name):
     of_known_size(name, "xla")
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", ["MLP", "CNN", "transformer", "tied weights", "siamese network"])
 def test_eager_execution_agrees(name):
     problem, (scale, shift, weights) = zoo.problem(name), figures(name)
@@ -114,6 +117,7 @@ GROUPED = ["MLP", "CNN", "embedding with repeated ids", "layers at each time", "
 GROUPED += ["transposed convolutions", "EinsumDense", "normalized images", "time-major"]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("mode", ["graph", "graph of fixed size"])
 @pytest.mark.parametrize("name", GROUPED)
 def test_microbatches(name, mode):
@@ -145,6 +149,7 @@ def spoilt(name, bad):
 APART = [n for n in zoo.ZOO if zoo.problem(n).rules and zoo.problem(n).batch[0].dtype.kind == "f"]
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @models("graph", APART)
 def test_an_example_that_is_not_finite_changes_nothing_for_the_others(name, bad):
@@ -163,6 +168,7 @@ def test_an_example_that_is_not_finite_changes_nothing_for_the_others(name, bad)
         np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["CNN", "MultiHeadAttention", "products by hand"])
 def test_the_mechanism_releases_the_others_when_one_example_is_nan(name):
     problem = zoo.problem(name)

@@ -28,6 +28,7 @@ def assert_same_state(actual, expected):
     assert int(actual.optimizer.iterations) == int(expected.optimizer.iterations)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_step_is_that_of_the_whole_batch(name):
     whole = trained(name)
@@ -37,6 +38,7 @@ def test_the_step_is_that_of_the_whole_batch(name):
     assert in_parts.optimizer.next_release() == (0.5, 8.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", [{"jit_compile": True}, {"steps_per_execution": 4}, {"run_eagerly": True}]
 )
@@ -47,6 +49,7 @@ def test_modes_of_keras_accumulate_alike(mode):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipping", ["automatic", "per_layer", "adaptive"])
 def test_every_clipping_accumulates(clipping):
     kwargs = {"clipping": clipping, "l2_norm_clip": 0.1}
@@ -71,6 +74,7 @@ def test_nothing_moves_before_the_last_part():
     assert any(not np.array_equal(a, b.numpy()) for a, b in zip(state, optimizer.variables))
 
 
+@pytest.mark.slow
 def test_raw_sums_are_in_no_checkpoint(tmp_path):
     model = catalogue.mlp()
     optimizer = catalogue.make("DPSGD", gradient_accumulation_steps=3, noise_multiplier=0.0)
@@ -168,6 +172,7 @@ CALLBACKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", CALLBACKS.values(), ids=CALLBACKS)
 def test_an_epoch_that_ends_within_a_batch_is_refused(make):
     model = catalogue.mlp()
@@ -182,6 +187,7 @@ class Interruption(tf.keras.callbacks.Callback):
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", CALLBACKS.values(), ids=CALLBACKS)
 def test_parts_of_an_interrupted_run_do_not_join_a_batch_of_the_next(make):
     # Otherwise an example of the first part could come twice in one release: a sensitivity of 2C.

@@ -23,6 +23,7 @@ def rows_with_norms(norms, size=4):
     return rows
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("quantile", [0.1, 0.5, 0.9])
 def test_the_clip_settles_at_the_quantile(quantile):
     mechanism = mechanism_of(target_quantile=quantile, l2_norm_clip=100.0, expected_batch_size=99)

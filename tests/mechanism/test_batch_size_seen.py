@@ -54,6 +54,7 @@ def test_what_was_released_before_stays_as_it_was_said():
     assert mechanism.ledger.checks == [Checks(), Checks(declared=1.0)]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("expected", [0.01, 1.0, 7.0, 40.0, 150.0])
 def test_no_plausible_draw_is_doubted(expected):
     sizes = np.arange(math.ceil(expected), 400)
@@ -78,6 +79,7 @@ def test_padding_is_no_example_and_larger_declarations_are_believed():
         assert mechanism.ledger.checks == [Checks()]
 
 
+@pytest.mark.slow
 def test_parts_count_together():
     assert release([30, 30], 40.0, gradient_accumulation_steps=2).ledger.segments == [
         (2.0, 40.0, 1)

@@ -63,6 +63,7 @@ def padded(rows, i):
     return rows
 
 
+@pytest.mark.slow_after(1)
 @every_clipping
 @pytest.mark.parametrize("precondition", ["none", "scale", "scale and shift"])
 @hypothesis.settings(max_examples=15)
@@ -287,6 +288,7 @@ def test_an_example_of_a_microbatch_changes_the_sum_by_twice_the_clip_at_most(cl
     assert changes[0] == pytest.approx(2 * clip, rel=1e-5)
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("num_microbatches, sigma", [(None, 1.2), (8, 1.2), (4, 0.6), (1, 0.6)])
 @both_modes
 def test_microbatches_of_several_examples_halve_the_noise_multiplier_of_the_ledger(
@@ -305,6 +307,7 @@ def test_microbatches_of_several_examples_halve_the_noise_multiplier_of_the_ledg
     assert optimizer.ledger.segments == [(sigma, 8.0, 1)]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("expected_batch_size", [None, 8])
 @both_modes
 def test_microbatches_need_batches_of_one_size(mode, expected_batch_size):
@@ -463,6 +466,7 @@ def test_any_kind_of_number_is_taken(cast):
     assert settings == (2.0, 3.0, 4.0)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_under_xla_a_batch_with_larger_microbatches_halves_the_noise_multiplier(parts):
     mechanism = zoo.make_mechanism(

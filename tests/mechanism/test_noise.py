@@ -42,6 +42,7 @@ MECHANISMS = {
 }
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 @pytest.mark.parametrize("arguments, divisor, stddev", MECHANISMS.values(), ids=MECHANISMS)
 def test_a_release_has_noise_of_the_noise_multiplier_times_the_clip(
@@ -103,6 +104,7 @@ def test_variables_of_one_release_are_independent():
     assert_independent(a, c)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_releases_are_independent(mode, seed):

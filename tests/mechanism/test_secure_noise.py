@@ -19,6 +19,7 @@ def mechanism_of(**kwargs):
     return zoo.make_mechanism(secure_noise=True, **{"noise_multiplier": 1.5, **kwargs})
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("mode", ["eager", "graph", "graph of fixed size"])
 @pytest.mark.parametrize("clip", [1e-3, 1.0, 300.0])
 def test_the_noise_has_the_scale_that_was_asked_for(mode, clip):

@@ -37,6 +37,7 @@ def assert_same_state(actual, expected, rtol=1e-4, atol=1e-5):
     )
 
 
+@pytest.mark.slow_after(1)
 @every_optimizer
 def test_training_moves_the_weights_and_counts_each_minibatch(name):
     model = trained(name)
@@ -46,6 +47,7 @@ def test_training_moves_the_weights_and_counts_each_minibatch(name):
     assert int(model.optimizer.iterations) == 4
 
 
+@pytest.mark.slow
 @each_kind
 @pytest.mark.parametrize("mode", [{"run_eagerly": True}, {"steps_per_execution": 2}])
 def test_modes_of_keras_train_alike(name, mode):
@@ -54,6 +56,7 @@ def test_modes_of_keras_train_alike(name, mode):
     assert_same_state(trained(name, compile_with=mode), trained(name))
 
 
+@pytest.mark.slow_after(1)
 @each_kind
 def test_jit_compile_trains_alike(name):
     # XLA's generator gives other numbers for the same seed, so this compares without noise.
@@ -65,6 +68,7 @@ def test_jit_compile_trains_alike(name):
         assert_same_state(model, plain)
 
 
+@pytest.mark.slow_after(1)
 @each_kind
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
 def test_a_saved_model_goes_on_where_it_stopped(name, suffix, tmp_path):
@@ -82,6 +86,7 @@ def test_a_saved_model_goes_on_where_it_stopped(name, suffix, tmp_path):
         assert_same_state(loaded, model)
 
 
+@pytest.mark.slow_after(1)
 @each_kind
 def test_a_saved_model_directory_keeps_the_ledger(name, tmp_path):
     # Keras restores no other state of an optimizer from this format.
@@ -92,6 +97,7 @@ def test_a_saved_model_directory_keeps_the_ledger(name, tmp_path):
     assert type(loaded.optimizer) is type(model.optimizer)
 
 
+@pytest.mark.slow_after(1)
 @each_kind
 def test_a_checkpoint_restores_all_of_the_state(name, tmp_path):
     model = trained(name, steps_per_epoch=3)
@@ -106,6 +112,7 @@ def test_a_checkpoint_restores_all_of_the_state(name, tmp_path):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
+@pytest.mark.slow_after(1)
 @each_kind
 def test_backup_and_restore_in_the_middle_of_a_pair_changes_nothing(name, tmp_path):
     class Interrupted(Exception):
@@ -143,6 +150,7 @@ def test_config_makes_the_same_optimizer(name):
     )
 
 
+@pytest.mark.slow_after(1)
 @each_kind
 def test_a_custom_loop_trains_as_fit_does(name):
     model = catalogue.mlp()
@@ -163,6 +171,7 @@ def test_a_custom_loop_trains_as_fit_does(name):
     assert_same_state(model, trained(name))
 
 
+@pytest.mark.slow_after(1)
 @each_kind
 def test_frozen_variables_stay(name):
     model = catalogue.mlp()
@@ -174,6 +183,7 @@ def test_frozen_variables_stay(name):
     assert moved == [False, False, True, True]
 
 
+@pytest.mark.slow_after(1)
 @each_kind
 def test_subclassed_models_with_several_outputs_train(name):
     class TwoOutputs(tf.keras.Model):
@@ -202,6 +212,7 @@ def test_subclassed_models_with_several_outputs_train(name):
     assert optimizer.ledger.num_releases == 4
 
 
+@pytest.mark.slow_after(1)
 @each_kind
 def test_sample_weight_zero_means_absent(name):
     x, y = catalogue.data(16)
@@ -221,6 +232,7 @@ def test_sample_weight_zero_means_absent(name):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @each_kind
 def test_averaged_weights_are_kept_by_keras(name):
     model = catalogue.mlp()

@@ -62,6 +62,7 @@ def test_batch_normalization_that_trains_is_refused(run_eagerly):
     assert model.optimizer.ledger.num_releases == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_batches_of_varying_size_need_an_expected_batch_size(run_eagerly):
     model = compiled(run_eagerly=run_eagerly)
@@ -74,6 +75,7 @@ def test_batches_of_varying_size_need_an_expected_batch_size(run_eagerly):
     assert model.optimizer.ledger.segments == [(0.5, 12.0, 3)]
 
 
+@pytest.mark.slow
 def test_another_batch_size_on_purpose_opens_a_segment():
     model = compiled()
     catalogue.fit(model)
@@ -92,6 +94,7 @@ def test_microbatches_must_divide_the_batch(run_eagerly):
     assert_refused(model, "num_microbatches` must divide the batch", ValueError)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("num_microbatches, sigma", [(4, 0.25), (8, 0.5)])
 def test_microbatches_count_with_twice_the_sensitivity(num_microbatches, sigma):
     model = catalogue.mlp()
@@ -247,6 +250,7 @@ def test_bad_arguments_of_single_optimizers_are_named(make, error, match):
         make()
 
 
+@pytest.mark.slow
 def test_the_same_keras_class_gives_the_same_private_class():
     assert dp.make_dp_optimizer_class(tf.keras.optimizers.SGD) is dp.DPSGD
     nadam = dp.make_dp_optimizer_class(tf.keras.optimizers.Nadam)
@@ -256,6 +260,7 @@ def test_the_same_keras_class_gives_the_same_private_class():
     assert model.optimizer.ledger.segments == [(0.5, 8.0, 4)]
 
 
+@pytest.mark.slow
 def test_mixed_bfloat16_trains_with_float32_gradients():
     tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")
     try:
@@ -301,6 +306,7 @@ class Regularized(tf.keras.Sequential):
         return self.loss(y, y_pred, sample_weight) + tf.add_n(self.losses)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("method", ["traced", "materialized"])
 def test_regularization_is_added_once_after_clipping(method):
     x, y = catalogue.data()
@@ -324,6 +330,7 @@ def test_regularization_is_added_once_after_clipping(method):
         np.testing.assert_allclose(before - after, gradient, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["DPAdamW", "ADADP euler", "DPAdamWOSM", "AdaDPS fixed"])
 def test_a_step_is_traced_once_although_it_creates_slots(name):
     weights, traces = tf.Variable(tf.ones([6])), []

@@ -47,6 +47,7 @@ def adadp_reference(
     return np.array(points), rates
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("keep", ["half_steps", "euler"])
 @pytest.mark.parametrize("discard", [False, True])
 @pytest.mark.parametrize("tolerance", [0.02, 0.12, 10.0])
@@ -64,6 +65,7 @@ def test_adadp_follows_algorithm_2(keep, discard, tolerance):
     assert float(optimizer.learning_rate) == pytest.approx(rates[-1], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("discard", [False, True])
 def test_adadp_lowers_its_tolerance_step_by_step(discard):
     expected, rates = adadp_reference(0.4, 0.12, "half_steps", discard, tolerance_decay=0.5)
@@ -76,11 +78,13 @@ def test_adadp_lowers_its_tolerance_step_by_step(discard):
     assert float(optimizer.learning_rate) == pytest.approx(rates[-1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_adadp_takes_a_tolerance_that_fits_the_number_of_parameters():
     expected, _ = adadp_reference(0.4, np.sqrt(4) / 50, "half_steps", True, tolerance_decay=0.005)
     assert_trajectory(dp.ADADP(**arguments(), learning_rate=0.4, discard=True), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen_after", [0, 2, 3])
 def test_adadp_freezes_and_decays(frozen_after):
     expected, rates = adadp_reference(0.4, 0.12, "half_steps", False, frozen_after)
@@ -95,6 +99,7 @@ def test_adadp_freezes_and_decays(frozen_after):
     assert float(optimizer.learning_rate) == pytest.approx(rates[-1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_adadp_counts_the_freeze_in_epochs_if_told_their_length():
     rates = []
     for k in range(1, STEPS + 1):
@@ -141,6 +146,7 @@ def test_adadp_decays_weights_once_a_pair():
     assert last(0.5) == pytest.approx(2.0 * (1 - 0.1 * 0.5))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kwargs", [{}, {"expected_batch_size": 8.0}, {"num_microbatches": 2}])
 def test_dp_adam_wosm_follows_theorem_3(kwargs):
     alpha, beta, xi = 0.02, 0.8, 1e-3
@@ -174,6 +180,7 @@ def test_the_wosm_step_is_that_of_adam_when_there_is_only_noise():
     assert root == pytest.approx(2.0 * C / 50, rel=0.02)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "private, stock",
     [
@@ -203,6 +210,7 @@ def noisy_reference(step):
     return np.array(points)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.9, 0.5])
 def test_dp_rmsprop_divides_by_the_moments_of_noisy_gradients(beta):
     # AdaDPS, section 6.1: v ← β·v + (1 − β)·G², θ ← θ − α·G / √(v + ε).
@@ -216,6 +224,7 @@ def test_dp_rmsprop_divides_by_the_moments_of_noisy_gradients(beta):
     assert_trajectory(optimizer, noisy_reference(step))
 
 
+@pytest.mark.slow
 def test_dp_adagrad_divides_by_the_sum_of_squared_noisy_gradients():
     # v ← v + G², from zero; Keras begins at 0.1 unless told otherwise.
     def points(start):

@@ -86,6 +86,7 @@ def wosm():
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer_class, own, rule",
     [
@@ -101,6 +102,7 @@ def test_every_update_rule_takes_preconditioned_gradients(optimizer_class, own, 
     assert_other(fixed_reference(rule(), 1.0), expected)
 
 
+@pytest.mark.slow
 def test_adadp_compares_steps_along_preconditioned_gradients():
     reference, theta = Reference(lambda g, k: g / A), np.append(W0, B0).astype(np.float64)
     eta, points = 0.3, []
@@ -160,6 +162,7 @@ def ada_dps(rule, order, every=1):
     return dp.AdaDPS(information, **arguments(), learning_rate=ALPHA, order=order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["precondition_first", "noise_first"])
 @pytest.mark.parametrize("rule", ["rmsprop", "adagrad", "adam"])
 def test_adadps_follows_algorithm_1_with_public_gradients(rule, order):
@@ -169,12 +172,14 @@ def test_adadps_follows_algorithm_1_with_public_gradients(rule, order):
     assert_other(public_reference(rule, other), expected)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("every", [2, 3])
 def test_statistics_stay_between_refreshes(every):
     expected = public_reference("rmsprop", refreshed=lambda k: k % every == 0)
     assert_same(run_with_public(ada_dps("rmsprop", "precondition_first", every)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every, of_step", [(2, 2), (3, 4)])
 def test_statistics_are_refreshed_before_the_execution_in_which_they_are_due(every, of_step):
     expected = public_reference("rmsprop", refreshed=lambda k: k % of_step == 0)
@@ -188,6 +193,7 @@ def test_dp_r_pub_divides_noisy_gradients():
     assert_same(run_with_public(optimizer), public_reference("rmsprop", "noise_first"))
 
 
+@pytest.mark.slow
 def test_dp_adam_pub_has_momentum_of_noisy_gradients_and_public_second_moments():
     def expected(momentum_first=True, beta_1=0.7):
         reference, theta, points = PublicReference(), START.astype(np.float64), []
@@ -220,6 +226,7 @@ class BeyondConvex(tf.keras.optimizers.schedules.LearningRateSchedule):
         return {}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "mixing, alpha",
     [

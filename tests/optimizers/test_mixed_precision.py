@@ -34,6 +34,7 @@ def compiled(name="DPSGD", **kwargs):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_every_optimizer_trains_and_is_not_wrapped(name, policy):
     model = compiled(name)
@@ -44,6 +45,7 @@ def test_every_optimizer_trains_and_is_not_wrapped(name, policy):
     assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [1e-3, 1.0, 1e3])
 def test_a_step_is_that_of_float32(policy, clip):
     mixed = compiled(l2_norm_clip=clip, noise_multiplier=0.0)
@@ -87,6 +89,7 @@ def test_gradients_that_vanish_in_float16_survive_with_loss_scaling(method):
         assert np.abs(total - 1e-4 * s.sum()).max() > 0.15 * 1e-4 * s.sum()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["DPSGD", "AdaDPS adam"])
 @pytest.mark.parametrize("gradients", ["traced", "materialized"])
 def test_the_scale_is_undone_exactly_before_clipping(name, gradients):
@@ -116,6 +119,7 @@ def test_the_noise_is_not_scaled(float16):
     assert_gaussian(layer.kernel.numpy() - before, 1.5 * 2.0 / 4)
 
 
+@pytest.mark.slow
 def test_an_example_that_overflows_counts_as_zero_and_the_others_stay(float16):
     x, y = catalogue.data(8)
     clean, spoilt = (compiled(noise_multiplier=0.0, expected_batch_size=8) for _ in range(2))
@@ -147,6 +151,7 @@ def test_an_optimizer_is_a_loss_scale_optimizer_of_its_own_kind():
     assert dp.DPSGD.from_config(optimizer.get_config()).initial_scale == 8.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
 def test_a_saved_model_goes_on(float16, suffix, tmp_path):
     model = compiled("DPAdam")

@@ -45,6 +45,7 @@ def workers(tmp_path_factory):
     return [np.load(folder / f"{index}.npz") for index in range(2)]
 
 
+@pytest.mark.slow
 def test_the_step_is_that_of_a_single_device(workers):
     model = catalogue.mlp()
     model.compile(catalogue.make("ADADP", noise_multiplier=0.0), loss=catalogue.loss())

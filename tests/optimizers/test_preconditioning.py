@@ -26,6 +26,7 @@ def with_penalty(optimizer):
     return w.numpy()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("order", ["precondition_first", "noise_first"])
 def test_terms_that_no_example_owns_are_preconditioned_as_gradients_are(order):
     # Else the objective would be another one. Clipped to nearly nothing, only the penalty is left.
@@ -68,6 +69,7 @@ def test_a_configuration_from_before_side_information_still_loads():
     assert dp.DPSGD.from_config(config).side_information is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["DPRPub", "DPAdamPub", "PDADPMD"])
 def test_baselines_with_public_data_take_the_step_of_a_single_device(name):
     def weights(strategy):

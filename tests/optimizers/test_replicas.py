@@ -33,6 +33,7 @@ def assert_same_weights(actual, expected, rtol=1e-4, atol=1e-5):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_step_is_that_of_a_single_device(name):
     on_two = trained(name, catalogue.mirrored(), noise_multiplier=0.0)
@@ -42,6 +43,7 @@ def test_the_step_is_that_of_a_single_device(name):
     assert on_two.optimizer.iterations.numpy() == on_one.optimizer.iterations.numpy() == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipping", ["automatic", "per_layer"])
 def test_every_clipping_is_that_of_a_single_device(clipping):
     kwargs = {"noise_multiplier": 0.0, "clipping": clipping, "l2_norm_clip": 0.1}
@@ -49,6 +51,7 @@ def test_every_clipping_is_that_of_a_single_device(clipping):
     assert_same_weights(trained("DPSGD", catalogue.mirrored(), **kwargs), on_one)
 
 
+@pytest.mark.slow
 def test_adaptive_clipping_counts_the_examples_of_all_replicas():
     clipping = dp.AdaptiveClipping(count_noise_multiplier=1e-6)
     kwargs = {"noise_multiplier": 1e-6, "clipping": clipping, "l2_norm_clip": 0.1}
@@ -85,6 +88,7 @@ class WithPenalty(tf.keras.Model):
         return loss + tf.reduce_sum(tf.square(self.dense.kernel))
 
 
+@pytest.mark.slow
 def test_a_term_of_the_loss_that_no_example_owns_counts_once():
     weights = []
     for strategy in (catalogue.mirrored(), tf.distribute.get_strategy()):
@@ -101,6 +105,7 @@ def steps_of_noise(num_steps, **kwargs):
     return catalogue.steps_of_noise(catalogue.mirrored(), num_steps, **kwargs)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", [None, 4])
 def test_the_noise_has_the_scale_that_was_asked_for(seed):
     (first, second), optimizer = steps_of_noise(2, seed=seed)
@@ -176,6 +181,7 @@ def test_a_strategy_of_several_replicas_that_is_not_proven_is_refused():
     assert_refused(strategy, "Received: CentralStorageStrategy.* with 2 replicas")
 
 
+@pytest.mark.slow
 def test_figures_of_all_replicas_are_added_up():
     model = trained("DPSGD", catalogue.mirrored(), epochs=1)
     assert model.optimizer.statistics.summary(reset=True).num_examples == 32

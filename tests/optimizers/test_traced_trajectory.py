@@ -14,6 +14,7 @@ def trained(name, gradients, **kwargs):
     return model.get_weights(), optimizer.ledger.segments
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -29,6 +30,7 @@ def test_the_same_trajectory(name):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_same_trajectory_in_microbatches():
     weights, ledger = trained("DPAdam", "traced", num_microbatches=4)
     expected, expected_ledger = trained("DPAdam", "materialized", num_microbatches=4)

@@ -27,6 +27,7 @@ def in_parts(dataset, k):
     return [sorted(sum(ids[i : i + k], [])) for i in range(0, len(ids), k)]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("k", [1, 2, 3, 8, 25])
 @pytest.mark.parametrize("sampling", [POISSON, RARE])
 def test_the_parts_of_a_poisson_draw_are_that_draw(sampling, k):
@@ -94,6 +95,7 @@ def test_sources_and_padding_in_parts():
         assert (x[~there] == 9).all() and (y[~there] == 77).all() and (x[there] < 1).all()
 
 
+@pytest.mark.slow
 def test_large_arrays_are_read_where_they_lie_and_give_the_same(monkeypatch):
     n = 30
     x = {"a": np.arange(n, dtype=np.float16)[:, None], "b": np.array([f"w{i}" for i in range(n)])}
@@ -179,6 +181,7 @@ def test_a_seeded_draw_in_parts_is_the_draw_of_its_key():
     assert in_parts(parts, 2) == expected
 
 
+@pytest.mark.slow
 def test_fit_releases_once_a_draw_and_the_callbacks_agree():
     sampling = dp.PoissonSampling.for_batch_size(8, num_examples=32, steps=6)
     model = catalogue.mlp()
@@ -193,6 +196,7 @@ def test_fit_releases_once_a_draw_and_the_callbacks_agree():
     assert monitor.epsilon() == sampling.epsilon_spent(optimizer, 32, 1e-3) > 0
 
 
+@pytest.mark.slow
 def test_a_batch_over_two_passes_of_shuffled_data_is_refused():
     model = catalogue.mlp()
     model.compile(catalogue.make("DPSGD", gradient_accumulation_steps=3), loss=catalogue.loss())

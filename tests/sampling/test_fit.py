@@ -77,6 +77,7 @@ def test_padding_changes_no_gradient():
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_fixed_and_shuffled_batches_are_accounted_for_as_such():
     fixed, shuffled = dp.sampling.FixedSizeSampling(20, 10), dp.sampling.ShuffledEpochs(20, 10)
     for expected in (None, 0):  # as it is, and taken from the first batch
@@ -95,6 +96,7 @@ def test_fixed_and_shuffled_batches_are_accounted_for_as_such():
 GOOD = dp.PoissonSampling(0.02, 60, 10)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import tf_adaptive_dp as dp
 from tests.helpers.sampled import drawn_ids, numbered
@@ -32,6 +33,7 @@ def test_two_datasets_and_two_passes_differ_and_seeded_ones_repeat():
     assert len(set(every)) == len(every)
 
 
+@pytest.mark.slow
 def test_start_step_continues_the_same_sequence():
     for make, sampling in [
         (dp.poisson_batches, dp.PoissonSampling(0.3, 30, 8)),

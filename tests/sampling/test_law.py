@@ -51,6 +51,7 @@ def largest_covariance(table, q):
     return np.abs(z[np.triu_indices(len(z), 1)]).max()
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("q", [0.004, 0.1, 0.5, 0.95, 2**-16])
 def test_each_example_joins_with_probability_q(q):
     steps = 3_000 if q > 1e-3 else 20_000

@@ -107,6 +107,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_draws_that_come_again_count_without_amplification(way, tmp_path):
     drawn = dp.poisson_batches(data(), SAMPLING).take(4)
@@ -131,6 +132,7 @@ def test_new_draws_are_all_checked_and_cost_what_they_did():
     assert "TF Privacy's statement" not in text  # of independent draws
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("jit", [False, True])
 def test_two_releases_in_one_step_share_its_batch(jit):
     ledger = Run(per_step=2, jit=jit, expected_batch_size=SIZE)(
@@ -163,6 +165,7 @@ def test_two_optimizers_may_share_their_batches():
         assert run(drawn).checks == [Checks(checked=3)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -195,6 +198,7 @@ def test_masks_that_are_not_ours_are_no_numbers():
     assert run([same_rows] * 3).checks == [Checks()]
 
 
+@pytest.mark.slow
 def test_numbers_of_draws_differ_and_their_entropy_is_measured():
     @tf.function
     def number(weights, values):
@@ -227,6 +231,7 @@ def test_what_is_fed_besides_the_batch_may_have_another_size():
         assert first[0] == again[0] != other[0] and first[1]
 
 
+@pytest.mark.slow
 def test_a_batch_is_counted_however_fit_runs_the_steps():
     x, y = catalogue.data()
     x, y = np.tile(x, [7, 1])[:N], np.tile(y, 7)[:N]
@@ -242,6 +247,7 @@ def test_a_batch_is_counted_however_fit_runs_the_steps():
         assert "4 on batches that had been" in " ".join(monitor.statement().split())
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_have_numbers_and_may_not_come_twice_in_one():
     run = Run(expected_batch_size=SIZE, gradient_accumulation_steps=2)
     sampling = dp.PoissonSampling(Q, 2 * N, 50)
@@ -300,6 +306,7 @@ def test_passes_over_the_same_batches_are_passes_and_within_one_they_are_not():
     assert epsilon_spent(ledger, N, DELTA) >= true_epsilon(1, 10)
 
 
+@pytest.mark.slow
 def test_training_on_all_data_in_each_step_costs_what_it_did():
     x, y = data()
     run = Run()

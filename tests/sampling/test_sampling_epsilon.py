@@ -64,6 +64,7 @@ def test_truncation_costs_at_most_what_is_said(rows, spent):
         assert truncated > untruncated + 0.01  # it does cost something
 
 
+@pytest.mark.slow
 def test_epsilon_is_consistent_with_the_delta_that_truncation_leaves():
     ledger = fake_ledger((1.0, 100.0, 50))
     sampling = dp.PoissonSampling(0.1, 150, 50)

@@ -126,6 +126,7 @@ def test_epsilon_of_the_ideal_bound_is_infinite_for_batches_of_fixed_size():
         dp.privacy_statement(released, N, DELTA, sampling="fixed")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("ignore:NOT PRIVATE")
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_the_monitor_says_not_private_wherever_it_reports(accountant, tmp_path, capsys):

@@ -24,6 +24,7 @@ def refreshes(optimizer):
     return int(number)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["DPRPub", "DPAdamPub", "PDADPMD", "ADADP public"])
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_missing_public_data_is_an_error_before_anything_is_released(name, run_eagerly):
@@ -51,6 +52,7 @@ def steps(optimizer, numbers, information):
     return found
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     "every, numbers, expected",
     [
@@ -77,6 +79,7 @@ def test_a_custom_loop_cannot_refresh_in_the_middle_of_a_step_of_adadp():
         assert refreshes(optimizer) == expected
 
 
+@pytest.mark.slow
 def test_the_parts_of_an_accumulated_batch_share_the_statistics():
     information = public()
     optimizer = dp.AdaDPS(information, 1.0, 1.0, gradient_accumulation_steps=4)
@@ -95,6 +98,7 @@ def test_the_parts_of_an_accumulated_batch_share_the_statistics():
 X, Y = catalogue.data()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [
@@ -112,6 +116,7 @@ def test_public_batches_may_be_of_another_structure_than_the_private_ones(data):
     assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
+@pytest.mark.slow
 def test_the_ideal_of_the_paper_trains_and_says_that_it_is_not_private():
     # Statistics of the private gradients themselves: an upper bound, without any guarantee.
     private = tf.data.Dataset.from_tensor_slices(catalogue.data()).batch(8)

@@ -68,6 +68,7 @@ def test_an_unregistered_function_cannot_be_saved():
         dp.AdaDPS(fixed, 1.0, 1.0).get_config()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("every, refreshes", [(1, 8), (2, 4), (3, 4), (10, 2)])
 def test_public_statistics_are_refreshed_every_so_many_minibatches(every, refreshes):
     public = dp.side_information.PublicGradients(catalogue.PUBLIC, every=every, provenance="public")
@@ -78,6 +79,7 @@ def test_public_statistics_are_refreshed_every_so_many_minibatches(every, refres
     assert float(num_refreshes) == refreshes
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_statistics_of_nothing_are_not_used(run_eagerly):
     public = dp.side_information.PublicGradients(catalogue.PUBLIC, provenance="public")
@@ -104,6 +106,7 @@ def test_public_data_leaves_no_trace_in_the_training_loss():
     assert history["loss"][0] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_loaded_optimizer_asks_for_its_public_data(tmp_path):
     model = catalogue.mlp()
     model.compile(catalogue.make("AdaDPS rmsprop"), loss=catalogue.loss())

@@ -328,6 +328,7 @@ def loss():
     return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [bag_model, sequence_model])
 def test_training_is_that_of_the_wide_preconditioner(make):
     values = np.minimum(COUNTS + 1, 30)[:, np.newaxis] / 4
@@ -347,6 +348,7 @@ def test_training_is_that_of_the_wide_preconditioner(make):
     assert max(np.abs(a - b).max() for a, b in zip(trained[0], trained[2])) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".keras", ".h5", ""])
 def test_it_is_saved_with_the_model(suffix, tmp_path):
     model, path = bag_model(), str(tmp_path / f"model{suffix}")
@@ -363,6 +365,7 @@ def test_it_is_saved_with_the_model(suffix, tmp_path):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_replicas_share_the_small_state(tmp_path):
     from tests.helpers import catalogue
 

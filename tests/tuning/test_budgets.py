@@ -38,6 +38,7 @@ def make_trial(noise_multiplier):
 TRIAL = make_trial(1.5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("epsilon", [0.5, 3.0, 200.0])
 def test_the_least_noise_within_the_budget(strategy, epsilon):
@@ -55,6 +56,7 @@ def test_tolerance_bounds_the_surplus(tolerance):
     assert strategy.epsilon(make_trial(sigma / (1 + tolerance)), DELTA) > 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "accounting",
     [Accounting(conversion="classical"), Accounting(orders=(2, 8, 32)), Accounting("pld")],
@@ -67,6 +69,7 @@ def test_the_accounting_reaches_the_strategy(accounting):
     assert sigma != noise_multiplier_for_selection(strategy, make_trial, 1.0, DELTA)
 
 
+@pytest.mark.slow
 def test_a_score_that_costs_takes_more_noise_and_may_cost_too_much():
     def with_score(noise_multiplier, score):
         return dp_accounting.ComposedDpEvent([make_trial(noise_multiplier), score.event])
@@ -92,6 +95,7 @@ def test_trials_that_cost_nothing_need_no_noise():
 # --- number of trials ---
 
 
+@pytest.mark.slow
 def test_the_most_trials_of_composition():
     for epsilon in (1.2, 2.5, 20.0):
         found = num_trials_for_budget(TRIAL, epsilon, DELTA)

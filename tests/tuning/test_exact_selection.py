@@ -91,6 +91,7 @@ def test_the_distribution_of_the_winner_is_that_of_all_sequences(law):
     assert expected.sum() == pytest.approx(law.sum())
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("conversion", ["improved", "classical"])

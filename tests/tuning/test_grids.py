@@ -71,6 +71,7 @@ def rate_of(case):
     )
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_rate_keeps_theorem_2s_bound_and_the_printed_rate_breaks_it(case):
     dimension, batch = case.get("dimension", 1), case.get("batch", 1.0)
@@ -81,6 +82,7 @@ def test_the_rate_keeps_theorem_2s_bound_and_the_printed_rate_breaks_it(case):
     assert excess(printed, **case) > 2 * bound
 
 
+@pytest.mark.slow_after(7)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("wrong", [1 / 40, 40])
 def test_rates_far_away_break_the_bound(case, wrong):

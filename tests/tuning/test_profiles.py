@@ -108,6 +108,7 @@ def test_the_generating_functions_are_those_of_the_laws(shape):
         np.testing.assert_allclose(found, winner(trial, law), atol=1e-9)
 
 
+@pytest.mark.slow_after(29)
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("delta", [TINY, 0.03])
@@ -180,6 +181,7 @@ BINS = np.arange(40)
 RANKINGS = [BINS, BINS[::-1], *(np.random.default_rng(k).permutation(40) for k in range(2))]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("mean", [3.0, 50.0])
 @pytest.mark.parametrize("shape", [-0.5, 0.0, 1.0, math.inf])
 def test_gaussians_that_are_accounted_by_pld(shape, mean):
@@ -204,6 +206,7 @@ def sampled(noise_multiplier, count=10_000, size=36_177):
     return dp_accounting.SelfComposedDpEvent(release, count)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("size", "by_rdp", "by_sum", "by_pld"),
     [(36_177, 1.846, 1.657, 1.359), (60_000, 1.106, 0.992, 0.806)],
@@ -222,6 +225,7 @@ def test_settings_of_the_paper(size, by_rdp, by_sum, by_pld):
     assert found > pld.get_epsilon(1e-6 / 40)
 
 
+@pytest.mark.slow
 def test_pld_reaches_calibration_and_budgets():
     keywords = {"delta": 1e-5, "accounting": PLD}
     strategy, make = RepeatAndSelect(20, 0.5), dp_accounting.GaussianDpEvent

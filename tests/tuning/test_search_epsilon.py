@@ -84,6 +84,7 @@ def liu_talwar_by_hand(trial, gamma, delta, delta_2):
     return 3 * epsilon_1 + 3 * math.sqrt(2 * delta_1)
 
 
+@pytest.mark.slow_after(18)
 @pytest.mark.parametrize("trial", TRIALS)
 @pytest.mark.parametrize("gamma", [1.0, 0.1, 1e-3])
 @pytest.mark.parametrize("delta_2", [1e-20, 3e-6])
@@ -160,6 +161,7 @@ def repeat_and_select_by_hand(trial, mean, delta, shape):
     return rdp.compute_epsilon(DEFAULT, selected, delta)[0]
 
 
+@pytest.mark.slow_after(7)
 @pytest.mark.parametrize("trial", TRIALS)
 @pytest.mark.parametrize("mean", [1.5, 10.0, 1000.0])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -219,6 +221,7 @@ whole = st.integers(1, 300)
 noise = st.floats(0.3, 100)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @hypothesis.given(
     sigma=noise,

@@ -94,6 +94,7 @@ LAWS = [
 ]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(("strategy", "law", "near"), LAWS, ids=lambda x: str(x)[:30])
 def test_numbers_of_trials_have_the_law_of_the_proof_and_no_other(strategy, law, near):
     drawn = [strategy.draw_num_trials() for _ in range(DRAWS)]

@@ -90,6 +90,7 @@ def test_the_learning_rate_always_is_a_normal_number(learning_rate, error, toler
     assert SMALLEST_NORMAL <= actual <= LARGEST
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("error, limit", [(INF, 1.2e-38), (0.0, 3.4e38)])
 def test_the_learning_rate_stops_at_the_ends_and_comes_back(error, limit):
     rate = tf.constant(1.0)

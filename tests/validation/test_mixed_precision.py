@@ -42,6 +42,7 @@ def policies(of):
     return [layer.dtype_policy for layer in [of, *(layer for _, layer in named_layers(of))]]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_clean_model_has_no_findings(name, policy):
     looked_at = model(name)
@@ -54,6 +55,7 @@ def test_a_clean_model_has_no_findings(name, policy):
     assert looked_at(floats(2, *SHAPES[name])).dtype == policy.removeprefix("mixed_")
 
 
+@pytest.mark.slow_after(1)
 def test_a_rule_that_is_slightly_wrong_is_found(policy, monkeypatch):
     right = RULES["BiasAdd"]
 
@@ -86,6 +88,7 @@ def test_mixing_is_refused(policy):
     }
 
 
+@pytest.mark.slow_after(1)
 def test_a_model_of_fixed_types_is_not_compared_and_that_is_said(policy):
     short = policy.removeprefix("mixed_")
     fixed = model("dense", layers.Lambda(lambda x: x + tf.ones([64], short)))

@@ -48,6 +48,7 @@ MIXING = {
 }
 
 
+@pytest.mark.slow_after(7)
 @pytest.mark.parametrize("name", MIXING)
 def test_mixing_is_found(name):
     found = probed(layers.Lambda(MIXING[name])).findings
@@ -135,6 +136,7 @@ def test_the_ways_to_mix_that_the_search_knows_are_found(name):
 RANDOM = [layers.Dropout, layers.GaussianDropout, layers.AlphaDropout, layers.GaussianNoise]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", range(20))
 def test_there_is_no_false_alarm(seed):
     hidden = [layers.Dense(64, "relu"), layers.LayerNormalization(), layers.Dense(4)]

@@ -63,6 +63,7 @@ CARRIES = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", CARRIES)
 def test_state_that_a_step_writes_after_minimize_is_found(name):
     seen = checked(Own(after=CARRIES[name]))
@@ -98,6 +99,7 @@ def test_a_step_without_a_release_is_found():
     assert not seen.ok and "releases no gradients" in str(seen)
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_searched_is_not_called_fit():
     assert "Call `model.compile`" in str(checked(Own(), compiled=False).errors)
 

@@ -159,6 +159,7 @@ OF_LAYERS = {
 }
 
 
+@pytest.mark.slow
 def test_a_vector_that_a_layer_adds_to_the_loss_is_part_of_it():
     weights = np.array([1, 0, 2, 1, 1, 0], "float32")
     assert report(model(AddsVector()), batch=(*BATCH, weights)).ok
@@ -166,6 +167,7 @@ def test_a_vector_that_a_layer_adds_to_the_loss_is_part_of_it():
     assert {(f.kind, f.where) for f in seen.findings if f.kind == "mixing"} == {("mixing", "it")}
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", OF_LAYERS)
 def test_what_is_wrong_with_a_layer_is_found(name):
     hidden, where, kind, cure = OF_LAYERS[name]
@@ -220,6 +222,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_is_wrong_with_a_loss_is_found(name):
     loss, what, severity = LOSSES[name]
@@ -377,6 +380,7 @@ CLEAN = {
 SLOW = {"attention", "embeddings", "convolutions"}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CLEAN]
 )
@@ -403,6 +407,7 @@ def test_nothing_is_changed_by_looking():
     assert str(first) == str(report(looked_at, optimizer=private))
 
 
+@pytest.mark.slow
 def test_a_model_with_its_own_loss_is_searched_with_it():
     class Own(tf.keras.Model):
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
@@ -421,6 +426,7 @@ def test_a_model_with_its_own_loss_is_searched_with_it():
     assert "mixing" in kinds(report(active))
 
 
+@pytest.mark.slow
 def test_a_loss_that_counts_the_batch_is_wrong_for_random_batches_only():
     def shared(y, z):
         return squares(y, z) / tf.cast(tf.shape(z)[0], tf.float32)

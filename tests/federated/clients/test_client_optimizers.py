@@ -86,6 +86,7 @@ def bound(side_information=FIXED):
     return ClientPreconditioner.from_side_information(side_information, specs)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("keep", ["half_steps", "euler"])
 @pytest.mark.parametrize("discard", [True, False])
 def test_adadp_is_the_keras_optimizer_without_clipping_and_noise(discard, keep):
@@ -124,6 +125,7 @@ def test_adadp_is_algorithm_1(num_batches, discard, keep):
     assert min(told["errors"]) < 0.5 < max(told["errors"])
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     curvature=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4),
@@ -162,6 +164,7 @@ def test_discard_never_moves_on_an_error_above_the_tolerance(curvature, eta, tol
         assert np.isfinite(w).all() and np.isfinite(state[LEARNING_RATE])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "of_its_own"),
     [
@@ -222,6 +225,7 @@ def test_the_hyperparameters_are_those_of_the_state():
         optimizer.set_hparams(state, {"momentum": 0.9})
 
 
+@pytest.mark.slow
 def test_the_learning_rate_may_be_a_tensor():
     eager = build_adadp(learning_rate=tf.constant(0.25, tf.float64))
     assert eager.initialize(tf.TensorSpec([]))[LEARNING_RATE] == 0.25
@@ -317,6 +321,7 @@ BASES = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", BASES)
 def test_adadps_is_the_keras_optimizer_with_the_same_side_information(name):
     base, keras = (make() for make in BASES[name])

@@ -156,6 +156,7 @@ def test_a_round_is_that_of_numpy_and_so_are_its_measurements(adadp):
     assert_reported(output.metrics["client_work"]["optimizer"], told)
 
 
+@pytest.mark.slow
 def test_a_functional_model_does_the_same(adadp, functional_adadp):
     outputs = [p.next(p.initialize(), datasets(*CLIENTS)) for p in (adadp, functional_adadp)]
     np.testing.assert_allclose(*(flat(o.state) for o in outputs), rtol=1e-5)
@@ -241,6 +242,7 @@ def test_only_clients_that_are_not_finite_change_nothing(sgd):
     assert "optimizer" not in output.metrics["client_work"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, weighting", [("variables", BY_EXAMPLES), ("functional", UNIFORM)])
 def test_with_sgd_a_round_is_that_of_tff(kind, weighting):
     model = model_fn if kind == "variables" else functional_model()
@@ -260,12 +262,14 @@ def test_with_sgd_a_round_is_that_of_tff(kind, weighting):
     assert np.abs(flat(states[0]) - START).max() > 0.1
 
 
+@pytest.mark.slow
 def test_adadp_is_a_client_optimizer_for_tff_as_well(adadp):
     process = tff.learning.algorithms.build_weighted_fed_avg(model_fn, build_adadp(**ADADP))
     outputs = [p.next(p.initialize(), datasets(*CLIENTS)) for p in (process, adadp)]
     np.testing.assert_array_equal(*(flat(o.state) for o in outputs))
 
 
+@pytest.mark.slow
 def test_adadps_around_adadp_with_the_other_loop():
     scale = np.array([[0.5], [2.0], [1.0]])
     preconditioner = ClientPreconditioner.from_arrays([scale, None], provenance="public")

@@ -48,6 +48,7 @@ def queries(noise_multiplier, clip=2.0, size=4):
     }
 
 
+@pytest.mark.slow_after(9)
 @pytest.mark.parametrize("name", queries(0.0))
 @pytest.mark.parametrize("norm", [0.5, 2.0, 3.0, 1e6])
 def test_one_client_changes_the_sum_by_its_clipped_norm_at_most(name, norm):
@@ -121,6 +122,7 @@ def test_gaussian_noise_has_the_stated_size_also_for_nobody():
     assert event.noise_multiplier > 1.5
 
 
+@pytest.mark.slow
 def test_adaptive_noise_of_sum_and_count_have_the_stated_sizes():
     query = adaptive(clip=2.0, noise_multiplier=1.5, count_stddev=0.4)
     state = query.initial_global_state()
@@ -142,6 +144,7 @@ def test_adaptive_noise_of_sum_and_count_have_the_stated_sizes():
     assert_gaussian(np.log(np.array(clips) / 2.0) / -0.2, 0.4 / 4)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", queries(1.0))
 def test_no_seed_and_no_saved_state_makes_noise_repeat(name):
     like = np.zeros(SIZE, np.float32)
@@ -164,6 +167,7 @@ def query_sum(query, like):
     return query.initial_sample_state(tf.zeros_like(like))
 
 
+@pytest.mark.slow
 def test_fresh_numbers_are_gaussian_whatever_their_number():
     few = tf.function(lambda: tf.map_fn(lambda _: fresh_normal_numbers(7), tf.range(2000.0)))
     assert_gaussian(few(), 1.0)

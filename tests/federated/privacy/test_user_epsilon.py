@@ -58,6 +58,7 @@ def epsilon_of(event, accountant=rdp.RdpAccountant, delta=DELTA, **arguments):
     return accountant(**arguments).compose(event).get_epsilon(delta)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 @pytest.mark.parametrize("clip", [1.0, "adaptive"])
 def test_poisson_cohorts_cost_what_dp_accounting_says(accountant, clip):

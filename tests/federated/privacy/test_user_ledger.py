@@ -50,6 +50,7 @@ def tree_state(rounds, stddev=0.33, period=3):
     return state(dp_accounting.UnsupportedDpEvent(), stddev=np.float32(stddev), **tree)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("privacy", [FIXED, ADAPTIVE], ids=["fixed", "adaptive"])
 def test_rounds_of_a_process_are_one_segment_with_the_stated_noise(privacy):
     process, ledger = process_of(privacy), UserLedger(privacy)

@@ -42,6 +42,7 @@ def update(norm):
     return [np.zeros(SIZE, np.float32), np.full([2, 3], norm / np.sqrt(6), np.float32)]
 
 
+@pytest.mark.slow_after(1)
 def test_the_noise_of_an_average_is_clip_times_multiplier_by_clients_per_round(released):
     privacy, _, first, second, _ = released
     stddev = 2.0 * privacy.value_noise_multiplier / 20
@@ -72,6 +73,7 @@ def test_noise_repeats_neither_over_rounds_nor_when_a_saved_state_is_run_again(r
     assert_gaussian(second.result[0] - again.result[0], stddev)
 
 
+@pytest.mark.slow_after(1)
 def test_noise_repeats_neither_for_a_second_run_nor_for_a_second_process(released):
     privacy, process, first, _, _ = released
     tf.keras.utils.set_random_seed(1)
@@ -101,6 +103,7 @@ import sys; np.save(sys.argv[1], process.next(process.initialize(), []).result)
     assert_independent(*draws)
 
 
+@pytest.mark.slow
 def test_large_updates_are_clipped_and_others_averaged_over_the_public_number():
     privacy = UserLevelPrivacy(0.0, 20, 60, clip=2.0)
     process = privacy.aggregator().create(TYPE)

@@ -150,6 +150,7 @@ def start_script(what):
     )
 
 
+@pytest.mark.slow
 def test_a_script_in_a_pipeline_returns_and_leaves_nothing(tmp_path):
     command = f"'{sys.executable}' script.py return 2>&1 | tee log"
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -161,6 +162,7 @@ def test_a_script_in_a_pipeline_returns_and_leaves_nothing(tmp_path):
     wait_until(lambda: not runs(pid))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "number"),
     [
@@ -198,12 +200,14 @@ def test_a_context_ends_its_worker_and_brings_the_one_before_back():
     assert stack.current is not outer
 
 
+@pytest.mark.slow
 def test_a_context_that_is_replaced_ends_with_its_worker():
     pid = contexts.local_context().worker_pids[0]
     with contexts.local_context():
         wait_until(lambda: not runs(pid))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ours", [None, "0"])
 def test_the_worker_is_quiet_unless_the_environment_says_otherwise(monkeypatch, ours):
     if ours:
@@ -231,6 +235,7 @@ def test_what_the_worker_prints_is_not_lost(capfd):
     assert "more than five" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_local_worker_that_is_killed_is_named_with_its_status():
     with contexts.local_context() as context:
         os.kill(context.worker_pids[0], signal.SIGKILL)
@@ -264,6 +269,7 @@ def test_the_size_of_a_worker_is_that_of_its_process():
     assert started.resident_size == 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_grown_is_replaced_and_rounds_go_on(process, clients, grows):
     with contexts.local_context() as context:
         state = process.initialize()
@@ -287,6 +293,7 @@ def test_a_worker_that_has_grown_is_replaced_and_rounds_go_on(process, clients, 
             np.testing.assert_allclose(weights(process, state), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(100, 149, 151), (2000, 2099, 2101)])  # MiB
 def test_a_worker_is_replaced_for_five_percent_that_are_much(grows, monkeypatch, sizes):
     monkeypatch.setattr(contexts, "_MUCH", 50 * 2**20)
@@ -299,6 +306,7 @@ def test_a_worker_is_replaced_for_five_percent_that_are_much(grows, monkeypatch,
         assert context.worker_pids[0] != pid
 
 
+@pytest.mark.slow
 def test_a_worker_is_not_replaced_while_it_computes(grows):
     with contexts.local_context() as context:
         for _ in range(3):
@@ -323,6 +331,7 @@ def test_a_worker_is_not_replaced_while_it_computes(grows):
         assert count(5) == 5 and context.worker_pids[0] != pid
 
 
+@pytest.mark.slow
 def test_a_worker_stays_if_the_next_one_does_not_start(grows, monkeypatch):
     with contexts.local_context() as context:
         for _ in range(3):
@@ -339,6 +348,7 @@ def test_a_worker_stays_if_the_next_one_does_not_start(grows, monkeypatch):
 # --- rounds
 
 
+@pytest.mark.slow
 def test_rounds_over_two_workers_equal_local_ones(process, clients, kept_workers):
     with contexts.local_context():
         first = process.initialize()
@@ -358,6 +368,7 @@ def test_rounds_over_two_workers_equal_local_ones(process, clients, kept_workers
     assert all(cpu_seconds(w.pid) > b for w, b in zip(kept_workers, before))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
 def test_the_noise_of_a_round_over_two_workers_is_drawn_once(clients, kept_workers, mechanism):
     def model_fn():
@@ -380,6 +391,7 @@ def test_the_noise_of_a_round_over_two_workers_is_drawn_once(clients, kept_worke
     assert_independent(*noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_fewer_clients_than_workers(process, clients, kept_workers, number):
     with contexts.local_context():
@@ -394,6 +406,7 @@ def test_fewer_clients_than_workers(process, clients, kept_workers, number):
     assert np.array_equal(remote, before) == (number == 0)
 
 
+@pytest.mark.slow
 def test_workers_compute_at_the_same_time(kept_workers):
     first, second = kept_workers
     with contexts.remote_context([w.address for w in kept_workers], timeout=20):
@@ -414,6 +427,7 @@ def test_workers_compute_at_the_same_time(kept_workers):
     assert results == [500_009]
 
 
+@pytest.mark.slow
 def test_messages_of_tens_of_megabytes_pass(kept_workers):
     values = np.arange(12_000_000, dtype=np.float32)
 
@@ -425,6 +439,7 @@ def test_messages_of_tens_of_megabytes_pass(kept_workers):
         np.testing.assert_array_equal(negative(values), -values)
 
 
+@pytest.mark.slow
 def test_a_worker_that_computes_for_long_is_not_taken_for_dead(kept_workers):
     with contexts.remote_context([kept_workers[0].address], timeout=0.3):
         start = time.monotonic()
@@ -438,6 +453,7 @@ def test_a_worker_that_computes_for_long_is_not_taken_for_dead(kept_workers):
 # --- lost workers
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_a_round_is_named_and_a_new_one_goes_on(process, clients, two_workers):
     addresses = [w.address for w in two_workers]
     killed = two_workers[1]
@@ -468,6 +484,7 @@ def test_a_worker_killed_in_a_round_is_named_and_a_new_one_goes_on(process, clie
         again.close()
 
 
+@pytest.mark.slow
 def test_a_worker_restarted_between_rounds_is_lost_not_repeated(two_workers):
     restarted, other = two_workers
     with contexts.remote_context([w.address for w in two_workers]):
@@ -483,6 +500,7 @@ def test_a_worker_restarted_between_rounds_is_lost_not_repeated(two_workers):
             again.close()
 
 
+@pytest.mark.slow
 def test_a_silent_worker_is_lost_within_the_time_out(two_workers):
     silent = two_workers[1]
     with contexts.remote_context([w.address for w in two_workers], timeout=1):
@@ -574,6 +592,7 @@ def ready(process):
     return int(line.split("process ")[1].split(")")[0])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_program_serves_a_round_and_ends_on_a_signal(number):
     port = free_port()
@@ -620,6 +639,7 @@ def test_the_program_ends_with_who_started_it_unless_it_is_detached(detached):
         wait_until(lambda: not runs(program) and not runs(pid))
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_start_says_why(monkeypatch, tmp_path):
     script = tmp_path / "worker_binary"
     script.write_text("#!/bin/sh\necho no library of that name\nexit 3\n")

@@ -34,6 +34,7 @@ def test_sizes_are_those_of_the_data_and_not_those_asked_for(data_dir, context):
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("most, read", [(3, 3), (5, 5), (256, 5)])
 def test_posts_of_a_user_are_limited_and_those_of_the_test_are_not(data_dir, context, most, read):
     data = tag_prediction.load(data_dir, 10, 100, 10, most)
@@ -49,6 +50,7 @@ def test_a_user_is_no_larger_than_the_docstring_says():
     assert f"at most {tag_prediction.TEST_POSTS:,} test posts" in stackoverflow_dp.__doc__
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("most, kept", [(1, 6), (2, 3), (256, 2)])
 def test_as_many_users_are_kept_in_memory_as_fit(data_dir, context, monkeypatch, most, kept):
     tag_prediction.load.cache_clear()
@@ -72,6 +74,7 @@ def test_users_are_read_with_one_graph(data_dir, context, monkeypatch):
     tag_prediction.load.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["adadps", "ftrl"])
 def test_a_trial_ends_with_the_epsilon_of_all_rounds_that_were_begun(
     data_dir, context, monkeypatch, tmp_path, method

@@ -124,6 +124,7 @@ def test_constants_that_change_make_new_trials(monkeypatch):
         assert set(changed) == set(tag_trials.METHODS["paper"])
 
 
+@pytest.mark.slow
 def test_both_mechanisms_of_the_private_setting_promise_about_the_same():
     users, rounds = 966, 100
     promised = {}

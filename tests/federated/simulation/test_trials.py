@@ -142,6 +142,7 @@ def run_program(folder, plan, train, plot):
     return folder / "shown" / "smoke"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["cifar10_adaptive", "stackoverflow_dp"])
 def test_a_program_without_data_ends_in_words(program, tmp_path):
     done = subprocess.run(

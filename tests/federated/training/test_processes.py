@@ -82,6 +82,7 @@ def noiseless(request):
     return build_dp_fed_avg(request.param, SGD, privacy)
 
 
+@pytest.mark.slow_after(1)
 def test_a_round_applies_the_average_of_clipped_updates_with_momentum(noiseless):
     clients = [client(x, y) for x, y in DATA]
     updates = [0.25 * gradient(x, y) for x, y in DATA]
@@ -98,6 +99,7 @@ def test_a_round_applies_the_average_of_clipped_updates_with_momentum(noiseless)
     np.testing.assert_allclose(weights(noiseless, many.state), -average, rtol=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
 def test_a_whole_client_moves_the_model_by_the_clip_at_most_and_by_no_less(mechanism):
     privacy = UserLevelPrivacy(0.0, 5, 20, clip=0.6, mechanism=mechanism)
@@ -117,6 +119,7 @@ def test_a_whole_client_moves_the_model_by_the_clip_at_most_and_by_no_less(mecha
     assert 0 < moved(client([[0.1, 0.0]], [[1.0]])) < 0.1
 
 
+@pytest.mark.slow
 def test_nothing_without_noise_is_returned_unless_asked_for(noiseless):
     output = noiseless.next(noiseless.initialize(), [client(*DATA[0])])
     assert tf.nest.flatten(output.metrics["client_work"]) == []
@@ -143,6 +146,7 @@ def test_noise_of_a_round_reaches_the_model_with_its_stated_size():
     assert_gaussian(weights(process, again) - weights(process, output.state), 2.0 * 1.5 / 4)
 
 
+@pytest.mark.slow
 def test_noise_of_a_tree_cancels_over_the_rounds_of_a_whole_process():
     """As it would not if TFF drew it once for the result and once more for the next state."""
     privacy = UserLevelPrivacy(1.5, 4, 9, clip=2.0, mechanism="tree")
@@ -159,6 +163,7 @@ def test_noise_of_a_tree_cancels_over_the_rounds_of_a_whole_process():
     assert ledger.trees == {2: 2}
 
 
+@pytest.mark.slow
 def test_preconditioning_the_whole_update_divides_it_before_it_is_clipped():
     privacy = UserLevelPrivacy(0.0, 5, 20, clip=0.6)
     event = dp_accounting.GaussianDpEvent(5.0)
@@ -175,6 +180,7 @@ def test_preconditioning_the_whole_update_divides_it_before_it_is_clipped():
     )
 
 
+@pytest.mark.slow
 def test_side_information_is_in_one_place_and_in_the_ledger():
     privacy = UserLevelPrivacy(1.0, 5, 20, clip=0.6)
     event = dp_accounting.GaussianDpEvent(5.0)
@@ -204,6 +210,7 @@ def test_an_aggregator_without_weights_is_refused_in_words():
         build_adaptive_fed_avg(model_fn, model_aggregator=aggregator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [True, False])
 def test_adaptive_averaging_is_the_mean_of_the_clients_models(weighted):
     """One minibatch a client: ADADP's first half step, of η/2 = 0.05."""
@@ -223,6 +230,7 @@ def test_adaptive_averaging_is_the_mean_of_the_clients_models(weighted):
         assert metrics["client_work"]["optimizer"]["clients"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism, clip", [("gaussian", "adaptive"), ("tree", 0.5)])
 def test_private_rounds_learn_and_are_counted(mechanism, clip):
     names = [f"client {k}" for k in range(20)]
@@ -248,6 +256,7 @@ def test_private_rounds_learn_and_are_counted(mechanism, clip):
     assert 0 < epsilon_spent(ledger, 1e-2, sampling=sampler.sampling) < np.inf
 
 
+@pytest.mark.slow
 def test_every_client_in_every_round_can_be_private_too():
     privacy = UserLevelPrivacy(2.0, 3, 3, clip=1.0)
     process = build_dp_fed_avg(functional_model(), build_adadp(), privacy)

@@ -151,6 +151,7 @@ def kill_at_moments(injector, folder, mechanism, moments):
 LOST = pytest.mark.filterwarnings("ignore:.*were begun whose results")
 
 
+@pytest.mark.slow
 @LOST
 @pytest.mark.parametrize(
     "mechanism, moments",
@@ -306,6 +307,7 @@ def test_lost_rounds_at_the_end_are_released_as_counted(tmp_path):
     assert released()[3:] == [(6, 6)]
 
 
+@pytest.mark.slow
 def test_no_run_begins_in_the_middle_of_another_ones_pass(tmp_path):
     def train(earlier, mechanism="gaussian"):
         ledger = rounds.ledger(mechanism)
@@ -627,6 +629,7 @@ def process(context):
     return real_rounds.process("gaussian")
 
 
+@pytest.mark.slow
 def test_real_rounds_go_on(process, tmp_path):
     def train(num_rounds):
         real_rounds.report(tmp_path, "gaussian", process)
@@ -676,6 +679,7 @@ def test_a_ledger_is_for_one_way_to_draw_cohorts(process, tmp_path):
     assert not (tmp_path / "2").exists()
 
 
+@pytest.mark.slow
 def test_another_side_information_is_another_release(tmp_path):
     event = dp_accounting.GaussianDpEvent(1.0)
 
@@ -696,6 +700,7 @@ def test_another_side_information_is_another_release(tmp_path):
         train(3.0, "first")
 
 
+@pytest.mark.slow
 def test_what_has_no_epsilon_is_refused_before_anything_happens(process, tmp_path):
     released = ClientPreconditioner.from_arrays(
         [[[2.0], [1.0]], None], provenance=dp_accounting.GaussianDpEvent(1.0)
@@ -720,6 +725,7 @@ def test_what_has_no_epsilon_is_refused_before_anything_happens(process, tmp_pat
         program.train(*arguments)
 
 
+@pytest.mark.slow
 def test_rounds_of_ones_own_go_on_with_the_sampler_of_the_run(process, tmp_path):
     sampler = real_rounds.sampler("gaussian")
     asked = []
@@ -753,6 +759,7 @@ def test_a_wrong_delta_is_refused_before_anything_happens(process, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_no_cohort_is_drawn_for_two_rounds_of_one_ledger_or_of_two_runs(process, tmp_path):
     asked = []
 
@@ -779,6 +786,7 @@ def test_no_cohort_is_drawn_for_two_rounds_of_one_ledger_or_of_two_runs(process,
     assert cohorts("third", fresh, 6)[0] != cohorts("fourth", fresh, 6)[0]
 
 
+@pytest.mark.slow
 def test_a_run_whose_worker_is_killed_goes_on_and_counts_the_lost_round(process, tmp_path):
     def train(data):
         return program.train(

@@ -64,6 +64,7 @@ def network(hidden, x, before=True):
     return zoo.classifier(model, x)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", _cases(CASES))
 def test_layers(name, mode):
     shape, random = CASES[name], name in apart.RANDOM
@@ -71,6 +72,7 @@ def test_layers(name, mode):
     check(network(hidden, zoo.floats(4, *shape), before=not random), mode, compare=not random)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", _cases(apart.PREPROCESSING))
 def test_layers_of_integers(name, mode):
     x = np.random.default_rng(0).integers(0, 4, [4, 4])
@@ -79,6 +81,7 @@ def test_layers_of_integers(name, mode):
     check(network(hidden, x, before=False), mode)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", _cases(apart.MERGES))
 def test_layers_of_two_inputs(name, mode):
     inputs = tf.keras.Input([4, 4])
@@ -87,6 +90,7 @@ def test_layers_of_two_inputs(name, mode):
     check(zoo.classifier(tf.keras.Model(inputs, outputs), zoo.floats(4, 4, 4)), mode)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", _cases(apart.LOSSES))
 def test_losses(name, mode):
     kernel = tf.Variable(zoo.floats(4, 4, seed=2))

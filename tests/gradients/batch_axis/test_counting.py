@@ -152,11 +152,13 @@ def source(function, x_shape=(None, 4), batch=slots.WEIGHTS):
     return found[0]
 
 
+@pytest.mark.slow_after(18)
 @pytest.mark.parametrize("name", COUNTING)
 def test_what_depends_on_the_size_of_the_batch_counts(name):
     assert source(COUNTING[name]).counts_batch
 
 
+@pytest.mark.slow_after(12)
 @pytest.mark.parametrize("name", NOT_COUNTING)
 def test_what_says_how_long_axes_are_does_not_count(name):
     assert not source(NOT_COUNTING[name]).counts_batch

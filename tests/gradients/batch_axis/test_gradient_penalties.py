@@ -90,6 +90,7 @@ def assert_exact(problem):
 QUICK = ["dense, softplus", "sequences", "maximum pooling", "LayerNormalization"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
 )
@@ -105,6 +106,7 @@ def of_sum(model, x):
     return outputs, tape.gradient(total, x)
 
 
+@pytest.mark.slow
 def test_the_sum_over_a_batch_may_be_differentiated():
     assert_exact(penalized(*MODELS["dense, gelu"], gradient=of_sum))
 
@@ -117,6 +119,7 @@ def of_mean(model, x):
     return outputs, tape.gradient(mean, x)
 
 
+@pytest.mark.slow
 def test_the_mean_over_a_batch_divides_by_its_size():
     _, counts = norms_and_counting(penalized(*MODELS["dense, softplus"], gradient=of_mean))
     assert counts

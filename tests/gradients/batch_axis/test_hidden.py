@@ -116,6 +116,7 @@ def test_custom_gradients_that_mix_are_refused(function):
         norms(with_layer(layers.Lambda(function)))
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("function", [bounded, tf.nn.silu, tf.nn.gelu, tf.stop_gradient])
 def test_custom_gradients_that_do_not_are_accepted_and_right(function):
     problem = with_layer(layers.Lambda(lambda x: function(x) + 0.1 * x))
@@ -198,12 +199,14 @@ def test_a_loss_that_counts_a_batch_of_random_size_is_refused(name):
         counting_step(COUNTING[name], None, expected_batch_size=4)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", COUNTING)
 def test_a_loss_may_count_batches_of_one_size(name):
     counting_step(COUNTING[name], None)
     counting_step(COUNTING[name], 4, expected_batch_size=4)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", NOT_COUNTING)
 def test_a_loss_that_does_not_count_is_accepted(name):
     counting_step(NOT_COUNTING[name], None, expected_batch_size=4)

@@ -234,6 +234,7 @@ APART = {
 }
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", APART)
 def test_lists_that_keep_examples_apart_are_accepted_and_exact(name):
     problem = linear(APART[name])
@@ -306,6 +307,7 @@ EXAMPLES = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("ignore:No rule covers")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_loops_over_the_examples_are_accepted_and_exact(name):

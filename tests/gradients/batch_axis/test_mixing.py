@@ -8,6 +8,7 @@ from tests.helpers.linear_problem import BATCH, MODES, linear, mixes, search
 from tf_adaptive_dp.errors import NotPrivateError
 
 
+@pytest.mark.slow_after(27)
 @pytest.mark.parametrize("name", mixing.MIXING)
 def test_what_mixes_examples_is_refused(name):
     problem = linear(mixing.MIXING[name])

@@ -27,6 +27,7 @@ def search(problem, mode):
     return zoo.in_mode(mode, step, problem.batch).get_concrete_function()
 
 
+@pytest.mark.slow_after(27)
 @pytest.mark.parametrize("name", slots.TIED)
 def test_what_is_tied_to_rows_is_refused(name):
     for mode in MODES:
@@ -34,6 +35,7 @@ def test_what_is_tied_to_rows_is_refused(name):
             search(problem(slots.TIED[name]), mode)
 
 
+@pytest.mark.slow_after(7)
 @pytest.mark.parametrize("name", slots.SAME)
 def test_what_is_the_same_in_all_rows_is_accepted_and_exact(name):
     same = problem(slots.SAME[name])
@@ -172,6 +174,7 @@ SEEDED = {
 }
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("name", SEEDED)
 def test_numbers_with_a_known_seed_are_drawn_with_one_that_nobody_knows(name):
     found = masks(SEEDED[name], zoo.floats(32, 16))

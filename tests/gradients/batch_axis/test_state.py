@@ -182,6 +182,7 @@ CARRIES = {
 }
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("name", CARRIES)
 def test_state_written_after_minimize_is_refused(name):
     state, read, write, _ = CARRIES[name]
@@ -191,6 +192,7 @@ def test_state_written_after_minimize_is_refused(name):
     assert step.optimizer.ledger.num_releases == 0
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", CARRIES)
 def test_such_state_moves_later_batches(name, monkeypatch):
     """Without the search, a row that a later batch does not hold changes its clipped sum."""
@@ -375,11 +377,13 @@ CARRIES_NOTHING = {
 }
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", CARRIES_NOTHING)
 def test_state_that_carries_no_data_is_accepted(name):
     Step(*CARRIES_NOTHING[name]).trace()
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "make",
     [
@@ -413,6 +417,7 @@ class CentredModel(tf.keras.Sequential):
         return logs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"jit_compile": True}, {"steps_per_execution": 2}], ids=str
 )

@@ -48,6 +48,7 @@ def narrowed(shape):
 KINDS = ["dense", "dense in sequence", "einsum", "embedding", "convolution"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("ignore:Under eager execution")
 @pytest.mark.parametrize("mode, method", [("graph", "traced"), ("eager", "materialized")])
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,6 +88,7 @@ def test_norms_are_those_of_the_wide_scale_and_of_batches_of_one(kind, mode, met
 PRODUCTS = {"Square", "Mul", "MatMul", "BatchMatMulV2", "Einsum"}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["dense", "embedding", "einsum", "dense in sequence"])
 @pytest.mark.parametrize("narrow", [True, False])
 def test_only_a_wide_scale_makes_products_of_the_size_of_the_kernel(kind, narrow):

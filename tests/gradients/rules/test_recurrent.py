@@ -202,6 +202,7 @@ def assert_exact(problem, mode="graph", method="traced"):
 QUICK = ["LSTM", "masked GRU, backwards", "several loops", "own cell", "ConvLSTM", "function"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RECURRENT]
 )
@@ -209,6 +210,7 @@ def test_rules_give_the_gradients_of_batches_of_one(name):
     assert_exact(RECURRENT[name](), MODES.get(name, "graph"))
 
 
+@pytest.mark.slow
 def test_dropout_on_the_inputs_is_drawn_once():
     problem = model(lambda: layers.LSTM(3, dropout=0.5))()
 
@@ -223,6 +225,7 @@ def test_dropout_on_the_inputs_is_drawn_once():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("name", UNCOVERED)
 def test_no_rule_covers_what_is_not_understood_or_would_differ_if_run_again(name):
     problem = UNCOVERED[name]()
@@ -253,6 +256,7 @@ def test_a_variable_that_was_written_after_its_read_is_not_read_again():
         compiled(step, [zoo.floats(4, 5, 2)])(zoo.floats(4, 5, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LSTM", "own cell"])
 def test_an_example_that_is_nan_or_not_there_changes_nothing_for_the_others(name):
     problem = RECURRENT[name]()
@@ -278,6 +282,7 @@ def test_an_example_that_is_nan_or_not_there_changes_nothing_for_the_others(name
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_microbatches_take_the_mean_over_examples_and_steps():
     problem = RECURRENT["LSTM"]()
     rows = [r.reshape(2, 2, *r.shape[1:]).mean(axis=1) for r in zoo.batch_of_one_gradients(problem)]
@@ -289,6 +294,7 @@ def test_microbatches_take_the_mean_over_examples_and_steps():
     np.testing.assert_allclose(norms, squared_norms(rows), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compiled",
     [{"steps_per_execution": 2}, pytest.param({"jit_compile": True}, marks=pytest.mark.slow)],

@@ -81,6 +81,7 @@ def test_convolutions(data, rank, channels, filters):
     )
 
 
+@pytest.mark.slow
 @few
 @hypothesis.given(data=st.data(), groups=st.integers(1, 3), channels=sizes, filters=sizes)
 def test_convolutions_in_groups_with_explicit_padding(data, groups, channels, filters):
@@ -216,6 +217,7 @@ ELEMENTWISE = {
 }
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_operations_on_entries(name):
     for shape in ((3, 4), (3, 1), ()):

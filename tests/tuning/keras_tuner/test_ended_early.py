@@ -39,6 +39,7 @@ def with_nan():
     return x, y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_end"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_example_may_end_a_trial(tmp_path, strategy, hook):
@@ -59,6 +60,7 @@ def test_no_example_may_end_a_trial(tmp_path, strategy, hook):
     assert model.optimizer.ledger.segments == [(1.5, 8.0, 6)]
 
 
+@pytest.mark.slow
 def test_data_that_run_out_are_no_trial(tmp_path):
     data = tf.data.Dataset.from_tensor_slices(tuned.data()).batch(8)
     unknown = data.filter(lambda x, y: True)  # how long it is cannot be seen
@@ -69,6 +71,7 @@ def test_data_that_run_out_are_no_trial(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_what_crashed_has_no_model_and_the_others_have(tmp_path):
     def build(hp):
         made = tuned.model(tuned.optimizer())

@@ -100,6 +100,7 @@ def check(injector, folder, kills, strategy, num_trials):
     return journals, begun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["composition", "repeat_and_select"])
 def test_a_search_that_is_killed_draws_once_and_spends_once(injector, tmp_path, strategy):
     journals, begun = check(injector, tmp_path, 4, strategy, 2)

@@ -105,6 +105,7 @@ def left(folder):
     return list(found), text, [numbers for said in found.values() for _, numbers in said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "searches",
     [
@@ -144,6 +145,7 @@ def draw_of_each_generator():
     ]
 
 
+@pytest.mark.slow
 def test_a_known_seed_does_not_tell_when_the_winner_was_tried(tmp_path, monkeypatch):
     kernels, afterwards = [], []
     for position, number in ((0, 1), (0, 1), (1, 3)):

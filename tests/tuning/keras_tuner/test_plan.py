@@ -178,6 +178,7 @@ def test_of_a_winner_every_epoch_may_have_begun_a_pass(strategy):
         assert made.epsilon_without_amplification(noise) == bound
 
 
+@pytest.mark.slow
 def test_the_tuner_sets_the_noise(tmp_path, monkeypatch):
     for name in ("epsilon_spent", "epsilon_of_one", "epsilon_without_amplification"):
         monkeypatch.setattr(Plan, name, lambda made, *args: 1.0)
@@ -193,6 +194,7 @@ def test_the_tuner_sets_the_noise(tmp_path, monkeypatch):
     assert model.optimizer.noise_multiplier == 7.0
 
 
+@pytest.mark.slow
 def test_pld_reaches_a_search_that_shows_the_winner_alone():
     score = strategies.NoisyScore(noise_multiplier=20.0, sensitivity=0.01)
     by_rdp, by_pld = (plan(STRATEGIES[2], score=score, accountant=a) for a in ("rdp", "pld"))

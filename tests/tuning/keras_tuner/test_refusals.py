@@ -37,6 +37,7 @@ def used():
     return optimizer
 
 
+@pytest.mark.slow_after(7)
 @pytest.mark.parametrize(
     "make, error, match",
     [
@@ -84,6 +85,7 @@ def test_one_candidate_of_another_price_stops_all_before_the_first(tmp_path, nam
         tuned.search(tuned.tuner(tmp_path, build))
 
 
+@pytest.mark.slow
 def test_a_noise_that_one_optimizer_cannot_have_stops_all_before_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "tf_adaptive_dp.tuning.keras_tuner.plan.Plan.noise_multiplier", lambda plan: 1.5

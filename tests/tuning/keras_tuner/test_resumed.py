@@ -26,6 +26,7 @@ def test_draws_are_on_the_disk_before_the_first_model_is_built_for_them(tmp_path
     assert (tmp_path / "search").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("strategy", ["composition", "repeat_and_select"])
 def test_an_interrupted_search_goes_on_without_drawing_anew(tmp_path, monkeypatch, strategy):
     arguments = {"strategy": strategy, "num_trials": 3}
@@ -46,6 +47,7 @@ def test_an_interrupted_search_goes_on_without_drawing_anew(tmp_path, monkeypatc
     assert second.went_on == [True]  # where it was
 
 
+@pytest.mark.slow
 def test_a_finished_search_returns_at_once(tmp_path, monkeypatch):
     tuned.Fake(monkeypatch, *[0.5] * 3)
     statement = tuned.search(tuned.tuner(tmp_path)).privacy_statement()
@@ -57,6 +59,7 @@ def test_a_finished_search_returns_at_once(tmp_path, monkeypatch):
     assert tuned.everything_in(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_search_that_ended_while_it_tidied_up_is_finished(tmp_path, monkeypatch):
     tuned.Fake(monkeypatch, 0.25, 0.75, draws=DRAWS[:2])
     made = tuned.tuner(tmp_path, strategy="repeat_and_select", num_trials=2)
@@ -70,6 +73,7 @@ def test_a_search_that_ended_while_it_tidied_up_is_finished(tmp_path, monkeypatc
     assert not (tmp_path / "search" / "secret").exists()
 
 
+@pytest.mark.slow
 def test_draws_that_a_killed_process_left_go_when_results_are_read(tmp_path, monkeypatch):
     from tf_adaptive_dp.tuning.keras_tuner.search_journal import Journal
 
@@ -101,6 +105,7 @@ OTHER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finished", [False, True])
 def test_other_arguments_are_refused_and_change_nothing(tmp_path, monkeypatch, finished):
     tuned.Fake(monkeypatch, 0.5, *([0.5] * 2 if finished else [KeyboardInterrupt()]))
@@ -117,6 +122,7 @@ def test_other_arguments_are_refused_and_change_nothing(tmp_path, monkeypatch, f
     assert tuned.everything_in(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_overwrite_forgets_a_search_unless_it_is_in_use(tmp_path, monkeypatch):
     from tf_adaptive_dp.tuning.keras_tuner.search_journal import Journal
 
@@ -134,6 +140,7 @@ def test_overwrite_forgets_a_search_unless_it_is_in_use(tmp_path, monkeypatch):
     assert len(fake.trained) == 3
 
 
+@pytest.mark.slow
 def test_overwrite_deletes_nothing_if_an_argument_is_refused(tmp_path, monkeypatch):
     tuned.Fake(monkeypatch, *[0.5] * 3)
     tuned.search(tuned.tuner(tmp_path))
@@ -158,6 +165,7 @@ def test_overwrite_deletes_nothing_if_an_argument_is_refused(tmp_path, monkeypat
         made.privacy_statement()
 
 
+@pytest.mark.slow
 def test_overwriting_another_tuners_search_asks_for_the_space(tmp_path, monkeypatch, capsys):
     keras_tuner.RandomSearch(
         tuned.build, "val_accuracy", max_trials=1, directory=tmp_path, project_name="search"
@@ -168,6 +176,7 @@ def test_overwriting_another_tuners_search_asks_for_the_space(tmp_path, monkeypa
     assert not list((tmp_path / "search").glob("tuner*.json"))
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_met_leaves_nothing_behind(tmp_path, monkeypatch):
     def none(strategy, make_trial, epsilon, delta, **kwargs):
         raise ValueError("No noise multiplier meets the budget")
@@ -201,6 +210,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ended"), [("composition", 0), ("repeat_and_select", 1)])
 def test_another_model_in_mid_search_is_refused(tmp_path, monkeypatch, strategy, ended):
     arguments = {"strategy": strategy, "num_trials": 2}
@@ -228,6 +238,7 @@ def test_a_model_that_changes_between_its_trials_is_refused(tmp_path, monkeypatc
     assert len(fake.trained) == 1
 
 
+@pytest.mark.slow
 def test_a_journal_that_knows_no_models_is_gone_on_with(tmp_path, monkeypatch):
     from tf_adaptive_dp.tuning.keras_tuner.search_journal import Journal
 

@@ -16,6 +16,7 @@ RATES = [0.01, 0.1, 1.0]
 DRAWS = [{"learning_rate": rate} for rate in (0.1, 0.1, 1.0, 0.01)]
 
 
+@pytest.mark.slow
 def test_composition_tries_each_candidate_once_and_shows_all(tmp_path, monkeypatch, capsys):
     fake = tuned.Fake(monkeypatch, 0.5, None, 0.75)
     made = tuned.search(tuned.tuner(tmp_path), verbose=1)
@@ -45,6 +46,7 @@ def test_the_number_of_draws_is_the_strategys_and_draws_may_repeat(tmp_path, mon
     assert len(fake.trained) == 12  # of three candidates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["repeat_and_select", "liu_talwar"])
 def test_of_other_strategies_the_winner_alone_is_left(tmp_path, monkeypatch, capsys, strategy):
     fake = tuned.Fake(monkeypatch, 0.1875, 0.8125, 0.6875, None, draws=DRAWS)
@@ -88,6 +90,7 @@ def test_what_is_left_does_not_tell_how_many_trials_there_were(tmp_path, monkeyp
     assert left[0] == left[1] and '"score": 0.5' in left[0]
 
 
+@pytest.mark.slow
 def test_the_name_of_the_winner_does_not_tell_when_it_was_tried(tmp_path, monkeypatch):
     names = set()
     for folder in (tmp_path / "a", tmp_path / "b"):
@@ -104,6 +107,7 @@ def test_names_of_tensorboards_files_do_not_count_writers(tmp_path, monkeypatch)
     assert len(events.name.split(".")[3]) == 16 and events.name.endswith(".honest")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["composition", "repeat_and_select"])
 def test_the_smallest_score_wins_where_it_should(tmp_path, monkeypatch, strategy):
     tuned.Fake(monkeypatch, 0.75, None, 0.5, draws=DRAWS[1:])
@@ -111,6 +115,7 @@ def test_the_smallest_score_wins_where_it_should(tmp_path, monkeypatch, strategy
     assert tuned.winner(tuned.search(made)) == 0.01
 
 
+@pytest.mark.slow
 def test_a_crash_is_paid_for_and_no_number_of_them_ends_the_search(tmp_path, monkeypatch):
     draws = [{"learning_rate": 0.1}] * 9
     fake = tuned.Fake(monkeypatch, *[None] * 8, 0.125, draws=draws)
@@ -118,6 +123,7 @@ def test_a_crash_is_paid_for_and_no_number_of_them_ends_the_search(tmp_path, mon
     assert len(fake.trained) == 9 and tuned.winner(made) == 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["composition", "repeat_and_select"])
 def test_if_all_crashed_there_is_a_clear_error_each_time(tmp_path, monkeypatch, strategy):
     fake = tuned.Fake(monkeypatch, *[None] * 3, draws=DRAWS[:3])
@@ -144,6 +150,7 @@ def test_results_are_asked_for_too_early(tmp_path):
             show()
 
 
+@pytest.mark.slow
 def test_a_plot_shows_the_winner_alone_or_all(tmp_path, monkeypatch):
     for strategy, bars in (("composition", 2), ("repeat_and_select", 1)):
         tuned.Fake(monkeypatch, 0.5, None, 0.75, draws=DRAWS[:3])
@@ -155,6 +162,7 @@ def test_a_plot_shows_the_winner_alone_or_all(tmp_path, monkeypatch):
         assert (tmp_path / f"{strategy}.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_tensorboards_table_has_what_may_be_shown(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import plugin_data_pb2
@@ -178,6 +186,7 @@ def test_tensorboards_table_has_what_may_be_shown(tmp_path, monkeypatch):
     assert table(tmp_path / "b") == {0.01: 0.75}
 
 
+@pytest.mark.slow
 def test_conditional_spaces_and_one_candidate(tmp_path, monkeypatch):
     def conditional(hp):
         momentum = 0.0

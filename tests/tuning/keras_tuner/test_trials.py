@@ -50,6 +50,7 @@ def throw(error):
     return action
 
 
+@pytest.mark.slow
 def test_the_score_and_the_weights_are_those_of_the_last_epoch(tmp_path, monkeypatch):
     seen = []
 
@@ -88,6 +89,7 @@ def test_a_score_is_released_once_and_noisy_scores_see_the_data_once(tmp_path, m
     assert len(looks) == 2  # once before the search, to see that there is such a metric
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_score_that_is_not_finite_is_the_worst(tmp_path, monkeypatch, value):
     monkeypatch.setattr(
@@ -98,6 +100,7 @@ def test_a_score_that_is_not_finite_is_the_worst(tmp_path, monkeypatch, value):
         tuned.search(one(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["composition", "repeat_and_select"])
 def test_a_crash_is_no_end_and_is_not_repeated(tmp_path, monkeypatch, strategy):
     monkeypatch.setattr(strategies.RepeatAndSelect, "draw_num_trials", lambda strategy: 2)
@@ -115,6 +118,7 @@ def test_a_crash_is_no_end_and_is_not_repeated(tmp_path, monkeypatch, strategy):
         assert len(shown) == 1
 
 
+@pytest.mark.slow
 def test_what_ends_the_machine_is_no_crash(tmp_path):
     stop = At(3, throw(OSError("disk full")))
     made = one(tmp_path)
@@ -125,6 +129,7 @@ def test_what_ends_the_machine_is_no_crash(tmp_path):
     assert made._result.shown()[0]["error"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy, updates", [("composition", 2), ("repeat_and_select", 4)])
 def test_an_interrupted_trial_goes_on(tmp_path, monkeypatch, strategy, updates):
     # Two epochs of two steps; the process ends as the fourth step begins, two after the backup.
@@ -145,6 +150,7 @@ def test_an_interrupted_trial_goes_on(tmp_path, monkeypatch, strategy, updates):
     assert model.optimizer.ledger.segments == [(1.5, 8.0, 4)]
 
 
+@pytest.mark.slow
 def test_lost_releases_are_paid_out_of_the_allowance(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tuned.search(one(tmp_path), epochs=3, callbacks=[At(3, throw(KeyboardInterrupt()))])
@@ -161,6 +167,7 @@ def test_lost_releases_are_paid_out_of_the_allowance(tmp_path):
 
 # Saved: 3 of 9, made in calls of 2 and 1. Lost: 2 made and 1 announced; or 2 announced, and then
 # after calls of 2 and 1 one is left, for which there is no call.
+@pytest.mark.slow
 @pytest.mark.parametrize("calls, lost, released", [(3, 3, 9), (2, 2, 8)])
 def test_no_call_of_several_steps_goes_beyond_the_allowance(tmp_path, calls, lost, released):
     def build(hp):
@@ -186,6 +193,7 @@ def change_noise(model):
     model.optimizer.noise_multiplier = 0.5
 
 
+@pytest.mark.slow
 def test_nothing_may_change_the_noise_of_a_trial(tmp_path):
     made = one(tmp_path)
     with pytest.raises(dp.NotPrivateError, match=r"Received: noise.*\(0.5, 8.0\)"):
@@ -194,6 +202,7 @@ def test_nothing_may_change_the_noise_of_a_trial(tmp_path):
     assert len(journal) == 2  # the trial is in progress: corrected, it goes on
 
 
+@pytest.mark.slow
 def test_a_model_that_releases_twice_in_a_step_is_found_at_once(tmp_path):
     class Twice(tf.keras.Sequential):
         def train_step(self, batch):
@@ -210,6 +219,7 @@ def test_a_model_that_releases_twice_in_a_step_is_found_at_once(tmp_path):
         tuned.search(one(tmp_path, build_model=build))
 
 
+@pytest.mark.slow
 def test_batches_of_another_size_are_found_at_once(tmp_path):
     x, y = tuned.data()
     made = one(tmp_path)
@@ -218,6 +228,7 @@ def test_batches_of_another_size_are_found_at_once(tmp_path):
         made.search(data, validation_data=tuned.data(16, seed=1), verbose=0)
 
 
+@pytest.mark.slow
 def test_poisson_batches(tmp_path):
     sampling = dp.PoissonSampling.for_batch_size(8, tuned.NUM_EXAMPLES, steps=4)
     x, y = tuned.data()
@@ -233,6 +244,7 @@ def test_poisson_batches(tmp_path):
     assert "proven upper bound" in " ".join(made.privacy_statement().split())
 
 
+@pytest.mark.slow
 def test_monitor_and_tensorboard_work_and_their_files_go_with_the_trial(tmp_path, monkeypatch):
     monkeypatch.setattr(strategies.RepeatAndSelect, "draw_num_trials", lambda strategy: 2)
     used = dp.PrivacyMonitor(tuned.NUM_EXAMPLES, tuned.DELTA, str(tmp_path / "monitor"))
@@ -252,6 +264,7 @@ def threading_lock():
     return threading.Lock()
 
 
+@pytest.mark.slow
 def test_side_information_of_the_optimizer_is_a_callback_of_its_own_trial(tmp_path):
     public = tf.data.Dataset.from_tensor_slices(tuned.data(8, seed=2)).batch(4)
 
@@ -283,6 +296,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_other_optimizers_release_what_was_planned(tmp_path, name):
     made = tuned.search(one(tmp_path, build_model=lambda hp: tuned.model(OPTIMIZERS[name]())))
