@@ -297,7 +297,8 @@ def sum_to_operand(op: tf.Operation, batch_axes: BatchAxes) -> BatchAxis | None:
 
     The gradient of `x * y` sums over the axes along which x was broadcast, and reshapes to the
     shape of x. These axes are unknown while tracing. But if x has a batch axis, it is among them
-    only if its length is 1, and then summing over it changes nothing.
+    only if its length is 1, and then summing over it changes nothing. Releases of TensorFlow differ
+    in whether the sum keeps these axes, with length 1, until the reshape removes them.
 
     Args:
       op: a sum over axes that are unknown while tracing.
@@ -318,10 +319,10 @@ def sum_to_operand(op: tf.Operation, batch_axes: BatchAxes) -> BatchAxis | None:
     kept = [a for a, size in enumerate(own) if size != ONE]
     if any(own[a] != batch_axes.size(tensor, first + a) for a in kept):
         return None
-    users = [u for u in op.outputs[0].consumers() if u.type not in SHAPE_ONLY]
-    if op.get_attr("keep_dims") or any(
-        u.type != "Reshape" or u.inputs[1] is not shape for u in users
-    ):
+    users = op.outputs[0].consumers()
+    if not (op.get_attr("keep_dims") and first):  # else its axes have other places than those of x
+        users = [u for u in users if u.type not in SHAPE_ONLY]
+    if any(u.type != "Reshape" or u.inputs[1] is not shape for u in users):
         return None
     return layout.at(layout.axis - first) if layout.axis - first in kept else None
 
