@@ -25,7 +25,7 @@ help:
 	echo "make test-all  all tests, the slow ones too"
 	echo "make bench     time and memory of training steps: an hour or more, on an idle machine"
 	echo "make bench-peers  the same beside Opacus and JAX-Privacy (needs Python 3.11 and 3.12)"
-	echo "make lint      ruff: rules and format"
+	echo "make lint      ruff: rules and format; mypy: types"
 	echo "make lock      re-make requirements/lock.txt from requirements/lock.in"
 	echo "make wheel     build dist/*.whl"
 	echo "make clean     remove .venv, caches and build files"
@@ -52,6 +52,7 @@ bench-peers: $(READY) $(PEERS_READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 lock:
 	requirements/lock.sh
@@ -60,7 +61,7 @@ wheel: $(READY)
 	$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf .venv $(PEERS)/*/.venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(PEERS)/*/.venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Tried in turn: does it run at all (a pyenv shim may not), is it of a fitting version, can it make

@@ -136,7 +136,15 @@ def build_adadps(
 class _ADADP(tff.learning.optimizers.Optimizer):
     """See `build_adadp`."""
 
-    def __init__(self, learning_rate, tolerance, alpha_min, alpha_max, discard, keep):
+    def __init__(
+        self,
+        learning_rate: Any,
+        tolerance: float,
+        alpha_min: float,
+        alpha_max: float,
+        discard: bool,
+        keep: str,
+    ):
         alpha_min = checks.number("alpha_min", alpha_min, 0, strict=True)
         if alpha_min > 1:
             raise ValueError(f"`alpha_min` must be at most 1. Received: alpha_min={alpha_min!r}")
@@ -221,7 +229,9 @@ class _AdaDPS(tff.learning.optimizers.Optimizer):
     which sets the learning rate in the state fails instead of hiding `side_information`.
     """
 
-    def __init__(self, preconditioner, base):
+    def __init__(
+        self, preconditioner: ClientPreconditioner, base: tff.learning.optimizers.Optimizer
+    ):
         if not isinstance(preconditioner, ClientPreconditioner):
             raise TypeError(
                 "`preconditioner` must be a `ClientPreconditioner`, which states the provenance of "
@@ -278,7 +288,7 @@ def _error(first_half: list, second_half: list, reached: list) -> tf.Tensor:
 
 
 def _check_state_fits(points: Any, weights: Any) -> None:
-    def described(nest):
+    def described(nest: Any) -> Any:
         return tf.nest.map_structure(lambda t: (tuple(t.shape), t.dtype.name), nest)
 
     try:

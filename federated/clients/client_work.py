@@ -17,6 +17,8 @@ import tensorflow_federated as tff
 
 ModelFn = Callable[[], tff.learning.models.VariableModel]
 REDUCE = tff.learning.LoopImplementation.DATASET_REDUCE
+# Runs a step on each batch of a data set, from a start; returns the last state.
+_Loop = Callable[[tf.data.Dataset, tuple, Callable[[tuple, Any], tuple]], tuple]
 
 
 def build_client_work(
@@ -60,7 +62,7 @@ def build_client_work(
     loop = _reduce if loop_implementation is REDUCE else _iterate
     functional = isinstance(model_fn, tff.learning.models.FunctionalModel)
     with tf.Graph().as_default():  # keeps the model's variables out of the caller's graph
-        model = model_fn if functional else model_fn()
+        model: Any = model_fn if functional else model_fn()
         finalizers = model.finalize_metrics if functional else model.metric_finalizers()
         aggregate_metrics = (metrics_aggregator or tff.learning.metrics.sum_then_finalize)(
             finalizers
@@ -69,12 +71,12 @@ def build_client_work(
         data_type = tff.SequenceType(tff.types.tensorflow_to_type(model.input_spec))
 
     @tff.tensorflow.computation
-    def initial_hparams():
+    def initial_hparams() -> Any:
         specs = tff.types.type_to_tf_tensor_specs(weights_type.trainable)
         return client_optimizer.get_hparams(client_optimizer.initialize(specs))
 
     @tff.tensorflow.computation(initial_hparams.type_signature.result, weights_type, data_type)
-    def client_update(hparams, initial_weights, dataset):
+    def client_update(hparams: Any, initial_weights: Any, dataset: tf.data.Dataset) -> tuple:
         if functional:
             train = _training_of_functional(model_fn, client_optimizer, loop)
         else:
@@ -84,7 +86,9 @@ def build_client_work(
     return _build_process(initial_hparams, client_update, aggregate_metrics)
 
 
-def _build_process(initial_hparams, client_update, aggregate_metrics):
+def _build_process(
+    initial_hparams: tff.Computation, client_update: tff.Computation, aggregate_metrics: Any
+) -> tff.learning.templates.ClientWorkProcess:
     """Builds the federated computations around a client's own computation."""
     hparams_type, weights_type, data_type = client_update.type_signature.parameter
     sums_type = client_update.type_signature.result[2]
@@ -93,7 +97,7 @@ def _build_process(initial_hparams, client_update, aggregate_metrics):
         summarize = tff.tensorflow.computation(summary, sums_type)
 
     @tff.federated_computation
-    def initialize():
+    def initialize() -> Any:
         return tff.federated_eval(initial_hparams, tff.SERVER)
 
     @tff.federated_computation(
@@ -101,7 +105,7 @@ def _build_process(initial_hparams, client_update, aggregate_metrics):
         tff.FederatedType(weights_type, tff.CLIENTS),
         tff.FederatedType(data_type, tff.CLIENTS),
     )
-    def next_round(hparams, weights, client_data):
+    def next_round(hparams: Any, weights: Any, client_data: Any) -> Any:
         result, metrics, reports = tff.federated_map(
             client_update, (tff.federated_broadcast(hparams), weights, client_data)
         )
@@ -111,11 +115,11 @@ def _build_process(initial_hparams, client_update, aggregate_metrics):
         return tff.templates.MeasuredProcessOutput(hparams, result, tff.federated_zip(measurements))
 
     @tff.tensorflow.computation(hparams_type)
-    def get_hparams(state):
+    def get_hparams(state: Any) -> Any:
         return state
 
     @tff.tensorflow.computation(hparams_type, hparams_type)
-    def set_hparams(state, hparams):
+    def set_hparams(state: Any, hparams: Any) -> Any:
         del state
         return hparams
 
@@ -124,11 +128,15 @@ def _build_process(initial_hparams, client_update, aggregate_metrics):
     )
 
 
-def _build_update(train, optimizer, weighting):
+def _build_update(
+    train: Callable[..., tuple],
+    optimizer: tff.learning.optimizers.Optimizer,
+    weighting: tff.learning.ClientWeighting,
+) -> Callable[..., tuple]:
     """Builds a client's computation: its weighted update, its metrics, its part of the report."""
 
     @tf.function
-    def client_update(hparams, initial_weights, dataset):
+    def client_update(hparams: Any, initial_weights: Any, dataset: tf.data.Dataset) -> tuple:
         trained, num_examples, optimizer_state, metrics_of = train(
             hparams, initial_weights, dataset
         )
@@ -149,15 +157,19 @@ def _build_update(train, optimizer, weighting):
     return client_update
 
 
-def _training_of_variables(model, optimizer, loop):
+def _training_of_variables(
+    model: tff.learning.models.VariableModel,
+    optimizer: tff.learning.optimizers.Optimizer,
+    loop: _Loop,
+) -> Callable[..., tuple]:
     """Builds local training of a `VariableModel`, whose variables hold weights and metrics."""
     weights = tff.learning.models.ModelWeights.from_model(model)
 
-    def train(hparams, initial_weights, dataset):
+    def train(hparams: Any, initial_weights: Any, dataset: tf.data.Dataset) -> tuple:
         tf.nest.map_structure(lambda v, t: v.assign(t), weights, initial_weights)
         variables = tuple(tf.nest.flatten(weights.trainable))
 
-        def step(state, batch):
+        def step(state: tuple, batch: Any) -> tuple:
             num_examples, optimizer_state = state
             with tf.GradientTape() as tape:
                 output = model.forward_pass(batch, training=True)
@@ -174,7 +186,7 @@ def _training_of_variables(model, optimizer, loop):
         num_examples, optimizer_state = loop(dataset, start, step)
         trained = tf.nest.map_structure(lambda v: v.read_value(), weights.trainable)
 
-        def metrics_of(finite):
+        def metrics_of(finite: tf.Tensor) -> Any:
             if not finite:
                 model.reset_metrics()
             return model.report_local_unfinalized_metrics()
@@ -184,13 +196,17 @@ def _training_of_variables(model, optimizer, loop):
     return train
 
 
-def _training_of_functional(model, optimizer, loop):
+def _training_of_functional(
+    model: tff.learning.models.FunctionalModel,
+    optimizer: tff.learning.optimizers.Optimizer,
+    loop: _Loop,
+) -> Callable[..., tuple]:
     """Builds local training of a `FunctionalModel`, whose weights and metrics are tensors."""
 
-    def train(hparams, initial_weights, dataset):
+    def train(hparams: Any, initial_weights: Any, dataset: tf.data.Dataset) -> tuple:
         fixed = initial_weights.non_trainable
 
-        def step(state, batch):
+        def step(state: tuple, batch: Any) -> tuple:
             trainable, optimizer_state, metrics_state, num_examples = state
             x, y = (batch["x"], batch["y"]) if isinstance(batch, Mapping) else batch
             with tf.GradientTape() as tape:
@@ -218,7 +234,7 @@ def _training_of_functional(model, optimizer, loop):
         )
         trained, optimizer_state, metrics_state, num_examples = loop(dataset, start, step)
 
-        def metrics_of(finite):
+        def metrics_of(finite: tf.Tensor) -> Any:
             return tf.nest.map_structure(
                 lambda after, before: tf.where(finite, after, before),
                 metrics_state,
@@ -230,23 +246,23 @@ def _training_of_functional(model, optimizer, loop):
     return train
 
 
-def _initial_state(optimizer, hparams, weights):
+def _initial_state(optimizer: tff.learning.optimizers.Optimizer, hparams: Any, weights: Any) -> Any:
     specs = tf.nest.map_structure(lambda w: tf.TensorSpec(w.shape, w.dtype), weights)
     return optimizer.set_hparams(optimizer.initialize(specs), hparams)
 
 
-def _reduce(dataset, start, step):
+def _reduce(dataset: tf.data.Dataset, start: tuple, step: Callable[[tuple, Any], tuple]) -> tuple:
     return dataset.reduce(start, step)
 
 
-def _iterate(dataset, start, step):
+def _iterate(dataset: tf.data.Dataset, start: tuple, step: Callable[[tuple, Any], tuple]) -> tuple:
     state = start
     for batch in iter(dataset):
         state = step(state, batch)
     return state
 
 
-def _weights_type(model):
+def _weights_type(model: Any) -> tff.Type:
     """The TFF type of the model's weights, as `ModelWeights`."""
     if not isinstance(model, tff.learning.models.FunctionalModel):
         return tff.learning.models.weights_type_from_model(model)
@@ -257,7 +273,9 @@ def _weights_type(model):
     return tff.types.tensorflow_to_type(tff.learning.models.ModelWeights(trainable, non_trainable))
 
 
-def _check_arguments(model_fn, client_optimizer, weighting, loop_implementation):
+def _check_arguments(
+    model_fn: Any, client_optimizer: Any, weighting: Any, loop_implementation: Any
+) -> None:
     expected = [
         ("client_optimizer", client_optimizer, tff.learning.optimizers.Optimizer),
         ("weighting", weighting, tff.learning.ClientWeighting),

@@ -40,7 +40,7 @@ class ClientPreconditioner:
     provenance: str | dp_accounting.DpEvent | None = None
     description: str = "fixed preconditioner"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_provenance(self.provenance)
 
     @classmethod
@@ -75,7 +75,7 @@ class ClientPreconditioner:
         names = [f"trainable weight {k}" for k in range(len(arrays))]
         given = {n: a for n, a in zip(names, arrays) if a is not None}
         fixed = FixedPreconditioner(given, provenance="public")  # only to check the arrays
-        specs = [tf.TensorSpec(fixed.preconditioners[name].shape, name=name) for name in given]
+        specs = [tf.TensorSpec(np.shape(array), name=name) for name, array in given.items()]
         checked = dict(zip(given, _scales(fixed, specs)))
         return cls(tuple(checked.get(name) for name in names), provenance, description)
 

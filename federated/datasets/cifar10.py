@@ -240,7 +240,7 @@ def preprocess_fn(batches: ClientBatches) -> Callable[[tf.data.Dataset], tf.data
       A function of a dataset of (image, label), for `client_data(...).preprocess`.
     """
 
-    def normalise(images, labels):
+    def normalise(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         scaled = tf.cast(images, tf.float32) / 255
         return (scaled - tf.constant(_MEAN)) / tf.constant(_STD), tf.cast(labels, tf.int32)
 

@@ -47,7 +47,7 @@ class ClientBatches:
     shuffle_buffer: int = 10_000
     seed: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "shuffle_buffer"):
             checks.integer(name, getattr(self, name), 1)
         for name, minimum in (("max_examples", 1), ("max_batches", 1), ("seed", 0)):

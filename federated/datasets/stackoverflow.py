@@ -92,10 +92,10 @@ def preprocess_fn(
         # Created here, so that they belong to the graph in which TFF traces this function.
         word_ids, tag_ids = _table(vocabulary.words), _table(vocabulary.tags)
 
-        def has_known_tag(post):
+        def has_known_tag(post: dict[str, tf.Tensor]) -> tf.Tensor:
             return tf.reduce_any(tag_ids.lookup(tf.strings.split(post["tags"], sep="|")) >= 0)
 
-        def examples(batch):
+        def examples(batch: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
             text = tf.strings.join([batch["tokens"], batch["title"]], separator=" ")
             bags = _counts(word_ids.lookup(tf.strings.split(text)), num_words)
             bags = tf.math.divide_no_nan(bags, tf.reduce_sum(bags, axis=1, keepdims=True))

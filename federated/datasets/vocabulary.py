@@ -38,7 +38,7 @@ class Vocabulary:
     words: tuple[str, ...]
     tags: tuple[str, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("words", "tags"):
             names = getattr(self, name)
             if not names or len(set(names)) < len(names):
@@ -128,19 +128,23 @@ def count_users(client_data: Any, client_ids: Sequence[str], source: str = "held
         )
     users = tuple(sorted(set(client_ids)))
 
-    def posts(user):
+    def posts(user: tf.Tensor) -> tf.data.Dataset:
         return client_data.serializable_dataset_fn(user).map(
             lambda post: (user, post["tokens"], post["title"], post["tags"])
         )
 
-    seen = {"words": collections.defaultdict(set), "tags": collections.defaultdict(set)}
+    seen: dict[str, dict[str, set[bytes]]] = {
+        "words": collections.defaultdict(set),
+        "tags": collections.defaultdict(set),
+    }
     for user, *texts in tf.data.Dataset.from_tensor_slices(list(users)).flat_map(posts):
         name = user.numpy()
-        tokens, title, tags = (text.numpy().decode() for text in texts)
+        tokens, title, tagged = (text.numpy().decode() for text in texts)
         for word in (*tokens.split(), *title.split()):
             seen["words"][word].add(name)
-        for tag in filter(None, tags.split("|")):
-            seen["tags"][tag].add(name)
+        for tag in tagged.split("|"):
+            if tag:
+                seen["tags"][tag].add(name)
     words, tags = (
         _ranked({what: len(names) for what, names in sorted(found.items())})
         for found in seen.values()
@@ -199,9 +203,10 @@ def _text(path: pathlib.Path, member: str) -> str:
         return path.read_text(encoding="utf-8")
     with tarfile.open(path, "r:bz2") as archive:
         inside = next((m for m in archive if m.isfile() and m.name.endswith(member)), None)
-        if inside is None:
+        file = None if inside is None else archive.extractfile(inside)
+        if file is None:
             raise ValueError(f"it has no {member}")
-        return archive.extractfile(inside).read().decode("utf-8")
+        return file.read().decode("utf-8")
 
 
 def _entry(line: str) -> tuple[str, int]:

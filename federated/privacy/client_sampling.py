@@ -38,8 +38,8 @@ class EveryClient(draws.Sampling):
     """
 
     label: ClassVar[str] = "every"
-    steps: ClassVar[int] = composition.MAX_RELEASES
-    seed: ClassVar[int | None] = None
+    steps = composition.MAX_RELEASES
+    seed = None
 
     def expected_batch_size(self, num_examples: int) -> float:
         """The number of clients."""

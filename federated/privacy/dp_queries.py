@@ -93,7 +93,9 @@ class GaussianSum(tfp.GaussianSumQuery):
 class _QuantileEstimator(tfp.QuantileEstimatorQuery):
     """Counts the norms below an estimate, with the noise of `GaussianSum`."""
 
-    def _construct_below_estimate_query(self, stddev: float, expected_num_records: float):
+    def _construct_below_estimate_query(
+        self, stddev: float, expected_num_records: float
+    ) -> tfp.NormalizedQuery:
         # Counts are shifted by one half, so a client changes them by ±0.5.
         return tfp.NormalizedQuery(GaussianSum(0.5, stddev), expected_num_records)
 

@@ -81,7 +81,7 @@ class UserLevelPrivacy:
     mechanism: str = "gaussian"
     initial_clip: float = 0.1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._keep(checks.number, "noise_multiplier", 0)
         self._keep(checks.number, "clients_per_round", 0, strict=True)
         self._keep(checks.integer, "total_clients", 1)

@@ -137,7 +137,7 @@ class WorkerProcess:
                 f"Received: max_concurrency={max_concurrency}."
             )
         self._lines: collections.deque[str] = collections.deque(maxlen=20)
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[str] | None = None
         self._started = threading.Event()
         self._error: OSError | None = None
         with _hold_port(port or 0) as held:
@@ -160,14 +160,20 @@ class WorkerProcess:
         return f"127.0.0.1:{self.port}"
 
     @property
+    def _child(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            raise RuntimeError("The worker has not been started.")
+        return self._process
+
+    @property
     def pid(self) -> int:
         """Its process id."""
-        return self._process.pid
+        return self._child.pid
 
     @property
     def exit_status(self) -> int | None:
         """`None` while it runs; a negative number is the signal that killed it."""
-        return self._process.poll()
+        return self._child.poll()
 
     @property
     def resident_size(self) -> int:
@@ -190,7 +196,7 @@ class WorkerProcess:
 
     def _run(self, command: list[str]) -> None:
         try:
-            self._process = subprocess.Popen(
+            self._process = process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _BECOME_WORKER, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -205,10 +211,10 @@ class WorkerProcess:
             return
         finally:
             self._started.set()
-        for line in self._process.stdout:
+        for line in process.stdout or ():
             self._lines.append(line)
             print(line, end="", file=sys.stderr, flush=True)
-        self._process.wait()
+        process.wait()
 
     def _wait_until_ready(self, timeout: float) -> None:
         end = time.monotonic() + timeout
@@ -233,8 +239,8 @@ class WorkerProcess:
     def close(self) -> None:
         """Kills the worker; its running computations are lost. Safe to call again."""
         if self.exit_status is None:
-            self._process.kill()  # it holds nothing that needs an orderly shutdown
-        self._process.wait()
+            self._child.kill()  # it holds nothing that needs an orderly shutdown
+        self._child.wait()
 
 
 def _parse_args(args: list[str] | None) -> argparse.Namespace:

@@ -210,7 +210,7 @@ def best_rate(found: Mapping[tuple, list[Trial]], share: float, method: str) -> 
     }
     if method == "adadp" and DEFAULT_RATE in rates:
         return DEFAULT_RATE
-    return trials.best(rates, rates.get) if rates else None
+    return trials.best(rates, rates.__getitem__) if rates else None
 
 
 def table(finished: Sequence[Trial]) -> str:
@@ -241,7 +241,7 @@ def plot(finished: Sequence[Trial]) -> Any:
     figure, axes = plt.subplots(2, max(len(shares), 2), figsize=(4 * max(len(shares), 2), 8))
     for axis, share in zip(axes[0], shares):
         for method, title in TITLES.items():
-            rates = [best_rate(found, share, method)]
+            rates: Sequence[float | None] = [best_rate(found, share, method)]
             if method == "adam":
                 rates = sorted(rate for at, name, rate in found if (at, name) == (share, method))
             for rate in rates:

@@ -155,6 +155,8 @@ def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, f
         evaluate_every=max(1, settings["rounds"] // 20),
         release_managers=monitor.monitors(folder, settings["rounds"]),
     )
+    if trained.ledger is None:
+        raise ValueError("The run must have a ledger. Received: none")
     statement = user_epsilon.privacy_statement(trained.ledger, delta, sampling=sampler.sampling)
     (folder / "privacy.txt").write_text(statement)
     print(statement.split("\n\n")[0])
@@ -196,7 +198,7 @@ def plot(finished: Sequence[Trial]) -> Any:
     for axis, name in zip(axes.flat, METHODS):
         chosen = {m: runs for (setting, m), runs in best_runs(finished).items() if setting == name}
         for color, (method, runs) in enumerate(chosen.items()):
-            label = f"{TITLES[method]}, ε = {largest_epsilon(runs):.3g}"
+            label: str | None = f"{TITLES[method]}, ε = {largest_epsilon(runs):.3g}"
             for run in runs:  # each run lost other rounds
                 axis.plot(*run.curve("test/accuracy"), color=f"C{color}", alpha=0.7, label=label)
                 label = None

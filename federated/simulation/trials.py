@@ -20,7 +20,7 @@ from federated.runtime.worker import WorkerStartError
 
 Settings = dict[str, Any]
 _FINISHED = "finished.json"
-_COMPACT = {"separators": (",", ":"), "ensure_ascii": False}
+_COMPACT: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False}
 
 
 class Trial(NamedTuple):

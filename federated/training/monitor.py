@@ -62,13 +62,14 @@ def scalars(
       >>> dict(scalars(metrics, UserLevelPrivacy(1.0, 10, 100, clip=0.5)))
       {'privacy/clip_norm': 0.5, 'privacy/noise_stddev': 0.05, 'not_private/train/loss': 0.5}
     """
-    figures, private = OrderedDict(), privacy is not None
+    figures: OrderedDict[str, float | list[float]] = OrderedDict()
+    private = privacy is not None
     clips = [float(value) for path, value in _leaves(metrics) if "dp_query_metrics" in path]
-    if private and not privacy.is_adaptive:
+    if privacy is not None and not privacy.is_adaptive:
         clips = [float(privacy.clip)]
     if clips:
         figures["privacy/clip_norm"] = clips[0]
-    if private and clips:
+    if privacy is not None and clips:
         stddev = privacy.value_noise_multiplier * clips[0] / privacy.clients_per_round
         figures["privacy/noise_stddev"] = stddev
     for path, value in _leaves(metrics):

@@ -197,12 +197,12 @@ def build_dp_fed_avg(
 def _the_one_side_information(
     client_optimizer: Any, preconditioner: ClientPreconditioner | None, server_optimizer: Any
 ) -> Any:
-    used = {
+    possible = {
         "client_optimizer": getattr(client_optimizer, "side_information", None),
         "preconditioner": preconditioner,
         "server_optimizer": getattr(server_optimizer, "side_information", None),
     }
-    used = {name: found for name, found in used.items() if found is not None}
+    used = {name: found for name, found in possible.items() if found is not None}
     if len(used) > 1:
         raise ValueError(
             "Side information can be in one of `client_optimizer`, `preconditioner` and "
@@ -228,14 +228,14 @@ class _PreconditionedFactory(tff.aggregators.UnweightedAggregationFactory):
         inner = self._inner.create(value_type)
 
         @tff.tensorflow.computation(value_type)
-        def divided(update):
+        def divided(update: Any) -> Any:
             parts = self._preconditioner.precondition(tf.nest.flatten(update))
             return tf.nest.pack_sequence_as(update, parts)
 
         @tff.federated_computation(
             inner.initialize.type_signature.result, tff.FederatedType(value_type, tff.CLIENTS)
         )
-        def next_fn(state, updates):
+        def next_fn(state: Any, updates: Any) -> Any:
             return inner.next(state, tff.federated_map(divided, updates))
 
         return tff.templates.AggregationProcess(inner.initialize, next_fn)
@@ -245,7 +245,7 @@ def _without_measurements(
     client_work: tff.learning.templates.ClientWorkProcess,
 ) -> tff.learning.templates.ClientWorkProcess:
     @tff.federated_computation(*client_work.next.type_signature.parameter)
-    def next_fn(state, weights, client_data):
+    def next_fn(state: Any, weights: Any, client_data: Any) -> Any:
         output = client_work.next(state, weights, client_data)
         nothing = tff.federated_value((), tff.SERVER)
         return tff.templates.MeasuredProcessOutput(output.state, output.result, nothing)
@@ -274,7 +274,7 @@ def _composed(
         )
 
     @tff.tensorflow.computation
-    def initial_weights():
+    def initial_weights() -> Any:
         if not isinstance(model_fn, tff.learning.models.FunctionalModel):
             return tff.learning.models.ModelWeights.from_model(model_fn())
         trainable, fixed = (

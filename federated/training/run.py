@@ -66,7 +66,6 @@ class Run:
     ):
         self.process, self.failures_left = process, max_failures
         self.privacy = None if ledger is None else ledger.privacy
-        self._ledger_class = type(ledger)
         self._rounds_before = rounds_before(ledger)
         if ledger is not None:
             sampler.checked(ledger.privacy)
@@ -114,14 +113,13 @@ class Run:
             files.write(path, sampler.for_new_run().key)
         return type(sampler)(sampler.client_ids, sampler.sampling, path.read_bytes())
 
-    def _restore(self, state: Any, ledger: Any) -> None:
+    def _restore(self, state: Any, ledger: user_epsilon.UserLedger | None) -> None:
         number, journal = self.states.latest(), self.journal
+        self.ledger: user_epsilon.UserLedger | None = None
         if number is None and not journal.begun:
             self.number, self.state, self.finished, self.figures = 0, state, 0, {}
-            if ledger is None:
-                self.ledger = None
-            else:
-                self.ledger = self._copied(ledger.to_dict())
+            if ledger is not None:
+                self.ledger = _copied(ledger.to_dict(), ledger)
                 self.ledger.sampling = described(self.sampler.sampling)
             self._save()
             return
@@ -135,13 +133,11 @@ class Run:
         self.state, record = self.states.load(number, state)
         self.number = number
         self.finished, self.figures = record["finished"], record["figures"]
-        self.ledger = self._copied(record["ledger"])
+        if record["ledger"] is not None:
+            self.ledger = _copied(record["ledger"], ledger)
         # The process may have ended when the state was complete but not yet on the disk.
         self.states.sync(number)
         self.lose(journal.begun - number)
-
-    def _copied(self, ledger: dict | None) -> user_epsilon.UserLedger | None:
-        return None if ledger is None else self._ledger_class.from_dict(ledger, self.privacy)
 
     def _save(self) -> None:
         record = {
@@ -188,3 +184,10 @@ class Run:
         self.number, self.state, self.finished = number, output.state, self.finished + 1
         self._save()
         return True
+
+
+def _copied(record: dict, ledger: user_epsilon.UserLedger | None) -> user_epsilon.UserLedger:
+    """A ledger of the kind and the privacy of `ledger`, with what `to_dict` returned."""
+    if ledger is None:
+        raise ValueError("`ledger` must be that of the run. Received: ledger=None")
+    return type(ledger).from_dict(record, ledger.privacy)

@@ -11,6 +11,8 @@ import types
 
 import tensorflow as tf
 
+__all__ = ["GENERATION", "internal_module", "keras"]
+
 # Keras 2 does not say its version here.
 GENERATION = 3 if getattr(tf.keras, "__version__", "2").startswith("3.") else 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
@@ -43,7 +44,7 @@ def captures(graph: tf.Graph) -> Sequence[tuple[tf.Tensor, tf.Tensor]]:
     return getattr(graph, "captures", ())
 
 
-def static_value(tensor: tf.Tensor):
+def static_value(tensor: tf.Tensor) -> Any:
     """The value of a tensor as a NumPy array if the graph determines it, else `None`."""
     return smart_cond.smart_constant_value(tensor)
 
@@ -209,7 +210,7 @@ def size_of_variable(handle: tf.Tensor) -> int:
     return tf.TensorShape(described.shape).num_elements()
 
 
-def hidden_variable(graph: tf.Graph, value) -> tf.Variable:
+def hidden_variable(graph: tf.Graph, value: Any) -> tf.Variable:
     """A variable that no model, checkpoint or saved model sees; it lives as long as the graph."""
     with tf.init_scope():
         variable = resource_variable_ops.ResourceVariable(value, trainable=False, name="state")

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tf_adaptive_dp._keras.generation import GENERATION, internal_module, keras
 
-Layer = tf.keras.layers.Layer
 # In Keras 3 `BatchNormalization(synchronized=True)` is what the second one was.
-BATCH_NORMALIZATIONS: tuple[type[Layer], ...] = (
+BATCH_NORMALIZATIONS: tuple[type[tf.keras.layers.Layer], ...] = (
     (keras.layers.BatchNormalization,)
     if GENERATION == 3
     else (keras.layers.BatchNormalization, keras.layers.experimental.SyncBatchNormalization)
 )
 
 
-def inner_layers(layer: Layer) -> Iterator[Layer]:
+def inner_layers(layer: tf.keras.layers.Layer) -> Iterator[tf.keras.layers.Layer]:
     """The layers that a layer or a model holds itself, in their order."""
     return layer._flatten_layers(recursive=False, include_self=False)
 
@@ -29,7 +29,7 @@ def is_compiled(model: tf.keras.Model) -> bool:
     return model.compiled if GENERATION == 3 else model._is_compiled
 
 
-def is_clonable(layer: Layer) -> bool:
+def is_clonable(layer: tf.keras.layers.Layer) -> bool:
     """Whether `tf.keras.models.clone_model` can copy a layer: a Sequential or functional model."""
     if isinstance(layer, keras.Sequential):
         return True
@@ -38,19 +38,21 @@ def is_clonable(layer: Layer) -> bool:
     return isinstance(layer, keras.Model) and layer._is_graph_network
 
 
-def own_weights(layer: Layer) -> list[tf.Variable]:
+def own_weights(layer: tf.keras.layers.Layer) -> list[tf.Variable]:
     """The variables of a layer itself, without those of layers inside."""
     if GENERATION == 3:
         return [*layer._trainable_variables, *layer._non_trainable_variables]
     return layer._trainable_weights + layer._non_trainable_weights
 
 
-def copy_trainable(source: Layer, target: Layer) -> None:
+def copy_trainable(source: tf.keras.layers.Layer, target: tf.keras.layers.Layer) -> None:
     """Freezes or thaws one layer as another one is, and no layer inside of it."""
     target._trainable = source._trainable
 
 
-def set_dtype_policy(layer: Layer, policy: str | tf.keras.mixed_precision.Policy) -> None:
+def set_dtype_policy(
+    layer: tf.keras.layers.Layer, policy: str | tf.keras.mixed_precision.Policy
+) -> None:
     """Changes the types in which a layer that has been built computes."""
     if GENERATION == 3:
         layer.dtype_policy = policy
@@ -58,7 +60,7 @@ def set_dtype_policy(layer: Layer, policy: str | tf.keras.mixed_precision.Policy
         layer._set_dtype_policy(policy)
 
 
-def was_adapted(layer: Layer) -> bool:
+def was_adapted(layer: tf.keras.layers.Layer) -> bool:
     """Whether a preprocessing layer holds what its method `adapt` computed from data."""
     if GENERATION == 2:
         base = keras.layers.experimental.preprocessing.PreprocessingLayer
@@ -76,7 +78,7 @@ def was_adapted(layer: Layer) -> bool:
 class RandomGenerator:
     """The generator of one layer, as dropout and augmentation have them."""
 
-    def __init__(self, generator):
+    def __init__(self, generator: Any):
         self._keras = generator
 
     @property
@@ -102,7 +104,7 @@ class RandomGenerator:
             self._keras._generator.reset_from_seed(seed)
 
 
-def random_generator(layer: Layer) -> RandomGenerator | None:
+def random_generator(layer: tf.keras.layers.Layer) -> RandomGenerator | None:
     """The generator that a layer draws from, if it has one."""
     found = getattr(layer, "_random_generator", None)
     return RandomGenerator(found) if hasattr(found, "_seed") else None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Callable
+from collections.abc import Iterable, Sequence
+from typing import Any, Callable
 
 import tensorflow as tf
 
 
-class _AnyConstructor(type(tf.keras.mixed_precision.LossScaleOptimizer)):
+class _AnyConstructor(type(tf.keras.mixed_precision.LossScaleOptimizer)):  # type: ignore[misc]
     """Lifts the rule that a `LossScaleOptimizer` is constructed around another optimizer."""
 
-    def __call__(cls, *args, **kwargs):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return type.__call__(cls, *args, **kwargs)
 
 
@@ -26,8 +26,11 @@ class SelfScalingOptimizer(tf.keras.mixed_precision.LossScaleOptimizer, metaclas
     dynamic = False
     dynamic_counter = None
     dynamic_growth_steps = None
-    # Keras's class takes it from the wrapper's constructor.
-    initial_scale = 1.0
+
+    @property
+    def initial_scale(self) -> float:
+        """The factor; Keras's class takes it from the wrapper's constructor."""
+        return 1.0
 
     @property
     def inner_optimizer(self) -> tf.keras.optimizers.Optimizer:
@@ -88,7 +91,7 @@ class OwnRuleOptimizer(tf.keras.optimizers.Optimizer):
         self,
         *,
         learning_rate: float | tf.keras.optimizers.schedules.LearningRateSchedule,
-        **kwargs,
+        **kwargs: Any,
     ):
         super().__init__(**kwargs)
         self._learning_rate = self._build_learning_rate(learning_rate)
@@ -138,7 +141,9 @@ class OwnRuleOptimizer(tf.keras.optimizers.Optimizer):
         """
         decay_each(variables)
 
-    def _internal_apply_gradients(self, grads_and_vars) -> tf.Tensor:
+    def _internal_apply_gradients(
+        self, grads_and_vars: Iterable[tuple[tf.Tensor, tf.Variable]]
+    ) -> tf.Tensor:
         return self.update_all(list(grads_and_vars), super()._internal_apply_gradients)
 
     def _apply_weight_decay(self, variables: Sequence[tf.Variable]) -> None:

@@ -6,6 +6,8 @@ shell is not here yet, so no private optimizer can be created.
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -17,7 +19,7 @@ class SelfScalingOptimizer:
     without privacy or not at all.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         raise NotImplementedError(
             f"{type(self).__name__} needs Keras 2. Received: Keras {keras.__version__}. Install "
             "`tf-keras` in the version of TensorFlow, and set the environment variable "

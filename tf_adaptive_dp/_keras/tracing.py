@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Callable
 
 import tensorflow as tf
@@ -52,7 +53,7 @@ def call_when_complete(graph: tf.Graph, callback: Callable[[tf.Graph], None]) ->
     """
     while is_function(graph):
         if not getattr(graph, "is_watched", False):
-            graph.__class__ = _watched(type(graph), callback)
+            graph.__class__ = _watched(graph.__class__, callback)
         graph = graph.outer_graph
 
 
@@ -64,17 +65,17 @@ def _watched(
         is_watched = True
 
         @property
-        def variables(self):
+        def variables(self) -> tuple[tf.Variable, ...]:
             return super().variables
 
         @variables.setter
-        def variables(self, variables):
+        def variables(self, variables: Iterable[tf.Variable]) -> None:
             kind.variables.fset(self, variables)
             if not (self.is_control_flow_graph and is_function(self.outer_graph)):
                 callback(self)
 
         @property
-        def saveable(self):
+        def saveable(self) -> bool:
             caller = tf.compat.v1.get_default_graph()
             if caller is not self:
                 call_when_complete(caller, callback)

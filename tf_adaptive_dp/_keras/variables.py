@@ -24,7 +24,7 @@ def uncounted_variables() -> Iterator[None]:
         yield
 
 
-def _make_uncounted(next_creator: Callable[..., tf.Variable], **kwargs) -> tf.Variable:
+def _make_uncounted(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
     return next_creator(**{**kwargs, **_UNCOUNTED})
 
 

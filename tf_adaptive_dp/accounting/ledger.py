@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -166,8 +166,8 @@ class Ledger:
     def segments(self) -> list[Segment]:
         """The releases so far, oldest first."""
         return [
-            Segment(*parameters, count)
-            for parameters, count in zip(
+            Segment(noise_multiplier, batch_size, count)
+            for (noise_multiplier, batch_size), count in zip(
                 self._parameters.numpy().tolist(), self._counts.numpy().tolist()
             )
             if count
@@ -192,7 +192,7 @@ class Ledger:
         return batch_size
 
     def restore(
-        self, segments: Sequence[Sequence[float]], checks_of: Sequence[Sequence[float]] = ()
+        self, segments: Sequence[Sequence[float]], checks_of: Sequence[Sequence[Any]] = ()
     ) -> None:
         """Replaces the record.
 
@@ -269,7 +269,9 @@ class Ledger:
         return int(self._counts.numpy().sum())
 
 
-def _added(row: tf.Tensor, checked, distance, declared: tf.Tensor) -> tf.Tensor:
+def _added(
+    row: tf.Tensor, checked: tf.Tensor, distance: tf.Tensor, declared: tf.Tensor
+) -> tf.Tensor:
     """The `Checks` of a segment, a float64 vector, after one more release."""
     distance = tf.cast(distance, tf.float64)
     again = distance > 0

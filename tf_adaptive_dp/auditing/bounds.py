@@ -11,6 +11,7 @@ References:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple
 
@@ -119,9 +120,15 @@ def one_run_epsilon(
         order = np.argsort(column, kind="stable")
         for guesses in numbers:
             lowest, highest = order[: guesses // 2], order[num_canaries - (guesses + 1) // 2 :]
-            correct = int(np.sum(~included[lowest]) + np.sum(included[highest]))
+            correct = int(np.sum(~included[lowest])) + int(np.sum(included[highest]))
             bound = _largest_refuted(
-                lambda e, r=guesses, v=correct: _p_value(e, num_canaries, r, v, delta),
+                functools.partial(
+                    _p_value,
+                    num_canaries=num_canaries,
+                    guesses=guesses,
+                    correct=correct,
+                    delta=delta,
+                ),
                 (1 - confidence) / num_tests,
             )
             if bound > best.epsilon_lower_bound:
@@ -229,10 +236,8 @@ def _numbers(name: str, scores: Any) -> np.ndarray:
 def _checked_guesses(num_guesses: int | Sequence[int] | None, num_canaries: int) -> list[int]:
     if num_guesses is None:
         return [max(1, num_canaries // 4)]
-    several = isinstance(num_guesses, (Sequence, np.ndarray))
-    numbers = [
-        checks.integer("num_guesses", n, 1) for n in (num_guesses if several else [num_guesses])
-    ]
+    given = num_guesses if isinstance(num_guesses, (Sequence, np.ndarray)) else [num_guesses]
+    numbers = [checks.integer("num_guesses", n, 1) for n in given]
     if not numbers or max(numbers) > num_canaries:
         raise ValueError(
             f"`num_guesses` must be from 1 to the number of canaries, {num_canaries}. Received: "
@@ -269,7 +274,7 @@ def _rate_bounds(
     """log((lower limit of P[hit ≥ t] - δ) / upper limit of P[miss ≥ t]) for each threshold t."""
 
     def count(scores: np.ndarray) -> np.ndarray:
-        return len(scores) - np.searchsorted(np.sort(scores), thresholds, side="left")
+        return np.asarray(len(scores) - np.searchsorted(np.sort(scores), thresholds, side="left"))
 
     true, false = count(hits), count(misses)
     with np.errstate(divide="ignore"):

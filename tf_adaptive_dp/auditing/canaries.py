@@ -175,7 +175,7 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
         """Remembers where the training begins; called by Keras."""
         if self._attacked is not self.model:  # else a further `fit` of the same training
             self._attacked = self.model
-            self._scores = 0.0
+            self._scores = np.zeros([])
             if not callable(self.score):
                 self._loss = self.loss or self.model.loss
                 if not callable(self._loss):

@@ -21,7 +21,9 @@ def private_optimizer(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:
     return optimizer
 
 
-def refuse_batch_over_two_passes(optimizer, sampling: Sampling | str) -> None:
+def refuse_batch_over_two_passes(
+    optimizer: tf.keras.optimizers.Optimizer, sampling: Sampling | str
+) -> None:
     """Rejects batches with parts from two epochs: an example in both has a sensitivity of 2C."""
     if isinstance(sampling, str) and sampling != "poisson" and optimizer.unfinished_parts:
         raise NotPrivateError(
@@ -33,7 +35,7 @@ def refuse_batch_over_two_passes(optimizer, sampling: Sampling | str) -> None:
         )
 
 
-def begin_batches_anew(optimizer) -> None:
+def begin_batches_anew(optimizer: tf.keras.optimizers.Optimizer) -> None:
     """Drops the parts of a batch in which an earlier run stopped, so that others do not join."""
     if optimizer.unfinished_parts:
         warnings.warn(

@@ -68,7 +68,7 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
         self.log_dir = log_dir
         self.sampling = sampling_epsilon.check_sampling(sampling)
         self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
-        self._writer = None
+        self._writer: tf.summary.SummaryWriter | None = None
         self._new_run = False
 
     def epsilon(self) -> float:

@@ -6,6 +6,7 @@ import json
 import os
 import weakref
 from pathlib import Path
+from typing import NoReturn
 
 from tf_adaptive_dp.durable import files
 
@@ -101,7 +102,7 @@ class Journal:
             self._follow(entry)
             self._end += len(line) + 1
 
-    def _refuse(self, line: int) -> None:
+    def _refuse(self, line: int) -> NoReturn:
         raise ValueError(
             f"{self._REFUSED} Nothing was changed. Received: {str(self._path)!r}, line {line}"
         )
@@ -115,7 +116,7 @@ class Journal:
         """
         line = encoded(entry)
         read = _decoded(line)
-        if not self._may_follow(read):
+        if read is None or not self._may_follow(read):
             raise ValueError(f"This cannot be noted now. Received: {entry!r}")
         # Written after the last complete line, so that it replaces an unfinished one.
         written = os.pwrite(self._file, line, self._end)

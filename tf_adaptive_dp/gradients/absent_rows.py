@@ -73,7 +73,8 @@ def _terms(loss: tf.Tensor, batch_axes: BatchAxes) -> Iterator[tf.Tensor]:
 
 def _is_weighted(op: tf.Operation) -> bool:
     """Whether an operation multiplies losses by sample weights."""
-    *_, scope, _ = ("", *op.name.split("/"))
+    scopes: list[str] = op.name.split("/")[:-1]
+    scope = scopes[-1] if scopes else ""
     number = scope.removeprefix(_SCOPE)
     named = scope.startswith(_SCOPE) and (not number or number[1:].isdigit())
     return op.type == "Mul" and named

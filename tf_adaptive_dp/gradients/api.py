@@ -157,6 +157,7 @@ def per_example_gradients(
         if loss_scale != 1:
             loss *= tf.cast(loss_scale, loss.dtype)
     terms = [p.term for p in penalties]
+    source: PerExampleGradients
     if batch_axes is None or method == "materialized":
         source = MaterializedGradients(loss, variables, tape, terms)
     else:

@@ -113,7 +113,7 @@ def in_chunks(
     if static is None:
         size = tf.clip_by_value(size, 1, tf.maximum(num_rows, 1))
 
-    def norms(chunk):
+    def norms(chunk: Sequence[tf.Tensor]) -> tf.Tensor:
         rest, total = list(chunk), 0.0
         for c in contributions:
             total += c.of(*rest[: len(c.tensors)])
@@ -149,11 +149,11 @@ class DenseGradient(Contribution):
         """The rows themselves."""
         return rows
 
-    def squared_norms(self, scale, shift):
+    def squared_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
         """From the rows."""
         return dense_norms(self.tensors[0], scale, shift)
 
-    def weighted_sum(self, weights):
+    def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
         """From the rows."""
         return tf.reduce_sum(weigh_rows(self.tensors[0], weights), axis=0)
 
@@ -175,7 +175,7 @@ class OuterGradient(Contribution):
     def __init__(self, x: tf.Tensor, delta: tf.Tensor):
         """Takes x [B, T, G, n] and δ [B, T, G, m]; only B and T may be unknown."""
         super().__init__((x.shape[2], x.shape[3], delta.shape[3]), x, delta)
-        self._products = None
+        self._products: tf.Tensor | None = None
 
     @property
     def _single(self) -> bool:
@@ -193,7 +193,7 @@ class OuterGradient(Contribution):
         small = math.prod(self.shape) * (256 if rows is None else rows) <= _LARGEST
         return small and not self._single and (times is None or times * (n + m) >= n * m)
 
-    def squared_norms(self, scale, shift):
+    def squared_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
         """Takes the cheapest way for these shapes."""
         if self._single:
             return self._single_norms(scale, shift)
@@ -212,7 +212,7 @@ class OuterGradient(Contribution):
                 return OuterGradient(*one_side)._gram_norms()
         return in_chunks([self], scale, shift)
 
-    def _single_norms(self, scale, shift):
+    def _single_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
         x, delta = (t[:, 0, 0] for t in self.tensors)
         lengths = [tf.reduce_sum(tf.square(t), 1) for t in (x, delta)]
         if scale is None:
@@ -233,7 +233,7 @@ class OuterGradient(Contribution):
         exact = tf.maximum(norms + 2.0 * cross + constant, 0.0)
         return exact + _ROUNDING * (norms + constant)
 
-    def _gram_norms(self):
+    def _gram_norms(self) -> tf.Tensor:
         x, delta = (tf.transpose(t, [0, 2, 1, 3]) for t in self.tensors)
         gram = tf.matmul(x, x, transpose_b=True) * tf.matmul(delta, delta, transpose_b=True)
         squares = [tf.reduce_sum(tf.square(t), 3) for t in (x, delta)]
@@ -251,7 +251,7 @@ class OuterGradient(Contribution):
             unseen = tf.where(tf.reduce_any(tensor != 0, axes), unseen, 0.0)
         return unseen
 
-    def weighted_sum(self, weights):
+    def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
         """One product over all examples, or the sum of products that are stored already."""
         if self._products is not None:
             rows = tf.reshape(keep_rows(self._products, weights), [-1, math.prod(self.shape)])
@@ -301,7 +301,7 @@ class SparseGradient(Contribution):
             tf.reshape(sums, [shape[0], shape[1], self.shape[1]]),
         )
 
-    def squared_norms(self, scale, shift):
+    def squared_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
         """Adds up the rows in use, and the part of the shift in all others."""
         ids, rows = self._rows_once()
         squares = None if scale is None else tf.square(scale)
@@ -316,7 +316,7 @@ class SparseGradient(Contribution):
         exact = tf.maximum(norms + 2.0 * cross + constant, 0.0)
         return exact + _ROUNDING * (norms + constant)
 
-    def weighted_sum(self, weights):
+    def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
         """Adds up the weighted rows."""
         ids, delta = self.tensors
         return self._add_up(weigh_rows(delta, weights), ids, self.shape[0])

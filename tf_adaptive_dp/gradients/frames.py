@@ -60,7 +60,8 @@ class Frame:
           That is so for arguments of the outermost function, except for scalars, which count as
           settings, and for elements of a data set.
         """
-        if self.call is None:
+        call, outer = self.call, self.outer
+        if call is None or outer is None:
             if id(tensor) not in self._captured:
                 opaque = tensor.dtype in (tf.resource, tf.variant)
                 return [], not opaque and tensor.shape.rank != 0
@@ -68,30 +69,32 @@ class Frame:
             if graphs.is_symbolic(outside):
                 return [(self._frame_outside(outside.graph), outside)], False
             return [], False
-        place, inputs = self._places.get(id(tensor)), self.call.inputs
+        place, inputs = self._places.get(id(tensor)), call.inputs
         if place is None:
-            return [(self.outer, t) for t in inputs], False
-        if self.call.type in CALLS:
-            return [(self.outer, inputs[place])], False
-        if self.call.type in BRANCHES:
-            return [(self.outer, inputs[place + 1])], False
-        if self.call.type in LOOPS:
-            body = self.outer.bodies(self.call)["body"]
-            return [(self.outer, inputs[place]), (body, body.graph.outputs[place])], False
-        if self.call.type in DATA_SET_LOOPS:
-            return self._origins_in_data_set_loop(place)
-        return [(self.outer, t) for t in inputs], "Dataset" in self.call.type
+            return [(outer, t) for t in inputs], False
+        if call.type in CALLS:
+            return [(outer, inputs[place])], False
+        if call.type in BRANCHES:
+            return [(outer, inputs[place + 1])], False
+        if call.type in LOOPS:
+            body = outer.bodies(call)["body"]
+            return [(outer, inputs[place]), (body, body.graph.outputs[place])], False
+        if call.type in DATA_SET_LOOPS:
+            return self._origins_in_data_set_loop(place, call, outer)
+        return [(outer, t) for t in inputs], "Dataset" in call.type
 
-    def _origins_in_data_set_loop(self, place: int) -> tuple[list[tuple[Frame, tf.Tensor]], bool]:
-        num_states = len(self.call.get_attr("Tstate"))
-        num_others = len(self.call.get_attr("Targuments"))
+    def _origins_in_data_set_loop(
+        self, place: int, call: tf.Operation, outer: Frame
+    ) -> tuple[list[tuple[Frame, tf.Tensor]], bool]:
+        num_states = len(call.get_attr("Tstate"))
+        num_others = len(call.get_attr("Targuments"))
         if place < num_states:
             after = (self, self.graph.outputs[place])
-            return [(self.outer, self.call.inputs[1 + place]), after], False
+            return [(outer, call.inputs[1 + place]), after], False
         if place < len(self.graph.inputs) - num_others:
-            return [(self.outer, self.call.inputs[0])], True
+            return [(outer, call.inputs[0])], True
         other = place - (len(self.graph.inputs) - num_others)
-        return [(self.outer, self.call.inputs[1 + num_states + other])], False
+        return [(outer, call.inputs[1 + num_states + other])], False
 
     def results(self, tensor: tf.Tensor) -> list[tuple[Frame, tf.Tensor]]:
         """What an output of an operation that runs bodies is computed from, decisions included."""
@@ -113,18 +116,21 @@ class Frame:
 
     def decisions(self) -> list[tuple[Frame, tf.Tensor]]:
         """The tensors that decide whether and how often the operation runs this body."""
-        if self.call is None:
+        call, outer = self.call, self.outer
+        if call is None or outer is None:
             return []
-        if self.call.type in BRANCHES:
-            return [(self.outer, self.call.inputs[0])]
-        if self.call.type in LOOPS:
-            condition = self.outer.bodies(self.call)["cond"]
+        if call.type in BRANCHES:
+            return [(outer, call.inputs[0])]
+        if call.type in LOOPS:
+            condition = outer.bodies(call)["cond"]
             return [(condition, condition.graph.outputs[0])]
         return []
 
     def handles(self, tensor: tf.Tensor) -> set[Hashable]:
         """Identifies the resources that a handle may refer to, alike in all frames."""
-        found, seen, stack = set(), set(), [(self, tensor)]
+        found: set[Hashable] = set()
+        seen: set[tuple[Frame, int]] = set()
+        stack = [(self, tensor)]
         while stack:
             frame, tensor = stack.pop()
             if (frame, id(tensor)) in seen:

@@ -94,13 +94,14 @@ class TracedGradients(PerExampleGradients):
             self._total(handle, us, deltas) if there else None
             for handle, us, there in zip(self._handles, uses, connected)
         ]
-        self._fall_back(loss, variables, tape, uses, penalties, only_rules)
+        self._fall_back(loss, variables, uses, penalties, only_rules)
 
     def _total(
         self, handle: tf.Tensor, uses: Sequence[VariableUse], deltas: dict
     ) -> SummedContribution | None:
         """What rules contribute to a variable, or `None` if they do not cover all of its uses."""
-        parts, computed = [], []
+        parts: list[VariableContribution] = []
+        computed: list[tuple[tf.Tensor, VariableContribution]] = []
         for use in uses:
             delta = deltas[use.op.outputs[0].ref()]
             if delta is None and len(use.op.outputs) == 1 and use.op not in self._recomputed:
@@ -113,8 +114,11 @@ class TracedGradients(PerExampleGradients):
             else:
                 parts.append(part)
         if computed:
-            parts.append(_through(computed, handle))
-        return SummedContribution(parts) if parts and None not in parts else None
+            through = _through(computed, handle)
+            if through is None:
+                return None
+            parts.append(through)
+        return SummedContribution(parts) if parts else None
 
     def _ask(self, use: VariableUse, delta: tf.Tensor) -> VariableContribution | None:
         tensor, view = use.op.inputs[use.index], use.view
@@ -135,7 +139,14 @@ class TracedGradients(PerExampleGradients):
             )
         )
 
-    def _fall_back(self, loss, variables, tape, uses, penalties, only_rules) -> None:
+    def _fall_back(
+        self,
+        loss: tf.Tensor,
+        variables: Sequence[tf.Variable],
+        uses: Sequence[Sequence[VariableUse]],
+        penalties: Sequence[tf.Tensor],
+        only_rules: bool,
+    ) -> None:
         """Computes the Jacobian for variables that no rule covers."""
         left = [
             k
@@ -160,10 +171,16 @@ class TracedGradients(PerExampleGradients):
             )
 
     def _norms_of(self, k: int, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
-        return self._totals[k].squared_norms(scale, shift)
+        return self._total_of(k).squared_norms(scale, shift)
 
     def _sum_of(self, k: int, weights: tf.Tensor) -> tf.Tensor:
-        return self._totals[k].weighted_sum(weights)
+        return self._total_of(k).weighted_sum(weights)
+
+    def _total_of(self, k: int) -> SummedContribution:
+        total = self._totals[k]
+        if total is None:
+            raise ValueError(f"The loss does not depend on the variable. Received: k={k}")
+        return total
 
 
 def _describe(variable: tf.Variable, uses: Sequence[VariableUse]) -> str:
@@ -195,7 +212,7 @@ def _through(
     tensors = [tensor for tensor, _ in parts]
 
     @tf.autograph.experimental.do_not_convert
-    def back(rows):
+    def back(rows: list[tf.Tensor]) -> tf.Tensor:
         upstream = [tf.cast(tf.reshape(r, tf.shape(t)), t.dtype) for r, t in zip(rows, tensors)]
         found = tf.gradients(tensors, handle, grad_ys=upstream)[0]
         if found is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ class AxisTransform(NamedTuple):
         """The view times −1."""
         return self._with("negate")
 
-    def _with(self, *step) -> AxisTransform:
+    def _with(self, *step: object) -> AxisTransform:
         return self._replace(steps=(*self.steps, step))
 
     @property
@@ -131,7 +132,8 @@ def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     return blocks
 
 
-class VariableUse(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class VariableUse:
     """An operation that combines a variable with the data.
 
     Attributes:

@@ -70,7 +70,7 @@ class Clipping(abc.ABC):
 
     def get_config(self) -> dict:
         """The arguments that make the same clipping."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self)  # type: ignore[call-overload]  # subclasses are dataclasses
 
     @classmethod
     def from_config(cls, config: dict) -> Clipping:
@@ -109,7 +109,12 @@ class FlatClipping(Clipping):
 
     method: str = "flat"
 
-    def weights(self, norms, layers, l2_norm_clip):
+    def weights(
+        self,
+        norms: Sequence[tf.Tensor | None],
+        layers: Sequence[str],
+        l2_norm_clip: tf.Tensor,
+    ) -> tf.Tensor:
         """The weights from the norm over all variables; see `Clipping`."""
         del layers
         return clip_weights(total_norms(norms), l2_norm_clip, self.method)
@@ -144,7 +149,7 @@ class PerLayerClipping(Clipping):
 
     shares: dict[str, float] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.shares is None:
             return
         is_dict = isinstance(self.shares, dict) and all(isinstance(k, str) for k in self.shares)
@@ -156,7 +161,12 @@ class PerLayerClipping(Clipping):
         for layer, share in self.shares.items():
             checks.number(f"shares[{layer!r}]", share, 0, strict=True)
 
-    def weights(self, norms, layers, l2_norm_clip):
+    def weights(
+        self,
+        norms: Sequence[tf.Tensor | None],
+        layers: Sequence[str],
+        l2_norm_clip: tf.Tensor,
+    ) -> list[tf.Tensor | None]:
         """The weights from the norm over the variables of each layer; see `Clipping`."""
         of_layer = {
             layer: total_norms([n for n, of in zip(norms, layers) if of == layer])
@@ -228,7 +238,7 @@ class AdaptiveClipping(Clipping):
     learning_rate: float = 0.2
     count_noise_multiplier: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if checks.number("target_quantile", self.target_quantile, 0) > 1:
             raise ValueError(
                 "`target_quantile` must be at most 1. Received: "
@@ -248,7 +258,12 @@ class AdaptiveClipping(Clipping):
                 f"count_noise_multiplier={count_noise}, noise_multiplier={noise_multiplier}"
             )
 
-    def weights(self, norms, layers, l2_norm_clip):
+    def weights(
+        self,
+        norms: Sequence[tf.Tensor | None],
+        layers: Sequence[str],
+        l2_norm_clip: tf.Tensor,
+    ) -> tf.Tensor:
         """The weights of flat clipping with the present C; see `Clipping`."""
         del layers
         return clip_weights(total_norms(norms), l2_norm_clip)

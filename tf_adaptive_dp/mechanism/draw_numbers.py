@@ -175,11 +175,11 @@ class SeenDraws:
     saved nor restored.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Creates it empty; variables follow with the first number."""
         self._entries: tf.Variable | None = None
 
-    def _create(self) -> None:
+    def _created(self) -> tf.Variable:
         # Threads that trace steps at the same time have to share these variables.
         with _CREATION:
             if self._entries is None:
@@ -188,6 +188,7 @@ class SeenDraws:
                     self._releases = tf.Variable(1, dtype=tf.int64, trainable=False)
                     self._parts = tf.Variable(_NO_PARTS, trainable=False)
                     self._entries = tf.Variable(entries, name="seen_draws", trainable=False)
+            return self._entries
 
     def drop_parts(self) -> None:
         """Forgets the parts of a batch that was not released, so that they may come again."""
@@ -209,10 +210,10 @@ class SeenDraws:
         """
         if batch is None:
             return Draw(tf.constant(False), tf.constant(0, tf.int64), tf.constant(0.0, tf.float64))
-        self._create()
+        entries = self._created()
         number, known = batch
         release = self._releases.read_value()
-        distance = self._enter(number, known, release)
+        distance = self._enter(entries, number, known, release)
         unknown, copies, nearest = tf.unstack(self._parts.read_value())
         unknown += tf.cast(~known, tf.int64)
         copies += tf.cast(tf.equal(distance, 0), tf.int64)
@@ -226,10 +227,12 @@ class SeenDraws:
         with tf.control_dependencies([tf.convert_to_tensor(v) for v in (parts, count)]):
             return Draw(*(tf.identity(tensor) for tensor in draw))
 
-    def _enter(self, number: tf.Tensor, known: tf.Tensor, release: tf.Tensor) -> tf.Tensor:
+    def _enter(
+        self, seen: tf.Variable, number: tf.Tensor, known: tf.Tensor, release: tf.Tensor
+    ) -> tf.Tensor:
         """Adds a number; returns how many releases ago it was added, or -1 if it is new."""
         bucket = tf.bitwise.bitwise_and(number, tf.constant(_BUCKETS - 1, tf.int64))
-        entries = tf.gather(self._entries, bucket)
+        entries = tf.gather(seen, bucket)
         numbers, releases = entries[:, 0], entries[:, 1]
         same = tf.equal(numbers, number) & (releases > 0) & known
         before = tf.reduce_any(same)
@@ -239,6 +242,6 @@ class SeenDraws:
         entry = tf.where(known, tf.stack([number, release]), tf.gather(entries, place))
         distance = tf.where(before, distance, -tf.ones_like(distance))
         with tf.control_dependencies([distance]):
-            written = self._entries.scatter_nd_update([tf.stack([bucket, place])], [entry])
+            written = seen.scatter_nd_update([tf.stack([bucket, place])], [entry])
         with tf.control_dependencies([tf.gather(written, bucket)]):
             return tf.identity(distance)

@@ -142,7 +142,7 @@ class GaussianMechanism:
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
         value = checks.number("noise_multiplier", value, 0)
-        if self._is_adaptive:
+        if isinstance(self.clipping, AdaptiveClipping):
             self.clipping.check_noise(value)
         self._noise_multiplier.assign(value)
 
@@ -188,7 +188,8 @@ class GaussianMechanism:
 
     def drop_parts(self) -> None:
         """Forgets the parts of an incomplete batch."""
-        self.accumulator.drop()
+        if self.accumulator is not None:
+            self.accumulator.drop()
         self._seen.drop_parts()
 
     @property
@@ -275,13 +276,20 @@ class GaussianMechanism:
                 complete = tf.constant(True)
                 noisy = self._add_noise(raw, count, clip, size, present, draw)
             else:
-                complete, noisy = self._accumulate(raw, count, clip, size, present, number)
+                complete, noisy = self._accumulate(
+                    self.accumulator, raw, count, clip, size, present, number
+                )
         self._complete[threading.get_ident()] = complete
-        noisy = iter(noisy)
-        return [None if s is None else next(noisy) for s in sums]
+        released = iter(noisy)
+        return [None if s is None else next(released) for s in sums]
 
     def _clipped_sums(
-        self, source: PerExampleGradients, scale, shift, layers, clip: tf.Tensor
+        self,
+        source: PerExampleGradients,
+        scale: Sequence[tf.Tensor] | None,
+        shift: Sequence[tf.Tensor] | None,
+        layers: Sequence[str],
+        clip: tf.Tensor,
     ) -> tuple[list[tf.Tensor | None], list[tf.Tensor], tf.Tensor]:
         """The clipped sums, and what else is counted over the examples of the batch.
 
@@ -307,10 +315,14 @@ class GaussianMechanism:
             sums = [None if s is None else s + tf.reduce_sum(w) * b for s, w, b in parts]
         if scale is not None:
             sums = [None if s is None else s * a for s, a in zip(sums, scale)]
-        count = [self.clipping.count(squared_norms, present, clip)] if self._is_adaptive else []
+        count = []
+        if isinstance(self.clipping, AdaptiveClipping):
+            count.append(self.clipping.count(squared_norms, present, clip))
         return sums, count, replicas.total(tf.reduce_sum(tf.cast(present, tf.float32)))
 
-    def _size_seen(self, expected, per_group, rows: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
+    def _size_seen(
+        self, expected: tf.Tensor, per_group: tf.Tensor, rows: tf.Tensor, present: tf.Tensor
+    ) -> tf.Tensor:
         """The rows of a whole batch if it holds too many examples for an expected size L, else 0.
 
         Guarantee: a correct L of Poisson batches is doubted with probability at most 1e-12 per
@@ -326,8 +338,15 @@ class GaussianMechanism:
         return size
 
     def _accumulate(
-        self, sums: list, count: list, clip, size, present, number
-    ) -> tuple[tf.Tensor, list]:
+        self,
+        accumulator: Accumulator,
+        sums: list[tf.Tensor],
+        count: list[tf.Tensor],
+        clip: tf.Tensor,
+        size: tf.Tensor,
+        present: tf.Tensor,
+        number: tuple[tf.Tensor, tf.Tensor] | None,
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Adds one part of a batch. Releases after the last part, and returns zeros before it."""
         # In units of C, since C may be set anew before the batch is complete.
         unit, num = tf.cast(clip, tf.float32), len(sums)
@@ -335,7 +354,7 @@ class GaussianMechanism:
         def add() -> list[tf.Tensor]:
             with tf.control_dependencies([self._remember_batch_size(size)]):
                 parts = [*(s / unit for s in sums), *count, present]
-                totals, complete = self.accumulator.add(parts)
+                totals, complete = accumulator.add(parts)
                 return [*self._seen.add(number, complete), complete, *totals]
 
         *draw, complete = (made := self._turns.take(add))[:4]
@@ -348,7 +367,13 @@ class GaussianMechanism:
         return complete, tf.cond(complete, release, lambda: [tf.zeros_like(s) for s in sums])
 
     def _add_noise(
-        self, sums: list, count: list, clip, size, present, draw: Callable[[], Draw]
+        self,
+        sums: list[tf.Tensor],
+        count: list[tf.Tensor],
+        clip: tf.Tensor,
+        size: tf.Tensor,
+        present: tf.Tensor,
+        draw: Callable[[], Draw],
     ) -> list[tf.Tensor]:
         """Records the release in the ledger, and then adds its noise."""
 
@@ -373,20 +398,30 @@ class GaussianMechanism:
         # Recorded first, since weights may move before another operation of the step fails.
         with tf.control_dependencies([recorded]):
             noisy = [s / divisor for s in self.noise.add_to(sums, stddev, clip)]
-            if count:
-                self._adapt(count, share, clip, sigma, expected, expected / per_group)
+            if isinstance(self.clipping, AdaptiveClipping):
+                groups = expected / per_group
+                self._adapt(self.clipping, count, share, clip, sigma, expected, groups)
         return noisy
 
-    def _adapt(self, count: list[tf.Tensor], share: float, clip, sigma, expected, groups) -> None:
+    def _adapt(
+        self,
+        clipping: AdaptiveClipping,
+        count: list[tf.Tensor],
+        share: float,
+        clip: tf.Tensor,
+        sigma: tf.Tensor,
+        expected: tf.Tensor,
+        groups: tf.Tensor,
+    ) -> None:
         """Moves C, given how many examples lie within the C that they were clipped to."""
-        _, count_noise = self.clipping.split_noise(sigma, expected)
+        _, count_noise = clipping.split_noise(sigma, expected)
         (noisy,) = self.noise.add_to(count, share * count_noise, tf.constant(0.5, tf.float64))
         mark_released(noisy)
         total = replicas.total(noisy)
 
         def move() -> list[tf.Tensor]:
             now = self._l2_norm_clip.read_value()  # other threads may have moved it since
-            to = self.clipping.next_clip(now, total, groups)
+            to = clipping.next_clip(now, total, groups)
             written = (self._released_clip.assign(clip), self._l2_norm_clip.assign(to))
             return [tf.convert_to_tensor(variable) for variable in written]
 
@@ -395,7 +430,9 @@ class GaussianMechanism:
 
     def _gradient_noise(self, sigma: tf.Tensor, expected: tf.Tensor) -> tf.Tensor:
         """The noise of the gradients in units of C: σ, or σ_Δ with `AdaptiveClipping`; float64."""
-        return self.clipping.split_noise(sigma, expected)[0] if self._is_adaptive else sigma
+        if isinstance(self.clipping, AdaptiveClipping):
+            return self.clipping.split_noise(sigma, expected)[0]
+        return sigma
 
     def _divisor_in_examples(self) -> tf.Tensor:
         """L, a float64 scalar, once a batch has been seen."""

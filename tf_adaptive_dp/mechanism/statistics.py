@@ -35,7 +35,7 @@ class GradientStatistics:
     On several replicas they cover the examples that this process has seen.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         with tf.init_scope():
             self._histogram = tf.Variable(tf.zeros([_BINS], tf.int64), trainable=False)
             self._counts = tf.Variable(tf.zeros([2], tf.int64), trainable=False)

@@ -26,7 +26,7 @@ class Turns:
     none either, since replicas wait for each other.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._handle: tf.Tensor | None = None
 
     def __reduce__(self) -> tuple:

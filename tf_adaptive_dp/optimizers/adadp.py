@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import tensorflow as tf
 
@@ -109,7 +109,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
         steps_per_epoch: int = 1,
         side_information: SideInformation | None = None,
         name: str = "ADADP",
-        **kwargs,
+        **kwargs: Any,
     ):
         if isinstance(learning_rate, tf.keras.optimizers.schedules.LearningRateSchedule):
             raise TypeError(
@@ -147,6 +147,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
         self._last_error = self.add_variable([], name="error")
         # How many pairs were judged, and how many of them had err ≤ tol.
         self._judged = self.add_variable([2], dtype=tf.int64, name="judged")
+        self._pair: _Pair | None = None
 
     def create_slots(self, variables: Sequence[tf.Variable]) -> None:
         """Creates the points that a pair of minibatches needs, for each variable.
@@ -218,6 +219,8 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
           variable: the variable.
         """
         pair = self._pair
+        if pair is None:
+            raise RuntimeError("`update_step` must be called by `update_all`.")
         index = slot_index(self, variable)
         euler = self._euler_points[index]
         step = tf.cast(self.learning_rate, variable.dtype) * gradient
@@ -250,7 +253,9 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
             return tf.constant(-1, tf.int64)
         return iterations // self.steps_per_epoch - self.freeze_learning_rate_after
 
-    def _next_learning_rate(self, eta, adapted, odd, iterations) -> tf.Tensor:
+    def _next_learning_rate(
+        self, eta: tf.Tensor, adapted: tf.Tensor, odd: tf.Tensor, iterations: tf.Tensor
+    ) -> tf.Tensor:
         iterations = tf.convert_to_tensor(iterations)
         elapsed = self._epochs_frozen(iterations - 1)
         decayed = step_doubling.decayed_learning_rate(

@@ -70,7 +70,7 @@ class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
         order: str = "precondition_first",
         learning_rate: Any = 0.01,
         name: str = "AdaDPS",
-        **kwargs,
+        **kwargs: Any,
     ):
         self.order = checks.choice("order", order, ORDERS)
         super().__init__(

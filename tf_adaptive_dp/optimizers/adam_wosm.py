@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -100,7 +101,7 @@ class DPAdamWOSM(DPOptimizer, FirstMomentOptimizer):
         beta_1: float = 0.9,
         epsilon: float = 1e-8,
         name: str = "DPAdamWOSM",
-        **kwargs,
+        **kwargs: Any,
     ):
         super().__init__(
             l2_norm_clip,

@@ -75,5 +75,5 @@ def _saved_segments(saved: Sequence[Any]) -> list[Segment]:
     for parameters, counts in zip(saved, saved[1:]):
         if parameters.shape == (size, 2) and counts.shape == (size,) and counts.dtype == np.int64:
             pairs = zip(np.asarray(parameters).tolist(), np.asarray(counts).tolist())
-            return [Segment(*parameter, count) for parameter, count in pairs if count]
+            return [Segment(noise, batch, count) for (noise, batch), count in pairs if count]
     return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable
 
 import tensorflow as tf
@@ -66,7 +66,7 @@ class DPOptimizer(SelfScalingOptimizer):
         secure_noise: bool = False,
         seed: int | None = None,
         side_information: SideInformation | Preconditioning | None = None,
-        **kwargs,
+        **kwargs: Any,
     ):
         super().__init__(**{"name": type(self).__name__, **kwargs})
         if not isinstance(side_information, Preconditioning):
@@ -90,21 +90,32 @@ class DPOptimizer(SelfScalingOptimizer):
         if self.side_information is not None:
             self.ledger.other_events = events(self.side_information.provenance)
 
-    l2_norm_clip = property(
-        lambda self: self._mechanism.l2_norm_clip,
-        lambda self, value: setattr(self._mechanism, "l2_norm_clip", value),
-        doc="C, the bound on each example's gradient; it may be set between steps.",
-    )
-    noise_multiplier = property(
-        lambda self: self._mechanism.noise_multiplier,
-        lambda self, value: setattr(self._mechanism, "noise_multiplier", value),
-        doc="σ. Setting it between steps opens a new segment of the ledger.",
-    )
-    expected_batch_size = property(
-        lambda self: self._mechanism.expected_batch_size,
-        lambda self, value: setattr(self._mechanism, "expected_batch_size", value),
-        doc="L, the public divisor, or `None`. Setting it opens a new segment of the ledger.",
-    )
+    @property
+    def l2_norm_clip(self) -> float:
+        """C, the bound on each example's gradient; it may be set between steps."""
+        return self._mechanism.l2_norm_clip
+
+    @l2_norm_clip.setter
+    def l2_norm_clip(self, value: float) -> None:
+        self._mechanism.l2_norm_clip = value
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ. Setting it between steps opens a new segment of the ledger."""
+        return self._mechanism.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        self._mechanism.noise_multiplier = value
+
+    @property
+    def expected_batch_size(self) -> float | None:
+        """L, the public divisor, or `None`. Setting it opens a new segment of the ledger."""
+        return self._mechanism.expected_batch_size
+
+    @expected_batch_size.setter
+    def expected_batch_size(self, value: float | None) -> None:
+        self._mechanism.expected_batch_size = value
 
     @property
     def num_microbatches(self) -> int | None:
@@ -255,7 +266,11 @@ class DPOptimizer(SelfScalingOptimizer):
         return between and not self.unfinished_parts
 
     def apply_gradients(
-        self, grads_and_vars, *args, non_private_gradients: bool = False, **kwargs
+        self,
+        grads_and_vars: Iterable[tuple[tf.Tensor | None, tf.Variable]],
+        *args: Any,
+        non_private_gradients: bool = False,
+        **kwargs: Any,
     ) -> tf.Tensor:
         """Applies released gradients.
 
@@ -377,7 +392,9 @@ class DPOptimizer(SelfScalingOptimizer):
 
 def _one_at_a_time() -> contextlib.AbstractContextManager:
     """Lets one thread at a time build an optimizer, except replicas' threads, which cooperate."""
-    return _building if num_replicas() == 1 else contextlib.nullcontext()
+    if num_replicas() == 1:
+        return _building
+    return contextlib.nullcontext()
 
 
 def _layer_of(variable: tf.Variable) -> str:

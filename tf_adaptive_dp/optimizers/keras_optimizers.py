@@ -244,7 +244,7 @@ def make_dp_optimizer_class(keras_optimizer_class: type) -> type:
         name = f"DP{keras_optimizer_class.__name__}"
         title = f"`{keras_optimizer_class.__name__}`"
         body = {"__doc__": _DOCSTRING.replace("{{name}}", title), "__module__": __name__}
-        made = fill_docstring(type(name, (DPOptimizer, keras_optimizer_class), body))
-        made = keras.saving.register_keras_serializable(PACKAGE, name)(made)
-        _PRIVATE_VERSIONS[keras_optimizer_class] = made
+        private = fill_docstring(type(name, (DPOptimizer, keras_optimizer_class), body))
+        register = keras.saving.register_keras_serializable(PACKAGE, name)
+        _PRIVATE_VERSIONS[keras_optimizer_class] = register(private)
     return _PRIVATE_VERSIONS[keras_optimizer_class]

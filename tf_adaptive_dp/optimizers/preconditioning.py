@@ -114,11 +114,11 @@ class Preconditioning:
           gradient: the gradient for the variable.
           variable: a variable that it was built for.
         """
-        (scale,), shift = self.scale_and_shift(optimizer, [variable])
+        scale, shift = self.scale_and_shift(optimizer, [variable])
         gradient = tf.convert_to_tensor(gradient)  # slices of an embedding table
         if shift is not None:
             gradient += tf.cast(shift[0], gradient.dtype)
-        return gradient * tf.cast(scale, gradient.dtype)
+        return gradient if scale is None else gradient * tf.cast(scale[0], gradient.dtype)
 
     def get_config(self) -> dict:
         """The argument that makes the same side information."""

@@ -71,7 +71,7 @@ def refuse_gradients_of_one_replica(
     name: str | None = None,
     skip_gradients_aggregation: bool = False,
     experimental_aggregate_gradients: bool = True,
-    **kwargs,
+    **kwargs: Any,
 ) -> None:
     """Rejects applying gradients without summing them: only the sum has all of the noise.
 

@@ -316,7 +316,7 @@ def open_source(data: Any, preprocess: Callable[[Any], tuple] | None) -> Arrays 
                 "`preprocess` is for sources of single examples; apply it to the arrays, one row "
                 "at a time. Received: `data` of arrays"
             )
-        found = Arrays(data)
+        found: Arrays | Records = Arrays(data)
     elif (
         hasattr(data, "__len__")
         and hasattr(data, "__getitem__")

@@ -55,13 +55,16 @@ class Sampling(abc.ABC):
       label: `"poisson"`, `"fixed"` or `"shuffled"`.
       steps: number of batches of the whole run.
       seed: `None` for the operating system's entropy.
-      rows: rows of an undivided batch tensor, padding included.
     """
 
     label: ClassVar[str]
     steps: int
     seed: int | None
-    rows: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of an undivided batch tensor, padding included."""
+        raise NotImplementedError
 
     def _check_common(self) -> None:
         checks.integer("steps", self.steps, 1)
@@ -182,7 +185,7 @@ class FullBatches(Sampling):
     steps: int
     seed: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.integer("batch_size", self.batch_size, 1)
         self._check_common()
 

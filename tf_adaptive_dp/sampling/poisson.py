@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Any, Callable, ClassVar
 
@@ -71,7 +70,7 @@ class PoissonSampling(draws.Sampling):
     seed: int | None = None
     label: ClassVar[str] = "poisson"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         composition.check_probability(
             "sampling_probability", self.sampling_probability, or_one=True
         )
@@ -221,7 +220,8 @@ def _self_consistent(
 ) -> float:
     """An ε with epsilon_at(delta_left(ε)) ≤ ε, the least one up to rounding; or infinity."""
     spent = epsilon_at(delta)
-    for attempt in itertools.count():
+    attempt = 0
+    while True:
         left = delta_left(spent)
         if left == delta:
             return spent
@@ -232,3 +232,4 @@ def _self_consistent(
             return spent
         # Longer and longer steps: near the largest η that δ can bear it would creep otherwise.
         spent = needed * (1 + 1e-7 * 2**attempt)
+        attempt += 1

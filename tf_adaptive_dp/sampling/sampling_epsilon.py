@@ -89,4 +89,4 @@ def check_sampling(sampling: Sampling | str) -> Sampling | str:
 
 def label_of(sampling: Sampling | str) -> str:
     """`"poisson"`, `"fixed"` or `"shuffled"`."""
-    return getattr(sampling, "label", sampling)
+    return sampling.label if isinstance(sampling, Sampling) else sampling

@@ -16,7 +16,9 @@ from tf_adaptive_dp.accounting.composition import is_unprotected
 from tf_adaptive_dp.errors import NotPrivateError
 
 
-def check_provenance(provenance: str | dp_accounting.DpEvent | None):
+def check_provenance(
+    provenance: str | dp_accounting.DpEvent | None,
+) -> str | dp_accounting.DpEvent:
     """Returns `provenance`, or raises if it does not say where side information comes from.
 
     `dp_accounting.NonPrivateDpEvent()` stands for unprotected statistics of the private data, which

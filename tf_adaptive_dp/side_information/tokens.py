@@ -73,7 +73,7 @@ def token_counts(corpus: Any, num_tokens: int | None = None) -> TokenCounts:
         counts = counts + found.counts
         documents = documents + found.document_counts
         num_documents += found.num_documents
-    if not num_documents:
+    if counts is None or documents is None or not num_documents:
         raise ValueError("`corpus` must hold at least one document. Received: none")
     return TokenCounts(counts, documents, num_documents)
 
@@ -239,7 +239,7 @@ class TokenPreconditioner(FixedPreconditioner):
 
     def _arrays(self, variables: Sequence[tf.Variable]) -> list[np.ndarray]:
         chosen = self._choose(variables)
-        arrays = [np.float32(1.0)] * len(variables)
+        arrays = [np.ones([], np.float32)] * len(variables)
         arrays[chosen] = self.values.reshape([-1] + [1] * (variables[chosen].shape.rank - 1))
         return arrays
 

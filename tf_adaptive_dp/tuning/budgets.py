@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, Callable
+from typing import Any, Callable, TypeVar, Union
 
 import dp_accounting
 from scipy import optimize
@@ -16,6 +16,10 @@ from tf_adaptive_dp.accounting.composition import check_probability
 from tf_adaptive_dp.tuning import search_epsilon, trial_count_distributions
 from tf_adaptive_dp.tuning.conversion import DEFAULT_ACCOUNTING, Accounting, checked_event
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect, Strategy
+
+# The strategies whose distribution of trials is known.
+KnownStrategy = Union[Composition, LiuTalwar, RepeatAndSelect]
+_S = TypeVar("_S", Composition, LiuTalwar, RepeatAndSelect)
 
 # The largest mean number of trials that a budget is searched for.
 MAX_TRIALS = composition.MAX_RELEASES
@@ -478,7 +482,7 @@ def recommend(
             f"Received: trial={trial!r}"
         )
 
-    def offer(label: str, strategy: Strategy) -> Offer:
+    def offer(label: str, strategy: KnownStrategy) -> Offer:
         noise, event = None, trial
         if epsilon is not None:
             noise = _least_noise(strategy, trial, epsilon, delta, accounting)
@@ -503,13 +507,13 @@ def recommend(
 
 def _strategies(
     space_size: int, delta: float, chance: float, mean_trials: float | None
-) -> tuple[dict[str, Strategy], dict[str, Strategy]]:
+) -> tuple[dict[str, KnownStrategy], dict[str, KnownStrategy]]:
     """The ways to compare, and those to list in addition."""
 
     def stopping(mean: float) -> LiuTalwar:
         return LiuTalwar(1 / mean, search_epsilon.best_delta_2(1 / mean, delta))
 
-    def with_chance(make: Callable[[float], Strategy]) -> Strategy:
+    def with_chance(make: Callable[[float], _S]) -> _S:
         if mean_trials is not None:
             return make(mean_trials)
         return make(_least_mean(lambda mean: chance_of(make(mean), space_size) >= chance))
@@ -517,13 +521,13 @@ def _strategies(
     # The factor absorbs the rounding of chance * space_size.
     distinct = space_size if mean_trials else max(1, math.ceil(chance * space_size * (1 - 1e-12)))
     geometric = with_chance(RepeatAndSelect)
-    ranked = {
+    ranked: dict[str, KnownStrategy] = {
         "composition": Composition(distinct),
         "random stopping (Liu-Talwar)": with_chance(stopping),
         "repeat and select, geometric": geometric,
         "repeat and select, Poisson": with_chance(lambda mean: RepeatAndSelect(mean, math.inf)),
     }
-    spread = {
+    spread: dict[str, KnownStrategy] = {
         "repeat and select, η = 0.1": RepeatAndSelect(geometric.mean_trials, 0.1),
         "repeat and select, logarithmic": RepeatAndSelect(geometric.mean_trials, 0.0),
     }
@@ -539,7 +543,7 @@ def _least_mean(suffices: Callable[[float], bool]) -> float:
     return calibration.rounded_up(found, 1e-3, lambda mean: not suffices(mean))
 
 
-def chance_of(strategy: Strategy, space_size: int) -> float:
+def chance_of(strategy: KnownStrategy, space_size: int) -> float:
     """Probability that a given candidate of the search space is tried.
 
     Args:

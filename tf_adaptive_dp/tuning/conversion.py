@@ -63,7 +63,7 @@ class Accounting:
     conversion: str = "improved"
     orders: Sequence[float] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.choice("accountant", self.accountant, composition.ACCOUNTANTS)
         checks.choice("conversion", self.conversion, CONVERSIONS)
         if self.orders is None:

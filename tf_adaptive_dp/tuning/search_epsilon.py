@@ -301,8 +301,7 @@ def selected_divergences(
             conversion.delta_from(divergences, orders, math.log1p(1 / (a - 1))) for a in orders
         ]
         return grown + mean * np.array(leaks)
-    chosen = np.min(
-        (1 - 1 / alpha) * divergences - trial_count_distributions.log_gamma(mean, shape) / alpha
-    )
+    shifted = (1 - 1 / alpha) * divergences
+    chosen = float(np.min(shifted - trial_count_distributions.log_gamma(mean, shape) / alpha))
     # Divergences increase with the order, so each bounds all those of lower orders.
     return np.minimum.accumulate((grown + (1 + shape) * chosen)[::-1])[::-1]

@@ -78,7 +78,7 @@ class NoisyScore:
     noise_multiplier: float
     sensitivity: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.number("noise_multiplier", self.noise_multiplier, 0, strict=True)
         checks.number("sensitivity", self.sensitivity, 0, strict=True)
 
@@ -206,7 +206,7 @@ class Composition:
 
     num_trials: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.integer("num_trials", self.num_trials, 1)
 
     @property
@@ -215,7 +215,7 @@ class Composition:
         return float(self.num_trials)
 
     @property
-    def max_trials(self) -> int | None:
+    def max_trials(self) -> int:
         """K."""
         return int(self.num_trials)
 
@@ -268,7 +268,7 @@ class LiuTalwar:
     gamma: float
     delta_2: float = 1e-20
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_probability("gamma", self.gamma, or_one=True)
         check_probability("delta_2", self.delta_2)
 
@@ -280,7 +280,7 @@ class LiuTalwar:
         return -math.expm1(self.max_trials * math.log1p(-self.gamma)) / self.gamma
 
     @property
-    def max_trials(self) -> int | None:
+    def max_trials(self) -> int:
         """The hard stop, ⌈log(1/δ₂) / γ⌉; one trial with γ = 1."""
         return (
             1 if self.gamma == 1 else trial_count_distributions.hard_stop(self.gamma, self.delta_2)
@@ -334,7 +334,7 @@ class RepeatAndSelect:
     mean_trials: float
     shape: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.number("mean_trials", self.mean_trials, 1)
         search_epsilon.check_shape(self.shape)
 

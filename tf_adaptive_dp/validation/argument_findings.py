@@ -91,7 +91,7 @@ def optimizer_findings(optimizer: Any, batch_size: int | None) -> list[Finding]:
     """
     found = []
 
-    def add(kind, what, cure, severity="error"):
+    def add(kind: str, what: str, cure: str, severity: str = "error") -> None:
         found.append(Finding(kind, "optimizer", what, cure, severity))
 
     inside = getattr(optimizer, "inner_optimizer", optimizer)
@@ -137,7 +137,7 @@ def clip_findings(optimizer: Any, norms: np.ndarray) -> list[Finding]:
       norms: [B], the norms of the per-example gradients.
     """
     clip = getattr(optimizer, "l2_norm_clip", None)
-    largest = np.max(norms, initial=0.0, where=np.isfinite(norms))
+    largest = float(np.max(norms, initial=0.0, where=np.isfinite(norms)))
     if clip is None or not 0 < 100 * largest < clip:
         return []
     return [

@@ -19,6 +19,8 @@ from tf_adaptive_dp.validation.layer_findings import has_own, path_finder
 from tf_adaptive_dp.validation.report import Finding
 
 _CURE = "Keep the batch as an axis of its own: reduce, normalize and compare only within examples."
+# From a batch, and whether the model trains, to the loss vector.
+Losses = Callable[[tuple, bool], tf.Tensor]
 
 
 class StepSearch(NamedTuple):
@@ -37,7 +39,7 @@ class StepSearch(NamedTuple):
 
 def search_compiled_step(
     model: tf.keras.Model,
-    losses: Callable[[tuple, bool], tf.Tensor],
+    losses: Losses,
     batch: tuple,
     expected_batch_size: float | None,
 ) -> StepSearch:
@@ -52,7 +54,7 @@ def search_compiled_step(
       batch: nests of tensors.
       expected_batch_size: the attribute of the optimizer.
     """
-    found = None
+    found: list[Finding] = []
     free, fixed = batch_specs(batch)
     for specs in (free, fixed):
         findings: list[Finding] = []
@@ -62,12 +64,12 @@ def search_compiled_step(
                 warnings.simplefilter("ignore")  # training will say where it takes the Jacobian
                 concrete = step.get_concrete_function(specs)
         except Exception as error:  # noqa: BLE001, whatever a user's model raises is a finding
-            found = found or _not_compiled(error)
+            found = found or [_not_compiled(error)]
             continue
-        if specs is fixed:
-            findings.append(found._replace(severity="warning", cure=_ONE_SIZE))
+        # If only batches of one size compile.
+        findings += [f._replace(severity="warning", cure=_ONE_SIZE) for f in found]
         return _run(step, concrete, batch, findings)
-    return StepSearch([found], False, np.zeros(0))
+    return StepSearch(found, False, np.zeros(0))
 
 
 def batch_specs(batch: tuple) -> tuple[tuple, tuple]:
@@ -103,10 +105,15 @@ def _run(step: Any, concrete: Any, batch: tuple, findings: list[Finding]) -> Ste
     return StepSearch(findings, True, np.sqrt(np.maximum(squares.numpy(), 0)))
 
 
-def _step(model, losses, expected_batch_size, findings) -> Callable:
+def _step(
+    model: tf.keras.Model,
+    losses: Losses,
+    expected_batch_size: float | None,
+    findings: list[Finding],
+) -> Callable[[tuple], tf.Tensor]:
     """Makes a step that adds to `findings` while it is traced, and returns squared norms."""
 
-    def step(batch):
+    def step(batch: tuple) -> tf.Tensor:
         with tf.GradientTape() as tape:
             values = losses(batch, True)
         findings.extend(_added_losses(model))

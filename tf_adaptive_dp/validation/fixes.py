@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,10 +16,9 @@ from tf_adaptive_dp.validation.layer_findings import (
 )
 
 _LAYERS = tf.keras.layers
-Layer = tf.keras.layers.Layer
 
 
-def repaired_model(model: tf.keras.Model, inputs) -> tf.keras.Model:
+def repaired_model(model: tf.keras.Model, inputs: Any) -> tf.keras.Model:
     """Copies a model with group instead of batch normalization and without kept states.
 
     Other layers keep their names and weights. Group normalizations take over gamma and beta. The
@@ -52,7 +52,7 @@ def repaired_model(model: tf.keras.Model, inputs) -> tf.keras.Model:
     return repaired
 
 
-def group_normalization(layer: Layer) -> Layer | None:
+def group_normalization(layer: tf.keras.layers.Layer) -> tf.keras.layers.Layer | None:
     """Makes the group normalization that replaces a batch normalization.
 
     There are gcd(32, channels) groups if an example has several positions per channel, as in
@@ -74,15 +74,15 @@ def group_normalization(layer: Layer) -> Layer | None:
     if groups == 1 == channels and _positions(layer, rank, axis) == 1:
         return None
     config = layer.get_config()
-    kept = (
+    names = (
         "name trainable dtype epsilon center scale beta_initializer gamma_initializer "
         "beta_regularizer gamma_regularizer beta_constraint gamma_constraint"
     ).split()
-    kept = {name: config[name] for name in kept}
+    kept = {name: config[name] for name in names}
     return _LAYERS.GroupNormalization(groups=groups, axis=axis, **kept)
 
 
-def _positions(layer: Layer, rank: int, axis: int) -> int | None:
+def _positions(layer: tf.keras.layers.Layer, rank: int, axis: int) -> int | None:
     """The number of positions per channel in an example; `None` if it is unknown."""
     try:
         shape = list(layer.get_input_shape_at(0))
@@ -92,13 +92,13 @@ def _positions(layer: Layer, rank: int, axis: int) -> int | None:
     return None if None in others else math.prod(others)
 
 
-def is_defective(layer: Layer) -> bool:
+def is_defective(layer: tf.keras.layers.Layer) -> bool:
     """Whether a layer or model contains a layer of a kind that has a replacement."""
     layers = [layer, *(inner for _, inner in named_layers(layer))]
     return any(takes_batch_statistics(each) or keeps_state(each) for each in layers)
 
 
-def _copy(layer: Layer) -> Layer:
+def _copy(layer: tf.keras.layers.Layer) -> tf.keras.layers.Layer:
     if takes_batch_statistics(layer):
         replacement = group_normalization(layer)
         if replacement is not None:
@@ -115,23 +115,23 @@ def _copy(layer: Layer) -> Layer:
     return new
 
 
-def _copied_inside(old, new):
-    return _copy(old) if isinstance(old, Layer) and is_defective(old) else new
+def _copied_inside(old: Any, new: Any) -> Any:
+    return _copy(old) if isinstance(old, tf.keras.layers.Layer) and is_defective(old) else new
 
 
-def _children(layer: Layer) -> Iterator[tuple[str, object]]:
+def _children(layer: tf.keras.layers.Layer) -> Iterator[tuple[str, object]]:
     """Yields the attributes that hold layers, alone or in lists and dicts."""
     for name, value in list(vars(layer).items()):
         if not name.startswith("_self_") and list(_layers_in(value)):
             yield name, value
 
 
-def _layers_in(value) -> Iterator[Layer]:
-    if isinstance(value, (Layer, list, tuple, dict)):
-        yield from (v for v in tf.nest.flatten(value) if isinstance(v, Layer))
+def _layers_in(value: Any) -> Iterator[tf.keras.layers.Layer]:
+    if isinstance(value, (tf.keras.layers.Layer, list, tuple, dict)):
+        yield from (v for v in tf.nest.flatten(value) if isinstance(v, tf.keras.layers.Layer))
 
 
-def _copy_weights(old: Layer, new: Layer) -> None:
+def _copy_weights(old: tf.keras.layers.Layer, new: tf.keras.layers.Layer) -> None:
     # Not `trainable = ...`, which would thaw frozen layers inside.
     copy_trainable(old, new)
     if takes_batch_statistics(old) and isinstance(new, _LAYERS.GroupNormalization):

@@ -15,7 +15,9 @@ from tf_adaptive_dp.validation.report import Finding
 _LAYERS = tf.keras.layers
 
 
-def named_layers(model: tf.keras.layers.Layer, prefix: str = "") -> Iterator[tuple[str, object]]:
+def named_layers(
+    model: tf.keras.layers.Layer, prefix: str = ""
+) -> Iterator[tuple[str, tf.keras.layers.Layer]]:
     """Walks over all layers in a model, including nested and wrapped ones, each once.
 
     Args:
@@ -27,7 +29,9 @@ def named_layers(model: tf.keras.layers.Layer, prefix: str = "") -> Iterator[tup
     """
     seen: set[int] = set()
 
-    def walk(parent, prefix):
+    def walk(
+        parent: tf.keras.layers.Layer, prefix: str
+    ) -> Iterator[tuple[str, tf.keras.layers.Layer]]:
         for layer in inner_layers(parent):
             if id(layer) not in seen:
                 seen.add(id(layer))

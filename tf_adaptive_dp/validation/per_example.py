@@ -14,6 +14,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.layers import set_dtype_policy
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import check_loss_vector, per_example_gradients
+from tf_adaptive_dp.validation.compiled_step import Losses
 from tf_adaptive_dp.validation.layer_findings import named_layers
 
 
@@ -105,7 +106,13 @@ def check_per_example(
     return report
 
 
-def _compare(losses, variables, batch, step, without_rules) -> PerExampleReport:
+def _compare(
+    losses: Losses,
+    variables: Sequence[tf.Variable],
+    batch: tuple,
+    step: Callable,
+    without_rules: tuple[str, ...],
+) -> PerExampleReport:
     """Compares what `step` computes for the batch with its examples alone."""
     first, again = losses(batch, True), losses(batch, True)
     training = bool(tf.reduce_all((first == again) | (first != first)))
@@ -158,7 +165,7 @@ def _in_float32(model: tf.keras.Model) -> Iterator[bool]:
             set_dtype_policy(layer, policy)
 
 
-def _step_in_float32(losses, variables, batch) -> Callable:
+def _step_in_float32(losses: Losses, variables: Sequence[tf.Variable], batch: tuple) -> Callable:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warned before
         try:
@@ -187,7 +194,7 @@ def checked_batch(model: tf.keras.Model, batch: Sequence[Any]) -> tuple:
     return tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
 
 
-def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Callable:
+def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Losses:
     """Makes a function that computes the loss vector of a training step.
 
     It includes sample weights and the vectors of `add_loss`.
@@ -200,7 +207,7 @@ def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Call
       A function of a batch, `(x, y)` or `(x, y, sample_weight)`, and of `training`.
     """
 
-    def losses(batch, training):
+    def losses(batch: tuple, training: bool) -> tf.Tensor:
         x, y, *sample_weight = batch
         values = loss(y, model(x, training=training))
         check_loss_vector(values)
@@ -214,11 +221,13 @@ def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Call
     return losses
 
 
-def _compiled_step(losses, variables, batch, training) -> Callable:
+def _compiled_step(
+    losses: Losses, variables: Sequence[tf.Variable], batch: tuple, training: bool
+) -> Callable:
     """Compiles a function from a batch and weights [B] to squared norms and the weighted sum."""
 
     @tf.function(autograph=False)
-    def step(batch, weights):
+    def step(batch: tuple, weights: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
         with tf.GradientTape() as tape:
             values = losses(batch, training)
         source = per_example_gradients(values, variables, tape)
@@ -230,7 +239,13 @@ def _compiled_step(losses, variables, batch, training) -> Callable:
     return step.get_concrete_function(batch, tf.TensorSpec([num_examples], tf.float32))
 
 
-def _gradients_alone(losses, variables, batch, num_examples, training):
+def _gradients_alone(
+    losses: Losses,
+    variables: Sequence[tf.Variable],
+    batch: tuple,
+    num_examples: int,
+    training: bool,
+) -> list[list[np.ndarray]]:
     """Computes the gradient of each example on a batch that contains nothing else."""
     gradients = []
     for i in range(num_examples):
@@ -242,7 +257,7 @@ def _gradients_alone(losses, variables, batch, num_examples, training):
     return gradients
 
 
-def _relative(actual, expected, smallest: float = 0.0) -> float:
+def _relative(actual: np.ndarray, expected: np.ndarray, smallest: float = 0.0) -> float:
     """The largest difference, relative to the largest expected entry, or to `smallest`."""
     size = float(np.max(np.abs(expected), initial=smallest))
     difference = float(np.max(np.abs(actual - np.asarray(expected)), initial=0.0))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp.validation.compiled_step import counting
+from tf_adaptive_dp.validation.compiled_step import Losses, counting
 from tf_adaptive_dp.validation.layer_findings import named_layers
 from tf_adaptive_dp.validation.repeatable import reset
 from tf_adaptive_dp.validation.report import Finding
-
-Losses = Callable[[tuple, bool], tf.Tensor]
 
 
 class Probe(NamedTuple):
@@ -71,18 +69,18 @@ _SMALLEST_SCALE = 0.01
 class _Runner:
     """Runs the model with fixed seeds, and compares losses."""
 
-    def __init__(self, model, losses):
+    def __init__(self, model: tf.keras.Model, losses: Losses):
         self.model, self.losses, self.count = model, losses, 0
         self.left_out: list[str] = []
         types = {layer.compute_dtype for _, layer in named_layers(model)} | {model.compute_dtype}
         self.tolerance = np.sqrt(max(_EPSILON.get(t, _EPSILON["float32"]) for t in types))
 
-    def __call__(self, batch, training, seed=1) -> np.ndarray:
+    def __call__(self, batch: tuple, training: bool, seed: int = 1) -> np.ndarray:
         reset(self.model, seed)
         self.count += 1
         return tf.cast(self.losses(batch, training), tf.float64).numpy()
 
-    def attempt(self, what, batch, training) -> np.ndarray | None:
+    def attempt(self, what: str, batch: tuple, training: bool) -> np.ndarray | None:
         """Does the same for data that the model may reject; then it records that in `left_out`."""
         try:
             return self(batch, training)
@@ -90,18 +88,18 @@ class _Runner:
             self.left_out.append(f"{what} left out ({type(error).__name__})")
             return None
 
-    def moved(self, one, other, smallest=0.0) -> np.ndarray:
+    def moved(self, one: np.ndarray, other: np.ndarray, smallest: float = 0.0) -> np.ndarray:
         """Which losses differ, [B]; the largest loss counts as at least `smallest`."""
         scale = max(np.max(np.abs(one), initial=0.0, where=np.isfinite(one)), smallest)
         near = np.isclose(one, other, rtol=0.0, atol=self.tolerance * scale, equal_nan=True)
-        return ~near
+        return np.logical_not(near)
 
-    def same(self, one, other, smallest=0.0) -> bool:
+    def same(self, one: np.ndarray, other: np.ndarray, smallest: float = 0.0) -> bool:
         """Whether all losses agree."""
         return not self.moved(one, other, smallest).any()
 
 
-def _rows(batch: tuple, rows) -> tuple:
+def _rows(batch: tuple, rows: np.ndarray) -> tuple:
     return tf.nest.map_structure(lambda t: tf.gather(t, rows), batch)
 
 
@@ -113,8 +111,8 @@ def _replacements(batch: tuple, one: int) -> Iterator[tuple[str, tuple]]:
     copied = _rows(batch, rows)
     yield "another example", copied
 
-    def set_inputs(change):
-        def of(tensor):
+    def set_inputs(change: Callable[[np.ndarray], Any]) -> tuple:
+        def of(tensor: tf.Tensor) -> tf.Tensor:
             if not tensor.dtype.is_floating:
                 return tensor
             array = tensor.numpy()
@@ -123,7 +121,7 @@ def _replacements(batch: tuple, one: int) -> Iterator[tuple[str, tuple]]:
 
         return (tf.nest.map_structure(of, copied[0]), *copied[1:])
 
-    def shuffled(row):
+    def shuffled(row: np.ndarray) -> np.ndarray:
         order = np.random.default_rng(one).permutation(row.size)
         return 3 * row.reshape(-1)[order].reshape(row.shape)
 
@@ -138,13 +136,15 @@ def _independence(run: _Runner, batch: tuple, training: bool) -> list[Finding]:
     for one in sorted({0, len(before) // 2, len(before) - 1}):
         for kind, changed in _replacements(batch, one):
             after = run.attempt(f"replacing by {kind}", changed, training)
-            others = (np.delete(before, one), np.delete(after, one)) if after is not None else ()
-            if after is None or run.same(*others):
+            if after is None:
+                continue
+            others = np.delete(before, one), np.delete(after, one)
+            if run.same(*others):
                 continue
             if not run.same(before, run(batch, training)):
                 return [_state(training)]
             num_moved = int(run.moved(*others).sum())
-            largest = np.max(np.abs(np.subtract(*others)))
+            largest = float(np.max(np.abs(others[0] - others[1])))
             return [
                 Finding(
                     "probe",
@@ -187,7 +187,9 @@ def _position(run: _Runner, batch: tuple, training: bool) -> list[Finding]:
     ]
 
 
-def _size(run: _Runner, batch: tuple, training: bool, expected_batch_size) -> list[Finding]:
+def _size(
+    run: _Runner, batch: tuple, training: bool, expected_batch_size: float | None
+) -> list[Finding]:
     before = run(batch, training)
     fewer = len(before) - len(before) // 2
     after = run.attempt("smaller batches", _rows(batch, np.arange(fewer)), training)

@@ -11,7 +11,7 @@ from tf_adaptive_dp._keras.layers import is_compiled
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import check_loss_vector
 from tf_adaptive_dp.validation import argument_findings
-from tf_adaptive_dp.validation.compiled_step import search_compiled_step
+from tf_adaptive_dp.validation.compiled_step import Losses, search_compiled_step
 from tf_adaptive_dp.validation.fixes import is_defective, repaired_model
 from tf_adaptive_dp.validation.layer_findings import has_own, layer_findings
 from tf_adaptive_dp.validation.per_example import check_per_example, checked_batch, loss_function
@@ -78,7 +78,7 @@ def validate(
     return _repair(report, optimizer, batch) if fix and report.findings else report
 
 
-def _repair(report: ValidationReport, optimizer, batch) -> ValidationReport:
+def _repair(report: ValidationReport, optimizer: Any, batch: tuple) -> ValidationReport:
     """Reports on a repaired copy."""
     _, loss = argument_findings.loss_findings(report.loss)
     model, left = report.model, []
@@ -109,7 +109,7 @@ def _sorted(findings: list[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(unique, key=lambda f: f.severity != "error"))
 
 
-def _inspect(model, loss, optimizer, batch) -> ValidationReport:
+def _inspect(model: tf.keras.Model, loss: Any, optimizer: Any, batch: tuple) -> ValidationReport:
     from_batch = argument_findings.batch_findings(batch)
     comparable = not any(f.severity == "error" for f in from_batch)
     num_examples = tf.nest.flatten(batch)[0].shape[0] if comparable else None
@@ -134,7 +134,7 @@ def _inspect(model, loss, optimizer, batch) -> ValidationReport:
     return ValidationReport(_sorted([*found, *_own_steps(model)]), (), probed, model, loss)
 
 
-def _build(model, inputs) -> Finding | None:
+def _build(model: tf.keras.Model, inputs: Any) -> Finding | None:
     if model.built:
         return None
     try:
@@ -155,7 +155,13 @@ def _failure(error: Exception) -> Finding:
     )
 
 
-def _run(model, losses, vector_loss, optimizer, batch) -> tuple[list[Finding], bool, str]:
+def _run(
+    model: tf.keras.Model,
+    losses: Losses,
+    vector_loss: Callable[..., tf.Tensor],
+    optimizer: Any,
+    batch: tuple,
+) -> tuple[list[Finding], bool, str]:
     """Searches and probes, and compares with batches of one if neither finds anything."""
     try:
         values = losses(batch, True)
@@ -183,7 +189,9 @@ def _run(model, losses, vector_loss, optimizer, batch) -> tuple[list[Finding], b
     return found, searched.accepted, said
 
 
-def _compare_gradients(model, loss, batch) -> tuple[list[Finding], str]:
+def _compare_gradients(
+    model: tf.keras.Model, loss: Callable[..., tf.Tensor], batch: tuple
+) -> tuple[list[Finding], str]:
     """Compares gradients of a few examples with batches of one; also returns what was done."""
     few = tf.nest.map_structure(lambda t: t[:4], batch)
     try:
@@ -205,19 +213,19 @@ def _joined(found: list[Finding], of_layers: list[Finding], accepted: bool) -> l
     return [f for f in found if not (f.kind in searched and f.where in known)] + of_layers
 
 
-def _step_losses(model, loss) -> Callable:
+def _step_losses(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Losses:
     """Makes a function that computes the loss vector of a training step as `fit` does."""
     if not (has_own(model, "compute_loss") and is_compiled(model)):
         return loss_function(model, loss)
 
-    def losses(batch, training):
+    def losses(batch: tuple, training: bool) -> tf.Tensor:
         x, y, *sample_weight = batch
         return model.compute_loss(x, y, model(x, training=training), *sample_weight)
 
     return losses
 
 
-def _own_steps(model) -> list[Finding]:
+def _own_steps(model: tf.keras.Model) -> list[Finding]:
     """What this module cannot know about models with custom training."""
     found = []
     if has_own(model, "compute_loss") and not is_compiled(model):

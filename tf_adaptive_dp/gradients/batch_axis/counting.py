@@ -6,7 +6,7 @@ may determine the length of an axis, but must not become a value.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
@@ -30,7 +30,7 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
 )
 from tf_adaptive_dp.gradients.batch_axis.randomness import DRAWS
 from tf_adaptive_dp.gradients.batch_axis.reshaping import source_axis, whole_axes
-from tf_adaptive_dp.gradients.batch_axis.sizes import Size, evaluate
+from tf_adaptive_dp.gradients.batch_axis.sizes import Entries, Size, evaluate
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, Rows
 
@@ -118,7 +118,7 @@ class _Counting:
         """The axes whose length depends on it, other than the batch axis of data."""
         return self._wide.get(tensor.ref(), frozenset())
 
-    def entries(self, tensor: tf.Tensor) -> list[Size | None]:
+    def entries(self, tensor: tf.Tensor) -> Entries:
         """Does the same as `BatchAxes.entries`, and follows arguments of functions."""
         return evaluate(tensor, self.batch_axes.size, self._given)
 
@@ -143,10 +143,12 @@ class _Counting:
                 size = self.batch_axes.size(tensor, axis)
                 self._lengths.update(size.unknowns if _is_own(size, tensor, axis) else ())
 
-    def _given(self, tensor: tf.Tensor) -> list[Size | None] | None:
+    def _given(self, tensor: tf.Tensor) -> Entries | None:
         """The entries of an argument of a function."""
         source = self._fed.get(tensor.ref())
-        return None if source is None else self._outside.entries(source)
+        if source is None or self._outside is None:
+            return None
+        return self._outside.entries(source)
 
     def _depends(self, size: Size) -> bool:
         return any(unknown in self._lengths for unknown in size.unknowns)
@@ -164,8 +166,8 @@ class _Counting:
             return False
         given = [t for k, t in enumerate(op.inputs) if k not in _LENGTHS.get(op.type, ())]
         if any(map(self.counts, given)):
-            entries = self.entries(output) if _may_be_shape(output) else [None]
-            return not entries or None in entries or any(map(self._depends, entries))
+            entries = self.entries(output) if _may_be_shape(output) else []
+            return not entries or any(e is None or self._depends(e) for e in entries)
         return self._joins_wide_axes(op, output)
 
     def _shape_counts(self, op: tf.Operation, output: tf.Tensor) -> bool:
@@ -242,8 +244,9 @@ class _Counting:
             return any(t[a] == result[axis] for t, x in zip(terms, op.inputs) for a in self.wide(x))
         if op.type in _TARGETS:
             entries = self.entries(op.inputs[_TARGETS[op.type]])
-            if axis < len(entries) and entries[axis] is not None:
-                return self._depends(entries[axis])
+            entry = entries[axis] if axis < len(entries) else None
+            if entry is not None:
+                return self._depends(entry)
         return self._widens(op, own)
 
     def _widens(self, op: tf.Operation, own: int | None) -> bool:
@@ -268,7 +271,13 @@ class _Counting:
             axes.discard(layout.axis)
         return frozenset(a for a in axes if a >= 0 or is_list)
 
-    def _inside(self, body: tf.Graph, inside: BatchAxes, arguments, fed) -> _Counting:
+    def _inside(
+        self,
+        body: tf.Graph,
+        inside: BatchAxes,
+        arguments: Sequence[tuple[bool, frozenset[int]]],
+        fed: Sequence[tf.Tensor | None],
+    ) -> _Counting:
         """Processes a body, given (counts, wide axes) per argument, and the arguments passed on."""
         found = _Counting(inside, self)
         for k, (tensor, (counts, wide)) in enumerate(zip(body.inputs, arguments)):

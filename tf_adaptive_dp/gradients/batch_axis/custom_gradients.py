@@ -15,7 +15,7 @@ from tf_adaptive_dp._keras.graphs import (
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis.operations import run
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
-from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, OneExample
+from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, Layout, OneExample
 
 _GRADIENT = (
     "A custom gradient mixes the examples of a batch, so none has a gradient of its own. Received: "
@@ -45,11 +45,12 @@ def refuse_custom_gradients(ops: Iterable[tf.Operation], batch_axes: BatchAxes) 
         batch_axes.custom_gradients += [g for g in found if g is not None]
         run(ancestors([g for g in found if g is not None]), batch_axes)
         for tensor, gradient in zip(op.inputs, found):
-            if gradient is not None and isinstance(batch_axes[tensor], (BatchAxis, OneExample)):
-                _compare(op, batch_axes[tensor], batch_axes[gradient])
+            expected = batch_axes[tensor]
+            if gradient is not None and isinstance(expected, (BatchAxis, OneExample)):
+                _compare(op, expected, batch_axes[gradient])
 
 
-def _compare(op: tf.Operation, expected: BatchAxis | OneExample, actual) -> None:
+def _compare(op: tf.Operation, expected: Layout, actual: Layout) -> None:
     if actual not in (None, expected):
         why = actual.why if isinstance(actual, CrossExample) else "moves the batch axis"
         raise NotPrivateError(_GRADIENT.format(op=op.name, layer=layer_name(op), why=why))

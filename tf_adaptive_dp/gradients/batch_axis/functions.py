@@ -16,14 +16,16 @@ from tf_adaptive_dp._keras.graphs import (
     static_value,
 )
 from tf_adaptive_dp.gradients.batch_axis.custom_gradients import refuse_custom_gradients
-from tf_adaptive_dp.gradients.batch_axis.operations import Layout, register_layout, run
+from tf_adaptive_dp.gradients.batch_axis.operations import register_layout, run
 from tf_adaptive_dp.gradients.batch_axis.sizes import Size
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import (
     CrossExample,
     DataIndependent,
+    Layout,
     OneExample,
     Rows,
+    Value,
 )
 
 _BY_PLACE = "decides by where in the batch an example is"
@@ -32,13 +34,13 @@ _BY_PLACE = "decides by where in the batch an example is"
 def of_function(
     batch_axes: BatchAxes,
     graph: tf.Graph,
-    arguments: Sequence[Layout],
+    arguments: Sequence[Value],
     call: tf.Operation,
     role: str,
     given: Sequence[tf.Tensor | None] = (),
     counters: Sequence[tf.Tensor] = (),
     is_loop: bool = False,
-) -> list[Layout]:
+) -> list[Value]:
     """The layouts of a function's outputs; `DataIndependent` for those without data.
 
     Args:
@@ -60,7 +62,7 @@ def of_function(
     return [_leaving(t, inside) for t in graph.outputs]
 
 
-def _leaving(tensor: tf.Tensor, inside: BatchAxes) -> Layout:
+def _leaving(tensor: tf.Tensor, inside: BatchAxes) -> Value:
     """The layout of an output; the index of an example is known only inside of the function."""
     value = inside.value(tensor)
     if isinstance(value, OneExample) and value.loop is tensor.graph:
@@ -68,17 +70,18 @@ def _leaving(tensor: tf.Tensor, inside: BatchAxes) -> Layout:
     return value
 
 
-def _values(op: tf.Operation, batch_axes) -> list:
+def _values(op: tf.Operation, batch_axes: BatchAxes) -> list[Value]:
     return [batch_axes.value(t) for t in op.inputs]
 
 
-def join(op: tf.Operation, one: Layout, other: Layout) -> Layout:
+def join(op: tf.Operation, one: Value, other: Value) -> Value:
     """The layout of a value that comes from either of two places."""
     publics = [v for v in (one, other) if isinstance(v, DataIndependent)]
     tied = frozenset().union(*(v.tied for v in publics))
-    a, b = (v.layout if isinstance(v, DataIndependent) else v for v in (one, other))
+    a = one.layout if isinstance(one, DataIndependent) else one
+    b = other.layout if isinstance(other, DataIndependent) else other
     if a != b and Rows() in (a, b):
-        a, b = (_unless_rows(op, v) for v in (one, other))
+        a, b = _unless_rows(op, one), _unless_rows(op, other)
     if isinstance(a, CrossExample) or isinstance(b, CrossExample):
         joined = a if isinstance(a, CrossExample) else b
     elif a is None or b is None or a == b:
@@ -90,7 +93,7 @@ def join(op: tf.Operation, one: Layout, other: Layout) -> Layout:
     return CrossExample(op, _BY_PLACE) if _is_told(joined, tied) else joined
 
 
-def _unless_rows(op: tf.Operation, value: Layout) -> Layout:
+def _unless_rows(op: tf.Operation, value: Value) -> Layout:
     """The layout of one of two lists that differ; a list without data can still become another."""
     if isinstance(value, DataIndependent):
         return None if value.layout == Rows() else value.layout
@@ -101,12 +104,12 @@ def _unless_rows(op: tf.Operation, value: Layout) -> Layout:
     )
 
 
-def _is_told(value: Layout, tied: frozenset[tf.Graph]) -> bool:
+def _is_told(value: Value, tied: frozenset[tf.Graph]) -> bool:
     """Whether a choice that changes from iteration to iteration reveals the example's place."""
     return value.loop in tied if isinstance(value, OneExample) else value == Rows() and bool(tied)
 
 
-def _chosen(op: tf.Operation, value: Layout, choice: Layout) -> Layout:
+def _chosen(op: tf.Operation, value: Value, choice: Value) -> Value:
     """The layout of a value that a choice selects: a branch, or the length of a loop."""
     if isinstance(choice, DataIndependent):
         if isinstance(value, DataIndependent):
@@ -118,28 +121,28 @@ def _chosen(op: tf.Operation, value: Layout, choice: Layout) -> Layout:
 
 
 @register_layout(*CALLS)
-def call(op, batch_axes):
+def call(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     """A `tf.function` within the step."""
     ((role, body),) = bodies(op).items()
     return of_function(batch_axes, body, _values(op, batch_axes), op, role, op.inputs)
 
 
 @register_layout(*BRANCHES)
-def branches(op, batch_axes):
+def branches(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     """One of several functions; the choice must not depend on the data of other examples."""
     choice = batch_axes.value(op.inputs[0])
     if not isinstance(choice, (DataIndependent, OneExample)):
         return CrossExample(op, "takes one decision for all examples, from the data")
-    found = None
+    found: list[Value] = []
     for role, branch in bodies(op).items():
         values, given = _values(op, batch_axes)[1:], op.inputs[1:]
         one = of_function(batch_axes, branch, values, op, role, given)
-        found = one if found is None else [join(op, a, b) for a, b in zip(found, one)]
+        found = [join(op, a, b) for a, b in zip(found, one)] if found else one
     return [_chosen(op, value, choice) for value in found]
 
 
 @register_layout(*LOOPS)
-def loop(op, batch_axes):
+def loop(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     """A loop; its length must not depend on the data of other examples."""
     state = _values(op, batch_axes)
     graphs = bodies(op)
@@ -165,21 +168,27 @@ def is_passed_on(body: tf.Graph, k: int) -> bool:
     return behind_identities(body.outputs[k]) is body.inputs[k]
 
 
-def _changing(value: Layout, body: tf.Graph, k: int) -> Layout:
+def _changing(value: Value, body: tf.Graph, k: int) -> Value:
     """The layout of a loop variable in the body; the elements of a list have their own."""
     if not isinstance(value, DataIndependent) or body.inputs[k].dtype == tf.variant:
         return value
     return value._replace(tied=value.tied | {body})
 
 
-def _after(value: Layout, body: tf.Graph, k: int) -> Layout:
+def _after(value: Value, body: tf.Graph, k: int) -> Value:
     """The layout of a loop variable after the loop: its last value is the same for all examples."""
     if not isinstance(value, DataIndependent) or body.inputs[k].dtype == tf.variant:
         return value
     return value._replace(tied=value.tied - {body})
 
 
-def _counters_of_examples(op, body, condition, given, batch_axes) -> list[tf.Tensor]:
+def _counters_of_examples(
+    op: tf.Operation,
+    body: tf.Graph,
+    condition: tf.Graph,
+    given: Sequence[tf.Tensor | None],
+    batch_axes: BatchAxes,
+) -> list[tf.Tensor]:
     """The loop variables that count from 0 to B − 1, if the loop runs once for each example."""
     counters = []
     for counter, limit in comparisons(condition.outputs[0]) or ():
@@ -220,7 +229,7 @@ def increment(body: tf.Graph, k: int) -> tf.Tensor | None:
     return terms[0] if terms[1] is body.inputs[k] else terms[1]
 
 
-def _counts_up(op: tf.Operation, body: tf.Graph, k: int, given: list) -> bool:
+def _counts_up(op: tf.Operation, body: tf.Graph, k: int, given: Sequence[tf.Tensor | None]) -> bool:
     """Whether a loop variable starts at 0 and grows by 1 in each iteration."""
     step = increment(body, k)
     if step is None or static_value(op.inputs[k]) != 0:

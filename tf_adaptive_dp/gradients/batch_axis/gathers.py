@@ -8,22 +8,22 @@ from tf_adaptive_dp._keras.graphs import static_value
 from tf_adaptive_dp.gradients.batch_axis.operations import register_layout, unless_cross_example
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
-from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample
+from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, Value
 
 
 @register_layout("OneHot")
 @unless_cross_example
-def one_hot(op, batch_axes):
+def one_hot(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """A new axis of classes."""
     layout, axis = batch_axes[op.inputs[0]], op.get_attr("axis")
-    if layout is None:
+    if not isinstance(layout, BatchAxis):
         return CrossExample(op, "has values that depend on the data")
     return layout.at(layout.axis + (0 <= axis <= layout.axis))
 
 
 @register_layout("ResourceGather", "GatherV2", "Gather")
 @unless_cross_example
-def gather(op, batch_axes):
+def gather(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Rows of a table, or entries of each example (`batch_dims`)."""
     table, indices = op.inputs[:2]
     axis = 0
@@ -35,15 +35,16 @@ def gather(op, batch_axes):
     batch_dims = op.get_attr("batch_dims") if op.type != "Gather" else 0
     if indices.shape.rank is None:
         return CrossExample(op, "has indices of unknown rank")
-    if batch_axes.depends(table) and axis == batch_axes[table].axis and batch_dims == 0:
+    of_table = batch_axes.axis_of(table) if batch_axes.depends(table) else None
+    of_indices = batch_axes.axis_of(indices) if batch_axes.depends(indices) else None
+    if of_table is not None and axis == of_table.axis and batch_dims == 0:
         if _is_range_of_batch(indices, batch_axes):  # how `tf.vectorized_map` takes its elements
-            return batch_axes[table]
+            return of_table
     at_counter = batch_axes.example_at(indices)
     if at_counter and batch_axes[table] == BatchAxis(axis) and batch_dims == 0:
         return at_counter
-    of_table = batch_axes[table] if batch_axes.depends(table) else None
-    of_indices = batch_axes[indices] if batch_axes.depends(indices) else None
     if of_table is None:
+        of_indices = batch_axes.axis_of(indices)
         shift = 0 if of_indices.axis < batch_dims else axis - batch_dims
         return of_indices.at(of_indices.axis + shift)
     aligned = of_table.axis < batch_dims and of_indices in (None, of_table)
@@ -79,16 +80,19 @@ def _is_more_than_one(condition: tf.Tensor, batch_axes: BatchAxes) -> bool:
 
 @register_layout("GatherNd", "ResourceGatherNd")
 @unless_cross_example
-def gather_nd(op, batch_axes):
+def gather_nd(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Entries of a public table at indices from the data; the last axis is the index."""
-    layout = batch_axes[op.inputs[1]]
-    if batch_axes.depends(op.inputs[0]) or layout.axis == op.inputs[1].shape.rank - 1:
+    table, indices = op.inputs
+    if batch_axes.depends(table):
+        return CrossExample(op, "picks examples by index")
+    layout = batch_axes.axis_of(indices)
+    if layout.axis == indices.shape.rank - 1:
         return CrossExample(op, "picks examples by index")
     return layout
 
 
 @register_layout("LookupTableFindV2")
 @unless_cross_example
-def lookup(op, batch_axes):
+def lookup(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """One value per key."""
     return batch_axes[op.inputs[1]]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_adaptive_dp.gradients.batch_axis.operations import (
-    Layout,
     Rule,
     one_example,
     register_layout,
@@ -24,6 +23,7 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
     DataIndependent,
     OneExample,
     Rows,
+    Value,
 )
 
 _BY_INDEX = "picks elements by index"
@@ -33,7 +33,7 @@ _BESIDE = "puts examples beside other ones"
 def _unless_one_example(rule: Rule) -> Rule:
     """Lets `rule` handle only what is not mixed already and does not belong to one example."""
 
-    def wrapped(op, batch_axes):
+    def wrapped(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
         if _of_one_example(op, batch_axes):
             return one_example(op, batch_axes)
         return rule(op, batch_axes)
@@ -49,7 +49,7 @@ def _of_one_example(op: tf.Operation, batch_axes: BatchAxes) -> bool:
 
 @register_layout("TensorListReserve")
 @_unless_one_example
-def reserve(op, batch_axes):
+def reserve(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """An empty list, with room for one element per example or for another number."""
     if any(map(batch_axes.depends, op.inputs)):
         return CrossExample(op, "has a length that depends on the data")
@@ -58,19 +58,19 @@ def reserve(op, batch_axes):
 
 @register_layout("TensorListFromTensor")
 @_unless_one_example
-def from_tensor(op, batch_axes):
+def from_tensor(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Splits axis 0, such as that of time. If axis 0 is the batch, each element is an example."""
     layout = batch_axes[op.inputs[0]]
     if layout == BatchAxis() and batch_axes.depends(op.inputs[0]):
         return Rows()
-    if layout is None or layout.axis == 0:
+    if not isinstance(layout, BatchAxis) or layout.axis == 0:
         return CrossExample(op, "takes the batch apart")
     return layout.at(layout.axis - 1)
 
 
 @register_layout("TensorListStack", "TensorListGather")
 @_unless_one_example
-def to_tensor(op, batch_axes):
+def to_tensor(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """All elements, or those at public indices, on a new axis 0."""
     layout, stacks = batch_axes[op.inputs[0]], op.type == "TensorListStack"
     if not any(map(batch_axes.depends, op.inputs)):
@@ -85,7 +85,7 @@ def to_tensor(op, batch_axes):
 
 @register_layout("TensorListGetItem", "TensorListResize", "TensorListPopBack")
 @_unless_one_example
-def take(op, batch_axes):
+def take(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """An element, or a list of fewer or more of them."""
     layout, public = batch_axes[op.inputs[0]], not any(map(batch_axes.depends, op.inputs[1:]))
     if layout == Rows() and public and op.type == "TensorListGetItem":
@@ -95,14 +95,14 @@ def take(op, batch_axes):
 
 @register_layout("TensorListPushBack")
 @_unless_one_example
-def push(op, batch_axes):
+def push(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """The new element must have the layout of the others."""
     return _one_layout(op, batch_axes, op.inputs[1])
 
 
 @register_layout("TensorListSetItem")
 @unless_cross_example
-def set_item(op, batch_axes):
+def set_item(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """The new element must have the layout of the others, or belong to the example of its index."""
     handle, index, item = op.inputs
     tied = batch_axes.tied(handle) | batch_axes.tied(item)
@@ -125,7 +125,7 @@ def _is_own(item: tf.Tensor, index: tf.Tensor, batch_axes: BatchAxes) -> bool:
     return own is not None and batch_axes.depends(item) and batch_axes[item] == own
 
 
-def _one_layout(op: tf.Operation, batch_axes: BatchAxes, item: tf.Tensor) -> Layout:
+def _one_layout(op: tf.Operation, batch_axes: BatchAxes, item: tf.Tensor) -> Value:
     """The common layout of a list and a new element; an empty list has none yet."""
     found = {batch_axes[t] for t in (op.inputs[0], item) if batch_axes[t] is not None}
     if not batch_axes.depends(op.inputs[0]):

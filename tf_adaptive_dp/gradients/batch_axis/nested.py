@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Union
 
 import tensorflow as tf
 
@@ -21,11 +20,14 @@ from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.gradients.batch_axis.functions import join
 from tf_adaptive_dp.gradients.batch_axis.randomness import Draws
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
-from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, DataIndependent
+from tf_adaptive_dp.gradients.batch_axis.values import (
+    BatchAxis,
+    CrossExample,
+    DataIndependent,
+    Value,
+)
 from tf_adaptive_dp.gradients.frames import Frame
 from tf_adaptive_dp.gradients.released import is_released
-
-Value = Union[BatchAxis, CrossExample, DataIndependent]
 
 _FOREIGN = "does not have the batch as axis 0, has no static shape, or is sparse or ragged"
 _MIXED = (
@@ -105,11 +107,12 @@ def _error(frame: Frame, tensor: tf.Tensor, value: Value | None) -> NotPrivateEr
 def _batch_size(frame: Frame) -> int | None:
     """B at the inputs of the step, if they agree on a known size."""
     sizes: set[int | None] = set()
-    while frame is not None:
-        ops = frame.graph.get_operations()
-        fed = feeds([o for o in ops if frame.call is None or o.type != "Placeholder"], frame.graph)
+    place: Frame | None = frame
+    while place is not None:
+        ops = place.graph.get_operations()
+        fed = feeds([o for o in ops if place.call is None or o.type != "Placeholder"], place.graph)
         sizes |= {t.shape[0] for t in fed if t.shape.rank}
-        frame = frame.outer
+        place = place.outer
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -171,8 +174,8 @@ class _Arguments:
             return None
         self._asked.add((frame, id(tensor)))
         if tensor.op.type == "Placeholder" and frame.call is not None:
-            found = (self.source_of_place(*place) for place in frame.origins(tensor)[0])
-            return next((op for op in found if op is not None), None)
+            sources = (self.source_of_place(*place) for place in frame.origins(tensor)[0])
+            return next((op for op in sources if op is not None), None)
         batch_axes, ops = self._batch_axes(frame, [tensor]), ancestors([tensor], stop=is_released)
         inputs = [op.outputs[0] for op in ops if op.type == "Placeholder"]
         if frame.call is not None:
@@ -190,7 +193,9 @@ class _Arguments:
         found = slots.disprove([demand], set(), draws)
         return tensor.op if found is not None or draws.replaces_any else None
 
-    def _batch_axes(self, frame: Frame, tensors: Sequence[tf.Tensor], inputs=None) -> BatchAxes:
+    def _batch_axes(
+        self, frame: Frame, tensors: Sequence[tf.Tensor], inputs: dict[int, Value] | None = None
+    ) -> BatchAxes:
         """The batch axes of everything that tensors of a body are computed from."""
         ops = ancestors(tensors, stop=is_released)
         batch_axes = BatchAxes(self._batch_size)
@@ -198,8 +203,10 @@ class _Arguments:
             if op.type == "Placeholder":
                 (tensor,) = op.outputs
                 value = (inputs or {}).get(id(tensor)) or self._of_input(frame, tensor)
-                public = isinstance(value, DataIndependent)
-                batch_axes.set(tensor, value.layout if public else value, not public)
+                if isinstance(value, DataIndependent):
+                    batch_axes.set(tensor, value.layout, False)
+                else:
+                    batch_axes.set(tensor, value, True)
             elif op.type == "Const" and self._is_data(op.outputs[0]):
                 batch_axes.set(op.outputs[0], BatchAxis(), True)
             else:
@@ -238,9 +245,12 @@ class _Arguments:
         """The layout of a loop variable in all iterations."""
         if (frame, id(tensor)) in self._loops:
             return self._loops[frame, id(tensor)]
-        body = frame.outer.bodies(frame.call)["body"] if frame.role == "cond" else frame
+        body = frame
+        if frame.role == "cond" and frame.outer is not None:
+            body = frame.outer.bodies(frame.call)["body"]
         place = next(k for k, t in enumerate(frame.graph.inputs) if t is tensor)
-        needed, pending = {}, [place]
+        needed: dict[int, tf.Tensor] = {}
+        pending = [place]
         while pending:
             k = pending.pop()
             if k in needed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Union
 
 import tensorflow as tf
@@ -29,12 +29,11 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
     DataIndependent,
     OneExample,
     Rows,
+    Value,
 )
 
-# What is known about the batch axis of one tensor.
-Layout = Union[BatchAxis, CrossExample, Rows, OneExample, DataIndependent, None]
 # From an operation to the layouts of its outputs, or to one for all of them.
-Rule = Callable[[tf.Operation, "BatchAxes"], Union[Layout, Sequence[Layout]]]
+Rule = Callable[[tf.Operation, BatchAxes], Union[Value, list[Value]]]
 _RULES: dict[str, Rule] = {}
 
 _UNKNOWN = (
@@ -94,12 +93,13 @@ def apply(op: tf.Operation, batch_axes: BatchAxes) -> None:
         found = rule(op, batch_axes)
     found = found if isinstance(found, list) else [found] * len(op.outputs)
     tied = _ties(op, batch_axes)
-    for output, layout in zip(op.outputs, found):
-        alike = op.type in ("ZerosLike", "OnesLike") and isinstance(layout, BatchAxis)
+    for output, value in zip(op.outputs, found):
+        alike = op.type in ("ZerosLike", "OnesLike") and isinstance(value, BatchAxis)
         values = dependent and not alike
-        of_output = tied
-        if isinstance(layout, DataIndependent):
-            layout, of_output, values = layout.layout, layout.tied, False
+        if isinstance(value, DataIndependent):
+            layout, of_output, values = value.layout, value.tied, False
+        else:
+            layout, of_output = value, tied
         if isinstance(layout, CrossExample) and not values:
             layout = None
         if values and layout is None:
@@ -109,7 +109,7 @@ def apply(op: tf.Operation, batch_axes: BatchAxes) -> None:
             batch_axes.tie(output, of_output)
 
 
-def _tells_sizes(op: tf.Operation, layout: Layout) -> bool:
+def _tells_sizes(op: tf.Operation, layout: Value) -> bool:
     if isinstance(layout, OneExample):
         return not all(t.shape.is_fully_defined() for t in op.inputs)
     return isinstance(layout, CrossExample)
@@ -136,7 +136,7 @@ def _is_in_iteration(op: tf.Operation, batch_axes: BatchAxes) -> bool:
     )
 
 
-def one_example(op: tf.Operation, batch_axes: BatchAxes) -> Layout:
+def one_example(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """What is computed from one example alone belongs to it, whatever the operation.
 
     The operation must do the same each time, and must not learn the place of the example in the
@@ -170,7 +170,7 @@ def _data(op: tf.Operation, batch_axes: BatchAxes) -> list[tf.Tensor]:
 def unless_cross_example(rule: Rule) -> Rule:
     """Keeps mixed inputs mixed, with the first reason, before it asks `rule`."""
 
-    def wrapped(op, batch_axes):
+    def wrapped(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
         return _first_mixed(op, batch_axes) or rule(op, batch_axes)
 
     return wrapped
@@ -178,7 +178,7 @@ def unless_cross_example(rule: Rule) -> Rule:
 
 @register_layout(*ELEMENTWISE)
 @unless_cross_example
-def elementwise(op, batch_axes):
+def elementwise(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Batch axes must coincide when shapes are aligned from the right."""
     rank = op.outputs[0].shape.rank
     single = not isinstance(batch_axes[op.inputs[0]], BatchAxis)
@@ -188,7 +188,7 @@ def elementwise(op, batch_axes):
     for tensor in _data(op, batch_axes):
         if tensor.shape.rank is None or rank is None:
             return CrossExample(op, "has an unknown rank")
-        layout = batch_axes[tensor]
+        layout = batch_axes.axis_of(tensor)
         places.add(layout.at(layout.axis + rank - tensor.shape.rank))
     if len(places) > 1:
         return CrossExample(op, "combines each example with every other one, by broadcasting")
@@ -196,7 +196,7 @@ def elementwise(op, batch_axes):
 
 
 @register_layout("Equal")
-def equal(op, batch_axes):
+def equal(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     """An integer always equals itself, which `tf.recompute_grad` compares."""
     if op.inputs[0] is op.inputs[1] and not op.inputs[0].dtype.is_floating:
         return DataIndependent()
@@ -204,16 +204,16 @@ def equal(op, batch_axes):
 
 
 @register_layout("IdentityN")
-def identity_n(op, batch_axes):
+def identity_n(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     """Each output is an input."""
     return [batch_axes[t] for t in op.inputs]
 
 
 @register_layout("Select")
 @unless_cross_example
-def select(op, batch_axes):
+def select(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """The older `where` does not broadcast, but the condition may be a vector over axis 0."""
-    places = {batch_axes[t] for t in _data(op, batch_axes)}
+    places = {batch_axes.axis_of(t) for t in _data(op, batch_axes)}
     if len(places) > 1 or (op.inputs[0].shape.rank == 1 and BatchAxis() not in places):
         return CrossExample(op, "combines examples with other ones")
     return places.pop()
@@ -221,9 +221,9 @@ def select(op, batch_axes):
 
 @register_layout(*TRAILING)
 @unless_cross_example
-def trailing(op, batch_axes):
+def trailing(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Works on the last axes as a whole."""
-    places = {batch_axes[t] for t in _data(op, batch_axes)}
+    places = {batch_axes.axis_of(t) for t in _data(op, batch_axes)}
     broadcasts = "Solve" in op.type
     ranks = {t.shape.rank for t in (op.inputs if broadcasts else _data(op, batch_axes))}
     if len(places) > 1 or len(ranks) > 1 or None in ranks:
@@ -236,9 +236,9 @@ def trailing(op, batch_axes):
 
 @register_layout(*AXIS_0, "Conv2DBackpropInput", "Conv3DBackpropInputV2", "DenseBincount")
 @unless_cross_example
-def axis_0(op, batch_axes):
+def axis_0(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Axis 0 is the batch for all inputs that have one; filters must not depend on the data."""
-    places = {batch_axes[t] for t in _data(op, batch_axes)}
+    places = {batch_axes.axis_of(t) for t in _data(op, batch_axes)}
     layout = places.pop()
     counts_the_batch = op.type == "DenseBincount" and op.inputs[0].shape.rank != 2
     if places or layout.axis != 0 or counts_the_batch:
@@ -250,7 +250,7 @@ def axis_0(op, batch_axes):
 
 @register_layout("BiasAdd")
 @unless_cross_example
-def bias_add(op, batch_axes):
+def bias_add(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Adds the same vector to all."""
     if batch_axes.depends(op.inputs[1]):
         return CrossExample(op, "has a bias that depends on the data")
@@ -259,30 +259,30 @@ def bias_add(op, batch_axes):
 
 @register_layout("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 @unless_cross_example
-def fused_batch_norm(op, batch_axes):
+def fused_batch_norm(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     """Training mode normalizes over all axes but the channels; LayerNormalization uses it too."""
     layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
-    if layout is None or any(batch_axes.depends(t) for t in op.inputs[1:]):
+    if not isinstance(layout, BatchAxis) or any(batch_axes.depends(t) for t in op.inputs[1:]):
         return CrossExample(op, "has scales that depend on the data")
     if not op.get_attr("is_training"):
-        return [layout] + [DataIndependent()] * (len(op.outputs) - 1)  # the given statistics
+        return [layout, *[DataIndependent()] * (len(op.outputs) - 1)]  # the given statistics
     channels = 1 if op.get_attr("data_format") in (b"NCHW", b"NCDHW") else rank - 1
     if layout.axis != channels:
         return CrossExample(op, "is BatchNormalization in training mode")
-    return [layout] + [layout.at(0)] * (len(op.outputs) - 1)
+    return [layout, *[layout.at(0)] * (len(op.outputs) - 1)]
 
 
 @register_layout("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
 @unless_cross_example
-def tensor_product(op, batch_axes):
+def tensor_product(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """The letter of the batch must remain, and be the same in all inputs with data."""
     if any(t.shape.rank is None for t in op.inputs):
         return CrossExample(op, "has an unknown rank")
     terms, result = product_terms(op)
     letters = set()
     for tensor, term in zip(op.inputs, terms):
-        layout = batch_axes[tensor]
         if batch_axes.depends(tensor):
+            layout = batch_axes.axis_of(tensor)
             letters.add((term[layout.axis], layout.outer, layout.inner))
     if len(letters) > 1:
         return CrossExample(op, "multiplies each example with every other one")
@@ -329,7 +329,7 @@ def sum_to_operand(op: tf.Operation, batch_axes: BatchAxes) -> BatchAxis | None:
 
 @register_layout(*REDUCTIONS, "ArgMax", "ArgMin")
 @unless_cross_example
-def reduction(op, batch_axes):
+def reduction(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Axes go away, or stay with length 1."""
     layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
     axes = static_value(op.inputs[1])
@@ -337,7 +337,7 @@ def reduction(op, batch_axes):
         found = sum_to_operand(op, batch_axes)
         if found:
             return found
-    if layout is None or axes is None or rank is None:
+    if not isinstance(layout, BatchAxis) or axes is None or rank is None:
         return CrossExample(op, "reduces over axes that are unknown while tracing")
     axes = {int(a) % rank for a in axes.reshape(-1)}
     if layout.axis in axes:
@@ -349,11 +349,15 @@ def reduction(op, batch_axes):
 
 @register_layout("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Roll")
 @unless_cross_example
-def along_axes(op, batch_axes):
+def along_axes(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Moves or adds entries along axes that an input names."""
     layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
     axes = static_value(op.inputs[2 if op.type == "Roll" else 1])
-    if layout is None or axes is None or any(map(batch_axes.depends, op.inputs[1:])):
+    if (
+        not isinstance(layout, BatchAxis)
+        or axes is None
+        or any(map(batch_axes.depends, op.inputs[1:]))
+    ):
         return CrossExample(op, "works along axes, or by steps, that depend on the data")
     if layout.axis in {int(a) % rank for a in axes.reshape(-1)}:
         return CrossExample(op, "works across the batch axis")
@@ -362,12 +366,14 @@ def along_axes(op, batch_axes):
 
 @register_layout("ReverseSequence")
 @unless_cross_example
-def reverse_sequence(op, batch_axes):
+def reverse_sequence(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Reverses the first entries along one axis, a number for each entry of another."""
     axis = op.get_attr("batch_dim")
-    places = [batch_axes[t] for t in op.inputs]
-    places = [places[0], places[1] and places[1].at(axis + places[1].axis)]
-    found = {p for p, t in zip(places, op.inputs) if batch_axes.depends(t)}
+    data, lengths = op.inputs
+    found = {batch_axes.axis_of(data)} if batch_axes.depends(data) else set()
+    if batch_axes.depends(lengths):
+        of_lengths = batch_axes.axis_of(lengths)
+        found.add(of_lengths.at(axis + of_lengths.axis))
     if len(found) > 1 or next(iter(found)).axis != axis or op.get_attr("seq_dim") == axis:
         return CrossExample(op, "works across the batch axis")
     return found.pop()
@@ -375,7 +381,7 @@ def reverse_sequence(op, batch_axes):
 
 @register_layout("Fill", *RANDOM)
 @unless_cross_example
-def new_tensor(op, batch_axes):
+def new_tensor(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """A tensor of a given shape; batch size in the shape makes it a batch."""
     if any(batch_axes.depends(t) for t in op.inputs):
         return CrossExample(op, "spreads one value over the batch")
@@ -384,11 +390,11 @@ def new_tensor(op, batch_axes):
 
 @register_layout("BroadcastTo", "Tile")
 @unless_cross_example
-def spread(op, batch_axes):
+def spread(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Repeats along axes; a public value that is repeated B times becomes a batch."""
     layout, tensor = batch_axes[op.inputs[0]], op.inputs[0]
     target = batch_axes.entries(op.inputs[1])
-    if layout is None:
+    if not isinstance(layout, BatchAxis):
         made = batch_axes.in_target(target)
         if made and op.type == "Tile":
             made = made._replace(inner=product([made.inner, batch_axes.size(tensor, made.axis)]))
@@ -425,17 +431,17 @@ register_layout(
 
 @register_layout("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3")
 @unless_cross_example
-def fused_batch_norm_grad(op, batch_axes):
+def fused_batch_norm_grad(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     """The gradient of a frozen normalization, or of one with the examples as channels."""
     rank = op.inputs[1].shape.rank
-    entries = {batch_axes[t] for t in op.inputs[:2] if batch_axes.depends(t)}
-    scales = {batch_axes[t] for t in op.inputs[2:] if batch_axes.depends(t)}
+    entries = {batch_axes.axis_of(t) for t in op.inputs[:2] if batch_axes.depends(t)}
+    scales = {batch_axes.axis_of(t) for t in op.inputs[2:] if batch_axes.depends(t)}
     channels = 1 if op.get_attr("data_format") in (b"NCHW", b"NCDHW") else rank - 1
     of_scales = CrossExample(op, "sums over the batch axis")
     if len(entries) == 1:
         layout = entries.pop()
         if layout.axis == channels and scales <= {layout.at(0)}:
-            return [layout] + [layout.at(0)] * (len(op.outputs) - 1)
+            return [layout, *[layout.at(0)] * (len(op.outputs) - 1)]
         if not scales and not op.get_attr("is_training"):
-            return [layout] + [of_scales] * (len(op.outputs) - 1)
+            return [layout, *[of_scales] * (len(op.outputs) - 1)]
     return CrossExample(op, "is BatchNormalization in training mode")

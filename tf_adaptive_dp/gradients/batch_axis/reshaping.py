@@ -13,7 +13,8 @@ from tf_adaptive_dp.gradients.batch_axis.operations import (
     unless_cross_example,
 )
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size, product
-from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, OneExample
+from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
+from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, OneExample, Value
 
 _ACROSS = "works across the batch axis"
 
@@ -38,15 +39,15 @@ def find_axis(
     BatchAxis(axis=0, outer=Size(number=1, unknowns=()), inner=Size(number=3, unknowns=()))
     """
     total = product([outer, batch_size, inner])
-    target = list(target)
     if target.count(None) == 1:
-        known = product(s for s in target if s is not None)
-        target[target.index(None)] = total.over(known)
-    if None in target:
+        rest = total.over(product(s for s in target if s is not None))
+        target = [rest if s is None else s for s in target]
+    sizes = [s for s in target if s is not None]
+    if len(sizes) < len(target):
         return None
-    for axis, size in enumerate(target):
-        outside = outer.over(product(target[:axis]))
-        inside = inner.over(product(target[axis + 1 :]))
+    for axis, size in enumerate(sizes):
+        outside = outer.over(product(sizes[:axis]))
+        inside = inner.over(product(sizes[axis + 1 :]))
         if outside is None or inside is None or size == ONE != batch_size:
             continue
         if product([outside, batch_size, inside]) == size:
@@ -56,13 +57,13 @@ def find_axis(
 
 @register_layout("Reshape")
 @unless_cross_example
-def reshape(op, batch_axes):
+def reshape(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Finds the batch from the number of entries outside and inside of it."""
     tensor, output = op.inputs[0], op.outputs[0]
     layout = batch_axes[tensor]
     if tensor.op.type == "Sum" and sum_to_operand(tensor.op, batch_axes):
         return layout  # it has the shape already
-    if layout is None or tensor.shape.rank is None or output.shape.rank is None:
+    if not isinstance(layout, BatchAxis) or tensor.shape.rank is None or output.shape.rank is None:
         return CrossExample(op, "reshapes to a shape that is unknown while tracing")
     sizes = [batch_axes.size(tensor, a) for a in range(tensor.shape.rank)]
     target = batch_axes.entries(op.inputs[1])
@@ -80,16 +81,17 @@ def reshape(op, batch_axes):
 
 @register_layout("Squeeze", "ExpandDims")
 @unless_cross_example
-def axes_of_length_1(op, batch_axes):
+def axes_of_length_1(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Removes or adds axes."""
     layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
     if rank is None:
         return CrossExample(op, "has an unknown rank")
     if op.type == "ExpandDims":
         new = static_value(op.inputs[1])
-        if layout is None or new is None:
+        if not isinstance(layout, BatchAxis) or new is None:
             return CrossExample(op, "adds an axis that is unknown while tracing")
         return layout.at(layout.axis + (int(new) % (rank + 1) <= layout.axis))
+    layout = batch_axes.axis_of(op.inputs[0])
     gone = {a % rank for a in op.get_attr("squeeze_dims")}
     gone = gone or {a for a in range(rank) if op.inputs[0].shape[a] == 1}
     if layout.axis in gone or op.outputs[0].shape.rank is None:
@@ -99,32 +101,33 @@ def axes_of_length_1(op, batch_axes):
 
 @register_layout("Transpose")
 @unless_cross_example
-def transpose(op, batch_axes):
+def transpose(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Exchanges axes."""
     order = static_value(op.inputs[1])
     if order is None:
         return CrossExample(op, "exchanges axes that are unknown while tracing")
-    layout = batch_axes[op.inputs[0]]
+    layout = batch_axes.axis_of(op.inputs[0])
     return layout.at(order.tolist().index(layout.axis))
 
 
 @register_layout("ConcatV2")
 @unless_cross_example
-def concat(op, batch_axes):
+def concat(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Joins tensors; along the batch axis, the result is [all of x, all of y]."""
     rank, axis = op.outputs[0].shape.rank, static_value(op.inputs[-1])
-    found = [batch_axes[t] for t in op.inputs[:-1]]
-    places = {batch_axes[t] for t in op.inputs[:-1] if batch_axes.depends(t)}
+    places = {batch_axes.axis_of(t) for t in op.inputs[:-1] if batch_axes.depends(t)}
     if axis is None or rank is None or batch_axes.depends(op.inputs[-1]):
         return CrossExample(op, "concatenates along an axis that is unknown while tracing")
     layout = next(iter(places))
     if layout.axis == int(axis) % rank:
-        if None in found or len({(p.axis, p.inner) for p in found}) > 1:
+        layouts = [batch_axes[t] for t in op.inputs[:-1]]
+        found = [p for p in layouts if isinstance(p, BatchAxis)]
+        if len(found) < len(layouts) or len({(p.axis, p.inner) for p in found}) > 1:
             return CrossExample(op, "puts other rows beside the examples of the batch")
-        outer = [p.outer.static for p in found]
-        return (
-            CrossExample(op, _ACROSS) if None in outer else layout._replace(outer=Size(sum(outer)))
-        )
+        outer = [p.outer.static for p in found if p.outer.static is not None]
+        if len(outer) < len(found):
+            return CrossExample(op, _ACROSS)
+        return layout._replace(outer=Size(sum(outer)))
     if len(places) > 1:
         return CrossExample(op, "puts examples beside other ones")
     return layout
@@ -132,9 +135,9 @@ def concat(op, batch_axes):
 
 @register_layout("Pack")
 @unless_cross_example
-def pack(op, batch_axes):
+def pack(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Joins tensors along a new axis."""
-    places = {batch_axes[t] for t in op.inputs if batch_axes.depends(t)}
+    places = {batch_axes.axis_of(t) for t in op.inputs if batch_axes.depends(t)}
     layout, axis = places.pop(), op.get_attr("axis") % op.outputs[0].shape.rank
     if places:
         return CrossExample(op, "puts examples beside other ones")
@@ -143,9 +146,9 @@ def pack(op, batch_axes):
 
 @register_layout("Unpack")
 @unless_cross_example
-def unpack(op, batch_axes):
+def unpack(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Splits an axis into one tensor per entry."""
-    layout, axis = batch_axes[op.inputs[0]], op.get_attr("axis") % op.inputs[0].shape.rank
+    layout, axis = batch_axes.axis_of(op.inputs[0]), op.get_attr("axis") % op.inputs[0].shape.rank
     if axis == layout.axis:
         return CrossExample(op, "takes the batch apart")
     return layout.at(layout.axis - (axis < layout.axis))
@@ -153,11 +156,16 @@ def unpack(op, batch_axes):
 
 @register_layout("Split", "SplitV")
 @unless_cross_example
-def split(op, batch_axes):
+def split(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Cuts along an axis; along the batch axis, only where a concatenation joined."""
     tensor, axis = (op.inputs[1], op.inputs[0]) if op.type == "Split" else op.inputs[::2]
     layout, axis = batch_axes[tensor], static_value(axis)
-    if layout is None or axis is None or batch_axes.depends(op.inputs[1]) and op.type == "SplitV":
+    if (
+        not isinstance(layout, BatchAxis)
+        or axis is None
+        or batch_axes.depends(op.inputs[1])
+        and op.type == "SplitV"
+    ):
         return CrossExample(op, "cuts along an axis that is unknown while tracing")
     if int(axis) % tensor.shape.rank != layout.axis:
         return layout
@@ -169,10 +177,14 @@ def split(op, batch_axes):
 
 @register_layout("Slice")
 @unless_cross_example
-def slice_(op, batch_axes):
+def slice_(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Cuts out a block."""
     layout, tensor = batch_axes[op.inputs[0]], op.inputs[0]
-    if layout is None or tensor.shape.rank is None or any(map(batch_axes.depends, op.inputs[1:])):
+    if (
+        not isinstance(layout, BatchAxis)
+        or tensor.shape.rank is None
+        or any(map(batch_axes.depends, op.inputs[1:]))
+    ):
         return CrossExample(op, "cuts out a block that depends on the data")
     begin, size = (batch_axes.entries(t)[layout.axis] for t in op.inputs[1:])
     given = static_value(op.inputs[2])
@@ -188,12 +200,12 @@ def _mask(op: tf.Operation, name: str, bit: int) -> bool:
 
 @register_layout("StridedSlice")
 @unless_cross_example
-def strided_slice(op, batch_axes):
+def strided_slice(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Python's slices: they must leave the batch axis whole."""
     layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
     strides = static_value(op.inputs[3])
     if (
-        layout is None
+        not isinstance(layout, BatchAxis)
         or rank is None
         or strides is None
         or any(map(batch_axes.depends, op.inputs[1:]))
@@ -227,7 +239,7 @@ def strided_slice(op, batch_axes):
     return layout.at(target + layout.axis - source)
 
 
-def _example_at(op: tf.Operation, k: int, batch_axes) -> OneExample | None:
+def _example_at(op: tf.Operation, k: int, batch_axes: BatchAxes) -> OneExample | None:
     """The example that a slice takes out of the batch, in a loop over the examples."""
     begin, end = op.inputs[1:3]
     if begin.op.type != "Pack" or end.op.type != "Pack":
@@ -248,7 +260,8 @@ def source_axis(op: tf.Operation, axis: int) -> int | None:
     """
     rank, count = op.inputs[0].shape.rank, len(static_value(op.inputs[3]))
     spelled = sum(not (_mask(op, "new_axis", k) or _mask(op, "ellipsis", k)) for k in range(count))
-    source, axes = 0, []
+    source = 0
+    axes: list[int | None] = []
     for k in range(count):
         if _mask(op, "ellipsis", k):
             skipped = rank - spelled
@@ -269,7 +282,8 @@ def whole_axes(op: tf.Operation) -> set[int]:
         return set()
     count = len(strides)
     spelled = sum(not (_mask(op, "new_axis", k) or _mask(op, "ellipsis", k)) for k in range(count))
-    source, whole = 0, set()
+    source = 0
+    whole: set[int] = set()
     for k in range(count):
         if _mask(op, "ellipsis", k):
             whole |= set(range(source, source + rank - spelled))
@@ -284,10 +298,10 @@ def whole_axes(op: tf.Operation) -> set[int]:
 
 @register_layout("Pad", "PadV2", "MirrorPad")
 @unless_cross_example
-def pad(op, batch_axes):
+def pad(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Adds entries, but none along the batch axis."""
     layout, paddings = batch_axes[op.inputs[0]], static_value(op.inputs[1])
-    if layout is None or paddings is None or paddings[layout.axis].any():
+    if not isinstance(layout, BatchAxis) or paddings is None or paddings[layout.axis].any():
         return CrossExample(
             op, "adds rows to the batch, or a number of entries that depends on the data"
         )
@@ -296,10 +310,10 @@ def pad(op, batch_axes):
 
 @register_layout("SpaceToBatchND", "BatchToSpaceND")
 @unless_cross_example
-def space_to_batch(op, batch_axes):
+def space_to_batch(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Moves blocks of space in front of the batch and back, for dilated convolutions."""
     layout, block = batch_axes[op.inputs[0]], static_value(op.inputs[1])
-    if layout is None or block is None or layout.axis != 0:
+    if not isinstance(layout, BatchAxis) or block is None or layout.axis != 0:
         return CrossExample(op, _ACROSS)
     blocks = Size(int(block.prod()))
     outer = (

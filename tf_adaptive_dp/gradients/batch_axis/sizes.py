@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Callable, NamedTuple
+from typing import Callable, NamedTuple, Optional
 
 import tensorflow as tf
 
@@ -44,6 +44,11 @@ class Size(NamedTuple):
 
 
 ONE = Size()
+# The entries of a shape; `None` for an unknown one.
+Entries = list[Optional[Size]]
+# From a tensor and one of its axes to the size of that axis.
+SizeOf = Callable[[tf.Tensor, int], Size]
+_Recurse = Callable[[tf.Tensor], Entries]
 
 
 def product(sizes: Iterable[Size]) -> Size:
@@ -59,9 +64,9 @@ def product(sizes: Iterable[Size]) -> Size:
 
 def evaluate(
     tensor: tf.Tensor,
-    size_of: Callable[[tf.Tensor, int], Size],
-    given: Callable[[tf.Tensor], list[Size | None] | None] = lambda tensor: None,
-) -> list[Size | None]:
+    size_of: SizeOf,
+    given: Callable[[tf.Tensor], Entries | None] = lambda tensor: None,
+) -> Entries:
     """Evaluates an integer vector or scalar that was computed from shapes.
 
     Args:
@@ -89,7 +94,7 @@ def evaluate(
     return found
 
 
-def _shape(op, recurse, size_of):
+def _shape(op: tf.Operation, recurse: _Recurse, size_of: SizeOf) -> Entries | None:
     tensor = op.inputs[0]
     return (
         None
@@ -98,7 +103,7 @@ def _shape(op, recurse, size_of):
     )
 
 
-def _strided_slice(op, recurse, size_of):
+def _strided_slice(op: tf.Operation, recurse: _Recurse, size_of: SizeOf) -> Entries | None:
     values = recurse(op.inputs[0])
     begin, end, strides = (static_value(t) for t in op.inputs[1:])
     if begin is None or end is None or strides is None or len(begin) != 1:
@@ -110,7 +115,7 @@ def _strided_slice(op, recurse, size_of):
     return values[slice(first, last, int(strides[0]))]
 
 
-def _slice(op, recurse, size_of):
+def _slice(op: tf.Operation, recurse: _Recurse, size_of: SizeOf) -> Entries | None:
     begin, size = (static_value(t) for t in op.inputs[1:])
     if begin is None or size is None or len(begin) != 1:
         return None
@@ -118,16 +123,16 @@ def _slice(op, recurse, size_of):
     return recurse(op.inputs[0])[first : None if count < 0 else first + count]
 
 
-def _gather(op, recurse, size_of):
+def _gather(op: tf.Operation, recurse: _Recurse, size_of: SizeOf) -> Entries | None:
     indices = static_value(op.inputs[1])
     values = recurse(op.inputs[0])
     return None if indices is None else [values[int(i)] for i in indices.reshape(-1)]
 
 
-def _stitched(op, recurse, size_of):
+def _stitched(op: tf.Operation, recurse: _Recurse, size_of: SizeOf) -> Entries | None:
     """Entries at given indices, where later ones win: the shape of a sum with `keepdims`."""
     count = op.get_attr("N")
-    found = {}
+    found: dict[int, Size | None] = {}
     for places, entries in zip(op.inputs[:count], op.inputs[count:]):
         places = static_value(places)
         if places is None:
@@ -136,25 +141,26 @@ def _stitched(op, recurse, size_of):
     return [found.get(k) for k in range(max(found, default=-1) + 1)]
 
 
-def _product(op, recurse, size_of):
+def _product(op: tf.Operation, recurse: _Recurse, size_of: SizeOf) -> Entries | None:
     values = recurse(op.inputs[0])
-    return None if None in values else [product(values)]
+    known = [v for v in values if v is not None]
+    return [product(known)] if len(known) == len(values) else None
 
 
-def _multiply(op, recurse, size_of):
+def _multiply(op: tf.Operation, recurse: _Recurse, size_of: SizeOf) -> Entries | None:
     left, right = (recurse(t) for t in op.inputs)
-    if len(left) != 1 or len(right) != 1 or None in left + right:
+    if len(left) != 1 or len(right) != 1 or left[0] is None or right[0] is None:
         return None
     return [left[0].times(right[0])]
 
 
-def _maximum(op, recurse, size_of):
+def _maximum(op: tf.Operation, recurse: _Recurse, size_of: SizeOf) -> Entries | None:
     """The maximum of equal sizes, which `tf.vectorized_map` computes."""
     values = set(recurse(op.inputs[0]))
     return [values.pop()] if len(values) == 1 else None
 
 
-def _same(op, recurse, size_of):
+def _same(op: tf.Operation, recurse: _Recurse, size_of: SizeOf) -> Entries | None:
     return recurse(op.inputs[0])
 
 

@@ -7,7 +7,7 @@ weight for row i, would then change the gradients of the others, although it mix
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Callable, NamedTuple
+from typing import Callable, NamedTuple, Optional
 
 import numpy as np
 import tensorflow as tf
@@ -130,7 +130,9 @@ def find_slots(
                 yield Finding(op, *found)
 
 
-def _with_bodies(ops, batch_axes: BatchAxes) -> Iterator[tuple[tf.Operation, BatchAxes]]:
+def _with_bodies(
+    ops: Iterable[tf.Operation], batch_axes: BatchAxes
+) -> Iterator[tuple[tf.Operation, BatchAxes]]:
     for op in ops:
         for graph, inside in batch_axes.bodies_of(op).values():
             tensors = [*graph.outputs, *inside.custom_gradients]
@@ -168,10 +170,9 @@ def disprove(
             pending += [Demand(batch_axes, t, p) for t, p in _parameters(op, place)]
         else:
             wanted = _demands(op, tensor.value_index, place, batch_axes)
-            unknown = wanted is None or any(
+            if wanted is None or any(
                 d.place is None and not _is_settled(d.tensor, None) for d in wanted
-            )
-            if unknown:
+            ):
                 return op, None
             pending += wanted
     proven |= seen
@@ -205,8 +206,9 @@ def _constant(tensor: tf.Tensor) -> np.ndarray | None:
     if tensor.op.type == "Placeholder":
         captured = {i.ref(): e for e, i in graphs.captures(tensor.graph)}
         outside = captured.get(tensor.ref())
-        known = hasattr(outside, "numpy") and outside.dtype != tf.resource
-        return outside.numpy() if known else None
+        if outside is None or not hasattr(outside, "numpy") or outside.dtype == tf.resource:
+            return None
+        return outside.numpy()
     return static_value(tensor) if tensor.shape.is_fully_defined() else None
 
 
@@ -218,14 +220,17 @@ def _demands(
         return _BODIES[op.type](op, index, place, batch_axes)
     rule = _SOURCES.get(op.type)
     if rule is None:  # the rule for the batch axis vouches for inputs without one
-        placed = [t for t in op.inputs if isinstance(batch_axes[t], BatchAxis)]
-        public = not batch_axes.depends(op.outputs[index])
-        return None if public else [Demand(batch_axes, t, batch_axes[t]) for t in placed]
+        if not batch_axes.depends(op.outputs[index]):
+            return None
+        layouts = [(t, batch_axes[t]) for t in op.inputs]
+        return [Demand(batch_axes, t, p) for t, p in layouts if isinstance(p, BatchAxis)]
     return [Demand(batch_axes, t, p) for t, p in rule(op, index, place, batch_axes)]
 
 
+# Inputs of an operation, each with the axis that meets the batch; `None` if that is unknown.
+Sources = list[tuple[tf.Tensor, Optional[BatchAxis]]]
 # Maps an operation and an axis of one output to the inputs and axes that it is computed from.
-Rule = Callable[..., list]
+Rule = Callable[[tf.Operation, int, BatchAxis, BatchAxes], Sources]
 _SOURCES: dict[str, Rule] = {}
 
 
@@ -238,7 +243,7 @@ def _sources(*op_types: str) -> Callable[[Rule], Rule]:
 
 
 @_sources(*ELEMENTWISE)
-def _elementwise(op, index, place, batch_axes):
+def _elementwise(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     rank = op.outputs[0].shape.rank
     if len(op.inputs) == 1:
         return [(op.inputs[0], place)]
@@ -248,11 +253,11 @@ def _elementwise(op, index, place, batch_axes):
 
 
 @_sources("Fill", "ZerosLike", "OnesLike", "TensorListReserve", "EmptyTensorList")
-def _uniform(op, index, place, batch_axes):
+def _uniform(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     return []
 
 
-def _parameters(op: tf.Operation, place: BatchAxis) -> list:
+def _parameters(op: tf.Operation, place: BatchAxis) -> Sources:
     """The parameters of a distribution, such as rates, which broadcast to the output."""
     rank = op.outputs[0].shape.rank
     given = [t for t in op.inputs[1:] if t.dtype.is_floating]
@@ -262,24 +267,24 @@ def _parameters(op: tf.Operation, place: BatchAxis) -> list:
 
 
 @_sources("IdentityN")
-def _each(op, index, place, batch_axes):
+def _each(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     return [(op.inputs[index], place)]
 
 
 @_sources("Select")
-def _select(op, index, place, batch_axes):
+def _select(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     condition = [] if op.inputs[0].shape.rank == 1 and place.axis > 0 else [(op.inputs[0], place)]
     return [*condition, *((t, place) for t in op.inputs[1:])]
 
 
 @_sources("BroadcastTo")
-def _broadcast(op, index, place, batch_axes):
+def _broadcast(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     ranks = op.inputs[0].shape.rank, op.outputs[0].shape.rank
     return [(op.inputs[0], None if None in ranks else place.at(place.axis + ranks[0] - ranks[1]))]
 
 
 @_sources("Tile")
-def _tile(op, index, place, batch_axes):
+def _tile(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     (source, _), axis = op.inputs, place.axis
     times = batch_axes.entries(op.inputs[1])[axis]
     length = batch_axes.size(source, axis)
@@ -292,7 +297,7 @@ def _tile(op, index, place, batch_axes):
 
 
 @_sources("Reshape")
-def _reshape(op, index, place, batch_axes):
+def _reshape(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     source, output = op.inputs[0], op.outputs[0]
     if source.op.type in ("Fill", "ZerosLike", "OnesLike") or source.shape.num_elements() == 1:
         return []
@@ -309,7 +314,7 @@ def _reshape(op, index, place, batch_axes):
 
 
 @_sources("ExpandDims", "Squeeze")
-def _length_1(op, index, place, batch_axes):
+def _length_1(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     source, axis = op.inputs[0], place.axis
     rank = source.shape.rank
     if rank is None:
@@ -323,13 +328,13 @@ def _length_1(op, index, place, batch_axes):
 
 
 @_sources("Transpose")
-def _transpose(op, index, place, batch_axes):
+def _transpose(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     order = static_value(op.inputs[1])
     return [(op.inputs[0], None if order is None else place.at(int(order[place.axis])))]
 
 
 @_sources("ConcatV2")
-def _concat(op, index, place, batch_axes):
+def _concat(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     parts, axis = op.inputs[:-1], static_value(op.inputs[-1])
     if axis is None or int(axis) % op.outputs[0].shape.rank != place.axis:
         return [(t, None if axis is None else place) for t in parts]
@@ -343,20 +348,20 @@ def _concat(op, index, place, batch_axes):
 
 
 @_sources("Pack")
-def _pack(op, index, place, batch_axes):
+def _pack(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     axis = op.get_attr("axis") % op.outputs[0].shape.rank
     below = None if axis == place.axis else place.at(place.axis - (axis < place.axis))
     return [(t, below) for t in op.inputs]
 
 
 @_sources("Unpack")
-def _unpack(op, index, place, batch_axes):
+def _unpack(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     axis = op.get_attr("axis") % op.inputs[0].shape.rank
     return [(op.inputs[0], place.at(place.axis + (axis <= place.axis)))]
 
 
 @_sources("Split", "SplitV")
-def _split(op, index, place, batch_axes):
+def _split(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     source = op.inputs[1 if op.type == "Split" else 0]
     axis = static_value(op.inputs[0 if op.type == "Split" else 2])
     cut = axis is None or int(axis) % source.shape.rank == place.axis
@@ -369,13 +374,15 @@ def _of_equal_rows(place: BatchAxis) -> BatchAxis:
 
 
 @_sources("Slice")
-def _slice(op, index, place, batch_axes):
+def _slice(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     whole = batch_axes.size(op.inputs[0], place.axis) == batch_axes.size(op.outputs[0], place.axis)
     return [(op.inputs[0], place if whole else _of_equal_rows(place))]
 
 
 @_sources("StridedSlice")
-def _strided_slice(op, index, place, batch_axes):
+def _strided_slice(
+    op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes
+) -> Sources:
     source = op.inputs[0]
     if source.shape.rank is None or static_value(op.inputs[3]) is None:
         return [(source, None)]
@@ -387,14 +394,14 @@ def _strided_slice(op, index, place, batch_axes):
 
 
 @_sources("Pad", "PadV2", "MirrorPad")
-def _pad(op, index, place, batch_axes):
+def _pad(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     paddings = static_value(op.inputs[1])
     known = paddings is not None and not paddings[place.axis].any()
     return [(op.inputs[0], place if known else None)]
 
 
 @_sources(*REDUCTIONS, "ArgMax", "ArgMin")
-def _reduction(op, index, place, batch_axes):
+def _reduction(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     source, axes = op.inputs[0], static_value(op.inputs[1])
     rank = source.shape.rank
     if axes is None or rank is None:
@@ -406,14 +413,16 @@ def _reduction(op, index, place, batch_axes):
 
 
 @_sources("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Roll")
-def _along(op, index, place, batch_axes):
+def _along(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     axes, rank = static_value(op.inputs[2 if op.type == "Roll" else 1]), op.inputs[0].shape.rank
     across = axes is None or place.axis in {int(a) % rank for a in axes.reshape(-1)}
     return [(op.inputs[0], None if across else place)]
 
 
 @_sources("ReverseSequence")
-def _reverse_sequence(op, index, place, batch_axes):
+def _reverse_sequence(
+    op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes
+) -> Sources:
     lengths = [(op.inputs[1], place.at(0))] if place.axis == op.get_attr("batch_dim") else []
     return [(op.inputs[0], None if place.axis == op.get_attr("seq_dim") else place), *lengths]
 
@@ -433,7 +442,7 @@ _BESIDE = {
 
 
 @_sources(*TRAILING)
-def _trailing(op, index, place, batch_axes):
+def _trailing(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     rank = op.inputs[0].shape.rank
     across = rank is None or place.axis >= rank - TRAILING[op.type]
     taken = [op.inputs[k] for k in (0, *_BESIDE.get(op.type, ()))]
@@ -441,14 +450,14 @@ def _trailing(op, index, place, batch_axes):
 
 
 @_sources(*AXIS_0, "Conv2DBackpropInput", "Conv3DBackpropInputV2", "DenseBincount")
-def _axis_0(op, index, place, batch_axes):
+def _axis_0(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     first = {"Conv2DBackpropInput": 2, "Conv3DBackpropInputV2": 2}.get(op.type, 0)
     taken = [op.inputs[k] for k in (first, *_BESIDE.get(op.type, ()))]
     return [(t, None if place.axis else place) for t in taken]
 
 
 @_sources("BiasAdd")
-def _bias_add(op, index, place, batch_axes):
+def _bias_add(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     rank = op.inputs[0].shape.rank
     if rank is None:
         return [(t, None) for t in op.inputs]
@@ -458,7 +467,9 @@ def _bias_add(op, index, place, batch_axes):
 
 
 @_sources("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
-def _fused_batch_norm(op, index, place, batch_axes):
+def _fused_batch_norm(
+    op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes
+) -> Sources:
     data, scales = op.inputs[0], op.inputs[1:]
     channels = 1 if op.get_attr("data_format") in (b"NCHW", b"NCDHW") else data.shape.rank - 1
     if index:  # statistics of the channels
@@ -469,7 +480,7 @@ def _fused_batch_norm(op, index, place, batch_axes):
 
 
 @_sources("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
-def _product(op, index, place, batch_axes):
+def _product(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     if any(t.shape.rank is None for t in op.inputs):
         return [(t, None) for t in op.inputs]
     terms, result = product_terms(op)
@@ -480,14 +491,14 @@ def _product(op, index, place, batch_axes):
 
 
 @_sources("OneHot")
-def _one_hot(op, index, place, batch_axes):
+def _one_hot(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     axis = op.get_attr("axis") % op.outputs[0].shape.rank
     new = axis == place.axis
     return [(op.inputs[0], None if new else place.at(place.axis - (axis < place.axis)))]
 
 
 @_sources("GatherV2", "Gather", "ResourceGather")
-def _gather(op, index, place, batch_axes):
+def _gather(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     table, indices = op.inputs[:2]
     axis = static_value(op.inputs[2]) if op.type == "GatherV2" else 0
     if axis is None or indices.shape.rank is None or table.shape.rank is None:
@@ -508,45 +519,55 @@ def _gather(op, index, place, batch_axes):
 
 
 @_sources("GatherNd", "ResourceGatherNd")
-def _gather_nd(op, index, place, batch_axes):
+def _gather_nd(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     rank = op.inputs[1].shape.rank
     inside = rank is not None and place.axis < rank - 1
     return [(op.inputs[1] if inside else op.inputs[0], place if inside else None)]
 
 
 @_sources("LookupTableFindV2")
-def _lookup(op, index, place, batch_axes):
+def _lookup(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     return [(op.inputs[1], place)]
 
 
 @_sources("TensorListFromTensor")
-def _list_from_tensor(op, index, place, batch_axes):
+def _list_from_tensor(
+    op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes
+) -> Sources:
     return [(op.inputs[0], place.at(place.axis + 1))]
 
 
 @_sources("TensorListStack", "TensorListGather")
-def _list_to_tensor(op, index, place, batch_axes):
+def _list_to_tensor(
+    op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes
+) -> Sources:
     return [(op.inputs[0], place.at(place.axis - 1) if place.axis else None)]
 
 
 @_sources("TensorListGetItem", "TensorListResize", "TensorListPopBack")
-def _list(op, index, place, batch_axes):
+def _list(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     return [(op.inputs[0], place)]
 
 
 @_sources("TensorListSetItem", "TensorListPushBack")
-def _list_with_item(op, index, place, batch_axes):
+def _list_with_item(
+    op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes
+) -> Sources:
     item = op.inputs[2 if op.type == "TensorListSetItem" else 1]
     return [(op.inputs[0], place), (item, place)]
 
 
-def _of_bodies(op, index, place, batch_axes: BatchAxes) -> list[Demand] | None:
+def _of_bodies(
+    op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes
+) -> list[Demand] | None:
     bodies = batch_axes.bodies_of(op)
     found = [Demand(inside, g.outputs[index], place) for g, inside in bodies.values()]
     return found or None
 
 
-def _of_loop(op, index, place, batch_axes: BatchAxes) -> list[Demand] | None:
+def _of_loop(
+    op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes
+) -> list[Demand] | None:
     bodies = batch_axes.bodies_of(op)
     if "body" not in bodies:
         return None
@@ -557,7 +578,9 @@ def _of_loop(op, index, place, batch_axes: BatchAxes) -> list[Demand] | None:
     ]
 
 
-def _of_argument(op, index, place, batch_axes: BatchAxes) -> list[Demand] | None:
+def _of_argument(
+    op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes
+) -> list[Demand] | None:
     """The value that a caller passes for an argument, in each step if it is a loop."""
     argument = op.outputs[0]
     if batch_axes.caller is not None:
@@ -572,9 +595,9 @@ def _of_argument(op, index, place, batch_axes: BatchAxes) -> list[Demand] | None
     if batch_axes.depends(argument):
         return []  # where the data comes in
     captured = {i.ref(): e for e, i in graphs.captures(op.graph)}
-    outside = captured.get(argument.ref())
+    source = captured.get(argument.ref())
     # It belongs to an outer function, whose data are data here.
-    return [Demand(batch_axes, outside, place)] if graphs.is_symbolic(outside) else None
+    return [Demand(batch_axes, source, place)] if graphs.is_symbolic(source) else None
 
 
 _BODIES = {

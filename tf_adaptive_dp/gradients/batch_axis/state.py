@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import behind_identities, static_value
+from tf_adaptive_dp._keras.graphs import TensorReference, behind_identities, static_value
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     ELEMENTWISE,
     KEEP_SHAPE,
     product_terms,
 )
-from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size, evaluate, product
+from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Entries, Size, evaluate, product
 from tf_adaptive_dp.gradients.batch_axis.values import (
     BatchAxis,
-    CrossExample,
     DataIndependent,
+    Layout,
     OneExample,
-    Rows,
+    Value,
 )
 
 _NUMBERS = itertools.count()
@@ -56,8 +56,15 @@ class BatchAxes:
         self.custom_gradients: list[tf.Tensor] = []
         self._bodies: dict[tf.Operation, dict[str, tuple[tf.Graph, BatchAxes]]] = {}
 
-    def __getitem__(self, tensor: tf.Tensor) -> BatchAxis | CrossExample | None:
+    def __getitem__(self, tensor: tf.Tensor) -> Layout:
         return self._layouts.get(tensor.ref())
+
+    def axis_of(self, tensor: tf.Tensor) -> BatchAxis:
+        """The batch axis of a tensor that has one."""
+        layout = self[tensor]
+        if not isinstance(layout, BatchAxis):
+            raise ValueError(f"`tensor` must have a batch axis. Received: {tensor} with {layout}.")
+        return layout
 
     def depends(self, tensor: tf.Tensor) -> bool:
         """Whether the values of a tensor depend on the data of the batch."""
@@ -72,14 +79,12 @@ class BatchAxes:
         found = self._origin(index)
         return OneExample(found) if found in self._counters else None
 
-    def _origin(self, index: tf.Tensor):
+    def _origin(self, index: tf.Tensor) -> TensorReference:
         """The tensor outside of the function that an argument stands for."""
         index = behind_identities(index)
         return self._indices.get(index.ref(), index.ref())
 
-    def set(
-        self, tensor: tf.Tensor, layout: BatchAxis | CrossExample | None, dependent: bool
-    ) -> None:
+    def set(self, tensor: tf.Tensor, layout: Layout, dependent: bool) -> None:
         """Records a tensor; one that depends on the data must not have the layout `None`."""
         if dependent:
             self._dependent.add(tensor.ref())
@@ -99,9 +104,9 @@ class BatchAxes:
             if order is not None:
                 return self.size(op.inputs[0], int(order[axis]))
         if op.type == "Reshape":
-            found = self._reshaped(op)[axis]
-            if found is not None:
-                return found
+            reshaped = self._reshaped(op)[axis]
+            if reshaped is not None:
+                return reshaped
         if op.type == "Einsum":
             terms, result = product_terms(op)
             for source, term in zip(op.inputs, terms):
@@ -117,7 +122,7 @@ class BatchAxes:
                     return found.pop()
         return Size(1, (f"{self.number}:{tensor.name}[{axis}]",))
 
-    def _reshaped(self, op: tf.Operation) -> list[Size | None]:
+    def _reshaped(self, op: tf.Operation) -> Entries:
         """The shape after a reshape, with the length of an axis -1 computed from the others."""
         entries, source = self.entries(op.inputs[1]), op.inputs[0]
         if entries.count(None) == 1 and source.shape.rank is not None:
@@ -126,7 +131,7 @@ class BatchAxes:
             entries[entries.index(None)] = total.over(known)
         return entries
 
-    def entries(self, shape: tf.Tensor) -> list[Size | None]:
+    def entries(self, shape: tf.Tensor) -> Entries:
         """The entries of a shape tensor."""
         return evaluate(shape, self.size)
 
@@ -141,7 +146,7 @@ class BatchAxes:
     def inside(
         self,
         graph: tf.Graph,
-        arguments: Sequence[BatchAxis | CrossExample | Rows | OneExample | DataIndependent],
+        arguments: Sequence[Value],
         given: Sequence[tf.Tensor | None] = (),
         counters: Sequence[tf.Tensor] = (),
         is_loop: bool = False,
@@ -163,10 +168,11 @@ class BatchAxes:
             if outer is not None:
                 inside._indices[tensor.ref()] = self._origin(outer)
         for tensor, argument in zip(graph.inputs, arguments):
-            public = isinstance(argument, DataIndependent)
-            inside.set(tensor, argument.layout if public else argument, not public)
-            if public:
+            if isinstance(argument, DataIndependent):
+                inside.set(tensor, argument.layout, False)
                 inside.tie(tensor, argument.tied)
+            else:
+                inside.set(tensor, argument, True)
         return inside
 
     def remember(self, call: tf.Operation, role: str, graph: tf.Graph, inside: BatchAxes) -> None:
@@ -183,9 +189,7 @@ class BatchAxes:
         if loops:
             self._tied[tensor.ref()] = loops
 
-    def value(
-        self, tensor: tf.Tensor
-    ) -> BatchAxis | CrossExample | Rows | OneExample | DataIndependent:
+    def value(self, tensor: tf.Tensor) -> Value:
         """The layout of a tensor, as `DataIndependent` if it does not depend on the data."""
         if self.depends(tensor):
             return self[tensor]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, Union
 
 import tensorflow as tf
 
@@ -65,6 +65,10 @@ class OneExample:
         return self.index.deref().graph
 
 
+# The layouts of a tensor; `None` for no batch axis.
+Layout = Union[BatchAxis, CrossExample, Rows, OneExample, None]
+
+
 class DataIndependent(NamedTuple):
     """Marks values that do not depend on the data.
 
@@ -74,8 +78,12 @@ class DataIndependent(NamedTuple):
       tied: the loop bodies from whose iteration to iteration the values change.
     """
 
-    layout: BatchAxis | Rows | None = None
+    layout: Layout = None
     tied: frozenset[tf.Graph] = frozenset()
+
+
+# What is known about a tensor: its layout, and whether its values depend on the data.
+Value = Union[Layout, DataIndependent]
 
 
 def by_example(
@@ -93,6 +101,8 @@ def by_example(
       [num_rows, T, ...the other axes in their order]; T = 1 for an ordinary batch axis.
     """
     axis, outer = layout.axis, layout.outer.static
+    if outer is None:
+        raise ValueError(f"`layout` must have a known number of blocks. Received: {layout}.")
     shape = static_or_dynamic_shape(tensor)
     if examples_per_row == 1 and layout.inner.static is not None:
         each = layout.inner.static

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import TensorReference
 from tf_adaptive_dp.gradients.batch_axis.values import static_or_dynamic_shape
 from tf_adaptive_dp.gradients.contributions import OuterGradient, VariableContribution
 from tf_adaptive_dp.gradients.rules.registry import RuleContext, register_rule
@@ -93,7 +95,13 @@ def _positions(context: RuleContext, tensor: tf.Tensor, like: tf.Tensor) -> tf.T
     return _merge(rows, 1, rows.shape.rank - 1)
 
 
-def _patches(context, image, small, sizes, entries=None) -> tf.Tensor:
+def _patches(
+    context: RuleContext,
+    image: tf.Tensor,
+    small: tf.Tensor,
+    sizes: Sequence[int],
+    entries: dict[TensorReference, tf.Tensor] | None = None,
+) -> tf.Tensor:
     """[B, T, taps, C]: the part of `image` under the kernel at each position of `small`."""
     op = context.op
     x = _channels_last(op, (entries or {}).get(image.ref(), image))
@@ -124,5 +132,5 @@ def _patches(context, image, small, sizes, entries=None) -> tf.Tensor:
     return _merge(rows, 1, rows.shape.rank - 2)
 
 
-def _at_least_0(n):
+def _at_least_0(n: tf.Tensor | int) -> tf.Tensor | int:
     return max(n, 0) if isinstance(n, int) else tf.maximum(n, 0)

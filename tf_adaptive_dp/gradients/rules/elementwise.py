@@ -20,7 +20,7 @@ def summed_rows(context: RuleContext, entries: tf.Tensor) -> VariableContributio
       entries: the gradient with respect to the variable at each entry of the output.
     """
     output, shape = context.op.outputs[0], context.op.inputs[context.index].shape
-    rank, axis = output.shape.rank, context.batch_axes[output].axis
+    rank, axis = output.shape.rank, context.batch_axes.axis_of(output).axis
     aligned = [1] * (rank - shape.rank) + shape.as_list()
     if aligned[axis] != 1:
         return None  # the variable has a row for each example
@@ -58,7 +58,7 @@ def _summed_positions(
     context: RuleContext, entries: tf.Tensor, channels: int
 ) -> VariableContribution | None:
     """Sums over all axes but the channels and the examples; `None` if these are one axis."""
-    axis, rank = context.batch_axes[context.op.outputs[0]].axis, entries.shape.rank
+    axis, rank = context.batch_axes.axis_of(context.op.outputs[0]).axis, entries.shape.rank
     if axis == channels:
         return None
     rows = context.rows(entries, like=context.op.outputs[0])
@@ -101,7 +101,7 @@ def spread(context: RuleContext) -> VariableContribution | None:
 def _repeats(context: RuleContext) -> bool:
     """Whether an axis with more than one entry is repeated."""
     output, shape = context.op.outputs[0], context.op.inputs[0].shape
-    axis = context.batch_axes[output].axis
+    axis = context.batch_axes.axis_of(output).axis
     return any(n != 1 and n != output.shape[a] for a, n in enumerate(shape) if a != axis) or (
         shape[axis] != 1
     )

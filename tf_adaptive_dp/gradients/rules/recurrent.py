@@ -6,6 +6,7 @@ results of the operations that use variables: the gradients of these zeros are �
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Callable
 
@@ -14,6 +15,7 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.graphs import (
     CALLS,
     LOOPS,
+    TensorReference,
     ancestors,
     behind_identities,
     bodies,
@@ -144,7 +146,8 @@ class Loop:
         """
         self.length, self.zeros = length, {}
         self._step, self._trained = step, trained
-        kept, added = {}, {}
+        kept: dict[TensorReference, tf.Tensor] = {}
+        added: dict[tf.Operation, tf.Tensor] = {}
         for op in uses:
             if any(step.changes(t) != isinstance(batch_axes[t], BatchAxis) for t in op.inputs):
                 raise NotReplayable  # such as a kernel that changes from step to step
@@ -160,11 +163,18 @@ class Loop:
         self.final, arrays = self._run(start, lists, list(kept.values()))
         self.stacks = {key: a.stack() for key, a in zip(kept, arrays)}
 
-    def _run(self, start, lists: dict, kept: Sequence[tf.Tensor]) -> tuple[list, list]:
+    def _run(
+        self,
+        start: Sequence[tf.Tensor],
+        lists: dict[tf.Operation, tf.TensorArray],
+        kept: Sequence[tf.Tensor],
+    ) -> tuple[list[tf.Tensor], list[tf.TensorArray]]:
         step, length = self._step, self.length
 
         @tf.autograph.experimental.do_not_convert
-        def body(time, states, arrays):
+        def body(
+            time: tf.Tensor, states: list[tf.Tensor], arrays: list[tf.TensorArray]
+        ) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.TensorArray]]:
             values = dict(zip((t.ref() for t in step.before), states))
             for op in step.ops:
                 outputs = list(copy(op, [self._now(t, values) for t in op.inputs]).outputs)
@@ -271,7 +281,7 @@ def unfold(
     uses: Sequence[list[VariableUse]],
     handles: Sequence[tf.Tensor | None],
     variables: Sequence[tf.Variable],
-    deltas: dict,
+    deltas: dict[TensorReference, tf.Tensor | None],
     batch_axes: BatchAxes,
 ) -> list[list[VariableUse]]:
     """Replaces uses of variables by functions and loops by the uses inside of these.
@@ -309,7 +319,7 @@ def unfold(
             if len(others) < len(uses[k]):
                 inside = find_uses(handle, variable.shape, consumers, batch_axes, set())
                 if all(u.op in stand_ins for u in inside):
-                    uses[k] = others + [u._replace(op=stand_ins[u.op]) for u in inside]
+                    uses[k] = others + [dataclasses.replace(u, op=stand_ins[u.op]) for u in inside]
     return uses
 
 
@@ -323,7 +333,13 @@ def _repeats(op: tf.Operation) -> bool:
     return not any(c in later and has_effects(c) for t in handles for c in t.consumers())
 
 
-def _stand_ins(op, wanted, replay: _Replay, deltas: dict, batch_axes: BatchAxes) -> dict:
+def _stand_ins(
+    op: tf.Operation,
+    wanted: Sequence[int],
+    replay: _Replay,
+    deltas: dict[TensorReference, tf.Tensor | None],
+    batch_axes: BatchAxes,
+) -> dict[tf.Operation, tf.Operation]:
     """Maps copies of operations that use variables to the ones whose rules apply; adds their δ."""
     if not _repeats(op):
         raise NotReplayable
@@ -370,7 +386,7 @@ def _over_time(
 
 def _merged(stack: tf.Tensor, steps: Size, batch_axes: BatchAxes, like: tf.Tensor) -> tf.Tensor:
     """Reshapes [T, ...B, ...] to [...B·T, ...]: time becomes the inner part of the batch axis."""
-    layout = batch_axes[like]
+    layout = batch_axes.axis_of(like)
     axis, rank = layout.axis, like.shape.rank
     stack = tf.ensure_shape(stack, [steps.static, *like.shape])
     order = [*range(1, axis + 2), 0, *range(axis + 2, rank + 1)]
@@ -422,7 +438,13 @@ class _Replay:
     def _has_batch(self, tensor: tf.Tensor) -> bool:
         return isinstance(self._batch_axes[tensor], BatchAxis)
 
-    def _run(self, op, inputs, where: BatchAxes, wanted) -> dict[int, tf.Tensor]:
+    def _run(
+        self,
+        op: tf.Operation,
+        inputs: Sequence[tf.Tensor | None],
+        where: BatchAxes,
+        wanted: Sequence[int],
+    ) -> dict[int, tf.Tensor]:
         """Outputs of a call or a loop on other inputs; `where` is for the original."""
         if op.type in LOOPS:
             return self._loop(op, inputs, where, wanted)
@@ -462,7 +484,13 @@ class _Replay:
             if any(map(self.trained, new.op.inputs)):
                 self._trained.add(new.ref())
 
-    def _loop(self, op, inputs, where: BatchAxes, wanted) -> dict[int, tf.Tensor]:
+    def _loop(
+        self,
+        op: tf.Operation,
+        inputs: Sequence[tf.Tensor | None],
+        where: BatchAxes,
+        wanted: Sequence[int],
+    ) -> dict[int, tf.Tensor]:
         if self._in_loop or any(where[t] == Rows() for t in [*op.inputs, *op.outputs]):
             raise NotReplayable  # a loop in a loop, or over the examples themselves
         graphs = bodies(op)
@@ -491,7 +519,13 @@ class _Replay:
         found = dict(zip(changing, loop.final))
         return {k: found[k] if k in found else inputs[k] for k in wanted}
 
-    def _length(self, condition, body, inputs, same: Sequence[int]) -> tf.Tensor | int:
+    def _length(
+        self,
+        condition: tf.Graph,
+        body: tf.Graph,
+        inputs: Sequence[tf.Tensor | None],
+        same: Sequence[int],
+    ) -> tf.Tensor | int:
         """The number of steps of a loop that counts up by 1 to a limit."""
         known = {condition.inputs[k].ref(): inputs[k] for k in same}
         lengths, compared = [], comparisons(condition.outputs[0])
@@ -502,7 +536,7 @@ class _Replay:
             one = None if k is None else increment(body, k)
             place = next((k for k in same if body.inputs[k] is one), None)
             one = one if place is None else inputs[place]
-            if one is None or not one.dtype.is_integer or static_value(one) != 1:
+            if k is None or one is None or not one.dtype.is_integer or static_value(one) != 1:
                 raise NotReplayable
             self._inline([limit], known, BatchAxes(None))
             end, start = (self._number(t) for t in (known[limit.ref()], inputs[k]))

@@ -45,7 +45,7 @@ class RuleContext:
         Returns:
           [num_rows, T, ...the other axes], where T entries of each row shared the batch axis.
         """
-        layout = self.batch_axes[tensor if like is None else like]
+        layout = self.batch_axes.axis_of(tensor if like is None else like)
         return by_example(tensor, layout, self.num_rows, self.examples_per_row)
 
     def delta_rows(self) -> tf.Tensor:

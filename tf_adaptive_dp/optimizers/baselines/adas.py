@@ -53,7 +53,7 @@ class AdaS(tf.keras.optimizers.SGD):
         learning_rate: Any = 0.01,
         *,
         name: str = "AdaS_not_private",
-        **kwargs,
+        **kwargs: Any,
     ):
         super().__init__(learning_rate=learning_rate, name=name, **kwargs)
         self._preconditioning = Preconditioning(check_side_information(side_information))
@@ -62,7 +62,7 @@ class AdaS(tf.keras.optimizers.SGD):
         return "<AdaS, which gives no privacy>"
 
     @property
-    def side_information(self) -> SideInformation:
+    def side_information(self) -> SideInformation | None:
         """What preconditions gradients."""
         return self._preconditioning.side_information
 

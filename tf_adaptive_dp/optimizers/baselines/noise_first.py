@@ -61,7 +61,7 @@ class DPRPub(AdaDPS):
         *,
         learning_rate: Any = 0.01,
         name: str = "DPRPub",
-        **kwargs,
+        **kwargs: Any,
     ):
         super().__init__(
             side_information,
@@ -129,7 +129,7 @@ class DPAdamPub(DPOptimizer, FirstMomentOptimizer):
         learning_rate: Any = 0.001,
         beta_1: float = 0.9,
         name: str = "DPAdamPub",
-        **kwargs,
+        **kwargs: Any,
     ):
         super().__init__(
             l2_norm_clip,

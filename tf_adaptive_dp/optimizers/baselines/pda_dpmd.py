@@ -15,11 +15,9 @@ from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_sid
 from tf_adaptive_dp.side_information.provenance import deserialize, serialize
 from tf_adaptive_dp.side_information.public_gradients import PublicGradients
 
-Schedule = tf.keras.optimizers.schedules.LearningRateSchedule
-
 
 @keras.saving.register_keras_serializable(PACKAGE)
-class CosineMixing(Schedule):
+class CosineMixing(tf.keras.optimizers.schedules.LearningRateSchedule):
     """The schedule of Amid et al. for `PDADPMD`: private gradients first, public ones last.
 
         αₜ = cos(π·t / (2K)) for t < K, and 0 from step K on
@@ -100,10 +98,10 @@ class PDADPMD(DPOptimizer, tf.keras.optimizers.SGD):
         noise_multiplier: float,
         num_microbatches: int | None = None,
         *,
-        mixing: float | Schedule,
+        mixing: float | tf.keras.optimizers.schedules.LearningRateSchedule,
         learning_rate: Any = 0.01,
         name: str = "PDADPMD",
-        **kwargs,
+        **kwargs: Any,
     ):
         super().__init__(
             l2_norm_clip,
@@ -126,11 +124,13 @@ class PDADPMD(DPOptimizer, tf.keras.optimizers.SGD):
           variable: the variable.
         """
         alpha = self.mixing
-        if isinstance(alpha, Schedule):
+        if isinstance(alpha, tf.keras.optimizers.schedules.LearningRateSchedule):
             alpha = tf.clip_by_value(alpha(self.iterations), 0.0, 1.0)
         alpha = tf.cast(alpha, gradient.dtype)
-        _, (public,) = self._preconditioning.scale_and_shift(self, [variable])
-        mixed = alpha * gradient + (1 - alpha) * tf.cast(public, gradient.dtype)
+        _, public = self._preconditioning.scale_and_shift(self, [variable])
+        if public is None:
+            raise ValueError("`side_information` must give public gradients. Received: none")
+        mixed = alpha * gradient + (1 - alpha) * tf.cast(public[0], gradient.dtype)
         super().update_step(mixed, variable)
 
     def get_config(self) -> dict:
@@ -138,9 +138,11 @@ class PDADPMD(DPOptimizer, tf.keras.optimizers.SGD):
         return {**super().get_config(), "mixing": _serialize_mixing(self.mixing)}
 
 
-def _serialize_mixing(mixing: float | Schedule) -> float | dict:
+def _serialize_mixing(
+    mixing: float | tf.keras.optimizers.schedules.LearningRateSchedule,
+) -> float | dict:
     """Describes a schedule by the name it is registered under, which Keras's old formats lose."""
-    if not isinstance(mixing, Schedule):
+    if not isinstance(mixing, tf.keras.optimizers.schedules.LearningRateSchedule):
         return mixing
     name = keras.saving.get_registered_name(type(mixing))
     if keras.saving.get_registered_object(name) is type(mixing):
@@ -148,12 +150,12 @@ def _serialize_mixing(mixing: float | Schedule) -> float | dict:
     return tf.keras.optimizers.schedules.serialize(mixing)
 
 
-def _check_mixing(mixing: Any) -> float | Schedule:
+def _check_mixing(mixing: Any) -> float | tf.keras.optimizers.schedules.LearningRateSchedule:
     if isinstance(mixing, dict):  # from a saved configuration
         by_keras = "class_name" in mixing
         read = tf.keras.optimizers.schedules.deserialize if by_keras else deserialize
         mixing = read(mixing)
-    if isinstance(mixing, Schedule):
+    if isinstance(mixing, tf.keras.optimizers.schedules.LearningRateSchedule):
         return mixing
     mixing = checks.number("mixing", mixing, 0)
     if mixing > 1:

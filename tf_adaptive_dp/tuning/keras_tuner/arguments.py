@@ -85,8 +85,10 @@ class FitArguments:
     @property
     def epoch_is_pass(self) -> bool:
         """Whether each epoch is known to have every example once: of arrays, read to their end."""
-        rows = self.num_rows
-        return rows is not None and self.steps_per_epoch == -(-rows // self.batch_size)
+        rows, size = self.num_rows, self.batch_size
+        if rows is None or size is None:
+            return False
+        return self.steps_per_epoch == -(-rows // size)
 
     def training(self, with_validation: bool) -> dict[str, Any]:
         """Arguments for `fit`, without callbacks.
@@ -282,6 +284,7 @@ def copies(
       releases_all: whether every trial may be shown.
     """
     made = []
+    copied: tf.keras.callbacks.Callback
     for callback in callbacks:
         if isinstance(callback, PrivacyMonitor):
             # All that it keeps of a run it sets when the run begins. A deep copy of one that was
@@ -318,7 +321,9 @@ def strategy(named: Any, num_trials: float | None) -> Any:
         return named
     name = checks.choice("strategy", named, _NAMES)
     if name == "composition":
-        return None if num_trials is None else Composition(num_trials)
+        if num_trials is None:
+            return None
+        return Composition(checks.integer("num_trials", num_trials, 1))
     if num_trials is None:
         raise ValueError(
             f"`num_trials` is required with strategy={name!r}: the mean number of trials. "
@@ -500,7 +505,7 @@ def check_rows(
     sampling: Sampling | str,
 ) -> None:
     """Raises ValueError if arrays do not have the size, or the batches, that noise is made for."""
-    if data.num_rows is None:
+    if data.num_rows is None or data.batch_size is None:
         return
     if data.num_rows < num_examples:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import dp_accounting
 
 from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.ledger import Releases
+from tf_adaptive_dp.accounting.ledger import Releases, Segment
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
@@ -59,7 +59,7 @@ class Batches:
     def max_participations(self, releases: int) -> int:
         """In how many of these releases one example takes part, if a pass begins with the first."""
         return composition.max_participations(
-            [(1.0, self.batch_size, releases)], self.num_examples
+            [Segment(1.0, self.batch_size, releases)], self.num_examples
         )[0]
 
 
@@ -214,7 +214,8 @@ class Plan:
 
     def _ledger(self, noise_multiplier: float) -> Releases:
         """The releases of one trial."""
-        return Releases([(noise_multiplier, self.batches.batch_size, self.schedule.releases)])
+        size, releases = self.batches.batch_size, self.schedule.releases
+        return Releases([Segment(noise_multiplier, size, releases)])
 
     def _event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
         ledger = self._ledger(noise_multiplier)

@@ -112,12 +112,12 @@ class Search:
             journal.begin(self.describe(), drawn)
         else:
             search_journal.compare(journal.search, self.describe(), str(self._folder))
-        draws = journal.plan["draws"]
+        draws = journal.drawn["draws"]
         self._models = journal.models
         if not journal.begun:
             # All are built before the first is trained, and what they are made of is noted with it.
             distinct = {_name(values): values for values in draws}
-            noise_multiplier = journal.plan["noise_multiplier"]
+            noise_multiplier = journal.drawn["noise_multiplier"]
             self._models = {
                 name: architecture.described(self._model(values, noise_multiplier))
                 for name, values in distinct.items()
@@ -144,7 +144,7 @@ class Search:
         return model
 
     def _try(self, number: int, journal: search_journal.Journal) -> None:
-        drawn = journal.plan
+        drawn = journal.drawn
         values, trial_id = drawn["draws"][number], drawn["ids"][number]
         model = self._model(values, drawn["noise_multiplier"])
         if self._models is not None:
@@ -163,7 +163,7 @@ class Search:
         self._drop_losers(journal)
         if self._plan.strategy.releases_all and self._data.arguments.get("verbose", 1):
             result = "crashed" if outcome["error"] else outcome["score"]
-            of = len(journal.plan["draws"])
+            of = len(journal.drawn["draws"])
             print(f"Trial {number + 1} of {of}: {values}: {result}")
 
     def _drop_losers(self, journal: search_journal.Journal) -> None:
@@ -171,7 +171,7 @@ class Search:
         if self._plan.strategy.releases_all:
             return
         winner = results.best(journal.ended, self._oracle.objective.direction)
-        keep = set(journal.plan["ids"][len(journal.ended) : journal.begun])
+        keep = set(journal.drawn["ids"][len(journal.ended) : journal.begun])
         keep |= set() if winner is None else {journal.ended[winner]["id"]}
         delete_trials(self._folder, keep)
 
@@ -185,7 +185,7 @@ class Search:
         if not plan.strategy.releases_all:
             # How often it was resumed would tell something of when it was tried.
             shown = [] if winner is None else [{**journal.ended[winner], "resumed": 0}]
-        noise_multiplier = journal.plan["noise_multiplier"]
+        noise_multiplier = journal.drawn["noise_multiplier"]
         results.write_hparams(self._folder / "tensorboard", shown, objective.name)
         results.forget_numbers(self._folder)
         for leftover in self._folder.glob(f"trial_*/{IN_PROGRESS}"):

@@ -59,17 +59,25 @@ class Journal(journal.Journal):
           ValueError: if it is something else, or damaged; it is left as it was.
         """
         self.search: dict | None = None
-        self.plan: dict | None = None
+        self.plan: dict[str, Any] | None = None
         self.models: dict | None = None
-        self.begun, self.resumed, self.ended = 0, 0, []
+        self.begun, self.resumed = 0, 0
+        self.ended: list[dict[str, Any]] = []
         super().__init__(path, b'{"plan": ')
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """The plan of a search that has begun."""
+        if self.plan is None:
+            raise ValueError("The search has not begun.")
+        return self.plan
 
     def _may_follow(self, entry: dict) -> bool:
         if self.search is None:
             return set(entry) == {"search", "plan"}
         in_progress = self.begun == len(self.ended) + 1
         if set(entry) == {"begun"} or (set(entry) == {"begun", "models"} and not self.begun):
-            is_next = entry["begun"] == self.begun + 1 <= len(self.plan["draws"])
+            is_next = entry["begun"] == self.begun + 1 <= len(self.drawn["draws"])
             return is_next and not in_progress
         if set(entry) == {"resumed"}:
             return in_progress and entry["resumed"] == self.begun

@@ -111,6 +111,9 @@ def _extended(chosen: Any, space: list) -> Iterator[Values]:
     if not chosen.is_active(first):
         yield from _extended(chosen, rest)
         return
-    for value in _values(first):
+    values = _values(first)
+    if values is None:
+        raise ValueError(f"`{first.name}` must have a list of values.")
+    for value in values:
         chosen.values[first.name] = value
         yield from _extended(chosen, rest)

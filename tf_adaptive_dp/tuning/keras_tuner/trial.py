@@ -14,7 +14,7 @@ import shutil
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import dp_accounting
 import tensorflow as tf
@@ -82,7 +82,7 @@ class Trial:
           `releases`; `error`, if the trial crashed; `side_information`, a sentence or nothing.
         """
         optimizer = model.optimizer
-        outcome = {
+        outcome: dict[str, Any] = {
             "score": None,
             "error": None,
             "side_information": side_information_paragraph(optimizer.side_information),
@@ -221,7 +221,7 @@ def settings(model: tf.keras.Model) -> tuple[float, int]:
     return optimizer.expected_batch_size, optimizer.gradient_accumulation_steps
 
 
-def _refuse(what: str, received: str) -> None:
+def _refuse(what: str, received: str) -> NoReturn:
     raise NotPrivateError(
         f"All trials have to cost the same, so the optimizer of `build_model` {what}. Nothing was "
         f"trained with it. Received: {received}"
@@ -326,7 +326,7 @@ class TrialBudget(tf.keras.callbacks.Callback):
         self._rows_are_known = True
         rows = self.model.optimizer.rows_per_batch
         if isinstance(self._batches.sampling, Sampling):
-            expected = self._batches.sampling.rows_per_batch(self._schedule.parts)
+            expected: float = self._batches.sampling.rows_per_batch(self._schedule.parts)
         else:
             expected = self._batches.batch_size / self._schedule.parts
         if rows != expected:
