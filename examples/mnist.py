@@ -1,10 +1,10 @@
-"""Private MNIST with any of the optimizers, through tensorflow-datasets.
+"""Private training on MNIST with any of the optimizers, using tensorflow-datasets.
 
 Privacy claim: (ε, δ)-DP for adding or removing one of the 60,000 training images (with `adadps`,
-one of the 59,400 that are not public). Batches come from a shuffled data set, so ε, which assumes
-Poisson sampling, is the customary approximation; the statement at the end says so. The test images
-are used for the accuracy alone. The default learning rates are not tuned on this data: ADADP's and
-DPAdamWOSM's are the papers', Adam's is Keras's.
+one of the 59,400 that are not public). Batches come from a shuffled data set, while ε assumes
+Poisson sampling. So ε is the customary approximation; the statement at the end says so. The test
+images are used only for the accuracy. The default learning rates are not tuned on this data: those
+of ADADP and DPAdamWOSM are from the papers, that of Adam is from Keras.
 
     python examples/mnist.py --optimizer adadp --noise_multiplier 2 --data_dir ~/tensorflow_datasets
 """
@@ -28,7 +28,7 @@ PUBLIC_SHARE = 0.01  # of the training images, given up as public data for AdaDP
 
 
 def load(data_dir: str | None, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images as rows of 784, scaled by MNIST's published mean and deviation, and labels."""
+    """Images as rows of 784, standardized by MNIST's published mean and deviation, and labels."""
     dataset = tfds.load("mnist", split=split, data_dir=data_dir, batch_size=-1)
     images, labels = dataset["image"].numpy(), dataset["label"].numpy()
     pixels = images.reshape(len(images), -1).astype(np.float32) / 255
@@ -36,7 +36,7 @@ def load(data_dir: str | None, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_optimizer(args: argparse.Namespace, public: tf.data.Dataset):
-    """The optimizer that was asked for, and the callbacks that it needs."""
+    """The requested optimizer and the callbacks that it needs."""
     private = {
         "l2_norm_clip": args.l2_norm_clip,
         "noise_multiplier": args.noise_multiplier,
@@ -45,9 +45,9 @@ def make_optimizer(args: argparse.Namespace, public: tf.data.Dataset):
     if args.learning_rate is not None:
         private["learning_rate"] = args.learning_rate
     if args.optimizer == "adadps":
-        # Gradients that the preconditioner scaled to about one a coordinate have norms of √d, so
-        # all are clipped and only the product of clip and rate matters: about that where
-        # ADADP's learning rate lies in this setting.
+        # The preconditioner scales gradients to about one per coordinate, so their norms are about
+        # √d and all are clipped. Then only the product of clip norm and rate matters. This one is
+        # close to ADADP's learning rate in this setting.
         private.setdefault("learning_rate", 0.1)
         side_information = tf_adaptive_dp.side_information.PublicGradients(
             public, provenance="public"
@@ -63,7 +63,7 @@ def make_optimizer(args: argparse.Namespace, public: tf.data.Dataset):
 
 
 def make_model(hidden_units: int) -> tf.keras.Model:
-    """The ADADP paper's network: two hidden layers."""
+    """The network of the ADADP paper, with two hidden layers."""
     return tf.keras.Sequential(
         [
             tf.keras.Input([784]),
@@ -75,7 +75,7 @@ def make_model(hidden_units: int) -> tf.keras.Model:
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -83,14 +83,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=optimizers, default="adadp")
     parser.add_argument("--noise_multiplier", type=float, default=2.0)
     parser.add_argument("--l2_norm_clip", type=float, default=1.0)
-    parser.add_argument("--learning_rate", type=float, help="the optimizer's own if not given")
+    parser.add_argument("--learning_rate", type=float, help="default: that of the optimizer")
     parser.add_argument("--batch_size", type=int, default=200)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--hidden_units", type=int, default=256)
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument("--data_dir", default=os.environ.get("TFDS_DATA_DIR"))
-    parser.add_argument("--log_dir", help="for TensorBoard")
-    parser.add_argument("--max_examples", type=int, help="train on the first so many, for a trial")
+    parser.add_argument("--log_dir", help="directory for TensorBoard's files")
+    parser.add_argument("--max_examples", type=int, help="train only on the first examples")
     return parser.parse_args()
 
 
@@ -105,7 +105,7 @@ def main() -> None:
         num_public = int(len(x) * PUBLIC_SHARE)
         public = tf.data.Dataset.from_tensor_slices((x[:num_public], y[:num_public]))
         public = public.shuffle(num_public).batch(min(args.batch_size, num_public))
-        x, y = x[num_public:], y[num_public:]  # public images are not private as well
+        x, y = x[num_public:], y[num_public:]  # public images must not be private too
     num_examples = len(x)
     train = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(num_examples)
     train = train.batch(args.batch_size, drop_remainder=True).prefetch(2)

@@ -1,9 +1,9 @@
-"""Private training in one page: ADADP on scikit-learn's handwritten digits, nothing tuned.
+"""Private training on one page: ADADP on scikit-learn's handwritten digits, without tuning.
 
 Privacy claim: (ε, δ)-DP for adding or removing one of the 1,437 training images, δ = 1/1,437, for
-the trained weights and every checkpoint. Batches are drawn by Poisson sampling, which is what ε
-assumes. The test images are used for the accuracy alone, the progress line shows training figures
-that are not private.
+the trained weights and every checkpoint. Batches are drawn by Poisson sampling, as ε assumes. The
+test images are used only for the accuracy. The progress line shows training metrics that are not
+private.
 
     python examples/quickstart.py --out_dir quickstart_output
 """
@@ -31,13 +31,13 @@ BATCH_SIZE = 128  # expected; a Poisson batch has a random size
 
 
 def standardize(images: np.ndarray) -> np.ndarray:
-    """Each image to mean 0 and variance 1, by itself: no statistics of the data set are used."""
-    centred = images - images.mean(axis=1, keepdims=True)
-    return (centred / centred.std(axis=1, keepdims=True)).astype(np.float32)
+    """Scales each image to mean 0 and variance 1, without statistics of the data set."""
+    centered = images - images.mean(axis=1, keepdims=True)
+    return (centered / centered.std(axis=1, keepdims=True)).astype(np.float32)
 
 
 def plot(history: dict, path: pathlib.Path) -> None:
-    """Test accuracy, ε and learning rate over the epochs."""
+    """Plots test accuracy, ε and learning rate by epoch."""
     panels = (("val_accuracy", "test accuracy"), ("epsilon", "ε"), ("learning_rate", "η"))
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.5), constrained_layout=True)
     for ax, (key, label) in zip(axes, panels):
@@ -51,7 +51,7 @@ def plot(history: dict, path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Trains, and says what was reached and what it cost."""
+    """Trains, then prints the accuracy and the privacy statement."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--noise_multiplier", type=float, default=2.0)
@@ -83,7 +83,7 @@ def main() -> None:
             expected_batch_size=sampling.expected_batch_size(num_examples),
         ),
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
-        weighted_metrics=["accuracy"],  # so that padding does not count
+        weighted_metrics=["accuracy"],  # padding has weight 0
     )
     monitor = tf_adaptive_dp.PrivacyMonitor(
         num_examples=num_examples,
@@ -105,7 +105,7 @@ def main() -> None:
     print()
     print(
         f"Test accuracy {history['val_accuracy'][-1]:.1%} at ε = {history['epsilon'][-1]:.2f}, "
-        f"δ = 1/{num_examples}, for Poisson sampling, which is how the batches were drawn."
+        f"δ = 1/{num_examples}. The batches were drawn by Poisson sampling, as this ε assumes."
     )
     print(f"Plot:        {args.out_dir / 'training.png'}")
     print(f"TensorBoard: tensorboard --logdir {args.out_dir / 'logs'}")

@@ -139,6 +139,12 @@ def test_the_accountant_is_named_and_used():
     assert 0 <= shown - epsilon(2.0, 200 / N, 6_000, DELTA, "pld") <= 1.001e-4
 
 
+def test_a_single_release_is_in_the_singular():
+    one = words(fake_ledger((2.0, 200.0, 1)), N, DELTA)
+    assert "- 1 noisy gradient with noise multiplier 2 and" in one
+    assert "- 31 noisy gradients with" in words(TWO, N, DELTA)
+
+
 def test_every_segment_is_listed():
     text = words(TWO, N, DELTA)
     assert (

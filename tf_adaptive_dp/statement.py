@@ -47,7 +47,8 @@ class Unit:
       a: the unit with its article.
       batch: what is sampled for one release.
       batches: the plural of `batch`.
-      releases: what is released, in the plural.
+      release: what one step releases.
+      releases: the plural of `release`.
       others: short for `releases`, as in "in addition to the ...".
       whole: what a mechanism with too large a δ may publish.
     """
@@ -56,6 +57,7 @@ class Unit:
     a: str = "an example"
     batch: str = "batch"
     batches: str = "batches"
+    release: str = "noisy gradient"
     releases: str = "noisy gradients"
     others: str = "gradients"
     whole: str = "whole examples"
@@ -217,8 +219,8 @@ def claim(
         )
         if most <= num_examples:
             text += (
-                f" Draws of more than {most} {one}s were subsampled uniformly to {most}; delta "
-                "accounts for this."
+                f" Draws of more than {counted(most, one)} were subsampled uniformly to {most}; "
+                "delta accounts for this."
             )
     return paragraph(text) + seed_warning(sampling, unit)
 
@@ -283,8 +285,9 @@ def list_of_releases(
     for noise_multiplier, batch_size, count in segments:
         lines.append(
             list_item(
-                f"{count} {unit.releases} with noise multiplier {noise_multiplier:g} and expected "
-                f"{unit.batch} size {batch_size:g} of {num_examples} {unit.one}s"
+                f"{counted(count, unit.release, unit.releases)} with noise multiplier "
+                f"{noise_multiplier:g} and expected {unit.batch} size {batch_size:g} of "
+                f"{counted(num_examples, unit.one)}"
             )
         )
     lines.extend(
@@ -354,8 +357,8 @@ def why_not_private(
         causes.insert(0, "something was released without noise")
     elif not causes:
         causes = [
-            f"at so large an epsilon, truncating {unit.batches} to {most} {unit.one}s costs more "
-            "than delta; a larger `max_batch_size` helps"
+            f"at so large an epsilon, truncating {unit.batches} to {counted(most, unit.one)} costs "
+            "more than delta; a larger `max_batch_size` helps"
         ]
     return paragraph(f"NOT PRIVATE: epsilon is infinite because {' and '.join(causes)}.")
 
@@ -417,6 +420,20 @@ def _num_epochs(count: int, batch_size: float, num_examples: int) -> float:
             if same_count and math.ceil(epochs) == math.ceil(exact):
                 return epochs
     return (count - 0.5) * batch_size / num_examples
+
+
+def counted(number: int, one: str, several: str | None = None) -> str:
+    """A number with its noun, in the singular or the plural.
+
+    Args:
+      number: how many.
+      one: the noun in the singular.
+      several: its plural, by default with an "s".
+
+    >>> counted(1, "noisy gradient"), counted(2, "noisy gradient")
+    ('1 noisy gradient', '2 noisy gradients')
+    """
+    return f"{number} {one if number == 1 else several or f'{one}s'}"
 
 
 def format_epsilon(epsilon: float) -> str:

@@ -20,6 +20,7 @@ USER = Unit(
     a="a user",
     batch="cohort",
     batches="cohorts",
+    release="noisy average of client updates",
     releases="noisy averages of client updates",
     others="averages",
     whole="all data of some users",

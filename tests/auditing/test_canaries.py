@@ -166,7 +166,7 @@ def test_the_mixture_holds_the_data_and_the_included_canaries():
 
 
 def test_canaries_of_different_lengths_or_kinds_are_refused():
-    with pytest.raises(ValueError, match="equally many canaries. Received: lengths \\[2, 3\\]"):
+    with pytest.raises(ValueError, match="same number of canaries. Received: lengths \\[2, 3\\]"):
         Canaries(np.zeros([2, 1]), np.zeros(3))
     with pytest.raises(TypeError, match="float64.*int64"):
         Canaries(np.zeros(20), np.full(20, 0.5)).mix((np.zeros(3), np.zeros(3, int)))
@@ -192,7 +192,7 @@ CANARIES = Canaries(np.eye(40, dtype=np.float32), np.ones([40, 1], np.float32), 
 
 def test_a_bound_above_the_claim_is_warned_of():
     audit = PrivacyAudit(CANARIES, DELTA, claimed_epsilon=0.1)
-    with pytest.warns(UserWarning, match="not as private as was said: ε is at least .* not 0.1"):
+    with pytest.warns(UserWarning, match="not as private as claimed: ε is at least .* not 0.1"):
         fit(linear(), CANARIES, audit)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -7,7 +7,7 @@ import time
 import matplotlib.figure
 import pytest
 
-from examples.experiments.lib import harness
+from examples.experiments.lib import harness, report
 from examples.experiments.lib.harness import Experiment, Results, Trial, main, run_trials
 
 
@@ -135,3 +135,21 @@ def test_an_experiment_on_several_data_sets_keeps_one_file_for_each(tmp_path, ca
     (trial,) = Results(tmp_path / "results_b_smoke.json").trials
     assert trial.settings == {"x": 3}
     assert {p.name for p in tmp_path.iterdir()} == {"results_b_smoke.json", "squares_b_smoke.png"}
+
+
+def test_results_are_compact(tmp_path):
+    results = Results(tmp_path / "r.json")
+    results.add(Trial({"σ": 1.5}, {"accuracy": [0.5, 0.75]}, 0.1))
+    line = '{"settings":{"σ":1.5},"result":{"accuracy":[0.5,0.75]},"seconds":0.1}'
+    assert results.path.read_text(encoding="utf-8") == f'{{"trials":[\n{line}\n]}}\n'
+
+
+def test_tables_have_one_form():
+    rows = [["a", report.mean([0.25, 0.75])], ["b", report.mean([0.5], digits=2)]]
+    assert report.table(["method", "accuracy"], rows).splitlines() == [
+        "| method | accuracy |",
+        "| --- | --- |",
+        "| a | 0.5000 ± 0.3536 |",
+        "| b | 0.50 |",
+    ]
+    assert report.deviation([0.25, 0.75], 2) == "0.35" and not report.deviation([0.5])

@@ -1,4 +1,4 @@
-"""Which ledgers count the releases that a variable was trained with."""
+"""Finds the ledgers that count the releases a variable was trained with."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from tf_adaptive_dp.accounting.ledger import Ledger, Segment
 _ATTRIBUTE = "_ledgers_of_tf_adaptive_dp"
 
 _NOT_COUNTED = (
-    "These weights were trained by {count} private releases that the ledger of this optimizer does "
-    "not hold: [{rows}] (noise multiplier, batch size, releases). If both use the same examples, "
-    "the epsilon of this optimizer is that of its new releases alone, and too small. To count "
-    "all, call `optimizer.ledger.restore([{rows}, *optimizer.ledger.segments], [{checks}, "
+    "These weights were trained by {count} that the ledger of this optimizer does not hold: "
+    "[{rows}] (noise multiplier, batch size, releases). If both use the same examples, the epsilon "
+    "of this optimizer covers only its new releases and is too small. To count all of them, call "
+    "`optimizer.ledger.restore([{rows}, *optimizer.ledger.segments], [{checks}, "
     "*optimizer.ledger.checks])`, or compile with `type(old).from_config(old.get_config())`, which "
-    "keeps the settings as well.{events} If the examples are others, nothing is missing: each data "
-    "set has an epsilon of its own."
+    "keeps the settings as well.{events} If the examples differ, nothing is missing: each data set "
+    "has its own epsilon."
 )
 _EVENTS = " Add {events} to `optimizer.ledger.other_events`."
 
 
 def warn_of_earlier_releases(variables: Sequence[tf.Variable], ledger: Ledger) -> None:
-    """Warns if variables were trained by releases of other ledgers that this one lacks.
+    """Warns if variables were trained by releases that this ledger lacks.
 
-    Such as after `model.compile` with a new optimizer. It is a warning, and nothing is taken over:
-    only the user knows whether the examples are the same. Taken over silently, the releases of
-    another data set, as after private pretraining, would be counted against this one.
+    This happens after `model.compile` with a new optimizer, for example. It only warns and copies
+    nothing, since only the user knows whether the examples are the same. Copying silently would
+    count the releases of another data set, as after private pretraining, against this one.
 
-    Guarantee: the ledger is noted with each variable, for as long as the variable lives, and a
-    ledger that is noted later is compared with what the earlier ones hold at that time. So within
-    a process all releases on one of the variables that `ledger` does not hold are told, once for
-    each ledger. Values that were copied (`set_weights`, files without the optimizer, clones), other
-    processes, and optimizers without a ledger leave no trace; nor does an optimizer that goes on
-    after its releases were taken over.
+    Guarantee: each variable remembers its ledgers for as long as it lives. A later ledger is
+    compared with the content of the earlier ones at that time. So within a process, the function
+    reports all releases on one of the variables that `ledger` does not hold, once for each ledger.
+    It cannot see copied values (`set_weights`, files without the optimizer, clones), other
+    processes, optimizers without a ledger, or an optimizer that continues after its releases were
+    taken over.
 
     Args:
-      variables: what is trained.
-      ledger: counts what trains them from now on. Restore it before.
+      variables: the variables to train.
+      ledger: the ledger that counts their training from now on. Restore it first.
     """
     earlier: dict[int, _Noted] = {}
     for variable in variables:
@@ -63,14 +63,14 @@ def warn_of_earlier_releases(variables: Sequence[tf.Variable], ledger: Ledger) -
 
 
 class _Noted(NamedTuple):
-    """A ledger, and how often it had been restored when it was noted."""
+    """A ledger, and how often it had been restored when a variable noted it."""
 
     ledger: Ledger
     restorations: int
 
 
 def _without_doubles(spent: dict[int, list[Segment]], earlier: dict[int, _Noted]) -> dict:
-    """Leaves out ledgers that another one took over after it had been noted."""
+    """Leaves out ledgers whose releases another one took over after it had been noted."""
     for key, noted in earlier.items():
         if key in spent and noted.ledger.restorations > noted.restorations:
             others = {k: segments for k, segments in spent.items() if k != key}
@@ -79,11 +79,11 @@ def _without_doubles(spent: dict[int, list[Segment]], earlier: dict[int, _Noted]
 
 
 def _not_held(segments: Sequence[Segment], spent: dict[int, list[Segment]]) -> dict:
-    """Those of several ledgers that do not fit into one with these segments, side by side."""
+    """The ledgers that one ledger with these segments cannot contain, all at once."""
     left, missing = _counts(segments), {}
     for key, of_other in spent.items():
         counts = _counts(of_other)
-        # Of ledgers that are full the last segments are merged.
+        # A ledger that is full merges its last segments.
         full = len(of_other) == Ledger.MAX_SEGMENTS and Ledger.extends(segments, of_other)
         if full or not counts - left:
             left -= counts
@@ -93,7 +93,7 @@ def _not_held(segments: Sequence[Segment], spent: dict[int, list[Segment]]) -> d
 
 
 def _counts(segments: Sequence[Segment]) -> collections.Counter:
-    """How many releases there are of each noise multiplier and batch size."""
+    """The number of releases by noise multiplier and batch size."""
     counts: collections.Counter = collections.Counter()
     for noise_multiplier, batch_size, count in segments:
         counts[noise_multiplier, batch_size] += count
@@ -102,12 +102,13 @@ def _counts(segments: Sequence[Segment]) -> collections.Counter:
 
 def _warn(ledgers: Sequence[Ledger]) -> None:
     spent = [tuple(segment) for ledger in ledgers for segment in ledger.segments]
-    # Without what is known of the batches, those that were released again would count as new ones.
+    total = sum(count for _, _, count in spent)
+    # Without the checks, batches that were released again would count as new ones.
     known = [tuple(of_segment) for ledger in ledgers for of_segment in ledger.checks]
     events = [event for ledger in ledgers for event in ledger.other_events]
     warnings.warn(
         _NOT_COUNTED.format(
-            count=sum(count for _, _, count in spent),
+            count="1 private release" if total == 1 else f"{total} private releases",
             rows=", ".join(map(str, spent)),
             checks=", ".join(map(str, known)),
             events=_EVENTS.format(events=events) if events else "",

@@ -1,12 +1,11 @@
 """Lower bounds on ε from finished training runs.
 
 The accountant bounds ε from above and trusts the code. An audit runs the real code and bounds ε
-from below: if the two cross, one of them is wrong. All bounds here are for (ε, δ)-DP under
+from below. If the two bounds cross, one of them is wrong. All bounds here are for (ε, δ)-DP under
 add/remove adjacency.
 
 References:
-  - Steinke, Nasr, Jagielski, "Privacy Auditing with One (1) Training Run", 2023,
-    https://arxiv.org/abs/2305.08846
+  - Steinke et al., "Privacy Auditing with One (1) Training Run" (2023), arXiv:2305.08846.
 """
 
 from __future__ import annotations
@@ -75,35 +74,36 @@ def one_run_epsilon(
 ) -> OneRunReport:
     """A lower bound on ε from one training run with m canaries (Steinke et al. 2023).
 
-    The r/2 canaries of the highest scores are guessed to be in, the r/2 of the lowest to be out.
-    Under (ε, δ)-DP, with W the successes of r tosses of probability e^ε / (1 + e^ε) each,
+    The attack guesses that the r/2 canaries with the highest scores were included and the r/2 with
+    the lowest were not. Let W be the number of successes in r tosses, each with probability
+    e^ε / (1 + e^ε). Under (ε, δ)-DP,
 
         P[v or more guesses are right] ≤ P[W ≥ v] + 2·m·δ·max over i ≥ 1 of P[v > W ≥ v - i] / i
 
-    and the bound is the largest ε for which that is below 1 - `confidence`.
+    The bound is the largest ε for which this is below 1 - `confidence`.
 
     Guarantee: if the training is (ε, δ)-DP for adding or removing one example, the bound is at
     most ε with probability `confidence`, over the noise of the training and the coins of the
-    canaries, however scores were computed from what was released. Needed: independent fair coins,
-    scores that do not depend on them but through what was released, and a number of guesses that
-    was chosen beforehand; several columns of scores or numbers of guesses share the probability
-    of error. A low bound is no proof of privacy: another attack may prove more, and at a confidence
-    of 0.95 one run never proves more than about log(r / 3).
+    canaries. This holds for any scores computed from what was released. It requires independent
+    fair coins, scores that depend on the coins only through what was released, and a number of
+    guesses that was chosen in advance. Several columns of scores or numbers of guesses share the
+    probability of error. A low bound does not prove privacy: another attack may prove more, and at
+    a confidence of 0.95 one run never proves more than about log(r / 3).
 
     Args:
-      scores: [m], higher where the canary seems to be in; or [m, k] for k attacks at once.
-      included: [m], bool: which canaries were in.
+      scores: [m], higher for canaries that seem to be included; or [m, k] for k attacks at once.
+      included: [m], bool: which canaries were included.
       delta: δ, in [0, 1).
       confidence: in (0, 1).
-      num_guesses: r, from 1 to m; or several, of which the best one is reported. `None` guesses
-        a quarter of the canaries.
+      num_guesses: r, from 1 to m; or several values, to report the best one. `None` guesses a
+        quarter of the canaries.
 
     Returns:
-      A `OneRunReport`, of the best of all tests.
+      A `OneRunReport` of the best test.
 
     Raises:
-      TypeError, ValueError: for an argument of the wrong shape or out of its range, and for scores
-        that are NaN.
+      TypeError, ValueError: if an argument has the wrong shape or is out of range, or if a score is
+        NaN.
 
     >>> included = np.arange(200) % 2 == 0
     >>> report = one_run_epsilon(included, included, delta=1e-5)  # an attacker who knows
@@ -141,23 +141,24 @@ def one_run_epsilon(
 def many_run_epsilon(
     scores_with: Any, scores_without: Any, delta: float, *, confidence: float = 0.95
 ) -> ManyRunReport:
-    """A lower bound on ε from independent trainings with and without one canary.
+    """A lower bound on ε from independent training runs with and without one canary.
 
-    Every other run chooses an attack: a threshold of the score, and whether scores above it speak
-    for the canary or those below it against it. The remaining runs give the bound
+    Half of the runs select an attack: a threshold on the score, and whether scores above it count
+    as evidence for the canary or scores below it as evidence against. The other half give the bound
 
         ε ≥ log((lower limit of the true rate - δ) / upper limit of the false rate)
 
-    with Clopper and Pearson's exact limits, each of error probability (1 - `confidence`) / 2.
+    with the exact limits of Clopper and Pearson, each with error probability
+    (1 - `confidence`) / 2.
 
     Guarantee: if the training is (ε, δ)-DP for adding or removing one example, the bound is at
-    most ε with probability `confidence` over the runs, which have to be independent and alike but
-    for the canary. A low bound is no proof of privacy: at a confidence of 0.95, n runs of each kind
+    most ε with probability `confidence` over the runs. The runs must be independent and differ only
+    in the canary. A low bound does not prove privacy: at a confidence of 0.95, n runs of each kind
     never prove more than about log(n / 7.4).
 
     Args:
       scores_with: [n], one score for each run with the canary.
-      scores_without: [n'], for each run without it.
+      scores_without: [n'], one score for each run without it.
       delta: δ, in [0, 1).
       confidence: in (0, 1).
 
@@ -165,8 +166,8 @@ def many_run_epsilon(
       A `ManyRunReport`.
 
     Raises:
-      TypeError, ValueError: for fewer than two runs of a kind, scores that are NaN, or a number
-        out of its range.
+      TypeError, ValueError: if there are fewer than two runs of a kind, a score is NaN, or a number
+        is out of range.
 
     >>> report = many_run_epsilon(np.ones(1000), np.zeros(1000), delta=1e-5)
     >>> round(report.epsilon_lower_bound, 2)
@@ -185,7 +186,7 @@ def many_run_epsilon(
     with_, without = runs
     level = (1 - confidence) / 2
     attacks = []
-    # High scores speak for the canary, or low ones against it.
+    # High scores are evidence for the canary, or low ones against it.
     for hits, misses in ((with_, without), (-without, -with_)):
         thresholds = np.unique(np.concatenate([hits[::2], misses[::2]]))
         bounds = _rate_bounds(hits[::2], misses[::2], thresholds, delta, level)
@@ -250,7 +251,7 @@ def _p_value(epsilon: float, num_canaries: int, guesses: int, correct: int, delt
     """Upper bound on the probability of at least `correct` correct guesses under (ε, δ)-DP."""
     accuracy = special.expit(epsilon)
     tail = stats.binom.sf(correct - 1, guesses, accuracy)
-    # δ may move probability to "v right guesses" from outcomes i below; to do so costs i times.
+    # δ may move probability to "v correct guesses" from i guesses below, at i times the cost.
     i = np.arange(1, correct + 1)
     just_below = np.cumsum(stats.binom.pmf(correct - i, guesses, accuracy))
     return float(tail + 2 * num_canaries * delta * np.max(just_below / i, initial=0.0))
@@ -264,7 +265,7 @@ def _largest_refuted(p_value: Callable[[float], float], level: float) -> float:
     while p_value(high) < level:
         low, high = high, 2 * high
     found = optimize.bisect(lambda e: 1.0 if p_value(e) >= level else -1.0, low, high, xtol=5e-7)
-    # On the safe side: ε must be refuted.
+    # Round to the safe side: this ε must be refuted.
     return found if p_value(found) < level else max(low, found - 1e-6)
 
 
@@ -278,7 +279,7 @@ def _rate_bounds(
 
     true, false = count(hits), count(misses)
     with np.errstate(divide="ignore"):
-        # A beta distribution with a parameter of 0 is none; its limits are 0 and 1.
+        # The beta distribution does not allow a parameter of 0; the limits are then 0 and 1.
         low = np.nan_to_num(stats.beta.ppf(level, true, len(hits) - true + 1), nan=0.0)
         high = np.nan_to_num(stats.beta.isf(level, false + 1, len(misses) - false), nan=1.0)
         return np.log(np.maximum(low - delta, 0.0)) - np.log(high)

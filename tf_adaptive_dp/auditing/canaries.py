@@ -1,4 +1,4 @@
-"""The audit of a Keras training: canaries, and the callback that attacks them."""
+"""Audits Keras training: canaries, and the callback that attacks them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tf_adaptive_dp.auditing import bounds
 from tf_adaptive_dp.sampling import draws
 
 SCORES = ("loss", "gradient")
-_ROWS = 512  # canaries that go through the model at a time
+_ROWS = 512  # canaries per call of the model
 
 
 class Canaries:
-    """Examples of which a coin decides, one by one, whether they are trained on.
+    """Examples that are each included in the training data if a fair coin says so.
 
-    The audit proves more, the larger the gradients of canaries and the less one resembles another.
-    For a model with a dense first layer give each canary an input of its own: append m columns,
-    which are zero in all data, and let canary i be 10 in column i. With an embedding, give each a
-    row of its own. Wrong labels and random inputs need no change of the model, and prove less.
+    The audit proves more if the canaries have large gradients and differ from each other. For a
+    model with a dense first layer, give each canary its own input: append m columns that are zero
+    in all data, and let canary i be 10 in column i. With an embedding, give each its own row. Wrong
+    labels and random inputs require no change of the model but prove less.
 
     Attributes:
-      x: inputs, an array or a nest of arrays whose first axis has the m canaries.
+      x: inputs, an array or a nest of arrays whose first axis has length m.
       y: labels, likewise.
-      included: [m], bool. Secret: guesses must not look at it.
+      included: [m], bool. Secret: guesses must not use it.
 
     >>> canaries = Canaries(np.eye(4), np.ones(4), seed=1)
     >>> canaries.included
@@ -46,7 +46,7 @@ class Canaries:
           seed: `None` for the operating system's entropy; a number is for tests.
 
         Raises:
-          TypeError, ValueError: for a wrong seed, or parts of different lengths.
+          TypeError, ValueError: if the seed is invalid or the parts have different lengths.
         """
         if seed is not None:
             checks.integer("seed", seed, 0)
@@ -54,7 +54,7 @@ class Canaries:
         lengths = _lengths((self.x, self.y))
         if len(lengths) != 1 or not lengths[0]:
             raise ValueError(
-                f"`x` and `y` must hold equally many canaries. Received: lengths {lengths}"
+                f"`x` and `y` must hold the same number of canaries. Received: lengths {lengths}"
             )
         generator = draws.generator(draws.new_key(seed), b"canaries", 0)
         self.included = generator.integers(2, size=lengths[0]).astype(bool)
@@ -63,16 +63,16 @@ class Canaries:
         return len(self.included)
 
     def mix(self, data: tuple) -> tuple:
-        """The training data with the canaries that are included, at the end.
+        """Appends the included canaries to the training data.
 
         Args:
           data: `(x, y)` or `(x, y, sample_weight)` of arrays, or nests of arrays.
 
         Returns:
-          The same structure; canaries have sample weight 1.
+          The same structure. Canaries have sample weight 1.
 
         Raises:
-          TypeError, ValueError: if the parts have different lengths, or are not like the canaries.
+          TypeError, ValueError: if the parts differ in length, or do not match the canaries.
         """
         if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
             raise TypeError(
@@ -82,7 +82,7 @@ class Canaries:
         lengths = _lengths(tf.nest.map_structure(np.asarray, tuple(data)))
         if len(lengths) != 1:
             raise ValueError(
-                f"The parts of `data` must have one length. Received: lengths {lengths}"
+                f"The parts of `data` must have the same length. Received: lengths {lengths}"
             )
         x, y, *sample_weight = data
         included = [tf.nest.map_structure(lambda a: a[self.included], c) for c in (self.x, self.y)]
@@ -97,45 +97,45 @@ class Canaries:
 
 
 def _lengths(arrays: Any) -> list[int]:
-    """The lengths that there are; 0 stands for an array without an axis."""
+    """The distinct lengths; 0 stands for an array without an axis."""
     return sorted({leaf.shape[0] if leaf.shape else 0 for leaf in tf.nest.flatten(arrays)})
 
 
 class PrivacyAudit(tf.keras.callbacks.Callback):
-    """Attacks the training it is part of, and shows the ε that the attack proves.
+    """Attacks the training run that it is part of, and reports the ε that the attack proves.
 
-    At the end of each epoch `audit_epsilon` joins the logs. Train on `canaries.mix(data)`. How
-    much a canary seems to be in is its score:
+    Train on `canaries.mix(data)`. At the end of each epoch the callback adds `audit_epsilon` to the
+    logs. The score of a canary measures how strongly it seems to be included:
 
-    - `"loss"`: its loss before training minus its loss now; costs a forward pass an epoch.
+    - `"loss"`: its loss before training minus its current loss. Costs a forward pass per epoch.
     - `"gradient"`: Σ over epochs of ⟨θ before - θ after, clipped gradient of the canary⟩, over all
-      variables and over each alone, which share the probability of error. Finds noise that one
-      variable lacks. Gradients are taken of one canary at a time, by TensorFlow alone, so that the
-      audit shares no code with what it audits: a forward and a backward pass for each canary.
+      variables and over each alone; these tests share the probability of error. Detects a single
+      variable without noise. TensorFlow alone computes the gradients, one canary at a time, so the
+      audit shares no code with what it audits. Costs a forward and a backward pass per canary.
 
-    Guarantee: the bound of one epoch that was chosen beforehand, such as the last, holds with
-    probability `confidence` over the run and the inclusion of the canaries; the largest of several
-    epochs does not. It is about the training as a whole, canaries included, at the δ given. A low
-    bound is no proof of privacy. `claimed_epsilon` is refuted by a bound above it; one warning in
-    (1 / (1 - `confidence`)) sound trainings is to be expected. Like the training loss, the bound is
-    not covered by ε.
+    Guarantee: the bound of one epoch that was chosen in advance, such as the last, holds with
+    probability `confidence` over the run and the inclusion of the canaries. The largest bound of
+    several epochs does not. The bound is about the training as a whole, canaries included, at the
+    given δ. A low bound does not prove privacy. A bound above `claimed_epsilon` refutes the claim;
+    expect one false warning in 1 / (1 - `confidence`) sound training runs. Like the training loss,
+    the bound is not covered by ε.
 
     Args:
-      canaries: the `Canaries` whose `mix` gave the training data.
-      delta: δ, that of the ε to be compared with.
+      canaries: the `Canaries` whose `mix` made the training data.
+      delta: the δ of the ε to compare with.
       score: `"loss"`, `"gradient"`, or a function of (model, x, y) that returns [m] or [m, k]
-        scores, higher where a canary seems to be in.
-      loss: `loss(y_true, y_pred)` → [B]; by default the loss that the model was compiled with.
+        scores, higher for canaries that seem to be included.
+      loss: `loss(y_true, y_pred)` → [B]; by default the loss of the compiled model.
       confidence: in (0, 1).
       num_guesses: see `one_run_epsilon`.
-      claimed_epsilon: ε that the training is said to have; a bound above it is warned of.
+      claimed_epsilon: the claimed ε of the training; a larger bound causes a warning.
 
     Attributes:
       report: the `OneRunReport` of the last epoch, or `None`.
 
     Raises:
-      TypeError, ValueError: for an argument of the wrong type or out of its range; when training
-        begins, if the model has no loss that can be called.
+      TypeError, ValueError: if an argument has the wrong type or is out of range; and when training
+        begins, if the model's loss is not callable.
 
     >>> canaries = Canaries(np.eye(400), np.ones(400))
     >>> audit = PrivacyAudit(canaries, delta=1e-5, claimed_epsilon=2.0)
@@ -166,14 +166,14 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
             checks.number("claimed_epsilon", claimed_epsilon, 0)
         self.claimed_epsilon = claimed_epsilon
         self._audit = {"delta": delta, "confidence": confidence, "num_guesses": num_guesses}
-        # Of no canary in particular: to find what is wrong with these before the training.
+        # A test with empty scores finds wrong arguments before the training.
         bounds.one_run_epsilon(np.zeros(len(canaries)), canaries.included, **self._audit)
         self.report: bounds.OneRunReport | None = None
         self._attacked: tf.keras.Model | None = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Remembers where the training begins; called by Keras."""
-        if self._attacked is not self.model:  # else a further `fit` of the same training
+        """Records the state before the training; called by Keras."""
+        if self._attacked is not self.model:  # otherwise this `fit` continues the same training
             self._attacked = self.model
             self._scores = np.zeros([])
             if not callable(self.score):
@@ -190,7 +190,7 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
             self._before = self._weights()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Attacks, and reports; called by Keras."""
+        """Attacks and reports; called by Keras."""
         scores = self._attack()
         self.report = bounds.one_run_epsilon(scores, self.canaries.included, **self._audit)
         bound = self.report.epsilon_lower_bound
@@ -199,7 +199,7 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
         if self.claimed_epsilon is not None and bound > self.claimed_epsilon:
             warnings.warn(
                 f"With probability {self.report.confidence:g} this training is not as private as "
-                f"was said: ε is at least {bound:.3f}, not {self.claimed_epsilon:g} or less "
+                f"claimed: ε is at least {bound:.3f}, not {self.claimed_epsilon:g} or less "
                 f"({self.report}).",
                 stacklevel=2,
             )
@@ -211,7 +211,7 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
             return self._first_losses - self._losses()
         after = self._weights()
         moved = [a - b for a, b in zip(self._before, after)]
-        try:  # the gradients that the steps of the epoch saw, more or less
+        try:  # approximately the gradients that the steps of the epoch used
             self._set_weights(self._before)
             products = self._products(moved)
         finally:

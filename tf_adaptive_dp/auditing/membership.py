@@ -1,4 +1,4 @@
-"""Membership inference on a finished model, by the attacks of TF Privacy."""
+"""Membership inference on a trained model with the attacks of TF Privacy."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ def membership_inference(
     attacks: Sequence[str] = ("threshold",),
     batch_size: int = 512,
 ) -> Any:
-    """How well an attacker tells the training data from other data of the same kind.
+    """Measures how well an attacker distinguishes the training data from similar other data.
 
-    Needs `tensorflow-empirical-privacy`, the package that TF Privacy's attacks moved to.
+    Requires `tensorflow-empirical-privacy`, the package that now holds TF Privacy's attacks.
 
-    Guarantee: none. An attack that succeeds shows what leaks; one that fails proves nothing, since
-    these look at outputs only and know little. Nor is the package's "epsilon lower bound" a bound
-    on the ε of training: the threshold is chosen on the data it is tested on, and the training data
-    were not drawn by coins. `PrivacyAudit` gives one that is. What the attack returns was computed
-    from the private data without noise: do not publish it.
+    Guarantee: none. A successful attack shows a leak. A failed one proves nothing, since these
+    attacks see only outputs and know little. The package's "epsilon lower bound" is not a bound on
+    the ε of training either: the threshold is chosen on the data it is tested on, and no coins
+    decided which examples were trained on. `PrivacyAudit` gives a real bound. The result was
+    computed from the private data without noise: do not publish it.
 
     Args:
       model: a trained model.
       loss: `loss(y_true, y_pred)` → [B], for example a Keras loss with `reduction="none"`.
-      train_data: `(x, y)`, what the model was trained on.
-      test_data: `(x, y)`, of the same distribution, and not trained on.
-      attacks: of `"threshold"` (on the loss alone), and of classifiers that are trained on the
-        model's outputs and losses: `"lr"`, `"mlp"`, `"rf"`, `"knn"`.
-      batch_size: how many examples the model is called with at a time.
+      train_data: `(x, y)`, the data that the model was trained on.
+      test_data: `(x, y)` from the same distribution that the model was not trained on.
+      attacks: a list of `"threshold"` (on the loss alone) and of classifiers trained on the model's
+        outputs and losses: `"lr"`, `"mlp"`, `"rf"`, `"knn"`.
+      batch_size: number of examples per call of the model.
 
     Returns:
-      The package's `AttackResults`: `summary()` puts them in words, `single_attack_results` has
+      The package's `AttackResults`: `summary()` describes them, `single_attack_results` has
       `get_auc()` and `get_attacker_advantage()`.
 
     Raises:
       ImportError: if the package cannot be imported; the message says how to install it.
-      ValueError: for an unknown attack, or a loss that is not one number for each example.
+      ValueError: if an attack is unknown, or the loss is not one number per example.
     """
     if isinstance(attacks, str) or not attacks:
         raise TypeError(f"`attacks` must be a list of names. Received: attacks={attacks!r}")
@@ -59,11 +59,11 @@ def membership_inference(
         )
     except ImportError as error:
         raise ImportError(
-            "Membership inference needs the attacks of TF Privacy, which are a package of their "
-            "own and work with scikit-learn before 1.7 only. Received: "
-            f"{error}. Install them by `pip install 'scikit-learn<1.7' 'pandas<2' immutabledict "
+            "Membership inference needs the attacks of TF Privacy, which are a separate package "
+            "and require scikit-learn before 1.7. Received: "
+            f"{error}. Install them with `pip install 'scikit-learn<1.7' 'pandas<2' immutabledict "
             "statsmodels==0.14.0` and `pip install --no-deps tensorflow-empirical-privacy==0.1.0` "
-            "(of its dependencies the attacks import only these)."
+            "(the attacks import no other dependency of it)."
         ) from error
     inputs = data_structures.AttackInputData()
     for name, (x, y) in (("train", train_data), ("test", test_data)):

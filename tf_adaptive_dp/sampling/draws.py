@@ -1,4 +1,4 @@
-"""What all samplings have in common: the secret key of the draws, and checks of the ledger."""
+"""The secret key of the draws, and the base class of all samplings with its ledger checks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import numpy as np
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 
-# Beyond rounding, and below any change of q that would show in ε.
+# Larger than rounding errors, smaller than any change of q that would show in ε.
 _SAME = 1e-9
 
 
 def new_key(seed: int | None = None) -> bytes:
-    """A key of draws: 256 bits of the operating system's entropy, or those that a seed stands for.
+    """A key for draws: 256 bits of the operating system's entropy, or derived from a seed.
 
-    Guarantee: without a seed nobody can foretell the draws or repeat them, unless the key is given
-    away. It is as secret as the data: who has it knows which examples were in which batch, and for
-    them there is no amplification by sampling. With a seed anyone can: for tests only.
+    Guarantee: without a seed, nobody without the key can predict or repeat the draws. The key is as
+    secret as the data. Anyone who has it knows which examples were in which batch, and against them
+    sampling does not amplify privacy. With a seed, anyone can repeat the draws: for tests only.
     """
     if seed is None:
         return os.urandom(32)
@@ -31,7 +31,7 @@ def new_key(seed: int | None = None) -> bytes:
 
 
 def derived_key(key: bytes, purpose: bytes, number: int) -> bytes:
-    """A key for one of many purposes. BLAKE2b is a keyed pseudorandom function: none tells others.
+    """A key for one purpose. BLAKE2b is a keyed pseudorandom function: no key reveals another.
 
     Args:
       key: 32 bytes.
@@ -43,17 +43,17 @@ def derived_key(key: bytes, purpose: bytes, number: int) -> bytes:
 
 
 def generator(key: bytes, purpose: bytes, number: int) -> np.random.Generator:
-    """A generator of its own for each (key, purpose, number)."""
+    """A separate generator for each (key, purpose, number)."""
     seed = int.from_bytes(derived_key(key, purpose, number), "little")
     return np.random.Generator(np.random.SFC64(seed))
 
 
 class Sampling(abc.ABC):
-    """What the samplings have in common: a number of steps, a seed, draws and an accounting.
+    """The base class of samplings: steps, seed, draws and accounting.
 
     Attributes:
       label: `"poisson"`, `"fixed"` or `"shuffled"`.
-      steps: number of batches of the whole run.
+      steps: number of batches in the whole run.
       seed: `None` for the operating system's entropy.
     """
 
@@ -72,10 +72,11 @@ class Sampling(abc.ABC):
             checks.integer("seed", self.seed, 0)
 
     def rows_per_batch(self, gradient_accumulation_steps: int = 1) -> int:
-        """Rows of each of the tensors that the batch of a step comes as.
+        """The number of rows of each part that the batch of a step is divided into.
 
         Raises:
-          TypeError, ValueError: if they are not a whole number, or the batch cannot be divided.
+          TypeError, ValueError: if the number of parts is not an integer or does not divide the
+            batch.
         """
         checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
         if self.rows % gradient_accumulation_steps:
@@ -88,7 +89,7 @@ class Sampling(abc.ABC):
 
     @abc.abstractmethod
     def expected_batch_size(self, num_examples: int) -> float:
-        """What the optimizer's `expected_batch_size` has to be."""
+        """The value that the optimizer's `expected_batch_size` must have."""
 
     @abc.abstractmethod
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
@@ -97,16 +98,16 @@ class Sampling(abc.ABC):
     def place(
         self, num_examples: int, step: int, key: bytes, gradient_accumulation_steps: int = 1
     ) -> np.ndarray:
-        """The rows of the batch of a step: [k, rows of a part], with indices of examples.
+        """The rows of the batch of a step: [k, rows per part], with indices of examples.
 
-        Padding is `num_examples` or `num_examples` + 1, by a random bit: these bits are the number
-        by which the mechanism tells this draw from others.
+        Padding is `num_examples` or `num_examples` + 1, chosen by a random bit. Together these bits
+        are the number by which the mechanism distinguishes this draw from others.
 
-        Guarantee: a pure function of its arguments. All ways to put the examples drawn into the
-        rows, those of all k parts together, are equally likely, whatever was drawn. So the law of
-        where some examples are put is the same whether or not there are others: a uniformly random
-        injection. A loss may be tied to the row (position numbers, seeded noise of one number a
-        row), and one example more moves no other one.
+        Guarantee: a pure function of its arguments. All assignments of the drawn examples to the
+        rows of all k parts are equally likely, whatever was drawn. So the places of some examples
+        have the same distribution whether or not there are others: a uniformly random injection. A
+        loss may depend on the row (position numbers, one number of seeded noise per row), and one
+        additional example moves no other one.
         """
         k, rows = gradient_accumulation_steps, self.rows_per_batch(gradient_accumulation_steps)
         drawn = self.draw(num_examples, step, key)
@@ -120,12 +121,12 @@ class Sampling(abc.ABC):
 
     @abc.abstractmethod
     def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
-        """ε of a ledger, without `check_ledger`."""
+        """ε of a ledger, without the checks of `check_ledger`."""
 
     def epsilon_spent(
         self, ledger: Any, num_examples: int, delta: float, *, accountant: str = "rdp"
     ) -> float:
-        """ε of a ledger whose batches this sampling drew; see the class for its guarantee.
+        """ε of a ledger whose batches this sampling drew; see the class for the guarantee.
 
         Args:
           ledger: a ledger, or an optimizer with the attribute `ledger`.
@@ -137,8 +138,8 @@ class Sampling(abc.ABC):
           ε ≥ 0, `math.inf` if something was released without noise.
 
         Raises:
-          TypeError, ValueError: as `accounting.epsilon_spent`, and if the ledger, or the optimizer,
-            does not agree with the sampling.
+          TypeError, ValueError: as for `accounting.epsilon_spent`, and if the ledger or the
+            optimizer contradicts the sampling.
         """
         composition.check_probability("delta", delta)
         checks.choice("accountant", accountant, composition.ACCOUNTANTS)
@@ -146,11 +147,11 @@ class Sampling(abc.ABC):
         return self.account(ledger, num_examples, delta, accountant)
 
     def check_delta(self, num_examples: int, delta: float) -> None:
-        """Raises ValueError if no ε can hold for all steps at this δ, whatever the noise."""
-        del num_examples, delta  # only truncation uses any of δ
+        """Raises ValueError if no ε holds for all steps at this δ, however large the noise."""
+        del num_examples, delta  # only truncation uses part of δ
 
     def check_ledger(self, ledger: Any, num_examples: int) -> None:
-        """Raises ValueError if a ledger, or an optimizer, does not agree with the sampling."""
+        """Raises ValueError if a ledger or an optimizer contradicts the sampling."""
         segments, _ = composition.read_ledger(ledger, num_examples)
         expected = self.expected_batch_size(num_examples)
         for segment in segments:
@@ -176,8 +177,8 @@ class FullBatches(Sampling):
     """A sampling whose batches all have the same number of examples, without padding.
 
     Attributes:
-      batch_size: examples in each batch, at least 1.
-      steps: number of batches of the whole run, at least 1.
+      batch_size: number of examples in each batch, at least 1.
+      steps: number of batches in the whole run, at least 1.
       seed: `None` for the entropy of the operating system; a number is for tests only.
     """
 
@@ -191,7 +192,7 @@ class FullBatches(Sampling):
 
     @property
     def rows(self) -> int:
-        """Rows of an undivided batch tensor."""
+        """Number of rows of an undivided batch."""
         return self.batch_size
 
     def expected_batch_size(self, num_examples: int) -> float:

@@ -1,4 +1,4 @@
-"""Batches of a fixed size: random subsets, with an accounting of their own."""
+"""Batches of a fixed size: random subsets, with their own accounting."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from tf_adaptive_dp.sampling import draws
 
 @dataclasses.dataclass(frozen=True)
 class FixedSizeSampling(draws.FullBatches):
-    """Each batch is a uniformly random subset of a fixed size, independent of the other batches.
+    """Each batch is a uniformly random subset of a fixed size, independent of all others.
 
-    Guarantee: (ε, δ)-DP for replacing one example by another, with ε of `epsilon_spent`: Theorem 27
-    of Wang, Balle and Kasiviswanathan 2019 for sampling without replacement. Replacing an example
-    moves the sum by up to 2C, so half of the noise multiplier counts. This adjacency differs from
-    that of Poisson sampling: do not compare their ε. The examples are placed in uniformly random
-    rows. Couple neighbours so that the replacement takes the row of the replaced example and all
-    others keep theirs: only the gradient of that row changes, even if the loss depends on the row.
+    Guarantee: (ε, δ)-DP for replacing one example by another, with the ε of `epsilon_spent`, by
+    Theorem 27 of Wang, Balle and Kasiviswanathan 2019 for sampling without replacement. Replacing
+    an example moves the sum by up to 2C, so the effective noise multiplier is half the nominal one.
+    The adjacency differs from that of Poisson sampling: do not compare the two values of ε. The
+    examples are placed in uniformly random rows. Couple neighbors so that the replacement takes the
+    row of the replaced example and all others keep theirs. Then only the gradient of that row
+    changes, even if the loss depends on the row.
 
     References:
-      - Wang, Balle, Kasiviswanathan, "Subsampled Rényi Differential Privacy and Analytical Moments
-        Accountant", 2019, https://arxiv.org/abs/1808.00087
+      - Wang et al., "Subsampled Rényi Differential Privacy and Analytical Moments Accountant"
+        (2018), arXiv:1808.00087.
 
     Attributes:
-      batch_size: examples in each batch, at least 1.
-      steps: number of batches of the whole run, at least 1.
+      batch_size: number of examples in each batch, at least 1.
+      steps: number of batches in the whole run, at least 1.
       seed: `None` for the operating system's entropy; a number is for tests only.
 
     Raises:
-      TypeError, ValueError: for an argument of the wrong type or out of its range.
+      TypeError, ValueError: if an argument has the wrong type or is out of range.
 
     >>> FixedSizeSampling(3, steps=1).draw(6, step=0, key=draws.new_key(seed=1))
     array([0, 1, 3])
@@ -54,7 +55,7 @@ class FixedSizeSampling(draws.FullBatches):
         return np.sort(generator.choice(num_examples, self.batch_size, replace=False))
 
     def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
-        """ε of a ledger, see the class."""
+        """ε of a ledger; see the class."""
         return fixed_size_epsilon(ledger, num_examples, delta, accountant)
 
 
@@ -64,8 +65,9 @@ def fixed_size_epsilon(
     """ε of a ledger whose batches were subsets of a fixed size; see `FixedSizeSampling`.
 
     Raises:
-      ValueError: if the accountant is not RDP, the only one that knows this sampling; if a batch
-        size is not whole; for `other_events`, which are stated for adding or removing an example.
+      ValueError: if the accountant is not RDP, the only one that supports this sampling; if a batch
+        size is not an integer; if there are `other_events`, which hold for adding or removing an
+        example.
     """
     composition.check_probability("delta", delta)
     segments, events = composition.counted_ledger(ledger, num_examples, in_epochs=False)
@@ -75,7 +77,7 @@ def fixed_size_epsilon(
             f"accountant={accountant!r}"
         )
     if unprotected(events):
-        return math.inf  # in any unit
+        return math.inf  # for any adjacency
     if events:
         raise ValueError(
             "The ledger's `other_events` hold for adding or removing an example, and cannot be "
@@ -106,7 +108,7 @@ def _rdp_without_replacement(
     accountant = rdp.RdpAccountant(
         neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE
     )
-    # Replacing an example moves the sum by 2C: the noise is half as large in that unit.
+    # Replacing an example moves the sum by 2C, so relative to that the noise is half as large.
     event = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
     if batch_size < num_examples:
         event = dp_accounting.SampledWithoutReplacementDpEvent(num_examples, batch_size, event)

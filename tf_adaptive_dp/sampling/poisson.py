@@ -1,4 +1,4 @@
-"""Poisson sampling, and what it costs that a batch has room for so many examples only."""
+"""Poisson sampling, and the cost of limiting the size of a batch."""
 
 from __future__ import annotations
 
@@ -18,44 +18,47 @@ from tf_adaptive_dp.sampling import draws
 class PoissonSampling(draws.Sampling):
     """Every example joins each batch independently with the same probability.
 
-    A batch has room for B = `max_batch_size` examples. Of a larger draw a uniformly random B stay.
+    A batch has room for B = `max_batch_size` examples. A larger draw is subsampled uniformly to B.
 
-    Guarantee: (ε, δ)-DP for adding or removing one example, with ε of `epsilon_spent`, if q, B,
-    `steps` and the optimizer's parameters were chosen without looking at whether one particular
-    example is there (`num_examples` counts as public and only bounds the overflow).
+    Guarantee: (ε, δ)-DP for adding or removing one example, with the ε of `epsilon_spent`, if the
+    choice of q, B, `steps` and the optimizer's parameters did not depend on the presence of any
+    single example. (`num_examples` counts as public and only bounds the overflow.)
 
-    Why truncation costs e^ε·η of δ, where η = T·q·P[Binomial(n, q) ≥ B] for T releases: let D' be
-    D with one example x more, and M the training. Let H be M on D', but with an extra seat for x:
-    the others' draw is cut to B as if x did not exist, then x joins with probability q.
-    1. H against M(D): the others' batch has the same law, and given it a release is N(μ, σ²C²)
-       against the mixture (1 - q)·N(μ, σ²C²) + q·N(μ + g, σ²C²) with ‖g‖ ≤ C. That pair is what
-       the accountant composes: H and M(D) are (ε, δ₀)-close in both directions.
-    2. H against M(D'): run with the same random numbers they differ only if, in some step, x and B
-       or more others are drawn: with probability η at most, whatever was released before.
+    Truncation costs e^ε·η of δ, where η = T·q·P[Binomial(n, q) ≥ B] for T releases. Proof: let D'
+    be D with one additional example x, and let M be the training. Let H be M on D' with an extra
+    seat for x: the draw of the others is cut to B as if x did not exist; then x joins with
+    probability q.
+    1. H against M(D): the batch of the others has the same distribution. Given this batch, a
+       release is N(μ, σ²C²) against the mixture (1 - q)·N(μ, σ²C²) + q·N(μ + g, σ²C²) with
+       ‖g‖ ≤ C. This is the pair that the accountant composes: H and M(D) are (ε, δ₀)-close in both
+       directions.
+    2. H against M(D'): run with the same random numbers, they differ only if in some step x and at
+       least B others are drawn. This has probability at most η, whatever was released before.
     So P[M(D') ∈ S] ≤ P[H ∈ S] + η ≤ e^ε·P[M(D) ∈ S] + δ₀ + η, and P[M(D) ∈ S] ≤ e^ε·P[H ∈ S] + δ₀
     ≤ e^ε·P[M(D') ∈ S] + δ₀ + e^ε·η. Hence δ = δ₀ + e^ε·η, and `epsilon_spent` solves it for ε.
 
     Rows: `place` puts the examples of a draw into uniformly random rows of the batch, or of all its
-    k parts together. So a loss may be tied to the row, as by position numbers, weights by row or
-    noise from a known seed. Couple the batches of D and D' as follows. Draw the others, and put
-    them into rows by one random injection, the same for both. If x joins D's batch to make that of
-    D', put it into one of the rows that are left, each equally likely. In both batches all examples
-    are then in uniformly random rows, as `place` has it. The others are in the same rows, so their
+    k parts together. So a loss may depend on the row, for example through position numbers, row
+    weights or noise from a known seed. Couple the batches of D and D' as follows. Draw the others
+    and put them into rows by one random injection, the same for both. If x joins the batch of D',
+    put it into one of the remaining rows, each equally likely. In both batches all examples are
+    then in uniformly random rows, as `place` puts them. The others are in the same rows, so their
     gradients are the same; x takes a row of padding, which contributed zero. So the sums differ by
-    the clipped gradient of x, and ‖g‖ ≤ C as 1. needs. (g depends on the row of x: one more mixture
-    of such pairs. Where the others fill all rows, x stays out of H.) This assumes that a row's
-    gradient depends on its example and its place only, which the optimizer checks. How many
-    examples a part has depends on chance; nothing is clipped, divided or adapted by part.
+    the clipped gradient of x, and ‖g‖ ≤ C as step 1 requires. (g depends on the row of x, which
+    gives another mixture of such pairs. If the others fill all rows, x stays out of H.) This
+    assumes that a row's gradient depends only on its example and its place, which the optimizer
+    checks. The number of examples in a part is random; no clipping, division or adaptation is done
+    per part.
 
     Attributes:
       sampling_probability: q, in (0, 1].
-      max_batch_size: B, at least 1; `for_batch_size` chooses one that costs next to nothing.
-      steps: number of batches of the whole run, at least 1.
-      seed: `None` for the operating system's entropy; a number makes the draws foreseeable, so
-        that nothing is amplified: for tests only.
+      max_batch_size: B, at least 1; `for_batch_size` chooses one with negligible cost.
+      steps: number of batches in the whole run, at least 1.
+      seed: `None` for the operating system's entropy. A number makes the draws predictable, so
+        sampling does not amplify privacy: for tests only.
 
     Raises:
-      TypeError, ValueError: for an argument of the wrong type or out of its range.
+      TypeError, ValueError: if an argument has the wrong type or is out of range.
 
     >>> sampling = PoissonSampling.for_batch_size(128, num_examples=1437, steps=440)
     >>> sampling.max_batch_size
@@ -81,18 +84,18 @@ class PoissonSampling(draws.Sampling):
     def for_batch_size(
         cls, batch_size: float, num_examples: int, steps: int, seed: int | None = None
     ) -> PoissonSampling:
-        """Batches of an expected size, with room enough that truncation does not show in ε.
+        """Makes a sampling with enough room that truncation does not show in ε.
 
         Args:
-          batch_size: the expected size; `expected_batch_size` of the optimizer.
+          batch_size: the expected batch size, as for the optimizer.
           num_examples: number of examples in the training set, a public constant.
-          steps: number of batches of the whole run.
+          steps: number of batches in the whole run.
           seed: see the class.
 
         Returns:
           A sampling whose `max_batch_size` is the smallest multiple of 8 with η ≤ 1e-12, or
-          one above `num_examples` if that is less: nothing overflows then, though there may be one
-          example more.
+          `num_examples` + 1 if that is smaller. Then nothing overflows, even with one additional
+          example.
         """
         checks.number("batch_size", batch_size, 0, strict=True)
         checks.integer("num_examples", num_examples, 1)
@@ -111,43 +114,43 @@ class PoissonSampling(draws.Sampling):
 
     @property
     def rows(self) -> int:
-        """Rows of an undivided batch tensor, padding included."""
+        """Number of rows of an undivided batch, padding included."""
         return self.max_batch_size
 
     def rows_per_batch(self, gradient_accumulation_steps: int = 1) -> int:
-        """Rows of each of the tensors that the batch of a step comes as, padding included."""
+        """The number of rows of each part of a batch, padding included."""
         checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
         return -(-self.rows // gradient_accumulation_steps)
 
     def expected_batch_size(self, num_examples: int) -> float:
-        """q · num_examples: what the optimizer's `expected_batch_size` has to be."""
+        """q · num_examples, which the optimizer's `expected_batch_size` must equal."""
         return self.sampling_probability * checks.integer("num_examples", num_examples, 1)
 
     def failure_probability(self, num_examples: int) -> float:
-        """η / T: how likely one example joins a batch that B others or more were drawn for."""
+        """η / T: the probability that one example is drawn together with at least B others."""
         tail = stats.binom.sf(self.max_batch_size - 1, num_examples, self.sampling_probability)
         return float(self.sampling_probability * tail)
 
     def delta_for_noise(
         self, epsilon: float, num_examples: int, delta: float, releases: int | None = None
     ) -> float:
-        """δ₀ = δ - e^ε·η, what truncation leaves of δ, for example to `noise_multiplier_for`.
+        """δ₀ = δ - e^ε·η, the part of δ that truncation leaves, e.g. for `noise_multiplier_for`.
 
         Args:
-          epsilon: ε that is to hold in the end.
+          epsilon: the ε of the final guarantee.
           num_examples: number of examples in the training set, a public constant.
-          delta: δ that is to hold in the end.
+          delta: the δ of the final guarantee.
           releases: T; by default `steps`.
 
         Returns:
-          δ₀; zero or less if truncation alone uses δ up.
+          δ₀; zero or less if truncation alone uses up δ.
         """
         releases = self.steps if releases is None else releases
         failure = releases * self.failure_probability(num_examples)
         return delta - failure * math.exp(min(epsilon, 700.0)) if failure else delta
 
     def check_delta(self, num_examples: int, delta: float) -> None:
-        """Raises ValueError if overflow alone uses δ up before the last step."""
+        """Raises ValueError if overflow alone uses up δ before the last step."""
         if self.delta_for_noise(0.0, num_examples, delta) <= 0:
             raise ValueError(
                 "Batches overflow so often that ε is infinite at this `delta`. Make "
@@ -156,28 +159,28 @@ class PoissonSampling(draws.Sampling):
             )
 
     def check_ledger(self, ledger: Any, num_examples: int) -> None:
-        """Raises ValueError if a ledger, or an optimizer, does not agree with the sampling."""
+        """Raises ValueError if a ledger or an optimizer contradicts the sampling."""
         super().check_ledger(ledger, num_examples)
         refuse_microbatches(ledger)
 
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
         """Indices of the examples in the batch of a step, ascending.
 
-        Guarantee: a pure function of its arguments; the draws of different steps, and of different
-        keys, are independent, as far as BLAKE2b and SFC64 are random. An example joins if its
-        uniform numbers allow it: one of 8 bits with probability c/2⁸, the next probability above
-        q, the others with q·2⁸/c. So q is met to 2⁻⁵² of it, with no approximation by a binomial
-        size, and most examples take one byte. Which ones stay of too large a draw is uniformly
-        random, so no example is favoured.
+        Guarantee: a pure function of its arguments. The draws of different steps and of different
+        keys are independent, as far as BLAKE2b and SFC64 are random. An example joins if its
+        uniform numbers allow it: an 8-bit number with probability c/2⁸, the smallest multiple of
+        2⁻⁸ that is at least q, and a further one with probability q·2⁸/c. So q is exact up to a
+        relative error of 2⁻⁵², no binomial size is approximated, and most examples use one byte.
+        The subset kept from a draw that is too large is uniformly random, so no example is favored.
         """
         generator = draws.generator(key, b"poisson", step)
         likely = math.ceil(self.sampling_probability * 2**8)
         words = generator.bit_generator.random_raw(-(-num_examples // 8)).view(np.uint8)
-        # `likely` is up to 2⁸, which is not a number of 8 bits.
+        # `likely` can be 2⁸, which does not fit in 8 bits.
         chosen = np.flatnonzero(words[:num_examples] <= likely - 1)
         rest = self.sampling_probability * 2**8 / likely
         if rest < 0.5:
-            # Uniform numbers are multiples of 2⁻⁵³: exact for a power of 2 and for 1/2 to 1.
+            # Uniform numbers are multiples of 2⁻⁵³: exact for powers of 2 and between 1/2 and 1.
             rest, exponent = math.frexp(rest)
             chosen = chosen[generator.random(len(chosen)) < 2.0**exponent]
         chosen = chosen[generator.random(len(chosen)) < rest]
@@ -187,7 +190,7 @@ class PoissonSampling(draws.Sampling):
         return chosen
 
     def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
-        """ε of a ledger, see the class."""
+        """ε of a ledger; see the class."""
         segments, _ = composition.read_ledger(ledger, num_examples)
         releases = sum(segment.num_releases for segment in segments)
 
@@ -205,8 +208,8 @@ class PoissonSampling(draws.Sampling):
 def refuse_microbatches(ledger: Any) -> None:
     """Raises ValueError for an optimizer with microbatches, which Poisson batches cannot have.
 
-    One example more moves others into different microbatches, so the sum may change by far more
-    than 2C.
+    An additional example moves others into different microbatches, so the sum may change by far
+    more than 2C.
     """
     if getattr(ledger, "num_microbatches", None) is not None:
         raise ValueError(
@@ -218,7 +221,7 @@ def refuse_microbatches(ledger: Any) -> None:
 def _self_consistent(
     epsilon_at: Callable[[float], float], delta_left: Callable[[float], float], delta: float
 ) -> float:
-    """An ε with epsilon_at(delta_left(ε)) ≤ ε, the least one up to rounding; or infinity."""
+    """The smallest ε, up to rounding, with epsilon_at(delta_left(ε)) ≤ ε; or infinity."""
     spent = epsilon_at(delta)
     attempt = 0
     while True:
@@ -230,6 +233,6 @@ def _self_consistent(
         needed = epsilon_at(left)
         if needed <= spent:
             return spent
-        # Longer and longer steps: near the largest η that δ can bear it would creep otherwise.
+        # The steps grow, since small ones would creep near the largest η that δ permits.
         spent = needed * (1 + 1e-7 * 2**attempt)
         attempt += 1

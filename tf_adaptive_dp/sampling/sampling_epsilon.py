@@ -1,4 +1,4 @@
-"""Epsilon of a ledger, and the releases that a budget leaves, for the way batches were drawn."""
+"""ε of a ledger, and the releases that a budget leaves, by the sampling of the batches."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def epsilon_spent(
 ) -> float:
     """ε of a ledger for the sampling that was used.
 
-    Guarantee: that of the sampling's class. A label alone, of `LABELS`, is the caller's word:
-    nothing is checked but that `"poisson"` has no microbatches, and it means that no batch was
-    truncated.
+    Guarantee: that of the sampling's class. A label, one of `LABELS`, is taken on trust. The only
+    check is that `"poisson"` has no microbatches; the label means that no batch was truncated.
     """
     check_sampling(sampling)
     if sampling == "poisson":
@@ -51,10 +50,10 @@ def releases_left(
     *,
     accountant: str = "rdp",
 ) -> int:
-    """How many more releases a budget allows; `accounting.releases_left` for any sampling.
+    """The number of further releases that a budget allows; `accounting.releases_left` by sampling.
 
-    Guarantee: with so many more ε stays within the budget, in the sense of `epsilon_spent`; with
-    one more it does not. The `steps` of a sampling are no limit here.
+    Guarantee: with this number ε stays within the budget, in the sense of `epsilon_spent`; with one
+    more it does not. The `steps` of a sampling do not limit the number here.
     """
     check_sampling(sampling)
     if isinstance(sampling, Sampling):
@@ -81,7 +80,7 @@ def releases_left(
 
 
 def check_sampling(sampling: Sampling | str) -> Sampling | str:
-    """Returns `sampling` if it is a sampling or a label of one; raises ValueError if not."""
+    """Returns `sampling` if it is a sampling or a label; raises ValueError otherwise."""
     if isinstance(sampling, Sampling):
         return sampling
     return checks.choice("sampling", sampling, LABELS)

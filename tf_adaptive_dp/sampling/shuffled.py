@@ -14,22 +14,22 @@ from tf_adaptive_dp.sampling import draws
 
 @dataclasses.dataclass(frozen=True)
 class ShuffledEpochs(draws.FullBatches):
-    """Passes over the data in random order, each pass in a new one; what is left over is dropped.
+    """Passes over the data, each in a new random order; incomplete batches are dropped.
 
     Guarantee: within an iterator each example is in at most one of the floor(n / batch_size)
-    batches of a pass. `epsilon_spent` is that of Poisson sampling with the same batch size: an
-    approximation, not a proven bound. `accounting.epsilon_without_amplification` bounds ε for
-    neighbours of which one has a blank in the other's place (another example more would move its
-    successors to other batches). They have the same permutation and the same rows, uniformly
-    random, so that all other examples are where they were. A new iterator begins a new pass.
+    batches of a pass. `epsilon_spent` is that of Poisson sampling with the same batch size, which
+    is an approximation and not a proven bound. `accounting.epsilon_without_amplification` bounds ε
+    for neighbors that differ in one example, which is blank in one of them. (An additional example
+    would move its successors to other batches.) Both have the same uniformly random permutation and
+    rows, so all other examples keep their places. A new iterator begins a new pass.
 
     Attributes:
-      batch_size: examples in each batch, at least 1.
-      steps: number of batches of the whole run, at least 1.
+      batch_size: number of examples in each batch, at least 1.
+      steps: number of batches in the whole run, at least 1.
       seed: `None` for the operating system's entropy.
 
     Raises:
-      TypeError, ValueError: for an argument of the wrong type or out of its range.
+      TypeError, ValueError: if an argument has the wrong type or is out of range.
 
     >>> ShuffledEpochs(3, steps=2).draw(6, step=1, key=draws.new_key(seed=1))
     array([4, 2, 1])
@@ -44,7 +44,7 @@ class ShuffledEpochs(draws.FullBatches):
         return order[place * self.batch_size : (place + 1) * self.batch_size]
 
     def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
-        """ε of a ledger, see the class."""
+        """ε of a ledger; see the class."""
         return composition.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
 
 

@@ -1,4 +1,4 @@
-"""Candidates to choose from, and where to look for a learning rate."""
+"""Default candidates for tuning, and a starting point for the learning rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tf_adaptive_dp import checks
 # The authors' released configuration: 4 clip norms and 10 learning rates.
 CLIP_NORMS = (0.1, 0.2, 0.5, 1.0)
 LEARNING_RATES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-# How many: seven, from the ε of table 1. Which: our choice.
+# Their number, seven, follows from the ε of table 1; the values are our choice.
 MOMENTA = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 _TUNED = {
@@ -26,35 +26,37 @@ _VALUES = {"learning_rate": LEARNING_RATES, "l2_norm_clip": CLIP_NORMS, "momentu
 def default_grid(optimizer: type | str) -> list[dict[str, float]]:
     """The candidates of the honest-selection paper for an optimizer.
 
-    What each candidate costs is what counts: an optimizer that adapts its learning rate leaves the
-    clip norm alone to choose ("The Role of Adaptive Optimizers for Honest Private Hyperparameter
-    Selection", section 5).
+    Every candidate costs privacy. For an optimizer that adapts its learning rate, only the clip
+    norm remains to be tuned.
 
-    | optimizer | candidates | chosen |
+    | optimizer | candidates | tuned |
     | --- | --- | --- |
     | DPSGD | 40 | learning rate and clip norm |
     | DPMomentum | 280 | momentum, learning rate and clip norm |
     | DPAdam, DPAdamWOSM, ADADP | 4 | clip norm |
 
-    Sources: the paper prints that DPSGD has 40 candidates and DPAdam 4, and leaves the rest to a
-    table of its appendix. The values for DPSGD, 0.1, 0.2, 0.5, 1 for C and
-    0.001, 0.002, 0.005, … 0.5, 1 for α, are those of its authors' released configuration
+    The paper states that DPSGD has 40 candidates and DPAdam 4. The values for DPSGD are those of
+    the authors' released configuration
     (github.com/mshubhankar/The-Role-of-Adaptive-Optimizers-for-Honest-Private-Hyperparameter-Selection,
-    CONFIG.py), 4 × 10. DPMomentum's seven momenta are our choice; that they are seven follows from
-    the ε that table 1 prints for it (3.14 on MNIST and 5.23 on Adult, which 280 candidates cost and
-    neither 240 nor 320 do).
+    CONFIG.py): 0.1, 0.2, 0.5, 1 for C and 0.001, 0.002, 0.005, … 0.5, 1 for α. That DPMomentum has
+    seven momenta follows from the ε in table 1 (3.14 on MNIST and 5.23 on Adult, the cost of 280
+    candidates, not of 240 or 320); the values are our choice.
 
-    Learning rates belong to gradients averaged over the batch, as all our optimizers have them.
+    Learning rates are for gradients averaged over the batch, as in all our optimizers.
 
     Args:
-      optimizer: a class, `tf_adaptive_dp.DPAdam` for example, or its name. `"DPMomentum"` is
-        `DPSGD` with a `momentum`.
+      optimizer: a class, such as `tf_adaptive_dp.DPAdam`, or its name. `"DPMomentum"` is `DPSGD`
+        with a `momentum`.
 
     Returns:
-      A list of arguments for the optimizer; what is not among them keeps its default.
+      A list of arguments for the optimizer. All others keep their defaults.
 
     Raises:
-      ValueError: if there is no grid for it.
+      ValueError: if there is no grid for the optimizer.
+
+    References:
+      - Mohapatra et al., "The Role of Adaptive Optimizers for Honest Private Hyperparameter
+        Selection" (2021), arXiv:2111.04906, section 5.
 
     >>> default_grid("ADADP")
     [{'l2_norm_clip': 0.1}, {'l2_norm_clip': 0.2}, {'l2_norm_clip': 0.5}, {'l2_norm_clip': 1.0}]
@@ -65,7 +67,7 @@ def default_grid(optimizer: type | str) -> list[dict[str, float]]:
     if name not in _TUNED:
         raise ValueError(
             f"`optimizer` must be one of {sorted(_TUNED)}, as a class or a name. Received: "
-            f"optimizer={optimizer!r}. For another one, write the list of its arguments yourself."
+            f"optimizer={optimizer!r}. For any other, write the list of arguments yourself."
         )
     tuned = _TUNED[name]
     values = itertools.product(*(_VALUES[argument] for argument in tuned))
@@ -81,11 +83,11 @@ def optimal_learning_rate(
     num_parameters: int = 1,
     expected_batch_size: float = 1,
 ) -> float:
-    """The learning rate that a convex problem wants from DP-SGD: inverse in the clip norm.
+    """The optimal learning rate of DP-SGD on a convex problem: inverse in the clip norm.
 
         α = R / (C·√(T·(1 + d·σ²/L²)))
 
-    for T steps from a point at distance R of the optimum, d parameters and batches of L. At this
+    for T steps from a point at distance R from the optimum, d parameters and batches of L. At this
     rate the mean iterate is, in expectation, at most C·R·√((1 + d·σ²/L²) / T) above the optimum.
 
     Derivation (the honest-selection paper, theorem 2): a step moves along g + z with ‖g‖ ≤ C and,
@@ -94,13 +96,14 @@ def optimal_learning_rate(
 
         E[f(mean of x_t)] − f(x*) ≤ R²/(2αT) + α·C²(1 + d·σ²/L²)/2,
 
-    which is smallest at the α above. The paper prints α = R/(C·T·√(1 + σ²)), with T outside of the
-    root, beside the bound R·C·√(1 + σ²)/√T. The two contradict each other: with the printed α the
-    first term is R·C·√(1 + σ²)/2 however long the run. The printed bound belongs to T under the
-    root, which is what is computed here. It also has d = 1 and L = 1, the defaults.
+    which is smallest at the α above. The paper prints α = R/(C·T·√(1 + σ²)), with T outside the
+    root, next to the bound R·C·√(1 + σ²)/√T. The two contradict each other: with the printed α the
+    first term is R·C·√(1 + σ²)/2 for a run of any length. The printed bound requires T under the
+    root, as computed here. The paper also has d = 1 and L = 1, the defaults.
 
-    It holds where the clipped gradients are those of a convex function. R is not known beforehand:
-    take it as the place to begin a search, and that α·C is one number to look for, not two.
+    The result holds if the clipped gradients are those of a convex function. R is not known in
+    advance, so use the result as a starting point, and search for the product α·C instead of for
+    two numbers.
 
     Args:
       l2_norm_clip: C.

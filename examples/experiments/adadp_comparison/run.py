@@ -1,14 +1,14 @@
 """ADADP against tuned DP-Adam and DP-SGD on MNIST and CIFAR-10.
 
-The ADADP paper's figures 4 and 5 (version 1). MNIST, the left-hand panels: a network
-784-256-256-10. CIFAR-10, the right-hand panels: two frozen convolutions that were trained on
+Repeats figures 4 and 5 of the ADADP paper (version 1). MNIST (left-hand panels) uses a network
+784-256-256-10. CIFAR-10 (right-hand panels) uses two frozen convolutions that were trained on
 CIFAR-100, then the dense layers 1600-500-500-10. Both train with batches of 200 for 100 epochs at
 σ = 2, 4, 6 and 8.
 
 ADADP runs with its default arguments, with the constant tolerances of the authors' code and of the
 paper's text, and with the schedule of figure 4: its learning rate is fixed halfway and then decays.
-The learning rates of DP-Adam and DP-SGD come from grids of half decades. DP-Adam has the best and
-the second best rate at each σ, DP-SGD the one that is best at the first σ.
+The learning rates of DP-Adam and DP-SGD come from grids of half decades. DP-Adam uses the best and
+the second best rate at each σ; DP-SGD uses the rate that is best at the first σ.
 
 Privacy claim: each run alone is (ε, δ)-DP for adding or removing one training image; CIFAR-100
 counts as public. Batches are drawn by Poisson sampling, so the ε shown is exact. Accuracy is
@@ -20,8 +20,8 @@ CIFAR-10 needs `cifar100_conv_layers.npz`, see `lib/datasets/images.py`.
     python examples/experiments/adadp_comparison/run.py --dataset mnist --data_dir ~/tfds
 
 References:
-  Koskela and Honkela (2018), "Learning Rate Adaptation for Federated and Differentially Private
-  Learning", arXiv:1809.03832.
+  - Koskela and Honkela, "Learning Rate Adaptation for Federated and Differentially Private
+    Learning" (2018), arXiv:1809.03832.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""ADADP on MNIST from learning rates that lie five orders of magnitude apart.
+"""ADADP on MNIST from initial learning rates that span five orders of magnitude.
 
-The ADADP paper (version 1, "Comparison of ADADP against DP-Adam") starts at η₀ = 0.1 and says that
-results are quite insensitive to it, since the algorithm comes to its learning rate within the first
-epoch. Here it starts at 10⁻⁴, 10⁻³ … 10, at σ = 2, with the network, the batches and the epochs of
-its figure 4. Shown are the learning rate and the accuracy by epoch.
+The ADADP paper (version 1, "Comparison of ADADP against DP-Adam") starts at η₀ = 0.1 and reports
+that the results are insensitive to it, since the algorithm finds its learning rate within the first
+epoch. This experiment starts at 10⁻⁴, 10⁻³, … 10 at σ = 2, with the network, batches and epochs of
+the paper's figure 4. It shows the learning rate and the accuracy by epoch.
 
 Privacy claim: each run alone is (ε, δ)-DP for adding or removing one training image. Batches are
-drawn by Poisson sampling, so the ε shown is exact. Accuracy is that of the test images; nothing is
-tuned.
+drawn by Poisson sampling, so the ε shown is exact. Accuracy is measured on the test images; nothing
+is tuned.
 
     python examples/experiments/adadp_insensitivity/run.py --scale small --data_dir ~/tfds
 """
@@ -28,7 +28,7 @@ from examples.experiments.lib.harness import Trial
 
 load = functools.cache(images.mnist)  # once for each process
 
-# Of each scale: epochs, seeds, first learning rates, training and test images, hidden units.
+# By scale: epochs, seeds, first learning rates, training and test images, hidden units.
 ALL_RATES = [1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0]
 SCALES = {
     "smoke": (3, 1, [1e-4, 1e-1, 10.0], 2000, 1000, [16]),
@@ -38,7 +38,7 @@ SCALES = {
 
 
 def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
-    """All starts with all seeds."""
+    """All initial learning rates with all seeds."""
     epochs, seeds, rates, num_train, num_test, hidden_units = SCALES[scale]
     return [
         {
@@ -66,7 +66,7 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
 
 
 def by_start(trials: Sequence[Trial]) -> dict[float, list[Trial]]:
-    """The runs from each first learning rate."""
+    """The runs by initial learning rate."""
     found = collections.defaultdict(list)
     for trial in trials:
         found[trial.settings["arguments"]["learning_rate"]].append(trial)
@@ -74,7 +74,7 @@ def by_start(trials: Sequence[Trial]) -> dict[float, list[Trial]]:
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """Where the learning rate and the accuracy end."""
+    """The final learning rate and accuracy."""
     rows = []
     for start, runs in by_start(trials).items():
         rates = np.mean([t.result["learning_rate"] for t in runs], axis=0)

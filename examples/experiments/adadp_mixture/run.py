@@ -1,24 +1,26 @@
 """ADADP against DP-SGD for variational inference of a Gaussian mixture.
 
-Figure 1 of the supplement of the ADADP paper: the log-likelihood of test data while the posterior
-is learned, by ε at δ = 10⁻⁶ and σ = 1.2, for ADADP and for DP-SGD with several learning rates. The
-supplement gives σ and δ. All else is chosen here: five components in two dimensions, at (0, 0) and
-(±2, ±2) with standard deviation 1/2; 10,000 private and 1,000 test points; batches of 100, C = 1.
+Repeats figure 1 of the supplement of the ADADP paper: the log-likelihood of test data while the
+posterior is learned, by ε at δ = 10⁻⁶ and σ = 1.2, for ADADP and for DP-SGD with several learning
+rates. The supplement gives only σ and δ. Our choices are five components in two dimensions, at
+(0, 0) and (±2, ±2) with standard deviation 1/2; 10,000 private and 1,000 test points; batches of
+100; and C = 1.
 
     weights ~ Dirichlet(1, …, 1),  means ~ N(0, I),  variances ~ InverseGamma(1, 1)
     x | weights, means, variances ~ Σ_k weight_k N(mean_k, variance_k I)
 
-q is an independent Gaussian for each unconstrained parameter z. One draw of z a minibatch (doubly
-stochastic) gives the loss of example i, -log p(x_i | z) + (log q(z) - log p(z)) / N. Its second
-part depends on no example: the optimizers find it, keep it out of the clipping and add its gradient
-without noise. Shown is the log of the predictive density, from 100 draws of q, a test point.
+q is an independent Gaussian for each unconstrained parameter z. One draw of z per minibatch (doubly
+stochastic) gives the loss of example i, -log p(x_i | z) + (log q(z) - log p(z)) / N. The second
+part depends on no example: the optimizers detect it, exclude it from clipping and add its gradient
+without noise. The figure shows the log of the predictive density per test point, from 100 draws of
+q.
 
-ADADP runs with its default arguments and with the tolerance of `suggest_tolerance`, √(d / 2T): the
-paper expects that fewer parameters need a smaller one.
+ADADP runs with its default arguments and with the tolerance of `suggest_tolerance`, √(d / 2T),
+since the paper expects fewer parameters to need a smaller tolerance.
 
 Privacy claim: each run alone is (ε, δ)-DP for adding or removing one of the private points, which
-are made up. Batches are drawn by Poisson sampling, so the ε shown is exact. Nothing is selected:
-all learning rates are shown.
+are synthetic. Batches are drawn by Poisson sampling, so the ε shown is exact. All learning rates
+are shown, so nothing is selected.
 
     python examples/experiments/adadp_mixture/run.py --scale small
 """
@@ -91,7 +93,7 @@ def points(num: int, seed: int) -> np.ndarray:
 
 
 def mixture(z: tf.Tensor) -> tfd.Distribution:
-    """The mixture that unconstrained parameters [..., 19] stand for."""
+    """The mixture with the unconstrained parameters z: [..., 19]."""
     weights, means, log_variances = tf.split(z, SIZES, -1)
     means = tf.reshape(means, tf.concat([tf.shape(means)[:-1], CENTRES.shape], 0))
     deviations = tf.exp(log_variances / 2)[..., tf.newaxis] * tf.ones(DIMENSIONS)
@@ -102,7 +104,7 @@ def mixture(z: tf.Tensor) -> tfd.Distribution:
 
 
 def prior_log_prob(z: tf.Tensor) -> tf.Tensor:
-    """log p(z) of one z: the priors, with the volume change to unconstrained parameters."""
+    """log p(z) of one z: the priors, with the change of volume to unconstrained parameters."""
     weights, means, log_variances = tf.split(z, SIZES, -1)
     of_weights = tfb.Invert(tfb.SoftmaxCentered())(tfd.Dirichlet(tf.ones(COMPONENTS)))
     of_log_variances = tfb.Invert(tfb.Exp())(tfd.InverseGamma(1.0, 1.0))
@@ -121,7 +123,7 @@ def first_location(seed: int) -> tf.Tensor:
 
 
 def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
-    """One private run of variational inference, in a training loop of its own."""
+    """One private run of variational inference, in a custom training loop."""
     tf.keras.utils.set_random_seed(settings["seed"])
     num_train, batch_size = settings["num_train"], settings["batch_size"]
     location = tf.Variable(first_location(settings["seed"]))

@@ -1,9 +1,9 @@
-"""ADADP for people who do not tune: its defaults against its variants and tuned optimizers.
+"""ADADP without tuning: its defaults against its variants and tuned optimizers.
 
-Not in the papers. On four data sets and over σ and epochs: ADADP with its default arguments; with
-the constant tolerance of the authors' code; with averaged weights (Keras's `use_ema`); with
-automatic clipping, which leaves C nothing to decide. Beside them DP-Adam and DP-SGD, each with the
-best of three learning rates.
+This experiment is not in the papers. On four data sets, over σ and epochs, it runs ADADP with its
+default arguments, with the constant tolerance of the authors' code, with averaged weights (Keras's
+`use_ema`), and with automatic clipping, which makes the choice of C irrelevant. It compares these
+with DP-Adam and DP-SGD, each with the best of three learning rates.
 
 - adult: 91-64-2, batches of 200
 - imdb: bag of 10,000 words, logistic regression, batches of 64
@@ -11,13 +11,13 @@ best of three learning rates.
 - cifar10: frozen convolutions, then 1600-500-500-10, batches of 200
 
 Privacy claim: each run alone is (ε, δ)-DP, δ = 1e-5, for adding or removing one training example.
-Batches are drawn by Poisson sampling, so the ε shown is exact. Accuracy is that of the test data,
-on which the rates of DP-Adam and DP-SGD are chosen; their cost is not in ε. ADADP chooses
-nothing.
+Batches are drawn by Poisson sampling, so the ε shown is exact. Accuracy is measured on the test
+data. The rates of DP-Adam and DP-SGD are chosen on these, and ε does not include the cost of this
+choice. ADADP chooses nothing.
 
     python examples/experiments/adadp_untuned/run.py --scale small
 
-The data are found through the environment: TFDS_DATA_DIR, ADULT_CSV.
+The environment variables TFDS_DATA_DIR and ADULT_CSV say where the data are.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _candidates(method: str, name: str) -> list[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=2)
 def load(name: str, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays of a data set, found through the environment."""
+    """The arrays of a data set, whose place the environment gives."""
     if name == "adult":
         return adult.adult(None, split)
     if name == "mnist":
@@ -122,7 +122,7 @@ def load(name: str, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     """One run."""
-    del data_dir  # of one data set; there are several
+    del data_dir  # there are several data sets
     return dense.train(settings, load(settings["data"], "train"), load(settings["data"], "test"))
 
 

@@ -1,37 +1,38 @@
-"""AdaDPS on film reviews (IMDB): all the AdaDPS paper's tables and figure 4 on this data.
+"""AdaDPS on film reviews (IMDB): all tables and figure 4 of the AdaDPS paper on this data.
 
-Logistic regression on bags of words (tables 2, 3, 6, 7, 8; "ideal" of table 4), on TF-IDF values
-(table 4), the LSTM (table 6), and the same without privacy (table 9); σ = 1, batches of 64,
-δ = 1/25,000. In every part each private method gets equally many pairs of clip norm and rate, by
-clipping of single examples; the part "16 microbatches" has the paper's microbatches of 4 reviews
-and its pairs. All private runs average their weights too (`use_ema`), which costs no privacy; the
-tables show both, and pairs are chosen by the averaged ones. Figures are means of the last three
-epochs.
+The parts are logistic regression on bags of words (tables 2, 3, 6, 7, 8; "ideal" of table 4) and on
+TF-IDF values (table 4), the LSTM (table 6), and the same without privacy (table 9), with σ = 1,
+batches of 64 and δ = 1/25,000. In every part each private method gets the same number of pairs of
+clip norm and rate, with per-example clipping. The part "16 microbatches" uses the paper's
+microbatches of 4 reviews and its pairs. All private runs also average their weights (`use_ema`),
+which costs no privacy; the tables show both, and pairs are chosen by the averaged weights. Figures
+are means over the last three epochs.
 
-A for token frequencies is the authors', bounded by 1, which keeps the weights of padding and of the
-commonest words from drifting (see `reviews.token_frequencies`); "as released" has no bound.
+A for token frequencies is that of the authors, bounded by 1, which keeps the weights of padding and
+of the most common words from drifting (see `reviews.token_frequencies`). "As released" has no
+bound.
 
-Smaller than the paper at `--scale small`: two pairs a method instead of twelve, found by earlier
-trials on the same test reviews; one seed outside of the part "bag of words"; 8 epochs without
-privacy; an LSTM on the first 40 words for 8 epochs, with three of its methods.
+`--scale small` is smaller than the paper: two pairs per method instead of twelve, found by earlier
+trials on the same test reviews; one seed outside the part "bag of words"; 8 epochs without privacy;
+an LSTM on the first 40 words for 8 epochs, with three of its methods.
 
-What is public: 1% of the training reviews, with labels, which are kept out of the private ones; the
-texts (never the labels) of the test reviews, for the vocabulary, inverse document frequencies, and
-the token frequencies of "25,000 other reviews"; posts and word counts of a Stack Exchange site. The
-paper takes its token frequencies and TF-IDF values from the private reviews. "Not private" marks
-rows that look at private reviews without protection, to see what that leak brings; their ε is
-infinite. The paper's data of another distribution are Amazon reviews; here they are posts whose
-label is whether they are questions.
+The following is public: 1% of the training reviews with their labels, which are excluded from the
+private ones; the texts (never the labels) of the test reviews, for the vocabulary, inverse document
+frequencies, and the token frequencies of "25,000 other reviews"; posts and word counts of a Stack
+Exchange site. The paper takes its token frequencies and TF-IDF values from the private reviews.
+"Not private" marks rows that use private reviews without protection, to measure the effect of that
+leak; their ε is infinite. As data from another distribution, the paper uses Amazon reviews; here
+they are posts, labeled by whether they are questions.
 
 Privacy claim: each run of a private method alone is (ε, δ)-DP for adding or removing one of the
 private reviews. Batches are drawn by Poisson sampling, so ε is exact. With microbatches they are
-shuffled, which Poisson sampling only approximates, and one review changes a sum by up to 2C: ε is
-that of half the noise multiplier. Accuracy is that of the test reviews, and pairs are chosen by it,
-as in the paper; ε does not include the cost of this choice.
+shuffled, so ε is only approximate; and since one review changes a sum by up to 2C, ε is computed
+from half the noise multiplier. Accuracy is measured on the test reviews, and pairs are chosen by
+it, as in the paper; ε does not include the cost of this choice.
 
     python examples/experiments/adadps_imdb/run.py --scale small --data_dir ~/tensorflow_datasets
 
-The environment's TFF_CACHE_DIR names the folder with `stackoverflow.sqlite` and
+The environment variable TFF_CACHE_DIR names the folder with `stackoverflow.sqlite` and
 `stackoverflow.word_count` of `tff.simulation.datasets.stackoverflow`.
 """
 
@@ -54,7 +55,7 @@ def pairs(*chosen: tuple[float, float]) -> list[dict[str, float]]:
     return [{"clip": clip, "rate": rate} for clip, rate in chosen]
 
 
-# Small scale: two pairs a method, around the best of what was tried before.
+# Small scale: two pairs per method, around the best of earlier trials.
 BAG_OF_WORDS: dict[str, Candidates] = {
     "dp_sgd": pairs((0.5, 10), (0.5, 20)),
     "dp_adam": pairs((0.5, 0.1), (0.5, 0.03)),
@@ -105,7 +106,7 @@ NOT_PRIVATE: dict[str, Candidates] = {
     "adas": [{"rate": rate} for rate in (0.001, 0.01, 0.1)],
     "adas_frequency": [{"rate": rate} for rate in (1, 10, 100)],
 }
-# Paper scale: twelve pairs a method, around those.
+# Paper scale: twelve pairs per method, around those.
 FACTORS = list(itertools.product((0.3, 1, 3), (0.3, 1, 3, 10)))
 
 COMMON: dict[str, Any] = {

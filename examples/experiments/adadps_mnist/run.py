@@ -1,15 +1,16 @@
 """AdaDPS on MNIST: a deep autoencoder and a classifier.
 
-The AdaDPS paper's tables 1, 2, 6, 7, 8 and 9 on MNIST: the loss of an autoencoder 784-1000-500-250-
-30-250-500-1000-784 with sigmoids (none on the code), which is the mean squared error a pixel of
-images in [0, 1], at σ = 1 and 0.75; and the accuracy of a classifier, whose network the paper does
-not say, here 784-256-10 with ReLU. Batches of 64, 1% of the images public, and not in the private
-data. The smaller scales train an autoencoder of a quarter of the widths (the code keeps its 30).
+Repeats tables 1, 2, 6, 7, 8 and 9 of the AdaDPS paper on MNIST. The first figure is the loss of an
+autoencoder 784-1000-500-250-30-250-500-1000-784 with sigmoids (none on the code): the mean squared
+error per pixel of images in [0, 1], at σ = 1 and 0.75. The second is the accuracy of a classifier.
+The paper does not describe its network; here it is 784-256-10 with ReLU. Batches have 64 images.
+1% of the images are public and excluded from the private data. The smaller scales train an
+autoencoder of a quarter of the widths (the code keeps its 30 units).
 
-Privacy claim: each run of a private method alone is (ε, δ)-DP, with δ one over the number of
-private images, for adding or removing one image. Batches are drawn by Poisson sampling, so the ε
-shown is exact. Figures are those of the test images; clip norms and rates are chosen on these, as
-in the paper, and ε does not include the cost of this choice.
+Privacy claim: each run of a private method alone is (ε, δ)-DP for adding or removing one image,
+where δ is one over the number of private images. Batches are drawn by Poisson sampling, so the ε
+shown is exact. Figures are measured on the test images. Clip norms and rates are chosen on these,
+as in the paper, and ε does not include the cost of this choice.
 
     python examples/experiments/adadps_mnist/run.py --scale small --data_dir ~/tensorflow_datasets
 """
@@ -67,18 +68,18 @@ CLASSIFIER: Candidates = {
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How much of the experiment is done.
+    """The size of the experiment.
 
     Attributes:
-      num_train: images, public ones among them; `None` for all.
-      divisor: the autoencoder's widths are divided by it.
-      epochs: of the autoencoder.
-      tuning_epochs: of the autoencoder while clip norm and rate are chosen.
-      classifier_epochs: of the classifier.
-      candidates: clip norms and rates a method.
-      seeds: of the main methods at σ = 1 and of the classifier.
-      other_seeds: of all else.
-      rate_factor: of the autoencoder's private rates: longer runs need smaller steps.
+      num_train: number of training images, including the public ones; `None` for all.
+      divisor: divides the widths of the autoencoder.
+      epochs: number of epochs of the autoencoder.
+      tuning_epochs: the same while clip norm and rate are chosen.
+      classifier_epochs: number of epochs of the classifier.
+      candidates: number of pairs of clip norm and rate per method.
+      seeds: number of seeds of the main methods at σ = 1 and of the classifier.
+      other_seeds: number of seeds of all others.
+      rate_factor: scales the private rates of the autoencoder: longer runs need smaller steps.
     """
 
     num_train: int | None
@@ -131,7 +132,7 @@ def parts(scale: str) -> list[grids.Part]:
 
 
 def _cut(chosen: Candidates, number: int, private_factor: float = 1.0) -> Candidates:
-    """The first candidates of each method, with other rates where there is noise."""
+    """The first candidates of each method, with scaled rates for private methods."""
 
     def scaled(candidate: Mapping[str, float]) -> dict[str, float]:
         factor = private_factor if "clip" in candidate else 1.0
@@ -142,7 +143,7 @@ def _cut(chosen: Candidates, number: int, private_factor: float = 1.0) -> Candid
 
 @functools.cache
 def load(data_dir: str | None, num_train: int | None) -> tuple:
-    """Public, private and test images with their digits."""
+    """Public, private and test images with their labels."""
     x, y = (part[:num_train] for part in images.mnist(data_dir, "train", normalize=False))
     test = images.mnist(data_dir, "test", normalize=False)
     return *tf_adaptive_dp.side_information.split_public((x, y), 0.01)[:2], test

@@ -1,24 +1,24 @@
 """AdaDPS on tag prediction for Stack Overflow posts.
 
-The AdaDPS paper's figure 4, tables 2, 3, 6, 7, 8 and 9, and the first half of table 10, on Stack
-Overflow: softmax regression from bags of words to the most frequent tag of a post, σ = 0.95,
-batches of 64. "Ideal" takes its second moments from the private gradients and shows what side
-information could give at best. The smaller scales have fewer words and tags.
+Repeats figure 4, tables 2, 3, 6, 7, 8 and 9, and the first half of table 10 of the AdaDPS paper on
+Stack Overflow: softmax regression from bags of words to the most frequent tag of a post, with
+σ = 0.95 and batches of 64. "Ideal" takes its second moments from the private gradients and shows
+the best that side information could achieve. The smaller scales have fewer words and tags.
 
-Public are: the words and tags that are known, and how many users wrote each word, from the users of
-the held-out split, who are taken as people that gave up their protection; in the part "1% public" a
-random hundredth of the training posts and in the part "4 users public" all posts of the first four
-users, who are of one site. All of these are kept out of the private data.
+The following is public: the known words and tags, and how many users wrote each word, from the
+users of the held-out split, who are assumed to have waived their protection; in the part
+"1% public" a random 1% of the training posts; and in the part "4 users public" all posts of the
+first four users, who belong to one site. All of these are excluded from the private data.
 
-Privacy claim: each run of a private method alone is (ε, δ)-DP, with δ one over the number of
-private posts, for adding or removing one post; a user with many posts is protected less. Batches
-are drawn by Poisson sampling, so the ε shown is exact. Accuracy is that of the test posts; clip
-norms and rates are chosen on these, as in the paper, and ε does not include the cost of this
-choice.
+Privacy claim: each run of a private method alone is (ε, δ)-DP for adding or removing one post,
+where δ is one over the number of private posts. A user with several posts has weaker protection.
+Batches are drawn by Poisson sampling, so the ε shown is exact. Accuracy is measured on the test
+posts. Clip norms and rates are chosen on these, as in the paper, and ε does not include the cost of
+this choice.
 
     python examples/experiments/adadps_stackoverflow/run.py --scale small --data_dir FOLDER
 
-FOLDER has `stackoverflow.sqlite` as `tff.simulation.datasets.stackoverflow.load_data` leaves it.
+FOLDER holds `stackoverflow.sqlite` from `tff.simulation.datasets.stackoverflow.load_data`.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""AdaDPS where adaptivity should help most: sparse linear regression with made-up data.
+"""AdaDPS where adaptivity should help most: sparse linear regression on synthetic data.
 
-The AdaDPS paper's figure 3: 1,000 examples of 500 features in {0, 1}; the first 10% are frequent
-and tell little, the other 90% are rare and tell much:
+Repeats figure 3 of the AdaDPS paper: 1,000 examples of 500 features in {0, 1}. The first 10% are
+frequent and carry little information, the other 90% are rare and carry much:
 
     P(x_j = 1) = 0.9, θ*_j = 0.01  for the first 50,
     P(x_j = 1) = 0.01, θ*_j = 1    for the other 450,   y = ⟨x, θ*⟩ + N(0, 0.01²).
 
-The loss is ½(y − ⟨x, θ⟩)², from θ ~ N(0, 0.1²). AdaDPS knows which features are frequent and takes
-A = 1 for these and A = 0.01 for the others. σ = 0.7, batches of 8, 2,250 steps; these numbers are
-those of the authors' released program. DP-Adam is not in the figure. Curves show the loss on 1,000
-fresh examples of the same law, where the paper has the loss on the training data.
+The loss is ½(y − ⟨x, θ⟩)², from θ ~ N(0, 0.1²). AdaDPS knows which features are frequent and uses
+A = 1 for these and A = 0.01 for the others. σ = 0.7, batches of 8 and 2,250 steps are the numbers
+of the authors' released program. DP-Adam is not in the figure. The curves show the loss on 1,000
+fresh examples from the same distribution; the paper shows the loss on the training data.
 
-Privacy claim: the data are made up, so there is nobody to protect; the private methods run as they
-would on real data, each run alone (ε, δ)-DP with δ = 1/1,000 for adding or removing one example.
-Batches are drawn by Poisson sampling, so ε is exact. A is known beforehand. Clip norms and rates,
-equally many pairs for each private method, are chosen by the loss that is shown, as in the paper;
-ε does not include the cost of this choice.
+Privacy claim: the data are synthetic, so there is nobody to protect. The private methods run as on
+real data: each run alone is (ε, δ)-DP with δ = 1/1,000 for adding or removing one example. Batches
+are drawn by Poisson sampling, so ε is exact. A is known in advance. Clip norms and rates, the same
+number of pairs for each private method, are chosen by the loss that is shown, as in the paper; ε
+does not include the cost of this choice.
 
     python examples/experiments/adadps_toy/run.py --scale small
 """

@@ -1,19 +1,20 @@
 """ADADP's single run against private selection of a learning rate at the same ε.
 
-Table 1 of the supplement of the ADADP paper: mean and standard deviation of the accuracy, and mean
-number of runs, of ADADP and of private selection by Liu and Talwar's random stopping with
-γ = 2⁻¹ … 2⁻⁹. The supplement prints neither data nor candidates; an accuracy of .63 points to
-CIFAR-10. Here it is MNIST, the network 784-256-256-10, batches of 200, ADADP at σ = 2; a candidate
-is DP-SGD with C = 1 and a learning rate from 0.001, 0.00316, … 10, drawn with replacement.
+Repeats table 1 of the supplement of the ADADP paper: mean and standard deviation of the accuracy,
+and the mean number of runs, of ADADP and of private selection by Liu and Talwar's random stopping
+with γ = 2⁻¹ … 2⁻⁹. The supplement names neither the data nor the candidates; an accuracy of .63
+suggests CIFAR-10. Here the data are MNIST, the network is 784-256-256-10, batches have 200 images
+and ADADP runs at σ = 2. A candidate is DP-SGD with C = 1 and a learning rate from 0.001, 0.00316,
+… 10, drawn with replacement.
 
 Both have the same ε. Each run of private selection is trained with the noise for which random
-stopping with γ = 2⁻⁹ costs ADADP's ε; with larger γ a little less would do, see the table. Beside
-it stands repeat-and-select (Papernot and Steinke 2022) with the geometric law, whose noise, for a
-mean of 2⁹ runs, is far smaller.
+stopping with γ = 2⁻⁹ costs ADADP's ε. Larger γ would need slightly less noise, see the table. For
+comparison there is repeat-and-select (Papernot and Steinke 2022) with the geometric distribution,
+which needs far less noise for a mean of 2⁹ runs.
 
-Selection is simulated, as is usual: the candidates are trained a few times each, and a run of the
-selection draws from that pool instead of training anew. The best is chosen by the first half of the
-test images, and judged by the second.
+As usual, selection is simulated: each candidate is trained a few times, and a run of the selection
+draws from that pool instead of training again. The first half of the test images decides which
+candidate is best, and the second half evaluates it.
 
 | scale | steps | learning rates | runs of each | runs of ADADP | hidden units |
 | --- | --- | --- | --- | --- | --- |
@@ -21,16 +22,16 @@ test images, and judged by the second.
 | small | 6,000 (20 epochs) | 9 | 2 | 5 | 256, 256 |
 | paper | 30,000 (100 epochs) | 9 | 10 | 10 | 256, 256 |
 
-On two idle cores small takes about 13 minutes, paper about five hours.
+On two idle cores, small takes about 13 minutes and paper about five hours.
 
-Privacy claim: ADADP's run, and the winner of a selection, is (ε, δ)-DP, δ = 1e-5, for adding or
-removing one training image; batches are drawn by Poisson sampling. The images that the winner is
-chosen by count as public: their accuracy is used without noise. This program shows the whole pool,
-which a real selection must not.
+Privacy claim: ADADP's run and the winner of a selection are (ε, δ)-DP, δ = 1e-5, for adding or
+removing one training image; batches are drawn by Poisson sampling. The images that decide the
+winner count as public: their accuracy is used without noise. This program shows the whole pool,
+which a real selection must not do.
 
     python examples/experiments/honest_adadp/run.py --scale small
 
-MNIST is found through the environment: TFDS_DATA_DIR.
+The environment variable TFDS_DATA_DIR says where MNIST is.
 """
 
 from __future__ import annotations
@@ -130,13 +131,13 @@ def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
 
 
 def simulated(pool: np.ndarray, halvings: int, limit: int | None, runs: int = 2000) -> np.ndarray:
-    """Selections from a pool.
+    """Simulates selections from a pool.
 
     Args:
-      pool: [runs that were trained, 2]: the accuracy to choose by, and the one that is judged.
-      halvings: γ = 2 to the minus this.
-      limit: the most draws, or `None`.
-      runs: how many selections.
+      pool: [trained runs, 2]: the accuracy that decides, and the one that is reported.
+      halvings: γ is 2 to the minus this.
+      limit: the largest number of draws, or `None`.
+      runs: number of selections.
 
     Returns:
       [runs, 2]: the accuracy of the winner, and the number of draws.
@@ -152,7 +153,7 @@ def simulated(pool: np.ndarray, halvings: int, limit: int | None, runs: int = 20
 
 
 def pool_of(trials: Sequence[Trial], way: str) -> np.ndarray:
-    """[runs, 2] of a way: accuracy on the first and on the second half of the test images."""
+    """[runs, 2]: accuracy on the first and on the second half of the test images."""
     return np.asarray([t.result["halves"] for t in trials if t.settings["way"] == way])
 
 
@@ -163,7 +164,7 @@ def selections(trials: Sequence[Trial], way: str) -> dict[int, np.ndarray]:
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """The supplement's table with ours beside it."""
+    """The supplement's table next to our results."""
     size, steps = trials[0].result["num_examples"], trials[0].settings["steps"]
     own = pool_of(trials, "single")[:, 1]
     printed = "{:.4f}, {:.4f}, {:g}"

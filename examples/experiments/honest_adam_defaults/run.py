@@ -1,13 +1,13 @@
 """Adam's defaults under privacy: DPAdam over learning rate, β₁ and β₂.
 
-Figure 3 and section 4.2 of "The Role of Adaptive Optimizers for Honest Private Hyperparameter
-Selection": α ∈ {0.001, 0.05, 0.01, 0.2, 0.5}, β₁, β₂ ∈ {0.8, 0.85, 0.9, 0.95, 0.99, 0.999},
-batches of L = 250, C = 0.5, T = 2,500 steps, σ = 2, 4, 8. Shown is where α = 0.001, and among these
-the default (0.001, 0.9, 0.999), lie among all candidates, by accuracy on the test data.
+Repeats figure 3 and section 4.2 of "The Role of Adaptive Optimizers for Honest Private
+Hyperparameter Selection": α ∈ {0.001, 0.05, 0.01, 0.2, 0.5}, β₁, β₂ ∈ {0.8, 0.85, 0.9, 0.95, 0.99,
+0.999}, batches of L = 250, C = 0.5, T = 2,500 steps, σ = 2, 4, 8. The table shows how α = 0.001,
+and among these the default (0.001, 0.9, 0.999), rank among all candidates by test accuracy.
 
-Adult and MNIST are the paper's. IMDB, counts of its 2,000 commonest words, stands for ENRON
-(e-mails, counts of words); Gisette is left out. "LR" is logistic regression, "TLNN" one hidden
-layer of 100.
+Adult and MNIST are the paper's data sets. IMDB, with counts of its 2,000 most common words, stands
+for ENRON (e-mails, counts of words); Gisette is left out. "LR" is logistic regression, "TLNN" has
+one hidden layer of 100 units.
 
 | scale | data and models | σ | candidates | steps | seeds |
 | --- | --- | --- | --- | --- | --- |
@@ -15,17 +15,17 @@ layer of 100.
 | small | Adult LR, MNIST LR; IMDB LR, Adult TLNN, MNIST TLNN | 2, 4, 8; 4 | 45 | 2,500 | 1 |
 | paper | Adult, MNIST, IMDB, each LR and TLNN | 2, 4, 8 | 180 | 2,500 | 3 |
 
-The 45 have β₁ ∈ {0.8, 0.9, 0.99} and β₂ ∈ {0.8, 0.99, 0.999}. On two idle cores small takes about
-12 minutes, paper about eight hours.
+The 45 candidates have β₁ ∈ {0.8, 0.9, 0.99} and β₂ ∈ {0.8, 0.99, 0.999}. On two idle cores, small
+takes about 12 minutes and paper about eight hours.
 
 Privacy claim: each run alone is (ε, δ)-DP, δ = 1e-6, for adding or removing one training example,
-with batches drawn by Poisson sampling; the table has its ε. Nothing is chosen here, all candidates
-are shown: for somebody whose data are private this comparison would cost the ε of all of them
-composed. What is learned from it, a default, costs those nothing who use it on other data.
+with batches drawn by Poisson sampling; the table shows its ε. All candidates are shown and none is
+chosen. On private data, this comparison would cost the ε of all runs composed. A default learned
+from it costs nothing on other data.
 
     python examples/experiments/honest_adam_defaults/run.py --scale small
 
-The data are found through the environment: TFDS_DATA_DIR, ADULT_CSV.
+The environment variables TFDS_DATA_DIR and ADULT_CSV say where the data are.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ WHAT = {
 
 
 def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
-    """All candidates; those that share a compiled model come after each other."""
+    """All candidates, grouped by compiled model."""
     parts, rates, betas_1, betas_2, num_train, steps, seeds = WHAT[scale]
     return [
         {
@@ -119,7 +119,7 @@ def epsilon(num_examples: int, steps: int, sigma: float) -> float:
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """Where the default and α = 0.001 lie among the candidates."""
+    """The ranks of the default and of α = 0.001 among the candidates."""
     rows = []
     for (data, model, sigma), found in scores(trials).items():
         one = next(t for t in trials if t.settings["data"] == data)

@@ -1,26 +1,26 @@
-"""What honest selection costs: composition, random stopping (Liu-Talwar), repeat-and-select.
+"""The cost of honest selection: composition, random stopping (Liu-Talwar), repeat-and-select.
 
-Figure 1 and table 1 of "The Role of Adaptive Optimizers for Honest Private Hyperparameter
-Selection"; accounting alone, no training. A trial is T = 10,000 releases at σ = 4 with batches of
-L = 250 out of n examples. Shown are
+Repeats figure 1 and table 1 of "The Role of Adaptive Optimizers for Honest Private Hyperparameter
+Selection", which need only accounting and no training. A trial is T = 10,000 releases at σ = 4 with
+batches of L = 250 out of n examples. The experiment shows
 
 - the blow-up: ε of random stopping with γ = 1 over that of a single run, by n;
-- ε of random stopping by γ, beside K = 1/γ runs composed and repeat-and-select with a mean of 1/γ;
+- ε of random stopping by γ, next to K = 1/γ composed runs and repeat-and-select with a mean of 1/γ;
 - how many runs composition allows at the price of random stopping with γ = 1;
-- table 1: 4 runs of DPAdam composed, and 40 of DPSGD or 280 of DPMomentum under random stopping
+- table 1: 4 composed runs of DPAdam, and 40 of DPSGD or 280 of DPMomentum under random stopping
   (γ = 1/40, 1/280), δ = 1e-6, for Adult (n = 36,177) and MNIST (n = 60,000).
 
-Each in five kinds of accounting: the paper's conversion, ε = r + log(1/δ)/(α - 1), with integer
-orders to 200 and with orders to 512, the present conversion, that with more orders, and PLD. PLD
-serves composition; the δ of a single run in random stopping is below its arithmetic, so that its ε
-there is RDP's.
+Each is computed with five kinds of accounting: the paper's conversion, ε = r + log(1/δ)/(α - 1),
+with integer orders up to 200 and with orders up to 512; today's conversion; the same with more
+orders; and PLD. PLD applies to composition. In random stopping, δ of a single run is below the
+precision of PLD, so its ε there is that of RDP.
 
-δ is 10^-(k + 1) for an n of k digits, as in the authors' released notebook; the text names none.
-The n of Adult is not printed: 80% of the 45,222 rows without gaps give the printed ε. Nor is the
-number of DPMomentum's candidates: 280 do.
+δ is 10^-(k + 1) for an n with k digits, as in the authors' released notebook; the paper gives none.
+It does not give n of Adult either: 80% of the 45,222 complete rows yield the printed ε. The number
+of DPMomentum's candidates is missing too: 280 yield the printed ε.
 
-Privacy claim: none is needed, no data are read. The ε are what such searches would cost, for adding
-or removing one example under Poisson sampling, by this library's accounting.
+Privacy claim: none is needed, since no data are read. The values of ε are what such searches would
+cost by this library's accounting, for adding or removing one example under Poisson sampling.
 
     python examples/experiments/honest_costs/run.py --scale small
 """
@@ -83,8 +83,8 @@ def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
 
 
 def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
-    """The ε of all ways of paying for one data size; lists by number of candidates."""
-    del data_dir  # there are none
+    """ε of all ways of paying at one data size, as lists by number of candidates."""
+    del data_dir  # no data are read
     how, delta = ACCOUNTINGS[settings["accounting"]], settings["delta"]
     trial = candidates.trial_event(settings["num_examples"], BATCH, NOISE, STEPS)
     many = settings["candidates"]
@@ -111,7 +111,7 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
 
 
 def found(trials: Sequence[Trial], kind: str, name: str | None = None) -> dict[int, dict]:
-    """Results in one kind of accounting by data size, ascending."""
+    """Results of one kind of accounting, by ascending data size."""
     chosen = {
         t.settings["num_examples"]: t.result
         for t in trials
@@ -121,7 +121,7 @@ def found(trials: Sequence[Trial], kind: str, name: str | None = None) -> dict[i
 
 
 def kinds(trials: Sequence[Trial]) -> list[str]:
-    """The kinds of accounting that were run, in the order above."""
+    """The kinds of accounting in the results, in the order above."""
     return [kind for kind in ACCOUNTINGS if found(trials, kind)]
 
 

@@ -1,15 +1,15 @@
-"""Clip norm and learning rate of DP-SGD hang together: a heat map of the training loss.
+"""Clip norm and learning rate of DP-SGD are coupled: a heat map of the training loss.
 
-Figure 2 of "The Role of Adaptive Optimizers for Honest Private Hyperparameter Selection": linear
-regression on made-up data, x ~ U(0, 1)¹⁰, y = ⟨x, w*⟩ with w* = (10, …, 10), from w = 0, at σ = 4,
-for all 900 pairs of learning rate and clip norm from [1, 2, 4, 5, 8] × [10⁻⁴ … 10]. Theorem 2's
-rule α = R/(C·√(T(1 + dσ²/L²))), with R = ‖w*‖ and d = 10, is drawn as a diagonal, and so is the
-rule as printed, R/(C·T·√(1 + σ²)); see `tf_adaptive_dp.tuning.grids.optimal_learning_rate`.
+Repeats figure 2 of "The Role of Adaptive Optimizers for Honest Private Hyperparameter Selection":
+linear regression on synthetic data, x ~ U(0, 1)¹⁰, y = ⟨x, w*⟩ with w* = (10, …, 10), from w = 0,
+at σ = 4, for all 900 pairs of learning rate and clip norm from [1, 2, 4, 5, 8] × [10⁻⁴ … 10]. The
+rule of Theorem 2, α = R/(C·√(T(1 + dσ²/L²))) with R = ‖w*‖ and d = 10, is drawn as a diagonal. So
+is the printed rule, R/(C·T·√(1 + σ²)); see `tf_adaptive_dp.tuning.grids.optimal_learning_rate`.
 
-Chosen here: 20,000 examples, batches of 250, the squared error as loss, and its mean over the
-training data as figure. The paper's "100 iterations" are 100 steps at smoke and small scale. The
-losses that its authors released fall along α·C = 0.004, which takes about 8,000 steps, or 100
-epochs: these are part of the paper scale.
+Our choices are 20,000 examples, batches of 250, the squared error as the loss, and its mean over
+the training data as the figure. The paper's "100 iterations" are 100 steps at the scales smoke and
+small. The losses that its authors released lie along α·C = 0.004, which takes about 8,000 steps or
+100 epochs. The scale paper includes these.
 
 | scale | pairs | steps | runs of each pair |
 | --- | --- | --- | --- |
@@ -17,12 +17,11 @@ epochs: these are part of the paper scale.
 | small | 30 × 30 | 100 | 3 |
 | paper | 30 × 30 | 100 and 8,000 | 3 |
 
-All runs of a process share one compiled model, so that a run of 100 steps takes a tenth of a
-second.
+All runs of a process share one compiled model, so a run of 100 steps takes a tenth of a second.
 
-Privacy claim: the data are made up, so there is nobody to protect. Each run alone would be
-(ε, δ)-DP for adding or removing one example, with batches by Poisson sampling; the training loss
-that is shown would not be private.
+Privacy claim: the data are synthetic, so there is nobody to protect. Each run alone would be
+(ε, δ)-DP for adding or removing one example, with batches drawn by Poisson sampling. The training
+loss that is shown would not be private.
 
     python examples/experiments/honest_heat_map/run.py --scale small
 """
@@ -56,7 +55,7 @@ WHAT = {
 
 
 def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
-    """A trial is one learning rate with all clip norms."""
+    """The trials: one learning rate each, with all clip norms."""
     values, numbers_of_steps, runs = WHAT[scale]
     return [
         {"learning_rate": rate, "l2_norm_clips": values, "steps": steps, "run": k}
@@ -108,7 +107,7 @@ def compiled() -> candidates.CompiledOnce:
 
 def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     """The training loss after one run with each clip norm; `None` if it is not finite."""
-    del data_dir  # they are made up
+    del data_dir  # the data are synthetic
     x, y = data()
     losses = []
     for clip in settings["l2_norm_clips"]:
@@ -140,7 +139,7 @@ def rules(steps: int) -> dict[str, float]:
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """Where the loss is small, in Markdown."""
+    """The region of small losses, in Markdown."""
     rows = []
     for steps in sorted({t.settings["steps"] for t in trials}):
         values, logs = heat(trials, steps)

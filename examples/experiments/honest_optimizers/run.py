@@ -1,15 +1,15 @@
 """Optimizers over their default grids: DPSGD, DPMomentum, DPAdam, DPAdamWOSM and ADADP.
 
-Figures 4 and 5, and the accuracies behind table 1, of "The Role of Adaptive Optimizers for Honest
-Private Hyperparameter Selection": σ = 4, batches of L = 250, T = 2,500 steps. Each optimizer runs
-with every candidate of `tf_adaptive_dp.tuning.grids.default_grid`; shown are the maximum and the
-median over them, by step. Beside that, the mean maximum of 4 random candidates of DPSGD and
-DPMomentum, which cost what DPAdam's 4 cost, and the final ε of each way of paying for the whole
+Repeats figures 4 and 5, and the accuracies behind table 1, of "The Role of Adaptive Optimizers for
+Honest Private Hyperparameter Selection": σ = 4, batches of L = 250, T = 2,500 steps. Each optimizer
+runs with every candidate of `tf_adaptive_dp.tuning.grids.default_grid`. The figure shows their
+maximum and median by step. The table adds the mean maximum of 4 random candidates of DPSGD and
+DPMomentum, which cost as much as DPAdam's 4, and the final ε of each way of paying for the whole
 grid.
 
-Adult and MNIST are the paper's. IMDB, counts of its 2,000 commonest words, stands for ENRON
-(e-mails, counts of words); Gisette is left out. "LR" is logistic regression, "TLNN" one hidden
-layer of 100.
+Adult and MNIST are the paper's data sets. IMDB, with counts of its 2,000 most common words, stands
+for ENRON (e-mails, counts of words); Gisette is left out. "LR" is logistic regression, "TLNN" has
+one hidden layer of 100 units.
 
 | scale | data and models | steps | candidates of DPSGD / DPMomentum / others | seeds |
 | --- | --- | --- | --- | --- |
@@ -17,17 +17,17 @@ layer of 100.
 | small | Adult LR, MNIST LR; IMDB LR, MNIST TLNN | 2,500 | 40 / 40, momentum 0.9 / 4 | 3; 1 |
 | paper | Adult, MNIST, IMDB, each LR and TLNN | 2,500 | 40 / 280 / 4 | 3 |
 
-The test data are looked at every 100 steps, at small scale every 250. On two idle cores small takes
-about 23 minutes, paper about six hours.
+The test data are evaluated every 100 steps, at small scale every 250. On two idle cores, small
+takes about 23 minutes and paper about six hours.
 
 Privacy claim: each run alone is (ε, δ)-DP, δ = 1e-6, for adding or removing one training example;
-batches are drawn by Poisson sampling. The ε of a row covers the whole search in the way that its
-column names, but not the scores: candidates are compared by accuracy on the test data, as in the
-paper, which counts as public here.
+batches are drawn by Poisson sampling. The ε in a column covers the whole search, paid for in the
+way that the column names, but not the scores. As in the paper, candidates are compared by accuracy
+on the test data, which count as public here.
 
     python examples/experiments/honest_optimizers/run.py --scale small
 
-The data are found through the environment: TFDS_DATA_DIR, ADULT_CSV.
+The environment variables TFDS_DATA_DIR and ADULT_CSV say where the data are.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ WHAT = {
 
 
 def grid(optimizer: str, scale: str) -> list[dict[str, float]]:
-    """The candidates of an optimizer that are run at a scale."""
+    """The candidates of an optimizer at a scale."""
     found = grids.default_grid(optimizer)
     if optimizer == "DPMomentum" and scale != "paper":
         found = [candidate for candidate in found if candidate["momentum"] == 0.9]
@@ -67,7 +67,7 @@ def grid(optimizer: str, scale: str) -> list[dict[str, float]]:
 
 
 def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
-    """All candidates of all optimizers, one compiled model after the other."""
+    """All candidates of all optimizers, grouped by compiled model."""
     parts, num_train, steps, every = WHAT[scale]
     return [
         {
@@ -107,7 +107,7 @@ def curves(trials: Sequence[Trial]) -> dict[tuple[str, str], dict[str, np.ndarra
 
 
 def expected_maximum(values: Sequence[float], drawn: int) -> float:
-    """Mean of the largest of so many values, drawn without replacement.
+    """The expected maximum of `drawn` values, drawn without replacement.
 
     >>> expected_maximum([1.0, 2.0, 3.0], 2)
     2.66...
@@ -119,7 +119,7 @@ def expected_maximum(values: Sequence[float], drawn: int) -> float:
 
 @functools.cache
 def epsilons(num_examples: int, steps: int, number: int) -> dict[str, float]:
-    """ε of each way of paying for so many candidates, and of the paper's accounting."""
+    """ε of each way of paying for `number` candidates, and of the paper's accounting."""
     trial = candidates.trial_event(num_examples, BATCH, NOISE, steps)
     classical, many = ACCOUNTINGS["classical"], ACCOUNTINGS["more orders"]
     return {

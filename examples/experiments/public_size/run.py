@@ -1,13 +1,14 @@
 """How much public data AdaDPS needs: film reviews (IMDB), logistic regression on bags of words.
 
-The AdaDPS paper's table 10, its row of IMDB: public data of 1% of the training reviews, of 5 and of
-25 times less, and the upper bound "ideal", whose second moments come from the private gradients.
-Each gets equally many pairs of clip norm and rate. The rest is as in `adadps_imdb`.
+Repeats the IMDB row of table 10 of the AdaDPS paper: public data of 1% of the training reviews, of
+a fifth and of a 25th of that, and the upper bound "ideal", whose second moments come from the
+private gradients. Each gets the same number of pairs of clip norm and rate. Everything else is as
+in `adadps_imdb`.
 
-Privacy claim: as there. Each private run alone is (ε, δ)-DP for adding or removing one private
-review, with an exact ε, since batches are drawn by Poisson sampling; "ideal" gives no privacy.
-Public reviews are kept out of the private ones. Accuracy is that of the test reviews, and pairs are
-chosen by it, as in the paper; ε does not include the cost of this choice.
+Privacy claim: each private run alone is (ε, δ)-DP for adding or removing one private review, with
+an exact ε, since batches are drawn by Poisson sampling; "ideal" has no privacy. Public reviews are
+excluded from the private ones. Accuracy is measured on the test reviews, and pairs are chosen by
+it, as in the paper; ε does not include the cost of this choice.
 
     python examples/experiments/public_size/run.py --scale small --data_dir ~/tensorflow_datasets
 """

@@ -195,5 +195,5 @@ def test_the_first_error_is_told_without_numbers():
     assert "no memory [Op:__inference_train_function]" in alone and "late" not in alone
     assert alone == results.failure(crashed(errors[0].replace("1085", "9")), is_all=False)
     assert results.failure(crashed(*errors), is_all=True).endswith(
-        "last error, which may tell something of the data, was:\nlate"
+        "last error, which may reveal something about the data, was:\nlate"
     )

@@ -290,7 +290,9 @@ def test_fit_prints_nothing_of_candidates_that_may_lose():
 
 
 def check(*given, releases_all=True):
-    arguments.check(given, releases_all=releases_all, num_examples=16, sampling="shuffled")
+    arguments.check_callbacks(
+        given, releases_all=releases_all, num_examples=16, sampling="shuffled"
+    )
 
 
 @pytest.mark.parametrize(

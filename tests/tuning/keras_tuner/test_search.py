@@ -67,7 +67,7 @@ def test_of_other_strategies_the_winner_alone_is_left(tmp_path, monkeypatch, cap
     assert not (tmp_path / "search" / "secret").exists()
     assert made.remaining_trials is None and list(made.oracle.trials) == [folder[6:]]
     for show in (made.get_best_models, made.get_best_hyperparameters):
-        with pytest.raises(ValueError, match="winner alone may be shown. Received: 2"):
+        with pytest.raises(ValueError, match="only the winner may be shown. Received: 2"):
             show(2)
 
 

@@ -1,4 +1,4 @@
-"""What a model is made of, so that a search that goes on can tell whether it still is."""
+"""Describes the structure of a model, so that a resumed search can tell if it has changed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tf_adaptive_dp.durable import journal
 
 
 def described(model: tf.keras.Model) -> dict[str, Any]:
-    """Kinds of layers, shapes of weights and kind of optimizer, as plain JSON.
+    """Types of layers, shapes of weights and type of the optimizer, as plain JSON.
 
-    What it does not tell: rates and other numbers, activations, losses, how layers are connected,
-    and the weights of layers that are built in training only.
+    It leaves out rates and other numbers, activations, losses, the connections of layers, and the
+    weights of layers that are only built in training.
 
     Args:
-      model: compiled.
+      model: a compiled model.
     """
     layers = [
         part
@@ -40,13 +40,13 @@ def compare(before: dict[str, Any], now: dict[str, Any], where: str) -> None:
     Args:
       before: `described` when the search began.
       now: `described` now.
-      where: the project.
+      where: the folder of the project.
     """
     journal.compare(
         before,
         now,
         "`build_model` makes another model of the same hyperparameters than when the search began, "
-        "and all candidates have to come from one space. Nothing was trained with it. Undo the "
-        "change to go on, or begin anew with another `project_name`; what was spent is spent.",
+        "but all candidates must come from one space. Nothing was trained with it. Undo the change "
+        "to resume, or start over with another `project_name`; what was spent stays spent.",
         where,
     )

@@ -1,4 +1,8 @@
-"""What a tuner and its search are asked for, checked before anything is drawn or trained."""
+"""Reads and checks the arguments of a tuner before anything is drawn or trained.
+
+From top to bottom: the arguments of the tuner, those of its `search` (`FitArguments`), and the
+callbacks, of which every trial gets copies.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +28,218 @@ from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.tuning.keras_tuner import space
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect
 
+# --- arguments of the tuner ----------------------------------------------------------------------
+
+
+_NAMES = ("composition", "liu_talwar", "repeat_and_select")
+
+
+def read_strategy(named: Any, num_trials: float | None) -> Any:
+    """The strategy for a name; `None` for the composition of a whole space.
+
+    Raises:
+      TypeError, ValueError: if there is no such strategy, or the number of trials is missing or
+        given twice.
+    """
+    if isinstance(named, (Composition, LiuTalwar, RepeatAndSelect)):
+        if num_trials is not None:
+            raise ValueError(
+                "The strategy says how many trials there are: leave out `num_trials`. Received: "
+                f"num_trials={num_trials!r}, strategy={named!r}"
+            )
+        return named
+    name = checks.choice("strategy", named, _NAMES)
+    if name == "composition":
+        if num_trials is None:
+            return None
+        return Composition(checks.integer("num_trials", num_trials, 1))
+    if num_trials is None:
+        raise ValueError(
+            f"`num_trials` is required with strategy={name!r}: the mean number of trials. "
+            "Received: num_trials=None"
+        )
+    mean = checks.number("num_trials", num_trials, 1)
+    return LiuTalwar(gamma=1 / mean) if name == "liu_talwar" else RepeatAndSelect(mean)
+
+
+def strategy_for_space(strategy: Any, hyperparameters: keras_tuner.HyperParameters) -> Any:
+    """Fits a strategy to a space: composition has at most one trial per candidate.
+
+    Raises:
+      ValueError: if the whole of an infinite space is requested.
+    """
+    if strategy is not None and not strategy.releases_all:
+        return strategy
+    candidates = space.listed(hyperparameters)
+    if candidates is None:
+        if strategy is None:
+            raise ValueError(
+                "The space is not finite, or very large: pass `num_trials`, or give its numbers a "
+                "`step`. Received: num_trials=None"
+            )
+        return strategy
+    if strategy is None:
+        return Composition(len(candidates))
+    return dataclasses.replace(strategy, num_trials=min(strategy.num_trials, len(candidates)))
+
+
+def check_score(score: Any) -> Any:
+    """Returns `score` if it is a valid score; raises TypeError otherwise."""
+    if isinstance(score, type) or not all(
+        hasattr(score, name) for name in ("event", "released", "sentence")
+    ):
+        raise TypeError(
+            "`score` must say what the validation data are: PublicScore(), NoisyScore(...) or "
+            f"UnprotectedScore(). Received: score={score!r}"
+        )
+    return score
+
+
+def check_sampling(sampling: Sampling | str) -> Sampling | str:
+    """Returns `sampling`, or raises ValueError if a search cannot account for it."""
+    sampling_epsilon.check_sampling(sampling)
+    if sampling_epsilon.label_of(sampling) == "fixed":
+        raise ValueError(
+            "Tuning uses add/remove adjacency; fixed-size sampling uses replace-one. Draw Poisson "
+            f"batches instead. Received: sampling={sampling!r}"
+        )
+    if getattr(sampling, "seed", None) is not None:
+        raise ValueError(
+            "With a seed all trials would have the same batches, which anyone can predict: leave "
+            f"it out. Received: sampling={sampling!r}"
+        )
+    return sampling
+
+
+def check_objective(objective: keras_tuner.Objective) -> None:
+    """Raises NotPrivateError if scores would not be computed from the validation data."""
+    names = list(getattr(objective, "name_to_direction", {objective.name: None}))
+    if not all(name.startswith("val_") for name in names):
+        raise NotPrivateError(
+            "Candidates are compared by metrics of the validation data: those of the training data "
+            "are not private. Pass an `objective` that begins with 'val_'. Received: "
+            f"objective={names}"
+        )
+
+
+def check_hypermodel(hypermodel: keras_tuner.HyperModel) -> None:
+    """Raises ValueError if the hypermodel trains models itself."""
+    if type(hypermodel).fit is not keras_tuner.HyperModel.fit or "fit" in vars(hypermodel):
+        raise ValueError(
+            "Every candidate is trained with the arguments of `search`, so that all cost the same: "
+            f"leave out the method `fit` of the hypermodel. Received: hypermodel={hypermodel!r}"
+        )
+
+
+def check_folder(folder: Path, overwrite: bool) -> None:
+    """Raises an error if a project folder cannot be used, before anything is changed.
+
+    Raises:
+      ValueError: if it belongs to another tuner.
+      RuntimeError: if it should be overwritten but another process is using it.
+      NotImplementedError: if KerasTuner's parallel search is requested.
+    """
+    if "KERASTUNER_ORACLE_IP" in os.environ:
+        raise NotImplementedError(
+            "HonestTuner cannot search in parallel: its journal is for one process. Unset "
+            "KERASTUNER_ORACLE_IP. Received: "
+            f"KERASTUNER_ORACLE_IP={os.environ['KERASTUNER_ORACLE_IP']!r}"
+        )
+    if not overwrite and list(folder.glob("tuner*.json")):
+        raise ValueError(
+            "The folder holds a search of another tuner: pass another `project_name`. Received: "
+            f"{str(folder)!r}"
+        )
+    if overwrite and is_in_use(folder):
+        raise RuntimeError(
+            "The search is in progress in another process, so it cannot be overwritten. "
+            f"Received: {str(folder)!r}"
+        )
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a process is running the search in this folder."""
+    try:
+        file = os.open(folder / "secret" / "journal", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        files.lock(file, "")
+    except RuntimeError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+# Arguments of KerasTuner's tuners and oracles that do not apply here, and what to do instead.
+_CANDIDATES = (
+    "candidates must not depend on the results of others; see `strategy` for the ways to search"
+)
+_GROWS = (
+    "the space is fixed before the search: declare all hyperparameters in `build_model`, or pass "
+    "those that may be tuned as `hyperparameters`"
+)
+_COMPILED = "compile the models in `build_model`, which all cost the same"
+_KERAS_TUNER = {
+    "max_trials": (
+        "the number of trials, or its mean, is `num_trials`; with 'composition' it may be left out"
+    ),
+    "seed": "candidates are secret, drawn with the operating system's entropy",
+    "executions_per_trial": (
+        "a trial trains one model, and a second model would cost as much as another trial: let "
+        "`num_trials` be larger"
+    ),
+    "max_retries_per_trial": "a trial that crashed is paid for and counts as the worst",
+    "max_consecutive_failed_trials": (
+        "no number of crashes ends a search, since that would reveal something about its trials"
+    ),
+    "tune_new_entries": _GROWS,
+    "allow_new_entries": _GROWS,
+    "max_model_size": "leave models that are too large out of the space",
+    "optimizer": _COMPILED,
+    "loss": _COMPILED,
+    "metrics": _COMPILED,
+    "distribution_strategy": "make it a part of `build_model`, if its optimizer allows replicas",
+    "oracle": _CANDIDATES,
+    "max_epochs": "`epochs` is an argument of `search`, the same for all trials",
+    "logger": "KerasTuner no longer uses it",
+    "tuner_id": "only one process at a time can run a search",
+    **dict.fromkeys(
+        ("factor", "hyperband_iterations", "num_initial_points", "alpha", "beta"), _CANDIDATES
+    ),
+}
+
+
+def refuse_keras_tuners(given: dict[str, Any]) -> None:
+    """Raises TypeError for unexpected arguments, with advice for those of KerasTuner.
+
+    Args:
+      given: arguments beyond those of HonestTuner, by name.
+    """
+    for name, value in given.items():
+        if name not in _KERAS_TUNER:
+            raise TypeError(f"HonestTuner got an unexpected keyword argument: {name}={value!r}")
+        raise TypeError(
+            f"HonestTuner has no `{name}`: {_KERAS_TUNER[name]}. Leave it out. Received: "
+            f"{name}={value!r}"
+        )
+
+
+# --- arguments of `search`, which are those of `fit` ---------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class FitArguments:
     """The arguments of `Model.fit` for every trial.
 
     Attributes:
-      arguments: what is passed to `fit` besides `callbacks`, by name.
-      callbacks: the user's.
+      arguments: the arguments of `fit` other than `callbacks`, by name.
+      callbacks: the user's callbacks.
       validation: `(x, y)` or `(x, y, sample_weight)`, or a data set.
-      epochs: of a trial.
-      steps_per_epoch: calls of the optimizer in an epoch.
-      batch_size: of arrays; `None` where the data come in batches.
+      epochs: number of epochs per trial.
+      steps_per_epoch: number of calls of the optimizer per epoch.
+      batch_size: the batch size of arrays; `None` if the data come in batches.
     """
 
     arguments: dict[str, Any]
@@ -47,16 +251,16 @@ class FitArguments:
 
     @classmethod
     def read(cls, args: tuple, kwargs: dict, *, releases_all: bool) -> FitArguments:
-        """Reads the call.
+        """Reads the arguments of a call of `search`.
 
         Args:
-          args: of `search`.
-          kwargs: of `search`.
-          releases_all: whether what `fit` prints of every trial may be seen.
+          args: positional arguments of `search`.
+          kwargs: keyword arguments of `search`.
+          releases_all: whether the output of every trial may be seen.
 
         Raises:
-          TypeError: if `fit` would not take them.
-          ValueError: for what does not go with a search, or a number of steps that is not known.
+          TypeError: if `fit` does not accept the arguments.
+          ValueError: if an argument does not suit a search, or the number of steps is unknown.
         """
         bound = inspect.signature(tf.keras.Model.fit).bind(None, *args, **kwargs)
         given = dict(list(bound.arguments.items())[1:])
@@ -65,7 +269,7 @@ class FitArguments:
         if not releases_all:
             if given.get("verbose", 0) not in (0, "auto"):
                 raise ValueError(
-                    "Only the winner may be shown, and `fit` would print the figures of every "
+                    "Only the winner may be shown, but `fit` would print the figures of every "
                     "candidate: leave `verbose` out, or choose the strategy 'composition'. "
                     f"Received: verbose={given['verbose']!r}"
                 )
@@ -79,22 +283,22 @@ class FitArguments:
 
     @property
     def num_rows(self) -> int | None:
-        """Training examples in arrays; `None` where the data come in batches."""
+        """The number of rows of training arrays; `None` if the data come in batches."""
         return None if self.batch_size is None else _rows(self.arguments["x"])
 
     @property
     def epoch_is_pass(self) -> bool:
-        """Whether each epoch is known to have every example once: of arrays, read to their end."""
+        """Whether each epoch is known to contain every example once, as with whole arrays."""
         rows, size = self.num_rows, self.batch_size
         if rows is None or size is None:
             return False
         return self.steps_per_epoch == -(-rows // size)
 
     def training(self, with_validation: bool) -> dict[str, Any]:
-        """Arguments for `fit`, without callbacks.
+        """The arguments for `fit`, without callbacks.
 
         Args:
-          with_validation: whether the validation data may be looked at in every epoch.
+          with_validation: whether the validation data may be evaluated in every epoch.
         """
         left_out = () if with_validation else ("validation_data",)
         return {name: value for name, value in self.arguments.items() if name not in left_out}
@@ -115,10 +319,38 @@ class FitArguments:
         return {f"val_{name}": float(value) for name, value in found.items()}
 
 
+def check_rows(
+    data: FitArguments,
+    num_examples: int,
+    batch_size: float,
+    parts: int,
+    sampling: Sampling | str,
+) -> None:
+    """Raises ValueError if arrays do not fit `num_examples` or the batches of the plan."""
+    if data.num_rows is None or data.batch_size is None:
+        return
+    if data.num_rows < num_examples:
+        raise ValueError(
+            "`num_examples` must be the size of the training set, or epsilon would be too small. "
+            f"Received: num_examples={num_examples}, and arrays of {data.num_rows} rows"
+        )
+    if sampling != "shuffled" and getattr(sampling, "label", None) != "shuffled":
+        raise ValueError(
+            "`fit` shuffles arrays: pass the data set that the sampling made, or leave out "
+            f"`sampling`. Received: sampling={sampling!r}"
+        )
+    if data.batch_size * parts != batch_size:
+        raise ValueError(
+            "`batch_size` of `search`, times the optimizer's `gradient_accumulation_steps`, must "
+            f"be the optimizer's `expected_batch_size`. Received: batch_size={data.batch_size}, "
+            f"gradient_accumulation_steps={parts}, expected_batch_size={batch_size:g}"
+        )
+
+
 def _refuse_unsuitable(given: dict[str, Any]) -> None:
     if given.get("validation_data") is None or given.get("validation_split"):
         raise ValueError(
-            "Candidates are compared on validation data of their own: pass `validation_data`, and "
+            "Candidates are compared on separate validation data: pass `validation_data`, and "
             "no `validation_split`. Received: validation_data="
             f"{type(given.get('validation_data')).__name__}, "
             f"validation_split={given.get('validation_split', 0.0)!r}"
@@ -130,22 +362,52 @@ def _refuse_unsuitable(given: dict[str, Any]) -> None:
         )
     if given.get("shuffle", True) is not True and not _comes_in_batches(given):
         raise ValueError(
-            "Arrays must be shuffled in each epoch, for which the noise is computed: leave "
-            f"`shuffle` out. Received: shuffle={given['shuffle']!r}"
+            "The noise is computed for arrays that are shuffled in each epoch: leave `shuffle` "
+            f"out. Received: shuffle={given['shuffle']!r}"
         )
     if datasets.is_repeatable(given.get("x")):
         raise ValueError(
-            "Batches that were drawn with a `key` or a seed come again when a search goes on in "
-            "another process, and the noise is computed for batches that are independent: leave it "
-            f"out. Received: x={given['x']!r}"
+            "Batches that were drawn with a `key` or a seed come again when a search is resumed in "
+            "another process, but the noise is computed for independent batches: leave it out. "
+            f"Received: x={given['x']!r}"
         )
     for name in ("x", "validation_data"):
         if hasattr(given.get(name), "__next__"):
             raise ValueError(
-                f"`{name}` is read anew for every candidate, and an iterator or a generator can be "
+                f"`{name}` is read anew for every candidate, but an iterator or a generator can be "
                 "read once only: pass arrays, a `tf.data.Dataset` or a `keras.utils.Sequence`. "
                 f"Received: {name}={given[name]!r}"
             )
+
+
+def _steps_per_epoch(given: dict[str, Any], batch_size: int | None) -> int:
+    """The number of steps per epoch in `fit`; ValueError if only training would reveal it."""
+    if given.get("steps_per_epoch") is not None:
+        return checks.integer("steps_per_epoch", given["steps_per_epoch"], 1)
+    x = given.get("x")
+    if batch_size is not None:
+        return -(-_rows(x) // batch_size)
+    if isinstance(x, tf.keras.utils.Sequence):
+        return len(x)
+    cardinality = _cardinality(x)
+    if cardinality < 1:
+        raise ValueError(
+            "The noise depends on the number of steps, which must be known in advance: pass "
+            f"`steps_per_epoch`. Received: x={x!r}"
+        )
+    return cardinality
+
+
+def _check_lasts(x: Any, epochs: int, steps_per_epoch: int) -> None:
+    """Raises ValueError if a data set would end before the last epoch does."""
+    cardinality = _cardinality(x)
+    # Keras starts it again in each epoch only if it has exactly the steps of one epoch.
+    if cardinality != steps_per_epoch and 0 <= cardinality < epochs * steps_per_epoch:
+        raise ValueError(
+            "The data set must last for all epochs: make it longer, give it `steps_per_epoch` "
+            f"batches, or let it repeat. Received: {cardinality} batches, epochs={epochs}, "
+            f"steps_per_epoch={steps_per_epoch}"
+        )
 
 
 def _comes_in_batches(given: dict[str, Any]) -> bool:
@@ -158,43 +420,16 @@ def _rows(x: Any) -> int:
 
 
 def _cardinality(x: Any) -> int:
-    """Of a data set, in batches; negative if it is infinite or not known."""
+    """The number of batches of a data set; negative if it is infinite or unknown."""
     return int(x.cardinality()) if isinstance(x, tf.data.Dataset) else -1
 
 
-def _check_lasts(x: Any, epochs: int, steps_per_epoch: int) -> None:
-    """Raises ValueError if a data set would end before the last epoch does."""
-    cardinality = _cardinality(x)
-    # Keras reads it anew in each epoch only if it has just the steps of an epoch.
-    if cardinality != steps_per_epoch and 0 <= cardinality < epochs * steps_per_epoch:
-        raise ValueError(
-            "The data set must last for all epochs: let it be longer, or have `steps_per_epoch` "
-            f"batches, or repeat itself. Received: {cardinality} batches, epochs={epochs}, "
-            f"steps_per_epoch={steps_per_epoch}"
-        )
-
-
-def _steps_per_epoch(given: dict[str, Any], batch_size: int | None) -> int:
-    """As `fit` would count them; ValueError if it would find out only by training."""
-    if given.get("steps_per_epoch") is not None:
-        return checks.integer("steps_per_epoch", given["steps_per_epoch"], 1)
-    x = given.get("x")
-    if batch_size is not None:
-        return -(-_rows(x) // batch_size)
-    if isinstance(x, tf.keras.utils.Sequence):
-        return len(x)
-    cardinality = _cardinality(x)
-    if cardinality < 1:
-        raise ValueError(
-            "The noise depends on the number of steps, so it must be known beforehand: pass "
-            f"`steps_per_epoch`. Received: x={x!r}"
-        )
-    return cardinality
+# --- callbacks -----------------------------------------------------------------------------------
 
 
 _keras = tf.keras.callbacks
 
-# What is wrong with them, whatever the strategy.
+# Callbacks that suit no strategy, and why.
 _NEVER = {
     ReleaseLog: "the tuner keeps a log of each candidate itself",
     PrivacyBudget: "the tuner keeps every candidate within its share of `epsilon` itself",
@@ -203,33 +438,31 @@ _NEVER = {
         "every candidate makes the same number of releases, and the score is that of its last epoch"
     ),
     _keras.ReduceLROnPlateau: (
-        "it decides by figures that are not private, and forgets them when a search is resumed"
+        "it decides by figures that are not private, and loses them when a search is resumed"
     ),
     _keras.TerminateOnNaN: (
         "it would end a candidate by the exact loss, which a single example can make NaN, and "
         "every candidate makes the same number of releases"
     ),
 }
-# They leave something of every trial where the tuner does not find it.
+# These keep data of every trial where the tuner cannot delete it.
 _NOT_FOR_LOSERS = (_keras.ModelCheckpoint, _keras.CSVLogger, _keras.RemoteMonitor)
 
 
-def check(
+def check_callbacks(
     callbacks: Sequence[tf.keras.callbacks.Callback],
     *,
     releases_all: bool,
     num_examples: int,
     sampling: Sampling | str,
 ) -> None:
-    """Raises ValueError for callbacks that would not do in a search what they promise.
-
-    Among them are those that cannot be copied.
+    """Raises ValueError for callbacks that would not work in a search, or cannot be copied.
 
     Args:
-      callbacks: those that `search` was called with.
+      callbacks: the callbacks passed to `search`.
       releases_all: whether every trial may be shown.
-      num_examples: of the search.
-      sampling: of the search.
+      num_examples: the `num_examples` of the tuner.
+      sampling: the `sampling` of the tuner.
     """
     for callback in callbacks:
         for kind, reason in _NEVER.items():
@@ -255,40 +488,40 @@ def check(
 
 
 def _check_copy(callback: tf.keras.callbacks.Callback) -> None:
-    # Found within a trial, it would be a crash of every one of them, and the search lost.
+    # Inside a trial this error would crash every candidate and waste the search.
     try:
-        copies([callback], "", releases_all=True)
+        callback_copies([callback], "", releases_all=True)
     except Exception as error:
         raise ValueError(
             "Every candidate gets copies of the callbacks, so it must be possible to copy them: "
-            "let what cannot be copied be made in `on_train_begin`, or define `__deepcopy__`. "
+            "create what cannot be copied in `on_train_begin`, or define `__deepcopy__`. "
             f"Received: {callback!r}, whose copy failed with {error!r}"
         ) from error
 
 
-def copies(
+def callback_copies(
     callbacks: Sequence[tf.keras.callbacks.Callback],
     folder: str | os.PathLike,
     *,
     releases_all: bool,
 ) -> list[tf.keras.callbacks.Callback]:
-    """Copies for one trial, as KerasTuner makes them: what a callback keeps is of one trial alone.
+    """Copies the callbacks for one trial, as KerasTuner does, so that trials share no state.
 
-    TensorBoard's files, and PrivacyMonitor's, go into the trial's folder. Where the winner alone
-    may be shown, TensorBoard writes neither graphs nor profiles: both number the functions of the
-    process, and so tell how many trials came before.
+    The files of TensorBoard and PrivacyMonitor go into the trial's folder. If only the winner may
+    be shown, TensorBoard writes neither graphs nor profiles: both number the functions of the
+    process, which would reveal how many trials came before.
 
     Args:
-      callbacks: those that `search` was called with, never used by a trial.
-      folder: of the trial.
+      callbacks: the callbacks passed to `search`, which no trial uses itself.
+      folder: the folder of the trial.
       releases_all: whether every trial may be shown.
     """
     made = []
     copied: tf.keras.callbacks.Callback
     for callback in callbacks:
         if isinstance(callback, PrivacyMonitor):
-            # All that it keeps of a run it sets when the run begins. A deep copy of one that was
-            # used already would copy its model.
+            # It sets all its state when a run begins. A deep copy of one that was already used
+            # would copy its model.
             copied = copy.copy(callback)
             copied.model = None
         else:
@@ -297,229 +530,7 @@ def copies(
             copied.log_dir = str(Path(folder) / "tensorboard")
         if isinstance(callback, _keras.TensorBoard) and not releases_all:
             process_state.turn_off_profiling(copied)
-            # Keras relies on the graph's writer to have made the folder of its embeddings.
+            # Keras relies on the graph writer to create the folder of the embeddings.
             os.makedirs(copied.log_dir, exist_ok=True)
         made.append(copied)
     return made
-
-
-_NAMES = ("composition", "liu_talwar", "repeat_and_select")
-
-
-def strategy(named: Any, num_trials: float | None) -> Any:
-    """The strategy that is meant; `None` for the composition of a whole space.
-
-    Raises:
-      TypeError, ValueError: if it is none, or the number of trials is missing or said twice.
-    """
-    if isinstance(named, (Composition, LiuTalwar, RepeatAndSelect)):
-        if num_trials is not None:
-            raise ValueError(
-                "The strategy says how many trials there are: leave out `num_trials`. Received: "
-                f"num_trials={num_trials!r}, strategy={named!r}"
-            )
-        return named
-    name = checks.choice("strategy", named, _NAMES)
-    if name == "composition":
-        if num_trials is None:
-            return None
-        return Composition(checks.integer("num_trials", num_trials, 1))
-    if num_trials is None:
-        raise ValueError(
-            f"`num_trials` is required with strategy={name!r}: the mean number of trials. "
-            "Received: num_trials=None"
-        )
-    mean = checks.number("num_trials", num_trials, 1)
-    return LiuTalwar(gamma=1 / mean) if name == "liu_talwar" else RepeatAndSelect(mean)
-
-
-def fitted(strategy: Any, hyperparameters: keras_tuner.HyperParameters) -> Any:
-    """The strategy for a space: composition never has more trials than there are candidates.
-
-    Raises:
-      ValueError: if a whole space is asked for that is not finite.
-    """
-    if strategy is not None and not strategy.releases_all:
-        return strategy
-    candidates = space.listed(hyperparameters)
-    if candidates is None:
-        if strategy is None:
-            raise ValueError(
-                "The space is not finite, or very large: pass `num_trials`, or give its numbers a "
-                "`step`. Received: num_trials=None"
-            )
-        return strategy
-    if strategy is None:
-        return Composition(len(candidates))
-    return dataclasses.replace(strategy, num_trials=min(strategy.num_trials, len(candidates)))
-
-
-# Arguments of KerasTuner's tuners and oracles, and what to do instead.
-_CANDIDATES = (
-    "candidates must not depend on the results of others; see `strategy` for the ways to search"
-)
-_GROWS = (
-    "the space is fixed before the search: declare all hyperparameters in `build_model`, or pass "
-    "those that may be tuned as `hyperparameters`"
-)
-_COMPILED = "compile the models in `build_model`, which all cost the same"
-_KERAS_TUNER = {
-    "max_trials": (
-        "the number of trials, or its mean, is `num_trials`; with 'composition' it may be left out"
-    ),
-    "seed": "candidates are secret, drawn with the operating system's entropy",
-    "executions_per_trial": (
-        "a trial trains one model, and a second would be paid for like another trial: let "
-        "`num_trials` be larger"
-    ),
-    "max_retries_per_trial": "a trial that crashed is paid for and counts as the worst",
-    "max_consecutive_failed_trials": (
-        "no number of crashes ends a search, since that would tell of its trials"
-    ),
-    "tune_new_entries": _GROWS,
-    "allow_new_entries": _GROWS,
-    "max_model_size": "leave models that are too large out of the space",
-    "optimizer": _COMPILED,
-    "loss": _COMPILED,
-    "metrics": _COMPILED,
-    "distribution_strategy": "make it a part of `build_model`, if its optimizer allows replicas",
-    "oracle": _CANDIDATES,
-    "max_epochs": "`epochs` is an argument of `search`, the same for all trials",
-    "logger": "KerasTuner no longer uses it",
-    "tuner_id": "one process at a time is at a search",
-    **dict.fromkeys(
-        ("factor", "hyperband_iterations", "num_initial_points", "alpha", "beta"), _CANDIDATES
-    ),
-}
-
-
-def refuse_keras_tuners(given: dict[str, Any]) -> None:
-    """Raises TypeError for arguments of KerasTuner that HonestTuner does not have, and any other.
-
-    Args:
-      given: arguments beyond those of HonestTuner, by name.
-    """
-    for name, value in given.items():
-        if name not in _KERAS_TUNER:
-            raise TypeError(f"HonestTuner got an unexpected keyword argument: {name}={value!r}")
-        raise TypeError(
-            f"HonestTuner has no `{name}`: {_KERAS_TUNER[name]}. Leave it out. Received: "
-            f"{name}={value!r}"
-        )
-
-
-def check_score(score: Any) -> Any:
-    """Returns `score` if it is one; raises TypeError if not."""
-    if isinstance(score, type) or not all(
-        hasattr(score, name) for name in ("event", "released", "sentence")
-    ):
-        raise TypeError(
-            "`score` must say what the validation data are: PublicScore(), NoisyScore(...) or "
-            f"UnprotectedScore(). Received: score={score!r}"
-        )
-    return score
-
-
-def check_sampling(sampling: Sampling | str) -> Sampling | str:
-    """Returns `sampling`, or raises ValueError if a search cannot account for it."""
-    sampling_epsilon.check_sampling(sampling)
-    if sampling_epsilon.label_of(sampling) == "fixed":
-        raise ValueError(
-            "Tuning uses add/remove adjacency; fixed-size sampling uses replace-one. Draw Poisson "
-            f"batches instead. Received: sampling={sampling!r}"
-        )
-    if getattr(sampling, "seed", None) is not None:
-        raise ValueError(
-            "With a seed all trials would have the same batches, which anyone can foretell: leave "
-            f"it out. Received: sampling={sampling!r}"
-        )
-    return sampling
-
-
-def check_objective(objective: keras_tuner.Objective) -> None:
-    """Raises NotPrivateError if scores would not be computed from the validation data."""
-    names = list(getattr(objective, "name_to_direction", {objective.name: None}))
-    if not all(name.startswith("val_") for name in names):
-        raise NotPrivateError(
-            "Candidates are compared by metrics of the validation data: those of the training data "
-            "are not private. Pass an `objective` that begins with 'val_'. Received: "
-            f"objective={names}"
-        )
-
-
-def check_hypermodel(hypermodel: keras_tuner.HyperModel) -> None:
-    """Raises ValueError if it trains models itself."""
-    if type(hypermodel).fit is not keras_tuner.HyperModel.fit or "fit" in vars(hypermodel):
-        raise ValueError(
-            "Every candidate is trained by the arguments of `search`, so that all cost the same: "
-            f"leave out the method `fit` of the hypermodel. Received: hypermodel={hypermodel!r}"
-        )
-
-
-def check_folder(folder: Path, overwrite: bool) -> None:
-    """Raises an error if a project cannot be used here, before it is changed.
-
-    Raises:
-      ValueError: if it is another tuner's.
-      RuntimeError: if it is to be overwritten, and in use by another process.
-      NotImplementedError: if KerasTuner's parallel search is asked for.
-    """
-    if "KERASTUNER_ORACLE_IP" in os.environ:
-        raise NotImplementedError(
-            "HonestTuner cannot search in parallel: its journal is for one process. Unset "
-            "KERASTUNER_ORACLE_IP. Received: "
-            f"KERASTUNER_ORACLE_IP={os.environ['KERASTUNER_ORACLE_IP']!r}"
-        )
-    if not overwrite and list(folder.glob("tuner*.json")):
-        raise ValueError(
-            "The folder holds a search of another tuner: pass another `project_name`. Received: "
-            f"{str(folder)!r}"
-        )
-    if overwrite and is_in_use(folder):
-        raise RuntimeError(
-            "The search is in progress in another process, so it cannot be overwritten. "
-            f"Received: {str(folder)!r}"
-        )
-
-
-def is_in_use(folder: Path) -> bool:
-    """Whether a process is at the search in this folder."""
-    try:
-        file = os.open(folder / "secret" / "journal", os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        files.lock(file, "")
-    except RuntimeError:
-        return True
-    finally:
-        os.close(file)
-    return False
-
-
-def check_rows(
-    data: FitArguments,
-    num_examples: int,
-    batch_size: float,
-    parts: int,
-    sampling: Sampling | str,
-) -> None:
-    """Raises ValueError if arrays do not have the size, or the batches, that noise is made for."""
-    if data.num_rows is None or data.batch_size is None:
-        return
-    if data.num_rows < num_examples:
-        raise ValueError(
-            "`num_examples` must be the size of the training set, or epsilon would be too small. "
-            f"Received: num_examples={num_examples}, and arrays of {data.num_rows} rows"
-        )
-    if sampling != "shuffled" and getattr(sampling, "label", None) != "shuffled":
-        raise ValueError(
-            "`fit` shuffles arrays: pass the data set that the sampling made, or leave out "
-            f"`sampling`. Received: sampling={sampling!r}"
-        )
-    if data.batch_size * parts != batch_size:
-        raise ValueError(
-            "`batch_size` of `search`, times the optimizer's `gradient_accumulation_steps`, must "
-            f"be the optimizer's `expected_batch_size`. Received: batch_size={data.batch_size}, "
-            f"gradient_accumulation_steps={parts}, expected_batch_size={batch_size:g}"
-        )

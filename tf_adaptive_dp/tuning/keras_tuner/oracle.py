@@ -11,10 +11,10 @@ from tf_adaptive_dp.tuning.keras_tuner.results import Outcome
 
 
 class HonestOracle(keras_tuner.Oracle):
-    """Holds the space before a search, and what may be shown after it.
+    """Holds the space before a search, and the trials that may be shown after it.
 
-    KerasTuner's own files are not written: they would keep what has to stay secret, and the journal
-    of the search knows more.
+    It does not write KerasTuner's own files: they would store what must stay secret, and the
+    journal of the search knows more.
     """
 
     def __init__(self, objective: Any, hyperparameters: Any = None):
@@ -22,10 +22,11 @@ class HonestOracle(keras_tuner.Oracle):
         self.verbose = 0
 
     def draws(self, strategy: Any) -> list[space.Values]:
-        """The candidates of all trials: drawn here once, before the first of them.
+        """Draws the candidates of all trials, once, before the first trial.
 
-        Guarantee: as the strategy's proof demands. For composition no candidate twice; otherwise
-        a secret number of them by the strategy's law, independent, uniform, with replacement.
+        Guarantee: as the proof of the strategy requires. Composition draws no candidate twice. The
+        others draw a secret number of candidates from the strategy's distribution, independently
+        and uniformly with replacement.
 
         Args:
           strategy: one of `strategies`.
@@ -42,7 +43,7 @@ class HonestOracle(keras_tuner.Oracle):
         return hyperparameters
 
     def show(self, outcomes: list[Outcome]) -> None:
-        """Makes trials of the outcomes that may be shown.
+        """Turns the outcomes that may be shown into trials.
 
         Args:
           outcomes: the best first.
@@ -59,11 +60,11 @@ class HonestOracle(keras_tuner.Oracle):
             self.trials[trial.trial_id] = trial
 
     def get_best_trials(self, num_trials: int = 1) -> list:
-        """The best trials that may be shown, the best first; none without a score."""
+        """The best trials that may be shown and have a score, the best first."""
         return [trial for trial in self.trials.values() if trial.score is not None][:num_trials]
 
     def create_trial(self, tuner_id: str) -> Any:
-        """Refuses what would go around the journal."""
+        """Raises, since such a trial would bypass the journal."""
         raise NotImplementedError("HonestTuner draws all trials before the first one.")
 
     def save(self) -> None:

@@ -1,4 +1,8 @@
-"""What a search may show: its winner, its privacy statement, TensorBoard's table and a plot."""
+"""What a finished search may show.
+
+From top to bottom: the file with the result and the choice of the winner; the privacy statement;
+TensorBoard's table and the plot.
+"""
 
 from __future__ import annotations
 
@@ -15,40 +19,17 @@ import tensorflow as tf
 from tf_adaptive_dp import statement
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.sampling import sampling_epsilon
-from tf_adaptive_dp.statement import format_epsilon, list_item, paragraph
+from tf_adaptive_dp.statement import counted, format_epsilon, list_item, paragraph
 from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
 
 Outcome = dict[str, Any]
 
-# Names of TensorFlow's functions, which end with a number of the process.
-_NUMBERED = re.compile(r"(__(?:inference|forward|backward)_\w*?|_(?:true|false|body|cond))_\d+\b")
-
-
-def best(outcomes: Sequence[Outcome], direction: str) -> int | None:
-    """The position of the winner; `None` if no outcome has a score.
-
-    Of equal scores the first one wins, which among independent trials is the same as a random one.
-
-    Args:
-      outcomes: in the order of the trials; `score` is `None` for a crash or a score not finite.
-      direction: `"max"` or `"min"`.
-    """
-    sign = 1 if direction == "max" else -1
-    scored = [(sign * o["score"], -i) for i, o in enumerate(outcomes) if o["score"] is not None]
-    return -max(scored)[1] if scored else None
-
-
-def ranked(outcomes: Sequence[Outcome], direction: str) -> list[Outcome]:
-    """From the best to the worst; those without a score last."""
-    sign = 1 if direction == "max" else -1
-    return sorted(outcomes, key=lambda o: (o["score"] is None, -sign * (o["score"] or 0)))
-
 
 class Result:
-    """What a finished search shows, in a file that is there as soon as the search is over."""
+    """What a finished search shows, in a file that exists once the search is over."""
 
     def __init__(self, folder: str | os.PathLike):
-        """Looks for the result of the project in a folder."""
+        """Reads the result from the folder of a project, if it exists."""
         self._path = Path(folder) / "result.json"
         self._content: dict | None = None
         if self._path.exists():
@@ -60,7 +41,7 @@ class Result:
         return self._content is not None
 
     def write(self, **content: Any) -> None:
-        """Finishes the search: from now on it is never gone on with."""
+        """Finishes the search: from now on it is never resumed."""
         files.write(self._path, json.dumps(content, indent=1).encode())
         self._content = json.loads(json.dumps(content))
 
@@ -76,37 +57,64 @@ class Result:
         """The outcomes that may be shown, the best first.
 
         Raises:
-          RuntimeError: if the search is not finished, or nothing came of it.
+          RuntimeError: if the search is not finished, or no trial has a score.
         """
         if self["failure"]:
             raise RuntimeError(self["failure"])
         return self["shown"]
 
 
+def best(outcomes: Sequence[Outcome], direction: str) -> int | None:
+    """The position of the winner; `None` if no outcome has a score.
+
+    Of equal scores the first one wins. Among independent trials this equals a random choice.
+
+    Args:
+      outcomes: in the order of the trials; `score` is `None` after a crash or if it is not finite.
+      direction: `"max"` or `"min"`.
+    """
+    sign = 1 if direction == "max" else -1
+    scored = [(sign * o["score"], -i) for i, o in enumerate(outcomes) if o["score"] is not None]
+    return -max(scored)[1] if scored else None
+
+
+def ranked(outcomes: Sequence[Outcome], direction: str) -> list[Outcome]:
+    """Sorts outcomes from best to worst; those without a score come last."""
+    sign = 1 if direction == "max" else -1
+    return sorted(outcomes, key=lambda o: (o["score"] is None, -sign * (o["score"] or 0)))
+
+
+# Names of TensorFlow's functions, which end with a number of the process.
+_NUMBERED = re.compile(r"(__(?:inference|forward|backward)_\w*?|_(?:true|false|body|cond))_\d+\b")
+
+
 def failure(outcomes: Sequence[Outcome], *, is_all: bool) -> str:
-    """What to tell the user if no trial has a score.
+    """The error message if no trial has a score.
 
     Args:
       outcomes: in the order of the trials.
-      is_all: whether all may be shown. If not, the text is that of the first error, without the
-        numbers that TensorFlow gives to functions: it does not tell how many trials there were.
+      is_all: whether all trials may be shown. If not, the message has the first error, without the
+        numbers that TensorFlow gives to functions, so it does not reveal the number of trials.
     """
     if not outcomes:
         return (
-            "The strategy drew no trial at all, as its law allows, so there is no winner. The "
-            "budget is spent: another try is another search."
+            "The strategy drew no trial at all, as its distribution allows, so there is no winner. "
+            "The budget is spent: another attempt is another search."
         )
     releases = sum(outcome["releases"] for outcome in outcomes)
     errors = [outcome["error"] for outcome in outcomes if outcome["error"]]
     spent = "Nothing was released." if not releases else "The budget is spent."
     which, error = ("last", errors[-1:]) if is_all else ("first", errors[:1])
-    told = f"The {which} error, which may tell something of the data, was:\n{''.join(error)}"
+    told = f"The {which} error, which may reveal something about the data, was:\n{''.join(error)}"
     if not is_all:
         told = _NUMBERED.sub(r"\1", told)
     return (
         f"Every candidate crashed, or had a score that is not finite. {spent} Correct the model "
-        f"and begin another search, with another `project_name`. {told if errors else ''}"
+        f"and start another search with another `project_name`. {told if errors else ''}"
     )
+
+
+# --- the privacy statement -----------------------------------------------------------------------
 
 
 _WINNER_ONLY = """\
@@ -182,8 +190,8 @@ def _strategy(plan: Plan) -> str:
     strategy = plan.strategy
     if strategy.releases_all:
         return (
-            f"Strategy: composition of {strategy.max_trials} candidates, any of which may be "
-            "shown. Candidates that crashed or were interrupted are counted like the others."
+            f"Strategy: composition of {counted(strategy.max_trials, 'candidate')}, any of which "
+            "may be shown. Candidates that crashed or were interrupted are counted like the others."
         )
     source = "Papernot and Steinke 2022"
     if plan.budget.accountant == "pld":
@@ -207,26 +215,30 @@ def _strategy(plan: Plan) -> str:
 
 def _released(plan: Plan, noise_multiplier: float, shown: Sequence[dict[str, Any]]) -> str:
     each = (
-        f"at most {plan.schedule.releases} noisy gradients with noise multiplier "
+        f"at most {counted(plan.schedule.releases, 'noisy gradient')} with noise multiplier "
         f"{noise_multiplier:g} and expected batch size {plan.batches.batch_size:g} of "
         f"{plan.batches.num_examples} examples"
     )
     if not plan.strategy.releases_all:
         return paragraph("Released: only the winner, with these releases:") + list_item(each)
-    lines = [paragraph(f"Released: {len(shown)} candidates, each with {each}:")]
+    lines = [paragraph(f"Released: {counted(len(shown), 'candidate')}, each with {each}:")]
     for outcome in shown:
         result = "crashed" if outcome["error"] else f"score {outcome['score']}"
-        lines.append(list_item(f"{outcome['values']}: {result}, {outcome['releases']} releases"))
+        released = counted(outcome["releases"], "release")
+        lines.append(list_item(f"{outcome['values']}: {result}, {released}"))
     return "".join(lines)
+
+
+# --- TensorBoard and the plot --------------------------------------------------------------------
 
 
 def write_hparams(folder: str | Path, shown: Sequence[dict[str, Any]], objective: str) -> None:
     """Writes TensorBoard's HParams log of the candidates that may be shown.
 
     Args:
-      folder: gets one folder for each.
-      shown: their outcomes; those without a score are left out.
-      objective: what the score is called.
+      folder: gets one folder per candidate.
+      shown: the outcomes; those without a score are left out.
+      objective: the name of the score.
     """
     from tensorboard.plugins.hparams import api
 
@@ -239,12 +251,12 @@ def write_hparams(folder: str | Path, shown: Sequence[dict[str, Any]], objective
 
 
 def forget_numbers(folder: str | Path) -> None:
-    """Renames TensorBoard's files in a project: their names count the writers of the process.
+    """Renames TensorBoard's files in a project, whose names count the writers of the process.
 
-    So the name of the winner's would tell how many trials came before it.
+    The file name of the winner would otherwise reveal how many trials came before it.
 
     Args:
-      folder: of the project.
+      folder: the folder of the project.
     """
     for path in Path(folder).rglob("events.out.tfevents.*"):
         if not path.name.endswith(".honest"):
@@ -254,13 +266,13 @@ def forget_numbers(folder: str | Path) -> None:
 def plot(
     shown: Sequence[dict[str, Any]], objective: str, spending: dict[str, float], is_all: bool
 ) -> Any:
-    """Draws the scores that may be shown, and what was spent.
+    """Plots the scores that may be shown, and the privacy spent.
 
     Args:
       shown: outcomes, the best first.
-      objective: what the score is called.
-      spending: ε by what it is of.
-      is_all: whether all candidates are shown, or the winner alone.
+      objective: the name of the score.
+      spending: ε by what it covers.
+      is_all: whether all candidates are shown, or only the winner.
 
     Returns:
       The `matplotlib` figure.

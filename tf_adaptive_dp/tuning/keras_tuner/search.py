@@ -1,4 +1,4 @@
-"""The course of a search: draw once, try each candidate once, keep what may be shown."""
+"""Runs a search: draws once, tries each candidate once, keeps only what may be shown."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def delete_trials(folder: str | Path, keep: set[str]) -> None:
     """Deletes the folders of all trials but some.
 
     Args:
-      folder: of the project.
-      keep: the ids of those that stay.
+      folder: the folder of the project.
+      keep: the ids of the trials to keep.
     """
     for trial in Path(folder).glob("trial_*"):
         if trial.name.removeprefix("trial_") not in keep:
@@ -39,12 +39,12 @@ def _name(values: space.Values) -> str:
 class Search:
     """One search in one folder, in as many processes as it takes.
 
-    Guarantee: the noise and all candidates are on the disk before the first trial begins, and are
-    never drawn anew; each trial is on the disk before it spends anything. Where the winner alone
-    may be shown, what a trial leaves is deleted when it has lost, and no file that stays depends on
-    the others or on their number, other than by its date; nor do the numbers and seeds of the
-    process afterwards (`process_state.hidden`). A callback of the user's that writes TensorFlow's
-    numbers itself, as graphs and profiles have them, is not seen.
+    Guarantee: the noise and all candidates are on disk before the first trial begins, and are never
+    drawn again. Each trial is on disk before it spends anything. If only the winner may be shown,
+    everything that a trial leaves is deleted once the trial has lost. No remaining file depends on
+    the other trials or on their number, except through its date, and neither do the numbers and
+    seeds of the process afterwards (`process_state.hidden`). This does not cover a user's callback
+    that itself writes TensorFlow's numbers, as graphs and profiles contain them.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Search:
         """Prepares a search.
 
         Args:
-          folder: of the project.
-          oracle: with the space and the objective.
-          build: makes a compiled model of hyperparameters.
-          weights: where the weights of a trial go, by its id.
-          plan: what trials may spend.
-          data: what they are trained with.
+          folder: the folder of the project.
+          oracle: holds the space and the objective.
+          build: makes a compiled model from hyperparameters.
+          weights: maps the id of a trial to the path of its weights.
+          plan: what the trials may spend.
+          data: the arguments of `fit` for every trial.
         """
         self._folder, self._oracle = Path(folder), oracle
         self._build, self._weights = build, weights
@@ -72,7 +72,7 @@ class Search:
         self._space = space.description(oracle.hyperparameters)
 
     def describe(self) -> dict[str, Any]:
-        """What may not change when the search goes on, as plain JSON."""
+        """Everything that must stay the same when the search is resumed, as plain JSON."""
         return {
             **self._plan.describe(),
             "rows": self._data.num_rows,
@@ -81,19 +81,19 @@ class Search:
         }
 
     def run(self, journal: search_journal.Journal) -> dict[str, Any]:
-        """Begins the search, or goes on with it, and brings it to its end.
+        """Starts or resumes the search, and finishes it.
 
         Args:
-          journal: of the project.
+          journal: the journal of the project.
 
         Returns:
           The content of the result file.
 
         Raises:
-          ValueError: if the journal is that of a search with other arguments, or the budget cannot
+          ValueError: if the journal belongs to a search with other arguments, or the budget cannot
             be met; then nothing was changed. Also if the model of a candidate has other layers,
             weights or another kind of optimizer than when the search began.
-          NotPrivateError: for a model that would cost something else than planned.
+          NotPrivateError: if a model would not cost what was planned.
         """
         with self._hidden():
             return self._run(journal)
@@ -115,7 +115,7 @@ class Search:
         draws = journal.drawn["draws"]
         self._models = journal.models
         if not journal.begun:
-            # All are built before the first is trained, and what they are made of is noted with it.
+            # All models are built and described before the first one is trained.
             distinct = {_name(values): values for values in draws}
             noise_multiplier = journal.drawn["noise_multiplier"]
             self._models = {
@@ -128,17 +128,17 @@ class Search:
         return self._result(journal)
 
     def _model(self, values: space.Values, noise_multiplier: float) -> tf.keras.Model:
-        """A model with the planned noise, if it costs what was planned."""
+        """Builds a model with the planned noise; raises if it would cost something else."""
         hyperparameters = self._oracle.with_values(values)
         model = self._build(hyperparameters)
         if space.description(hyperparameters) != self._space:
             new = [p.name for p in hyperparameters.space[len(self._space) :]]
             raise NotPrivateError(
                 "The space grew while a model was built, so trials would not be alike: declare all "
-                "hyperparameters in every call of `build_model`, those that are used sometimes "
-                "within `hp.conditional_scope`. Nothing was trained with it. That makes it another "
-                "space, so begin anew with `overwrite=True`; if no trial had begun, nothing was "
-                f"spent. Received: {new}"
+                "hyperparameters in every call of `build_model`, and those that are used only "
+                "sometimes within `hp.conditional_scope`. Nothing was trained with this model. "
+                "The change makes another space, so start over with `overwrite=True`; if no trial "
+                f"had begun, nothing was spent. Received: {new}"
             )
         prepare(model, self._plan, noise_multiplier)
         return model
@@ -167,7 +167,7 @@ class Search:
             print(f"Trial {number + 1} of {of}: {values}: {result}")
 
     def _drop_losers(self, journal: search_journal.Journal) -> None:
-        """Deletes what has lost, where the winner alone may be shown."""
+        """Deletes the trials that have lost, if only the winner may be shown."""
         if self._plan.strategy.releases_all:
             return
         winner = results.best(journal.ended, self._oracle.objective.direction)
@@ -183,7 +183,7 @@ class Search:
         winner = results.best(journal.ended, objective.direction)
         shown = results.ranked(journal.ended, objective.direction)
         if not plan.strategy.releases_all:
-            # How often it was resumed would tell something of when it was tried.
+            # The number of resumptions would reveal something about when it was tried.
             shown = [] if winner is None else [{**journal.ended[winner], "resumed": 0}]
         noise_multiplier = journal.drawn["noise_multiplier"]
         results.write_hparams(self._folder / "tensorboard", shown, objective.name)

@@ -1,4 +1,4 @@
-"""A search on disk: what was drawn and which trials were begun is known, however it ends."""
+"""The journal of a search: its draws and the trials it began, whatever ends the process."""
 
 from __future__ import annotations
 
@@ -9,54 +9,52 @@ from tf_adaptive_dp.durable import journal
 
 
 def compare(before: dict, now: dict, where: str) -> None:
-    """Raises ValueError, which names them, if arguments differ from those that a search had."""
+    """Raises ValueError if arguments changed since a search began, and names them."""
     journal.compare(
         before,
         now,
         "The project holds a search with other arguments. Nothing was changed. Pass the arguments "
-        "of that search to go on with it, or a new `project_name`; what that search spent is "
-        "spent.",
+        "of that search to resume it, or a new `project_name`; what that search spent stays spent.",
         where,
     )
 
 
 class Journal(journal.Journal):
-    """What a search drew, and the trials that it began and ended, in a file that only grows.
+    """The draws of a search and the trials that it began and ended, in an append-only file.
 
-    The first line holds the arguments of the search, its noise and its draws; then each trial, in
-    the order of the draws, has a line when it begins and one when it ends. When the first one
-    begins, the models of all candidates are noted as well; older journals lack them.
+    The first line holds the arguments of the search, its noise and its draws. Each trial, in the
+    order of the draws, then adds a line when it begins and another when it ends. The line of the
+    first trial also describes the models of all candidates; older journals lack this.
 
     Guarantee: that of `tf_adaptive_dp.durable.journal.Journal`. Draws are secret.
 
     Attributes:
-      search: the arguments of the search, `None` before `begin`.
-      plan: its noise and its draws, `None` before `begin`.
-      models: what the candidates' models are made of, by the JSON of their values; `None` if that
-        is not known.
-      begun: how many trials were begun.
-      resumed: how many times the last of these was gone on with in another process.
+      search: the arguments of the search; `None` before `begin`.
+      plan: its noise and its draws; `None` before `begin`.
+      models: the structure of the candidates' models, by the JSON of their values; `None` if it is
+        unknown.
+      begun: number of trials that began.
+      resumed: number of times that the last of these was resumed in another process.
       ended: the outcomes of the trials that ended.
     """
 
     _IN_USE = (
         "The search is in progress in another process, or in another call of this one. End that "
-        "one, or give this search a `project_name` of its own."
+        "one, or give this search its own `project_name`."
     )
     _REFUSED = (
-        "The file is no journal of a search, or it is damaged: what was spent cannot be told from "
-        "it."
+        "The file is no journal of a search, or it is damaged: it does not tell what was spent."
     )
 
     def __init__(self, path: str | os.PathLike):
         """Opens the journal of a project, or creates an empty one.
 
         Args:
-          path: of the file; its folder exists.
+          path: the path of the file; its folder must exist.
 
         Raises:
-          RuntimeError: if it is open already, here or in another process.
-          ValueError: if it is something else, or damaged; it is left as it was.
+          RuntimeError: if it is already open, here or in another process.
+          ValueError: if the file is something else or damaged; it is not changed.
         """
         self.search: dict | None = None
         self.plan: dict[str, Any] | None = None
@@ -95,27 +93,27 @@ class Journal(journal.Journal):
             self.ended.append(entry["outcome"])
 
     def begin(self, search: dict[str, Any], plan: dict[str, Any]) -> None:
-        """Notes what the search is and what it drew, before any trial.
+        """Records the search and its draws, before any trial.
 
         Args:
-          search: what has to be the same whenever the search goes on; plain JSON.
-          plan: `draws`, a list with an entry a trial, and what else was chosen once.
+          search: everything that must stay the same when the search is resumed; plain JSON.
+          plan: `draws`, a list with one entry per trial, and everything else that was chosen once.
         """
         self._append({"search": search, "plan": plan})
 
     def note_begun(self, models: dict[str, Any] | None = None) -> None:
-        """Notes that the next trial begins, before it spends anything.
+        """Records that the next trial begins, before it spends anything.
 
         Args:
-          models: with the first trial, what the models of all candidates are made of; plain JSON.
+          models: with the first trial, the structure of all candidates' models; plain JSON.
         """
         noted = {} if models is None else {"models": models}
         self._append({"begun": self.begun + 1, **noted})
 
     def note_resumed(self) -> None:
-        """Notes that the trial in progress is gone on with, before it spends any more."""
+        """Records that the trial in progress is resumed, before it spends anything more."""
         self._append({"resumed": self.begun})
 
     def note_ended(self, outcome: dict[str, Any]) -> None:
-        """Notes how the trial in progress ended; plain JSON."""
+        """Records how the trial in progress ended; plain JSON."""
         self._append({"ended": self.begun, "outcome": outcome})

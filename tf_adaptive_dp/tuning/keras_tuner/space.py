@@ -1,6 +1,6 @@
-"""The candidates of a search space: all of a finite one, or secret draws from any.
+"""The candidates of a search space: all of a finite space, or secret draws from any space.
 
-Spaces are KerasTuner's; conditional hyperparameters have a value only where they are active.
+Spaces are those of KerasTuner. Conditional hyperparameters have a value only if they are active.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_LISTED = 10_000
 
 
 def description(hyperparameters: Any) -> list:
-    """What a space is, as plain JSON, to be compared with that of a resumed search.
+    """Describes a space as plain JSON, for comparison with that of a resumed search.
 
     Args:
       hyperparameters: `keras_tuner.HyperParameters`.
@@ -27,14 +27,14 @@ def description(hyperparameters: Any) -> list:
 
 
 def draw(hyperparameters: Any, randomness: random.Random | None = None) -> Values:
-    """One candidate, uniformly from the space, as each hyperparameter's `sampling` has it.
+    """Draws a candidate uniformly from the space, on the scale of each hyperparameter's `sampling`.
 
-    Guarantee: independent of every other draw and of the data; by the operating system's entropy
-    unless `randomness` is given, for tests.
+    Guarantee: independent of every other draw and of the data. The entropy is that of the operating
+    system unless `randomness` is given, for tests.
 
     Args:
       hyperparameters: `keras_tuner.HyperParameters`; its values do not matter.
-      randomness: where to draw from.
+      randomness: the source of randomness.
     """
     randomness = randomness or random.SystemRandom()
     drawn = type(hyperparameters)()
@@ -49,8 +49,8 @@ def listed(hyperparameters: Any) -> list[Values] | None:
     """Every candidate of a finite space once, in the order of its values.
 
     Returns:
-      The candidates; `None` if a number may have any value in an interval, or there are more than
-      `_MOST_LISTED`.
+      The candidates; `None` if a number can have any value in an interval, or there are more than
+      `_MOST_LISTED` candidates.
     """
     space = hyperparameters.space
     if any(_values(hyperparameter) is None for hyperparameter in space):
@@ -63,12 +63,12 @@ def listed(hyperparameters: Any) -> list[Values] | None:
 def without_replacement(
     hyperparameters: Any, num_trials: int, randomness: random.Random | None = None
 ) -> list[Values]:
-    """Candidates that all differ: the whole space in its order if it has no more, else at random.
+    """Distinct candidates: the whole space in its order if it is small enough, else at random.
 
     Args:
       hyperparameters: `keras_tuner.HyperParameters`.
-      num_trials: how many at most.
-      randomness: where to draw from, by default the operating system's entropy.
+      num_trials: the largest number of candidates.
+      randomness: the source of randomness, by default the operating system's entropy.
     """
     randomness = randomness or random.SystemRandom()
     candidates = listed(hyperparameters)
@@ -77,7 +77,7 @@ def without_replacement(
         return candidates if few else randomness.sample(candidates, num_trials)
     if num_trials > _MOST_LISTED:
         raise ValueError(
-            f"Of so large a space at most {_MOST_LISTED} candidates can be tried. Received: "
+            f"At most {_MOST_LISTED} candidates of a space this large can be tried. Received: "
             f"num_trials={num_trials!r}"
         )
     drawn: dict[str, Values] = {}
@@ -88,7 +88,7 @@ def without_replacement(
 
 
 def _values(hyperparameter: Any) -> list | None:
-    """The values that a hyperparameter may have, `None` if they are not a list."""
+    """The values that a hyperparameter can have; `None` if they cannot be listed."""
     if not hasattr(hyperparameter, "min_value"):
         return list(hyperparameter.values)
     kind = type(hyperparameter.min_value)  # the user may have given a default of another type
@@ -101,7 +101,7 @@ def _values(hyperparameter: Any) -> list | None:
 
 
 def _extended(chosen: Any, space: list) -> Iterator[Values]:
-    """All ways to go on from what was chosen through the rest of the space."""
+    """All completions of the chosen values through the rest of the space."""
     if not space:
         yield dict(chosen.values)
         return

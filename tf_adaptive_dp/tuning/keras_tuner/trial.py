@@ -131,7 +131,7 @@ class Trial:
             return
         information = optimizer.side_information
         own = [information] if isinstance(information, tf.keras.callbacks.Callback) else []
-        users = arguments.copies(
+        users = arguments.callback_copies(
             data.callbacks, self._folder, releases_all=self._plan.strategy.releases_all
         )
         callbacks = [backup, *([] if log is None else [log]), *own, *users, budget]

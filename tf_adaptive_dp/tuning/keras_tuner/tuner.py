@@ -1,4 +1,4 @@
-"""A KerasTuner that pays for its search."""
+"""A tuner for KerasTuner that accounts for the privacy of its search."""
 
 from __future__ import annotations
 
@@ -22,57 +22,56 @@ from tf_adaptive_dp.tuning.keras_tuner.trial import settings
 
 
 class HonestTuner(keras_tuner.Tuner):
-    """Searches hyperparameters with KerasTuner's conventions, inside one privacy budget.
+    """Searches hyperparameters with KerasTuner's conventions, within one privacy budget.
 
-    The tuner chooses the noise: whatever `noise_multiplier` the optimizer of `build_model` has, it
-    is set so that all trials together, their scores and the choice are (ε, δ)-DP. All trials make
-    the same number of releases of the same expected batch size. A model is scored once, after its
-    last epoch, on `validation_data`; there are no retries: a trial that crashes is paid for and
-    counts as the worst, as does a score that is not finite.
+    The tuner chooses the noise. Whatever `noise_multiplier` the optimizer of `build_model` has, the
+    tuner sets it so that all trials together, their scores and the choice are (ε, δ)-DP. All trials
+    make the same number of releases with the same expected batch size. A model is scored once,
+    after its last epoch, on `validation_data`. There are no retries: a trial that crashes has spent
+    its share and ranks last, as does a trial whose score is not finite.
 
     Strategies: `"composition"` tries `num_trials` candidates, or a whole finite space, each once,
-    and may show all. `"repeat_and_select"` and `"liu_talwar"` try a secret random number of random
-    candidates, `num_trials` on average, and show the winner alone, for a far smaller ε: other
-    trials are deleted as soon as they have lost. The project's folder is to be kept as secret as
-    the data until the search is over. Candidates are drawn with the operating system's entropy.
+    and may show all of them. `"repeat_and_select"` and `"liu_talwar"` try a secret random number of
+    random candidates, `num_trials` on average, and show only the winner, for a far smaller ε. They
+    delete other trials as soon as these have lost. Keep the project's folder as secret as the data
+    until the search is over. Candidates are drawn with the operating system's entropy.
 
-    A search that was interrupted goes on when it is called again with the same arguments: draws
-    and results are kept in a journal that is written before anything is spent. See
-    `trial.Trial` for what becomes of the trial that was in progress. A finished search returns at
-    once.
+    Call an interrupted search again with the same arguments to resume it: a journal, written before
+    anything is spent, keeps its draws and results. See `trial.Trial` for the trial that was in
+    progress. A finished search returns immediately.
 
-    Guarantee: (ε, δ)-DP of what `privacy_statement` lists, for adding or removing one example,
-    under the conditions that it states. A model that would cost something else is refused before
-    any trial is trained, as far as can be seen without training: all candidates that were drawn are
-    built once beforehand.
+    Guarantee: (ε, δ)-DP of everything that `privacy_statement` lists, for adding or removing one
+    example, under the conditions that it states. The tuner builds all drawn candidates once in
+    advance. As far as this can be seen without training, it rejects a model that would cost
+    something else before any trial is trained.
 
     Args:
       hypermodel: `build_model(hp)`, or a `keras_tuner.HyperModel` that does not override `fit`,
         whose models are compiled with a new optimizer of tf_adaptive_dp with
         `expected_batch_size`. The space must not grow while models are built.
-      objective: KerasTuner's: `"val_accuracy"`, a `keras_tuner.Objective`, or a list of these,
-        of validation metrics.
-      strategy: a name as above, or one of `tf_adaptive_dp.tuning.strategies`.
+      objective: as in KerasTuner, but with validation metrics only: `"val_accuracy"`, a
+        `keras_tuner.Objective`, or a list of these.
+      strategy: one of the names above, or of the classes in `tf_adaptive_dp.tuning.strategies`.
       epsilon: the budget of the whole search.
-      delta: δ, well below 1 / `num_examples`.
-      num_examples: of the training set, a public constant.
-      num_trials: the number of trials for composition, by default the whole space; their mean
-        number for the others.
+      delta: δ, which should be well below 1 / `num_examples`.
+      num_examples: the size of the training set, a public constant.
+      num_trials: the number of trials for composition, by default the whole space; the mean number
+        for the other strategies.
       score: `PublicScore()` if the validation data are public, `NoisyScore(...)` if they are
-        private, or `UnprotectedScore()`: private, and not covered by ε.
-      sampling: how batches are drawn, as for `PrivacyMonitor`; not in subsets of fixed size, nor
-        with a seed or a `key`, with which batches would come again when a search is resumed.
+        private, or `UnprotectedScore()` if they are private and ε need not cover them.
+      sampling: how batches are drawn, as for `PrivacyMonitor`, except subsets of a fixed size. A
+        seed or a `key` is not allowed, since a resumed search would draw the same batches again.
       accountant: `"rdp"` or `"pld"`.
       hyperparameters: the space, if `hypermodel` does not declare it.
-      directory: where projects are.
+      directory: the folder of projects.
       project_name: the folder of this search.
-      overwrite: whether to forget a search that is there. What it spent is spent.
-      **of_keras_tuner: none; for those of KerasTuner that have no place here, such as `max_trials`
-        and `seed`, the error says what to do instead.
+      overwrite: whether to discard an existing search. What it spent stays spent.
+      **of_keras_tuner: not allowed. For arguments of KerasTuner that do not apply here, such as
+        `max_trials` and `seed`, the error says what to do instead.
 
     Raises:
-      TypeError, ValueError: for an argument of the wrong type or out of its range.
-      NotPrivateError: if a score would be computed from private data that nothing accounts for.
+      TypeError, ValueError: if an argument has the wrong type or is out of range.
+      NotPrivateError: if a score would come from private data that is not accounted for.
     """
 
     def __init__(
@@ -101,15 +100,15 @@ class HonestTuner(keras_tuner.Tuner):
         self._accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
         self._score = arguments.check_score(score)
         self._sampling = arguments.check_sampling(sampling)
-        strategy = arguments.strategy(strategy, num_trials)
+        strategy = arguments.read_strategy(strategy, num_trials)
         oracle = HonestOracle(objective, hyperparameters)
         arguments.check_objective(oracle.objective)
         folder = Path(directory or ".") / (project_name or "untitled_project")
         arguments.check_folder(folder, overwrite)
         super().__init__(oracle, hypermodel, directory=directory, project_name=project_name)
         arguments.check_hypermodel(self.hypermodel)
-        self._strategy = arguments.fitted(strategy, self.oracle.hyperparameters)
-        if overwrite:  # now that nothing more is refused
+        self._strategy = arguments.strategy_for_space(strategy, self.oracle.hyperparameters)
+        if overwrite:  # all arguments are valid by now
             shutil.rmtree(self.project_dir)
         self._secret = Path(self.project_dir) / "secret"
         self._read_result()
@@ -118,33 +117,33 @@ class HonestTuner(keras_tuner.Tuner):
             self._tidy()
 
     def _get_tuner_fname(self) -> str:
-        """A file that is never there, so that KerasTuner always asks the hypermodel for its space.
+        """A file that never exists, so that KerasTuner always asks the hypermodel for its space.
 
-        Where another tuner's search is overwritten, it would take the space to be known already.
+        When overwriting another tuner's search, KerasTuner would otherwise reuse that space.
         """
         return str(Path(self.project_dir) / "no_state_of_keras_tuner")
 
     def search(self, *fit_args: Any, **fit_kwargs: Any) -> None:
-        """Trains and compares candidates, or goes on with that, or returns if it is done.
+        """Trains and compares candidates; resumes the search, or returns if it is finished.
 
         Args:
-          *fit_args: those of `Model.fit`, for every trial: arrays, data sets, our
+          *fit_args: the arguments of `Model.fit` for every trial: arrays, data sets, or our
             `poisson_batches(...)`.
-          **fit_kwargs: likewise; `validation_data` is required. Every trial gets copies of
-            `callbacks`; their TensorBoard logs go into the folder of the trial. Where the winner
-            alone may be shown, these have neither graphs nor profiles.
+          **fit_kwargs: likewise. `validation_data` is required. Every trial gets copies of
+            `callbacks`, whose TensorBoard logs go into the folder of the trial. If only the winner
+            may be shown, these have neither graphs nor profiles.
 
         Raises:
-          ValueError: if the budget cannot be met, or for arguments that do not go with a search, or
-            that differ from those it was begun with; then nothing was changed.
-          NotPrivateError: for a model that would cost something else than planned, or a trial that
-            something ended early. Correct it, and call `search` again. In a search that has begun
-            correct only what cannot change the models that are trained; otherwise, or if the space
-            changes, begin anew with `overwrite=True`. What was spent is spent.
-          RuntimeError: if another process is at it, or when no candidate has a score.
+          ValueError: if the budget cannot be met, or arguments do not suit a search or differ from
+            those it began with; then nothing was changed.
+          NotPrivateError: if a model would not cost what was planned, or something ended a trial
+            early. Correct it and call `search` again. In a search that has begun, correct only what
+            cannot change the trained models; otherwise, or if the space changes, start over with
+            `overwrite=True`. What was spent stays spent.
+          RuntimeError: if another process is running the search, or no candidate has a score.
         """
         data = FitArguments.read(fit_args, fit_kwargs, releases_all=self._strategy.releases_all)
-        arguments.check(
+        arguments.check_callbacks(
             data.callbacks,
             releases_all=self._strategy.releases_all,
             num_examples=self._num_examples,
@@ -168,7 +167,7 @@ class HonestTuner(keras_tuner.Tuner):
                     self.on_search_end()
         self._read_result()
         self._tidy()
-        self._result.shown()  # or an error that says why there is none
+        self._result.shown()  # raises with the reason if there is none
 
     def _plan(self, data: FitArguments) -> Plan:
         model = self._try_build(self.oracle.get_space())
@@ -208,7 +207,7 @@ class HonestTuner(keras_tuner.Tuner):
             self.oracle.show(self._result["shown"])
 
     def _tidy(self) -> None:
-        """Deletes what only a search in progress needs, the draws above all."""
+        """Deletes what only a search in progress needs, above all the draws."""
         shutil.rmtree(self._secret, ignore_errors=True)
         delete_trials(self.project_dir, {outcome["id"] for outcome in self._result["shown"]})
 
@@ -216,26 +215,26 @@ class HonestTuner(keras_tuner.Tuner):
         self._result.shown()
         if number > 1 and not self._strategy.releases_all:
             raise ValueError(
-                f"With {self._strategy.name!r} the winner alone may be shown. Received: {number}"
+                f"With {self._strategy.name!r} only the winner may be shown. Received: {number}"
             )
 
     def get_best_models(self, num_models: int = 1) -> list:
         """The best models with the weights of their last epoch, the best first.
 
         Args:
-          num_models: how many, of those that have a score; more than one for composition only.
+          num_models: the number of models with a score; more than one only for composition.
         """
         self._require(num_models)
         return [self.load_model(trial) for trial in self.oracle.get_best_trials(num_models)]
 
     def get_best_hyperparameters(self, num_trials: int = 1) -> list:
-        """The best hyperparameters, the best first; more than one for composition only.
+        """The best hyperparameters, the best first; more than one only for composition.
 
-        Take the model from `get_best_models`: to train one again with them spends again, with
-        another noise.
+        Take the model from `get_best_models`: training again with these hyperparameters spends
+        privacy again.
 
         Args:
-          num_trials: how many; of trials that have a score.
+          num_trials: the number of trials with a score.
         """
         self._require(num_trials)
         return super().get_best_hyperparameters(num_trials)
@@ -243,8 +242,8 @@ class HonestTuner(keras_tuner.Tuner):
     def load_model(self, trial: Any) -> Any:
         """The model of a trial that may be shown, with the ledger of this trial.
 
-        The search has spent more, see `privacy_statement`: to its (ε, δ) has to be added whatever
-        the model is trained further, which no callback knows.
+        The search has spent more, see `privacy_statement`. Further training adds to the (ε, δ) of
+        the search, which no callback knows.
         """
         model = self._try_build(trial.hyperparameters)
         model.optimizer.noise_multiplier = self._result["noise_multiplier"]
@@ -259,12 +258,12 @@ class HonestTuner(keras_tuner.Tuner):
         super().results_summary(num_trials if self._strategy.releases_all else 1)
 
     def privacy_statement(self) -> str:
-        """What may be claimed of the search, as a text to publish with its winner."""
+        """Describes the privacy of the search, in a text to publish with its winner."""
         self._require(1)
         return self._result["statement"]
 
     def plot(self, path: str | os.PathLike | None = None) -> Any:
-        """Draws the scores that may be shown and what was spent, with matplotlib.
+        """Plots the scores that may be shown and the privacy spent, with matplotlib.
 
         Args:
           path: where to save the picture, if anywhere.
