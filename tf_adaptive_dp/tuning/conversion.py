@@ -51,9 +51,9 @@ class Accounting:
       TypeError, ValueError: if an argument has the wrong type or is out of range.
 
     References:
-      - Canonne, Kamath, Steinke, "The Discrete Gaussian for Differential Privacy", 2020,
-        https://arxiv.org/abs/2004.00010
-      - Mironov, "Rényi Differential Privacy", 2017, https://arxiv.org/abs/1702.07476
+      - Canonne, Kamath and Steinke, "The Discrete Gaussian for Differential Privacy" (2020),
+        arXiv:2004.00010.
+      - Mironov, "Rényi Differential Privacy" (2017), arXiv:1702.07476.
 
     >>> Accounting(orders=(8, 2)).renyi_orders
     (2.0, 8.0)

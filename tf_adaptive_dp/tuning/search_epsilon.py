@@ -6,14 +6,12 @@ as the event: a proven bound under Poisson sampling, the customary approximation
 batches.
 
 References:
-  - Liu, Talwar, "Private Selection from Private Candidates", 2019,
-    https://arxiv.org/abs/1811.07971
-  - Papernot, Steinke, "Hyperparameter Tuning with Renyi Differential Privacy", 2022,
-    https://arxiv.org/abs/2110.03620
-  - Koskela, Redberg, Wang, "Privacy Profiles for Private Selection", 2024,
-    https://arxiv.org/abs/2402.06701
-  - Mohapatra, Sasy, He, Kamath, Thakkar, "The Role of Adaptive Optimizers for Honest Private
-    Hyperparameter Selection", 2021, https://arxiv.org/abs/2111.04906
+  - Liu and Talwar, "Private Selection from Private Candidates" (2019), arXiv:1811.07971.
+  - Papernot and Steinke, "Hyperparameter Tuning with Renyi Differential Privacy" (2022),
+    arXiv:2110.03620.
+  - Koskela, Redberg and Wang, "Privacy Profiles for Private Selection" (2024), arXiv:2402.06701.
+  - Mohapatra et al., "The Role of Adaptive Optimizers for Honest Private Hyperparameter
+    Selection" (2021), arXiv:2111.04906.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Scores by which trials are compared, and strategies that decide how many trials run.
 
 References:
-  - Liu, Talwar, "Private Selection from Private Candidates", 2019,
-    https://arxiv.org/abs/1811.07971
-  - Papernot, Steinke, "Hyperparameter Tuning with Renyi Differential Privacy", 2022,
-    https://arxiv.org/abs/2110.03620
+  - Liu and Talwar, "Private Selection from Private Candidates" (2019), arXiv:1811.07971.
+  - Papernot and Steinke, "Hyperparameter Tuning with Renyi Differential Privacy" (2022),
+    arXiv:2110.03620.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class NoisyScore:
 class UnprotectedScore:
     """Scores on private validation data, used without noise.
 
-    Mohapatra et al. 2021 use such scores (https://arxiv.org/abs/2111.04906); this class is for
+    Mohapatra et al. 2021 use such scores (arXiv:2111.04906); this class is for
     comparisons with that paper.
 
     Guarantee: none for the validation data. ε covers only the training data, and only if no example

@@ -6,8 +6,8 @@ Definition 1): P(K = k) = (1 - γ)^k / (γ^-η - 1) · Π_{l<k} (l + η) / (l + 
 (1 - γ)^k / (k log(1/γ)). Poisson: P(K = k) = e^-μ μ^k / k!, k = 0, 1, …
 
 References:
-  - Papernot, Steinke, "Hyperparameter Tuning with Renyi Differential Privacy", 2022,
-    https://arxiv.org/abs/2110.03620
+  - Papernot and Steinke, "Hyperparameter Tuning with Renyi Differential Privacy" (2022),
+    arXiv:2110.03620.
 """
 
 from __future__ import annotations
