@@ -355,7 +355,7 @@ def why_not_private(
     most = getattr(sampling, "max_batch_size", None)
     if noiseless or (not causes and most is None):
         causes.insert(0, "something was released without noise")
-    elif not causes:
+    elif not causes and most is not None:
         causes = [
             f"at so large an epsilon, truncating {unit.batches} to {counted(most, unit.one)} costs "
             "more than delta; a larger `max_batch_size` helps"

@@ -63,7 +63,7 @@ class Sampling(abc.ABC):
 
     @property
     def rows(self) -> int:
-        """Rows of an undivided batch tensor, padding included."""
+        """Number of rows of an undivided batch, padding included."""
         raise NotImplementedError
 
     def _check_common(self) -> None:
