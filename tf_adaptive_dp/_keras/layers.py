@@ -104,8 +104,33 @@ class RandomGenerator:
             self._keras._generator.reset_from_seed(seed)
 
 
+class SeedGenerator(RandomGenerator):
+    """The generator of one layer in Keras 3, where it is a seed with a counter in a variable."""
+
+    @property
+    def seed(self) -> int | None:
+        """The seed; `None` if the layer was created without one."""
+        return self._keras._initial_seed
+
+    @seed.setter
+    def seed(self, seed: int | None) -> None:
+        self._keras._initial_seed = seed
+
+    @property
+    def state(self) -> tf.Variable:
+        """The seed and the counter."""
+        return self._keras.state.value
+
+    def restart(self, seed: int) -> None:
+        """Makes the next numbers those of a seed."""
+        self.state.assign(tf.constant([seed, 0], self.state.dtype))
+
+
 def random_generator(layer: tf.keras.layers.Layer) -> RandomGenerator | None:
     """The generator that a layer draws from, if it has one."""
+    if GENERATION == 3:
+        own = layer._seed_generators
+        return SeedGenerator(own[0]) if own else None
     found = getattr(layer, "_random_generator", None)
     return RandomGenerator(found) if hasattr(found, "_seed") else None
 

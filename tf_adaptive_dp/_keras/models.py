@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.generation import GENERATION
+
 
 def compiled_mean_loss(model: tf.keras.Model, batch: Any) -> tf.Tensor:
     """The mean loss of a batch in training mode; the model's metrics do not count it.
@@ -18,10 +20,19 @@ def compiled_mean_loss(model: tf.keras.Model, batch: Any) -> tf.Tensor:
       A scalar.
     """
     x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(batch)
-    # The loss keeps running means, for the progress line.
-    states = [v for metric in model.compiled_loss.metrics for v in metric.variables]
+    outputs = model(x, training=True)
+    # The loss keeps running means for the progress line; it creates them when it is built.
+    if GENERATION == 3:
+        of_model = model._compile_loss
+        if not of_model.built:
+            of_model.build(y, outputs)
+    else:
+        of_model = model.compiled_loss
+        if not of_model._built:
+            of_model.build(outputs)
+    states = [v for metric in of_model.metrics for v in metric.variables]
     values = [tf.identity(v) for v in states]
-    loss = tf.reduce_mean(model.compiled_loss(y, model(x, training=True), sample_weight))
+    loss = tf.reduce_mean(of_model(y, outputs, sample_weight))
     for state, value in zip(states, values):
         state.assign(value)
     return loss
@@ -29,6 +40,8 @@ def compiled_mean_loss(model: tf.keras.Model, batch: Any) -> tf.Tensor:
 
 def steps_per_call(model: tf.keras.Model) -> int:
     """How many training steps one call of the model's training function makes."""
+    if GENERATION == 3:
+        return int(model.steps_per_execution)
     steps = model._steps_per_execution
     return 1 if steps is None else int(steps)
 
@@ -39,5 +52,8 @@ def tunes_steps_per_call(model: tf.keras.Model) -> bool:
 
 
 def allow_tensors_as_logs(callback: tf.keras.callbacks.Callback) -> None:
-    """Spares a callback that does not read `logs` the wait for their values in each step."""
+    """Spares a callback that does not read `logs` the wait for their values in each step.
+
+    Keras 3 always waits for a callback that acts on batches.
+    """
     callback._supports_tf_logs = True
