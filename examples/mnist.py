@@ -114,7 +114,7 @@ def main() -> None:
     model = make_model(args.hidden_units)
     model.compile(
         optimizer,
-        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
     monitor = tf_adaptive_dp.PrivacyMonitor(num_examples, args.delta, args.log_dir)

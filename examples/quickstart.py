@@ -82,7 +82,7 @@ def main() -> None:
             noise_multiplier=args.noise_multiplier,
             expected_batch_size=sampling.expected_batch_size(num_examples),
         ),
-        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=["accuracy"],  # padding has weight 0
     )
     monitor = tf_adaptive_dp.PrivacyMonitor(

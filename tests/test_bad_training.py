@@ -219,7 +219,12 @@ TRAINED = {
 
 COMPILED = {
     "first labels": ({}, step, FAILED, LABEL),
-    "scalar": ({"loss": SCALAR}, fit, P, 'Received: a scalar loss.*reduction="none"'),
+    "scalar": (
+        {"loss": SCALAR, "compile_with": {"run_eagerly": True}},
+        fit,
+        P,
+        'Received: a scalar loss.*reduction="none"',
+    ),
     "groups": ({"num_microbatches": 3}, fit, V, "`num_microbatches` must divide.*Received: 3"),
     "layer": ({"clipping": dp.PerLayerClipping({"hiden": 1.0})}, fit, V, "`shares` .*for hiden"),
     "eager": (

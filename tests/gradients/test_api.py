@@ -210,7 +210,6 @@ def test_a_variable_of_float64_gets_a_gradient_that_it_can_take():
 
 
 LOSSES = {
-    "a scalar": (lambda x: tf.reduce_mean(x), 'a scalar loss. Pass a loss with `reduction="none"`'),
     "rank 2": (lambda x: x[:, :, 0], r"a loss of shape \(.*, 3\). Reduce axis 1 in the loss"),
     "rank 3": (lambda x: x, r"a loss of shape \(.*, 3, 2\). Reduce axes 1 to 2 in the loss"),
 }
@@ -229,6 +228,14 @@ def test_a_loss_that_is_no_vector_is_refused(loss, message, mode):
 
     with pytest.raises(dp.NotPrivateError, match=message):
         zoo.in_mode(mode, step, [x])(x)
+
+
+def test_a_scalar_is_refused_under_eager_execution():
+    w = tf.Variable(1.0)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.ones([4]) * w)
+    with pytest.raises(dp.NotPrivateError, match='a scalar loss. Train in a compiled step.*"none"'):
+        per_example_gradients(loss, [w], tape)
 
 
 def test_a_loss_of_unknown_rank_is_refused():

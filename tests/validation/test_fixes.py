@@ -127,7 +127,6 @@ SLOW = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MODELS]
 )
@@ -151,7 +150,6 @@ def test_a_repaired_model_trains_and_its_report_is_clean(name):
     assert optimizer.ledger.num_releases == 1
 
 
-@pytest.mark.slow
 def test_a_state_is_forgotten():
     x = floats(6, 2, 5)
     inputs = tf.keras.Input(batch_shape=x.shape)
@@ -162,31 +160,6 @@ def test_a_state_is_forgotten():
     assert report.ok, report
     assert kept_weights(report.model) == kept_weights(model)
     np.testing.assert_array_equal(report.model(x), report.model(x))
-
-
-LOSSES = {
-    "by name": "sparse_categorical_crossentropy",
-    "averaged": tf.keras.losses.SparseCategoricalCrossentropy(),
-    "function": tf.keras.losses.sparse_categorical_crossentropy,
-}
-
-
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_repaired_loss_is_that_of_each_example(name):
-    loss = LOSSES[name]
-    reduction = getattr(loss, "reduction", None)
-    x = floats(6, 5)
-    model = tf.keras.Sequential([tf.keras.Input([5]), layers.Dense(3, "softmax")])
-    optimizer = dp.DPSGD(1.0, 1.0)
-    report = dp.validate(model, loss, optimizer, (x, Y), fix=True)
-    assert not report.findings and [f.where for f in report.repaired] == ["loss"]
-    assert report.model is model and getattr(loss, "reduction", None) == reduction
-    expected = tf.keras.losses.sparse_categorical_crossentropy(Y, model(x))
-    np.testing.assert_allclose(report.loss(Y, model(x)), expected, rtol=1e-6)
-    model.compile(optimizer, report.loss)
-    model.fit(x, Y, batch_size=6, verbose=0)
-    assert optimizer.ledger.num_releases == 1
 
 
 @pytest.mark.parametrize(

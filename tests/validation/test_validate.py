@@ -146,14 +146,14 @@ OF_LAYERS = {
         lambda: [layers.Dense(4, activity_regularizer="l2", name="it")],
         "it",
         "added loss",
-        "output of the model",
+        "one entry per example",
     ),
-    "add_loss": (lambda: [AddsLoss(name="it")], "it", "added loss", "output of the model"),
+    "add_loss": (lambda: [AddsLoss(name="it")], "it", "added loss", "one entry per example"),
     "kernel_regularizer": (
         lambda: [layers.Dense(4, kernel_regularizer="l2", name="it")],
         "it",
         "regularizer",
-        "compute_loss",
+        "weight_decay",
     ),
     "complex variable": (lambda: [Rotates(name="it")], "it", "variables", "real and imaginary"),
 }
@@ -199,23 +199,11 @@ def squares(y, z):
 
 
 LOSSES = {
-    "by name": ("sparse_categorical_crossentropy", "given by name", "error"),
-    "default reduction": (
-        tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        "SparseCategoricalCrossentropy has reduction='auto'",
-        "error",
-    ),
-    "sum": (
-        tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum"),
-        "reduction='sum'",
-        "error",
-    ),
-    "function": (squares, "plain function", "warning"),
     "scalar": (lambda y, z: tf.reduce_mean(squares(y, z)), "a scalar loss", "error"),
     "matrix": (lambda y, z: z**2, "a loss of shape (6, 3)", "error"),
     "over the batch": (
         lambda y, z: squares(y, z) - tf.reduce_mean(squares(y, z)),
-        "reduces over the batch axis",
+        "are not independent",
         "error",
     ),
     "not a number": (lambda y, z: squares(y, z) / tf.cast(y, tf.float32) * 0.0, "0, 3", "error"),
@@ -229,6 +217,21 @@ def test_what_is_wrong_with_a_loss_is_found(name):
     seen = report(loss=loss)
     assert what in str([f.what for f in seen.findings if f.severity == severity]), seen
     assert seen.ok == (severity == "warning")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "sparse_categorical_crossentropy",
+        tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum"),
+        squares,
+    ],
+)
+def test_a_loss_may_be_reduced_and_regularized(loss):
+    hidden = layers.Dense(4, "relu", activity_regularizer="l2", kernel_regularizer="l2")
+    seen = report(model(hidden, layers.Dense(3, "softmax")), loss=loss)
+    assert seen.ok and not seen.findings, seen
 
 
 def test_a_loss_that_is_none_is_an_error():
@@ -315,7 +318,7 @@ def test_several_defects_are_all_reported():
         layers.Lambda(lambda x: tf.sort(x, axis=0), name="sort"),
     )
     seen = report(bad, loss="sparse_categorical_crossentropy", optimizer=tf.keras.optimizers.SGD())
-    places = {"mean", "norm", "soft", "active", "regular", "sort", "loss", "optimizer", "model"}
+    places = {"mean", "norm", "soft", "active", "sort", "optimizer", "model"}
     assert {f.where for f in seen.findings} == places
     text = str(seen)
     assert text == repr(seen) and "Not fit" in text

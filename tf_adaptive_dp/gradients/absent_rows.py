@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -15,7 +15,9 @@ from tf_adaptive_dp.gradients.penalties import SCALINGS, SUMS, UNCHANGED
 _SCOPE = "weighted_loss"
 
 
-def find_present(loss: tf.Tensor, batch_axes: BatchAxes) -> tf.Tensor | None:
+def find_present(
+    losses: Sequence[tf.Tensor], total: tf.Tensor, batch_axes: BatchAxes
+) -> tf.Tensor | None:
     """Finds which rows count as examples, if some term of the loss ignores sample weights.
 
     Keras multiplies the losses of outputs by sample weights, but not the terms of `add_loss`. Rows
@@ -26,16 +28,17 @@ def find_present(loss: tf.Tensor, batch_axes: BatchAxes) -> tf.Tensor | None:
     rows are present.
 
     Args:
-      loss: [B].
+      losses: the tensors that make up the loss: the loss vector, or the terms of a scalar.
+      total: the loss that the step computed, whose name scope is that of the step.
       batch_axes: the batch axes of everything that the loss is computed from.
 
     Returns:
       [B], bool; `None` if all rows are present, or if all terms have sample weights.
     """
-    scope = loss.op.name.rpartition("/")[0]
+    scope = total.op.name.rpartition("/")[0]
     weights: dict = {}
     unweighted = False
-    for term in _terms(loss, batch_axes):
+    for term in _terms(losses, batch_axes):
         found, beside = _weights(term, batch_axes), _is_beside(term.op, scope)
         if _is_weighted(term.op) and beside and not found:
             return None
@@ -53,9 +56,9 @@ def find_present(loss: tf.Tensor, batch_axes: BatchAxes) -> tf.Tensor | None:
     return tf.reduce_any(rows, axis=0)
 
 
-def _terms(loss: tf.Tensor, batch_axes: BatchAxes) -> Iterator[tf.Tensor]:
-    """The terms of a loss that depend on the data, without scalar factors."""
-    pending = [loss] if batch_axes.depends(loss) else []
+def _terms(losses: Iterable[tf.Tensor], batch_axes: BatchAxes) -> Iterator[tf.Tensor]:
+    """The terms of losses that depend on the data, without scalar factors."""
+    pending = [loss for loss in losses if batch_axes.depends(loss)]
     while pending:
         tensor = pending.pop()
         op = tensor.op
@@ -115,4 +118,5 @@ def _is_fed(tensor: tf.Tensor) -> bool:
 
 def _nonzero(weights: tf.Tensor) -> tf.Tensor:
     present = weights if weights.dtype == tf.bool else weights != 0
-    return tf.reshape(present, [-1])
+    # Weights may be those of the entries of each example: [B, T].
+    return tf.reduce_any(tf.reshape(present, [tf.shape(present)[0], -1]), axis=1)

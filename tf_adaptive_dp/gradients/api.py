@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.graphs import ancestors
+from tf_adaptive_dp._keras.graphs import ancestors, is_symbolic
 from tf_adaptive_dp._keras.tracing import is_recording
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.absent_rows import find_present
-from tf_adaptive_dp.gradients.batch_axis.analysis import analyze, of_one_example
+from tf_adaptive_dp.gradients.batch_axis.analysis import follow, refuse
 from tf_adaptive_dp.gradients.batch_axis.counting import counts_batch
 from tf_adaptive_dp.gradients.batch_axis.custom_gradients import refuse_custom_gradients
 from tf_adaptive_dp.gradients.batch_axis.hidden import refuse_state
@@ -21,6 +22,7 @@ from tf_adaptive_dp.gradients.batch_axis.slots import refuse_slots
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.jacobian import MaterializedGradients
 from tf_adaptive_dp.gradients.penalties import Penalty, find_penalties, penalty_gradients
+from tf_adaptive_dp.gradients.scalar_losses import take_apart
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.traced import TracedGradients
 from tf_adaptive_dp.gradients.watch import search_when_complete
@@ -37,24 +39,25 @@ def check_method(method: str) -> str:
     return checks.choice("gradients", method, METHODS)
 
 
-def check_loss_vector(loss: tf.Tensor) -> None:
-    """Refuses a loss that does not have one entry per example.
+def check_loss(loss: tf.Tensor) -> None:
+    """Refuses a loss of a shape that cannot be trained per example.
 
     Args:
       loss: the result of a loss function.
 
     Raises:
-      NotPrivateError: for a scalar, which has lost the losses of examples, and for a loss of rank 2
-        or more, whose entries are not examples.
+      NotPrivateError: for a scalar under eager execution, which has lost the losses of examples,
+        and for a loss of rank 2 or more, whose entries are not examples.
       TypeError: if it is not a tensor.
     """
     if not tf.is_tensor(loss):
         raise TypeError(f"`loss` must be a tensor of shape [B]. Received: loss={loss!r}")
     rank = loss.shape.rank
-    if rank == 0:
+    if rank == 0 and not is_symbolic(loss):
         raise NotPrivateError(
-            "DP training needs the loss of each example, a vector [B]. Received: a scalar loss. "
-            'Pass a loss with `reduction="none"`, for example '
+            "Under eager execution DP training needs the loss of each example, a vector [B]. "
+            "Received: a scalar loss. Train in a compiled step (without `run_eagerly`), which "
+            'finds the examples in the loss, or pass a loss with `reduction="none"`, for example '
             '`tf.keras.losses.SparseCategoricalCrossentropy(reduction="none")`.'
         )
     if rank is None:
@@ -104,8 +107,11 @@ def per_example_gradients(
     method: str = "auto",
     num_microbatches: int | None = None,
     loss_scale: float = 1.0,
+    expected_batch_size: float | None = None,
 ) -> PerExampleGradients:
     """Makes a source of the per-example gradients gᵢ = ∂lossᵢ/∂variables.
+
+    A scalar loss is taken apart into the losses of examples, see `scalar_losses.example_losses`.
 
     Guarantee: gᵢ is the gradient of example i alone. In a compiled step, the library follows the
     batch axis through the whole graph. It refuses a model that mixes the examples of a batch, and
@@ -116,7 +122,8 @@ def per_example_gradients(
     weight.
 
     Args:
-      loss: [B], one entry per example.
+      loss: [B], one entry per example; in a compiled step also a scalar, a sum or a mean over
+        examples.
       variables: the variables to differentiate with respect to.
       tape: the tape that recorded `loss`; it cannot be used again unless it is persistent.
       method: `"auto"` takes the fastest exact method. In a compiled step these are traced
@@ -127,17 +134,20 @@ def per_example_gradients(
         replace those of examples.
       loss_scale: a power of two that multiplies the loss before it is differentiated. All results
         are those of the loss itself.
+      expected_batch_size: the public number by which the sum of gradients will be divided. Only a
+        scalar loss with sums and means over the batch among its terms needs it.
 
     Returns:
       A `PerExampleGradients`, with `squared_norms(scale=None, shift=None)` → [B], and
-      `weighted_sum(weights)` → one tensor per variable.
+      `weighted_sum(weights)` → one tensor per variable. Its `example_losses`
+      are the losses of examples [B].
 
     Raises:
       NotPrivateError: for a loss or a model that cannot be trained per example.
       ValueError: for an unknown `method`, or if the loss depends on none of the variables.
     """
     check_method(method)
-    check_loss_vector(loss)
+    check_loss(loss)
     if tape is None:
         raise ValueError("`tape` must be the tape that recorded `loss`. Received: tape=None")
     for variable in variables:
@@ -147,9 +157,9 @@ def per_example_gradients(
                 f"{variable.name} of type {variable.dtype.name}. Train the real and imaginary "
                 "parts instead."
             )
-    batch_axes, penalties, present = _search(loss, method)
-    example_losses = loss
     with contextlib.nullcontext() if is_recording(tape) else tape:
+        example_losses, batch_axes, penalties, present = _search(loss, method, expected_batch_size)
+        loss = example_losses
         if present is not None:
             loss = tf.where(present, loss, tf.zeros_like(loss))
         if num_microbatches is not None:
@@ -175,29 +185,50 @@ def per_example_gradients(
         raise ValueError(f"The loss depends on none of the variables. Received: {names or 'none'}")
     source.loss_scale = loss_scale
     source.penalty_gradients = penalty_gradients(penalties, variables)
+    source.example_losses = example_losses
     source.counts_batch = batch_axes is not None and counts_batch(example_losses, batch_axes)
     return source
 
 
-def _search(
-    loss: tf.Tensor, method: str
-) -> tuple[BatchAxes | None, list[Penalty], tf.Tensor | None]:
-    """Searches the graph of a loss for what mixes examples.
+class _Searched(NamedTuple):
+    """What the graph of a loss shows.
 
-    Returns:
-      The batch axes (`None` for one example, or eagerly), the terms that all examples share, and
-      which rows are present (`None` for all).
+    Attributes:
+      losses: [B], the losses of examples.
+      batch_axes: `None` for one example, or under eager execution.
+      penalties: the terms that all examples share.
+      present: [B], bool, which rows are examples; `None` for all.
     """
-    if not tf.executing_eagerly():
-        batch_axes = analyze(loss)
-        refuse_state(loss)
-        search_when_complete(loss)
-        if batch_axes is None:
-            one = of_one_example(loss)
-            return None, find_penalties(loss, one), find_present(loss, one)
-        refuse_custom_gradients(ancestors([loss]), batch_axes)
-        refuse_slots(loss, batch_axes).renew()
-        return batch_axes, find_penalties(loss, batch_axes), find_present(loss, batch_axes)
+
+    losses: tf.Tensor
+    batch_axes: BatchAxes | None
+    penalties: list[Penalty]
+    present: tf.Tensor | None
+
+
+def _search(loss: tf.Tensor, method: str, expected_batch_size: float | None) -> _Searched:
+    """Searches the graph of a loss for what mixes examples."""
+    if tf.executing_eagerly():
+        return _not_searched(loss, method)
+    axes, is_one = follow(loss)
+    if loss.shape.rank == 0:
+        vector, terms, penalties = take_apart(loss, axes, is_one, expected_batch_size)
+    else:
+        vector, terms, penalties = loss, [loss], []
+    if not is_one:
+        refuse(vector, axes)
+    refuse_state(vector)
+    search_when_complete(vector)
+    penalties = [*penalties, *find_penalties(vector, axes)]
+    present = find_present(terms, loss, axes)
+    if is_one:
+        return _Searched(vector, None, penalties, present)
+    refuse_custom_gradients(ancestors([vector]), axes)
+    refuse_slots(vector, axes).renew()
+    return _Searched(vector, axes, penalties, present)
+
+
+def _not_searched(loss: tf.Tensor, method: str) -> _Searched:
     if method == "traced":
         raise ValueError(
             "Traced gradients need a compiled step, in which they find the operations that read "
@@ -208,6 +239,6 @@ def _search(
         "Under eager execution only the backward pass can be searched for operations that mix "
         "the examples of a batch. Run one compiled step (without `run_eagerly`) to have the "
         "model checked in full.",
-        stacklevel=3,
+        stacklevel=4,
     )
-    return None, [], None
+    return _Searched(loss, None, [], None)

@@ -16,6 +16,7 @@ class PerExampleGradients(abc.ABC):
       penalty_gradients: for each variable, the gradient of the loss terms that all examples share,
         or `None`.
       counts_batch: whether the loss depends on the number of examples in a batch of unknown size.
+      example_losses: [B], the loss of each example.
       loss_scale: the power of two by which the loss was multiplied to keep float16 gradients from
         vanishing. All answers divide by it, which is exact.
     """
@@ -23,6 +24,7 @@ class PerExampleGradients(abc.ABC):
     connected: list[bool]
     penalty_gradients: list[tf.Tensor | None]
     counts_batch: bool
+    example_losses: tf.Tensor
     loss_scale: float = 1.0
 
     @abc.abstractmethod

@@ -14,7 +14,7 @@ from tf_adaptive_dp._keras.optimizers import SelfScalingOptimizer, is_built
 from tf_adaptive_dp._keras.variables import uncounted_variables
 from tf_adaptive_dp.accounting.earlier_releases import warn_of_earlier_releases
 from tf_adaptive_dp.accounting.ledger import Ledger
-from tf_adaptive_dp.gradients.api import check_loss_vector, check_method, per_example_gradients
+from tf_adaptive_dp.gradients.api import check_loss, check_method, per_example_gradients
 from tf_adaptive_dp.gradients.released import completion, mark_released, vouch_for
 from tf_adaptive_dp.mechanism.clipping import Clipping, serialize
 from tf_adaptive_dp.mechanism.draw_numbers import number_of, rows_without_padding
@@ -192,7 +192,8 @@ class DPOptimizer(SelfScalingOptimizer):
         """Releases the noisy mean of the clipped per-example gradients.
 
         Args:
-          loss: [B], the loss of each example, or a function that returns it.
+          loss: [B], the loss of each example, or in a compiled step also a scalar that is a sum
+            or a mean over examples; or a function that returns it.
           var_list: the variables, or a function that returns them.
           tape: the tape that recorded `loss`; needed if `loss` is a tensor.
 
@@ -216,14 +217,17 @@ class DPOptimizer(SelfScalingOptimizer):
                     tape.watch(var_list)
                 loss = loss()
         variables = list(var_list() if callable(var_list) else var_list)
-        check_loss_vector(loss)
+        check_loss(loss)
         self._build_outside(variables)
         refusals.refuse_other_variables(self, variables)
-        batch_size = tf.shape(loss)[0]
+        with tf.init_scope():
+            expected_batch_size = self.expected_batch_size
         source = per_example_gradients(
             *(loss, variables, tape, self.gradients, self.num_microbatches),
             loss_scale=self._loss_scaling.scale_for(variables),
+            expected_batch_size=expected_batch_size,
         )
+        losses = source.example_losses
         refusals.refuse_counting(self, source)
         scale, shift = self._preconditioning.scale_and_shift(self, variables)
         layers = [_layer_of(v) for v in variables]
@@ -231,9 +235,11 @@ class DPOptimizer(SelfScalingOptimizer):
         with tf.control_dependencies([*(scale or ()), *(shift or ())]):
             if not self._preconditioning.before_clipping:
                 scale = shift = None
-            self._mechanism.doubt_size(rows_without_padding(loss))
-            number = number_of(loss)
-            noisy = self._mechanism.release(source, batch_size, scale, shift, layers, number)
+            self._mechanism.doubt_size(rows_without_padding(losses))
+            number = number_of(losses)
+            noisy = self._mechanism.release(
+                source, tf.shape(losses)[0], scale, shift, layers, number
+            )
         released = _with_penalties(noisy, source.penalty_gradients, scale)
         released = [None if g is None else tf.cast(g, v.dtype) for g, v in zip(released, variables)]
         for gradient in released:

@@ -202,7 +202,7 @@ def make_dp_optimizer_class(keras_optimizer_class: type) -> type:
     """Makes the private version of a Keras optimizer.
 
     The new class takes the arguments of `DPSGD` that define the mechanism, and those of the Keras
-    optimizer by name. Compile the model with a loss that has `reduction="none"`.
+    optimizer by name.
 
     Guarantee: the Keras optimizer sees the output of the Gaussian mechanism only. Whatever it
     computes (momentum, second moments, averages of the weights) is post-processing and costs no

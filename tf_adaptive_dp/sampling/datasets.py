@@ -52,10 +52,10 @@ def poisson_batches(
     """Poisson batches (x, y, sample_weight) for `fit`, all of one static shape.
 
     A batch has `sampling.max_batch_size` rows unless gradients are accumulated. The drawn examples
-    are in random rows. The other rows are padding with sample weight 0. Under a loss with
-    `reduction="none"` the losses and gradients of padding are exactly zero, so the mechanism counts
-    it as absent. The zeros have random signs, from which the optimizer recognizes a repeated draw.
-    Batches can be empty, and empty batches must be released too.
+    are in random rows. The other rows are padding with sample weight 0. Its losses and gradients
+    are exactly zero, so the mechanism counts it as absent. The zeros have random signs, from which
+    the optimizer recognizes a repeated draw. Batches can be empty, and empty batches must be
+    released too.
 
     Padding is zeros (empty strings), which are public. A real example would not be: weight 0 times
     an infinite loss is NaN, which shows. If zeros are not valid inputs of the model (log 0, the

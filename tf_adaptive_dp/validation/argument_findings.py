@@ -30,56 +30,41 @@ class PerExampleLoss(tf.keras.losses.Loss):
         return self.function(y_true, y_pred)
 
 
-def loss_findings(loss: str | Loss) -> tuple[list[Finding], Loss]:
-    """Inspects a loss without running it.
+def is_reduced(loss: str | Loss) -> bool:
+    """Whether Keras sums a loss over the batch, or takes its mean."""
+    return getattr(loss, "reduction", None) != "none"
+
+
+def loss_of_examples(loss: str | Loss) -> Loss:
+    """Takes the reduction over the batch off a loss.
+
+    `fit` takes a reduced loss apart itself. The comparison with batches of one needs the losses of
+    the examples.
 
     Args:
       loss: the loss as passed to `model.compile`.
 
     Returns:
-      The findings, and the same loss without a reduction over the batch.
+      The same loss, with one entry per example.
 
     Raises:
       TypeError: if it is not a loss.
       ValueError: if Keras has no loss of that name.
     """
     if isinstance(loss, str):
-        found = Finding(
-            "loss",
-            "loss",
-            f"Keras averages the loss {loss!r}, given by name, over the batch.",
-            'Pass the loss object with `reduction="none"` (`fix=True` offers one).',
-        )
-        return [found], PerExampleLoss(tf.keras.losses.get(loss), loss)
+        return PerExampleLoss(tf.keras.losses.get(loss), loss)
     if isinstance(loss, tf.keras.losses.Loss):
         if loss.reduction == "none":
-            return [], loss
-        found = Finding(
-            "loss",
-            "loss",
-            f"{type(loss).__name__} has reduction={loss.reduction!r}, which hides the losses of "
-            "single examples.",
-            'Create it with `reduction="none"` (`fix=True` offers it).',
-        )
-        repaired = copy.copy(loss)
-        repaired.reduction = "none"
-        return [found], repaired
+            return loss
+        unreduced = copy.copy(loss)
+        unreduced.reduction = "none"
+        return unreduced
     if not callable(loss):
         raise TypeError(
             "`loss` must be a Keras loss or a function of (y_true, y_pred); for a model of several "
             f"outputs, a function that adds their losses. Received: loss={loss!r}"
         )
-    name = getattr(loss, "__name__", type(loss).__name__)
-    found = Finding(
-        "loss",
-        "loss",
-        f"{name} is a plain function, and `model.compile` averages it over the batch. It is fine "
-        "in a custom training loop.",
-        'Pass a `tf.keras.losses.Loss` with `reduction="none"` to `compile` (`fix=True` offers '
-        "one).",
-        "warning",
-    )
-    return [found], PerExampleLoss(loss, name)
+    return PerExampleLoss(loss, getattr(loss, "__name__", type(loss).__name__))
 
 
 def optimizer_findings(optimizer: Any, batch_size: int | None) -> list[Finding]:

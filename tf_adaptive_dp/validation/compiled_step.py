@@ -72,6 +72,10 @@ def search_compiled_step(
     return StepSearch(found, False, np.zeros(0))
 
 
+# The name scope in which a loss is summed over the batch on purpose.
+REDUCTION = "reduction_of_the_loss"
+
+
 def batch_specs(batch: tuple) -> tuple[tuple, tuple]:
     """The specs to trace a step with: batches of any size, and batches of this size."""
     fixed = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), batch)
@@ -116,7 +120,8 @@ def _step(
     def step(batch: tuple) -> tf.Tensor:
         with tf.GradientTape() as tape:
             values = losses(batch, True)
-        findings.extend(_added_losses(model))
+        if values.shape.rank == 1:
+            findings.extend(_added_losses(model))
         try:
             source = per_example_gradients(values, model.trainable_variables, tape)
             squares = source.squared_norms()
@@ -151,10 +156,11 @@ def counting(expected_batch_size: float | None) -> Finding:
 
 def _mixing(loss: tf.Tensor, model: tf.keras.Model) -> list[Finding]:
     """One finding per layer: a mixed tensor that leaves its layer counts as clean again."""
-    prepared = prepare(loss) if loss.shape.rank == 1 else None
+    prepared = prepare(loss) if loss.shape.rank in (0, 1) else None
     if prepared is None:
         return []
     batch_axes, ops = prepared
+    ops = [op for op in ops if not op.name.startswith(f"{REDUCTION}/")]
     path_of = path_finder(model)
     found: dict[str, Finding] = {}
     for op in ops:
@@ -221,7 +227,7 @@ def _added_losses(model: tf.keras.Model) -> list[Finding]:
                 "It adds a loss term (`activity_regularizer` or `add_loss`) that depends on the "
                 f"data and has shape {term.shape} instead of one entry per example, [B], so Keras "
                 "cannot add it to a loss vector.",
-                "Pass one entry per example, [B], to `add_loss`, drop the term, or return it as an "
-                "output of the model and add it in the loss.",
+                'Use the loss without `reduction="none"`, or pass one entry per example, [B], to '
+                "`add_loss`.",
             )
     return list(found.values())

@@ -80,14 +80,15 @@ def keeps_state(layer: tf.keras.layers.Layer) -> bool:
     return isinstance(layer, _LAYERS.RNN) and bool(layer.stateful)
 
 
-def layer_findings(model: tf.keras.Model) -> list[Finding]:
+def layer_findings(model: tf.keras.Model, is_reduced: bool) -> list[Finding]:
     """Inspects the layers and variables of a model.
 
     Args:
       model: a built model; it is not called.
+      is_reduced: whether its loss is a sum or a mean over the batch.
     """
     found = [finding for path, layer in named_layers(model) for finding in _of_layer(path, layer)]
-    if not has_own(model, "compute_loss"):
+    if not (is_reduced or has_own(model, "compute_loss")):
         found += [f for path, layer in named_layers(model) for f in _regularizers(path, layer)]
     if not model.trainable_variables:
         found.append(
@@ -164,6 +165,5 @@ def _regularizers(path: str, layer: tf.keras.layers.Layer) -> Iterator[Finding]:
             path,
             f"Its {', '.join(names)} adds a scalar, which Keras cannot add to a loss vector: `fit` "
             "fails.",
-            "Override `compute_loss` in the model (`return self.loss(y, y_pred, sample_weight) + "
-            "tf.add_n(self.losses)`), or use the optimizer's `weight_decay`.",
+            'Use the loss without `reduction="none"`, or the optimizer\'s `weight_decay`.',
         )

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.layers import set_dtype_policy
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.gradients.api import check_loss_vector, per_example_gradients
+from tf_adaptive_dp.gradients.api import check_loss, per_example_gradients
 from tf_adaptive_dp.validation.compiled_step import Losses
 from tf_adaptive_dp.validation.layer_findings import named_layers
 
@@ -210,7 +210,7 @@ def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Loss
     def losses(batch: tuple, training: bool) -> tf.Tensor:
         x, y, *sample_weight = batch
         values = loss(y, model(x, training=training))
-        check_loss_vector(values)
+        check_loss(values)
         added = [tf.cast(t, values.dtype) for t in model.losses if t.shape.rank == 1]
         if sample_weight:
             values *= tf.cast(sample_weight[0], values.dtype)

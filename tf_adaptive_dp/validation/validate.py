@@ -9,9 +9,13 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import is_compiled
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.gradients.api import check_loss_vector
+from tf_adaptive_dp.gradients.api import check_loss
 from tf_adaptive_dp.validation import argument_findings
-from tf_adaptive_dp.validation.compiled_step import Losses, search_compiled_step
+from tf_adaptive_dp.validation.compiled_step import (
+    REDUCTION,
+    Losses,
+    search_compiled_step,
+)
 from tf_adaptive_dp.validation.fixes import is_defective, repaired_model
 from tf_adaptive_dp.validation.layer_findings import has_own, layer_findings
 from tf_adaptive_dp.validation.per_example import check_per_example, checked_batch, loss_function
@@ -51,9 +55,8 @@ def validate(
       batch: `(x, y)` or `(x, y, sample_weight)` as in training; a few examples are enough. x and y
         may be nested, axis 0 is the batch.
       fix: whether to repair, in a copy of the model, what has a safe replacement.
-        BatchNormalization becomes GroupNormalization, stateful recurrent layers become stateless,
-        and the loss gets `reduction="none"`. All other layers keep their weights. The report is
-        then about the copy.
+        BatchNormalization becomes GroupNormalization, and stateful recurrent layers become
+        stateless. All other layers keep their weights. The report is then about the copy.
 
     Returns:
       A `ValidationReport` with `findings`, `ok`, `repaired`, `model` and `loss`.
@@ -71,7 +74,7 @@ def validate(
     >>> [finding.where for finding in report.findings]
     ['optimizer']
     >>> [finding.kind for finding in report.repaired]
-    ['loss', 'probe', 'batch statistics']
+    ['probe', 'batch statistics']
     """
     batch = checked_batch(model, batch)
     report = _inspect(model, loss, optimizer, batch)
@@ -80,8 +83,7 @@ def validate(
 
 def _repair(report: ValidationReport, optimizer: Any, batch: tuple) -> ValidationReport:
     """Reports on a repaired copy."""
-    _, loss = argument_findings.loss_findings(report.loss)
-    model, left = report.model, []
+    model, loss, left = report.model, report.loss, []
     kinds = {f.kind for f in report.findings}
     if model.built and kinds & {"batch statistics", "state"} and is_defective(model):
         try:
@@ -113,10 +115,9 @@ def _inspect(model: tf.keras.Model, loss: Any, optimizer: Any, batch: tuple) -> 
     from_batch = argument_findings.batch_findings(batch)
     comparable = not any(f.severity == "error" for f in from_batch)
     num_examples = tf.nest.flatten(batch)[0].shape[0] if comparable else None
-    from_loss, vector_loss = argument_findings.loss_findings(loss)
+    loss_of_examples = argument_findings.loss_of_examples(loss)
     found = [
         *from_batch,
-        *from_loss,
         *argument_findings.optimizer_findings(optimizer, num_examples),
     ]
     failed = _build(model, batch[0])
@@ -124,13 +125,13 @@ def _inspect(model: tf.keras.Model, loss: Any, optimizer: Any, batch: tuple) -> 
     if failed is not None:
         found.append(failed)
     elif comparable:
-        losses = _step_losses(model, vector_loss)
+        losses = _step_losses(model, loss, loss_of_examples)
         with unchanged(model):
-            seen, accepted, probed = _run(model, losses, vector_loss, optimizer, batch)
+            seen, accepted, probed = _run(model, losses, loss_of_examples, optimizer, batch)
             seen += train_step_findings(model, optimizer, batch)
         found += seen
     if model.built:
-        found = _joined(found, layer_findings(model), accepted)
+        found = _joined(found, layer_findings(model, argument_findings.is_reduced(loss)), accepted)
     return ValidationReport(_sorted([*found, *_own_steps(model)]), (), probed, model, loss)
 
 
@@ -158,14 +159,14 @@ def _failure(error: Exception) -> Finding:
 def _run(
     model: tf.keras.Model,
     losses: Losses,
-    vector_loss: Callable[..., tf.Tensor],
+    loss_of_examples: Callable[..., tf.Tensor],
     optimizer: Any,
     batch: tuple,
 ) -> tuple[list[Finding], bool, str]:
     """Searches and probes, and compares with batches of one if neither finds anything."""
     try:
         values = losses(batch, True)
-        check_loss_vector(values)
+        check_loss(values)
     except NotPrivateError as error:
         finding = Finding("loss", "loss", str(error), "Return one entry per example.")
         return [finding], False, _NOTHING_PROBED
@@ -184,7 +185,7 @@ def _run(
     counts = any(f.kind == "batch size" for f in found)
     refused = any(f.severity == "error" for f in found)
     if not (counts or refused or has_own(model, "compute_loss")):
-        differing, compared = _compare_gradients(model, vector_loss, batch)
+        differing, compared = _compare_gradients(model, loss_of_examples, batch)
         found, said = found + differing, f"{said}; {compared}"
     return found, searched.accepted, said
 
@@ -213,16 +214,35 @@ def _joined(found: list[Finding], of_layers: list[Finding], accepted: bool) -> l
     return [f for f in found if not (f.kind in searched and f.where in known)] + of_layers
 
 
-def _step_losses(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Losses:
-    """Makes a function that computes the loss vector of a training step as `fit` does."""
-    if not (has_own(model, "compute_loss") and is_compiled(model)):
-        return loss_function(model, loss)
+def _step_losses(
+    model: tf.keras.Model,
+    loss: str | Callable[..., tf.Tensor],
+    loss_of_examples: Callable[..., tf.Tensor],
+) -> Losses:
+    """Makes a function that computes the loss of a training step as `fit` does.
 
-    def losses(batch: tuple, training: bool) -> tf.Tensor:
-        x, y, *sample_weight = batch
-        return model.compute_loss(x, y, model(x, training=training), *sample_weight)
+    Eagerly, for the probe, it returns the losses of the examples even if the loss is reduced.
+    """
+    if has_own(model, "compute_loss") and is_compiled(model):
 
-    return losses
+        def losses(batch: tuple, training: bool) -> tf.Tensor:
+            x, y, *sample_weight = batch
+            return model.compute_loss(x, y, model(x, training=training), *sample_weight)
+
+        return losses
+    vector = loss_function(model, loss_of_examples)
+    if not argument_findings.is_reduced(loss):
+        return vector
+
+    def reduced(batch: tuple, training: bool) -> tf.Tensor:
+        values = vector(batch, training)
+        if tf.executing_eagerly():
+            return values
+        numbers = [tf.cast(t, values.dtype) for t in model.losses if t.shape.rank == 0]
+        with tf.name_scope(REDUCTION):
+            return tf.add_n([tf.reduce_mean(values), *numbers])
+
+    return reduced
 
 
 def _own_steps(model: tf.keras.Model) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 import tensorflow as tf
 
@@ -148,9 +149,21 @@ def prepare(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation]] | None:
 
 def of_one_example(loss: tf.Tensor) -> BatchAxes:
     """The batch axes for the loss of a batch of one example, in which nothing is refused."""
-    batch_axes, ops, _ = _sources_entered(loss)
+    return follow(loss)[0]
+
+
+def follow(loss: tf.Tensor) -> tuple[BatchAxes, bool]:
+    """Finds the batch axes of everything that a loss is computed from, and refuses nothing.
+
+    Args:
+      loss: symbolic, of any shape.
+
+    Returns:
+      The batch axes, and whether it is a batch of one example.
+    """
+    batch_axes, ops, is_one = _sources_entered(loss)
     operations.run(ops, batch_axes)
-    return batch_axes
+    return batch_axes, is_one
 
 
 def _sources_entered(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation], bool]:
@@ -162,10 +175,10 @@ def _sources_entered(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation], bo
             for op in ops
             if op.type in (*_SOURCES, "Const")
             for t in op.outputs
-            if t.dtype not in _OPAQUE_TYPES and t.shape.rank and t.shape[0] == loss.shape[0]
+            if t.dtype not in _OPAQUE_TYPES and t.shape.rank and t.shape[0] == _axis_0(loss)
         ]
     sizes = [_axis_0(t) for t in sources if t.shape.rank != 0]
-    size = next((n for n in (loss.shape[0], *sizes) if n is not None), None)
+    size = next((n for n in (_axis_0(loss), *sizes) if n is not None), None)
     # A size that only the loss has proves nothing about the data.
     known = None if None in sizes else size
     batch_axes = BatchAxes(known)
@@ -182,21 +195,31 @@ def refuse(loss: tf.Tensor, batch_axes: BatchAxes) -> None:
     """Raises an error unless entry i of the loss belongs to example i."""
     layout = batch_axes[loss]
     if not batch_axes.depends(loss):
-        raise NotPrivateError(
-            "The loss does not depend on any input of the step, so the library cannot tell the "
-            f"examples apart. Received: {loss.name}. Pass the batch to the `tf.function` "
-            "as arguments, or read it from a data set."
-        )
+        refuse_independent(loss)
     if isinstance(layout, CrossExample):
-        raise NotPrivateError(
-            "The examples of a batch mix, so none has a gradient of its own. Received: "
-            f"{layout.op.name} ({layout.op.type}), which {layout.why}. Layer: "
-            f"{layer_name(layout.op)!r}. If this is batch normalization, replace it by "
-            "`tf.keras.layers.GroupNormalization` or `LayerNormalization`, or freeze it "
-            "(`layer.trainable = False`); otherwise keep the batch as an axis of its own."
-        )
+        refuse_mixed(layout)
     if layout != BatchAxis():
         raise NotPrivateError(
             "The entries of the loss are not the examples of the batch. Received: a loss vector "
             f"{loss.name} with {layout}. Return one entry per example, in their order."
         )
+
+
+def refuse_independent(loss: tf.Tensor) -> NoReturn:
+    """Raises the error for a loss that depends on no data."""
+    raise NotPrivateError(
+        "The loss does not depend on any input of the step, so the library cannot tell the "
+        f"examples apart. Received: {loss.name}. Pass the batch to the `tf.function` "
+        "as arguments, or read it from a data set."
+    )
+
+
+def refuse_mixed(layout: CrossExample) -> NoReturn:
+    """Raises the error for examples that mix."""
+    raise NotPrivateError(
+        "The examples of a batch mix, so none has a gradient of its own. Received: "
+        f"{layout.op.name} ({layout.op.type}), which {layout.why}. Layer: "
+        f"{layer_name(layout.op)!r}. If this is batch normalization, replace it by "
+        "`tf.keras.layers.GroupNormalization` or `LayerNormalization`, or freeze it "
+        "(`layer.trainable = False`); otherwise keep the batch as an axis of its own."
+    )

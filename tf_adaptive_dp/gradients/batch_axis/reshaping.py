@@ -90,7 +90,7 @@ def axes_of_length_1(op: tf.Operation, batch_axes: BatchAxes) -> Value:
         new = static_value(op.inputs[1])
         if not isinstance(layout, BatchAxis) or new is None:
             return CrossExample(op, "adds an axis that is unknown while tracing")
-        return layout.at(layout.axis + (int(new) % (rank + 1) <= layout.axis))
+        return layout.at(layout.axis + (new.item() % (rank + 1) <= layout.axis))
     layout = batch_axes.axis_of(op.inputs[0])
     gone = {a % rank for a in op.get_attr("squeeze_dims")}
     gone = gone or {a for a in range(rank) if op.inputs[0].shape[a] == 1}

@@ -103,6 +103,13 @@ def _shape(op: tf.Operation, recurse: _Recurse, size_of: SizeOf) -> Entries | No
     )
 
 
+def _num_entries(op: tf.Operation, recurse: _Recurse, size_of: SizeOf) -> Entries | None:
+    tensor = op.inputs[0]
+    if tensor.shape.rank is None:
+        return None
+    return [product(size_of(tensor, a) for a in range(tensor.shape.rank))]
+
+
 def _strided_slice(op: tf.Operation, recurse: _Recurse, size_of: SizeOf) -> Entries | None:
     values = recurse(op.inputs[0])
     begin, end, strides = (static_value(t) for t in op.inputs[1:])
@@ -166,6 +173,7 @@ def _same(op: tf.Operation, recurse: _Recurse, size_of: SizeOf) -> Entries | Non
 
 _EVALUATORS = {
     "Shape": _shape,
+    "Size": _num_entries,
     "Slice": _slice,
     "StridedSlice": _strided_slice,
     "DynamicStitch": _stitched,

@@ -321,7 +321,9 @@ def _length_1(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchA
         return [(source, None)]
     if op.type == "ExpandDims":
         new = static_value(op.inputs[1])
-        return [(source, None if new is None else place.at(axis - (int(new) % (rank + 1) < axis)))]
+        return [
+            (source, None if new is None else place.at(axis - (new.item() % (rank + 1) < axis)))
+        ]
     gone = {a % rank for a in op.get_attr("squeeze_dims")}
     kept = [a for a in range(rank) if a not in (gone or {a}) or source.shape[a] != 1]
     return [(source, place.at(kept[axis]) if axis < len(kept) else None)]
