@@ -8,6 +8,8 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.generation import GENERATION, keras
+
 # A `tf.function` that makes variables in its first trace is traced again without making them.
 # Variables with this argument, made in an init scope, do not count.
 _UNCOUNTED = {"experimental_enable_variable_lifting": False}
@@ -43,3 +45,8 @@ def handle_of(variable: tf.Variable) -> tf.Tensor:
 def has_autocast(variable: Any) -> bool:
     """Whether a layer with a mixed-precision policy casts the variable wherever it is read."""
     return hasattr(variable, "true_dtype")
+
+
+def native(variable: Any) -> tf.Variable:
+    """The `tf.Variable` inside a variable of Keras 3; any other variable as it is."""
+    return variable.value if GENERATION == 3 and isinstance(variable, keras.Variable) else variable

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.graphs import ancestors, is_symbolic
 from tf_adaptive_dp._keras.tracing import is_recording
+from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.absent_rows import find_present
 from tf_adaptive_dp.gradients.batch_axis.analysis import follow, refuse
@@ -150,6 +151,7 @@ def per_example_gradients(
     check_loss(loss)
     if tape is None:
         raise ValueError("`tape` must be the tape that recorded `loss`. Received: tape=None")
+    variables = [native(v) for v in variables]
     for variable in variables:
         if not variable.dtype.is_floating:
             raise ValueError(

@@ -10,6 +10,7 @@ from typing import Callable
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import BATCH_NORMALIZATIONS, inner_layers, was_adapted
+from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.validation.report import Finding
 
 _LAYERS = tf.keras.layers
@@ -107,7 +108,7 @@ def layer_findings(model: tf.keras.Model, is_reduced: bool) -> list[Finding]:
             "this type cannot be clipped.",
             "Create it with `trainable=False`, or train its real and imaginary parts.",
         )
-        for variable in model.trainable_variables
+        for variable in map(native, model.trainable_variables)
         if not variable.dtype.is_floating
     ]
 
