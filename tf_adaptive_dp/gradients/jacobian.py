@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import bodies, layer_name
+from tf_adaptive_dp._keras.graphs import bodies, layer_name, static_value
 from tf_adaptive_dp._keras.tracing import in_xla
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.contributions import dense_norms, weigh_rows
@@ -126,6 +126,16 @@ def _is_number(tensor: tf.Tensor) -> bool:
     return tensor.shape.rank == 0 or tensor.dtype.is_integer
 
 
+def _sums_all_axes(op: tf.Operation) -> bool:
+    """Whether a sum leaves one number; releases of TensorFlow differ in whether it keeps axes."""
+    if not op.get_attr("keep_dims"):
+        return op.outputs[0].shape.rank == 0
+    rank, axes = op.inputs[0].shape.rank, static_value(op.inputs[1])
+    if rank is None or axes is None:
+        return True  # for all that is known
+    return len({int(axis) % rank for axis in axes.reshape(-1)}) == rank
+
+
 def refuse_mixed_rows(cotangent: tf.Tensor, batch_size: int) -> None:
     """Searches the backward pass of one example for operations that mix the batch.
 
@@ -150,7 +160,7 @@ def refuse_mixed_rows(cotangent: tf.Tensor, batch_size: int) -> None:
             continue
         bare[op] = all(bare.get(t.op, _is_number(t)) for t in op.inputs)
         shape, rank = op.outputs[0].shape, op.outputs[0].shape.rank
-        if op.type == "Sum" and bare[op] and rank == 0 and batch_size > 1:
+        if op.type == "Sum" and bare[op] and _sums_all_axes(op) and batch_size > 1:
             raise NotPrivateError(_SHARED.format(op=op.name))
         if op.type in ("BroadcastTo", "Tile") and rank and shape[0] == batch_size > 1:
             source = op.inputs[0].shape
