@@ -349,15 +349,15 @@ def test_dp_events_and_budgets_count_repetitions():
 
 
 def test_a_trial_may_not_release_a_batch_twice():
-    plan = SimpleNamespace(sampling=SAMPLING, num_examples=N)
-    checking = SimpleNamespace(_plan=plan)
+    batches = SimpleNamespace(sampling=SAMPLING, num_examples=N)
+    checking = SimpleNamespace(_batches=batches)
     for known, fits in ((Checks(12, 0, 0), True), (Checks(12, 1, 4), False)):
         ledger = SimpleNamespace(segments=[Segment(SIGMA, SIZE, 12)], checks=[known])
         checking.model = SimpleNamespace(optimizer=SimpleNamespace(ledger=ledger))
         if fits:
             TrialBudget._check_draws(checking)
         else:
-            with pytest.raises(dp.NotPrivateError, match="released 4 releases before"):
+            with pytest.raises(dp.NotPrivateError, match="released 4 releases earlier"):
                 TrialBudget._check_draws(checking)
 
 
