@@ -11,7 +11,7 @@ import types
 import dp_accounting
 import pytest
 
-from tests.helpers import tf_privacy
+from tests.helpers import HAS_TF_PRIVACY, tf_privacy
 from tf_adaptive_dp import statement
 from tf_adaptive_dp.accounting.composition import (
     epsilon,
@@ -133,7 +133,7 @@ def test_shuffling_is_an_approximation_with_the_unamplified_epsilon_beside_it():
 def test_the_accountant_is_named_and_used():
     text = words(ONE, N, DELTA, sampling="poisson", accountant="pld")
     assert "(PLD accounting, rounded up)" in text
-    if importlib.util.find_spec("tensorflow_privacy"):
+    if HAS_TF_PRIVACY:
         assert "at delta = 1e-05 computed with PLD accounting" in text  # TF Privacy's, too
     shown = float(re.search(r"epsilon = ([0-9.]+)", text).group(1))
     assert 0 <= shown - epsilon(2.0, 200 / N, 6_000, DELTA, "pld") <= 1.001e-4
