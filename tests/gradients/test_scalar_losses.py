@@ -205,6 +205,29 @@ def test_a_constant_that_is_the_expected_batch_size_divides_like_the_batch():
     np.testing.assert_allclose(norms, true[0], rtol=1e-5)
 
 
+COUNTING = {
+    "the batch": lambda x: tf.shape(x)[0] + 1,
+    "ones": lambda x: tf.size(tf.ones_like(x)) % 7,
+    "the batch, as a power": lambda x: tf.cast(tf.shape(x)[0], tf.float32) ** 2,
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_penalty_that_counts_the_batch_is_seen(name):
+    w = tf.Variable(floats(D, seed=2))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, T, D])], autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            number = tf.cast(COUNTING[name](x), tf.float32)
+            loss = mean(each(x, w)) + tf.reduce_sum(w**2) * number
+        seen.append(per_example_gradients(loss, [w], tape).counts_batch)
+
+    seen = []
+    step(X)
+    assert seen == [True]
+
+
 def test_a_batch_of_one_is_its_own_sum():
     norms, _, _ = traced(lambda w, x: tf.sqrt(mean(each(x, w))), X[:1], dynamic=False)
     w = tf.Variable(floats(D, seed=2))

@@ -188,7 +188,10 @@ def per_example_gradients(
     source.loss_scale = loss_scale
     source.penalty_gradients = penalty_gradients(penalties, variables)
     source.example_losses = example_losses
-    source.counts_batch = batch_axes is not None and counts_batch(example_losses, batch_axes)
+    numbers = [n for p in penalties for n in (p.term, p.factor) if tf.is_tensor(n)]
+    source.counts_batch = batch_axes is not None and counts_batch(
+        example_losses, batch_axes, numbers
+    )
     return source
 
 

@@ -72,8 +72,10 @@ _PRODUCTS = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"
 _TARGETS = {**dict.fromkeys((*RANDOM, *DRAWS, "Fill"), 0), "BroadcastTo": 1, "Slice": 2}
 
 
-def counts_batch(loss: tf.Tensor, batch_axes: BatchAxes) -> bool:
-    """Whether a loss, or a custom gradient, may depend on the batch size.
+def counts_batch(
+    loss: tf.Tensor, batch_axes: BatchAxes, penalties: Sequence[tf.Tensor] = ()
+) -> bool:
+    """Whether a loss, a penalty or a custom gradient may depend on the batch size.
 
     Guarantee: if this returns `False`, entry i of the loss is the same function of example i for
     every batch size, as far as the graph tells. Every value computed from the size counts, whatever
@@ -84,11 +86,12 @@ def counts_batch(loss: tf.Tensor, batch_axes: BatchAxes) -> bool:
     Args:
       loss: [B], symbolic, accepted by `analyze`.
       batch_axes: the result of `analyze`.
+      penalties: numbers whose gradients are released as they are.
     """
     if not batch_axes.batch_size.unknowns:
         return False
     found = _Counting(batch_axes)
-    results = [loss, *batch_axes.custom_gradients]
+    results = [loss, *penalties, *batch_axes.custom_gradients]
     found.run(ancestors(results))
     return any(map(found.counts, results)) or found.in_gradients
 
