@@ -1,5 +1,7 @@
 """A loss that depends on the gradient of the model's output for its inputs (double backprop)."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -139,30 +141,48 @@ def summed(model, x):
     return outputs, slope + tf.reduce_sum(slope, axis=0)
 
 
-def reshaped_otherwise(model, x):
+def reshaped_otherwise(model, x, keepdims=False):
     """The sum of a broadcast operand's gradient, of a tensor that has its axes in another order."""
     size = tf.shape(x)[0]
     slope = by_tape(model, x)[1]
     shape = tf.stack([4, size])
     axes = raw.BroadcastGradientArgs(s0=shape, s1=shape).r0
-    return slope, tf.transpose(tf.reshape(tf.reduce_sum(slope, axes), shape))
+    return slope, tf.transpose(tf.reshape(tf.reduce_sum(slope, axes, keepdims), shape))
 
 
-def reshaped_to_more(model, x):
+def reshaped_to_more(model, x, keepdims=False):
     slope = by_tape(model, x)[1]
     shape = tf.stack([tf.shape(x)[0], 4])
     axes = raw.BroadcastGradientArgs(s0=shape, s1=shape).r0
-    total = tf.reduce_sum(slope, axes)
+    total = tf.reduce_sum(slope, axes, keepdims)
     pairs = tf.reshape(tf.reshape(total, [-1, 8]), [-1, 2, 4])
     return slope, tf.reshape(tf.reverse(pairs, [1]), shape)
 
 
+def of_broadcast(model, x, read=False):
+    """The gradient of an operand of lower rank, as TensorFlow 2.21 writes it for any product."""
+    slope = by_tape(model, x)[1]
+    shape = tf.shape(slope)
+    axes = raw.BroadcastGradientArgs(s0=shape, s1=tf.concat([[2], shape], 0)).r0
+    total = tf.reduce_sum(tf.stack([slope, 2 * slope]), axes, keepdims=True)
+    if read:  # the shape is [1, B, 4]
+        _ = tf.reshape(slope, tf.shape(total)[1:])
+    return model(x), tf.reshape(total, shape)
+
+
 MIXING = {
     "for what all share": shared_input,
+    "reshaped otherwise, axes kept": functools.partial(reshaped_otherwise, keepdims=True),
+    "reshaped to pairs, axes kept": functools.partial(reshaped_to_more, keepdims=True),
+    "its shape is read": functools.partial(of_broadcast, read=True),
     "summed": summed,
     "reshaped otherwise": reshaped_otherwise,
     "reshaped to pairs": reshaped_to_more,
 }
+
+
+def test_the_gradient_of_an_operand_of_lower_rank_is_exact():
+    assert_exact(penalized(*MODELS["dense, softplus"], gradient=of_broadcast))
 
 
 @pytest.mark.parametrize("mode", ["graph", "graph of fixed size"])
