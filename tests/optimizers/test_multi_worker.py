@@ -56,6 +56,7 @@ def test_the_step_is_that_of_a_single_device(workers):
         assert tuple(worker["trained_segment"]) == model.optimizer.ledger.segments[0]
 
 
+@pytest.mark.slow
 def test_the_noise_has_the_scale_that_was_asked_for(workers):
     one, other = workers
     np.testing.assert_array_equal(one["noises"], other["noises"])

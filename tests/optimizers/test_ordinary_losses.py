@@ -64,7 +64,7 @@ def assert_same(ours, keras):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow_after(6)
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 def test_without_clipping_and_noise_fit_is_that_of_sgd(name, weighted):
@@ -76,7 +76,7 @@ def test_without_clipping_and_noise_fit_is_that_of_sgd(name, weighted):
     assert_same(after_a_step(classifier(), private(), loss, X, y, weights), expected)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_examples_are_clipped_alone(name):
     loss, y = LOSSES[name]
@@ -115,6 +115,7 @@ def two_outputs():
     return tf.keras.Model(inputs, outputs)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_outputs_have_losses_and_weights_of_their_own(weighted):
     y = {"a": CLASSES, "b": floats(N, 1)}

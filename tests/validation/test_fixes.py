@@ -127,6 +127,7 @@ SLOW = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MODELS]
 )
@@ -150,6 +151,7 @@ def test_a_repaired_model_trains_and_its_report_is_clean(name):
     assert optimizer.ledger.num_releases == 1
 
 
+@pytest.mark.slow
 def test_a_state_is_forgotten():
     x = floats(6, 2, 5)
     inputs = tf.keras.Input(batch_shape=x.shape)

@@ -55,6 +55,7 @@ def test_the_noise_of_an_average_is_clip_times_multiplier_by_clients_per_round(r
         assert_gaussian(second.result[0], stddev * clip / 2)
 
 
+@pytest.mark.slow_after(1)
 def test_a_round_of_no_clients_releases_noise_around_zero(released):
     _, _, _, second, _ = released
     assert np.isfinite(second.result[0]).all() and np.std(second.result[0]) > 0
