@@ -6,13 +6,15 @@ allows it, they are drawn with a secret seed instead.
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterable
 
 import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras import graphs
-from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS
+from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS, ancestors
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 
 # Their seeds are attributes, and they draw anew in each step.
@@ -34,6 +36,19 @@ _OF_KEY = dict.fromkeys(
     1,
 )
 DRAWS = _SEEDED | set(_OF_KEY)
+# Where operations take a seed, and not a key and a counter that were made from one.
+_SEED_OF = {
+    "StatelessRandomGetKeyCounter": 0,
+    "StatelessRandomGetKeyCounterAlg": 0,
+    **dict.fromkeys(
+        """
+        StatelessParameterizedTruncatedNormal StatelessRandomBinomial StatelessRandomGammaV2
+        StatelessRandomNormal StatelessRandomPoisson StatelessRandomUniform
+        StatelessRandomUniformFullInt StatelessRandomUniformInt StatelessTruncatedNormal
+        """.split(),
+        1,
+    ),
+}
 
 # These turn the state of a generator, or other random numbers, into a key.
 _ON_THE_WAY = set(
@@ -43,18 +58,35 @@ _ON_THE_WAY = set(
     StridedSlice Unpack
     """.split()
 )
+# These turn a variable, such as the counter of a `keras.random.SeedGenerator`, into a seed.
+_OF_COUNTERS = set(
+    """
+    AddV2 Bitcast BitwiseXor Cast ConcatV2 Const ExpandDims FloorMod GatherV2 Identity Mul Pack
+    Reshape Slice Squeeze StatelessRandomGetAlg StatelessRandomGetKeyCounter
+    StatelessRandomUniformFullIntV2 StridedSlice Sub Unpack
+    """.split()
+)
 
 _INNER = (
     "In a `tf.function` inside of the step the library cannot replace the seed. Set seeds for "
     "initializers only, and call `tf.random.set_seed(None)` before the first step; or draw the "
     "numbers outside of that function."
 )
+_INNER_SEED = (
+    "In a `tf.function`, a loop or a branch inside of the step the library cannot replace the "
+    "seed: draw the numbers outside of it, in the step."
+)
+_IN_GRADIENT = (
+    "In a custom gradient the library cannot replace the seed: draw the numbers in the forward "
+    "pass, and use them in the gradient."
+)
 _DETERMINISM = (
     "`tf.config.experimental.enable_op_determinism` forbids secret seeds: train without it."
 )
 _KNOWN = (
-    "Draw with functions such as `tf.random.uniform` or with a `tf.random.Generator`, whose seeds "
-    "the library replaces by secret ones; or draw one value for all rows."
+    "Draw with functions such as `tf.random.uniform`, with a `tf.random.Generator`, or with a seed "
+    "from an integer variable, whose seeds the library replaces by secret ones; or draw one value "
+    "for all rows."
 )
 
 
@@ -66,18 +98,20 @@ class Draws:
     graph and no checkpoint reveals it.
     """
 
-    def __init__(self, graph: tf.Graph):
-        """Takes the graph of the step."""
-        self._graph = graph
+    def __init__(self, result: tf.Tensor):
+        """Takes what is computed with the random numbers, such as the loss, in the step's graph."""
+        self._graph = result.graph
+        self._result = result
         self._seeded: list[tf.Operation] = []
         # Functions in which they are, and their roles there, from the inside out.
         self._remade: dict[tuple[tf.Operation, str], tf.Graph] = {}
         self._states: dict = {}
+        self._seeds: dict = {}
 
     @property
     def replaces_any(self) -> bool:
         """Whether `renew` replaces any seed or state of a generator."""
-        return bool(self._seeded or self._states)
+        return bool(self._seeded or self._states or self._seeds)
 
     def refusal(self, op: tf.Operation, batch_axes: BatchAxes) -> str | None:
         """How to fix an operation that draws with a known seed; `None` if `renew` replaces it.
@@ -87,7 +121,7 @@ class Draws:
           batch_axes: the batch axes of its graph.
         """
         if op.type in _OF_KEY:
-            return None if self._is_fresh(op.inputs[_OF_KEY[op.type]], batch_axes) else _KNOWN
+            return self._refusal_of_key(op, batch_axes)
         if not (op.get_attr("seed") or op.get_attr("seed2")):
             return None
         if graphs.must_be_deterministic():
@@ -108,33 +142,82 @@ class Draws:
         for (call, role), body in self._remade.items():
             graphs.replace_body(call, role, body)
         for state in self._states.values():
-            secret = self._graph.capture(_secret_state(self._graph, state).handle)
+            size = graphs.size_of_variable(state)
+            secret = self._graph.capture(_secret_words(self._graph, size).handle)
             for op in state.consumers():
                 if op.type == "RngReadAndSkip" or op.type in CALLS | BRANCHES | LOOPS:
                     for k, tensor in enumerate(op.inputs):
                         if tensor is state:
                             graphs.replace_input(op, k, secret)
+        self._renew_seeds()
 
-    def _is_fresh(self, key: tf.Tensor, batch_axes: BatchAxes) -> bool:
-        """Whether a key is made from something that is new in each step."""
-        pending, seen = [(key, batch_axes)], set()
+    def _renew_seeds(self) -> None:
+        """Replaces seeds where they are used, so that the variables go on as they would.
+
+        Draws with one and the same seed still get the same numbers, as a model may rely on that.
+        Variables with the same value get different seeds.
+        """
+        if not self._seeds:
+            return
+        secret = self._graph.capture(_secret_words(self._graph, _WORDS_OF_STATE).handle)
+        for seed in self._seeds.values():
+            users = [o for o in seed.consumers() if o.type in _SEED_OF]
+            # What surrounds `minimize` may wait for the draws, so the seed must not wait for it.
+            with self._graph.as_default(), tf.control_dependencies(None):
+                drawn = _drawn_seed(secret, seed)
+            for op in users:
+                graphs.replace_input(op, _SEED_OF[op.type], drawn)
+
+    def _refusal_of_key(self, draw: tf.Operation, batch_axes: BatchAxes) -> str | None:
+        """The same for an operation with a key: `None` if it is made from what is always new."""
+        cure = _KNOWN
+        pending, seen = [(draw, batch_axes)], set()
         while pending:
-            tensor, where = pending.pop()
-            op = tensor.op
-            if (where.number, tensor.ref()) in seen:
+            op, where = pending.pop()
+            if (where.number, op) in seen:
                 continue
-            seen.add((where.number, tensor.ref()))
+            seen.add((where.number, op))
             if op.type == "NonDeterministicInts":
-                return True
+                return None
             if op.type in _SEEDED and self.refusal(op, where) is None:
-                return True
+                return None
             if op.type == "RngReadAndSkip" and self._is_renewable(op.inputs[0], where):
-                return True
+                return None
+            if op.type in _SEED_OF and _is_of_counters(op.inputs[_SEED_OF[op.type]]):
+                reason = self._refusal_of_seed(op, where)
+                if reason is None:
+                    return None
+                cure = reason
             if op.type == "Placeholder":
-                pending += _fed(tensor, where)
+                pending += [(t.op, outside) for t, outside in _fed(op.outputs[0], where)]
+            elif op is draw:
+                pending.append((op.inputs[_OF_KEY[op.type]].op, where))
             elif op.type in _ON_THE_WAY:
-                pending += [(t, where) for t in op.inputs]
-        return False
+                pending += [(t.op, where) for t in op.inputs]
+        return cure
+
+    def _refusal_of_seed(self, op: tf.Operation, where: BatchAxes) -> str | None:
+        """The same for an operation that takes a seed, if that comes from variables."""
+        if graphs.must_be_deterministic():
+            return _DETERMINISM
+        if where.caller is not None:
+            return _INNER_SEED
+        seed = op.inputs[_SEED_OF[op.type]]
+        if not self._captures(h for o in ancestors([seed]) for h in o.inputs):
+            return _KNOWN
+        if op not in self._forward:
+            return _IN_GRADIENT
+        self._seeds[seed.ref()] = seed
+        return None
+
+    @functools.cached_property
+    def _forward(self) -> set[tf.Operation]:
+        return set(ancestors([self._result]))
+
+    def _captures(self, tensors: Iterable[tf.Tensor]) -> bool:
+        """Whether the graph captures all handles among the tensors from outside."""
+        captured = {i.ref() for _, i in graphs.captures(self._graph)}
+        return all(t.ref() in captured for t in tensors if t.dtype == tf.resource)
 
     def _is_renewable(self, state: tf.Tensor, where: BatchAxes) -> bool:
         """Whether the state of a generator can be replaced; if so, `renew` will."""
@@ -143,11 +226,32 @@ class Draws:
             if not found:
                 return False
             state, where = found[0]
-        captured = any(i is state for _, i in graphs.captures(self._graph))
-        if not captured or not all(_only_draws(op, state, where) for op in state.consumers()):
+        if not self._captures([state]) or not all(
+            _only_draws(op, state, where) for op in state.consumers()
+        ):
             return False
         self._states[state.ref()] = state
         return True
+
+
+def _is_of_counters(seed: tf.Tensor) -> bool:
+    """Whether a seed is made from integer variables, and otherwise from constants only.
+
+    A constant seed asks for the same numbers in every step, so it is not replaced.
+    """
+    reads, pending, seen = False, [seed.op], set()
+    while pending:
+        op = pending.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        if op.type == "ReadVariableOp" and op.outputs[0].dtype.is_integer:
+            reads = True
+        elif op.type in _OF_COUNTERS:
+            pending += [t.op for t in op.inputs]
+        else:
+            return False
+    return reads
 
 
 def _path(batch_axes: BatchAxes) -> dict[tuple[tf.Operation, str], tf.Graph] | None:
@@ -203,7 +307,22 @@ def _only_draws(op: tf.Operation, state: tf.Tensor, where: BatchAxes) -> bool:
     )
 
 
-def _secret_state(graph: tf.Graph, state: tf.Tensor) -> tf.Variable:
-    """A state of the same size, from the operating system, that nothing tracks or saves."""
-    bits = os.urandom(8 * graphs.size_of_variable(state))
-    return graphs.hidden_variable(graph, np.frombuffer(bits, np.int64))
+def _secret_words(graph: tf.Graph, count: int) -> tf.Variable:
+    """Words from the operating system in a variable that nothing tracks or saves."""
+    return graphs.hidden_variable(graph, np.frombuffer(os.urandom(8 * count), np.int64))
+
+
+# The layout of TensorFlow's generators: a counter of two words, then the key.
+_WORDS_OF_STATE = 3
+
+
+def _drawn_seed(state: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    """Draws a seed of the type of another one from the generator with a state; moves it on."""
+    algorithm = tf.random.Algorithm.PHILOX.value
+    words = tf.bitcast(
+        tf.raw_ops.RngReadAndSkip(resource=state, alg=algorithm, delta=tf.constant(1, tf.uint64)),
+        tf.uint64,
+    )
+    return tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=[2], key=words[2:], counter=words[:2], alg=algorithm, dtype=seed.dtype
+    )
