@@ -37,11 +37,13 @@ def refuse_custom_gradients(ops: Iterable[tf.Operation], batch_axes: BatchAxes) 
         if not has_custom_gradient(op) or not any(batch_axes.depends(t) for t in op.inputs):
             continue
         function = gradient_function(op)
+        before = len(op.graph.get_operations())
         upstream = [tf.identity(tf.zeros_like(t)) for t in op.outputs]
         for tensor, output in zip(upstream, op.outputs):
             batch_axes.set(tensor, batch_axes[output], batch_axes.depends(output))
         found = function(op, *upstream)
         found = [None if g is None else tf.convert_to_tensor(g) for g in found]
+        batch_axes.trials.update(op.graph.get_operations()[before:])
         batch_axes.custom_gradients += [g for g in found if g is not None]
         run(ancestors([g for g in found if g is not None]), batch_axes)
         for tensor, gradient in zip(op.inputs, found):

@@ -188,7 +188,7 @@ class _Arguments:
             return tensor.op
         if tensor.shape.rank == 0:
             return None
-        draws = Draws(tensor)
+        draws = Draws(frame.graph)
         demand = slots.Demand(batch_axes, tensor, BatchAxis())
         found = slots.disprove([demand], set(), draws)
         return tensor.op if found is not None or draws.replaces_any else None

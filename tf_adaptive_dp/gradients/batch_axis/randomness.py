@@ -6,7 +6,6 @@ allows it, they are drawn with a secret seed instead.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterable
 
@@ -98,10 +97,9 @@ class Draws:
     graph and no checkpoint reveals it.
     """
 
-    def __init__(self, result: tf.Tensor):
-        """Takes what is computed with the random numbers, such as the loss, in the step's graph."""
-        self._graph = result.graph
-        self._result = result
+    def __init__(self, graph: tf.Graph):
+        """Takes the graph of the step."""
+        self._graph = graph
         self._seeded: list[tf.Operation] = []
         # Functions in which they are, and their roles there, from the inside out.
         self._remade: dict[tuple[tf.Operation, str], tf.Graph] = {}
@@ -126,6 +124,8 @@ class Draws:
             return None
         if graphs.must_be_deterministic():
             return _DETERMINISM
+        if _is_on_trial(op, batch_axes):
+            return _IN_GRADIENT
         path = _path(batch_axes)
         if path is None:
             return _INNER
@@ -179,10 +179,16 @@ class Draws:
             seen.add((where.number, op))
             if op.type == "NonDeterministicInts":
                 return None
-            if op.type in _SEEDED and self.refusal(op, where) is None:
-                return None
-            if op.type == "RngReadAndSkip" and self._is_renewable(op.inputs[0], where):
-                return None
+            if op.type in _SEEDED:
+                reason = self.refusal(op, where)
+                if reason is None:
+                    return None
+                cure = reason
+            if op.type == "RngReadAndSkip":
+                if _is_on_trial(op, where):
+                    cure = _IN_GRADIENT
+                elif self._is_renewable(op.inputs[0], where):
+                    return None
             if op.type in _SEED_OF and _is_of_counters(op.inputs[_SEED_OF[op.type]]):
                 reason = self._refusal_of_seed(op, where)
                 if reason is None:
@@ -205,14 +211,10 @@ class Draws:
         seed = op.inputs[_SEED_OF[op.type]]
         if not self._captures(h for o in ancestors([seed]) for h in o.inputs):
             return _KNOWN
-        if op not in self._forward:
+        if _is_on_trial(op, where):
             return _IN_GRADIENT
         self._seeds[seed.ref()] = seed
         return None
-
-    @functools.cached_property
-    def _forward(self) -> set[tf.Operation]:
-        return set(ancestors([self._result]))
 
     def _captures(self, tensors: Iterable[tf.Tensor]) -> bool:
         """Whether the graph captures all handles among the tensors from outside."""
@@ -252,6 +254,18 @@ def _is_of_counters(seed: tf.Tensor) -> bool:
         else:
             return False
     return reads
+
+
+def _is_on_trial(op: tf.Operation, batch_axes: BatchAxes) -> bool:
+    """Whether an operation belongs to a custom gradient, which will be traced once more.
+
+    What is replaced there now would be gone then.
+    """
+    while op not in batch_axes.trials:
+        if batch_axes.caller is None:
+            return False
+        batch_axes, op = batch_axes.caller
+    return True
 
 
 def _path(batch_axes: BatchAxes) -> dict[tuple[tf.Operation, str], tf.Graph] | None:

@@ -104,7 +104,7 @@ def refuse_slots(loss: tf.Tensor, batch_axes: BatchAxes) -> Draws:
       NotPrivateError: if there is such a value. The message names the operation, its layer, the
         origin of the value, and a fix.
     """
-    draws = Draws(loss)
+    draws = Draws(loss.graph)
     for finding in find_slots(ancestors([loss, *batch_axes.custom_gradients]), batch_axes, draws):
         raise NotPrivateError(str(finding))
     return draws

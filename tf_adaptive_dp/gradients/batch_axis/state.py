@@ -40,6 +40,7 @@ class BatchAxes:
       caller: for the body of a function, the batch axes of the graph that calls it, and the
         operation.
       custom_gradients: the results of custom gradients (`tf.custom_gradient`).
+      trials: the operations made to search them; others like these will run in their place.
     """
 
     def __init__(self, batch_size: int | None):
@@ -54,6 +55,7 @@ class BatchAxes:
         self.number = next(_NUMBERS)
         self.caller: tuple[BatchAxes, tf.Operation] | None = None
         self.custom_gradients: list[tf.Tensor] = []
+        self.trials: set[tf.Operation] = set()
         self._bodies: dict[tf.Operation, dict[str, tuple[tf.Graph, BatchAxes]]] = {}
 
     def __getitem__(self, tensor: tf.Tensor) -> Layout:
