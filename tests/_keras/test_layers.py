@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 from tf_adaptive_dp._keras import layers, models
-from tf_adaptive_dp._keras.generation import keras
+from tf_adaptive_dp._keras.generation import GENERATION, keras
+from tf_adaptive_dp.validation.repeatable import reset, unchanged
 
 X = np.random.default_rng(0).normal(size=[4, 3]).astype("float32")
 PREPROCESSING = {
@@ -33,7 +34,7 @@ def test_other_layers_are_not_adapted():
 
 def test_a_generator_restarts_with_the_same_numbers():
     model = keras.Sequential([keras.Input([3]), keras.layers.Dropout(0.5, seed=1)])
-    (generator,) = filter(None, map(layers.random_generator, layers.inner_layers(model)))
+    (generator,) = (g for x in layers.inner_layers(model) for g in layers.random_generators(x))
     before = generator.seed
 
     def drawn(seed):
@@ -46,6 +47,34 @@ def test_a_generator_restarts_with_the_same_numbers():
     np.testing.assert_array_equal(first, drawn(5))
     generator.seed = before
     assert generator.seed == 1
+
+
+@pytest.mark.skipif(GENERATION != 3, reason="Keras 2 draws such numbers from TensorFlow")
+def test_all_generators_of_keras_3_restart_and_are_put_back():
+    class Noise(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = (keras.random.SeedGenerator(k) for k in (1, 2))
+
+        def call(self, x):
+            return [x + keras.random.normal([9], seed=s) for s in (self.one, self.other, None)]
+
+    inputs = keras.Input([9])
+    model = keras.Model(inputs, Noise()(inputs))
+    generators = [*layers.random_generators(model.layers[1]), *layers.global_generators()]
+    assert len(generators) == 3
+
+    def states():
+        return [generator.state.numpy().tolist() for generator in generators]
+
+    before, drawn = states(), []
+    with unchanged(model):
+        for seed in (5, 6, 5):
+            reset(model, seed)
+            drawn.append(np.array(model(np.zeros([1, 9], "float32"))))
+    np.testing.assert_array_equal(drawn[0], drawn[2])
+    assert np.all(drawn[0] != drawn[1])
+    assert states() == before
 
 
 def test_the_metrics_of_a_model_do_not_count_the_mean_loss():

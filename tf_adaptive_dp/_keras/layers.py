@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,13 +127,23 @@ class SeedGenerator(RandomGenerator):
         self.state.assign(tf.constant([seed, 0], self.state.dtype))
 
 
-def random_generator(layer: tf.keras.layers.Layer) -> RandomGenerator | None:
-    """The generator that a layer draws from, if it has one."""
+def random_generators(layer: tf.keras.layers.Layer) -> list[RandomGenerator]:
+    """The generators of its own that a layer draws from."""
     if GENERATION == 3:
-        own = layer._seed_generators
-        return SeedGenerator(own[0]) if own else None
+        return [SeedGenerator(own) for own in layer._seed_generators]
     found = getattr(layer, "_random_generator", None)
-    return RandomGenerator(found) if hasattr(found, "_seed") else None
+    return [RandomGenerator(found)] if hasattr(found, "_seed") else []
+
+
+def global_generators() -> list[RandomGenerator]:
+    """What all layers draw from without a seed, besides TensorFlow's own generator."""
+    if GENERATION == 2:
+        return []
+    before = random.getstate()  # from which Keras takes the seed if the generator is new
+    try:
+        return [SeedGenerator(internal_module("random.seed_generator").global_seed_generator())]
+    finally:
+        random.setstate(before)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.layers import RandomGenerator, global_seed_kept, random_generator
+from tf_adaptive_dp._keras.layers import (
+    RandomGenerator,
+    global_generators,
+    global_seed_kept,
+    random_generators,
+)
 from tf_adaptive_dp.validation.layer_findings import named_layers
 
 
@@ -60,4 +65,4 @@ def _variables(model: tf.keras.Model) -> list[tf.Variable]:
 
 def _generators(model: tf.keras.Model) -> list[RandomGenerator]:
     layers = [model, *(layer for _, layer in named_layers(model))]
-    return [g for g in map(random_generator, layers) if g is not None]
+    return [*global_generators(), *(g for layer in layers for g in random_generators(layer))]
