@@ -222,6 +222,18 @@ def test_minimize_may_wait_for_the_draws():
     assert np.all(step(tf.constant(X)).numpy() > 0)
 
 
+def test_two_gradients_of_one_loss_see_the_same_draw():
+    layer, w = Draw(), tf.Variable(1.0)
+
+    @tf.function(input_signature=[BATCH])
+    def step(x):
+        with tf.GradientTape(persistent=True) as tape:
+            losses = tf.reduce_sum(layer(w * x), axis=1)
+        return [per_example_gradients(losses, [w], tape).squared_norms() for _ in range(2)]
+
+    np.testing.assert_array_equal(*step(tf.constant(X)))
+
+
 def test_each_iteration_of_a_loop_over_steps_draws_anew():
     layer, w = Draw(), tf.Variable(1.0)
 
@@ -318,6 +330,27 @@ def test_seeds_that_cannot_be_replaced_are_refused(name):
     step = make_step(make())
     with pytest.raises(dp.NotPrivateError, match=match):
         step.get_concrete_function()
+
+
+def test_a_variable_that_data_is_written_to_later_does_not_reach_the_draws():
+    """It is the seed in the program, but not any more in the step."""
+    kernel, optimizer = tf.Variable(tf.ones([16])), dp.DPSGD(1.0, 0.0, expected_batch_size=32)
+    state, learned = tf.Variable([3, 0]), []
+
+    @tf.function(input_signature=[BATCH], autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            drawn = tf.random.stateless_uniform(tf.shape(x), state)
+            loss = tf.linalg.matvec(x * drawn, kernel)
+        optimizer.minimize(loss, [kernel], tape)
+        state.assign(tf.cast(x[0, :2], tf.int32))
+
+    for _ in range(2):
+        kernel.assign(tf.ones([16]))
+        state.assign([3, 0])
+        step(tf.constant(X))
+        learned.append(kernel.numpy())
+    assert np.all(learned[0] != learned[1])
 
 
 def test_determinism_is_refused(monkeypatch):
