@@ -282,6 +282,31 @@ class InBranch(Draw):
         return tf.cond(self.counter.state[1] >= 0, lambda: call(x), lambda: x)
 
 
+class KeyInLoop(Draw):
+    """Each iteration draws with its own seed."""
+
+    def __init__(self, renew):
+        super().__init__()
+        self.generator, self.renew = tf.random.Generator.from_seed(3), renew
+
+    def __call__(self, x):
+        def body(i, seed, x):
+            return i + 1, self.renew(seed), x * self.draw(tf.shape(x), seed)
+
+        seed = self.generator.uniform_full_int([2], tf.int32)
+        return tf.while_loop(lambda i, *_: i < 2, body, [0, seed, x])[2]
+
+
+class SplitInLoop(KeyInLoop):
+    def __init__(self):
+        super().__init__(lambda seed: tf.random.experimental.stateless_split(seed, 2)[1])
+
+
+class KnownInLoop(KeyInLoop):
+    def __init__(self):
+        super().__init__(lambda seed: tf.constant([1, 2]))
+
+
 class InGradient(Draw):
     def __call__(self, x):
         call = super().__call__
@@ -316,6 +341,7 @@ REFUSED = {
     "the data": (Argument, "mix"),
     "in a function": (InFunction, "with a known seed.*outside of it"),
     "in a loop": (InLoop, "with a known seed.*outside of it"),
+    "known from the second iteration on": (KnownInLoop, "with a known seed"),
     "in a branch": (InBranch, "with a known seed.*outside of it"),
     "in a custom gradient": (InGradient, "with a known seed.*in the forward pass"),
     "a seed in a custom gradient": (SeededInGradient, "with a known seed.*in the forward pass"),
@@ -351,6 +377,14 @@ def test_a_variable_that_data_is_written_to_later_does_not_reach_the_draws():
         step(tf.constant(X))
         learned.append(kernel.numpy())
     assert np.all(learned[0] != learned[1])
+
+
+def test_a_loop_may_split_a_secret_seed():
+    found = []
+    for _ in range(2):
+        step = make_step(SplitInLoop())
+        found += [step(tf.constant(X))[0].numpy().tobytes() for _ in range(2)]
+    assert len(set(found)) == 4
 
 
 def test_determinism_is_refused(monkeypatch):

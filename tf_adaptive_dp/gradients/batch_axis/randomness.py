@@ -293,13 +293,26 @@ _OF_THE_GRAPH = {"body", "cond", "then_branch", "else_branch"}
 
 
 def _fed(tensor: tf.Tensor, batch_axes: BatchAxes) -> list[tuple[tf.Tensor, BatchAxes]]:
-    """The value that a caller passes for an argument; the first one for a loop variable."""
+    """The value that a caller passes for an argument.
+
+    For a loop variable it is the first one, if the loop makes the next ones from it; else nothing.
+    """
     if batch_axes.caller is None:
         return []
     outside, call = batch_axes.caller
     first = 1 if call.type in BRANCHES else 0
     places = [k for k, t in enumerate(tensor.graph.inputs) if t is tensor]
+    if call.type in LOOPS:
+        body, _ = outside.bodies_of(call)["body"]
+        places = [k for k in places if _is_made_from(body.outputs[k], body.inputs[k])]
     return [(call.inputs[first + k], outside) for k in places]
+
+
+def _is_made_from(tensor: tf.Tensor, source: tf.Tensor) -> bool:
+    """Whether a key, or a state, is made from another one of the same graph."""
+    return source.op in ancestors(
+        [tensor], stop=lambda t: t is not source and t.op.type not in _ON_THE_WAY
+    )
 
 
 def _only_draws(op: tf.Operation, state: tf.Tensor, where: BatchAxes) -> bool:
