@@ -136,8 +136,9 @@ def test_variables_of_a_mixed_policy_get_a_scale_by_default(float16):
     for policy, scale in [("mixed_float16", 1024.0), ("float32", 1.0)]:
         layer = tf.keras.layers.Dense(3, dtype=tf.keras.mixed_precision.Policy(policy))
         layer.build([None, 5])
-        assert LossScaling(None).scale_for(layer.trainable_variables) == scale
-        assert LossScaling(8.0).scale_for(layer.trainable_variables) == 8.0
+        loss = tf.reduce_sum(layer(tf.ones([2, 5])), axis=1)
+        assert LossScaling(None).scale_for(loss, layer.trainable_variables) == scale
+        assert LossScaling(8.0).scale_for(loss, layer.trainable_variables) == 8.0
 
 
 def test_an_optimizer_is_a_loss_scale_optimizer_of_its_own_kind():

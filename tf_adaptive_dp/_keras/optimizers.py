@@ -10,8 +10,11 @@ from tf_adaptive_dp._keras.generation import GENERATION
 
 if TYPE_CHECKING or GENERATION == 2:
     from tf_adaptive_dp._keras.optimizers_keras2 import (
+        HOW_TO_STEP,
         OwnRuleOptimizer,
         SelfScalingOptimizer,
+        add_slot,
+        add_state,
         decays,
         has_slots_for,
         is_built,
@@ -20,8 +23,11 @@ if TYPE_CHECKING or GENERATION == 2:
     )
 else:
     from tf_adaptive_dp._keras.optimizers_keras3 import (
+        HOW_TO_STEP,
         OwnRuleOptimizer,
         SelfScalingOptimizer,
+        add_slot,
+        add_state,
         decays,
         has_slots_for,
         is_built,
@@ -30,8 +36,11 @@ else:
     )
 
 __all__ = [
+    "HOW_TO_STEP",
     "OwnRuleOptimizer",
     "SelfScalingOptimizer",
+    "add_slot",
+    "add_state",
     "decays",
     "has_slots_for",
     "is_built",

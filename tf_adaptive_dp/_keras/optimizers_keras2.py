@@ -7,6 +7,8 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
+HOW_TO_STEP = "Call `optimizer.minimize(loss, variables, tape)` with a loss vector"
+
 
 class _AnyConstructor(type(tf.keras.mixed_precision.LossScaleOptimizer)):  # type: ignore[misc]
     """Lifts the rule that a `LossScaleOptimizer` is constructed around another optimizer."""
@@ -50,6 +52,10 @@ class SelfScalingOptimizer(tf.keras.mixed_precision.LossScaleOptimizer, metaclas
         """Returns the gradients unchanged: `compute_gradients` has undone the scaling."""
         return list(grads)
 
+    def pairs_of_step(self, grads_and_vars: list[tuple]) -> list[tuple]:
+        """Returns what `apply_gradients` got: Keras 2 asks `compute_gradients` for it itself."""
+        return grads_and_vars
+
 
 def is_wrapped_by_loss_scaling(optimizer: tf.keras.optimizers.Optimizer) -> bool:
     """Whether a `LossScaleOptimizer` was constructed around an optimizer."""
@@ -74,6 +80,42 @@ def slot_index(optimizer: tf.keras.optimizers.Optimizer, variable: tf.Variable) 
 def decays(optimizer: tf.keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
     """Whether the optimizer's weight decay applies to a variable."""
     return optimizer._use_weight_decay(variable)
+
+
+def add_state(
+    optimizer: tf.keras.optimizers.Optimizer, shape: Sequence[int], dtype: tf.DType, name: str
+) -> tf.Variable:
+    """Creates a variable of zeros that is saved with an optimizer.
+
+    Args:
+      optimizer: any optimizer.
+      shape: of the variable.
+      dtype: of the variable.
+      name: of the variable.
+    """
+    return optimizer.add_variable(shape, dtype=dtype, name=name)
+
+
+def add_slot(
+    optimizer: tf.keras.optimizers.Optimizer,
+    variable: tf.Variable,
+    name: str,
+    *,
+    initial_value: tf.Tensor | None = None,
+    shape: Sequence[int] | None = None,
+) -> tf.Variable:
+    """Creates a variable that belongs to one of the model, and is saved with an optimizer.
+
+    Args:
+      optimizer: any optimizer.
+      variable: that of the model.
+      name: of the slot.
+      initial_value: zeros by default.
+      shape: that of `initial_value` or of `variable` by default.
+    """
+    return optimizer.add_variable_from_reference(
+        variable, name, shape=shape, initial_value=initial_value
+    )
 
 
 class OwnRuleOptimizer(tf.keras.optimizers.Optimizer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Callable
 
 import tensorflow as tf
@@ -15,6 +15,30 @@ from tf_adaptive_dp._keras.graphs import outer_graph
 def is_recording(tape: tf.GradientTape) -> bool:
     """Whether a tape is open."""
     return tape._recording
+
+
+class GraphTape:
+    """Differentiates in the graph that is being traced, where a step left no tape that is open.
+
+    The sources of gradients ask it what they ask of a `tf.GradientTape`.
+    """
+
+    _recording = True
+
+    def gradient(
+        self,
+        target: tf.Tensor,
+        sources: Sequence,
+        output_gradients: tf.Tensor | None = None,
+    ) -> list[tf.Tensor | None]:
+        """The gradients of `target` with respect to `sources`; `None` without a path.
+
+        Args:
+          target: a tensor of the default graph.
+          sources: tensors of that graph, or variables.
+          output_gradients: what the gradients are multiplied by; ones by default.
+        """
+        return tf.gradients(target, sources, grad_ys=output_gradients)
 
 
 def in_xla() -> bool:

@@ -29,7 +29,7 @@ def refuse_batch_over_two_passes(
         raise NotPrivateError(
             "An accumulated batch must not reach from one pass over the data into the next, where "
             f"an example could join it twice. Received: {optimizer.unfinished_parts} parts of "
-            f"{optimizer.gradient_accumulation_steps} at the end of an epoch. Make the number of "
+            f"{optimizer.parts_per_batch} at the end of an epoch. Make the number of "
             "steps per epoch a multiple of `gradient_accumulation_steps` (`steps_per_epoch`, "
             "`drop_remainder`), or draw batches with a sampling of tf_adaptive_dp."
         )
@@ -40,7 +40,7 @@ def begin_batches_anew(optimizer: tf.keras.optimizers.Optimizer) -> None:
     if optimizer.unfinished_parts:
         warnings.warn(
             f"Training stopped in the middle of a batch: {optimizer.unfinished_parts} of "
-            f"{optimizer.gradient_accumulation_steps} parts are dropped. Nothing of them was "
+            f"{optimizer.parts_per_batch} parts are dropped. Nothing of them was "
             "released.",
             stacklevel=3,
         )

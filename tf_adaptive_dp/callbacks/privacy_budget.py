@@ -105,7 +105,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             )
 
     def _next_call_fits(self) -> bool:
-        parts = self.model.optimizer.gradient_accumulation_steps
+        parts = self.model.optimizer.parts_per_batch
         return self.releases_left() >= -(-steps_per_call(self.model) // parts)
 
     def _require_room(self) -> None:

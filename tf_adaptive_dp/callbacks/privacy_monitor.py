@@ -167,7 +167,7 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
         if not isinstance(self.sampling, Sampling) or not self._new_run:
             return
         rows = optimizer.rows_per_batch
-        accumulated = optimizer.gradient_accumulation_steps
+        accumulated = optimizer.parts_per_batch
         expected = self.sampling.rows_per_batch(accumulated)
         if rows != expected:
             raise ValueError(

@@ -200,7 +200,7 @@ class ReleaseLog(tf.keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Announces the steps of one call of the training function; called by Keras."""
         optimizer, steps = self.model.optimizer, steps_per_call(self.model)
-        self.announce(optimizer, -(-steps // optimizer.gradient_accumulation_steps))
+        self.announce(optimizer, -(-steps // optimizer.parts_per_batch))
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Stops after the last step of the run; called by Keras."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
-from tf_adaptive_dp._keras.optimizers import OwnRuleOptimizer, decays, slot_index
+from tf_adaptive_dp._keras.optimizers import OwnRuleOptimizer, add_state, decays, slot_index
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
@@ -144,9 +144,9 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
         self.freeze_learning_rate_after = freeze_learning_rate_after
         self.decay_after_freeze = checks.number("decay_after_freeze", decay_after_freeze, 0)
         self.steps_per_epoch = checks.integer("steps_per_epoch", steps_per_epoch, 1)
-        self._last_error = self.add_variable([], name="error")
+        self._last_error = add_state(self, [], tf.float32, "error")
         # How many pairs were judged, and how many of them had err ≤ tol.
-        self._judged = self.add_variable([2], dtype=tf.int64, name="judged")
+        self._judged = add_state(self, [2], tf.int64, "judged")
         self._pair: _Pair | None = None
 
     def create_slots(self, variables: Sequence[tf.Variable]) -> None:

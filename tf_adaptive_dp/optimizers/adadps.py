@@ -72,7 +72,7 @@ class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
         name: str = "AdaDPS",
         **kwargs: Any,
     ):
-        self.order = checks.choice("order", order, ORDERS)
+        checks.choice("order", order, ORDERS)
         super().__init__(
             l2_norm_clip,
             noise_multiplier,
@@ -85,17 +85,19 @@ class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
             name=name,
             **kwargs,
         )
+        self.order = order
 
-    def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
+    def update_step(self, gradient: tf.Tensor, variable: tf.Variable, *rate: Any) -> None:
         """Moves one variable.
 
         Args:
           gradient: its noisy mean gradient.
           variable: the variable.
+          *rate: the learning rate, which Keras 3 passes.
         """
         if not self._preconditioning.before_clipping:
             gradient = self._preconditioning.apply(self, gradient, variable)
-        super().update_step(gradient, variable)
+        super().update_step(gradient, variable, *rate)
 
     def get_config(self) -> dict:
         """The arguments that make the same optimizer; its state is not among them."""

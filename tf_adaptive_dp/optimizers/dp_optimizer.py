@@ -10,8 +10,13 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.optimizers import SelfScalingOptimizer, is_built
-from tf_adaptive_dp._keras.variables import uncounted_variables
+from tf_adaptive_dp._keras.optimizers import (
+    SelfScalingOptimizer,
+    add_slot,
+    add_state,
+    is_built,
+)
+from tf_adaptive_dp._keras.variables import native, uncounted_variables
 from tf_adaptive_dp.accounting.earlier_releases import warn_of_earlier_releases
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.gradients.api import check_loss, check_method, per_example_gradients
@@ -85,7 +90,7 @@ class DPOptimizer(SelfScalingOptimizer):
             gradient_accumulation_steps=gradient_accumulation_steps,
             secure_noise=secure_noise,
             seed=seed,
-            add_variable=self.add_variable,
+            add_variable=functools.partial(add_state, self),
         )
         if self.side_information is not None:
             self.ledger.other_events = events(self.side_information.provenance)
@@ -128,8 +133,11 @@ class DPOptimizer(SelfScalingOptimizer):
         return self._mechanism.clipping
 
     @property
-    def gradient_accumulation_steps(self) -> int:
-        """k, the number of parts in which each batch arrives."""
+    def parts_per_batch(self) -> int:
+        """k, the number of parts in which each batch arrives; `gradient_accumulation_steps`.
+
+        Keras 3 has a property of that name, and would accumulate what was released.
+        """
         return self._mechanism.gradient_accumulation_steps
 
     @property
@@ -214,17 +222,18 @@ class DPOptimizer(SelfScalingOptimizer):
         if callable(loss):
             with tape:
                 if not callable(var_list):
-                    tape.watch(var_list)
+                    tape.watch([native(v) for v in var_list])
                 loss = loss()
-        variables = list(var_list() if callable(var_list) else var_list)
+        of_keras = list(var_list() if callable(var_list) else var_list)
+        variables = [native(v) for v in of_keras]
         check_loss(loss)
-        self._build_outside(variables)
+        self._build_outside(of_keras)
         refusals.refuse_other_variables(self, variables)
         with tf.init_scope():
             expected_batch_size = self.expected_batch_size
         source = per_example_gradients(
             *(loss, variables, tape, self.gradients, self.num_microbatches),
-            loss_scale=self._loss_scaling.scale_for(variables),
+            loss_scale=self._loss_scaling.scale_for(loss, of_keras),
             expected_batch_size=expected_batch_size,
         )
         losses = source.example_losses
@@ -245,7 +254,7 @@ class DPOptimizer(SelfScalingOptimizer):
         for gradient in released:
             if gradient is not None:
                 mark_released(gradient, self._mechanism.complete)
-        return list(zip(released, variables))
+        return list(zip(released, of_keras))
 
     def build(self, var_list: Sequence[tf.Variable]) -> None:
         """Creates all slots, those of the side information first.
@@ -254,7 +263,7 @@ class DPOptimizer(SelfScalingOptimizer):
           var_list: the variables to train.
         """
         if self.side_information is not None and not is_built(self):
-            self._preconditioning.build(var_list, self.add_variable_from_reference)
+            self._preconditioning.build(var_list, functools.partial(add_slot, self))
             # Checkpoints know the state by this name.
             self.side_information_state = self._preconditioning.state
         super().build(var_list)
@@ -264,13 +273,14 @@ class DPOptimizer(SelfScalingOptimizer):
         with _one_at_a_time(), uncounted_variables():
             self.build(variables)
             if tf.executing_eagerly():
-                warn_of_earlier_releases(variables, self.ledger)
+                warn_of_earlier_releases([native(v) for v in variables], self.ledger)
 
     def is_between_steps(self) -> bool:
         """Whether side information may change now: not between the minibatches of one step."""
         between = self._preconditioning.is_between_steps(self.iterations)
         return between and not self.unfinished_parts
 
+    @tf.autograph.experimental.do_not_convert
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[tf.Tensor | None, tf.Variable]],
@@ -295,6 +305,7 @@ class DPOptimizer(SelfScalingOptimizer):
         grads_and_vars = list(grads_and_vars)
         if not non_private_gradients:
             refusals.refuse_gradients_of_one_replica(*args, **kwargs)
+            grads_and_vars = self.pairs_of_step(grads_and_vars)
             refusals.refuse_foreign_gradients(grads_and_vars)
         elif not tf.executing_eagerly():
             grads_and_vars = [(vouch_for(g), v) for g, v in grads_and_vars]
@@ -302,7 +313,7 @@ class DPOptimizer(SelfScalingOptimizer):
         apply = functools.partial(super().apply_gradients, grads_and_vars, *args, **kwargs)
         # After the gradients: a step that fails on its data must not move slots and counters.
         with tf.control_dependencies(gradients):
-            if self.gradient_accumulation_steps == 1:
+            if self.parts_per_batch == 1:
                 return apply()
             return self._apply_when_complete(apply, gradients)
 
@@ -373,7 +384,7 @@ class DPOptimizer(SelfScalingOptimizer):
             "expected_batch_size": self.expected_batch_size,
             "clipping": serialize(self.clipping),
             "gradients": self.gradients,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "gradient_accumulation_steps": self.parts_per_batch,
             "loss_scale": self._loss_scaling.scale,
             "secure_noise": isinstance(self._mechanism.noise, SecureNoise),
             "seed": self.seed,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.mixed_precision import may_vanish
 from tf_adaptive_dp._keras.optimizers import is_wrapped_by_loss_scaling
-from tf_adaptive_dp._keras.variables import has_autocast
 from tf_adaptive_dp.errors import NotPrivateError
 
 # With this scale, gradients in float16 keep 11 bits down to 6e-5 / 1024. Entries above 64 overflow.
@@ -44,12 +44,11 @@ class LossScaling:
                 )
         self.scale = scale
 
-    def scale_for(self, variables: Sequence[tf.Variable]) -> float:
-        """The scale of a loss that is differentiated for some variables."""
+    def scale_for(self, loss: tf.Tensor, variables: Sequence[tf.Variable]) -> float:
+        """The scale of a loss that is differentiated with respect to some variables."""
         if self.scale is not None:
             return self.scale
-        # bfloat16 does not need a scale, but a scale changes nothing there.
-        return DEFAULT if any(map(has_autocast, variables)) else 1.0
+        return DEFAULT if may_vanish(loss, variables) else 1.0
 
     def refuse_wrapper(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         """Rejects a `LossScaleOptimizer` around the optimizer.

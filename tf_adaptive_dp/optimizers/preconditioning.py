@@ -8,6 +8,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.optimizers import slot_index
+from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.side_information.provenance import SideInformation, deserialize, serialize
 
 
@@ -78,6 +79,7 @@ class Preconditioning:
     def build(self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]) -> None:
         """Creates the state; see `SideInformation.build`."""
         if self.side_information is not None:
+            variables = [native(v) for v in variables]
             self.state = self.side_information.build(variables, add_slot)
 
     def is_between_steps(self, iterations: tf.Variable) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.optimizers import has_slots_for
+from tf_adaptive_dp._keras.optimizers import HOW_TO_STEP, has_slots_for
+from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.released import completion
 from tf_adaptive_dp.gradients.source import PerExampleGradients
@@ -19,18 +20,21 @@ def refuse_unsupported_setting(optimizer: Any) -> None:
     refuse_unsupported_strategy()
     if num_replicas() == 1:
         return
-    needed = {"num_microbatches": None, "gradient_accumulation_steps": 1}
-    for name, only in needed.items():
-        if getattr(optimizer, name) != only:
+    needed = {
+        "num_microbatches": (optimizer.num_microbatches, None),
+        "gradient_accumulation_steps": (optimizer.parts_per_batch, 1),
+    }
+    for name, (value, only) in needed.items():
+        if value != only:
             raise NotPrivateError(
-                f"`{name}` must be {only} on several replicas. Received: "
-                f"{name}={getattr(optimizer, name)} on {num_replicas()} replicas"
+                f"`{name}` must be {only} on several replicas. Received: {name}={value} on "
+                f"{num_replicas()} replicas"
             )
 
 
 def refuse_other_variables(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
     """Rejects variables without slots, as Keras would, but before anything is released."""
-    others = [v.name for v in variables if not has_slots_for(optimizer, v)]
+    others = [native(v).name for v in variables if not has_slots_for(optimizer, v)]
     if others:
         raise ValueError(
             "`var_list` must hold variables that the optimizer was built for. Received: "
@@ -56,12 +60,11 @@ def refuse_counting(optimizer: Any, source: PerExampleGradients) -> None:
 
 def refuse_foreign_gradients(grads_and_vars: Sequence[tuple]) -> None:
     """Rejects gradients that did not come from the mechanism."""
-    foreign = [v.name for g, v in grads_and_vars if g is not None and completion(g) is None]
+    foreign = [native(v).name for g, v in grads_and_vars if g is not None and completion(g) is None]
     if foreign:
         raise NotPrivateError(
             "`apply_gradients` takes gradients that were clipped and noised by this library. "
-            f"Received: other gradients, for {', '.join(foreign)}. Call "
-            "`optimizer.minimize(loss, variables, tape)` with a loss vector; to apply "
+            f"Received: other gradients, for {', '.join(foreign)}. {HOW_TO_STEP}; to apply "
             "gradients that you processed after their release, pass "
             "`non_private_gradients=True`."
         )

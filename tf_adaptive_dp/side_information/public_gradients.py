@@ -220,7 +220,7 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
         optimizer = self.model.optimizer
         if optimizer.is_between_steps():
             # Keras counts each part of an accumulated batch.
-            parts = getattr(optimizer, "gradient_accumulation_steps", 1)
+            parts = getattr(optimizer, "parts_per_batch", 1)
             self._next_refresh = batch + self.every * parts
 
     def get_config(self) -> dict:

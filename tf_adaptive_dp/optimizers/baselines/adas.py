@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.generation import keras
-from tf_adaptive_dp._keras.optimizers import is_built
+from tf_adaptive_dp._keras.optimizers import add_slot, is_built
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
@@ -77,7 +78,7 @@ class AdaS(tf.keras.optimizers.SGD):
           var_list: the variables to train.
         """
         if not is_built(self):
-            self._preconditioning.build(var_list, self.add_variable_from_reference)
+            self._preconditioning.build(var_list, functools.partial(add_slot, self))
             # Checkpoints know the state by this name.
             self.side_information_state = self._preconditioning.state
         super().build(var_list)
@@ -116,14 +117,15 @@ class AdaS(tf.keras.optimizers.SGD):
         size = tf.cast(replicas.total(tf.size(loss)), tf.float32)
         return [(None if g is None else g / tf.cast(size, g.dtype), v) for g, v in pairs]
 
-    def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
+    def update_step(self, gradient: tf.Tensor, variable: tf.Variable, *rate: Any) -> None:
         """Moves one variable.
 
         Args:
           gradient: the gradient of the mean loss.
           variable: the variable.
+          *rate: the learning rate, which Keras 3 passes.
         """
-        super().update_step(self._preconditioning.apply(self, gradient, variable), variable)
+        super().update_step(self._preconditioning.apply(self, gradient, variable), variable, *rate)
 
     def get_config(self) -> dict:
         """The arguments that make the same optimizer; its state is not among them."""

@@ -116,12 +116,13 @@ class PDADPMD(DPOptimizer, tf.keras.optimizers.SGD):
         )
         self.mixing = _check_mixing(mixing)
 
-    def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
+    def update_step(self, gradient: tf.Tensor, variable: tf.Variable, *rate: Any) -> None:
         """Moves one variable.
 
         Args:
           gradient: its noisy mean gradient.
           variable: the variable.
+          *rate: the learning rate, which Keras 3 passes.
         """
         alpha = self.mixing
         if isinstance(alpha, tf.keras.optimizers.schedules.LearningRateSchedule):
@@ -131,7 +132,7 @@ class PDADPMD(DPOptimizer, tf.keras.optimizers.SGD):
         if public is None:
             raise ValueError("`side_information` must give public gradients. Received: none")
         mixed = alpha * gradient + (1 - alpha) * tf.cast(public[0], gradient.dtype)
-        super().update_step(mixed, variable)
+        super().update_step(mixed, variable, *rate)
 
     def get_config(self) -> dict:
         """The arguments that make the same optimizer; its state is not among them."""

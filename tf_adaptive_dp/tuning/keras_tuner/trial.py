@@ -218,7 +218,7 @@ def settings(model: tf.keras.Model) -> tuple[float, int]:
         _refuse("must draw secret noise: leave out `seed`", f"seed={optimizer.seed}")
     if models.tunes_steps_per_call(model):
         _refuse("must run a fixed number of steps per call", "auto-tuned steps_per_execution")
-    return optimizer.expected_batch_size, optimizer.gradient_accumulation_steps
+    return optimizer.expected_batch_size, optimizer.parts_per_batch
 
 
 def _refuse(what: str, received: str) -> NoReturn:
