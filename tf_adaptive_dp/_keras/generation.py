@@ -7,24 +7,32 @@ Keras 2 as the package `tf_keras` if the environment variable `TF_USE_LEGACY_KER
 from __future__ import annotations
 
 import importlib
+import os
 import types
 
 import tensorflow as tf
 
 __all__ = ["GENERATION", "internal_module", "keras"]
 
-# Keras 2 does not say its version here.
-GENERATION = 3 if getattr(tf.keras, "__version__", "2").startswith("3.") else 2
+_OTHER_BACKEND = (
+    "tf_adaptive_dp needs the TensorFlow backend of Keras 3. Received: {!r}. Set the environment "
+    "variable KERAS_BACKEND=tensorflow before Python starts, or `backend` in ~/.keras/keras.json."
+)
+
+try:
+    # Keras 2 does not say its version here.
+    GENERATION = 3 if getattr(tf.keras, "__version__", "2").startswith("3.") else 2
+except ImportError as error:  # of Keras 3, as when its backend is not installed
+    asked_for = os.environ.get("KERAS_BACKEND", "tensorflow")
+    if asked_for == "tensorflow":
+        raise
+    raise ImportError(_OTHER_BACKEND.format(asked_for)) from error
 
 if GENERATION == 3:
     import keras  # `tf.keras` lacks some of its modules
 
     if keras.backend.backend() != "tensorflow":
-        raise ImportError(
-            "tf_adaptive_dp needs the TensorFlow backend of Keras 3. Received: "
-            f"keras.backend.backend()={keras.backend.backend()!r}. Set the environment variable "
-            "KERAS_BACKEND=tensorflow before Python starts, or `backend` in ~/.keras/keras.json."
-        )
+        raise ImportError(_OTHER_BACKEND.format(keras.backend.backend()))
 else:
     keras = tf.keras
 

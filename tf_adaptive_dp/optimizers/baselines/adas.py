@@ -117,6 +117,18 @@ class AdaS(tf.keras.optimizers.SGD):
         size = tf.cast(replicas.total(tf.size(loss)), tf.float32)
         return [(None if g is None else g / tf.cast(size, g.dtype), v) for g, v in pairs]
 
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """The mean loss, which Keras 3 differentiates in place of calling `compute_gradients`.
+
+        Args:
+          loss: the mean loss, a scalar; or [B], the loss of each example.
+        """
+        if loss.shape.rank:
+            # Keras sums the gradients of all replicas.
+            size = replicas.total(tf.size(loss))
+            loss = tf.reduce_sum(loss) / tf.cast(size, loss.dtype)
+        return super().scale_loss(loss)
+
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable, *rate: Any) -> None:
         """Moves one variable.
 
