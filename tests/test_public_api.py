@@ -29,8 +29,9 @@ PUBLIC = [
 
 # A package imports only itself and those of earlier lines.
 RANKS = [
+    {"errors"},
     {"_keras"},
-    {"errors", "checks", "version"},
+    {"checks", "version"},
     {"accounting", "gradients", "update_rules"},
     {"durable", "mechanism", "sampling", "side_information", "validation"},
     {"auditing", "optimizers", "statement"},
