@@ -109,6 +109,10 @@ SUMS = {
         lambda w, x: tf.exp(w[0]) * mean(each(x, w)),
         lambda w, x: tf.exp(w[0]) * each(x, w),
     ),
+    "plus a count": (
+        lambda w, x: mean(each(x, w)) + tf.cast(tf.reduce_sum(tf.cast(x > 0, tf.int32)), x.dtype),
+        lambda w, x: each(x, w),
+    ),
     "statistics without gradient": (
         lambda w, x: mean(each(x, w)) + tf.stop_gradient(tf.reduce_max(each(x, w))),
         lambda w, x: each(x, w),

@@ -143,6 +143,8 @@ def _terms(total: tf.Tensor, batch_axes: BatchAxes) -> Iterator[_Term]:
     while pending:
         term = pending.pop()
         tensor = term.tensor
+        if not tensor.dtype.is_floating:
+            continue  # counts and decisions have no gradient
         if not batch_axes.depends(tensor):
             if any(op.type in VARIABLE_READS for op in ancestors([tensor])):
                 yield term
