@@ -1,6 +1,6 @@
 # `make demo` and `make test` are all a newcomer needs: every target sets up .venv by itself.
 
-.PHONY: help demo test test-all bench bench-peers lint lock wheel clean
+.PHONY: help demo test test-all test-today bench bench-peers lint lock wheel clean
 .ONESHELL:
 .SHELLFLAGS := -ec
 
@@ -9,6 +9,10 @@ PYTHON ?= python3.11 python3.10 python3.9 python3 python
 BIN := .venv/bin
 # Written last, so that it is there only after a complete set-up.
 READY := .venv/ready
+# The newest TensorFlow and Keras 3, in an environment of its own.
+PYTHON_TODAY ?= python3.13 python3.12 python3.11 python3.10 python3 python
+READY_TODAY := .venv-today/ready
+TODAY := tests/_keras tests/accounting tests/update_rules tests/sampling
 
 # Each peer of the benchmarks has an environment of its own, and a Python that its lock is for.
 PEERS := benchmarks/peers
@@ -23,10 +27,11 @@ help:
 	@echo "make demo      train with differential privacy: examples/quickstart.py"
 	echo "make test      the quick tests and the examples in the docstrings"
 	echo "make test-all  all tests, the slow ones too"
+	echo "make test-today  what runs on today's TensorFlow and Keras 3, in .venv-today"
 	echo "make bench     time and memory of training steps: an hour or more, on an idle machine"
 	echo "make bench-peers  the same beside Opacus and JAX-Privacy (needs Python 3.11 and 3.12)"
 	echo "make lint      ruff: rules and format; mypy: types"
-	echo "make lock      re-make requirements/lock.txt from requirements/lock.in"
+	echo "make lock      re-make the locks in requirements/"
 	echo "make wheel     build dist/*.whl"
 	echo "make clean     remove .venv, caches and build files"
 
@@ -38,6 +43,10 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --doctest-modules tests tf_adaptive_dp federated
+
+# What runs on Keras 3 so far.
+test-today: $(READY_TODAY)
+	KERAS_BACKEND=tensorflow .venv-today/bin/python -m pytest -n 2 --dist loadgroup -m "not slow" $(TODAY)
 
 # For example: make bench ARGS="--models mlp --batch_sizes 50,100,200,400 --widths 1,2,4"
 BENCH = $(BIN)/python -m benchmarks.steps.run --models all \
@@ -61,40 +70,16 @@ wheel: $(READY)
 	$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf .venv $(PEERS)/*/.venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-today $(PEERS)/*/.venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Tried in turn: does it run at all (a pyenv shim may not), is it of a fitting version, can it make
-# a venv with pip (Debian keeps ensurepip in a package of its own)?
 $(READY): requirements/lock.txt
-	@fits='import sys; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 11))'
-	if [ "$$(uname -sm)" != "Linux x86_64" ]; then
-	    echo "The locked TensorFlow and TFF are for Linux x86-64, this is $$(uname -sm)." >&2
-	    exit 1
-	fi
-	if ! $(BIN)/python -c "import pip; $$fits" 2>/dev/null; then
-	    found= bare=
-	    for python in $(PYTHON); do
-	        $$python -c "$$fits" >/dev/null 2>&1 || continue
-	        if $$python -c "import ensurepip, venv" 2>/dev/null; then found=$$python; break; fi
-	        bare="$$bare $$python"
-	    done
-	    if [ -z "$$found" ]; then
-	        echo "No Python to work with. Needed: 3.11, 3.10 or 3.9. Tried: $(PYTHON)." >&2
-	        for python in $$bare; do
-	            echo "$$python has no venv module (Debian, Ubuntu: apt install python3-venv)." >&2
-	        done
-	        echo "Name another one with: make PYTHON=/path/to/python3.11 <target>" >&2
-	        exit 1
-	    fi
-	    $$found -m venv --clear .venv
-	fi
-	echo "Setting up .venv with $$($(BIN)/python -V): 2 to 3 minutes and 2.3 GB, once."
-	if ! { $(BIN)/python -m pip install -qq --no-deps --require-hashes -r requirements/lock.txt &&
-	       $(BIN)/python -m pip install -qq --no-deps --no-build-isolation -e .; }; then
-	    echo "The set-up failed, for the reason above. The next make goes on from here." >&2
-	    exit 1
-	fi
+	@requirements/environment.sh .venv $< 9 11 $(PYTHON)
+	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation -e .
+	touch $@
+
+$(READY_TODAY): requirements/today.txt
+	@requirements/environment.sh .venv-today $< 10 13 $(PYTHON_TODAY)
 	touch $@
 
 $(PEERS)/%/.venv/ready: $(PEERS)/%/lock.txt
