@@ -371,8 +371,8 @@ def test_a_saved_model_continues_as_if_it_had_not_stopped(tmp_path, name):
 
 
 @pytest.mark.slow_after(3)
-@pytest.mark.parametrize("name", ["ADADP", "DPAdam", "AdaDPS"])
 @pytest.mark.parametrize("way", ["weights", "checkpoint", "deferred"])
+@pytest.mark.parametrize("name", ["ADADP", "DPAdam", "AdaDPS"])
 def test_weights_and_checkpoints_keep_the_ledger(tmp_path, name, way):
     arguments = {"noise_multiplier": 0.5, "seed": 2}
     model, other = trained(make(name, **arguments)), compiled(make(name, **arguments))
