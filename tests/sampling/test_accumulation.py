@@ -139,7 +139,7 @@ def test_bad_numbers_of_parts_are_refused(steps, error, message):
 
 
 def trained_on(rows, k):
-    return SimpleNamespace(rows_per_batch=rows, gradient_accumulation_steps=k)
+    return SimpleNamespace(rows_per_batch=rows, parts_per_batch=k)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_the_monitor_knows_the_rows_of_a_part(sampling, rows, k, fits):
 @pytest.mark.parametrize(("steps", "k"), [(1, 1), (6, 1), (1, 4), (4, 4), (5, 4), (8, 4), (9, 4)])
 def test_the_budget_counts_releases_and_not_parts(steps, k, monkeypatch):
     budget = dp.PrivacyBudget(1.0, DELTA, N)
-    optimizer = SimpleNamespace(gradient_accumulation_steps=k)
+    optimizer = SimpleNamespace(parts_per_batch=k)
     budget.set_model(SimpleNamespace(optimizer=optimizer, _steps_per_execution=steps))
     needed = -(-steps // k)
     for left in (needed - 1, needed):
