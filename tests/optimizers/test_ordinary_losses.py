@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
+from tests.helpers import catalogue
 from tests.helpers.zoo import floats
 
 layers, losses = tf.keras.layers, tf.keras.losses
@@ -188,4 +189,4 @@ def test_replicas_take_the_step_of_a_single_device():
         return model.get_weights()
 
     one = trained(tf.distribute.get_strategy())
-    assert_same(trained(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])), one)
+    assert_same(trained(catalogue.mirrored()), one)
