@@ -282,7 +282,7 @@ PARTLY_SPENT = [
 ]
 
 
-@pytest.mark.slow_after(5)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("ledger", "accountant", "budgets"),
     [(ledger, "rdp", [0.5, 0.7, 1.3, 4.0]) for ledger in PARTLY_SPENT]

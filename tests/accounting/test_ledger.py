@@ -39,7 +39,7 @@ def record_all(ledger, releases, mode):
     loop(tf.constant(releases, tf.float64))
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla", "loop", "loop in xla"])
 def test_releases_in_a_row_that_share_their_parameters_are_one_segment(mode):
     ledger = Ledger(zoo.add_variable)
@@ -84,6 +84,7 @@ def test_values_are_kept_in_double_precision():
     assert ledger.segments == [(1.1, 1e9 + 1, 1), (1.1 + 1e-12, 1e9 + 1, 1)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("mode", ["eager", "loop", "loop in xla"])
 def test_segments_beyond_the_last_merge_to_the_worst(mode):
     count = Ledger.MAX_SEGMENTS
@@ -186,6 +187,7 @@ def test_a_list_of_segments_is_extended_as_the_ledger_records(pairs, count):
     assert segments == recorded([pair for pair in pairs for _ in range(count)])
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(releases, releases)
 def test_a_ledger_extends_its_earlier_states_alone(pairs, more):

@@ -152,7 +152,7 @@ def test_a_resumed_run_ends_when_all_steps_are_used_up(tmp_path):
     assert model.optimizer.ledger.segments == log.segments == [(1.0, 8.0, 20)]
 
 
-@pytest.mark.slow_after(5)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)
 def test_lost_releases_are_counted_in_any_order_of_callbacks(tmp_path, order):
     # Ledgers alone: of the model, in the backup (5 releases), in the log (9, with less noise).

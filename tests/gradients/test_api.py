@@ -30,7 +30,7 @@ MATERIALIZED = [
 
 
 # What `gradients="auto"` makes of the whole zoo is in `test_traced`.
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("name", MATERIALIZED)
 def test_materialized_norms_and_sums_equal_a_loop_over_batches_of_one(name, mode):
@@ -107,7 +107,7 @@ def test_a_loss_that_depends_on_no_variable_is_an_error(mode):
         zoo.in_mode(mode, step, [x])(x)
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @both_modes
 def test_materialized_an_example_that_is_not_finite_stops_the_step(mode, bad):

@@ -276,6 +276,7 @@ LINEAR = {
 }
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_bias_that_all_examples_share_is_no_penalty(name, mode):

@@ -120,6 +120,7 @@ SUMS = {
 }
 
 
+@pytest.mark.slow_after(11)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_and_means_have_the_gradients_of_batches_of_one(name, dynamic):

@@ -66,6 +66,7 @@ def test_batches_of_any_size(name):
 
 
 # Convolutions cannot be asked: TensorFlow's own (oneDNN) fail on batches without examples.
+@pytest.mark.slow_after(1)
 @models("graph", ["MLP", "embedding with repeated ids", "LayerNormalization", "tied weights"])
 def test_batches_without_examples(name):
     problem, (_, _, weights) = zoo.problem(name), figures(name)
@@ -117,7 +118,7 @@ GROUPED = ["MLP", "CNN", "embedding with repeated ids", "layers at each time", "
 GROUPED += ["transposed convolutions", "EinsumDense", "normalized images", "time-major"]
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("mode", ["graph", "graph of fixed size"])
 @pytest.mark.parametrize("name", GROUPED)
 def test_microbatches(name, mode):

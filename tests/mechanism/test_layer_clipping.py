@@ -20,7 +20,7 @@ def rows_of(seed, batch_size=1, size=30.0):
     return [size * generator.normal(size=(batch_size, n)) for n in (3, 2, 4)]
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("shares, of_a", [(None, 0.5), ({"a": 1.0, "b": 2.0}, 0.2)])
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_each_layer_is_clipped_to_its_share(shares, of_a, mode):

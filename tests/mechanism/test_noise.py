@@ -42,7 +42,7 @@ MECHANISMS = {
 }
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 @pytest.mark.parametrize("arguments, divisor, stddev", MECHANISMS.values(), ids=MECHANISMS)
 def test_a_release_has_noise_of_the_noise_multiplier_times_the_clip(
@@ -224,6 +224,7 @@ def numbers(size, stddev=1.0, seed=None, release=1):
     return drawn(noise, [[size]], stddev)[0].numpy()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("stddev", [1.0, 1e-6, 3e5])
 def test_a_million_numbers_are_gaussian(stddev):
     assert_gaussian(numbers(1_000_000, stddev), stddev)

@@ -285,6 +285,7 @@ def test_both_minibatches_of_a_step_of_adadp_share_the_statistics():
     assert_other(expected(lambda k: True), in_pairs)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("reduction", ["none", "sum_over_batch_size"])
 @pytest.mark.parametrize("rule", ["rmsprop", "adam"])
 def test_adas_is_sgd_on_preconditioned_gradients(rule, reduction):

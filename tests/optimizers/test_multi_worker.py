@@ -66,6 +66,7 @@ def test_the_noise_has_the_scale_that_was_asked_for(workers):
     assert_independent(first, second)
 
 
+@pytest.mark.slow
 def test_each_worker_counts_a_global_step_once(workers):
     for worker in workers:
         assert tuple(worker["noise_segment"]) == (1.5, 8.0, 2)

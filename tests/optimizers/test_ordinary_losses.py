@@ -65,7 +65,7 @@ def assert_same(ours, keras):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 def test_without_clipping_and_noise_fit_is_that_of_sgd(name, weighted):
@@ -136,6 +136,7 @@ def sequences(**kwargs):
 TOKENS = np.arange(3 * N).reshape(N, 3) % 7
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("weights", [None, WEIGHTS, np.abs(floats(N, 3))])
 def test_losses_of_tokens_are_averaged_by_example(weights):
     args = "sparse_categorical_crossentropy", TOKENS, TOKENS % 3, weights

@@ -27,7 +27,7 @@ def in_parts(dataset, k):
     return [sorted(sum(ids[i : i + k], [])) for i in range(0, len(ids), k)]
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("k", [1, 2, 3, 8, 25])
 @pytest.mark.parametrize("sampling", [POISSON, RARE])
 def test_the_parts_of_a_poisson_draw_are_that_draw(sampling, k):

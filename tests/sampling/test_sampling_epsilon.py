@@ -51,6 +51,7 @@ def hockey_sticks(gradients, x, sigma, q, rows, epsilon):
     ]
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("spent", [0.1, 0.5, 1.0, 2.0])
 def test_truncation_costs_at_most_what_is_said(rows, spent):

@@ -71,6 +71,7 @@ class Tfds(OneByOne):
         return [self.examples[i] for i in indices]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", [list, OneByOne, OfLists, Tfds])
 def test_random_access_sources(kind):
     sampling = dp.PoissonSampling(0.3, 20, 10, seed=1)

@@ -190,6 +190,7 @@ def test_wrong_arguments_are_refused(function, arguments, error, message):
         function(*arguments)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -104,6 +104,7 @@ def test_the_claim_holds(search, family, conversion):
 
 
 # How much of the claimed ε a mechanism of these really needs.
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("search", "part"),
     [

@@ -167,7 +167,7 @@ def test_a_vector_that_a_layer_adds_to_the_loss_is_part_of_it():
     assert {(f.kind, f.where) for f in seen.findings if f.kind == "mixing"} == {("mixing", "it")}
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", OF_LAYERS)
 def test_what_is_wrong_with_a_layer_is_found(name):
     hidden, where, kind, cure = OF_LAYERS[name]
@@ -219,6 +219,7 @@ def test_what_is_wrong_with_a_loss_is_found(name):
     assert seen.ok == (severity == "warning")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "loss",
     [

@@ -183,7 +183,7 @@ def test_hyperparameters_of_the_state_reach_the_clients(adadp, functional_adadp)
         assert_reported(output.metrics["client_work"]["optimizer"], told)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["variables", "functional"])
 def test_a_round_without_clients_changes_nothing(adadp, functional_adadp, kind):
     process = adadp if kind == "variables" else functional_adadp

@@ -63,6 +63,7 @@ def test_a_round_of_no_clients_releases_noise_around_zero(released):
     assert not second.state.is_init_state
 
 
+@pytest.mark.slow_after(1)
 def test_noise_repeats_neither_over_rounds_nor_when_a_saved_state_is_run_again(released):
     privacy, _, first, second, again = released
     if privacy.mechanism == "gaussian":

@@ -229,6 +229,7 @@ def test_a_failed_round_is_counted_when_the_run_goes_on(tmp_path):
     check_record(rounds.record(tmp_path), "gaussian")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("mechanism, finished", [("gaussian", 3), ("tree", 3), (None, 5)])
 def test_rounds_may_fail_so_many_times(tmp_path, mechanism, finished):
     # A run without privacy has no budget, so what is lost is made up for.

@@ -115,6 +115,7 @@ def drawn(make, jit_compile=False):
     return found, counters
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", DRAWS)
 def test_seeds_from_variables_are_replaced_by_secret_ones(name):
     found, counters = drawn(DRAWS[name])
@@ -181,6 +182,7 @@ def test_draws_with_one_seed_stay_alike():
     np.testing.assert_array_equal(*step(tf.constant(X)))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("ignore:Under `jit_compile=True` the source")
 @pytest.mark.parametrize("method", ["auto", "materialized"])
 @pytest.mark.parametrize("jit_compile", [False, True])

@@ -192,7 +192,7 @@ def test_state_written_after_minimize_is_refused(name):
     assert step.optimizer.ledger.num_releases == 0
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", CARRIES)
 def test_such_state_moves_later_batches(name, monkeypatch):
     """Without the search, a row that a later batch does not hold changes its clipped sum."""

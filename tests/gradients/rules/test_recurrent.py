@@ -225,7 +225,7 @@ def test_dropout_on_the_inputs_is_drawn_once():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", UNCOVERED)
 def test_no_rule_covers_what_is_not_understood_or_would_differ_if_run_again(name):
     problem = UNCOVERED[name]()

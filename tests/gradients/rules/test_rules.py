@@ -188,6 +188,7 @@ def test_products_that_broadcast_an_axis_of_unknown_length(lengths):
     check(tf.matmul, zoo.floats(3, of_x, 2, 3), zoo.floats(of_k, 3, 2, seed=1), free=True)
 
 
+@pytest.mark.slow
 @few
 @hypothesis.given(n=sizes, m=sizes, free=st.booleans(), seed=st.integers(0, 99))
 def test_tables(n, m, free, seed):
