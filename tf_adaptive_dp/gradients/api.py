@@ -112,7 +112,7 @@ def per_example_gradients(
 ) -> PerExampleGradients:
     """Makes a source of the per-example gradients gᵢ = ∂lossᵢ/∂variables.
 
-    A scalar loss is taken apart into the losses of examples, see `scalar_losses.example_losses`.
+    A scalar loss is taken apart into the losses of examples, see `scalar_losses.take_apart`.
 
     Guarantee: gᵢ is the gradient of example i alone. In a compiled step, the library follows the
     batch axis through the whole graph. It refuses a model that mixes the examples of a batch, and

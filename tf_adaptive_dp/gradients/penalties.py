@@ -39,7 +39,8 @@ class Penalty(NamedTuple):
     factor: tf.Tensor | float
 
 
-def _trained(tensor: tf.Tensor) -> bool:
+def is_trained(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is computed from a variable."""
     return any(op.type in VARIABLE_READS for op in ancestors([tensor]))
 
 
@@ -65,7 +66,7 @@ def find_penalties(loss: tf.Tensor, batch_axes: BatchAxes) -> list[Penalty]:
                 signed = -factor if op.type == "Sub" and k == 1 else factor
                 if batch_axes.depends(term):
                     pending.append((term, signed, exact))
-                elif _trained(term):
+                elif is_trained(term):
                     _check(term, exact)
                     found.append(Penalty(term, signed))
         elif op.type in UNCHANGED:
@@ -75,10 +76,10 @@ def find_penalties(loss: tf.Tensor, batch_axes: BatchAxes) -> list[Penalty]:
             # padding absent, and what it multiplies are sums such as ⟨x, w⟩ + b.
             number = tf.cast(op.inputs[1], tf.float32)
             factor = factor * number if op.type == "Mul" else factor / number
-            pending.append((op.inputs[0], factor, exact and not _trained(number)))
+            pending.append((op.inputs[0], factor, exact and not is_trained(number)))
         elif op.type == "Mul" and op.inputs[0].shape.rank == 0:
             number = tf.cast(op.inputs[0], tf.float32)
-            pending.append((op.inputs[1], factor * number, exact and not _trained(number)))
+            pending.append((op.inputs[1], factor * number, exact and not is_trained(number)))
     return found
 
 

@@ -13,11 +13,10 @@ from tf_adaptive_dp._keras.graphs import ancestors, layer_name, static_value
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis import operations
 from tf_adaptive_dp.gradients.batch_axis.analysis import refuse_independent, refuse_mixed
-from tf_adaptive_dp.gradients.batch_axis.operation_types import VARIABLE_READS
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size, product
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, by_example
-from tf_adaptive_dp.gradients.penalties import Penalty
+from tf_adaptive_dp.gradients.penalties import SCALINGS, Penalty, is_trained
 
 # Operations that keep the sum over all entries.
 _KEEP = {"Identity", "Cast", "CheckNumerics", "EnsureShape", "Reshape", "Squeeze", "ExpandDims"}
@@ -25,7 +24,6 @@ _KEEP |= {"Transpose"}
 _ADDITIONS = {"Add", "AddV2", "AddN", "Sub", "Neg"}
 _REDUCTIONS = {"Sum", "Mean"}
 _JOINS = {"Pack", "ConcatV2"}
-_SCALINGS = {"Mul", "RealDiv", "DivNoNan"}
 
 _NO_SUM = (
     "The loss is not a sum or a mean over examples, so they have no gradients of their own. "
@@ -146,7 +144,7 @@ def _terms(total: tf.Tensor, batch_axes: BatchAxes) -> Iterator[_Term]:
         if not tensor.dtype.is_floating:
             continue  # counts and decisions have no gradient
         if not batch_axes.depends(tensor):
-            if any(op.type in VARIABLE_READS for op in ancestors([tensor])):
+            if is_trained(tensor):
                 yield term
         elif isinstance(batch_axes[tensor], BatchAxis):
             yield term
@@ -166,7 +164,7 @@ def _undone(term: _Term, batch_axes: BatchAxes) -> list[_Term]:
         return [term._replace(tensor=t) for t in parts]
     if op.type in _ADDITIONS:
         return _addends(term, batch_axes)
-    if op.type in _SCALINGS:
+    if op.type in SCALINGS:
         return [_unscaled(term, batch_axes)]
     if op.type == "L2Loss":
         squares = tf.square(op.inputs[0]) / 2
@@ -189,10 +187,6 @@ def _refuse_mixed(tensor: tf.Tensor, batch_axes: BatchAxes) -> None:
     layout = batch_axes[tensor]
     if isinstance(layout, CrossExample):
         refuse_mixed(layout)
-
-
-def _num_entries(tensor: tf.Tensor, batch_axes: BatchAxes) -> Size:
-    return product(batch_axes.size(tensor, a) for a in range(tensor.shape.rank))
 
 
 def _unreduced(term: _Term, batch_axes: BatchAxes) -> _Term:
@@ -218,7 +212,7 @@ def _addends(term: _Term, batch_axes: BatchAxes) -> list[_Term]:
             # It is added to each entry.
             count = None
             if term.tensor.shape.rank is not None:
-                count = term.divisor.over(_num_entries(term.tensor, batch_axes))
+                count = term.divisor.over(batch_axes.num_entries(term.tensor))
         elif not tensor.shape.is_compatible_with(term.tensor.shape):
             count = None
         if count is None:
@@ -276,7 +270,7 @@ def _of_each_example(
     axes = list(range(1, rows.shape.rank))
     count = term.divisor
     # Keras divides by the number of entries, whose other sizes need not be known.
-    over_entries = count.over(_num_entries(term.tensor, batch_axes))
+    over_entries = count.over(batch_axes.num_entries(term.tensor))
     if over_entries is not None and over_entries.static:
         each = tf.reduce_mean(rows, axis=axes) if axes else rows
         return term.scale(each) * (replicas / over_entries.static), True

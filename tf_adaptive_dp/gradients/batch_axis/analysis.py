@@ -107,33 +107,6 @@ def _axis_0(tensor: tf.Tensor) -> int | None:
     return tensor.shape[0] if tensor.shape.rank else None
 
 
-def analyze(loss: tf.Tensor) -> BatchAxes | None:
-    """Finds the batch axis of everything that a loss vector is computed from.
-
-    Inputs of the step (arguments of the `tf.function`, elements of a data set) count as data with
-    the batch as axis 0, and scalar arguments as settings. What the step captures from outside
-    counts as public constants, unless there are no inputs.
-
-    Args:
-      loss: [B], symbolic.
-
-    Returns:
-      The batch axes; that of the loss is axis 0. `None` for a batch of one example, in which
-      nothing can mix.
-
-    Raises:
-      NotPrivateError: if entry i of the loss may depend on more than example i. The message names
-        the operation that mixes examples, its layer and a fix.
-    """
-    prepared = prepare(loss)
-    if prepared is None:
-        return None
-    batch_axes, ops = prepared
-    operations.run(ops, batch_axes)
-    refuse(loss, batch_axes)
-    return batch_axes
-
-
 def prepare(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation]] | None:
     """Finds the batch axes of the inputs of the step, and the operations from there to the loss.
 
@@ -147,13 +120,12 @@ def prepare(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation]] | None:
     return None if is_one else (batch_axes, ops)
 
 
-def of_one_example(loss: tf.Tensor) -> BatchAxes:
-    """The batch axes for the loss of a batch of one example, in which nothing is refused."""
-    return follow(loss)[0]
-
-
 def follow(loss: tf.Tensor) -> tuple[BatchAxes, bool]:
     """Finds the batch axes of everything that a loss is computed from, and refuses nothing.
+
+    Inputs of the step (arguments of the `tf.function`, elements of a data set) count as data with
+    the batch as axis 0, and scalar arguments as settings. What the step captures from outside
+    counts as public constants, unless there are no inputs.
 
     Args:
       loss: symbolic, of any shape.
@@ -192,7 +164,16 @@ def _sources_entered(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation], bo
 
 
 def refuse(loss: tf.Tensor, batch_axes: BatchAxes) -> None:
-    """Raises an error unless entry i of the loss belongs to example i."""
+    """Refuses a loss vector unless entry i belongs to example i.
+
+    Args:
+      loss: [B], symbolic.
+      batch_axes: the result of `follow`.
+
+    Raises:
+      NotPrivateError: if entry i of the loss may depend on more than example i. The message names
+        the operation that mixes examples, its layer and a fix.
+    """
     layout = batch_axes[loss]
     if not batch_axes.depends(loss):
         refuse_independent(loss)

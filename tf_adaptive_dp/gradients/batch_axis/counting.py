@@ -84,8 +84,8 @@ def counts_batch(
     The search does not follow the size into variables, nor into whether a step fails.
 
     Args:
-      loss: [B], symbolic, accepted by `analyze`.
-      batch_axes: the result of `analyze`.
+      loss: [B], symbolic, accepted by `refuse`.
+      batch_axes: the result of `follow`.
       penalties: numbers whose gradients are released as they are.
     """
     if not batch_axes.batch_size.unknowns:

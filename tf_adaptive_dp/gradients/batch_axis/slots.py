@@ -94,8 +94,8 @@ def refuse_slots(loss: tf.Tensor, batch_axes: BatchAxes) -> Draws:
     else counts as tied to rows.
 
     Args:
-      loss: [B], symbolic, accepted by `analyze`.
-      batch_axes: the result of `analyze`.
+      loss: [B], symbolic, accepted by `refuse`.
+      batch_axes: the result of `follow`.
 
     Returns:
       The random numbers that differ from row to row.

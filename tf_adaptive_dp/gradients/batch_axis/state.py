@@ -124,11 +124,15 @@ class BatchAxes:
                     return found.pop()
         return Size(1, (f"{self.number}:{tensor.name}[{axis}]",))
 
+    def num_entries(self, tensor: tf.Tensor) -> Size:
+        """The number of entries of a tensor of known rank."""
+        return product(self.size(tensor, a) for a in range(tensor.shape.rank))
+
     def _reshaped(self, op: tf.Operation) -> Entries:
         """The shape after a reshape, with the length of an axis -1 computed from the others."""
         entries, source = self.entries(op.inputs[1]), op.inputs[0]
         if entries.count(None) == 1 and source.shape.rank is not None:
-            total = product(self.size(source, a) for a in range(source.shape.rank))
+            total = self.num_entries(source)
             known = product(size for size in entries if size is not None)
             entries[entries.index(None)] = total.over(known)
         return entries
