@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Callable
+from typing import Any
 
 import tensorflow as tf
+
+from tf_adaptive_dp._keras.own_rule import OwnRule
 
 HOW_TO_STEP = "Call `optimizer.minimize(loss, variables, tape)` with a loss vector"
 
@@ -118,7 +120,7 @@ def add_slot(
     )
 
 
-class OwnRuleOptimizer(tf.keras.optimizers.Optimizer):
+class OwnRuleOptimizer(OwnRule, tf.keras.optimizers.Optimizer):
     """Base of optimizers whose update rule Keras does not have.
 
     A subclass overrides `create_slots` and `update_step`, and where it has to the two methods that
@@ -155,33 +157,6 @@ class OwnRuleOptimizer(tf.keras.optimizers.Optimizer):
         Args:
           variables: the variables to train.
         """
-
-    def update_all(
-        self,
-        grads_and_vars: Sequence[tuple[tf.Tensor, tf.Variable]],
-        update_each: Callable[[Sequence], tf.Tensor],
-    ) -> tf.Tensor:
-        """Makes one step.
-
-        Args:
-          grads_and_vars: pairs of a summed gradient and its variable.
-          update_each: calls `update_step` for each pair; returns the next value of `iterations`.
-
-        Returns:
-          What `update_each` returned.
-        """
-        return update_each(grads_and_vars)
-
-    def decay_all(
-        self, variables: Sequence[tf.Variable], decay_each: Callable[[Sequence], None]
-    ) -> None:
-        """Applies the weight decay of one step; not called without `weight_decay`.
-
-        Args:
-          variables: the variables of this step.
-          decay_each: decays each variable that `decays` at the learning rate.
-        """
-        decay_each(variables)
 
     def _internal_apply_gradients(
         self, grads_and_vars: Iterable[tuple[tf.Tensor, tf.Variable]]

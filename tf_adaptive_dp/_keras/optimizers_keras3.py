@@ -15,6 +15,7 @@ from typing import Any, Callable
 import keras
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.own_rule import OwnRule
 from tf_adaptive_dp._keras.tracing import GraphTape
 from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.errors import NotPrivateError
@@ -337,7 +338,7 @@ def _add(
     return variable.value
 
 
-class OwnRuleOptimizer(keras.optimizers.Optimizer):
+class OwnRuleOptimizer(OwnRule, keras.optimizers.Optimizer):
     """Base of optimizers whose update rule Keras does not have.
 
     A subclass overrides `create_slots` and `update_step`, and where it has to the two methods that
@@ -372,33 +373,6 @@ class OwnRuleOptimizer(keras.optimizers.Optimizer):
         Args:
           variables: the variables to train.
         """
-
-    def update_all(
-        self,
-        grads_and_vars: Sequence[tuple[tf.Tensor, tf.Variable]],
-        update_each: Callable[[Sequence], tf.Tensor],
-    ) -> tf.Tensor:
-        """Makes one step.
-
-        Args:
-          grads_and_vars: pairs of a summed gradient and its variable.
-          update_each: calls `update_step` for each pair; returns the next value of `iterations`.
-
-        Returns:
-          What `update_each` returned.
-        """
-        return update_each(grads_and_vars)
-
-    def decay_all(
-        self, variables: Sequence[tf.Variable], decay_each: Callable[[Sequence], None]
-    ) -> None:
-        """Applies the weight decay of one step; not called without `weight_decay`.
-
-        Args:
-          variables: the variables of this step.
-          decay_each: decays each variable that `decays` at the learning rate.
-        """
-        decay_each(variables)
 
     def _backend_update_step(
         self, grads: Sequence, trainable_variables: Sequence, learning_rate: Any
