@@ -87,8 +87,8 @@ class WeightNormalized(layers.Layer):
     """A dense layer whose kernel has columns of a learned length."""
 
     def build(self, shape):
-        self.kernel = self.add_weight("kernel", [shape[-1], 4])
-        self.length = self.add_weight("length", [4], initializer="ones")
+        self.kernel = self.add_weight(name="kernel", shape=[shape[-1], 4])
+        self.length = self.add_weight(name="length", shape=[4], initializer="ones")
 
     def call(self, x):
         return x @ (tf.nn.l2_normalize(self.kernel, axis=0) * self.length)
@@ -98,7 +98,7 @@ class ClassToken(layers.Layer):
     """Puts a learned vector before each sequence."""
 
     def build(self, shape):
-        self.token = self.add_weight("token", [1, 1, shape[-1]])
+        self.token = self.add_weight(name="token", shape=[1, 1, shape[-1]])
 
     def call(self, x):
         return tf.concat([tf.tile(self.token, [tf.shape(x)[0], 1, 1]), x], axis=1)
@@ -108,7 +108,7 @@ class Temperature(layers.Layer):
     """Multiplies all by one learned number."""
 
     def build(self, shape):
-        self.factor = self.add_weight("factor", [])
+        self.factor = self.add_weight(name="factor", shape=[])
 
     def call(self, x):
         return x * self.factor

@@ -30,7 +30,7 @@ def _with_public(optimizer_class, rule, **own):
     return make
 
 
-@tf.keras.saving.register_keras_serializable("tests")
+@tf.keras.utils.register_keras_serializable("tests")
 def by_rank(variable):
     """A preconditioner that differs between kernels and biases."""
     return np.full(variable.shape, 0.5 if len(variable.shape) > 1 else 2.0)

@@ -11,7 +11,7 @@ class Own(layers.Layer):
     """A layer whose weights have names and shapes only."""
 
     def weight(self, *shape, initializer="glorot_normal"):
-        return self.add_weight(f"w{len(self.weights)}", shape, initializer=initializer)
+        return self.add_weight(name=f"w{len(self.weights)}", shape=shape, initializer=initializer)
 
 
 class FrozenStatistics(layers.Layer):

@@ -215,7 +215,7 @@ def test_dp_adam_pub_has_momentum_of_noisy_gradients_and_public_second_moments()
     assert_other(expected(beta_1=0.8), expected())
 
 
-@tf.keras.saving.register_keras_serializable("tests")
+@tf.keras.utils.register_keras_serializable("tests")
 class BeyondConvex(tf.keras.optimizers.schedules.LearningRateSchedule):
     """Values from 1.5 to below zero."""
 

@@ -46,7 +46,7 @@ class Block(layers.Layer):
         self.norms = [layers.BatchNormalization(), layers.BatchNormalization(trainable=False)]
 
     def build(self, shape):
-        self.scale = self.add_weight("scale", [self.units])
+        self.scale = self.add_weight(name="scale", shape=[self.units])
 
     def call(self, x, training=None):
         x = self.dense(x)

@@ -29,7 +29,7 @@ class Dilation(layers.Layer):
     """An operation that keeps examples apart and has no rule."""
 
     def build(self, shape):
-        self.filter = self.add_weight("filter", [3, 1, 1])
+        self.filter = self.add_weight(name="filter", shape=[3, 1, 1])
 
     def call(self, x):
         x = tf.reshape(x, [-1, 4, 1, 1])

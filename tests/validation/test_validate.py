@@ -56,7 +56,7 @@ class Remembers(layers.Layer):
     """Subtracts a moving average that it updates itself."""
 
     def build(self, shape):
-        self.average = self.add_weight("average", shape[-1:], trainable=False)
+        self.average = self.add_weight(name="average", shape=shape[-1:], trainable=False)
 
     def call(self, x):
         self.average.assign(0.9 * self.average + 0.1 * tf.reduce_mean(x, axis=0))
@@ -67,7 +67,9 @@ class Rotates(layers.Layer):
     """A complex variable that is trained."""
 
     def build(self, shape):
-        self.phase = self.add_weight("phase", [4], tf.complex64, initializer="ones")
+        self.phase = self.add_weight(
+            name="phase", shape=[4], dtype=tf.complex64, initializer="ones"
+        )
 
     def call(self, x):
         return tf.math.real(tf.cast(x, tf.complex64) * self.phase)

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import ancestors
+from tf_adaptive_dp._keras.weighted_losses import (
+    NAMES_WEIGHTS,
+    is_loss_of_output,
+    multiplies_losses,
+    sample_weights_of_step,
+)
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.penalties import SCALINGS, SUMS, UNCHANGED
-
-# Where Keras multiplies losses by sample weights, `losses_utils.compute_weighted_loss`.
-_SCOPE = "weighted_loss"
 
 
 def find_present(
@@ -22,10 +25,10 @@ def find_present(
 
     Keras multiplies the losses of outputs by sample weights, but not the terms of `add_loss`. Rows
     of weight 0 are the padding of Poisson batches. So a row is absent if the loss of every output
-    has weight 0 there, and then the other terms must leave it out too. Keras's own name scope tells
-    which factors are sample weights: a label that happens to multiply the loss is none, and neither
-    is a mask that a layer computed (`Masking`). If the loss of an output has no sample weights, all
-    rows are present.
+    has weight 0 there, and then the other terms must leave it out too. Keras's graph tells which
+    factors are sample weights: a label that happens to multiply the loss is none, and neither is a
+    mask that a layer computed (`Masking`). If the loss of an output has no sample weights, all rows
+    are present.
 
     Args:
       losses: the tensors that make up the loss: the loss vector, or the terms of a scalar.
@@ -35,29 +38,73 @@ def find_present(
     Returns:
       [B], bool; `None` if all rows are present, or if all terms have sample weights.
     """
-    scope = total.op.name.rpartition("/")[0]
+    search = _Search(total, batch_axes)
     weights: dict = {}
     unweighted = False
-    for term in _terms(losses, batch_axes):
-        found, beside = _weights(term, batch_axes), _is_beside(term.op, scope)
-        if _is_weighted(term.op) and beside and not found:
+    for term in _terms(losses, search):
+        found, beside = search.weights(term), search.is_loss_of_output(term)
+        if beside and not found:
             return None
-        if _is_weighted(term.op) and found and (beside or all(map(_is_fed, found))):
+        if found and (beside or all(map(_is_fed, found))):
             weights[term.ref()] = found
         else:
             unweighted = True
-            for product in filter(_is_weighted, ancestors([term])):
-                found = _weights(product.outputs[0], batch_axes)
+            for product in (op.outputs[0] for op in ancestors([term]) if op.type == "Mul"):
+                found = search.weights(product)
                 if found and all(map(_is_fed, found)):
-                    weights[product.outputs[0].ref()] = found
-    if not (weights and unweighted):
+                    weights[product.ref()] = found
+    if not (weights and unweighted) or search.some_output_has_none:
         return None
     rows = [tf.reduce_all([_nonzero(w) for w in product], axis=0) for product in weights.values()]
     return tf.reduce_any(rows, axis=0)
 
 
-def _terms(losses: Iterable[tf.Tensor], batch_axes: BatchAxes) -> Iterator[tf.Tensor]:
+class _Search:
+    """What is known about the sample weights of one step.
+
+    Args:
+      total: the loss that the step computed.
+      batch_axes: the batch axes of everything that the loss is computed from.
+    """
+
+    def __init__(self, total: tf.Tensor, batch_axes: BatchAxes):
+        self.batch_axes = batch_axes
+        self._scope = total.op.name.rpartition("/")[0]
+        self._known = sample_weights_of_step(total.graph)
+
+    @property
+    def some_output_has_none(self) -> bool:
+        """Whether the step is known to get no weights for an output."""
+        return any(w is None for w in self._known or ())
+
+    def is_loss_of_output(self, losses: tf.Tensor) -> bool:
+        """Whether losses are those of an output, and not a term that a layer added."""
+        return is_loss_of_output(losses.op, self._scope)
+
+    def ends_at(self, losses: tf.Tensor) -> bool:
+        """Whether losses are a term, although a number may be what they are multiplied by."""
+        named = NAMES_WEIGHTS and self._multiplies(losses.op)
+        return named or bool(self.weights(losses))
+
+    def weights(self, losses: tf.Tensor) -> list[tf.Tensor]:
+        """The factors of losses that are sample weights, without constants and masks of layers."""
+        if not self._multiplies(losses.op):
+            return []
+        found = list(_factors(losses.op.inputs[1], self.batch_axes))
+        return found if NAMES_WEIGHTS or all(map(self._may_be_weights, found)) else []
+
+    def _multiplies(self, op: tf.Operation) -> bool:
+        return multiplies_losses(op, self._scope, self._known is not None)
+
+    def _may_be_weights(self, tensor: tf.Tensor) -> bool:
+        if self._known is None:
+            return _is_fed(tensor)
+        return any(tensor is w for w in self._known)
+
+
+def _terms(losses: Iterable[tf.Tensor], search: _Search) -> Iterator[tf.Tensor]:
     """The terms of losses that depend on the data, without scalar factors."""
+    batch_axes = search.batch_axes
     pending = [loss for loss in losses if batch_axes.depends(loss)]
     while pending:
         tensor = pending.pop()
@@ -66,32 +113,14 @@ def _terms(losses: Iterable[tf.Tensor], batch_axes: BatchAxes) -> Iterator[tf.Te
             pending += [t for t in op.inputs if batch_axes.depends(t)]
         elif op.type in (*UNCHANGED, "Neg"):
             pending.append(op.inputs[0])
-        elif op.type in SCALINGS and not _is_weighted(op) and op.inputs[1].shape.rank == 0:
+        elif search.ends_at(tensor):
+            yield tensor
+        elif op.type in SCALINGS and op.inputs[1].shape.rank == 0:
             pending.append(op.inputs[0])
-        elif op.type == "Mul" and not _is_weighted(op) and op.inputs[0].shape.rank == 0:
+        elif op.type == "Mul" and op.inputs[0].shape.rank == 0:
             pending.append(op.inputs[1])
         else:
             yield tensor
-
-
-def _is_weighted(op: tf.Operation) -> bool:
-    """Whether an operation multiplies losses by sample weights."""
-    scopes: list[str] = op.name.split("/")[:-1]
-    scope = scopes[-1] if scopes else ""
-    number = scope.removeprefix(_SCOPE)
-    named = scope.startswith(_SCOPE) and (not number or number[1:].isdigit())
-    return op.type == "Mul" and named
-
-
-def _is_beside(op: tf.Operation, scope: str) -> bool:
-    """Whether the loss of an output was computed beside the total, and not within a layer."""
-    name = op.name[len(scope) + 1 :] if scope and op.name.startswith(f"{scope}/") else op.name
-    return name.count("/") == 2
-
-
-def _weights(tensor: tf.Tensor, batch_axes: BatchAxes) -> list[tf.Tensor]:
-    """The factors of sample weights, without constants and masks of layers."""
-    return list(_factors(tensor.op.inputs[1], batch_axes)) if _is_weighted(tensor.op) else []
 
 
 def _factors(tensor: tf.Tensor, batch_axes: BatchAxes) -> Iterator[tf.Tensor]:

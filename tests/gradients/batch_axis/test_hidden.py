@@ -34,7 +34,9 @@ class Centred(layers.Layer):
         self.how = how
 
     def build(self, shape):
-        self.average = self.add_weight("average", [4], initializer="zeros", trainable=False)
+        self.average = self.add_weight(
+            name="average", shape=[4], initializer="zeros", trainable=False
+        )
 
     def call(self, x):
         mean = tf.reduce_mean(x, axis=0)

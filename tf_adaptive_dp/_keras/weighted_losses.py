@@ -1,0 +1,79 @@
+"""How Keras multiplies losses by sample weights, as the graph of a step shows it.
+
+Keras 2 does so in a name scope of its own. Keras 3 does not, but its train step shows which of its
+arguments are sample weights. In a custom loop with Keras 3, an argument that multiplies in the
+scope of a loss is taken for sample weights.
+"""
+
+from __future__ import annotations
+
+import re
+
+import tensorflow as tf
+
+from tf_adaptive_dp._keras.generation import GENERATION
+
+# `losses_utils.compute_weighted_loss` of Keras 2.
+_WEIGHTED_LOSS = re.compile(r"weighted_loss(_\d+)?")
+# `CompileLoss` of Keras 3, which holds the losses of all outputs.
+_COMPILE_LOSS = re.compile(r"(^|/)compile_loss(_\d+)?/")
+# The train step of Keras 3; its argument is a batch.
+_STEP = "one_step_on_data"
+
+# Whether the name of a multiplication tells that its factor is sample weights.
+NAMES_WEIGHTS: bool = GENERATION == 2
+
+
+def multiplies_losses(op: tf.Operation, scope: str, is_known: bool) -> bool:
+    """Whether an operation may be the one that multiplies losses by sample weights.
+
+    Args:
+      op: any operation.
+      scope: the name scope of the step.
+      is_known: whether `sample_weights_of_step` tells which arguments are sample weights.
+    """
+    scopes = _within(op, scope).split("/")[:-1]
+    if op.type != "Mul" or not scopes:
+        return False
+    if NAMES_WEIGHTS:
+        return _WEIGHTED_LOSS.fullmatch(scopes[-1]) is not None
+    of_loss = is_known or len(scopes) == 1 or is_loss_of_output(op, scope)
+    return of_loss and op.inputs[1].shape.rank != 0
+
+
+def is_loss_of_output(op: tf.Operation, scope: str) -> bool:
+    """Whether an operation belongs to the loss of an output, and not to a layer.
+
+    Args:
+      op: the operation that made the losses of the examples.
+      scope: the name scope of the step.
+    """
+    name = _within(op, scope)
+    if NAMES_WEIGHTS:
+        return multiplies_losses(op, scope, True) and name.count("/") == 2
+    return _COMPILE_LOSS.search(name) is not None
+
+
+def _within(op: tf.Operation, scope: str) -> str:
+    return op.name.removeprefix(f"{scope}/") if scope else op.name
+
+
+def sample_weights_of_step(graph: tf.Graph) -> list[tf.Tensor | None] | None:
+    """The arguments of Keras 3's train step that are sample weights.
+
+    Args:
+      graph: a graph.
+
+    Returns:
+      One tensor for each output that has weights of its own, or one for all; `None` for each output
+      without. The whole is `None` if the graph is no such step.
+    """
+    if NAMES_WEIGHTS or _STEP not in getattr(graph, "name", ""):
+        return None
+    (data, *_), _ = graph.structured_input_signature
+    if not isinstance(data, tuple) or len(data) < 3:
+        return []
+    specs = [data[:2], data[2]]
+    before = [s for s in tf.nest.flatten(specs[0], expand_composites=True) if s is not None]
+    arguments = iter(graph.inputs[len(before) :])
+    return [None if s is None else next(arguments) for s in tf.nest.flatten(specs[1])]
