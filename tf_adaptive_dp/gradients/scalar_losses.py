@@ -107,7 +107,7 @@ def take_apart(
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if is_one_example:
         vector = tf.reshape(total, [1]) * replicas
-        return ExampleLosses(vector, [vector], [])
+        return ExampleLosses(vector, [total], [])
     data: list[_Term] = []
     shared: list[_Term] = []
     for term in _terms(total, batch_axes):
