@@ -3,9 +3,17 @@
 import functools
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
+from tf_adaptive_dp._keras.generation import GENERATION
+
+# For `run_eagerly`.
+WITHOUT_TAPE = pytest.mark.skipif(
+    GENERATION == 3, reason="An eager step of Keras 3 shows its tape to no optimizer"
+)
+EAGERLY = [False, pytest.param(True, marks=WITHOUT_TAPE)]
 
 PUBLIC = tf.data.Dataset.from_tensor_slices(
     (np.random.default_rng(7).normal(size=(8, 6)).astype("float32"), np.arange(8) % 3)

@@ -7,7 +7,10 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
+from tests.helpers.catalogue import EAGERLY, WITHOUT_TAPE
 from tf_adaptive_dp import NotPrivateError
+from tf_adaptive_dp._keras.generation import GENERATION
+from tf_adaptive_dp._keras.variables import native
 
 
 def compiled(model=None, loss=None, **kwargs):
@@ -26,12 +29,13 @@ def assert_refused(model, match, error=NotPrivateError, **kwargs):
     assert int(model.optimizer.iterations.numpy()) == 0
 
 
+@WITHOUT_TAPE
 def test_a_scalar_loss_is_refused_under_eager_execution():
     scalar = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     assert_refused(compiled(loss=scalar, run_eagerly=True), 'reduction="none"')
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", EAGERLY)
 def test_a_loss_of_rank_2_is_refused(run_eagerly):
     class Rank2(tf.keras.losses.Loss):
         def call(self, y, prediction):
@@ -41,7 +45,7 @@ def test_a_loss_of_rank_2_is_refused(run_eagerly):
     assert_refused(model, r"shape \((8|None), 3\).*Reduce axis 1")
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", EAGERLY)
 def test_batch_normalization_that_trains_is_refused(run_eagerly):
     model = tf.keras.Sequential(
         [
@@ -62,7 +66,7 @@ def test_batch_normalization_that_trains_is_refused(run_eagerly):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", EAGERLY)
 def test_batches_of_varying_size_need_an_expected_batch_size(run_eagerly):
     model = compiled(run_eagerly=run_eagerly)
     with pytest.raises(tf.errors.InvalidArgumentError, match="expected_batch_size"):
@@ -85,7 +89,7 @@ def test_another_batch_size_on_purpose_opens_a_segment():
     assert model.optimizer.ledger.segments == [(0.5, 8.0, 4), (0.5, 16.0, 2), (2.0, 16.0, 2)]
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", EAGERLY)
 def test_microbatches_must_divide_the_batch(run_eagerly):
     model = catalogue.mlp()
     optimizer = catalogue.make("DPSGD", num_microbatches=3)
@@ -154,6 +158,7 @@ def test_a_tensor_loss_needs_its_tape():
         catalogue.make("DPSGD").minimize(tf.ones([3]), [tf.Variable(1.0)])
 
 
+@pytest.mark.skipif(GENERATION == 3, reason="_keras/test_optimizers_keras3.py has that of Keras 3")
 def test_a_loss_scaling_wrapper_is_refused():
     optimizer = tf.keras.mixed_precision.LossScaleOptimizer(catalogue.make("DPSGD"))
     w = tf.Variable([1.0, 2.0])
@@ -169,7 +174,7 @@ def test_variables_without_a_gradient_stay_without_noise():
     with tf.GradientTape() as tape:
         loss = tf.ones([4]) * used
     optimizer.minimize(loss, [used, unused], tape)
-    assert float(unused) == 1.0 and float(used) != 1.0
+    assert unused.numpy() == [1.0] and used.numpy() != [1.0]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +196,7 @@ def test_variables_without_a_gradient_stay_without_noise():
         ({"gradients": "jacobian"}, ValueError, "must be one of 'auto', "),
         ({"seed": 2**63}, ValueError, r"`seed` must be below 2\*\*63"),
         ({"seed": -1}, ValueError, "`seed`.*at least 0"),
-        ({"lerning_rate": 0.1}, TypeError, "lerning_rate"),
+        ({"lerning_rate": 0.1}, (TypeError, ValueError), "lerning_rate"),  # raised by Keras
     ],
 )
 def test_bad_arguments_are_named(kwargs, error, match):
@@ -320,7 +325,8 @@ def test_regularization_is_added_once_after_clipping(method):
     start = [tf.identity(v) for v in model.trainable_variables]
     with tf.GradientTape() as tape:
         penalty = tf.add_n(model.losses)
-    expected = tape.gradient(penalty, model.trainable_variables, unconnected_gradients="zero")
+    variables = [native(v) for v in model.trainable_variables]
+    expected = tape.gradient(penalty, variables, unconnected_gradients="zero")
     # Clipped to nearly nothing, all that is left of the step is the penalty.
     optimizer = dp.DPSGD(1e-9, 0.0, learning_rate=1.0, gradients=method)
     model.compile(optimizer, loss=catalogue.loss())

@@ -196,6 +196,9 @@ def test_without_noise_and_with_a_huge_clip_it_is_the_stock_optimizer(private, s
         def compute_gradients(self, loss, var_list, tape=None):
             return list(zip(tape.gradient(loss, var_list, [tf.fill([BATCH], 1 / BATCH)]), var_list))
 
+        def minimize(self, loss, var_list, tape=None):  # which Keras 3 does not have
+            self.apply_gradients(self.compute_gradients(loss, var_list, tape))
+
     expected = run(Mean(learning_rate=0.05))
     actual = run(private(l2_norm_clip=1e9, noise_multiplier=0.0, learning_rate=0.05))
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
