@@ -36,7 +36,7 @@ class Own(tf.keras.Sequential):
             for gradient, variable in zip(gradients, self.trainable_variables):
                 variable.assign_sub(gradient)
         self.after(self, logits, loss)
-        return {"loss": self.mean.result()}
+        return self.compute_metrics(x, y, logits, None)
 
     def shifted(self, logits):
         return logits - self.state
@@ -50,7 +50,7 @@ def weighs(model, logits, loss):
 def checked(model, optimizer=None, compiled=True):
     optimizer = optimizer or dp.DPSGD(1.0, 1.0)
     if compiled:
-        model.compile(optimizer, LOSS, ["accuracy"])
+        model.compile(optimizer, LOSS, metrics=["accuracy"])
     return dp.validate(model, LOSS, optimizer, BATCH)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -37,6 +38,70 @@ def is_clonable(layer: tf.keras.layers.Layer) -> bool:
     if GENERATION == 3:
         return isinstance(layer, internal_module("models.functional").Functional)
     return isinstance(layer, keras.Model) and layer._is_graph_network
+
+
+def clone(
+    model: tf.keras.Model, clone_function: Callable[[tf.keras.layers.Layer], Any]
+) -> tf.keras.Model:
+    """Copies a model that `is_clonable`. The copy is not compiled.
+
+    Keras 3 also copies the layers of models inside, so that shared layers stay shared, and would
+    compile the copy.
+
+    Args:
+      model: a Sequential or functional model.
+      clone_function: copies a layer, or another operation of the model in Keras 3.
+    """
+    if GENERATION == 2:
+        return keras.models.clone_model(model, clone_function=clone_function)
+    is_sequential = isinstance(model, keras.Sequential)
+    was_compiled, model.compiled = model.compiled, False
+    try:
+        return keras.models.clone_model(
+            model,
+            clone_function=clone_function,
+            call_function=None if is_sequential else _call,
+            recursive=True,
+        )
+    finally:
+        model.compiled = was_compiled
+
+
+def _call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a layer as the one was called that it may replace, which can take a mask."""
+    taken = inspect.signature(layer.call).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        untaken = {"mask", "training"} - set(taken)
+        kwargs = {name: value for name, value in kwargs.items() if name not in untaken}
+    return layer(*args, **kwargs)
+
+
+def input_shape(layer: tf.keras.layers.Layer) -> list[int | None] | None:
+    """The shape that a layer with one input was built for; `None` if Keras did not keep it."""
+    if GENERATION == 3:
+        shape = (layer.get_build_config() or {}).get("input_shape")
+        return None if shape is None else list(shape)
+    try:
+        return list(layer.get_input_shape_at(0))
+    except (AttributeError, RuntimeError):  # never called on symbolic inputs
+        return None
+
+
+def own_attributes(layer: tf.keras.layers.Layer) -> list[tuple[str, Any]]:
+    """The attributes of a layer, without those in which Keras lists the layers inside."""
+    return [
+        (name, value)
+        for name, value in vars(layer).items()
+        if not name.startswith("_self_") and name not in ("_layers", "_functional")
+    ]
+
+
+def replace_attribute(layer: tf.keras.layers.Layer, name: str, value: Any) -> None:
+    """Sets an attribute that held layers, which Keras 3 would still count as inside."""
+    if GENERATION == 3:
+        for old in tf.nest.flatten(getattr(layer, name)):
+            layer._tracker.untrack(old)
+    setattr(layer, name, value)
 
 
 def own_weights(layer: tf.keras.layers.Layer) -> list[tf.Variable]:

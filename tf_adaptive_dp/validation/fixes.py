@@ -8,7 +8,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.layers import copy_trainable, is_clonable, own_weights
+from tf_adaptive_dp._keras.layers import (
+    clone,
+    copy_trainable,
+    input_shape,
+    is_clonable,
+    own_attributes,
+    own_weights,
+    replace_attribute,
+)
 from tf_adaptive_dp.validation.layer_findings import (
     keeps_state,
     named_layers,
@@ -68,10 +76,10 @@ def group_normalization(layer: tf.keras.layers.Layer) -> tf.keras.layers.Layer |
     axes = list(layer.axis) if isinstance(layer.axis, (list, tuple)) else [layer.axis]
     if not layer.built or len(axes) != 1:
         return None
-    axis, rank = axes[0], layer.input_spec.ndim
+    axis = axes[0] % layer.input_spec.ndim
     channels = layer.moving_mean.shape[0]
-    groups = math.gcd(32, channels) if _positions(layer, rank, axis) != 1 else 1
-    if groups == 1 == channels and _positions(layer, rank, axis) == 1:
+    groups = math.gcd(32, channels) if _positions(layer, axis) != 1 else 1
+    if groups == 1 == channels and _positions(layer, axis) == 1:
         return None
     config = layer.get_config()
     names = (
@@ -82,13 +90,10 @@ def group_normalization(layer: tf.keras.layers.Layer) -> tf.keras.layers.Layer |
     return _LAYERS.GroupNormalization(groups=groups, axis=axis, **kept)
 
 
-def _positions(layer: tf.keras.layers.Layer, rank: int, axis: int) -> int | None:
+def _positions(layer: tf.keras.layers.Layer, axis: int) -> int | None:
     """The number of positions per channel in an example; `None` if it is unknown."""
-    try:
-        shape = list(layer.get_input_shape_at(0))
-    except (AttributeError, RuntimeError):  # never called on symbolic inputs
-        shape = [None] * rank
-    others = [n for a, n in enumerate(shape) if a not in (0, axis % rank)]
+    shape = input_shape(layer) or [None] * layer.input_spec.ndim
+    others = [n for a, n in enumerate(shape) if a not in (0, axis)]
     return None if None in others else math.prod(others)
 
 
@@ -98,20 +103,24 @@ def is_defective(layer: tf.keras.layers.Layer) -> bool:
     return any(takes_batch_statistics(each) or keeps_state(each) for each in layers)
 
 
-def _copy(layer: tf.keras.layers.Layer) -> tf.keras.layers.Layer:
+def _copy(layer: Any) -> Any:
+    """Copies a layer; an operation that is no layer, as Keras 3 has them, holds nothing to fix."""
+    if not isinstance(layer, _LAYERS.Layer):
+        return layer.__class__.from_config(layer.get_config())
     if takes_batch_statistics(layer):
         replacement = group_normalization(layer)
         if replacement is not None:
             return replacement
     if is_clonable(layer):
-        return tf.keras.models.clone_model(layer, clone_function=_copy)
+        return clone(layer, _copy)
     new = layer.__class__.from_config(layer.get_config())
     if is_defective(layer):
         if keeps_state(new):
             new.stateful = False
         for name, value in _children(layer):
             if any(map(is_defective, _layers_in(value))):
-                setattr(new, name, tf.nest.map_structure(_copied_inside, value, getattr(new, name)))
+                inside = tf.nest.map_structure(_copied_inside, value, getattr(new, name))
+                replace_attribute(new, name, inside)
     return new
 
 
@@ -121,8 +130,8 @@ def _copied_inside(old: Any, new: Any) -> Any:
 
 def _children(layer: tf.keras.layers.Layer) -> Iterator[tuple[str, object]]:
     """Yields the attributes that hold layers, alone or in lists and dicts."""
-    for name, value in list(vars(layer).items()):
-        if not name.startswith("_self_") and list(_layers_in(value)):
+    for name, value in own_attributes(layer):
+        if list(_layers_in(value)):
             yield name, value
 
 
@@ -144,7 +153,8 @@ def _copy_weights(old: tf.keras.layers.Layer, new: tf.keras.layers.Layer) -> Non
         new.set_weights(old.get_weights())
     elif is_clonable(old):
         for layer in old.layers:
-            _copy_weights(layer, new.get_layer(layer.name))
+            if not isinstance(layer, _LAYERS.InputLayer):  # which Keras 3 names anew
+                _copy_weights(layer, new.get_layer(layer.name))
     else:
         for source, target in zip(own_weights(old), own_weights(new)):
             target.assign(source)
