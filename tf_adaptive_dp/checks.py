@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 from tf_adaptive_dp._keras.models import tunes_steps_per_call
+from tf_adaptive_dp._keras.variables import paths_named
+
+_Value = TypeVar("_Value")
 
 
 def number(name: str, value: Any, minimum: float, *, strict: bool = False) -> float:
@@ -63,6 +67,35 @@ def choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
         listed = ", ".join(repr(c) for c in choices)
         raise ValueError(f"`{name}` must be one of {listed}. Received: {name}={value!r}")
     return value
+
+
+def by_path(
+    name: str, kind: str, values: Mapping[str, _Value], paths: Sequence[str]
+) -> dict[str, _Value]:
+    """Returns values that were passed by name, by the path of what each name means.
+
+    Args:
+      name: the argument's name, for the message.
+      kind: what the names are of, "layer" or "variable".
+      values: what the caller passed; see `paths_named` for the names.
+      paths: of all that is trained.
+
+    Raises:
+      ValueError: if a name means nothing, or more than one, or the same as another name.
+    """
+    found = {of: paths_named(of, paths) for of in values}
+    unknown = [of for of, meant in found.items() if not meant]
+    if unknown:
+        raise ValueError(
+            f"`{name}` names {kind}s that are not trained. Received: {name} for "
+            f"{', '.join(unknown)}; there are {', '.join(dict.fromkeys(paths))}"
+        )
+    if len({meant[0] for meant in found.values()}) < sum(map(len, found.values())):
+        raise ValueError(
+            f"Each name in `{name}` must mean one {kind}, and no two names the same. Received: "
+            f"names that mean {found}. Add the names of the layers around it."
+        )
+    return {meant[0]: values[of] for of, meant in found.items()}
 
 
 def fixed_steps_per_call(model: Any) -> None:

@@ -138,7 +138,8 @@ def mlp():
             tf.keras.Input([6]),
             tf.keras.layers.Dense(5, activation="tanh", name="hidden"),
             tf.keras.layers.Dense(3, name="logits"),
-        ]
+        ],
+        name="mlp",
     )
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue, zoo
@@ -10,9 +11,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 LAYERS = ["a", "a", "b"]
 
 
-def sums(rows, clipping, clip=1.0, **kwargs):
+def sums(rows, clipping, clip=1.0, layers=LAYERS, **kwargs):
     mechanism = zoo.make_mechanism(clipping=clipping, l2_norm_clip=clip, expected_batch_size=1)
-    return zoo.release(mechanism, *rows, layers=LAYERS, **kwargs)
+    return zoo.release(mechanism, *rows, layers=layers, **kwargs)
 
 
 def rows_of(seed, batch_size=1, size=30.0):
@@ -67,11 +68,77 @@ def test_an_example_with_one_layer_that_is_not_finite_counts_as_zero_in_all():
         ({"a": -1.0}, ValueError, r"`shares\['a'\]` must be finite and greater than 0"),
         ({}, TypeError, "`shares` must be a dictionary from the names of layers"),
         ([1.0], TypeError, "`shares` must be a dictionary"),
+        ({"a": 1.0, "c": 2.0}, ValueError, "names layers that are not trained. .* for c; .* a, b"),
     ],
 )
 def test_shares_that_do_not_fit_are_refused(shares, error, message):
     with pytest.raises(error, match=message):
         sums(rows_of(0), dp.PerLayerClipping(shares))
+
+
+NESTED = ["m/a", "m/a", "m/n/b"]
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("m/a", "n/b"), ("a", "m/n/b")])
+def test_a_layer_can_be_named_by_the_end_of_its_path(names):
+    shares = dict(zip(names, [1.0, 2.0]))
+    released = sums(rows_of(0), dp.PerLayerClipping(shares), layers=NESTED)
+    assert float(np.sum(np.square(released[2]))) == pytest.approx(0.8, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layers, shares",
+    [
+        (["m/a", "n/a", "b"], {"a": 1.0, "b": 2.0}),
+        (NESTED, {"a": 1.0, "m/a": 2.0, "b": 1.0}),
+        (["m/ba", "m/ba", "b"], {"a": 1.0, "b": 1.0}),
+    ],
+    ids=["two layers", "one layer twice", "a part of a name"],
+)
+def test_a_name_means_one_layer(layers, shares):
+    with pytest.raises(ValueError, match="`shares` must mean one layer|not trained"):
+        sums(rows_of(0), dp.PerLayerClipping(shares), layers=layers)
+
+
+def test_the_name_of_a_layer_goes_before_the_end_of_another():
+    shares = dp.PerLayerClipping({"a": 1.0, "m/a": 2.0})
+    released = sums(rows_of(0), shares, layers=["a", "a", "m/a"])
+    assert float(np.sum(np.square(released[2]))) == pytest.approx(0.8, rel=1e-5)
+
+
+class Two(tf.keras.Model):
+    """Builds its layers when it is called, by other rules for names than a Sequential model."""
+
+    def __init__(self, names):
+        super().__init__(name="two")
+        self.first, self.second = (tf.keras.layers.Dense(6, name=name) for name in names)
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+
+def moved_by(model, clip=1e-3):
+    """How far each variable moves in one step at a rate of 1, for parts that are all clipped."""
+    loss = tf.keras.losses.MeanSquaredError(reduction="none")
+    optimizer = dp.DPSGD(clip, 0.0, clipping="per_layer", learning_rate=1.0)
+    model.compile(optimizer, loss=loss)
+    x = 100 * tf.ones([1, 6])
+    model(x)
+    before = model.get_weights()
+    model.fit(x, x, verbose=0)
+    return [np.linalg.norm(a - b) / clip for a, b in zip(model.get_weights(), before)]
+
+
+def test_layers_of_a_subclassed_model_are_clipped_each_on_its_own():
+    moved = moved_by(Two(["first", "second"]))
+    assert np.hypot(*moved[:2]) == pytest.approx(0.5**0.5, rel=1e-2)
+    assert np.hypot(*moved[2:]) == pytest.approx(0.5**0.5, rel=1e-2)
+
+
+def test_layers_that_names_do_not_tell_apart_are_clipped_as_one_with_a_warning():
+    with pytest.warns(UserWarning, match="name two/same/kernel, two/same/bias. .* as one"):
+        moved = moved_by(Two(["same", "same"]))
+    assert np.linalg.norm(moved) == pytest.approx(1, rel=1e-2)
 
 
 def test_fit_clips_the_layers_of_the_model(tmp_path):
@@ -88,5 +155,5 @@ def test_fit_clips_the_layers_of_the_model(tmp_path):
     assert np.sqrt(moved[0] + moved[1]) == pytest.approx(0.1 * 1e-3 * 3 / 5, rel=1e-2)
     assert np.sqrt(moved[2] + moved[3]) == pytest.approx(0.1 * 1e-3 * 4 / 5, rel=1e-2)
     model.save(tmp_path / "model.keras")
-    loaded = catalogue.tf.keras.models.load_model(tmp_path / "model.keras")
+    loaded = tf.keras.models.load_model(tmp_path / "model.keras")
     assert loaded.optimizer._mechanism.clipping == clipping

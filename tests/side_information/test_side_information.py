@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
+from tf_adaptive_dp._keras.generation import GENERATION
 
 
 @pytest.mark.parametrize("provenance", [None, "private", 1.0])
@@ -30,10 +31,11 @@ def test_the_event_of_a_private_release_joins_the_ledger():
 @pytest.mark.parametrize(
     "preconditioners, match",
     [
-        ({"hidden/kernel": -np.ones([6, 5])}, "'hidden/kernel' must be positive"),
-        ({"hidden/kernel": [float("nan")]}, "'hidden/kernel' must be positive"),
+        ({"hidden/kernel": -np.ones([6, 5])}, "hidden/kernel' must be positive.*Received: -1.0"),
+        ({"hidden/kernel": [float("nan")]}, "hidden/kernel' must be positive.*Received: nan"),
         ({"hidden/kernel": np.ones([4])}, r"must broadcast to \(6, 5\)"),
         ({"hiden/kernel": 1.0}, r"not trained.*hiden/kernel"),
+        ({"kernel": 1.0}, r"must mean one variable.*'kernel': \['.*hidden/kernel', '.*logits/ker"),
         (lambda v: 0.0, "must be positive"),
     ],
 )
@@ -49,10 +51,16 @@ def test_fixed_preconditioners_must_be_arrays_or_a_function():
         dp.side_information.FixedPreconditioner([1.0], provenance="public")
 
 
-def test_fixed_preconditioners_are_found_by_name_and_broadcast():
+def whole_name(variable):
+    return variable.path if GENERATION == 3 else variable.name
+
+
+@pytest.mark.parametrize("name", [whole_name, "hidden/kernel:0", "hidden/kernel"])
+def test_fixed_preconditioners_are_found_by_name_and_broadcast(name):
     model = catalogue.mlp()
     rows = np.arange(1.0, 7.0)[:, None]
-    fixed = dp.side_information.FixedPreconditioner({"hidden/kernel:0": rows}, provenance="public")
+    name = name(model.trainable_variables[0]) if callable(name) else name
+    fixed = dp.side_information.FixedPreconditioner({name: rows}, provenance="public")
     optimizer = dp.AdaDPS(fixed, 1.0, 1.0)
     optimizer.build(model.trainable_variables)
     variables = model.trainable_variables[:2]

@@ -268,7 +268,8 @@ def sequence_model(size=6):
     tf.keras.utils.set_random_seed(1)
     return tf.keras.Sequential(
         [
-            tf.keras.layers.Embedding(size, 4, input_length=5, name="table"),
+            tf.keras.Input([5]),
+            tf.keras.layers.Embedding(size, 4, name="table"),
             tf.keras.layers.GlobalAveragePooling1D(),
             tf.keras.layers.Dense(3, name="logits"),
         ]
@@ -307,9 +308,9 @@ def test_a_variable_can_be_chosen_by_name():
         made = optimizer(variable=name)
         made.build(model.trainable_variables)
         assert state_shapes(made) == [(), (), (6, 1), ()]
-    with pytest.raises(ValueError, match=r"Candidates: a/bias \(6,\), b/kernel \(6, 3\). Received"):
+    with pytest.raises(ValueError, match=r"Candidates: \S*a/bias \(6,\), \S*b/kernel \(6, 3\)\. "):
         optimizer().build(model.trainable_variables)
-    with pytest.raises(ValueError, match=r"Received: 'a/kernel', .*a/kernel \(2, 6\), a/bias"):
+    with pytest.raises(ValueError, match=r"Received: 'a/kernel', .*a/kernel \(2, 6\), \S*a/bias"):
         optimizer(variable="a/kernel").build(model.trainable_variables)
     with pytest.raises(ValueError, match="Received: 'c/kernel'"):
         optimizer(variable="c/kernel").build(model.trainable_variables)

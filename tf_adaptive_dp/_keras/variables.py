@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Callable
 
 import tensorflow as tf
@@ -50,3 +50,35 @@ def has_autocast(variable: Any) -> bool:
 def native(variable: Any) -> tf.Variable:
     """The `tf.Variable` inside a variable of Keras 3; any other variable as it is."""
     return variable.value if GENERATION == 3 and isinstance(variable, keras.Variable) else variable
+
+
+def path_of(variable: Any) -> str:
+    """The name of a variable after those of the layers around it, as "dense/kernel".
+
+    In Keras 3 it is `variable.path`. The name of the `tf.Variable` inside can lack the layer.
+    """
+    if GENERATION == 3 and isinstance(variable, keras.Variable):
+        return variable.path
+    return variable.name.split(":")[0]
+
+
+def layer_path_of(variable: Any) -> str:
+    """The path of the layer that a variable belongs to; its own if it belongs to none."""
+    path = path_of(variable)
+    return path.rpartition("/")[0] or path
+
+
+def paths_named(name: str, paths: Iterable[str]) -> list[str]:
+    """The paths that a name can mean.
+
+    Keras 3 prepends the name of a Sequential or subclassed model, which it numbers.
+
+    Args:
+      name: a path or its last parts, as "kernel" or "dense/kernel".
+      paths: of variables or layers.
+
+    Returns:
+      The path of that name, or else all paths that end with it, each once.
+    """
+    distinct = list(dict.fromkeys(paths))
+    return [name] if name in distinct else [p for p in distinct if p.endswith(f"/{name}")]

@@ -133,7 +133,8 @@ class PerLayerClipping(Clipping):
 
     Attributes:
       shares: the share of each layer by the layer's name, which is the part before the last "/" in
-        the names of its variables. `None` gives all layers equal shares.
+        the names of its variables (`variable.path` in Keras 3). The last parts of it are enough if
+        no other layer's name ends with them. `None` gives all layers equal shares.
 
     Raises:
       TypeError, ValueError: if a share is not a number above 0; in training, if the shares do not
@@ -172,8 +173,7 @@ class PerLayerClipping(Clipping):
             layer: total_norms([n for n, of in zip(norms, layers) if of == layer])
             for layer in dict.fromkeys(of for n, of in zip(norms, layers) if n is not None)
         }
-        self._refuse_unknown(layers)
-        shares = self._shares_of(list(of_layer))
+        shares = self._shares_of(list(of_layer), layers)
         whole = math.hypot(*shares.values())  # their squares may be too large for a float
         finite = tf.cast(tf.math.is_finite(total_norms(list(of_layer.values()))), tf.float32)
         bounds = {
@@ -182,24 +182,18 @@ class PerLayerClipping(Clipping):
         found = {k: clip_weights(n, bounds[k]) * finite for k, n in of_layer.items()}
         return [None if n is None else found[of] for n, of in zip(norms, layers)]
 
-    def _refuse_unknown(self, layers: Sequence[str]) -> None:
-        unknown = [layer for layer in self.shares or () if layer not in layers]
-        if unknown:
-            raise ValueError(
-                "`shares` names layers that are not trained. Received: shares for "
-                f"{', '.join(unknown)}; there are {', '.join(dict.fromkeys(layers))}"
-            )
-
-    def _shares_of(self, layers: list[str]) -> dict[str, float]:
+    def _shares_of(self, reached: list[str], layers: Sequence[str]) -> dict[str, float]:
+        """The shares of the layers that the loss reaches, among all that are trained."""
         if self.shares is None:
-            return dict.fromkeys(layers, 1.0)
-        missing = [layer for layer in layers if layer not in self.shares]
+            return dict.fromkeys(reached, 1.0)
+        by_layer = checks.by_path("shares", "layer", self.shares, layers)
+        missing = [layer for layer in reached if layer not in by_layer]
         if missing:
             raise ValueError(
                 "`shares` must name every layer that is trained. Received: shares for "
                 f"{', '.join(self.shares)}; missing: {', '.join(missing)}"
             )
-        return {layer: self.shares[layer] for layer in layers}
+        return {layer: by_layer[layer] for layer in reached}
 
 
 @keras.saving.register_keras_serializable("tf_adaptive_dp")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import threading
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable
 
@@ -16,12 +18,17 @@ from tf_adaptive_dp._keras.optimizers import (
     add_state,
     is_built,
 )
-from tf_adaptive_dp._keras.variables import native, uncounted_variables
+from tf_adaptive_dp._keras.variables import (
+    layer_path_of,
+    native,
+    path_of,
+    uncounted_variables,
+)
 from tf_adaptive_dp.accounting.earlier_releases import warn_of_earlier_releases
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.gradients.api import check_loss, check_method, per_example_gradients
 from tf_adaptive_dp.gradients.released import completion, mark_released, vouch_for
-from tf_adaptive_dp.mechanism.clipping import Clipping, serialize
+from tf_adaptive_dp.mechanism.clipping import Clipping, PerLayerClipping, serialize
 from tf_adaptive_dp.mechanism.draw_numbers import number_of, rows_without_padding
 from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
 from tf_adaptive_dp.mechanism.replicas import num_replicas
@@ -239,7 +246,7 @@ class DPOptimizer(SelfScalingOptimizer):
         losses = source.example_losses
         refusals.refuse_counting(self, source)
         scale, shift = self._preconditioning.scale_and_shift(self, variables)
-        layers = [_layer_of(v) for v in variables]
+        layers = _layers_of(of_keras, self.clipping)
         # Missing side information must fail the step before anything is released.
         with tf.control_dependencies([*(scale or ()), *(shift or ())]):
             if not self._preconditioning.before_clipping:
@@ -414,9 +421,18 @@ def _one_at_a_time() -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def _layer_of(variable: tf.Variable) -> str:
-    """What stands before the last "/" in the name of a variable."""
-    return variable.name.rpartition("/")[0] or variable.name
+def _layers_of(variables: Sequence[tf.Variable], clipping: Clipping) -> list[str]:
+    """The layer of each variable; warns if clipping by layer takes several layers for one."""
+    paths = collections.Counter(path_of(v) for v in variables)
+    alike = [path for path, count in paths.items() if count > 1]
+    if alike and isinstance(clipping, PerLayerClipping):
+        warnings.warn(
+            f"Several variables have the name {', '.join(alike)}. Per-layer clipping tells layers "
+            "apart by name, so it clips the layers of these variables as one, within the share of "
+            "one. The guarantee holds. Give layers different names to clip each on its own.",
+            stacklevel=2,
+        )
+    return [layer_path_of(v) for v in variables]
 
 
 def _with_penalties(

@@ -9,7 +9,9 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
+from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.side_information.provenance import (
     SideInformation,
     check_provenance,
@@ -26,9 +28,11 @@ class FixedPreconditioner(SideInformation):
     responsibility.
 
     Args:
-      preconditioners: positive arrays by variable name (with or without ":0"), or a function
-        that returns one for a variable. An array broadcasts to the variable's shape. Shape [V, 1],
-        one number per row of a kernel, costs far less than [V, K]. Other variables have A = 1.
+      preconditioners: positive arrays by variable name, or a function that returns one for a
+        variable. A name is `variable.path` in Keras 3 and `variable.name` in Keras 2, with or
+        without ":0"; the last parts of it are enough if no other name ends with them. An array
+        broadcasts to the variable's shape. Shape [V, 1], one number per row of a kernel, costs far
+        less than [V, K]. Other variables have A = 1.
       provenance: `"public"`, or the `dp_accounting.DpEvent` of the release of A.
 
     Raises:
@@ -69,19 +73,19 @@ class FixedPreconditioner(SideInformation):
         """See `SideInformation`."""
         return "fixed preconditioner"
 
-    def _array(self, variable: tf.Variable) -> np.ndarray:
-        name = variable.name.split(":")[0]
+    def _array(self, variable: tf.Variable, by_path: Mapping[str, Any]) -> np.ndarray:
+        name = path_of(variable)
         if callable(self.preconditioners):
             array = self.preconditioners(variable)
         else:
-            array = self.preconditioners.get(name, 1.0)
+            array = by_path.get(name, 1.0)
         array = _floats(name, array)
         with np.errstate(divide="ignore", over="ignore"):
             usable = (array > 0) & np.isfinite(array) & np.isfinite(np.float32(1) / array)
         if not usable.all():
             raise ValueError(
                 f"The preconditioner of {name!r} must be positive and finite, and its inverse too. "
-                f"Received: {array[~usable].flat[0]!r}"
+                f"Received: {float(array[~usable].flat[0])!r}"
             )
         try:
             np.broadcast_to(array, variable.shape)
@@ -94,15 +98,11 @@ class FixedPreconditioner(SideInformation):
 
     def _arrays(self, variables: Sequence[tf.Variable]) -> list[np.ndarray]:
         """A for each variable, in a shape that broadcasts to the variable's."""
+        paths = [path_of(v) for v in variables]
+        by_path = {}
         if not callable(self.preconditioners):
-            names = {v.name.split(":")[0] for v in variables}
-            unknown = sorted(set(self.preconditioners) - names)
-            if unknown:
-                raise ValueError(
-                    f"`preconditioners` names variables that are not trained. Received: {unknown}; "
-                    f"there are {sorted(names)}"
-                )
-        return [self._array(v) for v in variables]
+            by_path = checks.by_path("preconditioners", "variable", self.preconditioners, paths)
+        return [self._array(v, by_path) for v in variables]
 
     def build(
         self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
+from tf_adaptive_dp._keras.variables import path_of, paths_named
 from tf_adaptive_dp.side_information.fixed import FixedPreconditioner
 
 
@@ -120,7 +121,7 @@ def _count_rows(batch: Any) -> TokenCounts:
     if not (np.isfinite(rows).all() and (rows >= 0).all()):
         raise ValueError(
             "The bags of words of `corpus` must be finite and at least 0. Received: "
-            f"{rows[~(np.isfinite(rows) & (rows >= 0))].flat[0]!r}"
+            f"{float(rows[~(np.isfinite(rows) & (rows >= 0))].flat[0])!r}"
         )
     wide = np.int64 if rows.dtype.kind in "iu" else np.float64
     return TokenCounts(rows.sum(0, dtype=wide), (rows > 0).sum(0), len(rows))
@@ -168,8 +169,8 @@ def check_vector(name: str, values: Any) -> np.ndarray:
     wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if wrong.size:
         raise ValueError(
-            f"`{name}` must be finite and at least 0. Received: {array[wrong[0]]!r} for token "
-            f"{wrong[0]}"
+            f"`{name}` must be finite and at least 0. Received: {float(array[wrong[0]])!r} for "
+            f"token {wrong[0]}"
         )
     return array
 
@@ -203,7 +204,8 @@ class TokenPreconditioner(FixedPreconditioner):
 
     Args:
       values: [V], A.
-      variable: the name of the variable. `None` takes the first trainable variable.
+      variable: the name of the variable, as for `FixedPreconditioner`. `None` takes the first
+        trainable variable.
       description: what A was made from, for the privacy statement.
       provenance: see `FixedPreconditioner`.
 
@@ -245,12 +247,13 @@ class TokenPreconditioner(FixedPreconditioner):
 
     def _choose(self, variables: Sequence[tf.Variable]) -> int:
         """The place of the input layer among the variables."""
-        names = [v.name.split(":")[0] for v in variables]
+        names = [path_of(v) for v in variables]
         fits = [v.shape.rank > 0 and v.shape[0] == len(self.values) for v in variables]
         if self.variable is None:
             found = [0]
         else:
-            found = [k for k, n in enumerate(names) if n == self.variable.split(":")[0]]
+            meant = paths_named(self.variable.split(":")[0], names)
+            found = [k for k, n in enumerate(names) if n in meant]
         if len(found) == 1 and fits[found[0]]:
             return found[0]
         listed = [f"{name} {tuple(v.shape)}" for name, v in zip(names, variables)]
@@ -310,8 +313,8 @@ def token_frequencies(
         gradient is multiplied by more than divisor / floor.
       offset: at least 0; keeps A positive for tokens that do not occur.
       divisor: greater than 0.
-      variable: the name of the kernel [V, K] or embedding table [V, E]. `None` takes the first
-        trainable variable, which must have V rows.
+      variable: the name of the kernel [V, K] or embedding table [V, E], as for
+        `FixedPreconditioner`. `None` takes the first trainable variable, which must have V rows.
       provenance: `"public"`, or the `dp_accounting.DpEvent` of the release of the counts.
 
     Returns:
