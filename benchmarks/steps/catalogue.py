@@ -16,18 +16,21 @@ class Family:
     Args:
       module: The module that makes its engines.
       packages: The distributions whose versions are recorded.
-      environment: A folder under `benchmarks/peers` with an environment; `None` takes the caller's.
+      environment: The folder of an environment, from the top of the repository; `None` takes the
+        caller's.
+      variables: Environment variables that its workers need.
     """
 
     module: str
     packages: tuple[str, ...]
     environment: str | None = None
+    variables: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def python(self) -> pathlib.Path:
         """The interpreter of its workers, which may not exist."""
         if self.environment is None:
             return pathlib.Path(sys.executable)
-        return ROOT / "benchmarks" / "peers" / self.environment / ".venv" / "bin" / "python"
+        return ROOT / self.environment / "bin" / "python"
 
 
 FAMILIES = {
@@ -35,13 +38,21 @@ FAMILIES = {
         "benchmarks.steps.engines.tensorflow_engines",
         ("tensorflow", "keras", "tensorflow-privacy", "tf-adaptive-dp", "numpy"),
     ),
+    "keras3": Family(
+        "benchmarks.steps.engines.tensorflow_engines",
+        ("tensorflow", "keras", "numpy"),
+        environment=".venv-today",
+        variables={"KERAS_BACKEND": "tensorflow"},
+    ),
     "torch": Family(
-        "benchmarks.steps.engines.torch_engines", ("torch", "opacus", "numpy"), environment="opacus"
+        "benchmarks.steps.engines.torch_engines",
+        ("torch", "opacus", "numpy"),
+        environment="benchmarks/peers/opacus/.venv",
     ),
     "jax": Family(
         "benchmarks.steps.engines.jax_engines",
         ("jax", "jaxlib", "jax-privacy", "optax", "numpy"),
-        environment="jax_privacy",
+        environment="benchmarks/peers/jax_privacy/.venv",
     ),
 }
 
@@ -59,6 +70,10 @@ ENGINES = {
     "dpsgd_xla": ("tensorflow", "tf_adaptive_dp.DPSGD, `jit_compile=True`"),
     "dpsgd_secure": ("tensorflow", "tf_adaptive_dp.DPSGD, `secure_noise=True`"),
     "dpsgd_adaptive": ("tensorflow", 'tf_adaptive_dp.DPSGD, `clipping="adaptive"`'),
+    "keras3_sgd": ("keras3", "Keras 3 SGD, not private"),
+    "keras3_dpsgd": ("keras3", "tf_adaptive_dp.DPSGD on Keras 3"),
+    "keras3_sgd_xla": ("keras3", "Keras 3 SGD, not private, `jit_compile=True`"),
+    "keras3_dpsgd_xla": ("keras3", "tf_adaptive_dp.DPSGD on Keras 3, `jit_compile=True`"),
     "torch_sgd": ("torch", "PyTorch SGD, not private"),
     "jax_sgd": ("jax", "JAX SGD under jit, not private"),
     "opacus_ghost": ("torch", "Opacus, ghost clipping"),

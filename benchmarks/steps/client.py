@@ -60,7 +60,12 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             # A peer's environment knows nothing of this repository.
-            env={**os.environ, "PYTHONNOUSERSITE": "1", "PYTHONPATH": str(catalogue.ROOT)},
+            env={
+                **os.environ,
+                "PYTHONNOUSERSITE": "1",
+                "PYTHONPATH": str(catalogue.ROOT),
+                **family.variables,
+            },
             text=True,
             encoding="utf-8",
         )

@@ -85,7 +85,7 @@ def ratios(rows: pd.DataFrame, engine: str, field: str = "median_ms") -> pd.Seri
     Args:
       rows: All rows.
       engine: The denominator.
-      field: `"median_ms"` or `"memory_mib"`.
+      field: `"median_ms"`, `"first_step_ms"` or `"memory_mib"`.
 
     Returns:
       NaN where either was not measured in that run.
@@ -140,7 +140,7 @@ class Target:
         return "missed"
 
 
-MLP, CNN = ("mlp", 250), ("cnn", 100)
+MLP, CNN, TRANSFORMER = ("mlp", 250), ("cnn", 100), ("transformer", 64)
 TARGETS = (
     Target("tfp_vectorized", "dpsgd", *MLP, must=80, aim=150, at_least=True),
     Target("tfp_vectorized", "dpsgd", *CNN, must=70, aim=100, at_least=True),
@@ -151,6 +151,21 @@ TARGETS = (
     Target("adadps_fixed", "dpsgd", *MLP, must=1.3, aim=1.1),
     Target("adadp", "dpsgd", *MLP, must=1.2, aim=1.05),
     Target("adadp", "dpsgd", *CNN, must=1.2, aim=1.05),
+    *(
+        Target(f"keras3_dpsgd{xla}", f"keras3_sgd{xla}", *problem, must=must, aim=must - 0.2)
+        for xla in ("", "_xla")
+        for problem, must in ((MLP, 1.8), (CNN, 1.4), (TRANSFORMER, 1.3))
+    ),
+    *(
+        Target(
+            *(f"keras3_dpsgd{xla}", f"keras3_sgd{xla}", *problem),
+            must=4.0,
+            aim=3.0,
+            field="first_step_ms",
+        )
+        for xla in ("", "_xla")
+        for problem in (MLP, CNN, TRANSFORMER)
+    ),
     Target("dpsgd", "keras_sgd", *MLP, must=1.5, aim=1.2, field="memory_mib"),
     Target("dpsgd", "keras_sgd", *CNN, must=1.5, aim=1.2, field="memory_mib"),
 )

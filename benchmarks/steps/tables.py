@@ -9,7 +9,8 @@ import pandas as pd
 from benchmarks.core import markdown, number
 from benchmarks.steps import catalogue, results
 
-BASELINES = ("keras_sgd", "dpsgd")
+_FIELDS = {"median_ms": "time", "first_step_ms": "first step", "memory_mib": "memory"}
+BASELINES = ("keras_sgd", "dpsgd", "keras3_sgd")
 
 
 def with_ratios(rows: pd.DataFrame) -> pd.DataFrame:
@@ -34,6 +35,7 @@ def problem_table(rows: pd.DataFrame, runs: Sequence[str] = ()) -> str:
       runs: All runs. A column shows the number of a row's run if there are several.
     """
     rows = by_catalogue(rows)
+    shown = [name for name in BASELINES if rows[f"÷ {name}"].notna().any()]
     done = rows["status"] == "ok"
     time = rows["median_ms"].map(number).where(done, rows["status"] + ": " + rows["reason"])
     spread = rows["lower_ms"].map(number) + " to " + rows["upper_ms"].map(number)
@@ -41,7 +43,7 @@ def problem_table(rows: pd.DataFrame, runs: Sequence[str] = ()) -> str:
         "engine": "`" + rows["engine"] + "`",
         "ms per step": time,
         "quartiles": spread.where(done, ""),
-        **{f"÷ {name}": rows[f"÷ {name}"].map(number) for name in BASELINES},
+        **{f"÷ {name}": rows[f"÷ {name}"].map(number) for name in shown},
         "peak MiB": rows["memory_mib"].map(number),
         # Renamed below, since a ratio of time has the same head.
         "memory": rows["memory_ratio"].map(number),
@@ -88,7 +90,7 @@ def target_table(rows: pd.DataFrame) -> str:
     for target in results.TARGETS:
         sign = "≥" if target.at_least else "≤"
         value = target.measured(rows)
-        what = "memory" if target.field == "memory_mib" else "time"
+        what = _FIELDS[target.field]
         lines.append(
             {
                 "ratio": f"{what}: `{target.numerator}` ÷ `{target.denominator}`, "

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from benchmarks.steps import problems
-from benchmarks.steps.engines.tensorflow_engines import PRIVATE, RATE
+from benchmarks.steps.engines.tensorflow_engines import MEAN, PRIVATE, RATE
 from benchmarks.steps.engines.tensorflow_models import build, loss
 
 
@@ -63,6 +63,15 @@ OPTIMIZERS: dict[str, Callable[[tf.data.Dataset], tf.keras.optimizers.Optimizer]
     "adadps_fixed": _adadps_fixed,
     "adadps_public": _adadps_public,
 }
+
+
+def with_ordinary_loss(problem: problems.Problem, width: int, jit_compile: bool) -> tf.keras.Model:
+    """The model with `DPSGD` and the loss of ordinary training."""
+    model = build(problem, width)
+    model.compile(
+        dp.DPSGD(learning_rate=RATE, **PRIVATE), loss(problem, MEAN), jit_compile=jit_compile
+    )
+    return model
 
 
 def compiled_model(

@@ -1,4 +1,4 @@
-"""Training steps of Keras: ordinary, private by this library, private by TF Privacy.
+"""Training steps of Keras 2 or 3: ordinary, private by this library, private by TF Privacy.
 
 All go through `model.compile` and the train function that `fit` calls once a step. A process
 imports no library but the one that its engine needs, since its memory is measured too.
@@ -20,10 +20,13 @@ MEAN = "sum_over_batch_size"
 PRIVATE = {"l2_norm_clip": 1.0, "noise_multiplier": 1.0}
 
 
-def keras_sgd(problem: problems.Problem, width: int) -> tf.keras.Model:
+def keras_sgd(
+    problem: problems.Problem, width: int, jit_compile: bool | None = None
+) -> tf.keras.Model:
     """The compiled model of ordinary training."""
     model = tensorflow_models.build(problem, width)
-    model.compile(tf.keras.optimizers.SGD(RATE), tensorflow_models.loss(problem, MEAN))
+    loss = tensorflow_models.loss(problem, MEAN)
+    model.compile(tf.keras.optimizers.SGD(RATE), loss, jit_compile=jit_compile)
     return model
 
 
@@ -45,14 +48,20 @@ def make(engine: str, model: str, batch_size: int, width: int) -> tuple[Callable
     tf.keras.utils.set_random_seed(0)
     problem = problems.PROBLEMS[model]
     data = tf.data.Dataset.from_tensors(problems.make_data(model, batch_size)).repeat()
-    if engine == "keras_sgd":
-        compiled = keras_sgd(problem, width)
+    # Keras 3 has the last word on `None`, and takes "auto" for it, which is False without a GPU.
+    jit_compile = engine.endswith("_xla") or (False if engine.startswith("keras3_") else None)
+    if engine.startswith(("keras_sgd", "keras3_sgd")):
+        compiled = keras_sgd(problem, width, jit_compile)
+    elif engine.startswith("keras3_"):
+        own = importlib.import_module("benchmarks.steps.engines.own_engines")
+        compiled = own.with_ordinary_loss(problem, width, jit_compile)
     else:
         side = "tf_privacy" if engine.startswith("tfp_") else "own"
         module = importlib.import_module(f"benchmarks.steps.engines.{side}_engines")
         compiled = module.compiled_model(engine, problem, width, data)
     iterator = iter(data)
-    train_function = compiled.make_train_function()
+    # Keras 2 returns it, Keras 3 only keeps it.
+    train_function = compiled.make_train_function() or compiled.train_function
     num_parameters = sum(int(np.prod(v.shape)) for v in compiled.trainable_variables)
 
     def step() -> None:

@@ -13,7 +13,7 @@ class PositionEmbedding(layers.Layer):
     """Adds a learned vector to each position."""
 
     def build(self, input_shape) -> None:
-        self.positions = self.add_weight("positions", input_shape[1:])
+        self.positions = self.add_weight(name="positions", shape=input_shape[1:])
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         return inputs + self.positions
