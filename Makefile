@@ -1,18 +1,22 @@
-# `make demo` and `make test` are all a newcomer needs: every target sets up .venv by itself.
+# `make demo` and `make test` are all a newcomer needs: they set up what they run in by themselves.
+#
+# There are two stacks, each with a lock and an environment of its own: `today` (the newest TensorFlow
+# and Keras 3; .venv-today) and `tff` (TensorFlow 2.14, the last one that TensorFlow Federated accepts,
+# with Keras 2 and TF Privacy; .venv-tff). docs/stacks.md compares them.
 
-.PHONY: help demo test test-all test-today bench bench-peers lint lock wheel clean
+.PHONY: help demo test test-all bench bench-peers lint lock wheel clean
 .ONESHELL:
 .SHELLFLAGS := -ec
+MAKEFLAGS += --no-print-directory
 
-# Where to look for Python, in this order; `make demo PYTHON=/path/to/python` names another one.
-PYTHON ?= python3.11 python3.10 python3.9 python3 python
-BIN := .venv/bin
-# Written last, so that it is there only after a complete set-up.
-READY := .venv/ready
-# The newest TensorFlow and Keras 3, in an environment of its own.
-PYTHON_TODAY ?= python3.13 python3.12 python3.11 python3.10 python3 python
-READY_TODAY := .venv-today/ready
-TODAY := tests/_keras tests/accounting tests/update_rules tests/sampling
+# Where to look for Python, newest first; `make demo PYTHON=/path/to/python` names another one, or
+# several for several stacks.
+PYTHON ?= $(foreach v,3.13 3.12 3.11 3.10 3.9, \
+    python$(v) $(wildcard $(HOME)/.pyenv/versions/$(v).*/bin/python)) python3 python
+STACKS = requirements/environment.sh stacks $(PYTHON)
+TFF := .venv-tff/bin
+
+PYTEST := -m pytest -n 2 --dist loadgroup --doctest-modules tests tf_adaptive_dp federated
 
 # Each peer of the benchmarks has an environment of its own, and a Python that its lock is for.
 PEERS := benchmarks/peers
@@ -22,65 +26,73 @@ $(PEERS)/jax_privacy/.venv/ready: MINOR := 12
 
 export TF_CPP_MIN_LOG_LEVEL := 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Keras 3 has other backends; ~/.keras/keras.json may name one.
+export KERAS_BACKEND := tensorflow
 
 help:
 	@echo "make demo      train with differential privacy: examples/quickstart.py"
-	echo "make test      the quick tests and the examples in the docstrings"
-	echo "make test-all  all tests, the slow ones too"
-	echo "make test-today  what runs on today's TensorFlow and Keras 3, in .venv-today"
+	echo "make test      the quick tests and the examples in the docstrings, on both stacks"
+	echo "make test-all  all tests, the slow ones too, on both stacks"
+	echo "               demo-today, test-tff, ...: on one stack. today: Keras 3, Python 3.10 to 3.13;"
+	echo "               tff: Keras 2 with TensorFlow Federated and TF Privacy, Python 3.9 to 3.11"
 	echo "make bench     time and memory of training steps: an hour or more, on an idle machine"
 	echo "make bench-peers  the same beside Opacus and JAX-Privacy (needs Python 3.11 and 3.12)"
-	echo "make lint      ruff: rules and format; mypy: types"
+	echo "make lint      ruff: rules and format; mypy: types (needs Python 3.9 to 3.11)"
 	echo "make lock      re-make the locks in requirements/"
 	echo "make wheel     build dist/*.whl"
-	echo "make clean     remove .venv, caches and build files"
+	echo "make clean     remove the environments, caches and build files"
 
-demo: $(READY)
-	$(BIN)/python examples/quickstart.py
+# On the newest stack that there is a Python for.
+demo wheel:
+	@stacks=$$($(STACKS))
+	$(MAKE) $@-$${stacks%% *}
 
-test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --doctest-modules tests tf_adaptive_dp federated
+# On every stack that there is a Python for; then a sentence about what was left out.
+test test-all:
+	@stacks=$$($(STACKS)) status=0
+	for stack in $$stacks; do
+	    $(MAKE) $@-$$stack || status=1
+	done
+	requirements/environment.sh left-out $(PYTHON)
+	exit $$status
 
-test-all: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --doctest-modules tests tf_adaptive_dp federated
+demo-today demo-tff: demo-%: .venv-%/ready
+	.venv-$*/bin/python examples/quickstart.py
 
-# What runs on Keras 3 so far.
-test-today: $(READY_TODAY)
-	KERAS_BACKEND=tensorflow .venv-today/bin/python -m pytest -n 2 --dist loadgroup -m "not slow" $(TODAY)
+test-today test-tff: test-%: .venv-%/ready
+	.venv-$*/bin/python $(PYTEST) -m "not slow"
+
+test-all-today test-all-tff: test-all-%: .venv-%/ready
+	.venv-$*/bin/python $(PYTEST)
+
+wheel-today wheel-tff: wheel-%: .venv-%/ready
+	.venv-$*/bin/python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir dist .
 
 # For example: make bench ARGS="--models mlp --batch_sizes 50,100,200,400 --widths 1,2,4"
-BENCH = $(BIN)/python -m benchmarks.steps.run --models all \
+BENCH = $(TFF)/python -m benchmarks.steps.run --models all \
     --output benchmarks/steps/results.json --report docs/performance.md
 
-bench: $(READY)
+bench: .venv-tff/ready
 	$(BENCH) $(ARGS)
 
-bench-peers: $(READY) $(PEERS_READY)
+bench-peers: .venv-tff/ready $(PEERS_READY)
 	$(BENCH) --engines keras_sgd,dpsgd --peers $(ARGS)
 
-lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+# The oldest Python that the library is for also has the oldest stubs, so types are checked there.
+lint: .venv-tff/ready
+	$(TFF)/ruff check .
+	$(TFF)/ruff format --check .
+	$(TFF)/mypy
 
 lock:
 	requirements/lock.sh
 
-wheel: $(READY)
-	$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir dist .
-
 clean:
-	rm -rf .venv .venv-today $(PEERS)/*/.venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv-today .venv-tff $(PEERS)/*/.venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): requirements/lock.txt
-	@requirements/environment.sh .venv $< 9 11 $(PYTHON)
-	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation -e .
-	touch $@
-
-$(READY_TODAY): requirements/today.txt
-	@requirements/environment.sh .venv-today $< 10 13 $(PYTHON_TODAY)
-	touch $@
+.venv-today/ready .venv-tff/ready: .venv-%/ready: requirements/%.txt
+	@requirements/environment.sh set-up $* $(PYTHON)
 
 $(PEERS)/%/.venv/ready: $(PEERS)/%/lock.txt
 	@for python in $(PEER_PYTHON) python3.$(MINOR) $(HOME)/.pyenv/versions/3.$(MINOR).*/bin/python; do

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Re-makes the locks, each package with its hashes: lock.txt from lock.in, for Python 3.9 to 3.11,
-# and today.txt from today.in, for Python 3.10 to 3.13.
+# Re-makes the locks, each package with its hashes: today.txt from today.in, for Python 3.10 to 3.13,
+# and tff.txt from tff.in, for Python 3.9 to 3.11.
 # Versions in the present locks stay unless the .in file forbids them; `lock.sh --upgrade` renews all.
 set -eu
 cd "$(dirname "$0")"
@@ -23,5 +23,5 @@ compile() {
         --python-version "$oldest" --generate-hashes --quiet --output-file "$name.txt" "$@"
 }
 
-compile lock 3.9 --overrides overrides.txt "$@"
 compile today 3.10 "$@"
+compile tff 3.9 --overrides tff-overrides.txt "$@"

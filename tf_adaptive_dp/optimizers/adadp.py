@@ -86,7 +86,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
     >>> for _ in range(2):
     ...     with tf.GradientTape() as tape:
     ...         loss = tf.constant([-1.0, -1.0]) * w
-    ...     optimizer.minimize(loss, [w], tape)
+    ...     _ = optimizer.minimize(loss, [w], tape)
     >>> print(f"w = {w.numpy()[0]:.2f}, next η = {optimizer.learning_rate.numpy():.2f}")
     w = 0.10, next η = 0.11
     """

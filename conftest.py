@@ -1,0 +1,28 @@
+"""What cannot be imported on the stack at hand is left out; the head of the report names it."""
+
+import importlib.util
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
+
+import tensorflow as tf  # noqa: E402
+
+from tf_adaptive_dp._keras.generation import GENERATION  # noqa: E402
+
+collect_ignore_glob = []
+if GENERATION == 2:
+    collect_ignore_glob.append("tf_adaptive_dp/_keras/optimizers_keras3.py")
+if importlib.util.find_spec("tensorflow_federated") is None:
+    collect_ignore_glob += [
+        "federated/*",
+        "tests/federated/*",
+        "tests/benchmarks/test_federated.py",
+        "tests/helpers/killable_rounds.py",
+        "tests/helpers/real_rounds.py",
+    ]
+
+
+def pytest_report_header():
+    """Which Keras is tested, and what is not."""
+    left_out = ", ".join(collect_ignore_glob)
+    return f"TensorFlow {tf.__version__}, Keras {GENERATION}; cannot be imported: {left_out}"
