@@ -18,6 +18,7 @@ import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import keras
 import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
@@ -62,14 +63,14 @@ def make_optimizer(args: argparse.Namespace, public: tf.data.Dataset):
     return classes[args.optimizer](**private), []
 
 
-def make_model(hidden_units: int) -> tf.keras.Model:
+def make_model(hidden_units: int) -> keras.Model:
     """The network of the ADADP paper, with two hidden layers."""
-    return tf.keras.Sequential(
+    return keras.Sequential(
         [
-            tf.keras.Input([784]),
-            tf.keras.layers.Dense(hidden_units, activation="relu"),
-            tf.keras.layers.Dense(hidden_units, activation="relu"),
-            tf.keras.layers.Dense(10),
+            keras.Input([784]),
+            keras.layers.Dense(hidden_units, activation="relu"),
+            keras.layers.Dense(hidden_units, activation="relu"),
+            keras.layers.Dense(10),
         ]
     )
 
@@ -114,7 +115,7 @@ def main() -> None:
     model = make_model(args.hidden_units)
     model.compile(
         optimizer,
-        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
     monitor = tf_adaptive_dp.PrivacyMonitor(num_examples, args.delta, args.log_dir)

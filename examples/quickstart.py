@@ -16,9 +16,9 @@ import pathlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import keras
 import matplotlib
 import numpy as np
-import tensorflow as tf
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -69,11 +69,11 @@ def main() -> None:
         BATCH_SIZE, num_examples, steps=args.epochs * steps_per_epoch
     )
 
-    model = tf.keras.Sequential(
+    model = keras.Sequential(
         [
-            tf.keras.Input([64]),
-            tf.keras.layers.Dense(64, activation="tanh"),
-            tf.keras.layers.Dense(10),
+            keras.Input([64]),
+            keras.layers.Dense(64, activation="tanh"),
+            keras.layers.Dense(10),
         ]
     )
     model.compile(
@@ -82,7 +82,7 @@ def main() -> None:
             noise_multiplier=args.noise_multiplier,
             expected_batch_size=sampling.expected_batch_size(num_examples),
         ),
-        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=["accuracy"],  # padding has weight 0
     )
     monitor = tf_adaptive_dp.PrivacyMonitor(

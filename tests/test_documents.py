@@ -1,5 +1,6 @@
-"""The programs in README and docs/federated.md run as they are printed."""
+"""The programs in README, docs/stacks.md and docs/federated.md run as they are printed."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,8 +12,9 @@ from tests.helpers import ROOT
 
 # What a reader has already: a model with its data, and a model with its clients.
 MODEL = """
+import keras
 import tensorflow as tf
-model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(3)])
+model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3)])
 examples = tf.random.normal([60_000, 4]), tf.zeros([60_000], tf.int32)
 train = tf.data.Dataset.from_tensor_slices(examples)
 """
@@ -36,10 +38,32 @@ def model_fn():
 """
 
 
+without_tff = pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow_federated") is None,
+    reason="TensorFlow Federated is for the older stack",
+)
+without_tf_keras = pytest.mark.skipif(
+    importlib.util.find_spec("tf_keras") is None, reason="TensorFlow 2.14 has its own Keras 2"
+)
+
+
 def program(document, containing):
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), re.M | re.S)
     (found,) = [block for block in blocks if containing in block]
     return found
+
+
+def output_of(code, folder, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.mark.slow_after(1)
@@ -49,20 +73,26 @@ def program(document, containing):
         ("README.md", "model.fit(", MODEL, r"epsilon: [\d.]+"),
         ("README.md", "HonestTuner(", "", r"epsilon = (2\.9\d*|3\.0000) and delta = 1e-05"),
         ("README.md", "recommend(", "", r"2\.86"),
-        ("README.md", "build_dp_fed_avg(", CLIENTS, None),
-        ("docs/federated.md", "federated.train(", CLIENTS, r"epsilon = [\d.]+ and delta = 1e-05"),
+        ("docs/stacks.md", "model.save(", "", r"epsilon: [\d.]+"),
+        pytest.param("README.md", "build_dp_fed_avg(", CLIENTS, None, marks=without_tff),
+        pytest.param(
+            *("docs/federated.md", "federated.train(", CLIENTS),
+            r"epsilon = [\d.]+ and delta = 1e-05",
+            marks=without_tff,
+        ),
     ],
-    ids=["fit", "HonestTuner", "recommend", "federated", "federated.train"],
+    ids=["fit", "HonestTuner", "recommend", "stacks", "federated", "federated.train"],
 )
 def test_the_program_runs(document, containing, before, says, tmp_path):
     code = program(document, containing).replace("500", "2")  # rounds
-    done = subprocess.run(
-        [sys.executable, "-c", before + code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert says is None or re.search(says, done.stdout), done.stdout
+    out = output_of(before + code, tmp_path)
+    assert says is None or re.search(says, out), out
+
+
+@pytest.mark.slow
+@without_tf_keras
+def test_the_program_runs_on_tf_keras_too(tmp_path):
+    code = program("docs/stacks.md", "model.save(").replace("import keras\n", "")
+    imports = program("docs/stacks.md", "import tf_keras as keras")
+    out = output_of(imports + code, tmp_path, TF_USE_LEGACY_KERAS="1")
+    assert re.search(r"epsilon: [\d.]+", out), out
