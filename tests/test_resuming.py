@@ -11,6 +11,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tests.helpers.crash_injection import CrashInjector
+from tf_adaptive_dp._keras.generation import GENERATION
 
 
 def compiled(name="DPSGD", compile_with=(), **kwargs):
@@ -34,7 +35,7 @@ class Interrupt(tf.keras.callbacks.Callback):
 
 
 def state(model):
-    return [np.array(v) for v in [*model.variables, *model.optimizer.variables]]
+    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
 
 
 @pytest.mark.slow_after(1)
@@ -46,21 +47,34 @@ def test_a_resumed_run_goes_on_from_the_checkpoint_exactly(tmp_path, name, saved
     # and the counter of the noise are.
     def run(*callbacks):
         model = compiled(name)
-        catalogue.fit(model, 2, callbacks, same_batches=True)
+        catalogue.fit(model, 2, callbacks, same_batches=True)  # 4 steps an epoch
+        return state(model)
+
+    def whole(steps):
+        model = compiled(name)
+        x, y = catalogue.data()
+        batches = np.tile(x[:8], [steps, 1]), np.tile(y[:8], steps)
+        model.fit(*batches, 8, shuffle=False, verbose=0)
         return state(model)
 
     backup = tf.keras.callbacks.BackupAndRestore
     with pytest.raises(KeyboardInterrupt):
         run(backup(tmp_path, save_freq=saved), Interrupt(saved))
-    resumed, whole = run(backup(tmp_path, save_freq=100)), run()
-    assert len(resumed) == len(whole)
-    for a, b in zip(resumed, whole):
+    resumed = run(backup(tmp_path, save_freq=100))
+    # Keras 3 begins the epoch of the checkpoint anew.
+    left = 8 - saved if GENERATION == 2 else 8 - (saved - 1) // 4 * 4
+    expected = whole(saved + left)
+    assert len(resumed) == len(expected)
+    for a, b in zip(resumed, expected):
         np.testing.assert_array_equal(a, b)
 
 
 def test_a_run_that_lost_steps_goes_on_with_the_checkpoint_and_all_releases(tmp_path):
     def callbacks(log):
-        return [tf.keras.callbacks.BackupAndRestore(tmp_path / "backup", 3, False), log]
+        backup = tf.keras.callbacks.BackupAndRestore(
+            tmp_path / "backup", save_freq=3, delete_checkpoint=False
+        )
+        return [backup, log]
 
     model, log = compiled("ADADP"), dp.ReleaseLog(tmp_path / "log", steps=12)
     with pytest.raises(KeyboardInterrupt):

@@ -11,6 +11,7 @@ import tf_adaptive_dp as dp
 from tests.helpers import zoo
 from tests.helpers.secrets_shown import contents, forms, found, recorded, shown
 from tf_adaptive_dp import sampling as samplings
+from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp.mechanism import noise as noise_module
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
 
@@ -24,7 +25,7 @@ OPTIMIZERS = {
 
 
 def compiled(**arguments):
-    model = tf.keras.Sequential([tf.keras.layers.Dense(2, input_shape=(3,))])
+    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(2)])
     optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=4, **arguments)
     model.compile(optimizer, loss=tf.keras.losses.MeanSquaredError(reduction="none"))
     return model
@@ -54,10 +55,15 @@ def graph_of(model):
 
 
 def saved(model, folder):
-    model.save(folder / "saved_model")
+    folder.mkdir()
+    if GENERATION == 2:
+        model.save(folder / "saved_model")
+        model.save_weights(folder / "weights")
+    else:  # a SavedModel for inference
+        model.export(folder / "saved_model", verbose=False)
     model.save(folder / "model.keras")
     model.save(folder / "model.h5")
-    model.save_weights(folder / "weights")
+    model.save_weights(folder / "model.weights.h5")
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
     checkpoint.save(folder / "checkpoint")
     return contents(folder)
@@ -114,7 +120,8 @@ def test_the_search_finds_a_key_that_is_saved_or_told(monkeypatch, tmp_path):
     secrets, model = recorded(monkeypatch), compiled()
     stream = model.optimizer._mechanism.noise._stream
     model.optimizer.mine = stream._state  # tracked
-    model.optimizer._variables.append(stream._state)  # saved
+    kept = stream._state if GENERATION == 2 else keras.Variable(stream._state, dtype="int64")
+    model.optimizer._variables.append(kept)  # saved
     model.optimizer._mechanism.kept = int(stream._state[2].numpy())
     for name in ("saved", "told"):
         pieces = ARTEFACTS[name](model, tmp_path / name)

@@ -37,6 +37,16 @@ def log_of(path, *segments):
     return dp.ReleaseLog(path)
 
 
+def only_an_optimizer(optimizer, steps_per_call=1):
+    """What callbacks read of a compiled model, in both generations of Keras."""
+    return types.SimpleNamespace(
+        optimizer=optimizer,
+        steps_per_execution=steps_per_call,
+        _steps_per_execution=steps_per_call,
+        stop_training=False,
+    )
+
+
 def release(optimizer):
     """What a step enters in the ledger."""
     optimizer.ledger.record(*optimizer.next_release())
@@ -85,7 +95,7 @@ def test_a_number_of_steps_that_changes_at_any_time_is_refused(tmp_path):
 @pytest.mark.parametrize("steps, announced", [(1, 1), (8, 2), (9, 3)])
 def test_accumulated_gradients_are_one_release(steps, announced, tmp_path):
     log, model = dp.ReleaseLog(tmp_path / "log"), compiled(gradient_accumulation_steps=4)
-    log.set_model(types.SimpleNamespace(optimizer=model.optimizer, _steps_per_execution=steps))
+    log.set_model(only_an_optimizer(model.optimizer, steps))
     log.on_train_batch_begin(0)
     assert log.num_releases == announced
 
@@ -153,7 +163,7 @@ def test_a_resumed_run_ends_when_all_steps_are_used_up(tmp_path):
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
 def test_lost_releases_are_counted_in_any_order_of_callbacks(tmp_path, order):
     # Ledgers alone: of the model, in the backup (5 releases), in the log (9, with less noise).
     optimizer = compiled().optimizer
@@ -170,9 +180,7 @@ def test_lost_releases_are_counted_in_any_order_of_callbacks(tmp_path, order):
             self.model.optimizer.ledger.restore(saved.ledger.segments)
 
     callbacks = [[Backup(), log, monitor, budget][i] for i in order]
-    model = types.SimpleNamespace(
-        optimizer=optimizer, _steps_per_execution=None, stop_training=False
-    )
+    model = only_an_optimizer(optimizer)
     everything = tf.keras.callbacks.CallbackList(callbacks)
     everything.set_model(model)
     with pytest.warns(UserWarning, match="releases were not in the checkpoint"):

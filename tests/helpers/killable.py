@@ -47,6 +47,7 @@ def train(folder, steps, log, seed=None, steps_per_execution=1, save_freq=5):
     import tensorflow as tf
 
     import tf_adaptive_dp as dp
+    from tf_adaptive_dp._keras.generation import GENERATION
 
     class Report(tf.keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -61,7 +62,11 @@ def train(folder, steps, log, seed=None, steps_per_execution=1, save_freq=5):
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
     loss = tf.keras.losses.MeanSquaredError(reduction="none")
     model.compile(optimizer, loss, steps_per_execution=steps_per_execution)
-    backup = tf.keras.callbacks.BackupAndRestore(folder / "backup", save_freq, False)
+    # Keras 3 writes into the file of its last checkpoint, which a kill can leave unreadable.
+    two = {"double_checkpoint": True} if GENERATION == 3 else {}
+    backup = tf.keras.callbacks.BackupAndRestore(
+        folder / "backup", save_freq=save_freq, delete_checkpoint=False, **two
+    )
     monitor = dp.PrivacyMonitor(NUM_EXAMPLES, DELTA, sampling=sampling)
     callbacks, start = [backup, monitor, Report()], 0
     if log:

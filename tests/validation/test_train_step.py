@@ -6,6 +6,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers.zoo import floats
+from tf_adaptive_dp._keras.generation import GENERATION
 
 layers = tf.keras.layers
 LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
@@ -82,6 +83,38 @@ def test_a_step_that_is_right_is_accepted_and_nothing_is_changed():
     for before, after in zip(weights, model.get_weights()):
         np.testing.assert_array_equal(before, after)
     assert model.fit(*BATCH, verbose=0, batch_size=3) and optimizer.ledger.num_releases == 2
+
+
+class Scales(Own):
+    """The step of a custom loop for Keras 3, which scales its loss."""
+
+    scales = True
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            logits = self(x, training=True)
+            loss = tf.reduce_mean(self.compute_loss(x, y, logits))
+            if self.scales:
+                loss = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return self.compute_metrics(x, y, logits, None)
+
+
+@pytest.mark.skipif(GENERATION == 2, reason="Keras 2 has no `scale_loss`")
+def test_a_step_that_scales_its_loss_is_accepted_and_one_that_does_not_is_found():
+    optimizer = dp.DPAdam(1.0, 1.0)
+    model = Scales()
+    weights = model.get_weights()
+    seen = checked(model, optimizer)
+    assert seen.ok and not seen.findings, seen
+    assert optimizer.ledger.num_releases == 0 and not optimizer.built
+    for before, after in zip(weights, model.get_weights()):
+        np.testing.assert_array_equal(before, after)
+    assert model.fit(*BATCH, verbose=0, batch_size=3) and optimizer.ledger.num_releases == 2
+    seen = checked(Scales(scales=False))
+    assert not seen.ok and "clipped and noised by this library" in str(seen)
 
 
 def test_what_mixes_in_the_step_itself_is_found():

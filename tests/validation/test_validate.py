@@ -413,6 +413,29 @@ def test_nothing_is_changed_by_looking():
     assert str(first) == str(report(looked_at, optimizer=private))
 
 
+class OneNumber(tf.keras.Model):
+    """Reduces its loss itself, as Keras's own `compute_loss` does."""
+
+    centered = False
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        y_pred -= tf.reduce_mean(y_pred, 0) if self.centered else 0.0
+        return tf.reduce_mean(self.loss(y, y_pred)) + tf.add_n(self.losses)
+
+
+def test_a_models_own_loss_may_be_one_number():
+    inputs = tf.keras.Input([5])
+    reduced = OneNumber(inputs, layers.Dense(3, kernel_regularizer="l2")(inputs))
+    private = optimizer()
+    reduced.compile(private, LOSS)
+    clean = report(reduced)
+    assert clean.ok and not clean.findings and "one number for the batch" in clean.probed, clean
+    reduced.fit(*BATCH, verbose=0)
+    assert private.ledger.num_releases == 1
+    reduced.centered = True
+    assert "mixing" in kinds(report(reduced))
+
+
 @pytest.mark.slow
 def test_a_model_with_its_own_loss_is_searched_with_it():
     class Own(tf.keras.Model):

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.auditing import bounds
 from tf_adaptive_dp.sampling import draws
+from tf_adaptive_dp.validation.argument_findings import loss_of_examples
 
 SCORES = ("loss", "gradient")
 _ROWS = 512  # canaries per call of the model
@@ -125,7 +126,8 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
       delta: the δ of the ε to compare with.
       score: `"loss"`, `"gradient"`, or a function of (model, x, y) that returns [m] or [m, k]
         scores, higher for canaries that seem to be included.
-      loss: `loss(y_true, y_pred)` → [B]; by default the loss of the compiled model.
+      loss: `loss(y_true, y_pred)` → [B]; by default the loss of the compiled model, without its
+        reduction over the batch.
       confidence: in (0, 1).
       num_guesses: see `one_run_epsilon`.
       claimed_epsilon: the claimed ε of the training; a larger bound causes a warning.
@@ -135,7 +137,7 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
 
     Raises:
       TypeError, ValueError: if an argument has the wrong type or is out of range; and when training
-        begins, if the model's loss is not callable.
+        begins, if the model has no loss or several.
 
     >>> canaries = Canaries(np.eye(400), np.ones(400))
     >>> audit = PrivacyAudit(canaries, delta=1e-5, claimed_epsilon=2.0)
@@ -177,17 +179,21 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
             self._attacked = self.model
             self._scores = np.zeros([])
             if not callable(self.score):
-                self._loss = self.loss or self.model.loss
-                if not callable(self._loss):
-                    raise ValueError(
-                        "The loss of a canary must be known: pass `loss`, a function of "
-                        f"(y_true, y_pred), to the audit. Received: a model with {self._loss!r}"
-                    )
+                self._loss = self.loss or self._loss_of_model()
                 self._gradients = tf.function(self._one_gradient)
             if self.score == "loss":
                 self._first_losses = self._losses()
         if self.score == "gradient":
             self._before = self._weights()
+
+    def _loss_of_model(self) -> Callable[..., tf.Tensor]:
+        loss = self.model.loss
+        if not isinstance(loss, str) and not callable(loss):
+            raise ValueError(
+                "The loss of a canary must be known: pass `loss`, a function of "
+                f"(y_true, y_pred), to the audit. Received: a model with {loss!r}"
+            )
+        return loss_of_examples(loss)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Attacks and reports; called by Keras."""

@@ -34,8 +34,9 @@ class ReleaseLog(tf.keras.callbacks.Callback):
     `delete_checkpoint=False`, since a process that ends during the deletion could not resume. Draw
     batches with `start_step=log.num_releases`, so that none is drawn twice. Also pass `steps`:
     Keras may otherwise train longer, because it restarts a dataset of exactly `steps_per_epoch`
-    batches in each epoch and, with `steps_per_execution` above 1, repeats steps from before the
-    backup.
+    batches in each epoch and repeats steps from before the backup: with `steps_per_execution` above
+    1, and in Keras 3 always, because it begins the epoch of the backup anew. Keras 3 overwrites its
+    backup, which a crash can leave unreadable; `double_checkpoint=True` keeps the one before.
 
     Guarantee: whenever and however often the process ends, by any signal, the ledger holds every
     release that `fit` began, with its noise multiplier and batch size, as soon as the first epoch

@@ -25,6 +25,7 @@ from tf_adaptive_dp.validation.report import Finding, ValidationReport
 from tf_adaptive_dp.validation.train_step import train_step_findings
 
 _NOTHING_PROBED = "nothing, since the findings leave no losses to compare"
+_ONE_NUMBER = "nothing, since `compute_loss` returns one number for the batch"
 
 
 def validate(
@@ -164,19 +165,25 @@ def _run(
     batch: tuple,
 ) -> tuple[list[Finding], bool, str]:
     """Searches and probes, and compares with batches of one if neither finds anything."""
+    own_loss = has_own(model, "compute_loss")
     try:
         values = losses(batch, True)
-        check_loss(values)
+        # A compiled step takes apart a sum over examples, an eager one cannot.
+        one_number = own_loss and values.shape.rank == 0
+        if not one_number:
+            check_loss(values)
     except NotPrivateError as error:
         finding = Finding("loss", "loss", str(error), "Return one entry per example.")
         return [finding], False, _NOTHING_PROBED
     except Exception as error:  # noqa: BLE001, whatever a user's model raises is a finding
         return [_failure(error)], False, _NOTHING_PROBED
     expected = getattr(optimizer, "expected_batch_size", None)
-    found = argument_findings.loss_value_findings(values, batch)
+    found = [] if one_number else argument_findings.loss_value_findings(values, batch)
     searched = search_compiled_step(model, losses, batch, expected)
     found += searched.findings
     found += argument_findings.clip_findings(optimizer, searched.norms)
+    if one_number:
+        return found, searched.accepted, _ONE_NUMBER
     probed = probe(model, losses, batch, expected)
     known = {(f.kind, f.where) for f in found}
     found += [f for f in probed.findings if (f.kind, f.where) not in known]
@@ -184,7 +191,7 @@ def _run(
     # The comparison with batches of one needs losses from `loss` that ignore the batch size.
     counts = any(f.kind == "batch size" for f in found)
     refused = any(f.severity == "error" for f in found)
-    if not (counts or refused or has_own(model, "compute_loss")):
+    if not (counts or refused or own_loss):
         differing, compared = _compare_gradients(model, loss_of_examples, batch)
         found, said = found + differing, f"{said}; {compared}"
     return found, searched.accepted, said
