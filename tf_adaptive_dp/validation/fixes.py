@@ -94,7 +94,8 @@ def _positions(layer: tf.keras.layers.Layer, axis: int) -> int | None:
     """The number of positions per channel in an example; `None` if it is unknown."""
     shape = input_shape(layer) or [None] * layer.input_spec.ndim
     others = [n for a, n in enumerate(shape) if a not in (0, axis)]
-    return None if None in others else math.prod(others)
+    known = [n for n in others if n is not None]
+    return math.prod(known) if len(known) == len(others) else None
 
 
 def is_defective(layer: tf.keras.layers.Layer) -> bool:
