@@ -168,7 +168,9 @@ def test_the_monitor_knows_the_rows_of_a_part(sampling, rows, k, fits):
 def test_the_budget_counts_releases_and_not_parts(steps, k, monkeypatch):
     budget = dp.PrivacyBudget(1.0, DELTA, N)
     optimizer = SimpleNamespace(parts_per_batch=k)
-    budget.set_model(SimpleNamespace(optimizer=optimizer, _steps_per_execution=steps))
+    budget.set_model(
+        SimpleNamespace(optimizer=optimizer, _steps_per_execution=steps, steps_per_execution=steps)
+    )
     needed = -(-steps // k)
     for left in (needed - 1, needed):
         monkeypatch.setattr(budget, "releases_left", lambda left=left: left)
