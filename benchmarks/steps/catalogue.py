@@ -54,6 +54,12 @@ FAMILIES = {
         ("jax", "jaxlib", "jax-privacy", "optax", "numpy"),
         environment="benchmarks/peers/jax_privacy/.venv",
     ),
+    "jax_keras": Family(
+        "benchmarks.steps.engines.jax_keras_engines",
+        ("jax", "jaxlib", "keras", "jax-privacy", "numpy"),
+        environment="benchmarks/peers/jax_privacy/.venv",
+        variables={"KERAS_BACKEND": "jax"},
+    ),
 }
 
 # Engine: its family and description. Engines that need much memory come last, see `measure.py`.
@@ -76,11 +82,13 @@ ENGINES = {
     "keras3_dpsgd_xla": ("keras3", "tf_adaptive_dp.DPSGD on Keras 3, `jit_compile=True`"),
     "torch_sgd": ("torch", "PyTorch SGD, not private"),
     "jax_sgd": ("jax", "JAX SGD under jit, not private"),
+    "jax_keras_sgd": ("jax_keras", "Keras 3 SGD on JAX, not private, compiled"),
     "opacus_ghost": ("torch", "Opacus, ghost clipping"),
     "tfp_fast": ("tensorflow", "TF Privacy DPModel with its fast clipping, without XLA"),
     "tfp_model": ("tensorflow", "TF Privacy DPModel as it comes, with XLA"),
     "tfp_model_no_xla": ("tensorflow", "TF Privacy DPModel without XLA"),
     "opacus": ("torch", "Opacus as it comes, per-sample gradients"),
+    "jax_keras_private": ("jax_keras", "JAX-Privacy's Keras API on JAX, compiled"),
     "jax_privacy": ("jax", "JAX-Privacy clipped_grad under jit"),
     "materialized": ("tensorflow", '`tf_adaptive_dp.DPSGD(gradients="materialized")`'),
     "tfp_vectorized": ("tensorflow", "TF Privacy VectorizedDPKerasSGDOptimizer"),

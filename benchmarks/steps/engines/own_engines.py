@@ -9,8 +9,8 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from benchmarks.steps import problems
+from benchmarks.steps.engines.keras_models import build, loss
 from benchmarks.steps.engines.tensorflow_engines import MEAN, PRIVATE, RATE
-from benchmarks.steps.engines.tensorflow_models import build, loss
 
 
 def _ramp(variable: tf.Variable) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.steps import problems
-from benchmarks.steps.engines import tensorflow_models
+from benchmarks.steps.engines import keras_models
 
 RATE = 0.01
 MEAN = "sum_over_batch_size"
@@ -24,8 +24,8 @@ def keras_sgd(
     problem: problems.Problem, width: int, jit_compile: bool | None = None
 ) -> tf.keras.Model:
     """The compiled model of ordinary training."""
-    model = tensorflow_models.build(problem, width)
-    loss = tensorflow_models.loss(problem, MEAN)
+    model = keras_models.build(problem, width)
+    loss = keras_models.loss(problem, MEAN)
     model.compile(tf.keras.optimizers.SGD(RATE), loss, jit_compile=jit_compile)
     return model
 

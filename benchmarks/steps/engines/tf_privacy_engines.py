@@ -7,8 +7,8 @@ import tensorflow_privacy
 from tensorflow_privacy.privacy.fast_gradient_clipping import layer_registry
 
 from benchmarks.steps import problems
+from benchmarks.steps.engines.keras_models import build, loss
 from benchmarks.steps.engines.tensorflow_engines import MEAN, PRIVATE, RATE
-from benchmarks.steps.engines.tensorflow_models import build, loss
 from benchmarks.steps.protocol import NotSupportedError
 
 

@@ -1,12 +1,17 @@
-"""The models and losses in Keras."""
+"""The models and losses in Keras, with TensorFlow or without."""
 
 from __future__ import annotations
 
-import tensorflow as tf
+from typing import Any
 
 from benchmarks.steps import problems
 
-layers = tf.keras.layers
+try:
+    from tensorflow import keras
+except ImportError:  # a peer that works on JAX
+    import keras
+
+layers = keras.layers
 
 
 class PositionEmbedding(layers.Layer):
@@ -15,7 +20,7 @@ class PositionEmbedding(layers.Layer):
     def build(self, input_shape) -> None:
         self.positions = self.add_weight(name="positions", shape=input_shape[1:])
 
-    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+    def call(self, inputs: Any) -> Any:
         return inputs + self.positions
 
 
@@ -43,7 +48,7 @@ def _encoder(x):
     return layers.GlobalAveragePooling1D()(x)
 
 
-def build(problem: problems.Problem, width: int, model_class=tf.keras.Model, **kwargs):
+def build(problem: problems.Problem, width: int, model_class=keras.Model, **kwargs):
     """The model of a problem.
 
     Args:
@@ -56,24 +61,24 @@ def build(problem: problems.Problem, width: int, model_class=tf.keras.Model, **k
       The model, not compiled.
     """
     if problem.name == "cnn":
-        inputs = tf.keras.Input(problems.IMAGE)
+        inputs = keras.Input(problems.IMAGE)
         x = _convolutions(inputs)
     elif problem.name == "transformer":
-        inputs = tf.keras.Input([problems.LENGTH], dtype=tf.int32)
+        inputs = keras.Input([problems.LENGTH], dtype="int32")
         x = _encoder(inputs)
     elif problem.name == "bow":
-        inputs = tf.keras.Input([problems.BOW_LENGTH], dtype=tf.int32)
+        inputs = keras.Input([problems.BOW_LENGTH], dtype="int32")
         x = layers.Embedding(problems.BOW_VOCABULARY, problems.BOW_DIM)(inputs)
         x = layers.GlobalAveragePooling1D()(x)
     else:
-        inputs = x = tf.keras.Input(problem.sizes[:1])
+        inputs = x = keras.Input(problem.sizes[:1])
     return model_class(inputs=inputs, outputs=_dense(x, problem, width), **kwargs)
 
 
-def loss(problem: problems.Problem, reduction: str) -> tf.keras.losses.Loss:
+def loss(problem: problems.Problem, reduction: str) -> keras.losses.Loss:
     """The loss; one number an example where `reduction` is "none"."""
     if problem.loss == "softmax":
-        return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
     if problem.loss == "sigmoid":
-        return tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction=reduction)
-    return tf.keras.losses.MeanSquaredError(reduction=reduction)
+        return keras.losses.BinaryCrossentropy(from_logits=True, reduction=reduction)
+    return keras.losses.MeanSquaredError(reduction=reduction)
