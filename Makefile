@@ -36,7 +36,7 @@ help:
 	echo "               demo-today, test-tff, ...: on one stack. today: Keras 3, Python 3.10 to 3.13;"
 	echo "               tff: Keras 2 with TensorFlow Federated and TF Privacy, Python 3.9 to 3.11"
 	echo "make bench     time and memory of training steps: an hour or more, on an idle machine"
-	echo "make bench-peers  the same beside Opacus and JAX-Privacy (needs Python 3.11 and 3.12)"
+	echo "make bench-peers  the same beside Keras 3, Opacus and JAX-Privacy (needs Python 3.11 and 3.12)"
 	echo "make lint      ruff: rules and format; mypy: types (needs Python 3.9 to 3.11)"
 	echo "make lock      re-make the locks in requirements/"
 	echo "make wheel     build dist/*.whl"
@@ -75,7 +75,7 @@ BENCH = $(TFF)/python -m benchmarks.steps.run --models all \
 bench: .venv-tff/ready
 	$(BENCH) $(ARGS)
 
-bench-peers: .venv-tff/ready $(PEERS_READY)
+bench-peers: .venv-tff/ready .venv-today/ready $(PEERS_READY)
 	$(BENCH) --engines keras_sgd,dpsgd --peers $(ARGS)
 
 # The oldest Python that the library is for also has the oldest stubs, so types are checked there.
