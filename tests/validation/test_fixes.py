@@ -8,7 +8,7 @@ import tf_adaptive_dp as dp
 from tests.helpers.zoo import floats
 from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp._keras.layers import is_compiled
-from tf_adaptive_dp.validation.fixes import group_normalization
+from tf_adaptive_dp.validation.fixes import group_normalization, repaired_model
 from tf_adaptive_dp.validation.layer_findings import named_layers
 
 layers = tf.keras.layers
@@ -221,6 +221,38 @@ def test_shared_weights_are_not_torn_apart():
     else:  # Keras 3 can copy them as shared
         assert report.ok and kept_weights(report.model) == kept_weights(model)
         assert report.model.layers[-2] is report.model.layers[-3].layers[0]
+
+
+def freeze(model, name):
+    model.get_layer(name).trainable = False
+
+
+def freeze_all_but_the_first_inside(model, name):
+    freeze(model, name)
+    model.get_layer(name).layers[0].trainable = True
+
+
+@pytest.mark.parametrize(
+    "frozen, how",
+    [
+        ("dense", freeze),
+        ("own", freeze),
+        ("inner", freeze),
+        ("inner", freeze_all_but_the_first_inside),
+    ],
+)
+def test_what_is_frozen_stays_frozen(frozen, how):
+    x = floats(6, 5)
+    inner = tf.keras.Sequential(
+        [tf.keras.Input([6]), layers.Dense(4), layers.BatchNormalization()], name="inner"
+    )
+    hidden = [layers.Dense(5, name="dense"), Block(name="own"), layers.BatchNormalization(), inner]
+    model = shaken(of_layers(lambda: hidden)(x), x)
+    how(model, frozen)
+    copy = repaired_model(model, x)
+    assert len(copy.trainable_variables) == len(model.trainable_variables)
+    for old, new in zip(model.trainable_variables, copy.trainable_variables):
+        np.testing.assert_array_equal(old.numpy(), new.numpy())
 
 
 def test_a_compiled_model_is_copied_uncompiled():

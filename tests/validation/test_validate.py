@@ -436,6 +436,18 @@ def test_a_models_own_loss_may_be_one_number():
     assert "mixing" in kinds(report(reduced))
 
 
+def test_the_states_of_recurrent_layers_are_put_back():
+    recurrent = layers.SimpleRNN(3, stateful=True)
+    looked_at = tf.keras.Sequential(
+        [tf.keras.Input(batch_shape=[6, 2, 5]), recurrent, layers.Dense(3)]
+    )
+    (state,) = recurrent.states
+    state.assign(tf.fill([6, 3], 0.5))
+    seen = report(looked_at, batch=(floats(6, 2, 5), BATCH[1]))
+    assert "state" in kinds(seen)
+    np.testing.assert_array_equal(state.numpy(), np.full([6, 3], 0.5))
+
+
 @pytest.mark.slow
 def test_a_model_with_its_own_loss_is_searched_with_it():
     class Own(tf.keras.Model):

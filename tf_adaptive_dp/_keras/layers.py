@@ -114,6 +114,9 @@ def own_weights(layer: tf.keras.layers.Layer) -> list[tf.Variable]:
 def copy_trainable(source: tf.keras.layers.Layer, target: tf.keras.layers.Layer) -> None:
     """Freezes or thaws one layer as another one is, and no layer inside of it."""
     target._trainable = source._trainable
+    if GENERATION == 3:  # where a model counts each variable that is trainable itself
+        for variable in target._trainable_variables:
+            variable.trainable = source._trainable
 
 
 def set_dtype_policy(

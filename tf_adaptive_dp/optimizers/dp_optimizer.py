@@ -235,7 +235,7 @@ class DPOptimizer(SelfScalingOptimizer):
         variables = [native(v) for v in of_keras]
         check_loss(loss)
         self._build_outside(of_keras)
-        refusals.refuse_other_variables(self, variables)
+        refusals.refuse_other_variables(self, of_keras)
         with tf.init_scope():
             expected_batch_size = self.expected_batch_size
         source = per_example_gradients(

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.optimizers import HOW_TO_STEP, has_slots_for
-from tf_adaptive_dp._keras.variables import native
+from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.released import completion
 from tf_adaptive_dp.gradients.source import PerExampleGradients
@@ -34,7 +34,7 @@ def refuse_unsupported_setting(optimizer: Any) -> None:
 
 def refuse_other_variables(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
     """Rejects variables without slots, as Keras would, but before anything is released."""
-    others = [native(v).name for v in variables if not has_slots_for(optimizer, v)]
+    others = [path_of(v) for v in variables if not has_slots_for(optimizer, v)]
     if others:
         raise ValueError(
             "`var_list` must hold variables that the optimizer was built for. Received: "
@@ -60,7 +60,7 @@ def refuse_counting(optimizer: Any, source: PerExampleGradients) -> None:
 
 def refuse_foreign_gradients(grads_and_vars: Sequence[tuple]) -> None:
     """Rejects gradients that did not come from the mechanism."""
-    foreign = [native(v).name for g, v in grads_and_vars if g is not None and completion(g) is None]
+    foreign = [path_of(v) for g, v in grads_and_vars if g is not None and completion(g) is None]
     if foreign:
         raise NotPrivateError(
             "`apply_gradients` takes gradients that were clipped and noised by this library. "

@@ -10,7 +10,7 @@ from typing import Callable
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import BATCH_NORMALIZATIONS, inner_layers, was_adapted
-from tf_adaptive_dp._keras.variables import native
+from tf_adaptive_dp._keras.variables import native, path_of
 from tf_adaptive_dp.validation.report import Finding
 
 _LAYERS = tf.keras.layers
@@ -103,13 +103,13 @@ def layer_findings(model: tf.keras.Model, is_reduced: bool) -> list[Finding]:
     return found + [
         Finding(
             "variables",
-            path_finder(model)(variable.name) or "model",
-            f"The trainable variable {variable.name} has type {variable.dtype.name}; gradients of "
-            "this type cannot be clipped.",
+            path_finder(model)(path_of(variable)) or "model",
+            f"The trainable variable {path_of(variable)} has type {native(variable).dtype.name}; "
+            "gradients of this type cannot be clipped.",
             "Create it with `trainable=False`, or train its real and imaginary parts.",
         )
-        for variable in map(native, model.trainable_variables)
-        if not variable.dtype.is_floating
+        for variable in model.trainable_variables
+        if not native(variable).dtype.is_floating
     ]
 
 

@@ -13,6 +13,7 @@ from tf_adaptive_dp._keras.layers import (
     global_seed_kept,
     random_generators,
 )
+from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.validation.layer_findings import named_layers
 
 
@@ -57,7 +58,7 @@ def _variables(model: tf.keras.Model) -> list[tf.Variable]:
             found[id(generator.state)] = generator.state
     for _, layer in named_layers(model):
         states = getattr(layer, "states", None) if isinstance(layer, tf.keras.layers.RNN) else None
-        for state in tf.nest.flatten(states):
+        for state in map(native, tf.nest.flatten(states)):
             if isinstance(state, tf.Variable):
                 found[id(state)] = state
     return list(found.values())
