@@ -129,6 +129,13 @@ def solved(h):
     return tf.reduce_sum(tf.linalg.triangular_solve(matrix, right), axis=1)
 
 
+def longest(h, y, least, most):
+    """Times the length of what `tf.math.bincount` counts, between two bounds."""
+    numbers = tf.cast(1.5 * tf.abs(y), tf.int32)[:, tf.newaxis]
+    counts = tf.math.bincount(numbers, minlength=least, maxlength=most, axis=-1)
+    return h * tf.reduce_sum(tf.ones_like(counts[:1], tf.float32))
+
+
 def positive(h, y):
     """The rows whose y is positive; one at least."""
     return tf.boolean_mask(h, (y > 0) | (y < -2))
@@ -161,6 +168,11 @@ MIXING = {
     "unsorted_segment_mean": lambda h, y, k: tf.math.unsorted_segment_mean(h, k, 4),
     "bincount": lambda h, y, k: (
         h * tf.cast(tf.math.bincount(tf.cast(k, tf.int32), minlength=4), tf.float32)
+    ),
+    "length of bincount": lambda h, y, k: longest(h, y, 2, 4),
+    "length of bincount, in close bounds": lambda h, y, k: longest(h, y, 2, 3),
+    "bitcast": lambda h, y, k: (
+        h * tf.cast(tf.bitcast(tf.cast(9 * tf.transpose(h), tf.int8), tf.int32), tf.float32) / 2**31
     ),
     "reversed slice": lambda h, y, k: h * h[::-1],
     "first example": lambda h, y, k: h - h[:1],

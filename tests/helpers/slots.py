@@ -120,6 +120,14 @@ TIED = {
     "repeated": lambda x, loss: loss * tf.repeat([-1.0, 0.5], (size(x) + 1) // 2)[: size(x)],
     "order of noise": lambda x, loss: loss * tf.sort(tf.random.normal([size(x)])),
     "sum of noise": lambda x, loss: loss * tf.cumsum(tf.random.normal([size(x)])),
+    "repeated along the width": lambda x, loss: (
+        loss + tf.reduce_sum(x * tf.repeat(rows(x)[:, None], 4, axis=1), axis=1)
+    ),
+    "an initial state": lambda x, loss: (
+        loss + tf.reduce_sum(x * tf.matmul(rows(x)[:, None], VARIABLE[None, :4]), axis=1)
+    ),
+    "a slice of noise": lambda x, loss: loss * (tf.random.normal([size(x) + 1])[1:] + rows(x)),
+    "bitcast": lambda x, loss: loss * tf.bitcast(tf.bitcast(rows(x), tf.int32), tf.float32),
 }
 
 SAME = {
@@ -170,6 +178,19 @@ SAME = {
     "eye of an example": lambda x, loss: (
         loss + tf.linalg.trace(x[:, :, None] * tf.eye(4, batch_shape=[size(x)]))
     ),
+    "repeated along the width": lambda x, loss: (
+        loss
+        + tf.reduce_sum(
+            x * tf.repeat(tf.fill([size(x), 1], VARIABLE[0]) * VARIABLE[1], 4, axis=1), axis=1
+        )
+    ),
+    "repeated noise": lambda x, loss: (
+        loss + 0.0 * tf.reduce_sum(x * tf.repeat(tf.random.normal([size(x)])[:, None], 4, 1), 1)
+    ),
+    "initial state": lambda x, loss: (
+        loss + tf.reduce_sum(x * tf.matmul(tf.ones([size(x), 1]), VARIABLE[None, :4]), axis=1)
+    ),
+    "bitcast": lambda x, loss: loss * tf.bitcast(tf.bitcast(tf.ones([size(x)]), tf.int32), x.dtype),
     "position embedding": lambda x, loss: (
         loss + tf.reduce_sum(x * tf.gather(VARIABLE, tf.range(tf.shape(x)[1])), axis=1)
     ),

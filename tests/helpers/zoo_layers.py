@@ -191,6 +191,7 @@ class Gathers(Own):
         self.a, self.b, self.c = self.weight(5, 3), self.weight(3, 5), self.weight(10, 2)
 
     def call(self, ids):
+        ids = tf.cast(ids, tf.int32)  # a Sequential model of Keras 3 passes numbers on as floats
         x = tf.gather(self.a, ids) + tf.gather(tf.transpose(self.b), ids)
         return tf.concat([x, tf.gather(tf.reshape(self.c, [5, 4]), ids[:, ::-1])], axis=-1)
 

@@ -314,8 +314,8 @@ MODELS: dict[str, Callable[[], Problem]] = {
         of=IMAGES,
     ),
     "EinsumDense": stack(
-        lambda: _einsum("abc,cde->abde", [None, 2, 4], bias_axes="de", activation="tanh"),
-        lambda: _einsum("abde,bdef->abf", [None, 5], bias_axes="f", activation="tanh"),
+        lambda: _einsum("abc,cde->abde", [6, 2, 4], bias_axes="de", activation="tanh"),
+        lambda: _einsum("abde,bdef->abf", [6, 5], bias_axes="f", activation="tanh"),
         lambda: _einsum("...x,xy->...y", 4, activation="tanh"),
         layers.Flatten,
         of=SEQUENCES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.framework import config, op_def_registry, smart_cond
 from tensorflow.python.framework import ops as framework_ops
-from tensorflow.python.ops import control_flow_util_v2, resource_variable_ops
+from tensorflow.python.ops import control_flow_util_v2, custom_gradient, resource_variable_ops
 from tensorflow.python.util import object_identity
 
 # Operations that run functions.
@@ -177,6 +178,16 @@ def has_custom_gradient(op: tf.Operation) -> bool:
 def gradient_function(op: tf.Operation) -> Callable:
     """The function that TensorFlow calls with an operation and the gradients of its outputs."""
     return framework_ops.get_gradient_function(op)
+
+
+def is_recomputation(op: tf.Operation) -> bool:
+    """Whether a custom gradient is that of `tf.recompute_grad`: TensorFlow's own, computed late."""
+    registered = inspect.getclosurevars(gradient_function(op)).nonlocals.get("tape_grad_fn")
+    if registered is None:
+        return False
+    function = inspect.getclosurevars(registered).nonlocals.get("grad_fn")
+    of_tensorflow = getattr(function, "__module__", None) == custom_gradient.__name__
+    return of_tensorflow and getattr(function, "__qualname__", "").startswith("recompute_grad.")
 
 
 def line_of(op: tf.Operation) -> tuple[str, int] | None:

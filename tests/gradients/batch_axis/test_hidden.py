@@ -7,6 +7,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import zoo
 from tests.helpers.zoo import classifier, floats
+from tf_adaptive_dp._keras.variables import native
 
 layers = tf.keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
@@ -45,7 +46,7 @@ class Centred(layers.Layer):
         elif self.how == "assign_sub":
             self.average.assign_sub(0.1 * (self.average - mean))
         elif self.how == "scatter":
-            self.average.scatter_nd_update([[0]], mean[:1])
+            native(self.average).scatter_nd_update([[0]], mean[:1])
         elif self.how == "steps":
             self.average.assign_add(tf.ones([4]))
         return x - self.average
@@ -128,6 +129,72 @@ def test_custom_gradients_that_do_not_are_accepted_and_right(function):
     np.testing.assert_allclose(norms(problem), expected, rtol=1e-5)
 
 
+def multiplied(gradient):
+    """Multiplies the data by a kernel, whose gradient is a function of dy, x and the kernel."""
+
+    @tf.custom_gradient
+    def function(x, w):
+        return x @ w, lambda dy: (dy @ tf.transpose(w), gradient(dy, x, w))
+
+    return function
+
+
+# Gradients with respect to a variable of shape [4, 4].
+OF_VARIABLES = {
+    "product": lambda dy, x, w: tf.matmul(x, dy, transpose_a=True),
+    "einsum of scaled": lambda dy, x, w: 0.5 * tf.einsum("bi,bj->ij", tf.tanh(x), dy * x) - 0.0,
+    "sum": lambda dy, x, w: tf.reduce_sum(x[:, :, None] * dy[:, None], axis=0) / 3.0,
+    "chosen": lambda dy, x, w: tf.matmul(
+        x, tf.where(x > 0, dy, tf.zeros_like(dy)), transpose_a=True
+    ),
+}
+MIXED_OF_VARIABLES = {
+    "maximum": lambda dy, x, w: tf.reduce_max(x, axis=0) * tf.ones_like(w),
+    "maximum of what arrives": lambda dy, x, w: tf.reduce_max(dy, axis=0) * tf.ones_like(w),
+    "sum of data": lambda dy, x, w: tf.matmul(x, x, transpose_a=True),
+    "more than a product": lambda dy, x, w: tf.matmul(x, dy + 1.0, transpose_a=True),
+    "root of a sum": lambda dy, x, w: tf.sqrt(tf.abs(tf.matmul(x, dy, transpose_a=True))),
+    "scaled by the batch": lambda dy, x, w: tf.matmul(x, dy, transpose_a=True) * tf.norm(x),
+    "centred": lambda dy, x, w: tf.matmul(x - tf.reduce_mean(x, 0), dy, transpose_a=True),
+    "of other examples": lambda dy, x, w: tf.matmul(x[::-1], dy, transpose_a=True),
+    "pairs": lambda dy, x, w: tf.einsum("bi,cj->ij", x, dy),
+}
+
+
+def with_kernel(function):
+    """A problem whose kernel has a custom gradient."""
+    w = tf.Variable(floats(4, 4, seed=2))
+
+    def losses(x):
+        return tf.reduce_sum(tf.tanh(function(x, w)), axis=1)
+
+    return zoo.Problem([w], losses, (floats(5, 4),))
+
+
+@pytest.mark.parametrize("name", OF_VARIABLES)
+def test_custom_gradients_of_variables_that_sum_over_examples_are_right(name):
+    problem = with_kernel(multiplied(OF_VARIABLES[name]))
+    (rows,) = zoo.batch_of_one_gradients(problem)
+    np.testing.assert_allclose(norms(problem), (rows**2).sum(axis=(1, 2)), rtol=1e-5)
+
+
+def test_a_learned_slope_of_silu_is_accepted_and_right():
+    slope = tf.Variable(0.7)
+
+    def losses(x):
+        return tf.reduce_sum(tf.nn.silu(x, slope), axis=1)
+
+    problem = zoo.Problem([slope], losses, (floats(5, 4),))
+    (rows,) = zoo.batch_of_one_gradients(problem)
+    np.testing.assert_allclose(norms(problem), rows**2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MIXED_OF_VARIABLES)
+def test_custom_gradients_of_variables_that_mix_are_refused(name):
+    with pytest.raises(dp.NotPrivateError, match="custom gradient mixes.*with respect to a var"):
+        norms(with_kernel(multiplied(MIXED_OF_VARIABLES[name])))
+
+
 SETS = {
     "sparse": lambda x: tf.sparse.from_dense(x),
     "ragged": lambda x: tf.RaggedTensor.from_tensor(x),
@@ -139,7 +206,7 @@ def test_sparse_and_ragged_batches_are_refused(kind):
     """In a data set they are one tensor without axes, in which nothing tells the examples apart."""
     inputs = tf.keras.Input([6 if kind == "sparse" else None], **{kind: True})
     dense = tf.sparse.to_dense if kind == "sparse" else lambda x: x.to_tensor(shape=[None, 6])
-    x = layers.Lambda(lambda x: tf.reshape(dense(x), [-1, 6]))(inputs)
+    x = layers.Lambda(lambda x: tf.reshape(dense(x), [-1, 6]), output_shape=(6,))(inputs)
     model = tf.keras.Model(inputs, layers.Dense(3)(x - tf.reduce_mean(x, 0)))
     model.compile(dp.DPSGD(1.0, 1.0), tf.keras.losses.MeanSquaredError(reduction="none"))
     x, y = tf.constant(floats(8, 6)), tf.constant(floats(8, 3))

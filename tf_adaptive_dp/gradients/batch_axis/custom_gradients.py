@@ -1,4 +1,10 @@
-"""Custom gradients that mix the examples of a batch."""
+"""Custom gradients that mix the examples of a batch.
+
+With respect to a tensor of the batch, a custom gradient must have its batch axis. With respect to a
+variable it is a sum over the examples. Their terms must stay apart, and the term of an example must
+be 0 where the gradient that arrives for it is 0. A maximum over the batch, or a gradient that uses
+nothing of what arrives, would be the same for all examples and depend on all of them.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +16,16 @@ from tf_adaptive_dp._keras.graphs import (
     ancestors,
     gradient_function,
     has_custom_gradient,
+    is_recomputation,
     layer_name,
+    static_value,
 )
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.batch_axis.operation_types import (
+    SHAPE_ONLY,
+    VARIABLE_READS,
+    product_terms,
+)
 from tf_adaptive_dp.gradients.batch_axis.operations import run
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, Layout, OneExample
@@ -21,6 +34,28 @@ _GRADIENT = (
     "A custom gradient mixes the examples of a batch, so none has a gradient of its own. Received: "
     "{op} in layer {layer!r}, whose gradient {why}. Let it treat each example by itself."
 )
+_OF_VARIABLE = (
+    "with respect to a variable is not known to be a sum over the examples, each term of which is "
+    "a multiple of the gradient that arrives for its example: {found} ({type})"
+)
+
+_PRODUCTS = {"BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"}
+_SUMS = {"Add", "AddN", "AddV2", "Sub"}
+_MOVES = set(
+    """
+    Cast CheckNumerics EnsureShape ExpandDims Identity Neg PreventGradient Reshape Squeeze
+    StopGradient Sum Transpose
+    """.split()
+)
+_QUOTIENTS = {"DivNoNan", "RealDiv"}
+# They are 0 where this input is 0.
+_ZERO_WITH = {
+    **dict.fromkeys((*_MOVES, *_QUOTIENTS), 0),
+    **dict.fromkeys("BroadcastTo GatherV2 Mean Pad Slice StridedSlice Tile".split(), 0),
+    **dict.fromkeys("EluGrad LeakyReluGrad Relu6Grad ReluGrad SeluGrad".split(), 0),
+    **dict.fromkeys("SoftplusGrad SoftsignGrad".split(), 0),
+    **dict.fromkeys("InvGrad ReciprocalGrad RsqrtGrad SigmoidGrad SqrtGrad TanhGrad".split(), 1),
+}
 
 
 def refuse_custom_gradients(ops: Iterable[tf.Operation], batch_axes: BatchAxes) -> None:
@@ -48,11 +83,99 @@ def refuse_custom_gradients(ops: Iterable[tf.Operation], batch_axes: BatchAxes) 
         run(ancestors([g for g in found if g is not None]), batch_axes)
         for tensor, gradient in zip(op.inputs, found):
             expected = batch_axes[tensor]
-            if gradient is not None and isinstance(expected, (BatchAxis, OneExample)):
+            if gradient is None:
+                continue
+            if isinstance(expected, (BatchAxis, OneExample)):
                 _compare(op, expected, batch_axes[gradient])
+            elif _may_be_trained(tensor) and not is_recomputation(op):
+                _check_sum(op, gradient, upstream, batch_axes)
 
 
 def _compare(op: tf.Operation, expected: Layout, actual: Layout) -> None:
     if actual not in (None, expected):
         why = actual.why if isinstance(actual, CrossExample) else "moves the batch axis"
         raise NotPrivateError(_GRADIENT.format(op=op.name, layer=layer_name(op), why=why))
+
+
+def _may_be_trained(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is computed from a variable, perhaps one that a caller passes."""
+    types = {op.type for op in ancestors([tensor])}
+    return bool(types & {*VARIABLE_READS, "Placeholder"})
+
+
+def _check_sum(
+    op: tf.Operation, gradient: tf.Tensor, upstream: list[tf.Tensor], batch_axes: BatchAxes
+) -> None:
+    """Refuses a gradient with respect to a variable that is not a sum of terms of the examples."""
+    zero: set = {t.ref() for t in upstream}
+    pending = [gradient]
+    while pending:
+        tensor = pending.pop()
+        if not batch_axes.depends(tensor):
+            continue  # the same for all batches
+        terms: list[tf.Tensor] | None
+        if isinstance(batch_axes[tensor], (BatchAxis, OneExample)):
+            terms = [] if _vanishes(tensor, zero) else None
+        else:
+            terms = _terms(tensor, zero, batch_axes)
+        if terms is None:
+            why = _OF_VARIABLE.format(found=tensor.op.name, type=tensor.op.type)
+            raise NotPrivateError(_GRADIENT.format(op=op.name, layer=layer_name(op), why=why))
+        pending += terms
+
+
+def _terms(tensor: tf.Tensor, zero: set, batch_axes: BatchAxes) -> list[tf.Tensor] | None:
+    """What a sum over examples is made of; `None` if it may be no sum."""
+    op = tensor.op
+    if op.type in _SUMS:
+        return list(op.inputs)
+    if op.type in _MOVES or op.type == "BiasAddGrad":
+        return [op.inputs[0]]
+    if op.type in _QUOTIENTS and _is_number(op.inputs[1], batch_axes):
+        return [op.inputs[0]]
+    if op.type == "Mul":
+        numbers = [_is_number(t, batch_axes) for t in op.inputs]
+        return [t for t, number in zip(op.inputs, numbers) if not number] if any(numbers) else None
+    if op.type in _PRODUCTS and all(isinstance(batch_axes[t], BatchAxis) for t in op.inputs):
+        summed = _pairs_examples(op, batch_axes) and any(_vanishes(t, zero) for t in op.inputs)
+        return [] if summed else None
+    return None
+
+
+def _is_number(tensor: tf.Tensor, batch_axes: BatchAxes) -> bool:
+    """Whether a tensor depends on nothing of the batch, nor on its size."""
+    return not batch_axes.depends(tensor) and not any(
+        op.type in SHAPE_ONLY for op in ancestors([tensor])
+    )
+
+
+def _pairs_examples(op: tf.Operation, batch_axes: BatchAxes) -> bool:
+    """Whether a product sums over pairs of one and the same example."""
+    if any(not batch_axes.depends(t) or t.shape.rank is None for t in op.inputs):
+        return False
+    terms, _ = product_terms(op)
+    layouts = [batch_axes.axis_of(t) for t in op.inputs]
+    return len({(term[at.axis], at.outer, at.inner) for term, at in zip(terms, layouts)}) == 1
+
+
+def _vanishes(tensor: tf.Tensor, zero: set) -> bool:
+    """Whether a tensor is 0 where the tensors `zero` are; grows `zero`."""
+    op = tensor.op
+    if tensor.ref() in zero:
+        return True
+    if op.type in _ZERO_WITH:
+        found = _vanishes(op.inputs[_ZERO_WITH[op.type]], zero)
+    elif op.type in _PRODUCTS or op.type == "Mul":
+        found = any(_vanishes(t, zero) for t in op.inputs)
+    elif op.type in _SUMS or op.type == "Pack":
+        found = all(_vanishes(t, zero) for t in op.inputs)
+    elif op.type in ("Select", "SelectV2"):
+        found = all(_vanishes(t, zero) for t in op.inputs[1:])
+    elif op.type == "ConcatV2":
+        found = all(_vanishes(t, zero) for t in op.inputs[:-1])
+    else:
+        value = static_value(tensor) if op.type == "Const" else None
+        found = op.type == "ZerosLike" or value is not None and not value.any()
+    if found:
+        zero.add(tensor.ref())
+    return found

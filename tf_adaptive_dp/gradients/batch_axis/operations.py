@@ -100,7 +100,7 @@ def apply(op: tf.Operation, batch_axes: BatchAxes) -> None:
             layout, of_output, values = value.layout, value.tied, False
         else:
             layout, of_output = value, tied
-        if isinstance(layout, CrossExample) and not values:
+        if isinstance(layout, (CrossExample, OneExample)) and not values:
             layout = None
         if values and layout is None:
             layout = CrossExample(op, "makes one value for all examples")
@@ -203,6 +203,34 @@ def equal(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     return elementwise(op, batch_axes)
 
 
+@register_layout("Minimum")
+def minimum(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
+    """min(n, max(n, x)) is n, as is the length of `tf.math.bincount` between equal bounds."""
+    for bound, other in (op.inputs, reversed(op.inputs)):
+        length = _whole_number(bound)
+        if length is not None and other.op.type == "Maximum" and other.shape.rank == 0:
+            if any(_whole_number(t) == length for t in other.op.inputs):
+                return DataIndependent()
+    return elementwise(op, batch_axes)
+
+
+def _whole_number(tensor: tf.Tensor) -> int | None:
+    """The value of a constant that is one integer."""
+    integer = tensor.dtype.is_integer and tensor.shape.rank == 0
+    value = static_value(tensor) if integer else None
+    return None if value is None else int(value)
+
+
+@register_layout("Bitcast")
+@unless_cross_example
+def bitcast(op: tf.Operation, batch_axes: BatchAxes) -> Value:
+    """The same bytes; a smaller type adds a last axis, a larger one takes it away."""
+    layout, rank = batch_axes[op.inputs[0]], op.outputs[0].shape.rank
+    if not isinstance(layout, BatchAxis) or rank is None or layout.axis >= rank:
+        return CrossExample(op, "works across the batch axis")
+    return layout
+
+
 @register_layout("IdentityN")
 def identity_n(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     """Each output is an input."""
@@ -279,13 +307,15 @@ def tensor_product(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     if any(t.shape.rank is None for t in op.inputs):
         return CrossExample(op, "has an unknown rank")
     terms, result = product_terms(op)
-    letters = set()
+    letters, data = set(), [t.ref() for t in _data(op, batch_axes)]
     for tensor, term in zip(op.inputs, terms):
-        if batch_axes.depends(tensor):
+        if tensor.ref() in data:
             layout = batch_axes.axis_of(tensor)
             letters.add((term[layout.axis], layout.outer, layout.inner))
     if len(letters) > 1:
         return CrossExample(op, "multiplies each example with every other one")
+    if not letters:
+        return None  # public values without a batch axis
     letter, outer, inner = letters.pop()
     if letter not in result:
         return CrossExample(op, "sums over the batch axis")
@@ -408,6 +438,9 @@ def spread(op: tf.Operation, batch_axes: BatchAxes) -> Value:
 
 
 _MAKE_BATCHES = {"Fill", "BroadcastTo", "Tile", *RANDOM, *ELEMENTWISE, *KEEP_LENGTH}
+# These follow the batch axis of public values too, such as an initial state or a random mask.
+_MAKE_BATCHES |= {"BatchMatMulV2", "Einsum", "ExpandDims", "MatMul", "Reshape", "Squeeze"}
+_MAKE_BATCHES |= {"StridedSlice", "Transpose"}
 _SAME = {"Identity", "StopGradient", "PreventGradient"}
 # Their rules handle single examples in loops, or look into functions.
 _FOLLOWED = {*_SAME, "IdentityN", *LISTS, *FUNCTIONS}

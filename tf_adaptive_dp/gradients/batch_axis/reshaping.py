@@ -91,10 +91,9 @@ def axes_of_length_1(op: tf.Operation, batch_axes: BatchAxes) -> Value:
         if not isinstance(layout, BatchAxis) or new is None:
             return CrossExample(op, "adds an axis that is unknown while tracing")
         return layout.at(layout.axis + (new.item() % (rank + 1) <= layout.axis))
-    layout = batch_axes.axis_of(op.inputs[0])
     gone = {a % rank for a in op.get_attr("squeeze_dims")}
     gone = gone or {a for a in range(rank) if op.inputs[0].shape[a] == 1}
-    if layout.axis in gone or op.outputs[0].shape.rank is None:
+    if not isinstance(layout, BatchAxis) or layout.axis in gone or op.outputs[0].shape.rank is None:
         return CrossExample(op, "removes the batch axis")
     return layout.at(layout.axis - sum(a < layout.axis for a in gone))
 
@@ -103,10 +102,9 @@ def axes_of_length_1(op: tf.Operation, batch_axes: BatchAxes) -> Value:
 @unless_cross_example
 def transpose(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Exchanges axes."""
-    order = static_value(op.inputs[1])
-    if order is None:
+    layout, order = batch_axes[op.inputs[0]], static_value(op.inputs[1])
+    if not isinstance(layout, BatchAxis) or order is None:
         return CrossExample(op, "exchanges axes that are unknown while tracing")
-    layout = batch_axes.axis_of(op.inputs[0])
     return layout.at(order.tolist().index(layout.axis))
 
 

@@ -266,6 +266,13 @@ def _parameters(op: tf.Operation, place: BatchAxis) -> Sources:
     return [(t, place.at(place.axis - rank + t.shape.rank)) for t in given]
 
 
+@_sources("Bitcast")
+def _bitcast(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
+    ranks = op.inputs[0].shape.rank, op.outputs[0].shape.rank
+    split = None in ranks or place.axis >= min(ranks)
+    return [(op.inputs[0], None if split else place)]
+
+
 @_sources("IdentityN")
 def _each(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     return [(op.inputs[index], place)]
