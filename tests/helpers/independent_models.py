@@ -21,6 +21,11 @@ def _function(function):
     return lambda: layers.Lambda(function)
 
 
+def _pooling(kind, dimensions):
+    size = () if kind.startswith("Global") else (2,)
+    return _of(f"{kind}{dimensions}", *size)
+
+
 # By the shape of an example that they take.
 LAYERS: dict[tuple[int, ...], dict] = {
     (4, 4): {
@@ -120,7 +125,7 @@ LAYERS: dict[tuple[int, ...], dict] = {
         **{
             f"activation {name}": lambda name=name: layers.Activation(name)
             for name, f in inspect.getmembers(tf.keras.activations, inspect.isfunction)
-            if name not in ("get", "serialize", "deserialize")
+            if name not in ("get", "serialize", "deserialize", "glu", "threshold")
         },
     },
     (4, 4, 4): {
@@ -148,19 +153,28 @@ LAYERS: dict[tuple[int, ...], dict] = {
             lambda x: tf.image.extract_patches(x, [1, 2, 2, 1], [1] * 4, [1] * 4, "VALID")
         ),
         "local response": _function(tf.nn.local_response_normalization),
-        **{f"{p}2D": _of(f"{p}2D") for p in POOLINGS},
+        **{f"{p}2D": _pooling(p, "2D") for p in POOLINGS},
     },
-    (8, 4): {f"{p}1D": _of(f"{p}1D") for p in POOLINGS},
+    (8, 4): {f"{p}1D": _pooling(p, "1D") for p in POOLINGS},
     (4, 4, 4, 4): {
         "UpSampling3D": _of("UpSampling3D", 2),
         "ZeroPadding3D": _of("ZeroPadding3D", 1),
         "Cropping3D": _of("Cropping3D", 1),
         "SpatialDropout3D": _of("SpatialDropout3D", 0.0),
         "ConvLSTM2D": _of("ConvLSTM2D", 2, 2),
-        **{f"{p}3D": _of(f"{p}3D") for p in POOLINGS},
+        **{f"{p}3D": _pooling(p, "3D") for p in POOLINGS},
     },
 }
 
+# Keras 3 has neither these layers nor the argument `time_major`.
+OF_KERAS_2 = {
+    "LocallyConnected1D",
+    "LocallyConnected1D by product",
+    "LocallyConnected2D",
+    "LSTM time-major",
+    "RandomFourierFeatures",
+    "ThresholdedReLU",
+}
 # Their outputs are random, so there is nothing to compare with.
 RANDOM = {name for name in LAYERS[4, 4, 4] if name.startswith("Random")}
 
@@ -177,8 +191,11 @@ PREPROCESSING = {
 
 
 def _crossing():
-    crossing = layers.experimental.preprocessing.HashedCrossing(4)
-    return layers.Lambda(lambda x: crossing((x[:, 0], x[:, 1])))
+    of_keras2 = getattr(layers, "experimental", None)
+    crossing = (of_keras2.preprocessing if of_keras2 else layers).HashedCrossing(4)
+    return layers.Lambda(
+        lambda x: crossing((tf.cast(x[:, 0], tf.int64), tf.cast(x[:, 1], tf.int64)))
+    )
 
 
 MERGES = {
@@ -210,7 +227,9 @@ FROM_LOGITS = {
     f"{kind}Crossentropy": getattr(tf.keras.losses, f"{kind}Crossentropy")
     for kind in ("Binary", "BinaryFocal", "Categorical", "CategoricalFocal", "SparseCategorical")
 }
-# Hinge and SquaredHinge are not here: what they do to a label depends on all labels of the batch.
+# What they do to a label depends on all labels of the batch, or they are no losses of examples, or
+# their labels or predictions have other shapes.
+_OTHERS = "Hinge SquaredHinge CTC Circle Dice Tversky CategoricalGeneralizedCrossEntropy".split()
 LOSSES = {
     "focal": focal,
     "label smoothing": smoothed,
@@ -223,7 +242,7 @@ LOSSES = {
     **{
         name: loss(reduction="none")
         for name, loss in inspect.getmembers(tf.keras.losses, inspect.isclass)
-        if name not in ("Loss", "Reduction", "Hinge", "SquaredHinge", *FROM_LOGITS)
+        if name not in ("Loss", "Reduction", *_OTHERS, *FROM_LOGITS)
     },
     **{name: FROM_LOGITS[name](from_logits=True, reduction="none") for name in FROM_LOGITS},
     "SparseCategoricalCrossentropy": lambda y, p: tf.keras.losses.SparseCategoricalCrossentropy(

@@ -10,7 +10,14 @@ import numpy as np
 import tensorflow as tf
 
 from tests.helpers.zoo_models import MODELS as ZOO
-from tests.helpers.zoo_models import Problem, classifier, cross_entropy, floats, labels  # noqa: F401
+from tests.helpers.zoo_models import (  # noqa: F401
+    Problem,
+    classifier,
+    cross_entropy,
+    floats,
+    labels,
+    shake,
+)
 from tf_adaptive_dp.gradients.api import per_example_gradients
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism

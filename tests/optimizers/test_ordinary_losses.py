@@ -7,7 +7,9 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tests.helpers.zoo import floats
+from tf_adaptive_dp._keras.generation import GENERATION
 
+of_keras3 = pytest.mark.skipif(GENERATION != 3, reason="Keras 2 has no such losses, or no rule")
 layers, losses = tf.keras.layers, tf.keras.losses
 N = 6
 X = floats(N, 5)
@@ -37,6 +39,16 @@ LOSSES = {
     "MeanSquaredLogarithmicError": (losses.MeanSquaredLogarithmicError(), PROBABILITIES),
     "Poisson": (losses.Poisson(), PROBABILITIES),
 }
+if GENERATION == 3:
+    LOSSES |= {
+        "CategoricalGeneralizedCrossEntropy": (
+            losses.CategoricalGeneralizedCrossEntropy(),
+            CLASSES,
+        ),
+        "Dice of each example": (losses.Dice(axis=1), np.eye(3)[CLASSES]),
+        "Tversky of each example": (losses.Tversky(axis=1), np.eye(3)[CLASSES]),
+        "mean": (losses.MeanSquaredError(reduction="mean"), PROBABILITIES),
+    }
 
 
 def classifier(**kwargs):
@@ -136,12 +148,25 @@ def sequences(**kwargs):
 TOKENS = np.arange(3 * N).reshape(N, 3) % 7
 
 
+# Keras 2 gives all tokens of an example its weight. Keras 3 wants an axis for the tokens.
+OF_EXAMPLES = WEIGHTS if GENERATION == 2 else WEIGHTS[:, np.newaxis]
+
+
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("weights", [None, WEIGHTS, np.abs(floats(N, 3))])
+@pytest.mark.parametrize("weights", [None, OF_EXAMPLES, np.abs(floats(N, 3))])
 def test_losses_of_tokens_are_averaged_by_example(weights):
     args = "sparse_categorical_crossentropy", TOKENS, TOKENS % 3, weights
     expected = after_a_step(sequences(), plain(), *args)
     assert_same(after_a_step(sequences(), private(), *args), expected)
+
+
+@of_keras3
+def test_weights_of_examples_that_meet_the_tokens_of_others_are_refused():
+    """Keras 3 aligns weights [3] with the tokens of losses [3, 3], and not with the examples."""
+    args = "sparse_categorical_crossentropy", TOKENS[:3], TOKENS[:3] % 3, WEIGHTS[:3]
+    after_a_step(sequences(), plain(), *args)
+    with pytest.raises(dp.NotPrivateError, match="examples of a batch mix.*by broadcasting"):
+        after_a_step(sequences(), private(), *args)
 
 
 def test_a_mean_over_the_valid_tokens_of_the_batch_is_refused_with_a_fix():
@@ -154,6 +179,38 @@ def test_a_mean_over_the_valid_tokens_of_the_batch_is_refused_with_a_fix():
 def test_hinge_losses_decide_by_the_batch_whether_labels_are_binary_and_are_refused(loss):
     with pytest.raises(dp.NotPrivateError, match="examples of a batch mix"):
         after_a_step(classifier(), private(), loss, X, np.eye(3)[CLASSES])
+
+
+NOT_OF_EXAMPLES = {
+    "Dice": "divides by numbers that depend on the examples",
+    "Tversky": "divides by numbers that depend on the examples",
+    "Circle": "examples of a batch mix",
+}
+
+
+@of_keras3
+@pytest.mark.parametrize("name", NOT_OF_EXAMPLES)
+def test_losses_of_whole_batches_are_refused(name):
+    y = CLASSES if name == "Circle" else np.eye(3)[CLASSES]
+    with pytest.raises(dp.NotPrivateError, match=NOT_OF_EXAMPLES[name]):
+        after_a_step(classifier(), private(), getattr(losses, name)(), X, y)
+
+
+@of_keras3
+def test_a_mean_divided_by_the_sum_of_weights_is_refused():
+    loss = losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    with pytest.raises(dp.NotPrivateError, match="divides by numbers that depend on the examples"):
+        after_a_step(classifier(), private(), loss, X, PROBABILITIES, WEIGHTS)
+
+
+@of_keras3
+def test_ctc_is_refused():
+    """TensorFlow computes it in a loop over time with a gradient that nothing tells apart."""
+    tf.keras.utils.set_random_seed(1)
+    model = tf.keras.Sequential([tf.keras.Input([4, 5]), layers.Dense(3)])
+    labels = np.array([[1, 2], [2, 1], [1, 0], [2, 2], [1, 1], [2, 0]])
+    with pytest.raises(dp.NotPrivateError):
+        after_a_step(model, private(), losses.CTC(), floats(N, 4, 5), labels)
 
 
 def test_a_row_of_weight_zero_is_absent_from_terms_without_weights():

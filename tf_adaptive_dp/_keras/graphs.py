@@ -21,6 +21,7 @@ LOOPS = frozenset({"While", "StatelessWhile"})
 # Loops over a data set: a state and an element go in, the state comes out.
 DATA_SET_LOOPS = frozenset({"ReduceDataset", "ScanDataset", "ExperimentalScanDataset"})
 
+_COMPOSITES = (tf.SparseTensorSpec, tf.RaggedTensorSpec, tf.IndexedSlicesSpec)
 # What `tensor.ref()` returns.
 TensorReference = object_identity.Reference
 
@@ -43,6 +44,19 @@ def captures(graph: tf.Graph) -> Sequence[tuple[tf.Tensor, tf.Tensor]]:
       that is no function.
     """
     return getattr(graph, "captures", ())
+
+
+def parts_of_composites(graph: tf.Graph) -> list[tf.Tensor]:
+    """The arguments of a function that hold parts of sparse or ragged tensors, such as values."""
+    found, place = [], 0
+    signature = getattr(graph, "structured_input_signature", None)
+    for spec in tf.nest.flatten(signature) if signature else ():
+        count = len(tf.nest.flatten(spec, expand_composites=True))
+        if isinstance(spec, _COMPOSITES):
+            found += graph.inputs[place : place + count]
+        # A value that is no tensor is part of the signature, but not of the graph.
+        place += count if isinstance(spec, tf.TypeSpec) else 0
+    return found
 
 
 def static_value(tensor: tf.Tensor) -> Any:

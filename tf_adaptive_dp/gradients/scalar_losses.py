@@ -231,8 +231,10 @@ def _unscaled(term: _Term, batch_axes: BatchAxes) -> _Term:
         tensor, number = number, tensor
     verb = "multiplies" if op.type == "Mul" else "divides"
     if batch_axes.depends(number):
-        if term.tensor.shape.num_elements() != 1 and not batch_axes.depends(tensor):
-            _refuse_mixed(term.tensor, batch_axes)
+        if term.tensor.shape.num_elements() != 1:
+            _refuse_mixed(tensor if batch_axes.depends(tensor) else term.tensor, batch_axes)
+        if batch_axes[number] == batch_axes[tensor]:  # it is the size of what mixed before
+            _refuse_mixed(tensor, batch_axes)
         why = f"{verb} by numbers that depend on the examples of the batch"
         raise _no_sum(op, why, _OWN_COUNT)
     if number.shape.num_elements() != 1:

@@ -202,12 +202,32 @@ SETS = {
 
 
 @pytest.mark.parametrize("kind", SETS)
+def test_values_of_sparse_and_ragged_arguments_are_no_examples(kind):
+    """A row of several values would be clipped as several examples."""
+    w = tf.Variable(1.0)
+
+    @tf.function
+    def step(rows):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((w * rows.values - 1.0) ** 2)
+        return zoo.per_example_gradients(loss, [w], tape).squared_norms()
+
+    with pytest.raises(dp.NotPrivateError, match="is sparse or ragged"):
+        step(SETS[kind](tf.constant(floats(4, 6))))
+
+
+@pytest.mark.parametrize("kind", SETS)
 def test_sparse_and_ragged_batches_are_refused(kind):
     """In a data set they are one tensor without axes, in which nothing tells the examples apart."""
     inputs = tf.keras.Input([6 if kind == "sparse" else None], **{kind: True})
     dense = tf.sparse.to_dense if kind == "sparse" else lambda x: x.to_tensor(shape=[None, 6])
-    x = layers.Lambda(lambda x: tf.reshape(dense(x), [-1, 6]), output_shape=(6,))(inputs)
-    model = tf.keras.Model(inputs, layers.Dense(3)(x - tf.reduce_mean(x, 0)))
+
+    def centred(x):
+        x = tf.reshape(dense(x), [-1, 6])
+        return x - tf.reduce_mean(x, 0)
+
+    x = layers.Lambda(centred, output_shape=(6,))(inputs)
+    model = tf.keras.Model(inputs, layers.Dense(3)(x))
     model.compile(dp.DPSGD(1.0, 1.0), tf.keras.losses.MeanSquaredError(reduction="none"))
     x, y = tf.constant(floats(8, 6)), tf.constant(floats(8, 3))
     data = tf.data.Dataset.from_tensor_slices((SETS[kind](x), y)).batch(4)

@@ -154,9 +154,10 @@ def _sources_entered(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation], bo
     # A size that only the loss has proves nothing about the data.
     known = None if None in sizes else size
     batch_axes = BatchAxes(known)
+    parts = {t.ref() for t in graphs.parts_of_composites(loss.graph)}
     for tensor in sources:
         fits = tensor.shape.rank and tensor.shape[0] in (None, size)
-        fits = fits and not _computes_more(tensor.op)
+        fits = fits and tensor.ref() not in parts and not _computes_more(tensor.op)
         batch_axes.set(
             tensor, BatchAxis() if fits else CrossExample(tensor.op, _FOREIGN), dependent=True
         )

@@ -1,0 +1,77 @@
+"""Backbones of KerasHub at toy size: their gradients are exact, and need no Jacobian."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.helpers import zoo
+from tests.helpers.gradients_asked import squared_norms
+from tf_adaptive_dp._keras.generation import GENERATION, keras
+
+if GENERATION != 3:
+    pytest.skip("KerasHub needs Keras 3", allow_module_level=True)
+keras_hub = pytest.importorskip("keras_hub")
+
+pytestmark = pytest.mark.slow
+BATCH, LENGTH, WORDS = 4, 6, 19
+TOKENS = np.random.default_rng(0).integers(1, WORDS, [BATCH, LENGTH]).astype("int32")
+PADDING = np.array([[1] * 6, [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0], [1] * 6], "int32")
+SEGMENTS = np.tile(np.array([0, 0, 0, 1, 1, 1], "int32"), [BATCH, 1])
+
+SIZES = {"vocabulary_size": WORDS, "num_layers": 2, "hidden_dim": 8, "intermediate_dim": 12}
+HEADS = {"num_heads": 2, "max_sequence_length": 8, "dropout": 0.0}
+QUERIES = {"num_query_heads": 2, "num_key_value_heads": 1}
+# name: (class, further arguments, the vector of each example)
+BACKBONES = {
+    "BERT": ("BertBackbone", HEADS, lambda outputs: outputs["pooled_output"]),
+    "DistilBERT": ("DistilBertBackbone", HEADS, lambda outputs: outputs[:, 0]),
+    "DeBERTa v3": (
+        "DebertaV3Backbone",
+        {**HEADS, "bucket_size": 4},
+        lambda outputs: outputs[:, 0],
+    ),
+    "GPT-2": ("GPT2Backbone", HEADS, lambda outputs: outputs[:, -1]),
+    "Gemma": ("GemmaBackbone", {**QUERIES, "head_dim": 4}, lambda outputs: outputs[:, -1]),
+    "Llama 3": ("Llama3Backbone", QUERIES, lambda outputs: outputs[:, -1]),
+}
+
+
+def classifier(name, lora):
+    """A backbone with three logits, and a batch for it."""
+    kind, arguments, vector = BACKBONES[name]
+    keras.utils.set_random_seed(1)
+    backbone = getattr(keras_hub.models, kind)(**SIZES, **arguments)
+    if lora:
+        backbone.enable_lora(2)
+    model = keras.Model(backbone.input, keras.layers.Dense(3)(vector(backbone.output)))
+    variables = [v.value for v in model.trainable_variables]
+    zoo.shake(variables)
+    inputs = {"token_ids": TOKENS, "padding_mask": PADDING}
+    if name == "BERT":
+        inputs["segment_ids"] = SEGMENTS
+
+    def losses(*batch):
+        return zoo.cross_entropy(batch[-1], model(dict(zip(inputs, batch)), training=True))
+
+    return zoo.Problem(variables, losses, (*inputs.values(), zoo.labels(BATCH)))
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("name", BACKBONES)
+def test_gradients_of_backbones_are_exact_and_traced(name, lora):
+    problem = classifier(name, lora)
+
+    def step(*batch):
+        source = zoo.source(problem, *batch, method="traced")
+        sums = source.weighted_sum(np.ones(BATCH, "float32"))
+        # Llama 3 has a table for outputs that the backbone does not use.
+        return source.squared_norms(), [
+            tf.zeros(v.shape) if s is None else s for s, v in zip(sums, problem.variables)
+        ]
+
+    norms, sums = zoo.in_mode("graph", step, problem.batch)(*problem.batch)
+    rows = zoo.batch_of_one_gradients(problem)
+    np.testing.assert_allclose(norms, squared_norms(rows), rtol=2e-5)
+    size = max(np.abs(r).max() for r in rows)
+    for actual, expected in zip(sums, rows):
+        np.testing.assert_allclose(actual, expected.sum(axis=0), atol=1e-5 * size)
