@@ -10,7 +10,8 @@ import math
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.stats import nbinom, norm, poisson
+from scipy.special import logsumexp
+from scipy.stats import laplace, nbinom, norm, poisson
 
 LENGTH = 20_000
 
@@ -125,6 +126,12 @@ def least_epsilon(first, second, delta):
     return high
 
 
+def divergence(first, second, order):
+    """Rényi divergence of two distributions without zeros."""
+    first, second = np.log(first), np.log(second)
+    return float(logsumexp(order * first + (1 - order) * second)) / (order - 1)
+
+
 # --- mechanisms ---
 
 
@@ -152,3 +159,10 @@ def binned_gaussian(noise_multiplier, order, bins=40):
     edges = np.linspace(-4, 4 + 1 / noise_multiplier, bins - 1) * noise_multiplier
     edges = np.concatenate([[-np.inf], edges, [np.inf]])
     return tuple(np.diff(norm.cdf(edges, mean, noise_multiplier))[order] for mean in (0.0, 1.0))
+
+
+def binned_laplace(scale, bins=40):
+    """Laplace distributions with this scale around 0 and 1, in bins."""
+    edges = np.linspace(-3, 3 + 1 / scale, bins - 1) * scale
+    edges = np.concatenate([[-np.inf], edges, [np.inf]])
+    return tuple(np.diff(laplace.cdf(edges, mean, scale)) for mean in (0.0, 1.0))
