@@ -1,5 +1,6 @@
 """A small search, for the tests of the tuner."""
 
+import h5py
 import numpy as np
 import tensorflow as tf
 
@@ -101,6 +102,25 @@ def winner(made):
 
 def journal_lines(folder):
     return (folder / "search" / "secret" / "journal").read_text().splitlines()
+
+
+def contents(path):
+    """Names, and numbers, of what is in a file of weights, which each generation has its own of."""
+    if path.suffix == ".index":
+        prefix = str(path.with_suffix(""))
+        reader = tf.train.load_checkpoint(prefix)
+        names = sorted(name for name, _ in tf.train.list_variables(prefix))
+        return [(name, np.asarray(reader.get_tensor(name))) for name in names]
+    found = []
+
+    def note(name, held):
+        found.extend((f"{name}@{key}={value!r}", np.zeros(0)) for key, value in held.attrs.items())
+        found.append((name, held[()] if isinstance(held, h5py.Dataset) else np.zeros(0)))
+
+    with h5py.File(path) as file:
+        note("", file)
+        file.visititems(note)
+    return found
 
 
 def everything_in(folder):

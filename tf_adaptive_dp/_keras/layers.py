@@ -26,6 +26,18 @@ def inner_layers(layer: tf.keras.layers.Layer) -> Iterator[tf.keras.layers.Layer
     return layer._flatten_layers(recursive=False, include_self=False)
 
 
+def layers_within(model: tf.keras.Model) -> list[tf.keras.layers.Layer]:
+    """All layers inside a model, those inside of other layers too."""
+    if GENERATION == 3:
+        return list(model._flatten_layers(include_self=False))
+    metric = keras.metrics.Metric  # which is a layer in Keras 2
+    return [
+        part
+        for part in model.submodules
+        if isinstance(part, keras.layers.Layer) and not isinstance(part, metric)
+    ]
+
+
 def is_compiled(model: tf.keras.Model) -> bool:
     """Whether `model.compile` was called."""
     return model.compiled if GENERATION == 3 else model._is_compiled

@@ -46,6 +46,16 @@ def steps_per_call(model: tf.keras.Model) -> int:
     return 1 if steps is None else int(steps)
 
 
+def overruns_epochs(steps_per_call: int, steps_per_epoch: int) -> bool:
+    """Whether the last call of an epoch makes more steps than are left, if the data go on.
+
+    Args:
+      steps_per_call: see the function of that name.
+      steps_per_epoch: that of `fit`.
+    """
+    return GENERATION == 3 and bool(steps_per_epoch % steps_per_call)
+
+
 def tunes_steps_per_call(model: tf.keras.Model) -> bool:
     """Whether Keras changes `steps_per_call` on its own while it trains."""
     return getattr(model, "enable_tune_steps_per_execution", False)

@@ -77,13 +77,6 @@ def of_events(path):
     return said
 
 
-def of_checkpoint(prefix):
-    """Names, and numbers, of what is in a checkpoint."""
-    reader = tf.train.load_checkpoint(prefix)
-    names = sorted(name for name, _ in tf.train.list_variables(prefix))
-    return [(name, np.asarray(reader.get_tensor(name))) for name in names]
-
-
 def left(folder):
     """All that a search left in its project, but the dates and the names that are random."""
     found = {}
@@ -94,8 +87,8 @@ def left(folder):
         name = re.sub(r"[0-9a-f]{16}\.honest", "honest", name)
         if "tfevents" in name:
             found[name, path.stat().st_size] = of_events(path)
-        elif name.endswith(".index"):
-            found[name, path.stat().st_size] = of_checkpoint(str(path.with_suffix("")))
+        elif path.suffix in (".h5", ".index"):
+            found[name, path.stat().st_size] = tuned.contents(path)
         elif ".data-" in name:
             found[name, path.stat().st_size] = []
         else:

@@ -322,7 +322,7 @@ def test_a_callback_that_cannot_be_copied():
 
 
 def test_callbacks_that_keep_losers():
-    for callback in (callbacks.CSVLogger("log.csv"), callbacks.ModelCheckpoint("weights")):
+    for callback in (callbacks.CSVLogger("log.csv"), callbacks.ModelCheckpoint("w.keras")):
         check(callback)
         with pytest.raises(ValueError, match="candidates that lost"):
             check(callback, releases_all=False)

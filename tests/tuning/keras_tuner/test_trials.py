@@ -7,6 +7,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import tuned
 from tf_adaptive_dp._keras import process_state
+from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp.tuning import strategies
 from tf_adaptive_dp.tuning.keras_tuner import plan as plans
 from tf_adaptive_dp.tuning.keras_tuner import trial
@@ -165,28 +166,54 @@ def test_lost_releases_are_paid_out_of_the_allowance(tmp_path):
     assert not list((tmp_path / "search").rglob("in_progress"))
 
 
-# Saved: 3 of 9, made in calls of 2 and 1. Lost: 2 made and 1 announced; or 2 announced, and then
-# after calls of 2 and 1 one is left, for which there is no call.
-@pytest.mark.slow
-@pytest.mark.parametrize("calls, lost, released", [(3, 3, 9), (2, 2, 8)])
-def test_no_call_of_several_steps_goes_beyond_the_allowance(tmp_path, calls, lost, released):
+def search_in_calls(folder, steps_per_epoch, epochs, *callbacks):
+    """Searches with two steps in each call; the data never end."""
+
     def build(hp):
         return tuned.model(tuned.optimizer(), steps_per_execution=2)
 
-    def search(*callbacks):
-        x, y = tuned.data()
-        made = one(tmp_path, build_model=build)
-        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat()
-        arguments = {"steps_per_epoch": 3, "validation_data": tuned.data(16, seed=1), "verbose": 0}
-        made.search(data, epochs=3, callbacks=list(callbacks), **arguments)
-        return made
+    made = one(folder, build_model=build)
+    made.search(
+        tf.data.Dataset.from_tensor_slices(tuned.data()).batch(8).repeat(),
+        steps_per_epoch=steps_per_epoch,
+        epochs=epochs,
+        validation_data=tuned.data(16, seed=1),
+        verbose=0,
+        callbacks=list(callbacks),
+    )
+    return made
 
+
+def check_calls(folder, steps_per_epoch, epochs, calls, lost, released):
     with pytest.raises(KeyboardInterrupt):
-        search(At(calls, throw(KeyboardInterrupt())))
+        search_in_calls(folder, steps_per_epoch, epochs, At(calls, throw(KeyboardInterrupt())))
     with pytest.warns(UserWarning, match=f"^{lost} releases"):
-        (model,) = search().get_best_models()
+        (model,) = search_in_calls(folder, steps_per_epoch, epochs).get_best_models()
     assert model.optimizer.ledger.num_releases == released
     assert int(model.optimizer.iterations) == released - lost
+
+
+# Saved: 4 of 8. Lost: 2 made and 2 announced; or 2 announced.
+@pytest.mark.slow
+@pytest.mark.parametrize("calls, lost", [(3, 4), (2, 2)])
+def test_no_call_of_several_steps_goes_beyond_the_allowance(tmp_path, calls, lost):
+    check_calls(tmp_path, 4, 2, calls, lost, 8)
+
+
+# Saved: 3 of 9, made in calls of 2 and 1. Lost: 2 made and 1 announced; or 2 announced, and then
+# after calls of 2 and 1 one is left, for which there is no call.
+@pytest.mark.slow
+@pytest.mark.skipif(GENERATION == 3, reason="the last call of Keras 3 would make 2 steps")
+@pytest.mark.parametrize("calls, lost, released", [(3, 3, 9), (2, 2, 8)])
+def test_a_call_that_makes_what_is_left_of_an_epoch(tmp_path, calls, lost, released):
+    check_calls(tmp_path, 3, 3, calls, lost, released)
+
+
+@pytest.mark.skipif(GENERATION == 2, reason="Keras 2 makes no more steps than are left")
+def test_calls_that_would_make_epochs_longer_are_refused(tmp_path):
+    with pytest.raises(dp.NotPrivateError, match="=2, with 3 steps per epoch"):
+        search_in_calls(tmp_path, 3, 3)
+    assert not tuned.folders(tmp_path)
 
 
 def change_noise(model):
@@ -248,7 +275,7 @@ def test_poisson_batches(tmp_path):
 def test_monitor_and_tensorboard_work_and_their_files_go_with_the_trial(tmp_path, monkeypatch):
     monkeypatch.setattr(strategies.RepeatAndSelect, "draw_num_trials", lambda strategy: 2)
     used = dp.PrivacyMonitor(tuned.NUM_EXAMPLES, tuned.DELTA, str(tmp_path / "monitor"))
-    used.model = threading_lock()  # as after `fit`: what it holds cannot be copied
+    used.set_model(threading_lock())  # as after `fit`: what it holds cannot be copied
     board = tf.keras.callbacks.TensorBoard(str(tmp_path / "board"))
     made = tuned.tuner(tmp_path, strategy="repeat_and_select", num_trials=2)
     tuned.search(made, callbacks=[used, board])

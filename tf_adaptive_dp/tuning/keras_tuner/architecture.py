@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.layers import layers_within
 from tf_adaptive_dp.durable import journal
 
 
@@ -18,16 +19,11 @@ def described(model: tf.keras.Model) -> dict[str, Any]:
     Args:
       model: a compiled model.
     """
-    layers = [
-        part
-        for part in model.submodules
-        if isinstance(part, tf.keras.layers.Layer) and not isinstance(part, tf.keras.metrics.Metric)
-    ]
     weights = model.weights if model.built else []
     return {
-        "layers": [type(layer).__name__ for layer in layers],
+        "layers": [type(layer).__name__ for layer in layers_within(model)],
         "weights": [
-            [weight.shape.as_list(), tf.as_dtype(weight.dtype).name, bool(weight.trainable)]
+            [list(weight.shape), tf.as_dtype(weight.dtype).name, bool(weight.trainable)]
             for weight in weights
         ],
         "optimizer": type(model.optimizer).__name__,

@@ -523,7 +523,7 @@ def callback_copies(
             # It sets all its state when a run begins. A deep copy of one that was already used
             # would copy its model.
             copied = copy.copy(callback)
-            copied.model = None
+            copied.set_model(None)
         else:
             copied = copy.deepcopy(callback)
         if isinstance(callback, (_keras.TensorBoard, PrivacyMonitor)) and callback.log_dir:

@@ -172,6 +172,13 @@ def prepare(model: tf.keras.Model, plan: Plan, noise_multiplier: float) -> None:
             f"hyperparameters, {planned[0]:g} and {planned[1]}",
             f"{found[0]:g} and {found[1]}",
         )
+    steps_per_call, steps_per_epoch = models.steps_per_call(model), plan.schedule.steps_per_epoch
+    if models.overruns_epochs(steps_per_call, steps_per_epoch):
+        _refuse(
+            "must run a number of steps per call that divides the steps of an epoch: Keras 3 would "
+            "exceed them in the last call",
+            f"steps_per_execution={steps_per_call}, with {steps_per_epoch} steps per epoch",
+        )
     try:
         model.optimizer.noise_multiplier = noise_multiplier
     except ValueError as error:
