@@ -20,6 +20,7 @@ import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp._keras import models
+from tf_adaptive_dp._keras.epoch_backup import epoch_backup
 from tf_adaptive_dp.accounting.composition import repeated
 from tf_adaptive_dp.callbacks.common import private_optimizer
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
@@ -90,7 +91,7 @@ class Trial:
         try:
             with self._log() as log:
                 self._train(model, data, log)
-            model.save_weights(weights)
+            models.save_weights(model, weights)
             outcome["score"] = self._score(model, data, objective)
         except (*_INTERRUPTIONS, NotPrivateError, BudgetExceededError):
             raise
@@ -118,9 +119,7 @@ class Trial:
 
     def _train(self, model: tf.keras.Model, data: FitArguments, log: ReleaseLog | None) -> None:
         optimizer = model.optimizer
-        backup = tf.keras.callbacks.BackupAndRestore(
-            str(self._working / "backup"), delete_checkpoint=False
-        )
+        backup = epoch_backup(self._working / "backup")
         budget = TrialBudget(self._plan, self._noise_multiplier)
         budget.set_model(model)
         if log is not None and not budget.room(log.num_releases):

@@ -11,6 +11,7 @@ from typing import Any
 import keras_tuner
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras import models
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.tuning.keras_tuner import arguments, results, search_journal
@@ -247,9 +248,7 @@ class HonestTuner(keras_tuner.Tuner):
         """
         model = self._try_build(trial.hyperparameters)
         model.optimizer.noise_multiplier = self._result["noise_multiplier"]
-        if model.built:
-            model.optimizer.build(model.trainable_variables)
-        model.load_weights(self._get_checkpoint_fname(trial.trial_id))
+        models.load_weights(model, self._get_checkpoint_fname(trial.trial_id))
         return model
 
     def results_summary(self, num_trials: int = 10) -> None:
