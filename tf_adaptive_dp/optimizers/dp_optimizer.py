@@ -267,8 +267,18 @@ class DPOptimizer(SelfScalingOptimizer):
         """Creates all slots, those of the side information first.
 
         Args:
-          var_list: the variables to train.
+          var_list: the variables to train. Without any, nothing is created, so that the first step
+            still can.
         """
+        var_list = list(var_list)
+        if not var_list:
+            warnings.warn(
+                "The optimizer was built without variables, as Keras 3 does when it loads an `.h5` "
+                "file. It keeps its ledger, but its slots and `iterations` begin anew. Save models "
+                "as `.keras`, which keeps all of their state.",
+                stacklevel=2,
+            )
+            return
         if self.side_information is not None and not is_built(self):
             self._preconditioning.build(var_list, functools.partial(add_slot, self))
             # Checkpoints know the state by this name.

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.optimizers import add_slot, is_built
+from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
@@ -75,8 +76,11 @@ class AdaS(tf.keras.optimizers.SGD):
         """Creates all slots, those of the side information first.
 
         Args:
-          var_list: the variables to train.
+          var_list: the variables to train. Without any, as when Keras 3 loads an `.h5` file, it
+            does nothing: the variables come later.
         """
+        if not var_list:
+            return
         if not is_built(self):
             self._preconditioning.build(var_list, functools.partial(add_slot, self))
             # Checkpoints know the state by this name.
@@ -107,15 +111,30 @@ class AdaS(tf.keras.optimizers.SGD):
             tape = tf.GradientTape() if tape is None else tape
             with tape:
                 if not callable(var_list):
-                    tape.watch(var_list)
+                    tape.watch([native(v) for v in var_list])
                 loss = loss()
+        elif tape is None:
+            raise ValueError(
+                "`tape` must be the tape that recorded `loss`, unless `loss` is a function. "
+                "Received: tape=None"
+            )
         variables = list(var_list() if callable(var_list) else var_list)
-        pairs = super().compute_gradients(loss, variables, tape)
-        if loss.shape.rank == 0:
-            return pairs
-        # Keras sums the gradients of a vector, and those of all replicas.
-        size = tf.cast(replicas.total(tf.size(loss)), tf.float32)
-        return [(None if g is None else g / tf.cast(size, g.dtype), v) for g, v in pairs]
+        gradients = tape.gradient(loss, [native(v) for v in variables])
+        if loss.shape.rank:
+            # `tape` sums the gradients of a vector, and Keras those of all replicas.
+            size = tf.cast(replicas.total(tf.size(loss)), tf.float32)
+            gradients = [None if g is None else g / tf.cast(size, g.dtype) for g in gradients]
+        return list(zip(gradients, variables))
+
+    @tf.autograph.experimental.do_not_convert
+    def minimize(
+        self,
+        loss: tf.Tensor | Callable[[], tf.Tensor],
+        var_list: Sequence[tf.Variable] | Callable[[], Sequence[tf.Variable]],
+        tape: tf.GradientTape | None = None,
+    ) -> tf.Tensor:
+        """Makes one step, also in Keras 3; see `compute_gradients` for the arguments."""
+        return self.apply_gradients(self.compute_gradients(loss, var_list, tape))
 
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """The mean loss, which Keras 3 differentiates in place of calling `compute_gradients`.
