@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.generation import GENERATION
-from tf_adaptive_dp.durable import files
-
-# Beside the weights of Keras 3: with it a model of the same kind can make its variables.
-_BUILD_CONFIG = "build_config.json"
 
 
 def compiled_mean_loss(model: tf.keras.Model, batch: Any) -> tf.Tensor:
@@ -45,37 +38,14 @@ def compiled_mean_loss(model: tf.keras.Model, batch: Any) -> tf.Tensor:
     return loss
 
 
-def save_weights(model: tf.keras.Model, path: str | os.PathLike) -> None:
-    """Saves the weights of a model and the state of its optimizer, for `load_weights`.
+def start_at_epoch(model: tf.keras.Model, epoch: int) -> None:
+    """Has the call of `fit` that has just begun start with a later epoch, in Keras 3.
 
     Args:
-      model: a built model.
-      path: of the weights, which ends in `.weights.h5` for Keras 3.
+      model: the model that is trained.
+      epoch: the first epoch, counted from 0.
     """
-    if GENERATION == 3:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        config = json.dumps(model.get_build_config())
-        files.write(path.with_name(_BUILD_CONFIG), config.encode())
-    model.save_weights(str(path))
-
-
-def load_weights(model: tf.keras.Model, path: str | os.PathLike) -> None:
-    """Loads what `save_weights` saved, the state of the optimizer included.
-
-    In Keras 2 variables that do not exist yet get their values when they are created. In Keras 3
-    they are created here, since it would leave out the state of an optimizer without variables.
-
-    Args:
-      model: a compiled model of the same kind, built or not.
-      path: of the weights.
-    """
-    config = Path(path).with_name(_BUILD_CONFIG)
-    if GENERATION == 3 and not model.built and config.exists():
-        model.build_from_config(json.loads(config.read_bytes()))
-    if model.built:
-        model.optimizer.build(model.trainable_variables)
-    model.load_weights(str(path))
+    model._initial_epoch = epoch
 
 
 def steps_per_call(model: tf.keras.Model) -> int:

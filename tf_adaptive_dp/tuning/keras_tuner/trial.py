@@ -20,7 +20,6 @@ import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp._keras import models
-from tf_adaptive_dp._keras.epoch_backup import epoch_backup
 from tf_adaptive_dp.accounting.composition import repeated
 from tf_adaptive_dp.callbacks.common import private_optimizer
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
@@ -30,6 +29,7 @@ from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.statement import side_information_paragraph
 from tf_adaptive_dp.tuning.keras_tuner import arguments
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
+from tf_adaptive_dp.tuning.keras_tuner.epoch_backup import epoch_backup, save_weights
 from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
 
 # The folder with everything that only an unfinished trial needs.
@@ -91,7 +91,7 @@ class Trial:
         try:
             with self._log() as log:
                 self._train(model, data, log)
-            models.save_weights(model, weights)
+            save_weights(model, weights)
             outcome["score"] = self._score(model, data, objective)
         except (*_INTERRUPTIONS, NotPrivateError, BudgetExceededError):
             raise

@@ -11,11 +11,11 @@ from typing import Any
 import keras_tuner
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras import models
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.tuning.keras_tuner import arguments, results, search_journal
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
+from tf_adaptive_dp.tuning.keras_tuner.epoch_backup import load_weights
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
 from tf_adaptive_dp.tuning.keras_tuner.plan import Batches, Budget, Plan, Schedule
 from tf_adaptive_dp.tuning.keras_tuner.search import Search, delete_trials
@@ -248,7 +248,7 @@ class HonestTuner(keras_tuner.Tuner):
         """
         model = self._try_build(trial.hyperparameters)
         model.optimizer.noise_multiplier = self._result["noise_multiplier"]
-        models.load_weights(model, self._get_checkpoint_fname(trial.trial_id))
+        load_weights(model, self._get_checkpoint_fname(trial.trial_id))
         return model
 
     def results_summary(self, num_trials: int = 10) -> None:

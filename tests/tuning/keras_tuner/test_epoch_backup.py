@@ -7,10 +7,9 @@ import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
-from tf_adaptive_dp._keras import epoch_backup as module
-from tf_adaptive_dp._keras import models
-from tf_adaptive_dp._keras.epoch_backup import epoch_backup
 from tf_adaptive_dp._keras.generation import GENERATION
+from tf_adaptive_dp.tuning.keras_tuner import epoch_backup as module
+from tf_adaptive_dp.tuning.keras_tuner.epoch_backup import epoch_backup, save_weights
 
 X, Y = np.ones([8, 3], np.float32), np.zeros([8, 2], np.float32)
 
@@ -109,7 +108,7 @@ def kill_at(patch, operation):
     elif operation == "half":
 
         def half(model, path):
-            models.save_weights(model, path)
+            save_weights(model, path)
             path.write_bytes(path.read_bytes()[:1000])
             raise Killed
 

@@ -2,14 +2,52 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
+import tensorflow as tf
+
 from tf_adaptive_dp._keras.generation import GENERATION, keras
-from tf_adaptive_dp._keras.models import load_weights, save_weights
+from tf_adaptive_dp._keras.models import start_at_epoch
 from tf_adaptive_dp.durable import files
 
 _SUFFIX = ".weights.h5"
+# Beside the weights of Keras 3: with it a model of the same kind can make its variables.
+_BUILD_CONFIG = "build_config.json"
+
+
+def save_weights(model: tf.keras.Model, path: str | os.PathLike) -> None:
+    """Saves the weights of a model and the state of its optimizer, for `load_weights`.
+
+    Args:
+      model: a built model.
+      path: of the weights, which ends in `.weights.h5` for Keras 3.
+    """
+    if GENERATION == 3:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        config = json.dumps(model.get_build_config())
+        files.write(path.with_name(_BUILD_CONFIG), config.encode())
+    model.save_weights(str(path))
+
+
+def load_weights(model: tf.keras.Model, path: str | os.PathLike) -> None:
+    """Loads what `save_weights` saved, the state of the optimizer included.
+
+    In Keras 2 variables that do not exist yet get their values when they are created. In Keras 3
+    they are created here, since it would leave out the state of an optimizer without variables.
+
+    Args:
+      model: a compiled model of the same kind, built or not.
+      path: of the weights.
+    """
+    config = Path(path).with_name(_BUILD_CONFIG)
+    if GENERATION == 3 and not model.built and config.exists():
+        model.build_from_config(json.loads(config.read_bytes()))
+    if model.built:
+        model.optimizer.build(model.trainable_variables)
+    model.load_weights(str(path))
 
 
 def epoch_backup(folder: str | os.PathLike) -> keras.callbacks.Callback:
@@ -46,7 +84,7 @@ class EpochBackup(keras.callbacks.Callback):
         saved = self._saved()
         if saved:
             load_weights(self.model, self._path(saved[-1]))
-            self.model._initial_epoch = saved[-1]
+            start_at_epoch(self.model, saved[-1])
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Saves the epoch; called by Keras."""
