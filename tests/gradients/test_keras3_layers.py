@@ -258,7 +258,7 @@ TRACED = {
         IDS,
         [of("IntegerLookup", vocabulary=[2, 0, 1], output_mode="multi_hot")],
     ),
-    "Equalization": (IMAGES, [dense(3), of("Rescaling", 90.0, 100.0), of("Equalization")]),
+    "Equalization": (IMAGES, [of("Equalization")]),
     "Solarization": (IMAGES, [dense(3), of("Solarization")]),
     "Resizing": (IMAGES, [of("Resizing", 6, 6)]),
     "CenterCrop": (IMAGES, [of("CenterCrop", 2, 2)]),
