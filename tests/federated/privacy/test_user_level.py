@@ -89,12 +89,15 @@ def test_noise_repeats_neither_for_a_second_run_nor_for_a_second_process(release
 @pytest.mark.parametrize("name", PRIVACIES)
 def test_noise_does_not_repeat_in_another_python_process(name, tmp_path):
     program = f"""
+import sys
 import numpy as np, tensorflow as tf, tensorflow_federated as tff
 from federated.privacy.user_level import UserLevelPrivacy
+from federated.runtime import contexts
 tf.keras.utils.set_random_seed(1)
 privacy = {PRIVACIES[name]!r}
-process = privacy.aggregator().create(tff.types.to_type((np.float32, [{SIZE}])))
-import sys; np.save(sys.argv[1], process.next(process.initialize(), []).result)
+with contexts.local_context():  # TFF's own would leave its worker behind
+    process = privacy.aggregator().create(tff.types.to_type((np.float32, [{SIZE}])))
+    np.save(sys.argv[1], process.next(process.initialize(), []).result)
 """
     draws = []
     for k in range(2):
