@@ -119,8 +119,33 @@ def test_custom_gradients_that_mix_are_refused(function):
         norms(with_layer(layers.Lambda(function)))
 
 
-@pytest.mark.slow_after(3)
-@pytest.mark.parametrize("function", [bounded, tf.nn.silu, tf.nn.gelu, tf.stop_gradient])
+@tf.custom_gradient
+def persistent(x):
+    """The identity, whose gradient remains where none arrives."""
+    return tf.identity(x), lambda dy: x
+
+
+@tf.custom_gradient
+def offset(x):
+    """The identity, whose gradient is moved away from 0."""
+    return tf.identity(x), lambda dy: tf.clip_by_value(dy + 0.1 * x, -0.1, 0.1)
+
+
+@pytest.mark.parametrize("function", [persistent, offset])
+def test_custom_gradients_that_remain_where_none_arrives_are_refused(function):
+    # Padding would have them, and so would every row of a Jacobian, from all examples.
+    with pytest.raises(dp.NotPrivateError, match="custom gradient mixes.*not known to be 0"):
+        norms(with_layer(layers.Lambda(function)))
+
+
+@tf.custom_gradient
+def of_signs(x):
+    """The identity, whose gradient keeps the signs alone."""
+    return tf.identity(x), lambda dy: tf.sign(dy) * tf.maximum(-0.5, tf.tanh(dy))
+
+
+@pytest.mark.slow_after(4)
+@pytest.mark.parametrize("function", [bounded, of_signs, tf.nn.silu, tf.nn.gelu, tf.stop_gradient])
 def test_custom_gradients_that_do_not_are_accepted_and_right(function):
     problem = with_layer(layers.Lambda(lambda x: function(x) + 0.1 * x))
     expected = sum(

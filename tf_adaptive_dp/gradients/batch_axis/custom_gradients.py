@@ -1,9 +1,9 @@
 """Custom gradients that mix the examples of a batch.
 
 With respect to a tensor of the batch, a custom gradient must have its batch axis. With respect to a
-variable it is a sum over the examples. Their terms must stay apart, and the term of an example must
-be 0 where the gradient that arrives for it is 0. A maximum over the batch, or a gradient that uses
-nothing of what arrives, would be the same for all examples and depend on all of them.
+variable it is a sum over the examples, whose terms must stay apart. Either must be 0 for an example
+where the gradient that arrives for it is 0. Otherwise padding would contribute, and every row of a
+Jacobian would hold the gradients of all examples, since 0 arrives for all but one.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ _GRADIENT = (
     "A custom gradient mixes the examples of a batch, so none has a gradient of its own. Received: "
     "{op} in layer {layer!r}, whose gradient {why}. Let it treat each example by itself."
 )
+_OF_BATCH = (
+    "is not known to be 0 for the examples for which the gradient that arrives is 0, such as "
+    "padding: {found} ({type})"
+)
 _OF_VARIABLE = (
     "with respect to a variable is not known to be a sum over the examples, each term of which is "
     "a multiple of the gradient that arrives for its example: {found} ({type})"
@@ -48,10 +52,13 @@ _MOVES = set(
     """.split()
 )
 _QUOTIENTS = {"DivNoNan", "RealDiv"}
+# They are 0 where an input is, if the bounds times these signs are not negative.
+_BOUNDS = {"ClipByValue": (-1, 1), "Maximum": (-1,), "Minimum": (1,)}
 # They are 0 where this input is 0.
 _ZERO_WITH = {
     **dict.fromkeys((*_MOVES, *_QUOTIENTS), 0),
     **dict.fromkeys("BroadcastTo GatherV2 Mean Pad Slice StridedSlice Tile".split(), 0),
+    **dict.fromkeys("Abs Asinh Atan Elu Erf Relu Round Sign Sin Sinh Sqrt Square Tanh".split(), 0),
     **dict.fromkeys("EluGrad LeakyReluGrad Relu6Grad ReluGrad SeluGrad".split(), 0),
     **dict.fromkeys("SoftplusGrad SoftsignGrad".split(), 0),
     **dict.fromkeys("InvGrad ReciprocalGrad RsqrtGrad SigmoidGrad SqrtGrad TanhGrad".split(), 1),
@@ -87,6 +94,8 @@ def refuse_custom_gradients(ops: Iterable[tf.Operation], batch_axes: BatchAxes) 
                 continue
             if isinstance(expected, (BatchAxis, OneExample)):
                 _compare(op, expected, batch_axes[gradient])
+                if not is_recomputation(op):
+                    _check_absence(op, gradient, upstream, batch_axes)
             elif _may_be_trained(tensor) and not is_recomputation(op):
                 _check_sum(op, gradient, upstream, batch_axes)
 
@@ -94,6 +103,16 @@ def refuse_custom_gradients(ops: Iterable[tf.Operation], batch_axes: BatchAxes) 
 def _compare(op: tf.Operation, expected: Layout, actual: Layout) -> None:
     if actual not in (None, expected):
         why = actual.why if isinstance(actual, CrossExample) else "moves the batch axis"
+        raise NotPrivateError(_GRADIENT.format(op=op.name, layer=layer_name(op), why=why))
+
+
+def _check_absence(
+    op: tf.Operation, gradient: tf.Tensor, upstream: list[tf.Tensor], batch_axes: BatchAxes
+) -> None:
+    """Refuses a gradient with respect to the batch that remains where no gradient arrives."""
+    found = gradient.op
+    if batch_axes.depends(gradient) and not _vanishes(gradient, {t.ref() for t in upstream}):
+        why = _OF_BATCH.format(found=found.name, type=found.type)
         raise NotPrivateError(_GRADIENT.format(op=op.name, layer=layer_name(op), why=why))
 
 
@@ -158,6 +177,14 @@ def _pairs_examples(op: tf.Operation, batch_axes: BatchAxes) -> bool:
     return len({(term[at.axis], at.outer, at.inner) for term, at in zip(terms, layouts)}) == 1
 
 
+def _is_inside(op: tf.Operation) -> bool:
+    """Whether 0 is within the bounds that an operation imposes, all of which must be known."""
+    values = [static_value(t) for t in op.inputs]
+    bounds = [v for v in values if v is not None]
+    signs = _BOUNDS[op.type]
+    return len(bounds) == len(signs) and all((s * b >= 0).all() for s, b in zip(signs, bounds))
+
+
 def _vanishes(tensor: tf.Tensor, zero: set) -> bool:
     """Whether a tensor is 0 where the tensors `zero` are; grows `zero`."""
     op = tensor.op
@@ -169,6 +196,8 @@ def _vanishes(tensor: tf.Tensor, zero: set) -> bool:
         found = any(_vanishes(t, zero) for t in op.inputs)
     elif op.type in _SUMS or op.type == "Pack":
         found = all(_vanishes(t, zero) for t in op.inputs)
+    elif op.type in _BOUNDS:
+        found = _is_inside(op) and any(_vanishes(t, zero) for t in op.inputs)
     elif op.type in ("Select", "SelectV2"):
         found = all(_vanishes(t, zero) for t in op.inputs[1:])
     elif op.type == "ConcatV2":
