@@ -138,7 +138,7 @@ def test_the_update_is_that_of_keras(ours, of_keras):
         {"loss": keras.losses.SparseCategoricalCrossentropy(True, reduction="sum")},
         {"jit_compile": True, "steps_per_execution": 2},
     ],
-    ids=str,
+    ids=["jit", "two steps", "losses", "sum of losses", "two steps with jit"],
 )
 def test_the_way_of_training_does_not_change_the_step(compile_with):
     expected = trained(make("DPAdam", noise_multiplier=0.5, seed=1))

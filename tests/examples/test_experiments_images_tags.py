@@ -114,6 +114,7 @@ def test_reader_refuses_what_is_not_there_or_not_tff(tmp_path):
         (serialized(tokens="a", title="b"), r"'u' lacks \['tags'\]"),
         (b"\xff", "no tf.train.Example"),
     ],
+    ids=["no tags", "no example"],
 )
 def test_reader_names_the_user_of_a_broken_post(tmp_path, blob, message):
     data_dir = write(tmp_path, [("train", "u", blob)])
