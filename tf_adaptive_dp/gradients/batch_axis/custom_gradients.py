@@ -177,6 +177,14 @@ def _pairs_examples(op: tf.Operation, batch_axes: BatchAxes) -> bool:
     return len({(term[at.axis], at.outer, at.inner) for term, at in zip(terms, layouts)}) == 1
 
 
+def _is_false(condition: tf.Tensor, zero: set) -> bool:
+    """Whether a condition asks for what is 0 to differ from 0, besides anything else."""
+    op = condition.op
+    if op.type == "LogicalAnd":
+        return any(_is_false(t, zero) for t in op.inputs)
+    return op.type == "NotEqual" and all(_vanishes(t, zero) for t in op.inputs)
+
+
 def _is_inside(op: tf.Operation) -> bool:
     """Whether 0 is within the bounds that an operation imposes, all of which must be known."""
     values = [static_value(t) for t in op.inputs]
@@ -199,7 +207,9 @@ def _vanishes(tensor: tf.Tensor, zero: set) -> bool:
     elif op.type in _BOUNDS:
         found = _is_inside(op) and any(_vanishes(t, zero) for t in op.inputs)
     elif op.type in ("Select", "SelectV2"):
-        found = all(_vanishes(t, zero) for t in op.inputs[1:])
+        condition, where_true, where_false = op.inputs
+        unchosen = _is_false(condition, zero)
+        found = (unchosen or _vanishes(where_true, zero)) and _vanishes(where_false, zero)
     elif op.type == "ConcatV2":
         found = all(_vanishes(t, zero) for t in op.inputs[:-1])
     else:
