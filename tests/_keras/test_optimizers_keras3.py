@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
-from tests.helpers import ROOT
+from tests.helpers import ROOT, catalogue
 from tests.helpers.gaussianity import assert_gaussian
 from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp._keras.mixed_precision import may_vanish
@@ -414,7 +414,7 @@ def test_configurations_and_copies():
 
 @functools.cache
 def mirrored():
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    return catalogue.mirrored()
 
 
 def on(strategy, optimizer, **kwargs):

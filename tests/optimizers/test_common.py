@@ -303,6 +303,6 @@ def test_each_docstring_is_complete():
         if optimizer_class is not nadam:
             sections += ["References:\n", ">>> "]
         if optimizer_class is not dp.optimizers.baselines.AdaS:
-            sections += ["\n      l2_norm_clip: C", "\n      seed: "]
+            sections += ["\n  l2_norm_clip: C", "\n  seed: "]
         assert not [s for s in sections if s not in text], optimizer_class
         assert max(map(len, text.splitlines())) <= 100, optimizer_class

@@ -3,45 +3,47 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 # By placeholder: "{{mechanism_args}}" in a docstring stands for the first of these texts. The
-# first line of a text takes the place of the placeholder; the others bring their indentation.
+# first line of a text takes the place of the placeholder; the others bring their indentation, that
+# of a docstring without the indentation that all of its lines share.
 SHARED_TEXTS = {
     "mechanism_args": """\
 l2_norm_clip: C, the bound on the L2 norm of each example's gradient; at least 1e-12.
-      noise_multiplier: σ. Gaussian noise of standard deviation σ·C is added to the sum of the
-        clipped gradients. 0 adds none: it gives no privacy and is for tests only.
-      num_microbatches: `None` clips the gradient of every example. A number splits each batch into
-        that many groups and clips the mean gradient of each group. This is faster, but replacing
-        one example can change the sum by up to 2C, so the ledger records σ/2. All batches must
-        have the same size.
-      expected_batch_size: L, the public constant that divides the noisy sum. `None` uses the size
-        of the first batch and requires all batches to have that size. Batches of random size
-        need a number.
-      clipping: `"flat"`; `"automatic"`, which normalizes every gradient; `"per_layer"` or a
-        `PerLayerClipping`; `"adaptive"` or an `AdaptiveClipping`, whose first bound is
-        `l2_norm_clip`.
-      gradients: how to compute per-example gradients: `"auto"`, `"traced"` or `"materialized"`.
-      gradient_accumulation_steps: k. Each batch arrives in k parts, one call per part. The
-        optimizer releases and applies one gradient, after the last part. `expected_batch_size`
-        counts the examples of all k parts.
-      loss_scale: a power of two from 1 to 2**24. The loss is multiplied by it before
-        differentiation, and gradients are divided by it before clipping. `None` uses 1024 for
-        layers with a mixed-precision policy and 1 otherwise.
-      secure_noise: whether to draw noise from the operating system's cryptographic generator,
-        which resists floating-point attacks (see `mechanism.secure_noise`). It is slower and does
-        not run under XLA.
-      seed: seed of the noise, for tests only. `None` uses the operating system's entropy.""",
+  noise_multiplier: σ. Gaussian noise of standard deviation σ·C is added to the sum of the
+    clipped gradients. 0 adds none: it gives no privacy and is for tests only.
+  num_microbatches: `None` clips the gradient of every example. A number splits each batch into
+    that many groups and clips the mean gradient of each group. This is faster, but replacing
+    one example can change the sum by up to 2C, so the ledger records σ/2. All batches must
+    have the same size.
+  expected_batch_size: L, the public constant that divides the noisy sum. `None` uses the size
+    of the first batch and requires all batches to have that size. Batches of random size
+    need a number.
+  clipping: `"flat"`; `"automatic"`, which normalizes every gradient; `"per_layer"` or a
+    `PerLayerClipping`; `"adaptive"` or an `AdaptiveClipping`, whose first bound is
+    `l2_norm_clip`.
+  gradients: how to compute per-example gradients: `"auto"`, `"traced"` or `"materialized"`.
+  gradient_accumulation_steps: k. Each batch arrives in k parts, one call per part. The
+    optimizer releases and applies one gradient, after the last part. `expected_batch_size`
+    counts the examples of all k parts.
+  loss_scale: a power of two from 1 to 2**24. The loss is multiplied by it before
+    differentiation, and gradients are divided by it before clipping. `None` uses 1024 for
+    layers with a mixed-precision policy and 1 otherwise.
+  secure_noise: whether to draw noise from the operating system's cryptographic generator,
+    which resists floating-point attacks (see `mechanism.secure_noise`). It is slower and does
+    not run under XLA.
+  seed: seed of the noise, for tests only. `None` uses the operating system's entropy.""",
     "side_information_args": """\
 side_information: `None`, or the `FixedPreconditioner` or `PublicGradients` that preconditions
-        gradients before they are clipped, as in `AdaDPS`. The update rule stays the same.""",
+    gradients before they are clipped, as in `AdaDPS`. The update rule stays the same.""",
     "public_data_args": """\
 side_information: `PublicGradients` or `FixedPreconditioner`. Also pass `PublicGradients` to
-        `fit` as a callback.""",
+    `fit` as a callback.""",
     "raises": """\
 TypeError, ValueError: if an argument has the wrong type or is out of range.
-      NotPrivateError: in training, for anything that would void the guarantee: a scalar loss,
-        layers that mix examples, or gradients that did not come from the mechanism.""",
+  NotPrivateError: in training, for anything that would void the guarantee: a scalar loss,
+    layers that mix examples, or gradients that did not come from the mechanism.""",
 }
 
 
@@ -55,9 +57,10 @@ def fill_docstring(cls: type) -> type:
       The same class.
     """
     if cls.__doc__:  # None under `python -OO`
+        # As Python 3.13 does by itself.
         cls.__doc__ = functools.reduce(
             lambda text, item: text.replace("{{" + item[0] + "}}", item[1]),
             SHARED_TEXTS.items(),
-            cls.__doc__,
+            inspect.cleandoc(cls.__doc__),
         )
     return cls
