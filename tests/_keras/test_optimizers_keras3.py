@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import ROOT, catalogue
+from tests.helpers.catalogue import by_rank
 from tests.helpers.gaussianity import assert_gaussian
 from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp._keras.mixed_precision import may_vanish
@@ -24,12 +25,6 @@ if GENERATION != 3:
 CLIP = 0.05
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
 Y = (X[:, 0] > 0).astype("int64")
-
-
-@keras.saving.register_keras_serializable("tests")
-def by_rank(variable):
-    """A preconditioner that differs between kernels and biases."""
-    return np.full(variable.shape, 0.5 if len(variable.shape) > 1 else 2.0)
 
 
 def adadps(**kwargs):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tf_adaptive_dp as dp
 from tests.helpers import zoo
 from tests.helpers.gradients_asked import squared_norms
 from tf_adaptive_dp._keras.generation import GENERATION, keras
@@ -36,23 +37,29 @@ BACKBONES = {
 }
 
 
-def classifier(name, lora):
-    """A backbone with three logits, and a batch for it."""
+def model_of(name, lora):
+    """A backbone with three logits, and its inputs."""
     kind, arguments, vector = BACKBONES[name]
     keras.utils.set_random_seed(1)
     backbone = getattr(keras_hub.models, kind)(**SIZES, **arguments)
     if lora:
         backbone.enable_lora(2)
     model = keras.Model(backbone.input, keras.layers.Dense(3)(vector(backbone.output)))
-    variables = [v.value for v in model.trainable_variables]
-    zoo.shake(variables)
+    zoo.shake([v.value for v in model.trainable_variables])
     inputs = {"token_ids": TOKENS, "padding_mask": PADDING}
     if name == "BERT":
         inputs["segment_ids"] = SEGMENTS
+    return model, inputs
+
+
+def classifier(name, lora):
+    """The model as a problem of the zoo."""
+    model, inputs = model_of(name, lora)
 
     def losses(*batch):
         return zoo.cross_entropy(batch[-1], model(dict(zip(inputs, batch)), training=True))
 
+    variables = [v.value for v in model.trainable_variables]
     return zoo.Problem(variables, losses, (*inputs.values(), zoo.labels(BATCH)))
 
 
@@ -75,3 +82,20 @@ def test_gradients_of_backbones_are_exact_and_traced(name, lora):
     size = max(np.abs(r).max() for r in rows)
     for actual, expected in zip(sums, rows):
         np.testing.assert_allclose(actual, expected.sum(axis=0), atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_the_optimizer_is_the_only_change(name):
+    model, inputs = model_of(name, lora=False)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    start, after = model.get_weights(), []
+    ours = dp.DPSGD(1e6, 0.0, learning_rate=1.0)
+    for optimizer in (keras.optimizers.SGD(1.0), ours):
+        model.set_weights(start)
+        model.compile(optimizer, loss)
+        model.fit(inputs, zoo.labels(BATCH), batch_size=BATCH, verbose=0)
+        after.append(model.get_weights())
+    for own, of_keras in zip(*after):
+        np.testing.assert_allclose(own, of_keras, rtol=1e-4, atol=1e-5)
+    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(start, after[0]))
+    assert ours.ledger.segments == [(0.0, float(BATCH), 1)]
