@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
-from tests.helpers import ROOT, catalogue
-from tests.helpers.catalogue import by_rank
+from tests.helpers import ROOT
+from tests.helpers.catalogue import by_rank, mirrored
 from tests.helpers.gaussianity import assert_gaussian
 from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp._keras.mixed_precision import may_vanish
@@ -405,11 +405,6 @@ def test_configurations_and_copies():
 
 
 # ----- replicas
-
-
-@functools.cache
-def mirrored():
-    return catalogue.mirrored()
 
 
 def on(strategy, optimizer, **kwargs):

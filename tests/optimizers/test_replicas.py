@@ -21,11 +21,11 @@ from tf_adaptive_dp.mechanism.noise import GaussianNoise
 SIZE = catalogue.SIZE
 
 
-def trained(name, strategy, epochs=2, fit=(), **kwargs):
+def trained(name, strategy, epochs=2, **kwargs):
     with strategy.scope():
         model = catalogue.mlp()
         model.compile(catalogue.make(name, **kwargs), loss=catalogue.loss())
-    catalogue.fit(model, epochs, **dict(fit))
+    catalogue.fit(model, epochs)
     return model
 
 

@@ -82,7 +82,7 @@ class _Search:
         return is_loss_of_output(losses.op, self._scope)
 
     def ends_at(self, losses: tf.Tensor) -> bool:
-        """Whether losses are a term, although a number may be what they are multiplied by."""
+        """Whether to stop here: Keras multiplied by sample weights, or by 1 if there are none."""
         named = NAMES_WEIGHTS and self._multiplies(losses.op)
         return named or bool(self.weights(losses))
 

@@ -35,8 +35,8 @@ _GRADIENT = (
     "{op} in layer {layer!r}, whose gradient {why}. Let it treat each example by itself."
 )
 _OF_BATCH = (
-    "is not known to be 0 for the examples for which the gradient that arrives is 0, such as "
-    "padding: {found} ({type})"
+    "is not known to be 0 for the examples whose incoming gradient is 0, such as padding: {found} "
+    "({type}); multiply it by the incoming gradient"
 )
 _OF_VARIABLE = (
     "with respect to a variable is not known to be a sum over the examples, each term of which is "
