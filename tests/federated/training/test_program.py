@@ -611,7 +611,7 @@ def check_real_record(folder, mechanism):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mechanism, kills", [("gaussian", 22), ("tree", 10)])
+@pytest.mark.parametrize("mechanism, kills", [("gaussian", 12), ("tree", 6)])
 def test_real_rounds_may_be_killed_at_any_moment(injector, tmp_path, mechanism, kills):
     moments = random.Random(len(mechanism))
     for _ in range(kills):
