@@ -4,7 +4,7 @@
 # and Keras 3; .venv-today) and `tff` (TensorFlow 2.14, the last one that TensorFlow Federated accepts,
 # with Keras 2 and TF Privacy; .venv-tff). docs/stacks.md compares them.
 
-.PHONY: help demo test test-all bench bench-peers lint lock wheel clean
+.PHONY: help demo docs test test-all bench bench-peers lint lock wheel clean
 .ONESHELL:
 .SHELLFLAGS := -ec
 MAKEFLAGS += --no-print-directory
@@ -35,6 +35,7 @@ help:
 	echo "make test-all  all tests, the slow ones too, on both stacks"
 	echo "               demo-today, test-tff, ...: on one stack. today: Keras 3, Python 3.10 to 3.13;"
 	echo "               tff: Keras 2 with TensorFlow Federated and TF Privacy, Python 3.9 to 3.11"
+	echo "make docs      the documentation site, in site/"
 	echo "make bench     time and memory of training steps: an hour or more, on an idle machine"
 	echo "make bench-peers  the same beside Keras 3, Opacus and JAX-Privacy (needs Python 3.11 and 3.12)"
 	echo "make lint      ruff: rules and format; mypy: types (needs Python 3.9 to 3.11)"
@@ -78,6 +79,11 @@ bench: .venv-tff/ready
 bench-peers: .venv-tff/ready .venv-today/ready $(PEERS_READY)
 	$(BENCH) --engines keras_sgd,dpsgd --peers $(ARGS)
 
+# `--strict` fails on broken links. Nothing is loaded from the network, neither now nor by readers.
+docs: .venv-docs/ready
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet $(ARGS)
+	echo "The site is in site/; start with site/index.html."
+
 # The oldest Python that the library is for also has the oldest stubs, so types are checked there.
 lint: .venv-tff/ready
 	$(TFF)/ruff check .
@@ -88,10 +94,10 @@ lock:
 	requirements/lock.sh
 
 clean:
-	rm -rf .venv-today .venv-tff $(PEERS)/*/.venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv-today .venv-tff .venv-docs $(PEERS)/*/.venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv-today/ready .venv-tff/ready: .venv-%/ready: requirements/%.txt
+.venv-today/ready .venv-tff/ready .venv-docs/ready: .venv-%/ready: requirements/%.txt
 	@requirements/environment.sh set-up $* $(PYTHON)
 
 $(PEERS)/%/.venv/ready: $(PEERS)/%/lock.txt

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Sets up the environments of the two stacks, .venv-today and .venv-tff, from their locks.
+# Sets up the environments of the two stacks, .venv-today and .venv-tff, from their locks, and that of
+# the documentation, .venv-docs, as if it were a third stack.
 #
 #   environment.sh set-up STACK PYTHON...   makes or completes .venv-STACK
 #   environment.sh stacks PYTHON...         prints the stacks that there is a Python for
@@ -16,6 +17,7 @@ choose() {
     case $stack in
         today) what="the stack of today, Keras 3" oldest=10 newest=13 ;;
         tff) what="the older stack, federated/ and Keras 2 with TF Privacy" oldest=9 newest=11 ;;
+        docs) what="the documentation" oldest=10 newest=13 ;;
     esac
     fits="import sys; sys.exit(not (3, $oldest) <= sys.version_info[:2] <= (3, $newest))"
 }
@@ -69,7 +71,10 @@ case $command in
     set-up)
         choose "$1"
         shift
-        if [ "$(uname -sm)" != "Linux x86_64" ]; then
+        costs="2 to 3 minutes and 2 to 3 GB"
+        if [ $stack = docs ]; then
+            costs="half a minute"
+        elif [ "$(uname -sm)" != "Linux x86_64" ]; then
             echo "The locked TensorFlow is for Linux x86-64, this is $(uname -sm)." >&2
             exit 1
         fi
@@ -77,9 +82,11 @@ case $command in
             has_python "$@" || complain "3.$oldest to 3.$newest" "$@"
             "$found" -m venv --clear $folder
         fi
-        echo "Setting up $folder with $($folder/bin/python -V): 2 to 3 minutes and 2 to 3 GB, once."
+        echo "Setting up $folder with $($folder/bin/python -V): $costs, once."
         pip="$folder/bin/python -m pip install -qq --no-deps"
-        if ! $pip --require-hashes -r requirements/$stack.txt || ! $pip --no-build-isolation -e .; then
+        # The documentation is built from the sources, without importing them.
+        if ! $pip --require-hashes -r requirements/$stack.txt ||
+            { [ $stack != docs ] && ! $pip --no-build-isolation -e .; }; then
             echo "The set-up failed, for the reason above. The next make goes on from here." >&2
             exit 1
         fi

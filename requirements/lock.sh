@@ -1,6 +1,6 @@
 #!/bin/sh
-# Re-makes the locks, each package with its hashes: today.txt from today.in, for Python 3.10 to 3.13,
-# and tff.txt from tff.in, for Python 3.9 to 3.11.
+# Re-makes the locks, each package with its hashes: today.txt from today.in and docs.txt from docs.in, for
+# Python 3.10 to 3.13, and tff.txt from tff.in, for Python 3.9 to 3.11.
 # Versions in the present locks stay unless the .in file forbids them; `lock.sh --upgrade` renews all.
 set -eu
 cd "$(dirname "$0")"
@@ -24,4 +24,5 @@ compile() {
 }
 
 compile today 3.10 "$@"
+compile docs 3.10 "$@"
 compile tff 3.9 --overrides tff-overrides.txt "$@"

@@ -1,0 +1,48 @@
+"""The programs of the site's pages run.
+
+Blocks marked `python` on a page are one program, in their order. Blocks marked `py` are excerpts.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+# tests/test_documents.py runs their programs, which need a model or clients from elsewhere.
+ELSEWHERE = {"federated.md", "privacy.md", "stacks.md"}
+WITHOUT_TFF = importlib.util.find_spec("tensorflow_federated") is None
+OF_TFF = {"api/federated.md", "how-to/federated.md"}
+
+
+def program(page):
+    return "\n".join(BLOCK.findall(page.read_text(encoding="utf-8")))
+
+
+PAGES = {
+    name: page
+    for page in sorted(DOCS.rglob("*.md"))
+    if (name := page.relative_to(DOCS).as_posix()) not in ELSEWHERE and program(page)
+}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("name", PAGES)
+def test_the_programs_of_a_page_run(name, tmp_path):
+    if name in OF_TFF and WITHOUT_TFF:
+        pytest.skip("TensorFlow Federated is for the older stack")
+    done = subprocess.run(
+        [sys.executable, "-c", program(PAGES[name])],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
