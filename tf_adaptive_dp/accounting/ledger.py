@@ -112,6 +112,11 @@ class Ledger:
         self.other_events: tuple = ()
         self.restorations = 0
 
+    def __repr__(self) -> str:
+        with tf.init_scope():  # while a step is being traced, too
+            others = f", other_events={self.other_events!r}" if self.other_events else ""
+            return f"<Ledger segments={self.segments}{others}>"
+
     def record(
         self,
         noise_multiplier: tf.Tensor,

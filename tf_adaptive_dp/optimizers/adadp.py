@@ -8,11 +8,11 @@ from typing import Any, Callable, NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.optimizers import OwnRuleOptimizer, add_state, decays, slot_index
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
-from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
+from tf_adaptive_dp.optimizers.dp_optimizer import DPOptimizer
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
+from tf_adaptive_dp.optimizers.registration import register
 from tf_adaptive_dp.side_information.provenance import SideInformation
 from tf_adaptive_dp.update_rules import step_doubling
 
@@ -25,7 +25,7 @@ class _Pair(NamedTuple):
     accepted: tf.Tensor
 
 
-@keras.saving.register_keras_serializable(PACKAGE)
+@register
 @fill_docstring
 class ADADP(DPOptimizer, OwnRuleOptimizer):
     """Private SGD that adapts its own learning rate by step doubling; nothing needs tuning.

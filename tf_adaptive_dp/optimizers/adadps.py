@@ -7,16 +7,16 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
-from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
+from tf_adaptive_dp.optimizers.dp_optimizer import DPOptimizer
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
+from tf_adaptive_dp.optimizers.registration import register
 from tf_adaptive_dp.side_information.provenance import SideInformation
 
 ORDERS = ("precondition_first", "noise_first")
 
 
-@keras.saving.register_keras_serializable(PACKAGE)
+@register
 @fill_docstring
 class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
     """Private SGD that preconditions gradients with side information before clipping them.

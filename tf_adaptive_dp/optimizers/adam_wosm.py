@@ -8,10 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.optimizers import OwnRuleOptimizer, slot_index
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
-from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
+from tf_adaptive_dp.optimizers.dp_optimizer import DPOptimizer
+from tf_adaptive_dp.optimizers.registration import register
 from tf_adaptive_dp.update_rules import effective_step_size
 
 
@@ -54,7 +54,7 @@ class FirstMomentOptimizer(OwnRuleOptimizer):
         return {**super().get_config(), "beta_1": self.beta_1}
 
 
-@keras.saving.register_keras_serializable(PACKAGE)
+@register
 @fill_docstring
 class DPAdamWOSM(DPOptimizer, FirstMomentOptimizer):
     """Private Adam without second moments, with the step size that Adam converges to under noise.

@@ -37,14 +37,13 @@ from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.optimizers import checked_state, refusals
 from tf_adaptive_dp.optimizers.loss_scaling import LossScaling
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
+from tf_adaptive_dp.optimizers.registration import FullSignature, require_arguments
 from tf_adaptive_dp.side_information.provenance import SideInformation, events
-
-PACKAGE = "tf_adaptive_dp"
 
 _building = threading.RLock()  # not an attribute: optimizers can be copied, locks cannot
 
 
-class DPOptimizer(SelfScalingOptimizer):
+class DPOptimizer(FullSignature, SelfScalingOptimizer):
     """Mixin that turns a `tf.keras.optimizers.Optimizer` into a private one.
 
     `Model.fit` calls `compute_gradients` through `minimize`. It returns the noisy mean of the
@@ -187,6 +186,17 @@ class DPOptimizer(SelfScalingOptimizer):
     def statistics(self) -> GradientStatistics:
         """Statistics of the raw gradients, for monitoring. NOT private."""
         return self._mechanism.statistics
+
+    def __repr__(self) -> str:
+        with tf.init_scope():  # while a step is being traced, too
+            values = {
+                "l2_norm_clip": self.l2_norm_clip,
+                "noise_multiplier": self.noise_multiplier,
+                "expected_batch_size": self.expected_batch_size,
+                "learning_rate": float(f"{tf.convert_to_tensor(self.learning_rate).numpy():.6g}"),
+                "num_releases": self.ledger.num_releases,
+            }
+        return f"<{type(self).__name__} {', '.join(f'{k}={v}' for k, v in values.items())}>"
 
     def next_release(self) -> tuple[float, float | None]:
         """What the ledger will record for one more step.
@@ -416,8 +426,12 @@ class DPOptimizer(SelfScalingOptimizer):
         Args:
           config: a configuration. Without the key "ledger" the optimizer starts afresh.
           custom_objects: Python objects that Keras needs to read it.
+
+        Raises:
+          ValueError: if arguments without a default are missing, as for `compile("ADADP")`.
         """
         config = dict(config)
+        require_arguments(cls, config)
         segments, checks_of = config.pop("ledger", []), config.pop("ledger_checks", [])
         optimizer = super().from_config(config, custom_objects)
         optimizer.ledger.restore(segments, checks_of)

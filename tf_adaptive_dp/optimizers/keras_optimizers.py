@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
-from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
+from tf_adaptive_dp.optimizers.dp_optimizer import DPOptimizer
+from tf_adaptive_dp.optimizers.registration import register
 
 
-@keras.saving.register_keras_serializable(PACKAGE)
+@register
 @fill_docstring
 class DPSGD(DPOptimizer, tf.keras.optimizers.SGD):
     """`tf.keras.optimizers.SGD` on private gradients.
@@ -45,7 +45,7 @@ class DPSGD(DPOptimizer, tf.keras.optimizers.SGD):
     """
 
 
-@keras.saving.register_keras_serializable(PACKAGE)
+@register
 @fill_docstring
 class DPAdam(DPOptimizer, tf.keras.optimizers.Adam):
     """`tf.keras.optimizers.Adam` on private gradients.
@@ -76,7 +76,7 @@ class DPAdam(DPOptimizer, tf.keras.optimizers.Adam):
     """
 
 
-@keras.saving.register_keras_serializable(PACKAGE)
+@register
 @fill_docstring
 class DPAdamW(DPOptimizer, tf.keras.optimizers.AdamW):
     """`tf.keras.optimizers.AdamW` on private gradients.
@@ -106,7 +106,7 @@ class DPAdamW(DPOptimizer, tf.keras.optimizers.AdamW):
     """
 
 
-@keras.saving.register_keras_serializable(PACKAGE)
+@register
 @fill_docstring
 class DPRMSprop(DPOptimizer, tf.keras.optimizers.RMSprop):
     """`tf.keras.optimizers.RMSprop` on private gradients: the papers' DP-RMSProp.
@@ -138,7 +138,7 @@ class DPRMSprop(DPOptimizer, tf.keras.optimizers.RMSprop):
     """
 
 
-@keras.saving.register_keras_serializable(PACKAGE)
+@register
 @fill_docstring
 class DPAdagrad(DPOptimizer, tf.keras.optimizers.Adagrad):
     """`tf.keras.optimizers.Adagrad` on private gradients.
@@ -245,6 +245,5 @@ def make_dp_optimizer_class(keras_optimizer_class: type) -> type:
         title = f"`{keras_optimizer_class.__name__}`"
         body = {"__doc__": _DOCSTRING.replace("{{name}}", title), "__module__": __name__}
         private = fill_docstring(type(name, (DPOptimizer, keras_optimizer_class), body))
-        register = keras.saving.register_keras_serializable(PACKAGE, name)
         _PRIVATE_VERSIONS[keras_optimizer_class] = register(private)
     return _PRIVATE_VERSIONS[keras_optimizer_class]

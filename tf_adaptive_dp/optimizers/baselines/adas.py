@@ -8,17 +8,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.optimizers import add_slot, is_built
 from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.mechanism import replicas
-from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
+from tf_adaptive_dp.optimizers.registration import FullSignature, register
 from tf_adaptive_dp.side_information.provenance import SideInformation
 
 
-@keras.saving.register_keras_serializable(PACKAGE)
-class AdaS(tf.keras.optimizers.SGD):
+@register
+class AdaS(FullSignature, tf.keras.optimizers.SGD):
     """SGD on preconditioned gradients. It gives NO PRIVACY: it neither clips nor adds noise.
 
     AdaS uses the preconditioner of `AdaDPS` in ordinary training, to measure what the side

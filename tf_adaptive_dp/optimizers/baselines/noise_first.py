@@ -6,18 +6,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.optimizers.adadps import AdaDPS
 from tf_adaptive_dp.optimizers.adam_wosm import FirstMomentOptimizer
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
-from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
+from tf_adaptive_dp.optimizers.dp_optimizer import DPOptimizer
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
+from tf_adaptive_dp.optimizers.registration import register
 from tf_adaptive_dp.side_information.provenance import SideInformation
 
 
-@keras.saving.register_keras_serializable(PACKAGE)
+@register
 @fill_docstring
-class DPRPub(AdaDPS):
+class DPRPub(AdaDPS, sets=("order",)):
     """DP-R-Pub: private RMSProp whose second moment comes from public data.
 
     The order is the opposite of that in `AdaDPS`: plain gradients gᵢ are clipped and noised, and
@@ -81,7 +81,7 @@ class DPRPub(AdaDPS):
         return config
 
 
-@keras.saving.register_keras_serializable(PACKAGE)
+@register
 @fill_docstring
 class DPAdamPub(DPOptimizer, FirstMomentOptimizer):
     """DP-Adam-Pub: private Adam whose second moment comes from public data.

@@ -10,13 +10,14 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.optimizers.docstrings import fill_docstring
-from tf_adaptive_dp.optimizers.dp_optimizer import PACKAGE, DPOptimizer
+from tf_adaptive_dp.optimizers.dp_optimizer import DPOptimizer
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
+from tf_adaptive_dp.optimizers.registration import register
 from tf_adaptive_dp.side_information.provenance import deserialize, serialize
 from tf_adaptive_dp.side_information.public_gradients import PublicGradients
 
 
-@keras.saving.register_keras_serializable(PACKAGE)
+@register
 class CosineMixing(tf.keras.optimizers.schedules.LearningRateSchedule):
     """The schedule of Amid et al. for `PDADPMD`: private gradients first, public ones last.
 
@@ -54,7 +55,7 @@ class CosineMixing(tf.keras.optimizers.schedules.LearningRateSchedule):
         return {"num_steps": self.num_steps}
 
 
-@keras.saving.register_keras_serializable(PACKAGE)
+@register
 @fill_docstring
 class PDADPMD(DPOptimizer, tf.keras.optimizers.SGD):
     """PDA-DPMD: mixes private gradients with gradients on public data.
