@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tests.helpers import zoo
 from tests.helpers.zoo import classifier, floats
+from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp.errors import NotPrivateError
 
 layers = tf.keras.layers
@@ -61,6 +62,8 @@ MIXING = {
 
 # What leaves no trace in the backward pass, which is all that eager execution shows.
 UNSEEN = {"BatchNormalization, first layer", "maximum", "mean of the inputs"}
+if GENERATION == 3:  # it has no fused operation, whose gradient would say so
+    UNSEEN.add("BatchNormalization of images, first layer")
 
 
 @pytest.mark.slow_after(10)
@@ -73,7 +76,10 @@ def test_models_that_mix_examples_are_refused(name, mode):
         return
     with pytest.raises(NotPrivateError, match="examples of a batch(, so| mix)") as error:
         norms(MIXING[name](), mode)
-    assert "`tf.keras.layers.GroupNormalization` or `LayerNormalization`" in str(error.value)
+    # Eager execution does not show what reduces over the batch.
+    is_normalization = mode == "eager" or name.startswith("BatchNormalization")
+    cured = "`tf.keras.layers.GroupNormalization` or `LayerNormalization`" in str(error.value)
+    assert cured == is_normalization
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 2), (3, 3, 2)], ids=str)

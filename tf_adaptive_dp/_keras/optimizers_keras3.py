@@ -16,8 +16,9 @@ import keras
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.own_rule import OwnRule
+from tf_adaptive_dp._keras.tracebacks import short_traceback
 from tf_adaptive_dp._keras.tracing import GraphTape
-from tf_adaptive_dp._keras.variables import native
+from tf_adaptive_dp._keras.variables import native, path_of
 from tf_adaptive_dp.errors import NotPrivateError
 
 _Wrapper = keras.optimizers.LossScaleOptimizer
@@ -59,6 +60,7 @@ class SelfScalingOptimizer(keras.optimizers.LossScaleOptimizer):
     # ----- what a step calls
 
     @tf.autograph.experimental.do_not_convert
+    @short_traceback
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """Keeps the loss for `apply_gradients`; the train step of Keras calls it under its tape.
 
@@ -196,7 +198,7 @@ class SelfScalingOptimizer(keras.optimizers.LossScaleOptimizer):
             if self._overwrite_variable_with_gradient(variable):
                 raise NotPrivateError(
                     "Variables that Keras sets to their gradient (quantization to float8) cannot "
-                    f"be trained privately. Received: {native(variable).name}"
+                    f"be trained privately. Received: {path_of(variable)}"
                 )
         super(_Wrapper, self).build(variables)
 

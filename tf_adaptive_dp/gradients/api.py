@@ -12,7 +12,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.graphs import ancestors, is_symbolic
 from tf_adaptive_dp._keras.tracing import is_recording
-from tf_adaptive_dp._keras.variables import native
+from tf_adaptive_dp._keras.variables import native, path_of
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.absent_rows import find_present
 from tf_adaptive_dp.gradients.batch_axis.analysis import follow, refuse
@@ -151,12 +151,13 @@ def per_example_gradients(
     check_loss(loss)
     if tape is None:
         raise ValueError("`tape` must be the tape that recorded `loss`. Received: tape=None")
+    paths = [path_of(v) for v in variables]
     variables = [native(v) for v in variables]
-    for variable in variables:
+    for variable, path in zip(variables, paths):
         if not variable.dtype.is_floating:
             raise ValueError(
                 "Only gradients of floating-point variables can be clipped. Received: "
-                f"{variable.name} of type {variable.dtype.name}. Train the real and imaginary "
+                f"{path} of type {variable.dtype.name}. Train the real and imaginary "
                 "parts instead."
             )
     with contextlib.nullcontext() if is_recording(tape) else tape:
@@ -181,10 +182,11 @@ def per_example_gradients(
             examples_per_row=1 if num_microbatches is None else None,
             penalties=terms,
             only_rules=method == "traced",
+            paths=paths,
         )
     if not any(source.connected):
-        names = ", ".join(v.name for v in variables)
-        raise ValueError(f"The loss depends on none of the variables. Received: {names or 'none'}")
+        names = ", ".join(paths) or "none"
+        raise ValueError(f"The loss depends on none of the variables. Received: {names}")
     source.loss_scale = loss_scale
     source.penalty_gradients = penalty_gradients(penalties, variables)
     source.example_losses = example_losses

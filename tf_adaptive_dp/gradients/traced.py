@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import ancestors, has_custom_gradient, layer_name
+from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.gradients.batch_axis.operation_types import ELEMENTWISE
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.contributions import (
@@ -51,6 +52,7 @@ class TracedGradients(PerExampleGradients):
         examples_per_row: int | None = 1,
         penalties: Sequence[tf.Tensor] = (),
         only_rules: bool = False,
+        paths: Sequence[str] | None = None,
     ):
         """Runs the backward pass.
 
@@ -62,7 +64,9 @@ class TracedGradients(PerExampleGradients):
           examples_per_row: 1, or `None` for microbatches.
           penalties: terms of the loss to leave out.
           only_rules: whether a variable that no rule covers is an error.
+          paths: what messages call the variables; by default what TensorFlow calls them.
         """
+        self._paths = [path_of(v) for v in variables] if paths is None else list(paths)
         self._num_rows = tf.shape(loss)[0] if loss.shape[0] is None else loss.shape[0]
         self._per_row = examples_per_row
         self._batch_axes = batch_axes
@@ -155,7 +159,7 @@ class TracedGradients(PerExampleGradients):
         ]
         if not left:
             return
-        names = "; ".join(_describe(variables[k], uses[k]) for k in left)
+        names = "; ".join(_describe(self._paths[k], uses[k]) for k in left)
         message = f"No rule covers the per-example gradients of some variables. Received: {names}. "
         if only_rules:
             raise ValueError(
@@ -183,10 +187,10 @@ class TracedGradients(PerExampleGradients):
         return total
 
 
-def _describe(variable: tf.Variable, uses: Sequence[VariableUse]) -> str:
+def _describe(path: str, uses: Sequence[VariableUse]) -> str:
     types = sorted({u.op.type for u in uses}) or ["no operation that was found"]
     layers = sorted({layer_name(u.op) for u in uses}) or ["unknown"]
-    return f"{variable.name}, read by {', '.join(types)} in layer {', '.join(layers)}"
+    return f"{path}, read by {', '.join(types)} in layer {', '.join(layers)}"
 
 
 class _Unconnected(Exception):

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import is_symbolic, outer_graph
+from tf_adaptive_dp._keras.tracebacks import short_traceback
 from tf_adaptive_dp._keras.tracing import call_when_complete, is_function
 from tf_adaptive_dp.gradients.batch_axis.hidden import refuse_state_within
 from tf_adaptive_dp.gradients.batch_axis.nested import refuse_mixed_arguments
@@ -64,6 +65,7 @@ def _noted(attribute: str, frames: list[Frame]) -> list[tuple[Frame, tf.Tensor]]
     ]
 
 
+@short_traceback
 def _search(graph: tf.Graph) -> None:
     """Searches a function that is complete."""
     root = Frame(graph)

@@ -18,6 +18,7 @@ from tf_adaptive_dp._keras.optimizers import (
     add_state,
     is_built,
 )
+from tf_adaptive_dp._keras.tracebacks import short_traceback
 from tf_adaptive_dp._keras.variables import (
     layer_path_of,
     native,
@@ -208,6 +209,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         return self.noise_multiplier / (2 if halved else 1), self._mechanism.batch_size()
 
     @tf.autograph.experimental.do_not_convert
+    @short_traceback
     def compute_gradients(
         self,
         loss: tf.Tensor | Callable[[], tf.Tensor],
@@ -249,7 +251,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         with tf.init_scope():
             expected_batch_size = self.expected_batch_size
         source = per_example_gradients(
-            *(loss, variables, tape, self.gradients, self.num_microbatches),
+            *(loss, of_keras, tape, self.gradients, self.num_microbatches),
             loss_scale=self._loss_scaling.scale_for(loss, of_keras),
             expected_batch_size=expected_batch_size,
         )
@@ -308,6 +310,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         return between and not self.unfinished_parts
 
     @tf.autograph.experimental.do_not_convert
+    @short_traceback
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[tf.Tensor | None, tf.Variable]],

@@ -173,7 +173,7 @@ class DPAdagrad(DPOptimizer, tf.keras.optimizers.Adagrad):
 
 
 # By Keras optimizer; `make_dp_optimizer_class` adds to it.
-_PRIVATE_VERSIONS = {
+_PRIVATE_VERSIONS: dict[type, type] = {
     tf.keras.optimizers.SGD: DPSGD,
     tf.keras.optimizers.Adam: DPAdam,
     tf.keras.optimizers.AdamW: DPAdamW,

@@ -17,6 +17,7 @@ from tf_adaptive_dp.gradients.batch_axis import (  # noqa: F401 - they register 
     operations,
     reshaping,
 )
+from tf_adaptive_dp.gradients.batch_axis.cures import cure
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     ELEMENTS,
     SHAPE_ONLY,
@@ -201,7 +202,5 @@ def refuse_mixed(layout: CrossExample) -> NoReturn:
     raise NotPrivateError(
         "The examples of a batch mix, so none has a gradient of its own. Received: "
         f"{layout.op.name} ({layout.op.type}), which {layout.why}. Layer: "
-        f"{layer_name(layout.op)!r}. If this is batch normalization, replace it by "
-        "`tf.keras.layers.GroupNormalization` or `LayerNormalization`, or freeze it "
-        "(`layer.trainable = False`); otherwise keep the batch as an axis of its own."
+        f"{layer_name(layout.op)!r}. {cure(layout.op, layout.why)}"
     )

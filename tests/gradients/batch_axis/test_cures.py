@@ -1,0 +1,87 @@
+"""A user sees one sentence, with the layer, the operation and the one fix that fits."""
+
+import re
+import traceback
+
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tests.helpers import catalogue
+from tf_adaptive_dp._keras.generation import GENERATION, keras
+from tf_adaptive_dp.gradients.batch_axis import cures
+
+FIXES = {getattr(cures, name) for name in dir(cures) if isinstance(getattr(cures, name), str)}
+
+
+class Mixes(tf.keras.layers.Layer):
+    """A layer that applies a function to a batch."""
+
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
+
+    def call(self, inputs):
+        return self.function(inputs)
+
+
+def branch(h):
+    return tf.cond(tf.reduce_sum(h) > 0, lambda: h, lambda: 2 * h)
+
+
+CASES = {
+    "statistics of the batch": (lambda h: h / tf.nn.moments(h, 0)[1], "GroupNormalization"),
+    "mean": (lambda h: h - tf.reduce_mean(h, 0), "out of the reduction"),
+    "product": (lambda h: tf.matmul(h @ tf.transpose(h), h), "Multiply within each example"),
+    "softmax": (lambda h: tf.nn.softmax(h, 0), "out of the reduction|another axis"),
+    "order": (lambda h: tf.gather(h, [1, 0, 3, 2, 5, 4, 7, 6]), "Keep all examples"),
+    "concatenation": (
+        lambda h: tf.concat([h, h], 0)[: tf.shape(h)[0]],
+        "Keep all examples|Concatenate along another",
+    ),
+    "decision": (branch, "tf.where"),
+}
+
+
+def refusal(layer):
+    """The error of `fit`, and the lines that Python would show."""
+    inputs = tf.keras.Input([6])
+    hidden = layer(tf.keras.layers.Dense(5, name="hidden")(inputs))
+    model = tf.keras.Model(inputs, tf.keras.layers.Dense(3)(hidden))
+    model.compile(dp.DPSGD(1.0, 1.0, expected_batch_size=8), loss=catalogue.loss())
+    with pytest.raises(dp.NotPrivateError) as error:
+        catalogue.fit(model)
+    return error.value, traceback.format_exception(
+        type(error.value), error.value, error.value.__traceback__
+    )
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize("name", CASES)
+def test_the_message_has_the_layer_and_the_one_fix_that_fits(name):
+    function, fix = CASES[name]
+    error, _ = refusal(Mixes(function, name="the_culprit"))
+    message = str(error)
+    assert message.startswith("The examples of a batch mix")
+    assert "the_culprit" in message.partition("Layer: ")[2]
+    (found,) = [text for text in FIXES if text in message]
+    assert re.search(fix, found)
+    assert message.endswith(found)
+
+
+def test_the_sentence_is_not_buried_under_lines_of_the_library():
+    error, lines = refusal(tf.keras.layers.BatchNormalization(name="the_culprit"))
+    assert "\n" not in str(error) and "in user code" not in str(error)
+    assert lines[-1].startswith("tf_adaptive_dp.errors.NotPrivateError: The examples of a batch")
+    own = [line for line in lines if "tf_adaptive_dp/" in line]
+    assert len(own) == 1 and "tracebacks.py" in own[0]
+
+
+def test_the_frames_are_there_for_those_who_want_them():
+    settings = keras.config if GENERATION == 3 else tf.debugging
+    settings.disable_traceback_filtering()
+    try:
+        _, lines = refusal(tf.keras.layers.BatchNormalization())
+    finally:
+        settings.enable_traceback_filtering()
+    assert any("batch_axis/analysis.py" in line for line in lines)

@@ -1,0 +1,58 @@
+"""The one thing to do about an operation that mixes the examples of a batch."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+NORMALIZE = (
+    "Replace the batch normalization by `tf.keras.layers.GroupNormalization` or "
+    "`LayerNormalization`, or freeze it (`layer.trainable = False`)."
+)
+_REDUCE = "Leave the batch axis out of the reduction, as with `axis=-1`."
+_OTHER_AXIS = "Have it work along another axis, such as `axis=-1`."
+_MULTIPLY = (
+    'Multiply within each example, as `tf.einsum("bi,bi->b", x, y)` does. A loss that compares the '
+    "examples of a batch with each other has no gradient per example."
+)
+_KEEP_ROWS = (
+    "Keep all examples, in their order: reorder or split the data set instead (`dataset.shuffle`, "
+    "`dataset.filter`), and give examples that must not count a `sample_weight` of 0."
+)
+_JOIN = "Concatenate along another axis, such as `axis=-1`, so that row i stays example i."
+_DECIDE = "Decide for each example on its own, with `tf.where`."
+_STATIC = (
+    "Write axes and shapes as Python numbers, or give the tensor its shape with `tf.ensure_shape`."
+)
+_RESHAPE = (
+    "Keep the batch as axis 0, as `tf.reshape(x, [tf.shape(x)[0], ...])` with fixed sizes after it "
+    "does."
+)
+_OWN = "Compute entry i from example i alone, with the batch as an axis of its own."
+
+# By words of what an operation does, the first that fit.
+_BY_WORDS = (
+    (("is BatchNormalization",), NORMALIZE),
+    (("unknown",), _STATIC),
+    (("reduces over", "sums over"), _REDUCE),
+    (("with every other one",), _MULTIPLY),
+    (("takes some examples", "picks examples", "takes the batch apart"), _KEEP_ROWS),
+    (("beside other ones", "puts other rows", "adds rows"), _JOIN),
+    (("decision", "lets one example decide", "loop whose length", "decides by"), _DECIDE),
+    (("reshapes", "removes the batch axis"), _RESHAPE),
+    (("works across",), _OTHER_AXIS),
+)
+
+
+def cure(op: tf.Operation, why: str) -> str:
+    """What to change about an operation that mixes examples.
+
+    Args:
+      op: the operation.
+      why: what it does, as a `CrossExample` says.
+
+    Returns:
+      One or two sentences.
+    """
+    if "moments" in op.name.split("/"):  # of `tf.nn.moments`, as in BatchNormalization
+        return NORMALIZE
+    return next((fix for words, fix in _BY_WORDS if any(w in why for w in words)), _OWN)
