@@ -15,6 +15,7 @@ from tf_adaptive_dp.gradients.batch_axis import (  # noqa: F401 - they register 
     gathers,
     lists,
     operations,
+    ragged,
     reshaping,
 )
 from tf_adaptive_dp.gradients.batch_axis.cures import cure

@@ -28,6 +28,7 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     TRAILING,
     product_terms,
 )
+from tf_adaptive_dp.gradients.batch_axis.operations import is_bound
 from tf_adaptive_dp.gradients.batch_axis.randomness import DRAWS
 from tf_adaptive_dp.gradients.batch_axis.reshaping import source_axis, whole_axes
 from tf_adaptive_dp.gradients.batch_axis.sizes import Entries, Size, evaluate
@@ -160,6 +161,8 @@ class _Counting:
         if op.type in ("Rank", "ZerosLike", "OnesLike", "Const"):
             return False
         if op.type == "Equal" and op.inputs[0] is op.inputs[1] and op.inputs[0].dtype.is_integer:
+            return False
+        if is_bound(op):
             return False
         if op.type in SHAPE_ONLY:
             return self._shape_counts(op, output)

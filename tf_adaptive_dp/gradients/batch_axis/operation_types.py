@@ -18,10 +18,13 @@ ELEMENTWISE = set(
     LeakyReluGrad LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum
     Minimum Mod Mul MulNoNan Ndtri Neg NextAfter NotEqual OnesLike Polygamma Pow PreventGradient
     Print PrintV2  Real
-    RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad RightShift Rint Round Rsqrt
+    RealDiv Reciprocal ReciprocalGrad RegexFullMatch RegexReplace Relu Relu6 Relu6Grad ReluGrad
+    RightShift Rint Round Rsqrt
     RsqrtGrad SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad
-    Softsign SoftsignGrad Spence Sqrt SqrtGrad Square SquaredDifference StopGradient
-    StringToHashBucketFast StringToNumber Sub Tan Tanh TanhGrad TruncateDiv TruncateMod Xdivy
+    Softsign SoftsignGrad Spence Sqrt SqrtGrad Square SquaredDifference StaticRegexFullMatch
+    StaticRegexReplace StopGradient StringLength StringLower StringStrip StringToHashBucketFast
+    StringToHashBucketStrong StringToNumber StringUpper Sub Tan Tanh TanhGrad TruncateDiv
+    TruncateMod Xdivy
     Xlog1py Xlogy ZerosLike Zeta
     """.split()
 )

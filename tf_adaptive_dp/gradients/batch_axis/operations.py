@@ -28,6 +28,7 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
     CrossExample,
     DataIndependent,
     OneExample,
+    Parts,
     Rows,
     Value,
 )
@@ -35,6 +36,8 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
 # From an operation to the layouts of its outputs, or to one for all of them.
 Rule = Callable[[tf.Operation, BatchAxes], Union[Value, list[Value]]]
 _RULES: dict[str, Rule] = {}
+# For operations on the parts of examples.
+_PART_RULES: dict[str, Rule] = {}
 
 _UNKNOWN = (
     "is an operation that is not known to keep the examples apart (if it does, say so with "
@@ -64,6 +67,24 @@ def register_layout(*op_types: str) -> Callable[[Rule], Rule]:
     return register
 
 
+def register_part_rule(*op_types: str) -> Callable[[Rule], Rule]:
+    """Registers what operations do to the parts of examples; without a rule they mix.
+
+    Args:
+      *op_types: names as in `tf.Operation.type`.
+
+    Returns:
+      A decorator for a rule as `register_layout` takes it. The library calls it only if an input
+      has the layout `Parts`.
+    """
+
+    def register(rule: Rule) -> Rule:
+        _PART_RULES.update(dict.fromkeys(op_types, rule))
+        return rule
+
+    return register
+
+
 def run(ops: Iterable[tf.Operation], batch_axes: BatchAxes) -> None:
     """Records the outputs of operations, given in the order of creation."""
     for op in ops:
@@ -79,11 +100,17 @@ def apply(op: tf.Operation, batch_axes: BatchAxes) -> None:
         told = next(
             (m for m in map(batch_axes.__getitem__, op.inputs) if _tells_sizes(op, m)), None
         )
+        if isinstance(told, Parts):
+            told = CrossExample(op, "counts the parts of all examples")
         for output in op.outputs:
             batch_axes.set(output, told, told is not None)
         return
     dependent = any(batch_axes.depends(t) for t in op.inputs)
-    rule = one_example if _is_in_iteration(op, batch_axes) else _RULES.get(op.type)
+    rule = _RULES.get(op.type)
+    if _is_in_iteration(op, batch_axes):
+        rule = one_example
+    elif any(isinstance(batch_axes[t], Parts) for t in op.inputs):
+        rule = _PART_RULES.get(op.type, _mixed_parts)
     if not dependent:
         found = rule(op, batch_axes) if rule and op.type in _MAKE_BATCHES else None
     elif rule is None:
@@ -112,7 +139,11 @@ def apply(op: tf.Operation, batch_axes: BatchAxes) -> None:
 def _tells_sizes(op: tf.Operation, layout: Value) -> bool:
     if isinstance(layout, OneExample):
         return not all(t.shape.is_fully_defined() for t in op.inputs)
-    return isinstance(layout, CrossExample)
+    return isinstance(layout, (CrossExample, Parts))
+
+
+def _mixed_parts(op: tf.Operation, batch_axes: BatchAxes) -> Value:
+    return _first_mixed(op, batch_axes) or CrossExample(op, "mixes the parts of examples")
 
 
 def _ties(op: tf.Operation, batch_axes: BatchAxes) -> frozenset[tf.Graph]:
@@ -206,12 +237,19 @@ def equal(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
 @register_layout("Minimum")
 def minimum(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     """min(n, max(n, x)) is n, as is the length of `tf.math.bincount` between equal bounds."""
+    return DataIndependent() if is_bound(op) else elementwise(op, batch_axes)
+
+
+def is_bound(op: tf.Operation) -> bool:
+    """Whether an operation is min(n, max(n, x)) for a constant n, whatever x is."""
+    if op.type != "Minimum":
+        return False
     for bound, other in (op.inputs, reversed(op.inputs)):
         length = _whole_number(bound)
         if length is not None and other.op.type == "Maximum" and other.shape.rank == 0:
             if any(_whole_number(t) == length for t in other.op.inputs):
-                return DataIndependent()
-    return elementwise(op, batch_axes)
+                return True
+    return False
 
 
 def _whole_number(tensor: tf.Tensor) -> int | None:

@@ -65,8 +65,21 @@ class OneExample:
         return self.index.deref().graph
 
 
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The layout of a vector with any number of entries for each example, in their order.
+
+    Attributes:
+      made_by: the operation that made the parts, and knows how many each example has.
+      rows: the batch axis of the tensor that has one row for each of the examples' vectors.
+    """
+
+    made_by: tf.Operation
+    rows: BatchAxis
+
+
 # The layouts of a tensor; `None` for no batch axis.
-Layout = Union[BatchAxis, CrossExample, Rows, OneExample, None]
+Layout = Union[BatchAxis, CrossExample, Rows, OneExample, Parts, None]
 
 
 class DataIndependent(NamedTuple):
