@@ -89,7 +89,7 @@ def test_the_optimizer_is_the_only_change(name):
     model, inputs = model_of(name, lora=False)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     start, after = model.get_weights(), []
-    ours = dp.DPSGD(1e6, 0.0, learning_rate=1.0)
+    ours = dp.DPSGD(1e6, 0.0, learning_rate=1.0, gradients="traced")
     for optimizer in (keras.optimizers.SGD(1.0), ours):
         model.set_weights(start)
         model.compile(optimizer, loss)

@@ -34,10 +34,8 @@ def compiled(name):
 
 
 # What is not as it should be so far, by model and mode.
-PUBLIC = "a variable that is tiled B times, with B known, is not seen as a batch"
 IN_XLA = "tf.gradients, and so the Jacobian, gives None for a function in XLA"
 GAPS = {
-    **{(mode, "class token"): PUBLIC for mode in ("graph of fixed size", "xla")},
     ("xla", "recomputed"): IN_XLA,
 }
 

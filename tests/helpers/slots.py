@@ -128,6 +128,8 @@ TIED = {
     ),
     "a slice of noise": lambda x, loss: loss * (tf.random.normal([size(x) + 1])[1:] + rows(x)),
     "bitcast": lambda x, loss: loss * tf.bitcast(tf.bitcast(rows(x), tf.int32), tf.float32),
+    "a stack of numbers": lambda x, loss: loss * tf.stack([VARIABLE[k] for k in range(4)]),
+    "one_hot of a number": lambda x, loss: loss * tf.one_hot(tf.cast(VARIABLE[4], tf.int32), 4),
 }
 
 SAME = {
@@ -147,6 +149,7 @@ SAME = {
         loss + tf.reduce_sum(x * tf.repeat(VARIABLE[None, :4], size(x), axis=0), axis=1)
     ),
     "equal constants": fixed(EQUAL),
+    "a stack of one number": lambda x, loss: loss * tf.stack([VARIABLE[0]] * 4),
     "positions in merged axes": lambda x, loss: (
         loss
         + tf.reduce_sum(

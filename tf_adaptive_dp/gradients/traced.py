@@ -17,6 +17,7 @@ from tf_adaptive_dp.gradients.contributions import (
     VariableContribution,
 )
 from tf_adaptive_dp.gradients.jacobian import jacobian_rows
+from tf_adaptive_dp.gradients.rows_met import RowsMet
 from tf_adaptive_dp.gradients.rules import RULES, RuleContext
 from tf_adaptive_dp.gradients.rules.recurrent import outputs_of, unfold
 from tf_adaptive_dp.gradients.source import PerExampleGradients
@@ -75,10 +76,10 @@ class TracedGradients(PerExampleGradients):
         # A custom gradient may bypass the operations before it on the way to a variable.
         custom = [t for op in ops if has_custom_gradient(op) for t in op.inputs]
         self._recomputed = set(ancestors(custom))
-        stop = {t.ref() for t in penalties}
+        met = RowsMet(consumers, batch_axes, {t.ref() for t in penalties})
         self._handles = [handle_in(loss.graph, v) for v in variables]
         uses = [
-            [] if h is None else find_uses(h, v.shape, consumers, batch_axes, stop)
+            [] if h is None else find_uses(h, v.shape, consumers, batch_axes, met)
             for h, v in zip(self._handles, variables)
         ]
         outputs = list({t.ref(): t for us in uses for u in us for t in outputs_of(u.op)}.values())
@@ -87,7 +88,7 @@ class TracedGradients(PerExampleGradients):
         deltas = {
             t.ref(): None if d is None else tf.convert_to_tensor(d) for t, d in zip(outputs, found)
         }
-        uses = unfold(uses, self._handles, variables, deltas, batch_axes)
+        uses = unfold(uses, self._handles, variables, deltas, batch_axes, met)
         # A variable that only penalties use has no per-example gradients.
         connected = [
             d is not None and (handle is None or bool(us))
@@ -140,6 +141,7 @@ class TracedGradients(PerExampleGradients):
                 self._batch_axes,
                 self._num_rows,
                 self._per_row,
+                use.places,
             )
         )
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras import graphs
-from tf_adaptive_dp._keras.graphs import static_value
+from tf_adaptive_dp._keras.graphs import TensorReference, static_value
 from tf_adaptive_dp.gradients.batch_axis.operation_types import SHAPE_ONLY
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, Rows
+from tf_adaptive_dp.gradients.rows_met import RowsMet
 
 
 class AxisTransform(NamedTuple):
@@ -134,17 +135,19 @@ def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 
 @dataclasses.dataclass(frozen=True)
 class VariableUse:
-    """An operation that combines a variable with the data.
+    """An operation that combines a variable with the data, or repeats it for each example.
 
     Attributes:
       op: the operation.
       index: which of its inputs comes from the variable.
       view: the view of the variable that this input is; `None` if more was done than rearranging.
+      places: the batch axes of the inputs and outputs of the operation, by reference.
     """
 
     op: tf.Operation
     index: int
     view: AxisTransform | None
+    places: Mapping[TensorReference, BatchAxis]
 
 
 def handle_in(graph: tf.Graph, variable: tf.Variable) -> tf.Tensor | None:
@@ -182,32 +185,41 @@ def _next_view(view: AxisTransform, op: tf.Operation) -> AxisTransform | None:
 
 
 def find_uses(
-    handle: tf.Tensor, shape: tf.TensorShape, consumers: dict, batch_axes: BatchAxes, stop: set
+    handle: tf.Tensor, shape: tf.TensorShape, consumers: dict, batch_axes: BatchAxes, met: RowsMet
 ) -> list[VariableUse]:
-    """Follows a variable to the operations that combine it with the data.
+    """Follows a variable to the operations from which on examples have entries of their own.
+
+    Guarantee: in the first output of each of these operations, rows belong to examples, as `places`
+    says, and every way from the variable to the loss of an example leads through one of them.
 
     Args:
       handle: the tensor that stands for the variable in the graph.
       shape: the shape of the variable.
       consumers: the result of `consumers_of` for the operations that the loss is computed from.
       batch_axes: the batch axis of each tensor.
-      stop: references to tensors at which the search ends.
+      met: which rows of tensors without data the examples meet.
 
     Returns:
       One entry per use.
     """
     uses, seen = [], set()
     pending: list = [(handle, AxisTransform(tuple(shape.as_list())))]
+
+    def has_examples(tensor: tf.Tensor) -> bool:
+        if batch_axes[tensor] == Rows() or batch_axes.depends(tensor):
+            return isinstance(batch_axes[tensor], (BatchAxis, Rows))
+        return isinstance(met.of(tensor), BatchAxis)
+
     while pending:
         tensor, view = pending.pop()
-        if tensor.ref() in seen or tensor.ref() in stop:
+        if tensor.ref() in seen or met.is_shared_term(tensor):
             continue
         seen.add(tensor.ref())
         for op, index in consumers.get(tensor.ref(), ()):
             if op.type in SHAPE_ONLY or not op.outputs:
                 continue
-            if any(isinstance(batch_axes[t], (BatchAxis, Rows)) for t in op.outputs):
-                uses.append(VariableUse(op, index, view))
+            if any(map(has_examples, op.outputs)):
+                uses.append(VariableUse(op, index, view, met.places(op)))
                 continue
             after = None if view is None or index > 0 else _next_view(view, op)
             pending += [(t, after) for t in op.outputs]

@@ -218,20 +218,41 @@ def _demands(
     """What must be the same for all examples so that an output is; `None` if that is unknown."""
     if op.type in _BODIES:
         return _BODIES[op.type](op, index, place, batch_axes)
-    rule = _SOURCES.get(op.type)
-    if rule is None:  # the rule for the batch axis vouches for inputs without one
-        if not batch_axes.depends(op.outputs[index]):
-            return None
-        layouts = [(t, batch_axes[t]) for t in op.inputs]
-        return [Demand(batch_axes, t, p) for t, p in layouts if isinstance(p, BatchAxis)]
-    return [Demand(batch_axes, t, p) for t, p in rule(op, index, place, batch_axes)]
+    if op.type in _SOURCES:
+        found = sources(op, index, place, batch_axes)
+        return None if found is None else [Demand(batch_axes, t, p) for t, p in found]
+    # The rule for the batch axis vouches for inputs without one.
+    if not batch_axes.depends(op.outputs[index]):
+        return None
+    layouts = [(t, batch_axes[t]) for t in op.inputs]
+    return [Demand(batch_axes, t, p) for t, p in layouts if isinstance(p, BatchAxis)]
 
 
 # Inputs of an operation, each with the axis that meets the batch; `None` if that is unknown.
 Sources = list[tuple[tf.Tensor, Optional[BatchAxis]]]
 # Maps an operation and an axis of one output to the inputs and axes that it is computed from.
-Rule = Callable[[tf.Operation, int, BatchAxis, BatchAxes], Sources]
+# `None` if the entries of the output are tied to rows, or may be.
+Rule = Callable[[tf.Operation, int, BatchAxis, BatchAxes], Optional[Sources]]
 _SOURCES: dict[str, Rule] = {}
+
+
+def sources(
+    op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes
+) -> Sources | None:
+    """Finds the inputs, and their axes, that an axis of an output comes from.
+
+    Args:
+      op: the operation.
+      index: which of its outputs.
+      place: the axis of the output.
+      batch_axes: the batch axes of its graph.
+
+    Returns:
+      Inputs without entries of that axis are left out, and an unknown axis is `None`; `None` if
+      there is no rule for the operation, or if its output is tied to rows whatever its inputs are.
+    """
+    rule = _SOURCES.get(op.type)
+    return None if rule is None else rule(op, index, place, batch_axes)
 
 
 def _sources(*op_types: str) -> Callable[[Rule], Rule]:
@@ -357,10 +378,11 @@ def _concat(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxe
 
 
 @_sources("Pack")
-def _pack(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
+def _pack(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources | None:
     axis = op.get_attr("axis") % op.outputs[0].shape.rank
-    below = None if axis == place.axis else place.at(place.axis - (axis < place.axis))
-    return [(t, below) for t in op.inputs]
+    if axis == place.axis:  # one input per row
+        return [] if len({t.ref() for t in op.inputs}) == 1 else None
+    return [(t, place.at(place.axis - (axis < place.axis))) for t in op.inputs]
 
 
 @_sources("Unpack")
@@ -500,10 +522,13 @@ def _product(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAx
 
 
 @_sources("OneHot")
-def _one_hot(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
+def _one_hot(
+    op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes
+) -> Sources | None:
     axis = op.get_attr("axis") % op.outputs[0].shape.rank
-    new = axis == place.axis
-    return [(op.inputs[0], None if new else place.at(place.axis - (axis < place.axis)))]
+    if axis == place.axis:
+        return None  # it picks a row
+    return [(op.inputs[0], place.at(place.axis - (axis < place.axis)))]
 
 
 @_sources("GatherV2", "Gather", "ResourceGather")

@@ -5,9 +5,13 @@ This includes frozen normalization, whose statistics do not depend on the batch.
 
 from __future__ import annotations
 
+import itertools
+
 import tensorflow as tf
 
 from tf_adaptive_dp.gradients.batch_axis.operation_types import ELEMENTWISE
+from tf_adaptive_dp.gradients.batch_axis.sizes import Size
+from tf_adaptive_dp.gradients.batch_axis.values import static_or_dynamic_shape
 from tf_adaptive_dp.gradients.contributions import DenseGradient, VariableContribution
 from tf_adaptive_dp.gradients.rules.registry import RuleContext, register_rule
 
@@ -20,7 +24,7 @@ def summed_rows(context: RuleContext, entries: tf.Tensor) -> VariableContributio
       entries: the gradient with respect to the variable at each entry of the output.
     """
     output, shape = context.op.outputs[0], context.op.inputs[context.index].shape
-    rank, axis = output.shape.rank, context.batch_axes.axis_of(output).axis
+    rank, axis = output.shape.rank, context.axis_of(output).axis
     aligned = [1] * (rank - shape.rank) + shape.as_list()
     if aligned[axis] != 1:
         return None  # the variable has a row for each example
@@ -58,7 +62,7 @@ def _summed_positions(
     context: RuleContext, entries: tf.Tensor, channels: int
 ) -> VariableContribution | None:
     """Sums over all axes but the channels and the examples; `None` if these are one axis."""
-    axis, rank = context.batch_axes.axis_of(context.op.outputs[0]).axis, entries.shape.rank
+    axis, rank = context.axis_of(context.op.outputs[0]).axis, entries.shape.rank
     if axis == channels:
         return None
     rows = context.rows(entries, like=context.op.outputs[0])
@@ -90,18 +94,32 @@ def elementwise(context: RuleContext) -> VariableContribution | None:
     return None if entries is None else summed_rows(context, entries)
 
 
-@register_rule("BroadcastTo", "Tile")
-def spread(context: RuleContext) -> VariableContribution | None:
-    """A variable that is repeated per example, such as a class token."""
-    if context.index != 0 or context.op.type == "Tile" and _repeats(context):
+@register_rule("BroadcastTo")
+def broadcast(context: RuleContext) -> VariableContribution | None:
+    """A variable that is repeated for each example, such as a class token."""
+    return summed_rows(context, context.delta) if context.index == 0 else None
+
+
+@register_rule("Fill")
+def fill(context: RuleContext) -> VariableContribution | None:
+    """One number, repeated for each example."""
+    return summed_rows(context, context.delta) if context.index == 1 else None
+
+
+@register_rule("Tile")
+def tile(context: RuleContext) -> VariableContribution | None:
+    """Whole copies of a variable for each example, one or several, along any axes.
+
+    Along an axis of n entries, entry k of the copies is a copy of entry k mod n.
+    """
+    shape, axis = context.op.inputs[0].shape.as_list(), context.axis_of(context.op.outputs[0])
+    if context.index != 0 or 0 in shape or axis.inner.over(Size(shape[axis.axis])) is None:
         return None
-    return summed_rows(context, context.delta)
-
-
-def _repeats(context: RuleContext) -> bool:
-    """Whether an axis with more than one entry is repeated."""
-    output, shape = context.op.outputs[0], context.op.inputs[0].shape
-    axis = context.batch_axes.axis_of(output).axis
-    return any(n != 1 and n != output.shape[a] for a, n in enumerate(shape) if a != axis) or (
-        shape[axis] != 1
-    )
+    rows = context.delta_rows()  # [B, T, ...the other axes]
+    order = [axis.axis, *(a for a in range(len(shape)) if a != axis.axis)]
+    num_rows, *lengths = static_or_dynamic_shape(rows)
+    pairs = [[length // shape[a], shape[a]] for length, a in zip(lengths, order)]
+    copies = tf.reshape(rows, [num_rows, *itertools.chain(*pairs)])
+    once = tf.reduce_sum(copies, axis=list(range(1, 2 * len(shape), 2)))
+    back = [0, *(1 + order.index(a) for a in range(len(shape)))]
+    return context.contribute(DenseGradient(shape, tf.transpose(once, back)))

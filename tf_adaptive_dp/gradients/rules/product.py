@@ -25,7 +25,7 @@ def product(context: RuleContext) -> VariableContribution | None:
         terms[1 - context.index],
         terms[context.index],
     )
-    batch = result[context.batch_axes.axis_of(op.outputs[0]).axis]
+    batch = result[context.axis_of(op.outputs[0]).axis]
     if any(len(set(t)) < len(t) for t in (*terms, result)) or batch in of_kernel:
         return None
     if not set(of_kernel) <= set(of_x) | set(result) or batch not in of_x:

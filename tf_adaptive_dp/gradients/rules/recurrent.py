@@ -36,6 +36,7 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
     Rows,
     static_or_dynamic_shape,
 )
+from tf_adaptive_dp.gradients.rows_met import RowsMet
 from tf_adaptive_dp.gradients.rules.registry import RULES
 from tf_adaptive_dp.gradients.variable_uses import VariableUse, consumers_of, find_uses
 
@@ -283,6 +284,7 @@ def unfold(
     variables: Sequence[tf.Variable],
     deltas: dict[TensorReference, tf.Tensor | None],
     batch_axes: BatchAxes,
+    met: RowsMet,
 ) -> list[list[VariableUse]]:
     """Replaces uses of variables by functions and loops by the uses inside of these.
 
@@ -297,6 +299,7 @@ def unfold(
       deltas: gradients of the loss by reference to an output of an operation; the gradients for
         the new uses are added.
       batch_axes: the batch axis of each tensor; the batch axes of copies are added.
+      met: which rows of tensors without data the examples meet.
 
     Returns:
       The uses of each variable.
@@ -309,15 +312,16 @@ def unfold(
         try:
             if wanted:  # otherwise the loss does not depend on it
                 with tf.name_scope(f"{layer_name(op)}/"):
-                    stand_ins = _stand_ins(op, wanted, replay, deltas, batch_axes)
+                    stand_ins = _stand_ins(op, wanted, replay, deltas, batch_axes, met)
         except NotReplayable:
             continue
         paths = ancestors([t for t in op.inputs if replay.trained(t)])
         consumers = consumers_of([*paths, *replay.ops])
+        inner = RowsMet(consumers, batch_axes, set(), replay.ends)
         for k, (handle, variable) in enumerate(zip(handles, variables)):
             others = [u for u in uses[k] if u.op is not op]
             if len(others) < len(uses[k]):
-                inside = find_uses(handle, variable.shape, consumers, batch_axes, set())
+                inside = find_uses(handle, variable.shape, consumers, batch_axes, inner)
                 if all(u.op in stand_ins for u in inside):
                     uses[k] = others + [dataclasses.replace(u, op=stand_ins[u.op]) for u in inside]
     return uses
@@ -339,11 +343,18 @@ def _stand_ins(
     replay: _Replay,
     deltas: dict[TensorReference, tf.Tensor | None],
     batch_axes: BatchAxes,
+    met: RowsMet,
 ) -> dict[tf.Operation, tf.Operation]:
     """Maps copies of operations that use variables to the ones whose rules apply; adds their δ."""
     if not _repeats(op):
         raise NotReplayable
     outputs = replay.run(op, wanted)
+    for k, output in zip(wanted, outputs):
+        if not batch_axes.depends(op.outputs[k]) and replay.reads_variables(output):
+            place = met.of(op.outputs[k])
+            if not isinstance(place, BatchAxis):
+                raise NotReplayable  # such as a kernel, which meets the data outside
+            replay.ends[output.ref()] = place
     uses = [new for new in replay.ops if replay.uses_variable(new)]
     loops = {use: loop for loop in replay.loops for use in loop.zeros}
     if any(u.type not in RULES or (u in loops and u.type in _SIZED) for u in uses):
@@ -407,12 +418,14 @@ class _Replay:
     Attributes:
       ops: the copies.
       loops: the loops.
+      ends: the batch axes of results without data.
     """
 
     def __init__(self, batch_axes: BatchAxes, handles: Iterable[tf.Tensor]):
         """Takes the batch axes of the graph of the step, and the handles of variables in it."""
         self.ops: list[tf.Operation] = []
         self.loops: list[Loop] = []
+        self.ends: dict[TensorReference, BatchAxis] = {}
         self._batch_axes = batch_axes
         self._handles = {h.ref() for h in handles}
         self._trained: set = set()
@@ -421,11 +434,14 @@ class _Replay:
     def run(self, op: tf.Operation, wanted: Sequence[int]) -> list[tf.Tensor]:
         """Computes some outputs of an operation in the graph of the step again."""
         for tensor in op.inputs:
-            sources = {t.ref() for o in ancestors([tensor]) for t in o.outputs}
-            if self._handles & sources and not self._has_batch(tensor):
+            if self.reads_variables(tensor) and not self._has_batch(tensor):
                 self._trained.add(tensor.ref())
         found = self._run(op, list(op.inputs), self._batch_axes, wanted)
         return [found[k] for k in wanted]
+
+    def reads_variables(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor is computed from variables, and maybe from other values."""
+        return bool(self._handles & {t.ref() for o in ancestors([tensor]) for t in o.outputs})
 
     def trained(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor is computed from variables alone."""

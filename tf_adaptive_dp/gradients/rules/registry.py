@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Callable, Optional
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import TensorReference
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
-from tf_adaptive_dp.gradients.batch_axis.values import by_example
+from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, by_example
 from tf_adaptive_dp.gradients.contributions import Contribution, VariableContribution
 from tf_adaptive_dp.gradients.variable_uses import AxisTransform
 
@@ -18,13 +20,15 @@ class RuleContext:
     """An operation that uses a variable, as a rule sees it.
 
     Attributes:
-      op: the operation; its first output depends on the data.
+      op: the operation; in its first output, rows belong to examples.
       index: which of its inputs is the variable.
       view: the view of the variable that this input is.
       delta: the gradient of the loss with respect to the operation's first output, in its shape.
       batch_axes: the batch axis of each tensor.
       num_rows: the number of rows to return: B, or the number of microbatches.
       examples_per_row: 1, or `None` for microbatches.
+      places: the batch axes of the inputs and outputs of the operation that do not depend on the
+        data, by reference.
     """
 
     op: tf.Operation
@@ -34,6 +38,11 @@ class RuleContext:
     batch_axes: BatchAxes
     num_rows: tf.Tensor | int
     examples_per_row: int | None
+    places: Mapping[TensorReference, BatchAxis] = dataclasses.field(default_factory=dict)
+
+    def axis_of(self, tensor: tf.Tensor) -> BatchAxis:
+        """The batch axis of an input or output of the operation."""
+        return self.places.get(tensor.ref()) or self.batch_axes.axis_of(tensor)
 
     def rows(self, tensor: tf.Tensor, like: tf.Tensor | None = None) -> tf.Tensor:
         """Moves the examples to axis 0.
@@ -45,7 +54,7 @@ class RuleContext:
         Returns:
           [num_rows, T, ...the other axes], where T entries of each row shared the batch axis.
         """
-        layout = self.batch_axes.axis_of(tensor if like is None else like)
+        layout = self.axis_of(tensor if like is None else like)
         return by_example(tensor, layout, self.num_rows, self.examples_per_row)
 
     def delta_rows(self) -> tf.Tensor:
