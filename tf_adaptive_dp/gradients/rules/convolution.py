@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -121,13 +120,17 @@ def _patches(
     else:
         before = [m // 2 if padding == b"SAME" else 0 for m in missing]
     x = tf.pad(x, [[0, 0], *([b, _at_least_0(m - b)] for b, m in zip(before, missing)), [0, 0]])
-    taps = []
-    for offset in itertools.product(*(range(0, r, d) for r, d in zip(reach, dilations))):
-        window = tuple(
-            slice(o, o + (n - 1) * s + 1, s) for o, n, s in zip(offset, positions, strides)
-        )
-        taps.append(x[(slice(None), *window)])
-    stacked = tf.stack(taps, axis=-2)  # [B·…, *positions, taps, C]
+    index: tf.Tensor | int = 0
+    rank = len(sizes)
+    for axis, (n, s, r, d) in enumerate(zip(positions, strides, reach, dilations)):
+        places = tf.range(n)[:, tf.newaxis] * s + tf.range(0, r, d)
+        shape = [1] * (2 * rank)
+        shape[axis], shape[rank + axis] = n, sizes[axis]
+        index = index * static_or_dynamic_shape(x)[1 + axis] + tf.reshape(places, shape)
+    # One gather is much faster than a strided slice for each tap.
+    taken = tf.gather(_merge(x, 1, 1 + rank), tf.reshape(index, [-1]), axis=1)
+    channels, front = x.shape[-1], static_or_dynamic_shape(x)[0]
+    stacked = tf.reshape(taken, [front, math.prod(positions), math.prod(sizes), channels])
     rows = context.rows(stacked, like=image)
     return _merge(rows, 1, rows.shape.rank - 2)
 
