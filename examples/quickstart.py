@@ -17,17 +17,11 @@ import pathlib
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
-import matplotlib
 import numpy as np
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import tf_adaptive_dp
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-
-BATCH_SIZE = 128  # expected; a Poisson batch has a random size
 
 
 def standardize(images: np.ndarray) -> np.ndarray:
@@ -36,79 +30,53 @@ def standardize(images: np.ndarray) -> np.ndarray:
     return (centered / centered.std(axis=1, keepdims=True)).astype(np.float32)
 
 
-def plot(history: dict, path: pathlib.Path) -> None:
-    """Plots test accuracy, ε and learning rate by epoch."""
-    panels = (("val_accuracy", "test accuracy"), ("epsilon", "ε"), ("learning_rate", "η"))
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.5), constrained_layout=True)
-    for ax, (key, label) in zip(axes, panels):
-        ax.plot(range(1, len(history[key]) + 1), history[key], marker=".")
-        ax.set_xlabel("epoch")
-        ax.set_title(label)
-        ax.grid(alpha=0.3)
-    axes[2].set_yscale("log")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def main() -> None:
     """Trains, then prints the accuracy and the privacy statement."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--epsilon", type=float, default=3.0)
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--noise_multiplier", type=float, default=2.0)
     parser.add_argument("--out_dir", type=pathlib.Path, default=pathlib.Path("quickstart_output"))
     args = parser.parse_args()
-    args.out_dir.mkdir(parents=True, exist_ok=True)
 
     images, labels = load_digits(return_X_y=True)
     x_train, x_test, y_train, y_test = train_test_split(
         standardize(images), labels, test_size=0.2, random_state=0, stratify=labels
     )
-    num_examples = len(x_train)
-    steps_per_epoch = round(num_examples / BATCH_SIZE)
-    sampling = tf_adaptive_dp.PoissonSampling.for_batch_size(
-        BATCH_SIZE, num_examples, steps=args.epochs * steps_per_epoch
+    plan = tf_adaptive_dp.PrivacyPlan(
+        epsilon=args.epsilon,
+        delta=1 / len(x_train),
+        num_examples=len(x_train),
+        batch_size=128,
+        epochs=args.epochs,
     )
+    print(plan.describe())
 
     model = keras.Sequential(
         [
             keras.Input([64]),
             keras.layers.Dense(64, activation="tanh"),
-            keras.layers.Dense(10),
+            keras.layers.Dense(10, activation="softmax"),
         ]
     )
     model.compile(
-        tf_adaptive_dp.ADADP(
-            l2_norm_clip=1.0,
-            noise_multiplier=args.noise_multiplier,
-            expected_batch_size=sampling.expected_batch_size(num_examples),
-        ),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        weighted_metrics=["accuracy"],  # padding has weight 0
+        plan.optimizer(tf_adaptive_dp.ADADP),
+        loss="sparse_categorical_crossentropy",
+        metrics=["accuracy"],
     )
-    monitor = tf_adaptive_dp.PrivacyMonitor(
-        num_examples=num_examples,
-        delta=1 / num_examples,
-        log_dir=str(args.out_dir / "logs"),
-        sampling=sampling,
-    )
-    history = model.fit(
-        tf_adaptive_dp.poisson_batches((x_train, y_train), sampling),
-        steps_per_epoch=steps_per_epoch,
-        epochs=args.epochs,
-        validation_data=(x_test, y_test),
-        callbacks=[monitor],
+    history = plan.fit(
+        model, x_train, y_train, validation_data=(x_test, y_test), directory=args.out_dir
     ).history
-    plot(history, args.out_dir / "training.png")
 
     print()
-    print(monitor.statement())
+    print(plan.statement())
     print()
     print(
         f"Test accuracy {history['val_accuracy'][-1]:.1%} at ε = {history['epsilon'][-1]:.2f}, "
-        f"δ = 1/{num_examples}. The batches were drawn by Poisson sampling, as this ε assumes."
+        f"δ = 1/{len(x_train)}. The batches were drawn by Poisson sampling, as this ε assumes."
     )
-    print(f"Plot:        {args.out_dir / 'training.png'}")
+    print(f"Report:      {args.out_dir / 'report.html'}")
     print(f"TensorBoard: tensorboard --logdir {args.out_dir / 'logs'}")
+    print(f"Run it again to restore this model; delete {args.out_dir} to train a new one.")
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ RANKS = [
     {"accounting", "gradients", "update_rules"},
     {"durable", "mechanism", "sampling", "side_information", "validation"},
     {"auditing", "optimizers", "statement"},
-    {"callbacks"},
-    {"tuning"},
+    {"callbacks", "report"},
+    {"plan", "tuning"},
 ]
 FEDERATED_RANKS = [
     {"clients", "datasets", "privacy", "runtime"},

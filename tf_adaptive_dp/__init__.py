@@ -29,6 +29,7 @@ from tf_adaptive_dp.optimizers.keras_optimizers import (
     DPRMSprop,
     make_dp_optimizer_class,
 )
+from tf_adaptive_dp.plan import PrivacyPlan
 from tf_adaptive_dp.sampling import PoissonSampling, poisson_batches
 from tf_adaptive_dp.statement import privacy_statement
 from tf_adaptive_dp.validation import validate
@@ -50,6 +51,7 @@ __all__ = [
     "PoissonSampling",
     "PrivacyBudget",
     "PrivacyMonitor",
+    "PrivacyPlan",
     "ReleaseLog",
     "__version__",
     "accounting",

@@ -76,7 +76,7 @@ def test_averages_that_stay_until_the_next_epoch_are_what_is_saved(tmp_path):
     swap = tf.keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
     path = tmp_path / "{epoch}.weights.h5"
     saved = tf.keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
-    monitor = dp.PrivacyMonitor(1_000, 1e-3)
+    monitor = dp.PrivacyMonitor(1_000, 1e-3, full_passes=False)
     model, seen = trained("DPAdam", swap, saved, monitor)
     average = averages(seen.steps)
     for epoch, weights in ((1, average[3]), (2, average[7])):

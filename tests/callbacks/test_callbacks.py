@@ -9,6 +9,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tf_adaptive_dp.accounting.composition import epsilon
+from tf_adaptive_dp.callbacks.common import FedExamples
 
 N, DELTA = 1_000, 1e-3
 
@@ -22,7 +23,7 @@ def train(name="DPSGD", callbacks=(), epochs=2, model=None, compile_with=(), **k
 
 
 def test_the_monitor_reports_the_accountants_epsilon_each_epoch():
-    _, history = train(callbacks=[dp.PrivacyMonitor(N, DELTA)])
+    _, history = train(callbacks=[dp.PrivacyMonitor(N, DELTA, full_passes=False)])
     expected = [epsilon(1.0, 8 / N, steps, DELTA) for steps in (4, 8)]
     np.testing.assert_allclose(history["epsilon"], expected, rtol=1e-9)
     assert history["delta"] == [DELTA, DELTA]
@@ -30,7 +31,7 @@ def test_the_monitor_reports_the_accountants_epsilon_each_epoch():
 
 
 def test_an_adadp_iteration_of_two_minibatches_costs_two_releases():
-    model, history = train("ADADP", [dp.PrivacyMonitor(N, DELTA)], epochs=1)
+    model, history = train("ADADP", [dp.PrivacyMonitor(N, DELTA, full_passes=False)], epochs=1)
     assert model.optimizer.ledger.num_releases == 4
     assert history["epsilon"][-1] == pytest.approx(epsilon(1.0, 8 / N, 4, DELTA))
     assert history["learning_rate"][-1] == pytest.approx(float(model.optimizer.learning_rate))
@@ -39,19 +40,21 @@ def test_an_adadp_iteration_of_two_minibatches_costs_two_releases():
 
 @pytest.mark.slow
 def test_the_monitor_can_account_with_pld():
-    _, history = train(callbacks=[dp.PrivacyMonitor(N, DELTA, accountant="pld")], epochs=1)
+    _, history = train(
+        callbacks=[dp.PrivacyMonitor(N, DELTA, accountant="pld", full_passes=False)], epochs=1
+    )
     assert history["epsilon"][-1] == pytest.approx(epsilon(1.0, 8 / N, 4, DELTA, "pld"))
 
 
 def test_epsilon_shows_in_the_progress_line(capsys):
     model, _ = train(epochs=1)
     x, y = catalogue.data()
-    model.fit(x, y, 8, 1, verbose=2, callbacks=[dp.PrivacyMonitor(N, DELTA)])
+    model.fit(x, y, 8, 1, verbose=2, callbacks=[dp.PrivacyMonitor(N, DELTA, full_passes=False)])
     assert "epsilon: " in capsys.readouterr().out
 
 
 def test_tensorboard_gets_the_figures_under_tags_that_say_what_is_private(tmp_path):
-    train("ADADP", [dp.PrivacyMonitor(N, DELTA, tmp_path / "logs")])
+    train("ADADP", [dp.PrivacyMonitor(N, DELTA, tmp_path / "logs", full_passes=False)])
     (path,) = glob.glob(str(tmp_path / "logs" / "*"))
     values = {}
     for record in tf.data.TFRecordDataset(path):
@@ -78,11 +81,15 @@ def test_tensorboard_gets_the_figures_under_tags_that_say_what_is_private(tmp_pa
 
 def test_the_monitor_warns_of_batches_larger_than_the_expected_size():
     with pytest.warns(UserWarning, match="8.0 examples on average.*`expected_batch_size`=2"):
-        train(callbacks=[dp.PrivacyMonitor(N, DELTA)], epochs=4, expected_batch_size=2.0)
+        train(
+            callbacks=[dp.PrivacyMonitor(N, DELTA, full_passes=False)],
+            epochs=4,
+            expected_batch_size=2.0,
+        )
 
 
 def test_the_monitor_states_the_guarantee_in_words():
-    monitor = dp.PrivacyMonitor(N, DELTA)
+    monitor = dp.PrivacyMonitor(N, DELTA, full_passes=False)
     train(callbacks=[monitor])
     text = " ".join(monitor.statement().split())
     assert "add" in text and "shuffl" in text and "one example" in text
@@ -92,7 +99,7 @@ def test_the_monitor_needs_a_private_optimizer():
     model = catalogue.mlp()
     model.compile("sgd", loss=catalogue.loss())
     with pytest.raises(TypeError, match="optimizer of tf_adaptive_dp"):
-        catalogue.fit(model, callbacks=[dp.PrivacyMonitor(N, DELTA)])
+        catalogue.fit(model, callbacks=[dp.PrivacyMonitor(N, DELTA, full_passes=False)])
 
 
 def test_the_monitor_counts_side_information_that_was_released_privately():
@@ -102,7 +109,7 @@ def test_the_monitor_counts_side_information_that_was_released_privately():
     fixed = dp.side_information.FixedPreconditioner(lambda v: 1.0, provenance=event)
     model = catalogue.mlp()
     model.compile(dp.AdaDPS(fixed, 1.0, 1.0), loss=catalogue.loss())
-    monitor = dp.PrivacyMonitor(N, DELTA)
+    monitor = dp.PrivacyMonitor(N, DELTA, full_passes=False)
     catalogue.fit(model, callbacks=[monitor])
     accountant = dp_accounting.rdp.RdpAccountant()
     accountant.compose(
@@ -117,14 +124,18 @@ def test_the_monitor_counts_side_information_that_was_released_privately():
 @pytest.mark.parametrize("name", ["DPSGD", "ADADP"])
 def test_the_budget_stops_before_the_step_that_would_overspend(name, compile_with, step):
     budget = epsilon(1.0, 8 / N, 6, DELTA) * (1 + 1e-9)
-    callbacks = [dp.PrivacyBudget(budget, DELTA, N, batch_size=8)]
+    callbacks = [dp.PrivacyBudget(budget, DELTA, N, batch_size=8, full_passes=False)]
     model, _ = train(name, callbacks, epochs=5, compile_with=compile_with)
     assert model.optimizer.ledger.num_releases == 6
     with pytest.raises(dp.BudgetExceededError, match="6 releases"):
         train(callbacks=callbacks, model=model)
     assert model.optimizer.ledger.num_releases == 6
 
-    just_below = [dp.PrivacyBudget(epsilon(1.0, 8 / N, 6, DELTA) * 0.999, DELTA, N, batch_size=8)]
+    just_below = [
+        dp.PrivacyBudget(
+            epsilon(1.0, 8 / N, 6, DELTA) * 0.999, DELTA, N, batch_size=8, full_passes=False
+        )
+    ]
     model, _ = train(name, just_below, epochs=5, compile_with=compile_with)
     assert model.optimizer.ledger.num_releases == (5 if step == 1 else 4)
 
@@ -132,7 +143,9 @@ def test_the_budget_stops_before_the_step_that_would_overspend(name, compile_wit
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_the_budget_counts_the_parts_of_accumulated_batches_as_one(steps_per_execution):
-    budget = dp.PrivacyBudget(epsilon(1.0, 8 / N, 3, DELTA) * (1 + 1e-9), DELTA, N, batch_size=8)
+    budget = dp.PrivacyBudget(
+        epsilon(1.0, 8 / N, 3, DELTA) * (1 + 1e-9), DELTA, N, batch_size=8, full_passes=False
+    )
     model = catalogue.mlp()
     optimizer = catalogue.make("DPSGD", noise_multiplier=1.0, gradient_accumulation_steps=2)
     model.compile(optimizer, loss=catalogue.loss(), steps_per_execution=steps_per_execution)
@@ -153,8 +166,8 @@ class LessNoise(tf.keras.callbacks.Callback):
 @pytest.mark.slow
 def test_the_budget_follows_a_change_of_noise():
     limit = 2.0
-    monitor = dp.PrivacyMonitor(N, DELTA)
-    budget = dp.PrivacyBudget(limit, DELTA, N, batch_size=8)
+    monitor = dp.PrivacyMonitor(N, DELTA, full_passes=False)
+    budget = dp.PrivacyBudget(limit, DELTA, N, batch_size=8, full_passes=False)
     model, _ = train(callbacks=[budget, monitor, LessNoise(0.6)], epochs=40)
     assert monitor.epsilon() <= limit
     noise_multiplier, size, releases = model.optimizer.ledger.segments[-1]
@@ -164,7 +177,7 @@ def test_the_budget_follows_a_change_of_noise():
 
 
 def test_a_step_that_became_too_dear_is_refused():
-    budget = dp.PrivacyBudget(1.0, DELTA, N, batch_size=8)
+    budget = dp.PrivacyBudget(1.0, DELTA, N, batch_size=8, full_passes=False)
     model = catalogue.mlp()
     model.compile(catalogue.make("DPSGD", noise_multiplier=1.0), loss=catalogue.loss())
     with pytest.raises(dp.BudgetExceededError):
@@ -175,8 +188,8 @@ def test_a_step_that_became_too_dear_is_refused():
 @pytest.mark.slow
 def test_the_first_step_needs_a_batch_size_to_be_priced():
     with pytest.raises(ValueError, match="expected_batch_size"):
-        train(callbacks=[dp.PrivacyBudget(1.0, DELTA, N)])
-    train(callbacks=[dp.PrivacyBudget(10.0, DELTA, N)], expected_batch_size=8.0)
+        train(callbacks=[dp.PrivacyBudget(1.0, DELTA, N, full_passes=False)])
+    train(callbacks=[dp.PrivacyBudget(10.0, DELTA, N, full_passes=False)], expected_batch_size=8.0)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +198,10 @@ def test_the_first_step_needs_a_batch_size_to_be_priced():
         (lambda: dp.PrivacyMonitor(0, DELTA), "`num_examples`"),
         (lambda: dp.PrivacyMonitor(N, 1.5), "`delta`"),
         (lambda: dp.PrivacyMonitor(N, DELTA, sampling="random"), "`sampling`"),
-        (lambda: dp.PrivacyMonitor(N, DELTA, accountant="magic"), "`accountant`"),
+        (
+            lambda: dp.PrivacyMonitor(N, DELTA, accountant="magic"),
+            "`accountant`",
+        ),
         (lambda: dp.PrivacyBudget(0.0, DELTA, N), "`epsilon`"),
         (lambda: dp.PrivacyBudget(1.0, 0.0, N), "`delta`"),
         (lambda: dp.PrivacyBudget(1.0, DELTA, N, batch_size=-1), "`batch_size`"),
@@ -194,3 +210,55 @@ def test_the_first_step_needs_a_batch_size_to_be_priced():
 def test_bad_arguments_are_named(make, match):
     with pytest.raises(ValueError, match=match):
         make()
+
+
+@pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
+@pytest.mark.parametrize("expected_batch_size, released", [(8.0, 0), (None, 4)])
+def test_a_number_of_examples_that_fit_does_not_feed_is_refused(
+    kind, expected_batch_size, released
+):
+    model = catalogue.mlp()
+    optimizer = catalogue.make("DPSGD", expected_batch_size=expected_batch_size)
+    model.compile(optimizer, loss=catalogue.loss())
+    size = {"batch_size": 8} if kind is dp.PrivacyBudget else {}
+    numbers = {"num_examples": 60_000, "delta": DELTA, **size}
+    if kind is dp.PrivacyBudget:
+        numbers["epsilon"] = 99.0
+    with pytest.raises(ValueError, match="4 batches of 8 examples, 32 in all.*=60000"):
+        catalogue.fit(model, callbacks=[kind(**numbers)])
+    assert model.optimizer.ledger.num_releases == released
+
+
+@pytest.mark.parametrize("num_examples, fits", [(24, False), (25, True), (39, True), (40, False)])
+def test_the_last_batch_of_a_pass_may_be_smaller_or_dropped(num_examples, fits):
+    fed = FedExamples(num_examples, "shuffled", True)
+    optimizer = catalogue.make("DPSGD", expected_batch_size=8.0)
+    if fits:
+        fed.begin(optimizer, 4)
+    else:
+        with pytest.raises(ValueError, match=f"num_examples={num_examples}"):
+            fed.begin(optimizer, 4)
+    FedExamples(num_examples, "shuffled", False).begin(optimizer, 4)
+    FedExamples(num_examples, "poisson", True).begin(optimizer, 4)
+
+
+@pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
+def test_a_sampling_that_drew_from_other_data_is_refused(kind):
+    sampling = dp.sampling.FixedSizeSampling(8, steps=9)
+    batches = dp.sampling.fixed_size_batches(catalogue.data(), sampling)
+    model = catalogue.mlp()
+    model.compile(catalogue.make("DPSGD", expected_batch_size=8.0), loss=catalogue.loss())
+    numbers = {"num_examples": 1_000, "delta": DELTA, "sampling": sampling}
+    if kind is dp.PrivacyBudget:
+        numbers["epsilon"] = 99.0
+    with pytest.raises(ValueError, match="drawn from: 32. Received: num_examples=1000"):
+        model.fit(batches, steps_per_epoch=4, verbose=0, callbacks=[kind(**numbers)])
+    assert model.optimizer.ledger.num_releases == 0
+
+
+def test_the_budget_can_end_after_a_number_of_steps():
+    budget = dp.PrivacyBudget(99.0, DELTA, 32, batch_size=8, steps=5)
+    model, _ = train(callbacks=[budget])
+    assert model.optimizer.ledger.num_releases == 5
+    with pytest.raises(dp.BudgetExceededError, match="steps=5, with 5 releases"):
+        train(callbacks=[budget], model=model)

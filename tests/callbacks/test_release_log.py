@@ -173,7 +173,8 @@ def test_lost_releases_are_counted_in_any_order_of_callbacks(tmp_path, order):
     spent = [Segment(1.0, 8.0, 6), Segment(0.7, 8.0, 3)]
     in_the_end = Releases([*spent, (1.0, 8.0, 4)])
     limit = dp.epsilon_spent(in_the_end, N, DELTA) * (1 + 1e-9)
-    budget, monitor = dp.PrivacyBudget(limit, DELTA, N), dp.PrivacyMonitor(N, DELTA)
+    budget = dp.PrivacyBudget(limit, DELTA, N, full_passes=False)
+    monitor = dp.PrivacyMonitor(N, DELTA, full_passes=False)
 
     class Backup(tf.keras.callbacks.Callback):
         def on_train_begin(self, logs=None):

@@ -167,8 +167,10 @@ def test_steps_of_other_variables_that_were_traced_before_never_mix_batches():
 
 
 CALLBACKS = {
-    "monitor": lambda parts: dp.PrivacyMonitor(1000, 1e-5),
-    "budget": lambda parts: dp.PrivacyBudget(1e6, 1e-5, 1000, batch_size=8 * parts),
+    "monitor": lambda parts: dp.PrivacyMonitor(1000, 1e-5, full_passes=False),
+    "budget": lambda parts: dp.PrivacyBudget(
+        1e6, 1e-5, 1000, batch_size=8 * parts, full_passes=False
+    ),
 }
 
 

@@ -58,7 +58,7 @@ def test_the_statement_names_the_side_information(make, description):
 
 
 def test_the_statement_names_the_release_of_side_information():
-    monitor = dp.PrivacyMonitor(N, DELTA)
+    monitor = dp.PrivacyMonitor(N, DELTA, full_passes=False)
     optimizer, _ = trained(RELEASED, monitor)
     text = words(monitor.statement())
     said = "Side information: token frequencies, released by GaussianDpEvent(noise_multiplier=4.0);"
@@ -130,7 +130,9 @@ def test_epsilon_of_the_ideal_bound_is_infinite_for_batches_of_fixed_size():
 @pytest.mark.filterwarnings("ignore:NOT PRIVATE")
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_the_monitor_says_not_private_wherever_it_reports(accountant, tmp_path, capsys):
-    monitor = dp.PrivacyMonitor(N, DELTA, tmp_path / "logs", accountant=accountant)
+    monitor = dp.PrivacyMonitor(
+        N, DELTA, tmp_path / "logs", accountant=accountant, full_passes=False
+    )
     csv = tf.keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
     model = catalogue.mlp()
     model.compile(dp.AdaDPS(tokens(IDEAL), 1.0, 2.0), loss=catalogue.loss())
@@ -151,7 +153,9 @@ def test_the_monitor_says_not_private_wherever_it_reports(accountant, tmp_path, 
 
 
 def test_a_private_run_has_no_such_entry(tmp_path):
-    _, history = trained("public", dp.PrivacyMonitor(N, DELTA, tmp_path / "logs"))
+    _, history = trained(
+        "public", dp.PrivacyMonitor(N, DELTA, tmp_path / "logs", full_passes=False)
+    )
     assert "NOT_PRIVATE" not in history and math.isfinite(history["epsilon"][-1])
     (path,) = glob.glob(str(tmp_path / "logs" / "*"))
     assert b"NOT_PRIVATE" not in open(path, "rb").read()
@@ -160,6 +164,6 @@ def test_a_private_run_has_no_such_entry(tmp_path):
 @pytest.mark.filterwarnings("ignore:NOT PRIVATE")
 @pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
 def test_no_budget_has_room_for_the_ideal_bound(sampling):
-    budget = dp.PrivacyBudget(1e6, DELTA, N, batch_size=8, sampling=sampling)
+    budget = dp.PrivacyBudget(1e6, DELTA, N, batch_size=8, sampling=sampling, full_passes=False)
     with pytest.raises(dp.BudgetExceededError, match="NOT PRIVATE: NonPrivateDpEvent.*infinite"):
         trained(IDEAL, budget)

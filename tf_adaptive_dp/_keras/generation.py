@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import os
 import types
+from importlib import metadata
 
 import tensorflow as tf
 
-__all__ = ["GENERATION", "internal_module", "keras"]
+__all__ = ["GENERATION", "internal_module", "keras", "keras_version"]
 
 _OTHER_BACKEND = (
     "tf_adaptive_dp needs the TensorFlow backend of Keras 3. Received: {!r}. Set the environment "
@@ -38,6 +39,11 @@ else:
 
 # "keras" or "tf_keras".
 _PACKAGE = keras.Model.__module__.partition(".")[0]
+
+
+def keras_version() -> str:
+    """The version of the Keras in use; that of TensorFlow 2.14 does not say its own."""
+    return metadata.version(_PACKAGE)
 
 
 def internal_module(name: str) -> types.ModuleType:

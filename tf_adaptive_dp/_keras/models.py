@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.generation import GENERATION
+from tf_adaptive_dp._keras.generation import GENERATION, keras
 
 
 def compiled_mean_loss(model: tf.keras.Model, batch: Any) -> tf.Tensor:
@@ -77,3 +78,31 @@ def allow_tensors_as_logs(callback: tf.keras.callbacks.Callback) -> None:
     Keras 3 always waits for a callback that acts on batches.
     """
     callback._supports_tf_logs = True
+
+
+def leave_padding_out_of_metrics(model: keras.Model) -> None:
+    """Gives metrics that were compiled without weights those of the batches.
+
+    The padding of Poisson batches has weight 0, and other metrics would count it. Without weights
+    in the data, as in validation, the values stay the same.
+
+    Args:
+      model: a compiled model. If its metrics exist already, there is a warning instead.
+    """
+    container = model._compile_metrics if GENERATION == 3 else model.compiled_metrics
+    if container is None or not container._user_metrics:
+        return
+    built = container.built if GENERATION == 3 else container._built
+    names = ("_user_metrics", "_user_weighted_metrics")
+    if built or container._user_weighted_metrics:
+        warnings.warn(
+            "Metrics in `metrics` count the padding of Poisson batches as examples. Pass them as "
+            "`weighted_metrics` to `compile`. Received: "
+            f"metrics={container._user_metrics!r}",
+            stacklevel=4,
+        )
+        return
+    if GENERATION == 2:
+        names = ("_metrics", "_weighted_metrics")
+    setattr(container, names[1], getattr(container, names[0]))
+    setattr(container, names[0], None)

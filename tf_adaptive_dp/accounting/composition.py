@@ -202,13 +202,15 @@ def releases_left(
     *,
     accountant: str = "rdp",
     in_epochs: bool = True,
+    at_most: int = MAX_RELEASES,
 ) -> int:
     """How many more releases a privacy budget allows: the largest n with ε(n) ≤ `epsilon`.
 
-    ε(n) is `epsilon_spent` after n more releases. "rdp" takes about 10 ms, "pld" seconds.
+    ε(n) is `epsilon_spent` after n more releases. "rdp" takes about 10 ms, "pld" seconds, unless
+    `at_most` releases fit.
 
     Guarantee: n more releases stay within the budget, in the sense of `epsilon_spent`; n + 1 do
-    not, unless n is 2**31, where the search stops.
+    not, unless n is `at_most`, where the search stops.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
@@ -219,9 +221,10 @@ def releases_left(
       delta: δ, in (0, 1).
       accountant: `"rdp"` or `"pld"`.
       in_epochs: see `epsilon_spent`.
+      at_most: the largest n to consider.
 
     Returns:
-      n, from 0 (none fits, or the budget is already overspent) to 2**31.
+      n, from 0 (none fits, or the budget is already overspent) to `at_most`.
 
     Raises:
       TypeError, ValueError, dp_accounting.UnsupportedEventError: as `epsilon_spent`.
@@ -243,8 +246,10 @@ def releases_left(
         return composed_epsilon(counts, other_events, delta, method) <= budget
 
     # What fits by RDP also fits by PLD. Starting there saves most of PLD's slow evaluations.
-    by_rdp = largest(lambda n: fits(n, "rdp"))
-    return by_rdp if accountant == "rdp" else largest(lambda n: fits(n, accountant), by_rdp)
+    by_rdp = largest(lambda n: fits(n, "rdp"), at_most=at_most)
+    if accountant == "rdp":
+        return by_rdp
+    return largest(lambda n: fits(n, accountant), by_rdp, at_most=at_most)
 
 
 def check_probability(name: str, value: Any, *, or_one: bool = False) -> float:
@@ -396,12 +401,14 @@ def release_event(noise_multiplier: float, sampling_probability: float) -> dp_ac
     return dp_accounting.PoissonSampledDpEvent(sampling_probability, event)
 
 
-def largest(fits: Callable[[int], bool], low: int = 0) -> int:
-    """Largest n from `low` to `MAX_RELEASES` with `fits(n)`; `low` fits, or is 0."""
+def largest(fits: Callable[[int], bool], low: int = 0, *, at_most: int = MAX_RELEASES) -> int:
+    """Largest n from `low` to `at_most` with `fits(n)`; `low` fits, or is 0."""
+    if at_most <= low or (at_most < MAX_RELEASES and fits(at_most)):
+        return max(at_most, 0)
     high = low + max(1, low // 8)
-    while high <= MAX_RELEASES and fits(high):
+    while high <= at_most and fits(high):
         low, high = high, 3 * high - 2 * low  # twice as far as the last time
-    high = min(high, MAX_RELEASES + 1)
+    high = min(high, at_most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

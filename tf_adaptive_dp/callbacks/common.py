@@ -6,7 +6,9 @@ import warnings
 
 import tensorflow as tf
 
+from tf_adaptive_dp import checks
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.draws import Sampling
 
 
@@ -45,3 +47,63 @@ def begin_batches_anew(optimizer: tf.keras.optimizers.Optimizer) -> None:
             stacklevel=3,
         )
         optimizer.drop_unfinished_parts()
+
+
+class FedExamples:
+    """Compares what `fit` feeds with the number of examples that ε is computed for.
+
+    With too large a number the sampling probability, and with it ε, would be too small; with too
+    small a number examples are in several batches of an epoch.
+
+    Args:
+      num_examples: the number of examples in the training set.
+      sampling: how batches are drawn.
+      full_passes: whether each epoch of `fit` is one pass over the data, if it is shuffled.
+    """
+
+    def __init__(self, num_examples: int, sampling: Sampling | str, full_passes: bool):
+        self._num_examples, self._sampling = num_examples, sampling
+        self._full_passes = checks.boolean("full_passes", full_passes)
+        self._released = 0
+
+    def begin(self, optimizer: tf.keras.optimizers.Optimizer, steps: int | None) -> None:
+        """Compares before training, as far as the numbers are known.
+
+        Args:
+          optimizer: the private optimizer.
+          steps: the number of batches of an epoch of `fit`, if it is known.
+
+        Raises:
+          ValueError: if they contradict each other.
+        """
+        if isinstance(self._sampling, Sampling):
+            draws.check_num_examples(self._sampling, self._num_examples)
+        self._released = optimizer.ledger.num_releases
+        if steps is not None and self._released == 0:
+            self._compare(optimizer, steps // optimizer.parts_per_batch)
+
+    def end_epoch(self, model: tf.keras.Model) -> None:
+        """Compares after an epoch, unless it was cut short or began in the middle.
+
+        Raises:
+          ValueError: if they contradict each other.
+        """
+        before, self._released = self._released, model.optimizer.ledger.num_releases
+        if not model.stop_training and before == 0:
+            self._compare(model.optimizer, self._released)
+
+    def _compare(self, optimizer: tf.keras.optimizers.Optimizer, releases: int) -> None:
+        _, size = optimizer.next_release()
+        if self._sampling != "shuffled" or not self._full_passes or size is None:
+            return
+        fed = releases * size
+        # The last batch of a pass may be dropped, or smaller than the others.
+        slack = size if optimizer.parts_per_batch == 1 else 2 * size
+        if abs(fed - self._num_examples) >= slack:
+            raise ValueError(
+                f"An epoch of `fit` has {releases} batches of {size:g} examples, {fed:g} in all, "
+                "and `num_examples` differs: ε would be wrong. Pass the number of examples in the "
+                "training set as `num_examples`. If an epoch of `fit` is not one pass over the "
+                "data, because `steps_per_epoch` says so, pass `full_passes=False`. Received: "
+                f"num_examples={self._num_examples!r}"
+            )

@@ -7,8 +7,9 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import steps_per_call
 from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.composition import unprotected
+from tf_adaptive_dp.accounting.composition import MAX_RELEASES, unprotected
 from tf_adaptive_dp.callbacks.common import (
+    FedExamples,
     begin_batches_anew,
     private_optimizer,
     refuse_batch_over_two_passes,
@@ -34,9 +35,13 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         first step cannot be priced without it.
       sampling: how batches are drawn, as for `PrivacyMonitor`; ε depends on it.
       accountant: `"rdp"` or the tighter `"pld"`.
+      full_passes: whether an epoch of `fit` on shuffled batches is one pass over the data. It is
+        then compared with `num_examples`. Pass `False` if `steps_per_epoch` cuts or joins passes.
+      steps: the number of releases after which training stops even if more would fit.
 
     Raises:
-      TypeError, ValueError: if an argument has the wrong type or is out of its range.
+      TypeError, ValueError: if an argument has the wrong type or is out of its range; in training,
+        if `fit` feeds another number of examples than `num_examples`.
       BudgetExceededError: if no step fits when training begins, and as described above.
 
     >>> budget = PrivacyBudget(epsilon=2.0, delta=1e-5, num_examples=60_000)
@@ -53,6 +58,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         batch_size: float | None = None,
         sampling: Sampling | str = "shuffled",
         accountant: str = "rdp",
+        full_passes: bool = True,
+        steps: int | None = None,
     ):
         super().__init__()
         self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
@@ -63,6 +70,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         self.batch_size = batch_size
         self.sampling = sampling_epsilon.check_sampling(sampling)
         self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
+        self.steps = None if steps is None else checks.integer("steps", steps, 1)
+        self._fed = FedExamples(self.num_examples, self.sampling, full_passes)
         self._priced: tuple = ()
 
     def releases_left(self) -> int:
@@ -92,6 +101,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 self.epsilon,
                 self.delta,
                 accountant=self.accountant,
+                at_most=MAX_RELEASES if self.steps is None else self.steps - released,
             )
             self._priced = (price_of, released + left)
         return self._priced[1] - released
@@ -115,13 +125,16 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
             why = f" NOT PRIVATE: {lost[0]} alone makes epsilon infinite." if lost else ""
             raise BudgetExceededError(
                 f"No further step fits into the budget.{why} Received: epsilon={self.epsilon}, "
-                f"delta={self.delta}, with {ledger.num_releases} releases in the ledger."
+                f"delta={self.delta}, steps={self.steps}, with {ledger.num_releases} releases in "
+                "the ledger."
             )
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Raises if not even the first step fits; called by Keras."""
         checks.fixed_steps_per_call(self.model)
-        begin_batches_anew(private_optimizer(self.model))
+        optimizer = private_optimizer(self.model)
+        begin_batches_anew(optimizer)
+        self._fed.begin(optimizer, (self.params or {}).get("steps"))
         self._priced = ()
         self._require_room()
 
@@ -137,3 +150,4 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Rejects an accumulated batch that reaches into the next epoch; called by Keras."""
         refuse_batch_over_two_passes(self.model.optimizer, self.sampling)
+        self._fed.end_epoch(self.model)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.callbacks.common import (
+    FedExamples,
     begin_batches_anew,
     private_optimizer,
     refuse_batch_over_two_passes,
@@ -44,9 +45,16 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
       sampling: how batches are drawn: the sampling passed to `poisson_batches` or similar, or for
         batches of your own `"poisson"`, `"fixed"` or `"shuffled"`; see `privacy_statement`.
       accountant: `"rdp"` or the tighter `"pld"`.
+      full_passes: whether an epoch of `fit` on shuffled batches is one pass over the data. It is
+        then compared with `num_examples`. Pass `False` if `steps_per_epoch` cuts or joins passes.
 
     Raises:
-      TypeError, ValueError: if an argument has the wrong type or is out of its range.
+      TypeError, ValueError: if an argument has the wrong type or is out of its range; in training,
+        if `fit` feeds another number of examples than `num_examples`.
+
+    Attributes:
+      not_private: statistics of the raw gradients of the last epoch, by their names under
+        `not_private/`.
 
     >>> monitor = PrivacyMonitor(num_examples=60_000, delta=1e-5)
     >>> monitor.sampling
@@ -61,6 +69,7 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
         *,
         sampling: Sampling | str = "shuffled",
         accountant: str = "rdp",
+        full_passes: bool = True,
     ):
         super().__init__()
         self.num_examples = checks.integer("num_examples", num_examples, 1)
@@ -68,8 +77,10 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
         self.log_dir = log_dir
         self.sampling = sampling_epsilon.check_sampling(sampling)
         self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
+        self._fed = FedExamples(self.num_examples, self.sampling, full_passes)
         self._writer: tf.summary.SummaryWriter | None = None
         self._new_run = False
+        self.not_private: dict[str, float] = {}
 
     def epsilon(self) -> float:
         """The ε that the model's optimizer has spent so far."""
@@ -96,6 +107,7 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
         optimizer = private_optimizer(self.model)
         begin_batches_anew(optimizer)
         self._released = optimizer.ledger.num_releases
+        self._fed.begin(optimizer, (self.params or {}).get("steps"))
         self._check_sampling(optimizer)
         if self.log_dir is not None:
             self._writer = tf.summary.create_file_writer(str(self.log_dir))
@@ -104,6 +116,7 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
         """Reports; called by Keras."""
         optimizer = self.model.optimizer
         refuse_batch_over_two_passes(optimizer, self.sampling)
+        self._fed.end_epoch(self.model)
         summary = optimizer.statistics.summary(reset=True)
         self._check_rows(optimizer)
         self._warn_of_large_batches(summary.num_examples)
@@ -117,19 +130,22 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
             private["NOT_PRIVATE"] = 1.0  # appears next to ε wherever logs go
         if logs is not None:
             logs.update(private)
+        self.not_private = {
+            "clipped_share": summary.clipped_share,
+            "non_finite_examples": summary.num_non_finite,
+        }
+        for quantile, norm in summary.norm_quantiles.items():
+            self.not_private[f"gradient_norm_quantile_{quantile}"] = norm
         if self._writer is None:
             return
         scalars = {
             "privacy/epsilon": private["epsilon"],
             "privacy/delta": self.delta,
             "training/learning_rate": private["learning_rate"],
-            "not_private/clipped_share": summary.clipped_share,
-            "not_private/non_finite_examples": summary.num_non_finite,
+            **{f"not_private/{name}": value for name, value in self.not_private.items()},
         }
         if not_private:
             scalars["privacy/NOT_PRIVATE"] = 1.0
-        for quantile, norm in summary.norm_quantiles.items():
-            scalars[f"not_private/gradient_norm_quantile_{quantile}"] = norm
         if hasattr(optimizer, "acceptance"):
             scalars["adadp/error"] = optimizer.last_error
             scalars["adadp/acceptance"] = optimizer.acceptance

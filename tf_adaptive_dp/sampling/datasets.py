@@ -74,7 +74,8 @@ def poisson_batches(
         first axis; or an object with `__len__` and `__getitem__` of single examples (or of lists of
         indices, or `__getitems__`), such as `tfds.data_source`. Shapes and dtypes are taken from
         the first example and count as public. Arrays of up to 2 GiB in total are copied, so that
-        TensorFlow can gather their rows. Larger ones are read by Python, which takes longer.
+        TensorFlow can gather their rows. Larger ones are read by Python, which takes longer. A
+        finite `tf.data.Dataset` of single examples is read into memory once.
       sampling: q, the size of a batch, and the number of batches.
       start_step: the number of draws to skip because an earlier run made them.
       gradient_accumulation_steps: k, the number of consecutive batches that each draw is divided
@@ -225,6 +226,7 @@ def as_dataset(
     repeatable = key is not None or sampling.seed is not None  # by another process
     key = draws.new_key(sampling.seed) if key is None else key
     num_examples, structure = len(found), found.structure
+    draws.remember_num_examples(sampling, num_examples)
     read = found.reader(padding_rows(found, padding))
     add_mask = masked and len(structure) == 2
     passes = itertools.count()
@@ -310,6 +312,8 @@ def open_source(data: Any, preprocess: Callable[[Any], tuple] | None) -> Arrays 
     """
     if preprocess is not None and not callable(preprocess):
         raise TypeError(f"`preprocess` must be a function. Received: preprocess={preprocess!r}")
+    if isinstance(data, tf.data.Dataset):
+        data, preprocess = read_examples(data, preprocess), None
     if isinstance(data, tuple) and len(data) in (2, 3):
         if preprocess is not None:
             raise ValueError(
@@ -325,12 +329,52 @@ def open_source(data: Any, preprocess: Callable[[Any], tuple] | None) -> Arrays 
         found = Records(data, preprocess)
     else:
         raise TypeError(
-            f"`data` must be a tuple {_WHAT} of arrays, or have `__len__` and `__getitem__`. "
-            f"Received: {type(data).__name__}"
+            f"`data` must be a tuple {_WHAT} of arrays, a `tf.data.Dataset` of single examples, or "
+            f"have `__len__` and `__getitem__`. Received: {type(data).__name__}"
         )
     if not len(found):
         raise ValueError("`data` must hold at least one example. Received: none")
     return found
+
+
+def read_examples(
+    dataset: tf.data.Dataset, preprocess: Callable[[Any], tuple] | None = None
+) -> tuple:
+    """Reads a dataset of single examples into arrays, since a draw needs any example at any time.
+
+    Args:
+      dataset: a finite dataset whose elements are single examples, not batches.
+      preprocess: maps one example, as NumPy arrays, to (x, y) or (x, y, sample_weight).
+
+    Returns:
+      The examples in the structure of an element, one row each.
+
+    Raises:
+      TypeError, ValueError: if the dataset is infinite, its elements are not (x, y) or
+        (x, y, sample_weight), or their shapes differ.
+    """
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            "`data` must be finite: Poisson sampling draws from all examples. Received: a "
+            "`tf.data.Dataset` that repeats forever. Remove its `repeat()`."
+        )
+    examples = [preprocess(e) if preprocess else e for e in dataset.as_numpy_iterator()]
+    if not examples:
+        raise ValueError("`data` must hold at least one example. Received: an empty dataset")
+    structure = examples[0]
+    if not isinstance(structure, tuple) or len(structure) not in (2, 3):
+        raise TypeError(
+            f"Each element of the dataset must be one example, {_WHAT}. Received: "
+            f"{type(structure).__name__}. Use `dataset.map` to convert it."
+        )
+    columns = zip(*(tf.nest.flatten(example) for example in examples))
+    try:
+        return tf.nest.pack_sequence_as(structure, [np.stack(column) for column in columns])
+    except ValueError as error:
+        raise ValueError(
+            "All examples of the dataset must have the shapes of the first one. Pad or crop them, "
+            "and pass single examples: a dataset of batches needs `unbatch()`."
+        ) from error
 
 
 class Arrays:
@@ -351,6 +395,8 @@ class Arrays:
             )
         # Taking rows of any other layout would copy the whole array each time.
         arrays = [np.asarray(leaf, order="C") for leaf in leaves]
+        for array in arrays:
+            _refuse_mixed(array)
         self._arrays = [a.astype(_dtype(a), copy=False) for a in arrays]
         self.structure = data
         self.parts = [(array.shape[1:], array.dtype) for array in self._arrays]
@@ -449,6 +495,19 @@ def _python_reader(found: Arrays | Records, padding: Sequence[np.ndarray]) -> Re
 
     dtypes = [tf.string if row.dtype.kind == "O" else tf.as_dtype(row.dtype) for row in padding]
     return lambda indices: tf.numpy_function(read, [indices], dtypes)
+
+
+def _refuse_mixed(array: np.ndarray) -> None:
+    """Raises TypeError for an array of objects that are not all strings."""
+    if array.dtype.kind != "O":
+        return
+    other = next((v for v in array.flat if not isinstance(v, (str, bytes))), None)
+    if other is not None:
+        raise TypeError(
+            "`data` must be arrays of numbers or of strings. Received: an array of objects such as "
+            f"a {type(other).__name__}. Convert a table whose columns differ in type to a dict of "
+            "its columns, `dict(frame)`."
+        )
 
 
 def _dtype(array: np.ndarray) -> np.dtype:

@@ -14,6 +14,10 @@ import numpy as np
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 
+# How many examples a sampling has drawn from in this process. A sampling is a frozen value, which
+# the data does not belong to; but ε depends on their number.
+_num_examples_of: dict[Sampling, set[int]] = {}
+
 # Larger than rounding errors, smaller than any change of q that would show in ε.
 _SAME = 1e-9
 
@@ -46,6 +50,21 @@ def generator(key: bytes, purpose: bytes, number: int) -> np.random.Generator:
     """A separate generator for each (key, purpose, number)."""
     seed = int.from_bytes(derived_key(key, purpose, number), "little")
     return np.random.Generator(np.random.SFC64(seed))
+
+
+def remember_num_examples(sampling: Sampling, num_examples: int) -> None:
+    """Notes that batches of a sampling are drawn from so many examples."""
+    _num_examples_of.setdefault(sampling, set()).add(num_examples)
+
+
+def check_num_examples(sampling: Sampling, num_examples: int) -> None:
+    """Raises ValueError if a sampling has drawn from data sets of other sizes only."""
+    known = _num_examples_of.get(sampling)
+    if known and num_examples not in known:
+        raise ValueError(
+            "`num_examples` must be the size of the data set that the batches are drawn from: "
+            f"{', '.join(map(str, sorted(known)))}. Received: num_examples={num_examples!r}"
+        )
 
 
 class Sampling(abc.ABC):

@@ -49,11 +49,12 @@ def releases_left(
     delta: float,
     *,
     accountant: str = "rdp",
+    at_most: int = composition.MAX_RELEASES,
 ) -> int:
     """The number of further releases that a budget allows; `accounting.releases_left` by sampling.
 
     Guarantee: with this number ε stays within the budget, in the sense of `epsilon_spent`; with one
-    more it does not. The `steps` of a sampling do not limit the number here.
+    more it does not, unless the number is `at_most`. The `steps` of a sampling do not limit it.
     """
     check_sampling(sampling)
     if isinstance(sampling, Sampling):
@@ -69,6 +70,7 @@ def releases_left(
             *(ledger, noise_multiplier, batch_size, num_examples, epsilon, delta),
             accountant=accountant,
             in_epochs=sampling != "poisson",
+            at_most=at_most,
         )
     segments, events = composition.counted_ledger(ledger, num_examples, in_epochs=False)
 
@@ -76,7 +78,7 @@ def releases_left(
         then = Ledger.extended(segments, Segment(noise_multiplier, batch_size, n))
         return account(Releases(then, events), num_examples, delta, accountant) <= epsilon
 
-    return composition.largest(fits)
+    return composition.largest(fits, at_most=at_most)
 
 
 def check_sampling(sampling: Sampling | str) -> Sampling | str:

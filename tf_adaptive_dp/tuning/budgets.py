@@ -381,12 +381,10 @@ class Recommendation:
     def plot(self) -> Any:
         """Plots a bar for each offer: its ε, or the noise multiplier it needs if there is a budget.
 
-        Requires matplotlib (`pip install 'tf-adaptive-dp[plots]'`).
-
         Returns:
           A `matplotlib.figure.Figure`.
         """
-        from matplotlib.figure import Figure  # an extra
+        from matplotlib.figure import Figure  # takes a while to import
 
         by_noise = self.budget is not None
         shown = [o for o in self.offers if not by_noise or o.noise_multiplier is not None]

@@ -276,16 +276,8 @@ def plot(
 
     Returns:
       The `matplotlib` figure.
-
-    Raises:
-      ImportError: if matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(
-            "The plot needs matplotlib: pip install 'tf-adaptive-dp[plots]'"
-        ) from None
+    from matplotlib.figure import Figure  # takes a while to import
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     scores, budget = figure.subplots(1, 2)

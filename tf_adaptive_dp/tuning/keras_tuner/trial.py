@@ -22,6 +22,7 @@ import tensorflow as tf
 from tf_adaptive_dp._keras import models
 from tf_adaptive_dp.accounting.composition import repeated
 from tf_adaptive_dp.callbacks.common import private_optimizer
+from tf_adaptive_dp.callbacks.epoch_backup import epoch_backup, save_weights
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.sampling import sampling_epsilon
@@ -29,7 +30,6 @@ from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.statement import side_information_paragraph
 from tf_adaptive_dp.tuning.keras_tuner import arguments
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
-from tf_adaptive_dp.tuning.keras_tuner.epoch_backup import epoch_backup, save_weights
 from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
 
 # The folder with everything that only an unfinished trial needs.

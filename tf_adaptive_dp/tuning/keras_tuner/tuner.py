@@ -12,10 +12,10 @@ import keras_tuner
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.callbacks.epoch_backup import load_weights
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.tuning.keras_tuner import arguments, results, search_journal
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
-from tf_adaptive_dp.tuning.keras_tuner.epoch_backup import load_weights
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
 from tf_adaptive_dp.tuning.keras_tuner.plan import Batches, Budget, Plan, Schedule
 from tf_adaptive_dp.tuning.keras_tuner.search import Search, delete_trials

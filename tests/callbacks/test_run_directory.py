@@ -1,0 +1,49 @@
+"""A planned run that is killed at any moment resumes with its ledger and its history."""
+
+import json
+import random
+import time
+
+import numpy as np
+import pytest
+
+from tests.helpers import killable_plan as plan
+from tests.helpers.crash_injection import CrashInjector
+from tf_adaptive_dp.accounting import epsilon
+
+
+def lines(path):
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.slow
+def test_a_planned_run_may_be_killed_at_any_moment(tmp_path):
+    kills, moments = 8, random.Random(1)
+    steps = plan.EPOCHS * plan.NUM_EXAMPLES // 4
+    with CrashInjector("killable_plan") as injector:
+        for kill in range(kills + 1):
+            enough = len(lines(tmp_path / "releases")) + moments.randint(1, 6)
+
+            def moment(enough=enough):
+                end = time.monotonic() + 60
+                while len(lines(tmp_path / "releases")) < enough and time.monotonic() < end:
+                    time.sleep(0.001)
+                time.sleep(moments.uniform(0, 0.02))
+
+            code = injector.run({"folder": str(tmp_path)}, moment if kill < kills else None)
+            assert code == (-9 if kill < kills else 0), f"run {kill} ended with {code}"
+    released = lines(tmp_path / "releases")
+    assert len(set(released)) == len(released)  # no noise is repeated
+    segments, epochs, spent = json.loads(lines(tmp_path / "end")[-1])
+    assert segments == [[1.0, 4.0, steps]] and len(released) <= steps
+    starts = [json.loads(line) for line in lines(tmp_path / "starts")]
+    assert starts == sorted(starts) and len(starts) > kills / 2
+    assert epochs == list(range(len(epochs))) and epochs[-1] <= plan.EPOCHS - 1
+    assert spent == sorted(spent)
+    last = epsilon(1.0, 4 / plan.NUM_EXAMPLES, steps, plan.DELTA)
+    np.testing.assert_allclose(spent[-1], last, rtol=1e-9)
+    # Once more: the run is finished, so nothing is released.
+    with CrashInjector("killable_plan") as injector:
+        assert injector.run({"folder": str(tmp_path)}) == 0
+    assert lines(tmp_path / "releases") == released
+    assert json.loads(lines(tmp_path / "end")[-1]) == [segments, epochs, spent]

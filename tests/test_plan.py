@@ -1,0 +1,284 @@
+"""`PrivacyPlan`: one object says each number once, and the parts agree."""
+
+import functools
+
+import dp_accounting
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tests.helpers import catalogue
+from tf_adaptive_dp.accounting import Releases, epsilon
+from tf_adaptive_dp.callbacks import run_directory
+from tf_adaptive_dp.plan import PrivacyPlan
+
+N, DELTA = 64, 1e-3
+NUMBERS = {"delta": DELTA, "num_examples": N, "batch_size": 8, "epochs": 2, "accountant": "rdp"}
+X, Y = catalogue.data(N)
+
+
+@functools.cache
+def for_epsilon_2(accountant="rdp"):
+    return PrivacyPlan(2.0, **{**NUMBERS, "accountant": accountant})
+
+
+def planned(**kwargs):
+    return PrivacyPlan(**{**NUMBERS, "noise_multiplier": 1.0, **kwargs})
+
+
+def model_of(plan, optimizer=dp.DPSGD, metrics=("accuracy",), **kwargs):
+    model = catalogue.mlp()
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if optimizer is dp.DPSGD:
+        kwargs = {"learning_rate": 0.1, **kwargs}
+    model.compile(plan.optimizer(optimizer, **kwargs), loss, metrics=list(metrics))
+    return model
+
+
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
+def test_the_noise_is_the_least_that_meets_the_budget(accountant):
+    plan = for_epsilon_2(accountant)
+    assert plan.steps == 16 and plan.steps_per_epoch == 8
+
+    def spent(noise_multiplier):
+        return epsilon(noise_multiplier, 8 / N, 16, DELTA, accountant)
+
+    assert spent(plan.noise_multiplier) <= 2.0 < spent(plan.noise_multiplier * 0.998)
+    assert spent(plan.noise_multiplier * 2 / 3) > 3.0 and spent(plan.noise_multiplier * 3 / 2) < 1.4
+
+
+@pytest.mark.slow
+def test_pld_needs_less_noise_than_rdp():
+    assert for_epsilon_2("pld").noise_multiplier < 0.97 * for_epsilon_2().noise_multiplier
+
+
+def test_epsilon_of_a_noise_multiplier_is_that_of_the_accountant():
+    assert planned().epsilon == pytest.approx(epsilon(1.0, 8 / N, 16, DELTA), rel=1e-6)
+    assert planned(batch_size=7).steps_per_epoch == 9  # 9.14
+    assert planned(batch_size=N).steps_per_epoch == 1
+
+
+def test_other_events_are_paid_for():
+    event = dp_accounting.GaussianDpEvent(3.0)
+    plan = PrivacyPlan(3.0, **NUMBERS, other_events=[event])
+    released = Releases([(plan.noise_multiplier, 8.0, 16)], (event,))
+    assert plan.sampling.epsilon_spent(released, N, DELTA) <= 3.0
+    assert plan.noise_multiplier > 1.02 * PrivacyPlan(3.0, **NUMBERS).noise_multiplier
+    fixed = dp.side_information.FixedPreconditioner(catalogue.by_rank, provenance=event)
+    plan.optimizer(dp.AdaDPS, side_information=fixed, learning_rate=0.1)
+    with pytest.raises(ValueError, match="`other_events` to the plan.*GaussianDpEvent"):
+        planned().optimizer(dp.AdaDPS, side_information=fixed, learning_rate=0.1)
+
+
+def test_what_the_plan_makes_agrees_with_it():
+    plan = planned()
+    optimizer = plan.optimizer(dp.ADADP, 0.5, tolerance=0.3)
+    assert (optimizer.l2_norm_clip, optimizer.noise_multiplier) == (0.5, 1.0)
+    assert optimizer.expected_batch_size == 8.0 and optimizer.ledger.num_releases == 0
+    batches = plan.batches(X, Y)
+    assert int(batches.cardinality()) == 16
+    monitor, budget = plan.callbacks()
+    assert monitor.sampling == budget.sampling == plan.sampling
+    assert budget.steps == 16 and budget.epsilon == plan.epsilon
+
+
+BAD = {
+    "neither": ({"noise_multiplier": None}, ValueError, "either `epsilon` or `noise_multiplier`"),
+    "both": ({"epsilon": 1.0}, ValueError, "either `epsilon` or `noise_multiplier`"),
+    "delta": ({"delta": 0}, ValueError, "`delta`"),
+    "examples": ({"num_examples": 0}, ValueError, "`num_examples`"),
+    "batch": ({"batch_size": 100}, ValueError, "`batch_size` must be at most `num_examples`"),
+    "epochs": ({"epochs": 1.5}, TypeError, "`epochs`"),
+    "noise": ({"noise_multiplier": 0.0}, ValueError, "`noise_multiplier`"),
+    "no privacy": ({"noise_multiplier": 1e-9}, ValueError, "finite epsilon"),
+    "accountant": ({"accountant": "magic"}, ValueError, "`accountant`"),
+    "no budget": (
+        {"epsilon": 1e-12, "noise_multiplier": None, "delta": 1e-300},
+        ValueError,
+        "No noise multiplier meets the budget",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_numbers_are_refused(case):
+    arguments, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        planned(**arguments)
+
+
+def test_optimizers_that_are_not_the_plans_are_refused():
+    plan, model = planned(), catalogue.mlp()
+    with pytest.raises(TypeError, match="`optimizer_class`.*make_dp_optimizer_class.*SGD"):
+        plan.optimizer(tf.keras.optimizers.SGD)
+    with pytest.raises(TypeError, match="The plan sets the noise.*noise_multiplier"):
+        plan.optimizer(dp.ADADP, noise_multiplier=2.0)
+    model.compile("sgd", "mse")
+    with pytest.raises(TypeError, match="compiled with an optimizer of tf_adaptive_dp"):
+        plan.fit(model, X, Y)
+    for wrong in ({"noise_multiplier": 0.9}, {"expected_batch_size": 9.0}):
+        arguments = {"noise_multiplier": 1.0, "expected_batch_size": 8.0, **wrong}
+        model.compile(dp.DPSGD(1.0, **arguments), "mse")
+        with pytest.raises(ValueError, match="noise and the batch size of the plan.*instead of"):
+            plan.fit(model, X, Y)
+    with pytest.raises(TypeError, match="The plan determines batch_size.*batch_size=8"):
+        plan.fit(model_of(plan), X, Y, batch_size=8)
+    with pytest.raises(ValueError, match="has trained no model yet"):
+        plan.statement()
+
+
+def test_a_run_spends_what_was_planned_and_no_more():
+    plan = planned()
+    model = model_of(plan)
+    history = plan.fit(model, X, Y, validation_data=(X, Y), verbose=0)
+    assert model.optimizer.ledger.segments == [(1.0, 8.0, 16)]
+    assert history.epoch == [0, 1] and len(history.history["val_accuracy"]) == 2
+    assert history.history["epsilon"][-1] == pytest.approx(plan.epsilon)
+    text = " ".join(plan.statement(max_examples_per_user=1).split())
+    assert "Poisson sampling, for which this epsilon is a proven upper bound" in text
+    assert "Each person contributed at most one example" in text
+    with pytest.raises(dp.BudgetExceededError, match="No further step fits"):
+        plan.fit(model, X, Y, verbose=0)
+    with pytest.warns(UserWarning, match="already trained another model"):
+        plan.fit(model_of(plan), X, Y, verbose=0)
+
+
+def test_metrics_leave_padding_out():
+    # The model predicts class 1, which all examples have and padding, of class 0, has not.
+    plan = planned(epochs=1)
+    model = model_of(plan, learning_rate=0.0)
+    model.set_weights([np.zeros_like(w) for w in model.get_weights()])
+    model.layers[-1].bias.assign([0.0, 1.0, 0.0])
+    history = plan.fit(model, X, np.ones(N, int), validation_data=(X, 1 + Y // 2), verbose=0)
+    assert history.history["accuracy"] == [1.0]
+    assert history.history["val_accuracy"] == [pytest.approx(np.mean(1 + Y // 2 == 1))]
+    again = planned(epochs=1)
+    model.compile(again.optimizer(dp.ADADP), model.loss, metrics=["accuracy"])
+    model.evaluate(X, Y, verbose=0)  # its metrics exist now
+    with pytest.warns(UserWarning, match="count the padding.*weighted_metrics"):
+        again.fit(model, X, Y, verbose=0)
+
+
+class Interrupt(tf.keras.callbacks.Callback):
+    def __init__(self, after):
+        super().__init__()
+        self.left = after
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore:.*releases were not in the checkpoint")
+def test_a_run_resumes_and_is_restored_when_it_is_finished(tmp_path):
+    def run(*callbacks, **kwargs):
+        plan = planned(epochs=3, **kwargs)
+        model = model_of(plan, dp.ADADP)
+        arguments = {"callbacks": callbacks, "directory": tmp_path / "run", "verbose": 0}
+        return plan, model, plan.fit(model, X, Y, validation_data=(X, Y), **arguments)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Interrupt(11))  # in the second epoch
+    _, trained, history = run()
+    assert trained.optimizer.ledger.segments == [(1.0, 8.0, 24)]
+    assert history.epoch == [0, 1, 2]
+    assert history.history["epsilon"] == sorted(history.history["epsilon"])
+    assert history.history["epsilon"][0] == pytest.approx(epsilon(1.0, 1 / 8, 8, DELTA))
+    plan, restored, again = run()
+    assert again.history == history.history
+    for a, b in zip(trained.get_weights(), restored.get_weights()):
+        np.testing.assert_array_equal(a, b)
+    assert restored.optimizer.ledger.segments == [(1.0, 8.0, 24)]
+    assert "24 noisy gradients" in plan.statement()
+    assert {"report.html", "report.md", "report.json", "logs"} < {
+        path.name for path in (tmp_path / "run").iterdir()
+    }
+    with pytest.raises(ValueError, match="another plan.*noise_multiplier=2.0 instead of 1.0"):
+        run(noise_multiplier=2.0)
+    taken = run_directory.RunDirectory(tmp_path / "run", {}, 24)
+    with pytest.raises(RuntimeError, match="in use"):
+        run()
+    taken.close()
+
+
+def rows_of(batches, part):
+    """The distinct rows that are drawn, by what they hold."""
+    drawn = []
+    for batch in batches.take(16).as_numpy_iterator():
+        present = batch[2] > 0
+        drawn.append(part(batch)[present])
+    return np.concatenate(drawn)
+
+
+def test_data_come_as_users_have_them():
+    pandas = pytest.importorskip("pandas")
+    plan = planned(num_examples=6, batch_size=3, epochs=8)
+    x, y = np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6)
+    frame = pandas.DataFrame(x, columns=["a", "b"])
+    mixed = frame.assign(c=["u", "v"] * 3)
+    kinds = {
+        "arrays": ((x, y), lambda b: b[0][:, 0]),
+        "frame": ((frame, pandas.Series(y)), lambda b: b[0][:, 0]),
+        "columns": ((dict(mixed), y), lambda b: b[0]["a"]),
+        "list": (([x, y], y), lambda b: b[0][0][:, 0]),
+        "dataset": ((tf.data.Dataset.from_tensor_slices((x, y)),), lambda b: b[0][:, 0]),
+        "source": (([(x[i], y[i]) for i in range(6)],), lambda b: b[0][:, 0]),
+    }
+    for name, (data, part) in kinds.items():
+        if name == "source":
+            data = (tuple(data[0]),)
+        assert set(rows_of(plan.batches(*data), part)) == set(x[:, 0]), name
+    with pytest.raises(ValueError, match="`num_examples`.*5 examples, num_examples=6"):
+        plan.batches(x[:5], y[:5])
+    with pytest.raises(ValueError, match="`y` is missing"):
+        plan.batches(x)
+    with pytest.raises(ValueError, match="`sample_weight` needs `y`"):
+        plan.batches(x, None, y)
+    with pytest.raises(TypeError, match="dict of its columns"):
+        plan.batches(mixed, y)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    with pytest.raises(ValueError, match="repeats forever"):
+        plan.batches(dataset.repeat())
+    with pytest.raises(ValueError, match="shapes of the first one.*unbatch"):
+        plan.batches(dataset.batch(4))
+    with pytest.raises(TypeError, match="Each element.*dict"):
+        plan.batches(dataset.map(lambda x, y: {"x": x}))
+
+
+def test_a_plan_describes_itself_before_training():
+    text = planned(epochs=4).describe()
+    assert "noise multiplier 1\n32 steps: 4 epochs of 8 Poisson batches" in text
+    last = f"4: {np.ceil(epsilon(1.0, 1 / 8, 32, DELTA) * 1e4) / 1e4:.4f}"
+    assert text.endswith(last)
+
+
+def test_larger_batches_have_a_better_signal_at_the_same_epsilon():
+    plan = for_epsilon_2()
+    offers = plan.recommend(batch_sizes=[4, 8, 16], epochs=[2, 4])
+    assert [o.signal_to_noise for o in offers] == sorted(
+        (np.sqrt(o.steps) * o.batch_size / o.noise_multiplier for o in offers), reverse=True
+    )
+    for offer in offers:
+        q = offer.batch_size / N
+        assert epsilon(offer.noise_multiplier, q, offer.steps, DELTA) <= 2.0
+        assert epsilon(0.998 * offer.noise_multiplier, q, offer.steps, DELTA) > 2.0
+    by_size = [o.batch_size for o in offers if o.epochs == 2]
+    assert by_size == [16, 8, 4]
+
+
+@pytest.mark.slow
+def test_recommendations_around_the_plan_come_by_themselves():
+    offers = for_epsilon_2().recommend()
+    assert {offer.batch_size for offer in offers} == {4, 8, 16, 32, N}
+    assert {offer.epochs for offer in offers} == {1, 2, 4} and len(offers) == 15
+
+
+@pytest.mark.slow
+def test_accumulated_batches_count_once(tmp_path):
+    plan = planned()
+    model = model_of(plan, gradient_accumulation_steps=2)
+    history = plan.fit(model, X, Y, directory=tmp_path, verbose=0)
+    assert model.optimizer.ledger.segments == [(1.0, 8.0, 16)]
+    assert history.epoch == [0, 1]

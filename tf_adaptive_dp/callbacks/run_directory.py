@@ -1,0 +1,174 @@
+"""The directory of a training run: what lets a run that was killed resume, and what it reported."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tf_adaptive_dp._keras.generation import keras
+from tf_adaptive_dp._keras.models import allow_tensors_as_logs
+from tf_adaptive_dp.callbacks.epoch_backup import epoch_backup
+from tf_adaptive_dp.callbacks.release_log import ReleaseLog
+from tf_adaptive_dp.durable import files
+
+
+class RunHistory(keras.callbacks.Callback):
+    """The figures of every epoch, including those before the process was killed.
+
+    Args:
+      figures: a function that returns figures of the epoch that has just ended, which Keras's logs
+        do not hold.
+      path: the file that keeps the history, or `None`.
+
+    Attributes:
+      rows: one dictionary per epoch: `epoch` (from 0), `releases`, `logs` and `figures`.
+    """
+
+    def __init__(
+        self, figures: Callable[[], Mapping[str, float]], path: str | os.PathLike | None = None
+    ):
+        super().__init__()
+        self._figures, self._path = figures, None if path is None else Path(path)
+        self.rows: list[dict[str, Any]] = []
+        if self._path is not None and self._path.exists():
+            self.rows = json.loads(self._path.read_bytes())
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Adds the epoch, or replaces it if it was trained again; called by Keras."""
+        row = {
+            "epoch": epoch,
+            "releases": self.model.optimizer.ledger.num_releases,
+            "logs": {name: float(value) for name, value in (logs or {}).items()},
+            "figures": {name: float(value) for name, value in self._figures().items()},
+        }
+        self.rows = [*(r for r in self.rows if r["epoch"] < epoch), row]
+        if self._path is not None:
+            files.write(self._path, json.dumps(self.rows, indent=1).encode())
+
+
+class RunDirectory:
+    """What a run keeps: its settings, its releases, its last epoch and its history.
+
+    Guarantee: that of `ReleaseLog`; and a process that is killed at any moment leaves a directory
+    from which the run resumes at the last epoch whose end was saved.
+
+    Args:
+      path: the directory, which is created. It belongs to one run.
+      settings: the public settings of the run, which must not change.
+      steps: the number of releases of the whole run.
+
+    Attributes:
+      log: the `ReleaseLog`.
+      history_path: the file for a `RunHistory`.
+
+    Raises:
+      ValueError: if the directory belongs to a run with other settings.
+      RuntimeError: if another process uses the directory.
+    """
+
+    def __init__(self, path: str | os.PathLike, settings: Mapping[str, Any], steps: int):
+        self._path = Path(path)
+        self._path.mkdir(parents=True, exist_ok=True)
+        self.log = ReleaseLog(self._path / "releases.log", steps=steps)
+        try:
+            self._check_settings(settings)
+        except BaseException:
+            self.close()
+            raise
+        self.history_path = self._path / "history.json"
+        self._backup = epoch_backup(self._path / "backup")
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        kept = self._path / "plan.json"
+        if not kept.exists():
+            files.write(kept, json.dumps(settings, indent=1).encode())
+            return
+        before = json.loads(kept.read_bytes())
+        changed = [name for name in settings if before.get(name) != settings[name]]
+        if changed:
+            raise ValueError(
+                "`directory` holds a run of another plan. Pass a new directory, or the plan of "
+                "that run to resume it. Received: "
+                + ", ".join(f"{n}={settings[n]!r} instead of {before.get(n)!r}" for n in changed)
+            )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps of the run may have been released."""
+        return self.log.num_releases >= (self.log.steps or 0)
+
+    def callbacks(
+        self, others: Sequence[keras.callbacks.Callback]
+    ) -> list[keras.callbacks.Callback]:
+        """The callbacks for `fit`, around the others.
+
+        Args:
+          others: callbacks that report or stop; they see the restored model, and what they do at
+            the end of an epoch is done before the epoch counts as finished.
+        """
+        return [_Resume(self._backup, self.log), *others, _SaveEpoch(self._backup)]
+
+    def close(self) -> None:
+        """Lets another process use the directory."""
+        self.log.close()
+
+
+class _Resume(keras.callbacks.Callback):
+    """Restores the last epoch and announces releases, before other callbacks act."""
+
+    def __init__(self, backup: keras.callbacks.Callback, log: ReleaseLog):
+        super().__init__()
+        allow_tensors_as_logs(self)
+        self._all = (backup, log)
+
+    def set_model(self, model: keras.Model) -> None:
+        """Passes the model on; called by Keras."""
+        super().set_model(model)
+        for callback in self._all:
+            callback.set_model(model)
+
+    def set_params(self, params: dict) -> None:
+        """Passes the parameters of `fit` on; called by Keras."""
+        super().set_params(params)
+        for callback in self._all:
+            callback.set_params(params)
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Restores the model, then the ledger; called by Keras."""
+        for callback in self._all:
+            callback.on_train_begin(logs)
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Called by Keras."""
+        for callback in self._all:
+            callback.on_epoch_begin(epoch, logs)
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Announces releases; called by Keras."""
+        for callback in self._all:
+            callback.on_train_batch_begin(batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """Stops after the last step; called by Keras."""
+        for callback in self._all:
+            callback.on_train_batch_end(batch, logs)
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """Called by Keras."""
+        for callback in self._all:
+            callback.on_train_end(logs)
+
+
+class _SaveEpoch(keras.callbacks.Callback):
+    """Saves an epoch when all other callbacks have finished it."""
+
+    def __init__(self, backup: keras.callbacks.Callback):
+        super().__init__()
+        self._backup = backup
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Called by Keras."""
+        self._backup.on_epoch_end(epoch, logs)

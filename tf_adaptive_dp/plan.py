@@ -1,0 +1,560 @@
+"""One object for a private training run: it takes each number once and makes the parts agree."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import dp_accounting
+import numpy as np
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp import report as reports
+from tf_adaptive_dp._keras.generation import keras
+from tf_adaptive_dp._keras.models import leave_padding_out_of_metrics
+from tf_adaptive_dp.accounting import calibration, composition
+from tf_adaptive_dp.accounting.ledger import Releases
+from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
+from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
+from tf_adaptive_dp.callbacks.run_directory import RunDirectory, RunHistory
+from tf_adaptive_dp.sampling.datasets import as_dataset, open_source
+from tf_adaptive_dp.sampling.poisson import PoissonSampling
+from tf_adaptive_dp.statement import format_epsilon, privacy_statement
+
+__all__ = ["PlanOffer", "PrivacyPlan"]
+
+# What the plan decides, so that `fit` must not.
+_OF_THE_PLAN = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
+
+
+class PlanOffer(NamedTuple):
+    """One way to spend a budget; see `PrivacyPlan.recommend`.
+
+    Attributes:
+      batch_size: the expected batch size L.
+      epochs: the number of epochs.
+      steps: the number of noisy gradients T.
+      noise_multiplier: the σ that meets the budget.
+      signal_to_noise: √T·L/σ.
+    """
+
+    batch_size: int
+    epochs: int
+    steps: int
+    noise_multiplier: float
+    signal_to_noise: float
+
+
+class PrivacyPlan:
+    """The privacy of one training run, from ε to the trained model.
+
+        plan = PrivacyPlan(epsilon=3.0, delta=1e-5, num_examples=len(x), batch_size=256, epochs=20)
+        model.compile(plan.optimizer(tf_adaptive_dp.ADADP), loss="sparse_categorical_crossentropy")
+        plan.fit(model, x, y, validation_data=(x_test, y_test), directory="run")
+        print(plan.statement())
+
+    The plan finds the noise multiplier σ that spends ε in all steps of the run, draws Poisson
+    batches, reports ε, stops at the budget, and writes a directory from which the run resumes
+    whenever and however its process ends. All its parts are public, and each works alone.
+
+    Guarantee: (ε, δ)-DP for adding or removing one example, for everything that one model trained
+    by `fit` releases, and for every checkpoint. σ is the smallest, up to 0.1%, with
+    `sampling.epsilon_spent(σ, L, T) ≤ epsilon`. Training a second model with the plan spends ε
+    again. The number of examples is public. Losses, metrics and statistics of the training data
+    are not covered.
+
+    Args:
+      epsilon: the budget ε. Pass this or `noise_multiplier`.
+      delta: δ, which should be well below 1 / `num_examples`.
+      num_examples: the number of examples in the training set, a public constant.
+      batch_size: L, the expected number of examples in a batch. Poisson batches vary in size.
+      epochs: the number of epochs. Each has round(`num_examples` / `batch_size`) steps.
+      noise_multiplier: σ. The plan's `epsilon` then is what the run will spend.
+      accountant: `"pld"`, the tighter one, or `"rdp"`, the faster one.
+      other_events: what else about these examples the budget pays for, such as the release that
+        side information came from.
+
+    Attributes:
+      epsilon: ε.
+      noise_multiplier: σ.
+      steps_per_epoch: steps in each epoch.
+      steps: T, the number of noisy gradients of the whole run.
+      sampling: the `PoissonSampling`.
+
+    Raises:
+      TypeError, ValueError: if an argument has the wrong type or is out of its range, or no noise
+        meets the budget.
+
+    References:
+      - Abadi et al., "Deep Learning with Differential Privacy" (2016), arXiv:1607.00133.
+      - Koskela et al., "Computing Tight Differential Privacy Guarantees Using FFT" (2020),
+        arXiv:1906.03049.
+
+    >>> plan = PrivacyPlan(
+    ...     epsilon=2.0, delta=1e-4, num_examples=2_000, batch_size=100, epochs=5, accountant="rdp"
+    ... )
+    >>> plan.noise_multiplier, plan.steps, plan.sampling.max_batch_size
+    (1.3074, 100, 184)
+    """
+
+    def __init__(
+        self,
+        epsilon: float | None = None,
+        *,
+        delta: float,
+        num_examples: int,
+        batch_size: int,
+        epochs: int,
+        noise_multiplier: float | None = None,
+        accountant: str = "pld",
+        other_events: Sequence[dp_accounting.DpEvent] = (),
+    ):
+        if (epsilon is None) == (noise_multiplier is None):
+            raise ValueError(
+                "Pass either `epsilon` or `noise_multiplier`; the plan computes the other one. "
+                f"Received: epsilon={epsilon!r}, noise_multiplier={noise_multiplier!r}"
+            )
+        self.delta = composition.check_probability("delta", delta)
+        self.num_examples = checks.integer("num_examples", num_examples, 1)
+        self.batch_size = checks.integer("batch_size", batch_size, 1)
+        self.epochs = checks.integer("epochs", epochs, 1)
+        self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
+        self.other_events = tuple(other_events)
+        self.sampling = self._sampling(self.batch_size, self.epochs)
+        self.steps, self.steps_per_epoch = self.sampling.steps, self.sampling.steps // self.epochs
+        if noise_multiplier is None:
+            self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
+            self.noise_multiplier = self._least_noise(self.sampling)
+        else:
+            self.noise_multiplier = checks.number(
+                "noise_multiplier", noise_multiplier, 0, strict=True
+            )
+            self.epsilon = self._epsilon_after(self.steps)
+            if math.isinf(self.epsilon):
+                raise ValueError(
+                    "`noise_multiplier` must be large enough for a finite epsilon. Received: "
+                    f"noise_multiplier={noise_multiplier!r}"
+                )
+        self._optimizer: tf.keras.optimizers.Optimizer | None = None
+        self._model: tf.keras.Model | None = None
+        self._history: RunHistory | None = None
+
+    @property
+    def expected_batch_size(self) -> float:
+        """L, as the optimizer needs it."""
+        return self.sampling.expected_batch_size(self.num_examples)
+
+    def __repr__(self) -> str:
+        shown = ("epsilon", "delta", "num_examples", "batch_size", "epochs", "noise_multiplier")
+        values = [f"{name}={getattr(self, name)!r}" for name in (*shown, "accountant")]
+        return f"PrivacyPlan({', '.join(values)})"
+
+    def optimizer(
+        self, optimizer_class: type, l2_norm_clip: float = 1.0, **kwargs: Any
+    ) -> tf.keras.optimizers.Optimizer:
+        """Makes an optimizer with the noise and the batch size of the plan.
+
+        Args:
+          optimizer_class: `ADADP` or another optimizer class of the library.
+          l2_norm_clip: C, the bound on the L2 norm of each example's gradient.
+          **kwargs: other arguments of the class.
+
+        Raises:
+          TypeError: if the class is not one of the library's, or an argument is the plan's.
+          ValueError: if the optimizer releases more about the examples than `other_events` say.
+        """
+        given = {"noise_multiplier", "expected_batch_size", "num_microbatches"} & set(kwargs)
+        if given:
+            raise TypeError(
+                "The plan sets the noise and the batch size, and Poisson batches have no "
+                f"microbatches. Received: {', '.join(sorted(given))}"
+            )
+        if not (isinstance(optimizer_class, type) and hasattr(optimizer_class, "ledger")):
+            raise TypeError(
+                "`optimizer_class` must be an optimizer class of tf_adaptive_dp, such as "
+                "`tf_adaptive_dp.ADADP`; `make_dp_optimizer_class` makes one of a Keras class. "
+                f"Received: optimizer_class={optimizer_class!r}"
+            )
+        made = optimizer_class(
+            l2_norm_clip=l2_norm_clip,
+            noise_multiplier=self.noise_multiplier,
+            expected_batch_size=self.expected_batch_size,
+            **kwargs,
+        )
+        self._check_optimizer(made)
+        return made
+
+    def batches(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        start_step: int = 0,
+        gradient_accumulation_steps: int = 1,
+        key: bytes | None = None,
+    ) -> tf.data.Dataset:
+        """Poisson batches for `fit`, all of one shape; see `poisson_batches`.
+
+        Args:
+          x: the inputs: an array, a pandas frame, or a dict, list or tuple of arrays. Without `y`,
+            a finite `tf.data.Dataset` of single examples (x, y) or (x, y, sample_weight), which is
+            read into memory once; or a source with random access to such examples, such as
+            `tfds.data_source`.
+          y: the targets.
+          sample_weight: a weight for each example.
+          start_step: the number of draws to skip because an earlier run made them.
+          gradient_accumulation_steps: that of the optimizer.
+          key: 32 secret bytes, to continue a sequence of draws.
+
+        Raises:
+          TypeError, ValueError: if the data have a wrong type, or are not `num_examples` examples.
+        """
+        source = open_source(_examples(x, y, sample_weight), None)
+        if len(source) != self.num_examples:
+            raise ValueError(
+                "`num_examples` must be the number of examples that are trained on. Received: "
+                f"{len(source)} examples, num_examples={self.num_examples!r}"
+            )
+        return as_dataset(
+            *(source, self.sampling, start_step, key, gradient_accumulation_steps), masked=True
+        )
+
+    def callbacks(self, log_dir: str | os.PathLike | None = None) -> list[keras.callbacks.Callback]:
+        """The monitor and the budget, for those who call `model.fit` themselves.
+
+        Args:
+          log_dir: the directory for TensorBoard's files. `None` writes none.
+        """
+        monitor = PrivacyMonitor(
+            *(self.num_examples, self.delta, None if log_dir is None else str(log_dir)),
+            sampling=self.sampling,
+            accountant=self.accountant,
+        )
+        budget = PrivacyBudget(
+            *(self.epsilon, self.delta, self.num_examples),
+            sampling=self.sampling,
+            accountant=self.accountant,
+            steps=self.steps,
+        )
+        return [monitor, budget]
+
+    def fit(
+        self,
+        model: keras.Model,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        directory: str | os.PathLike | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
+        **fit_arguments: Any,
+    ) -> keras.callbacks.History:
+        """Trains a model within the budget, or resumes its training.
+
+        With a directory, the call may be repeated after any interruption: it goes on from the last
+        finished epoch, and counts what was released after it. Of a finished run it restores the
+        model. The directory also gets TensorBoard's files (`logs`) and, at the end, the report.
+
+        Metrics leave the padding of the batches out: those that were compiled without weights get
+        the batches' weights, which mark it.
+
+        Args:
+          model: a model compiled with an optimizer of the plan.
+          x: see `batches`, also for `y` and `sample_weight`.
+          y: the targets.
+          sample_weight: a weight for each example.
+          directory: where the run is kept. It belongs to this run alone. `None` keeps nothing.
+          callbacks: further callbacks.
+          **fit_arguments: other arguments of `model.fit`, such as `validation_data` and `verbose`.
+
+        Returns:
+          Keras's history, including the epochs before an interruption.
+
+        Raises:
+          TypeError, ValueError: if an argument is wrong, the optimizer is not one of the plan, or
+            the directory belongs to another plan.
+          BudgetExceededError: if the model has already spent the budget.
+        """
+        given = [name for name in _OF_THE_PLAN if name in fit_arguments]
+        if given:
+            raise TypeError(
+                f"The plan determines {', '.join(given)}. Received: "
+                + ", ".join(f"{name}={fit_arguments[name]!r}" for name in given)
+            )
+        optimizer = getattr(model, "optimizer", None)
+        self._check_optimizer(optimizer)
+        self._warn_of_second_model(model)
+        run = None if directory is None else RunDirectory(directory, self._settings(), self.steps)
+        try:
+            return self._fit(model, (x, y, sample_weight), run, directory, callbacks, fit_arguments)
+        finally:
+            if run is not None:
+                run.close()
+
+    def _fit(
+        self,
+        model: keras.Model,
+        data: tuple,
+        run: RunDirectory | None,
+        directory: str | os.PathLike | None,
+        callbacks: Sequence[keras.callbacks.Callback],
+        fit_arguments: dict[str, Any],
+    ) -> keras.callbacks.History:
+        """Trains with callbacks around a run's directory."""
+        parts = model.optimizer.parts_per_batch
+        finished = run is not None and run.is_finished
+        # A finished run draws nothing more; Keras still looks at the shapes of a batch.
+        start = 0 if run is None or finished else run.log.num_releases
+        batches = self.batches(*data, start_step=start, gradient_accumulation_steps=parts)
+        leave_padding_out_of_metrics(model)
+        monitor, budget = self.callbacks(None if directory is None else f"{directory}/logs")
+        path = None if run is None else run.history_path
+        history = RunHistory(lambda: monitor.not_private, path)
+        reporting = [monitor, *([] if finished else [budget]), *callbacks, history]
+        self._optimizer, self._model, self._history = model.optimizer, model, history
+        of_keras = model.fit(
+            batches,
+            epochs=0 if finished else self.epochs,
+            steps_per_epoch=parts * self.steps_per_epoch,
+            callbacks=reporting if run is None else run.callbacks(reporting),
+            **fit_arguments,
+        )
+        if finished:  # as `fit` does after the last epoch, for averages of the weights
+            model.optimizer.finalize_variable_values(model.trainable_variables)
+        of_keras.epoch = [row["epoch"] for row in history.rows]
+        names = {name: None for row in history.rows for name in row["logs"]}
+        of_keras.history = {
+            name: [row["logs"][name] for row in history.rows if name in row["logs"]]
+            for name in names
+        }
+        if directory is not None:
+            self.report(f"{directory}/report.html")
+        return of_keras
+
+    def statement(self, max_examples_per_user: int | None = None) -> str:
+        """The guarantee of the model that `fit` trained last; see `privacy_statement`.
+
+        Args:
+          max_examples_per_user: upper bound on the number of examples from one person.
+
+        Raises:
+          ValueError: if `fit` has not been called.
+        """
+        return privacy_statement(
+            *(self._trained_optimizer(), self.num_examples, self.delta),
+            sampling=self.sampling,
+            accountant=self.accountant,
+            max_examples_per_user=max_examples_per_user,
+        )
+
+    def report(
+        self, path: str | os.PathLike, *, audit: Any = None, test_metric: str | None = None
+    ) -> None:
+        """Writes the report of the model that `fit` trained last; see `report.write`.
+
+        Args:
+          path: the HTML page. The same report as Markdown and as JSON is written beside it, with
+            the suffixes `.md` and `.json`.
+          audit: the result of an `auditing.PrivacyAudit`, if one was made.
+          test_metric: the metric to show; by default the first one that `validation_data` gave.
+
+        Raises:
+          ValueError: if `fit` has not been called.
+        """
+        rows: list[dict[str, Any]] = [] if self._history is None else self._history.rows
+        reports.write(
+            path,
+            self._trained_optimizer(),
+            self.num_examples,
+            self.delta,
+            history=rows,
+            epsilon=self.epsilon,
+            sampling=self.sampling,
+            accountant=self.accountant,
+            model=self._model,
+            audit=audit,
+            test_metric=test_metric,
+        )
+
+    def describe(self) -> str:
+        """What the plan will do, before any training.
+
+        >>> plan = PrivacyPlan(
+        ...     noise_multiplier=1.5, delta=1e-4, num_examples=2_000, batch_size=100, epochs=4,
+        ...     accountant="rdp",
+        ... )
+        >>> print(plan.describe())
+        epsilon = 1.4249 at delta = 0.0001 for each of 2000 examples (RDP accounting)
+        noise multiplier 1.5
+        80 steps: 4 epochs of 20 Poisson batches
+        100 examples are expected in a batch, which has 184 rows
+        epsilon after epoch 1: 0.8149, 2: 1.0514, 4: 1.4249
+        """
+        shown = sorted({1, math.ceil(self.epochs / 4), math.ceil(self.epochs / 2), self.epochs})
+        spent = [
+            f"{epoch}: {format_epsilon(self._epsilon_after(epoch * self.steps_per_epoch))}"
+            for epoch in shown
+        ]
+        return "\n".join(
+            [
+                f"epsilon = {format_epsilon(self.epsilon)} at delta = {self.delta:g} for each of "
+                f"{self.num_examples} examples ({self.accountant.upper()} accounting)",
+                f"noise multiplier {self.noise_multiplier:g}",
+                f"{self.steps} steps: {self.epochs} epochs of {self.steps_per_epoch} Poisson "
+                "batches",
+                f"{self.batch_size} examples are expected in a batch, which has "
+                f"{self.sampling.max_batch_size} rows",
+                f"epsilon after epoch {', '.join(spent)}",
+            ]
+        )
+
+    def recommend(
+        self, batch_sizes: Sequence[int] | None = None, epochs: Sequence[int] | None = None
+    ) -> list[PlanOffer]:
+        """Compares ways to spend the ε of the plan, the best signal-to-noise ratio first.
+
+        T steps of norm C in one direction add up to T·C, and their noise to a standard deviation of
+        √T·σ·C/L in each weight: a ratio of √T·L/σ. It favors large batches, which cost time, and
+        does not know how many steps the training needs.
+
+        Args:
+          batch_sizes: expected batch sizes to compare; by default 1/2 to 8 times the plan's.
+          epochs: numbers of epochs to compare; by default half, once and twice the plan's.
+
+        Returns:
+          One offer for each pair.
+
+        Raises:
+          TypeError, ValueError: if an argument has the wrong type or is out of its range, or no
+            noise meets the budget.
+        """
+        if batch_sizes is None:
+            some = (self.batch_size * factor // 2 for factor in (1, 2, 4, 8, 16))
+            batch_sizes = sorted({min(max(size, 1), self.num_examples) for size in some})
+        if epochs is None:
+            epochs = sorted({max(1, self.epochs // 2), self.epochs, 2 * self.epochs})
+        offers = []
+        for size in batch_sizes:
+            for number in epochs:
+                sampling = self._sampling(size, checks.integer("epochs", number, 1))
+                noise = self._least_noise(sampling)
+                ratio = math.sqrt(sampling.steps) * size / noise
+                offers.append(PlanOffer(size, number, sampling.steps, noise, ratio))
+        return sorted(offers, key=lambda offer: -offer.signal_to_noise)
+
+    def _sampling(self, batch_size: int, epochs: int) -> PoissonSampling:
+        steps = max(1, round(self.num_examples / batch_size))
+        return PoissonSampling.for_batch_size(batch_size, self.num_examples, steps * epochs)
+
+    def _spent(self, sampling: PoissonSampling, accountant: str, noise_multiplier: float) -> float:
+        size = sampling.expected_batch_size(self.num_examples)
+        planned = Releases([(noise_multiplier, size, sampling.steps)], self.other_events)
+        return sampling.epsilon_spent(planned, self.num_examples, self.delta, accountant=accountant)
+
+    def _epsilon_after(self, steps: int) -> float:
+        planned = Releases(
+            [(self.noise_multiplier, self.expected_batch_size, steps)], self.other_events
+        )
+        return self.sampling.epsilon_spent(
+            planned, self.num_examples, self.delta, accountant=self.accountant
+        )
+
+    def _least_noise(self, sampling: PoissonSampling) -> float:
+        """The smallest noise multiplier for a sampling, up to 0.1%."""
+        guess = sampling.sampling_probability
+        guess *= math.sqrt(-2 * sampling.steps * math.log(self.delta)) / self.epsilon
+        found = calibration.least_noise(
+            functools.partial(self._spent, sampling, "rdp"), self.epsilon, 1e-3, guess=guess
+        )
+        if found is not None and self.accountant != "rdp":
+            # PLD is tighter by less than a tenth, and slow: few evaluations from there.
+            spent = functools.partial(self._spent, sampling, self.accountant)
+            found = calibration.least_noise(spent, self.epsilon, 1e-3, guess=found, factor=1.1)
+        if found is None:
+            raise ValueError(
+                "No noise multiplier meets the budget. Allow more `epsilon` or `delta`, or plan "
+                f"fewer `epochs` or smaller batches. Received: epsilon={self.epsilon!r}, "
+                f"delta={self.delta!r}, sampling={sampling!r}, other_events={self.other_events!r}"
+            )
+        return found
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("delta", "num_examples", "batch_size", "epochs", "noise_multiplier", "accountant")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "epsilon": self.epsilon,
+            "other_events": [repr(event) for event in self.other_events],
+        }
+
+    def _check_optimizer(self, optimizer: Any) -> None:
+        """Raises unless an optimizer spends what the plan accounts for."""
+        if not hasattr(optimizer, "ledger"):
+            raise TypeError(
+                "The model must be compiled with an optimizer of tf_adaptive_dp, such as "
+                f"`plan.optimizer(tf_adaptive_dp.ADADP)`. Received: optimizer={optimizer!r}"
+            )
+        wanted = (self.noise_multiplier, self.expected_batch_size)
+        noise_multiplier, size = optimizer.next_release()
+        if noise_multiplier != wanted[0] or size is None or not math.isclose(size, wanted[1]):
+            raise ValueError(
+                "The optimizer must have the noise and the batch size of the plan: make it by "
+                "`plan.optimizer(...)`. Received: "
+                f"noise_multiplier={noise_multiplier!r} and expected_batch_size={size!r} instead "
+                f"of {wanted[0]!r} and {wanted[1]!r}"
+            )
+        if list(map(repr, optimizer.ledger.other_events)) != list(map(repr, self.other_events)):
+            raise ValueError(
+                "The optimizer's side information was released by an event that the plan's budget "
+                "does not pay for. Pass the events as `other_events` to the plan. Received: "
+                f"{optimizer.ledger.other_events!r} instead of {self.other_events!r}"
+            )
+
+    def _warn_of_second_model(self, model: keras.Model) -> None:
+        before = self._optimizer
+        if before is not None and before is not model.optimizer and before.ledger.num_releases:
+            warnings.warn(
+                "This plan has already trained another model on these examples. The statement of "
+                "each model is about that model alone: publishing both, or choosing between them, "
+                "spends more. `HonestTuner` accounts for a choice.",
+                stacklevel=3,
+            )
+
+    def _trained_optimizer(self) -> tf.keras.optimizers.Optimizer:
+        if self._optimizer is None:
+            raise ValueError(
+                "The plan has trained no model yet. Call `plan.fit` first, or use "
+                "`privacy_statement` and `report.write` with an optimizer of your own."
+            )
+        return self._optimizer
+
+
+def _examples(x: Any, y: Any, sample_weight: Any) -> Any:
+    """What `open_source` reads."""
+    if y is None:
+        if sample_weight is not None:
+            raise ValueError(
+                "`sample_weight` needs `y`. A source of single examples gives its weights as "
+                "(x, y, sample_weight). Received: y=None"
+            )
+        if hasattr(x, "shape") or isinstance(x, (dict, list)):
+            raise ValueError(
+                "`y` is missing. To learn the inputs themselves, pass them twice. Received: y=None"
+            )
+        return x
+    parts = (x, y) if sample_weight is None else (x, y, sample_weight)
+    return tuple(_arrays(part) for part in parts)
+
+
+def _arrays(part: Any) -> Any:
+    """A nest of NumPy arrays, without lists, which `tf.data` would take for one array each."""
+    if isinstance(part, dict):
+        return {name: _arrays(value) for name, value in part.items()}
+    if isinstance(part, (list, tuple)) and all(hasattr(value, "shape") for value in part):
+        return tuple(_arrays(value) for value in part)
+    return np.asarray(part)
