@@ -16,7 +16,12 @@ PYTHON ?= $(foreach v,3.13 3.12 3.11 3.10 3.9, \
 STACKS = requirements/environment.sh stacks $(PYTHON)
 TFF := .venv-tff/bin
 
-PYTEST := -m pytest -n 2 --dist loadgroup --doctest-modules tests tf_adaptive_dp federated
+PYTEST := -m pytest -n 2 --dist loadgroup --doctest-modules
+# All tests run in several processes, one after the other: TensorFlow keeps every graph that it has
+# compiled, and one process for all of them would need 10 GB.
+GRADIENTS := tests/gradients
+FEDERATED := tests/federated tests/examples tests/benchmarks federated
+OTHERS := tests tf_adaptive_dp $(foreach d,$(GRADIENTS) $(FEDERATED),--ignore=$d)
 
 # Each peer of the benchmarks has an environment of its own, and a Python that its lock is for.
 PEERS := benchmarks/peers
@@ -61,10 +66,14 @@ demo-today demo-tff: demo-%: .venv-%/ready
 	.venv-$*/bin/python examples/quickstart.py
 
 test-today test-tff: test-%: .venv-%/ready
-	.venv-$*/bin/python $(PYTEST) -m "not slow"
+	.venv-$*/bin/python $(PYTEST) -m "not slow" tests tf_adaptive_dp federated
 
 test-all-today test-all-tff: test-all-%: .venv-%/ready
-	.venv-$*/bin/python $(PYTEST)
+	@status=0
+	for part in "$(GRADIENTS)" "$(FEDERATED)" "$(OTHERS)"; do
+	    .venv-$*/bin/python $(PYTEST) $$part || status=1
+	done
+	exit $$status
 
 wheel-today wheel-tff: wheel-%: .venv-%/ready
 	.venv-$*/bin/python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir dist .

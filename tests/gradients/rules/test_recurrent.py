@@ -143,12 +143,12 @@ RECURRENT = {
     "shared function with a loop": twice(lambda: Hidden(over_range)),
     "LSTM in a function": hidden(lambda layer, x: affine(layer, layer.lstm(x))),
     "function with reads around a loop": hidden(some_steps),
-}
-UNCOVERED = {
-    "another kernel in each step": hidden(lambda layer, x: over_range(layer, x, growth=0.9)),
     "a start made of variables": hidden(
         lambda layer, x: over_range(layer, x, tf.ones([tf.shape(x)[0], 4]) @ layer.recurrent)
     ),
+}
+UNCOVERED = {
+    "another kernel in each step": hidden(lambda layer, x: over_range(layer, x, growth=0.9)),
     "a gradient of its own": hidden(lambda layer, x: tf.nn.silu(affine(layer, x[:, 0]))),
     "branches": hidden(lambda layer, x: affine(layer, x[:, 0] if tf.size(x) > 2 else x[:, 1])),
     "recurrent dropout": model(lambda: layers.LSTM(3, recurrent_dropout=0.5)),

@@ -64,9 +64,9 @@ _LENGTHS = {
 # What these operations compute from one entry does not depend on the number of others.
 _ENTRY_BY_ENTRY = {
     *(*ELEMENTWISE, *_LENGTHS, *AXIS_0),
-    *"BiasAdd ConcatV2 Const ExpandDims IdentityN MirrorPad Pack Pad PadV2 Select Squeeze".split(),
-    *"TensorListPopBack TensorListPushBack TensorListSetItem Transpose Unpack".split(),
-    *"FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3".split(),
+    *"BiasAdd Bitcast ConcatV2 Const ExpandDims IdentityN MirrorPad Pack Pad PadV2".split(),
+    *"Select Squeeze TensorListPopBack TensorListPushBack TensorListSetItem Transpose".split(),
+    *"FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 Unpack".split(),
 }
 _ALONG = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1, "Roll": 2}
 _PRODUCTS = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"}
