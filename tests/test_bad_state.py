@@ -6,17 +6,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tf_adaptive_dp as dp
 from tests.helpers import catalogue
+from tf_adaptive_dp.optimizers import checked_state
 
 
-def compiled(name="DPMomentum"):
+def compiled(name="DPMomentum", **kwargs):
     model = catalogue.mlp()
-    model.compile(catalogue.make(name), loss=catalogue.loss())
+    model.compile(catalogue.make(name, **kwargs), loss=catalogue.loss())
     return model
 
 
-def trained(name="DPMomentum"):
-    model = compiled(name)
+def trained(name="DPMomentum", **kwargs):
+    model = compiled(name, **kwargs)
     catalogue.fit(model)
     return model
 
@@ -32,7 +34,7 @@ def test_a_saved_ledger_is_not_passed_over(build, tmp_path):
         model.optimizer.build(model.trainable_variables)
     with pytest.raises(ValueError, match=r"discard the ledger.*`optimizer.build\("):
         model.load_weights(tmp_path / f"{'a' if build else 'm'}.weights.h5")
-    assert model.optimizer.ledger.num_releases == 0
+    assert model.optimizer.ledger.segments == [(0.5, 8.0, 4)]  # Keras has loaded the weights
     model.optimizer.build(model.trainable_variables)
     model.load_weights(tmp_path / "m.weights.h5")
     assert model.optimizer.ledger.segments == [(0.5, 8.0, 4)]
@@ -43,6 +45,68 @@ def test_a_saved_ledger_is_not_passed_over(build, tmp_path):
     with pytest.warns(UserWarning, match="not loaded"):  # trained before, on other data
         model.load_weights(tmp_path / "p.weights.h5")
     assert model.optimizer.ledger.segments == [(0.5, 8.0, 4)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Weights that were trained by an optimizer with other slots than `compiled()` has."""
+    path = tmp_path_factory.mktemp("saved") / "a.weights.h5"
+    trained("DPAdam", noise_multiplier=0.7).save_weights(path)
+    return path
+
+
+def loaded_with_a_warning(path, trained_before):
+    model = trained() if trained_before else compiled()
+    model.optimizer.build(model.trainable_variables)
+    with pytest.warns(UserWarning, match="could not be loaded|discard the ledger|[Ss]kipping"):
+        model.load_weights(path, skip_mismatch=True)
+    return model
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_state_that_keras_skips_with_a_warning_stops_training_and_is_counted(
+    saved, trained_before
+):
+    model = loaded_with_a_warning(saved, trained_before)
+    counted = [(0.5, 8.0, 4)] * trained_before + [(0.7, 8.0, 4)]
+    assert model.optimizer.ledger.segments == counted
+    weights = model.get_weights()
+    # Of the callbacks each asks, since a step that was compiled before does not.
+    callbacks = [dp.PrivacyMonitor(1_000, 1e-3)] if trained_before else []
+    with pytest.raises(dp.NotPrivateError, match="a saved state of 4 releases"):
+        catalogue.fit(model, callbacks=callbacks)
+    for a, b in zip(model.get_weights(), weights):
+        np.testing.assert_array_equal(a, b)
+    assert model.optimizer.ledger.segments == counted
+
+
+@pytest.mark.parametrize("decision", ["count", "discard", "load"])
+def test_training_goes_on_after_a_decision(saved, decision, tmp_path):
+    model = loaded_with_a_warning(saved, trained_before=False)
+    ledger = model.optimizer.ledger
+    if decision == "count":
+        ledger.restore(ledger.segments, ledger.checks)
+    elif decision == "discard":
+        ledger.restore([])
+    else:
+        trained().save_weights(tmp_path / "m.weights.h5")
+        model.load_weights(tmp_path / "m.weights.h5")
+    catalogue.fit(model)
+    assert ledger.num_releases == {"count": 8, "discard": 4, "load": 8}[decision]
+
+
+def test_the_ledger_of_a_refused_state_is_added_with_its_checks_and_within_the_room_there_is():
+    ledger, refused = catalogue.make("DPSGD").ledger, checked_state.RefusedState()
+    ledger.restore([(2.0, 8.0, 1)] * 63, [(1, 1, 5, 0.0)] * 63)
+    other = catalogue.make("DPSGD")
+    other.ledger.restore([(1.0, 4.0, 3), (3.0, 16.0, 2)], [(3, 2, 9, 0.0), (2, 1, 7, 12.0)])
+    store = {str(k): v.numpy() for k, v in enumerate(other.variables)}
+    refused.require_decision(ledger)
+    refused.add_to(ledger, store)
+    assert ledger.segments[-2:] == [(2.0, 8.0, 1), (1.0, 16.0, 5)]
+    assert ledger.checks[-1] == (5, 3, 7, 12.0)
+    with pytest.raises(dp.NotPrivateError, match="5 releases"):
+        refused.require_decision(ledger)
 
 
 @pytest.mark.slow_after(1)

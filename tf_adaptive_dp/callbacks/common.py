@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import tensorflow as tf
 
@@ -14,12 +15,13 @@ from tf_adaptive_dp.sampling.draws import Sampling
 
 def private_optimizer(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:
     """Returns the optimizer of a model, which must be private, or raises TypeError."""
-    optimizer = getattr(model, "optimizer", None)  # before `fit` there is no model
+    optimizer: Any = getattr(model, "optimizer", None)  # before `fit` there is no model
     if not hasattr(optimizer, "ledger"):
         raise TypeError(
             "The model must be compiled with an optimizer of tf_adaptive_dp, and the callback must "
             f"be passed to `fit`. Received: optimizer={optimizer!r}"
         )
+    optimizer.require_known_state()  # a step that was compiled before does not ask
     return optimizer
 
 

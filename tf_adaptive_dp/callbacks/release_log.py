@@ -19,6 +19,7 @@ def _require_ledger(optimizer: tf.keras.optimizers.Optimizer) -> None:
         raise TypeError(
             f"The log needs an optimizer of tf_adaptive_dp. Received: optimizer={optimizer!r}"
         )
+    optimizer.require_known_state()
 
 
 class ReleaseLog(tf.keras.callbacks.Callback):

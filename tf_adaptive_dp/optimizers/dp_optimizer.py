@@ -88,6 +88,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         self._preconditioning = side_information
         self.gradients = check_method(gradients)
         self._loss_scaling = LossScaling(loss_scale)
+        self._refused_state = checked_state.RefusedState()
         self._mechanism = GaussianMechanism(
             l2_norm_clip=l2_norm_clip,
             noise_multiplier=noise_multiplier,
@@ -233,6 +234,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
           TypeError: if `loss` is not a tensor.
           ValueError: if `tape` is missing, or the optimizer was built for other variables.
         """
+        self.require_known_state()
         refusals.refuse_unsupported_setting(self)
         self._loss_scaling.refuse_wrapper(self)
         if not callable(loss) and tape is None:
@@ -376,6 +378,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         if is_built(self):
             checked_state.require_same_shapes(self.variables, weights)
         super().set_weights(weights)
+        self._refused_state.settle()
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Sets all variables from a saved model or saved weights; called by Keras.
@@ -384,10 +387,26 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
           store: arrays by their number.
 
         Raises:
-          ValueError: if they do not fit and hold releases that the ledger lacks.
+          ValueError: if they do not fit and hold releases that the ledger lacks. The ledger counts
+            these from then on, and training raises `NotPrivateError` until a state is loaded that
+            fits or `ledger.restore` says what counts: Keras may only warn and go on.
         """
-        if checked_state.can_load(self.variables, self.ledger, store):
+        try:
+            fits = checked_state.can_load(self.variables, self.ledger, store)
+        except ValueError:
+            self._refused_state.add_to(self.ledger, store)
+            raise
+        if fits:
             super().load_own_variables(store)
+            self._refused_state.settle()
+
+    def require_known_state(self) -> None:
+        """Raises if saved state was refused, and nobody has said since what it cost.
+
+        Raises:
+          NotPrivateError: see `load_own_variables`.
+        """
+        self._refused_state.require_decision(self.ledger)
 
     def get_config(self) -> dict:
         """The arguments that make the same optimizer, and the ledger.
