@@ -21,6 +21,8 @@ PUBLIC = [
     tf_adaptive_dp.gradients,
     tf_adaptive_dp.optimizers,
     tf_adaptive_dp.optimizers.baselines,
+    tf_adaptive_dp.plan,
+    tf_adaptive_dp.report,
     tf_adaptive_dp.sampling,
     tf_adaptive_dp.side_information,
     tf_adaptive_dp.tuning,

@@ -41,6 +41,9 @@ class PlanOffer(NamedTuple):
       steps: the number of noisy gradients T.
       noise_multiplier: the σ that meets the budget.
       signal_to_noise: √T·L/σ.
+
+    >>> PlanOffer(256, epochs=4, steps=100, noise_multiplier=2.0, signal_to_noise=1280.0).steps
+    100
     """
 
     batch_size: int
@@ -433,6 +436,15 @@ class PrivacyPlan:
         Raises:
           TypeError, ValueError: if an argument has the wrong type or is out of its range, or no
             noise meets the budget.
+
+        >>> plan = PrivacyPlan(
+        ...     epsilon=2.0, delta=1e-4, num_examples=2_000, batch_size=50, epochs=5,
+        ...     accountant="rdp",
+        ... )
+        >>> for offer in plan.recommend(batch_sizes=[50, 200], epochs=[5]):
+        ...     print(offer.batch_size, offer.steps, offer.noise_multiplier)
+        200 50 1.6897
+        50 200 1.0554
         """
         if batch_sizes is None:
             some = (self.batch_size * factor // 2 for factor in (1, 2, 4, 8, 16))

@@ -75,6 +75,16 @@ def write(
 
     Raises:
       TypeError, ValueError: as `privacy_statement`; or if the history has no such metric.
+
+    Example:
+      >>> import tempfile
+      >>> import tf_adaptive_dp
+      >>> optimizer = tf_adaptive_dp.ADADP(1.0, 2.0, expected_batch_size=100)
+      >>> optimizer.ledger.restore([(2.0, 100.0, 500)], [(500, 0, 0, 0.0)])
+      >>> folder = Path(tempfile.mkdtemp())
+      >>> write(folder / "report.html", optimizer, 10_000, 1e-5, sampling="poisson")
+      >>> sorted(path.name for path in folder.iterdir())
+      ['report.html', 'report.json', 'report.md']
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

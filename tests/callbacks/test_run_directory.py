@@ -41,7 +41,7 @@ def test_a_planned_run_may_be_killed_at_any_moment(tmp_path):
     assert epochs == list(range(len(epochs))) and epochs[-1] <= plan.EPOCHS - 1
     assert spent == sorted(spent)
     last = epsilon(1.0, 4 / plan.NUM_EXAMPLES, steps, plan.DELTA)
-    np.testing.assert_allclose(spent[-1], last, rtol=1e-9)
+    np.testing.assert_allclose(spent[-1], last, rtol=1e-6)
     # Once more: the run is finished, so nothing is released.
     with CrashInjector("killable_plan") as injector:
         assert injector.run({"folder": str(tmp_path)}) == 0

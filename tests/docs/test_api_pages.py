@@ -35,7 +35,8 @@ def defined_at(value):
 
 def public_objects():
     """Where each public class and function is defined, and its name."""
-    for module in (*MODULES, tf_adaptive_dp.callbacks):
+    further = (tf_adaptive_dp.callbacks, tf_adaptive_dp.plan, tf_adaptive_dp.report)
+    for module in (*MODULES, *further):
         for name in module.__all__:
             value = getattr(module, name)
             if not isinstance(value, (types.ModuleType, str)):
