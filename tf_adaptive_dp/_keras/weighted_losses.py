@@ -38,7 +38,17 @@ def multiplies_losses(op: tf.Operation, scope: str, is_known: bool) -> bool:
     if NAMES_WEIGHTS:
         return _WEIGHTED_LOSS.fullmatch(scopes[-1]) is not None
     of_loss = is_known or len(scopes) == 1 or is_loss_of_output(op, scope)
-    return of_loss and op.inputs[1].shape.rank != 0
+    return of_loss and op.inputs[1].shape.rank != 0 and (is_known or not _is_term_of_loss(op))
+
+
+def _is_term_of_loss(op: tf.Operation) -> bool:
+    """Whether the loss goes on adding in its scope: logits times labels, for example.
+
+    Keras multiplies by sample weights last.
+    """
+    scope = op.name.rpartition("/")[0]
+    users = [u for u in op.outputs[0].consumers() if u.name.startswith(f"{scope}/")]
+    return any(u.type in ("Add", "AddV2", "AddN", "Sub") for u in users)
 
 
 def is_loss_of_output(op: tf.Operation, scope: str) -> bool:
