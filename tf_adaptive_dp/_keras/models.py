@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -78,6 +79,23 @@ def allow_tensors_as_logs(callback: tf.keras.callbacks.Callback) -> None:
     Keras 3 always waits for a callback that acts on batches.
     """
     callback._supports_tf_logs = True
+
+
+def callbacks_beside(callback: tf.keras.callbacks.Callback) -> list[tf.keras.callbacks.Callback]:
+    """All callbacks of the call of `fit` that is calling one of them; itself alone outside of one.
+
+    Keras does not show a callback the list that it is in, so it is looked for among the callers.
+
+    Args:
+      callback: one whose method is running.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, keras.callbacks.CallbackList) and callback in owner.callbacks:
+            return list(owner.callbacks)
+        frame = frame.f_back
+    return [callback]
 
 
 def leave_padding_out_of_metrics(model: keras.Model) -> None:

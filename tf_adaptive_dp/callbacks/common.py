@@ -8,9 +8,64 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.models import callbacks_beside
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.draws import Sampling
+
+# What the callbacks here add to the logs. It is private, as `val_` metrics are the user's affair.
+_PRIVATE_LOGS = ("epsilon", "delta", "learning_rate", "lr", "NOT_PRIVATE")
+
+
+class PrivateCallback(tf.keras.callbacks.Callback):
+    """Base of the callbacks that read the ledger of a private optimizer.
+
+    Args:
+      optimizer: the optimizer; `None` for that of the model that `fit` trains.
+    """
+
+    def __init__(self, optimizer: tf.keras.optimizers.Optimizer | None = None):
+        super().__init__()
+        if optimizer is not None and not hasattr(optimizer, "ledger"):
+            raise TypeError(
+                "`optimizer` must be an optimizer of tf_adaptive_dp, or None for that of the model."
+                f" Received: optimizer={optimizer!r}"
+            )
+        self._optimizer = optimizer
+
+    @property
+    def optimizer(self) -> tf.keras.optimizers.Optimizer:
+        """The optimizer whose ledger counts: the one that was passed, or that of the model."""
+        if self._optimizer is None:
+            return private_optimizer(self.model)
+        self._optimizer.require_known_state()
+        return self._optimizer
+
+    def warn_of_steering(self) -> None:
+        """Warns, once in a call of `fit`, of callbacks that act on metrics without noise."""
+        beside = callbacks_beside(self)
+        if next(c for c in beside if isinstance(c, PrivateCallback)) is not self:
+            return
+        found = [
+            f"{type(c).__name__}(monitor={c.monitor!r})" for c in beside if _acts_on_training(c)
+        ]
+        if found:
+            warnings.warn(
+                "Callbacks act on metrics of the training data, which have no noise. ε does not "
+                "cover what follows from that: when training stops, which weights are kept, how "
+                f"the learning rate falls. Received: {', '.join(found)}. Monitor a metric of "
+                "public validation data ('val_…'), or decide before training (a fixed number of "
+                "epochs, a `LearningRateSchedule`, ADADP).",
+                stacklevel=3,
+            )
+
+
+def _acts_on_training(callback: tf.keras.callbacks.Callback) -> bool:
+    """Whether a callback decides by a metric that `fit` computes from the training data."""
+    monitor = getattr(callback, "monitor", None)
+    if not isinstance(monitor, str) or not getattr(callback, "save_best_only", True):
+        return False
+    return not monitor.startswith("val_") and monitor not in _PRIVATE_LOGS
 
 
 def private_optimizer(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:
@@ -19,7 +74,8 @@ def private_optimizer(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:
     if not hasattr(optimizer, "ledger"):
         raise TypeError(
             "The model must be compiled with an optimizer of tf_adaptive_dp, and the callback must "
-            f"be passed to `fit`. Received: optimizer={optimizer!r}"
+            f"be passed to `fit`. Received: optimizer={optimizer!r}. For a custom loop, or a model "
+            "with several optimizers, pass `optimizer` to the callback."
         )
     optimizer.require_known_state()  # a step that was compiled before does not ask
     return optimizer
@@ -84,15 +140,19 @@ class FedExamples:
         if steps is not None and self._released == 0:
             self._compare(optimizer, steps // optimizer.parts_per_batch)
 
-    def end_epoch(self, model: tf.keras.Model) -> None:
+    def end_epoch(self, optimizer: tf.keras.optimizers.Optimizer, was_stopped: bool) -> None:
         """Compares after an epoch, unless it was cut short or began in the middle.
+
+        Args:
+          optimizer: the private optimizer.
+          was_stopped: whether a callback stopped training.
 
         Raises:
           ValueError: if they contradict each other.
         """
-        before, self._released = self._released, model.optimizer.ledger.num_releases
-        if not model.stop_training and before == 0:
-            self._compare(model.optimizer, self._released)
+        before, self._released = self._released, optimizer.ledger.num_releases
+        if not was_stopped and before == 0:
+            self._compare(optimizer, self._released)
 
     def _compare(self, optimizer: tf.keras.optimizers.Optimizer, releases: int) -> None:
         _, size = optimizer.next_release()

@@ -10,8 +10,8 @@ from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import MAX_RELEASES, unprotected
 from tf_adaptive_dp.callbacks.common import (
     FedExamples,
+    PrivateCallback,
     begin_batches_anew,
-    private_optimizer,
     refuse_batch_over_two_passes,
 )
 from tf_adaptive_dp.errors import BudgetExceededError
@@ -19,7 +19,7 @@ from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 
 
-class PrivacyBudget(tf.keras.callbacks.Callback):
+class PrivacyBudget(PrivateCallback):
     """Stops training before the step that would exceed the budget.
 
     Guarantee: ε stays at most `epsilon`, in the sense of `PrivacyMonitor`, as long as the ledger
@@ -38,6 +38,9 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
       full_passes: whether an epoch of `fit` on shuffled batches is one pass over the data. It is
         then compared with `num_examples`. Pass `False` if `steps_per_epoch` cuts or joins passes.
       steps: the number of releases after which training stops even if more would fit.
+      optimizer: the private optimizer, for models that train with several (GANs) and for custom
+        loops, which ask `releases_left` before each step; `None` for that of the model.
+      releases_per_step: how often a step of `fit` uses the optimizer.
 
     Raises:
       TypeError, ValueError: if an argument has the wrong type or is out of its range; in training,
@@ -60,8 +63,12 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
         accountant: str = "rdp",
         full_passes: bool = True,
         steps: int | None = None,
+        optimizer: tf.keras.optimizers.Optimizer | None = None,
+        releases_per_step: int = 1,
     ):
-        super().__init__()
+        super().__init__(optimizer)
+        self._per_step = checks.integer("releases_per_step", releases_per_step, 1)
+        self._released = 0
         self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
         self.delta = composition.check_probability("delta", delta)
         self.num_examples = checks.integer("num_examples", num_examples, 1)
@@ -76,7 +83,7 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
 
     def releases_left(self) -> int:
         """How many more releases fit with the optimizer's current parameters."""
-        optimizer = private_optimizer(self.model)
+        optimizer = self.optimizer
         noise_multiplier, size = optimizer.next_release()
         if None not in (size, self.batch_size) and optimizer.expected_batch_size is None:
             self._compare_batch_size(size)
@@ -114,13 +121,17 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
                 f"checked against the budget with another. Received: batch_size={self.batch_size!r}"
             )
 
+    def _releases_per_call(self) -> int:
+        """The most that one call of the training function releases."""
+        uses = steps_per_call(self.model) * self._per_step
+        return -(-uses // self.optimizer.parts_per_batch)
+
     def _next_call_fits(self) -> bool:
-        parts = self.model.optimizer.parts_per_batch
-        return self.releases_left() >= -(-steps_per_call(self.model) // parts)
+        return self.releases_left() >= self._releases_per_call()
 
     def _require_room(self) -> None:
         if not self._next_call_fits():
-            ledger = self.model.optimizer.ledger
+            ledger = self.optimizer.ledger
             lost = unprotected(ledger.other_events)
             why = f" NOT PRIVATE: {lost[0]} alone makes epsilon infinite." if lost else ""
             raise BudgetExceededError(
@@ -132,7 +143,8 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Raises if not even the first step fits; called by Keras."""
         checks.fixed_steps_per_call(self.model)
-        optimizer = private_optimizer(self.model)
+        optimizer = self.optimizer
+        self.warn_of_steering()
         begin_batches_anew(optimizer)
         self._fed.begin(optimizer, (self.params or {}).get("steps"))
         self._priced = ()
@@ -141,13 +153,21 @@ class PrivacyBudget(tf.keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Raises if the next step became more expensive since the last check; called by Keras."""
         self._require_room()
+        self._released = self.optimizer.ledger.num_releases
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Stops training if the next step does not fit; called by Keras."""
+        released = self.optimizer.ledger.num_releases - self._released
+        if released > self._releases_per_call():
+            raise ValueError(
+                "The training step used the optimizer more often than the budget was told, so it "
+                f"cannot keep it. Received: releases_per_step={self._per_step}, and {released} "
+                f"releases in a call of {steps_per_call(self.model)} steps"
+            )
         if not self._next_call_fits():
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Rejects an accumulated batch that reaches into the next epoch; called by Keras."""
-        refuse_batch_over_two_passes(self.model.optimizer, self.sampling)
-        self._fed.end_epoch(self.model)
+        refuse_batch_over_two_passes(self.optimizer, self.sampling)
+        self._fed.end_epoch(self.optimizer, self.model.stop_training)

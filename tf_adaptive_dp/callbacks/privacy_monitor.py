@@ -11,8 +11,8 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.callbacks.common import (
     FedExamples,
+    PrivateCallback,
     begin_batches_anew,
-    private_optimizer,
     refuse_batch_over_two_passes,
 )
 from tf_adaptive_dp.sampling import sampling_epsilon
@@ -20,7 +20,7 @@ from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.statement import privacy_statement
 
 
-class PrivacyMonitor(tf.keras.callbacks.Callback):
+class PrivacyMonitor(PrivateCallback):
     """Reports the ε spent so far in `fit`'s progress line, its history and TensorBoard.
 
     At the end of each epoch the callback adds `epsilon`, `delta` and `learning_rate` to the logs.
@@ -46,7 +46,10 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
         batches of your own `"poisson"`, `"fixed"` or `"shuffled"`; see `privacy_statement`.
       accountant: `"rdp"` or the tighter `"pld"`.
       full_passes: whether an epoch of `fit` on shuffled batches is one pass over the data. It is
-        then compared with `num_examples`. Pass `False` if `steps_per_epoch` cuts or joins passes.
+        then compared with `num_examples`. Pass `False` if `steps_per_epoch` cuts or joins passes,
+        or if a step of `fit` makes several releases.
+      optimizer: the private optimizer, for models that train with several (GANs) and for custom
+        loops; `None` for that of the model.
 
     Raises:
       TypeError, ValueError: if an argument has the wrong type or is out of its range; in training,
@@ -59,6 +62,30 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
     >>> monitor = PrivacyMonitor(num_examples=60_000, delta=1e-5)
     >>> monitor.sampling
     'shuffled'
+
+    A custom loop needs three lines: one that stops before the budget is exceeded, one that writes
+    down what is about to be released, and one that reports.
+
+    >>> import tempfile
+    >>> import tf_adaptive_dp
+    >>> optimizer = tf_adaptive_dp.DPSGD(1.0, 2.0, expected_batch_size=4, learning_rate=0.1)
+    >>> weights = tf.Variable([0.0])
+    >>> numbers = {"delta": 1e-3, "num_examples": 400, "optimizer": optimizer}
+    >>> budget = tf_adaptive_dp.PrivacyBudget(epsilon=0.5, **numbers)
+    >>> monitor = tf_adaptive_dp.PrivacyMonitor(**numbers)
+    >>> log = tf_adaptive_dp.ReleaseLog(f"{tempfile.mkdtemp()}/releases.log")
+    >>> @tf.function
+    ... def step(x):
+    ...     with tf.GradientTape() as tape:
+    ...         loss = (weights - x) ** 2
+    ...     optimizer.minimize(loss, [weights], tape)
+    >>> for _ in range(100_000):
+    ...     if not budget.releases_left():  # 1.
+    ...         break
+    ...     log.announce(optimizer)  # 2.
+    ...     step(tf.ones([4]))
+    >>> print(f"epsilon = {monitor.epsilon():.2f}")  # 3.
+    epsilon = 0.50
     """
 
     def __init__(
@@ -70,8 +97,9 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
         sampling: Sampling | str = "shuffled",
         accountant: str = "rdp",
         full_passes: bool = True,
+        optimizer: tf.keras.optimizers.Optimizer | None = None,
     ):
-        super().__init__()
+        super().__init__(optimizer)
         self.num_examples = checks.integer("num_examples", num_examples, 1)
         self.delta = composition.check_probability("delta", delta)
         self.log_dir = log_dir
@@ -83,10 +111,10 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
         self.not_private: dict[str, float] = {}
 
     def epsilon(self) -> float:
-        """The ε that the model's optimizer has spent so far."""
+        """The ε that the optimizer has spent so far."""
         return sampling_epsilon.epsilon_spent(
             self.sampling,
-            private_optimizer(self.model),
+            self.optimizer,
             self.num_examples,
             self.delta,
             accountant=self.accountant,
@@ -95,7 +123,7 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
     def statement(self) -> str:
         """The guarantee in words; see `privacy_statement`."""
         return privacy_statement(
-            private_optimizer(self.model),
+            self.optimizer,
             self.num_examples,
             self.delta,
             sampling=self.sampling,
@@ -104,7 +132,8 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Checks that the optimizer is private; called by Keras."""
-        optimizer = private_optimizer(self.model)
+        optimizer = self.optimizer
+        self.warn_of_steering()
         begin_batches_anew(optimizer)
         self._released = optimizer.ledger.num_releases
         self._fed.begin(optimizer, (self.params or {}).get("steps"))
@@ -114,9 +143,9 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Reports; called by Keras."""
-        optimizer = self.model.optimizer
+        optimizer = self.optimizer
         refuse_batch_over_two_passes(optimizer, self.sampling)
-        self._fed.end_epoch(self.model)
+        self._fed.end_epoch(optimizer, self.model.stop_training)
         summary = optimizer.statistics.summary(reset=True)
         self._check_rows(optimizer)
         self._warn_of_large_batches(summary.num_examples)
@@ -194,7 +223,7 @@ class PrivacyMonitor(tf.keras.callbacks.Callback):
 
     def _warn_of_large_batches(self, num_examples: int) -> None:
         """Warns if batches were larger than the expected batch size that ε is computed for."""
-        optimizer = self.model.optimizer
+        optimizer = self.optimizer
         released = optimizer.ledger.num_releases
         steps, self._released = released - self._released, released
         _, size = optimizer.next_release()

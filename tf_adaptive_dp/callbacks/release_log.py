@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import allow_tensors_as_logs, steps_per_call
 from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.callbacks.common import PrivateCallback
 from tf_adaptive_dp.durable.ledger_file import SegmentFile
 from tf_adaptive_dp.errors import BudgetExceededError
 
@@ -22,7 +23,7 @@ def _require_ledger(optimizer: tf.keras.optimizers.Optimizer) -> None:
     optimizer.require_known_state()
 
 
-class ReleaseLog(tf.keras.callbacks.Callback):
+class ReleaseLog(PrivateCallback):
     """Counts releases that a crash would otherwise erase, because no checkpoint has them yet.
 
     A checkpoint restores the ledger as it was saved. Later steps are forgotten, although their
@@ -52,6 +53,9 @@ class ReleaseLog(tf.keras.callbacks.Callback):
         ledger holds them. `None` leaves the end to `fit`.
       fsync: whether to wait for the disk before each call, so that the log also survives a power
         failure.
+      optimizer: the private optimizer, for models that train with several (GANs); `None` for that
+        of the model.
+      releases_per_step: how often a step of `fit` uses the optimizer.
 
     Raises:
       TypeError, ValueError: if an argument has the wrong type or is out of its range; if the file
@@ -80,8 +84,17 @@ class ReleaseLog(tf.keras.callbacks.Callback):
       (3, 9)
     """
 
-    def __init__(self, path: str | os.PathLike, *, steps: int | None = None, fsync: bool = False):
-        super().__init__()
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        steps: int | None = None,
+        fsync: bool = False,
+        optimizer: tf.keras.optimizers.Optimizer | None = None,
+        releases_per_step: int = 1,
+    ):
+        super().__init__(optimizer)
+        self._per_step = checks.integer("releases_per_step", releases_per_step, 1)
         allow_tensors_as_logs(self)
         self.steps = None if steps is None else checks.integer("steps", steps, 1)
         if not isinstance(path, (str, os.PathLike)):
@@ -185,14 +198,18 @@ class ReleaseLog(tf.keras.callbacks.Callback):
         more = Segment(noise_multiplier, batch_size, num_releases)
         self._file.write(optimizer.ledger.extended(self._released, more))
 
+    def _of_training(self) -> tf.keras.optimizers.Optimizer:
+        return self.model.optimizer if self._optimizer is None else self._optimizer
+
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Reconciles the ledger for callbacks that read it; called by Keras."""
+        self.warn_of_steering()
         checks.fixed_steps_per_call(self.model)
-        self.reconcile(self.model.optimizer)
+        self.reconcile(self._of_training())
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Reconciles the ledger after a later callback restored it; called by Keras."""
-        self.reconcile(self.model.optimizer)
+        self.reconcile(self._of_training())
         if self.steps is not None and self.num_releases >= self.steps:
             raise BudgetExceededError(
                 "The run already has all its releases. Received: "
@@ -201,17 +218,18 @@ class ReleaseLog(tf.keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Announces the steps of one call of the training function; called by Keras."""
-        optimizer, steps = self.model.optimizer, steps_per_call(self.model)
-        self.announce(optimizer, -(-steps // optimizer.parts_per_batch))
+        optimizer = self._of_training()
+        uses = steps_per_call(self.model) * self._per_step
+        self.announce(optimizer, -(-uses // optimizer.parts_per_batch))
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Stops after the last step of the run; called by Keras."""
-        if self.steps is not None and self.model.optimizer.ledger.num_releases >= self.steps:
+        if self.steps is not None and self._of_training().ledger.num_releases >= self.steps:
             self.model.stop_training = True
 
     def on_train_end(self, logs: dict | None = None) -> None:
         """Takes back announced releases that did not happen; called by Keras."""
-        self.reconcile(self.model.optimizer)
+        self.reconcile(self._of_training())
         self._file.write(self._released)
         self._released = self._file.segments
 
