@@ -1,4 +1,7 @@
-"""The programs in README, docs/stacks.md and docs/federated.md run as they are printed."""
+"""The programs in README and in pages that build on a model of the reader's run as printed.
+
+tests/docs/test_programs.py runs those of the other pages.
+"""
 
 import importlib.util
 import os
@@ -13,10 +16,10 @@ from tests.helpers import ROOT
 # What a reader has already: a model with its data, and a model with its clients.
 MODEL = """
 import keras
-import tensorflow as tf
-model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3)])
-examples = tf.random.normal([60_000, 4]), tf.zeros([60_000], tf.int32)
-train = tf.data.Dataset.from_tensor_slices(examples)
+import numpy as np
+model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, activation="softmax")])
+x, y = np.random.default_rng(0).normal(size=[2_000, 4]), np.zeros(2_000)
+x_test, y_test = x, y
 """
 CLIENTS = """
 import tensorflow as tf
@@ -70,18 +73,22 @@ def output_of(code, folder, **environment):
 @pytest.mark.parametrize(
     ("document", "containing", "before", "says"),
     [
-        ("README.md", "model.fit(", MODEL, r"epsilon: [\d.]+"),
-        ("README.md", "HonestTuner(", "", r"epsilon = (2\.9\d*|3\.0000) and delta = 1e-05"),
-        ("README.md", "recommend(", "", r"2\.86"),
+        ("README.md", "plan.fit(", MODEL, r"epsilon = (2\.9\d*|3\.0000) and delta = 1e-05"),
+        (
+            "docs/how-to/tune-honestly.md",
+            "HonestTuner(",
+            "",
+            r"epsilon = (2\.9\d*|3\.0000) and delta = 1e-05",
+        ),
+        ("docs/how-to/tune-honestly.md", "recommend(", "", r"2\.86"),
         ("docs/stacks.md", "model.save(", "", r"epsilon: [\d.]+"),
-        pytest.param("README.md", "build_dp_fed_avg(", CLIENTS, None, marks=without_tff),
         pytest.param(
             *("docs/federated.md", "federated.train(", CLIENTS),
             r"epsilon = [\d.]+ and delta = 1e-05",
             marks=without_tff,
         ),
     ],
-    ids=["fit", "HonestTuner", "recommend", "stacks", "federated", "federated.train"],
+    ids=["plan", "HonestTuner", "recommend", "stacks", "federated.train"],
 )
 def test_the_program_runs(document, containing, before, says, tmp_path):
     code = program(document, containing).replace("500", "2")  # rounds

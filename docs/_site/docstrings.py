@@ -12,7 +12,6 @@ from typing import Any
 import griffe
 
 ROOT = pathlib.Path(__file__).parents[2]
-DOCTEST = re.compile(r"^>>> .*(?:\n(?!\n|>>> ).+|\n>>> .*)*", re.M)
 # "Guarantee: ..." and what else opens a paragraph that an auditor should not miss.
 GUARANTEE = re.compile(r"^(Guarantee)s?: ?((?:.+\n?)+)", re.M)
 
@@ -29,6 +28,21 @@ def shared_texts() -> dict[str, str]:
     return ast.literal_eval(texts)
 
 
+def fenced(docstring: str) -> str:
+    """The docstring with each doctest in a fence, at the indentation that it has."""
+    lines: list[str] = []
+    indent = None  # of the doctest that is open
+    for line in [*docstring.splitlines(), ""]:
+        if indent is not None and not line.strip():
+            lines.append(f"{indent}```")
+            indent = None
+        elif indent is None and line.lstrip().startswith(">>> "):
+            indent = line[: len(line) - len(line.lstrip())]
+            lines.append(f"{indent}```pycon")
+        lines.append(line)
+    return "\n".join(lines).rstrip()
+
+
 def readable(docstring: str) -> str:
     """The docstring with its placeholders filled in, guarantees set off and doctests in fences."""
     for name, text in shared_texts().items():
@@ -36,7 +50,7 @@ def readable(docstring: str) -> str:
     docstring = GUARANTEE.sub(
         lambda found: f'!!! guarantee "Guarantee"\n{textwrap.indent(found[2], "    ")}', docstring
     )
-    return DOCTEST.sub(lambda found: f"```pycon\n{found[0]}\n```", docstring)
+    return fenced(docstring)
 
 
 class Docstrings(griffe.Extension):
