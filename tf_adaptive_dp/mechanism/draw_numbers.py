@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import ancestors
-from tf_adaptive_dp._keras.variables import uncounted_variables
+from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 
@@ -242,6 +242,8 @@ class SeenDraws:
         entry = tf.where(known, tf.stack([number, release]), tf.gather(entries, place))
         distance = tf.where(before, distance, -tf.ones_like(distance))
         with tf.control_dependencies([distance]):
-            written = seen.scatter_nd_update([tf.stack([bucket, place])], [entry])
+            # A `MirroredStrategy` with one replica wraps the variable, and wrappers cannot scatter.
+            (own,) = local_copies(seen)
+            written = own.scatter_nd_update([tf.stack([bucket, place])], [entry])
         with tf.control_dependencies([tf.gather(written, bucket)]):
             return tf.identity(distance)
