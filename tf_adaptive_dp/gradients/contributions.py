@@ -141,7 +141,7 @@ class DenseGradient(Contribution):
     """Explicit gradients, [B, *shape]; sizes of the shape may be unknown."""
 
     def __init__(self, shape: Sequence[int], rows: tf.Tensor):
-        if None not in shape:
+        if None not in shape and rows.shape[1:] != shape:
             rows = tf.reshape(rows, tf.concat([tf.shape(rows)[:1], shape], 0))
         super().__init__(shape, rows)
 
@@ -213,7 +213,7 @@ class OuterGradient(Contribution):
         return in_chunks([self], scale, shift)
 
     def _single_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
-        x, delta = (t[:, 0, 0] for t in self.tensors)
+        x, delta = (tf.squeeze(t, [1, 2]) for t in self.tensors)
         lengths = [tf.reduce_sum(tf.square(t), 1) for t in (x, delta)]
         if scale is None:
             norms = lengths[0] * lengths[1] + self._unseen(*lengths)

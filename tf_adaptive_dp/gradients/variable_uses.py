@@ -90,7 +90,7 @@ class AxisTransform(NamedTuple):
           tensor: has `leading` axes, then those of the view.
           leading: how many axes at the front stay as they are.
         """
-        front = tf.shape(tensor)[:leading]
+        front = tf.shape(tensor)[:leading] if leading else []
         for (kind, *argument), before in zip(reversed(self.steps), reversed(self.shapes[:-1])):
             if kind == "negate":
                 tensor = -tensor

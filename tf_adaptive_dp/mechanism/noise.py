@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -38,7 +40,8 @@ def _threefry(key: tf.Tensor, block: tf.Tensor, release: tf.Tensor) -> tuple[tf.
       - Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011), SC '11.
     """
     left, right = tf.bitwise.left_shift, tf.bitwise.right_shift
-    xor, word = tf.bitwise.bitwise_xor, lambda value: tf.constant(value, tf.uint32)
+    xor = tf.bitwise.bitwise_xor
+    word = functools.cache(lambda value: tf.constant(value, tf.uint32))  # few operations to trace
     keys = [key[0], key[1], xor(xor(key[0], key[1]), word(0x1BD11BDA))]
     a, b = block + keys[0], release + keys[1]
     for group in range(5):
@@ -255,13 +258,13 @@ class GaussianNoise:
     ) -> list[tf.Tensor]:
         """Normal numbers in the shapes of `sums`."""
         # One draw for all variables is cheaper, and no two variables can share a stream.
-        shapes = [tf.shape(s) for s in sums]
-        sizes = [tf.reduce_prod(shape) for shape in shapes]
-        ends = tf.cumsum([-(-size // _ALIGNED) * _ALIGNED for size in sizes])
+        known = all(s.shape.is_fully_defined() for s in sums)
+        shapes = [s.shape if known else tf.shape(s) for s in sums]
+        sizes = [s.num_elements() if known else tf.reduce_prod(s) for s in shapes]
+        ends = list(itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
         pairs = _normal_pairs(ends[-1], _own_key(key), release)
         flat = tf.reshape(tf.bitcast(pairs, tf.float32), [-1])
-        starts = tf.unstack(tf.concat([[0], ends[:-1]], axis=0))
-        parts = [tf.slice(flat, [start], [size]) for start, size in zip(starts, sizes)]
+        parts = [tf.slice(flat, [start], [size]) for start, size in zip([0, *ends], sizes)]
         return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]
 
 

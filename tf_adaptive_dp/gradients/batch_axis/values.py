@@ -133,5 +133,7 @@ def by_example(
 
 def static_or_dynamic_shape(tensor: tf.Tensor) -> list:
     """The sizes of the axes of a tensor, as numbers where they are known."""
+    if tensor.shape.is_fully_defined():
+        return tensor.shape.as_list()
     dynamic = tf.shape(tensor)
     return [dynamic[a] if n is None else n for a, n in enumerate(tensor.shape)]

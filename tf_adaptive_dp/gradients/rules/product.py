@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import tensorflow as tf
 
 from tf_adaptive_dp.gradients.batch_axis.operation_types import product_terms
+from tf_adaptive_dp.gradients.batch_axis.values import static_or_dynamic_shape
 from tf_adaptive_dp.gradients.contributions import OuterGradient, VariableContribution
 from tf_adaptive_dp.gradients.rules.registry import RuleContext, register_rule
 
@@ -61,28 +64,17 @@ def _arrange(rows: tf.Tensor, term: str, batch: str, blocks: list[list[str]]) ->
     order = [0, 1] + [2 + letters.index(c) for block in blocks for c in block]
     if order != list(range(len(order))):
         rows = tf.transpose(rows, order)
-    shape, place, sizes = tf.shape(rows), 2, []
+    shape, place, sizes = static_or_dynamic_shape(rows), 2, []
     for block in blocks:
-        static = rows.shape[place : place + len(block)]
-        known = static.is_fully_defined()
-        sizes.append(
-            static.num_elements() if known else tf.reduce_prod(shape[place : place + len(block)])
-        )
+        sizes.append(math.prod(shape[place : place + len(block)]))
         place += len(block)
-    front = [shape[a] if n is None else n for a, n in enumerate(rows.shape[:2])]
-    return tf.reshape(rows, [*front, *sizes])
+    return tf.reshape(rows, [*shape[:2], *sizes])
 
 
 def _merge_times(rows: tf.Tensor, groups: int, width: int) -> tf.Tensor:
     """From [B, T, times, G, n] to [B, T·times, G, n]."""
-    first, second = rows.shape[1:3]
-    dynamic = tf.shape(rows)
-    if first is not None and second is not None:
-        times = first * second
-    else:
-        times = dynamic[1] * dynamic[2]
-    front = dynamic[0] if rows.shape[0] is None else rows.shape[0]
-    return tf.reshape(rows, [front, times, groups, width])
+    front, first, second = static_or_dynamic_shape(rows)[:3]
+    return tf.reshape(rows, [front, first * second, groups, width])
 
 
 def _count(size: dict[str, int], letters: list[str]) -> int:
