@@ -54,29 +54,42 @@ def test_epsilon_shows_in_the_progress_line(capsys):
 
 
 def test_tensorboard_gets_the_figures_under_tags_that_say_what_is_private(tmp_path):
-    train("ADADP", [dp.PrivacyMonitor(N, DELTA, tmp_path / "logs", full_passes=False)])
+    raw = "raw_gradients_NOT_PRIVATE"
+    monitor = dp.PrivacyMonitor(N, DELTA, tmp_path / "logs", full_passes=False)
+    budget = dp.PrivacyBudget(99.0, DELTA, N, batch_size=8, full_passes=False)
+    train("ADADP", [monitor, budget])
     (path,) = glob.glob(str(tmp_path / "logs" / "*"))
-    values = {}
+    values, described = {}, set()
     for record in tf.data.TFRecordDataset(path):
         for value in tf.compat.v1.Event.FromString(record.numpy()).summary.value:
-            values.setdefault(value.tag, []).append(float(tf.make_ndarray(value.tensor)))
+            plugin = value.metadata.plugin_data.plugin_name
+            if plugin == "scalars":
+                values.setdefault(value.tag, []).append(float(tf.make_ndarray(value.tensor)))
+            else:
+                described.add(plugin)
     assert set(values) == {
         "privacy/epsilon",
-        "privacy/delta",
-        "training/learning_rate",
-        "adadp/error",
-        "adadp/acceptance",
-        "not_private/clipped_share",
-        "not_private/non_finite_examples",
-        "not_private/gradient_norm_quantile_0.1",
-        "not_private/gradient_norm_quantile_0.5",
-        "not_private/gradient_norm_quantile_0.9",
+        "privacy/epsilon_budget",
+        "privacy/learning_rate",
+        "privacy/noise_to_signal",
+        "privacy/share_clipped_NOT_PRIVATE",
+        "step_size/error",
+        "step_size/acceptance",
+        *(f"{raw}/{name}" for name in ("clipped_share", "non_finite_examples")),
+        *(f"{raw}/gradient_norm_quantile_{q}" for q in (0.1, 0.5, 0.9)),
     }
     assert values["privacy/epsilon"] == pytest.approx(
         [epsilon(1.0, 8 / N, steps, DELTA) for steps in (4, 8)]
     )
-    assert 0 < values["not_private/clipped_share"][0] <= 1
-    assert values["adadp/error"][0] > 0
+    assert 0 < values[f"{raw}/clipped_share"][0] <= 1
+    assert values[f"{raw}/clipped_share"] == values["privacy/share_clipped_NOT_PRIVATE"]
+    assert values["step_size/error"][0] > 0
+    assert values["privacy/epsilon_budget"] == [99.0, 99.0]
+    # σ√d / L, of (6 + 1)·5 + (5 + 1)·3 parameters
+    assert values["privacy/noise_to_signal"] == pytest.approx([np.sqrt(53) / 8] * 2)
+    # TensorBoard sorts groups by name and opens the first.
+    assert min(values) == "privacy/epsilon"
+    assert described == {"custom_scalars", "hparams"}
 
 
 def test_the_monitor_warns_of_batches_larger_than_the_expected_size():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.models import callbacks_beside
+from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.callbacks.common import (
     FedExamples,
@@ -15,6 +18,8 @@ from tf_adaptive_dp.callbacks.common import (
     begin_batches_anew,
     refuse_batch_over_two_passes,
 )
+from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
+from tf_adaptive_dp.callbacks.tensorboard import TensorBoardLog
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.statement import privacy_statement
@@ -25,17 +30,20 @@ class PrivacyMonitor(PrivateCallback):
 
     At the end of each epoch the callback adds `epsilon`, `delta` and `learning_rate` to the logs.
     It also adds `NOT_PRIVATE` with the value 1 if ε is infinite, because something was released
-    without noise or side information came from the private data without privacy. TensorBoard shows
-    these under `privacy/` and `training/`, and ADADP's error and acceptance under `adadp/`, which
-    are private because they depend on released gradients only. Under `not_private/` it shows
-    statistics of the raw gradients: the share of clipped examples, quantiles of the norms, and
-    examples that were not finite.
+    without noise or side information came from the private data without privacy.
+
+    TensorBoard shows these first, in the group `privacy/`, with the ε of a `PrivacyBudget` beside
+    it and the norm of a step's noise relative to the largest norm of its signal; its page "Custom
+    scalars" shows ε against the budget in one chart, and "HParams" the public settings. ADADP's
+    error and acceptance are under `step_size/`; they are private because they depend on released
+    gradients only. Under `raw_gradients_NOT_PRIVATE/` are statistics of the raw gradients: the
+    share of clipped examples, quantiles of the norms, and examples that were not finite.
 
     Guarantee: ε covers everything in the optimizer's ledger, for adding or removing one example
     and Poisson sampling with probability L / `num_examples`. For shuffled batches this is the
     customary approximation, as `statement()` says. For fixed-size subsets ε is for replacing one
     example. A sampling object is compared with what the optimizer saw and released, and an error
-    reports any difference; a label is taken on trust. The values under `not_private/`, the training
+    reports any difference; a label is taken on trust. What is marked `NOT_PRIVATE`, the training
     loss and the metrics are not covered: do not publish them.
 
     Args:
@@ -57,7 +65,7 @@ class PrivacyMonitor(PrivateCallback):
 
     Attributes:
       not_private: statistics of the raw gradients of the last epoch, by their names under
-        `not_private/`.
+        `raw_gradients_NOT_PRIVATE/`.
 
     >>> monitor = PrivacyMonitor(num_examples=60_000, delta=1e-5)
     >>> monitor.sampling
@@ -106,7 +114,7 @@ class PrivacyMonitor(PrivateCallback):
         self.sampling = sampling_epsilon.check_sampling(sampling)
         self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
         self._fed = FedExamples(self.num_examples, self.sampling, full_passes)
-        self._writer: tf.summary.SummaryWriter | None = None
+        self._board: TensorBoardLog | None = None
         self._new_run = False
         self.not_private: dict[str, float] = {}
 
@@ -139,7 +147,10 @@ class PrivacyMonitor(PrivateCallback):
         self._fed.begin(optimizer, (self.params or {}).get("steps"))
         self._check_sampling(optimizer)
         if self.log_dir is not None:
-            self._writer = tf.summary.create_file_writer(str(self.log_dir))
+            self._board = TensorBoardLog(self.log_dir, self._settings(optimizer))
+        self._budget = next(
+            (c.epsilon for c in callbacks_beside(self) if isinstance(c, PrivacyBudget)), None
+        )
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Reports; called by Keras."""
@@ -152,10 +163,9 @@ class PrivacyMonitor(PrivateCallback):
         private = {
             "epsilon": self.epsilon(),
             "delta": self.delta,
-            "learning_rate": float(tf.convert_to_tensor(optimizer.learning_rate).numpy()),
+            "learning_rate": _learning_rate(optimizer),
         }
-        not_private = math.isinf(private["epsilon"])
-        if not_private:
+        if math.isinf(private["epsilon"]):
             private["NOT_PRIVATE"] = 1.0  # appears next to ε wherever logs go
         if logs is not None:
             logs.update(private)
@@ -165,29 +175,56 @@ class PrivacyMonitor(PrivateCallback):
         }
         for quantile, norm in summary.norm_quantiles.items():
             self.not_private[f"gradient_norm_quantile_{quantile}"] = norm
-        if self._writer is None:
+        if self._board is None:
             return
-        scalars = {
-            "privacy/epsilon": private["epsilon"],
-            "privacy/delta": self.delta,
-            "training/learning_rate": private["learning_rate"],
-            **{f"not_private/{name}": value for name, value in self.not_private.items()},
-        }
-        if not_private:
-            scalars["privacy/NOT_PRIVATE"] = 1.0
+        del private["delta"]  # a setting, which it shows among others
+        if self._budget is not None:
+            private["epsilon_budget"] = self._budget
+        noise_to_signal = self._noise_to_signal(optimizer)
+        if noise_to_signal is not None:
+            private["noise_to_signal"] = noise_to_signal
+        step_size = {}
         if hasattr(optimizer, "acceptance"):
-            scalars["adadp/error"] = optimizer.last_error
-            scalars["adadp/acceptance"] = optimizer.acceptance
-        with self._writer.as_default(step=epoch):
-            for tag, value in scalars.items():
-                tf.summary.scalar(tag, value)
-        self._writer.flush()
+            step_size = {"error": optimizer.last_error, "acceptance": optimizer.acceptance}
+        self._board.write(epoch, private, self.not_private, step_size)
 
     def on_train_end(self, logs: dict | None = None) -> None:
         """Closes TensorBoard's file; called by Keras."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def _settings(self, optimizer: Any) -> dict[str, Any]:
+        """The settings of the run, all of them public; `None` for what needs no mention.
+
+        TensorBoard sorts them by name and shows the first five.
+        """
+        clipping = getattr(optimizer.clipping, "method", type(optimizer.clipping).__name__)
+        parts = optimizer.parts_per_batch
+        sampling = self.sampling if isinstance(self.sampling, str) else self.sampling.label
+        return {
+            "optimizer": type(optimizer).__name__,
+            "l2_norm_clip": optimizer.l2_norm_clip,
+            "noise_multiplier": optimizer.noise_multiplier,
+            "expected_batch_size": optimizer.expected_batch_size,
+            "clipping": None if clipping == "flat" else clipping,
+            "num_microbatches": optimizer.num_microbatches,
+            "gradient_accumulation_steps": None if parts == 1 else parts,
+            "learning_rate": _learning_rate(optimizer),
+            "num_examples": self.num_examples,
+            "delta": self.delta,
+            "sampling": sampling,
+            "privacy_accountant": self.accountant,
+        }
+
+    def _noise_to_signal(self, optimizer: Any) -> float | None:
+        """σ√d / L, from public numbers; `None` if the optimizer's variables are not the model's."""
+        _, size = optimizer.next_release()
+        if optimizer is not self.model.optimizer or not size:
+            return None
+        variables = [native(v) for v in self.model.trainable_variables]
+        num_parameters = sum(v.shape.num_elements() for v in variables)
+        return optimizer.noise_multiplier * math.sqrt(num_parameters) / size
 
     def _check_sampling(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         """Rejects, before training, an optimizer whose settings do not fit the sampling."""
@@ -238,3 +275,7 @@ class PrivacyMonitor(PrivateCallback):
                 "`optimizer.expected_batch_size` to the real mean.",
                 stacklevel=2,
             )
+
+
+def _learning_rate(optimizer: tf.keras.optimizers.Optimizer) -> float:
+    return float(tf.convert_to_tensor(optimizer.learning_rate).numpy())
