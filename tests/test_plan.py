@@ -136,7 +136,7 @@ def test_a_run_spends_what_was_planned_and_no_more():
     assert history.epoch == [0, 1] and len(history.history["val_accuracy"]) == 2
     assert history.history["epsilon"][-1] == pytest.approx(plan.epsilon)
     text = " ".join(plan.statement(max_examples_per_user=1).split())
-    assert "Poisson sampling, for which this epsilon is a proven upper bound" in text
+    assert "drawn by Poisson sampling" in text and "with probability 0.125" in text
     assert "Each person contributed at most one example" in text
     with pytest.raises(dp.BudgetExceededError, match="No further step fits"):
         plan.fit(model, X, Y, verbose=0)

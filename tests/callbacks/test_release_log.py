@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
+from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp.accounting.ledger import Releases, Segment
 from tf_adaptive_dp.durable import ledger_file as files
 from tf_adaptive_dp.durable.ledger_file import SegmentFile
@@ -52,6 +53,9 @@ def release(optimizer):
     optimizer.ledger.record(*optimizer.next_release())
 
 
+OLD = GENERATION == 2
+
+
 class Watch(tf.keras.callbacks.Callback):
     """Reads log and ledger before each call of the training function."""
 
@@ -68,8 +72,9 @@ class Watch(tf.keras.callbacks.Callback):
     "steps, seen",
     [
         (1, [(n, n + 1) for n in range(8)]),
-        (3, [(0, 3), (3, 4), (4, 7), (7, 8)]),  # epochs of 4 steps
-        (8, [(0, 4), (4, 8)]),
+        # Epochs of 4 steps. Only Keras 2 knows that the last call of an epoch makes fewer.
+        (3, [(0, 3), (3, 4), (4, 7), (7, 8)] if OLD else [(0, 3), (3, 6), (4, 7), (7, 10)]),
+        (8, [(0, 4), (4, 8)] if OLD else [(0, 8), (4, 12)]),
     ],
 )
 def test_the_log_counts_releases_before_they_happen(tmp_path, steps, seen):

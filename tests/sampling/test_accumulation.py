@@ -167,7 +167,7 @@ def test_the_monitor_knows_the_rows_of_a_part(sampling, rows, k, fits):
 @pytest.mark.parametrize(("steps", "k"), [(1, 1), (6, 1), (1, 4), (4, 4), (5, 4), (8, 4), (9, 4)])
 def test_the_budget_counts_releases_and_not_parts(steps, k, monkeypatch):
     budget = dp.PrivacyBudget(1.0, DELTA, N)
-    optimizer = SimpleNamespace(parts_per_batch=k)
+    optimizer = SimpleNamespace(parts_per_batch=k, ledger=None, require_known_state=lambda: None)
     budget.set_model(
         SimpleNamespace(optimizer=optimizer, _steps_per_execution=steps, steps_per_execution=steps)
     )

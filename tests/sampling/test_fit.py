@@ -134,7 +134,7 @@ def test_the_budget_counts_what_the_monitor_counts():
     model = catalogue.mlp()
     optimizer = dp.DPSGD(1.0, 1.0, learning_rate=0.1, expected_batch_size=20.0)
     model.compile(optimizer, loss=catalogue.loss())
-    x, y = (np.repeat(part, 20, axis=0)[:N] for part in catalogue.data())
+    x, y = (np.repeat(part, 32, axis=0)[:N] for part in catalogue.data())
     budget = dp.PrivacyBudget(limit, DELTA, N, sampling=sampling)
     model.fit(dp.poisson_batches((x, y), sampling), epochs=1, verbose=0, callbacks=[budget])
     assert model.optimizer.ledger.num_releases == 7

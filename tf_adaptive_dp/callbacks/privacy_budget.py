@@ -134,10 +134,10 @@ class PrivacyBudget(PrivateCallback):
             ledger = self.optimizer.ledger
             lost = unprotected(ledger.other_events)
             why = f" NOT PRIVATE: {lost[0]} alone makes epsilon infinite." if lost else ""
+            limit = "" if self.steps is None else f", steps={self.steps}"
             raise BudgetExceededError(
                 f"No further step fits into the budget.{why} Received: epsilon={self.epsilon}, "
-                f"delta={self.delta}, steps={self.steps}, with {ledger.num_releases} releases in "
-                "the ledger."
+                f"delta={self.delta}{limit}, with {ledger.num_releases} releases in the ledger."
             )
 
     def on_train_begin(self, logs: dict | None = None) -> None:
