@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from tests.helpers import ROOT
+from tf_adaptive_dp._keras.generation import GENERATION
 
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
@@ -37,6 +38,8 @@ PAGES = {
 def test_the_programs_of_a_page_run(name, tmp_path):
     if name in OF_TFF and WITHOUT_TFF:
         pytest.skip("TensorFlow Federated is for the older stack")
+    if GENERATION == 2 and not name.startswith("api/") and name not in OF_TFF:
+        pytest.skip("these pages are written for Keras 3")
     done = subprocess.run(
         [sys.executable, "-c", program(PAGES[name])],
         cwd=tmp_path,
