@@ -126,9 +126,9 @@ class SelfScalingOptimizer(keras.optimizers.LossScaleOptimizer):
         loss: tf.Tensor | Callable[[], tf.Tensor],
         var_list: Sequence[tf.Variable] | Callable[[], Sequence[tf.Variable]],
         tape: tf.GradientTape | None = None,
-    ) -> tf.Tensor:
+    ) -> None:
         """Makes one private step; see `compute_gradients` for the arguments."""
-        return self.apply_gradients(self.compute_gradients(loss, var_list, tape))
+        self.apply_gradients(self.compute_gradients(loss, var_list, tape))
 
     @tf.autograph.experimental.do_not_convert
     def apply(

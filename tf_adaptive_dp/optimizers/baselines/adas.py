@@ -131,9 +131,9 @@ class AdaS(FullSignature, tf.keras.optimizers.SGD):
         loss: tf.Tensor | Callable[[], tf.Tensor],
         var_list: Sequence[tf.Variable] | Callable[[], Sequence[tf.Variable]],
         tape: tf.GradientTape | None = None,
-    ) -> tf.Tensor:
+    ) -> None:
         """Makes one step, also in Keras 3; see `compute_gradients` for the arguments."""
-        return self.apply_gradients(self.compute_gradients(loss, var_list, tape))
+        self.apply_gradients(self.compute_gradients(loss, var_list, tape))
 
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """The mean loss, which Keras 3 differentiates in place of calling `compute_gradients`.
