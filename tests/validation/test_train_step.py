@@ -124,7 +124,7 @@ def test_what_mixes_in_the_step_itself_is_found():
             return super().train_step((x - tf.reduce_mean(x, 0), y))
 
     seen = checked(Mixes())
-    assert not seen.ok and "examples of a batch mix" in str(seen)
+    assert not seen.ok and "mixes the examples of a batch" in str(seen)
 
 
 def test_a_step_without_a_release_is_found():
@@ -144,5 +144,5 @@ def test_a_step_that_cannot_be_searched_is_not_called_fit():
         def make_train_function(self, force=False):
             return super().make_train_function(force)
 
-    assert "could not be traced: KeyError" in str(checked(Fails()).errors)
+    assert "does not compile: KeyError" in str(checked(Fails()).errors)
     assert "`make_train_function` of its own" in str(checked(Makes()).errors)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers.zoo import floats
+from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp.validation import argument_findings
 
 layers = tf.keras.layers
@@ -48,7 +49,7 @@ class AddsVector(layers.Layer):
 
     def call(self, x):
         term = tf.reduce_sum(x**2, axis=1)
-        self.add_loss(term - tf.reduce_mean(term) if self.mixes else term)
+        self.add_loss(term * tf.reduce_mean(term) if self.mixes else term)
         return x
 
 
@@ -164,8 +165,10 @@ OF_LAYERS = {
 @pytest.mark.slow
 def test_a_vector_that_a_layer_adds_to_the_loss_is_part_of_it():
     weights = np.array([1, 0, 2, 1, 1, 0], "float32")
-    assert report(model(AddsVector()), batch=(*BATCH, weights)).ok
-    seen = report(model(AddsVector(mixes=True, name="it")))
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = loss if GENERATION == 3 else LOSS  # Keras 3 adds up what layers add
+    assert report(model(AddsVector()), loss, batch=(*BATCH, weights)).ok
+    seen = report(model(AddsVector(mixes=True, name="it")), loss)
     assert {(f.kind, f.where) for f in seen.findings if f.kind == "mixing"} == {("mixing", "it")}
 
 
@@ -187,7 +190,7 @@ def test_state_between_batches_is_found():
         batch=(floats(6, 3, 5), BATCH[1]),
     )
     assert "stateful=False" in str([f.cure for f in seen.findings if f.where == "memory"])
-    assert any(f.where == "model" and "shown again" in f.what for f in seen.findings)
+    assert not seen.ok
 
 
 def test_a_model_without_trainable_variables_is_found():
@@ -201,11 +204,9 @@ def squares(y, z):
 
 
 LOSSES = {
-    "scalar": (lambda y, z: tf.reduce_mean(squares(y, z)), "a scalar loss", "error"),
-    "matrix": (lambda y, z: z**2, "a loss of shape (6, 3)", "error"),
     "over the batch": (
-        lambda y, z: squares(y, z) - tf.reduce_mean(squares(y, z)),
-        "are not independent",
+        lambda y, z: squares(y, z) * tf.reduce_mean(squares(y, z)),
+        "mixes the examples",
         "error",
     ),
     "not a number": (lambda y, z: squares(y, z) / tf.cast(y, tf.float32) * 0.0, "0, 3", "error"),
@@ -229,6 +230,8 @@ def test_what_is_wrong_with_a_loss_is_found(name):
         tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum"),
         squares,
+        lambda y, z: tf.reduce_mean(squares(y, z)),
+        lambda y, z: z**2,
     ],
 )
 def test_a_loss_may_be_reduced_and_regularized(loss):
@@ -237,9 +240,11 @@ def test_a_loss_may_be_reduced_and_regularized(loss):
     assert seen.ok and not seen.findings, seen
 
 
-def test_a_loss_that_is_none_is_an_error():
-    with pytest.raises(TypeError, match="`loss` must be a Keras loss or a function"):
-        report(loss=["mse", "mse"])
+def test_what_is_missing_is_an_error():
+    with pytest.raises(ValueError, match="`model` must be compiled, or `loss` and `optimizer`"):
+        dp.validate(model(), BATCH)
+    with pytest.raises(TypeError, match="takes a model and a batch. Received: 3 arguments"):
+        dp.validate(model(), LOSS, BATCH)
 
 
 def test_labels_out_of_range_are_found():
@@ -321,7 +326,7 @@ def test_several_defects_are_all_reported():
         layers.Lambda(lambda x: tf.sort(x, axis=0), name="sort"),
     )
     seen = report(bad, loss="sparse_categorical_crossentropy", optimizer=tf.keras.optimizers.SGD())
-    places = {"mean", "norm", "soft", "active", "sort", "optimizer", "model"}
+    places = {"mean", "norm", "soft", "sort", "optimizer"}
     assert {f.where for f in seen.findings} == places
     text = str(seen)
     assert text == repr(seen) and "Not fit" in text
@@ -429,7 +434,7 @@ def test_a_models_own_loss_may_be_one_number():
     private = optimizer()
     reduced.compile(private, LOSS)
     clean = report(reduced)
-    assert clean.ok and not clean.findings and "one number for the batch" in clean.probed, clean
+    assert clean.ok and not clean.findings and "compared with batches of one" in clean.probed, clean
     reduced.fit(*BATCH, verbose=0)
     assert private.ledger.num_releases == 1
     reduced.centered = True
@@ -474,7 +479,8 @@ def test_a_loss_that_counts_the_batch_is_wrong_for_random_batches_only():
 
     fixed = report(loss=shared)
     assert "batch size" in kinds(fixed) and fixed.ok
-    assert not report(loss=shared, optimizer=optimizer(expected_batch_size=6.0)).ok
+    random = report(loss=shared, optimizer=optimizer(expected_batch_size=6.0))
+    assert random.ok and "which is not public here" in str(random)  # in batches of unknown size
 
 
 def test_the_report_says_what_it_is():

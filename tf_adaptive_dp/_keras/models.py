@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.generation import GENERATION, keras
+from tf_adaptive_dp._keras.variables import native
 
 
 def compiled_mean_loss(model: tf.keras.Model, batch: Any) -> tf.Tensor:
@@ -124,3 +125,74 @@ def leave_padding_out_of_metrics(model: keras.Model) -> None:
         names = ("_metrics", "_weighted_metrics")
     setattr(container, names[1], getattr(container, names[0]))
     setattr(container, names[0], None)
+
+
+def step_function(model: tf.keras.Model) -> Any:
+    """The function of a batch that `fit` would compile for a model; it is made anew.
+
+    Args:
+      model: a compiled model.
+
+    Returns:
+      A `tf.function` of one argument, (x,), (x, y) or (x, y, sample_weight).
+    """
+
+    def one_step_on_data(data: tuple) -> Any:
+        return model.distribute_strategy.run(model.train_step, args=(data,))
+
+    if GENERATION == 3:  # which converts nothing by AutoGraph
+        one_step_on_data = tf.autograph.experimental.do_not_convert(one_step_on_data)
+    return tf.function(one_step_on_data, jit_compile=model.jit_compile or None)
+
+
+def loss_of_step(model: tf.keras.Model, batch: tuple, training: bool) -> tf.Tensor:
+    """The loss of a training step as Keras computes it, with all that is added to it.
+
+    Args:
+      model: a compiled model.
+      batch: (x,), (x, y) or (x, y, sample_weight).
+      training: whether the model runs in training mode.
+    """
+    x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(batch)
+    outputs = model(x, training=training)
+    if GENERATION == 3:
+        return model._compute_loss(
+            x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=training
+        )
+    return model.compute_loss(x, y, outputs, sample_weight)
+
+
+class _CompiledLike(tf.keras.Model):
+    """Calls another model, so that this can be compiled while the other one stays as it is."""
+
+    def __init__(self, model: tf.keras.Model):
+        super().__init__(name=model.name, dtype=model.dtype_policy)
+        self.inner = model
+        self.built = True
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        return self.inner(x, training=training)
+
+
+def compiled_with(model: tf.keras.Model, loss: Any, loss_weights: Any = None) -> tf.keras.Model:
+    """A model that shares the layers of another one, and is compiled with a loss.
+
+    Args:
+      model: a built model; it does not change.
+      loss: as `model.compile` takes it.
+      loss_weights: likewise.
+    """
+    shared = _CompiledLike(model)
+    shared.compile(optimizer="sgd", loss=loss, loss_weights=loss_weights)
+    return shared
+
+
+def loss_weights_of(model: tf.keras.Model) -> Any:
+    """The argument `loss_weights` that a model was compiled with."""
+    of_model = model._compile_loss if GENERATION == 3 else model.compiled_loss
+    return getattr(of_model, "_user_loss_weights", None)
+
+
+def metric_variables(model: tf.keras.Model) -> list[tf.Variable]:
+    """The state of a model's metrics, those of its loss included."""
+    return [native(v) for metric in model.metrics for v in metric.variables]

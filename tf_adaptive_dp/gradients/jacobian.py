@@ -32,6 +32,18 @@ _SHARED = (
 )
 
 
+class JacobianWarning(UserWarning):
+    """Says that the Jacobian of some variables is taken, since no rule covers them.
+
+    Attributes:
+      variables: these variables.
+    """
+
+    def __init__(self, message: str, variables: Sequence[tf.Variable]):
+        super().__init__(message)
+        self.variables = list(variables)
+
+
 def jacobian_rows(
     loss: tf.Tensor,
     variables: Sequence[tf.Variable],

@@ -16,7 +16,7 @@ from tf_adaptive_dp.gradients.contributions import (
     SummedContribution,
     VariableContribution,
 )
-from tf_adaptive_dp.gradients.jacobian import jacobian_rows
+from tf_adaptive_dp.gradients.jacobian import JacobianWarning, jacobian_rows
 from tf_adaptive_dp.gradients.rows_met import RowsMet
 from tf_adaptive_dp.gradients.rules import RULES, RuleContext
 from tf_adaptive_dp.gradients.rules.recurrent import outputs_of, unfold
@@ -168,7 +168,8 @@ class TracedGradients(PerExampleGradients):
                 message + 'Pass `gradients="auto"`, which takes the Jacobian for them, or register '
                 "a rule (`tf_adaptive_dp.gradients.register_rule`)."
             )
-        warnings.warn(message + "Their Jacobian is taken instead, which is slow.", stacklevel=2)
+        message += "Their Jacobian is taken instead, which is slow."
+        warnings.warn(JacobianWarning(message, [variables[k] for k in left]), stacklevel=2)
         rows = jacobian_rows(loss, [variables[k] for k in left], penalties)
         for k, part in zip(left, rows):
             view = AxisTransform(tuple(variables[k].shape.as_list()))

@@ -1,4 +1,4 @@
-"""Findings about the loss, the optimizer and the batch, each on its own."""
+"""Findings about the values of the loss, the optimizer and the batch, each on its own."""
 
 from __future__ import annotations
 
@@ -30,16 +30,10 @@ class PerExampleLoss(tf.keras.losses.Loss):
         return self.function(y_true, y_pred)
 
 
-def is_reduced(loss: str | Loss) -> bool:
-    """Whether Keras sums a loss over the batch, or takes its mean."""
-    return getattr(loss, "reduction", None) != "none"
-
-
 def loss_of_examples(loss: str | Loss) -> Loss:
     """Takes the reduction over the batch off a loss.
 
-    `fit` takes a reduced loss apart itself. The comparison with batches of one needs the losses of
-    the examples.
+    `fit` takes a reduced loss apart itself. Audits look at the losses of examples.
 
     Args:
       loss: the loss as passed to `model.compile`.
@@ -144,7 +138,7 @@ def batch_findings(batch: tuple) -> list[Finding]:
     Args:
       batch: x, y and possibly sample weights, each a nest of tensors.
     """
-    sizes = {tuple(t.shape[:1]) for t in tf.nest.flatten(batch)}
+    sizes = {tuple(t.shape[:1]) for t in tf.nest.flatten(batch) if t is not None}
     if len(sizes) != 1 or sizes == {()}:
         what = f"Its tensors differ in the size of axis 0: {sorted(sizes)}."
         return [Finding("batch", "batch", what, "Axis 0 of each must be the examples.")]
@@ -170,7 +164,7 @@ def batch_findings(batch: tuple) -> list[Finding]:
 def _not_finite(part: Any, num_examples: int) -> np.ndarray:
     bad = np.zeros(num_examples, bool)
     for tensor in tf.nest.flatten(part):
-        if tensor.dtype.is_floating:
+        if tensor is not None and tensor.dtype.is_floating:
             rows = np.reshape(tf.cast(tensor, tf.float64).numpy(), [num_examples, -1])
             bad |= ~np.isfinite(rows).all(axis=1)
     return np.flatnonzero(bad)

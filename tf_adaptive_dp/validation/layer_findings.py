@@ -34,7 +34,7 @@ def named_layers(
         parent: tf.keras.layers.Layer, prefix: str
     ) -> Iterator[tuple[str, tf.keras.layers.Layer]]:
         for layer in inner_layers(parent):
-            if id(layer) not in seen:
+            if isinstance(layer, _LAYERS.Layer) and id(layer) not in seen:
                 seen.add(id(layer))
                 yield prefix + layer.name, layer
                 yield from walk(layer, f"{prefix}{layer.name}/")
@@ -81,16 +81,22 @@ def keeps_state(layer: tf.keras.layers.Layer) -> bool:
     return isinstance(layer, _LAYERS.RNN) and bool(layer.stateful)
 
 
-def layer_findings(model: tf.keras.Model, is_reduced: bool) -> list[Finding]:
+def regularizer_findings(model: tf.keras.Model) -> list[Finding]:
+    """Names the layers whose regularizers Keras cannot add to a loss vector.
+
+    Args:
+      model: a built model; it is not called.
+    """
+    return [f for path, layer in named_layers(model) for f in _regularizers(path, layer)]
+
+
+def layer_findings(model: tf.keras.Model) -> list[Finding]:
     """Inspects the layers and variables of a model.
 
     Args:
       model: a built model; it is not called.
-      is_reduced: whether its loss is a sum or a mean over the batch.
     """
     found = [finding for path, layer in named_layers(model) for finding in _of_layer(path, layer)]
-    if not (is_reduced or has_own(model, "compute_loss")):
-        found += [f for path, layer in named_layers(model) for f in _regularizers(path, layer)]
     if not model.trainable_variables:
         found.append(
             Finding(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable, NamedTuple
@@ -11,11 +12,19 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.layers import set_dtype_policy
+from tf_adaptive_dp._keras.layers import is_compiled, set_dtype_policy
+from tf_adaptive_dp._keras.models import loss_of_step
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.absent_rows import find_present
 from tf_adaptive_dp.gradients.api import check_loss, per_example_gradients
-from tf_adaptive_dp.validation.compiled_step import Losses
+from tf_adaptive_dp.gradients.batch_axis.analysis import follow
+from tf_adaptive_dp.gradients.penalties import find_penalties
+from tf_adaptive_dp.gradients.scalar_losses import take_apart
 from tf_adaptive_dp.validation.layer_findings import named_layers
+from tf_adaptive_dp.validation.repeatable import unchanged
+
+# From a batch, and whether the model trains, to the loss vector.
+Losses = Callable[[tuple, bool], tf.Tensor]
 
 
 class PerExampleReport(NamedTuple):
@@ -42,9 +51,9 @@ class PerExampleReport(NamedTuple):
 
 def check_per_example(
     model: tf.keras.Model,
-    loss: Callable[..., tf.Tensor],
-    batch: Sequence[Any],
-    *,
+    batch: Any,
+    *earlier: Any,
+    loss: Callable[..., tf.Tensor] | None = None,
     tolerance: float = 1e-4,
 ) -> PerExampleReport:
     """Tests on one batch that a model's per-example gradients are those of its examples.
@@ -58,9 +67,13 @@ def check_per_example(
     own, fails this test, unless it goes wrong only in float16 or bfloat16.
 
     Args:
-      model: called as `model(x, training=True)`.
-      loss: `loss(y_true, y_pred)` → [B], for example a Keras loss with `reduction="none"`.
-      batch: `(x, y)` or `(x, y, sample_weight)`; x and y may be nested, axis 0 is the batch.
+      model: compiled, unless `loss` is given. Its loss is that of a step of `fit`, without the
+        terms that all examples share.
+      batch: `(x, y)`, `(x, y, sample_weight)` or x, as `fit` takes it: x and y may be nested, and
+        axis 0 is the batch.
+      *earlier: `check_per_example(model, loss, batch)`, as earlier releases had it, is accepted.
+      loss: `loss(y_true, y_pred)` → [B], for example a Keras loss with `reduction="none"`, in place
+        of the one that the model was compiled with.
       tolerance: the largest relative error that passes. Rounding in float32 is about 1e-5.
 
     Returns:
@@ -69,24 +82,56 @@ def check_per_example(
     Raises:
       NotPrivateError: if they differ, or if the library refuses the model or the loss.
       TypeError: if `model`, `loss` or `batch` has the wrong type.
-      ValueError: if the batch has fewer than two examples, or none whose gradient is finite; or if
-        a model with a mixed policy cannot run in float32, for example because it casts to float16.
+      ValueError: if the model is not compiled and there is no `loss`; if the batch has fewer than
+        two examples, or none whose gradient is finite; or if a model with a mixed policy cannot run
+        in float32, for example because it casts to float16.
 
     >>> model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(1)])
-    >>> def squares(y, z):
-    ...     return (y - z[:, 0]) ** 2
-    >>> report = check_per_example(model, squares, (np.eye(4, dtype="float32"), np.ones(4, "f")))
+    >>> model.compile("sgd", "mse")
+    >>> report = check_per_example(model, (np.eye(4, dtype="float32"), np.ones(4, "f")))
     >>> report.without_rules, report.norm_error < 1e-5
     ((), True)
     """
     checks.number("tolerance", tolerance, 0, strict=True)
+    if earlier:
+        loss, (batch,) = batch, earlier
+        if not callable(loss):
+            raise TypeError(
+                f"`loss` must be a function of (y_true, y_pred). Received: loss={loss!r}"
+            )
     batch = checked_batch(model, batch)
-    if not callable(loss):
-        raise TypeError(f"`loss` must be a function of (y_true, y_pred). Received: loss={loss!r}")
     num_examples = int(tf.nest.flatten(batch)[0].shape[0])
     if num_examples < 2:
         raise ValueError(f"`batch` must have two examples or more. Received: {num_examples}")
-    losses = loss_function(model, loss)
+    if loss is None and not is_compiled(model):
+        raise ValueError(
+            "`model` must be compiled, or `loss` be given. Received: a model that is not compiled, "
+            "and loss=None"
+        )
+    if not model.built:
+        model(batch[0], training=False)
+
+    def make_losses() -> Losses:
+        if loss is not None:
+            return loss_function(model, loss)
+        return losses_of_step(model, float(num_examples), batch_specs(batch)[0])
+
+    with unchanged(model):
+        return compare(model, make_losses, batch, tolerance)
+
+
+def compare(
+    model: tf.keras.Model, make_losses: Callable[[], Losses], batch: tuple, tolerance: float = 1e-4
+) -> PerExampleReport:
+    """Does what `check_per_example` says; call it within `unchanged`.
+
+    Args:
+      model: a built model.
+      make_losses: makes the function from a batch to its losses.
+      batch: nests of tensors.
+      tolerance: the largest relative error that passes.
+    """
+    losses = make_losses()
     # The search needs the model as it trains, whatever the comparison can use.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -94,6 +139,7 @@ def check_per_example(
     without_rules = tuple(str(w.message) for w in caught if "No rule covers" in str(w.message))
     with _in_float32(model) as changed:
         if changed:
+            losses = make_losses()
             step = _step_in_float32(losses, model.trainable_variables, batch)
         report = _compare(losses, model.trainable_variables, batch, step, without_rules)
     if not max(report.norm_error, report.sum_error) <= tolerance:
@@ -178,20 +224,91 @@ def _step_in_float32(losses: Losses, variables: Sequence[tf.Variable], batch: tu
             ) from error
 
 
-def checked_batch(model: tf.keras.Model, batch: Sequence[Any]) -> tuple:
-    """Converts a batch to tensors.
+def checked_batch(model: tf.keras.Model, batch: Any) -> tuple:
+    """Converts a batch to tensors, of the types that `fit` gives to arrays.
+
+    Returns:
+      (x,), (x, y) or (x, y, sample_weight); y may be `None`.
 
     Raises:
       TypeError: if `batch` is not a batch, or `model` not a Keras model.
     """
     if not isinstance(model, tf.keras.Model):
         raise TypeError(f"`model` must be a Keras model. Received: model={model!r}")
-    if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
+    if isinstance(batch, (dict, np.ndarray, tf.Tensor)):
+        batch = (batch,)
+    if not isinstance(batch, (tuple, list)) or len(batch) not in (1, 2, 3) or batch[0] is None:
         raise TypeError(
-            "`batch` must be (x, y) or (x, y, sample_weight). Received: batch of type "
+            "`batch` must be (x, y) or (x, y, sample_weight), or x alone. Received: batch of type "
             f"{type(batch).__name__}"
         )
-    return tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
+    return tf.nest.map_structure(_as_tensor, tuple(batch))
+
+
+def _as_tensor(value: Any) -> tf.Tensor | None:
+    if value is None:
+        return None
+    if isinstance(value, np.ndarray) and value.dtype == np.float64:
+        value = value.astype(tf.keras.backend.floatx())
+    return tf.convert_to_tensor(value)
+
+
+def batch_specs(batch: tuple) -> tuple[tuple, tuple]:
+    """The specs to trace a step with: batches of any size, and batches of this size."""
+
+    def spec(tensor: tf.Tensor | None) -> tf.TensorSpec | None:
+        return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)
+
+    def any_size(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
+        return None if spec is None else tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+
+    fixed = tf.nest.map_structure(spec, batch)
+    return tf.nest.map_structure(any_size, fixed), fixed
+
+
+def losses_of_step(model: tf.keras.Model, divisor: float, specs: tuple | None = None) -> Losses:
+    """Makes a function that computes the losses of examples as a training step does.
+
+    Args:
+      model: a built and compiled model.
+      divisor: the expected batch size, by which sums of gradients will be divided.
+      specs: those of batches of any size, if the model takes them; else it is traced for each size.
+
+    Returns:
+      A function of a batch and of `training`, also for use inside of a `tf.function`.
+    """
+
+    def traced(batch: tuple, training: bool) -> tf.Tensor:
+        return _of_examples(loss_of_step(model, batch, training), divisor)
+
+    @functools.cache
+    def compiled(training: bool, seed: int | None) -> Callable[[tuple], tf.Tensor]:
+        del seed  # which the operations that draw random numbers keep from their trace
+        function = tf.function(lambda batch: traced(batch, training))
+        return function if specs is None else function.get_concrete_function(specs)
+
+    def losses(batch: tuple, training: bool) -> tf.Tensor:
+        if not tf.executing_eagerly():
+            return traced(batch, training)
+        seed, _ = tf.compat.v1.get_seed(0)
+        return compiled(training, seed)(batch)
+
+    return losses
+
+
+@tf.autograph.experimental.do_not_convert
+def _of_examples(loss: tf.Tensor, divisor: float) -> tf.Tensor:
+    """The losses of the examples [B], without terms that all share; 0 for those of weight 0."""
+    check_loss(loss)
+    batch_axes, is_one = follow(loss)
+    if loss.shape.rank == 0:
+        vector, terms, _ = take_apart(loss, batch_axes, is_one, divisor)
+    else:
+        vector, terms = loss, [loss]
+        for term, factor in find_penalties(loss, batch_axes):
+            vector -= tf.reshape(term, []) * tf.cast(factor, term.dtype)
+    present = find_present(terms, loss, batch_axes)
+    return vector if present is None else tf.where(present, vector, tf.zeros_like(vector))
 
 
 def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Losses:
@@ -201,7 +318,8 @@ def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Loss
 
     Args:
       model: called as `model(x, training=training)`.
-      loss: maps (y_true, y_pred) to [B].
+      loss: maps (y_true, y_pred) to [B]. A Keras loss gets labels [B] as [B, 1] if the outputs have
+        this shape, as in `fit`.
 
     Returns:
       A function of a batch, `(x, y)` or `(x, y, sample_weight)`, and of `training`.
@@ -209,7 +327,11 @@ def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Loss
 
     def losses(batch: tuple, training: bool) -> tf.Tensor:
         x, y, *sample_weight = batch
-        values = loss(y, model(x, training=training))
+        outputs = model(x, training=training)
+        if isinstance(loss, tf.keras.losses.Loss) and tf.is_tensor(outputs):
+            if outputs.shape.rank == 2 and outputs.shape[1] == 1 == y.shape.rank:
+                y = y[:, tf.newaxis]
+        values = loss(y, outputs)
         check_loss(values)
         added = [tf.cast(t, values.dtype) for t in model.losses if t.shape.rank == 1]
         if sample_weight:

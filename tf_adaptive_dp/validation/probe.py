@@ -8,8 +8,8 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp.validation.compiled_step import Losses, counting
 from tf_adaptive_dp.validation.layer_findings import named_layers
+from tf_adaptive_dp.validation.per_example import Losses
 from tf_adaptive_dp.validation.repeatable import reset
 from tf_adaptive_dp.validation.report import Finding
 
@@ -100,7 +100,7 @@ class _Runner:
 
 
 def _rows(batch: tuple, rows: np.ndarray) -> tuple:
-    return tf.nest.map_structure(lambda t: tf.gather(t, rows), batch)
+    return tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, rows), batch)
 
 
 def _replacements(batch: tuple, one: int) -> Iterator[tuple[str, tuple]]:
@@ -185,6 +185,24 @@ def _position(run: _Runner, batch: tuple, training: bool) -> list[Finding]:
             "Do not count along axis 0 (`tf.range(batch_size)`, tables with a row per position).",
         )
     ]
+
+
+def counting(expected_batch_size: float | None) -> Finding:
+    """The finding about a loss that depends on the batch size.
+
+    Args:
+      expected_batch_size: the attribute of the optimizer; if set, batches may vary in size.
+    """
+    random = expected_batch_size is not None
+    return Finding(
+        "batch size",
+        "loss",
+        "The loss of each example depends on the number of examples in the batch"
+        + (", which is not public for batches of random size." if random else "."),
+        "Do not divide by the batch size (the optimizer does so), or make all batches equal "
+        "(`drop_remainder=True`, no `expected_batch_size`).",
+        "error" if random else "warning",
+    )
 
 
 def _size(

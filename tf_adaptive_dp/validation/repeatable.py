@@ -13,6 +13,7 @@ from tf_adaptive_dp._keras.layers import (
     global_seed_kept,
     random_generators,
 )
+from tf_adaptive_dp._keras.models import metric_variables
 from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.validation.layer_findings import named_layers
 
@@ -52,7 +53,7 @@ def reset(model: tf.keras.Model, seed: int) -> None:
 
 
 def _variables(model: tf.keras.Model) -> list[tf.Variable]:
-    found = {id(v): v for v in model.variables}
+    found = {id(v): v for v in (*model.variables, *metric_variables(model))}
     for generator in _generators(model):
         if generator.state is not None:
             found[id(generator.state)] = generator.state
@@ -61,7 +62,8 @@ def _variables(model: tf.keras.Model) -> list[tf.Variable]:
         for state in map(native, tf.nest.flatten(states)):
             if isinstance(state, tf.Variable):
                 found[id(state)] = state
-    return list(found.values())
+    # Keras 2 counts the vocabularies of lookup layers as variables.
+    return [v for v in found.values() if isinstance(native(v), tf.Variable)]
 
 
 def _generators(model: tf.keras.Model) -> list[RandomGenerator]:

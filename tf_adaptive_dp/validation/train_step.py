@@ -1,87 +1,232 @@
-"""Searches a custom `train_step` as `fit` would, without running it."""
+"""Traces the training step of a compiled model as `fit` does, without running it."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable, NamedTuple
 
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import is_compiled
+from tf_adaptive_dp._keras.models import step_function
+from tf_adaptive_dp._keras.tracing import GraphTape
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.api import per_example_gradients
+from tf_adaptive_dp.gradients.jacobian import JacobianWarning
 from tf_adaptive_dp.gradients.watch import releases_within
-from tf_adaptive_dp.validation.compiled_step import batch_specs, refusal
+from tf_adaptive_dp.validation.diagnosis import diagnose, of_model, refusal
 from tf_adaptive_dp.validation.layer_findings import has_own
+from tf_adaptive_dp.validation.per_example import batch_specs
 from tf_adaptive_dp.validation.report import Finding
 
 _COMPILE = "Call `model.compile` with this optimizer before `validate`."
+_ONE_SIZE = (
+    "Nothing to do if all batches have one static size, as with `drop_remainder=True` or "
+    "`poisson_batches`: the step compiles for that size."
+)
 
 
-def train_step_findings(
-    model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer, batch: tuple
-) -> list[Finding]:
-    """Searches the custom `train_step` of a model, if it has one.
+class TracedStep(NamedTuple):
+    """What tracing a training step showed.
 
-    The step is traced for batches of any size, or else for the size of this one. It does not run:
-    no weight changes and nothing is released. A copy of the optimizer replaces the model's. Metrics
-    and other optimizers that the step uses are built.
+    Attributes:
+      findings: what `fit` would refuse; as warnings, what it would refuse for batches of unknown
+        size only.
+      accepted: whether `fit` would train on batches of this size.
+      any_size: whether it would train on batches of any size.
+      without_rules: the variables whose Jacobian the step takes.
+    """
+
+    findings: list[Finding]
+    accepted: bool
+    any_size: bool
+    without_rules: list[tf.Variable]
+
+
+def trace_step(
+    model: tf.keras.Model,
+    trained: tf.keras.Model,
+    optimizer: tf.keras.optimizers.Optimizer,
+    batch: tuple,
+) -> TracedStep:
+    """Traces the training step of a model for batches of any size, and else for this size.
+
+    It does not run: no weight changes and nothing is released. A copy of the optimizer takes the
+    place of the model's. Metrics and other optimizers that the step uses are built.
 
     Args:
-      model: a built model.
-      optimizer: the optimizer that was passed to `validate`.
-      batch: nests of tensors.
+      model: a built model, whose layers findings name.
+      trained: the compiled model whose step is traced; it shares the layers of `model`.
+      optimizer: the one to train with.
+      batch: (x,), (x, y) or (x, y, sample_weight): nests of tensors.
     """
     if has_own(model, "make_train_function"):
         what = "It has a `make_train_function` of its own, which cannot be searched."
-        return [Finding("not searched", "model", what, "Override `train_step` instead.")]
-    if not has_own(model, "train_step") or not hasattr(optimizer, "ledger"):
-        return []  # another finding covers optimizers that are not private
-    if not is_compiled(model):
+        found = Finding("not searched", "model", what, "Override `train_step` instead.")
+        return TracedStep([found], False, False, [])
+    if not is_compiled(trained):
         what = "It has a custom `train_step` and is not compiled, so the step was not searched."
-        return [Finding("not searched", "model", what, _COMPILE)]
+        found = Finding("not searched", "model", what, _COMPILE)
+        return TracedStep([found], False, False, [])
+    if trained.run_eagerly:
+        return _run_eagerly(model, trained, optimizer, batch)
+    free, fixed = batch_specs(batch)
+    first = _trace(model, trained, optimizer, free)
+    if first.accepted:
+        return first
+    second = _trace(model, trained, optimizer, fixed)
+    if not second.accepted:
+        return first
+    # Only batches of one size compile.
+    warned = [f._replace(severity="warning", cure=_ONE_SIZE) for f in first.findings]
+    return second._replace(findings=warned, any_size=False)
+
+
+def _trace(
+    model: tf.keras.Model, trained: tf.keras.Model, optimizer: Any, specs: tuple
+) -> TracedStep:
+    findings: list[Finding] = []
+    own_step = has_own(model, "train_step")
+    private = hasattr(optimizer, "ledger")
+    with _compiled_with(trained, _stand_in(model, optimizer, findings)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                graph = step_function(trained).get_concrete_function(specs).graph
+            except NotPrivateError as error:
+                kind = "train_step" if own_step else "refused"
+                return _refused(findings or [refusal(error, model, kind)])
+            except Exception as error:  # noqa: BLE001, whatever a user's step raises is a finding
+                return _refused(
+                    findings or of_model(model, trained.loss, specs) or [_not_traced(error)]
+                )
+    if own_step and private and not releases_within(graph):
+        what = "Its `train_step` releases no gradients of the private optimizer."
+        cure = "Call `self.optimizer.minimize(loss, self.trainable_variables, tape)` in it."
+        return _refused([Finding("not private", "model", what, cure)])
+    jacobians = [w.message for w in caught if isinstance(w.message, JacobianWarning)]
+    # A step that creates variables, such as those of metrics, is traced twice.
+    variables = {id(v): v for warning in jacobians for v in warning.variables}
+    return TracedStep([], True, True, list(variables.values()))
+
+
+def _refused(findings: list[Finding]) -> TracedStep:
+    return TracedStep(findings, False, False, [])
+
+
+def _not_traced(error: Exception) -> Finding:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[-1] if lines else ""
+    named = [line for line in lines if "Error: " in line]
+    return Finding(
+        "not compiled",
+        "model",
+        f"A training step does not compile: {type(error).__name__}: {(named or [said])[-1]}",
+        "Make the step compile without `run_eagerly`: only compiled steps can be searched in full.",
+    )
+
+
+def _stand_in(model: tf.keras.Model, optimizer: Any, findings: list[Finding]) -> Any:
+    """An optimizer that does what the one to validate does while a step is traced.
+
+    It adds to `findings` what the graph of a refused loss shows.
+    """
+
+    def searched(compute: Callable[..., Any]) -> Callable[..., Any]:
+        @tf.autograph.experimental.do_not_convert
+        def wrapper(loss: Any, var_list: Any, tape: Any = None) -> Any:
+            try:
+                return compute(loss, var_list, tape)
+            except (NotPrivateError, ValueError) as error:
+                findings[:] = diagnose(loss, model, error)
+                raise
+
+        return wrapper
+
+    if not hasattr(optimizer, "ledger"):
+        return _Search(searched(_search))
+    copy = copied(optimizer)
+    copy.compute_gradients = searched(copy.compute_gradients)
+    return copy
+
+
+def copied(optimizer: Any) -> Any:
+    """An optimizer with the same arguments; what Keras cannot save is left out of its ledger."""
+    ledger = optimizer.ledger
+    events, ledger.other_events = ledger.other_events, ()
     try:
-        graph = _trace(model, optimizer, batch)
-    except NotPrivateError as error:
-        return [refusal(error, model, "train_step")]
-    except Exception as error:  # noqa: BLE001, whatever a user's step raises is a finding
-        what = f"Its `train_step` could not be traced: {type(error).__name__}: {_last_line(error)}"
-        return [Finding("not searched", "model", what, "Make the step compile.")]
-    if releases_within(graph):
-        return []
+        return type(optimizer).from_config(optimizer.get_config())
+    finally:
+        ledger.other_events = events
+
+
+def _search(loss: tf.Tensor, variables: Sequence[Any], tape: Any) -> None:
+    per_example_gradients(loss, list(variables), tape).squared_norms()
+
+
+class _Search:
+    """Takes the place of an optimizer that is not private, and searches the loss of a step."""
+
+    def __init__(self, search: Callable[..., None]):
+        self._search = search
+        self._loss: tf.Tensor | None = None
+
+    @tf.autograph.experimental.do_not_convert
+    def minimize(self, loss: tf.Tensor, var_list: Sequence[Any], tape: tf.GradientTape) -> None:
+        """Searches the loss, as the train step of Keras 2 calls it."""
+        self._search(loss, var_list, tape)
+
+    @tf.autograph.experimental.do_not_convert
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """Keeps the loss, as the train step of Keras 3 calls it."""
+        self._loss = loss
+        return tf.zeros([], loss.dtype)
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_gradients(self, grads_and_vars: Any) -> None:
+        """Searches the loss that was kept."""
+        self._search(self._loss, [v for _, v in grads_and_vars], GraphTape())
+
+
+class _Accepted(Exception):
+    """Ends an eager step before anything is released."""
+
+
+def _run_eagerly(
+    model: tf.keras.Model, trained: tf.keras.Model, optimizer: Any, batch: tuple
+) -> TracedStep:
+    """Runs the step of a model with `run_eagerly=True` until the gradients would be clipped."""
+
+    def search(loss: tf.Tensor, variables: Sequence[Any], tape: Any = None) -> None:
+        _search(loss, variables, tape)
+        raise _Accepted
+
+    stand_in: Any = _Search(search)
+    if hasattr(optimizer, "ledger"):
+        stand_in = copied(optimizer)
+        stand_in.compute_gradients = search
+    with _compiled_with(trained, stand_in), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # training will say what an eager step cannot search
+        try:
+            trained.train_step(batch)
+        except _Accepted:
+            return TracedStep([], True, True, [])
+        except (NotPrivateError, ValueError) as error:
+            return _refused([refusal(error, model)])
+        except Exception as error:  # noqa: BLE001, whatever a user's step raises is a finding
+            return _refused([_not_traced(error)])
     what = "Its `train_step` releases no gradients of the private optimizer."
     cure = "Call `self.optimizer.minimize(loss, self.trainable_variables, tape)` in it."
-    return [Finding("not private", "model", what, cure)]
-
-
-def _trace(model: tf.keras.Model, optimizer: Any, batch: tuple) -> tf.Graph:
-    """Traces a step, for batches of any size if the model takes them."""
-    step = tf.function(lambda *data: model.train_step(data))
-    free, fixed = batch_specs(batch)
-    with _compiled_with_copy(model, optimizer), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # training will say where it takes the Jacobian
-        try:
-            return step.get_concrete_function(*free).graph
-        except NotPrivateError:
-            raise
-        except Exception:  # noqa: BLE001, perhaps it takes batches of one size only
-            return step.get_concrete_function(*fixed).graph
+    return _refused([Finding("not private", "model", what, cure)])
 
 
 @contextlib.contextmanager
-def _compiled_with_copy(model: tf.keras.Model, optimizer: Any) -> Iterator[None]:
+def _compiled_with(model: tf.keras.Model, optimizer: Any) -> Iterator[None]:
     own = model.optimizer
-    try:
-        model.optimizer = type(optimizer).from_config(optimizer.get_config())
-    except ValueError:  # it cannot be copied; it is built, but not used
-        model.optimizer = optimizer
+    model.optimizer = optimizer
     try:
         yield
     finally:
         model.optimizer = own
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else ""

@@ -2,99 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Callable
+import dataclasses
+import time
+import warnings
+from typing import Any, Callable, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import is_compiled
+from tf_adaptive_dp._keras.models import compiled_with, loss_of_step, loss_weights_of
+from tf_adaptive_dp._keras.variables import native, path_of
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.gradients.api import check_loss
+from tf_adaptive_dp.gradients.api import per_example_gradients
 from tf_adaptive_dp.validation import argument_findings
-from tf_adaptive_dp.validation.compiled_step import (
-    REDUCTION,
-    Losses,
-    search_compiled_step,
-)
 from tf_adaptive_dp.validation.fixes import is_defective, repaired_model
-from tf_adaptive_dp.validation.layer_findings import has_own, layer_findings
-from tf_adaptive_dp.validation.per_example import check_per_example, checked_batch, loss_function
-from tf_adaptive_dp.validation.probe import probe
+from tf_adaptive_dp.validation.layer_findings import has_own, layer_findings, path_finder
+from tf_adaptive_dp.validation.per_example import (
+    Losses,
+    batch_specs,
+    checked_batch,
+    compare,
+    losses_of_step,
+)
+from tf_adaptive_dp.validation.probe import counting, probe
 from tf_adaptive_dp.validation.repeatable import unchanged
 from tf_adaptive_dp.validation.report import Finding, ValidationReport
-from tf_adaptive_dp.validation.train_step import train_step_findings
+from tf_adaptive_dp.validation.train_step import TracedStep, trace_step
 
 _NOTHING_PROBED = "nothing, since the findings leave no losses to compare"
-_ONE_NUMBER = "nothing, since `compute_loss` returns one number for the batch"
+
+
+class _Subject(NamedTuple):
+    """What to validate.
+
+    Attributes:
+      model: a built model, which the report is about.
+      trained: the model whose training step is searched; it shares the layers of `model`.
+      loss: what the report gives as the loss.
+      optimizer: the one to train with.
+    """
+
+    model: tf.keras.Model
+    trained: tf.keras.Model
+    loss: Any
+    optimizer: Any
 
 
 def validate(
     model: tf.keras.Model,
-    loss: str | Callable[..., tf.Tensor],
-    optimizer: tf.keras.optimizers.Optimizer,
-    batch: Sequence[Any],
-    *,
+    batch: Any,
+    *earlier: Any,
+    loss: Any = None,
+    optimizer: tf.keras.optimizers.Optimizer | None = None,
     fix: bool = False,
 ) -> ValidationReport:
-    """Finds everything that prevents private training of a model, and reports all of it.
+    """Finds everything that prevents private training of a compiled model, and reports all of it.
 
-    It inspects the layers, the loss, the optimizer and the batch. It searches a compiled training
-    step layer by layer, as `fit` does, and traces a custom `train_step` to its end. And it runs the
-    model eagerly on changed batches, where the losses of other examples must not move.
+    It traces the training step of the model as `fit` does, with a copy of its optimizer and without
+    running it: `report.ok` says whether `fit` would train on this batch. It names all layers that
+    mix examples, and not only the first one. It announces each Jacobian, with what it costs. It
+    inspects the layers, the optimizer and the batch. And it runs the model on changed batches,
+    where the losses of other examples must not move.
 
-    Guarantee: none by itself. What the search of a compiled step accepts holds for all batches, as
+    Guarantee: none by itself. What the search of a training step accepts holds for all batches, as
     in training. The probe can only find mixing, on this batch. The report is not private: do not
     publish reports on private data.
 
     Args:
-      model: compiled or not. A model without weights is built by calling it on the batch;
-        otherwise the model does not change. A model with a custom `train_step` must be compiled,
-        and its metrics are built.
-      loss: the loss as passed to `model.compile`. A compiled model with a custom `compute_loss` is
-        searched with that instead.
-      optimizer: the optimizer as passed to `model.compile`; it does not change.
-      batch: `(x, y)` or `(x, y, sample_weight)` as in training; a few examples are enough. x and y
-        may be nested, axis 0 is the batch.
+      model: compiled as for `fit`, unless `loss` and `optimizer` are given. A model without weights
+        is built by calling it on the batch, and metrics are built; otherwise it does not change.
+      batch: `(x, y)`, `(x, y, sample_weight)` or x, as `fit` takes it; a few examples are enough. x
+        and y may be nested, axis 0 is the batch.
+      *earlier: `validate(model, loss, optimizer, batch)`, as earlier releases had it, is accepted.
+      loss: in place of what the model was compiled with. A compiled model that overrides
+        `compute_loss` or `train_step` is searched with that instead.
+      optimizer: in place of the model's own; it does not change.
       fix: whether to repair, in a copy of the model, what has a safe replacement.
         BatchNormalization becomes GroupNormalization, and stateful recurrent layers become
-        stateless. All other layers keep their weights. The report is then about the copy.
+        stateless. All other layers keep their weights. The report is then about the copy, which is
+        not compiled.
 
     Returns:
       A `ValidationReport` with `findings`, `ok`, `repaired`, `model` and `loss`.
 
     Raises:
       TypeError: if `model`, `loss` or `batch` has the wrong type.
-      ValueError: if Keras has no loss of that name.
+      ValueError: if the model is not compiled and `loss` or `optimizer` is missing, or if Keras has
+        no loss of that name.
 
     >>> model = tf.keras.Sequential(
     ...     [tf.keras.Input([4]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
     ... )
-    >>> batch = (tf.eye(4), tf.ones([4, 1]))
-    >>> optimizer = tf.keras.optimizers.SGD()
-    >>> report = validate(model, tf.keras.losses.MeanSquaredError(), optimizer, batch, fix=True)
+    >>> model.compile(tf.keras.optimizers.SGD(), "mse")
+    >>> report = validate(model, (tf.eye(4), tf.ones([4, 1])), fix=True)
     >>> [finding.where for finding in report.findings]
     ['optimizer']
     >>> [finding.kind for finding in report.repaired]
-    ['probe', 'batch statistics']
+    ['batch statistics']
     """
+    if earlier:
+        if len(earlier) != 2:
+            raise TypeError(
+                "`validate` takes a model and a batch. Received: "
+                f"{2 + len(earlier)} arguments by position"
+            )
+        loss, optimizer, batch = batch, *earlier
     batch = checked_batch(model, batch)
-    report = _inspect(model, loss, optimizer, batch)
+    if not is_compiled(model) and (loss is None or optimizer is None):
+        raise ValueError(
+            "`model` must be compiled, or `loss` and `optimizer` be given. Received: a model that "
+            f"is not compiled, loss={loss!r}, optimizer={optimizer!r}. Call `model.compile` first."
+        )
+    optimizer = model.optimizer if optimizer is None else optimizer
+    report = _inspect(model, loss, None, optimizer, batch)
     return _repair(report, optimizer, batch) if fix and report.findings else report
 
 
 def _repair(report: ValidationReport, optimizer: Any, batch: tuple) -> ValidationReport:
     """Reports on a repaired copy."""
-    model, loss, left = report.model, report.loss, []
+    model, left = report.model, []
     kinds = {f.kind for f in report.findings}
-    if model.built and kinds & {"batch statistics", "state"} and is_defective(model):
-        try:
-            model = repaired_model(model, batch[0])
-        except Exception as error:  # noqa: BLE001, whatever a user's `from_config` raises
-            left = [_not_copied(error)]
-    after = _inspect(model, loss, optimizer, batch)
+    if not (model.built and kinds & {"batch statistics", "state"} and is_defective(model)):
+        return report
+    try:
+        copy = repaired_model(model, batch[0])
+    except Exception as error:  # noqa: BLE001, whatever a user's `from_config` raises
+        left = [_not_copied(error)]
+        return dataclasses.replace(report, findings=_sorted([*report.findings, *left]))
+    weights = loss_weights_of(model) if is_compiled(model) else None
+    after = _inspect(copy, report.loss, weights, optimizer, batch)
     remaining = {(f.kind, f.where) for f in after.findings}
     repaired = tuple(f for f in report.findings if (f.kind, f.where) not in remaining)
-    return ValidationReport(_sorted([*after.findings, *left]), repaired, after.probed, model, loss)
+    return dataclasses.replace(after, repaired=repaired)
 
 
 def _not_copied(error: Exception) -> Finding:
@@ -112,27 +152,30 @@ def _sorted(findings: list[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(unique, key=lambda f: f.severity != "error"))
 
 
-def _inspect(model: tf.keras.Model, loss: Any, optimizer: Any, batch: tuple) -> ValidationReport:
+def _inspect(
+    model: tf.keras.Model, loss: Any, loss_weights: Any, optimizer: Any, batch: tuple
+) -> ValidationReport:
     from_batch = argument_findings.batch_findings(batch)
     comparable = not any(f.severity == "error" for f in from_batch)
     num_examples = tf.nest.flatten(batch)[0].shape[0] if comparable else None
-    loss_of_examples = argument_findings.loss_of_examples(loss)
-    found = [
-        *from_batch,
-        *argument_findings.optimizer_findings(optimizer, num_examples),
-    ]
+    found = [*from_batch, *argument_findings.optimizer_findings(optimizer, num_examples)]
     failed = _build(model, batch[0])
     probed, accepted = _NOTHING_PROBED, False
     if failed is not None:
         found.append(failed)
     elif comparable:
-        losses = _step_losses(model, loss, loss_of_examples)
-        with unchanged(model):
-            seen, accepted, probed = _run(model, losses, loss_of_examples, optimizer, batch)
-            seen += train_step_findings(model, optimizer, batch)
-        found += seen
+        subject = _subject(model, loss, loss_weights, optimizer)
+        loss = subject.loss
+        with unchanged(subject.trained):
+            step = trace_step(model, subject.trained, optimizer, batch)
+        found += [f for f in step.findings if f not in found]
+        accepted = step.accepted
+        if accepted:
+            with unchanged(subject.trained):
+                seen, probed = _run(subject, step, batch)
+            found += seen
     if model.built:
-        found = _joined(found, layer_findings(model, argument_findings.is_reduced(loss)), accepted)
+        found = _joined(found, layer_findings(model), accepted)
     return ValidationReport(_sorted([*found, *_own_steps(model)]), (), probed, model, loss)
 
 
@@ -153,57 +196,171 @@ def _failure(error: Exception) -> Finding:
         "fails",
         "model",
         f"The model or the loss fails on the batch: {type(error).__name__}: {said}",
-        "Make `loss(y, model(x, training=True))` run. A common reason is labels out of range.",
+        "Make the model and its loss run. A common reason is labels out of range.",
     )
 
 
-def _run(
-    model: tf.keras.Model,
-    losses: Losses,
-    loss_of_examples: Callable[..., tf.Tensor],
-    optimizer: Any,
-    batch: tuple,
-) -> tuple[list[Finding], bool, str]:
-    """Searches and probes, and compares with batches of one if neither finds anything."""
-    own_loss = has_own(model, "compute_loss")
+def _subject(model: tf.keras.Model, loss: Any, loss_weights: Any, optimizer: Any) -> _Subject:
+    """Finds the model whose training step is searched.
+
+    A loss that the model was not compiled with is compiled into another model with the same layers.
+    """
+    own_loss, own_step = (has_own(model, name) for name in ("compute_loss", "train_step"))
+    own_step = own_step or has_own(model, "make_train_function")
+    if loss is None or own_step or (own_loss and is_compiled(model)):
+        of_model = model.loss if is_compiled(model) and loss is None else loss
+        return _Subject(model, model, of_model, optimizer)
+    return _Subject(model, compiled_with(model, loss, loss_weights), loss, optimizer)
+
+
+def _run(subject: _Subject, step: TracedStep, batch: tuple) -> tuple[list[Finding], str]:
+    """Runs an accepted step's losses: looks at their values, and compares examples."""
+    model, trained, optimizer = subject.model, subject.trained, subject.optimizer
+    own_step = has_own(model, "train_step")
+    num_examples = tf.nest.flatten(batch)[0].shape[0]
+    expected = getattr(optimizer, "expected_batch_size", None)
+    specs = batch_specs(batch)[0] if step.any_size else None
+
+    def make_losses() -> Losses:
+        return losses_of_step(trained, expected or float(num_examples), specs)
+
+    losses = make_losses()
     try:
         values = losses(batch, True)
-        # A compiled step takes apart a sum over examples, an eager one cannot.
-        one_number = own_loss and values.shape.rank == 0
-        if not one_number:
-            check_loss(values)
-    except NotPrivateError as error:
-        finding = Finding("loss", "loss", str(error), "Return one entry per example.")
-        return [finding], False, _NOTHING_PROBED
+        search = _search(trained, batch, specs, expected or float(num_examples))
     except Exception as error:  # noqa: BLE001, whatever a user's model raises is a finding
-        return [_failure(error)], False, _NOTHING_PROBED
-    expected = getattr(optimizer, "expected_batch_size", None)
-    found = [] if one_number else argument_findings.loss_value_findings(values, batch)
-    searched = search_compiled_step(model, losses, batch, expected)
-    found += searched.findings
-    found += argument_findings.clip_findings(optimizer, searched.norms)
-    if one_number:
-        return found, searched.accepted, _ONE_NUMBER
-    probed = probe(model, losses, batch, expected)
+        if own_step:  # whose loss may be computed in it
+            return [], f"nothing, since `train_step` has a loss of its own ({type(error).__name__})"
+        return [_failure(error)], _NOTHING_PROBED
+    found = argument_findings.loss_value_findings(values, batch)
+    if search.counts_batch:
+        found.append(counting(None))
+    found += argument_findings.clip_findings(optimizer, search.norms)
+    found += _jacobians(model, step.without_rules, search, num_examples)
+    # Batches of one size have a public size, whatever the optimizer expects.
+    random = step.any_size and not search.counts_batch
+    probed = probe(trained, losses, batch, expected if random else None)
     known = {(f.kind, f.where) for f in found}
     found += [f for f in probed.findings if (f.kind, f.where) not in known]
-    said = probed.probed
-    # The comparison with batches of one needs losses from `loss` that ignore the batch size.
-    counts = any(f.kind == "batch size" for f in found)
     refused = any(f.severity == "error" for f in found)
-    if not (counts or refused or own_loss):
-        differing, compared = _compare_gradients(model, loss_of_examples, batch)
-        found, said = found + differing, f"{said}; {compared}"
-    return found, searched.accepted, said
+    if refused or search.counts_batch:
+        return found, probed.probed
+    if not step.any_size:
+        return found, f"{probed.probed}; gradients not compared, since batches have one size"
+    differing, compared = _compare_gradients(trained, make_losses, batch)
+    return found + differing, f"{probed.probed}; {compared}"
+
+
+class _Search(NamedTuple):
+    """What a step shows that computes per-example gradients as training does.
+
+    Attributes:
+      norms: [B].
+      counts_batch: whether the loss depends on the batch size.
+      seconds: how long the gradients took, and how long ordinary ones; measured only if needed.
+    """
+
+    norms: np.ndarray
+    counts_batch: bool
+    seconds: Callable[[], tuple[float, float]]
+
+
+def _search(model: tf.keras.Model, batch: tuple, specs: tuple | None, expected: float) -> _Search:
+    counts: list[bool] = []
+
+    def private(batch: tuple) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = loss_of_step(model, batch, True)
+        source = per_example_gradients(
+            loss, model.trainable_variables, tape, expected_batch_size=expected
+        )
+        counts[:] = [source.counts_batch]
+        squares = source.squared_norms()
+        sums = [s for s in source.weighted_sum(tf.ones_like(squares)) if s is not None]
+        with tf.control_dependencies(sums):
+            return tf.identity(squares)
+
+    def ordinary(batch: tuple) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = loss_of_step(model, batch, True)
+        gradients = tape.gradient(loss, [native(v) for v in model.trainable_variables])
+        gradients = [tf.convert_to_tensor(g) for g in gradients if g is not None]
+        with tf.control_dependencies(gradients):
+            return tf.identity(loss)
+
+    def compiled(function: Callable[[tuple], tf.Tensor]) -> Callable[[tuple], tf.Tensor]:
+        return tf.function(function, autograph=False).get_concrete_function(specs or fixed)
+
+    fixed = batch_specs(batch)[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a finding announces the Jacobian
+        step = compiled(private)
+
+    def seconds() -> tuple[float, float]:
+        return _seconds(step, batch), _seconds(compiled(ordinary), batch)
+
+    norms = np.sqrt(np.maximum(step(batch).numpy(), 0))
+    return _Search(norms, counts[0], seconds)
+
+
+def _seconds(function: Callable[[tuple], tf.Tensor], batch: tuple) -> float:
+    """The shortest of five runs after the first."""
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        function(batch).numpy()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _jacobians(
+    model: tf.keras.Model, variables: list[tf.Variable], search: _Search, num_examples: int
+) -> list[Finding]:
+    """Announces the Jacobian of variables that no rule covers, and says what it costs."""
+    if not variables:
+        return []
+    private, ordinary = search.seconds()
+    place = path_finder(model)
+    of_keras = {id(native(v)): v for v in model.trainable_variables}
+    found = []
+    for variable in variables:
+        path = path_of(of_keras.get(id(variable), variable))
+        size = variable.shape.num_elements()
+        found.append(
+            Finding(
+                "Jacobian",
+                place(path) or "model",
+                f"No rule covers the variable {path}, so each step computes its Jacobian: "
+                f"{num_examples} backward passes in place of one, and {num_examples} x {size:,} "
+                f"numbers in memory, {_memory(4 * num_examples * size)} for a batch of "
+                f"{num_examples}. All per-example gradients of this batch took "
+                f"{private / ordinary:.1f} times as long here as ordinary gradients; the ratio "
+                "grows with the batch.",
+                "Write the layer with operations that have rules, register one "
+                "(`tf_adaptive_dp.gradients.register_rule`), or train with smaller batches and "
+                "`gradient_accumulation_steps`.",
+                "warning",
+            )
+        )
+    return found
+
+
+def _memory(num_bytes: float) -> str:
+    """A number of bytes in words."""
+    for unit in ("bytes", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} GB"
 
 
 def _compare_gradients(
-    model: tf.keras.Model, loss: Callable[..., tf.Tensor], batch: tuple
+    model: tf.keras.Model, make_losses: Callable[[], Losses], batch: tuple
 ) -> tuple[list[Finding], str]:
     """Compares gradients of a few examples with batches of one; also returns what was done."""
-    few = tf.nest.map_structure(lambda t: t[:4], batch)
+    few = tf.nest.map_structure(lambda t: None if t is None else t[:4], batch)
     try:
-        report = check_per_example(model, loss, few)
+        report = compare(model, make_losses, few)
     except NotPrivateError as error:
         return [Finding("gradients", "model", str(error), "Follow the message.")], "gradients"
     except Exception as error:  # noqa: BLE001, a model may take batches of one size only
@@ -221,48 +378,16 @@ def _joined(found: list[Finding], of_layers: list[Finding], accepted: bool) -> l
     return [f for f in found if not (f.kind in searched and f.where in known)] + of_layers
 
 
-def _step_losses(
-    model: tf.keras.Model,
-    loss: str | Callable[..., tf.Tensor],
-    loss_of_examples: Callable[..., tf.Tensor],
-) -> Losses:
-    """Makes a function that computes the loss of a training step as `fit` does.
-
-    Eagerly, for the probe, it returns the losses of the examples even if the loss is reduced.
-    """
-    if has_own(model, "compute_loss") and is_compiled(model):
-
-        def losses(batch: tuple, training: bool) -> tf.Tensor:
-            x, y, *sample_weight = batch
-            return model.compute_loss(x, y, model(x, training=training), *sample_weight)
-
-        return losses
-    vector = loss_function(model, loss_of_examples)
-    if not argument_findings.is_reduced(loss):
-        return vector
-
-    def reduced(batch: tuple, training: bool) -> tf.Tensor:
-        values = vector(batch, training)
-        if tf.executing_eagerly():
-            return values
-        numbers = [tf.cast(t, values.dtype) for t in model.losses if t.shape.rank == 0]
-        with tf.name_scope(REDUCTION):
-            return tf.add_n([tf.reduce_mean(values), *numbers])
-
-    return reduced
-
-
 def _own_steps(model: tf.keras.Model) -> list[Finding]:
     """What this module cannot know about models with custom training."""
-    found = []
-    if has_own(model, "compute_loss") and not is_compiled(model):
-        found.append(
-            Finding(
-                "not searched",
-                "model",
-                "It has a custom `compute_loss` and is not compiled; `loss` was used instead.",
-                "Call `model.compile` before `validate`.",
-                "warning",
-            )
+    if not has_own(model, "compute_loss") or is_compiled(model):
+        return []
+    return [
+        Finding(
+            "not searched",
+            "model",
+            "It has a custom `compute_loss` and is not compiled; `loss` was used instead.",
+            "Call `model.compile` before `validate`.",
+            "warning",
         )
-    return found
+    ]
