@@ -232,13 +232,13 @@ def test_no_rule_covers_what_is_not_understood_or_would_differ_if_run_again(name
     tf.random.set_seed(None)  # else random numbers are refused for the seed of the weights
     run = compiled(lambda *batch: zoo.source(problem, *batch, method="traced"), problem.batch)
     with pytest.raises(
-        ValueError, match="No rule covers.*kernel:0, read by|writes data of the batch"
+        ValueError, match="No rule covers.*kernel, read by|writes data of the batch"
     ):
         run(*problem.batch)
 
 
 def test_what_no_rule_covers_is_left_to_the_jacobian():
-    with pytest.warns(UserWarning, match="No rule covers.*kernel:0, read by"):
+    with pytest.warns(UserWarning, match="No rule covers.*kernel, read by"):
         assert_exact(UNCOVERED["a gradient of its own"](), method="auto")
 
 
@@ -252,7 +252,7 @@ def test_a_variable_that_was_written_after_its_read_is_not_read_again():
         layer.bias.assign_add(tf.ones([4]))
         per_example_gradients(loss, layer.trainable_variables, tape, "traced")
 
-    with pytest.raises(ValueError, match="No rule covers.*bias:0, read by"):
+    with pytest.raises(ValueError, match="No rule covers.*bias, read by"):
         compiled(step, [zoo.floats(4, 5, 2)])(zoo.floats(4, 5, 2))
 
 
