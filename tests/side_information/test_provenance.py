@@ -158,7 +158,7 @@ def test_a_private_run_has_no_such_entry(tmp_path):
     )
     assert "NOT_PRIVATE" not in history and math.isfinite(history["epsilon"][-1])
     (path,) = glob.glob(str(tmp_path / "logs" / "*"))
-    assert b"NOT_PRIVATE" not in open(path, "rb").read()
+    assert b"privacy/NOT_PRIVATE" not in open(path, "rb").read()
 
 
 @pytest.mark.filterwarnings("ignore:NOT PRIVATE")

@@ -107,6 +107,11 @@ def begin_batches_anew(optimizer: tf.keras.optimizers.Optimizer) -> None:
         optimizer.drop_unfinished_parts()
 
 
+def steps_per_epoch(callback: tf.keras.callbacks.Callback) -> int | None:
+    """The number of batches of an epoch, if `fit` knows it before it trains."""
+    return (getattr(callback, "params", None) or {}).get("steps")
+
+
 class FedExamples:
     """Compares what `fit` feeds with the number of examples that ε is computed for.
 

@@ -13,6 +13,7 @@ from tf_adaptive_dp.callbacks.common import (
     PrivateCallback,
     begin_batches_anew,
     refuse_batch_over_two_passes,
+    steps_per_epoch,
 )
 from tf_adaptive_dp.errors import BudgetExceededError
 from tf_adaptive_dp.sampling import sampling_epsilon
@@ -146,7 +147,7 @@ class PrivacyBudget(PrivateCallback):
         optimizer = self.optimizer
         self.warn_of_steering()
         begin_batches_anew(optimizer)
-        self._fed.begin(optimizer, (self.params or {}).get("steps"))
+        self._fed.begin(optimizer, steps_per_epoch(self))
         self._priced = ()
         self._require_room()
 

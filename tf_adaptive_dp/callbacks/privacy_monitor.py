@@ -17,6 +17,7 @@ from tf_adaptive_dp.callbacks.common import (
     PrivateCallback,
     begin_batches_anew,
     refuse_batch_over_two_passes,
+    steps_per_epoch,
 )
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.tensorboard import TensorBoardLog
@@ -144,7 +145,7 @@ class PrivacyMonitor(PrivateCallback):
         self.warn_of_steering()
         begin_batches_anew(optimizer)
         self._released = optimizer.ledger.num_releases
-        self._fed.begin(optimizer, (self.params or {}).get("steps"))
+        self._fed.begin(optimizer, steps_per_epoch(self))
         self._check_sampling(optimizer)
         if self.log_dir is not None:
             self._board = TensorBoardLog(self.log_dir, self._settings(optimizer))
