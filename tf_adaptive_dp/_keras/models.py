@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.generation import GENERATION, keras
+from tf_adaptive_dp._keras.generation import GENERATION, internal_module, keras
 from tf_adaptive_dp._keras.variables import native
 
 
@@ -196,3 +197,41 @@ def loss_weights_of(model: tf.keras.Model) -> Any:
 def metric_variables(model: tf.keras.Model) -> list[tf.Variable]:
     """The state of a model's metrics, those of its loss included."""
     return [native(v) for metric in model.metrics for v in metric.variables]
+
+
+def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int] | None:
+    """The size of the batches of the `fit` that is running, and that of its last one if it differs.
+
+    Keras does not tell an optimizer what data it trains on. While a step is built, `fit` is among
+    the callers, and its arrays are in a local variable.
+
+    Args:
+      optimizer: that of the model that is trained.
+
+    Returns:
+      `None` if all batches have one size, or if that is unknown: without `fit`, for data that are
+      no arrays, and with `steps_per_epoch`, which may end epochs before the last batch.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and isinstance(frame.f_locals.get("self"), keras.Model):
+            found = frame.f_locals
+            if found["self"].optimizer is optimizer:
+                return None if found.get("steps_per_epoch") is not None else _sizes_in(found)
+        frame = frame.f_back
+    return None
+
+
+def _sizes_in(variables: Mapping[str, Any]) -> tuple[int, int] | None:
+    if GENERATION == 3:
+        data = getattr(variables.get("epoch_iterator"), "data_adapter", None)
+        if not isinstance(data, internal_module("trainers.data_adapters").ArrayDataAdapter):
+            return None
+        size, last, num_batches = data.batch_size, data.partial_batch_size, data.num_batches
+    else:
+        data = getattr(variables.get("data_handler"), "_adapter", None)
+        if data is None or not data.has_partial_batch():
+            return None
+        size, last, num_batches = data.batch_size(), data.partial_batch_size(), data.get_size()
+    several = num_batches is not None and num_batches > 1
+    return (int(size), int(last)) if several and size and last and last != size else None

@@ -236,6 +236,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         """
         self.require_known_state()
         refusals.refuse_unsupported_setting(self)
+        refusals.refuse_smaller_last_batch(self)
         self._loss_scaling.refuse_wrapper(self)
         if not callable(loss) and tape is None:
             raise ValueError("`tape` is required when a `Tensor` loss is passed. Received: None")

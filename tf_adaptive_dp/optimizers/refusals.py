@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.models import sizes_of_batches
 from tf_adaptive_dp._keras.optimizers import HOW_TO_STEP, has_slots_for
 from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.errors import NotPrivateError
@@ -55,6 +56,26 @@ def refuse_counting(optimizer: Any, source: PerExampleGradients) -> None:
             f"not public here. Received: expected_batch_size={size} and "
             "batches whose size is not fixed. Do not divide the loss by the batch size (the "
             "optimizer does so), or make all batches equal (`drop_remainder=True`)."
+        )
+
+
+def refuse_smaller_last_batch(optimizer: Any) -> None:
+    """Rejects arrays in `fit` whose last batch is smaller, before anything is released.
+
+    Without this the step of that batch would fail, at the end of the first epoch.
+    """
+    with tf.init_scope():
+        expected = optimizer.expected_batch_size
+    may_vary = expected is not None and optimizer.num_microbatches is None
+    sizes = None if may_vary else sizes_of_batches(optimizer)
+    if sizes is not None:
+        size, last = sizes
+        raise ValueError(
+            f"Batches vary in size: `fit` would make batches of {size} examples, and a last one of "
+            f"{last}. Received: expected_batch_size={expected}, num_microbatches="
+            f"{optimizer.num_microbatches}. Set `expected_batch_size={size}` (and no "
+            "`num_microbatches`), or make all batches equal (a `tf.data.Dataset` with "
+            "`batch(..., drop_remainder=True)`)."
         )
 
 
