@@ -84,6 +84,10 @@ class RowsMet:
         """Whether a tensor is a term of the loss that all examples share."""
         return tensor.ref() in self._stop
 
+    def is_used(self, tensor: tf.Tensor) -> bool:
+        """Whether a value of a tensor is used on the way to the loss."""
+        return tensor.ref() in self._given or bool(self._uses(tensor))
+
     def of(self, tensor: tf.Tensor) -> Met:
         """Finds the batch axis of a tensor without data, by all its uses."""
         pending = [tensor]
@@ -127,7 +131,7 @@ class RowsMet:
         """Whether the loss may be computed from an output."""
         if self._batch_axes.depends(output) and isinstance(self._batch_axes[output], BatchAxis):
             return True
-        return output.ref() in self._given or bool(self._uses(output))
+        return self.is_used(output)
 
     def _open(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """The tensors without data that are to be found first."""

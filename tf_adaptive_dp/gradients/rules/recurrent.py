@@ -269,6 +269,8 @@ def split_states(body: tf.Graph, wanted: Iterable[int]) -> tuple[list[int], list
     return same, sorted(changing)
 
 
+# Their outputs do not depend on the values of their inputs.
+_WITHOUT_VALUES = {*SHAPE_ONLY, "OnesLike", "ZerosLike"}
 # An input gives the size of their output, which is wrong once time is merged into the batch axis.
 _SIZED = {"BroadcastTo", "Tile", "Conv2DBackpropInput", "Conv3DBackpropInputV2"}
 
@@ -317,6 +319,8 @@ def unfold(
             continue
         paths = ancestors([t for t in op.inputs if replay.trained(t)])
         consumers = consumers_of([*paths, *replay.ops])
+        if replay.loses_variables(consumers):
+            continue
         inner = RowsMet(consumers, batch_axes, set(), replay.ends)
         for k, (handle, variable) in enumerate(zip(handles, variables)):
             others = [u for u in uses[k] if u.op is not op]
@@ -350,8 +354,11 @@ def _stand_ins(
         raise NotReplayable
     outputs = replay.run(op, wanted)
     for k, output in zip(wanted, outputs):
-        if not batch_axes.depends(op.outputs[k]) and replay.reads_variables(output):
-            place = met.of(op.outputs[k])
+        before = op.outputs[k]
+        if batch_axes.depends(before) or not met.is_used(before):
+            continue  # such as the handle of a variable, which loops return
+        if replay.reads_variables(output):
+            place = met.of(before)
             if not isinstance(place, BatchAxis):
                 raise NotReplayable  # such as a kernel, which meets the data outside
             replay.ends[output.ref()] = place
@@ -440,8 +447,31 @@ class _Replay:
         return [found[k] for k in wanted]
 
     def reads_variables(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor is computed from variables, and maybe from other values."""
-        return bool(self._handles & {t.ref() for o in ancestors([tensor]) for t in o.outputs})
+        """Whether a tensor is computed from variables, and maybe from other values.
+
+        Only values count: zeros in the shape of what was computed from variables do not.
+        """
+        pending, seen = [tensor], set()
+        while pending:
+            last = pending.pop()
+            if last.ref() in self._handles:
+                return True
+            if last.ref() not in seen and last.op.type not in _WITHOUT_VALUES:
+                seen.add(last.ref())
+                pending += last.op.inputs
+        return False
+
+    def loses_variables(self, consumers: dict) -> bool:
+        """Whether a copy computes something from variables that no copy and no result takes.
+
+        The search for uses would end there, and miss a part of the gradient.
+        """
+        for op in self.ops:
+            open_ends = [t for t in op.outputs if not self._batch_axes.depends(t)]
+            taken = any(t.ref() in consumers or t.ref() in self.ends for t in op.outputs)
+            if open_ends and not taken and any(map(self.reads_variables, open_ends)):
+                return True
+        return False
 
     def trained(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor is computed from variables alone."""
@@ -450,6 +480,14 @@ class _Replay:
     def uses_variable(self, op: tf.Operation) -> bool:
         """Whether a copy combines variables with data."""
         return any(map(self._has_batch, op.outputs)) and any(map(self.trained, op.inputs))
+
+    def _is_repeated(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor has rows of variables without data, such as a start for each example.
+
+        The loop that takes it is none of the copies, so nothing would tell which example a row
+        belongs to.
+        """
+        return not self._batch_axes.depends(tensor) and self.reads_variables(tensor)
 
     def _has_batch(self, tensor: tf.Tensor) -> bool:
         return isinstance(self._batch_axes[tensor], BatchAxis)
@@ -513,7 +551,7 @@ class _Replay:
         body, condition = graphs["body"], graphs["cond"]
         same, changing = split_states(body, wanted)
         start = [inputs[k] for k in changing]
-        if any(t is None or self.trained(t) for t in start):
+        if any(t is None or self.trained(t) or self._is_repeated(t) for t in start):
             raise NotReplayable
         length = self._length(condition, body, inputs, same)
         outputs = [body.outputs[k] for k in changing]
