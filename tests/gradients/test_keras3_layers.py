@@ -380,7 +380,8 @@ def test_gradients_are_exact_with_a_jacobian(name):
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_layers_are_accepted(name):
     norms, _ = answers(problem(RANDOM[name]), "traced")
-    assert np.all(np.isfinite(norms)) and np.all(norms > 0)
+    # What is drawn may erase an image, whose gradient then is 0.
+    assert np.all(np.isfinite(norms)) and np.any(norms > 0)
 
 
 @pytest.mark.slow_after(4)
