@@ -464,18 +464,23 @@ class PrivacyPlan:
         steps = max(1, round(self.num_examples / batch_size))
         return PoissonSampling.for_batch_size(batch_size, self.num_examples, steps * epochs)
 
-    def _spent(self, sampling: PoissonSampling, accountant: str, noise_multiplier: float) -> float:
+    def _spent(
+        self,
+        sampling: PoissonSampling,
+        accountant: str,
+        noise_multiplier: float,
+        steps: int | None = None,
+    ) -> float:
+        """ε after some steps of a sampling, by default after all."""
         size = sampling.expected_batch_size(self.num_examples)
-        planned = Releases([(noise_multiplier, size, sampling.steps)], self.other_events)
+        planned = Releases(
+            [(noise_multiplier, size, sampling.steps if steps is None else steps)],
+            self.other_events,
+        )
         return sampling.epsilon_spent(planned, self.num_examples, self.delta, accountant=accountant)
 
     def _epsilon_after(self, steps: int) -> float:
-        planned = Releases(
-            [(self.noise_multiplier, self.expected_batch_size, steps)], self.other_events
-        )
-        return self.sampling.epsilon_spent(
-            planned, self.num_examples, self.delta, accountant=self.accountant
-        )
+        return self._spent(self.sampling, self.accountant, self.noise_multiplier, steps)
 
     def _least_noise(self, sampling: PoissonSampling) -> float:
         """The smallest noise multiplier for a sampling, up to 0.1%."""

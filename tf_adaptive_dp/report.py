@@ -149,7 +149,7 @@ def facts(
         else {
             "name": model.name,
             "trainable_weights": sum(int(np.prod(w.shape)) for w in weights),
-            "noise_to_signal": _noise_to_signal(optimizer, weights),
+            "noise_to_signal": optimizer.noise_to_signal(weights),
         },
         "test_metric": _test_metric(history, test_metric),
         "history": [dict(row) for row in history],
@@ -179,15 +179,6 @@ def _settings(optimizer: Any) -> dict[str, Any]:
         for name, value in config.items()
         if value is not None and name not in _LEFT_OUT
     }
-
-
-def _noise_to_signal(optimizer: Any, weights: Sequence[tf.Variable]) -> float | None:
-    """σ·√d / L: the norm of the noise of a step over C, which bounds that of the mean gradient."""
-    size = optimizer.next_release()[1]
-    if size is None:
-        return None
-    num_weights = sum(int(np.prod(w.shape)) for w in weights)
-    return optimizer.noise_multiplier * math.sqrt(num_weights) / size
 
 
 def _test_metric(history: Sequence[Mapping[str, Any]], asked: str | None) -> str | None:

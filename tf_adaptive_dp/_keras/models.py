@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -91,13 +92,19 @@ def callbacks_beside(callback: tf.keras.callbacks.Callback) -> list[tf.keras.cal
     Args:
       callback: one whose method is running.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
+    for caller in _callers():
+        owner = caller.f_locals.get("self")
         if isinstance(owner, keras.callbacks.CallbackList) and callback in owner.callbacks:
             return list(owner.callbacks)
-        frame = frame.f_back
     return [callback]
+
+
+def _callers() -> Iterator[types.FrameType]:
+    """The frames of the functions that are running, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def leave_padding_out_of_metrics(model: keras.Model) -> None:
@@ -212,13 +219,11 @@ def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int
       `None` if all batches have one size, or if that is unknown: without `fit`, for data that are
       no arrays, and with `steps_per_epoch`, which may end epochs before the last batch.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "fit" and isinstance(frame.f_locals.get("self"), keras.Model):
-            found = frame.f_locals
+    for caller in _callers():
+        found = caller.f_locals
+        if caller.f_code.co_name == "fit" and isinstance(found.get("self"), keras.Model):
             if found["self"].optimizer is optimizer:
                 return None if found.get("steps_per_epoch") is not None else _sizes_in(found)
-        frame = frame.f_back
     return None
 
 

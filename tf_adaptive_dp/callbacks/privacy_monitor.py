@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import callbacks_beside
-from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.callbacks.common import (
     FedExamples,
@@ -181,9 +180,11 @@ class PrivacyMonitor(PrivateCallback):
         del private["delta"]  # a setting, which it shows among others
         if self._budget is not None:
             private["epsilon_budget"] = self._budget
-        noise_to_signal = self._noise_to_signal(optimizer)
-        if noise_to_signal is not None:
-            private["noise_to_signal"] = noise_to_signal
+        # One of several optimizers trains only some of the model's variables.
+        if optimizer is self.model.optimizer:
+            ratio = optimizer.noise_to_signal(self.model.trainable_variables)
+            if ratio is not None:
+                private["noise_to_signal"] = ratio
         step_size = {}
         if hasattr(optimizer, "acceptance"):
             step_size = {"error": optimizer.last_error, "acceptance": optimizer.acceptance}
@@ -217,15 +218,6 @@ class PrivacyMonitor(PrivateCallback):
             "sampling": sampling,
             "privacy_accountant": self.accountant,
         }
-
-    def _noise_to_signal(self, optimizer: Any) -> float | None:
-        """σ√d / L, from public numbers; `None` if the optimizer's variables are not the model's."""
-        _, size = optimizer.next_release()
-        if optimizer is not self.model.optimizer or not size:
-            return None
-        variables = [native(v) for v in self.model.trainable_variables]
-        num_parameters = sum(v.shape.num_elements() for v in variables)
-        return optimizer.noise_multiplier * math.sqrt(num_parameters) / size
 
     def _check_sampling(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         """Rejects, before training, an optimizer whose settings do not fit the sampling."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import math
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -208,6 +209,23 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         """
         halved = self._mechanism.examples_share_groups()
         return self.noise_multiplier / (2 if halved else 1), self._mechanism.batch_size()
+
+    def noise_to_signal(self, variables: Sequence[tf.Variable]) -> float | None:
+        """The norm of a step's noise relative to the largest norm that the mean gradient can have.
+
+        That is σ·√d / L for d trained numbers and a batch of L examples, all of them public.
+
+        Args:
+          variables: the variables that are trained.
+
+        Returns:
+          `None` if no batch has been seen yet and `expected_batch_size` was not set.
+        """
+        _, size = self.next_release()
+        if not size:
+            return None
+        num_parameters = sum(native(v).shape.num_elements() for v in variables)
+        return self.noise_multiplier * math.sqrt(num_parameters) / size
 
     @tf.autograph.experimental.do_not_convert
     @short_traceback

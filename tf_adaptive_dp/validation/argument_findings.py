@@ -8,7 +8,7 @@ from typing import Any, Callable
 import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp.validation.report import Finding
+from tf_adaptive_dp.validation.findings import Finding
 
 Loss = Callable[..., tf.Tensor]
 

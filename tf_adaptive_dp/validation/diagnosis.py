@@ -13,8 +13,8 @@ from tf_adaptive_dp.gradients.batch_axis import operations
 from tf_adaptive_dp.gradients.batch_axis.analysis import comes_from_data, prepare
 from tf_adaptive_dp.gradients.batch_axis.hidden import refuse_state
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample
+from tf_adaptive_dp.validation.findings import Finding
 from tf_adaptive_dp.validation.layer_findings import has_own, path_finder, regularizer_findings
-from tf_adaptive_dp.validation.report import Finding
 
 _CURE = "Keep the batch as an axis of its own: reduce, normalize and compare only within examples."
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import BATCH_NORMALIZATIONS, inner_layers, was_adapted
 from tf_adaptive_dp._keras.variables import native, path_of
-from tf_adaptive_dp.validation.report import Finding
+from tf_adaptive_dp.validation.findings import Finding
 
 _LAYERS = tf.keras.layers
 

@@ -8,10 +8,10 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp.validation.findings import Finding
 from tf_adaptive_dp.validation.layer_findings import named_layers
 from tf_adaptive_dp.validation.per_example import Losses
 from tf_adaptive_dp.validation.repeatable import reset
-from tf_adaptive_dp.validation.report import Finding
 
 
 class Probe(NamedTuple):

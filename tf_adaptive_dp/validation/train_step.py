@@ -17,9 +17,9 @@ from tf_adaptive_dp.gradients.api import per_example_gradients
 from tf_adaptive_dp.gradients.jacobian import JacobianWarning
 from tf_adaptive_dp.gradients.watch import releases_within
 from tf_adaptive_dp.validation.diagnosis import diagnose, of_model, refusal
+from tf_adaptive_dp.validation.findings import Finding
 from tf_adaptive_dp.validation.layer_findings import has_own
 from tf_adaptive_dp.validation.per_example import batch_specs
-from tf_adaptive_dp.validation.report import Finding
 
 _COMPILE = "Call `model.compile` with this optimizer before `validate`."
 _ONE_SIZE = (

@@ -16,6 +16,7 @@ from tf_adaptive_dp._keras.variables import native, path_of
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import per_example_gradients
 from tf_adaptive_dp.validation import argument_findings
+from tf_adaptive_dp.validation.findings import Finding, ValidationReport
 from tf_adaptive_dp.validation.fixes import is_defective, repaired_model
 from tf_adaptive_dp.validation.layer_findings import has_own, layer_findings, path_finder
 from tf_adaptive_dp.validation.per_example import (
@@ -27,7 +28,6 @@ from tf_adaptive_dp.validation.per_example import (
 )
 from tf_adaptive_dp.validation.probe import counting, probe
 from tf_adaptive_dp.validation.repeatable import unchanged
-from tf_adaptive_dp.validation.report import Finding, ValidationReport
 from tf_adaptive_dp.validation.train_step import TracedStep, trace_step
 
 _NOTHING_PROBED = "nothing, since the findings leave no losses to compare"

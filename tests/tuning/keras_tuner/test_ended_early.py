@@ -7,7 +7,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import tuned
 from tf_adaptive_dp.tuning import strategies
-from tf_adaptive_dp.tuning.keras_tuner import plan as plans
+from tf_adaptive_dp.tuning.keras_tuner import search_plan as plans
 
 STRATEGIES = ["composition", "repeat_and_select"]
 

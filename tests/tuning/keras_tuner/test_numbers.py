@@ -14,7 +14,7 @@ from tf_adaptive_dp._keras import process_state
 from tf_adaptive_dp.tuning.keras_tuner import results
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
-from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
+from tf_adaptive_dp.tuning.keras_tuner.search_plan import Plan
 
 WINNER, LOSER = {"learning_rate": 0.1}, {"learning_rate": 1.0}
 

@@ -9,7 +9,7 @@ from tests.helpers import tuned
 from tf_adaptive_dp._keras import process_state
 from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp.tuning import strategies
-from tf_adaptive_dp.tuning.keras_tuner import plan as plans
+from tf_adaptive_dp.tuning.keras_tuner import search_plan as plans
 from tf_adaptive_dp.tuning.keras_tuner import trial
 
 

@@ -16,7 +16,7 @@ from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.tuning.keras_tuner import architecture, results, search_journal, space
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
-from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
+from tf_adaptive_dp.tuning.keras_tuner.search_plan import Plan
 from tf_adaptive_dp.tuning.keras_tuner.trial import IN_PROGRESS, Trial, prepare
 
 

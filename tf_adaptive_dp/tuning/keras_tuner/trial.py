@@ -30,7 +30,7 @@ from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.statement import side_information_paragraph
 from tf_adaptive_dp.tuning.keras_tuner import arguments
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
-from tf_adaptive_dp.tuning.keras_tuner.plan import Plan
+from tf_adaptive_dp.tuning.keras_tuner.search_plan import Plan
 
 # The folder with everything that only an unfinished trial needs.
 IN_PROGRESS = "in_progress"

@@ -17,8 +17,8 @@ from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.tuning.keras_tuner import arguments, results, search_journal
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
-from tf_adaptive_dp.tuning.keras_tuner.plan import Batches, Budget, Plan, Schedule
 from tf_adaptive_dp.tuning.keras_tuner.search import Search, delete_trials
+from tf_adaptive_dp.tuning.keras_tuner.search_plan import Batches, Budget, Plan, Schedule
 from tf_adaptive_dp.tuning.keras_tuner.trial import settings
 
 

@@ -9,7 +9,7 @@ from tf_adaptive_dp.statement import format_epsilon
 from tf_adaptive_dp.tuning import strategies
 from tf_adaptive_dp.tuning.conversion import Accounting
 from tf_adaptive_dp.tuning.keras_tuner import results
-from tf_adaptive_dp.tuning.keras_tuner.plan import Batches, Budget, Plan, Schedule
+from tf_adaptive_dp.tuning.keras_tuner.search_plan import Batches, Budget, Plan, Schedule
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect
 
 PUBLIC = strategies.PublicScore()
