@@ -20,12 +20,12 @@ def search(folder, strategy, num_trials):
     import tf_adaptive_dp as dp
     from tf_adaptive_dp._keras import process_state
     from tf_adaptive_dp.tuning import HonestTuner, strategies
-    from tf_adaptive_dp.tuning.keras_tuner import oracle, plan, trial
+    from tf_adaptive_dp.tuning.keras_tuner import oracle, search_plan, trial
 
     process_state.NUMBERS = 1
-    plan.Plan.noise_multiplier = lambda plan: 1.0  # seconds, and not what this is about
+    search_plan.Plan.noise_multiplier = lambda plan: 1.0  # seconds, and not what this is about
     for name in ("epsilon_spent", "epsilon_of_one", "epsilon_without_amplification"):
-        setattr(plan.Plan, name, lambda plan, *args: 1.0)
+        setattr(search_plan.Plan, name, lambda plan, *args: 1.0)
     strategies.RepeatAndSelect.draw_num_trials = lambda strategy: num_trials
     draws = oracle.HonestOracle.draws
 
