@@ -220,10 +220,12 @@ def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int
       no arrays, and with `steps_per_epoch`, which may end epochs before the last batch.
     """
     for caller in _callers():
+        # Reading the variables of a frame copies them; those of the user's functions would live on.
+        if caller.f_code.co_name != "fit":
+            continue
         found = caller.f_locals
-        if caller.f_code.co_name == "fit" and isinstance(found.get("self"), keras.Model):
-            if found["self"].optimizer is optimizer:
-                return None if found.get("steps_per_epoch") is not None else _sizes_in(found)
+        if isinstance(found.get("self"), keras.Model) and found["self"].optimizer is optimizer:
+            return None if found.get("steps_per_epoch") is not None else _sizes_in(found)
     return None
 
 
