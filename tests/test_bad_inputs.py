@@ -258,7 +258,11 @@ ACCOUNTING = {
     "shuffled size": (lambda: dp.sampling.ShuffledEpochs(2.5, 3), T, received("batch_size", "2.5")),
     "lengths": (lambda: dp.poisson_batches((X, Y[:5]), POISSON), V, r"`data` .*\[5, 32\]"),
     "dict": (lambda: dp.poisson_batches({"x": X}, POISSON), T, "`data` must .*Received: dict"),
-    "dataset": (lambda: dp.poisson_batches(catalogue.PUBLIC, POISSON), T, "Received: _Batch"),
+    "dataset": (
+        lambda: dp.poisson_batches(tf.data.Dataset.from_tensor_slices(X), POISSON),
+        T,
+        "Each element of the dataset must be one example, .*Received: ",
+    ),
     "empty": (lambda: dp.poisson_batches((X[:0], Y[:0]), POISSON), V, "`data` .*Received: none"),
     "sampling": (lambda: dp.poisson_batches((X, Y), "poisson"), T, received("sampling", "'poi")),
     "start": (
