@@ -29,7 +29,7 @@ class Part:
       candidates: The settings to choose from, by method.
       metric: The figure of the result to compare.
       larger_is_better: Whether larger values of the figure are better.
-      seeds: The number of runs of each method's best candidate.
+      seeds: The number of runs of each method's best candidate, for all methods or by method.
       tuning: Settings that replace those of `common` during tuning, such as fewer "epochs".
     """
 
@@ -37,12 +37,16 @@ class Part:
     candidates: Mapping[str, Sequence[Mapping[str, Any]]]
     metric: str
     larger_is_better: bool = True
-    seeds: int = 3
+    seeds: int | Mapping[str, int] = 3
     tuning: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def settings(self, method: str, candidate: Mapping[str, Any], seed: int) -> Settings:
         """The settings of a final trial."""
         return {**self.common, "method": method, **candidate, "seed": seed}
+
+    def seeds_of(self, method: str) -> range:
+        """The seeds of a method's final trials."""
+        return range(self.seeds if isinstance(self.seeds, int) else self.seeds[method])
 
     def plan(self, trials: Sequence[Trial]) -> list[Settings]:
         """The wanted trials, given the finished ones."""
@@ -53,7 +57,7 @@ class Part:
                 wanted += grid
             best = self.best(method, trials)
             if best is not None:
-                wanted += [self.settings(method, best, seed) for seed in range(self.seeds)]
+                wanted += [self.settings(method, best, seed) for seed in self.seeds_of(method)]
         return wanted
 
     def best(self, method: str, trials: Sequence[Trial]) -> Mapping[str, Any] | None:
@@ -79,7 +83,7 @@ class Part:
             best = self.best(method, trials)
             if best is None:
                 continue
-            wanted = [self.settings(method, best, seed) for seed in range(self.seeds)]
+            wanted = [self.settings(method, best, seed) for seed in self.seeds_of(method)]
             found[method] = [t for t in trials if t.settings in wanted]
         means = {
             method: self._signed([np.mean([final(t, self.metric) for t in runs])])[0]

@@ -14,7 +14,14 @@ from federated.datasets.folder import folder
 Arrays = tuple[np.ndarray, np.ndarray]
 
 
-def _load(name: str, split: str, data_dir: str | None) -> Arrays:
+def load(name: str, split: str, data_dir: str | None) -> Arrays:
+    """Images as bytes [N, H, W, C], and labels.
+
+    Args:
+      name: of the data set in tensorflow-datasets.
+      split: `"train"`, `"test"`, or a part such as `"train[:2000]"`.
+      data_dir: tensorflow-datasets' folder; `None` takes the environment's `TFDS_DATA_DIR`.
+    """
     path = folder(
         "--data_dir", data_dir, "TFDS_DATA_DIR", f"It must hold tensorflow-datasets' {name}."
     )
@@ -30,7 +37,7 @@ def mnist(data_dir: str | None, split: str, *, normalize: bool = True) -> Arrays
       split: `"train"` (60,000) or `"test"` (10,000), or a part such as `"train[:2000]"`.
       normalize: to MNIST's published mean and deviation; else pixels in [0, 1].
     """
-    images, labels = _load("mnist", split, data_dir)
+    images, labels = load("mnist", split, data_dir)
     pixels = images.reshape(-1, 784).astype(np.float32) / 255
     return (pixels - 0.1307) / 0.3081 if normalize else pixels, labels
 
@@ -50,7 +57,7 @@ def cifar10_features(
         `CIFAR100_CONV_LAYERS`, or the file beside the datasets' folder.
       chunk: images at a time.
     """
-    images, labels = _load("cifar10", split, data_dir)
+    images, labels = load("cifar10", split, data_dir)
     path = conv_layers or os.environ.get("CIFAR100_CONV_LAYERS")
     if path is None:
         path = (
