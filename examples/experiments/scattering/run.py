@@ -1,8 +1,8 @@
 """Linear models on features that need no learning: scattering networks, without tuning.
 
 Repeats the linear models of Tramèr and Boneh, "Differentially Private Learning Needs Better
-Features (or Much More Data)" (2020), arXiv:2011.11660, table 1. Softmax regression on scattering
-features, normalized in groups of channels, is trained at ε = 3, δ = 1e-5. The paper chooses
+Features (or Much More Data)" (2020), arXiv:2011.11660. Softmax regression on scattering features,
+normalized in groups of channels, is trained at ε = 3, δ = 1e-5. The paper chooses
 learning rate, batch size and epochs on test data. ADADP takes the paper's batch size and epochs,
 and defaults for the rest. DP-SGD with the paper's rate and C, and ADADP on the pixels, are for
 comparison.
