@@ -37,7 +37,9 @@ def problem_table(rows: pd.DataFrame, runs: Sequence[str] = ()) -> str:
     rows = by_catalogue(rows)
     shown = [name for name in BASELINES if rows[f"÷ {name}"].notna().any()]
     done = rows["status"] == "ok"
-    time = rows["median_ms"].map(number).where(done, rows["status"] + ": " + rows["reason"])
+    # Without a failure, reasons are a column of numbers (NaN), which cannot be added to texts.
+    reasons = rows["reason"].astype(object).fillna("")
+    time = rows["median_ms"].map(number).where(done, rows["status"] + ": " + reasons)
     spread = rows["lower_ms"].map(number) + " to " + rows["upper_ms"].map(number)
     columns = {
         "engine": "`" + rows["engine"] + "`",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import core
-from benchmarks.steps import catalogue, problems, report, results
+from benchmarks.steps import catalogue, problems, report, results, tables
 
 
 def row(run, engine, ms, mib=100.0, model="mlp", batch_size=250, width=1):
@@ -63,6 +63,13 @@ def test_every_target_names_what_exists():
     for target in results.TARGETS:
         assert {target.numerator, target.denominator} <= set(catalogue.ENGINES)
         assert problems.PROBLEMS[target.model].batch_size == target.batch_size
+
+
+def test_engines_of_keras_3_alone_have_a_table():
+    rows = found(row("1", "keras3_sgd", 2.0), row("1", "keras3_dpsgd", 3.0))
+    table = tables.problem_table(tables.with_ratios(results.frame(rows)))
+    assert "÷ keras3_sgd" in table
+    assert "| `keras3_dpsgd` | 3.00 | 3.00 to 3.00 | 1.50 | 100 |" in table
 
 
 def test_the_report_shows_ratios_reasons_targets_and_growth():
