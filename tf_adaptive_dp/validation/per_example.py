@@ -371,7 +371,10 @@ def _gradients_alone(
     """Computes the gradient of each example on a batch that contains nothing else."""
     gradients = []
     for i in range(num_examples):
-        one = tf.nest.map_structure(lambda t, i=i: t[i : i + 1], batch)
+        one = tf.nest.map_structure(
+            lambda t, i=i: None if t is None else t[i : i + 1],
+            batch,  # whose missing weights are a leaf for older TensorFlow
+        )
         with tf.GradientTape() as tape:
             value = losses(one, training)
         found = tape.gradient(value, variables, unconnected_gradients="zero")
