@@ -325,6 +325,7 @@ class PrivacyPlan:
             batches,
             epochs=0 if finished else self.epochs,
             steps_per_epoch=parts * self.steps_per_epoch,
+            shuffle=False,  # the batches are drawn already; Keras warns of anything else
             callbacks=reporting if run is None else run.callbacks(reporting),
             **fit_arguments,
         )
