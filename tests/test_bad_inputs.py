@@ -358,11 +358,15 @@ AUDITS = {
     "attack": (lambda: inference(attacks=["nn"]), V, received("attacks", "'nn'")),
     "compare one": (lambda: compared(batch=(X[:1], Y[:1])), V, "`batch` must .*Received: 1"),
     "compare str": (lambda: compared("mse"), T, received("loss", "'mse'")),
-    "compare array": (lambda: compared(batch=X), T, "`batch` must be .*of type ndarray"),
+    "compare array": (lambda: compared(batch=X), T, "`batch` must be .*x alone, of type ndarray"),
     "compare scalar": (lambda: compared(lambda y, z: tf.reduce_sum(z)), P, "Received: a scalar"),
     "validate loss": (lambda: validated(5), T, received("loss", "5")),
     "validate model": (lambda: validated(model="m"), T, received("model", "'m'")),
-    "validate dict": (lambda: validated(batch={"x": X}), T, "`batch` must be .*of type dict"),
+    "validate dict": (
+        lambda: validated(batch={"x": X}),
+        T,
+        "`batch` must be .*x alone, of type dict",
+    ),
 }
 
 

@@ -99,7 +99,7 @@ def check_per_example(
             raise TypeError(
                 f"`loss` must be a function of (y_true, y_pred). Received: loss={loss!r}"
             )
-    batch = checked_batch(model, batch)
+    batch = checked_batch(model, batch, loss)
     num_examples = int(tf.nest.flatten(batch)[0].shape[0])
     if num_examples < 2:
         raise ValueError(f"`batch` must have two examples or more. Received: {num_examples}")
@@ -224,8 +224,13 @@ def _step_in_float32(losses: Losses, variables: Sequence[tf.Variable], batch: tu
             ) from error
 
 
-def checked_batch(model: tf.keras.Model, batch: Any) -> tuple:
+def checked_batch(model: tf.keras.Model, batch: Any, loss: Any = None) -> tuple:
     """Converts a batch to tensors, of the types that `fit` gives to arrays.
+
+    Args:
+      model: the model that it is for.
+      batch: what the user passed.
+      loss: a loss that the user passed, which compares outputs with y.
 
     Returns:
       (x,), (x, y) or (x, y, sample_weight); y may be `None`.
@@ -241,6 +246,11 @@ def checked_batch(model: tf.keras.Model, batch: Any) -> tuple:
         raise TypeError(
             "`batch` must be (x, y) or (x, y, sample_weight), or x alone. Received: batch of type "
             f"{type(batch).__name__}"
+        )
+    if loss is not None and len(batch) == 1:
+        raise TypeError(
+            "`batch` must be (x, y) or (x, y, sample_weight), since `loss` compares with y. "
+            f"Received: x alone, of type {type(batch[0]).__name__}"
         )
     return tf.nest.map_structure(_as_tensor, tuple(batch))
 

@@ -108,15 +108,27 @@ def validate(
                 f"{2 + len(earlier)} arguments by position"
             )
         loss, optimizer, batch = batch, *earlier
-    batch = checked_batch(model, batch)
+    batch = checked_batch(model, batch, loss)
     if not is_compiled(model) and (loss is None or optimizer is None):
         raise ValueError(
             "`model` must be compiled, or `loss` and `optimizer` be given. Received: a model that "
             f"is not compiled, loss={loss!r}, optimizer={optimizer!r}. Call `model.compile` first."
         )
+    _check_loss(loss)
     optimizer = model.optimizer if optimizer is None else optimizer
     report = _inspect(model, loss, None, optimizer, batch)
     return _repair(report, optimizer, batch) if fix and report.findings else report
+
+
+def _check_loss(loss: Any) -> None:
+    """Raises unless Keras can make losses of what the user passed."""
+    for part in tf.nest.flatten(loss):
+        if isinstance(part, str):
+            tf.keras.losses.get(part)
+        elif part is not None and not callable(part):
+            raise TypeError(
+                f"`loss` must be a loss as `model.compile` takes it. Received: loss={loss!r}"
+            )
 
 
 def _repair(report: ValidationReport, optimizer: Any, batch: tuple) -> ValidationReport:
