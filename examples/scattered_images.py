@@ -24,16 +24,13 @@ import keras
 import tf_adaptive_dp
 from examples.experiments.lib.datasets import scattered
 
-BATCH_SIZES = {"mnist": 4096, "cifar10": 8192}
-EPOCHS = {"mnist": 40, "cifar10": 60}
-
 
 def parse_args() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--dataset", choices=list(BATCH_SIZES), default="mnist")
+    parser.add_argument("--dataset", choices=list(scattered.PAPER), default="mnist")
     parser.add_argument("--epsilon", type=float, default=3.0)
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument("--batch_size", type=int, help="default: the paper's")
@@ -51,12 +48,13 @@ def main() -> None:
     x, y = scattered.load(args.dataset, f"train{part}", args.data_dir, args.out_dir)
     x_test, y_test = scattered.load(args.dataset, f"test{part}", args.data_dir, args.out_dir)
 
+    paper = scattered.PAPER[args.dataset]
     plan = tf_adaptive_dp.PrivacyPlan(
         epsilon=args.epsilon,
         delta=args.delta,
         num_examples=len(x),
-        batch_size=args.batch_size or BATCH_SIZES[args.dataset],
-        epochs=args.epochs or EPOCHS[args.dataset],
+        batch_size=args.batch_size or paper["batch_size"],
+        epochs=args.epochs or paper["epochs"],
     )
     print(plan.describe())
     model = keras.Sequential([keras.Input([x.shape[1]]), keras.layers.Dense(10)])

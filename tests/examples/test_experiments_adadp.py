@@ -9,10 +9,8 @@ import pytest
 
 from examples.experiments.adadp_comparison import run as adadp_comparison
 from examples.experiments.adadp_untuned import run as untuned
-from examples.experiments.lib import harness
 from examples.experiments.lib.harness import Trial
-from tests.helpers import ROOT
-from tests.helpers.programs import run_experiment
+from tests.helpers.programs import assert_stored_trials_are_those_of_the_plan, run_experiment
 
 
 def data_with(name):
@@ -90,11 +88,8 @@ def test_untuned_compares_all_methods(tmp_path):
 
 @pytest.mark.parametrize("dataset", ["mnist", "cifar10"])
 def test_the_stored_trials_are_those_of_the_plan(dataset):
-    folder = ROOT / "examples" / "experiments" / "adadp_comparison"
-    results = harness.Results(folder / f"results_{dataset}_small.json")
-    experiment = adadp_comparison.EXPERIMENTS[dataset]
-    assert results.trials and not results.missing(experiment.plan("small", results.trials))
-    assert "| ADADP |" in experiment.table(results.trials)
+    table = assert_stored_trials_are_those_of_the_plan(adadp_comparison, dataset)
+    assert "| ADADP |" in table
 
 
 def scale(**changes):

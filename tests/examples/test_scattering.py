@@ -7,11 +7,14 @@ import pathlib
 import numpy as np
 import pytest
 
-from examples.experiments.lib import harness, scattering
+from examples.experiments.lib import scattering
 from examples.experiments.lib.datasets import images, scattered
 from examples.experiments.scattering import run as scattering_run
-from tests.helpers import ROOT
-from tests.helpers.programs import run_example, run_experiment
+from tests.helpers.programs import (
+    assert_stored_trials_are_those_of_the_plan,
+    run_example,
+    run_experiment,
+)
 
 PICTURES = np.random.default_rng(0).random((3, 8, 8), np.float32)
 
@@ -142,13 +145,10 @@ def test_features_are_computed_once_and_kept(tmp_path, monkeypatch):
     assert len(list((tmp_path / "features").iterdir())) == 2
 
 
-@pytest.mark.parametrize("dataset", scattering_run.DATASETS)
+@pytest.mark.parametrize("dataset", scattered.PAPER)
 def test_the_stored_trials_are_those_of_the_plan(dataset):
-    folder = ROOT / "examples" / "experiments" / "scattering"
-    results = harness.Results(folder / f"results_{dataset}_small.json")
-    experiment = scattering_run.EXPERIMENTS[dataset]
-    assert results.trials and not results.missing(experiment.plan("small", results.trials))
-    assert "| ADADP, defaults |" in experiment.table(results.trials)
+    table = assert_stored_trials_are_those_of_the_plan(scattering_run, dataset)
+    assert "| ADADP, defaults |" in table
 
 
 @pytest.fixture

@@ -2,9 +2,11 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
+from examples.experiments.lib import harness
 from tests.helpers import ROOT
 
 
@@ -39,3 +41,12 @@ def run_experiment(name, folder, *arguments, dataset=None):
     end = f"_{dataset}_smoke" if dataset else "_smoke"
     assert (folder / f"{name}{end}.png").stat().st_size > 10_000
     return out, json.loads((folder / f"results{end}.json").read_text())["trials"]
+
+
+def assert_stored_trials_are_those_of_the_plan(module, dataset):
+    """Checks that the committed trials are those of the small scale; returns their table."""
+    folder = pathlib.Path(module.__file__).parent
+    results = harness.Results(folder / f"results_{dataset}_small.json")
+    experiment = module.EXPERIMENTS[dataset]
+    assert results.trials and not results.missing(experiment.plan("small", results.trials))
+    return experiment.table(results.trials)

@@ -37,10 +37,6 @@ from examples.experiments.lib import grids, harness, report
 from examples.experiments.lib.datasets import images, scattered
 from federated.datasets.folder import folder
 
-DATASETS = {
-    "mnist": {"batch_size": 4096, "epochs": 40},
-    "cifar10": {"batch_size": 8192, "epochs": 60},
-}
 TITLES = {
     "adadp": "ADADP, defaults",
     "dp_sgd": "DP-SGD, the paper's rate and C",
@@ -81,7 +77,7 @@ def parts(dataset: str, scale: str) -> list[grids.Part]:
                 "data": dataset,
                 "epsilon": epsilon,
                 "delta": 1e-5,
-                **DATASETS[dataset],
+                **scattered.PAPER[dataset],
                 **small,
                 "number": number,
             },
@@ -181,7 +177,7 @@ def _experiment(dataset: str) -> harness.Experiment:
     )
 
 
-EXPERIMENTS = {dataset: _experiment(dataset) for dataset in DATASETS}
+EXPERIMENTS = {dataset: _experiment(dataset) for dataset in scattered.PAPER}
 
 if __name__ == "__main__":
     harness.main(EXPERIMENTS, pathlib.Path(__file__).parent)

@@ -12,6 +12,11 @@ from examples.experiments.lib import scattering
 from examples.experiments.lib.datasets import images
 
 Arrays = tuple[np.ndarray, np.ndarray]
+# Batch sizes and epochs of Tramèr and Boneh (2020), arXiv:2011.11660.
+PAPER = {
+    "mnist": {"batch_size": 4096, "epochs": 40},
+    "cifar10": {"batch_size": 8192, "epochs": 60},
+}
 CHUNK = 256  # images at a time
 # ImageNet's statistics, in the order of the channels. Those of the private images would have to be
 # released first. The paper's authors take the same.
