@@ -123,7 +123,7 @@ def _not_traced(error: Exception) -> Finding:
     return Finding(
         "not compiled",
         "model",
-        f"A training step does not compile: {type(error).__name__}: {(named or [said])[-1]}",
+        f"A training step does not compile: {(named or [f'{type(error).__name__}: {said}'])[-1]}",
         "Make the step compile without `run_eagerly`: only compiled steps can be searched in full.",
     )
 
