@@ -17,6 +17,14 @@ from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.penalties import SCALINGS, SUMS, UNCHANGED
 
+PADDING_CONTRIBUTES = (
+    "Padding contributes to the loss: rows of weight 0 have gradients. Epsilon would not hold, "
+    "since an example that joins the batch takes the place of padding. Multiply the finished loss "
+    "vector by the weights, as in `(losses + penalties) * sample_weight`, and pass "
+    "`sample_weight` on in a `compute_loss` of your own. (Weights are recognized by their zeros, "
+    "some of which are negative. If this vector holds no weights, add 0.0 to it.)"
+)
+
 
 def find_present(
     losses: Sequence[tf.Tensor], total: tf.Tensor, batch_axes: BatchAxes

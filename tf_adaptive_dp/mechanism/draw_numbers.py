@@ -4,9 +4,8 @@ Amplification by sampling requires a fresh draw for each release. A batch that i
 or passed to `minimize` twice is one draw and must be counted as one. So each release determines a
 number for its batch:
 
-- Batches of our Poisson samplers carry a number. Random bits decide whether a padding row has the
-  weight 0.0 or -0.0 (`draws.Sampling.place`), which arithmetic does not distinguish. The number is
-  a digest of the weights, so it survives whatever `map` does to the examples.
+- Batches of our Poisson samplers carry a number: a digest of the weights, whose zeros have random
+  signs (see `padding`). It survives whatever `map` does to the examples.
 - Other batches are identified by their contents: a digest of everything that enters the loss.
 
 The numbers reveal something about the batches, so they are neither saved nor returned. Only counts
@@ -15,7 +14,6 @@ go into the ledger.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,10 +24,9 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.graphs import ancestors
 from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
+from tf_adaptive_dp.mechanism.padding import is_ours, may_be_weights
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 
-# Among 10,000 draws, two share a number with probability at most 5e7 / 2⁴⁰.
-BITS = 40
 # This many distinct rows in random order repeat the same order once in 15! > 2⁴⁰ times.
 DIFFERENT_ROWS = 15
 _CREATION = threading.Lock()
@@ -61,18 +58,6 @@ def _digest(values: tf.Tensor) -> tf.Tensor:
     place = _folded(place * _MIX_2, 29)  # a constant where the size is known
     number = _folded(place + bits, 30) * _MIX_1
     return tf.reduce_sum(_folded(_folded(number, 27) * _MIX_2, 31))
-
-
-def _is_ours(weights: tf.Tensor) -> tf.Tensor:
-    """Whether the zeros among the weights carry signs, and enough of them to make a number."""
-    absent = tf.equal(weights, 0.0)
-    padding = tf.reduce_sum(tf.cast(absent, tf.float32))
-    size = tf.cast(tf.size(weights), tf.float32)
-    log_ways = tf.math.lgamma(size + 1) - tf.math.lgamma(padding + 1)
-    log_ways -= tf.math.lgamma(size - padding + 1)
-    bits = padding + log_ways / math.log(2)
-    marked = absent & (tf.bitcast(weights, tf.int32) < 0)
-    return (bits >= BITS) & tf.reduce_any(marked)
 
 
 def _row_contents(tensors: Sequence[tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
@@ -115,13 +100,9 @@ def _fed(loss: tf.Tensor) -> list[tf.Tensor]:
     ]
 
 
-def _may_be_weights(tensor: tf.Tensor) -> bool:
-    return tensor.shape.rank == 1 and tensor.dtype.is_floating
-
-
 def rows_without_padding(loss: tf.Tensor) -> int | None:
     """The number of examples in a batch, if it is known before the step runs."""
-    if tf.executing_eagerly() or num_replicas() > 1 or any(map(_may_be_weights, _fed(loss))):
+    if tf.executing_eagerly() or num_replicas() > 1 or any(map(may_be_weights, _fed(loss))):
         return None
     return loss.shape[0]
 
@@ -146,9 +127,9 @@ def number_of(loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
     ordered = tf.sort(rows)
     different = 1 + tf.math.count_nonzero(ordered[1:] > ordered[:-1])
     known = different >= DIFFERENT_ROWS
-    for weights in filter(_may_be_weights, fed):
+    for weights in filter(may_be_weights, fed):
         weights = _fitted(tf.cast(weights, tf.float32), loss)
-        ours = _is_ours(weights)
+        ours = is_ours(weights)
         rows = tf.where(ours, weights, rows)
         known |= ours
     return _digest(rows), known

@@ -10,12 +10,13 @@ import math
 import threading
 import warnings
 from collections.abc import Sequence
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting.ledger import Ledger, wrong_size
+from tf_adaptive_dp.gradients.absent_rows import PADDING_CONTRIBUTES
 from tf_adaptive_dp.gradients.released import mark_released
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.watch import search_sums_when_complete
@@ -49,6 +50,8 @@ class GaussianMechanism:
     exactly once, and the divisor is a public constant. Each release is one entry in the ledger,
     with the noise multiplier that accounts for the sensitivity (σ, or σ/2 with microbatches). A
     row whose gradient is zero or not finite contributes exactly zero, so padding counts as absent.
+    - A step in which the padding of our batches has gradients fails before the release. XLA drops
+      assertions; there such a release counts with σ/2.
     - The ledger also records whether the batch of a release was released before (`draw_numbers`).
     - With `gradient_accumulation_steps` a batch arrives in parts. Their clipped sums are added, and
       the last part causes the one release.
@@ -237,6 +240,7 @@ class GaussianMechanism:
         shift: list[tf.Tensor] | None = None,
         layers: Sequence[str] = (),
         number: tuple[tf.Tensor, tf.Tensor] | None = None,
+        padding: tf.Tensor | None = None,
     ) -> list[tf.Tensor | None]:
         """Releases one noisy mean gradient and records it in the ledger.
 
@@ -248,6 +252,7 @@ class GaussianMechanism:
           shift: one tensor per variable, which is added to each gradient before that.
           layers: the layer that each variable belongs to, for per-layer clipping.
           number: the number of the batch, see `draw_numbers.number_of`; `None` if it has none.
+          padding: [B], bool, the rows that are padding; `None` if nobody can tell.
 
         Returns:
           One float32 tensor per variable, or `None` if the loss does not depend on the variable.
@@ -256,32 +261,30 @@ class GaussianMechanism:
 
         Raises:
           tf.errors.InvalidArgumentError: when the step runs, if batches vary in size and there is
-            no `expected_batch_size`. Nothing is released then. XLA does not raise such errors;
-            there the size of the first batch stays the divisor.
+            no `expected_batch_size`, or if padding has gradients. Nothing is released then. XLA
+            does not raise such errors; there the size of the first batch stays the divisor.
         """
         size = replicas.total(tf.cast(batch_size, tf.int64))
         check = self._check_batch_size(size)
         clip = self._l2_norm_clip.read_value()
         with tf.control_dependencies([check] if check is not None else []):
-            sums, count, present = self._clipped_sums(source, scale, shift, layers, clip)
-        raw = [tf.cast(s, tf.float32) for s in sums if s is not None]
-        search_sums_when_complete([*raw, *count])
+            of_variables, batch = self._clipped_sums(source, scale, shift, layers, clip, padding)
+        search_sums_when_complete([*batch.sums, *batch.within])
+        check = tf.debugging.Assert(tf.equal(batch.padding, 0), [PADDING_CONTRIBUTES])
         # After the sums, so that a step that fails on its data releases and changes nothing.
-        with tf.control_dependencies([*raw, *count, present]):
+        with tf.control_dependencies([*batch.flat(), *([] if check is None else [check])]):
             if self.accumulator is None:
 
                 def draw() -> Draw:
                     return self._seen.add(number, tf.constant(True))
 
                 complete = tf.constant(True)
-                noisy = self._add_noise(raw, count, clip, size, present, draw)
+                noisy = self._add_noise(batch, clip, size, draw)
             else:
-                complete, noisy = self._accumulate(
-                    self.accumulator, raw, count, clip, size, present, number
-                )
+                complete, noisy = self._accumulate(self.accumulator, batch, clip, size, number)
         self._complete[threading.get_ident()] = complete
         released = iter(noisy)
-        return [None if s is None else next(released) for s in sums]
+        return [None if s is None else next(released) for s in of_variables]
 
     def _clipped_sums(
         self,
@@ -290,13 +293,9 @@ class GaussianMechanism:
         shift: Sequence[tf.Tensor] | None,
         layers: Sequence[str],
         clip: tf.Tensor,
-    ) -> tuple[list[tf.Tensor | None], list[tf.Tensor], tf.Tensor]:
-        """The clipped sums, and what else is counted over the examples of the batch.
-
-        Returns:
-          Σᵢ clip(...) for each variable; a list of the count of `AdaptiveClipping`, or an empty
-          one; and how many rows (or microbatches) on all replicas have a nonzero gradient.
-        """
+        padding: tf.Tensor | None,
+    ) -> tuple[list[tf.Tensor | None], _Sums]:
+        """The clipped sums: for each variable or `None`, and with what is counted beside them."""
         norms = source.variable_norms(scale, shift)
         squared_norms = total_norms(norms)
         weights = self.clipping.weights(norms, layers, clip)
@@ -318,7 +317,11 @@ class GaussianMechanism:
         count = []
         if isinstance(self.clipping, AdaptiveClipping):
             count.append(self.clipping.count(squared_norms, present, clip))
-        return sums, count, replicas.total(tf.reduce_sum(tf.cast(present, tf.float32)))
+        contributes = tf.constant([False])
+        if padding is not None and self.num_microbatches is None:  # σ is halved with them anyway
+            contributes = padding & present
+        raw = [tf.cast(s, tf.float32) for s in sums if s is not None]
+        return sums, _Sums(raw, count, *map(_number_of, (present, contributes)))
 
     def _size_seen(
         self, expected: tf.Tensor, per_group: tf.Tensor, rows: tf.Tensor, present: tf.Tensor
@@ -340,39 +343,35 @@ class GaussianMechanism:
     def _accumulate(
         self,
         accumulator: Accumulator,
-        sums: list[tf.Tensor],
-        count: list[tf.Tensor],
+        part: _Sums,
         clip: tf.Tensor,
         size: tf.Tensor,
-        present: tf.Tensor,
         number: tuple[tf.Tensor, tf.Tensor] | None,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Adds one part of a batch. Releases after the last part, and returns zeros before it."""
         # In units of C, since C may be set anew before the batch is complete.
-        unit, num = tf.cast(clip, tf.float32), len(sums)
+        unit = tf.cast(clip, tf.float32)
+        units = part._replace(sums=[s / unit for s in part.sums])
 
         def add() -> list[tf.Tensor]:
             with tf.control_dependencies([self._remember_batch_size(size)]):
-                parts = [*(s / unit for s in sums), *count, present]
-                totals, complete = accumulator.add(parts)
+                totals, complete = accumulator.add(units.flat())
                 return [*self._seen.add(number, complete), complete, *totals]
 
         *draw, complete = (made := self._turns.take(add))[:4]
-        *totals, there = made[4:]
+        batch = units.like(made[4:])
 
         def release() -> list[tf.Tensor]:
-            noiseless = [s * unit for s in totals[:num]]
-            return self._add_noise(noiseless, totals[num:], clip, size, there, lambda: Draw(*draw))
+            whole = batch._replace(sums=[s * unit for s in batch.sums])
+            return self._add_noise(whole, clip, size, lambda: Draw(*draw))
 
-        return complete, tf.cond(complete, release, lambda: [tf.zeros_like(s) for s in sums])
+        return complete, tf.cond(complete, release, lambda: [tf.zeros_like(s) for s in part.sums])
 
     def _add_noise(
         self,
-        sums: list[tf.Tensor],
-        count: list[tf.Tensor],
+        batch: _Sums,
         clip: tf.Tensor,
         size: tf.Tensor,
-        present: tf.Tensor,
         draw: Callable[[], Draw],
     ) -> list[tf.Tensor]:
         """Records the release in the ledger, and then adds its noise."""
@@ -380,14 +379,16 @@ class GaussianMechanism:
         def enter() -> list[tf.Tensor]:
             with tf.control_dependencies([self._remember_batch_size(size)]):
                 per_group, expected = self._examples_per_group(), self._divisor_in_examples()
-                sigma, batch = self._noise_multiplier.read_value(), draw()
+                sigma, drawn = self._noise_multiplier.read_value(), draw()
+                # An example may take the place of another one, or of padding that contributes.
+                twice = (per_group > 1) | (batch.padding > 0)
                 # An example in 1 + c parts of a batch moves the sum by up to (1 + c)·C.
-                counted = tf.where(per_group > 1, sigma / 2, sigma) / (1 + batch.copies)
+                counted = tf.where(twice, sigma / 2, sigma) / (1 + drawn.copies)
                 recorded = self.ledger.record(
                     *(counted, expected),
-                    checked=batch.checked,
-                    distance=batch.distance,
-                    size_seen=self._size_seen(expected, per_group, size, present),
+                    checked=drawn.checked,
+                    distance=drawn.distance,
+                    size_seen=self._size_seen(expected, per_group, size, batch.present),
                 )
                 return [recorded, per_group, expected, sigma]
 
@@ -397,10 +398,10 @@ class GaussianMechanism:
         divisor = tf.cast(expected / per_group, tf.float32)
         # Recorded first, since weights may move before another operation of the step fails.
         with tf.control_dependencies([recorded]):
-            noisy = [s / divisor for s in self.noise.add_to(sums, stddev, clip)]
+            noisy = [s / divisor for s in self.noise.add_to(batch.sums, stddev, clip)]
             if isinstance(self.clipping, AdaptiveClipping):
                 groups = expected / per_group
-                self._adapt(self.clipping, count, share, clip, sigma, expected, groups)
+                self._adapt(self.clipping, batch.within, share, clip, sigma, expected, groups)
         return noisy
 
     def _adapt(
@@ -452,6 +453,36 @@ class GaussianMechanism:
         sigma, expected = self._noise_multiplier.read_value(), self._divisor_in_examples()
         stddev = self._gradient_noise(sigma, expected) * clip.read_value()
         return tf.cast(stddev / (expected / self._examples_per_group()), tf.float32)
+
+
+class _Sums(NamedTuple):
+    """What a batch, or a part of one, amounts to.
+
+    Attributes:
+      sums: Σᵢ clip(...), float32, of the variables that have gradients.
+      within: the count of `AdaptiveClipping`, or nothing.
+      present: how many rows (or microbatches) on all replicas have a nonzero gradient.
+      padding: how many of these rows are padding.
+    """
+
+    sums: list[tf.Tensor]
+    within: list[tf.Tensor]
+    present: tf.Tensor
+    padding: tf.Tensor
+
+    def flat(self) -> list[tf.Tensor]:
+        return [*self.sums, *self.within, self.present, self.padding]
+
+    def like(self, flat: Sequence[tf.Tensor]) -> _Sums:
+        """Undoes `flat`."""
+        *sums, present, padding = flat
+        num = len(self.sums)
+        return _Sums(sums[:num], sums[num:], present, padding)
+
+
+def _number_of(rows: tf.Tensor) -> tf.Tensor:
+    """How many rows on all replicas are true, a float32 scalar."""
+    return replicas.total(tf.reduce_sum(tf.cast(rows, tf.float32)))
 
 
 class Accumulator:

@@ -33,6 +33,7 @@ from tf_adaptive_dp.gradients.released import completion, mark_released, vouch_f
 from tf_adaptive_dp.mechanism.clipping import Clipping, PerLayerClipping, serialize
 from tf_adaptive_dp.mechanism.draw_numbers import number_of, rows_without_padding
 from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
+from tf_adaptive_dp.mechanism.padding import rows_of_padding
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
@@ -285,9 +286,10 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             if not self._preconditioning.before_clipping:
                 scale = shift = None
             self._mechanism.doubt_size(rows_without_padding(losses))
-            number = number_of(losses)
             noisy = self._mechanism.release(
-                source, tf.shape(losses)[0], scale, shift, layers, number
+                *(source, tf.shape(losses)[0], scale, shift, layers),
+                number=number_of(losses),
+                padding=rows_of_padding(losses),
             )
         released = _with_penalties(noisy, source.penalty_gradients, scale)
         released = [None if g is None else tf.cast(g, v.dtype) for g, v in zip(released, variables)]

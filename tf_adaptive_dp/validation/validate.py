@@ -25,6 +25,7 @@ from tf_adaptive_dp.validation.per_example import (
     checked_batch,
     compare,
     losses_of_step,
+    marked_padding,
 )
 from tf_adaptive_dp.validation.probe import counting, probe
 from tf_adaptive_dp.validation.repeatable import unchanged
@@ -370,7 +371,9 @@ def _compare_gradients(
     model: tf.keras.Model, make_losses: Callable[[], Losses], batch: tuple
 ) -> tuple[list[Finding], str]:
     """Compares gradients of a few examples with batches of one; also returns what was done."""
-    few = tf.nest.map_structure(lambda t: None if t is None else t[:4], batch)
+    num_examples = int(tf.nest.flatten(batch)[0].shape[0])
+    rows = list(dict.fromkeys([*marked_padding(batch)[:1], *range(num_examples)]))[:4]
+    few = tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, rows), batch)
     try:
         report = compare(model, make_losses, few)
     except NotPrivateError as error:

@@ -1,0 +1,220 @@
+"""Padding of our Poisson batches that contributes to a release is refused, or counted."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tf_adaptive_dp._keras.generation import GENERATION
+from tf_adaptive_dp.mechanism import padding
+from tf_adaptive_dp.validation import check_per_example
+
+N, SIGMA = 200, 4.0
+SAMPLING = dp.PoissonSampling(0.2, 80, 1_000)
+SQUARES = tf.keras.losses.MeanSquaredError(reduction="none")
+
+
+def drawn(steps=3, **kwargs):
+    random = np.random.default_rng(0)
+    data = random.normal(size=[N, 2]).astype(np.float32), random.normal(size=[N, 1])
+    return dp.poisson_batches(data, SAMPLING, **kwargs).take(steps)
+
+
+def squares(y, outputs):
+    return tf.reduce_mean((tf.cast(y, outputs.dtype) - outputs) ** 2, axis=1)
+
+
+def of_keras(y, outputs, weights):
+    return tf.reshape(SQUARES(y, outputs, weights), [-1])
+
+
+# Losses of a custom loop: labels, outputs, weights and a penalty of each example.
+CONTRIBUTE = {
+    "weights ignored": lambda y, outputs, w, penalty: squares(y, outputs),
+    "penalty beside a product": lambda y, outputs, w, penalty: squares(y, outputs) * w + penalty,
+    "penalty beside a product of doubles": lambda y, outputs, w, penalty: (
+        tf.cast(tf.cast(squares(y, outputs), tf.float64) * tf.cast(w, tf.float64), tf.float32)
+        + penalty
+    ),
+    "penalty beside tf.where": lambda y, outputs, w, penalty: (
+        tf.where(w > 0, squares(y, outputs) * w, 0.0) + penalty
+    ),
+    "weights of another power": lambda y, outputs, w, penalty: squares(y, outputs) * tf.exp(w),
+    "a scalar": lambda y, outputs, w, penalty: (
+        tf.reduce_mean(squares(y, outputs) * w) + tf.reduce_mean(penalty)
+    ),
+}
+EXACT = {
+    "all times weights": lambda y, outputs, w, penalty: (squares(y, outputs) + penalty) * w,
+    "tf.where around all": lambda y, outputs, w, penalty: tf.where(
+        w > 0, squares(y, outputs) + penalty, 0.0
+    ),
+    "Keras's loss": lambda y, outputs, w, penalty: of_keras(y, outputs, w) + penalty,
+    "a scalar": lambda y, outputs, w, penalty: tf.reduce_mean((squares(y, outputs) + penalty) * w),
+}
+
+
+def runner(loss, jit=False, through=lambda w: w, **kwargs):
+    """The optimizer, its variable, and a step of a custom loop."""
+    optimizer = dp.DPSGD(1.0, SIGMA, expected_batch_size=40.0, learning_rate=0.1, **kwargs)
+    kernel = tf.Variable([[0.5], [-0.3]])
+
+    @tf.function(jit_compile=jit, reduce_retracing=True)
+    def step(x, y, w):
+        with tf.GradientTape() as tape:
+            outputs = tf.matmul(x, kernel) + tf.reduce_sum(kernel)
+            losses = loss(y, outputs, w, tf.reduce_sum(outputs**2, axis=1))
+        optimizer.minimize(losses, [kernel], tape)
+
+    def run(batches):
+        for x, y, w in batches:
+            step(x, y, through(w))
+
+    return optimizer, kernel, run
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("name", CONTRIBUTE)
+def test_padding_that_contributes_is_refused_before_the_release(name):
+    optimizer, kernel, run = runner(CONTRIBUTE[name])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Padding contributes to the loss"):
+        run(drawn())
+    assert optimizer.ledger.segments == []
+    np.testing.assert_array_equal(kernel, np.float32([[0.5], [-0.3]]))
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("name", CONTRIBUTE)
+def test_where_assertions_are_dropped_it_counts_twice(name):
+    optimizer, _, run = runner(CONTRIBUTE[name], jit=True)
+    run(drawn())
+    assert optimizer.ledger.segments == [(SIGMA / 2, 40.0, 3)]
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("name", EXACT)
+def test_padding_that_contributes_nothing_costs_nothing(name, jit):
+    optimizer, _, run = runner(EXACT[name], jit=jit)
+    run(drawn())
+    assert optimizer.ledger.segments == [(SIGMA, 40.0, 3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    "through",
+    [
+        lambda w: w[:, tf.newaxis],
+        lambda w: tf.cast(w, tf.float16),
+        lambda w: tf.cast(w, tf.float64) * 3,
+    ],
+)
+def test_weights_are_known_in_other_forms(through, jit):
+    loss = CONTRIBUTE["weights ignored"]
+    optimizer, _, run = runner(loss, jit=jit, through=through)
+    if jit:
+        run(drawn())
+        assert optimizer.ledger.segments == [(SIGMA / 2, 40.0, 3)]
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Padding contributes"):
+            run(drawn())
+
+
+@pytest.mark.slow
+def test_one_part_of_a_batch_with_padding_that_contributes_makes_the_release_count_twice():
+    def loss(y, outputs, w, penalty):
+        return tf.where(tf.equal(y[:, 0], 7.0), squares(y, outputs), squares(y, outputs) * w)
+
+    optimizer, _, run = runner(loss, jit=True, gradient_accumulation_steps=2)
+    parts = list(drawn(4, gradient_accumulation_steps=2))
+    x, y, w = parts[1]
+    parts[1] = x, tf.where(w[:, tf.newaxis] > 0, y, tf.constant(7.0, y.dtype)), w
+    run(parts)
+    assert optimizer.ledger.segments == [(SIGMA / 2, 40.0, 1), (SIGMA, 40.0, 1)]
+
+
+def test_one_more_example_in_the_place_of_padding_moves_the_sum_by_more_than_the_bound():
+    # What the ledger counts is what happens: without noise, C = 1, the sum moves by up to 2.
+    optimizer, kernel, run = runner(
+        lambda y, outputs, w, penalty: 100 * tf.reshape(outputs, [-1]), jit=True
+    )
+    optimizer.noise_multiplier = 0.0
+    x = np.zeros([80, 2], np.float32)
+    x[:, 0] = 9.0  # the padding pulls one way, the example that joins the other
+    y, weights = np.zeros([80, 1]), np.float32(40 * [-0.0] + 40 * [0.0])
+    sums = []
+    for joined in (False, True):
+        kernel.assign([[0.5], [-0.3]])
+        if joined:
+            x[0], weights[0] = [-11.0, -2.0], 1.0
+        run([(x, y, weights)])
+        sums.append((np.float32([[0.5], [-0.3]]) - kernel.numpy()) / 0.1 * 40)
+    assert 1.9 < np.linalg.norm(sums[1] - sums[0]) < 2.0001
+    assert optimizer.ledger.segments == [(0.0, 40.0, 2)]
+
+
+OURS = 40 * [0.0, -0.0]
+
+
+@pytest.mark.parametrize(
+    "zeros",
+    [
+        80 * [0.0],  # the weights of another sampler
+        80 * [-0.0],  # labels times -1
+        79 * [0.0] + [-0.0],
+        5 * [0.0, -0.0],  # of a batch too small to tell
+    ],
+)
+def test_other_zeros_are_no_padding(zeros):
+    def is_ours(zeros):
+        return bool(padding.is_ours(tf.constant(np.float32(zeros + len(zeros) * [1.0]))))
+
+    assert is_ours(OURS) and not is_ours(zeros)
+
+
+def test_labels_are_no_weights_where_fit_knows_them():
+    # With Keras 3, zeros of both signs among the labels do not matter, as `fit` passes the weights.
+    if GENERATION == 2:
+        pytest.skip("Keras 2 does not tell weights and labels apart")
+    random = np.random.default_rng(0)
+    x = random.normal(size=[128, 6]).astype(np.float32)
+    y = np.float32(64 * [1.0] + 32 * [0.0, -0.0])
+    model = tf.keras.Sequential([tf.keras.Input([6]), tf.keras.layers.Dense(1)])
+    model.compile(dp.DPSGD(1.0, SIGMA), loss="mse")
+    model.fit(x, y, batch_size=128, verbose=0)
+    assert model.optimizer.ledger.segments == [(SIGMA, 128.0, 1)]
+
+
+class Forgetful(tf.keras.Model):
+    """As users write it who forget about weights."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        return tf.reduce_mean(tf.reduce_sum((y_pred - tf.cast(y, y_pred.dtype)) ** 2, axis=-1))
+
+
+@pytest.mark.parametrize("compile_with", [{}, {"jit_compile": True}])
+def test_a_compute_loss_that_drops_the_weights_is_refused_in_fit(compile_with):
+    inputs = tf.keras.Input([2])
+    model = Forgetful(inputs, tf.keras.layers.Dense(1, bias_initializer="ones")(inputs))
+    model.compile(dp.DPSGD(1.0, SIGMA, expected_batch_size=40.0), loss="mse", **compile_with)
+    if compile_with:
+        model.fit(drawn(), verbose=0)
+        assert model.optimizer.ledger.segments == [(SIGMA / 2, 40.0, 3)]
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Padding contributes to the loss"):
+            model.fit(drawn(), verbose=0)
+        assert model.optimizer.ledger.segments == []
+
+
+def test_validation_says_the_same_as_fit():
+    (batch,) = drawn(1)
+    inputs = tf.keras.Input([2])
+    model = Forgetful(inputs, tf.keras.layers.Dense(1, bias_initializer="ones")(inputs))
+    model.compile(dp.DPSGD(1.0, SIGMA, expected_batch_size=40.0), loss="mse")
+    assert "Padding contributes to the loss" in str(dp.validate(model, batch))
+    with pytest.raises(dp.NotPrivateError, match="Padding contributes to the loss"):
+        check_per_example(model, batch)
+    ordinary = tf.keras.Model(inputs, model.outputs[0])
+    ordinary.compile(dp.DPSGD(1.0, SIGMA, expected_batch_size=40.0), loss="mse")
+    assert dp.validate(ordinary, batch).ok
