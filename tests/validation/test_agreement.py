@@ -101,9 +101,7 @@ def test_models_that_mix_examples(name):
         return problem.losses(*batch) ** 2
 
     report = of_problem(problem._replace(losses=squares))
-    assert not report.ok
-    # Layers that need to know the size of batches do not compile in `fit`.
-    assert "mix" in str(report) or ("does not compile" in str(report) and name in mixing.FIXED)
+    assert not report.ok and "mix" in str(report)
 
 
 @pytest.mark.slow_after(1)

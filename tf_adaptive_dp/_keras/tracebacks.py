@@ -1,8 +1,9 @@
-"""Short tracebacks: an error about a user's model should not be buried in the library's frames."""
+"""Short errors: one about a user's model should not be buried in what surrounds it."""
 
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any, Callable, TypeVar
 
 import tensorflow as tf
@@ -11,6 +12,9 @@ from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp.errors import NotPrivateError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+# Keras lists the arguments of a call behind its message, and Keras 3 prints the message in bold.
+_ARGUMENTS = re.compile("(?:Call a|A)rguments received by")
+_BOLD = re.compile(r"\x1b\[\d*m")
 
 
 def short_traceback(function: _Function) -> _Function:
@@ -34,6 +38,16 @@ def short_traceback(function: _Function) -> _Function:
         raise found
 
     return wrapped  # type: ignore[return-value]
+
+
+def message_lines(error: Exception) -> list[str]:
+    """The lines of an error's message, without the arguments that Keras lists behind it.
+
+    Args:
+      error: what a user's model raised while it was traced.
+    """
+    message = _ARGUMENTS.split(_BOLD.sub("", str(error)))[0]
+    return [line.strip() for line in message.splitlines() if line.strip()]
 
 
 def _is_filtering() -> bool:

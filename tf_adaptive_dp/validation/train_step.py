@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import is_compiled
 from tf_adaptive_dp._keras.models import step_function
+from tf_adaptive_dp._keras.tracebacks import message_lines
 from tf_adaptive_dp._keras.tracing import GraphTape
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import per_example_gradients
@@ -21,6 +22,7 @@ from tf_adaptive_dp.validation.findings import Finding
 from tf_adaptive_dp.validation.layer_findings import has_own
 from tf_adaptive_dp.validation.per_example import batch_specs
 
+_NOT_COMPILED = "not compiled"
 _COMPILE = "Call `model.compile` with this optimizer before `validate`."
 _ONE_SIZE = (
     "Nothing to do if all batches have one static size, as with `drop_remainder=True` or "
@@ -78,7 +80,8 @@ def trace_step(
         return first
     second = _trace(model, trained, optimizer, fixed)
     if not second.accepted:
-        return first
+        # What compiles for one size only shows with that size what else is wrong with it.
+        return second if first.findings[0].kind == _NOT_COMPILED else first
     # Only batches of one size compile.
     warned = [f._replace(severity="warning", cure=_ONE_SIZE) for f in first.findings]
     return second._replace(findings=warned, any_size=False)
@@ -117,11 +120,11 @@ def _refused(findings: list[Finding]) -> TracedStep:
 
 
 def _not_traced(error: Exception) -> Finding:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = message_lines(error)
     said = lines[-1] if lines else ""
     named = [line for line in lines if "Error: " in line]
     return Finding(
-        "not compiled",
+        _NOT_COMPILED,
         "model",
         f"A training step does not compile: {(named or [f'{type(error).__name__}: {said}'])[-1]}",
         "Make the step compile without `run_eagerly`: only compiled steps can be searched in full.",
