@@ -1,5 +1,7 @@
 """Under mixed precision what is right has no findings, and what is wrong is still found."""
 
+import warnings
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -86,6 +88,50 @@ def test_mixing_is_refused(policy):
     assert {"batch statistics"} <= {
         f.kind for f in report(model("dense", layers.BatchNormalization())).errors
     }
+
+
+class Casts(layers.Layer):
+    """Computes in bfloat16 whatever its policy; `add` sees the result."""
+
+    def __init__(self, in_branch, add):
+        super().__init__()
+        self.in_branch, self.add = in_branch, add
+
+    def build(self, shape):
+        self.kernel = self.add_weight(name="kernel", shape=(shape[-1], 64))
+        self.bias = self.add_weight(name="bias", shape=(64,))
+
+    def call(self, x):
+        def short():
+            product = tf.cast(x, tf.bfloat16) @ tf.cast(self.kernel, tf.bfloat16)
+            return tf.cast(tf.tanh(product + tf.cast(self.bias, tf.bfloat16)), tf.float32)
+
+        if self.in_branch:
+            hidden = tf.cond(self.kernel[0, 0] < 9, short, lambda: x @ self.kernel)
+        else:
+            hidden = short()
+        return hidden + self.add(hidden)
+
+
+def compared(in_branch, add=lambda hidden: 0.0):
+    casting = tf.keras.Sequential([tf.keras.Input([5]), Casts(in_branch, add), layers.Dense(3)])
+    casting.compile(dp.DPSGD(1.0, 1.0), LOSS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # variables that are read in a branch have no rule
+        return dp.validation.check_per_example(casting, (floats(6, 5), Y))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_branch", [False, True])
+def test_rounding_of_a_model_that_casts_passes_and_mixing_in_it_does_not(in_branch, monkeypatch):
+    tf.keras.utils.set_random_seed(2)
+    seen = compared(in_branch)
+    assert 1e-4 < max(seen.norm_error, seen.sum_error) < 0.05
+    monkeypatch.setitem(
+        operations._RULES, "ReverseV2", lambda op, batch_axes: batch_axes[op.inputs[0]]
+    )
+    with pytest.raises(dp.NotPrivateError, match="not those of single examples"):
+        compared(in_branch, lambda hidden: 0.2 * tf.reverse(hidden, [0]))
 
 
 @pytest.mark.slow_after(1)

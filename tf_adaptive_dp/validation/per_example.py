@@ -18,6 +18,7 @@ from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.absent_rows import PADDING_CONTRIBUTES, find_present
 from tf_adaptive_dp.gradients.api import check_loss, per_example_gradients
 from tf_adaptive_dp.gradients.batch_axis.analysis import follow
+from tf_adaptive_dp.gradients.frames import Frame
 from tf_adaptive_dp.gradients.penalties import find_penalties
 from tf_adaptive_dp.gradients.scalar_losses import take_apart
 from tf_adaptive_dp.validation.layer_findings import named_layers
@@ -77,7 +78,8 @@ def check_per_example(
       *earlier: `check_per_example(model, loss, batch)`, as earlier releases had it, is accepted.
       loss: `loss(y_true, y_pred)` → [B], for example a Keras loss with `reduction="none"`, in place
         of the one that the model was compiled with.
-      tolerance: the largest relative error that passes. Rounding in float32 is about 1e-5.
+      tolerance: the largest relative error that passes. Rounding in float32 is about 1e-5. Where
+        the model casts to float16 or bfloat16 itself, at least 0.05.
 
     Returns:
       A `PerExampleReport`.
@@ -202,8 +204,9 @@ def _compare(
 
 
 def _computes_in_short_types(step: Any) -> bool:
-    """Whether a compiled step computes in float16 or bfloat16."""
-    outputs = (t for op in step.graph.get_operations() for t in op.outputs)
+    """Whether a compiled step, or a branch or loop within it, computes in float16 or bfloat16."""
+    graphs = (frame.graph for frame in Frame(step.graph).all_within())
+    outputs = (t for graph in graphs for op in graph.get_operations() for t in op.outputs)
     return any(t.dtype in (tf.float16, tf.bfloat16) for t in outputs)
 
 
