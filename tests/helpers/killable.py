@@ -32,8 +32,8 @@ def record_releases(optimizer, path, line=str):
         append(path, line(hashlib.sha256(values.tobytes()).hexdigest()))
         return values
 
-    def recorded(*args):
-        noisy = release(*args)
+    def recorded(*args, **kwargs):
+        noisy = release(*args, **kwargs)
         flat = tf.concat([tf.reshape(g, [-1]) for g in noisy], 0)
         with tf.control_dependencies([tf.numpy_function(note, [flat], tf.float32)]):
             return [tf.identity(g) for g in noisy]
