@@ -40,7 +40,12 @@ def test_the_step_is_that_of_the_whole_batch(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mode", [{"jit_compile": True}, {"steps_per_execution": 4}, {"run_eagerly": True}]
+    "mode",
+    [
+        {"jit_compile": True},
+        {"steps_per_execution": 4},
+        pytest.param({"run_eagerly": True}, marks=catalogue.WITHOUT_TAPE),
+    ],
 )
 def test_modes_of_keras_accumulate_alike(mode):
     kwargs = {"noise_multiplier": 0.0} if "jit_compile" in mode else {}
