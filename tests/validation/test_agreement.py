@@ -5,9 +5,8 @@ import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
-from tests.helpers import catalogue, mixing, slots, zoo
+from tests.helpers import catalogue, kinds_of_models, mixing, slots, zoo
 from tests.helpers.linear_problem import linear
-from tests.optimizers import test_kinds_of_models as kinds
 from tf_adaptive_dp._keras.generation import GENERATION
 
 layers = tf.keras.layers
@@ -45,7 +44,7 @@ def private(**kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", kinds.KINDS)
+@pytest.mark.parametrize("make", kinds_of_models.KINDS)
 def test_kinds_of_models(make):
     tf.keras.utils.set_random_seed(1)
     model, arguments, x, y = make()
