@@ -60,13 +60,13 @@ def inference(**kwargs):
 
 
 def compared(loss=None, batch=BATCH, **kwargs):
-    return dp.validation.check_per_example(
-        catalogue.mlp(), loss or catalogue.loss(), batch, **kwargs
-    )
+    loss = loss or catalogue.loss()
+    return dp.validation.check_per_example(catalogue.mlp(), batch, loss=loss, **kwargs)
 
 
 def validated(loss=None, batch=BATCH, model=None):
-    return dp.validate(model or catalogue.mlp(), loss or catalogue.loss(), sgd(), batch)
+    model, loss = model or catalogue.mlp(), loss or catalogue.loss()
+    return dp.validate(model, batch, loss=loss, optimizer=sgd())
 
 
 def received(name, value):
@@ -358,6 +358,7 @@ AUDITS = {
     "attack": (lambda: inference(attacks=["nn"]), V, received("attacks", "'nn'")),
     "compare one": (lambda: compared(batch=(X[:1], Y[:1])), V, "`batch` must .*Received: 1"),
     "compare str": (lambda: compared("mse"), T, received("loss", "'mse'")),
+    "compare number": (lambda: compared(5), T, received("loss", "5")),
     "compare array": (lambda: compared(batch=X), T, "`batch` must be .*x alone, of type ndarray"),
     "compare scalar": (lambda: compared(lambda y, z: tf.reduce_sum(z)), P, "Received: a scalar"),
     "validate loss": (lambda: validated(5), T, received("loss", "5")),

@@ -92,7 +92,8 @@ def test_text_is_escaped():
 
 
 def test_the_json_file_is_strict_json_even_without_privacy(tmp_path):
-    report.write(tmp_path / "new" / "report.html", optimizer(0.0), N, DELTA, history=HISTORY)
+    data = report.facts(optimizer(0.0), N, DELTA, history=HISTORY)
+    report.write(tmp_path / "new" / "report.html", data)
 
     def refuse(constant):
         raise AssertionError(constant)

@@ -360,7 +360,7 @@ class PrivacyPlan:
     def report(
         self, path: str | os.PathLike, *, audit: Any = None, test_metric: str | None = None
     ) -> None:
-        """Writes the report of the model that `fit` trained last; see `report.write`.
+        """Writes the report of the model that `fit` trained last; see `report.facts`.
 
         Args:
           path: the HTML page. The same report as Markdown and as JSON is written beside it, with
@@ -372,11 +372,8 @@ class PrivacyPlan:
           ValueError: if `fit` has not been called.
         """
         rows: list[dict[str, Any]] = [] if self._history is None else self._history.rows
-        reports.write(
-            path,
-            self._trained_optimizer(),
-            self.num_examples,
-            self.delta,
+        data = reports.facts(
+            *(self._trained_optimizer(), self.num_examples, self.delta),
             history=rows,
             epsilon=self.epsilon,
             sampling=self.sampling,
@@ -385,6 +382,7 @@ class PrivacyPlan:
             audit=audit,
             test_metric=test_metric,
         )
+        reports.write(path, data)
 
     def describe(self) -> str:
         """What the plan will do, before any training.
@@ -547,7 +545,7 @@ class PrivacyPlan:
         if self._optimizer is None:
             raise ValueError(
                 "The plan has trained no model yet. Call `plan.fit` first, or use "
-                "`privacy_statement` and `report.write` with an optimizer of your own."
+                "`privacy_statement` and `report.facts` with an optimizer of your own."
             )
         return self._optimizer
 

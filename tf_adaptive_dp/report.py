@@ -24,7 +24,7 @@ from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.statement import counted, format_epsilon, privacy_statement
 from tf_adaptive_dp.version import __version__
 
-__all__ = ["write"]
+__all__ = ["facts", "write"]
 
 # Which of an optimizer's settings the report leaves out: the statement has what was released.
 _LEFT_OUT = ("ledger", "ledger_checks", "name", "seed")
@@ -36,8 +36,7 @@ _NOT_PRIVATE = {
 }
 
 
-def write(
-    path: str | os.PathLike,
+def facts(
     optimizer: Any,
     num_examples: int,
     delta: float,
@@ -49,18 +48,17 @@ def write(
     model: keras.Model | None = None,
     audit: Any = None,
     test_metric: str | None = None,
-) -> None:
-    """Writes the report of a run as an HTML page, as Markdown for a model card, and as JSON.
+) -> dict[str, Any]:
+    """What the report of a run says, as values for JSON; `write` makes files of it.
 
-    The page needs no other file and loads nothing. It shows the privacy statement, ε by step
-    against the budget, the test metric, the learning rate, figures that are not private, marked as
-    such, how the batches were drawn and what was verified of it, the model, and the versions.
+    These are the privacy statement, ε by step against the budget, the test metric, the learning
+    rate, how the batches were drawn and what was verified of it, the model, and the versions.
 
-    Guarantee: ε and the statement are those of `privacy_statement`. The figures under "Not private"
-    are not covered by ε: remove them (`history` without `figures`) before you publish the page.
+    Guarantee: ε and the statement are those of `privacy_statement`. The `figures` of `history` were
+    computed from gradients without noise, and ε does not cover them: pass `history` without
+    `figures` for a report that you publish.
 
     Args:
-      path: the page; `.md` and `.json` files of the same name are written beside it.
       optimizer: the private optimizer of the run.
       num_examples: the number of examples in the training set.
       delta: δ.
@@ -77,47 +75,13 @@ def write(
       TypeError, ValueError: as `privacy_statement`; or if the history has no such metric.
 
     Example:
-      >>> import tempfile
       >>> import tf_adaptive_dp
       >>> optimizer = tf_adaptive_dp.ADADP(1.0, 2.0, expected_batch_size=100)
       >>> optimizer.ledger.restore([(2.0, 100.0, 500)], [(500, 0, 0, 0.0)])
-      >>> folder = Path(tempfile.mkdtemp())
-      >>> write(folder / "report.html", optimizer, 10_000, 1e-5, sampling="poisson")
-      >>> sorted(path.name for path in folder.iterdir())
-      ['report.html', 'report.json', 'report.md']
+      >>> data = facts(optimizer, 10_000, 1e-5, sampling="poisson")
+      >>> data["optimizer"]["class"], data["sampling"]["releases"]
+      ('ADADP', 500)
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = facts(
-        *(optimizer, num_examples, delta),
-        history=history,
-        epsilon=epsilon,
-        sampling=sampling,
-        accountant=accountant,
-        model=model,
-        audit=audit,
-        test_metric=test_metric,
-    )
-    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-    files.write(path.with_suffix(".json"), text.encode())
-    files.write(path.with_suffix(".md"), model_card(data).encode())
-    files.write(path, page(data).encode())
-
-
-def facts(
-    optimizer: Any,
-    num_examples: int,
-    delta: float,
-    *,
-    history: Sequence[Mapping[str, Any]] = (),
-    epsilon: float | None = None,
-    sampling: Sampling | str = "shuffled",
-    accountant: str = "rdp",
-    model: keras.Model | None = None,
-    audit: Any = None,
-    test_metric: str | None = None,
-) -> dict[str, Any]:
-    """What the report says, as values for JSON; see `write` for the arguments."""
     spent = sampling_epsilon.epsilon_spent(
         sampling, optimizer, num_examples, delta, accountant=accountant
     )
@@ -163,6 +127,35 @@ def facts(
         },
     }
     return _for_json(figures)
+
+
+def write(path: str | os.PathLike, data: Mapping[str, Any]) -> None:
+    """Writes the report of a run as an HTML page, as Markdown for a model card, and as JSON.
+
+    The page needs no other file and loads nothing. It marks the figures that are not private.
+
+    Guarantee: that of `facts`; the page holds no other data.
+
+    Args:
+      path: the page; `.md` and `.json` files of the same name are written beside it.
+      data: the result of `facts`.
+
+    Example:
+      >>> import tempfile
+      >>> import tf_adaptive_dp
+      >>> optimizer = tf_adaptive_dp.ADADP(1.0, 2.0, expected_batch_size=100)
+      >>> optimizer.ledger.restore([(2.0, 100.0, 500)], [(500, 0, 0, 0.0)])
+      >>> folder = Path(tempfile.mkdtemp())
+      >>> write(folder / "report.html", facts(optimizer, 10_000, 1e-5, sampling="poisson"))
+      >>> sorted(path.name for path in folder.iterdir())
+      ['report.html', 'report.json', 'report.md']
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    files.write(path.with_suffix(".json"), text.encode())
+    files.write(path.with_suffix(".md"), model_card(data).encode())
+    files.write(path, page(data).encode())
 
 
 def _settings(optimizer: Any) -> dict[str, Any]:

@@ -1,14 +1,20 @@
-"""Each message that docs/troubleshooting.md explains is one of the library's."""
+"""Each message that docs/troubleshooting.md explains is one of the library's, or of Keras."""
 
 import ast
 import re
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
+import tf_adaptive_dp as dp
 from tests.helpers import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 QUOTES = re.findall(r"^> (.+)$", PAGE, re.M)
+# What Keras says of a regularizer beside a loss with `reduction="none"`.
+FROM_KERAS = "Shapes must be equal rank, but are 1 and 0 …"
+OF_LIBRARY = [quote for quote in QUOTES if quote != FROM_KERAS]
 
 
 def text(node):
@@ -34,11 +40,27 @@ def messages():
 MESSAGES = set(messages())
 
 
-@pytest.mark.parametrize("quote", QUOTES, ids=[q[:50].strip() for q in QUOTES])
+@pytest.mark.parametrize("quote", OF_LIBRARY, ids=[q[:50].strip() for q in OF_LIBRARY])
 def test_each_quoted_message_is_in_the_sources(quote):
     parts = [re.escape(part.strip()) for part in quote.split("…") if part.strip()]
     pattern = re.compile(r"\s*…\s*".join(parts))
     assert any(pattern.search(message) for message in MESSAGES), quote
+
+
+def fitted(reduction):
+    """The optimizer of a model with a regularizer after one step of `fit`."""
+    regularized = tf.keras.layers.Dense(1, kernel_regularizer="l2")
+    model = tf.keras.Sequential([tf.keras.Input([2]), regularized])
+    model.compile(dp.DPSGD(1.0, 1.0), tf.keras.losses.MeanSquaredError(**reduction))
+    model.fit(np.ones([4, 2], "float32"), np.ones([4, 1]), batch_size=4, verbose=0)
+    return model.optimizer
+
+
+def test_keras_says_what_is_quoted_of_it_and_the_cure_helps():
+    assert FROM_KERAS in QUOTES
+    with pytest.raises(ValueError, match=re.escape(FROM_KERAS.rstrip(" …"))):
+        fitted({"reduction": "none"})
+    assert fitted({}).ledger.num_releases == 1
 
 
 def test_the_page_explains_the_messages_that_users_meet():

@@ -138,3 +138,91 @@ def test_the_budget_counts_what_the_monitor_counts():
     budget = dp.PrivacyBudget(limit, DELTA, N, sampling=sampling)
     model.fit(dp.poisson_batches((x, y), sampling), epochs=1, verbose=0, callbacks=[budget])
     assert model.optimizer.ledger.num_releases == 7
+
+
+REPEATS = {
+    "broadcast_to": lambda token, count: tf.broadcast_to(token, [count, *token.shape[1:]]),
+    "tile": lambda token, count: tf.tile(token, [count, 1, 1]),
+    "repeat": lambda token, count: tf.repeat(token, count, axis=0),
+    "ones times": lambda token, count: tf.ones([count, 1, 1]) * token,
+}
+
+
+class Tokens(tf.keras.layers.Layer):
+    """Puts a class token first, and adds position embeddings as a table and as weights."""
+
+    def __init__(self, repeat):
+        super().__init__()
+        self.repeat = repeat
+        self.table = tf.keras.layers.Embedding(4, 4)
+
+    def build(self, shape):
+        self.token = self.add_weight(name="token", shape=[1, 1, 4], initializer="normal")
+        self.places = self.add_weight(name="places", shape=[1, 4, 4], initializer="normal")
+        super().build(shape)
+
+    def call(self, x):
+        token = self.repeat(tf.convert_to_tensor(self.token), tf.shape(x)[0])
+        return tf.concat([token, x], 1) + self.places + self.table(tf.range(4))
+
+
+def with_tokens(name):
+    """A small transformer whose class token alone is classified."""
+    tf.keras.utils.set_random_seed(1)
+    layers, inputs = tf.keras.layers, tf.keras.Input([3, 4])
+    x = Tokens(REPEATS[name])(inputs)
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
+    return tf.keras.Model(inputs, layers.Dense(3)(x[:, 0]))
+
+
+def gradients_alone(model, weights, x, y):
+    """The gradients that Keras's own SGD steps along in batches of one, from these weights."""
+    for i in range(len(x)):
+        model.set_weights(weights)
+        model.train_on_batch(x[i : i + 1], y[i : i + 1])
+        yield [np.float64(a) - b for a, b in zip(weights, model.get_weights())]
+
+
+def norm(gradient):
+    return np.sqrt(sum(np.sum(g**2) for g in gradient))
+
+
+def clipped_sum(gradients, clip):
+    """The sum of gradients that are clipped to a norm, one array per variable."""
+    shares = [min(1.0, clip / norm(gradient)) for gradient in gradients]
+    return [sum(s * g for s, g in zip(shares, column)) for column in zip(*gradients)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradients", ["traced", "materialized"])
+@pytest.mark.parametrize("name", REPEATS)
+def test_padding_meets_no_parameter_that_is_repeated_over_the_batch(name, gradients):
+    clip, expected_size, steps = 0.5, 4.0, 3
+    random = np.random.default_rng(0)
+    data = random.normal(size=[8, 3, 4]).astype("float32"), random.integers(3, size=8)
+    sampling = dp.PoissonSampling(0.5, 12, steps, seed=3)
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = with_tokens(name)
+    model.compile(tf.keras.optimizers.SGD(1.0), loss)
+    start = weights = model.get_weights()
+    # Padding is zeros, and would pull at each of these parameters, which come first.
+    zeros = np.zeros([1, 3, 4], "float32"), np.zeros([1], "int64")
+    (padding,) = gradients_alone(model, start, *zeros)
+    assert all(norm([part]) > 0.01 for part in padding[:3])
+    norms = []
+    for x, y, sample_weight in dp.poisson_batches(data, sampling).as_numpy_iterator():
+        present = sample_weight != 0
+        assert 0 < present.sum() < len(x)
+        found = list(gradients_alone(model, weights, x[present], y[present]))
+        norms += map(norm, found)
+        step = [part / expected_size for part in clipped_sum(found, clip)]
+        weights = [np.float32(a - b) for a, b in zip(weights, step)]
+    assert min(norms) < clip < max(norms)
+    model.set_weights(start)
+    private = {"expected_batch_size": expected_size, "gradients": gradients}
+    optimizer = dp.DPSGD(clip, 0.0, learning_rate=1.0, **private)
+    model.compile(optimizer, loss)
+    model.fit(dp.poisson_batches(data, sampling), verbose=0)
+    assert optimizer.ledger.segments == [(0.0, expected_size, steps)]
+    for actual, expected in zip(model.get_weights(), weights):
+        np.testing.assert_allclose(actual, expected, atol=1e-5)

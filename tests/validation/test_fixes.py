@@ -144,7 +144,7 @@ def test_a_repaired_model_trains_and_its_report_is_clean(name):
     model = shaken(make(x), x)
     before = model.get_weights()
     optimizer = dp.DPSGD(1.0, 1.0, learning_rate=0.1)
-    report = dp.validate(model, LOSS, optimizer, (x, Y), fix=True)
+    report = dp.validate(model, (x, Y), loss=LOSS, optimizer=optimizer, fix=True)
     assert report.ok and not report.findings, report
     assert "batch statistics" in {f.kind for f in report.repaired}
     assert report.model is not model and kept_weights(report.model) == kept_weights(model)
@@ -164,7 +164,7 @@ def test_a_state_is_forgotten():
     both = layers.Bidirectional(layers.SimpleRNN(3, stateful=True, return_sequences=True))
     h = layers.SimpleRNN(4, stateful=True)(both(inputs))
     model = tf.keras.Model(inputs, layers.Dense(3)(h))
-    report = dp.validate(model, LOSS, dp.DPSGD(1.0, 1.0), (x, Y), fix=True)
+    report = dp.validate(model, (x, Y), loss=LOSS, optimizer=dp.DPSGD(1.0, 1.0), fix=True)
     assert report.ok, report
     assert kept_weights(report.model) == kept_weights(model)
     np.testing.assert_array_equal(report.model(x), report.model(x))
@@ -202,7 +202,7 @@ class Needy(Subclassed):
 def test_what_cannot_be_copied_stays_with_its_cure():
     x = floats(6, 5)
     model = shaken(Needy(object()), x)
-    report = dp.validate(model, LOSS, dp.DPSGD(1.0, 1.0), (x, Y), fix=True)
+    report = dp.validate(model, (x, Y), loss=LOSS, optimizer=dp.DPSGD(1.0, 1.0), fix=True)
     assert not report.ok and report.model is model and report.repaired == ()
     kinds = {f.kind for f in report.findings}
     assert {"batch statistics", "not repaired"} <= kinds
@@ -215,7 +215,7 @@ def test_shared_weights_are_not_torn_apart():
     inner = tf.keras.Sequential([shared, layers.BatchNormalization()])
     inputs = tf.keras.Input([5])
     model = shaken(tf.keras.Model(inputs, layers.Dense(3)(shared(inner(inputs)))), x)
-    report = dp.validate(model, LOSS, dp.DPSGD(1.0, 1.0), (x, Y), fix=True)
+    report = dp.validate(model, (x, Y), loss=LOSS, optimizer=dp.DPSGD(1.0, 1.0), fix=True)
     if GENERATION == 2:
         assert report.model is model and "share weights" in str(report)
     else:  # Keras 3 can copy them as shared
@@ -260,7 +260,7 @@ def test_a_compiled_model_is_copied_uncompiled():
     model = shaken(of_layers(lambda: [layers.Dense(6), layers.BatchNormalization()])(x), x)
     optimizer = dp.DPSGD(1.0, 1.0)
     model.compile(optimizer, LOSS, metrics=["accuracy"])
-    report = dp.validate(model, LOSS, optimizer, (x, Y), fix=True)
+    report = dp.validate(model, (x, Y), loss=LOSS, optimizer=optimizer, fix=True)
     assert report.ok and is_compiled(model) and not is_compiled(report.model)
 
 
@@ -268,6 +268,6 @@ def test_other_findings_stay():
     x = floats(6, 5)
     hidden = [layers.Dense(4), layers.BatchNormalization(), layers.Softmax(axis=0, name="soft")]
     model = of_layers(lambda: hidden)(x)
-    report = dp.validate(model, LOSS, tf.keras.optimizers.SGD(), (x, Y), fix=True)
+    report = dp.validate(model, (x, Y), loss=LOSS, optimizer=tf.keras.optimizers.SGD(), fix=True)
     assert {f.where for f in report.errors} == {"soft", "optimizer"}
     assert {f.kind for f in report.repaired} == {"batch statistics"}

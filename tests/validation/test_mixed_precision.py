@@ -37,7 +37,8 @@ def model(name="dense", *more):
 
 
 def report(of, name="dense"):
-    return dp.validate(of, LOSS, dp.DPSGD(1.0, 1.0), (floats(6, *SHAPES[name]), Y))
+    batch = (floats(6, *SHAPES[name]), Y)
+    return dp.validate(of, batch, loss=LOSS, optimizer=dp.DPSGD(1.0, 1.0))
 
 
 def policies(of):
@@ -81,7 +82,7 @@ def test_mixing_that_was_vouched_for_is_found(policy, monkeypatch):
     )
     reversing = model("dense", layers.Lambda(lambda x: x + 0.05 * tf.reverse(x, [0])))
     with pytest.raises(dp.NotPrivateError, match="not those of single examples"):
-        dp.validation.check_per_example(reversing, LOSS, (floats(6, 784), Y))
+        dp.validation.check_per_example(reversing, (floats(6, 784), Y), loss=LOSS)
 
 
 def test_mixing_is_refused(policy):
@@ -140,7 +141,7 @@ def test_a_model_of_fixed_types_is_not_compared_and_that_is_said(policy):
     fixed = model("dense", layers.Lambda(lambda x: x + tf.ones([64], short)))
     before = policies(fixed)
     with pytest.raises(ValueError, match="compared in float32, in which this one does not run"):
-        dp.validation.check_per_example(fixed, LOSS, (floats(6, 784), Y))
+        dp.validation.check_per_example(fixed, (floats(6, 784), Y), loss=LOSS)
     seen = report(fixed)
     assert seen.ok and "gradients not compared (ValueError)" in seen.probed, seen
     assert all(a is b for a, b in zip(policies(fixed), before))

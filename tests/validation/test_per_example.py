@@ -20,7 +20,7 @@ def model(*hidden):
 
 
 def test_a_model_that_rules_cover_passes():
-    report = dp.validation.check_per_example(model(layers.LayerNormalization()), LOSS, BATCH)
+    report = dp.validation.check_per_example(model(layers.LayerNormalization()), BATCH, loss=LOSS)
     assert report.norm_error < 1e-5 and report.sum_error < 1e-5
     assert report.num_examples == 6 and report.training and report.without_rules == ()
 
@@ -28,8 +28,12 @@ def test_a_model_that_rules_cover_passes():
 class Dilation(layers.Layer):
     """An operation that keeps examples apart and has no rule."""
 
+    def __init__(self, height=3, **kwargs):
+        super().__init__(**kwargs)
+        self.height = height
+
     def build(self, shape):
-        self.filter = self.add_weight(name="filter", shape=[3, 1, 1])
+        self.filter = self.add_weight(name="filter", shape=[self.height, 1, 1])
 
     def call(self, x):
         x = tf.reshape(x, [-1, 4, 1, 1])
@@ -38,13 +42,13 @@ class Dilation(layers.Layer):
 
 
 def test_a_model_that_no_rule_covers_passes_and_says_so():
-    report = dp.validation.check_per_example(model(Dilation()), LOSS, BATCH)
+    report = dp.validation.check_per_example(model(Dilation()), BATCH, loss=LOSS)
     assert report.norm_error < 1e-5
     assert "read by Dilation2D in layer sequential" in report.without_rules[0]
 
 
 def test_random_layers_are_compared_without_their_randomness():
-    report = dp.validation.check_per_example(model(layers.Dropout(0.5)), LOSS, BATCH)
+    report = dp.validation.check_per_example(model(layers.Dropout(0.5)), BATCH, loss=LOSS)
     assert not report.training and report.norm_error < 1e-5
 
 
@@ -52,12 +56,12 @@ def test_sample_weights_and_several_inputs():
     one, two = tf.keras.Input([5]), tf.keras.Input([2])
     both = tf.keras.Model([one, two], layers.Dense(3)(layers.Concatenate()([one, two])))
     batch = ([BATCH[0], floats(6, 2, seed=1)], BATCH[1], np.array([1, 0, 2, 1, 1, 0.5], "float32"))
-    assert dp.validation.check_per_example(both, LOSS, batch).norm_error < 1e-5
+    assert dp.validation.check_per_example(both, batch, loss=LOSS).norm_error < 1e-5
 
 
 def test_mixing_is_refused():
     with pytest.raises(dp.NotPrivateError, match="reduces over the batch axis"):
-        dp.validation.check_per_example(model(layers.BatchNormalization()), LOSS, BATCH)
+        dp.validation.check_per_example(model(layers.BatchNormalization()), BATCH, loss=LOSS)
 
 
 def test_an_operation_that_was_vouched_for_wrongly_is_found(monkeypatch):
@@ -66,7 +70,7 @@ def test_an_operation_that_was_vouched_for_wrongly_is_found(monkeypatch):
     )
     reversing = layers.Lambda(lambda x: x + tf.reverse(x, [0]))
     with pytest.raises(dp.NotPrivateError, match="not those of single examples.*register_layout"):
-        dp.validation.check_per_example(model(reversing), LOSS, BATCH)
+        dp.validation.check_per_example(model(reversing), BATCH, loss=LOSS)
 
 
 def double_biases(monkeypatch):
@@ -84,25 +88,32 @@ def double_biases(monkeypatch):
 def test_a_wrong_rule_is_found(monkeypatch):
     double_biases(monkeypatch)
     with pytest.raises(dp.NotPrivateError, match="not those of single examples"):
-        dp.validation.check_per_example(model(), LOSS, BATCH)
+        dp.validation.check_per_example(model(), BATCH, loss=LOSS)
+
+
+@pytest.mark.parametrize("loss", [5, "mse"])
+def test_a_loss_that_is_no_function_is_refused(loss):
+    with pytest.raises(TypeError, match=f"`loss` must be a function .*Received: loss={loss!r}"):
+        dp.validation.check_per_example(model(), BATCH, loss=loss)
 
 
 def test_a_batch_of_one_proves_nothing():
     with pytest.raises(ValueError, match="two examples or more. Received: 1"):
-        dp.validation.check_per_example(model(), LOSS, (BATCH[0][:1], BATCH[1][:1]))
+        dp.validation.check_per_example(model(), (BATCH[0][:1], BATCH[1][:1]), loss=LOSS)
 
 
 @pytest.mark.parametrize("row", [0, 3])
 def test_examples_that_are_not_finite_are_left_out_and_hide_nothing(row, monkeypatch):
     x = BATCH[0].copy()
     x[row, 0] = np.nan
-    report = dp.validation.check_per_example(model(), LOSS, (x, BATCH[1]))
+    report = dp.validation.check_per_example(model(), (x, BATCH[1]), loss=LOSS)
     assert report.num_examples == 5 and max(report.norm_error, report.sum_error) < 1e-5
     double_biases(monkeypatch)
     with pytest.raises(dp.NotPrivateError, match="not those of single examples"):
-        dp.validation.check_per_example(model(), LOSS, (x, BATCH[1]))
+        dp.validation.check_per_example(model(), (x, BATCH[1]), loss=LOSS)
 
 
 def test_a_batch_without_finite_gradients_proves_nothing():
+    nothing = (np.full_like(BATCH[0], np.nan), BATCH[1])
     with pytest.raises(ValueError, match="an example whose gradient is finite. Received: none"):
-        dp.validation.check_per_example(model(), LOSS, (np.full_like(BATCH[0], np.nan), BATCH[1]))
+        dp.validation.check_per_example(model(), nothing, loss=LOSS)

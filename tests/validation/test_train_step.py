@@ -52,7 +52,7 @@ def checked(model, optimizer=None, compiled=True):
     optimizer = optimizer or dp.DPSGD(1.0, 1.0)
     if compiled:
         model.compile(optimizer, LOSS, metrics=["accuracy"])
-    return dp.validate(model, LOSS, optimizer, BATCH)
+    return dp.validate(model, BATCH, loss=LOSS, optimizer=optimizer)
 
 
 CARRIES = {

@@ -1,6 +1,8 @@
 """Each defect is found with its place and its cure, all at once; what is clean has none."""
 
 import dataclasses
+import re
+import warnings
 
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers.zoo import floats
+from tests.validation.test_per_example import Dilation
 from tf_adaptive_dp._keras.generation import GENERATION
+from tf_adaptive_dp.gradients.jacobian import JacobianWarning
 from tf_adaptive_dp.validation import argument_findings
 
 layers = tf.keras.layers
@@ -27,7 +31,8 @@ def model(*hidden):
 
 def report(of=None, loss=LOSS, optimizer=None, batch=BATCH, **kwargs):
     optimizer = globals()["optimizer"]() if optimizer is None else optimizer
-    return dp.validate(model() if of is None else of, loss, optimizer, batch, **kwargs)
+    of = model() if of is None else of
+    return dp.validate(of, batch, loss=loss, optimizer=optimizer, **kwargs)
 
 
 def kinds(report):
@@ -247,8 +252,8 @@ def test_a_loss_may_be_reduced_and_regularized(loss):
 def test_what_is_missing_is_an_error():
     with pytest.raises(ValueError, match="`model` must be compiled, or `loss` and `optimizer`"):
         dp.validate(model(), BATCH)
-    with pytest.raises(TypeError, match="takes a model and a batch. Received: 3 arguments"):
-        dp.validate(model(), LOSS, BATCH)
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 4 were given"):
+        dp.validate(model(), LOSS, optimizer(), BATCH)
 
 
 def test_labels_out_of_range_are_found():
@@ -485,6 +490,34 @@ def test_a_loss_that_counts_the_batch_is_wrong_for_random_batches_only():
     assert "batch size" in kinds(fixed) and fixed.ok
     random = report(loss=shared, optimizer=optimizer(expected_batch_size=6.0))
     assert random.ok and "which is not public here" in str(random)  # in batches of unknown size
+
+
+def jacobians_announced(of):
+    """What `validate` finds on Jacobians, and the warnings of two epochs of `fit` after it."""
+    of.compile(optimizer(), LOSS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = dp.validate(of, BATCH)
+        assert not [w for w in caught if isinstance(w.message, JacobianWarning)], "announced twice"
+        of.fit(*BATCH, batch_size=3, epochs=2, verbose=0)
+    assert seen.ok and of.optimizer.ledger.num_releases == 4
+    found = [f for f in seen.findings if f.kind == "Jacobian"]
+    return found, [w.message for w in caught if isinstance(w.message, JacobianWarning)]
+
+
+def test_a_jacobian_is_announced_once_with_its_price():
+    dilated = model(Dilation(500, name="it"), layers.Dense(2))
+    (found,), (warned,) = jacobians_announced(dilated)
+    assert (found.where, found.severity) == ("it", "warning") and "it/filter" in found.what
+    price = "6 backward passes in place of one, and 6 x 500 numbers in memory, 12 kB for a batch of"
+    assert price in found.what
+    assert float(re.search(r"batch took ([\d.]+) times as long", found.what)[1]) > 0
+    assert [v.shape for v in warned.variables] == [[500, 1, 1]]
+    assert "it/filter, read by Dilation2D in layer" in str(warned)
+
+
+def test_no_jacobian_is_announced_where_rules_cover_all():
+    assert jacobians_announced(model(layers.LayerNormalization())) == ([], [])
 
 
 def test_the_report_says_what_it_is():

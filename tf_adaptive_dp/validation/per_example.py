@@ -55,7 +55,7 @@ class PerExampleReport(NamedTuple):
 def check_per_example(
     model: tf.keras.Model,
     batch: Any,
-    *earlier: Any,
+    *,
     loss: Callable[..., tf.Tensor] | None = None,
     tolerance: float = 1e-4,
 ) -> PerExampleReport:
@@ -75,7 +75,6 @@ def check_per_example(
         terms that all examples share.
       batch: `(x, y)`, `(x, y, sample_weight)` or x, as `fit` takes it: x and y may be nested, and
         axis 0 is the batch.
-      *earlier: `check_per_example(model, loss, batch)`, as earlier releases had it, is accepted.
       loss: `loss(y_true, y_pred)` → [B], for example a Keras loss with `reduction="none"`, in place
         of the one that the model was compiled with.
       tolerance: the largest relative error that passes. Rounding in float32 is about 1e-5. Where
@@ -99,12 +98,8 @@ def check_per_example(
     ((), True)
     """
     checks.number("tolerance", tolerance, 0, strict=True)
-    if earlier:
-        loss, (batch,) = batch, earlier
-        if not callable(loss):
-            raise TypeError(
-                f"`loss` must be a function of (y_true, y_pred). Received: loss={loss!r}"
-            )
+    if loss is not None and not callable(loss):
+        raise TypeError(f"`loss` must be a function of (y_true, y_pred). Received: loss={loss!r}")
     batch = checked_batch(model, batch, loss)
     num_examples = int(tf.nest.flatten(batch)[0].shape[0])
     if num_examples < 2:

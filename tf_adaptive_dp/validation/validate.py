@@ -53,7 +53,7 @@ class _Subject(NamedTuple):
 def validate(
     model: tf.keras.Model,
     batch: Any,
-    *earlier: Any,
+    *,
     loss: Any = None,
     optimizer: tf.keras.optimizers.Optimizer | None = None,
     fix: bool = False,
@@ -75,7 +75,6 @@ def validate(
         is built by calling it on the batch, and metrics are built; otherwise it does not change.
       batch: `(x, y)`, `(x, y, sample_weight)` or x, as `fit` takes it; a few examples are enough. x
         and y may be nested, axis 0 is the batch.
-      *earlier: `validate(model, loss, optimizer, batch)`, as earlier releases had it, is accepted.
       loss: in place of what the model was compiled with. A compiled model that overrides
         `compute_loss` or `train_step` is searched with that instead.
       optimizer: in place of the model's own; it does not change.
@@ -102,13 +101,6 @@ def validate(
     >>> [finding.kind for finding in report.repaired]
     ['batch statistics']
     """
-    if earlier:
-        if len(earlier) != 2:
-            raise TypeError(
-                "`validate` takes a model and a batch. Received: "
-                f"{2 + len(earlier)} arguments by position"
-            )
-        loss, optimizer, batch = batch, *earlier
     batch = checked_batch(model, batch, loss)
     if not is_compiled(model) and (loss is None or optimizer is None):
         raise ValueError(
