@@ -197,7 +197,7 @@ def clipped_sum(gradients, clip):
 @pytest.mark.parametrize("gradients", ["traced", "materialized"])
 @pytest.mark.parametrize("name", REPEATS)
 def test_padding_meets_no_parameter_that_is_repeated_over_the_batch(name, gradients):
-    clip, expected_size, steps = 0.5, 4.0, 3
+    clip, rate, expected_size, steps = 4.0, 0.1, 4.0, 3
     random = np.random.default_rng(0)
     data = random.normal(size=[8, 3, 4]).astype("float32"), random.integers(3, size=8)
     sampling = dp.PoissonSampling(0.5, 12, steps, seed=3)
@@ -215,12 +215,12 @@ def test_padding_meets_no_parameter_that_is_repeated_over_the_batch(name, gradie
         assert 0 < present.sum() < len(x)
         found = list(gradients_alone(model, weights, x[present], y[present]))
         norms += map(norm, found)
-        step = [part / expected_size for part in clipped_sum(found, clip)]
+        step = [rate * part / expected_size for part in clipped_sum(found, clip)]
         weights = [np.float32(a - b) for a, b in zip(weights, step)]
     assert min(norms) < clip < max(norms)
     model.set_weights(start)
     private = {"expected_batch_size": expected_size, "gradients": gradients}
-    optimizer = dp.DPSGD(clip, 0.0, learning_rate=1.0, **private)
+    optimizer = dp.DPSGD(clip, 0.0, learning_rate=rate, **private)
     model.compile(optimizer, loss)
     model.fit(dp.poisson_batches(data, sampling), verbose=0)
     assert optimizer.ledger.segments == [(0.0, expected_size, steps)]
