@@ -14,35 +14,22 @@ Python; one file collects the results of both Kerases.
 from __future__ import annotations
 
 import argparse
-import datetime
+import functools
 import pathlib
 import time
 
 import numpy as np
-import pandas as pd
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
-from benchmarks.core import (
-    OthersLoad,
-    describe_machine,
-    markdown,
-    names,
-    number,
-    parser,
-    quartiles,
-    say,
-)
-from benchmarks.steps import results
+from benchmarks.core import names, parser, quartiles, say
+from benchmarks.steps import results, tables
 from benchmarks.steps.engines.tensorflow_engines import PRIVATE, RATE
 from benchmarks.steps.worker import versions
 from tests.helpers.kinds_of_models import KINDS
 from tf_adaptive_dp._keras.generation import GENERATION
 
-TARGET = 2.0  # the largest ratio of a private step to an ordinary one
 MODELS = {make.__name__: make for make in KINDS}
-# The ordinary and the private engine of each Keras.
-ENGINES = {2: ("keras_sgd", "dpsgd"), 3: ("keras3_sgd", "keras3_dpsgd")}
 
 
 def parse_args() -> argparse.Namespace:
@@ -101,7 +88,7 @@ def measure(model: str, batch_size: int, rounds: int, steps: int) -> list[dict]:
     tf.keras.backend.clear_session()
     engines = {
         engine: Training(model, private, batch_size)
-        for engine, private in zip(ENGINES[GENERATION], (False, True))
+        for engine, private in zip(tables.OF_GENERATION[GENERATION], (False, True))
     }
     times: dict[str, list[float]] = {engine: [] for engine in engines}
     for k in range(rounds + 1):
@@ -129,66 +116,20 @@ def measure(model: str, batch_size: int, rounds: int, steps: int) -> list[dict]:
 
 def measure_all(args: argparse.Namespace) -> results.Results:
     """Measures each model; writes the file after each."""
-    now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
-    run = now.isoformat()
     settings = {"rounds": args.rounds, "steps": args.steps}
-    about = {"date": f"{now:%Y-%m-%d %H:%M} UTC", "machine": describe_machine()}
-    new = {"runs": {run: {**about, "settings": settings}}, "rows": []}
-    earlier = results.read(args.output) if args.output else {"runs": {}, "rows": []}
+    run = results.Run(settings, args.output)
     for model in args.models:
         say(f"-- {model}")
-        load = OthersLoad()
-        rows = measure(model, args.batch_size, **settings)
-        group = {"run": run, "model": model, "batch_size": args.batch_size, "width": 1}
-        group["others_load"] = load.measure()
-        new["rows"] += [{**group, **row} for row in rows]
-        if args.output:
-            results.write(results.merge(earlier, new), args.output)
-    return results.merge(earlier, new)
-
-
-def table(rows: pd.DataFrame, generation: int) -> str | None:
-    """The times and ratios on one Keras, and how many ratios reach the target.
-
-    Args:
-      rows: of `results.frame`.
-      generation: of Keras, 2 or 3.
-
-    Returns:
-      `None` if it was not measured.
-    """
-    plain, private = ENGINES[generation]
-    order = {model: k for k, model in enumerate(MODELS)}
-    rows = rows.assign(ratio=results.ratios(rows, plain))
-    rows = rows.sort_values("model", key=lambda models: models.map(order), kind="stable")
-    found = rows[rows["engine"] == private]
-    if found.empty:
-        return None
-    ordinary = rows[rows["engine"] == plain].set_index(results.GROUP)
-    ordinary = ordinary.loc[pd.MultiIndex.from_frame(found[results.GROUP])]
-    columns = {"model": found["model"], "B": found["batch_size"].map(str)}
-    for name, of in (("SGD", ordinary.set_index(found.index)), ("DPSGD", found)):
-        columns[f"{name}, ms"] = of["median_ms"].map(number)
-        columns[f"{name}, quartiles"] = (
-            of["lower_ms"].map(number) + " to " + of["upper_ms"].map(number)
-        )
-    columns["÷"] = found["ratio"].map(number)
-    worst = found.loc[found["ratio"].idxmax()]
-    reached = int((found["ratio"] <= TARGET).sum())
-    return (
-        f"### Keras {generation}: CPU time of a step\n\n{markdown(pd.DataFrame(columns))}\n\n"
-        f"{reached} of {len(found)} ratios are at most {TARGET:g}; the median is "
-        f"{number(found['ratio'].median())}, the largest {number(worst['ratio'])} "
-        f"({worst['model']}). Other processes kept up to {found['others_load'].max():g} cores busy."
-    )
+        once = functools.partial(measure, model, args.batch_size, **settings)
+        run.measure(model, args.batch_size, 1, once)
+    return run.results
 
 
 def main() -> None:
     """Measures, or reads earlier results; then prints."""
     args = parse_args()
     found = results.read(args.from_json) if args.from_json else measure_all(args)
-    rows = results.frame(found)
-    print("\n\n".join(text for g in ENGINES if (text := table(rows, g)) is not None))
+    print(tables.kinds_tables(results.frame(found)))
 
 
 if __name__ == "__main__":

@@ -101,6 +101,14 @@ def _growth(rows: pd.DataFrame) -> list[str]:
     return parts
 
 
+KINDS = catalogue.ROOT / "benchmarks" / "steps" / "kinds.json"
+ABOUT_KINDS = """\
+## Fourteen kinds of models
+
+Models after Keras's own examples, with their ordinary losses and metrics. Both optimizers are in
+one process and take turns; the times are CPU times of all threads, which other processes disturb
+less. `python -m benchmarks.steps.kinds --output benchmarks/steps/kinds.json` measured them, once
+with each Keras."""
 # The figures of `benchmarks/federated`, with the conclusions: written by hand.
 FEDERATED = catalogue.ROOT / "benchmarks" / "federated" / "report.md"
 
@@ -131,6 +139,8 @@ def make(found: results.Results, source: str, plot: str | None) -> str:
     parts += _problems(rows, list(found["runs"]))
     growth = _growth(rows)
     parts += ["## Growth", *growth] if growth else []
+    if KINDS.exists():
+        parts += [ABOUT_KINDS, tables.kinds_tables(results.frame(results.read(KINDS)))]
     parts += [FEDERATED.read_text(encoding="utf-8").rstrip()]
     return "\n\n".join(parts) + "\n"
 

@@ -10,10 +10,14 @@ width.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import pathlib
+from collections.abc import Callable
 
 import pandas as pd
+
+from benchmarks.core import OthersLoad, describe_machine
 
 Results = dict  # with the keys "runs" and "rows"
 PROBLEM = ["model", "batch_size", "width"]
@@ -71,6 +75,51 @@ def merge(old: Results, new: Results) -> Results:
     rows += new["rows"]
     runs, used = {**old["runs"], **new["runs"]}, {row["run"] for row in rows}
     return {"runs": {run: runs[run] for run in sorted(runs) if run in used}, "rows": rows}
+
+
+class Run:
+    """A run in progress: measures one group after the other and keeps the file up to date.
+
+    Args:
+      settings: What the figures depend on, the same for all groups.
+      path: The file, whose earlier results are kept; `None` for none.
+    """
+
+    def __init__(self, settings: dict, path: pathlib.Path | None):
+        now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
+        about = {"date": f"{now:%Y-%m-%d %H:%M} UTC", "machine": describe_machine()}
+        self._id, self._path = now.isoformat(), path
+        self._new: Results = {"runs": {self._id: {**about, "settings": settings}}, "rows": []}
+        self._earlier: Results = read(path) if path else {"runs": {}, "rows": []}
+
+    @property
+    def results(self) -> Results:
+        """The earlier results and those of this run."""
+        return merge(self._earlier, self._new)
+
+    def measure(
+        self, model: str, batch_size: int, width: int, measure: Callable[[], list[dict]]
+    ) -> list[dict]:
+        """Measures a group, with the load of other processes meanwhile, and writes the file.
+
+        Args:
+          model: A model.
+          batch_size: B.
+          width: The factor of its hidden sizes.
+          measure: Returns a row for each engine.
+
+        Returns:
+          The rows as the file has them.
+        """
+        load = OthersLoad()
+        rows = measure()
+        group = {"run": self._id, "model": model, "batch_size": batch_size, "width": width}
+        group["others_load"] = load.measure()
+        rows = [{**group, **row} for row in rows]
+        self._new["rows"] += rows
+        if self._path:
+            write(self.results, self._path)
+        return rows
 
 
 def latest(rows: pd.DataFrame) -> pd.DataFrame:

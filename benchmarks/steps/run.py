@@ -13,12 +13,12 @@ one computes at a time. One file collects the results of several runs; ratios st
 from __future__ import annotations
 
 import argparse
-import datetime
+import functools
 import os
 import pathlib
 from collections.abc import Iterator
 
-from benchmarks.core import OthersLoad, describe_machine, names, parser, say, sizes
+from benchmarks.core import names, parser, say, sizes
 from benchmarks.steps import catalogue, report, results, tables
 from benchmarks.steps.problems import PROBLEMS
 
@@ -61,27 +61,17 @@ def measure_all(args: argparse.Namespace) -> results.Results:
 
     engines = list(dict.fromkeys(args.engines + (list(catalogue.PEERS) if args.peers else [])))
     engines.sort(key=list(catalogue.ENGINES).index)
-    now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
-    run = now.isoformat()
     settings = {"rounds": args.rounds, "steps": args.steps}
-    about = {"date": f"{now:%Y-%m-%d %H:%M} UTC", "machine": describe_machine()}
-    new = {"runs": {run: {**about, "settings": settings}}, "rows": []}
-    earlier = results.read(args.output) if args.output else {"runs": {}, "rows": []}
-    for model, batch_size, width in grid(args):
+    options = {**settings, "timeout": args.timeout, "say": say}
+    run = results.Run(settings, args.output)
+    for group in grid(args):
+        model, batch_size, width = group
         title = f"{model}, B = {batch_size}" + (f", width {width}" if width > 1 else "")
         say(f"-- {title}")
-        load = OthersLoad()
-        options = {**settings, "timeout": args.timeout, "say": say}
-        rows = measure(engines, model, batch_size, width, **options)
-        group = {"run": run, "model": model, "batch_size": batch_size, "width": width}
-        group["others_load"] = load.measure()
-        rows = [{**group, **row} for row in rows]
-        new["rows"] += rows
-        if args.output:
-            results.write(results.merge(earlier, new), args.output)
+        rows = run.measure(*group, functools.partial(measure, engines, *group, **options))
         shown = tables.with_ratios(results.frame({"rows": rows}))
         print(f"\n### {title}\n\n{tables.problem_table(shown)}\n", flush=True)
-    return results.merge(earlier, new)
+    return run.results
 
 
 def main() -> None:

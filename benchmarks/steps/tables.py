@@ -10,6 +10,9 @@ from benchmarks.core import markdown, number
 from benchmarks.steps import catalogue, results
 
 _FIELDS = {"median_ms": "time", "first_step_ms": "first step", "memory_mib": "memory"}
+# The ordinary and the private engine of each Keras.
+OF_GENERATION = {2: ("keras_sgd", "dpsgd"), 3: ("keras3_sgd", "keras3_dpsgd")}
+KINDS_TARGET = 2.0  # the largest ratio of a private step to an ordinary one, on kinds of models
 BASELINES = ("keras_sgd", "dpsgd", "keras3_sgd")
 
 
@@ -104,3 +107,39 @@ def target_table(rows: pd.DataFrame) -> str:
             }
         )
     return markdown(pd.DataFrame(lines))
+
+
+def kinds_tables(rows: pd.DataFrame) -> str:
+    """A section for each Keras: ordinary and private steps of kinds of models.
+
+    Args:
+      rows: Those of `benchmarks.steps.kinds`, whose times are CPU times.
+    """
+    texts = (_kinds_table(rows, generation) for generation in OF_GENERATION)
+    return "\n\n".join(text for text in texts if text is not None)
+
+
+def _kinds_table(rows: pd.DataFrame, generation: int) -> str | None:
+    """The section of one Keras; `None` if it was not measured."""
+    plain, private = OF_GENERATION[generation]
+    rows = rows.assign(ratio=results.ratios(rows, plain))
+    found = rows[rows["engine"] == private]
+    if found.empty:
+        return None
+    ordinary = rows[rows["engine"] == plain].set_index(results.GROUP)
+    ordinary = ordinary.loc[pd.MultiIndex.from_frame(found[results.GROUP])]
+    columns = {"model": found["model"], "B": found["batch_size"].map(str)}
+    for name, of in (("SGD", ordinary.set_index(found.index)), ("DPSGD", found)):
+        columns[f"{name}, ms"] = of["median_ms"].map(number)
+        columns[f"{name}, quartiles"] = (
+            of["lower_ms"].map(number) + " to " + of["upper_ms"].map(number)
+        )
+    columns["÷"] = found["ratio"].map(number)
+    worst = found.loc[found["ratio"].idxmax()]
+    reached = int((found["ratio"] <= KINDS_TARGET).sum())
+    return (
+        f"### Keras {generation}: CPU time of a step\n\n{markdown(pd.DataFrame(columns))}\n\n"
+        f"{reached} of {len(found)} ratios are at most {KINDS_TARGET:g}; the median is "
+        f"{number(found['ratio'].median())}, the largest {number(worst['ratio'])} "
+        f"({worst['model']}). Other processes kept up to {found['others_load'].max():g} cores busy."
+    )

@@ -47,6 +47,30 @@ def test_merging_replaces_groups_that_were_measured_again_and_keeps_others_whole
     assert results.read(tmp_path / "none.json")["rows"] == []
 
 
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def test_a_run_writes_each_group_and_keeps_earlier_results(tmp_path):
+    path = tmp_path / "r.json"
+    results.write(found(row("1", "keras_sgd", 2.0)), path)
+    run = results.Run({"rounds": 1, "steps": 2}, path)
+    measured = {"engine": "dpsgd", "status": "ok", "median_ms": 3.0}
+    (first,) = run.measure("mlp", 250, 1, lambda: [measured])
+    assert first["others_load"] >= 0.0 and first["median_ms"] == 3.0
+    assert [r["engine"] for r in results.read(path)["rows"]] == ["keras_sgd", "dpsgd"]
+    with pytest.raises(KeyboardInterrupt):
+        run.measure("cnn", 100, 1, interrupted)
+    run.measure("cnn", 100, 1, lambda: [measured])
+    assert results.read(path) == run.results
+    assert [r["model"] for r in run.results["rows"]] == ["mlp", "mlp", "cnn"]
+    about = run.results["runs"][first["run"]]
+    assert about["settings"] == {"rounds": 1, "steps": 2} and about["machine"]["cores"] >= 1
+    without_file = results.Run({}, None)
+    without_file.measure("mlp", 250, 1, lambda: [measured])
+    assert len(without_file.results["rows"]) == 1
+
+
 def test_targets_compare_within_the_newest_run_that_has_both():
     target = results.Target("tfp_vectorized", "dpsgd", "mlp", 250, must=80, aim=150, at_least=True)
     both = found(row("1", "tfp_vectorized", 1000.0), row("1", "dpsgd", 10.0))

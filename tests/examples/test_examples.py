@@ -10,23 +10,17 @@ from tests.helpers.programs import run_example
 
 
 @pytest.mark.slow
-def test_quickstart_reports_accuracy_epsilon_and_sampling(tmp_path):
-    out = run_example("quickstart.py", "--epochs", 2, "--out_dir", tmp_path)
+def test_quickstart_does_what_the_readme_says(tmp_path):
+    out = run_example("quickstart.py", "--out_dir", tmp_path)
     last = [line for line in out.splitlines() if line.startswith("Test accuracy")][0]
-    assert "ε = " in last and "δ = 1/1437" in last and "Poisson sampling" in last
+    assert "δ = 1/1437" in last and "Poisson sampling" in last
+    accuracy, epsilon = float(last.split()[2][:-1]), float(last.split("ε = ")[1].split(",")[0])
+    assert accuracy >= 91 and epsilon <= 4  # one run varies by about 1.5 percentage points
     claim = "Each example joined each batch independently with probability 0.0890745"
     assert claim in " ".join(out.split())
     assert "tensorboard --logdir" in out
     assert "<svg" in (tmp_path / "report.html").read_text()
     assert list((tmp_path / "logs").iterdir())
-
-
-@pytest.mark.slow
-def test_quickstart_reaches_what_the_readme_says(tmp_path):
-    out = run_example("quickstart.py", "--out_dir", tmp_path)
-    last = [line for line in out.splitlines() if line.startswith("Test accuracy")][0]
-    accuracy, epsilon = float(last.split()[2][:-1]), float(last.split("ε = ")[1].split(",")[0])
-    assert accuracy >= 91 and epsilon <= 4  # one run varies by about 1.5 percentage points
 
 
 @pytest.mark.parametrize("optimizer", ["adadp", "dp_adam", "dp_adam_wosm", "dp_sgd", "adadps"])
