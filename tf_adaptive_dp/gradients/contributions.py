@@ -248,7 +248,8 @@ class OuterGradient(Contribution):
         # A gradient of exactly 0, such as that of an absent example, keeps the norm 0.
         for tensor in self.tensors:
             axes = list(range(1, tensor.shape.rank))
-            unseen = tf.where(tf.reduce_any(tensor != 0, axes), unseen, 0.0)
+            largest = tf.reduce_max(tf.abs(tensor), axes)  # faster than `tensor != 0`
+            unseen = tf.where(tf.equal(largest, 0.0), 0.0, unseen)
         return unseen
 
     def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:

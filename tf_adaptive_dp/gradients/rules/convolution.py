@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import TensorReference
+from tf_adaptive_dp._keras.tracing import in_xla
 from tf_adaptive_dp.gradients.batch_axis.values import static_or_dynamic_shape
 from tf_adaptive_dp.gradients.contributions import OuterGradient, VariableContribution
 from tf_adaptive_dp.gradients.rules.registry import RuleContext, register_rule
+
+# More slices than this take long to compile.
+_MOST_SLICES = 32
 
 
 @register_rule("Conv2D", "Conv3D")
@@ -120,19 +125,44 @@ def _patches(
     else:
         before = [m // 2 if padding == b"SAME" else 0 for m in missing]
     x = tf.pad(x, [[0, 0], *([b, _at_least_0(m - b)] for b, m in zip(before, missing)), [0, 0]])
-    index: tf.Tensor | int = 0
-    rank = len(sizes)
-    for axis, (n, s, r, d) in enumerate(zip(positions, strides, reach, dilations)):
-        places = tf.range(n)[:, tf.newaxis] * s + tf.range(0, r, d)
-        shape = [1] * (2 * rank)
-        shape[axis], shape[rank + axis] = n, sizes[axis]
-        index = index * static_or_dynamic_shape(x)[1 + axis] + tf.reshape(places, shape)
-    # One gather is much faster than a strided slice for each tap.
-    taken = tf.gather(_merge(x, 1, 1 + rank), tf.reshape(index, [-1]), axis=1)
+    windows = list(zip(sizes, strides, dilations, positions))
+    few = math.prod(sizes) <= _MOST_SLICES
+    taken = _sliced(x, windows) if few and in_xla() else _gathered(x, windows)
     channels, front = x.shape[-1], static_or_dynamic_shape(x)[0]
     stacked = tf.reshape(taken, [front, math.prod(positions), math.prod(sizes), channels])
     rows = context.rows(stacked, like=image)
     return _merge(rows, 1, rows.shape.rank - 2)
+
+
+# A spatial axis: taps, stride, dilation and number of positions.
+_Window = tuple[int, int, int, "tf.Tensor | int"]
+
+
+def _gathered(x: tf.Tensor, windows: Sequence[_Window]) -> tf.Tensor:
+    """All entries under the kernel, ordered by position and tap, from x [B, ..., C].
+
+    One gather is much faster than a slice for each tap, except under XLA.
+    """
+    index: tf.Tensor | int = 0
+    rank = len(windows)
+    for axis, (taps, stride, dilation, count) in enumerate(windows):
+        places = tf.range(count)[:, tf.newaxis] * stride + tf.range(taps) * dilation
+        shape = [1] * (2 * rank)
+        shape[axis], shape[rank + axis] = count, taps
+        index = index * static_or_dynamic_shape(x)[1 + axis] + tf.reshape(places, shape)
+    return tf.gather(_merge(x, 1, 1 + rank), tf.reshape(index, [-1]), axis=1)
+
+
+def _sliced(x: tf.Tensor, windows: Sequence[_Window]) -> tf.Tensor:
+    """What `_gathered` returns, with the axes apart, from a slice for each tap."""
+    slices = []
+    for offsets in itertools.product(*(range(taps) for taps, *_ in windows)):
+        places = [
+            slice(k * dilation, k * dilation + (count - 1) * stride + 1, stride)
+            for k, (_, stride, dilation, count) in zip(offsets, windows)
+        ]
+        slices.append(x[(slice(None), *places)])
+    return tf.stack(slices, axis=1 + len(windows))
 
 
 def _at_least_0(n: tf.Tensor | int) -> tf.Tensor | int:
