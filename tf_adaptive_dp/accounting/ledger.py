@@ -141,28 +141,34 @@ class Ledger:
         Returns:
           [MAX_SEGMENTS], the counts, as a dependency for whatever must wait for the count.
         """
-        parameters, counts = self._parameters.read_value(), self._counts.read_value()
-        checks_before = self._checks.read_value()
-        used = tf.math.count_nonzero(counts)
-        last = tf.gather(parameters, tf.maximum(used - 1, 0))
-        declared = tf.cast(batch_size, tf.float64)
+        parameters, checks_before = self._parameters.read_value(), self._checks.read_value()
+        used = tf.math.count_nonzero(self._counts.read_value())
+        place = tf.maximum(used - 1, 0)
+        last_noise, last_size = tf.unstack(tf.gather(parameters, place))
+        noise_multiplier = tf.cast(noise_multiplier, tf.float64)
+        declared, any_before = tf.cast(batch_size, tf.float64), used > 0
         seen = tf.maximum(declared, tf.cast(size_seen, tf.float64))
-        wrong_before = tf.gather(checks_before, tf.maximum(used - 1, 0))[3] == declared
-        seen = tf.where((used > 0) & wrong_before, tf.maximum(seen, last[1]), seen)
-        current = tf.stack([tf.cast(noise_multiplier, tf.float64), seen])
-        same = (used > 0) & tf.reduce_all(last == current)
-        full = ~same & (used == self.MAX_SEGMENTS)
-        worst = tf.stack([tf.minimum(last[0], current[0]), tf.maximum(last[1], current[1])])
-        index = tf.where(same | full, used - 1, used)
-        here = tf.range(self.MAX_SEGMENTS, dtype=tf.int64) == index
-        row = tf.where(full, worst, current)
+        *_, declared_before = tf.unstack(tf.gather(checks_before, place))
+        wrong_before = any_before & tf.equal(declared_before, declared)
+        seen = tf.where(wrong_before, tf.maximum(seen, last_size), seen)
+        same = any_before & tf.equal(last_noise, noise_multiplier) & tf.equal(last_size, seen)
+        full = ~same & tf.equal(used, self.MAX_SEGMENTS)
+        row = tf.stack(
+            [
+                tf.where(full, tf.minimum(last_noise, noise_multiplier), noise_multiplier),
+                tf.where(full, tf.maximum(last_size, seen), seen),
+            ]
+        )
+        index = tf.where(same | full, place, used)
+        here = tf.equal(tf.range(self.MAX_SEGMENTS, dtype=tf.int64), index)
         checks_now = _added(
             *(tf.gather(checks_before, index), checked, distance),
             tf.where(seen > declared, declared, tf.zeros_like(declared)),
         )
+        rows = here[:, tf.newaxis]
         written = [
-            self._parameters.assign(tf.where(here[:, tf.newaxis], row, parameters)),
-            self._checks.assign(tf.where(here[:, tf.newaxis], checks_now, checks_before)),
+            self._parameters.assign(tf.where(rows, row, parameters)),
+            self._checks.assign(tf.where(rows, checks_now, checks_before)),
         ]
         with tf.control_dependencies([tf.convert_to_tensor(variable) for variable in written]):
             return tf.convert_to_tensor(self._counts.assign_add(tf.cast(here, tf.int64)))
@@ -280,6 +286,13 @@ def _added(
     """The `Checks` of a segment, a float64 vector, after one more release."""
     distance = tf.cast(distance, tf.float64)
     again = distance > 0
-    nearest = tf.where(again & ((row[2] == 0) | (distance < row[2])), distance, row[2])
-    counts = row[:2] + tf.stack([tf.cast(checked, tf.float64), tf.cast(again, tf.float64)])
-    return tf.concat([counts, [nearest, tf.maximum(row[3], declared)]], 0)
+    known, repeated, nearest, declared_before = tf.unstack(row)
+    nearer = again & (tf.equal(nearest, 0) | (distance < nearest))
+    return tf.stack(
+        [
+            known + tf.cast(checked, tf.float64),
+            repeated + tf.cast(again, tf.float64),
+            tf.where(nearer, distance, nearest),
+            tf.maximum(declared_before, declared),
+        ]
+    )

@@ -214,7 +214,7 @@ class SeenDraws:
         """Adds a number; returns how many releases ago it was added, or -1 if it is new."""
         bucket = tf.bitwise.bitwise_and(number, tf.constant(_BUCKETS - 1, tf.int64))
         entries = tf.gather(seen, bucket)
-        numbers, releases = entries[:, 0], entries[:, 1]
+        numbers, releases = tf.unstack(entries, axis=1)
         same = tf.equal(numbers, number) & (releases > 0) & known
         before = tf.reduce_any(same)
         distance = release - tf.reduce_max(tf.where(same, releases, tf.zeros_like(releases)))

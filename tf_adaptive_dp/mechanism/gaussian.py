@@ -209,7 +209,7 @@ class GaussianMechanism:
         """Asserts that all batches have the size of the first, unless the size may vary."""
         previous = self._fixed_batch_size.read_value()
         may_vary = (self._expected_batch_size > 0) & (self.num_microbatches is None)
-        return tf.debugging.Assert(
+        return _assert(
             may_vary | ((size > 0) & ((previous == 0) | (previous == size))),
             [
                 "Batches vary in size: received one of",
@@ -270,7 +270,7 @@ class GaussianMechanism:
         with tf.control_dependencies([check] if check is not None else []):
             of_variables, batch = self._clipped_sums(source, scale, shift, layers, clip, padding)
         search_sums_when_complete([*batch.sums, *batch.within])
-        check = tf.debugging.Assert(tf.equal(batch.padding, 0), [PADDING_CONTRIBUTES])
+        check = _assert(tf.equal(batch.padding, 0), [PADDING_CONTRIBUTES])
         # After the sums, so that a step that fails on its data releases and changes nothing.
         with tf.control_dependencies([*batch.flat(), *([] if check is None else [check])]):
             if self.accumulator is None:
@@ -478,6 +478,12 @@ class _Sums(NamedTuple):
         *sums, present, padding = flat
         num = len(self.sums)
         return _Sums(sums[:num], sums[num:], present, padding)
+
+
+def _assert(condition: tf.Tensor, data: Sequence) -> tf.Operation | None:
+    """As `tf.debugging.Assert`, which makes a branch and two functions in each graph."""
+    data = [tf.convert_to_tensor(part) for part in data]
+    return tf.raw_ops.Assert(condition=condition, data=data, summarize=3)
 
 
 def _number_of(rows: tf.Tensor) -> tf.Tensor:

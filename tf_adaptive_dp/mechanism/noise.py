@@ -42,8 +42,9 @@ def _threefry(key: tf.Tensor, block: tf.Tensor, release: tf.Tensor) -> tuple[tf.
     left, right = tf.bitwise.left_shift, tf.bitwise.right_shift
     xor = tf.bitwise.bitwise_xor
     word = functools.cache(lambda value: tf.constant(value, tf.uint32))  # few operations to trace
-    keys = [key[0], key[1], xor(xor(key[0], key[1]), word(0x1BD11BDA))]
-    a, b = block + keys[0], release + keys[1]
+    first, second = tf.unstack(key)
+    keys = [first, second, xor(xor(first, second), word(0x1BD11BDA))]
+    a, b = block + first, release + second
     for group in range(5):
         for bits in _ROTATIONS[group % 2]:
             a += b
@@ -190,7 +191,8 @@ class SecretStream:
             alg=tf.random.Algorithm.PHILOX.value,
             delta=tf.constant(1, tf.uint64),
         )
-        return state[2], state[0] // 256 + 1
+        count, _, key = tf.unstack(state)
+        return key, tf.bitwise.right_shift(count, tf.constant(8, tf.int64)) + 1
 
 
 class GaussianNoise:
