@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.tracing import in_xla
 from tf_adaptive_dp.gradients.variable_uses import AxisTransform
 
 # Per-example products are stored up to this size (64 MiB); larger ones are computed in chunks.
@@ -184,7 +185,8 @@ class OuterGradient(Contribution):
     def of(self, x: tf.Tensor, delta: tf.Tensor) -> tf.Tensor:
         """One product of matrices per example."""
         if self.shape[0] == 1:
-            return tf.matmul(x[:, :, 0], delta[:, :, 0], transpose_a=True)[:, tf.newaxis]
+            x, delta = (tf.squeeze(t, 2) for t in (x, delta))  # slices take several operations
+            return tf.expand_dims(tf.matmul(x, delta, transpose_a=True), 1)
         return tf.einsum("btgn,btgm->bgnm", x, delta)
 
     def _keeps_products(self) -> bool:
@@ -255,6 +257,8 @@ class OuterGradient(Contribution):
     def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
         """One product over all examples, or the sum of products that are stored already."""
         if self._products is not None:
+            if in_xla():  # one loop over the products, without a copy of them
+                return tf.reduce_sum(weigh_rows(self._products, weights), 0)
             rows = tf.reshape(keep_rows(self._products, weights), [-1, math.prod(self.shape)])
             return tf.reshape(tf.matmul(weights[tf.newaxis], rows), self.shape)
         x, delta = self.tensors

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 from collections.abc import Sequence
-from typing import Callable
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -15,7 +14,7 @@ from tf_adaptive_dp._keras.variables import handle_of
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.turns import Turns
 
-# TensorFlow takes a slice without copying if it starts at a multiple of 64 bytes.
+# TensorFlow splits rows of 64 bytes without copying them.
 _ALIGNED = 16
 # The kernel writes another one for every read.
 _RANDOM_UUID = "/proc/sys/kernel/random/uuid"
@@ -263,11 +262,18 @@ class GaussianNoise:
         known = all(s.shape.is_fully_defined() for s in sums)
         shapes = [s.shape if known else tf.shape(s) for s in sums]
         sizes = [s.num_elements() if known else tf.reduce_prod(s) for s in shapes]
-        ends = list(itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
-        pairs = _normal_pairs(ends[-1], _own_key(key), release)
-        flat = tf.reshape(tf.bitcast(pairs, tf.float32), [-1])
-        parts = [tf.slice(flat, [start], [size]) for start, size in zip([0, *ends], sizes)]
-        return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]
+        rows = [-(-size // _ALIGNED) for size in sizes]
+        pairs = _normal_pairs(sum(rows) * _ALIGNED, _own_key(key), release)
+        numbers = tf.reshape(tf.bitcast(pairs, tf.float32), [-1, _ALIGNED])
+        parts = tf.split(numbers, rows if known else tf.stack(rows))
+        return [_first(part, size, shape) for part, size, shape in zip(parts, sizes, shapes)]
+
+
+def _first(numbers: tf.Tensor, size: tf.Tensor | int, shape: Any) -> tf.Tensor:
+    """The first `size` of the numbers, in a shape."""
+    if not isinstance(size, int) or size % _ALIGNED:
+        numbers = tf.reshape(numbers, [-1])[:size]
+    return tf.reshape(numbers, shape)
 
 
 def _own_key(key: tf.Tensor) -> tf.Tensor:
