@@ -18,6 +18,7 @@ from tests.helpers.zoo_models import (  # noqa: F401
     labels,
     shake,
 )
+from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.gradients.api import per_example_gradients
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
@@ -38,14 +39,14 @@ def rows(name: str) -> list[np.ndarray]:
 
 def batch_of_one_gradients(problem: Problem) -> list[np.ndarray]:
     """The gradient of each example, computed on a batch that holds nothing else."""
-    gradients = []
+    gradients, sources = [], [native(v) for v in problem.variables]
     for i in range(len(problem.batch[0])):
         with tf.GradientTape() as tape:
             loss = problem.losses(*(tf.constant(a[i : i + 1]) for a in problem.batch))[0]
         gradients.append(
             [
                 tf.convert_to_tensor(g).numpy().astype("float64")
-                for g in tape.gradient(loss, problem.variables, unconnected_gradients="zero")
+                for g in tape.gradient(loss, sources, unconnected_gradients="zero")
             ]
         )
     return [np.stack(column) for column in zip(*gradients)]
