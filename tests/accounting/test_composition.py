@@ -443,3 +443,28 @@ def test_epsilon_spent_refuses_other_arguments():
         epsilon_spent(fake_ledger(), N, DELTA, accountant="RDP")
     with pytest.raises(TypeError, match="`ledger` must be a ledger or an optimizer .*Received"):
         epsilon_spent(tf.keras.optimizers.SGD(), N, DELTA)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {(1.1, 0.05): 60},
+        {(1.1, 0.05): 61},
+        {(0.9, 1.0): 7},
+        {(1.1, 0.05): 60, (2.0, 0.01): 5, (3.0, 1.0): 2},
+    ],
+)
+def test_distributions_that_are_kept_give_what_the_accountant_gives(counts):
+    accountant = composition.composed_pld(counts, [])
+    for delta in (1e-5, 1e-3):
+        found = composition.composed_epsilon(counts, (), delta, "pld")
+        assert found == pytest.approx(accountant.get_epsilon(delta), rel=1e-12)
+    more = composition.composed_epsilon({**counts, (5.0, 0.02): 1}, (), 1e-5, "pld")
+    assert more > composition.composed_epsilon(counts, (), 1e-5, "pld")
+
+
+def test_epsilon_of_events_that_cannot_be_hashed():
+    event = dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(3.0)])
+    found = composition.composed_epsilon({(1.1, 0.05): 60}, (event,), DELTA, "pld")
+    both = dp_accounting.ComposedDpEvent([subsampled(1.1, 0.05, 60), event])
+    assert found == pytest.approx(reference(both, "pld"), rel=1e-9)
