@@ -152,6 +152,47 @@ TOKENS = np.arange(3 * N).reshape(N, 3) % 7
 OF_EXAMPLES = WEIGHTS if GENERATION == 2 else WEIGHTS[:, np.newaxis]
 
 
+def masked_and_pooled():
+    """An output for each token, of which those with number 0 are masked, and one for all."""
+    tf.keras.utils.set_random_seed(1)
+    inputs = tf.keras.Input([3], dtype="int32")
+    h = layers.Embedding(7, 4, mask_zero=True)(inputs)
+    each = layers.TimeDistributed(layers.Dense(3, "softmax"), name="each")(h)
+    pooled = layers.GlobalAveragePooling1D()(h)
+    return tf.keras.Model(
+        inputs, {"each": each, "all": layers.Dense(3, "softmax", name="all")(pooled)}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in LOSSES if isinstance(LOSSES[n][0], losses.Loss)])
+def test_masked_and_weighted_outputs_are_clipped_example_by_example(name):
+    found, labels = LOSSES[name]
+    loss = type(found).from_config({**found.get_config(), "reduction": "sum"})
+    y = {"all": labels, "each": np.stack([labels] * 3, axis=1)}
+    weights = {"all": WEIGHTS[::-1] + 0.1, "each": OF_EXAMPLES + 0.1}
+    rows = [slice(i, i + 1) for i in range(N)]
+
+    def gradients(clip, parts):
+        model = masked_and_pooled()
+        optimizer = dp.DPSGD(clip, 0.0, expected_batch_size=1, learning_rate=1.0)
+        model.compile(optimizer, {"all": loss, "each": loss}, loss_weights={"all": 0.5, "each": 2})
+        before, made = model.get_weights(), []
+        for part in parts:
+            model.set_weights(before)
+            of_part = ({k: v[part] for k, v in z.items()} for z in (y, weights))
+            model.train_on_batch(TOKENS[part], *of_part)
+            made.append([a - b for a, b in zip(before, model.get_weights())])
+        return made
+
+    single = gradients(1e6, rows)
+    norms = [np.sqrt(sum(np.sum(np.square(g)) for g in each)) for each in single]
+    clip = float(np.median(norms))
+    shares = [min(1.0, clip / norm) for norm in norms]
+    expected = [sum(s * g for s, g in zip(shares, each)) for each in zip(*single)]
+    assert_same(gradients(clip, [slice(N)])[0], expected)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("weights", [None, OF_EXAMPLES, np.abs(floats(N, 3))])
 def test_losses_of_tokens_are_averaged_by_example(weights):
