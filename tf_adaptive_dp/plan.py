@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import os
 import warnings
@@ -158,13 +159,14 @@ class PrivacyPlan:
         return f"PrivacyPlan({', '.join(values)})"
 
     def optimizer(
-        self, optimizer_class: type, l2_norm_clip: float = 1.0, **kwargs: Any
+        self, optimizer_class: type, l2_norm_clip: float | None = None, **kwargs: Any
     ) -> tf.keras.optimizers.Optimizer:
         """Makes an optimizer with the noise and the batch size of the plan.
 
         Args:
-          optimizer_class: `ADADP` or another optimizer class of the library.
-          l2_norm_clip: C, the bound on the L2 norm of each example's gradient.
+          optimizer_class: `UntunedSGD` or another optimizer class of the library.
+          l2_norm_clip: C, the bound on the L2 norm of each example's gradient. `None` means 1, or
+            that the optimizer finds its scales by itself, as `UntunedSGD` does.
           **kwargs: other arguments of the class.
 
         Raises:
@@ -180,11 +182,14 @@ class PrivacyPlan:
         if not (isinstance(optimizer_class, type) and hasattr(optimizer_class, "ledger")):
             raise TypeError(
                 "`optimizer_class` must be an optimizer class of tf_adaptive_dp, such as "
-                "`tf_adaptive_dp.ADADP`; `make_dp_optimizer_class` makes one of a Keras class. "
-                f"Received: optimizer_class={optimizer_class!r}"
+                "`tf_adaptive_dp.UntunedSGD`; `make_dp_optimizer_class` makes one of a Keras "
+                f"class. Received: optimizer_class={optimizer_class!r}"
             )
+        if l2_norm_clip is not None:
+            kwargs["l2_norm_clip"] = l2_norm_clip
+        elif "l2_norm_clip" in inspect.signature(optimizer_class).parameters:
+            kwargs["l2_norm_clip"] = 1.0
         made = optimizer_class(
-            l2_norm_clip=l2_norm_clip,
             noise_multiplier=self.noise_multiplier,
             expected_batch_size=self.expected_batch_size,
             **kwargs,
