@@ -29,6 +29,7 @@ from tf_adaptive_dp.optimizers.keras_optimizers import (
     DPRMSprop,
     make_dp_optimizer_class,
 )
+from tf_adaptive_dp.optimizers.untuned_sgd import UntunedSGD
 from tf_adaptive_dp.plan import PrivacyPlan
 from tf_adaptive_dp.sampling import PoissonSampling, poisson_batches
 from tf_adaptive_dp.statement import privacy_statement
@@ -53,6 +54,7 @@ __all__ = [
     "PrivacyMonitor",
     "PrivacyPlan",
     "ReleaseLog",
+    "UntunedSGD",
     "__version__",
     "accounting",
     "auditing",

@@ -42,17 +42,24 @@ class PerExampleGradients(abc.ABC):
 
         Args:
           scale: one tensor per variable, of its shape or one that broadcasts to it; `None` means
-            ones. For a kernel [V, K], a scale [V, 1] is far cheaper than one of shape [V, K].
+            ones. For a kernel [V, K], a scale [V, 1] is far cheaper than one of shape [V, K], and a
+            scalar costs nothing.
           shift: likewise; `None` means zeros.
 
         Returns:
           [R] per variable, or `None` where the loss does not depend on the variable.
         """
-        found = []
+        found: list[tf.Tensor | None] = []
         for k, there in enumerate(self.connected):
             a = None if scale is None else tf.cast(scale[k], tf.float32)
             b = None if shift is None else tf.cast(shift[k], tf.float32) * self.loss_scale
-            found.append(_over(self._norms_of(k, a, b), self.loss_scale**2) if there else None)
+            if not there:
+                found.append(None)
+            elif a is not None and a.shape.rank == 0:
+                norms = _over(self._norms_of(k, None, b), self.loss_scale**2)
+                found.append(norms * tf.square(a))
+            else:
+                found.append(_over(self._norms_of(k, a, b), self.loss_scale**2))
         return found
 
     def squared_norms(

@@ -29,6 +29,7 @@ from tf_adaptive_dp.mechanism.clipping import (
     total_norms,
 )
 from tf_adaptive_dp.mechanism.draw_numbers import Draw, SeenDraws
+from tf_adaptive_dp.mechanism.histograms import Histograms
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
@@ -62,6 +63,8 @@ class GaussianMechanism:
       noise. C and σ are read once per release, so that clipping and noise agree.
     - `AdaptiveClipping` also releases a noisy count. The noise of the count and that of the
       gradients together amount to σ.
+    - With `histograms` every release has two parts, of which one is zero before the noise: the
+      histograms until they are complete, and the gradients from then on.
 
     Attributes:
       clipping: the `Clipping`.
@@ -71,6 +74,8 @@ class GaussianMechanism:
       ledger: the `Ledger` of all releases.
       statistics: `GradientStatistics`, not private.
       noise: the `GaussianNoise`, or the `SecureNoise` with `secure_noise=True`.
+      histograms: the `Histograms` of the first batches, which an optimizer may set before its first
+        step; or `None`.
     """
 
     def __init__(
@@ -124,6 +129,7 @@ class GaussianMechanism:
         self._seen = SeenDraws()
         self.noise = _noise(checks.boolean("secure_noise", secure_noise), seed, add_variable)
         self.statistics = GradientStatistics()
+        self.histograms: Histograms | None = None
         self._turns = Turns()
         self._complete: dict[int, tf.Tensor] = {}  # by thread, as each traces a graph of its own
         self._fixed_batch_size = add_variable([], dtype=tf.int64, name="fixed_batch_size")
@@ -239,6 +245,7 @@ class GaussianMechanism:
         scale: list[tf.Tensor] | None = None,
         shift: list[tf.Tensor] | None = None,
         layers: Sequence[str] = (),
+        places: Sequence[int] = (),
         number: tuple[tf.Tensor, tf.Tensor] | None = None,
         padding: tf.Tensor | None = None,
     ) -> list[tf.Tensor | None]:
@@ -251,6 +258,7 @@ class GaussianMechanism:
           scale: one tensor per variable, which multiplies gradients before clipping.
           shift: one tensor per variable, which is added to each gradient before that.
           layers: the layer that each variable belongs to, for per-layer clipping.
+          places: the number of each variable in the `histograms`.
           number: the number of the batch, see `draw_numbers.number_of`; `None` if it has none.
           padding: [B], bool, the rows that are padding; `None` if nobody can tell.
 
@@ -268,7 +276,9 @@ class GaussianMechanism:
         check = self._check_batch_size(size)
         clip = self._l2_norm_clip.read_value()
         with tf.control_dependencies([check] if check is not None else []):
-            of_variables, batch = self._clipped_sums(source, scale, shift, layers, clip, padding)
+            of_variables, batch = self._clipped_sums(
+                *(source, scale, shift, layers, places, clip, padding)
+            )
         search_sums_when_complete([*batch.sums, *batch.within])
         check = _assert(tf.equal(batch.padding, 0), [PADDING_CONTRIBUTES])
         # After the sums, so that a step that fails on its data releases and changes nothing.
@@ -292,6 +302,7 @@ class GaussianMechanism:
         scale: Sequence[tf.Tensor] | None,
         shift: Sequence[tf.Tensor] | None,
         layers: Sequence[str],
+        places: Sequence[int],
         clip: tf.Tensor,
         padding: tf.Tensor | None,
     ) -> tuple[list[tf.Tensor | None], _Sums]:
@@ -308,6 +319,12 @@ class GaussianMechanism:
             each = weights if isinstance(weights, list) else [weights] * len(norms)
             weights = [None if w is None else tf.where(present, w, 0.0) for w in each]
         self.statistics.record(squared_norms, clip)
+        counted = []
+        if self.histograms is not None:
+            open_now, losses = self.histograms.are_open(), source.example_losses
+            each = weights if isinstance(weights, list) else [weights] * len(norms)
+            weights = [None if w is None else tf.where(open_now, 0.0, w) for w in each]
+            counted.append(self.histograms.sum(open_now & present, norms, places, losses, clip))
         sums = source.weighted_sum(weights)
         if shift is not None:
             parts = zip(sums, weights, shift)
@@ -321,7 +338,7 @@ class GaussianMechanism:
         if padding is not None and self.num_microbatches is None:  # σ is halved with them anyway
             contributes = padding & present
         raw = [tf.cast(s, tf.float32) for s in sums if s is not None]
-        return sums, _Sums(raw, count, *map(_number_of, (present, contributes)))
+        return sums, _Sums(raw + counted, count, *map(_number_of, (present, contributes)))
 
     def _size_seen(
         self, expected: tf.Tensor, per_group: tf.Tensor, rows: tf.Tensor, present: tf.Tensor
@@ -402,6 +419,8 @@ class GaussianMechanism:
             if isinstance(self.clipping, AdaptiveClipping):
                 groups = expected / per_group
                 self._adapt(self.clipping, batch.within, share, clip, sigma, expected, groups)
+            if self.histograms is not None:
+                self._add_to(self.histograms, noisy[-1] * divisor, clip, sigma, expected)
         return noisy
 
     def _adapt(
@@ -429,6 +448,20 @@ class GaussianMechanism:
         with tf.control_dependencies([total]):
             self._turns.take(move)
 
+    def _add_to(
+        self,
+        histograms: Histograms,
+        released: tf.Tensor,
+        clip: tf.Tensor,
+        sigma: tf.Tensor,
+        expected: tf.Tensor,
+    ) -> None:
+        """Keeps what was released for the histograms."""
+        mark_released(released)
+        total = replicas.total(released)
+        with tf.control_dependencies([total]):
+            self._turns.take(lambda: histograms.add(total, clip, sigma, expected))
+
     def _gradient_noise(self, sigma: tf.Tensor, expected: tf.Tensor) -> tf.Tensor:
         """The noise of the gradients in units of C: σ, or σ_Δ with `AdaptiveClipping`; float64."""
         if isinstance(self.clipping, AdaptiveClipping):
@@ -447,19 +480,22 @@ class GaussianMechanism:
             return tf.constant(1.0, tf.float64)
         return tf.cast(self._fixed_batch_size.read_value(), tf.float64) / self.num_microbatches
 
+    def relative_noise(self) -> tf.Tensor:
+        """The noise in a released mean in units of C, σ/L; float64."""
+        sigma, expected = self._noise_multiplier.read_value(), self._divisor_in_examples()
+        return self._gradient_noise(sigma, expected) / (expected / self._examples_per_group())
+
     def noise_stddev(self) -> tf.Tensor:
         """The standard deviation of the noise in the last released mean, σC/L; float32."""
         clip = self._released_clip if self._is_adaptive else self._l2_norm_clip
-        sigma, expected = self._noise_multiplier.read_value(), self._divisor_in_examples()
-        stddev = self._gradient_noise(sigma, expected) * clip.read_value()
-        return tf.cast(stddev / (expected / self._examples_per_group()), tf.float32)
+        return tf.cast(self.relative_noise() * clip.read_value(), tf.float32)
 
 
 class _Sums(NamedTuple):
     """What a batch, or a part of one, amounts to.
 
     Attributes:
-      sums: Σᵢ clip(...), float32, of the variables that have gradients.
+      sums: Σᵢ clip(...), float32, of the variables that have gradients, and then the histograms.
       within: the count of `AdaptiveClipping`, or nothing.
       present: how many rows (or microbatches) on all replicas have a nonzero gradient.
       padding: how many of these rows are padding.

@@ -12,6 +12,7 @@ from tf_adaptive_dp.optimizers.keras_optimizers import (
     DPRMSprop,
     make_dp_optimizer_class,
 )
+from tf_adaptive_dp.optimizers.untuned_sgd import UntunedSGD
 
 __all__ = [
     "ADADP",
@@ -22,6 +23,7 @@ __all__ = [
     "DPAdamWOSM",
     "DPRMSprop",
     "DPSGD",
+    "UntunedSGD",
     "baselines",
     "make_dp_optimizer_class",
 ]

@@ -18,6 +18,7 @@ from tf_adaptive_dp._keras.optimizers import (
     add_slot,
     add_state,
     is_built,
+    slot_index,
 )
 from tf_adaptive_dp._keras.tracebacks import short_traceback
 from tf_adaptive_dp._keras.variables import (
@@ -288,6 +289,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             self._mechanism.doubt_size(rows_without_padding(losses))
             noisy = self._mechanism.release(
                 *(source, tf.shape(losses)[0], scale, shift, layers),
+                places=[slot_index(self, v) for v in variables],
                 number=number_of(losses),
                 padding=rows_of_padding(losses),
             )

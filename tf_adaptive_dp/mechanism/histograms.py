@@ -1,0 +1,223 @@
+"""Noisy histograms of the sizes of gradients and losses, released in place of first gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Callable, NamedTuple
+
+import tensorflow as tf
+
+# Quarter octaves, of norms around 1 and of 1 + |loss| / 2^-20 on each side of 0.
+_BINS, _PER_OCTAVE = 320, 4
+_OCTAVES = _BINS // _PER_OCTAVE
+_SMALLEST_LOSS = 2.0**-20
+# What rounding may add to the norm of the vector that counts an example.
+_ROUNDING = 1 - 1e-6
+# An octave is empty if it counts fewer examples than this many standard deviations of its noise.
+_SIGNIFICANT = 5.0
+# Norms so many octaves below the largest belong to examples that the model has fitted by chance.
+_RANGE = 10
+
+
+class Sizes(NamedTuple):
+    """What histograms tell; all float64, zeros until they are complete.
+
+    Attributes:
+      norms: [K], for each variable the upper quartile of its gradients' norms; 0 if no gradient
+        stands out of the noise.
+      loss: the median of the losses.
+      spread: the distance between the quartiles of the losses.
+    """
+
+    norms: tf.Tensor
+    loss: tf.Tensor
+    spread: tf.Tensor
+
+
+class Histograms:
+    """Counts the examples of the first batches by the norms of their gradients and by their loss.
+
+    Each of these batches gives one release. With K variables, an example counts in K histograms by
+    the norm of its gradient for each of them, and in one by its loss. It does so with C/√(K+1) in
+    each, and the sum of all is released in place of the sum of clipped gradients.
+
+    Guarantee: adding or removing one example changes that sum by at most C in L2 norm, as it
+    changes the sum of clipped gradients. An example whose gradient is zero or whose gradient or
+    loss is not finite is not counted, so padding counts as absent. What this object keeps, and all
+    that it tells, comes from released counts.
+
+    The histograms are complete after
+
+        W = 5 + ⌊(100·σ/L)²·(K+1)/2⌋
+
+    batches, or later if no gradient stands out of the noise by then. In counts, the noise of a bin
+    has the standard deviation σ·√(W·(K+1)).
+    """
+
+    def __init__(self, num_variables: int, add_variable: Callable[..., tf.Variable]):
+        """Creates empty histograms.
+
+        Args:
+          num_variables: K.
+          add_variable: makes a variable that is saved with the optimizer.
+        """
+        self._num_rows = num_variables + 1
+        shape = [self._num_rows, _BINS]
+        self._counts = add_variable(shape, dtype=tf.float64, name="histograms")
+        self._batches = add_variable([], dtype=tf.int64, name="histogram_batches")
+        self._sizes = add_variable([num_variables + 2], dtype=tf.float64, name="sizes")
+        self._complete = add_variable([], dtype=tf.bool, name="histograms_complete")
+        self._released = add_variable([], dtype=tf.bool, name="histograms_released")
+
+    def sizes(self) -> Sizes:
+        """What the histograms tell."""
+        norms, loss, spread = tf.split(self._sizes.read_value(), [self._num_rows - 1, 1, 1])
+        return Sizes(norms, loss[0], spread[0])
+
+    def are_open(self) -> tf.Tensor:
+        """Whether the next release belongs to the histograms; a bool scalar."""
+        return ~self._complete.read_value()
+
+    def released(self) -> tf.Tensor:
+        """Whether the last release belonged to the histograms; a bool scalar."""
+        return self._released.read_value()
+
+    def sum(
+        self,
+        counts: tf.Tensor,
+        squared_norms: Sequence[tf.Tensor | None],
+        places: Sequence[int],
+        losses: tf.Tensor,
+        clip: tf.Tensor,
+    ) -> tf.Tensor:
+        """Adds up what counts the examples of a batch.
+
+        Args:
+          counts: bool, [B] or a scalar: which examples may count. None may unless `are_open`, and
+            padding never.
+          squared_norms: [B] for each variable of this step, ‖gᵢ‖² of its part, or `None`.
+          places: the number of each of these variables among the K.
+          losses: [B].
+          clip: scalar, C.
+
+        Returns:
+          [K+1, 320], float32.
+        """
+        losses = tf.cast(losses, tf.float32)
+        parts = [(place, n) for place, n in zip(places, squared_norms) if n is not None]
+        total = tf.add_n([n for _, n in parts])
+        there = (total > 0) & tf.math.is_finite(total) & tf.math.is_finite(losses) & counts
+        entry = tf.cast(clip, tf.float32) * (_ROUNDING / math.sqrt(self._num_rows))
+        bins = [place * _BINS + _norm_bins(n) for place, n in parts]
+        bins.append((self._num_rows - 1) * _BINS + _loss_bins(losses))
+        present = [there & (n > 0) for _, n in parts] + [there]
+        entries = tf.where(tf.concat(present, axis=0), entry, 0.0)
+        flat = tf.math.unsorted_segment_sum(
+            entries, tf.concat(bins, axis=0), self._num_rows * _BINS
+        )
+        return tf.reshape(flat, [self._num_rows, _BINS])
+
+    def add(
+        self, released: tf.Tensor, clip: tf.Tensor, sigma: tf.Tensor, batch_size: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Adds a released sum to the histograms, if they are open.
+
+        Args:
+          released: `sum` with its noise, over all replicas.
+          clip: scalar, the C of `sum`.
+          sigma: σ, float64.
+          batch_size: L, float64.
+
+        Returns:
+          Tensors that are available when everything is written.
+        """
+        open_now = self.are_open()
+        entry = clip * (_ROUNDING / math.sqrt(self._num_rows))
+        counts = tf.cast(released, tf.float64) / entry
+        counts = self._counts.assign_add(tf.where(open_now, counts, tf.zeros_like(counts)))
+        batches = self._batches.assign_add(tf.cast(open_now, tf.int64))
+        counts, batches = tf.convert_to_tensor(counts), tf.convert_to_tensor(batches)
+        relative = 100 * sigma / batch_size
+        needed = 5 + tf.floor(tf.square(relative) * (self._num_rows / 2))
+        enough = open_now & (tf.cast(batches, tf.float64) >= needed)
+
+        def read() -> tf.Tensor:
+            noise = sigma * tf.sqrt(tf.cast(batches, tf.float64) * self._num_rows)
+            return _read(counts, noise)
+
+        sizes = tf.cond(enough, read, self._sizes.read_value)
+        complete = ~open_now | (enough & tf.reduce_any(sizes[:-2] > 0))
+        sizes = tf.where(complete, sizes, tf.zeros_like(sizes))
+        written = [
+            self._sizes.assign(sizes),
+            self._complete.assign(complete),
+            self._released.assign(open_now),
+        ]
+        return [tf.convert_to_tensor(variable) for variable in written]
+
+
+def _norm_bins(squared_norms: tf.Tensor) -> tf.Tensor:
+    usable = (squared_norms > 0) & tf.math.is_finite(squared_norms)
+    octaves = _log2(tf.where(usable, squared_norms, 1.0)) / 2
+    return _as_bins(octaves)
+
+
+def _loss_bins(losses: tf.Tensor) -> tf.Tensor:
+    losses = tf.where(tf.math.is_finite(losses), losses, 0.0)
+    return _as_bins(tf.sign(losses) * _log2(1 + tf.abs(losses) / _SMALLEST_LOSS))
+
+
+def _log2(x: tf.Tensor) -> tf.Tensor:
+    return tf.math.log(x) / math.log(2.0)
+
+
+def _as_bins(octaves: tf.Tensor) -> tf.Tensor:
+    position = tf.floor(octaves * _PER_OCTAVE + _BINS // 2)
+    return tf.cast(tf.clip_by_value(position, 0, _BINS - 1), tf.int32)
+
+
+def _read(counts: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
+    """The entries of `Sizes`, one after the other.
+
+    Args:
+      counts: [K+1, 320], float64, noisy.
+      noise: the standard deviation of that noise.
+    """
+    # Noise in hundreds of empty bins would add up to more than a quarter of the examples.
+    octaves = tf.reduce_sum(tf.reshape(counts, [-1, _OCTAVES, _PER_OCTAVE]), axis=2)
+    full = octaves > _SIGNIFICANT * math.sqrt(_PER_OCTAVE) * noise
+    edge = tf.zeros_like(full[:, :1])
+    beside = tf.concat([full[:, 1:], edge], 1) | tf.concat([edge, full[:, :-1]], 1)
+    last = _OCTAVES - 1 - tf.argmax(tf.reverse(full, [1]), axis=1, output_type=tf.int32)
+    near = tf.range(_OCTAVES)[tf.newaxis] > last[:, tf.newaxis] - _RANGE
+    is_norm = tf.range(tf.shape(counts)[0])[:, tf.newaxis] < tf.shape(counts)[0] - 1
+    kept = tf.repeat((full | beside) & (near | ~is_norm), _PER_OCTAVE, axis=1)
+    counts = tf.where(kept, counts, tf.zeros_like(counts))
+    norms = _power_of_2(_quantile(counts[:-1], 0.75))
+    norms = tf.where(tf.reduce_any(full[:-1], axis=1), norms, tf.zeros_like(norms))
+    low, median, high = (_loss_at(_quantile(counts[-1:], q)) for q in (0.25, 0.5, 0.75))
+    return tf.concat([norms, median, high - low], axis=0)
+
+
+def _quantile(counts: tf.Tensor, q: float) -> tf.Tensor:
+    """The octave below which a share `q` of each row's counts lies, [rows], float64."""
+    sums = tf.cumsum(counts, axis=1)
+    below = sums < q * sums[:, -1:]
+    # Noise may let sums fall, so the last position below the share is what counts.
+    positions = tf.cast(tf.range(1, _BINS + 1), tf.float64)
+    index = tf.reduce_max(tf.where(below, positions, tf.zeros_like(positions)), axis=1)
+    index = tf.minimum(index, tf.constant(_BINS - 1, tf.float64))
+    here = tf.one_hot(tf.cast(index, tf.int32), _BINS, dtype=tf.float64)
+    count, total = (tf.reduce_sum(here * x, axis=1) for x in (counts, sums))
+    inside = (q * sums[:, -1] - (total - count)) / tf.maximum(count, tf.ones_like(count))
+    inside = tf.clip_by_value(inside, tf.zeros_like(inside), tf.ones_like(inside))
+    return (index + inside - _BINS // 2) / _PER_OCTAVE
+
+
+def _loss_at(octaves: tf.Tensor) -> tf.Tensor:
+    return tf.sign(octaves) * _SMALLEST_LOSS * (_power_of_2(tf.abs(octaves)) - 1)
+
+
+def _power_of_2(exponent: tf.Tensor) -> tf.Tensor:
+    return tf.exp(math.log(2.0) * exponent)
