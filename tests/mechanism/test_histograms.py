@@ -131,7 +131,7 @@ def test_sizes_are_found_whatever_the_units(sigma, width, median):
         losses = -median + 3 * median * rng.random(size)
         step(*map(rows_with_norms, norms), np.float32(losses))
         draws += 1
-    assert draws == 5 + int((100 * sigma / size) ** 2 * 3 / 2)
+    assert draws == 5 + int((50 * sigma / size) ** 2 * 3 / 2)
     norms, loss, spread = (x.numpy() for x in mechanism.histograms.sizes())
     quartile = np.exp(0.6745 * width)
     np.testing.assert_allclose(norms, [quartile * median, 100 * quartile * median], rtol=tolerance)

@@ -55,7 +55,7 @@ def test_nor_does_that_of_the_loss(factor):
 
 
 def test_nothing_moves_before_the_sizes_are_known_and_every_draw_is_counted():
-    # (100·0.12/60)²·3/2 = 0.06, so 5 batches.
+    # (50·0.12/60)²·3/2 = 0.015, so 5 batches.
     model = trained(X, epochs=1, sigma=0.12)
     optimizer = model.optimizer
     assert int(optimizer._num_steps) == 5 and int(optimizer.iterations) == 10

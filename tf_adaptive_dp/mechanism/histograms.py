@@ -10,14 +10,14 @@ import tensorflow as tf
 
 # Quarter octaves, of norms around 1 and of 1 + |loss| / 2^-20 on each side of 0.
 _BINS, _PER_OCTAVE = 320, 4
-_OCTAVES = _BINS // _PER_OCTAVE
 _SMALLEST_LOSS = 2.0**-20
 # What rounding may add to the norm of the vector that counts an example.
 _ROUNDING = 1 - 1e-6
-# An octave is empty if it counts fewer examples than this many standard deviations of its noise.
-_SIGNIFICANT = 5.0
-# Norms so many octaves below the largest belong to examples that the model has fitted by chance.
-_RANGE = 10
+# Windows of two octaves are empty unless they count more than this many standard deviations of
+# their noise. A mistake in any of 313 windows is then a matter of one run in a thousand.
+_WINDOW, _SIGNIFICANT = 2 * _PER_OCTAVE, 4.5
+# Norms ten octaves below the largest belong to examples that the model has fitted by chance.
+_RANGE = 10 * _PER_OCTAVE
 
 
 class Sizes(NamedTuple):
@@ -49,7 +49,7 @@ class Histograms:
 
     The histograms are complete after
 
-        W = 5 + ⌊(100·σ/L)²·(K+1)/2⌋
+        W = 5 + ⌊(50·σ/L)²·(K+1)/2⌋
 
     batches, or later if no gradient stands out of the noise by then. In counts, the noise of a bin
     has the standard deviation σ·√(W·(K+1)).
@@ -138,7 +138,7 @@ class Histograms:
         counts = self._counts.assign_add(tf.where(open_now, counts, tf.zeros_like(counts)))
         batches = self._batches.assign_add(tf.cast(open_now, tf.int64))
         counts, batches = tf.convert_to_tensor(counts), tf.convert_to_tensor(batches)
-        relative = 100 * sigma / batch_size
+        relative = 50 * sigma / batch_size
         needed = 5 + tf.floor(tf.square(relative) * (self._num_rows / 2))
         enough = open_now & (tf.cast(batches, tf.float64) >= needed)
 
@@ -185,19 +185,23 @@ def _read(counts: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
       noise: the standard deviation of that noise.
     """
     # Noise in hundreds of empty bins would add up to more than a quarter of the examples.
-    octaves = tf.reduce_sum(tf.reshape(counts, [-1, _OCTAVES, _PER_OCTAVE]), axis=2)
-    full = octaves > _SIGNIFICANT * math.sqrt(_PER_OCTAVE) * noise
-    edge = tf.zeros_like(full[:, :1])
-    beside = tf.concat([full[:, 1:], edge], 1) | tf.concat([edge, full[:, :-1]], 1)
-    last = _OCTAVES - 1 - tf.argmax(tf.reverse(full, [1]), axis=1, output_type=tf.int32)
-    near = tf.range(_OCTAVES)[tf.newaxis] > last[:, tf.newaxis] - _RANGE
+    full = _sums_of_windows(counts) > _SIGNIFICANT * math.sqrt(_WINDOW) * noise
+    around = [[0, 0], [_WINDOW - 1, _WINDOW - 1]]
+    kept = _sums_of_windows(tf.pad(tf.cast(full, tf.float64), around)) > 0
+    last = _BINS - 1 - tf.argmax(tf.reverse(kept, [1]), axis=1, output_type=tf.int32)
+    near = tf.range(_BINS) > last[:, tf.newaxis] - _RANGE
     is_norm = tf.range(tf.shape(counts)[0])[:, tf.newaxis] < tf.shape(counts)[0] - 1
-    kept = tf.repeat((full | beside) & (near | ~is_norm), _PER_OCTAVE, axis=1)
-    counts = tf.where(kept, counts, tf.zeros_like(counts))
+    counts = tf.where(kept & (near | ~is_norm), counts, tf.zeros_like(counts))
     norms = _power_of_2(_quantile(counts[:-1], 0.75))
     norms = tf.where(tf.reduce_any(full[:-1], axis=1), norms, tf.zeros_like(norms))
     low, median, high = (_loss_at(_quantile(counts[-1:], q)) for q in (0.25, 0.5, 0.75))
     return tf.concat([norms, median, high - low], axis=0)
+
+
+def _sums_of_windows(x: tf.Tensor) -> tf.Tensor:
+    """Sums over 8 neighbours in each row, [rows, n] → [rows, n - 7]."""
+    sums = tf.pad(tf.cumsum(x, axis=1), [[0, 0], [1, 0]])
+    return sums[:, _WINDOW:] - sums[:, :-_WINDOW]
 
 
 def _quantile(counts: tf.Tensor, q: float) -> tf.Tensor:

@@ -27,7 +27,7 @@ _FOUND = ("l2_norm_clip", "learning_rate", "clipping", "num_microbatches")
 class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
     """Private SGD that needs neither a learning rate nor a clip norm, whatever the units are.
 
-    The first W = 5 + ⌊(100·σ/L)²·(K+1)/2⌋ batches move nothing, for K variables and batches of L
+    The first W = 5 + ⌊(50·σ/L)²·(K+1)/2⌋ batches move nothing, for K variables and batches of L
     examples. Their releases are noisy histograms of the examples' losses and of the norms of their
     gradients for each variable, in place of gradients. From these come a scale a_k for each
     variable and a unit u of the loss (one nat, or more where the first predictions are far apart).
