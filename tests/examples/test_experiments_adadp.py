@@ -10,6 +10,7 @@ import pytest
 from examples.experiments.adadp_comparison import run as adadp_comparison
 from examples.experiments.adadp_untuned import run as untuned
 from examples.experiments.lib.harness import Trial
+from examples.experiments.untuned import run as nothing_to_tune
 from tests.helpers.programs import assert_stored_trials_are_those_of_the_plan, run_experiment
 
 
@@ -84,6 +85,13 @@ def test_untuned_compares_all_methods(tmp_path):
     assert {t["settings"]["method"] for t in trials} == set(untuned.TITLES)
     assert all(f"| {title} |" in out for title in untuned.TITLES.values())
     assert all(t["result"]["accuracy"][-1] > 0.7 for t in trials)
+
+
+@pytest.mark.slow
+def test_nothing_to_tune_compares_all_methods(tmp_path):
+    out, trials = run_experiment("untuned", tmp_path)
+    assert {t["settings"]["method"] for t in trials} == set(nothing_to_tune.TITLES)
+    assert "of 1 cells" in out
 
 
 @pytest.mark.parametrize("dataset", ["mnist", "cifar10"])

@@ -1,0 +1,347 @@
+"""Nothing to tune, whatever the units: UntunedSGD and ADADP against optimizers at their best rate.
+
+This experiment is not in the papers. Each data set comes in the units that people use, and in units
+that are 100 times smaller and larger. UntunedSGD and ADADP run with their defaults everywhere, and
+DP-Adam and DP-SGD with the best of seven rates.
+
+- reviews: IMDB as words, logistic regression, batches of 64: TF-IDF rows of norm 1, counts / 290
+  with the padding counted, and raw counts
+- mnist: 784-256-256-10, batches of 200: standardized, pixels / 255, pixels
+- cifar10: features of frozen convolutions, then 1600-500-500-10, batches of 200: as they are, and
+  standardized
+- adult: 91-64-2, batches of 200: numbers in [0, 1], and raw numbers beside the indicators
+- posts: tags of Stack Exchange posts, softmax regression, batches of 64: frequencies of words, and
+  100 times these
+- digits: 8×8 pixels, softmax regression, batches of 32: / 16, and from 0 to 16
+- scattering: features of MNIST that need no learning, softmax regression, batches of 4,096
+
+UntunedSGD was developed on a fifth of the training sets of the first four, on scikit-learn's breast
+cancer and on synthetic data. Posts, digits and scattering features played no part in that.
+
+The test inputs, without their labels, are taken as public: the vocabulary and document frequencies
+of the reviews and the means and deviations of CIFAR-10's features come from them.
+
+Privacy claim: each run alone is (ε, δ)-DP, δ = 1e-5, for adding or removing one training example.
+Batches are drawn by Poisson sampling. Accuracy is measured on the test data. The rates of DP-Adam
+and DP-SGD are chosen on these, and ε does not include the cost of this choice. ADADP and UntunedSGD
+choose nothing.
+
+    python examples/experiments/untuned/run.py --scale small
+
+The environment variables TFDS_DATA_DIR, TFF_CACHE_DIR, ADULT_CSV and SCATTERING_FEATURES say where
+the data are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import tf_adaptive_dp
+from examples.experiments.lib import grids, harness, report, training
+from examples.experiments.lib.datasets import adult, images, scattered, stackoverflow, text
+from federated.datasets.folder import folder
+
+Arrays = tuple[np.ndarray, np.ndarray]
+
+TITLES = {
+    "untuned": "UntunedSGD",
+    "adadp": "ADADP",
+    "dp_adam": "DP-Adam, tuned",
+    "dp_sgd": "DP-SGD, tuned",
+}
+NOTHING_TO_TUNE = ("untuned", "adadp")
+ADAM_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+SGD_RATES = (0.01, 0.05, 0.2, 1.0, 5.0, 20.0, 100.0)
+POSTS = {"num_words": 2000, "num_tags": 50, "public_users": 100}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A data set and its model.
+
+    Attributes:
+      inputs: the units it comes in; the first are the usual ones.
+      hidden_units: of each hidden layer.
+      classes: outputs.
+      batch_size: expected.
+      epochs: of a run.
+    """
+
+    inputs: tuple[str, ...]
+    hidden_units: tuple[int, ...]
+    classes: int
+    batch_size: int
+    epochs: int
+
+
+PROBLEMS = {
+    "digits": Problem(("/ 16", "0 to 16"), (), 10, 32, 40),
+    "posts": Problem(("frequencies", "per 100 words"), (), POSTS["num_tags"], 64, 20),
+    "adult": Problem(("in [0, 1]", "raw numbers"), (64,), 2, 200, 20),
+    "mnist": Problem(("standardized", "/ 255", "pixels"), (256, 256), 10, 200, 20),
+    "reviews": Problem(("tf-idf", "counts / 290", "counts"), (), 2, 64, 20),
+    "cifar10": Problem(("features", "standardized"), (500, 500), 10, 200, 10),
+    "scattering": Problem(("normalized",), (), 10, 4096, 40),
+}
+RESCALED = (0.01, 100.0)
+# Raw numbers of Adult are those in [0, 1] times the published bounds.
+ADULT_BOUNDS = (90.0, 16.0, 20000.0, 4000.0, 99.0)
+
+
+def parts(scale: str) -> list[grids.Part]:
+    """What is compared at a scale.
+
+    All methods meet at σ = 2. At the scale "small", only those with nothing to tune run with more
+    noise, σ = 8; and at any scale only they run with rescaled inputs.
+    """
+    if scale == "smoke":
+        return [_part("digits", "/ 16", 1.0, 2.0, scale, TITLES, seeds=1, epochs=2)]
+    few = NOTHING_TO_TUNE if scale == "small" else tuple(TITLES)
+    made = []
+    for name, problem in PROBLEMS.items():
+        made += [_part(name, inputs, 1.0, 2.0, scale, TITLES) for inputs in problem.inputs]
+        usual = problem.inputs[0]
+        made += [_part(name, usual, factor, 2.0, scale, NOTHING_TO_TUNE) for factor in RESCALED]
+    for sigma in (8.0,) if scale == "small" else (1.0, 4.0, 8.0):
+        for name, problem in PROBLEMS.items():
+            made += [_part(name, inputs, 1.0, sigma, scale, few) for inputs in problem.inputs]
+    return made
+
+
+def _part(
+    name: str,
+    inputs: str,
+    factor: float,
+    sigma: float,
+    scale: str,
+    methods: Sequence[str] | Mapping[str, str],
+    seeds: int = 3,
+    epochs: int | None = None,
+) -> grids.Part:
+    times = "" if factor == 1 else f" × {factor:g}"
+    return grids.Part(
+        {
+            "part": f"{name}, {inputs}{times}, σ = {sigma:g}",
+            "scale": scale,
+            "data": name,
+            "inputs": inputs,
+            "factor": factor,
+            "noise_multiplier": sigma,
+            "epochs": epochs or PROBLEMS[name].epochs,
+        },
+        {method: _candidates(method) for method in methods},
+        "accuracy",
+        seeds=seeds,
+    )
+
+
+def _candidates(method: str) -> list[dict[str, Any]]:
+    if method == "untuned":
+        return [{"optimizer": "UntunedSGD", "arguments": {}}]
+    if method == "adadp":
+        return [{"optimizer": "ADADP", "arguments": {"l2_norm_clip": 1.0}}]
+    optimizer, rates = {"dp_adam": ("DPAdam", ADAM_RATES), "dp_sgd": ("DPSGD", SGD_RATES)}[method]
+    return [
+        {"optimizer": optimizer, "arguments": {"l2_norm_clip": 1.0, "learning_rate": rate}}
+        for rate in rates
+    ]
+
+
+@functools.lru_cache(maxsize=1)
+def load(name: str) -> tuple[Arrays, Arrays]:
+    """Training and test arrays of a data set, in the units of its files."""
+    if name == "posts":
+        return _posts()
+    if name == "digits":
+        return _digits()
+    loaders = {
+        "reviews": _bags_of_words,
+        "mnist": functools.partial(images.mnist, None, normalize=False),
+        "adult": functools.partial(adult.adult, None),
+        "cifar10": functools.partial(images.cifar10_features, None),
+        "scattering": _scattering,
+    }
+    return loaders[name]("train"), loaders[name]("test")
+
+
+def _bags_of_words(split: str) -> Arrays:
+    rows, labels = text.imdb(None, split)
+    return text.bag_of_words(rows), labels
+
+
+def _scattering(split: str) -> Arrays:
+    how = "The features of the images are stored there; it may be empty."
+    cache_dir = folder("SCATTERING_FEATURES", None, "SCATTERING_FEATURES", how)
+    x, y = scattered.load("mnist", split, None, cache_dir)
+    return np.asarray(x), y
+
+
+def _posts() -> tuple[Arrays, Arrays]:
+    """Frequencies of words; words and tags are those of the first users, who are public."""
+    posts = stackoverflow.posts(None, "train")
+    public, private = stackoverflow.by_users(posts, POSTS["public_users"])
+    known = stackoverflow.vocabulary(public, POSTS["num_words"], POSTS["num_tags"])
+    test = stackoverflow.posts(None, "test")
+    return stackoverflow.bags_of_words(private, known), stackoverflow.bags_of_words(test, known)
+
+
+def _digits() -> tuple[Arrays, Arrays]:
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    x, y = x.astype(np.float32), y.astype(np.int32)
+    in_test = np.arange(len(x)) % 5 == 0
+    return (x[~in_test], y[~in_test]), (x[in_test], y[in_test])
+
+
+def layers_of(name: str, inputs: str, factor: float) -> list[tf.keras.layers.Layer]:
+    """Layers that bring the arrays of `load` to some units."""
+    layers = tf.keras.layers
+    scales = {
+        ("reviews", "counts / 290"): 1 / text.LENGTH,
+        ("mnist", "pixels"): 255.0,
+        ("digits", "/ 16"): 1 / 16,
+        ("posts", "per 100 words"): 100.0,
+    }
+    scale = scales.get((name, inputs), 1.0) * factor
+    if (name, inputs) == ("reviews", "tf-idf"):
+        public_texts = load(name)[1][0]
+        frequencies = text.inverse_document_frequencies(public_texts)
+        return [layers.Rescaling(frequencies), _UnitRows(), layers.Rescaling(factor)]
+    if (name, inputs) == ("mnist", "standardized"):
+        return [layers.Rescaling(factor / 0.3081, offset=-factor * 0.1307 / 0.3081)]
+    if (name, inputs) == ("cifar10", "standardized"):
+        public = load(name)[1][0]
+        mean, deviation = public.mean(0), np.maximum(public.std(0), 1e-3)
+        return [layers.Rescaling(factor / deviation, offset=-factor * mean / deviation)]
+    if (name, inputs) == ("adult", "raw numbers"):
+        ones = [1.0] * (load(name)[0][0].shape[1] - len(ADULT_BOUNDS))
+        return [layers.Rescaling(np.float32([*ADULT_BOUNDS, *ones]) * np.float32(factor))]
+    return [] if scale == 1 else [layers.Rescaling(scale)]
+
+
+class _UnitRows(tf.keras.layers.Layer):
+    """Divides rows by their L2 norm."""
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return tf.math.l2_normalize(inputs, axis=-1)
+
+
+def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
+    """One run.
+
+    Args:
+      settings: "data", "inputs", "factor", "noise_multiplier", "epochs", "optimizer" with its
+        "arguments", and "seed", which determines the initial weights.
+      data_dir: not used, since there are several data sets.
+
+    Returns:
+      See `training.fit`; evaluated once, at the end.
+    """
+    del data_dir
+    problem = PROBLEMS[settings["data"]]
+    train, test = load(settings["data"])
+    tf.keras.backend.clear_session()
+    tf.keras.utils.set_random_seed(settings["seed"])
+    model = tf.keras.Sequential(
+        [
+            tf.keras.Input([train[0].shape[1]]),
+            *layers_of(settings["data"], settings["inputs"], settings["factor"]),
+            *(tf.keras.layers.Dense(units, activation="relu") for units in problem.hidden_units),
+            tf.keras.layers.Dense(problem.classes),
+        ]
+    )
+    optimizer = getattr(tf_adaptive_dp, settings["optimizer"])(
+        noise_multiplier=settings["noise_multiplier"],
+        expected_batch_size=problem.batch_size,
+        **settings["arguments"],
+    )
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    model.compile(optimizer, loss=loss, metrics=["accuracy"])
+    return training.fit(
+        *(model, train, test),
+        epochs=settings["epochs"],
+        batch_size=problem.batch_size,
+        delta=1e-5,
+        judge_every=settings["epochs"],
+    )
+
+
+def table(
+    made: Sequence[grids.Part], trials: Sequence[harness.Trial], titles: Mapping[str, str]
+) -> str:
+    """Test accuracy, mean over the seeds ± standard deviation, and what is behind the best rate."""
+    rows = []
+    for part in made:
+        finals = {m: runs for m, runs in part.finals(trials).items() if runs}
+        if not finals:
+            continue
+        cells = []
+        for method in titles:
+            runs = finals.get(method, [])
+            values = [grids.final(run, "accuracy") for run in runs]
+            rate = ((part.best(method, trials) or {}).get("arguments", {})).get("learning_rate")
+            chosen = "" if rate is None else f" ({rate:g})"
+            cells.append(f"{report.mean(values)}{chosen}" if runs else "")
+        ahead = advantage(part, trials)
+        epsilon = next(iter(finals.values()))[0].result["epsilon"][-1]
+        last = "" if ahead is None else f"{ahead:+.4f}"
+        rows.append([part.common["part"], f"{epsilon:.2f}", *cells, last])
+    columns = ["data, inputs, σ", "ε", *titles.values(), "UntunedSGD − best tuned"]
+    gaps = [gap for part in made if (gap := advantage(part, trials)) is not None]
+    summary = ""
+    if gaps:
+        summary = (
+            f"\n\nUntunedSGD − best tuned: mean {np.mean(gaps):+.4f}, worst {min(gaps):+.4f}, "
+            f"at least −.005 in {sum(g >= -0.005 for g in gaps)} of {len(gaps)} cells."
+        )
+    return report.table(columns, rows) + summary
+
+
+def advantage(
+    part: grids.Part, trials: Sequence[harness.Trial], method: str = "untuned"
+) -> float | None:
+    """The mean accuracy of a method minus that of the best tuned one; `None` if any is missing."""
+    finals = part.finals(trials)
+    tuned = [m for m in part.candidates if m not in NOTHING_TO_TUNE]
+    if not tuned or any(not finals.get(m) for m in (method, *tuned)):
+        return None
+    means = {
+        m: np.mean([grids.final(run, "accuracy") for run in runs]) for m, runs in finals.items()
+    }
+    return float(means[method] - max(means[m] for m in tuned))
+
+
+def plot(made: Sequence[grids.Part], trials: Sequence[harness.Trial]) -> Any:
+    """How far both are from the best tuned optimizer, cell by cell."""
+    import matplotlib.pyplot as plt
+
+    shown = [part for part in made if advantage(part, trials) is not None]
+    figure, axis = plt.subplots(figsize=(8, 1.5 + 0.28 * len(shown)))
+    for method, marker in (("adadp", "x"), ("untuned", "o")):
+        gaps = [advantage(part, trials, method) for part in shown]
+        axis.plot(gaps, range(len(shown)), marker, label=TITLES[method])
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(shown)), [part.common["part"] for part in shown], fontsize=8)
+    axis.invert_yaxis()
+    axis.set(xlabel="test accuracy minus that of the best tuned optimizer")
+    axis.grid(axis="x", alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    return figure
+
+
+EXPERIMENT = dataclasses.replace(
+    grids.experiment("untuned", __doc__, parts, train, TITLES, table),
+    plot=lambda trials: plot(parts(trials[0].settings["scale"]), trials),
+)
+
+if __name__ == "__main__":
+    harness.main(EXPERIMENT, pathlib.Path(__file__).parent)
