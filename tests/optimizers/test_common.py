@@ -290,8 +290,10 @@ def every_public_optimizer():
 
 
 def test_the_list_holds_every_private_optimizer():
-    listed = {type(catalogue.make(name)) for name in OPTIMIZERS}
-    assert listed | {dp.optimizers.baselines.AdaS} == every_public_optimizer()
+    # Some are in it as subclasses of their own.
+    listed = {base for name in OPTIMIZERS for base in type(catalogue.make(name)).__mro__}
+    missing = every_public_optimizer() - listed
+    assert missing == {dp.optimizers.baselines.AdaS}
 
 
 def test_each_docstring_is_complete():
@@ -302,7 +304,7 @@ def test_each_docstring_is_complete():
         sections = ["Guarantee: ", "Args:\n", "Raises:\n"]
         if optimizer_class is not nadam:
             sections += ["References:\n", ">>> "]
-        if optimizer_class is not dp.optimizers.baselines.AdaS:
+        if optimizer_class not in (dp.optimizers.baselines.AdaS, dp.UntunedSGD):
             sections += ["\n  l2_norm_clip: C", "\n  seed: "]
         assert not [s for s in sections if s not in text], optimizer_class
         assert max(map(len, text.splitlines())) <= 100, optimizer_class

@@ -59,6 +59,10 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
     Raises:
       {{raises}}
 
+    References:
+      - Abadi et al., "Deep Learning with Differential Privacy" (2016), arXiv:1607.00133,
+        Algorithm 1, is the step. The measuring is ours: `docs/methods/untuned-sgd.md`.
+
     >>> optimizer = UntunedSGD(noise_multiplier=1.1)
     >>> optimizer.gradient_norms is None
     True
