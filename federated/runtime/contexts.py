@@ -2,6 +2,7 @@
 
     federated.local_context()                            # one worker, which ends with Python
     federated.remote_context(["ada:8000", "bob:8000"])   # `python -m federated.runtime.worker`
+    federated.local_context().for_programs()             # for `tff.learning.programs.train_model`
 
 Workers check no password and encrypt nothing. Anyone who can reach a worker can make it run any
 TensorFlow graph, which may read and write files, and the clients' data travels to the workers. Use
@@ -11,6 +12,7 @@ address `"localhost:8000"`) with the port closed to everyone else.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import concurrent.futures
 import gc
@@ -108,6 +110,23 @@ class Runtime(tff.framework.SyncContext):
             lost,
         )
 
+    def for_programs(self) -> tff.program.FederatedContext:
+        """Makes a context for TFF's programs, whose computations run in these workers.
+
+        ```python
+        federated.local_context().for_programs()
+        asyncio.run(tff.learning.programs.train_model(train_process=process, ...))
+        ```
+
+        A program of TFF keeps no ledger: count its rounds yourself, failed ones included.
+
+        Returns:
+          The context, now TFF's default. It holds this one until it is replaced.
+        """
+        context = tff.program.NativeFederatedContext(_Asynchronous(self))
+        tff.framework.set_default_context(context)
+        return context
+
     def close(self) -> None:
         """Disconnects, and ends workers that `local_context` started. Safe to call again."""
         before = self._before[0] if self._before else None
@@ -125,6 +144,16 @@ class Runtime(tff.framework.SyncContext):
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+class _Asynchronous(tff.framework.AsyncContext):
+    """A runtime whose computations can be awaited; each waits in a thread."""
+
+    def __init__(self, runtime: Runtime):
+        self._runtime = runtime
+
+    async def invoke(self, comp: Any, arg: Any) -> Any:
+        return await asyncio.to_thread(self._runtime.invoke, comp, arg)
 
 
 class _LocalRuntime(Runtime):

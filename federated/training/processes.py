@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any, Union
 
@@ -155,7 +156,7 @@ def build_dp_fed_avg(
       client_metrics: Whether to return the metrics of the clients' training too (`client_work`:
         `train`, and `optimizer` if the client optimizer reports). These are exact averages over the
         cohort without noise, so they are NOT private: for experiments on public data only. By
-        default `client_work` is empty.
+        default `client_work` has an empty `train`.
       model_distributor: `None` takes a plain broadcast.
       metrics_aggregator: The aggregator of the clients' metrics; `None` takes
         `tff.learning.metrics.sum_then_finalize`.
@@ -247,7 +248,9 @@ def _without_measurements(
     @tff.federated_computation(*client_work.next.type_signature.parameter)
     def next_fn(state: Any, weights: Any, client_data: Any) -> Any:
         output = client_work.next(state, weights, client_data)
-        nothing = tff.federated_value((), tff.SERVER)
+        # `tff.learning.programs.train_model` takes `train` out of it.
+        empty: dict[str, dict] = collections.OrderedDict(train=collections.OrderedDict())
+        nothing = tff.federated_value(empty, tff.SERVER)
         return tff.templates.MeasuredProcessOutput(output.state, output.result, nothing)
 
     return tff.learning.templates.ClientWorkProcess(

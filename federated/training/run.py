@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+import tensorflow_federated as tff
 import tree
 
 from federated.privacy import user_epsilon
@@ -83,6 +84,7 @@ class Run:
         folder.chmod(0o700)
         self.journal = Journal(folder / "journal", _description(state, sampler, ledger))
         try:
+            self.journal.warn_of_copies()
             self.sampler = self._with_kept_key(sampler, folder / "sampler_key")
             self.states = SavedStates(folder / "states")
             self._restore(state, ledger)
@@ -103,15 +105,30 @@ class Run:
         return self.privacy is None or self.privacy.mechanism == "tree"
 
     def _with_kept_key(self, sampler: Any, path: Path) -> Any:
-        """The sampler with the key of the run, which is stored in a file of its owner."""
+        """The sampler with the key of the run, which is stored in a file of its owner.
+
+        With another key, a client could take part twice in a pass of the tree mechanism, and what
+        the statement calls proven would be wrong. So the journal has the key's hash. A run that was
+        begun before journals had it gets it now.
+        """
         if not path.exists():
-            if self.journal.begun:
+            if self.journal.begun or self.journal.sampler_key is not None:
                 raise ValueError(
                     "The key of the run's sampler is missing, so its cohorts are unknown. Restore "
                     f"it or start a new run. Nothing was changed. Received: {str(path)!r}"
                 )
             files.write(path, sampler.for_new_run().key)
-        return type(sampler)(sampler.client_ids, sampler.sampling, path.read_bytes())
+        key = path.read_bytes()
+        found = hashlib.blake2b(key, digest_size=16, person=b"sampler_key").hexdigest()
+        if self.journal.sampler_key is None:
+            self.journal.note_sampler_key(found)
+        elif self.journal.sampler_key != found:
+            raise ValueError(
+                "The key of the run's sampler is damaged or belongs to another run, so its cohorts "
+                "are unknown. Restore it or start a new run. Nothing was changed. Received: "
+                f"{str(path)!r}"
+            )
+        return type(sampler)(sampler.client_ids, sampler.sampling, key)
 
     def _restore(self, state: Any, ledger: user_epsilon.UserLedger | None) -> None:
         number, journal = self.states.latest(), self.journal
@@ -163,13 +180,33 @@ class Run:
             return self.finished
         return self._rounds_before + self.journal.begun
 
+    def _data_of(self, cohort: list[str], datasets: Callable[[str], tf.data.Dataset]) -> list:
+        """The data sets of a cohort, of the type that the process expects."""
+        data = [datasets(client) for client in cohort]
+        signature = getattr(self.process.next, "type_signature", None)
+        if signature is None:
+            return data
+        expected = signature.parameter[1].member.element
+        for client, found in zip(cohort, data):
+            if isinstance(found, tf.data.Dataset) and not expected.is_assignable_from(
+                tff.types.tensorflow_to_type(found.element_spec)
+            ):
+                raise TypeError(
+                    "`client_data` must give data sets of the type that the process was built for. "
+                    f"Received: elements of {found.element_spec!r} for client {client!r}, expected "
+                    f"{expected}. The round was not begun and does not count."
+                )
+        return data
+
     def next(self, datasets: Callable[[str], tf.data.Dataset], figures: Callable) -> bool:
         """Runs one round; returns true once its result is on the disk, false if it was lost."""
         number = self.journal.begun + 1
         cohort = self.sampler.cohort(self._index())
+        # Before the round counts: nothing was released yet if this fails.
+        data = self._data_of(cohort, datasets)
         self.journal.note("begun", number)
         try:
-            output = self.process.next(self.state, [datasets(client) for client in cohort])
+            output = self.process.next(self.state, data)
         except Exception as error:
             # A worker that is gone stays gone: every further round would be counted and fail.
             if not self.failures_left or isinstance(error, WorkerLostError):

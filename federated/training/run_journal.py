@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from typing import Any
 
 from tf_adaptive_dp.durable import journal
@@ -12,8 +13,9 @@ from tf_adaptive_dp.durable import journal
 class Journal(journal.Journal):
     """The rounds of one run that were begun and released, in a file that only grows.
 
-    The first line describes the run; each other line records that a round was begun or released.
-    Rounds are numbered 1, 2, … in the order in which they begin; a number is never used twice.
+    The first line describes the run, the next ones have the number of the file and the hash of the
+    sampler's key, and each other line records that a round was begun or released. Rounds are
+    numbered 1, 2, … in the order in which they begin; a number is never used twice.
 
     Guarantee: that of `tf_adaptive_dp.durable.journal.Journal`. `federated.training.program`
     compares the journal with the saved states, in case its last lines were lost.
@@ -22,6 +24,9 @@ class Journal(journal.Journal):
       run: The description of the run.
       begun: The number of the last round that was begun; 0 if there was none.
       released: The number of the last round whose figures went to the release managers.
+      sampler_key: The hash of the sampler's key; `None` if it was not noted yet.
+      inode: The inode of the file that the run began with; a copy has another one. `None` if it was
+        not noted yet.
     """
 
     _IN_USE = (
@@ -47,6 +52,8 @@ class Journal(journal.Journal):
         """
         self.run = json.loads(json.dumps(run))
         self.begun = self.released = 0
+        self.sampler_key: str | None = None
+        self.inode: int | None = None
         super().__init__(path, journal.encoded({"run": self.run}))
 
     def _read(self, beginning: bytes) -> None:
@@ -68,6 +75,10 @@ class Journal(journal.Journal):
                     repr(str(self._path)),
                 )
             return event == "run"
+        if event == "sampler_key":
+            return self.sampler_key is None and isinstance(value, str)
+        if event == "inode":
+            return self.inode is None and isinstance(value, int)
         if event == "begun":
             return value == self.begun + 1
         return event == "released" and self.released <= value <= self.begun
@@ -75,6 +86,33 @@ class Journal(journal.Journal):
     def _follow(self, entry: dict) -> None:
         ((event, value),) = entry.items()
         setattr(self, event, value)
+
+    def note_sampler_key(self, digest: str) -> None:
+        """Records the hash of the sampler's key, once.
+
+        Guarantee: that of the class.
+
+        Raises:
+          ValueError: If one is recorded already.
+          OSError: If it cannot be written; then it was not recorded.
+        """
+        self._append({"sampler_key": digest})
+
+    def warn_of_copies(self) -> None:
+        """Records the file's inode the first time, and warns if the file is a copy.
+
+        A run and its copy release different rounds, and each ledger knows only its own.
+        """
+        inode = os.fstat(self._file).st_ino
+        if self.inode is None:
+            self._append({"inode": inode})
+        elif self.inode != inode:
+            warnings.warn(
+                "The run's directory is a copy, or was restored from one. If the run also went on "
+                "elsewhere, or from a later state, the rounds released there are missing here and "
+                f"ε is too small: publish neither. Received: {str(self._path)!r}",
+                stacklevel=4,
+            )
 
     def note(self, event: str, number: int) -> None:
         """Records that a round was begun or released.

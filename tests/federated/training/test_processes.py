@@ -14,6 +14,7 @@ from federated.privacy.client_sampling import ClientSampler, EveryClient, Shuffl
 from federated.privacy.user_epsilon import epsilon_spent, privacy_statement
 from federated.privacy.user_level import UserLevelPrivacy
 from federated.training.processes import build_adaptive_fed_avg, build_dp_fed_avg
+from federated.training.program import train
 from tests.helpers.gaussianity import assert_gaussian
 
 SPEC = (tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1]))
@@ -119,10 +120,24 @@ def test_a_whole_client_moves_the_model_by_the_clip_at_most_and_by_no_less(mecha
     assert 0 < moved(client([[0.1, 0.0]], [[1.0]])) < 0.1
 
 
+@pytest.mark.parametrize("rows", [(np.zeros([4, 3]), np.zeros([4, 1])), {"x": [1.0], "y": [2.0]}])
+def test_data_of_another_type_cost_no_round(tmp_path, rows):
+    process = build_dp_fed_avg(model_fn, SGD, UserLevelPrivacy(1.0, 1, 1, clip=1.0))
+    sampler = ClientSampler(["one"], EveryClient())
+
+    def run(dataset):
+        return train(process, lambda name: dataset, sampler, 1, tmp_path)
+
+    wrong = tf.data.Dataset.from_tensor_slices(rows).batch(2)
+    with pytest.raises(TypeError, match="`client_data` must give.*'one', expected.*not begun"):
+        run(wrong)
+    assert run(client(*DATA[0])).ledger.num_releases == 1
+
+
 @pytest.mark.slow
 def test_nothing_without_noise_is_returned_unless_asked_for(noiseless):
     output = noiseless.next(noiseless.initialize(), [client(*DATA[0])])
-    assert tf.nest.flatten(output.metrics["client_work"]) == []
+    assert output.metrics["client_work"] == {"train": {}}
     privacy = UserLevelPrivacy(0.0, 5, 20, clip=0.6)
     talking = build_dp_fed_avg(model_fn, build_adadp(), privacy, client_metrics=True)
     output = talking.next(talking.initialize(), [client(*DATA[0])])

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -521,6 +522,59 @@ def test_a_run_keeps_the_key_of_its_sampler(tmp_path):
     (tmp_path / "secret/sampler_key").unlink()
     with pytest.raises(ValueError, match="key of the run's sampler is missing"):
         key(rounds.KEY)
+
+
+@pytest.mark.parametrize("bit", [0, 3, 255])
+def test_a_key_with_one_flipped_bit_is_refused(tmp_path, bit):
+    rounds.train(tmp_path, 2)
+    path = tmp_path / "run/secret/sampler_key"
+    key = bytearray(path.read_bytes())
+    key[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(key)
+    journal = (tmp_path / "run/secret/journal").read_bytes()
+    with pytest.raises(ValueError, match="key of the run's sampler is damaged.*sampler_key"):
+        rounds.train(tmp_path, 3)
+    assert (tmp_path / "run/secret/journal").read_bytes() == journal
+    path.write_bytes(rounds.KEY)
+    assert rounds.train(tmp_path, 3).num_begun == 3
+
+
+def test_a_copied_run_is_told_from_a_moved_one(tmp_path):
+    rounds.train(tmp_path, 2)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (tmp_path / "moved").rename(tmp_path / "run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rounds.train(tmp_path, 3)
+    (tmp_path / "run").rename(tmp_path / "original")
+    (tmp_path / "copy").rename(tmp_path / "run")
+    for _ in range(2):  # not only the first time
+        with pytest.warns(UserWarning, match="is a copy, or was restored.*ε is too small"):
+            rounds.train(tmp_path, 3)
+
+
+def test_data_that_cannot_be_made_cost_no_round(tmp_path):
+    asked = []
+
+    def datasets(client):
+        asked.append(client)
+        if len(asked) == 2:
+            raise FileNotFoundError(client)
+        return client
+
+    def run():
+        sampler = rounds.Sampler(["a"], rounds.Sampling())
+        return program.train(
+            *(rounds.Process(tmp_path), datasets, sampler, 2, tmp_path / "run"),
+            **{"ledger": rounds.ledger("gaussian"), "max_failures": 9},
+        )
+
+    with pytest.raises(FileNotFoundError):
+        run()
+    trained = run()
+    assert trained.num_begun == trained.num_finished == trained.ledger.num_releases == 2
+    assert asked == ["client 0", "client 1", "client 1"]
 
 
 def test_client_data_of_tff_is_asked_for_its_datasets(tmp_path):
