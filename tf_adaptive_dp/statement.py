@@ -51,6 +51,7 @@ class Unit:
       releases: the plural of `release`.
       others: short for `releases`, as in "in addition to the ...".
       whole: what a mechanism with too large a δ may publish.
+      largest: the argument that says how large a batch may be.
     """
 
     one: str = "example"
@@ -61,6 +62,7 @@ class Unit:
     releases: str = "noisy gradients"
     others: str = "gradients"
     whole: str = "whole examples"
+    largest: str = "max_batch_size"
 
 
 EXAMPLE = Unit()
@@ -358,7 +360,7 @@ def why_not_private(
     elif not causes and most is not None:
         causes = [
             f"at so large an epsilon, truncating {unit.batches} to {counted(most, unit.one)} costs "
-            "more than delta; a larger `max_batch_size` helps"
+            f"more than delta; a larger `{unit.largest}` helps"
         ]
     return paragraph(f"NOT PRIVATE: epsilon is infinite because {' and '.join(causes)}.")
 

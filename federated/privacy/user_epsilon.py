@@ -24,6 +24,7 @@ USER = Unit(
     releases="noisy averages of client updates",
     others="averages",
     whole="all data of some users",
+    largest="max_clients",
 )
 
 _PROTECTED = """\

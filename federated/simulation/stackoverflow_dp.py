@@ -15,11 +15,11 @@ Public by declaration: the words, the tags and the frequencies of the words, all
 of the held-out split, none of whom is trained on.
 
 Privacy claim: each run alone is (ε, δ)-DP for adding or removing one user with all training posts,
-δ one over the number of users; clients are drawn by Poisson sampling, so ε is exact (for DP-FTRL:
-replacing a user by one without posts). Lost rounds count. σ = 0.3 gives an ε that promises almost
-nothing, as the paper itself says. Accuracy is measured on the test split, later posts of the same
-users: these figures are exact and outside the guarantee. Clip norms and rates are chosen by them,
-and ε does not include the cost of this choice.
+δ one over the number of users; clients are drawn by Poisson sampling, so ε is a proven upper
+bound (for DP-FTRL: replacing a user by one without posts). Lost rounds count. σ = 0.3 gives an ε
+that promises almost nothing, as the paper itself says. Accuracy is measured on the test split,
+later posts of the same users: these figures are exact and outside the guarantee. Clip norms and
+rates are chosen by them, and ε does not include the cost of this choice.
 
     python -m federated.simulation.stackoverflow_dp --scale smoke --data_dir FOLDER
 

@@ -20,13 +20,14 @@ from tf_adaptive_dp.sampling import draws
 class FixedSizeSampling(draws.FullBatches):
     """Each batch is a uniformly random subset of a fixed size, independent of all others.
 
-    Guarantee: (ε, δ)-DP for replacing one example by another, with the ε of `epsilon_spent`, by
-    Theorem 27 of Wang, Balle and Kasiviswanathan 2019 for sampling without replacement. Replacing
-    an example moves the sum by up to 2C, so the effective noise multiplier is half the nominal one.
-    The adjacency differs from that of Poisson sampling: do not compare the two values of ε. The
-    examples are placed in uniformly random rows. Couple neighbors so that the replacement takes the
-    row of the replaced example and all others keep theirs. Then only the gradient of that row
-    changes, even if the loss depends on the row.
+    Guarantee: (ε, δ)-DP for replacing one example by another, with the ε of `epsilon_spent`. For
+    each order, the Rényi divergence is at most that of Theorem 27 of Wang, Balle and
+    Kasiviswanathan 2019 for sampling without replacement, and at most that without amplification by
+    sampling; the smaller one counts. Replacing an example moves the sum by up to 2C, so the
+    effective noise multiplier is half the nominal one. The adjacency differs from that of Poisson
+    sampling: do not compare the two values of ε. The examples are placed in uniformly random rows.
+    Couple neighbors so that the replacement takes the row of the replaced example and all others
+    keep theirs. Then only the gradient of that row changes, even if the loss depends on the row.
 
     References:
       - Wang et al., "Subsampled Rényi Differential Privacy and Analytical Moments Accountant"
@@ -105,11 +106,17 @@ def fixed_size_epsilon(
 def _rdp_without_replacement(
     noise_multiplier: float, batch_size: int, num_examples: int
 ) -> np.ndarray:
-    accountant = rdp.RdpAccountant(
-        neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE
-    )
     # Replacing an example moves the sum by 2C, so relative to that the noise is half as large.
     event = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
+    # By convexity no batch costs more than one that surely holds the example. With little noise
+    # the bound with sampling is above that.
+    divergences = _rdp_of_release(event)
     if batch_size < num_examples:
-        event = dp_accounting.SampledWithoutReplacementDpEvent(num_examples, batch_size, event)
-    return np.maximum(accountant.compose(event).rdp, composition.RDP_PRECISION)
+        sampled = dp_accounting.SampledWithoutReplacementDpEvent(num_examples, batch_size, event)
+        divergences = np.fmin(divergences, _rdp_of_release(sampled))
+    return np.maximum(divergences, composition.RDP_PRECISION)
+
+
+def _rdp_of_release(event: dp_accounting.DpEvent) -> np.ndarray:
+    replaced = dp_accounting.NeighboringRelation.REPLACE_ONE
+    return rdp.RdpAccountant(neighboring_relation=replaced).compose(event).rdp

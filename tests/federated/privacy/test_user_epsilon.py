@@ -100,6 +100,7 @@ def test_a_large_epsilon_is_said_too_and_an_infinite_one_with_its_cause():
     text = " ".join(privacy_statement(ledger, 1 / 400, sampling=capped).split())
     assert "NOT PRIVATE" in text and "truncating cohorts to 64 users costs more than delta" in text
     assert "without noise" not in text
+    assert "a larger `max_clients` helps" in text and "max_batch_size" not in text
 
 
 def test_cohorts_that_can_be_foreseen_are_named():
@@ -119,6 +120,20 @@ def test_fixed_cohorts_cost_what_dp_accounting_says_for_replacing_a_user():
     )
     spent = epsilon_spent(ledger, DELTA, sampling=FixedSizeSampling(50, steps=300))
     assert spent == pytest.approx(expected, rel=1e-6)
+
+
+def test_fixed_cohorts_never_cost_more_than_everybody_in_every_round():
+    """With little noise the bound for sampling is above that without."""
+    ledger = UserLedger(UserLevelPrivacy(0.3, 100, 966, clip=1.0))
+    ledger.record_lost(100)
+    replace = dp_accounting.NeighboringRelation.REPLACE_ONE
+    event = dp_accounting.SelfComposedDpEvent(GAUSSIAN_EVENT(0.3 / 2), 100)
+    expected = epsilon_of(event, delta=1 / 966, neighboring_relation=replace)
+    spent = epsilon_spent(ledger, 1 / 966, sampling=FixedSizeSampling(100, steps=100))
+    assert spent == pytest.approx(expected, rel=1e-6)
+    sampled = dp_accounting.SampledWithoutReplacementDpEvent(966, 100, GAUSSIAN_EVENT(0.3 / 2))
+    event = dp_accounting.SelfComposedDpEvent(sampled, 100)
+    assert epsilon_of(event, delta=1 / 966, neighboring_relation=replace) > 1.5 * spent
 
 
 def test_every_client_in_every_round_is_the_plain_gaussian_mechanism():
