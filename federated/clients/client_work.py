@@ -15,6 +15,8 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
+from federated.clients.tff_types import check_model_fn, check_optimizer
+
 ModelFn = Callable[[], tff.learning.models.VariableModel]
 REDUCE = tff.learning.LoopImplementation.DATASET_REDUCE
 # Runs a step on each batch of a data set, from a start; returns the last state.
@@ -58,7 +60,9 @@ def build_client_work(
     Raises:
       TypeError: If an argument has the wrong type.
     """
-    _check_arguments(model_fn, client_optimizer, weighting, loop_implementation)
+    check_model_fn(model_fn)
+    check_optimizer("client_optimizer", client_optimizer)
+    _check_enums(weighting, loop_implementation)
     loop = _reduce if loop_implementation is REDUCE else _iterate
     functional = isinstance(model_fn, tff.learning.models.FunctionalModel)
     with tf.Graph().as_default():  # keeps the model's variables out of the caller's graph
@@ -273,22 +277,14 @@ def _weights_type(model: Any) -> tff.Type:
     return tff.types.tensorflow_to_type(tff.learning.models.ModelWeights(trainable, non_trainable))
 
 
-def _check_arguments(
-    model_fn: Any, client_optimizer: Any, weighting: Any, loop_implementation: Any
-) -> None:
+def _check_enums(weighting: Any, loop_implementation: Any) -> None:
     expected = [
-        ("client_optimizer", client_optimizer, tff.learning.optimizers.Optimizer),
         ("weighting", weighting, tff.learning.ClientWeighting),
         ("loop_implementation", loop_implementation, tff.learning.LoopImplementation),
     ]
     for name, value, kind in expected:
         if not isinstance(value, kind):
             raise TypeError(f"`{name}` must be a `{kind.__name__}`. Received: {name}={value!r}")
-    if not callable(model_fn) and not isinstance(model_fn, tff.learning.models.FunctionalModel):
-        raise TypeError(
-            "`model_fn` must be a function that makes a `tff.learning.models.VariableModel`, or a "
-            f"`tff.learning.models.FunctionalModel`. Received: model_fn={model_fn!r}"
-        )
 
 
 # Half decades from 1e-6 to 1e2. The first and the last bucket of the histogram are open-ended.

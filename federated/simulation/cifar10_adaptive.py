@@ -214,17 +214,22 @@ def best_rate(found: Mapping[tuple, list[Trial]], share: float, method: str) -> 
 
 
 def table(finished: Sequence[Trial]) -> str:
-    """The accuracy of all trials after the last round, in Markdown."""
+    """What all trials reached in their last round, in Markdown.
+
+    For ADADP also the share of that round's steps that were discarded.
+    """
     found = groups(finished)
     lines = [
-        "| randomness | method | rate | test accuracy | seeds |",
-        "| --- | --- | --- | --- | --- |",
+        "| randomness | method | rate | test accuracy | steps discarded | seeds |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for (share, method, rate), runs in sorted(found.items()):
+        shares = [run.last("optimizer/discarded_share") for run in runs]
+        discarded = "" if np.isnan(shares).any() else f"{np.mean(shares):.0%}"
         mark = "**" if rate == best_rate(found, share, method) else ""
         lines.append(
             f"| {share:.0%} | {TITLES[method]} | {mark}{rate:g}{mark} "
-            f"| {trials.spread(accuracies(runs))} | {len(runs)} |"
+            f"| {trials.spread(accuracies(runs))} | {discarded} | {len(runs)} |"
         )
     return "\n".join(lines)
 

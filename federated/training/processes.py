@@ -13,6 +13,7 @@ import tensorflow_federated as tff
 from federated.clients.client_optimizers import build_adadp
 from federated.clients.client_work import build_client_work
 from federated.clients.preconditioner import ClientPreconditioner
+from federated.clients.tff_types import check_optimizer
 from federated.privacy.user_ledger import UserLedger
 from federated.privacy.user_level import UserLevelPrivacy
 
@@ -269,12 +270,7 @@ def _composed(
     model_distributor: tff.learning.templates.DistributionProcess | None,
 ) -> tff.learning.templates.LearningProcess:
     """Composes distributor, clients, aggregator and server optimizer to a learning process."""
-    if not isinstance(server_optimizer, tff.learning.optimizers.Optimizer):
-        raise TypeError(
-            "`server_optimizer` must be a `tff.learning.optimizers.Optimizer`, such as "
-            "`tff.learning.optimizers.build_sgdm(1.0)`. "
-            f"Received: server_optimizer={server_optimizer!r}"
-        )
+    check_optimizer("server_optimizer", server_optimizer)
 
     @tff.tensorflow.computation
     def initial_weights() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -211,8 +212,17 @@ def train(
     if isinstance(ledger, user_epsilon.UserLedger):  # as does side information without an ε
         user_epsilon.epsilon_spent(ledger, 0.5, sampling=sampler.sampling)
 
+    discarded: list[float] = []  # the share of each round where it is known
+
     def figures(output: Any, ledger: user_epsilon.UserLedger | None, num_clients: int) -> dict:
         values = monitor.scalars(output.metrics, None if ledger is None else ledger.privacy)
+        discarded.extend(
+            share
+            for name, share in values.items()
+            if name.endswith("optimizer/discarded_share")
+            and isinstance(share, float)
+            and not math.isnan(share)
+        )
         if ledger is None:
             values["train/clients"] = float(num_clients)
         return values | _figures_of_privacy(ledger, delta, sampler.sampling)
@@ -248,4 +258,11 @@ def train(
             # The last rounds were lost: without this the last released ε would be too small.
             counted = _figures_of_privacy(run.ledger, delta, sampler.sampling)
             publish(OrderedDict(counted), journal.begun)
+        if discarded and min(discarded) == 1.0:
+            warnings.warn(
+                f"ADADP accepted no step in {len(discarded)} rounds, so the clients have hardly "
+                "moved the model. Give `build_adadp` a larger `tolerance`, a smaller "
+                "`learning_rate`, or `discard=False`.",
+                stacklevel=2,
+            )
         return Trained(run.state, run.ledger, run.finished, journal.begun, run.sampler)

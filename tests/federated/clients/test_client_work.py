@@ -7,6 +7,8 @@ import pytest
 import tensorflow as tf
 import tensorflow_federated as tff
 
+import federated
+import tf_adaptive_dp
 from federated.clients import client_work
 from federated.clients.client_optimizers import build_adadp, build_adadps
 from federated.clients.client_work import build_client_work
@@ -328,11 +330,37 @@ def test_reports_are_summed_in_the_right_buckets():
     assert float(measured["discarded_share"]) == pytest.approx(5 / 15)
 
 
+@pytest.mark.parametrize(
+    "optimizer, cure",
+    [
+        (tf_adaptive_dp.ADADP(1.0, 1.0), r"client_optimizer=federated.build_adadp\(\)"),
+        (tf_adaptive_dp.ADADP, r"client_optimizer=federated.build_adadp\(\)"),
+        (tf.keras.optimizers.Adam(), r"client_optimizer=tff.learning.optimizers.build_adam\("),
+        (tf.keras.optimizers.Nadam(), r"client_optimizer=tff.learning.optimizers.build_sgdm\("),
+    ],
+)
+def test_an_optimizer_of_keras_is_told_its_counterpart(optimizer, cure):
+    with pytest.raises(TypeError, match=f"`client_optimizer` must be.*Write: {cure}.*Received"):
+        build_client_work(model_fn, optimizer, UNIFORM)
+    line = cure.partition("=")[2].partition("\\")[0]
+    assert callable(eval(line, {"tff": tff, "federated": federated}))
+
+
+def test_a_model_of_keras_is_told_how_to_be_wrapped():
+    model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
+    sgd = tff.learning.optimizers.build_sgdm(0.1)
+    for wrong in (model, lambda: model):
+        with pytest.raises(TypeError, match=r"`model_fn` must.*from_keras_model\(.*Received"):
+            build_client_work(wrong, sgd, UNIFORM)
+    with pytest.raises(TypeError, match="`model_fn` must.*which returned 7"):
+        build_client_work(lambda: 7, sgd, UNIFORM)
+
+
 def test_arguments_of_other_types_are_refused():
     sgd = tff.learning.optimizers.build_sgdm(0.1)
     with pytest.raises(TypeError, match="`model_fn` must be"):
         build_client_work(None, sgd, UNIFORM)
-    with pytest.raises(TypeError, match="`client_optimizer` must be a `Optimizer`"):
+    with pytest.raises(TypeError, match="`client_optimizer` must be a `tff.learning.opt"):
         build_client_work(model_fn, tf.keras.optimizers.SGD, UNIFORM)
     with pytest.raises(TypeError, match="`weighting` must be"):
         build_client_work(model_fn, sgd, "uniform")

@@ -120,6 +120,15 @@ def test_a_whole_client_moves_the_model_by_the_clip_at_most_and_by_no_less(mecha
     assert 0 < moved(client([[0.1, 0.0]], [[1.0]])) < 0.1
 
 
+@pytest.mark.parametrize("tolerance, warns", [(1e-9, True), (1e9, False)])
+def test_rounds_without_an_accepted_step_are_pointed_out(tmp_path, recwarn, tolerance, warns):
+    process = build_adaptive_fed_avg(model_fn, build_adadp(tolerance=tolerance))
+    sampler = ClientSampler(["one"], EveryClient())
+    train(process, lambda name: client_of(1), sampler, 2, tmp_path)
+    told = [str(w.message) for w in recwarn if "accepted no step in 2 rounds" in str(w.message)]
+    assert bool(told) == warns
+
+
 @pytest.mark.parametrize("rows", [(np.zeros([4, 3]), np.zeros([4, 1])), {"x": [1.0], "y": [2.0]}])
 def test_data_of_another_type_cost_no_round(tmp_path, rows):
     process = build_dp_fed_avg(model_fn, SGD, UserLevelPrivacy(1.0, 1, 1, clip=1.0))

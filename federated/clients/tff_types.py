@@ -1,0 +1,84 @@
+"""Models and optimizers must be TFF's; errors show the line that makes them of Keras's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+import tensorflow_federated as tff
+
+_OURS = {"ADADP": "federated.build_adadp()", "AdaDPS": "federated.build_adadps(A)"}
+
+
+def check_optimizer(name: str, value: Any) -> None:
+    """Checks that an optimizer is one of TFF's.
+
+    Args:
+      name: The argument.
+      value: What was passed for it.
+
+    Raises:
+      TypeError: If it is something else. For an optimizer of Keras the error shows TFF's.
+    """
+    if isinstance(value, tff.learning.optimizers.Optimizer):
+        return
+    kind = value if isinstance(value, type) else type(value)
+    cure = "such as `tff.learning.optimizers.build_sgdm(1.0)`"
+    if issubclass(kind, tf.keras.optimizers.Optimizer):
+        cure = (
+            "whose state is a value, where Keras's is in variables. Write: "
+            f"{name}={_of_tff(kind.__name__)}"
+        )
+    raise TypeError(
+        f"`{name}` must be a `tff.learning.optimizers.Optimizer`, {cure}. "
+        f"Received: {name}={value!r}"
+    )
+
+
+def _of_tff(keras_name: str) -> str:
+    """The line that makes what a Keras optimizer of that name is for."""
+    if keras_name in _OURS:
+        return _OURS[keras_name]
+    builder = f"build_{keras_name.lower()}"
+    if not hasattr(tff.learning.optimizers, builder):
+        builder = "build_sgdm"
+    return f"tff.learning.optimizers.{builder}(learning_rate=...)"
+
+
+def check_model_fn(model_fn: Any) -> None:
+    """Checks that models are TFF's.
+
+    Args:
+      model_fn: A function that makes a `tff.learning.models.VariableModel`, or a
+        `tff.learning.models.FunctionalModel`.
+
+    Raises:
+      TypeError: If it is something else. For a model of Keras the error shows how to wrap it.
+    """
+    if isinstance(model_fn, tff.learning.models.FunctionalModel):
+        return
+    if isinstance(model_fn, (tf.keras.Model, tff.learning.models.VariableModel)):
+        raise _refused(model_fn, model_fn)
+    if not callable(model_fn):
+        raise _refused(model_fn, None)
+    with tf.Graph().as_default():  # keeps the model's variables out of the caller's graph
+        made = model_fn()
+    if not isinstance(made, tff.learning.models.VariableModel):
+        raise _refused(model_fn, made)
+
+
+def _refused(model_fn: Callable | Any, made: Any) -> TypeError:
+    cure = ""
+    if isinstance(made, tf.keras.Model):
+        cure = (
+            " For a model of Keras, define `def model_fn(): return "
+            "tff.learning.models.from_keras_model(new_keras_model(), loss=..., input_spec=...)`, "
+            "where `new_keras_model` makes a new model that is not compiled, and `input_spec` is "
+            "the `element_spec` of a client's batched data set."
+        )
+    found = "" if made is None or made is model_fn else f", which returned {made!r}"
+    return TypeError(
+        "`model_fn` must be a function that makes a `tff.learning.models.VariableModel`, or a "
+        f"`tff.learning.models.FunctionalModel`.{cure} Received: model_fn={model_fn!r}{found}"
+    )
