@@ -1,5 +1,6 @@
 """Membership inference with TF Privacy's attacks, where they are installed."""
 
+import importlib.util
 import sys
 
 import numpy as np
@@ -21,6 +22,9 @@ def members():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow_privacy") is None, reason="needs TF Privacy's attacks"
+)
 def test_membership_inference_tells_what_was_memorized():
     model, loss, train, test = members()
     (before,) = membership_inference(model, loss, train, test).single_attack_results

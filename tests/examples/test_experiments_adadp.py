@@ -1,5 +1,6 @@
 """The ADADP paper's experiments at smoke scale, and how the comparison chooses learning rates."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -36,6 +37,10 @@ def check_resumes(name, output, trials, *arguments, **dataset):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow_probability") is None,
+    reason="needs TensorFlow Probability, which the older stack has",
+)
 def test_mixture_learns_and_resumes(tmp_path):
     out, trials = run_experiment("adadp_mixture", tmp_path)
     assert "| ADADP |" in out and "| DP-SGD, learning rate 1 |" in out

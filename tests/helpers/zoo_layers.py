@@ -215,6 +215,10 @@ class InFunction(layers.Layer):
         self.inside, self.outside = layers.Dense(4, activation="tanh"), layers.Dense(4)
         self.function = tf.function(lambda x: self.inside(x))
 
+    def build(self, shape):
+        # Weights that Keras 3 makes while the function is traced are constants in that trace.
+        self.inside.build(shape)
+
     def call(self, x):
         return self.outside(self.function(x))
 

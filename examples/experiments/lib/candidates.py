@@ -77,7 +77,8 @@ class CompiledOnce:
         optimizer.build(self.model.trainable_variables)
         self._fresh = [v.numpy() for v in optimizer.variables]
         self._first_weights: dict[int, list[np.ndarray]] = {}
-        self._train_function = self.model.make_train_function()
+        self.model.make_train_function()  # which returns nothing in Keras 3
+        self._train_function = self.model.train_function
         self._batches = iter(tf_adaptive_dp.poisson_batches(data, sampling))
 
     def begin(self, seed: int, arguments: Mapping[str, float]) -> None:
