@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from federated.clients.tff_types import check_model_fn, check_optimizer
+from federated.clients.tff_types import check_optimizer, made_model
 
 ModelFn = Callable[[], tff.learning.models.VariableModel]
 REDUCE = tff.learning.LoopImplementation.DATASET_REDUCE
@@ -60,13 +60,12 @@ def build_client_work(
     Raises:
       TypeError: If an argument has the wrong type.
     """
-    check_model_fn(model_fn)
     check_optimizer("client_optimizer", client_optimizer)
     _check_enums(weighting, loop_implementation)
     loop = _reduce if loop_implementation is REDUCE else _iterate
     functional = isinstance(model_fn, tff.learning.models.FunctionalModel)
     with tf.Graph().as_default():  # keeps the model's variables out of the caller's graph
-        model: Any = model_fn if functional else model_fn()
+        model = made_model(model_fn)
         finalizers = model.finalize_metrics if functional else model.metric_finalizers()
         aggregate_metrics = (metrics_aggregator or tff.learning.metrics.sum_then_finalize)(
             finalizers

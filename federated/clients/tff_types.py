@@ -1,4 +1,4 @@
-"""Models and optimizers must be TFF's; errors show the line that makes them of Keras's."""
+"""Models and optimizers must be TFF's; for those of Keras, errors show what to write instead."""
 
 from __future__ import annotations
 
@@ -24,20 +24,16 @@ def check_optimizer(name: str, value: Any) -> None:
     if isinstance(value, tff.learning.optimizers.Optimizer):
         return
     kind = value if isinstance(value, type) else type(value)
-    cure = "such as `tff.learning.optimizers.build_sgdm(1.0)`"
+    cure = ", such as `tff.learning.optimizers.build_sgdm(1.0)`"
     if issubclass(kind, tf.keras.optimizers.Optimizer):
-        cure = (
-            "whose state is a value, where Keras's is in variables. Write: "
-            f"{name}={_of_tff(kind.__name__)}"
-        )
+        cure = f"; Keras's optimizers do not run in TFF. Write: {name}={_of_tff(kind.__name__)}"
     raise TypeError(
-        f"`{name}` must be a `tff.learning.optimizers.Optimizer`, {cure}. "
-        f"Received: {name}={value!r}"
+        f"`{name}` must be a `tff.learning.optimizers.Optimizer`{cure}. Received: {name}={value!r}"
     )
 
 
 def _of_tff(keras_name: str) -> str:
-    """The line that makes what a Keras optimizer of that name is for."""
+    """The call that makes TFF's counterpart of a Keras optimizer of that name."""
     if keras_name in _OURS:
         return _OURS[keras_name]
     builder = f"build_{keras_name.lower()}"
@@ -46,26 +42,29 @@ def _of_tff(keras_name: str) -> str:
     return f"tff.learning.optimizers.{builder}(learning_rate=...)"
 
 
-def check_model_fn(model_fn: Any) -> None:
-    """Checks that models are TFF's.
+def made_model(model_fn: Any) -> Any:
+    """Makes the model, and checks that it is one of TFF's.
 
     Args:
       model_fn: A function that makes a `tff.learning.models.VariableModel`, or a
         `tff.learning.models.FunctionalModel`.
 
+    Returns:
+      The new `VariableModel`, in the default graph, or the `FunctionalModel` itself.
+
     Raises:
       TypeError: If it is something else. For a model of Keras the error shows how to wrap it.
     """
     if isinstance(model_fn, tff.learning.models.FunctionalModel):
-        return
+        return model_fn
     if isinstance(model_fn, (tf.keras.Model, tff.learning.models.VariableModel)):
         raise _refused(model_fn, model_fn)
     if not callable(model_fn):
         raise _refused(model_fn, None)
-    with tf.Graph().as_default():  # keeps the model's variables out of the caller's graph
-        made = model_fn()
+    made = model_fn()
     if not isinstance(made, tff.learning.models.VariableModel):
         raise _refused(model_fn, made)
+    return made
 
 
 def _refused(model_fn: Callable | Any, made: Any) -> TypeError:

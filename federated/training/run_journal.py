@@ -13,7 +13,7 @@ from tf_adaptive_dp.durable import journal
 class Journal(journal.Journal):
     """The rounds of one run that were begun and released, in a file that only grows.
 
-    The first line describes the run, the next ones have the number of the file and the hash of the
+    The first line describes the run, the next two have the inode of the file and the hash of the
     sampler's key, and each other line records that a round was begun or released. Rounds are
     numbered 1, 2, … in the order in which they begin; a number is never used twice.
 
@@ -110,7 +110,7 @@ class Journal(journal.Journal):
             warnings.warn(
                 "The run's directory is a copy, or was restored from one. If the run also went on "
                 "elsewhere, or from a later state, the rounds released there are missing here and "
-                f"ε is too small: publish neither. Received: {str(self._path)!r}",
+                f"ε is too small. Received: {str(self._path)!r}",
                 stacklevel=4,
             )
 

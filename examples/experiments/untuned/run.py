@@ -214,7 +214,7 @@ def layers_of(name: str, inputs: str, factor: float) -> list[tf.keras.layers.Lay
     if (name, inputs) == ("reviews", "tf-idf"):
         public_texts = load(name)[1][0]
         frequencies = text.inverse_document_frequencies(public_texts)
-        return [layers.Rescaling(frequencies), _UnitRows(), layers.Rescaling(factor)]
+        return [layers.Rescaling(frequencies), layers.UnitNormalization(), layers.Rescaling(factor)]
     if (name, inputs) == ("mnist", "standardized"):
         return [layers.Rescaling(factor / 0.3081, offset=-factor * 0.1307 / 0.3081)]
     if (name, inputs) == ("cifar10", "standardized"):
@@ -225,13 +225,6 @@ def layers_of(name: str, inputs: str, factor: float) -> list[tf.keras.layers.Lay
         ones = [1.0] * (load(name)[0][0].shape[1] - len(ADULT_BOUNDS))
         return [layers.Rescaling(np.float32([*ADULT_BOUNDS, *ones]) * np.float32(factor))]
     return [] if scale == 1 else [layers.Rescaling(scale)]
-
-
-class _UnitRows(tf.keras.layers.Layer):
-    """Divides rows by their L2 norm."""
-
-    def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        return tf.math.l2_normalize(inputs, axis=-1)
 
 
 def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
