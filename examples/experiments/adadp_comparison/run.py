@@ -11,9 +11,9 @@ The learning rates of DP-Adam and DP-SGD come from grids of half decades. DP-Ada
 the second best rate at each σ; DP-SGD uses the rate that is best at the first σ.
 
 Privacy claim: each run alone is (ε, δ)-DP for adding or removing one training image; CIFAR-100
-counts as public. Batches are drawn by Poisson sampling, so the ε shown is exact. Accuracy is
-measured on the test images. The grids are tuned on these, as in the paper, and ε does not include
-the cost of choosing the best rate. ADADP chooses nothing.
+counts as public. Batches are drawn by Poisson sampling, so the ε shown is a proven upper bound.
+Accuracy is measured on the test images. The grids are tuned on these, as in the paper, and ε does
+not include the cost of choosing the best rate. ADADP chooses nothing.
 
 CIFAR-10 needs `cifar100_conv_layers.npz`, see `lib/datasets/images.py`.
 

@@ -6,8 +6,8 @@ epoch. This experiment starts at 10⁻⁴, 10⁻³, … 10 at σ = 2, with the n
 the paper's figure 4. It shows the learning rate and the accuracy by epoch.
 
 Privacy claim: each run alone is (ε, δ)-DP for adding or removing one training image. Batches are
-drawn by Poisson sampling, so the ε shown is exact. Accuracy is measured on the test images; nothing
-is tuned.
+drawn by Poisson sampling, so the ε shown is a proven upper bound. Accuracy is measured on the test
+images; nothing is tuned.
 
     python examples/experiments/adadp_insensitivity/run.py --scale small --data_dir ~/tfds
 """

@@ -19,8 +19,8 @@ ADADP runs with its default arguments and with the tolerance of `suggest_toleran
 since the paper expects fewer parameters to need a smaller tolerance.
 
 Privacy claim: each run alone is (ε, δ)-DP for adding or removing one of the private points, which
-are synthetic. Batches are drawn by Poisson sampling, so the ε shown is exact. All learning rates
-are shown, so nothing is selected.
+are synthetic. Batches are drawn by Poisson sampling, so the ε shown is a proven upper bound. All
+learning rates are shown, so nothing is selected.
 
     python examples/experiments/adadp_mixture/run.py --scale small
 """

@@ -11,9 +11,9 @@ with DP-Adam and DP-SGD, each with the best of three learning rates.
 - cifar10: frozen convolutions, then 1600-500-500-10, batches of 200
 
 Privacy claim: each run alone is (ε, δ)-DP, δ = 1e-5, for adding or removing one training example.
-Batches are drawn by Poisson sampling, so the ε shown is exact. Accuracy is measured on the test
-data. The rates of DP-Adam and DP-SGD are chosen on these, and ε does not include the cost of this
-choice. ADADP chooses nothing.
+Batches are drawn by Poisson sampling, so the ε shown is a proven upper bound. Accuracy is measured
+on the test data. The rates of DP-Adam and DP-SGD are chosen on these, and ε does not include the
+cost of this choice. ADADP chooses nothing.
 
     python examples/experiments/adadp_untuned/run.py --scale small
 

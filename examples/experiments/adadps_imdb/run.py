@@ -25,10 +25,10 @@ leak; their ε is infinite. As data from another distribution, the paper uses Am
 they are posts, labeled by whether they are questions.
 
 Privacy claim: each run of a private method alone is (ε, δ)-DP for adding or removing one of the
-private reviews. Batches are drawn by Poisson sampling, so ε is exact. With microbatches they are
-shuffled, so ε is only approximate; and since one review changes a sum by up to 2C, ε is computed
-from half the noise multiplier. Accuracy is measured on the test reviews, and pairs are chosen by
-it, as in the paper; ε does not include the cost of this choice.
+private reviews. Batches are drawn by Poisson sampling, so ε is a proven upper bound. With
+microbatches they are shuffled, so ε is only approximate; and since one review changes a sum by up
+to 2C, ε is computed from half the noise multiplier. Accuracy is measured on the test reviews, and
+pairs are chosen by it, as in the paper; ε does not include the cost of this choice.
 
     python examples/experiments/adadps_imdb/run.py --scale small --data_dir ~/tensorflow_datasets
 

@@ -9,8 +9,8 @@ autoencoder of a quarter of the widths (the code keeps its 30 units).
 
 Privacy claim: each run of a private method alone is (ε, δ)-DP for adding or removing one image,
 where δ is one over the number of private images. Batches are drawn by Poisson sampling, so the ε
-shown is exact. Figures are measured on the test images. Clip norms and rates are chosen on these,
-as in the paper, and ε does not include the cost of this choice.
+shown is a proven upper bound. Figures are measured on the test images. Clip norms and rates are
+chosen on these, as in the paper, and ε does not include the cost of this choice.
 
     python examples/experiments/adadps_mnist/run.py --scale small --data_dir ~/tensorflow_datasets
 """

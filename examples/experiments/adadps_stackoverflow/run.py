@@ -12,9 +12,9 @@ first four users, who belong to one site. All of these are excluded from the pri
 
 Privacy claim: each run of a private method alone is (ε, δ)-DP for adding or removing one post,
 where δ is one over the number of private posts. A user with several posts has weaker protection.
-Batches are drawn by Poisson sampling, so the ε shown is exact. Accuracy is measured on the test
-posts. Clip norms and rates are chosen on these, as in the paper, and ε does not include the cost of
-this choice.
+Batches are drawn by Poisson sampling, so the ε shown is a proven upper bound. Accuracy is measured
+on the test posts. Clip norms and rates are chosen on these, as in the paper, and ε does not include
+the cost of this choice.
 
     python examples/experiments/adadps_stackoverflow/run.py --scale small --data_dir FOLDER
 

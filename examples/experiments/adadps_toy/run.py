@@ -13,9 +13,9 @@ fresh examples from the same distribution; the paper shows the loss on the train
 
 Privacy claim: the data are synthetic, so there is nobody to protect. The private methods run as on
 real data: each run alone is (ε, δ)-DP with δ = 1/1,000 for adding or removing one example. Batches
-are drawn by Poisson sampling, so ε is exact. A is known in advance. Clip norms and rates, the same
-number of pairs for each private method, are chosen by the loss that is shown, as in the paper; ε
-does not include the cost of this choice.
+are drawn by Poisson sampling, so ε is a proven upper bound. A is known in advance. Clip norms and
+rates, the same number of pairs for each private method, are chosen by the loss that is shown, as in
+the paper; ε does not include the cost of this choice.
 
     python examples/experiments/adadps_toy/run.py --scale small
 """

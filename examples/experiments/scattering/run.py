@@ -11,9 +11,9 @@ comparison.
 - cifar10: 15,552 features, batches of 8,192, 60 epochs
 
 Privacy claim: each run alone is (ε, δ)-DP for adding or removing one training example. Batches are
-drawn by Poisson sampling, so ε is exact. The features of an image depend on no other image. The
-test data are for the figures alone. Batch size and epochs of all methods, and the rates of DP-SGD,
-are the paper's, which chose them on these; ε does not include the cost of that choice.
+drawn by Poisson sampling, so ε is a proven upper bound. The features of an image depend on no other
+image. The test data are for the figures alone. Batch size and epochs of all methods, and the rates
+of DP-SGD, are the paper's, which chose them on these; ε does not include the cost of that choice.
 
     python examples/experiments/scattering/run.py --dataset mnist --scale small
 
