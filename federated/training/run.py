@@ -84,7 +84,6 @@ class Run:
         folder.chmod(0o700)
         self.journal = Journal(folder / "journal", _description(state, sampler, ledger))
         try:
-            self.journal.warn_of_copies()
             self.sampler = self._with_kept_key(sampler, folder / "sampler_key")
             self.states = SavedStates(folder / "states")
             self._restore(state, ledger)

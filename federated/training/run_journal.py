@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from typing import Any
 
 from tf_adaptive_dp.durable import journal
@@ -13,9 +12,9 @@ from tf_adaptive_dp.durable import journal
 class Journal(journal.Journal):
     """The rounds of one run that were begun and released, in a file that only grows.
 
-    The first line describes the run, the next two have the inode of the file and the hash of the
-    sampler's key, and each other line records that a round was begun or released. Rounds are
-    numbered 1, 2, … in the order in which they begin; a number is never used twice.
+    The first line describes the run, the next one has the hash of the sampler's key, and each other
+    line records that a round was begun or released. Rounds are numbered 1, 2, … in the order in
+    which they begin; a number is never used twice.
 
     Guarantee: that of `tf_adaptive_dp.durable.journal.Journal`. `federated.training.program`
     compares the journal with the saved states, in case its last lines were lost.
@@ -25,10 +24,9 @@ class Journal(journal.Journal):
       begun: The number of the last round that was begun; 0 if there was none.
       released: The number of the last round whose figures went to the release managers.
       sampler_key: The hash of the sampler's key; `None` if it was not noted yet.
-      inode: The inode of the file that the run began with; a copy has another one. `None` if it was
-        not noted yet.
     """
 
+    _OWNER = "The run's directory"
     _IN_USE = (
         "The run is in progress in another process, or in another call of this one. End that one, "
         "or give this run a directory of its own."
@@ -53,8 +51,7 @@ class Journal(journal.Journal):
         self.run = json.loads(json.dumps(run))
         self.begun = self.released = 0
         self.sampler_key: str | None = None
-        self.inode: int | None = None
-        super().__init__(path, journal.encoded({"run": self.run}))
+        super().__init__(path, json.dumps({"run": self.run}, sort_keys=True)[:-1].encode())
 
     def _read(self, beginning: bytes) -> None:
         super()._read(beginning)
@@ -77,8 +74,6 @@ class Journal(journal.Journal):
             return event == "run"
         if event == "sampler_key":
             return self.sampler_key is None and isinstance(value, str)
-        if event == "inode":
-            return self.inode is None and isinstance(value, int)
         if event == "begun":
             return value == self.begun + 1
         return event == "released" and self.released <= value <= self.begun
@@ -97,22 +92,6 @@ class Journal(journal.Journal):
           OSError: If it cannot be written; then it was not recorded.
         """
         self._append({"sampler_key": digest})
-
-    def warn_of_copies(self) -> None:
-        """Records the file's inode the first time, and warns if the file is a copy.
-
-        A run and its copy release different rounds, and each ledger knows only its own.
-        """
-        inode = os.fstat(self._file).st_ino
-        if self.inode is None:
-            self._append({"inode": inode})
-        elif self.inode != inode:
-            warnings.warn(
-                "The run's directory is a copy, or was restored from one. If the run also went on "
-                "elsewhere, or from a later state, the rounds released there are missing here and "
-                f"ε is too small. Received: {str(self._path)!r}",
-                stacklevel=4,
-            )
 
     def note(self, event: str, number: int) -> None:
         """Records that a round was begun or released.

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from tests.helpers import killable_plan as plan
 from tests.helpers.crash_injection import CrashInjector
 from tf_adaptive_dp.accounting import epsilon
+from tf_adaptive_dp.callbacks.run_directory import RunDirectory
 
 
 def lines(path):
@@ -47,3 +49,12 @@ def test_a_planned_run_may_be_killed_at_any_moment(tmp_path):
         assert injector.run({"folder": str(tmp_path)}) == 0
     assert lines(tmp_path / "releases") == released
     assert json.loads(lines(tmp_path / "end")[-1]) == [segments, epochs, spent]
+
+
+def test_a_copied_directory_is_opened_with_a_warning(tmp_path):
+    # Both it and the original would go on from here, and each would know only its own releases.
+    RunDirectory(tmp_path / "run", {"epsilon": 1.0}, 10).close()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="The release log is a copy.*copy/releases.log"):
+            RunDirectory(tmp_path / "copy", {"epsilon": 1.0}, 10).close()

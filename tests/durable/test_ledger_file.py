@@ -1,7 +1,9 @@
 """A file that holds segments says them whole, whenever the process that wrote it ended."""
 
+import shutil
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -79,7 +81,7 @@ def test_a_record_that_was_not_finished_counts_as_not_begun(tmp_path, part, lost
         "records of different files": lambda s: s[3][:RECORD] + s[0],
         "records exchanged": lambda s: s[3][RECORD:] + s[3][:RECORD],
         "too many segments": lambda s: (
-            files._encoded(0, []) + files._encoded(1, [(1.0 + k, 1.0, 1) for k in range(65)])
+            files._encoded(0, [], 1) + files._encoded(1, [(1.0 + k, 1.0, 1) for k in range(65)], 1)
         ),
     }.items(),
     ids=lambda item: item[0],
@@ -115,3 +117,44 @@ def test_a_log_that_was_closed_writes_to_no_other_file(tmp_path):
     with open(tmp_path / "other", "wb"), pytest.raises(OSError, match="Bad file descriptor"):
         file.write(ONE)
     assert (tmp_path / "other").read_bytes() == b""
+
+
+def test_a_copy_is_told_from_a_moved_file(tmp_path):
+    path, copy, moved = (tmp_path / name for name in ("log", "copy", "moved"))
+    file = SegmentFile(path, fsync=False)
+    file.write(ONE)
+    file.close()
+    shutil.copy(path, copy)
+    path.rename(moved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert opened(moved) == ONE
+    for segments in (ONE, TWO, THREE):  # not only the first time, and after it was written again
+        with pytest.warns(UserWarning, match="^The release log is a copy.*ε is too small"):
+            file = SegmentFile(copy, fsync=False)
+        assert file.segments == segments
+        file.write([Segment(1.1, 8.0, segments[0].num_releases + 1)])
+        file.close()
+
+
+def test_a_file_without_an_inode_gets_one(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    with monkeypatch.context() as older:
+        whole = files.json.dumps
+        older.setattr(
+            files.json,
+            "dumps",
+            lambda content: whole({k: v for k, v in content.items() if k != "inode"}),
+        )
+        file = SegmentFile(path, fsync=False)
+        file.write(ONE)
+        file.close()
+    assert "inode" not in path.read_text()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        file = SegmentFile(path, fsync=False)
+    file.write(TWO)
+    file.close()
+    shutil.copy(path, tmp_path / "copy")
+    with pytest.warns(UserWarning, match="is a copy"):
+        assert opened(tmp_path / "copy") == TWO

@@ -48,6 +48,7 @@ def train(folder, steps, log, seed=None, steps_per_execution=1, save_freq=5):
 
     import tf_adaptive_dp as dp
     from tf_adaptive_dp._keras.generation import GENERATION
+    from tf_adaptive_dp.callbacks.backups import epoch_backup
 
     class Report(tf.keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -62,11 +63,13 @@ def train(folder, steps, log, seed=None, steps_per_execution=1, save_freq=5):
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
     loss = tf.keras.losses.MeanSquaredError(reduction="none")
     model.compile(optimizer, loss, steps_per_execution=steps_per_execution)
-    # Keras 3 writes into the file of its last checkpoint, which a kill can leave unreadable.
-    two = {"double_checkpoint": True} if GENERATION == 3 else {}
-    backup = tf.keras.callbacks.BackupAndRestore(
-        folder / "backup", save_freq=save_freq, delete_checkpoint=False, **two
-    )
+    # Keras 3 overwrites its backup, and a kill can leave that unreadable.
+    if GENERATION == 3:
+        backup = epoch_backup(folder / "backup")
+    else:
+        backup = tf.keras.callbacks.BackupAndRestore(
+            folder / "backup", save_freq=save_freq, delete_checkpoint=False
+        )
     monitor = dp.PrivacyMonitor(NUM_EXAMPLES, DELTA, sampling=sampling)
     callbacks, start = [backup, monitor, Report()], 0
     if log:

@@ -26,7 +26,7 @@ def refreshes(optimizer):
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["DPRPub", "DPAdamPub", "PDADPMD", "ADADP public"])
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", catalogue.EAGERLY)
 def test_missing_public_data_is_an_error_before_anything_is_released(name, run_eagerly):
     model = compiled(catalogue.make(name), run_eagerly=run_eagerly)
     x, y = catalogue.data()

@@ -88,7 +88,7 @@ def test_public_statistics_are_refreshed_every_so_many_minibatches(every, refres
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", catalogue.EAGERLY)
 def test_statistics_of_nothing_are_not_used(run_eagerly):
     public = dp.side_information.PublicGradients(catalogue.PUBLIC, provenance="public")
     model = catalogue.mlp()

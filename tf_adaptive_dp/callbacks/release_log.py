@@ -31,20 +31,21 @@ class ReleaseLog(PrivateCallback):
     file what may have been released by the time the call returns. When training resumes, the log
     adds the missing releases to the ledger and warns how many there were.
 
-    Pass it to `fit` with `tf.keras.callbacks.BackupAndRestore`, preferably directly after it and
-    before other callbacks; ε is right in any order. Create the backup with
-    `delete_checkpoint=False`, since a process that ends during the deletion could not resume. Draw
+    Pass it to `fit` with `tf_adaptive_dp.callbacks.epoch_backup(folder)`, preferably directly after
+    it and before other callbacks; ε is right in any order. With Keras's own `BackupAndRestore` pass
+    `delete_checkpoint=False`, since a process that ends during the deletion could not resume; that
+    of Keras 3 overwrites its files, so a kill may leave a backup that cannot be read. Draw
     batches with `start_step=log.num_releases`, so that none is drawn twice. Also pass `steps`:
     Keras may otherwise train longer, because it restarts a dataset of exactly `steps_per_epoch`
     batches in each epoch and repeats steps from before the backup: with `steps_per_execution` above
-    1, and in Keras 3 always, because it begins the epoch of the backup anew. Keras 3 overwrites its
-    backup, which a crash can leave unreadable; `double_checkpoint=True` keeps the one before.
+    1, and in Keras 3 always, because it begins the epoch of the backup anew.
 
     Guarantee: whenever and however often the process ends, by any signal, the ledger holds every
     release that `fit` began, with its noise multiplier and batch size, as soon as the first epoch
     begins. Each time it may also hold releases of one more call that did not happen. So ε is never
     understated and never falls. With `fsync` this also covers a failure of the machine. It assumes
-    that the file is kept and belongs to this training alone.
+    that the file is kept and belongs to this training alone. A copy of it is opened with a warning,
+    since each of the two counts only its own releases.
 
     Args:
       path: the path of the log: a new file, or the log of the run to resume. Its directory is
@@ -74,7 +75,7 @@ class ReleaseLog(PrivateCallback):
       ...         loss=tf.keras.losses.MeanSquaredError(reduction="none"),
       ...     )
       ...     log = ReleaseLog(f"{folder}/releases.log")
-      ...     backup = tf.keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+      ...     backup = tf_adaptive_dp.callbacks.epoch_backup(f"{folder}/backup")
       ...     callbacks = [backup, log]
       ...     model.fit(tf.ones([12, 2]), tf.ones([12]), 4, epochs, verbose=0, callbacks=callbacks)
       ...     log.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import allow_tensors_as_logs
-from tf_adaptive_dp.callbacks.epoch_backup import epoch_backup
+from tf_adaptive_dp.callbacks.backups import epoch_backup
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.durable import files
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import zlib
 from pathlib import Path
 
@@ -34,6 +35,31 @@ def lock(file: int, in_use: str) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RuntimeError(in_use) from None
+
+
+def inode(file: int) -> int:
+    """The number of an open file on its disk: a file keeps it when it moves, a copy has another."""
+    return os.fstat(file).st_ino
+
+
+def warn_if_copied(file: int, before: int, what: str, path: str | os.PathLike) -> None:
+    """Warns that a record of releases is a copy, since nothing else tells a copy from its original.
+
+    Each of the two counts only what is released with it, although both may see the same data.
+
+    Args:
+      file: the descriptor of the record.
+      before: its inode when it was created.
+      what: the beginning of the warning, such as "The release log".
+      path: its path.
+    """
+    if inode(file) != before:
+        warnings.warn(
+            f"{what} is a copy, or was restored from one. If the original was also used after it "
+            "was copied, what was released then is missing here and ε is too small. Go on with "
+            f"only one of them. Received: {str(path)!r}",
+            stacklevel=5,
+        )
 
 
 def sync(path: str | os.PathLike) -> None:

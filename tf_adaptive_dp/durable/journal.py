@@ -10,6 +10,9 @@ from typing import NoReturn
 
 from tf_adaptive_dp.durable import files
 
+# Of the first line. Sorted after what a subclass writes, so that `beginning` stays true.
+_INODE = "with_inode"
+
 
 def encoded(entry: dict) -> bytes:
     """An entry as one line of text with a checksum."""
@@ -45,19 +48,22 @@ class Journal:
 
     A subclass defines which entry may follow (`_may_follow`) and what it changes (`_follow`). It
     must set its own attributes before it calls this constructor, which reads the file. It defines
-    the first part of two messages: `_IN_USE` for a file that is already open, and `_REFUSED` for a
-    file that cannot be read.
+    the first part of three messages: `_IN_USE` for a file that is already open, `_REFUSED` for a
+    file that cannot be read, and `_OWNER`, what a file that was copied belongs to.
+
+    The first line also has the inode of the file, by which a copy is recognised.
 
     Guarantee: when a method has returned, its entry survives any signal to the process, and a crash
     of the machine if the disk honours `fsync`. An entry that was not finished, or could not be
     written, counts as absent. A file that is damaged otherwise, or holds an entry out of place, is
     rejected and left unchanged; a file that lost whole lines at its end cannot be told from an
-    earlier version of it. One process at a time can have the file open, and only its owner can read
-    it.
+    earlier version of it. A copy is opened with a warning. One process at a time can have the file
+    open, and only its owner can read it.
     """
 
     _IN_USE: str
     _REFUSED: str
+    _OWNER: str
 
     def __init__(self, path: str | os.PathLike, beginning: bytes):
         """Opens the file, or creates an empty one.
@@ -72,11 +78,14 @@ class Journal:
           ValueError: if it is another kind of file, or damaged; it is left unchanged.
         """
         self._path, self._end = Path(path), 0  # where the last whole line ends
+        self._inode: int | None = None
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._close = weakref.finalize(self, os.close, self._file)
         try:
             files.lock(self._file, f"{self._IN_USE} Received: {str(self._path)!r}")
             self._read(beginning)
+            if self._inode is not None:
+                files.warn_if_copied(self._file, self._inode, self._OWNER, self._path)
         except BaseException:
             self.close()
             raise
@@ -97,6 +106,8 @@ class Journal:
             self._refuse(1)
         for number, line in enumerate(lines, 1):
             entry = _decoded(line + b"\n")
+            if entry is not None and not self._end:
+                self._inode = entry.pop(_INODE, None)
             if entry is None or not self._may_follow(entry):
                 self._refuse(number)
             self._follow(entry)
@@ -114,8 +125,9 @@ class Journal:
           ValueError: if the entry may not come now.
           OSError: if it cannot be written; the entry then counts as absent.
         """
-        line = encoded(entry)
+        line = encoded(entry if self._end else {**entry, _INODE: files.inode(self._file)})
         read = _decoded(line)
+        inode = None if read is None else read.pop(_INODE, None)
         if read is None or not self._may_follow(read):
             raise ValueError(f"This cannot be noted now. Received: {entry!r}")
         # Written after the last complete line, so that it replaces an unfinished one.
@@ -126,6 +138,7 @@ class Journal:
         os.fsync(self._file)
         if not self._end:
             files.sync(self._path.parent)  # the name of a new file
+            self._inode = inode
         self._end += written
         self._follow(read)
 

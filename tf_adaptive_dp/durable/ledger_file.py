@@ -15,26 +15,28 @@ from tf_adaptive_dp.durable import files
 _RECORD_BYTES = 8192
 
 
-def _encoded(number: int, segments: Sequence[Segment]) -> bytes:
+def _encoded(number: int, segments: Sequence[Segment], inode: int) -> bytes:
     """A record as one line of `_RECORD_BYTES` with a checksum."""
-    content = {"release_log": 1, "record": number, "segments": segments}
+    content = {"release_log": 1, "record": number, "segments": segments, "inode": inode}
     return files.with_checksum(json.dumps(content).ljust(_RECORD_BYTES - 10).encode())
 
 
-def _decoded(record: bytes) -> tuple[int, list[Segment]] | None:
-    """The number and the segments of a record; `None` if it is damaged."""
+def _decoded(record: bytes) -> tuple[int, list[Segment], int | None] | None:
+    """What `_encoded` got, without an inode in older files; `None` if the record is damaged."""
     text = files.checked(record)
     if len(record) != _RECORD_BYTES or text is None:
         return None
     content = json.loads(text)
-    return content["record"], [Segment(*segment) for segment in content["segments"]]
+    segments = [Segment(*segment) for segment in content["segments"]]
+    return content["record"], segments, content.get("inode")
 
 
 class SegmentFile:
     """Segments in a file that one process at a time can have open.
 
     Two records of equal size are written alternately, each with a number and a checksum, so the
-    earlier one remains until the later one is complete.
+    earlier one remains until the later one is complete. Both have the inode of the file that was
+    created first, so that a copy is opened with a warning.
 
     Guarantee: when `write` has returned, the segments survive any signal to the process, and with
     `fsync` also a crash of the machine if its disk honours it. An unfinished `write` has no effect.
@@ -67,22 +69,28 @@ class SegmentFile:
                 "one. End that process or call the other's `close()`; give each training a log of "
                 f"its own. Received: path={str(path)!r}",
             )
-            self._number, self.segments = self._read()
+            self._inode = files.inode(self._file)
+            self._number, self.segments, inode = self._read()
             if self._number < 0:
                 self.write([])
                 if fsync:
                     files.sync(self._path.parent)  # the name of the new file
+            elif inode is not None:
+                self._inode = inode
+                files.warn_if_copied(self._file, inode, "The release log", self._path)
         except BaseException:
             self.close()
             raise
 
-    def _read(self) -> tuple[int, list[Segment]]:
+    def _read(self) -> tuple[int, list[Segment], int | None]:
         """The newest complete record; number -1 if none was ever finished."""
         content = os.pread(self._file, 2 * _RECORD_BYTES + 1, 0)
-        if _encoded(0, []).startswith(content.rstrip(b"\0")):
-            return -1, []
+        if _encoded(0, [], self._inode).startswith(content.rstrip(b"\0")):
+            return -1, [], None
         records = [_decoded(content[i : i + _RECORD_BYTES]) for i in (0, _RECORD_BYTES)]
-        number, segments = newest = max(filter(None, records), default=(-1, []))
+        number, segments, _ = newest = max(
+            filter(None, records), key=lambda record: record[0], default=(-1, [], None)
+        )
         other = records[(number + 1) % 2]
         length = _RECORD_BYTES * (2 if number > 0 else 1)
         if (
@@ -104,7 +112,7 @@ class SegmentFile:
           OSError: if the file cannot be written; its content is then unchanged.
         """
         number = self._number + 1
-        record = _encoded(number, segments)
+        record = _encoded(number, segments, self._inode)
         written = os.pwrite(self._file, record, number % 2 * _RECORD_BYTES)
         if written != len(record):
             raise OSError(f"Only {written} of {len(record)} bytes were written to {self._path}")

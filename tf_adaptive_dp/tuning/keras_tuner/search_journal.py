@@ -38,6 +38,7 @@ class Journal(journal.Journal):
       ended: the outcomes of the trials that ended.
     """
 
+    _OWNER = "The search's folder"
     _IN_USE = (
         "The search is in progress in another process, or in another call of this one. End that "
         "one, or give this search its own `project_name`."

@@ -21,8 +21,8 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras import models
 from tf_adaptive_dp.accounting.composition import repeated
+from tf_adaptive_dp.callbacks.backups import epoch_backup, save_weights
 from tf_adaptive_dp.callbacks.common import private_optimizer
-from tf_adaptive_dp.callbacks.epoch_backup import epoch_backup, save_weights
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.sampling import sampling_epsilon

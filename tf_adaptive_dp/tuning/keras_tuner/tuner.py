@@ -12,7 +12,7 @@ import keras_tuner
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.callbacks.epoch_backup import load_weights
+from tf_adaptive_dp.callbacks.backups import load_weights
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.tuning.keras_tuner import arguments, results, search_journal
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tf_adaptive_dp._keras.generation import GENERATION
-from tf_adaptive_dp.callbacks import epoch_backup as module
-from tf_adaptive_dp.callbacks.epoch_backup import epoch_backup, save_weights
+from tf_adaptive_dp.callbacks import backups as module
+from tf_adaptive_dp.callbacks.backups import epoch_backup, save_weights
 
 X, Y = np.ones([8, 3], np.float32), np.zeros([8, 2], np.float32)
 

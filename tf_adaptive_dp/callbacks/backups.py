@@ -58,6 +58,25 @@ def epoch_backup(folder: str | os.PathLike) -> keras.callbacks.Callback:
 
     Args:
       folder: what it keeps lies there, and nothing else may.
+
+    Returns:
+      The callback, for `fit`. The ledger is in the optimizer's state, so it is restored too; pass a
+      `ReleaseLog` as well, for the releases since then.
+
+    Example:
+      >>> import tempfile
+      >>> folder = tempfile.mkdtemp()
+      >>> def train(epochs):
+      ...     model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+      ...     model.compile("sgd", loss="mse")
+      ...     model.fit(
+      ...         *(tf.ones([12, 2]), tf.ones([12]), 4, epochs),
+      ...         verbose=0,
+      ...         callbacks=[epoch_backup(folder)],
+      ...     )
+      ...     return int(model.optimizer.iterations)
+      >>> train(epochs=1), train(epochs=3)
+      (3, 9)
     """
     if GENERATION == 3:
         return EpochBackup(folder)
