@@ -139,8 +139,31 @@ def test_sizes_are_found_whatever_the_units(sigma, width, median):
     assert spread == pytest.approx(1.5 * median, rel=tolerance)
 
 
-def test_examples_that_are_fitted_by_chance_do_not_count_for_the_norm():
-    mechanism = mechanism_of(1, noise_multiplier=0.0, expected_batch_size=100)
+def test_noise_is_hardly_ever_taken_for_gradients():
+    # A scale that is far off leaves a variable where it is. One in 1,000 was when 4.5 standard
+    # deviations were enough everywhere.
+    rows, clip, sigma, num_batches, peak = 20_000, tf.constant(1.0, tf.float64), 1.0, 5, 100
+    histograms = Histograms(rows, zoo.add_variable)
+    rng = np.random.default_rng(2)
+    examples = np.zeros([rows + 1, 320])
+    around = np.arange(-6, 7)
+    share = np.exp(-0.5 * (around / 2) ** 2)
+    in_a_window = sigma * np.sqrt(8 * num_batches * (rows + 1))
+    # They stand out as those of the first run that failed did.
+    examples[:, peak + around] = 14 * in_a_window * share / share.sum()
+    for _ in range(num_batches):
+        noisy = sigma * rng.standard_normal(examples.shape, "float32")
+        noisy += examples / num_batches / np.sqrt(rows + 1)
+        histograms.add(noisy, clip, *(tf.constant(x, tf.float64) for x in (sigma, 1e9)))
+    assert not bool(histograms.are_open())
+    octaves = np.log2(histograms.sizes().norms.numpy()) - (peak + 1.35 + 0.5 - 160) / 4
+    assert np.mean(np.abs(octaves) < 0.5) > 0.99
+    assert np.sum(np.abs(octaves) > 2) <= 2
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.5])
+def test_examples_that_are_fitted_by_chance_do_not_count_for_the_norm(sigma):
+    mechanism = mechanism_of(1, noise_multiplier=sigma, expected_batch_size=100, seed=3)
     rows = [rows_with_norms(np.r_[np.full(80, 1e-9), np.full(20, 30.0)])]
     while mechanism.histograms.are_open():
         release(mechanism, rows, np.ones(100))

@@ -14,8 +14,11 @@ _SMALLEST_LOSS = 2.0**-20
 # What rounding may add to the norm of the vector that counts an example.
 _ROUNDING = 1 - 1e-6
 # Windows of two octaves are empty unless they count more than this many standard deviations of
-# their noise. A mistake in any of 313 windows is then a matter of one run in a thousand.
-_WINDOW, _SIGNIFICANT = 2 * _PER_OCTAVE, 4.5
+# their noise. More is asked of norms that are four octaves above those of the fullest window: there
+# are some hundred such windows for each variable, and noise in one of them that is taken for
+# examples would make the variable's scale useless.
+_WINDOW, _NEAR = 2 * _PER_OCTAVE, 4 * _PER_OCTAVE
+_SIGNIFICANT, _SIGNIFICANT_FAR_ABOVE = 4.5, 6.0
 # Norms ten octaves below the largest belong to examples that the model has fitted by chance.
 _RANGE = 10 * _PER_OCTAVE
 
@@ -185,17 +188,32 @@ def _read(counts: tf.Tensor, noise: tf.Tensor) -> tf.Tensor:
       noise: the standard deviation of that noise.
     """
     # Noise in hundreds of empty bins would add up to more than a quarter of the examples.
-    full = _sums_of_windows(counts) > _SIGNIFICANT * math.sqrt(_WINDOW) * noise
+    is_norm = tf.range(tf.shape(counts)[0])[:, tf.newaxis] < tf.shape(counts)[0] - 1
+    full = _full_windows(counts, noise * math.sqrt(_WINDOW), is_norm)
     around = [[0, 0], [_WINDOW - 1, _WINDOW - 1]]
     kept = _sums_of_windows(tf.pad(tf.cast(full, tf.float64), around)) > 0
     last = _BINS - 1 - tf.argmax(tf.reverse(kept, [1]), axis=1, output_type=tf.int32)
     near = tf.range(_BINS) > last[:, tf.newaxis] - _RANGE
-    is_norm = tf.range(tf.shape(counts)[0])[:, tf.newaxis] < tf.shape(counts)[0] - 1
     counts = tf.where(kept & (near | ~is_norm), counts, tf.zeros_like(counts))
     norms = _power_of_2(_quantile(counts[:-1], 0.75))
     norms = tf.where(tf.reduce_any(full[:-1], axis=1), norms, tf.zeros_like(norms))
     low, median, high = (_loss_at(_quantile(counts[-1:], q)) for q in (0.25, 0.5, 0.75))
     return tf.concat([norms, median, high - low], axis=0)
+
+
+def _full_windows(counts: tf.Tensor, noise: tf.Tensor, is_norm: tf.Tensor) -> tf.Tensor:
+    """Where examples stand out, [rows, n - 7], bool.
+
+    Args:
+      counts: [rows, n].
+      noise: the standard deviation of that of a window.
+      is_norm: [rows, 1], bool.
+    """
+    sums = _sums_of_windows(counts)
+    fullest = tf.argmax(sums, axis=1, output_type=tf.int32)[:, tf.newaxis]
+    far_above = is_norm & (tf.range(_BINS - _WINDOW + 1) > fullest + _NEAR)
+    needed = [tf.constant(s, tf.float64) for s in (_SIGNIFICANT_FAR_ABOVE, _SIGNIFICANT)]
+    return sums > tf.where(far_above, *needed) * noise
 
 
 def _sums_of_windows(x: tf.Tensor) -> tf.Tensor:

@@ -1,6 +1,8 @@
 """The journal of a search: whole at every moment, or refused."""
 
 import os
+import shutil
+import warnings
 
 import pytest
 
@@ -137,3 +139,15 @@ def test_differences_are_named():
     with pytest.raises(ValueError, match="Changed: epsilon: was 1.0, is 2.0. Received: here"):
         journals.compare({"epsilon": 1.0, "same": [1]}, {"epsilon": 2.0, "same": (1,)}, "here")
     journals.compare({"same": [1]}, {"same": (1,)}, "here")
+
+
+def test_a_copy_is_told_from_a_moved_file(tmp_path):
+    written(tmp_path / "first")
+    shutil.copy(tmp_path / "first", tmp_path / "copy")
+    (tmp_path / "first").rename(tmp_path / "moved")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read(tmp_path / "moved") == (SEARCH, PLAN, 2, [OUTCOME])
+    for _ in range(2):  # not only the first time
+        with pytest.warns(UserWarning, match="^The search's folder is a copy.*ε is too small"):
+            assert read(tmp_path / "copy") == (SEARCH, PLAN, 2, [OUTCOME])
