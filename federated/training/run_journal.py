@@ -51,6 +51,7 @@ class Journal(journal.Journal):
         self.run = json.loads(json.dumps(run))
         self.begun = self.released = 0
         self.sampler_key: str | None = None
+        # Without the last brace, since the base class writes more into this line.
         super().__init__(path, json.dumps({"run": self.run}, sort_keys=True)[:-1].encode())
 
     def _read(self, beginning: bytes) -> None:

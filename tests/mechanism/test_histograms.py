@@ -149,7 +149,7 @@ def test_noise_is_hardly_ever_taken_for_gradients():
     around = np.arange(-6, 7)
     share = np.exp(-0.5 * (around / 2) ** 2)
     in_a_window = sigma * np.sqrt(8 * num_batches * (rows + 1))
-    # They stand out as those of the first run that failed did.
+    # They stand out as clearly as those of the run on digits that failed.
     examples[:, peak + around] = 14 * in_a_window * share / share.sum()
     for _ in range(num_batches):
         noisy = sigma * rng.standard_normal(examples.shape, "float32")

@@ -78,7 +78,6 @@ class Journal:
           ValueError: if it is another kind of file, or damaged; it is left unchanged.
         """
         self._path, self._end = Path(path), 0  # where the last whole line ends
-        self._inode: int | None = None
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._close = weakref.finalize(self, os.close, self._file)
         try:
@@ -101,6 +100,7 @@ class Journal:
     def _read(self, beginning: bytes) -> None:
         content = os.pread(self._file, os.fstat(self._file).st_size, 0)
         *lines, torn = content.split(b"\n")
+        self._inode: int | None = None  # of the file that was created first
         # After a power failure the file may end with zeros.
         if not lines and not beginning.startswith(torn.rstrip(b"\0")[: len(beginning)]):
             self._refuse(1)
@@ -125,11 +125,12 @@ class Journal:
           ValueError: if the entry may not come now.
           OSError: if it cannot be written; the entry then counts as absent.
         """
-        line = encoded(entry if self._end else {**entry, _INODE: files.inode(self._file)})
+        line = encoded(entry)
         read = _decoded(line)
-        inode = None if read is None else read.pop(_INODE, None)
         if read is None or not self._may_follow(read):
             raise ValueError(f"This cannot be noted now. Received: {entry!r}")
+        if not self._end:
+            line = encoded({**entry, _INODE: files.inode(self._file)})
         # Written after the last complete line, so that it replaces an unfinished one.
         written = os.pwrite(self._file, line, self._end)
         if written != len(line):
@@ -138,7 +139,6 @@ class Journal:
         os.fsync(self._file)
         if not self._end:
             files.sync(self._path.parent)  # the name of a new file
-            self._inode = inode
         self._end += written
         self._follow(read)
 
