@@ -2,7 +2,8 @@
 
 This experiment is not in the papers. Each data set comes in the units that people use, and in units
 that are 100 times smaller and larger. UntunedSGD and ADADP run with their defaults everywhere, and
-DP-Adam and DP-SGD with the best of seven rates.
+DP-Adam and DP-SGD with the best of seven rates. Where there is public data, AdaDPS runs with it, at
+the best of seven rates.
 
 - reviews: IMDB as words, logistic regression, batches of 64: TF-IDF rows of norm 1, counts / 290
   with the padding counted, and raw counts
@@ -19,11 +20,12 @@ UntunedSGD was developed on a fifth of the training sets of the first four, on s
 cancer and on synthetic data. Posts, digits and scattering features played no part in that.
 
 The test inputs, without their labels, are taken as public: the vocabulary and document frequencies
-of the reviews and the means and deviations of CIFAR-10's features come from them.
+of the reviews and the means and deviations of CIFAR-10's features come from them. AdaDPS divides
+by the counts of words in these reviews, and in posts of 100 public users.
 
 Privacy claim: each run alone is (ε, δ)-DP, δ = 1e-5, for adding or removing one training example.
-Batches are drawn by Poisson sampling. Accuracy is measured on the test data. The rates of DP-Adam
-and DP-SGD are chosen on these, and ε does not include the cost of this choice. ADADP and UntunedSGD
+Batches are drawn by Poisson sampling. Accuracy is measured on the test data. The rates of the tuned
+methods are chosen on these, and ε does not include the cost of this choice. ADADP and UntunedSGD
 choose nothing.
 
     python examples/experiments/untuned/run.py --scale small
@@ -44,7 +46,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_adaptive_dp
-from examples.experiments.lib import grids, harness, report, training
+from examples.experiments.lib import grids, harness, report, reviews, training
 from examples.experiments.lib.datasets import adult, images, scattered, stackoverflow, text
 from federated.datasets.folder import folder
 
@@ -55,8 +57,10 @@ TITLES = {
     "adadp": "ADADP",
     "dp_adam": "DP-Adam, tuned",
     "dp_sgd": "DP-SGD, tuned",
+    "adadps": "AdaDPS, public data, tuned",
 }
 NOTHING_TO_TUNE = ("untuned", "adadp")
+TUNED = ("dp_adam", "dp_sgd")  # without public data, as the two above
 ADAM_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 SGD_RATES = (0.01, 0.05, 0.2, 1.0, 5.0, 20.0, 100.0)
 POSTS = {"num_words": 2000, "num_tags": 50, "public_users": 100}
@@ -72,6 +76,7 @@ class Problem:
       classes: outputs.
       batch_size: expected.
       epochs: of a run.
+      has_public_counts: of the words that its columns stand for.
     """
 
     inputs: tuple[str, ...]
@@ -79,14 +84,20 @@ class Problem:
     classes: int
     batch_size: int
     epochs: int
+    has_public_counts: bool = False
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What can be compared on it."""
+        return tuple(m for m in TITLES if self.has_public_counts or m != "adadps")
 
 
 PROBLEMS = {
     "digits": Problem(("/ 16", "0 to 16"), (), 10, 32, 40),
-    "posts": Problem(("frequencies", "per 100 words"), (), POSTS["num_tags"], 64, 20),
+    "posts": Problem(("frequencies", "per 100 words"), (), POSTS["num_tags"], 64, 20, True),
     "adult": Problem(("in [0, 1]", "raw numbers"), (64,), 2, 200, 20),
     "mnist": Problem(("standardized", "/ 255", "pixels"), (256, 256), 10, 200, 20),
-    "reviews": Problem(("tf-idf", "counts / 290", "counts"), (), 2, 64, 20),
+    "reviews": Problem(("tf-idf", "counts / 290", "counts"), (), 2, 64, 20, True),
     "cifar10": Problem(("features", "standardized"), (500, 500), 10, 200, 10),
     "scattering": Problem(("normalized",), (), 10, 4096, 40),
 }
@@ -102,16 +113,17 @@ def parts(scale: str) -> list[grids.Part]:
     noise, σ = 8; and at any scale only they run with rescaled inputs.
     """
     if scale == "smoke":
-        return [_part("digits", "/ 16", 1.0, 2.0, scale, TITLES, seeds=1, epochs=2)]
-    few = NOTHING_TO_TUNE if scale == "small" else tuple(TITLES)
+        methods = PROBLEMS["digits"].methods
+        return [_part("digits", "/ 16", 1.0, 2.0, scale, methods, seeds=1, epochs=2)]
     made = []
     for name, problem in PROBLEMS.items():
-        made += [_part(name, inputs, 1.0, 2.0, scale, TITLES) for inputs in problem.inputs]
+        made += [_part(name, inputs, 1.0, 2.0, scale, problem.methods) for inputs in problem.inputs]
         usual = problem.inputs[0]
         made += [_part(name, usual, factor, 2.0, scale, NOTHING_TO_TUNE) for factor in RESCALED]
     for sigma in (8.0,) if scale == "small" else (1.0, 4.0, 8.0):
         for name, problem in PROBLEMS.items():
-            made += [_part(name, inputs, 1.0, sigma, scale, few) for inputs in problem.inputs]
+            methods = NOTHING_TO_TUNE if scale == "small" else problem.methods
+            made += [_part(name, inputs, 1.0, sigma, scale, methods) for inputs in problem.inputs]
     return made
 
 
@@ -121,7 +133,7 @@ def _part(
     factor: float,
     sigma: float,
     scale: str,
-    methods: Sequence[str] | Mapping[str, str],
+    methods: Sequence[str],
     seeds: int = 3,
     epochs: int | None = None,
 ) -> grids.Part:
@@ -147,7 +159,11 @@ def _candidates(method: str) -> list[dict[str, Any]]:
         return [{"optimizer": "UntunedSGD", "arguments": {}}]
     if method == "adadp":
         return [{"optimizer": "ADADP", "arguments": {"l2_norm_clip": 1.0}}]
-    optimizer, rates = {"dp_adam": ("DPAdam", ADAM_RATES), "dp_sgd": ("DPSGD", SGD_RATES)}[method]
+    optimizer, rates = {
+        "dp_adam": ("DPAdam", ADAM_RATES),
+        "dp_sgd": ("DPSGD", SGD_RATES),
+        "adadps": ("AdaDPS", SGD_RATES),
+    }[method]
     return [
         {"optimizer": optimizer, "arguments": {"l2_norm_clip": 1.0, "learning_rate": rate}}
         for rate in rates
@@ -185,11 +201,26 @@ def _scattering(split: str) -> Arrays:
 
 def _posts() -> tuple[Arrays, Arrays]:
     """Frequencies of words; words and tags are those of the first users, who are public."""
-    posts = stackoverflow.posts(None, "train")
-    public, private = stackoverflow.by_users(posts, POSTS["public_users"])
-    known = stackoverflow.vocabulary(public, POSTS["num_words"], POSTS["num_tags"])
+    private, known = _private_and_known_posts()
     test = stackoverflow.posts(None, "test")
     return stackoverflow.bags_of_words(private, known), stackoverflow.bags_of_words(test, known)
+
+
+def _private_and_known_posts() -> tuple[list[stackoverflow.Post], stackoverflow.Vocabulary]:
+    posts = stackoverflow.posts(None, "train")
+    public, private = stackoverflow.by_users(posts, POSTS["public_users"])
+    return private, stackoverflow.vocabulary(public, POSTS["num_words"], POSTS["num_tags"])
+
+
+def public_frequencies(name: str) -> Any:
+    """Side information on words, from public texts."""
+    if name == "reviews":
+        counts = load(name)[1][0].sum(0, dtype=np.float64)
+        return reviews.token_frequencies(counts, "public", largest=1.0)
+    users = _private_and_known_posts()[1].users
+    return tf_adaptive_dp.side_information.token_frequencies(
+        users, divisor=float(users.max()), provenance="public"
+    )
 
 
 def _digits() -> tuple[Arrays, Arrays]:
@@ -251,7 +282,9 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
             tf.keras.layers.Dense(problem.classes),
         ]
     )
+    known = [public_frequencies(settings["data"])] if settings["optimizer"] == "AdaDPS" else []
     optimizer = getattr(tf_adaptive_dp, settings["optimizer"])(
+        *known,
         noise_multiplier=settings["noise_multiplier"],
         expected_batch_size=problem.batch_size,
         **settings["arguments"],
@@ -303,13 +336,12 @@ def advantage(
 ) -> float | None:
     """The mean accuracy of a method minus that of the best tuned one; `None` if any is missing."""
     finals = part.finals(trials)
-    tuned = [m for m in part.candidates if m not in NOTHING_TO_TUNE]
-    if not tuned or any(not finals.get(m) for m in (method, *tuned)):
+    if any(not finals.get(m) for m in (method, *TUNED)):
         return None
     means = {
         m: np.mean([grids.final(run, "accuracy") for run in runs]) for m, runs in finals.items()
     }
-    return float(means[method] - max(means[m] for m in tuned))
+    return float(means[method] - max(means[m] for m in TUNED))
 
 
 def plot(made: Sequence[grids.Part], trials: Sequence[harness.Trial]) -> Any:
