@@ -172,6 +172,38 @@ class Interrupt(tf.keras.callbacks.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:.*releases were not in the checkpoint")
+def of_tokens(outputs):
+    """A model whose outputs have several predictions per example, one for each token."""
+    tf.keras.utils.set_random_seed(1)
+    inputs = tf.keras.Input([5], dtype="int32")
+    hidden = tf.keras.layers.Embedding(7, 4)(inputs)
+    each = tf.keras.layers.Dense(7, "softmax", name="each")(hidden)
+    pooled = tf.keras.layers.GlobalAveragePooling1D()(hidden)
+    of_all = tf.keras.layers.Dense(3, "softmax", name="of_all")(pooled)
+    return tf.keras.Model(inputs, {"one": each, "two": {"each": each, "of_all": of_all}}[outputs])
+
+
+TOKENS = np.arange(5 * N).reshape(N, 5) % 7
+
+
+@pytest.mark.parametrize("outputs", ["one", "two"])
+@pytest.mark.parametrize("weights", [None, np.ones(N, "float32")], ids=["no weights", "weights"])
+def test_losses_of_tokens_need_no_weights_of_their_own(outputs, weights):
+    """Poisson batches mark padding by one weight per example, whatever axes the losses have."""
+    plan, model = planned(epochs=1), of_tokens(outputs)
+    y = {"one": TOKENS, "two": {"each": TOKENS, "of_all": TOKENS[:, 0] % 3}}[outputs]
+    if outputs == "two" and weights is not None:
+        weights = {"each": weights, "of_all": weights}
+    optimizer = plan.optimizer(dp.DPSGD, learning_rate=0.0)
+    model.compile(optimizer, "sparse_categorical_crossentropy")
+    before = model.evaluate(TOKENS, y, verbose=0)
+    history = plan.fit(model, TOKENS, y, weights, verbose=0).history
+    assert optimizer.ledger.segments == [(1.0, 8.0, 8)]
+    # Keras divides by the rows of a batch, of which 8 of `max_batch_size` are examples on average.
+    share = 8 / plan.sampling.max_batch_size
+    np.testing.assert_allclose(history["loss"][0], share * np.ravel(before)[0], rtol=0.5)
+
+
 def test_a_run_resumes_and_is_restored_when_it_is_finished(tmp_path):
     def run(*callbacks, **kwargs):
         plan = planned(epochs=3, **kwargs)

@@ -17,7 +17,10 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp import report as reports
 from tf_adaptive_dp._keras.generation import keras
-from tf_adaptive_dp._keras.models import leave_padding_out_of_metrics
+from tf_adaptive_dp._keras.models import (
+    give_weights_axes_of_losses,
+    leave_padding_out_of_metrics,
+)
 from tf_adaptive_dp.accounting import calibration, composition
 from tf_adaptive_dp.accounting.ledger import Releases
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
@@ -320,6 +323,7 @@ class PrivacyPlan:
         # A finished run draws nothing more; Keras still looks at the shapes of a batch.
         start = 0 if run is None or finished else run.log.num_releases
         batches = self.batches(*data, start_step=start, gradient_accumulation_steps=parts)
+        batches = give_weights_axes_of_losses(model, batches)
         leave_padding_out_of_metrics(model)
         monitor, budget = self.callbacks(None if directory is None else f"{directory}/logs")
         path = None if run is None else run.history_path

@@ -135,6 +135,49 @@ def leave_padding_out_of_metrics(model: keras.Model) -> None:
     setattr(container, names[0], None)
 
 
+def give_weights_axes_of_losses(
+    model: keras.Model, batches: tf.data.Dataset
+) -> tf.data.Dataset:
+    """Lets one weight per example weigh losses with more axes, such as those of tokens, [B, T].
+
+    Keras 2 does so by itself. Keras 3 would align weights [B] with the last axis.
+
+    Args:
+      model: a compiled model.
+      batches: (x, y, sample_weight).
+
+    Returns:
+      The batches with weights [B, 1, ...] for each output that has several predictions per example.
+      Where structures of targets and outputs differ, the batches are as they were.
+    """
+    x, y, given = batches.element_spec
+    if GENERATION == 2 or all(len(spec.shape) < 2 for spec in tf.nest.flatten(y)):
+        return batches
+    inputs = tf.nest.map_structure(
+        lambda spec: keras.KerasTensor(spec.shape, dtype=spec.dtype.name), x
+    )
+    outputs = internal_module("backend").compute_output_spec(model, inputs, training=True)
+    # Losses reduce the last axis of what is predicted.
+    ranks = [len(output.shape) - 1 for output in tf.nest.flatten(outputs)]
+    try:
+        tf.nest.assert_same_structure(y, outputs)
+    except (TypeError, ValueError):
+        return batches
+    if max(ranks) < 2:
+        return batches
+    each_has_own = len(tf.nest.flatten(given)) > 1
+
+    def expanded(x: Any, y: Any, weights: Any) -> tuple:
+        of_outputs = tf.nest.flatten(weights) if each_has_own else [weights] * len(ranks)
+        wide = [
+            tf.reshape(w, [-1, *[1] * (rank - 1)]) if w.shape.rank == 1 else w
+            for w, rank in zip(of_outputs, ranks)
+        ]
+        return x, y, tf.nest.pack_sequence_as(y, wide)
+
+    return batches.map(expanded)
+
+
 def step_function(model: tf.keras.Model) -> Any:
     """The function of a batch that `fit` would compile for a model; it is made anew.
 
