@@ -13,6 +13,18 @@ import numpy as np
 VOCABULARY, LENGTH, DIM, HEADS, FEED_FORWARD = 5_000, 64, 64, 4, 128
 # The bag of words: an average of embeddings.
 BOW_VOCABULARY, BOW_LENGTH, BOW_DIM = 10_000, 256, 16
+# The same with a large vocabulary.
+LARGE_VOCABULARY, LARGE_LENGTH, LARGE_DIM = 100_000, 64, 64
+# Fine-tuning: a BERT whose attention layers have LoRA matrices beside frozen weights.
+BERT = {
+    "vocabulary_size": 5_000,
+    "num_layers": 4,
+    "num_heads": 4,
+    "hidden_dim": 128,
+    "intermediate_dim": 512,
+    "max_sequence_length": 64,
+}
+LORA_RANK = 4
 # The convolutional network.
 IMAGE, FILTERS = (32, 32, 3), 64
 
@@ -31,6 +43,7 @@ class Problem:
       activation: The activation of the hidden dense layers.
       output_activation: The activation of the last layer.
       scalable: Whether `width` multiplies the hidden sizes.
+      families: The families of `catalogue.FAMILIES` that have the model; empty if all have it.
     """
 
     name: str
@@ -41,6 +54,7 @@ class Problem:
     activation: str = "relu"
     output_activation: str | None = None
     scalable: bool = False
+    families: tuple[str, ...] = ()
 
     def layer_sizes(self, width: int) -> tuple[int, ...]:
         """The sizes of the dense layers with the hidden ones multiplied by `width`."""
@@ -75,6 +89,21 @@ PROBLEMS = {
         ),
         Problem("bow", "mean of 256 embeddings (10,000 x 16), 2 classes", 64, sizes=(BOW_DIM, 2)),
         Problem(
+            "large_vocabulary",
+            "mean of 64 embeddings (100,000 x 64), 2 classes",
+            64,
+            sizes=(LARGE_DIM, 2),
+            families=("tensorflow", "keras3"),
+        ),
+        Problem(
+            "lora",
+            "KerasHub's BERT of 4 layers (64 tokens, dimension 128, 4 heads), frozen but for LoRA "
+            "matrices of rank 4, 2 classes; Keras 3",
+            32,
+            sizes=(BERT["hidden_dim"], 2),
+            families=("keras3",),
+        ),
+        Problem(
             "autoencoder",
             "784-1000-500-250-30 and back, sigmoid",
             64,
@@ -105,10 +134,14 @@ def make_data(name: str, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
     if name == "autoencoder":
         x = generator.random((batch_size, problem.sizes[0]), dtype=np.float32)
         return x, x
-    if name in ("transformer", "bow"):
-        words, length = (
-            (VOCABULARY, LENGTH) if name == "transformer" else (BOW_VOCABULARY, BOW_LENGTH)
-        )
+    texts = {
+        "transformer": (VOCABULARY, LENGTH),
+        "bow": (BOW_VOCABULARY, BOW_LENGTH),
+        "large_vocabulary": (LARGE_VOCABULARY, LARGE_LENGTH),
+        "lora": (BERT["vocabulary_size"], BERT["max_sequence_length"]),
+    }
+    if name in texts:
+        words, length = texts[name]
         x = generator.integers(words, size=(batch_size, length), dtype=np.int32)
     else:
         shape = IMAGE if name == "cnn" else problem.sizes[:1]

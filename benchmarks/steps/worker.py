@@ -42,6 +42,9 @@ def time_steps(step: Callable[[], None], steps: int, untimed: int) -> list[float
 def serve(args: argparse.Namespace, answers) -> None:
     """Makes the step and answers commands until it is told to quit."""
     commands = protocol.receive(sys.stdin)
+    families = problems.PROBLEMS[args.model].families
+    if families and catalogue.ENGINES[args.engine][0] not in families:
+        raise protocol.NotSupportedError("this model was not written for it")
     family = catalogue.family_of(args.engine)
     module = importlib.import_module(family.module)
     start_mib = protocol.peak_memory_mib()

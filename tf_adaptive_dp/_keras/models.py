@@ -135,9 +135,7 @@ def leave_padding_out_of_metrics(model: keras.Model) -> None:
     setattr(container, names[0], None)
 
 
-def give_weights_axes_of_losses(
-    model: keras.Model, batches: tf.data.Dataset
-) -> tf.data.Dataset:
+def give_weights_axes_of_losses(model: keras.Model, batches: tf.data.Dataset) -> tf.data.Dataset:
     """Lets one weight per example weigh losses with more axes, such as those of tokens, [B, T].
 
     Keras 2 does so by itself. Keras 3 would align weights [B] with the last axis.

@@ -48,6 +48,22 @@ def _encoder(x):
     return layers.GlobalAveragePooling1D()(x)
 
 
+def _embeddings(words: int, length: int, dim: int):
+    inputs = keras.Input([length], dtype="int32")
+    return inputs, layers.GlobalAveragePooling1D()(layers.Embedding(words, dim)(inputs))
+
+
+def _adapted_bert():
+    import keras_hub  # Keras 3 alone has it
+
+    bert = keras_hub.models.BertBackbone(**problems.BERT, dropout=0.0)
+    bert.enable_lora(problems.LORA_RANK)
+    inputs = keras.Input([problems.BERT["max_sequence_length"]], dtype="int32")
+    ones, zeros = keras.ops.ones_like(inputs), keras.ops.zeros_like(inputs)
+    found = bert({"token_ids": inputs, "padding_mask": ones, "segment_ids": zeros})
+    return inputs, found["pooled_output"]
+
+
 def build(problem: problems.Problem, width: int, model_class=keras.Model, **kwargs):
     """The model of a problem.
 
@@ -67,9 +83,13 @@ def build(problem: problems.Problem, width: int, model_class=keras.Model, **kwar
         inputs = keras.Input([problems.LENGTH], dtype="int32")
         x = _encoder(inputs)
     elif problem.name == "bow":
-        inputs = keras.Input([problems.BOW_LENGTH], dtype="int32")
-        x = layers.Embedding(problems.BOW_VOCABULARY, problems.BOW_DIM)(inputs)
-        x = layers.GlobalAveragePooling1D()(x)
+        inputs, x = _embeddings(problems.BOW_VOCABULARY, problems.BOW_LENGTH, problems.BOW_DIM)
+    elif problem.name == "large_vocabulary":
+        inputs, x = _embeddings(
+            problems.LARGE_VOCABULARY, problems.LARGE_LENGTH, problems.LARGE_DIM
+        )
+    elif problem.name == "lora":
+        inputs, x = _adapted_bert()
     else:
         inputs = x = keras.Input(problem.sizes[:1])
     return model_class(inputs=inputs, outputs=_dense(x, problem, width), **kwargs)
