@@ -99,3 +99,35 @@ def test_the_optimizer_is_the_only_change(name):
         np.testing.assert_allclose(own, of_keras, rtol=1e-4, atol=1e-5)
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(start, after[0]))
     assert ours.ledger.segments == [(0.0, float(BATCH), 1)]
+
+
+@pytest.mark.parametrize("weights", [None, np.ones([BATCH, 1], "float32")], ids=["plain", "[B, 1]"])
+def test_a_text_of_a_language_model_is_clipped_once(weights):
+    """The loss of a text is the mean over its tokens; LoRA alone is trained."""
+    keras.utils.set_random_seed(1)
+    backbone = keras_hub.models.GPT2Backbone(**SIZES, **HEADS)
+    backbone.enable_lora(2)
+    logits = backbone.token_embedding(backbone.output, reverse=True)
+    model = keras.Model(backbone.input, logits)
+    zoo.shake([v.value for v in model.trainable_variables])
+    inputs, labels = {"token_ids": TOKENS, "padding_mask": PADDING}, np.roll(TOKENS, -1, axis=1)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    start = model.get_weights()
+
+    def moved(optimizer, rows):
+        model.set_weights(start)
+        model.compile(optimizer, loss)
+        part = {name: array[rows] for name, array in inputs.items()}
+        model.train_on_batch(part, labels[rows], None if weights is None else weights[rows])
+        return [a - b for a, b in zip(start, model.get_weights())]
+
+    single = [moved(keras.optimizers.SGD(1.0), slice(i, i + 1)) for i in range(BATCH)]
+    norms = [np.sqrt(sum(np.sum(np.square(g)) for g in each)) for each in single]
+    clip = float(np.median(norms))
+    shares = [min(1.0, clip / norm) / BATCH for norm in norms]
+    expected = [sum(s * g for s, g in zip(shares, each)) for each in zip(*single)]
+    ours = moved(dp.DPSGD(clip, 0.0, learning_rate=1.0, gradients="traced"), slice(BATCH))
+    size = max(np.abs(e).max() for e in expected)
+    for actual, wanted in zip(ours, expected):
+        np.testing.assert_allclose(actual, wanted, atol=2e-5 * size)
+    assert sum(np.any(e != 0) for e in expected) == len(model.trainable_variables)

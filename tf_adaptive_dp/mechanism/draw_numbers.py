@@ -24,7 +24,7 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.graphs import ancestors
 from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
-from tf_adaptive_dp.mechanism.padding import is_ours, may_be_weights
+from tf_adaptive_dp.mechanism.padding import has_weights, is_ours, vector_of_weights
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 
 # This many distinct rows in random order repeat the same order once in 15! > 2⁴⁰ times.
@@ -102,7 +102,7 @@ def _fed(loss: tf.Tensor) -> list[tf.Tensor]:
 
 def rows_without_padding(loss: tf.Tensor) -> int | None:
     """The number of examples in a batch, if it is known before the step runs."""
-    if tf.executing_eagerly() or num_replicas() > 1 or any(map(may_be_weights, _fed(loss))):
+    if tf.executing_eagerly() or num_replicas() > 1 or has_weights(_fed(loss), loss.graph):
         return None
     return loss.shape[0]
 
@@ -127,7 +127,7 @@ def number_of(loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
     ordered = tf.sort(rows)
     different = 1 + tf.math.count_nonzero(ordered[1:] > ordered[:-1])
     known = different >= DIFFERENT_ROWS
-    for weights in filter(may_be_weights, fed):
+    for weights in filter(lambda w: w is not None, map(vector_of_weights, fed)):
         weights = _fitted(tf.cast(weights, tf.float32), loss)
         ours = is_ours(weights)
         rows = tf.where(ours, weights, rows)

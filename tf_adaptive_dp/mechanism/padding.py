@@ -9,6 +9,7 @@ that of an example when one more example joins a batch, which moves the clipped 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -22,9 +23,31 @@ BITS = 40
 _DEVIATION = 7.0
 
 
-def may_be_weights(tensor: tf.Tensor) -> bool:
-    """Whether a tensor may hold the weights of our batches."""
-    return tensor.shape.rank == 1 and tensor.dtype.is_floating
+def vector_of_weights(tensor: tf.Tensor) -> tf.Tensor | None:
+    """[B], what may be the weights of our batches; `None` if the tensor cannot hold them.
+
+    Args:
+      tensor: weights may have further axes of size 1, as those of losses of tokens have.
+    """
+    if (
+        not tensor.dtype.is_floating
+        or not tensor.shape.rank
+        or any(n != 1 for n in tensor.shape[1:])
+    ):
+        return None
+    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
+
+
+def has_weights(fed: Sequence[tf.Tensor], graph: tf.Graph) -> bool:
+    """Whether a step receives what may be the weights of our batches.
+
+    Args:
+      fed: its inputs.
+      graph: that of the step.
+    """
+    known = sample_weights_of_step(graph)
+    vectors = [t.shape.rank == 1 and t.dtype.is_floating for t in fed]
+    return any(vectors) or any(w is not None for w in known or ())
 
 
 def is_ours(weights: tf.Tensor) -> tf.Tensor:
@@ -70,15 +93,11 @@ def rows_of_padding(losses: tf.Tensor) -> tf.Tensor | None:
             return None
         known = feeds(graph.get_operations(), graph)
     size = losses.shape[0]
-    columns = [_column(t) for t in known if t is not None and t.shape.rank in (1, 2)]
-    weights = [t for t in columns if may_be_weights(t) and t.shape[0] in (size, None)]
+    vectors = [vector_of_weights(t) for t in known if t is not None]
+    weights = [v for v in vectors if v is not None and v.shape[0] in (size, None)]
     if not weights:
         return None
     return tf.reduce_any([_padding_in(tf.cast(w, tf.float32), losses) for w in weights], axis=0)
-
-
-def _column(tensor: tf.Tensor) -> tf.Tensor:
-    return tensor[:, 0] if tensor.shape.rank == 2 and tensor.shape[1] == 1 else tensor
 
 
 def _padding_in(weights: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
