@@ -32,6 +32,8 @@ from `{source}`; change it there, not here.
   PyTorch's threads spin while they wait for each other, and become many times slower on a machine
   that is not idle.
 - `adadps_public` includes the gradient of a public batch of the same size in every step.
+- No GPU was at hand: nothing here was measured on one. Tests with several replicas run on logical
+  CPUs.
 """
 
 
