@@ -93,7 +93,7 @@ def test_a_step_follows_the_formulas():
     gradients = step()
     for g, e in zip(gradients, expected):
         np.testing.assert_allclose(np.ravel(g), e, rtol=1e-3, atol=1e-6)
-    rate = float(unit_steps.unit_of_loss(sizes.loss, sizes.spread))  # without noise
+    rate = float(unit_steps.unit_of_loss(sizes.loss, sizes.spread, 1.4))  # without noise
     assert float(optimizer.learning_rate) == pytest.approx(rate)
     for v, b, g, a in zip((kernel, bias), before, gradients, scales):
         np.testing.assert_allclose(v, b - rate * a * g.numpy(), rtol=1e-4, atol=1e-6)
@@ -116,6 +116,7 @@ def test_its_configuration_makes_it_again():
     again = dp.UntunedSGD.from_config(optimizer.get_config())
     assert again.get_config() == optimizer.get_config()
     assert (again.kappa, again.noise_multiplier, again.l2_norm_clip) == (0.2, 0.5, 1.0)
+    assert dp.UntunedSGD.from_config(dp.UntunedSGD(0.5).get_config()).kappa is None
 
 
 @pytest.mark.parametrize(

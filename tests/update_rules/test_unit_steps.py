@@ -31,7 +31,28 @@ def test_steps_fall_with_the_noise_and_their_number_and_grow_with_the_unit():
 
 @pytest.mark.parametrize(
     "median, spread, unit",
-    [(2.3, 0.1, 1.0), (2.3, 4.0, 7.0), (0.02, 0.0, 0.03), (-0.02, 0.0, 0.03), (0.0, 0.0, 1.0)],
+    [(2.3, 0.1, 1.0), (2.3, 4.0, 8.0), (0.02, 0.0, 0.03), (-0.02, 0.0, 0.03), (0.0, 0.0, 1.0)],
 )
 def test_the_unit_of_the_loss(median, spread, unit):
-    assert float(unit_steps.unit_of_loss(*float64(median, spread))) == pytest.approx(unit)
+    assert float(unit_steps.unit_of_loss(*float64(median, spread), 0.3)) == pytest.approx(unit)
+
+
+def test_the_spread_of_losses_counts_alike_at_any_depth():
+    median, spread = float64(2.3, 9.0)
+    for kappa in (unit_steps.default_kappa([[5, 5]] * depth) for depth in (1, 2, 3, 4)):
+        unit = unit_steps.unit_of_loss(median, spread, kappa)
+        assert kappa * float(unit) == pytest.approx(0.6 * 9)
+
+
+def test_deeper_models_get_less_noise_and_vectors_do_not_count():
+    linear = unit_steps.default_kappa([[4, 2], [2]])
+    mlp = unit_steps.default_kappa([[3, 3, 1, 2], [2], [8, 2], [2], [2]])
+    assert (linear, mlp) == (pytest.approx(1.4), pytest.approx(1.4 / 2**1.25))
+    assert unit_steps.default_kappa([[5]]) == linear
+    assert unit_steps.default_kappa([[2, 2]] * 50) == unit_steps.default_kappa([[2, 2]] * 4)
+
+
+def test_models_of_many_parameters_get_less_noise_down_to_a_bound():
+    assert unit_steps.default_kappa([[784, 10], [10]]) == pytest.approx(50 / 7850**0.5)
+    assert unit_steps.default_kappa([[10_000, 50]]) == 0.35
+    assert unit_steps.default_kappa([[1000, 1000]] * 4) == pytest.approx(1.4 / 4**1.25)

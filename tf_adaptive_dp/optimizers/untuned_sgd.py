@@ -49,8 +49,9 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
     Args:
       noise_multiplier: σ. 0 adds no noise: it gives no privacy and is for tests only.
       {{side_information_args}}
-      kappa: κ > 0, which says how much noise may accumulate. `docs/results.md` has what the default
-        gives on many problems; nothing there was tuned.
+      kappa: κ > 0, which says how much noise may accumulate. `None` uses 1.4 for small linear
+        models, and less for deep and large ones: min(1.4 / D^1.25, max(50/√d, .35)) for D kernels,
+        of which at most four count, and d parameters.
       expected_batch_size: L, the public constant that divides the noisy sum. `None` uses the size
         of the first batch and requires all batches to have that size.
       **kwargs: `gradients`, `gradient_accumulation_steps`, `loss_scale`, `secure_noise` and `seed`
@@ -72,7 +73,7 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
         self,
         noise_multiplier: float,
         *,
-        kappa: float = 0.35,
+        kappa: float | None = None,
         expected_batch_size: float | None = None,
         side_information: SideInformation | None = None,
         name: str = "UntunedSGD",
@@ -95,8 +96,10 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
             name=name,
             **kwargs,
         )
-        self._ranks: list[int] = []
-        self.kappa = checks.number("kappa", kappa, 0, strict=True)
+        self._shapes: list[list[int]] = []
+        if kappa is not None:
+            kappa = checks.number("kappa", kappa, 0, strict=True)
+        self.kappa = kappa
         self._num_steps = add_state(self, [], tf.int64, "num_steps")
 
     def create_slots(self, variables: Sequence[tf.Variable]) -> None:
@@ -105,7 +108,7 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
         Args:
           variables: the variables to train.
         """
-        self._ranks = [len(v.shape) for v in variables]
+        self._shapes = [list(v.shape) for v in variables]
         add = functools.partial(add_state, self)
         self._mechanism.histograms = Histograms(len(variables), add)
 
@@ -122,9 +125,9 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
         Args:
           variables: variables that the optimizer was built for.
         """
-        scales = tf.cast(
-            unit_steps.scales(self._histograms().sizes().norms, self._ranks), tf.float32
-        )
+        ranks = [len(shape) for shape in self._shapes]
+        norms = self._histograms().sizes().norms
+        scales = tf.cast(unit_steps.scales(norms, ranks), tf.float32)
         return [scales[slot_index(self, variable)] for variable in variables]
 
     def _histograms(self) -> Histograms:
@@ -150,8 +153,10 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
         moves = ~self._histograms().released()
         num_steps = tf.convert_to_tensor(self._num_steps.assign_add(tf.cast(moves, tf.int64)))
         noise, sizes = self._mechanism.relative_noise(), self._histograms().sizes()
-        unit = unit_steps.unit_of_loss(sizes.loss, sizes.spread)
-        step = unit_steps.step_size(num_steps, noise, unit, self.kappa)
+        usual = unit_steps.default_kappa(self._shapes)
+        unit = unit_steps.unit_of_loss(sizes.loss, sizes.spread, usual)
+        kappa = usual if self.kappa is None else self.kappa
+        step = unit_steps.step_size(num_steps, noise, unit, kappa)
         rate = tf.where(moves, step, tf.zeros_like(step))
         self.learning_rate.assign(tf.cast(rate, self.learning_rate.dtype))
         return update_each(grads_and_vars)
