@@ -67,11 +67,22 @@ class Problem:
         optimizer = tff.learning.optimizers.build_sgdm(RATE)
         return tff.learning.algorithms.build_weighted_fed_avg(self.model_fn, optimizer)
 
+    def averaged(
+        self, adaptive: bool, clients_per_group: int | str = "auto"
+    ) -> tff.learning.templates.LearningProcess:
+        """This library's federated averaging without privacy, and SGD or ADADP on the clients."""
+        client = None if adaptive else tff.learning.optimizers.build_sgdm(RATE)
+        return federated.build_adaptive_fed_avg(
+            self.model_fn, client, clients_per_group=clients_per_group
+        )
+
     def adadp(self) -> tff.learning.templates.LearningProcess:
         """Adaptive federated averaging."""
-        return federated.build_adaptive_fed_avg(self.model_fn)
+        return self.averaged(adaptive=True)
 
-    def private(self, mechanism: str, adaptive: bool) -> tff.learning.templates.LearningProcess:
+    def private(
+        self, mechanism: str, adaptive: bool, clients_per_group: int | str = "auto"
+    ) -> tff.learning.templates.LearningProcess:
         """Federated averaging with privacy of users, and SGD or ADADP on the clients."""
         number = len(self.clients)
         privacy = federated.UserLevelPrivacy(
@@ -79,7 +90,9 @@ class Problem:
         )
         sgd = tff.learning.optimizers.build_sgdm(RATE)
         client = federated.build_adadp() if adaptive else sgd
-        return federated.build_dp_fed_avg(self.model_fn, client, privacy)
+        return federated.build_dp_fed_avg(
+            self.model_fn, client, privacy, clients_per_group=clients_per_group
+        )
 
     def plain(self) -> Callable[[int], None]:
         """SGD on one client after another, from tensors: the arithmetic and little else."""
@@ -135,6 +148,28 @@ class Rounds:
 
     def __call__(self, clients: Sequence[tf.data.Dataset]) -> None:
         self._state = self._process.next(self._state, list(clients)).state
+
+
+class Measured:
+    """A process that adds up the time of its rounds.
+
+    Attributes:
+      seconds: Of all rounds so far.
+    """
+
+    def __init__(self, process: tff.learning.templates.LearningProcess):
+        self._process = process
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+    def next(self, state: Any, clients: Sequence[tf.data.Dataset]) -> Any:
+        """A round."""
+        begun = time.perf_counter()
+        output = self._process.next(state, clients)
+        self.seconds += time.perf_counter() - begun
+        return output
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:

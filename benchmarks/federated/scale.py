@@ -1,13 +1,17 @@
 """How federated rounds scale: with the number of clients, with ADADP, and over time.
 
 No privacy claim: the data is random. Times are medians, and the steps that a table compares take
-turns in one run. Four parts, each a table:
+turns in one run. Six parts, each a table:
 
 - clients: seconds per round of TFF's `build_weighted_fed_avg` with SGD, against the number of
   clients. `plain` is the same arithmetic, client after client, from tensors in a `tf.function` of
   this process. `outside` is 1 - plain / TFF in CPU time of all processes, the share that is not
   the clients' arithmetic. Most of it prepares a client's graph and data set, which costs the same
   for one batch and for many.
+- groups: a round of many small clients, in TFF's `build_weighted_fed_avg` and in this library's
+  processes, whose clients are computed one by one or in groups.
+- train: what `federated.train` adds to its rounds: the journal, the state on the disk, ε, figures
+  for TensorBoard and a CSV file.
 - ratio: `build_adaptive_fed_avg` ÷ TFF's `build_weighted_fed_avg` with SGD on the same batches, so
   with the same number of gradients; for the network of the ADADP paper's CIFAR-10 experiment, in
   clients of 50 batches (the paper has 1,000), and for the small model of the other parts.
@@ -26,17 +30,21 @@ import argparse
 import collections
 import os
 import random
+import tempfile
+import time
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
+import federated
 from benchmarks import core
 from benchmarks.core import median_and_quartiles, quartiles, say
 from benchmarks.federated.rounds import (
     CLASSES,
     FEATURES,
     Images,
+    Measured,
     Problem,
     Rounds,
     add_problem_args,
@@ -99,6 +107,64 @@ def clients_part(args: argparse.Namespace) -> str:
             say(f"{number} clients: {seconds[0]} s")
     head = ["clients", "s per round", "quartiles", "plain, s", "outside", "quartiles"]
     return _table(head, lines)
+
+
+def groups_part(args: argparse.Namespace) -> str:
+    """A round of many small clients."""
+    problem = Problem(args, max(args.clients))
+    tffs = "TFF's FedAvg, SGD"
+    with local_context() as context:
+        processes = {
+            tffs: problem.sgd(),
+            "averaging, SGD, one by one": problem.averaged(False, 1),
+            "averaging, SGD, in groups": problem.averaged(False),
+            "averaging, ADADP, in groups": problem.averaged(True),
+            "DP-FedAvg, gaussian, SGD, in groups": problem.private("gaussian", False),
+            "DP-FedAvg, gaussian, ADADP, in groups": problem.private("gaussian", True),
+        }
+        rounds = {name: Rounds(process) for name, process in processes.items()}
+        steps = {name: lambda r=r: r(problem.clients) for name, r in rounds.items()}
+        plain = problem.plain()
+        steps["the same arithmetic alone, SGD"] = lambda: plain(len(problem.clients))
+        found = take_turns(steps, min(args.rounds, 5), context)
+    lines = [[name, *cells] for name, cells in _compared(found, tffs).items()]
+    head = ["process, clients' optimizer", "s per round", "quartiles", "÷ TFF's", "quartiles"]
+    words = []
+    for kind in ("averaging", "DP-FedAvg, gaussian"):
+        sgd, adadp = (found[f"{kind}, {name}, in groups"] for name in ("SGD", "ADADP"))
+        ratio, cpu = (
+            median_and_quartiles([a / b for a, b in zip(adadp[k], sgd[k])]) for k in (0, 1)
+        )
+        words.append(
+            f"{kind}: ADADP ÷ SGD {ratio[0]} ({ratio[1]}), in CPU time {cpu[0]} ({cpu[1]})."
+        )
+    return "\n\n".join([_table([*head, "÷ TFF's, CPU"], lines), *words])
+
+
+def train_part(args: argparse.Namespace) -> str:
+    """What `federated.train` costs beside its rounds."""
+    problem = Problem(args, 20)
+    names = [str(number) for number in range(20)]
+    own = []
+    with local_context():
+        process = Measured(problem.private("gaussian", adaptive=True))
+        sampler = federated.ClientSampler.poisson(names, process.privacy, 10_000)
+        with tempfile.TemporaryDirectory() as folder:
+
+            def train(rounds: int) -> float:
+                begun, before = time.perf_counter(), process.seconds
+                federated.train(
+                    *(process, lambda name: problem.clients[int(name)], sampler, rounds, folder),
+                    delta=1e-5,
+                    release_managers=federated.monitors(folder),
+                )
+                return time.perf_counter() - begun - (process.seconds - before)
+
+            train(2)
+            for turn in range(1, args.rounds + 1):
+                start = train(2 + 10 * (turn - 1))  # resumes and finds nothing to do
+                own.append((train(2 + 10 * turn) - start) / 10)
+    return _table(["s per round beside it", "quartiles"], [median_and_quartiles(own)])
 
 
 def ratio_part(args: argparse.Namespace) -> str:
@@ -176,6 +242,8 @@ def memory_part(args: argparse.Namespace) -> str:
 
 PARTS = {
     "clients": clients_part,
+    "groups": groups_part,
+    "train": train_part,
     "ratio": ratio_part,
     "processes": processes_part,
     "memory": memory_part,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +20,7 @@ from federated.clients.tff_types import check_optimizer, made_model
 ModelFn = Callable[[], tff.learning.models.VariableModel]
 REDUCE = tff.learning.LoopImplementation.DATASET_REDUCE
 # Runs a step on each batch of a data set, from a start; returns the last state.
-_Loop = Callable[[tf.data.Dataset, tuple, Callable[[tuple, Any], tuple]], tuple]
+Loop = Callable[[tf.data.Dataset, tuple, Callable[[tuple, Any], tuple]], tuple]
 
 
 def build_client_work(
@@ -62,16 +62,9 @@ def build_client_work(
     """
     check_optimizer("client_optimizer", client_optimizer)
     _check_enums(weighting, loop_implementation)
-    loop = _reduce if loop_implementation is REDUCE else _iterate
-    functional = isinstance(model_fn, tff.learning.models.FunctionalModel)
-    with tf.Graph().as_default():  # keeps the model's variables out of the caller's graph
-        model = made_model(model_fn)
-        finalizers = model.finalize_metrics if functional else model.metric_finalizers()
-        aggregate_metrics = (metrics_aggregator or tff.learning.metrics.sum_then_finalize)(
-            finalizers
-        )
-        weights_type = _weights_type(model)
-        data_type = tff.SequenceType(tff.types.tensorflow_to_type(model.input_spec))
+    loop = _reduce if loop_implementation is REDUCE else iterate
+    described = describe_model(model_fn, metrics_aggregator)
+    weights_type, data_type = described.weights_type, tff.SequenceType(described.batch_type)
 
     @tff.tensorflow.computation
     def initial_hparams() -> Any:
@@ -80,24 +73,74 @@ def build_client_work(
 
     @tff.tensorflow.computation(initial_hparams.type_signature.result, weights_type, data_type)
     def client_update(hparams: Any, initial_weights: Any, dataset: tf.data.Dataset) -> tuple:
-        if functional:
-            train = _training_of_functional(model_fn, client_optimizer, loop)
-        else:
-            train = _training_of_variables(model_fn(), client_optimizer, loop)
-        return _build_update(train, client_optimizer, weighting)(hparams, initial_weights, dataset)
+        update = build_update(made_model(model_fn), client_optimizer, weighting, loop)
+        return update(hparams, initial_weights, dataset)
 
-    return _build_process(initial_hparams, client_update, aggregate_metrics)
+    return _build_process(initial_hparams, client_update, described.measure)
+
+
+class ModelDescription(NamedTuple):
+    """What the computations around a model need to know of it.
+
+    Attributes:
+      weights_type: The TFF type of its weights, as `tff.learning.models.ModelWeights`.
+      batch_type: The TFF type of a batch.
+      measure: Called inside a federated computation with the clients' metrics and their parts of
+        the report (see `build_update`); returns the measurements of the round.
+    """
+
+    weights_type: tff.Type
+    batch_type: tff.Type
+    measure: Callable[[Any, Any], Any]
+
+
+def describe_model(
+    model_fn: ModelFn | tff.learning.models.FunctionalModel,
+    metrics_aggregator: Callable[..., Any] | None,
+) -> ModelDescription:
+    """Describes a model; for the arguments see `build_client_work`."""
+    with tf.Graph().as_default():  # keeps the model's variables out of the caller's graph
+        model = made_model(model_fn)
+        functional = isinstance(model, tff.learning.models.FunctionalModel)
+        finalizers = model.finalize_metrics if functional else model.metric_finalizers()
+        aggregate = (metrics_aggregator or tff.learning.metrics.sum_then_finalize)(finalizers)
+        batch_type = tff.types.tensorflow_to_type(model.input_spec)
+        return ModelDescription(_weights_type(model), batch_type, _measurements(aggregate))
+
+
+def build_update(
+    model: tff.learning.models.VariableModel | tff.learning.models.FunctionalModel,
+    optimizer: tff.learning.optimizers.Optimizer,
+    weighting: tff.learning.ClientWeighting,
+    loop: Loop,
+) -> tf.types.experimental.GenericFunction:
+    """Builds what one client computes; called in the graph that computes it.
+
+    Args:
+      model: The model, made in this graph.
+      optimizer: The optimizer of local training.
+      weighting: The weight of a client's update.
+      loop: Runs a step on each batch of a data set, from a start, and returns the last state.
+
+    Returns:
+      A `tf.function` of the optimizer's hyperparameters, the weights that the client received, and its
+      data set. It returns the client's `tff.learning.templates.ClientResult`, its metrics before
+      finalization, and its part of the report (see `contribution`; empty without a report).
+    """
+    if isinstance(model, tff.learning.models.FunctionalModel):
+        train = _training_of_functional(model, optimizer, loop)
+    else:
+        train = _training_of_variables(model, optimizer, loop)
+    return _build_update(train, optimizer, weighting)
 
 
 def _build_process(
-    initial_hparams: tff.Computation, client_update: tff.Computation, aggregate_metrics: Any
+    initial_hparams: tff.Computation,
+    client_update: tff.Computation,
+    measure: Callable[[Any, Any], Any],
 ) -> tff.learning.templates.ClientWorkProcess:
     """Builds the federated computations around a client's own computation."""
     hparams_type, weights_type, data_type = client_update.type_signature.parameter
-    sums_type = client_update.type_signature.result[2]
-    sum_reports = len(sums_type) > 0
-    if sum_reports:
-        summarize = tff.tensorflow.computation(summary, sums_type)
 
     @tff.federated_computation
     def initialize() -> Any:
@@ -112,10 +155,7 @@ def _build_process(
         result, metrics, reports = tff.federated_map(
             client_update, (tff.federated_broadcast(hparams), weights, client_data)
         )
-        measurements = collections.OrderedDict(train=aggregate_metrics(metrics))
-        if sum_reports:
-            measurements["optimizer"] = tff.federated_map(summarize, tff.federated_sum(reports))
-        return tff.templates.MeasuredProcessOutput(hparams, result, tff.federated_zip(measurements))
+        return tff.templates.MeasuredProcessOutput(hparams, result, measure(metrics, reports))
 
     @tff.tensorflow.computation(hparams_type)
     def get_hparams(state: Any) -> Any:
@@ -131,11 +171,25 @@ def _build_process(
     )
 
 
+def _measurements(aggregate_metrics: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """Builds, inside a federated computation, what a round reports of its clients."""
+
+    def measure(metrics: Any, reports: Any) -> Any:
+        measurements = collections.OrderedDict(train=aggregate_metrics(metrics))
+        sums_type = reports.type_signature.member
+        if len(sums_type) > 0:
+            summarize = tff.tensorflow.computation(summary, sums_type)
+            measurements["optimizer"] = tff.federated_map(summarize, tff.federated_sum(reports))
+        return tff.federated_zip(measurements)
+
+    return measure
+
+
 def _build_update(
     train: Callable[..., tuple],
     optimizer: tff.learning.optimizers.Optimizer,
     weighting: tff.learning.ClientWeighting,
-) -> Callable[..., tuple]:
+) -> tf.types.experimental.GenericFunction:
     """Builds a client's computation: its weighted update, its metrics, its part of the report."""
 
     @tf.function
@@ -163,7 +217,7 @@ def _build_update(
 def _training_of_variables(
     model: tff.learning.models.VariableModel,
     optimizer: tff.learning.optimizers.Optimizer,
-    loop: _Loop,
+    loop: Loop,
 ) -> Callable[..., tuple]:
     """Builds local training of a `VariableModel`, whose variables hold weights and metrics."""
     weights = tff.learning.models.ModelWeights.from_model(model)
@@ -202,7 +256,7 @@ def _training_of_variables(
 def _training_of_functional(
     model: tff.learning.models.FunctionalModel,
     optimizer: tff.learning.optimizers.Optimizer,
-    loop: _Loop,
+    loop: Loop,
 ) -> Callable[..., tuple]:
     """Builds local training of a `FunctionalModel`, whose weights and metrics are tensors."""
 
@@ -258,7 +312,8 @@ def _reduce(dataset: tf.data.Dataset, start: tuple, step: Callable[[tuple, Any],
     return dataset.reduce(start, step)
 
 
-def _iterate(dataset: tf.data.Dataset, start: tuple, step: Callable[[tuple, Any], tuple]) -> tuple:
+def iterate(dataset: tf.data.Dataset, start: tuple, step: Callable[[tuple, Any], tuple]) -> tuple:
+    """Runs a step on each batch; inside a graph it costs a client far less than `reduce` does."""
     state = start
     for batch in iter(dataset):
         state = step(state, batch)

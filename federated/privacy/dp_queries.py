@@ -90,6 +90,41 @@ class GaussianSum(tfp.GaussianSumQuery):
         return noisy, global_state, event
 
 
+class SumOfGroups(tfp.SumAggregationDPQuery):
+    """A query whose records are the sums of whole groups of clients.
+
+    A group of clients starts with `inner.initial_sample_state`, adds each client's update to it
+    with `inner.accumulate_record`, which clips, and sends only the end of that. This query adds up
+    what the groups sent, and leaves the rest to `inner`.
+
+    Guarantee: that of `inner`. Its sample state is the sum of what it makes of each record, in
+    whatever order they are added; it is released by the same `inner.get_noised_result`, so with the
+    same noise, added once. The number of groups enters nowhere.
+
+    Args:
+      inner: A query for sums, which makes no difference between clients.
+    """
+
+    def __init__(self, inner: tfp.SumAggregationDPQuery):
+        self._inner = inner
+
+    def initial_global_state(self) -> Any:
+        """That of `inner`, as is the next state."""
+        return self._inner.initial_global_state()
+
+    def derive_sample_params(self, global_state: Any) -> Any:
+        """What a group needs for `inner.accumulate_record`."""
+        return self._inner.derive_sample_params(global_state)
+
+    def get_noised_result(self, sample_state: Any, global_state: Any) -> tuple:
+        """That of `inner` for all clients of all groups."""
+        return self._inner.get_noised_result(sample_state, global_state)
+
+    def derive_metrics(self, global_state: Any) -> collections.OrderedDict:
+        """Those of `inner`."""
+        return self._inner.derive_metrics(global_state)
+
+
 class _QuantileEstimator(tfp.QuantileEstimatorQuery):
     """Counts the norms below an estimate, with the noise of `GaussianSum`."""
 

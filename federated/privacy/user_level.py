@@ -152,6 +152,24 @@ class UserLevelPrivacy:
         """
         return _NoisyMeanFactory(self)
 
+    def query_for(self, value_type: Any) -> tfp.SumAggregationDPQuery:
+        """The TF Privacy query for updates of a TFF type.
+
+        Raises:
+          TypeError: If updates are not float32, or their shapes are unknown.
+          ValueError: If the model has no trainable weights.
+        """
+        specs = tf.nest.flatten(tff.types.type_to_tf_tensor_specs(value_type))
+        if not specs:
+            raise ValueError("The model must have trainable weights. Received: none")
+        for spec in specs:
+            if spec.dtype != tf.float32 or not spec.shape.is_fully_defined():
+                raise TypeError(
+                    "Client updates must be float32 tensors of known shapes. Build the model with "
+                    f"float32 weights. Received: {spec!r}"
+                )
+        return self.query(sum(spec.shape.num_elements() for spec in specs))
+
     def query(self, size: int) -> tfp.SumAggregationDPQuery:
         """The TF Privacy query for updates of `size` values."""
         if self.mechanism == "tree":
@@ -183,21 +201,6 @@ class _NoisyMeanFactory(tff.aggregators.UnweightedAggregationFactory):
         self._privacy = privacy
 
     def create(self, value_type: Any) -> tff.templates.AggregationProcess:
-        """See the base class.
-
-        Raises:
-          TypeError: If updates are not float32, or their shapes are unknown.
-          ValueError: If the model has no trainable weights.
-        """
-        specs = tf.nest.flatten(tff.types.type_to_tf_tensor_specs(value_type))
-        if not specs:
-            raise ValueError("The model must have trainable weights. Received: none")
-        for spec in specs:
-            if spec.dtype != tf.float32 or not spec.shape.is_fully_defined():
-                raise TypeError(
-                    "Client updates must be float32 tensors of known shapes. Build the model with "
-                    f"float32 weights. Received: {spec!r}"
-                )
-        query = self._privacy.query(sum(spec.shape.num_elements() for spec in specs))
-        factory = tff.aggregators.DifferentiallyPrivateFactory(query)
-        return factory.create(value_type)
+        """See the base class, and `UserLevelPrivacy.query_for` for its errors."""
+        query = self._privacy.query_for(value_type)
+        return tff.aggregators.DifferentiallyPrivateFactory(query).create(value_type)

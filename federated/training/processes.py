@@ -16,6 +16,8 @@ from federated.clients.preconditioner import ClientPreconditioner
 from federated.clients.tff_types import check_optimizer
 from federated.privacy.user_ledger import UserLedger
 from federated.privacy.user_level import UserLevelPrivacy
+from federated.training import grouped
+from tf_adaptive_dp import checks
 
 Model = Union[Callable[[], tff.learning.models.VariableModel], tff.learning.models.FunctionalModel]
 
@@ -64,6 +66,7 @@ def build_adaptive_fed_avg(
     model_distributor: tff.learning.templates.DistributionProcess | None = None,
     model_aggregator: tff.aggregators.WeightedAggregationFactory | None = None,
     metrics_aggregator: Callable[..., Any] | None = None,
+    clients_per_group: int | str = "auto",
 ) -> tff.learning.templates.LearningProcess:
     """Builds federated averaging whose clients adapt their learning rates, without privacy.
 
@@ -84,6 +87,10 @@ def build_adaptive_fed_avg(
       model_aggregator: `None` takes the mean.
       metrics_aggregator: The aggregator of the clients' metrics; `None` takes
         `tff.learning.metrics.sum_then_finalize`.
+      clients_per_group: The largest number of clients that are trained one after another in one
+        computation of TFF, which costs far less than a computation of each; the result is the same
+        up to rounding. `"auto"` chooses it by the size of the cohort, and 1 if `model_aggregator`,
+        `model_distributor` or `metrics_aggregator` is given, which may tell clients apart.
 
     Returns:
       A learning process. Its metrics have `client_work`: `train`, and `optimizer` with the clients'
@@ -97,6 +104,12 @@ def build_adaptive_fed_avg(
         client_optimizer = build_adadp()
     if server_optimizer is None:
         server_optimizer = tff.learning.optimizers.build_sgdm(learning_rate=1.0)
+    in_groups = _in_groups(
+        clients_per_group,
+        model_aggregator=model_aggregator,
+        model_distributor=model_distributor,
+        metrics_aggregator=metrics_aggregator,
+    )
     if model_aggregator is None:
         model_aggregator = tff.aggregators.MeanFactory(no_nan_division=True)
     if not isinstance(model_aggregator, tff.aggregators.WeightedAggregationFactory):
@@ -110,7 +123,16 @@ def build_adaptive_fed_avg(
     client_work = build_client_work(
         model_fn, client_optimizer, weighting, metrics_aggregator=metrics_aggregator
     )
-    return _composed(model_fn, client_work, model_aggregator, server_optimizer, model_distributor)
+    process, parts = _composed(
+        model_fn, client_work, model_aggregator, server_optimizer, model_distributor
+    )
+    if not in_groups:
+        return process
+    rounds = grouped.build_grouped_next(
+        *(model_fn, client_optimizer, weighting, process.next, parts),
+        grouped.mean(parts.update_type),
+    )
+    return _with_next(process, grouped.GroupedRounds(process.next, rounds, clients_per_group))
 
 
 def build_dp_fed_avg(
@@ -123,6 +145,7 @@ def build_dp_fed_avg(
     client_metrics: bool = False,
     model_distributor: tff.learning.templates.DistributionProcess | None = None,
     metrics_aggregator: Callable[..., Any] | None = None,
+    clients_per_group: int | str = "auto",
 ) -> PrivateLearningProcess:
     """Builds federated averaging with user-level differential privacy.
 
@@ -161,6 +184,9 @@ def build_dp_fed_avg(
       model_distributor: `None` takes a plain broadcast.
       metrics_aggregator: The aggregator of the clients' metrics; `None` takes
         `tff.learning.metrics.sum_then_finalize`.
+      clients_per_group: See `build_adaptive_fed_avg`. Each client's update is still clipped on its
+        own, and the noise is the same. `"auto"` takes 1 if `model_distributor` is given, or
+        `metrics_aggregator` with `client_metrics`.
 
     Returns:
       A learning process. Its metrics have `aggregator`, with the clip of the next round, which is
@@ -168,7 +194,7 @@ def build_dp_fed_avg(
 
     Raises:
       TypeError: if `privacy`, `preconditioner` or an optimizer is something else.
-      ValueError: if there is side information in two places.
+      ValueError: if there is side information in two places, or `clients_per_group` is impossible.
     """
     if not isinstance(privacy, UserLevelPrivacy):
         raise TypeError(f"`privacy` must be a `UserLevelPrivacy`. Received: privacy={privacy!r}")
@@ -183,17 +209,51 @@ def build_dp_fed_avg(
     if server_optimizer is None:
         server_optimizer = tff.learning.optimizers.build_sgdm(learning_rate=1.0, momentum=0.9)
     side_information = _the_one_side_information(client_optimizer, preconditioner, server_optimizer)
+    in_groups = _in_groups(
+        clients_per_group,
+        model_distributor=model_distributor,
+        metrics_aggregator=metrics_aggregator if client_metrics else None,
+    )
+    weighting = tff.learning.ClientWeighting.UNIFORM
     client_work = build_client_work(
-        model_fn,
-        client_optimizer,
-        tff.learning.ClientWeighting.UNIFORM,
-        metrics_aggregator=metrics_aggregator,
+        model_fn, client_optimizer, weighting, metrics_aggregator=metrics_aggregator
     )
     if not client_metrics:
         client_work = _without_measurements(client_work)
     weighted = tff.aggregators.as_weighted_aggregator(factory)  # which ignores the weights
-    process = _composed(model_fn, client_work, weighted, server_optimizer, model_distributor)
+    process, parts = _composed(model_fn, client_work, weighted, server_optimizer, model_distributor)
+    if in_groups:
+        query = privacy.query_for(parts.update_type)
+        rounds = grouped.build_grouped_next(
+            *(model_fn, client_optimizer, weighting, process.next, parts),
+            grouped.noisy_sum(query, parts.update_type, preconditioner),
+            measured=client_metrics,
+        )
+        rounds = grouped.GroupedRounds(process.next, rounds, clients_per_group)
+        process = _with_next(process, rounds)
     return PrivateLearningProcess(process, privacy, side_information)
+
+
+def _in_groups(clients_per_group: int | str, **given: Any) -> bool:
+    """Whether to compute clients in groups, where `given` may tell them apart unless it is `None`.
+
+    Raises:
+      TypeError, ValueError: If `clients_per_group` is neither `"auto"` nor an integer above 0, or
+        if there shall be groups and cannot be.
+    """
+    automatic = isinstance(clients_per_group, str)
+    if automatic:
+        checks.choice("clients_per_group", clients_per_group, ("auto",))
+    elif checks.integer("clients_per_group", clients_per_group, 1) == 1:
+        return False
+    custom = [name for name, value in given.items() if value is not None]
+    if custom and not automatic:
+        raise ValueError(
+            "`clients_per_group` must be 1 or 'auto' with a "
+            f"{' and a '.join(f'`{name}`' for name in custom)} of your own, which may want to see "
+            f"single clients. Received: clients_per_group={clients_per_group!r}"
+        )
+    return not custom
 
 
 def _the_one_side_information(
@@ -268,7 +328,7 @@ def _composed(
     model_aggregator: tff.aggregators.WeightedAggregationFactory,
     server_optimizer: tff.learning.optimizers.Optimizer,
     model_distributor: tff.learning.templates.DistributionProcess | None,
-) -> tff.learning.templates.LearningProcess:
+) -> tuple[tff.learning.templates.LearningProcess, grouped.ServerParts]:
     """Composes distributor, clients, aggregator and server optimizer to a learning process."""
     check_optimizer("server_optimizer", server_optimizer)
 
@@ -284,10 +344,27 @@ def _composed(
     weights_type = initial_weights.type_signature.result
     if model_distributor is None:
         model_distributor = tff.learning.templates.build_broadcast_process(weights_type)
-    return tff.learning.templates.compose_learning_process(
+    finalizer = tff.learning.templates.build_apply_optimizer_finalizer(
+        server_optimizer, weights_type
+    )
+    process = tff.learning.templates.compose_learning_process(
         initial_weights,
         model_distributor,
         client_work,
         model_aggregator.create(weights_type.trainable, tff.TensorType(np.float32)),
-        tff.learning.templates.build_apply_optimizer_finalizer(server_optimizer, weights_type),
+        finalizer,
+    )
+    return process, grouped.ServerParts(model_distributor, finalizer, weights_type.trainable)
+
+
+def _with_next(
+    process: tff.learning.templates.LearningProcess, next_fn: tff.Computation
+) -> tff.learning.templates.LearningProcess:
+    return tff.learning.templates.LearningProcess(
+        process.initialize,
+        next_fn,
+        process.get_model_weights,
+        process.set_model_weights,
+        get_hparams_fn=process.get_hparams,
+        set_hparams_fn=process.set_hparams,
     )

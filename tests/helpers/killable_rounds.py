@@ -8,6 +8,7 @@ TensorFlow's runtime before the fork, since its threads would not be in the chil
 import dataclasses
 import json
 import os
+import pathlib
 import signal
 import sys
 from collections import OrderedDict
@@ -156,8 +157,6 @@ def train(folder, rounds, mechanism="gaussian", failing=(), **kwargs):
 
 def kill_at(moment):
     """Ends this process at the so-manieth moment where something outside of it changes."""
-    import tensorflow as tf
-
     left = [moment]
 
     def tick():
@@ -177,8 +176,8 @@ def kill_at(moment):
         setattr(owner, name, hooked)
 
     hook(os, "pwrite")
-    hook(tf.io.gfile, "rename")
-    hook(tf.io.gfile, "rmtree")
+    hook(pathlib.Path, "rename")
+    hook(pathlib.Path, "unlink")
     hook(sys.modules[__name__], "append")
 
 

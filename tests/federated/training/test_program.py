@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import csv
 import dataclasses
+import json
 import os
 import random
 import shutil
@@ -30,7 +31,7 @@ from federated.runtime.connection import WorkerLostError
 from federated.training import monitor, program
 from federated.training.processes import build_adaptive_fed_avg, build_dp_fed_avg
 from federated.training.run import Run
-from federated.training.saved_states import SavedStates
+from federated.training.saved_states import SavedStates, wait
 from tests.helpers import ROOT, real_rounds
 from tests.helpers import killable_rounds as rounds
 
@@ -146,7 +147,7 @@ def kill_at_moments(injector, folder, mechanism, moments):
     # None was forgotten: each that is in the model was released.
     _, _, released = check_record(rounds.record(folder), mechanism)
     assert len(released) == trained.num_finished
-    assert not list((folder / "run/secret/states").glob("*_temp*"))
+    assert not list((folder / "run/secret/states").glob("*.new"))
 
 
 LOST = pytest.mark.filterwarnings("ignore:.*were begun whose results")
@@ -156,7 +157,7 @@ LOST = pytest.mark.filterwarnings("ignore:.*were begun whose results")
 @LOST
 @pytest.mark.parametrize(
     "mechanism, moments",
-    [("gaussian", range(22)), ("tree", range(1, 22, 6)), (None, range(1, 22, 6))],
+    [("gaussian", range(24)), ("tree", range(1, 24, 6)), (None, range(1, 24, 6))],
 )
 def test_a_run_may_be_killed_at_every_moment(injector, tmp_path, mechanism, moments):
     # One run, ended again and again, each time a moment later: so at the moments of its beginning,
@@ -168,7 +169,7 @@ def test_a_run_may_be_killed_at_every_moment(injector, tmp_path, mechanism, mome
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism", ["gaussian", "tree", None])
 def test_a_run_may_be_killed_at_every_moment_of_three_rounds(injector, tmp_path, mechanism):
-    kill_at_moments(injector, tmp_path, mechanism, range(52))
+    kill_at_moments(injector, tmp_path, mechanism, range(60))
 
 
 def test_a_run_goes_on_from_its_last_round(tmp_path):
@@ -205,16 +206,14 @@ def test_each_step_of_a_round_is_on_the_disk_before_the_next_one(tmp_path, monke
     rounds.train(tmp_path, 1)
     note(os, "pwrite", lambda file, line, place: line[:10].decode())
     note(os, "fsync", lambda file: f"sync {path(file)}")
-    note(tf.io.gfile, "rename", lambda old, new, **_: f"rename {Path(new).name}")
+    note(Path, "rename", lambda old, new: f"rename {new.name}")
     monkeypatch.setattr(rounds, "append", lambda folder, **entry: steps.append(entry["event"]))
     rounds.train(tmp_path, 2)
 
     del steps[: steps.index('{"begun": ')]  # what is done when the run goes on
-    assert steps[:5] == ['{"begun": ', "sync journal", "began", "ended", "rename round_2"]
-    files = ["saved_model.pb", "fingerprint.pb", "variables/variables.index"]
-    files += ["variables/variables.data-00000-of-00001", "variables", "assets"]
-    whole = {f"sync states/round_2/{file}" for file in files}
-    assert set(steps[5:-3]) == whole | {"sync states/round_2", "sync states"}
+    assert steps[:4] == ['{"begun": ', "sync journal", "began", "ended"]
+    saved = ["sync states/round_2.new", "rename round_2.state", "sync states"]
+    assert steps[4:-3] == saved
     assert steps[-3:] == ["released", '{"released', "sync journal"]
 
 
@@ -434,47 +433,87 @@ def states(folder):
 
 def test_a_damaged_state_is_an_error(tmp_path):
     rounds.train(tmp_path, 2)
-    for name in ("variables/variables.data-00000-of-00001", "saved_model.pb"):
-        path = states(tmp_path) / "round_2" / name
-        content = path.read_bytes()
-        for wrong in [content[: len(content) // 2], b""]:
-            path.write_bytes(wrong)
-            with pytest.raises(ValueError, match="saved state cannot be read.*round_2"):
-                rounds.train(tmp_path, 3)
-        path.write_bytes(content)
+    path = states(tmp_path) / "round_2.state"
+    content = path.read_bytes()
+    for wrong in [content[: len(content) // 2], content[:-1], content + b"0", b""]:
+        path.write_bytes(wrong)
+        with pytest.raises(ValueError, match="saved state cannot be read.*round_2"):
+            rounds.train(tmp_path, 3)
+    path.write_bytes(content)
     assert rounds.train(tmp_path, 3)[2:4] == (3, 3)
 
 
+STATE = {
+    "weights": np.linspace(0, 1, 2000, dtype=np.float32).reshape(2, 1000),
+    "text": "a\0",
+    "n": 3,
+    "half": tf.constant([1.5, -2.0], tf.bfloat16).numpy(),
+    "nothing": (np.zeros([0, 2], np.float64), ()),
+    "flag": np.True_,
+}
+RECORD = {"finished": 1, "ledger": [0.1, None], "figures": {"loss": float("nan")}}
+
+
+def assert_loaded(state, record):
+    assert repr(record) == repr(RECORD)
+    assert (state["text"], state["n"], state["flag"]) == (b"a\0", 3, True)
+    for name in ("weights", "half"):
+        np.testing.assert_array_equal(state[name], STATE[name])
+        assert state[name].dtype == STATE[name].dtype and state[name].flags.writeable
+    assert state["nothing"][0].shape == (0, 2) and state["nothing"][1] == ()
+
+
 def test_a_state_is_as_it_was_saved_or_refused(tmp_path):
-    state = {"weights": np.linspace(0, 1, 2000, dtype=np.float32), "text": "abc", "n": 3}
-    record = {"finished": 1, "ledger": [0.1, None]}
     saved = SavedStates(tmp_path)
-    saved.save(1, state, record)
-    rng, refused = np.random.default_rng(0), 0
-    for name in ("variables/variables.data-00000-of-00001", "saved_model.pb"):
-        path = tmp_path / "round_1" / name
-        content = path.read_bytes()
-        for place in rng.integers(len(content), size=12):
-            damaged = bytearray(content)
-            damaged[place] ^= 1 << int(rng.integers(8))
-            path.write_bytes(bytes(damaged))
-            try:
-                loaded, what = saved.load(1, state)
-            except ValueError as error:
-                assert "saved state cannot be read" in str(error)
-                refused += 1
-            else:  # the bit was in something that does not count, such as a name
-                assert what == record and (loaded["text"], loaded["n"]) == (b"abc", 3)
-                np.testing.assert_array_equal(loaded["weights"], state["weights"])
-        path.write_bytes(content)
-    assert refused >= 10  # almost all of the first file is weights
-    assert saved.load(1, state)[1] == record
+    saved.save(1, STATE, RECORD)
+    path = tmp_path / "round_1.state"
+    assert path.stat().st_mode & 0o777 == 0o600
+    content = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for place in [0, 1, len(content) - 1, *rng.integers(len(content), size=50)]:
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(bytes(damaged))
+        with pytest.raises(ValueError, match="saved state cannot be read"):
+            saved.load(1, STATE)
+    path.write_bytes(content)
+    assert_loaded(*saved.load(1, STATE))
+    with pytest.raises(ValueError, match="saved state cannot be read"):
+        saved.load(1, STATE | {"z": 1})
+    with pytest.raises(TypeError, match="numbers, texts, and arrays of numbers"):
+        saved.save(2, {"what": object()}, RECORD)
+    assert saved.latest() == 1
+
+
+def test_the_two_newest_states_are_kept_and_unfinished_ones_removed(tmp_path):
+    saved = SavedStates(tmp_path)
+    for number in (1, 2, 4):
+        saved.save(number, STATE, RECORD)
+    (tmp_path / "round_5.new").write_bytes(b"unfinished")
+    (tmp_path / "round_5_temp").mkdir()
+    assert SavedStates(tmp_path).latest() == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["round_2.state", "round_4.state"]
+
+
+def test_states_of_earlier_versions_are_read_and_replaced(tmp_path):
+    manager = tff.program.FileProgramStateManager(tmp_path, "round_")
+    old = {key: value for key, value in STATE.items() if key != "half"}
+    wait(manager.save({"state": old, "record": json.dumps(RECORD)}, 3))
+    saved = SavedStates(tmp_path)
+    assert saved.latest() == 3
+    saved.sync(3)
+    state, record = saved.load(3, old)
+    np.testing.assert_array_equal(state["weights"], STATE["weights"])
+    assert repr(record) == repr(RECORD)
+    for number in (4, 5):
+        saved.save(number, state, record)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["round_4.state", "round_5.state"]
 
 
 @pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
 def test_rounds_whose_state_vanished_stay_counted(tmp_path, mechanism):
     rounds.train(tmp_path, 3, mechanism)
-    shutil.rmtree(states(tmp_path) / "round_3")
+    (states(tmp_path) / "round_3.state").unlink()
     with pytest.warns(UserWarning, match="^1 rounds"):
         trained = rounds.train(tmp_path, 4, mechanism)
     assert (trained.ledger.num_releases, trained.num_finished) == (4, 3)

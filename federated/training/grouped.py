@@ -1,0 +1,362 @@
+"""Rounds whose clients are computed in groups: the same rounds, for a tenth of the time.
+
+TFF prepares a graph and a data set for each client, which takes ten times as long as the arithmetic
+of a small one. Here a TFF client is a group of clients, whose serialized data sets it receives as a
+vector of strings. A loop in its graph trains them one after another, each from the server's weights
+and with a new optimizer state, and adds their updates up. Clipping, dividing by a preconditioner
+and weighting happen in this loop, per client; what leaves a group are sums.
+
+That is possible where the server needs nothing but sums over clients: the mean, and all DP queries
+of this library. The state of a process is the same with and without groups, so they can take turns.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_federated as tff
+import tensorflow_privacy as tfp
+
+from federated.clients.client_work import build_update, describe_model, iterate
+from federated.clients.preconditioner import ClientPreconditioner
+from federated.clients.tff_types import made_model
+from federated.privacy.dp_queries import SumOfGroups
+
+_MOST_CLIENTS = 64  # of a group, unless asked for more: a group costs as much as 10 such clients
+_GROUPS_PER_CORE = 2  # so that one slow group does not leave the other cores idle for long
+_GROUP = tff.TensorType(np.str_, [None])
+
+
+class GroupSum(NamedTuple):
+    """How a group adds up what its clients send, and what the server does with the sums.
+
+    Attributes:
+      process: The server's part. `next` takes its state, and a value and a weight of each group.
+      derive: Called inside a federated computation with the state of `process`; returns what `add`
+        needs from the server.
+      zero: Returns the sums of no clients.
+      add: Maps what `derive` returned, the sums so far and a client's
+        `tff.learning.templates.ClientResult` to the sums with this client.
+      finish: Maps the sums of a group to its value and weight.
+    """
+
+    process: tff.templates.AggregationProcess
+    derive: Callable[[Any], Any]
+    zero: Callable[[], Any]
+    add: Callable[[Any, Any, Any], Any]
+    finish: Callable[[Any], tuple[Any, Any]]
+
+
+class ServerParts(NamedTuple):
+    """The parts of a composed process that are the same with and without groups.
+
+    Attributes:
+      distributor: Sends the weights.
+      finalizer: Applies the aggregated update.
+      update_type: The TFF type of a client's update.
+    """
+
+    distributor: tff.learning.templates.DistributionProcess
+    finalizer: tff.learning.templates.FinalizerProcess
+    update_type: tff.Type
+
+
+def mean(update_type: tff.Type) -> GroupSum:
+    """The weighted mean of the clients' updates, as `tff.aggregators.MeanFactory` computes it.
+
+    A group sends the mean of its clients with the sum of their weights, and zeros if that is 0.
+
+    Args:
+      update_type: The TFF type of an update.
+    """
+    factory = tff.aggregators.MeanFactory(no_nan_division=True)
+
+    def zero() -> tuple:
+        return _zeros(tff.types.type_to_tf_tensor_specs(update_type)), tf.zeros([])
+
+    def add(_: Any, sums: tuple, result: Any) -> tuple:
+        weight = result.update_weight
+        update = tf.nest.map_structure(lambda s, u: s + weight * u, sums[0], result.update)
+        return update, sums[1] + weight
+
+    def finish(sums: tuple) -> tuple:
+        update, weight = sums
+        return tf.nest.map_structure(lambda s: tf.math.divide_no_nan(s, weight), update), weight
+
+    return GroupSum(
+        factory.create(update_type, tff.TensorType(np.float32)),
+        derive=lambda state: tff.federated_value(0.0, tff.SERVER),  # nothing
+        zero=zero,
+        add=add,
+        finish=finish,
+    )
+
+
+def noisy_sum(
+    query: tfp.SumAggregationDPQuery,
+    update_type: tff.Type,
+    preconditioner: ClientPreconditioner | None = None,
+) -> GroupSum:
+    """The sum that a DP query clips and adds noise to.
+
+    Guarantee: that of the query. Each client's update goes through `query.accumulate_record` on its
+    own (after it was divided by the preconditioner), so it is clipped, counted, and replaced by
+    zeros if it is not finite, as if it had been sent alone. See `SumOfGroups` for the noise.
+
+    Args:
+      query: A query for sums.
+      update_type: The TFF type of an update.
+      preconditioner: Divides each update before it is clipped.
+    """
+    specs = tff.types.type_to_tf_tensor_specs(update_type)
+
+    def zero() -> Any:
+        return query.initial_sample_state(specs)
+
+    sums_type = tff.tensorflow.computation(zero).type_signature.result
+    factory = tff.aggregators.DifferentiallyPrivateFactory(SumOfGroups(query))
+    weighted = tff.aggregators.as_weighted_aggregator(factory)  # which ignores the weights
+    process = weighted.create(sums_type, tff.TensorType(np.float32))
+    state_type = process.initialize.type_signature.result.member
+    params = tff.tensorflow.computation(query.derive_sample_params, state_type.query_state)
+
+    def add(params: Any, sums: Any, result: Any) -> Any:
+        update = result.update
+        if preconditioner is not None:
+            parts = preconditioner.precondition(tf.nest.flatten(update))
+            update = tf.nest.pack_sequence_as(update, parts)
+        return query.accumulate_record(params, sums, update)
+
+    return GroupSum(
+        process,
+        derive=lambda state: tff.federated_map(params, state.query_state),
+        zero=zero,
+        add=add,
+        finish=lambda sums: (sums, tf.zeros([])),
+    )
+
+
+class GroupedRounds(tff.Computation):
+    """The `next` of a learning process that computes clients in groups.
+
+    It takes the same arguments and returns the same as the `next` of the process without groups,
+    whose type signature it has, up to the order in which floating-point numbers are added.
+
+    Clients' data that are not a list of `tf.data.Dataset`s (such as lists of elements), and calls
+    inside another computation, run without groups.
+
+    Attributes:
+      single: `next` without groups.
+      grouped: `next` with vectors of serialized data sets.
+
+    Args:
+      single: `next` without groups.
+      grouped: `next` with the serialized data sets of groups in place of the clients' data sets.
+      clients_per_group: The largest number of clients of a group, or `"auto"`.
+    """
+
+    def __init__(
+        self, single: tff.Computation, grouped: tff.Computation, clients_per_group: int | str
+    ):
+        self.single, self.grouped = single, grouped
+        self._clients_per_group = clients_per_group
+
+    @property
+    def type_signature(self) -> tff.FunctionType:
+        """The types of `next` without groups."""
+        return self.single.type_signature
+
+    def __hash__(self) -> int:
+        return hash(self.single)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a round of a state and the clients' data."""
+        given = dict(zip(("state", "client_data"), args), **kwargs)
+        data: Any = given.get("client_data")
+        usable = isinstance(data, (list, tuple)) and tf.executing_eagerly()
+        if len(given) != 2 or not usable or not all(isinstance(d, tf.data.Dataset) for d in data):
+            return self.single(*args, **kwargs)
+        serialized = self._serialized(data)
+        number = num_groups(len(serialized), self._clients_per_group)
+        return self.grouped(given["state"], groups_of(serialized, number))
+
+    def _serialized(self, datasets: Sequence[tf.data.Dataset]) -> list[bytes]:
+        expected = self.type_signature.parameter[1].member
+        found = []
+        for dataset in datasets:
+            expected.check_assignable_from(
+                tff.SequenceType(tff.types.tensorflow_to_type(dataset.element_spec))
+            )
+            variant = tf.data.experimental.to_variant(dataset)
+            # As TFF serializes data sets.
+            found.append(tf.raw_ops.DatasetToGraphV2(input_dataset=variant).numpy())
+        return found
+
+
+def num_groups(num_clients: int, clients_per_group: int | str) -> int:
+    """The number of groups of a cohort.
+
+    With `"auto"` it is a multiple of the number of cores of all workers, as far as there are
+    clients, taking that of this machine for those of others. So it seldom changes with the size of
+    the cohort, and every worker has something to do.
+
+    >>> num_groups(1000, 100), num_groups(3, "auto"), num_groups(0, "auto")
+    (10, 3, 0)
+    """
+    if clients_per_group != "auto":
+        return -(-num_clients // int(clients_per_group))
+    context = tff.framework.get_context_stack().current
+    workers = len(getattr(context, "addresses", ())) or 1
+    step = _GROUPS_PER_CORE * len(os.sched_getaffinity(0)) * workers
+    return min(num_clients, step * -(-num_clients // (step * _MOST_CLIENTS)))
+
+
+def groups_of(serialized: Sequence[bytes], number: int) -> list[np.ndarray]:
+    """Divides serialized data sets into groups of equal numbers and nearly equal sizes.
+
+    >>> [[len(s) for s in group] for group in groups_of([b"a", b"abc", b"ab", b"abcd"], 2)]
+    [[4, 2], [3, 1]]
+    """
+    by_size = sorted(serialized, key=len, reverse=True)
+    return [np.array(by_size[k::number], np.object_) for k in range(number)]
+
+
+def build_grouped_next(
+    model_fn: Any,
+    client_optimizer: tff.learning.optimizers.Optimizer,
+    weighting: tff.learning.ClientWeighting,
+    single: tff.Computation,
+    parts: ServerParts,
+    group_sum: GroupSum,
+    measured: bool = True,
+) -> tff.Computation:
+    """Builds `next` of a composed learning process for groups.
+
+    Args:
+      model_fn: See `federated.build_client_work`.
+      client_optimizer: The clients' optimizer.
+      weighting: The weight of a client's update.
+      single: `next` of the process without groups.
+      parts: The other parts of the process.
+      group_sum: How updates are added up.
+      measured: Whether to return the measurements of the clients' training.
+
+    Returns:
+      A computation from a state, and a vector of serialized data sets of each group, to a
+      `tff.learning.templates.LearningProcessOutput` of the same type as that of `single`.
+    """
+    described = describe_model(model_fn, None)
+    state_type = single.type_signature.parameter[0]
+    train = _group_update(model_fn, client_optimizer, weighting, described.batch_type, group_sum)
+
+    @tff.federated_computation(state_type, tff.FederatedType(_GROUP, tff.CLIENTS))
+    def next_fn(state: Any, groups: Any) -> Any:
+        sent = parts.distributor.next(state.distributor, state.global_model_weights)
+        from_server = tff.federated_zip(
+            (state.client_work, group_sum.derive(state.aggregator))  # hyperparameters, and a clip
+        )
+        argument = tff.federated_zip((tff.federated_broadcast(from_server), sent.result, groups))
+        update = tff.tensorflow.computation(train, argument.type_signature.member)
+        value, weight, metrics, reports = tff.federated_map(update, argument)
+        aggregated = group_sum.process.next(state.aggregator, value, weight)
+        finalized = parts.finalizer.next(
+            state.finalizer, state.global_model_weights, aggregated.result
+        )
+        nothing: dict[str, dict] = collections.OrderedDict(train=collections.OrderedDict())
+        measurements = collections.OrderedDict(
+            distributor=sent.measurements,
+            client_work=described.measure(metrics, reports)
+            if measured
+            else tff.federated_value(nothing, tff.SERVER),
+            aggregator=aggregated.measurements,
+            finalizer=finalized.measurements,
+        )
+        after = tff.learning.templates.LearningAlgorithmState(
+            finalized.result, sent.state, state.client_work, aggregated.state, finalized.state
+        )
+        return tff.learning.templates.LearningProcessOutput(
+            tff.federated_zip(after), tff.federated_zip(measurements)
+        )
+
+    return next_fn
+
+
+def _group_update(
+    model_fn: Any,
+    optimizer: tff.learning.optimizers.Optimizer,
+    weighting: tff.learning.ClientWeighting,
+    batch_type: tff.Type,
+    group_sum: GroupSum,
+) -> Callable[..., tuple]:
+    """Builds what a group computes: its value and weight, and the sums of metrics and reports."""
+    batch_spec = tff.types.type_to_tf_tensor_specs(batch_type)
+
+    def update(from_server: Any, weights: Any, clients: tf.Tensor) -> tuple:
+        with _Recorded() as variables:
+            model = made_model(model_fn)
+        client_update = build_update(model, optimizer, weighting, iterate)
+        if not isinstance(model, tff.learning.models.FunctionalModel):
+            of_weights = tf.nest.flatten(tff.learning.models.ModelWeights.from_model(model))
+            variables = [v for v in variables if not any(v is w for w in of_weights)]
+        hparams, params = from_server
+
+        @tf.function
+        def over_clients(hparams: Any, params: Any, weights: Any, clients: tf.Tensor) -> tuple:
+            # Metrics, say: a client of its own graph would find them as they are now.
+            start = [v.read_value() for v in variables]
+            data_spec = tf.data.DatasetSpec(batch_spec)
+            traced = client_update.get_concrete_function(hparams, weights, data_spec)
+            _, metrics, reports = map(_zeros, traced.structured_outputs)
+            sums = group_sum.zero()
+            for serialized in clients:
+                for variable, value in zip(variables, start):
+                    variable.assign(value)
+                dataset = _dataset(serialized, batch_spec)
+                result, of_metrics, report = client_update(hparams, weights, dataset)
+                sums = group_sum.add(params, sums, result)
+                metrics = tf.nest.map_structure(tf.add, metrics, of_metrics)
+                reports = tf.nest.map_structure(tf.add, reports, report)
+            return (*group_sum.finish(sums), metrics, reports)
+
+        return over_clients(hparams, params, weights, clients)
+
+    return update
+
+
+class _Recorded:
+    """Collects the variables that are created in its block."""
+
+    def __enter__(self) -> list[tf.Variable]:
+        made: list[tf.Variable] = []
+
+        def creator(create: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+            made.append(create(**kwargs))
+            return made[-1]
+
+        self._scope = tf.variable_creator_scope(creator)
+        self._scope.__enter__()
+        return made
+
+    def __exit__(self, *error: Any) -> None:
+        self._scope.__exit__(*error)
+
+
+def _zeros(specs: Any) -> Any:
+    return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), specs)
+
+
+def _dataset(serialized: tf.Tensor, batch_spec: Any) -> tf.data.Dataset:
+    """A client's data set; preparing its pipeline must not take longer than running it."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    options.experimental_optimization.apply_default_optimizations = False
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=serialized)
+    return tf.data.experimental.from_variant(variant, batch_spec).with_options(options)
