@@ -24,7 +24,7 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.graphs import ancestors
 from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
-from tf_adaptive_dp.mechanism.padding import is_ours, may_be_weights
+from tf_adaptive_dp.mechanism.padding import Order, is_ours, may_be_weights, order_in
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 
 # This many distinct rows in random order repeat the same order once in 15! > 2⁴⁰ times.
@@ -133,6 +133,27 @@ def number_of(loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
         rows = tf.where(ours, weights, rows)
         known |= ours
     return _digest(rows), known
+
+
+def order_of(loss: tf.Tensor) -> Order | None:
+    """Which step the batch that a loss is computed from was drawn for.
+
+    Args:
+      loss: [B].
+
+    Returns:
+      `None` under the conditions of `number_of`, and if nothing may be weights.
+    """
+    if tf.executing_eagerly() or num_replicas() > 1:
+        return None
+    read = [
+        order_in(_fitted(tf.cast(w, tf.float32), loss)) for w in _fed(loss) if may_be_weights(w)
+    ]
+    if not read:
+        return None
+    shown = tf.stack([order.shown for order in read])
+    code = tf.gather([order.code for order in read], tf.argmax(tf.cast(shown, tf.int32)))
+    return Order(tf.reduce_any(shown), code)
 
 
 class Draw(NamedTuple):
