@@ -21,11 +21,19 @@ from tf_adaptive_dp._keras.models import (
     give_weights_axes_of_losses,
     leave_padding_out_of_metrics,
 )
-from tf_adaptive_dp.accounting import calibration, composition
+from tf_adaptive_dp.accounting import calibration, composition, noise_strategies
 from tf_adaptive_dp.accounting.ledger import Releases
+from tf_adaptive_dp.accounting.noise_strategies import (
+    BandedNoise,
+    IndependentNoise,
+    NoiseStrategy,
+    prefix_error,
+)
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
 from tf_adaptive_dp.callbacks.run_directory import RunDirectory, RunHistory
+from tf_adaptive_dp.sampling import draws
+from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.datasets import as_dataset, open_source
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 from tf_adaptive_dp.statement import format_epsilon, privacy_statement
@@ -85,13 +93,18 @@ class PrivacyPlan:
       accountant: `"pld"`, the tighter one, or `"rdp"`, the faster one.
       other_events: what else about these examples the budget pays for, such as the release that
         side information came from.
+      noise: how the noise of a step depends on that of earlier steps: `None` or
+        `accounting.IndependentNoise()`; a strategy such as `accounting.BandedNoise(8)`, with which
+        batches are drawn by `CyclicPoissonSampling`; or `"best"`, the one of these with 2 to 32
+        bands, or independent noise, that leaves the least noise in sums of steps at this ε.
 
     Attributes:
       epsilon: ε.
       noise_multiplier: σ.
       steps_per_epoch: steps in each epoch.
       steps: T, the number of noisy gradients of the whole run.
-      sampling: the `PoissonSampling`.
+      noise: the noise strategy.
+      sampling: the `PoissonSampling`; with correlated noise the `CyclicPoissonSampling`.
 
     Raises:
       TypeError, ValueError: if an argument has the wrong type or is out of its range, or no noise
@@ -120,6 +133,7 @@ class PrivacyPlan:
         noise_multiplier: float | None = None,
         accountant: str = "pld",
         other_events: Sequence[dp_accounting.DpEvent] = (),
+        noise: NoiseStrategy | str | None = None,
     ):
         if (epsilon is None) == (noise_multiplier is None):
             raise ValueError(
@@ -132,10 +146,13 @@ class PrivacyPlan:
         self.epochs = checks.integer("epochs", epochs, 1)
         self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
         self.other_events = tuple(other_events)
+        if epsilon is not None:
+            self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
+        self.noise: NoiseStrategy = IndependentNoise()
+        self.noise = self._best_noise() if noise == "best" else noise_strategies.get_strategy(noise)
         self.sampling = self._sampling(self.batch_size, self.epochs)
         self.steps, self.steps_per_epoch = self.sampling.steps, self.sampling.steps // self.epochs
         if noise_multiplier is None:
-            self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
             self.noise_multiplier = self._least_noise(self.sampling)
         else:
             self.noise_multiplier = checks.number(
@@ -158,7 +175,8 @@ class PrivacyPlan:
 
     def __repr__(self) -> str:
         shown = ("epsilon", "delta", "num_examples", "batch_size", "epochs", "noise_multiplier")
-        values = [f"{name}={getattr(self, name)!r}" for name in (*shown, "accountant")]
+        more = ("accountant",) if self.noise.is_independent else ("accountant", "noise")
+        values = [f"{name}={getattr(self, name)!r}" for name in (*shown, *more)]
         return f"PrivacyPlan({', '.join(values)})"
 
     def optimizer(
@@ -176,7 +194,8 @@ class PrivacyPlan:
           TypeError: if the class is not one of the library's, or an argument is the plan's.
           ValueError: if the optimizer releases more about the examples than `other_events` say.
         """
-        given = {"noise_multiplier", "expected_batch_size", "num_microbatches"} & set(kwargs)
+        of_plan = {"noise_multiplier", "expected_batch_size", "num_microbatches", "noise"}
+        given = of_plan & set(kwargs)
         if given:
             raise TypeError(
                 "The plan sets the noise and the batch size, and Poisson batches have no "
@@ -195,6 +214,7 @@ class PrivacyPlan:
         made = optimizer_class(
             noise_multiplier=self.noise_multiplier,
             expected_batch_size=self.expected_batch_size,
+            **({} if self.noise.is_independent else {"noise": self.noise}),
             **kwargs,
         )
         self._check_optimizer(made)
@@ -301,7 +321,10 @@ class PrivacyPlan:
         optimizer = getattr(model, "optimizer", None)
         self._check_optimizer(optimizer)
         self._warn_of_second_model(model)
-        run = None if directory is None else RunDirectory(directory, self._settings(), self.steps)
+        run = None
+        if directory is not None:
+            keeps_keys = not self.noise.is_independent
+            run = RunDirectory(directory, self._settings(), self.steps, keeps_keys=keeps_keys)
         try:
             return self._fit(model, (x, y, sample_weight), run, directory, callbacks, fit_arguments)
         finally:
@@ -322,7 +345,8 @@ class PrivacyPlan:
         finished = run is not None and run.is_finished
         # A finished run draws nothing more; Keras still looks at the shapes of a batch.
         start = 0 if run is None or finished else run.log.num_releases
-        batches = self.batches(*data, start_step=start, gradient_accumulation_steps=parts)
+        key = None if run is None or run.keys is None else draws.new_key() + run.keys.groups
+        batches = self.batches(*data, start_step=start, gradient_accumulation_steps=parts, key=key)
         batches = give_weights_axes_of_losses(model, batches)
         leave_padding_out_of_metrics(model)
         monitor, budget = self.callbacks(None if directory is None else f"{directory}/logs")
@@ -419,11 +443,23 @@ class PrivacyPlan:
                 f"noise multiplier {self.noise_multiplier:g}",
                 f"{self.steps} steps: {self.epochs} epochs of {self.steps_per_epoch} Poisson "
                 "batches",
+                *self._describe_noise(),
                 f"{self.batch_size} examples are expected in a batch, which has "
                 f"{self.sampling.max_batch_size} rows",
                 f"epsilon after epoch {', '.join(spent)}",
             ]
         )
+
+    def _describe_noise(self) -> list[str]:
+        if self.noise.is_independent:
+            return []
+        return [
+            f"drawn from {self.noise.bands} groups of examples in turn; noise in sums of steps: "
+            f"{self._gain():.2f} of what independent noise of this multiplier gives"
+        ]
+
+    def _gain(self) -> float:
+        return prefix_error(self.noise, self.steps) / prefix_error(IndependentNoise(), self.steps)
 
     def recommend(
         self, batch_sizes: Sequence[int] | None = None, epochs: Sequence[int] | None = None
@@ -431,8 +467,8 @@ class PrivacyPlan:
         """Compares ways to spend the ε of the plan, the best signal-to-noise ratio first.
 
         T steps of norm C in one direction add up to T·C, and their noise to a standard deviation of
-        √T·σ·C/L in each weight: a ratio of √T·L/σ. It favors large batches, which cost time, and
-        does not know how many steps the training needs.
+        √T·σ·C/L in each weight, or less with correlated noise: a ratio of √T·L/σ. It favors large
+        batches, which cost time, and does not know how many steps the training needs.
 
         Args:
           batch_sizes: expected batch sizes to compare; by default 1/2 to 8 times the plan's.
@@ -456,7 +492,8 @@ class PrivacyPlan:
         """
         if batch_sizes is None:
             some = (self.batch_size * factor // 2 for factor in (1, 2, 4, 8, 16))
-            batch_sizes = sorted({min(max(size, 1), self.num_examples) for size in some})
+            largest = self.num_examples // self.noise.bands
+            batch_sizes = sorted({min(max(size, 1), largest) for size in some})
         if epochs is None:
             epochs = sorted({max(1, self.epochs // 2), self.epochs, 2 * self.epochs})
         offers = []
@@ -464,39 +501,77 @@ class PrivacyPlan:
             for number in epochs:
                 sampling = self._sampling(size, checks.integer("epochs", number, 1))
                 noise = self._least_noise(sampling)
-                ratio = math.sqrt(sampling.steps) * size / noise
+                in_sum = np.cumsum(self.noise.noise_coefficients(sampling.steps))
+                ratio = sampling.steps / float(np.linalg.norm(in_sum)) * size / noise
                 offers.append(PlanOffer(size, number, sampling.steps, noise, ratio))
         return sorted(offers, key=lambda offer: -offer.signal_to_noise)
 
-    def _sampling(self, batch_size: int, epochs: int) -> PoissonSampling:
-        steps = max(1, round(self.num_examples / batch_size))
-        return PoissonSampling.for_batch_size(batch_size, self.num_examples, steps * epochs)
+    def _best_noise(self) -> NoiseStrategy:
+        """The strategy with the least noise in sums of steps, at the ε of the plan."""
+        if not hasattr(self, "epsilon"):
+            raise ValueError(
+                '`noise="best"` is the best one for an `epsilon`. Pass that, or a strategy. '
+                "Received: epsilon=None"
+            )
+
+        def error(noise: NoiseStrategy) -> float:
+            sampling = self._sampling(self.batch_size, self.epochs, noise)
+            least = self._least_by_rdp(sampling, tolerance=3e-3)
+            return math.inf if least is None else least * prefix_error(noise, sampling.steps)
+
+        best: NoiseStrategy = IndependentNoise()
+        least = error(best)
+        for bands in (2, 4, 8, 16, 32):
+            if bands * self.batch_size > self.num_examples:
+                break
+            now = error(BandedNoise(bands))
+            if now >= least:  # amplification fades faster than the sums gain, from here on
+                break
+            best, least = BandedNoise(bands), now
+        return best
+
+    def _sampling(
+        self, batch_size: int, epochs: int, noise: NoiseStrategy | None = None
+    ) -> PoissonSampling | CyclicPoissonSampling:
+        steps = max(1, round(self.num_examples / batch_size)) * epochs
+        bands = (self.noise if noise is None else noise).bands
+        if bands == 1:
+            return PoissonSampling.for_batch_size(batch_size, self.num_examples, steps)
+        return CyclicPoissonSampling.for_batch_size(batch_size, self.num_examples, steps, bands)
 
     def _spent(
         self,
-        sampling: PoissonSampling,
+        sampling: PoissonSampling | CyclicPoissonSampling,
         accountant: str,
         noise_multiplier: float,
         steps: int | None = None,
     ) -> float:
         """ε after some steps of a sampling, by default after all."""
         size = sampling.expected_batch_size(self.num_examples)
+        noise: NoiseStrategy = IndependentNoise()
+        if isinstance(sampling, CyclicPoissonSampling):
+            noise = BandedNoise(sampling.num_groups)  # all strategies with these bands cost as much
         planned = Releases(
             [(noise_multiplier, size, sampling.steps if steps is None else steps)],
             self.other_events,
+            noise=noise,
         )
         return sampling.epsilon_spent(planned, self.num_examples, self.delta, accountant=accountant)
 
     def _epsilon_after(self, steps: int) -> float:
         return self._spent(self.sampling, self.accountant, self.noise_multiplier, steps)
 
-    def _least_noise(self, sampling: PoissonSampling) -> float:
-        """The smallest noise multiplier for a sampling, up to 0.1%."""
-        guess = sampling.sampling_probability
+    def _least_by_rdp(
+        self, sampling: PoissonSampling | CyclicPoissonSampling, tolerance: float = 1e-3
+    ) -> float | None:
+        guess = sampling.share
         guess *= math.sqrt(-2 * sampling.steps * math.log(self.delta)) / self.epsilon
-        found = calibration.least_noise(
-            functools.partial(self._spent, sampling, "rdp"), self.epsilon, 1e-3, guess=guess
-        )
+        spent = functools.partial(self._spent, sampling, "rdp")
+        return calibration.least_noise(spent, self.epsilon, tolerance, guess=guess)
+
+    def _least_noise(self, sampling: PoissonSampling | CyclicPoissonSampling) -> float:
+        """The smallest noise multiplier for a sampling, up to 0.1%."""
+        found = self._least_by_rdp(sampling)
         if found is not None and self.accountant != "rdp":
             # PLD is tighter by less than a tenth, and slow: few evaluations from there.
             spent = functools.partial(self._spent, sampling, self.accountant)
@@ -515,6 +590,7 @@ class PrivacyPlan:
             **{name: getattr(self, name) for name in names},
             "epsilon": self.epsilon,
             "other_events": [repr(event) for event in self.other_events],
+            "noise": noise_strategies.serialize(self.noise),
         }
 
     def _check_optimizer(self, optimizer: Any) -> None:
@@ -532,6 +608,12 @@ class PrivacyPlan:
                 "`plan.optimizer(...)`. Received: "
                 f"noise_multiplier={noise_multiplier!r} and expected_batch_size={size!r} instead "
                 f"of {wanted[0]!r} and {wanted[1]!r}"
+            )
+        if optimizer.noise != self.noise:
+            raise ValueError(
+                "The optimizer must have the noise strategy of the plan: make it by "
+                f"`plan.optimizer(...)`. Received: noise={optimizer.noise!r} instead of "
+                f"{self.noise!r}"
             )
         if list(map(repr, optimizer.ledger.other_events)) != list(map(repr, self.other_events)):
             raise ValueError(

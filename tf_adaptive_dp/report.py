@@ -88,7 +88,7 @@ def facts(
     statement = privacy_statement(
         optimizer, num_examples, delta, sampling=sampling, accountant=accountant
     )
-    with_checks = composition.checks_of(optimizer, num_examples)
+    with_checks = composition.checks_of(optimizer, num_examples, correlated=True)
     report = getattr(audit, "report", audit)
     weights = [] if model is None else model.trainable_variables
     figures = {

@@ -17,6 +17,7 @@ from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import is_unprotected, unprotected
 from tf_adaptive_dp.accounting.ledger import Checks, Segment
 from tf_adaptive_dp.sampling import sampling_epsilon
+from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 
@@ -124,27 +125,34 @@ def privacy_statement(
     spent = sampling_epsilon.epsilon_spent(
         sampling, ledger, num_examples, delta, accountant=accountant
     )
-    segments, other_events = composition.read_ledger(ledger, num_examples)
+    noise = composition.noise_of(ledger)
+    segments, other_events = composition.read_ledger(ledger, num_examples, correlated=True)
     if not segments and not other_events:
         return paragraph(NOTHING_RELEASED)
-    with_checks = composition.checks_of(ledger, num_examples)
+    with_checks = composition.checks_of(ledger, num_examples, correlated=True)
     released = list_of_releases(segments, other_events, num_examples)
+    if not noise.is_independent:
+        released += list_item(
+            f"the noise of each takes back a part of that of up to {noise.bands - 1} earlier ones: "
+            f"{noise!r}"
+        )
     released += _repetitions(with_checks, num_examples, sampling)
     information = side_information_paragraph(getattr(ledger, "side_information", None))
     if math.isinf(spent):
         return joined([why_not_private(segments, other_events, sampling), released, information])
-    unamplified = composition.epsilon_without_amplification(
-        ledger, num_examples, delta, accountant=accountant
-    )
-    tf_privacy = ""
-    plain = composition.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
-    as_declared = not any(known.repeated or known.declared for _, known in with_checks)
-    alone = len(segments) == 1 and not other_events
-    if alone and as_declared and format_epsilon(spent) == format_epsilon(plain):
-        # For any other run TF Privacy would state a smaller epsilon than the true one.
-        tf_privacy = _tf_privacy_statement(
-            segments[0], num_examples, delta, accountant, max_examples_per_user
+    unamplified, tf_privacy = math.inf, ""
+    if noise.is_independent:
+        unamplified = composition.epsilon_without_amplification(
+            ledger, num_examples, delta, accountant=accountant
         )
+        plain = composition.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
+        as_declared = not any(known.repeated or known.declared for _, known in with_checks)
+        alone = len(segments) == 1 and not other_events
+        if alone and as_declared and format_epsilon(spent) == format_epsilon(plain):
+            # For any other run TF Privacy would state a smaller epsilon than the true one.
+            tf_privacy = _tf_privacy_statement(
+                segments[0], num_examples, delta, accountant, max_examples_per_user
+            )
     return joined(
         [
             claim(
@@ -185,7 +193,8 @@ def claim(
       unamplified: ε without amplification by sampling; read for shuffled batches only.
       delta: δ.
       accountant: the accountant that computed both.
-      sampling: `"poisson"`, `"fixed"` or `"shuffled"`, or such a sampling.
+      sampling: `"poisson"`, `"fixed"` or `"shuffled"`, or such a sampling, or a
+        `CyclicPoissonSampling`.
       num_examples: number of units in the data set.
       unit: the words for the unit.
       num_unchecked: number of releases whose batch was not verified to be a fresh draw.
@@ -200,12 +209,15 @@ def claim(
     if label == "fixed":
         whose = f"Unit: one {one}. Adjacency: data sets in which one {one} replaces another."
         drawn = "as independent random subsets of a fixed size"
+    if label == "cyclic":
+        drawn = "by cyclic Poisson sampling"
     text = f"Differential privacy with epsilon = {format_epsilon(spent)} and delta = {delta:g} "
     if num_unchecked:
         text += (
             f"{how}. {whose} The {unit.batches} are stated to have been drawn {drawn}; if so, this "
             f"epsilon is an upper bound. The library did not verify that the {unit.batch} was a "
-            f"fresh draw for {num_unchecked} of the {unit.releases}."
+            f"fresh draw{' for its step' if label == 'cyclic' else ''} for {num_unchecked} of the "
+            f"{unit.releases}."
         )
     else:
         text += (
@@ -214,11 +226,13 @@ def claim(
         )
     if label == "fixed":
         text += f" It is not comparable to an epsilon for adding or removing {unit.a}."
-    elif isinstance(sampling, PoissonSampling):
+    elif isinstance(sampling, (PoissonSampling, CyclicPoissonSampling)):
         probability, most = sampling.sampling_probability, sampling.max_batch_size
-        text += (
-            f" Each {one} joined each {unit.batch} independently with probability {probability:g}."
-        )
+        which = f"each {unit.batch}"
+        if isinstance(sampling, CyclicPoissonSampling):
+            text += f" Each {one} was put into one of {sampling.num_groups} groups at random."
+            which = f"every {unit.batch} of its group, one in {sampling.num_groups},"
+        text += f" Each {one} joined {which} independently with probability {probability:g}."
         if most <= num_examples:
             text += (
                 f" Draws of more than {counted(most, one)} were subsampled uniformly to {most}; "

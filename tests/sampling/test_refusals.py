@@ -150,7 +150,7 @@ FEW = dp.PoissonSampling(0.3, 9, 5, seed=1)
         (
             lambda: dp.poisson_batches(numbered(), dp.sampling.FixedSizeSampling(3, 3)),
             TypeError,
-            "must be a PoissonSampling. Received: sampling=FixedSizeSampling",
+            "must be a PoissonSampling or a CyclicPoissonSampling. Received",
         ),
         (
             lambda: dp.poisson_batches(numbered(), FEW, start_step=5),

@@ -9,11 +9,21 @@ from tf_adaptive_dp.accounting.composition import (
     releases_left,
 )
 from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
+from tf_adaptive_dp.accounting.noise_strategies import (
+    BandedNoise,
+    IndependentNoise,
+    NoiseStrategy,
+    ToeplitzNoise,
+)
 
 __all__ = [
+    "BandedNoise",
+    "IndependentNoise",
     "Ledger",
+    "NoiseStrategy",
     "Releases",
     "Segment",
+    "ToeplitzNoise",
     "dp_event",
     "epsilon",
     "epsilon_spent",

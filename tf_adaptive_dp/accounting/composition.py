@@ -31,6 +31,7 @@ from dp_accounting import pld, rdp
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting.ledger import Checks, Ledger, Segment, wrong_size
+from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 
 __all__ = [
     "dp_event",
@@ -263,13 +264,19 @@ def check_probability(name: str, value: Any, *, or_one: bool = False) -> float:
 
 
 def read_ledger(
-    ledger: Any, num_examples: int
+    ledger: Any, num_examples: int, *, correlated: bool = False
 ) -> tuple[list[Segment], tuple[dp_accounting.DpEvent, ...]]:
     """Checks a ledger, or that of an optimizer, and returns its segments and its other events.
 
     Warns if batches were larger than the optimizer's `expected_batch_size`.
+
+    Args:
+      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      num_examples: number of examples in the training set.
+      correlated: whether the caller knows what correlated noise costs. Otherwise such a ledger is
+        an error, since releases with it are no composition of independent ones.
     """
-    read, events = _read(ledger, num_examples)
+    read, events = _read(ledger, num_examples, correlated)
     return [segment for segment, _ in read], events
 
 
@@ -296,19 +303,33 @@ def repeated(segment: Segment, known: Checks, num_examples: int, *, in_epochs: b
     return min(known.repeated, segment.num_releases)
 
 
-def checks_of(ledger: Any, num_examples: int) -> list[tuple[Segment, Checks]]:
+def checks_of(
+    ledger: Any, num_examples: int, *, correlated: bool = False
+) -> list[tuple[Segment, Checks]]:
     """The segments of a ledger or an optimizer, with what is known about their batches."""
-    return _read(ledger, num_examples)[0]
+    return _read(ledger, num_examples, correlated)[0]
+
+
+def noise_of(ledger: Any) -> NoiseStrategy:
+    """How the noise of the releases in a ledger, or in that of an optimizer, is correlated."""
+    return getattr(getattr(ledger, "ledger", ledger), "noise", None) or IndependentNoise()
 
 
 def _read(
-    ledger: Any, num_examples: int
+    ledger: Any, num_examples: int, correlated: bool = False
 ) -> tuple[list[tuple[Segment, Checks]], tuple[dp_accounting.DpEvent, ...]]:
     checks.integer("num_examples", num_examples, 1)
     found = getattr(ledger, "ledger", ledger)
     if not (hasattr(found, "segments") and hasattr(found, "other_events")):
         raise TypeError(
             f"`ledger` must be a ledger or an optimizer that has one. Received: ledger={ledger!r}"
+        )
+    if not (correlated or noise_of(found).is_independent):
+        raise ValueError(
+            "The noise of these releases is correlated, so epsilon depends on how far apart the "
+            "releases with one example are. Pass the `sampling.CyclicPoissonSampling` that drew "
+            "the batches, `sampling.epsilon_spent(ledger, num_examples, delta)`; no other "
+            f"accounting is proven. Received: noise={noise_of(found)!r}"
         )
     known = [Checks(*of_segment) for of_segment in getattr(found, "checks", ())]
     known += [Checks()] * (len(found.segments) - len(known))

@@ -22,6 +22,13 @@ _NOT_COUNTED = (
     "keeps the settings as well.{events} If the examples differ, nothing is missing: each data set "
     "has its own epsilon."
 )
+_CORRELATED = (
+    "These weights were trained by {total} private releases that the ledger of this optimizer does "
+    "not hold, with noise that is correlated over steps. No accounting adds them to this ledger. "
+    "If both use the same examples, add what they cost to `optimizer.ledger.other_events` as a "
+    "`dp_accounting.DpEvent`: `sampling.dp_event(old, num_examples)` of the sampling of those "
+    "releases. If the examples differ, nothing is missing: each data set has its own epsilon."
+)
 _EVENTS = " Add {events} to `optimizer.ledger.other_events`."
 
 
@@ -106,6 +113,9 @@ def _warn(ledgers: Sequence[Ledger]) -> None:
     # Without the checks, batches that were released again would count as new ones.
     known = [tuple(of_segment) for ledger in ledgers for of_segment in ledger.checks]
     events = [event for ledger in ledgers for event in ledger.other_events]
+    if not all(ledger.noise.is_independent for ledger in ledgers):
+        warnings.warn(_CORRELATED.format(total=total), stacklevel=3)
+        return
     warnings.warn(
         _NOT_COUNTED.format(
             count="1 private release" if total == 1 else f"{total} private releases",

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 
 
 class Segment(NamedTuple):
@@ -56,6 +57,7 @@ class Releases:
       other_events: `dp_accounting.DpEvent`s spent in addition to the releases.
       checks: what is known about the batches of each segment. Nothing is known about the batches
         of segments without an entry.
+      noise: how the noise of a release depends on that of earlier ones.
 
     >>> Releases([(2.0, 200.0, 6_000)]).segments
     [(2.0, 200.0, 6000)]
@@ -64,6 +66,7 @@ class Releases:
     segments: Sequence[Segment | tuple[float, float, int]] = ()
     other_events: tuple = ()
     checks: Sequence[Checks] = ()
+    noise: NoiseStrategy = IndependentNoise()
 
 
 def wrong_size(declared: float, seen: float) -> str:
@@ -91,17 +94,27 @@ class Ledger:
       other_events: `dp_accounting.DpEvent`s that were spent in addition to the gradients, such as
         the private release of side information.
       restorations: how often `restore` replaced the record; not saved.
+      strategy_state: what a saved state tells the strategy of its noise by, or `None`.
     """
 
     MAX_SEGMENTS = 64
 
-    def __init__(self, add_variable: Callable[..., tf.Variable]):
+    def __init__(
+        self,
+        add_variable: Callable[..., tf.Variable],
+        noise: NoiseStrategy | None = None,
+    ):
         """Creates the ledger's variables.
 
         Args:
           add_variable: creates a variable that is saved with the optimizer, like
             `tf.keras.optimizers.Optimizer.add_variable`.
+          noise: how the noise of a release depends on that of earlier ones; `None` if it does
+            not.
         """
+        self._noise = IndependentNoise() if noise is None else noise
+        # With correlated noise: a saved variable [2] whose second entry is the strategy's digest.
+        self.strategy_state: tf.Variable | None = None
         self._parameters = add_variable(
             [self.MAX_SEGMENTS, 2], dtype=tf.float64, name="ledger_parameters"
         )
@@ -111,6 +124,23 @@ class Ledger:
         )
         self.other_events: tuple = ()
         self.restorations = 0
+
+    @property
+    def noise(self) -> NoiseStrategy:
+        """How the noise of a release depends on that of earlier ones: ε depends on it.
+
+        Raises:
+          ValueError: if a state was loaded whose releases had another strategy.
+        """
+        if self.strategy_state is not None:
+            with tf.init_scope():
+                saved = int(self.strategy_state.numpy()[1])
+            if saved != self._noise.digest():
+                raise ValueError(
+                    "The state that was loaded belongs to an optimizer with another `noise`. "
+                    f"Create the optimizer as it was then. Received: noise={self._noise!r}"
+                )
+        return self._noise
 
     def __repr__(self) -> str:
         with tf.init_scope():  # while a step is being traced, too
@@ -172,6 +202,10 @@ class Ledger:
         ]
         with tf.control_dependencies([tf.convert_to_tensor(variable) for variable in written]):
             return tf.convert_to_tensor(self._counts.assign_add(tf.cast(here, tf.int64)))
+
+    def count(self) -> tf.Tensor:
+        """The number of releases so far, an int64 scalar, in a graph too."""
+        return tf.reduce_sum(self._counts.read_value())
 
     @property
     def segments(self) -> list[Segment]:

@@ -22,6 +22,7 @@ from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.tensorboard import TensorBoardLog
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
+from tf_adaptive_dp.sampling.poisson import RandomSizes
 from tf_adaptive_dp.statement import privacy_statement
 
 
@@ -211,6 +212,7 @@ class PrivacyMonitor(PrivateCallback):
             "expected_batch_size": optimizer.expected_batch_size,
             "clipping": None if clipping == "flat" else clipping,
             "num_microbatches": optimizer.num_microbatches,
+            "noise": None if optimizer.noise.is_independent else repr(optimizer.noise),
             "gradient_accumulation_steps": None if parts == 1 else parts,
             "learning_rate": _learning_rate(optimizer),
             "num_examples": self.num_examples,
@@ -227,7 +229,7 @@ class PrivacyMonitor(PrivateCallback):
         self._new_run = self._released == 0
         size = self.sampling.expected_batch_size(self.num_examples)
         _, set_size = optimizer.next_release()
-        if set_size is None and self.sampling.label != "poisson":
+        if set_size is None and not isinstance(self.sampling, RandomSizes):
             return  # the first batch will determine it
         if set_size is None or not math.isclose(set_size, size, rel_tol=1e-9):
             raise ValueError(

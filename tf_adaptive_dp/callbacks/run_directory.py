@@ -13,6 +13,7 @@ from tf_adaptive_dp._keras.models import allow_tensors_as_logs
 from tf_adaptive_dp.callbacks.backups import epoch_backup
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.durable import files
+from tf_adaptive_dp.durable.key_file import KeyFile
 
 
 class RunHistory(keras.callbacks.Callback):
@@ -53,28 +54,42 @@ class RunDirectory:
     """What a run keeps: its settings, its releases, its last epoch and its history.
 
     Guarantee: that of `ReleaseLog`; and a process that is killed at any moment leaves a directory
-    from which the run resumes at the last epoch whose end was saved.
+    from which the run resumes at the last epoch whose end was saved. With correlated noise the
+    directory also holds the keys of the noise (`KeyFile`), until the run is finished: without them
+    it cannot be resumed, and with them anybody can take noise out of released gradients.
 
     Args:
       path: the directory, which is created. It belongs to one run.
       settings: the public settings of the run, which must not change.
       steps: the number of releases of the whole run.
+      keeps_keys: whether the noise of the run is correlated.
 
     Attributes:
       log: the `ReleaseLog`.
+      keys: the `KeyFile` of an unfinished run with correlated noise, or `None`.
       history_path: the file for a `RunHistory`.
 
     Raises:
-      ValueError: if the directory belongs to a run with other settings.
+      ValueError: if the directory belongs to a run with other settings, or lacks its keys.
       RuntimeError: if another process uses the directory.
     """
 
-    def __init__(self, path: str | os.PathLike, settings: Mapping[str, Any], steps: int):
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        settings: Mapping[str, Any],
+        steps: int,
+        *,
+        keeps_keys: bool = False,
+    ):
         self._path = Path(path)
         self._path.mkdir(parents=True, exist_ok=True)
         self.log = ReleaseLog(self._path / "releases.log", steps=steps)
+        self.keys: KeyFile | None = None
         try:
             self._check_settings(settings)
+            if keeps_keys and not self.is_finished:
+                self.keys = KeyFile(self._path / "noise.key", self.log.num_releases)
         except BaseException:
             self.close()
             raise
@@ -109,20 +124,24 @@ class RunDirectory:
           others: callbacks that report or stop; they see the restored model, and what they do at
             the end of an epoch is done before the epoch counts as finished.
         """
-        return [_Resume(self._backup, self.log), *others, _SaveEpoch(self._backup)]
+        resume = _Resume(self._backup, self.log, self.keys)
+        return [resume, *others, _SaveEpoch(self._backup)]
 
     def close(self) -> None:
-        """Lets another process use the directory."""
+        """Lets another process use the directory; deletes the keys of a run that is finished."""
+        if self.keys is not None and self.is_finished:
+            self.keys.delete()
         self.log.close()
 
 
 class _Resume(keras.callbacks.Callback):
     """Restores the last epoch and announces releases, before other callbacks act."""
 
-    def __init__(self, backup: keras.callbacks.Callback, log: ReleaseLog):
+    def __init__(self, backup: keras.callbacks.Callback, log: ReleaseLog, keys: KeyFile | None):
         super().__init__()
         allow_tensors_as_logs(self)
         self._all = (backup, log)
+        self._keys = keys
 
     def set_model(self, model: keras.Model) -> None:
         """Passes the model on; called by Keras."""
@@ -137,9 +156,11 @@ class _Resume(keras.callbacks.Callback):
             callback.set_params(params)
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Restores the model, then the ledger; called by Keras."""
+        """Restores the model, then the ledger, then the noise; called by Keras."""
         for callback in self._all:
             callback.on_train_begin(logs)
+        if self._keys is not None:
+            self.model.optimizer.resume_noise(self._keys.keys)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Called by Keras."""

@@ -24,7 +24,13 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.graphs import ancestors
 from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
-from tf_adaptive_dp.mechanism.padding import has_weights, is_ours, vector_of_weights
+from tf_adaptive_dp.mechanism.padding import (
+    Order,
+    has_weights,
+    is_ours,
+    order_in,
+    vector_of_weights,
+)
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 
 # This many distinct rows in random order repeat the same order once in 15! > 2⁴⁰ times.
@@ -100,6 +106,12 @@ def _fed(loss: tf.Tensor) -> list[tf.Tensor]:
     ]
 
 
+def _weights(fed: Sequence[tf.Tensor], loss: tf.Tensor) -> list[tf.Tensor]:
+    """[B], float32, each of the inputs that may hold the weights of our batches."""
+    vectors = [vector_of_weights(tensor) for tensor in fed]
+    return [_fitted(tf.cast(v, tf.float32), loss) for v in vectors if v is not None]
+
+
 def rows_without_padding(loss: tf.Tensor) -> int | None:
     """The number of examples in a batch, if it is known before the step runs."""
     if tf.executing_eagerly() or num_replicas() > 1 or has_weights(_fed(loss), loss.graph):
@@ -127,12 +139,30 @@ def number_of(loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
     ordered = tf.sort(rows)
     different = 1 + tf.math.count_nonzero(ordered[1:] > ordered[:-1])
     known = different >= DIFFERENT_ROWS
-    for weights in filter(lambda w: w is not None, map(vector_of_weights, fed)):
-        weights = _fitted(tf.cast(weights, tf.float32), loss)
+    for weights in _weights(fed, loss):
         ours = is_ours(weights)
         rows = tf.where(ours, weights, rows)
         known |= ours
     return _digest(rows), known
+
+
+def order_of(loss: tf.Tensor) -> Order | None:
+    """Which step the batch that a loss is computed from was drawn for.
+
+    Args:
+      loss: [B].
+
+    Returns:
+      `None` under the conditions of `number_of`, and if nothing may be weights.
+    """
+    if tf.executing_eagerly() or num_replicas() > 1:
+        return None
+    read = [order_in(weights) for weights in _weights(_fed(loss), loss)]
+    if not read:
+        return None
+    shown = tf.stack([order.shown for order in read])
+    code = tf.gather([order.code for order in read], tf.argmax(tf.cast(shown, tf.int32)))
+    return Order(tf.reduce_any(shown), code)
 
 
 class Draw(NamedTuple):

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting.ledger import Ledger, wrong_size
+from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy, get_strategy
 from tf_adaptive_dp.gradients.absent_rows import PADDING_CONTRIBUTES
 from tf_adaptive_dp.gradients.released import mark_released
 from tf_adaptive_dp.gradients.source import PerExampleGradients
@@ -28,13 +29,22 @@ from tf_adaptive_dp.mechanism.clipping import (
     get_clipping,
     total_norms,
 )
+from tf_adaptive_dp.mechanism.correlated_noise import NO_KEY, CorrelatedNoise
 from tf_adaptive_dp.mechanism.draw_numbers import Draw, SeenDraws
 from tf_adaptive_dp.mechanism.histograms import Histograms
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
+from tf_adaptive_dp.mechanism.padding import Order
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.mechanism.turns import Turns
 
+_OUT_OF_ORDER = (
+    "The batch was drawn for another step, or with another number of groups than the noise has "
+    "bands. With correlated noise each batch must come at its own step, or an example may come too "
+    "soon after the last time. Draw batches by `poisson_batches` with a CyclicPoissonSampling and "
+    "`start_step=optimizer.ledger.num_releases`, use each once and in order, and pass "
+    "`steps_per_epoch` to `fit`."
+)
 # The largest log probability at which a batch counts as too large for the declared expected size.
 _LOG_FALSE_ALARM = math.log(1e-12)
 
@@ -63,6 +73,10 @@ class GaussianMechanism:
       noise. C and σ are read once per release, so that clipping and noise agree.
     - `AdaptiveClipping` also releases a noisy count. The noise of the count and that of the
       gradients together amount to σ.
+    - With a `noise` strategy the noise of a release takes back a part of earlier noise (see
+      `accounting.noise_strategies`). A step whose batch was drawn for another step, or whose
+      ledger does not belong to the noise, fails before the release. XLA drops assertions; there
+      such a release counts as one without noise.
     - With `histograms` every release has two parts, of which one is zero before the noise: the
       histograms until they are complete, and the gradients from then on.
 
@@ -73,7 +87,8 @@ class GaussianMechanism:
       accumulator: the `Accumulator` of these parts; `None` if there is one part.
       ledger: the `Ledger` of all releases.
       statistics: `GradientStatistics`, not private.
-      noise: the `GaussianNoise`, or the `SecureNoise` with `secure_noise=True`.
+      noise: the `GaussianNoise`, the `SecureNoise` with `secure_noise=True`, or the
+        `CorrelatedNoise` of a strategy.
       histograms: the `Histograms` of the first batches, which an optimizer may set before its first
         step; or `None`.
     """
@@ -90,6 +105,7 @@ class GaussianMechanism:
         secure_noise: bool,
         seed: int | None,
         add_variable: Callable[..., tf.Variable],
+        noise: NoiseStrategy | dict | None = None,
     ):
         """Creates the mechanism.
 
@@ -103,6 +119,7 @@ class GaussianMechanism:
           secure_noise: whether the noise is `SecureNoise`.
           seed: of the noise, for tests.
           add_variable: makes a variable that is saved with the optimizer.
+          noise: how the noise of a release depends on that of earlier ones.
 
         Raises:
           TypeError, ValueError: if an argument has the wrong type or is out of its range.
@@ -125,14 +142,36 @@ class GaussianMechanism:
         steps = checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
         self.gradient_accumulation_steps = steps
         self.accumulator = Accumulator(steps) if steps > 1 else None
-        self.ledger = Ledger(add_variable)
+        strategy = get_strategy(noise)
+        self.ledger = Ledger(add_variable, strategy)
         self._seen = SeenDraws()
-        self.noise = _noise(checks.boolean("secure_noise", secure_noise), seed, add_variable)
+        self.noise = _noise(
+            checks.boolean("secure_noise", secure_noise), seed, add_variable, strategy
+        )
+        if not strategy.is_independent:
+            self._refuse_beside_correlated_noise(strategy)
+        if isinstance(self.noise, CorrelatedNoise):
+            self.ledger.strategy_state = self.noise.saved
         self.statistics = GradientStatistics()
         self.histograms: Histograms | None = None
         self._turns = Turns()
         self._complete: dict[int, tf.Tensor] = {}  # by thread, as each traces a graph of its own
         self._fixed_batch_size = add_variable([], dtype=tf.int64, name="fixed_batch_size")
+
+    def _refuse_beside_correlated_noise(self, strategy: NoiseStrategy) -> None:
+        """Raises ValueError for settings whose releases have parts without correlated noise."""
+        given = {
+            "num_microbatches": self.num_microbatches is not None,
+            "gradient_accumulation_steps": self.accumulator is not None,
+            "clipping": self._is_adaptive,
+        }
+        for name, wrong in given.items():
+            if wrong:
+                raise ValueError(
+                    "No epsilon is proven for correlated noise with microbatches, accumulation or "
+                    f"adaptive clipping. Leave `{name}` out, or the noise independent. Received: "
+                    f"{name}, noise={strategy!r}"
+                )
 
     @property
     def l2_norm_clip(self) -> float:
@@ -248,6 +287,7 @@ class GaussianMechanism:
         places: Sequence[int] = (),
         number: tuple[tf.Tensor, tf.Tensor] | None = None,
         padding: tf.Tensor | None = None,
+        order: Order | None = None,
     ) -> list[tf.Tensor | None]:
         """Releases one noisy mean gradient and records it in the ledger.
 
@@ -261,6 +301,8 @@ class GaussianMechanism:
           places: the number of each variable in the `histograms`.
           number: the number of the batch, see `draw_numbers.number_of`; `None` if it has none.
           padding: [B], bool, the rows that are padding; `None` if nobody can tell.
+          order: which step the batch was drawn for; `None` if nobody can tell. Only correlated
+            noise asks.
 
         Returns:
           One float32 tensor per variable, or `None` if the loss does not depend on the variable.
@@ -269,8 +311,9 @@ class GaussianMechanism:
 
         Raises:
           tf.errors.InvalidArgumentError: when the step runs, if batches vary in size and there is
-            no `expected_batch_size`, or if padding has gradients. Nothing is released then. XLA
-            does not raise such errors; there the size of the first batch stays the divisor.
+            no `expected_batch_size`, if padding has gradients, or if a batch comes at a step that
+            it was not drawn for. Nothing is released then. XLA does not raise such errors; there
+            the size of the first batch stays the divisor.
         """
         size = replicas.total(tf.cast(batch_size, tf.int64))
         check = self._check_batch_size(size)
@@ -289,7 +332,7 @@ class GaussianMechanism:
                     return self._seen.add(number, tf.constant(True))
 
                 complete = tf.constant(True)
-                noisy = self._add_noise(batch, clip, size, draw)
+                noisy = self._add_noise(batch, clip, size, draw, order)
             else:
                 complete, noisy = self._accumulate(self.accumulator, batch, clip, size, number)
         self._complete[threading.get_ident()] = complete
@@ -390,11 +433,13 @@ class GaussianMechanism:
         clip: tf.Tensor,
         size: tf.Tensor,
         draw: Callable[[], Draw],
+        order: Order | None = None,
     ) -> list[tf.Tensor]:
         """Records the release in the ledger, and then adds its noise."""
 
         def enter() -> list[tf.Tensor]:
-            with tf.control_dependencies([self._remember_batch_size(size)]):
+            rejects, proven, shown = self._check_order(order)
+            with tf.control_dependencies([self._remember_batch_size(size), *rejects]):
                 per_group, expected = self._examples_per_group(), self._divisor_in_examples()
                 sigma, drawn = self._noise_multiplier.read_value(), draw()
                 # An example may take the place of another one, or of padding that contributes.
@@ -402,26 +447,55 @@ class GaussianMechanism:
                 # An example in 1 + c parts of a batch moves the sum by up to (1 + c)·C.
                 counted = tf.where(twice, sigma / 2, sigma) / (1 + drawn.copies)
                 recorded = self.ledger.record(
-                    *(counted, expected),
-                    checked=drawn.checked,
+                    *(tf.where(proven, counted, tf.zeros_like(counted)), expected),
+                    checked=drawn.checked & shown,
                     distance=drawn.distance,
                     size_seen=self._size_seen(expected, per_group, size, batch.present),
                 )
-                return [recorded, per_group, expected, sigma]
+            # The noise must have the number of the release, so it is drawn in the same turn.
+            correlated: list[tf.Tensor] = []
+            if isinstance(self.noise, CorrelatedNoise):
+                with tf.control_dependencies([recorded]):
+                    correlated = self.noise.draw(batch.sums)
+            return [recorded, per_group, expected, sigma, *correlated]
 
-        recorded, per_group, expected, sigma = self._turns.take(enter)
+        recorded, per_group, expected, sigma, *correlated = self._turns.take(enter)
         share = replicas.num_replicas() ** -0.5
         stddev = share * self._gradient_noise(sigma, expected) * clip
         divisor = tf.cast(expected / per_group, tf.float32)
         # Recorded first, since weights may move before another operation of the step fails.
         with tf.control_dependencies([recorded]):
-            noisy = [s / divisor for s in self.noise.add_to(batch.sums, stddev, clip)]
+            if isinstance(self.noise, CorrelatedNoise):
+                scale = tf.cast(stddev, tf.float32)
+                noisy = [s + scale * w for s, w in zip(batch.sums, correlated)]
+            else:
+                noisy = self.noise.add_to(batch.sums, stddev, clip)
+            noisy = [s / divisor for s in noisy]
             if isinstance(self.clipping, AdaptiveClipping):
                 groups = expected / per_group
                 self._adapt(self.clipping, batch.within, share, clip, sigma, expected, groups)
             if self.histograms is not None:
                 self._add_to(self.histograms, noisy[-1] * divisor, clip, sigma, expected)
         return noisy
+
+    def _check_order(self, order: Order | None) -> tuple[list, tf.Tensor, tf.Tensor]:
+        """Whether the release is the one that batch and noise were drawn for.
+
+        Returns:
+          What must run before the release, and fails it; whether the release is proven, as far as
+          anybody can tell; and whether the batch showed its step. The last two are bool scalars.
+        """
+        if not isinstance(self.noise, CorrelatedNoise):
+            return [], tf.constant(True), tf.constant(True)
+        count = self.ledger.count()
+        fits = self.noise.fits(count)
+        rejects = [_assert(fits, [NO_KEY, "Received: releases in the ledger:", count])]
+        shown, in_order = tf.constant(False), tf.constant(True)
+        if order is not None:
+            shown = order.shown
+            in_order = ~shown | order.is_of(count, self.noise.strategy.bands)
+            rejects.append(_assert(in_order, [_OUT_OF_ORDER, "Received: step", count]))
+        return [r for r in rejects if r is not None], fits & in_order, shown
 
     def _adapt(
         self,
@@ -598,7 +672,9 @@ class Accumulator:
         return self._held[shapes]
 
 
-def _noise(secure: bool, seed: int | None, add_variable: Callable) -> GaussianNoise | SecureNoise:
+def _noise(
+    secure: bool, seed: int | None, add_variable: Callable, strategy: NoiseStrategy
+) -> GaussianNoise | SecureNoise | CorrelatedNoise:
     if seed is not None:
         checks.integer("seed", seed, 0)
         if secure:
@@ -608,7 +684,14 @@ def _noise(secure: bool, seed: int | None, add_variable: Callable) -> GaussianNo
             )
         if seed >= 2**63:
             raise ValueError(f"`seed` must be below 2**63. Received: seed={seed!r}")
-    return SecureNoise(add_variable) if secure else GaussianNoise(add_variable, seed)
+    if strategy.is_independent:
+        return SecureNoise(add_variable) if secure else GaussianNoise(add_variable, seed)
+    if secure:
+        raise ValueError(
+            "Secure noise is independent: the noise of earlier steps would have to be kept on its "
+            f"grid. Received: secure_noise=True, noise={strategy!r}"
+        )
+    return CorrelatedNoise(add_variable, strategy, seed)
 
 
 def _hyperparameter(value: float) -> tf.Variable:

@@ -269,6 +269,23 @@ class GaussianNoise:
         return [_first(part, size, shape) for part, size, shape in zip(parts, sizes, shapes)]
 
 
+def aligned(sizes: Sequence[int]) -> list[int]:
+    """The sizes of several tensors in one vector of numbers, so that it splits without a copy."""
+    return [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+
+
+def normal_numbers(size: int, key: tf.Tensor, release: tf.Tensor) -> tf.Tensor:
+    """[size] numbers from N(0, 1), float32: those of one release of `GaussianNoise` with that key.
+
+    Args:
+      size: how many, a multiple of 2.
+      key: int64 scalar.
+      release: int64 scalar, from 1 to 2³² - 1.
+    """
+    pairs = _normal_pairs(tf.constant(size, tf.int32), key, release)
+    return tf.reshape(tf.bitcast(pairs, tf.float32), [size])
+
+
 def _first(numbers: tf.Tensor, size: tf.Tensor | int, shape: Any) -> tf.Tensor:
     """The first `size` of the numbers, in a shape."""
     if not isinstance(size, int) or size % _ALIGNED:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import ancestors
 from tf_adaptive_dp._keras.weighted_losses import sample_weights_of_step
+from tf_adaptive_dp.accounting import batch_order
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 
 # Among 10,000 draws, two share a number with probability at most 5e7 / 2⁴⁰.
@@ -69,6 +72,47 @@ def is_ours(weights: tf.Tensor) -> tf.Tensor:
     marked = tf.reduce_sum(tf.cast(absent & (tf.bitcast(weights, tf.int32) < 0), tf.float32))
     looks_random = tf.abs(2 * marked - padding) <= _DEVIATION * tf.sqrt(padding)
     return (bits >= BITS) & (marked > 0) & looks_random
+
+
+class Order(NamedTuple):
+    """Which step a batch was drawn for, as the marks of its padding show it.
+
+    Attributes:
+      shown: bool scalar, whether they show a step.
+      code: int64 scalar, see `accounting.batch_order`.
+    """
+
+    shown: tf.Tensor
+    code: tf.Tensor
+
+    def is_of(self, step: tf.Tensor, period: int) -> tf.Tensor:
+        """Whether the code is that of a step, a bool scalar.
+
+        Args:
+          step: int64 scalar, the number of the step.
+          period: the number of groups of the sampling.
+        """
+        step = tf.bitwise.bitwise_and(step, tf.constant(2**batch_order.BITS - 1, tf.int64))
+        period_code = tf.constant(batch_order.code_of_period(period), tf.int64)
+        return tf.equal(self.code, tf.bitwise.bitwise_xor(step, period_code))
+
+
+def order_in(weights: tf.Tensor) -> Order:
+    """Reads the step that the weights of a batch show.
+
+    Args:
+      weights: [B], float32.
+    """
+    marks = tf.equal(weights, 0.0) & (tf.bitcast(weights, tf.int32) < 0)
+    if weights.shape[0] is None:
+        return Order(tf.constant(False), tf.constant(0, tf.int64))
+    of_rows = tf.constant(batch_order.patterns(weights.shape[0]), tf.float32)
+    parity = tf.cast(
+        tf.linalg.matvec(of_rows, tf.cast(marks, tf.float32), transpose_a=True), tf.int64
+    )
+    bits = tf.bitwise.bitwise_and(parity, tf.constant(1, tf.int64))
+    code = tf.reduce_sum(bits * (1 << np.arange(batch_order.BITS)))
+    return Order(is_ours(weights), code)
 
 
 def rows_of_padding(losses: tf.Tensor) -> tf.Tensor | None:

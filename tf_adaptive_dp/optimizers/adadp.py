@@ -91,6 +91,10 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
     w = 0.10, next η = 0.11
     """
 
+    needs_independent_noise = (
+        "its error estimate is the distance between two gradients with independent noise"
+    )
+
     def __init__(
         self,
         l2_norm_clip: float,

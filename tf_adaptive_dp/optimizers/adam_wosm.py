@@ -91,6 +91,8 @@ class DPAdamWOSM(DPOptimizer, FirstMomentOptimizer):
     0.001
     """
 
+    needs_independent_noise = "its step size divides by the standard deviation of independent noise"
+
     def __init__(
         self,
         l2_norm_clip: float,

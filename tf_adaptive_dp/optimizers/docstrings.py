@@ -30,6 +30,9 @@ l2_norm_clip: C, the bound on the L2 norm of each example's gradient; at least 1
   loss_scale: a power of two from 1 to 2**24. The loss is multiplied by it before
     differentiation, and gradients are divided by it before clipping. `None` uses 1024 for
     layers with a mixed-precision policy and 1 otherwise.
+  noise: how the noise of a step depends on that of earlier steps: `None` or
+    `accounting.IndependentNoise()`; or `accounting.BandedNoise(bands)`, which takes back a part
+    of earlier noise, for batches of a `sampling.CyclicPoissonSampling` with as many groups.
   secure_noise: whether to draw noise from the operating system's cryptographic generator,
     which resists floating-point attacks (see `mechanism.secure_noise`). It is slower and does
     not run under XLA.

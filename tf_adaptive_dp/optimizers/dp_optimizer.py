@@ -9,7 +9,7 @@ import math
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Callable
+from typing import Any, Callable, ClassVar
 
 import tensorflow as tf
 
@@ -27,12 +27,15 @@ from tf_adaptive_dp._keras.variables import (
     path_of,
     uncounted_variables,
 )
+from tf_adaptive_dp.accounting import noise_strategies
 from tf_adaptive_dp.accounting.earlier_releases import warn_of_earlier_releases
 from tf_adaptive_dp.accounting.ledger import Ledger
+from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.gradients.api import check_loss, check_method, per_example_gradients
 from tf_adaptive_dp.gradients.released import completion, mark_released, vouch_for
 from tf_adaptive_dp.mechanism.clipping import Clipping, PerLayerClipping, serialize
-from tf_adaptive_dp.mechanism.draw_numbers import number_of, rows_without_padding
+from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, NoiseKey
+from tf_adaptive_dp.mechanism.draw_numbers import number_of, order_of, rows_without_padding
 from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
 from tf_adaptive_dp.mechanism.padding import rows_of_padding
 from tf_adaptive_dp.mechanism.replicas import num_replicas
@@ -67,6 +70,9 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
       **kwargs: the arguments of the Keras optimizer.
     """
 
+    # Why an update rule is not for correlated noise; `None` if it is.
+    needs_independent_noise: ClassVar[str | None] = None
+
     def __init__(
         self,
         l2_norm_clip: float,
@@ -78,12 +84,14 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         gradients: str = "auto",
         gradient_accumulation_steps: int = 1,
         loss_scale: float | None = None,
+        noise: NoiseStrategy | dict | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
         side_information: SideInformation | Preconditioning | None = None,
         **kwargs: Any,
     ):
         super().__init__(**{"name": type(self).__name__, **kwargs})
+        refusals.refuse_correlated_noise(self, noise_strategies.get_strategy(noise))
         if not isinstance(side_information, Preconditioning):
             if side_information is not None:
                 side_information = check_side_information(side_information)
@@ -101,6 +109,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             gradient_accumulation_steps=gradient_accumulation_steps,
             secure_noise=secure_noise,
             seed=seed,
+            noise=noise,
             add_variable=functools.partial(add_state, self),
         )
         if self.side_information is not None:
@@ -173,6 +182,11 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         return self._mechanism.noise.seed
 
     @property
+    def noise(self) -> NoiseStrategy:
+        """How the noise of a step depends on that of earlier steps."""
+        return self.ledger.noise
+
+    @property
     def side_information(self) -> SideInformation | None:
         """What preconditions gradients, or `None`."""
         return self._preconditioning.side_information
@@ -202,6 +216,22 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                 "num_releases": self.ledger.num_releases,
             }
         return f"<{type(self).__name__} {', '.join(f'{k}={v}' for k, v in values.items())}>"
+
+    def resume_noise(self, keys: Sequence[tuple[int, int]]) -> None:
+        """Goes on with the noise of an earlier process; `PrivacyPlan.fit` calls it.
+
+        Args:
+          keys: the keys of correlated noise, each with the number of the first release that it is
+            for; the last one is new. The ledger must hold all releases of the run.
+
+        Raises:
+          TypeError: if the noise is independent, which needs no keys.
+          ValueError: if the keys do not cover all releases.
+        """
+        if not isinstance(self._mechanism.noise, CorrelatedNoise):
+            raise TypeError(f"Only correlated noise has keys. Received: noise={self.noise!r}")
+        own = [NoiseKey(*key) for key in keys]
+        self._mechanism.noise.resume(own, self.ledger.num_releases)
 
     def next_release(self) -> tuple[float, float | None]:
         """What the ledger will record for one more step.
@@ -256,6 +286,10 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         """
         self.require_known_state()
         refusals.refuse_unsupported_setting(self)
+        if isinstance(self._mechanism.noise, CorrelatedNoise):
+            with tf.init_scope():
+                num_releases = self.ledger.num_releases
+            self._mechanism.noise.require_fit(num_releases)
         refusals.refuse_smaller_last_batch(self)
         self._loss_scaling.refuse_wrapper(self)
         if not callable(loss) and tape is None:
@@ -292,6 +326,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                 places=[slot_index(self, v) for v in variables],
                 number=number_of(losses),
                 padding=rows_of_padding(losses),
+                order=None if self.noise.is_independent else order_of(losses),
             )
         released = _with_penalties(noisy, source.penalty_gradients, scale)
         released = [None if g is None else tf.cast(g, v.dtype) for g, v in zip(released, variables)]
@@ -458,6 +493,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             "gradients": self.gradients,
             "gradient_accumulation_steps": self.parts_per_batch,
             "loss_scale": self._loss_scaling.scale,
+            "noise": noise_strategies.serialize(self.noise),
             "secure_noise": isinstance(self._mechanism.noise, SecureNoise),
             "seed": self.seed,
             "ledger": [list(segment) for segment in self.ledger.segments],

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.models import sizes_of_batches
 from tf_adaptive_dp._keras.optimizers import HOW_TO_STEP, has_slots_for
 from tf_adaptive_dp._keras.variables import path_of
+from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.released import completion
 from tf_adaptive_dp.gradients.source import PerExampleGradients
@@ -24,6 +25,7 @@ def refuse_unsupported_setting(optimizer: Any) -> None:
     needed = {
         "num_microbatches": (optimizer.num_microbatches, None),
         "gradient_accumulation_steps": (optimizer.parts_per_batch, 1),
+        "noise": (optimizer.noise, IndependentNoise()),
     }
     for name, (value, only) in needed.items():
         if value != only:
@@ -31,6 +33,20 @@ def refuse_unsupported_setting(optimizer: Any) -> None:
                 f"`{name}` must be {only} on several replicas. Received: {name}={value} on "
                 f"{num_replicas()} replicas"
             )
+
+
+def refuse_correlated_noise(optimizer: Any, noise: NoiseStrategy) -> None:
+    """Rejects correlated noise for update rules that are derived for independent noise.
+
+    Raises:
+      ValueError: if the optimizer's rule takes the noise of each step for independent.
+    """
+    why = optimizer.needs_independent_noise
+    if why is not None and not noise.is_independent:
+        raise ValueError(
+            f"`noise` must be IndependentNoise() for {type(optimizer).__name__}: {why}. Use DPSGD, "
+            f"DPAdam or another optimizer for correlated noise. Received: noise={noise!r}"
+        )
 
 
 def refuse_other_variables(optimizer: Any, variables: Sequence[tf.Variable]) -> None:

@@ -69,6 +69,8 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
     True
     """
 
+    needs_independent_noise = "its step size is that of sums of independent noise"
+
     def __init__(
         self,
         noise_multiplier: float,

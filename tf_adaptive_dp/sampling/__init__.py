@@ -1,5 +1,6 @@
 """Batches that are drawn as the accountant believes, and epsilon for them."""
 
+from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.datasets import (
     fixed_size_batches,
     poisson_batches,
@@ -11,6 +12,7 @@ from tf_adaptive_dp.sampling.poisson import PoissonSampling
 from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
 
 __all__ = [
+    "CyclicPoissonSampling",
     "FixedSizeSampling",
     "PoissonSampling",
     "Sampling",

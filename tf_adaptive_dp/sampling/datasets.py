@@ -21,6 +21,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras import process_state
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.sampling import draws
+from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.fixed_size import FixedSizeSampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
@@ -41,7 +42,7 @@ Reader = Callable[[tf.Tensor], list[tf.Tensor]]
 
 def poisson_batches(
     data: Any,
-    sampling: PoissonSampling,
+    sampling: PoissonSampling | CyclicPoissonSampling,
     *,
     start_step: int = 0,
     gradient_accumulation_steps: int = 1,
@@ -76,7 +77,8 @@ def poisson_batches(
         the first example and count as public. Arrays of up to 2 GiB in total are copied, so that
         TensorFlow can gather their rows. Larger ones are read by Python, which takes longer. A
         finite `tf.data.Dataset` of single examples is read into memory once.
-      sampling: q, the size of a batch, and the number of batches.
+      sampling: q, the size of a batch, and the number of batches; a `CyclicPoissonSampling` for
+        optimizers with correlated noise.
       start_step: the number of draws to skip because an earlier run made them.
       gradient_accumulation_steps: k, the number of consecutive batches that each draw is divided
         into; the optimizer must accumulate as many. Each has ceil(`max_batch_size` / k) rows, and
@@ -99,7 +101,7 @@ def poisson_batches(
       >>> [[t.tolist() for t in b] for b in poisson_batches((x, y), sampling).as_numpy_iterator()]
       [[[3.0, 0.0, 0.0, 0.0], [2, 0, 0, 0], [1.0, -0.0, -0.0, -0.0]]]
     """
-    _require(sampling, PoissonSampling)
+    _require(sampling, PoissonSampling, CyclicPoissonSampling)
     source = open_source(data, preprocess)
     return as_dataset(
         *(source, sampling, start_step, key, gradient_accumulation_steps),
@@ -192,9 +194,10 @@ def _full_batches(
     return as_dataset(source, sampling, start_step, key, gradient_accumulation_steps)
 
 
-def _require(sampling: Any, kind: type[Sampling]) -> None:
-    if not isinstance(sampling, kind):
-        raise TypeError(f"`sampling` must be a {kind.__name__}. Received: sampling={sampling!r}")
+def _require(sampling: Any, *kinds: type[Sampling]) -> None:
+    if not isinstance(sampling, kinds):
+        names = " or a ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"`sampling` must be a {names}. Received: sampling={sampling!r}")
 
 
 def is_repeatable(data: Any) -> bool:
@@ -236,7 +239,7 @@ def as_dataset(
         yield next(passes)
 
     def draw(number: np.ndarray, first: np.ndarray) -> np.ndarray:
-        own_key = draws.derived_key(key, b"pass", int(number)) if number else key
+        own_key = sampling.key_of_pass(key, int(number))
         steps = range(int(first), min(int(first) + DRAWS_PER_CALL, sampling.steps))
         parts = np.empty((len(steps), k, rows), np.int64)
         for step, own in zip(steps, parts):
@@ -280,8 +283,15 @@ def _check(sampling: draws.Sampling, start_step: int, key: bytes | None) -> None
             "`start_step` must be below the `steps` of the sampling. Received: "
             f"start_step={start_step!r}, steps={sampling.steps!r}"
         )
-    if key is not None and not (isinstance(key, bytes) and len(key) == 32):
+    cyclic = isinstance(sampling, CyclicPoissonSampling)
+    lengths = (32, 64) if cyclic else (32,)
+    if key is not None and not (isinstance(key, bytes) and len(key) in lengths):
         raise ValueError("`key` must be 32 bytes, see `draws.new_key`. Received: something else")
+    if cyclic and start_step and key is None and sampling.seed is None:
+        raise ValueError(
+            "To go on at `start_step`, the groups of the earlier steps are needed: pass the `key` "
+            f"that they were drawn with. Received: start_step={start_step!r}, key=None"
+        )
 
 
 def _refuse_several_workers() -> None:

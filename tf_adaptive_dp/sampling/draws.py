@@ -71,7 +71,7 @@ class Sampling(abc.ABC):
     """The base class of samplings: steps, seed, draws and accounting.
 
     Attributes:
-      label: `"poisson"`, `"fixed"` or `"shuffled"`.
+      label: `"poisson"`, `"cyclic"`, `"fixed"` or `"shuffled"`.
       steps: number of batches in the whole run.
       seed: `None` for the operating system's entropy.
     """
@@ -114,6 +114,29 @@ class Sampling(abc.ABC):
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
         """Indices of the examples in the batch of a step: a pure function of its arguments."""
 
+    def key_of_pass(self, key: bytes, number: int) -> bytes:
+        """The key of a pass over the batches of a dataset: that of the first pass, or another.
+
+        Args:
+          key: the key of the dataset.
+          number: of the pass, from 0.
+        """
+        return derived_key(key, b"pass", number) if number else key
+
+    def marks(self, padding: np.ndarray, random: np.ndarray, step: int) -> np.ndarray:
+        """The marks of the rows of padding.
+
+        Args:
+          padding: [rows], bool, which rows are padding.
+          random: [rows], bool, random marks.
+          step: the number of the step.
+
+        Returns:
+          [rows], bool.
+        """
+        del step
+        return padding & random
+
     def place(
         self, num_examples: int, step: int, key: bytes, gradient_accumulation_steps: int = 1
     ) -> np.ndarray:
@@ -136,7 +159,12 @@ class Sampling(abc.ABC):
         words = random.bit_generator.random_raw(-(-(k * rows - len(drawn)) // 64))
         placed[len(drawn) :] += np.unpackbits(words.view(np.uint8))[: k * rows - len(drawn)]
         random.shuffle(placed)
-        return placed.reshape(k, rows)
+        parts = placed.reshape(k, rows)
+        for part in parts:
+            padding, marked = part >= num_examples, part > num_examples
+            part[padding] = num_examples
+            part += self.marks(padding, marked, step)
+        return parts
 
     @abc.abstractmethod
     def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
@@ -171,7 +199,8 @@ class Sampling(abc.ABC):
 
     def check_ledger(self, ledger: Any, num_examples: int) -> None:
         """Raises ValueError if a ledger or an optimizer contradicts the sampling."""
-        segments, _ = composition.read_ledger(ledger, num_examples)
+        correlated = self.label == "cyclic"  # no other sampling is proven for correlated noise
+        segments, _ = composition.read_ledger(ledger, num_examples, correlated=correlated)
         expected = self.expected_batch_size(num_examples)
         for segment in segments:
             if not math.isclose(segment.batch_size, expected, rel_tol=_SAME):

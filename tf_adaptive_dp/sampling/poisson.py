@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
-from typing import Any, Callable, ClassVar
+from typing import Any, Callable, ClassVar, TypeVar
 
 import numpy as np
 from scipy import stats
@@ -13,9 +14,97 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.sampling import draws
 
+_Kind = TypeVar("_Kind", bound="RandomSizes")
+
+
+class RandomSizes(draws.Sampling):
+    """A sampling whose batches vary in size, up to B = `max_batch_size`, and are padded to it.
+
+    A larger draw is subsampled uniformly to B; see `PoissonSampling` for what that costs.
+
+    Attributes:
+      max_batch_size: B, at least 1.
+      share: the probability that an example joins a given batch, before anything was drawn.
+    """
+
+    max_batch_size: int
+
+    @property
+    @abc.abstractmethod
+    def share(self) -> float:
+        """The probability that an example joins a given batch, before anything was drawn."""
+
+    @abc.abstractmethod
+    def _epsilon(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
+        """ε of a ledger, without the cost of truncation."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of an undivided batch, padding included."""
+        return self.max_batch_size
+
+    def rows_per_batch(self, gradient_accumulation_steps: int = 1) -> int:
+        """The number of rows of each part of a batch, padding included."""
+        checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+        return -(-self.rows // gradient_accumulation_steps)
+
+    def expected_batch_size(self, num_examples: int) -> float:
+        """`share` · num_examples, which the optimizer's `expected_batch_size` must equal."""
+        return self.share * checks.integer("num_examples", num_examples, 1)
+
+    def failure_probability(self, num_examples: int) -> float:
+        """η / T: the probability that one example is drawn together with at least B others."""
+        tail = stats.binom.sf(self.max_batch_size - 1, num_examples, self.share)
+        return float(self.share * tail)
+
+    def delta_for_noise(
+        self, epsilon: float, num_examples: int, delta: float, releases: int | None = None
+    ) -> float:
+        """δ₀ = δ - e^ε·η, the part of δ that truncation leaves, e.g. for `noise_multiplier_for`.
+
+        Args:
+          epsilon: the ε of the final guarantee.
+          num_examples: number of examples in the training set, a public constant.
+          delta: the δ of the final guarantee.
+          releases: T; by default `steps`.
+
+        Returns:
+          δ₀; zero or less if truncation alone uses up δ.
+        """
+        releases = self.steps if releases is None else releases
+        failure = releases * self.failure_probability(num_examples)
+        return delta - failure * math.exp(min(epsilon, 700.0)) if failure else delta
+
+    def check_delta(self, num_examples: int, delta: float) -> None:
+        """Raises ValueError if overflow alone uses up δ before the last step."""
+        if self.delta_for_noise(0.0, num_examples, delta) <= 0:
+            raise ValueError(
+                "Batches overflow so often that ε is infinite at this `delta`. Make "
+                "`max_batch_size` larger, `for_batch_size` finds one. Received: "
+                f"delta={delta!r}, sampling={self!r}"
+            )
+
+    def check_ledger(self, ledger: Any, num_examples: int) -> None:
+        """Raises ValueError if a ledger or an optimizer contradicts the sampling."""
+        super().check_ledger(ledger, num_examples)
+        refuse_microbatches(ledger)
+
+    def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
+        """ε of a ledger; see the class."""
+        segments, _ = composition.read_ledger(ledger, num_examples, correlated=True)
+        releases = sum(segment.num_releases for segment in segments)
+
+        def epsilon_at(delta: float) -> float:
+            return self._epsilon(ledger, num_examples, delta, accountant)
+
+        def delta_left(epsilon: float) -> float:
+            return self.delta_for_noise(epsilon, num_examples, delta, releases)
+
+        return _self_consistent(epsilon_at, delta_left, delta)
+
 
 @dataclasses.dataclass(frozen=True)
-class PoissonSampling(draws.Sampling):
+class PoissonSampling(RandomSizes):
     """Every example joins each batch independently with the same probability.
 
     A batch has room for B = `max_batch_size` examples. A larger draw is subsampled uniformly to B.
@@ -97,71 +186,7 @@ class PoissonSampling(draws.Sampling):
           `num_examples` + 1 if that is smaller. Then nothing overflows, even with one additional
           example.
         """
-        checks.number("batch_size", batch_size, 0, strict=True)
-        checks.integer("num_examples", num_examples, 1)
-        checks.integer("steps", steps, 1)
-        if batch_size > num_examples:
-            raise ValueError(
-                "`batch_size` must be at most `num_examples`. Received: "
-                f"batch_size={batch_size!r}, num_examples={num_examples!r}"
-            )
-        q = batch_size / num_examples
-        for rows in range(8 * math.ceil(batch_size / 8), num_examples + 1, 8):
-            sampling = cls(q, rows, steps, seed)
-            if steps * sampling.failure_probability(num_examples) <= 1e-12:
-                return sampling
-        return cls(q, num_examples + 1, steps, seed)
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of an undivided batch, padding included."""
-        return self.max_batch_size
-
-    def rows_per_batch(self, gradient_accumulation_steps: int = 1) -> int:
-        """The number of rows of each part of a batch, padding included."""
-        checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
-        return -(-self.rows // gradient_accumulation_steps)
-
-    def expected_batch_size(self, num_examples: int) -> float:
-        """q · num_examples, which the optimizer's `expected_batch_size` must equal."""
-        return self.sampling_probability * checks.integer("num_examples", num_examples, 1)
-
-    def failure_probability(self, num_examples: int) -> float:
-        """η / T: the probability that one example is drawn together with at least B others."""
-        tail = stats.binom.sf(self.max_batch_size - 1, num_examples, self.sampling_probability)
-        return float(self.sampling_probability * tail)
-
-    def delta_for_noise(
-        self, epsilon: float, num_examples: int, delta: float, releases: int | None = None
-    ) -> float:
-        """δ₀ = δ - e^ε·η, the part of δ that truncation leaves, e.g. for `noise_multiplier_for`.
-
-        Args:
-          epsilon: the ε of the final guarantee.
-          num_examples: number of examples in the training set, a public constant.
-          delta: the δ of the final guarantee.
-          releases: T; by default `steps`.
-
-        Returns:
-          δ₀; zero or less if truncation alone uses up δ.
-        """
-        releases = self.steps if releases is None else releases
-        failure = releases * self.failure_probability(num_examples)
-        return delta - failure * math.exp(min(epsilon, 700.0)) if failure else delta
-
-    def check_delta(self, num_examples: int, delta: float) -> None:
-        """Raises ValueError if overflow alone uses up δ before the last step."""
-        if self.delta_for_noise(0.0, num_examples, delta) <= 0:
-            raise ValueError(
-                "Batches overflow so often that ε is infinite at this `delta`. Make "
-                "`max_batch_size` larger, `PoissonSampling.for_batch_size` finds one. Received: "
-                f"delta={delta!r}, sampling={self!r}"
-            )
-
-    def check_ledger(self, ledger: Any, num_examples: int) -> None:
-        """Raises ValueError if a ledger or an optimizer contradicts the sampling."""
-        super().check_ledger(ledger, num_examples)
-        refuse_microbatches(ledger)
+        return with_room(lambda q, rows: cls(q, rows, steps, seed), batch_size, num_examples, steps)
 
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
         """Indices of the examples in the batch of a step, ascending.
@@ -174,35 +199,67 @@ class PoissonSampling(draws.Sampling):
         The subset kept from a draw that is too large is uniformly random, so no example is favored.
         """
         generator = draws.generator(key, b"poisson", step)
-        likely = math.ceil(self.sampling_probability * 2**8)
-        words = generator.bit_generator.random_raw(-(-num_examples // 8)).view(np.uint8)
-        # `likely` can be 2⁸, which does not fit in 8 bits.
-        chosen = np.flatnonzero(words[:num_examples] <= likely - 1)
-        rest = self.sampling_probability * 2**8 / likely
-        if rest < 0.5:
-            # Uniform numbers are multiples of 2⁻⁵³: exact for powers of 2 and between 1/2 and 1.
-            rest, exponent = math.frexp(rest)
-            chosen = chosen[generator.random(len(chosen)) < 2.0**exponent]
-        chosen = chosen[generator.random(len(chosen)) < rest]
-        if len(chosen) > self.max_batch_size:
-            stay = generator.choice(len(chosen), self.max_batch_size, replace=False, shuffle=False)
-            chosen = chosen[np.sort(stay)]
+        chosen = bernoulli(generator, num_examples, self.sampling_probability)
+        return at_most(generator, chosen, self.max_batch_size)
+
+    @property
+    def share(self) -> float:
+        """q."""
+        return self.sampling_probability
+
+    def _epsilon(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
+        return composition.epsilon_spent(
+            ledger, num_examples, delta, accountant=accountant, in_epochs=False
+        )
+
+
+def with_room(
+    make: Callable[[float, int], _Kind], batch_size: float, num_examples: int, steps: int
+) -> _Kind:
+    """Makes the sampling with the least room whose truncation costs at most 1e-12.
+
+    Args:
+      make: makes a sampling, given the share of all examples in a batch and its rows.
+      batch_size: the expected batch size.
+      num_examples: number of examples in the training set.
+      steps: number of batches in the whole run.
+    """
+    checks.number("batch_size", batch_size, 0, strict=True)
+    checks.integer("num_examples", num_examples, 1)
+    checks.integer("steps", steps, 1)
+    if batch_size > num_examples:
+        raise ValueError(
+            "`batch_size` must be at most `num_examples`. Received: "
+            f"batch_size={batch_size!r}, num_examples={num_examples!r}"
+        )
+    share = batch_size / num_examples
+    for rows in range(8 * math.ceil(batch_size / 8), num_examples + 1, 8):
+        sampling = make(share, rows)
+        if steps * sampling.failure_probability(num_examples) <= 1e-12:
+            return sampling
+    return make(share, num_examples + 1)
+
+
+def bernoulli(generator: np.random.Generator, size: int, probability: float) -> np.ndarray:
+    """The successes among `size` independent trials, ascending; see `PoissonSampling.draw`."""
+    likely = math.ceil(probability * 2**8)
+    words = generator.bit_generator.random_raw(-(-size // 8)).view(np.uint8)
+    # `likely` can be 2⁸, which does not fit in 8 bits.
+    chosen = np.flatnonzero(words[:size] <= likely - 1)
+    rest = probability * 2**8 / likely
+    if rest < 0.5:
+        # Uniform numbers are multiples of 2⁻⁵³: exact for powers of 2 and between 1/2 and 1.
+        rest, exponent = math.frexp(rest)
+        chosen = chosen[generator.random(len(chosen)) < 2.0**exponent]
+    return chosen[generator.random(len(chosen)) < rest]
+
+
+def at_most(generator: np.random.Generator, chosen: np.ndarray, size: int) -> np.ndarray:
+    """A uniformly random subset of `size`, ascending; all of them if there are no more."""
+    if len(chosen) <= size:
         return chosen
-
-    def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
-        """ε of a ledger; see the class."""
-        segments, _ = composition.read_ledger(ledger, num_examples)
-        releases = sum(segment.num_releases for segment in segments)
-
-        def epsilon_at(delta: float) -> float:
-            return composition.epsilon_spent(
-                ledger, num_examples, delta, accountant=accountant, in_epochs=False
-            )
-
-        def delta_left(epsilon: float) -> float:
-            return self.delta_for_noise(epsilon, num_examples, delta, releases)
-
-        return _self_consistent(epsilon_at, delta_left, delta)
+    stay = generator.choice(len(chosen), size, replace=False, shuffle=False)
+    return chosen[np.sort(stay)]
 
 
 def refuse_microbatches(ledger: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
+from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.fixed_size import fixed_size_epsilon
 from tf_adaptive_dp.sampling.poisson import refuse_microbatches
@@ -59,7 +60,8 @@ def releases_left(
     check_sampling(sampling)
     if isinstance(sampling, Sampling):
         sampling.check_ledger(ledger, num_examples)
-        sampling.check_ledger(Releases([(noise_multiplier, batch_size, 1)]), num_examples)
+        one = Releases([(noise_multiplier, batch_size, 1)], noise=composition.noise_of(ledger))
+        sampling.check_ledger(one, num_examples)
         account = sampling.account
     elif sampling == "fixed":
         account = fixed_size_epsilon
@@ -72,11 +74,16 @@ def releases_left(
             in_epochs=sampling != "poisson",
             at_most=at_most,
         )
-    segments, events = composition.counted_ledger(ledger, num_examples, in_epochs=False)
+    noise = composition.noise_of(ledger)
+    if isinstance(sampling, CyclicPoissonSampling):  # its `check_ledger` rejects repetitions
+        segments, events = composition.read_ledger(ledger, num_examples, correlated=True)
+    else:
+        segments, events = composition.counted_ledger(ledger, num_examples, in_epochs=False)
 
     def fits(n: int) -> bool:
         then = Ledger.extended(segments, Segment(noise_multiplier, batch_size, n))
-        return account(Releases(then, events), num_examples, delta, accountant) <= epsilon
+        planned = Releases(then, events, noise=noise)
+        return account(planned, num_examples, delta, accountant) <= epsilon
 
     return composition.largest(fits, at_most=at_most)
 
@@ -89,5 +96,5 @@ def check_sampling(sampling: Sampling | str) -> Sampling | str:
 
 
 def label_of(sampling: Sampling | str) -> str:
-    """`"poisson"`, `"fixed"` or `"shuffled"`."""
+    """`"poisson"`, `"cyclic"`, `"fixed"` or `"shuffled"`."""
     return sampling.label if isinstance(sampling, Sampling) else sampling

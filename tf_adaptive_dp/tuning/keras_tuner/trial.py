@@ -220,6 +220,11 @@ def settings(model: tf.keras.Model) -> tuple[float, int]:
             "not count that",
             f"{list(optimizer.ledger.other_events)}",
         )
+    if not optimizer.noise.is_independent:
+        _refuse(
+            "must draw independent noise: the search does not account for other noise",
+            f"noise={optimizer.noise!r}",
+        )
     if optimizer.seed is not None:
         _refuse("must draw secret noise: leave out `seed`", f"seed={optimizer.seed}")
     if models.tunes_steps_per_call(model):

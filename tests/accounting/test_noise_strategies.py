@@ -1,0 +1,195 @@
+"""Strategies of correlated noise, against dense matrices and all ways to participate."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from tf_adaptive_dp.accounting import batch_order, noise_strategies
+from tf_adaptive_dp.accounting.noise_strategies import (
+    BandedNoise,
+    IndependentNoise,
+    ToeplitzNoise,
+    prefix_error,
+    sensitivity,
+)
+
+STRATEGIES = {
+    "independent": IndependentNoise(),
+    "2 bands": BandedNoise(2),
+    "5 bands": BandedNoise(5),
+    "of one's own": ToeplitzNoise((3.0, 2.0, 2.0, 0.5)),
+    "all alike": ToeplitzNoise((1, 1, 1)),
+}
+each = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+
+
+def dense(strategy, steps):
+    """The strategy matrix C, [steps, steps]."""
+    matrix = np.zeros([steps, steps])
+    for k, c in enumerate(strategy.coefficients[:steps]):
+        matrix += c * np.eye(steps, k=-k)
+    return matrix
+
+
+def test_the_bands_are_those_of_the_square_root_of_the_matrix_of_sums():
+    steps = 40
+    root = dense(BandedNoise(steps), steps)
+    root /= root[0, 0]
+    np.testing.assert_allclose(root @ root, np.tri(steps), atol=1e-12)
+    some = np.array(BandedNoise(7).coefficients)
+    np.testing.assert_allclose(some / some[0], root[:7, 0])
+
+
+@each
+def test_a_column_has_norm_one_and_noise_is_that_of_the_inverse(strategy):
+    assert math.isclose(np.linalg.norm(strategy.coefficients), 1)
+    inverse = np.linalg.inv(dense(strategy, 30))
+    np.testing.assert_allclose(strategy.noise_coefficients(30), inverse[:, 0], atol=1e-9)
+
+
+@each
+@pytest.mark.parametrize("steps", [1, 2, 30])
+def test_the_error_of_sums_is_that_of_dense_matrices(strategy, steps):
+    sums = np.tri(steps) @ np.linalg.inv(dense(strategy, steps))
+    expected = math.sqrt((sums**2).sum() / steps)
+    assert prefix_error(strategy, steps) == pytest.approx(expected, rel=1e-9)
+
+
+def test_more_bands_give_smaller_sums_at_the_same_noise_multiplier():
+    errors = [prefix_error(IndependentNoise(), 4_000)]
+    errors += [prefix_error(BandedNoise(bands), 4_000) for bands in (2, 4, 8, 16, 32)]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.3 * errors[0]
+
+
+@each
+@pytest.mark.parametrize("separation", [1, 2, 3, 5])
+@pytest.mark.parametrize("most", [1, 2, 3, None])
+def test_sensitivity_is_the_largest_over_all_ways_to_participate(strategy, separation, most):
+    steps = 9
+    matrix, largest = dense(strategy, steps), 0.0
+    for chosen in itertools.product([False, True], repeat=steps):
+        when = np.flatnonzero(chosen)
+        if len(when) and np.diff(when).min(initial=separation) >= separation:
+            if most is None or len(when) <= most:
+                largest = max(largest, np.linalg.norm(matrix[:, when].sum(axis=1)))
+    assert sensitivity(strategy, steps, separation, most) == pytest.approx(largest, rel=1e-12)
+
+
+@each
+def test_gradients_in_other_directions_change_no_more(strategy):
+    # The gradients of an example need not point the same way.
+    random, steps = np.random.default_rng(0), 12
+    bound = sensitivity(strategy, steps, 2)
+    for _ in range(200):
+        gradients = random.normal(size=[steps, 3])
+        gradients /= np.linalg.norm(gradients, axis=1, keepdims=True)
+        gradients[1 - random.integers(2) :: 2] = 0
+        assert np.linalg.norm(dense(strategy, steps) @ gradients) <= bound + 1e-9
+
+
+@each
+def test_participations_beyond_the_bands_are_orthogonal(strategy):
+    most = sensitivity(strategy, 100 * strategy.bands, strategy.bands)
+    assert most == pytest.approx(10.0, rel=1e-12)
+
+
+def test_what_is_forgotten_does_not_show_in_float32():
+    steps = 3_000
+    for bands in (2, 4, 8, 16, 32):
+        strategy = BandedNoise(bands)
+        beyond = strategy.noise_coefficients(steps)[strategy.memory(steps) :]
+        assert np.abs(beyond).sum() < 1e-9
+        assert strategy.memory(steps) < 40 * bands
+    assert ToeplitzNoise((1, 1)).memory(50) == 50  # never forgets
+
+
+def test_strategies_are_told_apart_and_can_be_saved():
+    strategies = [*STRATEGIES.values(), BandedNoise(3), ToeplitzNoise((3.0, 2.0, 2.0, 0.4))]
+    assert len({strategy.digest() for strategy in strategies}) == len(strategies)
+    for strategy in strategies:
+        again = noise_strategies.get_strategy(noise_strategies.serialize(strategy))
+        assert again == strategy and again.digest() == strategy.digest()
+    assert noise_strategies.get_strategy(None) == IndependentNoise()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: BandedNoise(1), "`bands` must be at least 2"),
+        (lambda: BandedNoise(2_000), "`bands` must be at most 1024"),
+        (lambda: BandedNoise(2.5), "`bands` must be"),
+        (lambda: ToeplitzNoise((1.0,)), "2 to 1024 positive numbers"),
+        (lambda: ToeplitzNoise((1.0, 2.0)), "do not increase"),
+        (lambda: ToeplitzNoise((1.0, 0.0)), "`coefficients` must be"),
+        (lambda: ToeplitzNoise((1.0, -0.5)), "`coefficients` must be"),
+        (lambda: ToeplitzNoise("ab"), "a sequence of numbers"),
+        (lambda: noise_strategies.get_strategy("banded"), "`noise` must be"),
+        (lambda: sensitivity(BandedNoise(2), 5, 0), "`min_separation` must be"),
+    ],
+)
+def test_what_is_no_strategy_is_refused(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+@pytest.mark.parametrize("padding", [24, 30, 60, 128])
+def test_marks_show_the_step(padding):
+    random, told = np.random.default_rng(padding), 0
+    for step in random.integers(2**22, size=100).tolist():
+        rows = np.zeros(128, bool)
+        rows[random.choice(128, padding, replace=False)] = True
+        marks = batch_order.marked(rows, random.random(128) < 0.5, step, period=8)
+        assert not (marks & ~rows).any()
+        if marks.any():
+            told += 1
+            assert batch_order.shown(marks) == step % 2**20 ^ batch_order.code_of_period(8)
+    assert told > (90 if padding == 24 else 98)
+
+
+def test_too_little_padding_shows_nothing():
+    rows = np.zeros(128, bool)
+    rows[:5] = True
+    assert not batch_order.marked(rows, rows, 3, period=8).any()
+
+
+def test_other_periods_have_other_codes():
+    assert len({batch_order.code_of_period(period) for period in range(2, 300)}) == 298
+
+
+# Of JAX-Privacy 2.0.0, `matrix_factorization.toeplitz` in float64 for 1,000 steps: c_0 and c_1, d_k
+# for k = 0, 1, 7, 40, the root mean square error of sums, and the sensitivity for (s, k).
+JAX_PRIVACY = {
+    2: (
+        [0.894427191, 0.447213595],
+        [1.118033989, -0.559016994, -0.008734641, 0.0],
+        16.69164979,
+        [42.41462012, 14.14213562, 4.47213595, 5.0],
+    ),
+    8: (
+        [0.762852351, 0.381426175],
+        [1.310869658, -0.655434829, -0.021122411, -0.000121073],
+        9.42622877,
+        [75.66155113, 17.35587562, 5.44733554, 5.0],
+    ),
+    32: (
+        [0.679317827, 0.339658913],
+        [1.472065005, -0.736032503, -0.023719797, -0.003314117],
+        5.48049117,
+        [135.51533153, 28.12735409, 8.50158874, 5.0],
+    ),
+}
+
+
+@pytest.mark.parametrize("bands", JAX_PRIVACY)
+def test_the_figures_are_those_of_jax_privacy(bands):
+    strategy, steps = BandedNoise(bands), 1_000
+    column, noise, error, sensitivities = JAX_PRIVACY[bands]
+    np.testing.assert_allclose(strategy.coefficients[:2], column, atol=1e-9)
+    of_noise = strategy.noise_coefficients(steps)[[0, 1, 7, 40]]
+    np.testing.assert_allclose(of_noise, noise, atol=1e-9)
+    assert prefix_error(strategy, steps) == pytest.approx(error, rel=1e-8)
+    cases = [(1, None), (5, None), (5, 20), (40, None)]
+    found = [sensitivity(strategy, steps, *case) for case in cases]
+    np.testing.assert_allclose(found, sensitivities, rtol=1e-8)

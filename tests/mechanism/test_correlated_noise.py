@@ -1,0 +1,397 @@
+"""Correlated noise has the covariance of its strategy, and goes on only where it is known.
+
+Tests of a distribution accept the wanted scale and reject 2/3 and 3/2 of it. They fail by chance
+once in a million.
+"""
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tests.helpers import zoo
+from tests.helpers.gaussianity import assert_gaussian, assert_independent, assert_uncorrelated, fits
+from tf_adaptive_dp.accounting import batch_order
+from tf_adaptive_dp.accounting.noise_strategies import BandedNoise, IndependentNoise, ToeplitzNoise
+from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, NoiseKey, new_noise_key
+from tf_adaptive_dp.mechanism.noise import GaussianNoise
+
+pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
+SIZE = 5_000
+STRATEGIES = {"banded": BandedNoise(4), "own": ToeplitzNoise((3.0, 2.0, 2.0))}
+each = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+
+
+def mechanism_of(strategy, **kwargs):
+    return zoo.make_mechanism(noise=strategy, **{"noise_multiplier": 1.0, **kwargs})
+
+
+def released_by(mechanism, steps, mode="eager", size=SIZE):
+    """[steps, size]: what is released for gradients of zero, in batches of one row."""
+    rows = [np.zeros([1, size], "float32")]
+    step = zoo.in_mode(mode, lambda r: mechanism.release(zoo.Rows(r), 1)[0], rows)
+    return np.stack([step(*rows).numpy() for _ in range(steps)])
+
+
+def whitened(strategy, noises):
+    """z = C w."""
+    steps, padded = len(noises), np.pad(noises.astype("float64"), [(strategy.bands - 1, 0), (0, 0)])
+    parts = [
+        c * padded[strategy.bands - 1 - k : strategy.bands - 1 - k + steps]
+        for k, c in enumerate(strategy.coefficients)
+    ]
+    return sum(parts)
+
+
+@each
+@pytest.mark.parametrize("mode", ["eager", "graph of fixed size", "xla"])
+def test_the_noise_times_the_strategy_is_independent_and_gaussian(strategy, mode):
+    mechanism = mechanism_of(strategy, noise_multiplier=1.3, l2_norm_clip=0.5)
+    z = whitened(strategy, released_by(mechanism, 7, mode))
+    assert_gaussian(z, 1.3 * 0.5)
+    for lag in range(1, 6):
+        assert_uncorrelated(z[lag:].ravel(), z[:-lag].ravel())
+    assert mechanism.ledger.segments == [(1.3, 1.0, 7)]
+    assert mechanism.ledger.noise == strategy
+
+
+@each
+def test_the_noise_of_each_step_has_the_variance_and_correlations_of_the_inverse(strategy):
+    steps = 9
+    w = released_by(mechanism_of(strategy), steps, "graph of fixed size", 20_000)
+    d = strategy.noise_coefficients(steps)
+    for t in range(steps):
+        assert_gaussian(w[t], math.sqrt((d[: t + 1] ** 2).sum()))
+    bound = 6 / math.sqrt(20_000)
+    for s in range(steps):
+        for t in range(s + 1, steps):
+            wanted = d[t - s : t + 1] @ d[: s + 1]
+            wanted /= np.linalg.norm(d[: s + 1]) * np.linalg.norm(d[: t + 1])
+            found = np.corrcoef(w[s], w[t])[0, 1]
+            assert abs(found - wanted) < bound
+            if t == s + 1:  # so independent noise, and 2/3 and 3/2 of the correlation, would fail
+                assert abs(wanted) / 3 > 2 * bound
+
+
+@each
+def test_sums_have_less_noise_than_those_of_independent_noise(strategy):
+    steps = 40
+    w = released_by(mechanism_of(strategy), steps, "graph of fixed size")
+    expected = np.linalg.norm(np.cumsum(strategy.noise_coefficients(steps)))
+    assert_gaussian(w.sum(axis=0), expected)
+    assert expected < 0.75 * math.sqrt(steps)
+    independent = released_by(zoo.make_mechanism(noise_multiplier=1.0), steps, "graph")
+    assert fits(independent.sum(axis=0), math.sqrt(steps))
+    assert not fits(independent.sum(axis=0), expected)
+
+
+def test_the_tests_reject_independent_noise():
+    w = released_by(zoo.make_mechanism(noise_multiplier=1.0), 9, "graph", 20_000)
+    d = BandedNoise(4).noise_coefficients(2)
+    wanted = d[1] / np.linalg.norm(d)
+    assert abs(np.corrcoef(w[0], w[1])[0, 1] - wanted) > 6 / math.sqrt(20_000)
+    z = whitened(BandedNoise(4), w)
+    with pytest.raises(AssertionError):
+        assert_uncorrelated(z[1:].ravel(), z[:-1].ravel())
+
+
+def test_variables_share_no_noise_and_padding_of_the_vector_is_left_out():
+    mechanism = mechanism_of(BandedNoise(3), seed=1)
+    shapes = [(1_003,), (7, 11), (), (1_001,)]
+    steps = [
+        [
+            r.numpy()
+            for r in mechanism.release(zoo.Rows(*map(np.zeros, [(1, *s) for s in shapes])), 1)
+        ]
+        for _ in range(3)
+    ]
+    assert [r.shape for r in steps[0]] == shapes
+    for first, *_, last in steps:
+        assert_independent(first[:1_000], last[:1_000])
+
+
+def test_the_noise_is_added_to_the_clipped_sum():
+    mechanism = mechanism_of(BandedNoise(3), seed=2, l2_norm_clip=2.0)
+    quiet = mechanism_of(BandedNoise(3), seed=2, l2_norm_clip=2.0)
+    rows = np.full([3, 4], 100.0, "float32")
+    for _ in range(4):
+        (with_rows,) = zoo.release(mechanism, rows)
+        (without,) = zoo.release(quiet, np.zeros([3, 4]))
+        np.testing.assert_allclose(with_rows - without, np.ones(4), atol=1e-5)
+
+
+def test_neighbours_differ_by_at_most_the_clipped_gradient_of_one_step_and_its_bands():
+    # y = C g + z of neighbours, given the same noise: one example moves it by at most C.
+    strategy, clip = BandedNoise(4), 0.7
+    runs = []
+    for scale in (0.0, 50.0):
+        mechanism = mechanism_of(strategy, seed=3, l2_norm_clip=clip, expected_batch_size=1.0)
+        others = np.random.default_rng(0).normal(size=[8, 5, 6]).astype("float32")
+        released = []
+        for t in range(8):
+            rows = np.concatenate([others[t], scale * (t == 2) * np.ones([1, 6], "float32")])
+            released.append(zoo.release(mechanism, rows)[0])
+        runs.append(whitened(strategy, np.stack(released)))
+    moved = np.linalg.norm(runs[1] - runs[0])
+    assert moved == pytest.approx(clip, rel=1e-4)
+    assert np.abs(runs[1] - runs[0])[[0, 1, 6, 7]].max() < 1e-5
+
+
+def resumed(strategy, keys, num_releases, size=SIZE, **kwargs):
+    mechanism = mechanism_of(strategy, **kwargs)
+    mechanism.ledger.restore([(1.0, 1.0, num_releases)])
+    mechanism.noise.resume(keys, num_releases)
+    return mechanism
+
+
+@each
+@pytest.mark.parametrize("traced_before", [False, True])
+def test_another_process_goes_on_with_the_same_noise(strategy, traced_before):
+    first, second, third = new_noise_key(0), new_noise_key(5), new_noise_key(6)
+    run = resumed(strategy, [first], 0)
+    before = released_by(run, 5, "graph of fixed size")
+    run = resumed(strategy, [first, second], 5)
+    between = released_by(run, 1)
+    run = mechanism_of(strategy)
+    if traced_before:
+        released_by(run, 2)
+    run.ledger.restore([(1.0, 1.0, 6)])
+    run.noise.resume([first, second, third], 6)
+    after = released_by(run, 6, "graph of fixed size")
+    z = whitened(strategy, np.concatenate([before, between, after]))
+    assert_gaussian(z, 1.0)
+    assert_gaussian(z[5:9], 1.0)
+    for lag in range(1, 6):
+        assert_uncorrelated(z[lag:].ravel(), z[:-lag].ravel())
+    # Without the noise of the past it would not be so.
+    fresh = released_by(mechanism_of(strategy), 6)
+    z = whitened(strategy, np.concatenate([before, between, fresh]))
+    assert not fits(z[6:8], 1.0)
+
+
+def test_noise_after_many_releases_is_that_of_the_whole_run():
+    # What is replayed begins where float32 no longer sees what was before.
+    strategy, steps = BandedNoise(2), 200
+    key = NoiseKey(0, 17)
+    run = resumed(strategy, [key], 0, size=40)
+    whole = released_by(run, steps + 3, "graph of fixed size", 40)
+    later = resumed(strategy, [key], steps)
+    np.testing.assert_allclose(released_by(later, 3, size=40), whole[steps:], atol=2e-6)
+
+
+def test_processes_that_go_on_from_the_same_directory_never_draw_the_same_numbers():
+    strategy, first = BandedNoise(3), new_noise_key(0)
+    released_by(resumed(strategy, [first], 0), 4)
+    one, other = (resumed(strategy, [first, new_noise_key(4)], 4) for _ in range(2))
+    # Both take back the same noise; what they draw anew is independent.
+    both = np.stack([released_by(run, 3) for run in (one, other)])
+    assert_gaussian((both[0] - both[1])[0], math.sqrt(2) / strategy.coefficients[0])
+
+
+@pytest.mark.parametrize(
+    "keys", [[], [NoiseKey(1, 5)], [NoiseKey(0, 5), NoiseKey(9, 6)], [NoiseKey(0, 1)] * 0]
+)
+def test_keys_that_do_not_cover_the_run_are_refused(keys):
+    with pytest.raises(ValueError, match="must cover all releases"):
+        mechanism_of(BandedNoise(2)).noise.resume(keys, 4)
+
+
+def test_a_ledger_without_the_noise_of_its_releases_stops_the_run():
+    run = mechanism_of(BandedNoise(3))
+    released_by(run, 3)
+    step = zoo.in_mode(
+        "graph of fixed size",
+        lambda r: run.release(zoo.Rows(r), 1)[0],
+        rows := [np.zeros([1, SIZE], "float32")],
+    )
+    step(*rows)
+    for releases in (0, 3, 5):  # as from a checkpoint, or a log
+        run.ledger.restore([(1.0, 1.0, releases)])
+        with pytest.raises(tf.errors.InvalidArgumentError, match="takes back noise"):
+            step(*rows)
+        assert run.ledger.num_releases == releases  # nothing was released
+        with pytest.raises(dp.NotPrivateError, match="with the noise of 4 known"):
+            run.noise.require_fit(releases)
+    run.ledger.restore([(1.0, 1.0, 4)])
+    step(*rows)
+    run.noise.require_fit(5)
+
+
+def test_under_xla_such_a_release_counts_as_one_without_noise():
+    run = mechanism_of(BandedNoise(3))
+    released_by(run, 2, "xla")
+    run.ledger.restore([(1.0, 1.0, 1)])
+    z = released_by(run, 1, "xla")
+    assert run.ledger.segments == [(1.0, 1.0, 1), (0.0, 1.0, 1)]
+    assert z.std() > 0.5  # the noise itself never repeats
+    sampling = dp.sampling.CyclicPoissonSampling(0.1, 3, 50, 40)
+    assert math.isinf(sampling.account(run.ledger, 30, 1e-3, "rdp"))
+
+
+def weights_of(step, period, rows=64, drawn=20):
+    """The weights of a batch that shows a step."""
+    random = np.random.default_rng(step)
+    padding = np.ones(rows, bool)
+    padding[random.choice(rows, drawn, replace=False)] = False
+    marks = batch_order.marked(padding, random.random(rows) < 0.5, step, period)
+    return np.where(padding, np.where(marks, -0.0, 0.0), 1.0).astype("float32")
+
+
+def trained(optimizer, jit_compile=False):
+    """A step of `optimizer` on batches of given weights."""
+    variable = tf.Variable(tf.zeros([8]))
+
+    @tf.function(
+        autograph=False,
+        jit_compile=jit_compile,
+        input_signature=[tf.TensorSpec([64]), tf.TensorSpec([64, 8])],
+    )
+    def step(weights, x):
+        with tf.GradientTape() as tape:
+            loss = weights * tf.linalg.matvec(x, variable)
+        optimizer.minimize(loss, [variable], tape)
+        return tf.convert_to_tensor(variable)
+
+    return lambda weights: step(weights, np.ones([64, 8], "float32"))
+
+
+def test_a_batch_that_was_drawn_for_another_step_is_refused():
+    optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=20, noise=BandedNoise(4))
+    step = trained(optimizer)
+    for t in range(3):
+        step(weights_of(t, 4))
+    for wrong in (weights_of(2, 4), weights_of(4, 4), weights_of(3, 5), weights_of(7, 4)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="drawn for another step"):
+            step(wrong)
+    assert optimizer.ledger.num_releases == 3
+    step(weights_of(3, 4))
+    assert [c.checked for c in optimizer.ledger.checks] == [4]
+
+
+def test_under_xla_such_a_batch_makes_epsilon_infinite():
+    optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=20, noise=BandedNoise(4))
+    step = trained(optimizer, jit_compile=True)
+    step(weights_of(0, 4))
+    step(weights_of(5, 4))
+    assert [s.noise_multiplier for s in optimizer.ledger.segments] == [1.0, 0.0]
+
+
+def test_batches_that_show_no_step_count_as_unchecked():
+    optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=20, noise=BandedNoise(4))
+    step = trained(optimizer)
+    step(np.ones(64, "float32"))
+    step(weights_of(1, 4))
+    assert [c.checked for c in optimizer.ledger.checks] == [1]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"num_microbatches": 2}, "`num_microbatches` out"),
+        ({"gradient_accumulation_steps": 2}, "`gradient_accumulation_steps` out"),
+        ({"clipping": "adaptive"}, "`clipping` out"),
+        ({"secure_noise": True}, "Secure noise is independent"),
+        ({"noise": "banded"}, "`noise` must be"),
+    ],
+)
+def test_what_is_not_proven_is_refused(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        dp.DPSGD(1.0, 1.0, **{"noise": BandedNoise(2), **arguments})
+
+
+@pytest.mark.parametrize("make", [dp.ADADP, dp.DPAdamWOSM, lambda _, s, **k: dp.UntunedSGD(s, **k)])
+def test_update_rules_for_independent_noise_refuse_other_noise(make):
+    with pytest.raises(ValueError, match="`noise` must be IndependentNoise"):
+        make(1.0, 1.0, noise=BandedNoise(2))
+    assert make(1.0, 1.0, noise=IndependentNoise()).noise == IndependentNoise()
+
+
+def test_independent_noise_is_the_default_and_what_it_was():
+    assert isinstance(zoo.make_mechanism().noise, GaussianNoise)
+    assert isinstance(zoo.make_mechanism(noise=IndependentNoise()).noise, GaussianNoise)
+    assert dp.DPSGD(1.0, 1.0).noise == IndependentNoise()
+    assert dp.DPSGD(1.0, 1.0).get_config()["noise"] is None
+
+
+@each
+def test_a_configuration_keeps_the_strategy_and_the_ledger_but_not_the_key(strategy):
+    optimizer = dp.DPAdam(1.0, 1.0, expected_batch_size=20, noise=strategy)
+    trained(optimizer)(np.ones(64, "float32"))
+    again = dp.DPAdam.from_config(optimizer.get_config())
+    assert again.noise == strategy and again.ledger.segments == optimizer.ledger.segments
+    with pytest.raises(dp.NotPrivateError, match="with the noise of 0 known"):
+        trained(again)(np.ones(64, "float32"))
+    optimizer.ledger.restore([])
+    with pytest.raises(dp.NotPrivateError, match="0 releases in the ledger"):
+        trained(optimizer)(np.ones(64, "float32"))
+
+
+def test_copies_do_not_go_on_with_the_noise_of_the_original():
+    run = mechanism_of(BandedNoise(3))
+    released_by(run, 2)
+    copied = copy.deepcopy(run)
+    with pytest.raises(dp.NotPrivateError):
+        copied.noise.require_fit(copied.ledger.num_releases)
+    fresh = mechanism_of(BandedNoise(3))
+    assert_independent(released_by(copy.deepcopy(fresh), 1), released_by(fresh, 1))
+
+
+def test_nothing_that_is_saved_or_shown_has_the_key_or_the_noise():
+    run = mechanism_of(BandedNoise(3))
+    released_by(run, 2, size=64)
+    noise = run.noise
+    key = int(noise._secret.next.numpy()[0])
+    past = next(iter(noise._secret.past.values())).numpy()
+    shown = repr(noise) + repr(vars(noise)) + repr(noise._secret)
+    assert str(key) not in shown and str(past[0, 0]) not in shown
+    secret = pickle.dumps(noise._secret)
+    assert key.to_bytes(8, "little", signed=True) not in secret and past[0].tobytes() not in secret
+    assert noise.saved.numpy().tolist() == [2, BandedNoise(3).digest()]
+
+
+def test_variables_that_change_within_a_run_are_refused():
+    run = mechanism_of(BandedNoise(3))
+    released_by(run, 2, size=64)
+    with pytest.raises(ValueError, match="variables that are trained changed"):
+        released_by(run, 1, size=80)
+
+
+def test_a_state_of_another_strategy_is_not_taken_for_one_s_own(tmp_path):
+    def checkpoint_of(strategy):
+        variables = {}
+
+        def add_variable(shape, dtype=None, name=None):
+            variables[name] = zoo.add_variable(shape, dtype, name)
+            return variables[name]
+
+        run = mechanism_of(strategy, add_variable=add_variable)
+        return run, tf.train.Checkpoint(**variables)
+
+    run, checkpoint = checkpoint_of(BandedNoise(3))
+    released_by(run, 2)
+    path = checkpoint.save(tmp_path / "state")
+    other, checkpoint = checkpoint_of(BandedNoise(4))
+    checkpoint.restore(path)
+    with pytest.raises(ValueError, match="another `noise`"):
+        _ = other.ledger.noise
+    with pytest.raises(dp.NotPrivateError):
+        other.noise.require_fit(2)
+    _, checkpoint = checkpoint_of(None)
+    with pytest.raises(ValueError, match="shape"):
+        checkpoint.restore(path)
+
+
+def test_the_noise_of_one_object_is_that_of_its_seed():
+    one, other = (CorrelatedNoise(zoo.add_variable, BandedNoise(3), seed=5) for _ in range(2))
+    for _ in range(3):
+        first, second = (n.add_to([tf.zeros([30])], 1.0, 1.0)[0] for n in (one, other))
+        np.testing.assert_array_equal(first, second)
+    plain = GaussianNoise(zoo.add_variable, seed=5).add_to([tf.zeros([30])], 1.0, 1.0)[0]
+    first = CorrelatedNoise(zoo.add_variable, BandedNoise(3), seed=5).add_to(
+        [tf.zeros([30])], 1.0, 1
+    )
+    np.testing.assert_allclose(first[0] * BandedNoise(3).coefficients[0], plain, rtol=1e-5)
