@@ -21,7 +21,7 @@ _PLACES = {
     "privacy.user_epsilon": ("epsilon_spent", "privacy_statement"),
     "privacy.user_ledger": ("UserLedger",),
     "privacy.user_level": ("UserLevelPrivacy",),
-    "runtime.connection": ("WorkerLostError",),
+    "runtime.connection": ("WorkerLostError", "WorkerMismatchError"),
     "runtime.contexts": ("local_context", "remote_context"),
     "runtime.worker": ("WorkerStartError",),
     "privacy.client_sampling": ("ClientSampler", "EveryClient"),
