@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,41 +22,53 @@ _SHORT_NAMES = {"accuracy": "Accuracy", "acc": "Accuracy"} | {
 def with_tff_models(model_fn: Any, input_spec: Any = None) -> Any:
     """Makes a `model_fn` that returns compiled models of Keras return TFF's models.
 
-    A compiled model keeps its layers, loss and metrics. Its optimizer is not used: clients and
-    server have optimizers of TFF.
+    A compiled model keeps its layers, its weights, its loss and its metrics. Its optimizer is not
+    used: clients and server have optimizers of TFF.
 
     Args:
-      model_fn: What was passed for it. Only a function is changed.
+      model_fn: What was passed for it. A function is called once.
       input_spec: The `element_spec` of a client's batches, (x, y).
 
     Returns:
-      A function whose models of Keras became `tff.learning.models.VariableModel`s; anything else it
-      returns is left as it is. Other values are returned unchanged.
+      A function that makes a `tff.learning.models.VariableModel`, with the attribute
+      `initial_weights`: the arrays of the model's trainable and of its other weights. If `model_fn`
+      is no function that returns a compiled model of Keras: `model_fn` itself.
+
+    Raises:
+      TypeError, ValueError: If the compiled model has something that TFF's models have not.
     """
     if isinstance(model_fn, (tff.learning.models.FunctionalModel, tf.keras.Model)):
         return model_fn
-    if not callable(model_fn) or hasattr(model_fn, "of_keras"):
+    if not callable(model_fn) or hasattr(model_fn, "initial_weights"):
         return model_fn
-
-    def made() -> Any:
+    with tf.init_scope():  # not in a graph, where weights have no values
         model = model_fn()
-        return _converted(model, input_spec) if _is_compiled(model) else model
+        if not isinstance(model, tf.keras.Model) or model.optimizer is None:
+            return model_fn
+        _check(model, input_spec)
 
-    made.of_keras = model_fn  # type: ignore[attr-defined]
-    return made
+    def of_tff() -> tff.learning.models.VariableModel:
+        return _converted(model, input_spec)
+
+    with tf.Graph().as_default():
+        of_tff()  # errors come now
+    of_tff.initial_weights = (  # type: ignore[attr-defined]
+        [weight.numpy() for weight in model.trainable_weights],
+        [weight.numpy() for weight in model.non_trainable_weights],
+    )
+    return of_tff
 
 
-def _is_compiled(model: Any) -> bool:
-    return isinstance(model, tf.keras.Model) and model.optimizer is not None
-
-
-def _converted(model: tf.keras.Model, input_spec: Any) -> tff.learning.models.VariableModel:
-    """The model of TFF with the layers, loss and metrics of a compiled model."""
+def _check(model: tf.keras.Model, input_spec: Any) -> None:
     if input_spec is None:
         raise TypeError(
             "`model_fn` returns a compiled model of Keras, which does not say what its labels are "
             "like. Pass `input_spec=client_data.element_type_structure`, the `element_spec` of a "
             f"client's batches, too. Received: input_spec={input_spec!r}"
+        )
+    if len(input_spec) != 2:
+        raise ValueError(
+            f"`input_spec` must have two parts, x and y. Received: input_spec={input_spec!r}"
         )
     if hasattr(model.optimizer, "ledger"):
         raise TypeError(
@@ -64,45 +77,41 @@ def _converted(model: tf.keras.Model, input_spec: Any) -> tff.learning.models.Va
             "be applied. Compile it with `model.compile(loss=..., metrics=...)`. Received: "
             f"optimizer={model.optimizer!r}"
         )
-    if len(input_spec) != 2:
-        raise ValueError(
-            f"`input_spec` must have two parts, x and y. Received: input_spec={input_spec!r}"
-        )
-    labels = input_spec["y"] if isinstance(input_spec, Mapping) else input_spec[1]
-    settings = model.get_compile_config()
-    loss = _losses(model)
-    many = isinstance(loss, list)
-    weights = settings.get("loss_weights")
-    if isinstance(weights, Mapping):
-        weights = [weights[name] for name in model.output_names]
-    if settings.get("weighted_metrics") or (weights is not None and not many):
-        raise ValueError(
-            "`model_fn` must return a model without `weighted_metrics`, and without `loss_weights` "
-            f"if it has one output: compile it without them, {_BY_HAND}. Received: {settings!r}"
-        )
-    return tff.learning.models.from_keras_model(
-        _not_compiled(model),
-        loss=loss,
-        input_spec=input_spec,
-        loss_weights=None if weights is None else [float(weight) for weight in weights],
-        metrics=_metrics(settings.get("metrics"), model, labels),
-    )
-
-
-def _not_compiled(model: tf.keras.Model) -> tf.keras.Model:
-    """A model of the same layers and variables that is not compiled."""
     if not getattr(model, "inputs", None):
         raise TypeError(
             "`model_fn` must return a Sequential model with an `Input`, or a functional one. A "
             f"subclass of `tf.keras.Model` does not say its inputs. Received: {model!r}"
         )
-    same = tf.keras.Model(model.inputs, model.outputs)
+    same = tf.keras.models.clone_model(model)
     if len(same.weights) != len(model.weights) or len(same.losses) != len(model.losses):
         raise TypeError(
-            "`model_fn` must return a model whose variables and losses all lie between its inputs "
-            f"and its outputs; call `add_loss` in a layer, {_BY_HAND}. Received: {model!r}"
+            "`model_fn` must return a model whose variables and losses all belong to its layers; "
+            f"call `add_loss` in a layer, {_BY_HAND}. Received: {model!r}"
         )
-    return same
+
+
+def _converted(model: tf.keras.Model, input_spec: Any) -> tff.learning.models.VariableModel:
+    """A new model of TFF like a compiled one of Keras, in the default graph."""
+    labels = input_spec["y"] if isinstance(input_spec, Mapping) else input_spec[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a loss that is a lambda, which is not read from here
+        settings = model.get_compile_config()
+    loss = _losses(model)
+    weights = settings["loss_weights"]
+    if isinstance(weights, Mapping):
+        weights = [weights[name] for name in model.output_names]
+    if settings["weighted_metrics"] or (weights is not None and not isinstance(loss, list)):
+        raise ValueError(
+            "`model_fn` must return a model without `weighted_metrics`, and without `loss_weights` "
+            f"if it has one output: compile it without them, {_BY_HAND}. Received: {settings!r}"
+        )
+    return tff.learning.models.from_keras_model(
+        tf.keras.models.clone_model(model),
+        loss=loss,
+        input_spec=input_spec,
+        loss_weights=None if weights is None else [float(weight) for weight in weights],
+        metrics=_metrics(settings["metrics"], model, labels),
+    )
 
 
 def _losses(model: tf.keras.Model) -> Any:
@@ -141,7 +150,7 @@ class _FunctionLoss(tf.keras.losses.Loss):
 
 
 def _class_of(name: Any, module: Any) -> Any:
-    """The class of Keras for a name such as "mse" or "MeanSquaredError"; `None` if there is none."""
+    """The class of Keras of a name such as "mse" or "MeanSquaredError"; else `None`."""
     if not isinstance(name, str):
         return None
     if isinstance(getattr(module, name, None), type):

@@ -79,5 +79,6 @@ def _refused(model_fn: Callable | Any, made: Any) -> TypeError:
     found = "" if made is None or made is model_fn else f", which returned {made!r}"
     return TypeError(
         "`model_fn` must be a function that makes a `tff.learning.models.VariableModel` or a "
-        f"compiled model of Keras, or a `tff.learning.models.FunctionalModel`.{cure} Received: model_fn={model_fn!r}{found}"
+        "compiled model of Keras, or a `tff.learning.models.FunctionalModel`."
+        f"{cure} Received: model_fn={model_fn!r}{found}"
     )

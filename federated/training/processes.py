@@ -289,7 +289,8 @@ def _composed(
 
     @tff.tensorflow.computation
     def initial_weights() -> Any:
-        if not isinstance(model_fn, tff.learning.models.FunctionalModel):
+        # Of a `FunctionalModel`, or of a compiled model of Keras.
+        if not hasattr(model_fn, "initial_weights"):
             return tff.learning.models.ModelWeights.from_model(model_fn())
         trainable, fixed = (
             tuple(map(tf.convert_to_tensor, weights)) for weights in model_fn.initial_weights

@@ -36,8 +36,7 @@ def compiled(make=layers, **options):
 
 
 def converted(model_fn, spec=SPEC):
-    with tf.Graph().as_default():
-        return with_tff_models(model_fn, spec)()
+    return with_tff_models(model_fn, spec)()
 
 
 @pytest.fixture(scope="module")
@@ -207,5 +206,20 @@ def test_what_is_no_compiled_model_is_left_as_it_is():
     assert with_tff_models(None) is None
     assert with_tff_models(lambda: 7)() == 7
     assert with_tff_models(lambda: model)() is model  # not compiled: `made_model` refuses it
-    once = with_tff_models(lambda: 7)
-    assert with_tff_models(once, SPEC) is once
+    once = with_tff_models(compiled(loss="mse"), SPEC)
+    assert with_tff_models(once) is once
+
+
+def test_the_weights_of_the_model_are_those_that_the_server_begins_with(context):
+    rng = np.random.default_rng(0)
+    loaded = [rng.normal(size=[3, 4]).astype(np.float32), np.ones([4], np.float32)]
+
+    def model_fn():
+        model = layers()
+        model.set_weights(loaded)
+        model.compile(loss="sparse_categorical_crossentropy")
+        return model
+
+    process = build_adaptive_fed_avg(model_fn, SGD, input_spec=SPEC)
+    for found, expected in zip(process.get_model_weights(process.initialize()).trainable, loaded):
+        np.testing.assert_array_equal(found, expected)
