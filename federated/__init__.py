@@ -21,10 +21,11 @@ _PLACES = {
     "privacy.user_epsilon": ("epsilon_spent", "privacy_statement"),
     "privacy.user_ledger": ("UserLedger",),
     "privacy.user_level": ("UserLevelPrivacy",),
-    "runtime.connection": ("WorkerLostError",),
+    "runtime.connection": ("WorkerLostError", "WorkerMismatchError"),
     "runtime.contexts": ("local_context", "remote_context"),
     "runtime.worker": ("WorkerStartError",),
     "privacy.client_sampling": ("ClientSampler", "EveryClient"),
+    "training.evaluation": ("Evaluation", "export"),
     "training.monitor": ("monitors", "scalars"),
     "training.processes": ("build_adaptive_fed_avg", "build_dp_fed_avg"),
     "training.program": ("Trained", "train"),
@@ -35,6 +36,8 @@ __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "datasets":  # a package of its own names
+        return importlib.import_module(f"{__name__}.datasets")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers import ROOT
 
-# What a reader has already: a model with its data, and a model with its clients.
+# What a reader has already: a model with its data.
 MODEL = """
 import keras
 import numpy as np
@@ -21,30 +21,6 @@ model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, activation="so
 x, y = np.random.default_rng(0).normal(size=[2_000, 4]), np.zeros(2_000)
 x_test, y_test = x, y
 """
-CLIENTS = """
-import tensorflow as tf
-import tensorflow_federated as tff
-
-def of_client(name):
-    return tf.data.Dataset.from_tensors((tf.ones([2, 4]), tf.zeros([2], tf.int32)))
-
-client_data = tff.simulation.datasets.ClientData.from_clients_and_tf_fn(
-    [str(k) for k in range(10_000)], of_client
-)
-
-def model_fn():
-    return tff.learning.models.from_keras_model(
-        tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(3)]),
-        tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        client_data.element_type_structure,
-    )
-"""
-
-
-without_tff = pytest.mark.skipif(
-    importlib.util.find_spec("tensorflow_federated") is None,
-    reason="TensorFlow Federated is for the older stack",
-)
 without_tf_keras = pytest.mark.skipif(
     importlib.util.find_spec("tf_keras") is None, reason="TensorFlow 2.14 has its own Keras 2"
 )
@@ -82,16 +58,11 @@ def output_of(code, folder, **environment):
         ),
         ("docs/how-to/tune-honestly.md", "recommend(", "", r"2\.86"),
         ("docs/stacks.md", "model.save(", "", r"epsilon: [\d.]+"),
-        pytest.param(
-            *("docs/federated.md", "federated.train(", CLIENTS),
-            r"epsilon = [\d.]+ and delta = 1e-05",
-            marks=without_tff,
-        ),
     ],
-    ids=["plan", "HonestTuner", "recommend", "stacks", "federated.train"],
+    ids=["plan", "HonestTuner", "recommend", "stacks"],
 )
 def test_the_program_runs(document, containing, before, says, tmp_path):
-    code = program(document, containing).replace("500", "2")  # rounds
+    code = program(document, containing)
     out = output_of(before + code, tmp_path)
     assert says is None or re.search(says, out), out
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
+from federated.clients.keras_models import with_tff_models
 from federated.clients.tff_types import check_optimizer, made_model
 
-ModelFn = Callable[[], tff.learning.models.VariableModel]
+ModelFn = Callable[[], Union[tff.learning.models.VariableModel, tf.keras.Model]]
 REDUCE = tff.learning.LoopImplementation.DATASET_REDUCE
 # Runs a step on each batch of a data set, from a start; returns the last state.
 Loop = Callable[[tf.data.Dataset, tuple, Callable[[tuple, Any], tuple]], tuple]
@@ -29,6 +30,7 @@ def build_client_work(
     weighting: tff.learning.ClientWeighting,
     metrics_aggregator: Callable[..., Any] | None = None,
     loop_implementation: tff.learning.LoopImplementation = REDUCE,
+    input_spec: Any = None,
 ) -> tff.learning.templates.ClientWorkProcess:
     """Builds local training; a client's update is the weights before minus the weights after.
 
@@ -46,13 +48,16 @@ def build_client_work(
     Releasing them is outside the privacy statement. They never affect the weights.
 
     Args:
-      model_fn: A function that returns a new `tff.learning.models.VariableModel` at each call, or a
-        `tff.learning.models.FunctionalModel`.
+      model_fn: A function that returns a new model at each call: a
+        `tff.learning.models.VariableModel`, or a Sequential or functional model of Keras, compiled
+        with its loss and metrics. Or a `tff.learning.models.FunctionalModel`.
       client_optimizer: The optimizer of local training.
       weighting: The weight of a client's update: `NUM_EXAMPLES` or `UNIFORM`.
       metrics_aggregator: Maps a model's metric finalizers to a computation that aggregates its
         metrics; `None` takes `tff.learning.metrics.sum_then_finalize`.
       loop_implementation: How the training loop iterates over a client's data set.
+      input_spec: The `element_spec` of a client's batches, (x, y), such as
+        `client_data.element_type_structure`; only for compiled models of Keras.
 
     Returns:
       A `tff.learning.templates.ClientWorkProcess`. Its state is the optimizer's hyperparameters.
@@ -62,6 +67,7 @@ def build_client_work(
     """
     check_optimizer("client_optimizer", client_optimizer)
     _check_enums(weighting, loop_implementation)
+    model_fn = with_tff_models(model_fn, input_spec)
     loop = _reduce if loop_implementation is REDUCE else iterate
     described = describe_model(model_fn, metrics_aggregator)
     weights_type, data_type = described.weights_type, tff.SequenceType(described.batch_type)

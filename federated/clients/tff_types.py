@@ -71,13 +71,14 @@ def _refused(model_fn: Callable | Any, made: Any) -> TypeError:
     cure = ""
     if isinstance(made, tf.keras.Model):
         cure = (
-            " For a model of Keras, define `def model_fn(): return "
-            "tff.learning.models.from_keras_model(new_keras_model(), loss=..., input_spec=...)`, "
-            "where `new_keras_model` makes a new model that is not compiled, and `input_spec` is "
-            "the `element_spec` of a client's batched data set."
+            " For a model of Keras, pass a function that makes a new one and compiles it with its "
+            "loss and metrics, and `input_spec=client_data.element_type_structure`. Or let it "
+            "return `tff.learning.models.from_keras_model(new_keras_model(), loss=..., "
+            "input_spec=...)`, where the new model is not compiled."
         )
     found = "" if made is None or made is model_fn else f", which returned {made!r}"
     return TypeError(
-        "`model_fn` must be a function that makes a `tff.learning.models.VariableModel`, or a "
-        f"`tff.learning.models.FunctionalModel`.{cure} Received: model_fn={model_fn!r}{found}"
+        "`model_fn` must be a function that makes a `tff.learning.models.VariableModel` or a "
+        "compiled model of Keras, or a `tff.learning.models.FunctionalModel`."
+        f"{cure} Received: model_fn={model_fn!r}{found}"
     )

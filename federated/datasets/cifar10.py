@@ -228,7 +228,7 @@ def client_data(images: np.ndarray, labels: np.ndarray, partition: Mapping[str, 
     return tff.simulation.datasets.ClientData.from_clients_and_tf_fn(names, dataset)
 
 
-def preprocess_fn(batches: ClientBatches) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
+def normalized_images(batches: ClientBatches) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     """Makes batches of (image, label), float32 [B, 32, 32, 3] and int32 [B], while they are read.
 
     Channels are normalised to CIFAR-10's published mean and deviation.

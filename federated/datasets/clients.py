@@ -54,6 +54,7 @@ class ClientBatches:
             if getattr(self, name) is not None:
                 checks.integer(name, getattr(self, name), minimum)
 
+    @tf.autograph.experimental.do_not_convert  # `ClientData.preprocess` traces it
     def __call__(
         self,
         examples: tf.data.Dataset,
@@ -140,7 +141,7 @@ def in_memory(
 
     Args:
       client_data: A `tff.simulation.datasets.ClientData` whose datasets are batches of any size,
-        such as bags of words from `stackoverflow.preprocess_fn`.
+        such as bags of words from `stackoverflow.bags_of_words`.
       batches: How a client reads its examples in a round.
       max_clients: The number of clients to keep in memory; the least recently used are dropped.
 

@@ -61,7 +61,7 @@ def load_stackoverflow(cache_dir: str | None = None) -> tuple[Any, Any, Any]:
         ) from error
 
 
-def preprocess_fn(
+def bags_of_words(
     vocabulary: Vocabulary, batches: ClientBatches, *, labels: str = "multi_hot"
 ) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     """Makes batches of bags of words and tags.

@@ -1,4 +1,4 @@
-"""Connections to TFF workers; a lost worker raises an error instead of hanging.
+"""Connections to TFF workers; one that is lost, or is none, raises an error instead of hanging.
 
 The use of TFF's gRPC protocol, which is not public API, is in this module.
 """
@@ -9,11 +9,13 @@ import asyncio
 import collections
 import concurrent.futures
 import functools
+import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Callable
 
 import grpc
+import tensorflow as tf
 import tensorflow_federated as tff
 from tensorflow_federated.proto.v0 import executor_pb2_grpc
 
@@ -35,12 +37,28 @@ class WorkerLostError(RuntimeError):
         self.addresses = tuple(addresses)
 
 
+class WorkerMismatchError(RuntimeError):
+    """What answers at an address is no worker, or a worker of another TFF.
+
+    Attributes:
+      addresses: Where it answers, `"host:port"`.
+    """
+
+    def __init__(self, message: str, addresses: Sequence[str] = ()):
+        super().__init__(message)
+        self.addresses = tuple(addresses)
+
+
+_START = "Start one with `python -m federated.runtime.worker --port N`."
+_CLOSED = "its connection was closed during the computation"
+
+
 class _Stub:
     """The stub through which `tff.framework.RemoteExecutor` calls a worker.
 
     TFF's own stub retries calls to a lost worker forever, and waits forever for a silent one. This
-    one raises `WorkerLostError`. A call may take any time while the worker's machine accepts new
-    connections.
+    one raises `WorkerLostError`, or `WorkerMismatchError` if what answers does not know the call. A
+    call may take any time while the worker's machine accepts new connections.
     """
 
     def __init__(self, address: str, channel: grpc.Channel, timeout: float):
@@ -54,10 +72,20 @@ class _Stub:
         rpc = getattr(self._calls, "".join(word.capitalize() for word in name.split("_")))
         return functools.partial(self._call, rpc)
 
+    def dispose(self, request: Any) -> None:
+        """Frees values. TFF calls it from finalizers, where an error would only be printed."""
+        try:
+            self._call(self._calls.Dispose, request)
+        except WorkerLostError:
+            pass  # they are gone with it
+
     def _call(self, rpc: grpc.UnaryUnaryMultiCallable, request: Any) -> Any:
         if self._lost:
             raise WorkerLostError("it was lost before", [self._address])
-        call = rpc.future(request)
+        try:
+            call = rpc.future(request)
+        except ValueError as error:  # so gRPC says that the channel was closed
+            raise WorkerLostError(_CLOSED, [self._address]) from error
         while True:
             try:
                 return call.result(timeout=self._timeout)
@@ -66,13 +94,24 @@ class _Stub:
                     self._lost = True
                     call.cancel()
                     raise WorkerLostError("it does not answer", [self._address]) from None
+            except grpc.FutureCancelledError:
+                raise WorkerLostError(_CLOSED, [self._address]) from None
             except grpc.RpcError as error:
-                lost = error.code() == grpc.StatusCode.UNAVAILABLE
-                restarted = "No executor found" in (error.details() or "")
-                if lost or restarted:
-                    self._lost = True
-                    raise WorkerLostError(error.details(), [self._address]) from error
-                raise
+                raise self._in_our_words(error) from error
+
+    def _in_our_words(self, error: Any) -> Exception:
+        code, details = error.code(), error.details() or ""
+        if code == grpc.StatusCode.CANCELLED:
+            return WorkerLostError(_CLOSED, [self._address])
+        if code == grpc.StatusCode.UNIMPLEMENTED:
+            return WorkerMismatchError(
+                f"What answers at {self._address} is no worker of TFF ({details}). {_START}",
+                [self._address],
+            )
+        if code == grpc.StatusCode.UNAVAILABLE or "No executor found" in details:  # restarted
+            self._lost = True
+            return WorkerLostError(details, [self._address])
+        return error
 
 
 class _Executors(tff.framework.ExecutorFactory):
@@ -111,6 +150,59 @@ class _Executors(tff.framework.ExecutorFactory):
                 pass  # its values are gone with it
 
 
+def _without_late_losses(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Leaves out of the log what followed from a loss that was raised already.
+
+    When a round fails, nobody awaits the other workers' shares any more. Python would print how
+    each of them ends, below the error that says what to do.
+    """
+    if not isinstance(context.get("exception"), WorkerLostError):
+        loop.default_exception_handler(context)
+
+
+@functools.cache
+def _said_versions() -> Any:
+    """The computation that reads the versions in a worker's environment, and nothing else of it."""
+    entry = rf"(?s)^(?:.*[\x00\n])?{worker.VERSIONS_VARIABLE}=(\{{[^\x00\n]*\}})(?:[\x00\n].*)?$"
+
+    @tff.tensorflow.computation
+    def said() -> tf.Tensor:
+        lines = tf.data.TextLineDataset("/proc/self/environ")
+        text = lines.reduce("", lambda read, line: tf.strings.join([read, line], "\n"))
+        found = tf.strings.regex_replace(text, entry, r"\1")
+        return tf.where(tf.strings.regex_full_match(text, entry), found, "{}")
+
+    return said
+
+
+def check_versions(address: str, found: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    """Checks that a worker's TFF is that of this machine.
+
+    TFF's worker has its own TensorFlow inside, and needs neither Python nor this library to
+    compute: their versions are for the message.
+
+    Args:
+      address: The worker, `"host:port"`.
+      found: Its versions, from `worker.versions`; empty if it does not say them.
+      ours: The versions on this machine.
+
+    Raises:
+      WorkerMismatchError: If the versions of TFF differ.
+    """
+    name = "tensorflow-federated"
+    if found and found.get(name) != ours[name]:
+        raise WorkerMismatchError(
+            f"The worker at {address} has another version of TFF: {_listed(found)}. Here: "
+            f"{_listed(ours)}. Install the same tensorflow-federated on both machines and start "
+            "the worker again.",
+            [address],
+        )
+
+
+def _listed(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
+
+
 class Worker(tff.framework.AsyncContext):
     """A connection to one worker, with its own thread to wait in.
 
@@ -141,11 +233,30 @@ class Worker(tff.framework.AsyncContext):
 
     async def invoke(self, comp: Any, arg: Any) -> Any:
         """Runs this worker's share of a round; called by TFF."""
+        asyncio.get_running_loop().set_exception_handler(_without_late_losses)
         return await asyncio.wrap_future(self._start(comp, arg))
 
     def invoke_and_wait(self, comp: Any, arg: Any) -> Any:
         """Runs a whole computation in this worker."""
         return self._start(comp, arg).result()
+
+    def versions(self) -> dict[str, str]:
+        """What the worker says of its versions, see `worker.versions`; empty if it says nothing.
+
+        Raises:
+          WorkerLostError, WorkerMismatchError: If it does not answer, or is no worker.
+        """
+        try:
+            said = json.loads(self.invoke_and_wait(_said_versions(), None))
+        except (WorkerLostError, WorkerMismatchError):
+            raise
+        except Exception as error:
+            raise WorkerMismatchError(
+                f"What answers at {self.address} cannot compute for this version of TFF: {error} "
+                f"{_START}",
+                [self.address],
+            ) from error
+        return {str(name): str(number) for name, number in said.items()}
 
     def close(self) -> None:
         """Frees what the worker holds for this connection, if it still answers."""

@@ -25,9 +25,14 @@ from typing import Any
 import tensorflow_federated as tff
 
 from federated.runtime import worker
-from federated.runtime.connection import Worker, WorkerLostError
+from federated.runtime.connection import (
+    Worker,
+    WorkerLostError,
+    WorkerMismatchError,
+    check_versions,
+)
 
-__all__ = ["Runtime", "WorkerLostError", "local_context", "remote_context"]
+__all__ = ["Runtime", "WorkerLostError", "WorkerMismatchError", "local_context", "remote_context"]
 
 
 _LAST_TRY = 2.0  # seconds for the other workers to answer when one is lost
@@ -46,6 +51,9 @@ class Runtime(tff.framework.SyncContext):
 
     Attributes:
       addresses: The addresses of the workers, `"host:port"`.
+      versions: For each worker of `remote_context`, what it said of its versions when it was
+        connected: those of `tf_adaptive_dp`, `tensorflow-federated`, `tensorflow` and `python`.
+        Empty for a worker that was not started by `python -m federated.runtime.worker`.
     """
 
     def __init__(
@@ -59,6 +67,7 @@ class Runtime(tff.framework.SyncContext):
         self._processes = list(processes)
         executors = _ALONE if len(addresses) == 1 else _TOGETHER
         self._workers = [Worker(address, timeout, executors) for address in addresses]
+        self.versions = {} if processes else self._said_versions()
         if len(addresses) > 1:
             create = tff.backends.native.create_mergeable_comp_execution_context
             self._invoke = create(self._workers).invoke
@@ -70,6 +79,22 @@ class Runtime(tff.framework.SyncContext):
         held = (self._workers, self._processes, self._before)
         self._finalizer = weakref.finalize(self, _close, *held)
         tff.framework.set_default_context(self)
+
+    def _said_versions(self) -> dict[str, dict[str, str]]:
+        """Asks each worker, all at the same time; closes the connections if one does not fit."""
+        ours = worker.versions()
+
+        def ask(connection: Worker) -> dict[str, str]:
+            found = connection.versions()
+            check_versions(connection.address, found, ours)
+            return found
+
+        try:
+            with concurrent.futures.ThreadPoolExecutor(len(self._workers)) as threads:
+                return dict(zip(self.addresses, threads.map(ask, self._workers)))
+        except BaseException:
+            _close(self._workers, [], [])
+            raise
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -294,6 +319,8 @@ def remote_context(addresses: Sequence[str], *, timeout: float = 30.0) -> Runtim
     Raises:
       ValueError: If an argument is out of range, or an address is not like `"host:port"`.
       WorkerLostError: If a worker does not answer; it names all of them.
+      WorkerMismatchError: If something else than a worker answers, or a worker of another version
+        of TFF.
     """
     _check_timeout(timeout)
     if isinstance(addresses, str) or not addresses:

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib.metadata
 import importlib.util
+import json
 import os
 import pathlib
+import platform
+import runpy
 import signal
 import socket
 import subprocess
@@ -46,6 +50,9 @@ CHANNEL_OPTIONS = (
 
 # Defaults for a worker; the environment of this process takes precedence.
 _ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+# Where a worker finds the versions of the machine that it runs on. TFF's worker itself says none,
+# but it runs TensorFlow graphs, and these can read its environment.
+VERSIONS_VARIABLE = "TF_ADAPTIVE_DP_WORKER"
 
 
 class WorkerStartError(RuntimeError):
@@ -66,6 +73,32 @@ def binary() -> str:
             f"TFF's worker was not found. Received: {path}. Install tensorflow-federated 0.87.0."
         )
     return str(path)
+
+
+def versions() -> dict[str, str]:
+    """The versions on this machine, found without importing TensorFlow or TFF.
+
+    Returns:
+      Those of `tf_adaptive_dp`, `tensorflow-federated`, `tensorflow` and `python`; "unknown" where
+      a package has none.
+    """
+    found = importlib.util.find_spec("tf_adaptive_dp")
+    folder = next(iter(found.submodule_search_locations or ())) if found else ""
+    file = pathlib.Path(folder, "version.py")
+    ours = runpy.run_path(str(file))["__version__"] if file.is_file() else "unknown"
+
+    def installed(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "unknown"
+
+    return {
+        "tf_adaptive_dp": ours,
+        "tensorflow-federated": installed("tensorflow-federated"),
+        "tensorflow": installed("tensorflow"),
+        "python": platform.python_version(),
+    }
 
 
 def answers(address: str, timeout: float) -> bool:
@@ -201,7 +234,11 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env={**_ENVIRONMENT, **os.environ},
+                env={
+                    **_ENVIRONMENT,
+                    **os.environ,
+                    VERSIONS_VARIABLE: json.dumps(versions()),
+                },
                 start_new_session=True,  # Ctrl-C is for this process to handle
                 text=True,
                 errors="replace",

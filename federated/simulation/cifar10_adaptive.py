@@ -160,7 +160,7 @@ def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, f
             labels, settings["randomness"], settings["seed"]
         ).items()
     }
-    batches = cifar10.preprocess_fn(ClientBatches(batch_size=10))
+    batches = cifar10.normalized_images(ClientBatches(batch_size=10))
     data = cifar10.client_data(images, labels, partition).preprocess(batches)
     spec = data.element_type_structure
     process = processes.build_adaptive_fed_avg(
@@ -172,7 +172,7 @@ def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, f
         ),
         METHODS[settings["method"]](learning_rate=settings["rate"]),
     )
-    in_order = cifar10.preprocess_fn(ClientBatches(batch_size=500, shuffle_buffer=1))
+    in_order = cifar10.normalized_images(ClientBatches(batch_size=500, shuffle_buffer=1))
     judged = tuple(part[: settings["test_images"]] for part in test)
     test_batches = in_order(tf.data.Dataset.from_tensor_slices(judged)).cache()
     program.train(

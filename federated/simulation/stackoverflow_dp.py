@@ -157,11 +157,16 @@ def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, f
     )
     if trained.ledger is None:
         raise ValueError("The run must have a ledger. Received: none")
-    statement = user_epsilon.privacy_statement(trained.ledger, delta, sampling=sampler.sampling)
+    # The accountant of the stored results, so that all rows of the table are comparable.
+    statement = user_epsilon.privacy_statement(
+        trained.ledger, delta, sampling=sampler.sampling, accountant="rdp"
+    )
     (folder / "privacy.txt").write_text(statement)
     print(statement.split("\n\n")[0])
     # For all rounds that were begun; the last one may have no figures.
-    epsilon = user_epsilon.epsilon_spent(trained.ledger, delta, sampling=sampler.sampling)
+    epsilon = user_epsilon.epsilon_spent(
+        trained.ledger, delta, sampling=sampler.sampling, accountant="rdp"
+    )
     return {"epsilon": epsilon}
 
 

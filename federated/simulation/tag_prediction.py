@@ -60,7 +60,7 @@ def load(data_dir: str | None, public_users: int, words: int, tags: int, max_pos
 
     def prepared(most: int | None) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
         batches = ClientBatches(500, max_examples=most, shuffle_buffer=1)
-        return stackoverflow.preprocess_fn(known, batches, labels="most_frequent")
+        return stackoverflow.bags_of_words(known, batches, labels="most_frequent")
 
     posts = train.preprocess(prepared(max_posts))
     num_posts = _num_posts(data_dir)

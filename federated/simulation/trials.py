@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 from federated.runtime import contexts
-from federated.runtime.connection import WorkerLostError
+from federated.runtime.connection import WorkerLostError, WorkerMismatchError
 from federated.runtime.worker import WorkerStartError
 
 Settings = dict[str, Any]
@@ -248,7 +248,7 @@ def _ending_in_words(args: argparse.Namespace) -> Iterator[None]:
     """Ends the program with the message of a worker's error, without a traceback."""
     try:
         yield
-    except (WorkerStartError, WorkerLostError) as error:
+    except (WorkerStartError, WorkerLostError, WorkerMismatchError) as error:
         sys.exit(f"{error}\nRun the same command again to resume.")
 
 

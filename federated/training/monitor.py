@@ -39,7 +39,7 @@ def scalars(
     | other paths | other measurements of the process, such as `finalizer/update_non_finite` |
 
     With the tree mechanism the noise is that of one node of the tree. `federated.train` adds
-    `privacy/epsilon`, `privacy/delta`, `privacy/rounds_counted`, `test/…`, and
+    `privacy/epsilon`, `privacy/delta`, `privacy/rounds_counted`, `test/…`, `held_out/…`, and
     `privacy/NOT_PRIVATE` if ε is infinite.
 
     In private runs the names of all exact aggregates over clients begin with `not_private/`: they
@@ -138,6 +138,8 @@ class ProgressBar(tff.program.ReleaseManager):
 
     DEFAULT = (
         *("train/loss", "not_private/train/loss", "test/loss", "test/accuracy"),
+        *("held_out/loss", "not_private/held_out/loss"),
+        *("held_out/accuracy", "not_private/held_out/accuracy"),
         *("privacy/epsilon", "privacy/clip_norm"),
     )
 

@@ -12,6 +12,7 @@ import tensorflow_federated as tff
 
 from federated.clients.client_optimizers import build_adadp
 from federated.clients.client_work import build_client_work
+from federated.clients.keras_models import with_tff_models
 from federated.clients.preconditioner import ClientPreconditioner
 from federated.clients.tff_types import check_optimizer
 from federated.privacy.user_ledger import UserLedger
@@ -19,7 +20,10 @@ from federated.privacy.user_level import UserLevelPrivacy
 from federated.training import grouped
 from tf_adaptive_dp import checks
 
-Model = Union[Callable[[], tff.learning.models.VariableModel], tff.learning.models.FunctionalModel]
+Model = Union[
+    Callable[[], Union[tff.learning.models.VariableModel, tf.keras.Model]],
+    tff.learning.models.FunctionalModel,
+]
 
 
 class PrivateLearningProcess(tff.learning.templates.LearningProcess):
@@ -67,6 +71,7 @@ def build_adaptive_fed_avg(
     model_aggregator: tff.aggregators.WeightedAggregationFactory | None = None,
     metrics_aggregator: Callable[..., Any] | None = None,
     clients_per_group: int | str = "auto",
+    input_spec: Any = None,
 ) -> tff.learning.templates.LearningProcess:
     """Builds federated averaging whose clients adapt their learning rates, without privacy.
 
@@ -78,8 +83,9 @@ def build_adaptive_fed_avg(
     A round without examples leaves θ unchanged.
 
     Args:
-      model_fn: A function that returns a new `tff.learning.models.VariableModel` at each call, or a
-        `tff.learning.models.FunctionalModel`.
+      model_fn: A function that returns a new model at each call: a
+        `tff.learning.models.VariableModel`, or a Sequential or functional model of Keras, compiled
+        with its loss and metrics. Or a `tff.learning.models.FunctionalModel`.
       client_optimizer: The clients' optimizer; `None` takes `build_adadp()`.
       server_optimizer: Applied to the mean update; `None` takes SGD with learning rate 1.
       weighted: Whether to weight clients by their number of examples.
@@ -91,6 +97,8 @@ def build_adaptive_fed_avg(
         computation of TFF, which costs far less than a computation of each; the result is the same
         up to rounding. `"auto"` chooses it by the size of the cohort, and 1 if `model_aggregator`,
         `model_distributor` or `metrics_aggregator` is given, which may tell clients apart.
+      input_spec: The `element_spec` of a client's batches, (x, y), such as
+        `client_data.element_type_structure`; only for compiled models of Keras.
 
     Returns:
       A learning process. Its metrics have `client_work`: `train`, and `optimizer` with the clients'
@@ -100,6 +108,7 @@ def build_adaptive_fed_avg(
       Koskela and Honkela (2018), "Learning Rate Adaptation for Federated and Differentially Private
       Learning", arXiv:1809.03832: "Adaptive federated averaging algorithm".
     """
+    model_fn = with_tff_models(model_fn, input_spec)
     if client_optimizer is None:
         client_optimizer = build_adadp()
     if server_optimizer is None:
@@ -146,6 +155,7 @@ def build_dp_fed_avg(
     model_distributor: tff.learning.templates.DistributionProcess | None = None,
     metrics_aggregator: Callable[..., Any] | None = None,
     clients_per_group: int | str = "auto",
+    input_spec: Any = None,
 ) -> PrivateLearningProcess:
     """Builds federated averaging with user-level differential privacy.
 
@@ -169,8 +179,10 @@ def build_dp_fed_avg(
     again counts again.
 
     Args:
-      model_fn: A function that returns a new `tff.learning.models.VariableModel` at each call, or a
-        `tff.learning.models.FunctionalModel`. Initial weights must not come from the private data.
+      model_fn: A function that returns a new model at each call: a
+        `tff.learning.models.VariableModel`, or a Sequential or functional model of Keras, compiled
+        with its loss and metrics. Or a `tff.learning.models.FunctionalModel`. Initial weights must
+        not come from the private data.
       client_optimizer: The clients' optimizer, such as `build_adadps(...)` or `build_adadp()`.
       privacy: The privacy of each round. Draw the cohorts with
         `federated.privacy.client_sampling`.
@@ -187,6 +199,8 @@ def build_dp_fed_avg(
       clients_per_group: See `build_adaptive_fed_avg`. Each client's update is still clipped on its
         own, and the noise is the same. `"auto"` takes 1 if `model_distributor` is given, or
         `metrics_aggregator` with `client_metrics`.
+      input_spec: The `element_spec` of a client's batches, (x, y), such as
+        `client_data.element_type_structure`; only for compiled models of Keras.
 
     Returns:
       A learning process. Its metrics have `aggregator`, with the clip of the next round, which is
@@ -196,6 +210,7 @@ def build_dp_fed_avg(
       TypeError: if `privacy`, `preconditioner` or an optimizer is something else.
       ValueError: if there is side information in two places, or `clients_per_group` is impossible.
     """
+    model_fn = with_tff_models(model_fn, input_spec)
     if not isinstance(privacy, UserLevelPrivacy):
         raise TypeError(f"`privacy` must be a `UserLevelPrivacy`. Received: privacy={privacy!r}")
     factory = privacy.aggregator()
@@ -334,7 +349,8 @@ def _composed(
 
     @tff.tensorflow.computation
     def initial_weights() -> Any:
-        if not isinstance(model_fn, tff.learning.models.FunctionalModel):
+        # Of a `FunctionalModel`, or of a compiled model of Keras.
+        if not hasattr(model_fn, "initial_weights"):
             return tff.learning.models.ModelWeights.from_model(model_fn())
         trainable, fixed = (
             tuple(map(tf.convert_to_tensor, weights)) for weights in model_fn.initial_weights

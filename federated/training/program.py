@@ -17,6 +17,7 @@ import tensorflow_federated as tff
 from federated.privacy import user_epsilon
 from federated.privacy.client_sampling import ShuffledEpochs
 from federated.training import monitor
+from federated.training.evaluation import Best, BestState, Evaluation, warn_of_choice
 from federated.training.run import Run, rounds_before
 from federated.training.saved_states import wait
 from tf_adaptive_dp import checks
@@ -33,6 +34,7 @@ class Trained(NamedTuple):
       sampler: The sampler with the key of this run. To continue with your own rounds, take its
         cohorts, starting with number `ledger.num_releases` under the Gaussian mechanism and
         `num_finished` under the tree mechanism.
+      best: The best state by `evaluation`; `None` without one.
     """
 
     state: Any
@@ -40,6 +42,7 @@ class Trained(NamedTuple):
     num_finished: int
     num_begun: int
     sampler: Any
+    best: Best | None = None
 
 
 def _ledger_of(
@@ -140,6 +143,7 @@ def train(
     delta: float | None = None,
     evaluate: Callable[[Any], Mapping[str, float]] | None = None,
     evaluate_every: int = 1,
+    evaluation: Evaluation | None = None,
     release_managers: Sequence[tff.program.ReleaseManager] = (),
     max_failures: int = 0,
 ) -> Trained:
@@ -188,6 +192,9 @@ def train(
         that is released again.
       evaluate_every: The number of finished rounds between evaluations. The last round is always
         evaluated.
+      evaluation: Evaluates the model on held-out clients, and keeps the best state (see
+        `federated.Evaluation`, which says what ε does not cover). A round's figures are on the disk
+        before they are released or compared, so they are the same whenever it is released again.
       release_managers: Receive the figures of each round, see `federated.scalars`, under the number
         of the round, which counts lost rounds.
       max_failures: The number of rounds of this call that may end with an exception; they are lost.
@@ -205,6 +212,10 @@ def train(
     checks.integer("num_rounds", num_rounds, 1)
     checks.integer("evaluate_every", evaluate_every, 1)
     checks.integer("max_failures", max_failures, 0)
+    if evaluation is not None and not isinstance(evaluation, Evaluation):
+        raise TypeError(
+            f"`evaluation` must be a `federated.Evaluation`. Received: evaluation={evaluation!r}"
+        )
     datasets = _datasets_of(client_data)
     ledger = _ledger_of(process, ledger)
     _check(sampler, num_rounds, ledger, release_managers)
@@ -229,6 +240,9 @@ def train(
 
     run = Run(process, sampler, directory, ledger, max_failures)
     with contextlib.closing(run.journal) as journal:
+        kept = None if evaluation is None else BestState(run.folder, evaluation, run.state)
+        if evaluation is not None and ledger is not None:
+            warn_of_choice(evaluation, sampler.client_ids, stacklevel=2)
 
         def is_last() -> bool:
             return (run.finished if ledger is None else journal.begun) >= num_rounds
@@ -242,6 +256,12 @@ def train(
             if evaluate is not None and (run.finished % evaluate_every == 0 or is_last()):
                 results = evaluate(process.get_model_weights(run.state))
                 released.update((f"test/{name}", float(x)) for name, x in results.items())
+            if evaluation is not None and kept is not None:
+                if run.finished % evaluation.every == 0 or is_last():
+                    found = kept.figures(run.number, process.get_model_weights(run.state))
+                    kept.consider(run.number, run.state, found)
+                    place = "held_out/" if ledger is None else "not_private/held_out/"
+                    released.update((f"{place}{name}", value) for name, value in found.items())
             publish(released, run.number)
 
         def publish(released: Mapping, number: int) -> None:
@@ -265,4 +285,5 @@ def train(
                 "`learning_rate`, or `discard=False`.",
                 stacklevel=2,
             )
-        return Trained(run.state, run.ledger, run.finished, journal.begun, run.sampler)
+        best = None if kept is None else kept.best()
+        return Trained(run.state, run.ledger, run.finished, journal.begun, run.sampler, best)

@@ -49,6 +49,7 @@ class Run:
     """A run of `federated.train`; it implements that function's guarantee.
 
     Attributes:
+      folder: The folder of what must stay secret.
       journal: The rounds that were begun and released.
       number: The round that `state` was saved with; 0 for the initial state.
       state: The state of the process.
@@ -79,7 +80,7 @@ class Run:
                 "counted, and figures are shown as if nothing were private.",
                 stacklevel=3,
             )
-        folder = Path(directory) / "secret"
+        self.folder = folder = Path(directory) / "secret"
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
         self.journal = Journal(folder / "journal", _description(state, sampler, ledger))

@@ -8,6 +8,7 @@ import types
 import pytest
 
 import federated
+import federated.datasets
 import tf_adaptive_dp
 from tests.helpers import ROOT
 
@@ -43,6 +44,8 @@ def public_objects():
                 yield defined_at(value), name
     for name, module in federated._MODULE_OF.items():  # TFF need not be installed
         yield f"federated.{module}.{name}", name
+    for name, module in federated.datasets._MODULE_OF.items():
+        yield f"federated.datasets.{module}.{name}", name
 
 
 NAMES = dict(public_objects())

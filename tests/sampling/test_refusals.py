@@ -208,13 +208,6 @@ def test_examples_of_other_shapes_are_refused_and_not_broadcast():
         ),
         (dp.sampling.FixedSizeSampling(99, 50), None, {}, "with batch size 100.0, .* has 99.0"),
         (dp.sampling.ShuffledEpochs(99, 50), None, {}, "with batch size 100.0, .* has 99.0"),
-        ("fixed", None, {"accountant": "pld"}, "Only `accountant='rdp'` knows"),
-        (
-            dp.sampling.FixedSizeSampling(100, 50),
-            None,
-            {"accountant": "pld"},
-            "Only `accountant='rdp'`",
-        ),
         ("fixed", fake_ledger((2.0, 99.5, 5)), {}, "a whole number of examples"),
         (
             "fixed",

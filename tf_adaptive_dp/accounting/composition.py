@@ -56,7 +56,7 @@ RDP_PRECISION = 1e-13
 # Beyond these the PLD accountant would take minutes or gigabytes, so the RDP bound is used instead.
 PLD_MAX_EPSILON = 50.0
 PLD_MAX_RELEASES = 2_000_000
-_PLD_INTERVAL = 1e-4  # the default of `PLDAccountant`
+PLD_INTERVAL = 1e-4  # the default of `PLDAccountant`
 
 # Rounding errors of the PLD accountant's FFT accumulate: for 10,000 releases of the Gaussian
 # mechanism with noise multiplier 200, its ε at δ = 1e-14 is 3.65 instead of 3.77. They become
@@ -382,7 +382,7 @@ def composed_epsilon(
 # epoch. Constructing the distribution of one release takes most of the time.
 @functools.lru_cache(maxsize=1024)
 def _pld_epsilon(counts: tuple[tuple[tuple[float, float], int], ...], delta: float) -> float:
-    total = pld.privacy_loss_distribution.identity(_PLD_INTERVAL)
+    total = pld.privacy_loss_distribution.identity(PLD_INTERVAL)
     for (noise_multiplier, probability), count in counts:
         if probability == 1:
             composed = _pld_of_release(noise_multiplier / math.sqrt(count), 1)
@@ -399,7 +399,7 @@ def _pld_of_release(
     """The privacy loss distribution of one release, rounded up as `PLDAccountant` rounds."""
     return pld.privacy_loss_distribution.from_gaussian_mechanism(
         min(noise_multiplier, MAX_NOISE_MULTIPLIER),
-        value_discretization_interval=_PLD_INTERVAL,
+        value_discretization_interval=PLD_INTERVAL,
         sampling_prob=probability,
     )
 

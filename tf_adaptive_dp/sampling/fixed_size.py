@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import dp_accounting
 import numpy as np
-from dp_accounting import rdp
+from dp_accounting import pld, rdp
+from dp_accounting.pld import pld_pmf, privacy_loss_mechanism
 
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import unprotected
@@ -20,10 +21,11 @@ from tf_adaptive_dp.sampling import draws
 class FixedSizeSampling(draws.FullBatches):
     """Each batch is a uniformly random subset of a fixed size, independent of all others.
 
-    Guarantee: (ε, δ)-DP for replacing one example by another, with the ε of `epsilon_spent`. For
-    each order, the Rényi divergence is at most that of Theorem 27 of Wang, Balle and
-    Kasiviswanathan 2019 for sampling without replacement, and at most that without amplification by
-    sampling; the smaller one counts. Replacing an example moves the sum by up to 2C, so the
+    Guarantee: (ε, δ)-DP for replacing one example by another, with the ε of `epsilon_spent`. With
+    the RDP accountant, for each order, the Rényi divergence is at most that of Theorem 27 of Wang,
+    Balle and Kasiviswanathan 2019 for sampling without replacement, and at most that without
+    amplification by sampling; the smaller one counts. The PLD accountant composes the dominating
+    pair of `privacy_profile`. Replacing an example moves the sum by up to 2C, so the
     effective noise multiplier is half the nominal one. The adjacency differs from that of Poisson
     sampling: do not compare the two values of ε. The examples are placed in uniformly random rows.
     Couple neighbors so that the replacement takes the row of the replaced example and all others
@@ -32,6 +34,10 @@ class FixedSizeSampling(draws.FullBatches):
     References:
       - Wang et al., "Subsampled Rényi Differential Privacy and Analytical Moments Accountant"
         (2018), arXiv:1808.00087.
+      - Balle, Barthe and Gaboardi, "Privacy Amplification by Subsampling: Tight Analyses via
+        Couplings and Divergences" (2018), arXiv:1807.01647.
+      - Zhu, Dong and Wang, "Optimal Accounting of Differential Privacy via Characteristic Function"
+        (2022), arXiv:2106.08567.
 
     Attributes:
       batch_size: number of examples in each batch, at least 1.
@@ -66,17 +72,11 @@ def fixed_size_epsilon(
     """ε of a ledger whose batches were subsets of a fixed size; see `FixedSizeSampling`.
 
     Raises:
-      ValueError: if the accountant is not RDP, the only one that supports this sampling; if a batch
-        size is not an integer; if there are `other_events`, which hold for adding or removing an
-        example.
+      ValueError: if a batch size is not an integer; if there are `other_events`, which hold for
+        adding or removing an example.
     """
     composition.check_probability("delta", delta)
     segments, events = composition.counted_ledger(ledger, num_examples, in_epochs=False)
-    if accountant != "rdp":
-        raise ValueError(
-            "Only `accountant='rdp'` knows batches of fixed size without replacement. Received: "
-            f"accountant={accountant!r}"
-        )
     if unprotected(events):
         return math.inf  # for any adjacency
     if events:
@@ -99,7 +99,99 @@ def fixed_size_epsilon(
             noise_multiplier, int(batch_size), num_examples
         )
     divergences[np.isnan(divergences)] = math.inf
-    return float(rdp.compute_epsilon(rdp.RdpAccountant().orders, divergences, delta)[0])
+    bound = float(rdp.compute_epsilon(rdp.RdpAccountant().orders, divergences, delta)[0])
+    counts = {(z, batch_size / num_examples): 0 for z, batch_size, _ in segments}
+    for z, batch_size, count in segments:
+        counts[z, batch_size / num_examples] += count
+    costly = composition.pld_is_too_costly(counts, bound) or delta < composition.PLD_MIN_DELTA
+    if accountant == "rdp" or costly or not counts:
+        return bound
+    return min(bound, _pld_epsilon(tuple(sorted(counts.items())), delta))
+
+
+def privacy_profile(
+    epsilons: np.ndarray, noise_multiplier: float, sampling_fraction: float
+) -> np.ndarray:
+    """δ(ε) of one release on a random subset, for replacing an example; ε may be negative.
+
+    With z = `noise_multiplier` / 2, since a replacement moves the sum by up to 2C, with γ the
+    fraction, and with δ_z the profile of the Gaussian mechanism of sensitivity 1 (Balle and Wang),
+
+        δ(log(1 + γ (e^ε - 1))) = γ δ_z(ε) for ε ≥ 0,    δ(-ε) = 1 - e^-ε + e^-ε δ(ε).
+
+    Guarantee: for each two data sets that differ in one example, the hockey-stick divergence of
+    their releases is at most δ(ε), whatever the clipped gradients are; and δ is the profile of a
+    pair of distributions, so its compositions bound those of the releases, adaptive ones too (Zhu,
+    Dong and Wang, Theorem 10). Proof of the first half: the release is (1 - γ)·R + γ·P, where R and
+    P are its laws without and with the example, and (1 - γ)·R + γ·P' after the replacement. By
+    advanced joint convexity (Balle, Barthe and Gaboardi, Theorem 2), the divergence at
+    log(1 + γ (e^ε - 1)) is γ times that of P and (1 - β)·R + β·P' at ε, for some β. By convexity it
+    is at most the larger one of those of (P, R) and (P, P'). Coupled by the subsets, or by
+    exchanging the example with a random one outside, both are pairs of Gaussians whose means are at
+    most 2C apart. For negative ε exchange the two data sets, since
+    H_α(A, B) = 1 - α + α H_{1/α}(B, A). Proof of the second: a function of α = e^ε is a profile if
+    it decreases from 1 at α = 0, is convex, and at least max(0, 1 - α). Both halves of δ are
+    convex, as profiles are. At α = 1 the slope is -(1 - γ) Φ(1/2z) - γ Φ(-1/2z) from below, which
+    is at most the -Φ(-1/2z) from above.
+
+    Args:
+      epsilons: ε, any shape.
+      noise_multiplier: standard deviation of the noise / C, above 0.
+      sampling_fraction: γ, batch size / number of examples, in (0, 1].
+
+    Returns:
+      δ, of the same shape.
+
+    >>> privacy_profile(np.array([-1.0, 0.0, 1.0]), 2.0, 0.1).round(5)
+    array([6.322e-01, 3.829e-02, 2.100e-04])
+    """
+    gaussian = privacy_loss_mechanism.GaussianPrivacyLoss(noise_multiplier / 2)
+    distance = np.abs(epsilons)
+    # log(1 + (e^ε - 1) / γ), without overflow.
+    of_whole = distance + np.log1p((sampling_fraction - 1) * np.exp(-distance))
+    of_whole = np.maximum(of_whole - math.log(sampling_fraction), 0.0)
+    delta = np.reshape(gaussian.get_delta_for_epsilon(np.ravel(of_whole)), np.shape(of_whole))
+    delta = sampling_fraction * delta
+    below = -np.expm1(-distance) + np.exp(-distance) * delta
+    return np.clip(np.where(epsilons >= 0, delta, below), 0.0, 1.0)
+
+
+_TAIL = 10.0  # standard deviations of the Gaussian beyond which the privacy loss counts as infinite
+
+
+@functools.lru_cache(maxsize=8)
+def _pld_of_release(
+    noise_multiplier: float, sampling_fraction: float
+) -> pld.privacy_loss_distribution.PrivacyLossDistribution:
+    """The privacy loss distribution of one release, rounded up between points of its profile.
+
+    Straight lines between points of a convex profile lie above it, so they are the profile of a
+    pair that dominates it (Doroshenko et al. 2022, arXiv:2207.04380).
+    """
+    interval = composition.PLD_INTERVAL
+    z = noise_multiplier / 2
+    of_whole = 1 / (2 * z * z) + _TAIL / z
+    largest = of_whole + math.log(sampling_fraction - (sampling_fraction - 1) * math.exp(-of_whole))
+    points = max(1, math.ceil(largest / interval))
+    epsilons = np.arange(-points, points + 1) * interval
+    deltas = privacy_profile(epsilons, noise_multiplier, sampling_fraction)
+    # Rounding errors must not make it increase: upwards is the safe side.
+    deltas = np.maximum.accumulate(deltas[::-1])[::-1]
+    pmf = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -points, points, deltas)
+    return pld.privacy_loss_distribution.PrivacyLossDistribution(pmf)
+
+
+@functools.lru_cache(maxsize=1024)
+def _pld_epsilon(counts: tuple[tuple[tuple[float, float], int], ...], delta: float) -> float:
+    total = pld.privacy_loss_distribution.identity(composition.PLD_INTERVAL)
+    for (noise_multiplier, fraction), count in counts:
+        noise_multiplier = min(noise_multiplier, composition.MAX_NOISE_MULTIPLIER)
+        if fraction == 1:
+            composed = _pld_of_release(noise_multiplier / math.sqrt(count), 1.0)
+        else:
+            composed = _pld_of_release(noise_multiplier, fraction).self_compose(count)
+        total = total.compose(composed)
+    return float(total.get_epsilon_for_delta(delta))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -152,7 +152,7 @@ def test_clients_have_their_own_images_however_they_are_asked(images):
 
 def test_images_are_normalised_while_they_are_read(images):
     data = cifar10.client_data(images, np.arange(6), {"a": np.arange(5)})
-    preprocess = cifar10.preprocess_fn(ClientBatches(3, shuffle_buffer=1))
+    preprocess = cifar10.normalized_images(ClientBatches(3, shuffle_buffer=1))
     batches = list(data.preprocess(preprocess).create_tf_dataset_for_client("a"))
     x, y = batches[0]
     mean, std = [0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.2010]
@@ -240,7 +240,7 @@ def test_the_real_images():
     partition = cifar10.paper_partition(labels, 0.33, seed=0)
     assert [len(rows) for rows in partition.values()] == [10_000] * 5
     data = cifar10.client_data(images, labels, partition)
-    preprocess = cifar10.preprocess_fn(ClientBatches(500, max_batches=4))
+    preprocess = cifar10.normalized_images(ClientBatches(500, max_batches=4))
     batches = list(data.preprocess(preprocess).create_tf_dataset_for_client("client_1"))
     pixels = np.concatenate([x for x, _ in batches])
     assert pixels.shape == (2000, 32, 32, 3)

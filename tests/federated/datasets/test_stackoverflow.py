@@ -59,7 +59,7 @@ def test_each_split_has_its_users(splits):
 
 
 def test_bags_are_shares_of_known_words_and_tags_are_all_that_are_known(splits):
-    data = splits[0].preprocess(stackoverflow.preprocess_fn(KNOWN, IN_ORDER))
+    data = splits[0].preprocess(stackoverflow.bags_of_words(KNOWN, IN_ORDER))
     assert data.element_type_structure == (
         tf.TensorSpec([None, 3], tf.float32),
         tf.TensorSpec([None, 3], tf.float32),
@@ -70,7 +70,7 @@ def test_bags_are_shares_of_known_words_and_tags_are_all_that_are_known(splits):
 
 
 def test_a_single_label_is_the_most_frequent_known_tag(splits):
-    preprocess = stackoverflow.preprocess_fn(KNOWN, IN_ORDER, labels="most_frequent")
+    preprocess = stackoverflow.bags_of_words(KNOWN, IN_ORDER, labels="most_frequent")
     data = splits[0].preprocess(preprocess)
     assert data.element_type_structure[1] == tf.TensorSpec([None], tf.int32)
     bags, tags = read(data.create_tf_dataset_for_client("a"))
@@ -91,7 +91,7 @@ def test_bags_and_tags_are_those_of_tff_s_own_task():
     spec = tff.simulation.baselines.ClientSpec(num_epochs=1, batch_size=4, shuffle_buffer_size=1)
     baseline = tff.simulation.baselines.stackoverflow.tag_prediction_preprocessing
     theirs = baseline.create_preprocess_fn(spec, list(known.words), list(known.tags))
-    ours = stackoverflow.preprocess_fn(known, ClientBatches(4, shuffle_buffer=1))
+    ours = stackoverflow.bags_of_words(known, ClientBatches(4, shuffle_buffer=1))
     for client in posts.client_ids:
         dataset = posts.create_tf_dataset_for_client(client)
         for mine, wanted in zip(read(ours(dataset)), read(theirs(dataset))):
@@ -102,14 +102,14 @@ def test_bags_and_tags_are_those_of_tff_s_own_task():
 def test_limits_epochs_and_the_choice_of_users_reach_the_dataset(splits):
     batches = ClientBatches(1, epochs=3, max_examples=2, max_batches=5)
     only = subset(splits[0], ["a"])
-    data = only.preprocess(stackoverflow.preprocess_fn(KNOWN, batches))
+    data = only.preprocess(stackoverflow.bags_of_words(KNOWN, batches))
     assert data.client_ids == ["a"]
     assert len(list(data.create_tf_dataset_for_client("a"))) == 5
 
 
 @pytest.mark.parametrize("labels", stackoverflow.LABELS)
 def test_all_clients_can_be_read_as_one(splits, labels):
-    preprocess = stackoverflow.preprocess_fn(KNOWN, IN_ORDER, labels=labels)
+    preprocess = stackoverflow.bags_of_words(KNOWN, IN_ORDER, labels=labels)
     train = splits[0]
     dataset = train.preprocess(preprocess).create_tf_dataset_from_all_clients(seed=0)
     wanted = {"multi_hot": 4, "most_frequent": 3}[labels]
@@ -118,7 +118,7 @@ def test_all_clients_can_be_read_as_one(splits, labels):
 
 
 def test_tff_sends_the_datasets_to_its_workers(splits, context):
-    data = splits[0].preprocess(stackoverflow.preprocess_fn(KNOWN, IN_ORDER))
+    data = splits[0].preprocess(stackoverflow.bags_of_words(KNOWN, IN_ORDER))
     shape = tff.TensorType(np.float32, [None, 3])
     batches = tff.SequenceType((shape, shape))
 
@@ -238,7 +238,7 @@ def test_a_split_without_users_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: stackoverflow.preprocess_fn(KNOWN, IN_ORDER, labels="all"), ValueError, "'all'"),
+        (lambda: stackoverflow.bags_of_words(KNOWN, IN_ORDER, labels="all"), ValueError, "'all'"),
         (lambda: Vocabulary((), ("a",)), ValueError, "`words`"),
         (lambda: Vocabulary(("a",), ("b", "b")), ValueError, "`tags`.*'b'"),
         (lambda: UserCounts({"a": 1}, {"b": 1}, "", None).vocabulary(0), ValueError, "num_words=0"),
@@ -258,7 +258,7 @@ def test_the_real_posts():
     assert max(counts.words.values()) <= len(public)
     known = load_counts().vocabulary(num_words=1000, num_tags=50)
     for labels in stackoverflow.LABELS:
-        preprocess = stackoverflow.preprocess_fn(known, ClientBatches(4), labels=labels)
+        preprocess = stackoverflow.bags_of_words(known, ClientBatches(4), labels=labels)
         data = train.preprocess(preprocess)
         pairs = [
             pair
@@ -272,7 +272,7 @@ def test_the_real_posts():
 
 def test_clients_in_memory_are_read_once_and_have_the_same_examples(splits):
     data = splits[0].preprocess(
-        stackoverflow.preprocess_fn(KNOWN, IN_ORDER, labels="most_frequent")
+        stackoverflow.bags_of_words(KNOWN, IN_ORDER, labels="most_frequent")
     )
     asked = []
 

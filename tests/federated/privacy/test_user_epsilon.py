@@ -73,8 +73,8 @@ def test_poisson_cohorts_cost_what_dp_accounting_says(accountant, clip):
 def test_cohorts_that_are_cut_cost_part_of_delta():
     ledger = ledger_of(GAUSSIAN)
     cut = PoissonSampling(50 / 2000, max_batch_size=92, steps=300)
-    free = epsilon_spent(ledger, DELTA, sampling=POISSON)
-    spent = epsilon_spent(ledger, DELTA, sampling=cut)
+    free = epsilon_spent(ledger, DELTA, sampling=POISSON, accountant="rdp")
+    spent = epsilon_spent(ledger, DELTA, sampling=cut, accountant="rdp")
     assert spent > free * 1.0001
     left = cut.delta_for_noise(spent, 2000, DELTA, 300)
     assert 0 < left < DELTA
@@ -89,7 +89,7 @@ def test_a_large_epsilon_is_said_too_and_an_infinite_one_with_its_cause():
     ledger.record_lost(500)
     ids = [f"client {k}" for k in range(400)]
     sampling = ClientSampler.poisson(ids, privacy, num_rounds=500).sampling
-    spent = epsilon_spent(ledger, 1 / 400, sampling=sampling)
+    spent = epsilon_spent(ledger, 1 / 400, sampling=sampling, accountant="rdp")
     sampled = dp_accounting.PoissonSampledDpEvent(0.05, GAUSSIAN_EVENT(0.3))
     event = dp_accounting.SelfComposedDpEvent(sampled, 500)
     assert spent == pytest.approx(epsilon_of(event, delta=1 / 400), rel=1e-6) and spent > 100
@@ -118,7 +118,9 @@ def test_fixed_cohorts_cost_what_dp_accounting_says_for_replacing_a_user():
     expected = epsilon_of(
         dp_accounting.SelfComposedDpEvent(sampled, 300), neighboring_relation=replace
     )
-    spent = epsilon_spent(ledger, DELTA, sampling=FixedSizeSampling(50, steps=300))
+    spent = epsilon_spent(
+        ledger, DELTA, sampling=FixedSizeSampling(50, steps=300), accountant="rdp"
+    )
     assert spent == pytest.approx(expected, rel=1e-6)
 
 
@@ -129,7 +131,9 @@ def test_fixed_cohorts_never_cost_more_than_everybody_in_every_round():
     replace = dp_accounting.NeighboringRelation.REPLACE_ONE
     event = dp_accounting.SelfComposedDpEvent(GAUSSIAN_EVENT(0.3 / 2), 100)
     expected = epsilon_of(event, delta=1 / 966, neighboring_relation=replace)
-    spent = epsilon_spent(ledger, 1 / 966, sampling=FixedSizeSampling(100, steps=100))
+    spent = epsilon_spent(
+        ledger, 1 / 966, sampling=FixedSizeSampling(100, steps=100), accountant="rdp"
+    )
     assert spent == pytest.approx(expected, rel=1e-6)
     sampled = dp_accounting.SampledWithoutReplacementDpEvent(966, 100, GAUSSIAN_EVENT(0.3 / 2))
     event = dp_accounting.SelfComposedDpEvent(sampled, 100)
@@ -139,7 +143,7 @@ def test_fixed_cohorts_never_cost_more_than_everybody_in_every_round():
 def test_every_client_in_every_round_is_the_plain_gaussian_mechanism():
     ledger = ledger_of(UserLevelPrivacy(20.0, 2000, 2000, clip=1.0))
     expected = epsilon_of(dp_accounting.SelfComposedDpEvent(GAUSSIAN_EVENT(20.0), 300))
-    spent = epsilon_spent(ledger, DELTA, sampling=EveryClient())
+    spent = epsilon_spent(ledger, DELTA, sampling=EveryClient(), accountant="rdp")
     assert spent == pytest.approx(expected, rel=1e-6)
 
 
@@ -151,7 +155,7 @@ def test_trees_cost_what_dp_accounting_says(rounds):
     trees = [dp_accounting.SingleEpochTreeAggregationDpEvent(1.3, n) for n in steps]
     blank = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     expected = epsilon_of(dp_accounting.ComposedDpEvent(trees), neighboring_relation=blank)
-    spent = epsilon_spent(ledger, DELTA, sampling=SHUFFLED)
+    spent = epsilon_spent(ledger, DELTA, sampling=SHUFFLED, accountant="rdp")
     assert spent == pytest.approx(expected, rel=1e-6)
     own = epsilon_of(dp_accounting.ComposedDpEvent(ledger.other_events), neighboring_relation=blank)
     assert spent == pytest.approx(own, rel=1e-6)
@@ -165,7 +169,7 @@ def test_trees_are_one_gaussian_mechanism_for_the_tighter_accountant():
     tight = epsilon_of(GAUSSIAN_EVENT(1.3 / math.sqrt(6 + 1)), pld.PLDAccountant)
     by_pld = epsilon_spent(ledger, DELTA, sampling=SHUFFLED, accountant="pld")
     assert by_pld == pytest.approx(tight, rel=1e-3)
-    assert by_pld < epsilon_spent(ledger, DELTA, sampling=SHUFFLED)
+    assert by_pld < epsilon_spent(ledger, DELTA, sampling=SHUFFLED, accountant="rdp")
 
 
 def test_a_lost_round_costs_another_tree():
@@ -174,9 +178,9 @@ def test_a_lost_round_costs_another_tree():
     trees = [dp_accounting.SingleEpochTreeAggregationDpEvent(1.3, n) for n in (40, 1)]
     blank = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     expected = epsilon_of(dp_accounting.ComposedDpEvent(trees), neighboring_relation=blank)
-    spent = epsilon_spent(lost, DELTA, sampling=SHUFFLED)
+    spent = epsilon_spent(lost, DELTA, sampling=SHUFFLED, accountant="rdp")
     assert spent == pytest.approx(expected, rel=1e-6)
-    assert spent > epsilon_spent(whole, DELTA, sampling=SHUFFLED)
+    assert spent > epsilon_spent(whole, DELTA, sampling=SHUFFLED, accountant="rdp")
 
 
 @pytest.mark.parametrize("sampling", [POISSON, SHUFFLED, FixedSizeSampling(50, steps=300)])
@@ -199,10 +203,12 @@ def test_released_side_information_is_part_of_epsilon():
         [dp_accounting.SelfComposedDpEvent(sampled, 300), GAUSSIAN_EVENT(8.0)]
     )
     ledger = ledger_of(GAUSSIAN, side_information=RELEASED)
-    spent = epsilon_spent(ledger, DELTA, sampling=POISSON)
+    spent = epsilon_spent(ledger, DELTA, sampling=POISSON, accountant="rdp")
     assert spent == pytest.approx(epsilon_of(event), rel=1e-6)
-    tree = epsilon_spent(ledger_of(TREE), DELTA, sampling=SHUFFLED)
-    with_it = epsilon_spent(ledger_of(TREE, 300, RELEASED), DELTA, sampling=SHUFFLED)
+    tree = epsilon_spent(ledger_of(TREE), DELTA, sampling=SHUFFLED, accountant="rdp")
+    with_it = epsilon_spent(
+        ledger_of(TREE, 300, RELEASED), DELTA, sampling=SHUFFLED, accountant="rdp"
+    )
     assert with_it > tree * 1.0002
 
 
@@ -240,6 +246,40 @@ def test_a_sampling_that_does_not_fit_is_refused():
                 epsilon_spent(ledger_of(privacy), wrong, sampling=sampling)
 
 
+@pytest.mark.parametrize(
+    ("privacy", "sampling"),
+    [
+        (GAUSSIAN, POISSON),
+        (GAUSSIAN, FixedSizeSampling(50, steps=300)),
+        (UserLevelPrivacy(20.0, 2000, 2000, clip=1.0), EveryClient()),
+        (GAUSSIAN, SHUFFLED),
+        (TREE, SHUFFLED),
+    ],
+    ids=["poisson", "fixed", "every", "shuffled", "tree"],
+)
+def test_the_smaller_of_both_bounds_is_reported(privacy, sampling):
+    ledger = ledger_of(privacy)
+
+    def by(**accountant):
+        return epsilon_spent(ledger, DELTA, sampling=sampling, **accountant)
+
+    assert by() == min(by(accountant="rdp"), by(accountant="pld")) < by(accountant="rdp")
+    assert "(PLD accounting, rounded up)" in said(ledger, sampling)
+    assert "(RDP accounting, rounded up)" in said(ledger, sampling, accountant="rdp")
+
+
+def test_what_pld_does_not_support_has_the_bound_of_rdp():
+    event = dp_accounting.dp_event.RepeatAndSelectDpEvent(GAUSSIAN_EVENT(5.0), 2.0, 1.0)
+    ledger = ledger_of(GAUSSIAN, side_information=SimpleNamespace(provenance=event))
+    with pytest.raises(dp_accounting.UnsupportedEventError):
+        epsilon_spent(ledger, DELTA, sampling=POISSON, accountant="pld")
+    by_rdp = epsilon_spent(ledger, DELTA, sampling=POISSON, accountant="rdp")
+    assert epsilon_spent(ledger, DELTA, sampling=POISSON) == by_rdp
+    assert "(RDP accounting, rounded up)" in said(ledger, POISSON)
+    with pytest.raises(ValueError, match="`accountant` must be one of .*'tightest'"):
+        epsilon_spent(ledger, DELTA, sampling=POISSON, accountant="best")
+
+
 def said(ledger, sampling, **arguments):
     text = privacy_statement(ledger, DELTA, sampling=sampling, **arguments)
     assert all(len(line) <= 80 for line in text.splitlines())
@@ -251,7 +291,7 @@ def test_the_statement_of_poisson_cohorts():
     text = said(ledger, POISSON)
     up = math.ceil(epsilon_spent(ledger, DELTA, sampling=POISSON) * 1e4) / 1e4
     for part in (
-        f"epsilon = {up:.4f} and delta = 0.0001 (RDP accounting, rounded up)",
+        f"epsilon = {up:.4f} and delta = 0.0001 (PLD accounting, rounded up)",
         "Unit: one user. Adjacency: data sets that differ by adding or removing one user.",
         "were drawn by Poisson sampling, for which this epsilon is a proven upper bound.",
         "Each user joined each cohort independently with probability 0.025",
@@ -271,7 +311,7 @@ def test_the_statement_of_shuffled_cohorts_has_two_epsilons():
     ledger = ledger_of(GAUSSIAN)
     text = said(ledger, SHUFFLED)
     approximation = epsilon_spent(ledger, DELTA, sampling=SHUFFLED)
-    bound = epsilon_without_amplification(ledger, 2000, DELTA)
+    bound = epsilon_without_amplification(ledger, 2000, DELTA, accountant="pld")
     assert bound > approximation
     for value in (approximation, bound):
         assert f"epsilon = {math.ceil(value * 1e4) / 1e4:.4f}" in text

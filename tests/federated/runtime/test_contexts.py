@@ -1,5 +1,6 @@
 """Workers end with whoever started them, rounds survive nothing silently, and errors are clear."""
 
+import concurrent.futures
 import contextlib
 import os
 import pathlib
@@ -10,12 +11,14 @@ import sys
 import threading
 import time
 
+import grpc
 import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_federated as tff
 from tensorflow_federated.proto.v0 import executor_pb2
 
+import tf_adaptive_dp
 from federated.privacy.user_level import UserLevelPrivacy
 from federated.runtime import connection, contexts, worker
 from federated.training.processes import build_dp_fed_avg
@@ -524,6 +527,125 @@ def test_a_worker_that_is_not_there_is_named_with_what_to_do(kept_workers):
         contexts.remote_context([there, missing], timeout=1)
     assert lost.value.addresses == (missing,)
     assert there not in str(lost.value)
+
+
+LOSING = """
+import os, sys, threading
+import numpy as np, tensorflow as tf, tensorflow_federated as tff
+import federated
+from federated.runtime import worker
+
+@tff.tensorflow.computation(np.int32)
+def count(n):
+    return tf.while_loop(lambda i: i < n, lambda i: [i + 1], [0])[0]
+
+@tff.federated_computation(tff.FederatedType(np.int32, tff.CLIENTS))
+def count_on_clients(numbers):
+    return tff.federated_sum(tff.federated_map(count, numbers))
+
+workers = [worker.WorkerProcess() for _ in range(2)]
+with federated.remote_context([w.address for w in workers], timeout=5):
+    assert count_on_clients([1, 2]) == 3
+    threading.Timer(1, workers[1].close).start()
+    if sys.argv[1] == "both":
+        threading.Timer(1.1, workers[0].close).start()
+    count_on_clients([2_000_000_000] * 2)  # both are computing when one is lost
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["one", "both"])
+def test_what_is_read_last_of_a_lost_worker_is_what_to_do(lost):
+    done = subprocess.run(
+        [sys.executable, "-c", LOSING, lost],
+        **{"cwd": ROOT, "env": ENV, "capture_output": True, "text": True, "timeout": 120},
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "WorkerLostError: Lost in the middle" in last and "Start it again" in last
+    assert "Channel closed" not in done.stderr and "never retrieved" not in done.stderr
+
+
+# --- what is no worker, or another one
+
+
+def test_a_server_that_is_no_worker_is_refused(kept_workers):
+    before = tff.framework.get_context_stack().current
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        with pytest.raises(
+            contexts.WorkerMismatchError, match=f"answers at {address} is no worker.*Start one with"
+        ) as refused:
+            contexts.remote_context([kept_workers[0].address, address], timeout=5)
+    finally:
+        server.stop(None).wait()
+    assert refused.value.addresses == (address,)
+    assert tff.framework.get_context_stack().current is before
+
+
+def test_a_server_that_speaks_another_protocol_does_not_answer():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(contexts.WorkerLostError, match=f"No worker answers at {address}"):
+            contexts.remote_context([address], timeout=0.5)
+
+
+def test_a_worker_says_its_versions(kept_workers):
+    addresses = [w.address for w in kept_workers]
+    with contexts.remote_context(addresses) as context:
+        assert context.versions == dict.fromkeys(addresses, worker.versions())
+    versions = worker.versions()
+    assert versions["tensorflow-federated"] == "0.87.0"
+    assert versions["tensorflow"] == tf.__version__
+    assert versions["python"] == sys.version.split()[0]
+    assert versions["tf_adaptive_dp"] == tf_adaptive_dp.__version__
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("said", ["0.86.0", None])
+def test_a_worker_of_another_tff_is_refused(monkeypatch, said):
+    with monkeypatch.context() as patch:
+        if said is None:  # TFF's worker, started by hand
+            patch.setattr(worker, "VERSIONS_VARIABLE", "ANOTHER_NAME")
+        else:
+            other = {**worker.versions(), "tensorflow-federated": said}
+            patch.setattr(worker, "versions", lambda: other)
+        started = worker.WorkerProcess()
+    connection._said_versions.cache_clear()
+    try:
+        if said is None:
+            with contexts.remote_context([started.address]) as context:
+                assert context.versions == {started.address: {}}
+            return
+        with pytest.raises(
+            contexts.WorkerMismatchError,
+            match=f"{started.address} has another version of TFF: .*0.86.0.*Here: .*0.87.0",
+        ) as refused:
+            contexts.remote_context([started.address])
+        assert refused.value.addresses == (started.address,)
+    finally:
+        started.close()
+
+
+def test_versions_that_do_not_compute_may_differ():
+    ours = worker.versions()
+    connection.check_versions("a:1", {**ours, "python": "3.9.1", "tf_adaptive_dp": "7"}, ours)
+    connection.check_versions("a:1", {}, ours)
+    with pytest.raises(contexts.WorkerMismatchError, match="tensorflow-federated 0.88.0"):
+        connection.check_versions("a:1", {**ours, "tensorflow-federated": "0.88.0"}, ours)
+
+
+@pytest.mark.slow
+def test_a_context_that_is_closed_while_it_computes_says_so(kept_workers):
+    context = contexts.remote_context([kept_workers[0].address])
+    threading.Timer(0.5, context.close).start()
+    with pytest.raises(contexts.WorkerLostError, match="closed during the computation"):
+        context.invoke(count, 2_000_000)
 
 
 @pytest.mark.parametrize(

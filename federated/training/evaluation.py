@@ -1,0 +1,289 @@
+"""Evaluation on held-out clients, the best state of a run, and its model of Keras."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from federated.training.saved_states import SavedStates
+from tf_adaptive_dp import checks
+from tf_adaptive_dp.durable import files
+
+MODES = ("auto", "min", "max")
+# Names of metrics of Keras of which more is better.
+_MORE_IS_BETTER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "similarity")
+
+
+class Best(NamedTuple):
+    """The best state of a run, by an `Evaluation`.
+
+    Attributes:
+      state: The state of the process, for `federated.export` or to train on.
+      number: The round that it was saved with, which counts lost rounds.
+      figures: The figures of its evaluation.
+    """
+
+    state: Any
+    number: int
+    figures: dict[str, float]
+
+
+def export(state: Any, model_fn: Callable[[], tf.keras.Model]) -> tf.keras.Model:
+    """Makes a model of Keras with the weights of a process's state, to save or to serve.
+
+    Guarantee: the model has the state's model weights and nothing else of it, so it is protected as
+    they are: by the ε of all rounds that were begun, in a private run. With mechanism="tree" the
+    state must stay secret, and the model need not.
+
+    Args:
+      state: The state of a process of `federated.training.processes` or of TFF's own algorithms,
+        such as `Trained.state`; or its weights, `process.get_model_weights(state)`.
+      model_fn: A function that returns a model of Keras with the layers of the trained one, such as
+        the `model_fn` of the process if that returns compiled models.
+
+    Returns:
+      The new model.
+
+    Raises:
+      TypeError: If an argument is something else.
+      ValueError: If the weights do not fit the model.
+
+    >>> def model_fn():
+    ...     return tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    >>> weights = tff.learning.models.ModelWeights([[[1.0], [2.0]], [3.0]], [])
+    >>> float(export(weights, model_fn)(tf.constant([[1.0, 1.0]])))
+    6.0
+    """
+    weights = getattr(state, "global_model_weights", state)
+    if not isinstance(weights, tff.learning.models.ModelWeights):
+        raise TypeError(
+            "`state` must be the state of a learning process, or its model weights. Received: "
+            f"state of type {type(state).__name__}"
+        )
+    model = model_fn() if callable(model_fn) else None
+    if not isinstance(model, tf.keras.Model):
+        raise TypeError(
+            "`model_fn` must be a function that returns a model of Keras. Received: "
+            f"model_fn={model_fn!r}"
+        )
+    try:
+        weights.assign_weights_to(model)
+    except ValueError as error:
+        raise ValueError(
+            f"`model_fn` must return a model with the weights of the trained one. Received: {error}"
+        ) from error
+    return model
+
+
+class Evaluation:
+    """Evaluates the server's model on held-out clients, every so many rounds.
+
+    The figures are the model's compiled loss and metrics over all examples of these clients, with
+    equal weights for all examples. `federated.train` releases them as `held_out/…`, or as
+    `not_private/held_out/…` in a private run, and keeps the state whose figure `best` is the best.
+
+    Guarantee: none for the held-out clients: the figures are exact, and which state is the best
+    depends on their data, which ε does not cover. For clients that were trained on, ε of all rounds
+    covers the best state too, if none of them is held out: then the choice is computed from what
+    was released and from other people's data. `federated.train` warns if that is not so.
+
+    Args:
+      model_fn: A function that returns a new model of Keras, compiled with its loss and metrics.
+      client_data: The held-out clients' data: a `tff.simulation.datasets.ClientData`, or a function
+        from a client id to batches (x, y), with `client_ids`.
+      client_ids: The held-out clients; `None` takes all clients of `client_data`.
+      every: The number of finished rounds between evaluations. The last round is always evaluated.
+      best: The name of the figure to choose the best state by; `None` keeps no best state.
+      mode: `"min"` if less of it is better, `"max"` if more is, `"auto"` to tell by the name.
+
+    Raises:
+      TypeError, ValueError: If an argument is invalid.
+
+    >>> def model_fn():
+    ...     model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
+    ...     model.compile(loss="mse", metrics=["mae"])
+    ...     return model
+    >>> def of_client(name):
+    ...     return tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1])))
+    >>> evaluation = Evaluation(model_fn, of_client, ["a", "b"], best="mae")
+    >>> evaluation.figures(tff.learning.models.ModelWeights([[[0.5]], [0.0]], []))
+    {'loss': 0.25, 'mae': 0.5}
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[[], tf.keras.Model],
+        client_data: tff.simulation.datasets.ClientData | Callable[[str], tf.data.Dataset],
+        client_ids: Sequence[str] | None = None,
+        *,
+        every: int = 1,
+        best: str | None = "loss",
+        mode: str = "auto",
+    ):
+        self.every = checks.integer("every", every, 1)
+        self.best = best
+        checks.choice("mode", mode, MODES)
+        datasets = getattr(client_data, "create_tf_dataset_for_client", client_data)
+        if client_ids is None:
+            client_ids = getattr(client_data, "client_ids", None)
+        if not callable(datasets) or client_ids is None or not list(client_ids):
+            raise TypeError(
+                "`client_data` must be a `tff.simulation.datasets.ClientData`, or a function from "
+                "a client id to a `tf.data.Dataset` with at least one of `client_ids`. Received: "
+                f"client_data={client_data!r}, client_ids={client_ids!r}"
+            )
+        self.client_ids = tuple(client_ids)
+        self._datasets = datasets
+        self._model_fn = model_fn
+        self._model = model_fn() if callable(model_fn) else None
+        if not isinstance(self._model, tf.keras.Model) or self._model.optimizer is None:
+            raise TypeError(
+                "`model_fn` must be a function that returns a model of Keras, compiled with its "
+                f"loss and metrics. Received: model_fn={model_fn!r}"
+            )
+        if mode == "auto":
+            more = best is not None and any(part in best.lower() for part in _MORE_IS_BETTER)
+            mode = "max" if more else "min"
+        self._sign = 1.0 if mode == "max" else -1.0
+
+    def figures(self, weights: tff.learning.models.ModelWeights) -> dict[str, float]:
+        """Loss and metrics of a model on the held-out clients.
+
+        Args:
+          weights: The weights of the model, `process.get_model_weights(state)`.
+
+        Returns:
+          Each figure by its name in Keras.
+
+        Raises:
+          ValueError: If the held-out clients have no examples, or no figure is named `best`.
+        """
+        weights.assign_weights_to(self._model)
+        self._model.reset_metrics()
+        found: Mapping[str, float] = {}
+        for client in self.client_ids:
+            for x, y in self._datasets(client):
+                found = self._model.test_on_batch(x, y, reset_metrics=False, return_dict=True)
+        figures = {name: float(value) for name, value in found.items()}
+        if self.best is not None and self.best not in figures:
+            raise ValueError(
+                "`best` must name a figure of the evaluation, of clients that have examples. "
+                f"Received: best={self.best!r}, the figures are {sorted(figures)}"
+            )
+        return figures
+
+    def is_better(self, figure: float, than: float) -> bool:
+        """Whether a value of the figure `best` is better than another; NaN never is.
+
+        Args:
+          figure: The value.
+          than: The other value.
+        """
+        if math.isnan(figure):
+            return False
+        return math.isnan(than) or self._sign * figure > self._sign * than
+
+    def export(self, state: Any) -> tf.keras.Model:
+        """A compiled model of Keras with the weights of a state; see `federated.export`.
+
+        Args:
+          state: The state of the process, or its weights.
+        """
+        return export(state, self._model_fn)
+
+
+class BestState:
+    """What a run knows of its evaluations, on the disk.
+
+    A round's figures are on the disk before anything is done with them. So if the program ends in
+    between, the same figures are released and compared when the run resumes.
+
+    Args:
+      folder: The run's folder `secret`.
+      evaluation: The evaluation.
+      initial_state: A state of the process, for its structure.
+    """
+
+    def __init__(self, folder: Path, evaluation: Evaluation, initial_state: Any):
+        self._evaluation = evaluation
+        self._initial_state = initial_state
+        self._file = folder / "held_out"
+        self._states = SavedStates(folder / "best")
+        self._best = self._record()
+        named = self._best and self._best["best"]
+        if self._best and evaluation.best not in (None, named):
+            raise ValueError(
+                "`evaluation` must choose the best state as the run in this directory did. Pass "
+                f"best={named!r}, or start a new run. Nothing was changed. Received: "
+                f"best={evaluation.best!r}"
+            )
+
+    def _record(self) -> dict | None:
+        number = self._states.latest()
+        return None if number is None else self._states.load(number, self._initial_state)[1]
+
+    def figures(self, number: int, weights: Any) -> dict[str, float]:
+        """The figures of a round, which are computed once.
+
+        Args:
+          number: The number of the round.
+          weights: The weights of its model.
+        """
+        if self._file.exists():
+            known = json.loads(self._file.read_text())
+            if known["number"] == number:
+                return known["figures"]
+        figures = self._evaluation.figures(weights)
+        text = json.dumps({"number": number, "figures": figures})
+        files.write(self._file, text.encode())
+        return figures
+
+    def consider(self, number: int, state: Any, figures: Mapping[str, float]) -> None:
+        """Keeps a state if it is the best one so far, on the disk when this returns."""
+        name = self._evaluation.best
+        if name is None:
+            return
+        known = math.nan if self._best is None else self._best["figures"][name]
+        if self._evaluation.is_better(figures[name], known):
+            record = {"number": number, "best": name, "figures": dict(figures)}
+            self._states.save(number, state, record)
+            self._best = record
+
+    def best(self) -> Best | None:
+        """The best state; `None` if there is none."""
+        if self._best is None:
+            return None
+        number = self._best["number"]
+        state, record = self._states.load(number, self._initial_state)
+        return Best(state, number, record["figures"])
+
+
+def warn_of_choice(evaluation: Evaluation, client_ids: Sequence[str], stacklevel: int) -> None:
+    """Warns what ε does not cover when the best state of a private run is chosen.
+
+    Args:
+      evaluation: The evaluation.
+      client_ids: The clients that are trained on.
+      stacklevel: See `warnings.warn`.
+    """
+    if evaluation.best is None:
+        return
+    both = sorted(set(evaluation.client_ids) & set(client_ids))
+    whom = (
+        f"{len(both)} of them are trained on too ({', '.join(both[:3])}, …), and for these the "
+        "best state has no ε: hold other clients out, or publish the last state."
+        if both
+        else "ε holds for the clients that are trained on."
+    )
+    warnings.warn(
+        f"The best state is chosen by {evaluation.best!r} on {len(evaluation.client_ids)} held-out "
+        f"clients. ε does not cover what this choice reveals of their data. {whom}",
+        stacklevel=stacklevel + 1,
+    )

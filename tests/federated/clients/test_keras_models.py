@@ -1,0 +1,225 @@
+"""Compiled models of Keras train as TFF's own wrapping of the same model does."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_federated as tff
+
+import tf_adaptive_dp
+from federated.clients.keras_models import with_tff_models
+from federated.privacy.user_level import UserLevelPrivacy
+from federated.training.processes import build_adaptive_fed_avg, build_dp_fed_avg
+
+SPEC = (tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None], tf.int32))
+SGD = tff.learning.optimizers.build_sgdm(0.1)
+
+
+def layers(units=4, **options):
+    return tf.keras.Sequential(
+        [tf.keras.Input([3]), tf.keras.layers.Dense(units, kernel_initializer="ones", **options)]
+    )
+
+
+def functional(units=4):
+    x = tf.keras.Input([3])
+    hidden = tf.keras.layers.Dense(2, kernel_initializer="ones", kernel_regularizer="l2")(x)
+    return tf.keras.Model(x, tf.keras.layers.Dense(units, kernel_initializer="ones")(hidden))
+
+
+def compiled(make=layers, **options):
+    def model_fn():
+        model = make()
+        model.compile(**options)
+        return model
+
+    return model_fn
+
+
+def converted(model_fn, spec=SPEC):
+    return with_tff_models(model_fn, spec)()
+
+
+@pytest.fixture(scope="module")
+def clients():
+    rng = np.random.default_rng(0)
+    return [
+        tf.data.Dataset.from_tensor_slices(
+            (rng.normal(size=[n, 3]).astype(np.float32), rng.integers(0, 4, n, np.int32))
+        ).batch(2)
+        for n in (4, 3)
+    ]
+
+
+def round_of(model_fn, clients, **options):
+    process = build_adaptive_fed_avg(model_fn, SGD, **options)
+    output = process.next(process.initialize(), clients)
+    return process.get_model_weights(output.state), output.metrics["client_work"]["train"]
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("make", [layers, functional])
+def test_rounds_equal_those_of_tffs_wrapping(context, clients, make):
+    def wrapped():
+        return tff.learning.models.from_keras_model(
+            make(),
+            tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            SPEC,
+            metrics=[tf.keras.metrics.SparseCategoricalAccuracy("accuracy")],
+        )
+
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    ours = compiled(make, loss=loss, metrics=["accuracy"])
+    expected, figures = round_of(wrapped, clients)
+    found, same = round_of(ours, clients, input_spec=SPEC)
+    for a, b in zip(expected.trainable, found.trainable):
+        np.testing.assert_array_equal(a, b)
+    assert dict(figures) == dict(same) and "accuracy" in same
+
+
+def test_a_private_process_takes_a_compiled_model(context, clients):
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    process = build_dp_fed_avg(
+        *(compiled(loss=loss), SGD, UserLevelPrivacy(1.0, 2, 4, clip=1.0)), input_spec=SPEC
+    )
+    state = process.next(process.initialize(), clients).state
+    assert [w.shape for w in process.get_model_weights(state).trainable] == [(3, 4), (4,)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("sparse_categorical_crossentropy", tf.keras.losses.SparseCategoricalCrossentropy()),
+        ("mse", tf.keras.losses.MeanSquaredError()),
+        ("MeanSquaredError", tf.keras.losses.MeanSquaredError()),
+        (tf.keras.losses.Huber(2.0), tf.keras.losses.Huber(2.0)),
+        (lambda y, p: tf.square(y - p[:, 0]), None),
+    ],
+    ids=["sparse", "mse", "MeanSquaredError", "object", "function"],
+)
+def test_losses_by_name_object_or_function(loss, expected):
+    spec = (SPEC[0], tf.TensorSpec([None], tf.float32))
+    x, y = np.ones([2, 3], np.float32), np.array([0.0, 1.0], np.float32)
+    units = 2 if loss == "sparse_categorical_crossentropy" else 1
+    model = with_tff_models(compiled(lambda: layers(units), loss=loss), spec)()
+    output = model.forward_pass((x, y))
+    predictions = output.predictions
+    if expected is None:
+        wanted = np.mean((y - predictions[:, 0]) ** 2)
+    else:
+        wanted = expected(y, predictions)
+    np.testing.assert_allclose(output.loss, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("units", "labels", "metric", "kind"),
+    [
+        (4, [None], "accuracy", "SparseCategoricalAccuracy"),
+        (4, [None, 1], "acc", "SparseCategoricalAccuracy"),
+        (4, [None, 4], "accuracy", "CategoricalAccuracy"),
+        (1, [None], "accuracy", "BinaryAccuracy"),
+        (1, [None, 1], "crossentropy", "BinaryCrossentropy"),
+        (1, [None], "mae", "MeanAbsoluteError"),
+        (1, [None], tf.keras.metrics.AUC(num_thresholds=7, name="area"), "AUC"),
+    ],
+)
+def test_metrics_are_those_that_keras_takes(units, labels, metric, kind):
+    spec = (SPEC[0], tf.TensorSpec(labels, tf.float32))
+    loss = {"SparseCategoricalAccuracy": "sparse_categorical_crossentropy"}.get(kind, "mse")
+    make = compiled(lambda: layers(units), loss=loss, metrics=[metric])
+    model = with_tff_models(make, spec)()
+    by_name = dict(zip(model.metric_finalizers(), model._metrics))
+    name = metric if isinstance(metric, str) else "area"
+    assert type(by_name[name]).__name__ == kind
+    assert getattr(by_name[name], "num_thresholds", 7) == 7
+    # Keras itself computes the same from the same predictions.
+    keras = make()
+    x = np.random.default_rng(0).normal(size=[8, 3]).astype(np.float32)
+    y = (x[:, :1] > 0).astype(np.float32)
+    if len(labels) == 1:
+        y = y[:, 0]
+    elif labels[-1] == 4:
+        y = np.eye(4, dtype=np.float32)[y[:, 0].astype(int)]
+    model.forward_pass((x, y), training=False)
+    expected = keras.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)[name]
+    np.testing.assert_allclose(by_name[name].result(), expected, rtol=1e-5)
+
+
+def test_several_outputs_keep_their_losses_and_weights():
+    def make():
+        x = tf.keras.Input([3])
+        parts = [tf.keras.layers.Dense(1, name=n, kernel_initializer="ones")(x) for n in "ab"]
+        return tf.keras.Model(x, parts)
+
+    spec = (SPEC[0], [tf.TensorSpec([None, 1])] * 2)
+    x, y = np.ones([2, 3], np.float32), [np.zeros([2, 1], np.float32)] * 2
+    for options, expected in (
+        ({"loss": "mse"}, 9 + 9),
+        ({"loss": {"a": "mse", "b": "mae"}, "loss_weights": {"a": 2.0, "b": 0.5}}, 18 + 1.5),
+    ):
+        model = with_tff_models(compiled(make, **options), spec)()
+        np.testing.assert_allclose(model.forward_pass((x, y)).loss, expected)
+
+
+class Subclass(tf.keras.Model):
+    def call(self, x):
+        return x
+
+
+def with_a_loss_of_its_own():
+    model = layers(1)
+    model.add_loss(lambda: tf.reduce_sum(model.weights[0]))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "spec", "error", "message"),
+    [
+        (compiled(loss="mse"), None, TypeError, "Pass `input_spec=client_data.element_type_str"),
+        (compiled(loss="mse"), SPEC[:1], ValueError, "`input_spec` must have two parts"),
+        (compiled(), SPEC, ValueError, "must be compiled with a loss"),
+        (compiled(Subclass, loss="mse"), SPEC, TypeError, "does not say its inputs"),
+        (compiled(with_a_loss_of_its_own, loss="mse"), SPEC, TypeError, "call `add_loss` in"),
+        (compiled(loss="mse", weighted_metrics=["mae"]), SPEC, ValueError, "weighted_metrics"),
+        (compiled(loss="mse", loss_weights=[2.0]), SPEC, ValueError, "loss_weights"),
+        (compiled(loss="mse", metrics=[len]), SPEC, ValueError, "metrics .* must be names"),
+        (compiled(loss="mse", metrics={"dense": "mae"}), SPEC, ValueError, "must be names"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_with_a_cure(model_fn, spec, error, message):
+    with pytest.raises(error, match=message):
+        converted(model_fn, spec)
+
+
+def test_an_optimizer_of_ours_in_the_model_is_refused():
+    def model_fn():
+        model = layers(1)
+        model.compile(tf_adaptive_dp.ADADP(1.0, 1.0), "mse")
+        return model
+
+    with pytest.raises(TypeError, match="clients train with `client_optimizer`"):
+        converted(model_fn)
+
+
+def test_what_is_no_compiled_model_is_left_as_it_is():
+    model = layers()
+    assert with_tff_models(model, SPEC) is model
+    assert with_tff_models(None) is None
+    assert with_tff_models(lambda: 7)() == 7
+    assert with_tff_models(lambda: model)() is model  # not compiled: `made_model` refuses it
+    once = with_tff_models(compiled(loss="mse"), SPEC)
+    assert with_tff_models(once) is once
+
+
+def test_the_weights_of_the_model_are_those_that_the_server_begins_with(context):
+    rng = np.random.default_rng(0)
+    loaded = [rng.normal(size=[3, 4]).astype(np.float32), np.ones([4], np.float32)]
+
+    def model_fn():
+        model = layers()
+        model.set_weights(loaded)
+        model.compile(loss="sparse_categorical_crossentropy")
+        return model
+
+    process = build_adaptive_fed_avg(model_fn, SGD, input_spec=SPEC)
+    for found, expected in zip(process.get_model_weights(process.initialize()).trainable, loaded):
+        np.testing.assert_array_equal(found, expected)
