@@ -15,10 +15,12 @@ from tf_adaptive_dp import checks
 class Segment(NamedTuple):
     """Consecutive releases with the same parameters.
 
+    The unit of privacy is an example, or a user (`Ledger.examples_per_user`).
+
     Attributes:
       noise_multiplier: standard deviation of the noise divided by the L2 sensitivity under
-        adding or removing one example.
-      batch_size: the expected batch size, a public constant, in examples.
+        adding or removing one unit.
+      batch_size: the expected batch size, a public constant, in units.
       num_releases: number of noisy gradients released with these parameters.
     """
 
@@ -56,6 +58,7 @@ class Releases:
       other_events: `dp_accounting.DpEvent`s spent in addition to the releases.
       checks: what is known about the batches of each segment. Nothing is known about the batches
         of segments without an entry.
+      examples_per_user: see `Ledger`.
 
     >>> Releases([(2.0, 200.0, 6_000)]).segments
     [(2.0, 200.0, 6000)]
@@ -64,6 +67,7 @@ class Releases:
     segments: Sequence[Segment | tuple[float, float, int]] = ()
     other_events: tuple = ()
     checks: Sequence[Checks] = ()
+    examples_per_user: int | None = None
 
 
 def wrong_size(declared: float, seen: float) -> str:
@@ -91,17 +95,23 @@ class Ledger:
       other_events: `dp_accounting.DpEvent`s that were spent in addition to the gradients, such as
         the private release of side information.
       restorations: how often `restore` replaced the record; not saved.
+      examples_per_user: `None` if the unit of privacy is an example. A number means that it is a
+        user, of whom at most so many examples are in a batch; batch sizes then count users.
     """
 
     MAX_SEGMENTS = 64
 
-    def __init__(self, add_variable: Callable[..., tf.Variable]):
+    def __init__(
+        self, add_variable: Callable[..., tf.Variable], examples_per_user: int | None = None
+    ):
         """Creates the ledger's variables.
 
         Args:
           add_variable: creates a variable that is saved with the optimizer, like
             `tf.keras.optimizers.Optimizer.add_variable`.
+          examples_per_user: see the class.
         """
+        self.examples_per_user = examples_per_user
         self._parameters = add_variable(
             [self.MAX_SEGMENTS, 2], dtype=tf.float64, name="ledger_parameters"
         )

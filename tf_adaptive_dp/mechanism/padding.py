@@ -27,11 +27,12 @@ def may_be_weights(tensor: tf.Tensor) -> bool:
     return tensor.shape.rank == 1 and tensor.dtype.is_floating
 
 
-def is_ours(weights: tf.Tensor) -> tf.Tensor:
+def is_ours(weights: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor:
     """Whether the zeros of a vector have the random signs of our padding.
 
     Args:
       weights: [B], float32.
+      rows_per_unit: the number of neighboring rows that are placed together: those of a user.
 
     Returns:
       A bool scalar. It is false if the signs and places of the zeros amount to less than `BITS`
@@ -39,16 +40,21 @@ def is_ours(weights: tf.Tensor) -> tf.Tensor:
     """
     absent = tf.equal(weights, 0.0)
     padding = tf.reduce_sum(tf.cast(absent, tf.float32))
-    size = tf.cast(tf.size(weights), tf.float32)
-    log_ways = tf.math.lgamma(size + 1) - tf.math.lgamma(padding + 1)
-    log_ways -= tf.math.lgamma(size - padding + 1)
+    places, empty = tf.size(weights), padding
+    if rows_per_unit > 1:
+        places //= rows_per_unit
+        of_places = tf.reshape(absent[: places * rows_per_unit], [-1, rows_per_unit])
+        empty = tf.reduce_sum(tf.cast(tf.reduce_all(of_places, axis=1), tf.float32))
+    size = tf.cast(places, tf.float32)
+    log_ways = tf.math.lgamma(size + 1) - tf.math.lgamma(empty + 1)
+    log_ways -= tf.math.lgamma(size - empty + 1)
     bits = padding + log_ways / math.log(2)
     marked = tf.reduce_sum(tf.cast(absent & (tf.bitcast(weights, tf.int32) < 0), tf.float32))
     looks_random = tf.abs(2 * marked - padding) <= _DEVIATION * tf.sqrt(padding)
     return (bits >= BITS) & (marked > 0) & looks_random
 
 
-def rows_of_padding(losses: tf.Tensor) -> tf.Tensor | None:
+def rows_of_padding(losses: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor | None:
     """Which rows of a batch are padding.
 
     Weights count even if the loss does not depend on them: a step that receives them and ignores
@@ -56,6 +62,7 @@ def rows_of_padding(losses: tf.Tensor) -> tf.Tensor | None:
 
     Args:
       losses: [B], the losses of examples.
+      rows_per_unit: see `is_ours`.
 
     Returns:
       [B], bool; all false unless the batch comes from our samplers. `None` if nobody can tell:
@@ -74,16 +81,17 @@ def rows_of_padding(losses: tf.Tensor) -> tf.Tensor | None:
     weights = [t for t in columns if may_be_weights(t) and t.shape[0] in (size, None)]
     if not weights:
         return None
-    return tf.reduce_any([_padding_in(tf.cast(w, tf.float32), losses) for w in weights], axis=0)
+    found = [_padding_in(tf.cast(w, tf.float32), losses, rows_per_unit) for w in weights]
+    return tf.reduce_any(found, axis=0)
 
 
 def _column(tensor: tf.Tensor) -> tf.Tensor:
     return tensor[:, 0] if tensor.shape.rank == 2 and tensor.shape[1] == 1 else tensor
 
 
-def _padding_in(weights: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
+def _padding_in(weights: tf.Tensor, losses: tf.Tensor, rows_per_unit: int) -> tf.Tensor:
     size = tf.shape(losses)[0]
-    ours = is_ours(weights) & tf.equal(tf.size(weights), size)
+    ours = is_ours(weights, rows_per_unit) & tf.equal(tf.size(weights), size)
     # Something else that is fed may have another number of rows.
     fitted = tf.pad(weights[:size], [[0, tf.maximum(size - tf.size(weights), 0)]])
     return ours & tf.equal(tf.ensure_shape(fitted, losses.shape), 0.0)
