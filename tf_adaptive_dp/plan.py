@@ -35,12 +35,18 @@ from tf_adaptive_dp.callbacks.run_directory import RunDirectory, RunHistory
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.datasets import as_dataset, open_source
+from tf_adaptive_dp.sampling.draws import check_unit
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
+from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.statement import format_epsilon, privacy_statement
 
 __all__ = ["PlanOffer", "PrivacyPlan"]
 
 # What the plan decides, so that `fit` must not.
+_OF_THE_OPTIMIZER = {
+    *("noise_multiplier", "expected_batch_size", "num_microbatches", "examples_per_user"),
+    "noise",
+}
 _OF_THE_PLAN = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
 
 
@@ -77,18 +83,29 @@ class PrivacyPlan:
     batches, reports ε, stops at the budget, and writes a directory from which the run resumes
     whenever and however its process ends. All its parts are public, and each works alone.
 
+    With `user_ids` the plan protects people in place of examples:
+
+        plan = PrivacyPlan(
+            epsilon=3.0, delta=1e-5, user_ids=authors, examples_per_user=8, batch_size=256,
+            epochs=20,
+        )
+
     Guarantee: (ε, δ)-DP for adding or removing one example, for everything that one model trained
-    by `fit` releases, and for every checkpoint. σ is the smallest, up to 0.1%, with
+    by `fit` releases, and for every checkpoint. With `user_ids`, for adding or removing one user
+    with all of their examples, however many they are. σ is the smallest, up to 0.1%, with
     `sampling.epsilon_spent(σ, L, T) ≤ epsilon`. Training a second model with the plan spends ε
-    again. The number of examples is public. Losses, metrics and statistics of the training data
-    are not covered.
+    again. The number of examples (or of users) is public. Losses, metrics and statistics of the
+    training data are not covered.
 
     Args:
       epsilon: the budget ε. Pass this or `noise_multiplier`.
       delta: δ, which should be well below 1 / `num_examples`.
-      num_examples: the number of examples in the training set, a public constant.
-      batch_size: L, the expected number of examples in a batch. Poisson batches vary in size.
-      epochs: the number of epochs. Each has round(`num_examples` / `batch_size`) steps.
+      num_examples: the number of examples in the training set, a public constant. `user_ids` say
+        it too, and then it is not public.
+      batch_size: L, the expected number of examples (or users) in a batch. Poisson batches vary in
+        size.
+      epochs: the number of epochs. Each has round(`num_examples` / `batch_size`) steps, or
+        round(number of users / `batch_size`).
       noise_multiplier: σ. The plan's `epsilon` then is what the run will spend.
       accountant: `"pld"`, the tighter one, or `"rdp"`, the faster one.
       other_events: what else about these examples the budget pays for, such as the release that
@@ -97,6 +114,12 @@ class PrivacyPlan:
         `accounting.IndependentNoise()`; a strategy such as `accounting.BandedNoise(8)`, with which
         batches are drawn by `CyclicPoissonSampling`; or `"best"`, the one of these with 2 to 32
         bands, or independent noise, that leaves the least noise in sums of steps at this ε.
+      user_ids: whose each example is: whole numbers or strings, one for each example in the order
+        of the data. `None` protects examples. The plan keeps them, so it is as secret as the data.
+      examples_per_user: k, the most examples of one user in a batch, needed with `user_ids`. A
+        batch has k rows for each user, so large numbers cost time.
+      user_reduction: `"mean"` or `"sum"`: what the gradient of a user, which is clipped, is of
+        those of the user's examples in the batch.
 
     Attributes:
       epsilon: ε.
@@ -105,10 +128,11 @@ class PrivacyPlan:
       steps: T, the number of noisy gradients of the whole run.
       noise: the noise strategy.
       sampling: the `PoissonSampling`; with correlated noise the `CyclicPoissonSampling`.
+      num_users: the number of users, a public constant; `None` without `user_ids`.
 
     Raises:
-      TypeError, ValueError: if an argument has the wrong type or is out of its range, or no noise
-        meets the budget.
+      TypeError, ValueError: if an argument has the wrong type or is out of its range, an example
+        has no user or several, or no noise meets the budget.
 
     References:
       - Abadi et al., "Deep Learning with Differential Privacy" (2016), arXiv:1607.00133.
@@ -127,13 +151,16 @@ class PrivacyPlan:
         epsilon: float | None = None,
         *,
         delta: float,
-        num_examples: int,
+        num_examples: int | None = None,
         batch_size: int,
         epochs: int,
         noise_multiplier: float | None = None,
         accountant: str = "pld",
         other_events: Sequence[dp_accounting.DpEvent] = (),
         noise: NoiseStrategy | str | None = None,
+        user_ids: Any = None,
+        examples_per_user: int | None = None,
+        user_reduction: str = "mean",
     ):
         if (epsilon is None) == (noise_multiplier is None):
             raise ValueError(
@@ -141,6 +168,14 @@ class PrivacyPlan:
                 f"Received: epsilon={epsilon!r}, noise_multiplier={noise_multiplier!r}"
             )
         self.delta = composition.check_probability("delta", delta)
+        self._users = _users(user_ids, examples_per_user, num_examples)
+        self.num_users = None if self._users is None else self._users.num_users
+        self._of_users: dict[str, Any] = {
+            "examples_per_user": examples_per_user,
+            "user_reduction": user_reduction,
+        }
+        if self._users is not None:
+            num_examples = self._users.num_records
         self.num_examples = checks.integer("num_examples", num_examples, 1)
         self.batch_size = checks.integer("batch_size", batch_size, 1)
         self.epochs = checks.integer("epochs", epochs, 1)
@@ -149,6 +184,11 @@ class PrivacyPlan:
         if epsilon is not None:
             self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
         self.noise: NoiseStrategy = IndependentNoise()
+        if self._users is not None and noise not in (None, self.noise):
+            raise ValueError(
+                "Correlated noise is proven for examples as the unit, not for users. Leave `noise` "
+                f"out, or `user_ids`. Received: noise={noise!r}"
+            )
         self.noise = self._best_noise() if noise == "best" else noise_strategies.get_strategy(noise)
         self.sampling = self._sampling(self.batch_size, self.epochs)
         self.steps, self.steps_per_epoch = self.sampling.steps, self.sampling.steps // self.epochs
@@ -171,12 +211,24 @@ class PrivacyPlan:
     @property
     def expected_batch_size(self) -> float:
         """L, as the optimizer needs it."""
-        return self.sampling.expected_batch_size(self.num_examples)
+        return self.sampling.expected_batch_size(self._num_units)
+
+    @property
+    def _num_units(self) -> int:
+        """The number of examples, or of users: the public size of what batches are drawn from."""
+        return self.num_examples if self.num_users is None else self.num_users
+
+    @property
+    def _unit(self) -> str:
+        return self.sampling.unit
 
     def __repr__(self) -> str:
-        shown = ("epsilon", "delta", "num_examples", "batch_size", "epochs", "noise_multiplier")
-        more = ("accountant",) if self.noise.is_independent else ("accountant", "noise")
+        of = "num_examples" if self.num_users is None else "num_users"
+        shown = ("epsilon", "delta", of, "batch_size", "epochs", "noise_multiplier", "accountant")
+        more = () if self.noise.is_independent else ("noise",)
         values = [f"{name}={getattr(self, name)!r}" for name in (*shown, *more)]
+        if self.num_users is not None:
+            values += [f"{name}={value!r}" for name, value in self._of_users.items()]
         return f"PrivacyPlan({', '.join(values)})"
 
     def optimizer(
@@ -194,11 +246,10 @@ class PrivacyPlan:
           TypeError: if the class is not one of the library's, or an argument is the plan's.
           ValueError: if the optimizer releases more about the examples than `other_events` say.
         """
-        of_plan = {"noise_multiplier", "expected_batch_size", "num_microbatches", "noise"}
-        given = of_plan & set(kwargs)
+        given = _OF_THE_OPTIMIZER & set(kwargs)
         if given:
             raise TypeError(
-                "The plan sets the noise and the batch size, and Poisson batches have no "
+                "The plan sets the noise, the batch size and the unit, and Poisson batches have no "
                 f"microbatches. Received: {', '.join(sorted(given))}"
             )
         if not (isinstance(optimizer_class, type) and hasattr(optimizer_class, "ledger")):
@@ -215,6 +266,11 @@ class PrivacyPlan:
             noise_multiplier=self.noise_multiplier,
             expected_batch_size=self.expected_batch_size,
             **({} if self.noise.is_independent else {"noise": self.noise}),
+            **(
+                {}
+                if self._users is None
+                else {"examples_per_user": self._of_users["examples_per_user"]}
+            ),
             **kwargs,
         )
         self._check_optimizer(made)
@@ -248,12 +304,15 @@ class PrivacyPlan:
         """
         source = open_source(_examples(x, y, sample_weight), None)
         if len(source) != self.num_examples:
+            name = "num_examples" if self._users is None else "len(user_ids)"
             raise ValueError(
-                "`num_examples` must be the number of examples that are trained on. Received: "
-                f"{len(source)} examples, num_examples={self.num_examples!r}"
+                f"`{name}` must be the number of examples that are trained on. Received: "
+                f"{len(source)} examples, {name}={self.num_examples!r}"
             )
         return as_dataset(
-            *(source, self.sampling, start_step, key, gradient_accumulation_steps), masked=True
+            *(source, self.sampling, start_step, key, gradient_accumulation_steps),
+            masked=True,
+            users=self._users,
         )
 
     def callbacks(self, log_dir: str | os.PathLike | None = None) -> list[keras.callbacks.Callback]:
@@ -263,12 +322,12 @@ class PrivacyPlan:
           log_dir: the directory for TensorBoard's files. `None` writes none.
         """
         monitor = PrivacyMonitor(
-            *(self.num_examples, self.delta, None if log_dir is None else str(log_dir)),
+            *(self._num_units, self.delta, None if log_dir is None else str(log_dir)),
             sampling=self.sampling,
             accountant=self.accountant,
         )
         budget = PrivacyBudget(
-            *(self.epsilon, self.delta, self.num_examples),
+            *(self.epsilon, self.delta, self._num_units),
             sampling=self.sampling,
             accountant=self.accountant,
             steps=self.steps,
@@ -291,6 +350,8 @@ class PrivacyPlan:
         With a directory, the call may be repeated after any interruption: it goes on from the last
         finished epoch, and counts what was released after it. Of a finished run it restores the
         model. The directory also gets TensorBoard's files (`logs`) and, at the end, the report.
+        With `user_ids` it gets a digest of them, by which a changed assignment is refused: the file
+        `user_ids_NOT_PRIVATE.json`, which must not be published.
 
         Metrics leave the padding of the batches out: those that were compiled without weights get
         the batches' weights, which mark it.
@@ -323,8 +384,11 @@ class PrivacyPlan:
         self._warn_of_second_model(model)
         run = None
         if directory is not None:
-            keeps_keys = not self.noise.is_independent
-            run = RunDirectory(directory, self._settings(), self.steps, keeps_keys=keeps_keys)
+            run = RunDirectory(
+                *(directory, self._settings(), self.steps),
+                fingerprint=None if self._users is None else self._users.fingerprint,
+                keeps_keys=not self.noise.is_independent,
+            )
         try:
             return self._fit(model, (x, y, sample_weight), run, directory, callbacks, fit_arguments)
         finally:
@@ -378,13 +442,14 @@ class PrivacyPlan:
         """The guarantee of the model that `fit` trained last; see `privacy_statement`.
 
         Args:
-          max_examples_per_user: upper bound on the number of examples from one person.
+          max_examples_per_user: upper bound on the number of examples from one person; for plans
+            without `user_ids`.
 
         Raises:
           ValueError: if `fit` has not been called.
         """
         return privacy_statement(
-            *(self._trained_optimizer(), self.num_examples, self.delta),
+            *(self._trained_optimizer(), self._num_units, self.delta),
             sampling=self.sampling,
             accountant=self.accountant,
             max_examples_per_user=max_examples_per_user,
@@ -406,7 +471,7 @@ class PrivacyPlan:
         """
         rows: list[dict[str, Any]] = [] if self._history is None else self._history.rows
         data = reports.facts(
-            *(self._trained_optimizer(), self.num_examples, self.delta),
+            *(self._trained_optimizer(), self._num_units, self.delta),
             history=rows,
             epsilon=self.epsilon,
             sampling=self.sampling,
@@ -439,13 +504,13 @@ class PrivacyPlan:
         return "\n".join(
             [
                 f"epsilon = {format_epsilon(self.epsilon)} at delta = {self.delta:g} for each of "
-                f"{self.num_examples} examples ({self.accountant.upper()} accounting)",
+                f"{self._num_units} {self._unit}s ({self.accountant.upper()} accounting)",
                 f"noise multiplier {self.noise_multiplier:g}",
                 f"{self.steps} steps: {self.epochs} epochs of {self.steps_per_epoch} Poisson "
                 "batches",
                 *self._describe_noise(),
-                f"{self.batch_size} examples are expected in a batch, which has "
-                f"{self.sampling.max_batch_size} rows",
+                f"{self.batch_size} {self._unit}s are expected in a batch, which has "
+                f"{self.sampling.rows} rows{self._for_each_user()}",
                 f"epsilon after epoch {', '.join(spent)}",
             ]
         )
@@ -460,6 +525,10 @@ class PrivacyPlan:
 
     def _gain(self) -> float:
         return prefix_error(self.noise, self.steps) / prefix_error(IndependentNoise(), self.steps)
+
+    def _for_each_user(self) -> str:
+        k = self.sampling.examples_per_user
+        return "" if k is None else f", {k} for each of {self.sampling.max_batch_size} users"
 
     def recommend(
         self, batch_sizes: Sequence[int] | None = None, epochs: Sequence[int] | None = None
@@ -492,7 +561,7 @@ class PrivacyPlan:
         """
         if batch_sizes is None:
             some = (self.batch_size * factor // 2 for factor in (1, 2, 4, 8, 16))
-            largest = self.num_examples // self.noise.bands
+            largest = self._num_units // self.noise.bands
             batch_sizes = sorted({min(max(size, 1), largest) for size in some})
         if epochs is None:
             epochs = sorted({max(1, self.epochs // 2), self.epochs, 2 * self.epochs})
@@ -522,7 +591,7 @@ class PrivacyPlan:
         best: NoiseStrategy = IndependentNoise()
         least = error(best)
         for bands in (2, 4, 8, 16, 32):
-            if bands * self.batch_size > self.num_examples:
+            if bands * self.batch_size > self._num_units:
                 break
             now = error(BandedNoise(bands))
             if now >= least:  # amplification fades faster than the sums gain, from here on
@@ -533,11 +602,11 @@ class PrivacyPlan:
     def _sampling(
         self, batch_size: int, epochs: int, noise: NoiseStrategy | None = None
     ) -> PoissonSampling | CyclicPoissonSampling:
-        steps = max(1, round(self.num_examples / batch_size)) * epochs
+        of_run = batch_size, self._num_units, max(1, round(self._num_units / batch_size)) * epochs
         bands = (self.noise if noise is None else noise).bands
         if bands == 1:
-            return PoissonSampling.for_batch_size(batch_size, self.num_examples, steps)
-        return CyclicPoissonSampling.for_batch_size(batch_size, self.num_examples, steps, bands)
+            return PoissonSampling.for_batch_size(*of_run, **self._of_users)
+        return CyclicPoissonSampling.for_batch_size(*of_run, bands)
 
     def _spent(
         self,
@@ -547,7 +616,7 @@ class PrivacyPlan:
         steps: int | None = None,
     ) -> float:
         """ε after some steps of a sampling, by default after all."""
-        size = sampling.expected_batch_size(self.num_examples)
+        size = sampling.expected_batch_size(self._num_units)
         noise: NoiseStrategy = IndependentNoise()
         if isinstance(sampling, CyclicPoissonSampling):
             noise = BandedNoise(sampling.num_groups)  # all strategies with these bands cost as much
@@ -555,8 +624,9 @@ class PrivacyPlan:
             [(noise_multiplier, size, sampling.steps if steps is None else steps)],
             self.other_events,
             noise=noise,
+            examples_per_user=sampling.examples_per_user,
         )
-        return sampling.epsilon_spent(planned, self.num_examples, self.delta, accountant=accountant)
+        return sampling.epsilon_spent(planned, self._num_units, self.delta, accountant=accountant)
 
     def _epsilon_after(self, steps: int) -> float:
         return self._spent(self.sampling, self.accountant, self.noise_multiplier, steps)
@@ -585,9 +655,13 @@ class PrivacyPlan:
         return found
 
     def _settings(self) -> dict[str, Any]:
-        names = ("delta", "num_examples", "batch_size", "epochs", "noise_multiplier", "accountant")
+        names = ("delta", "batch_size", "epochs", "noise_multiplier", "accountant")
         return {
             **{name: getattr(self, name) for name in names},
+            # How many examples there are would reveal how many a user has.
+            "num_examples": self.num_examples if self._users is None else None,
+            "num_users": self.num_users,
+            **({} if self._users is None else self._of_users),
             "epsilon": self.epsilon,
             "other_events": [repr(event) for event in self.other_events],
             "noise": noise_strategies.serialize(self.noise),
@@ -600,6 +674,7 @@ class PrivacyPlan:
                 "The model must be compiled with an optimizer of tf_adaptive_dp, such as "
                 f"`plan.optimizer(tf_adaptive_dp.ADADP)`. Received: optimizer={optimizer!r}"
             )
+        check_unit(self.sampling, optimizer)
         wanted = (self.noise_multiplier, self.expected_batch_size)
         noise_multiplier, size = optimizer.next_release()
         if noise_multiplier != wanted[0] or size is None or not math.isclose(size, wanted[1]):
@@ -639,6 +714,28 @@ class PrivacyPlan:
                 "`privacy_statement` and `report.facts` with an optimizer of your own."
             )
         return self._optimizer
+
+
+def _users(
+    user_ids: Any, examples_per_user: int | None, num_examples: int | None
+) -> UserRecords | None:
+    """The records of the users, if users are protected."""
+    if (user_ids is None) != (examples_per_user is None):
+        raise ValueError(
+            "`user_ids` and `examples_per_user` belong together: whose each example is, and how "
+            "many of one user a batch may hold. Received: "
+            f"{'no ' if user_ids is None else ''}`user_ids`, examples_per_user="
+            f"{examples_per_user!r}"
+        )
+    if user_ids is None:
+        return None
+    users = UserRecords(user_ids)
+    if num_examples is not None and users.num_records != num_examples:
+        raise ValueError(
+            "`user_ids` must have one id for each example. Received: "
+            f"{users.num_records} ids, num_examples={num_examples!r}"
+        )
+    return users
 
 
 def _examples(x: Any, y: Any, sample_weight: Any) -> Any:

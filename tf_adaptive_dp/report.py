@@ -60,7 +60,8 @@ def facts(
 
     Args:
       optimizer: the private optimizer of the run.
-      num_examples: the number of examples in the training set.
+      num_examples: the number of examples in the training set; of users, if the sampling draws
+        users.
       delta: δ.
       history: the rows of a `RunHistory`: dictionaries with `epoch`, `releases`, `logs`, `figures`.
       epsilon: the budget, if there was one.
@@ -97,6 +98,7 @@ def facts(
             "delta": delta,
             "budget": epsilon,
             "accountant": accountant,
+            "unit": getattr(sampling, "unit", "example"),
             "num_examples": num_examples,
             "statement": statement,
         },
@@ -200,6 +202,11 @@ def _for_json(value: Any) -> Any:
     return value
 
 
+def _unit(data: Mapping[str, Any]) -> str:
+    """The unit of privacy; reports of earlier versions are about examples."""
+    return data["privacy"].get("unit", "example")
+
+
 def _epsilon(data: Mapping[str, Any]) -> str:
     """ε as the statement rounds it."""
     spent = float(data["privacy"]["epsilon"])
@@ -213,7 +220,8 @@ def _rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("epsilon", _epsilon(data)),
         ("delta", f"{privacy['delta']:g}"),
         ("budget", "none" if privacy["budget"] is None else f"epsilon = {privacy['budget']:g}"),
-        ("training examples", str(privacy["num_examples"])),
+        (f"training {_unit(data)}s", str(privacy["num_examples"])),
+        ("unit of privacy", f"one {_unit(data)}"),
         ("accounting", privacy["accountant"].upper()),
         ("sampling", sampling["kind"]),
         (
@@ -286,7 +294,7 @@ def page(data: Mapping[str, Any]) -> str:
         epsilon=html.escape(_epsilon(data)),
         delta=f"{data['privacy']['delta']:g}",
         releases=counted(data["sampling"]["releases"], "noisy gradient"),
-        examples=counted(data["privacy"]["num_examples"], "example"),
+        examples=counted(data["privacy"]["num_examples"], _unit(data)),
         statement=statement,
         charts=charts,
         raw=raw,

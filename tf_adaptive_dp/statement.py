@@ -32,7 +32,7 @@ released about the data, for example in earlier training of the same weights."""
 _NOT_PROTECTED = """\
 Not protected: losses and metrics reported on training data; gradient norms and other statistics of
 gradients without noise; the choice of hyperparameters, if they were tuned on the private data; and
-the number of examples, which is treated as public."""
+the number of {units}, which is treated as public."""
 
 NOTHING_RELEASED = """\
 Nothing was released: the ledger is empty, so epsilon = 0. This does not cover weights that were
@@ -67,6 +67,12 @@ class Unit:
 
 
 EXAMPLE = Unit()
+USER = Unit(one="user", a="a user", whole="all data of some users")
+
+
+def unit_of(sampling: Sampling | str) -> Unit:
+    """The words for the unit that a sampling draws."""
+    return USER if getattr(sampling, "unit", "example") == "user" else EXAMPLE
 
 
 def privacy_statement(
@@ -82,14 +88,16 @@ def privacy_statement(
 
     Guarantee: the values of epsilon are those of `sampling.epsilon_spent` and, for shuffled
     batches, `accounting.epsilon_without_amplification`, rounded up. The text names the unit (one
-    example), the adjacency (add/remove; replace-one for fixed-size subsets), the sampling, what is
-    protected and what is not, and the side information of the optimizer with its provenance. A
-    sampling object is checked against the ledger; a label is taken on trust. The text says "proven"
-    only if the ledger verified that the batch of every release was a fresh draw; see `Checks`.
+    example; one user, if the sampling draws users), the adjacency (add/remove; replace-one for
+    fixed-size subsets), the sampling, what is protected and what is not, and the side information
+    of the optimizer with its provenance. A sampling object is checked against the ledger; a label
+    is taken on trust. The text says "proven" only if the ledger verified that the batch of every
+    release was a fresh draw; see `Checks`.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
-      num_examples: number of examples in the training set, a public constant.
+      num_examples: number of examples in the training set, a public constant; of users, if the
+        sampling draws users.
       delta: δ, in (0, 1); should be well below 1 / `num_examples`.
       sampling: how the batches were drawn: a `PoissonSampling`, `FixedSizeSampling` or
         `ShuffledEpochs`. For batches from elsewhere pass a label: `"poisson"` (each example joins
@@ -97,6 +105,7 @@ def privacy_statement(
         `"shuffled"`, which is what `dataset.shuffle(...).batch(...)` and `fit(x, y)` do.
       accountant: `"rdp"` or `"pld"`, see `accounting.epsilon`.
       max_examples_per_user: upper bound on the number of examples from one person, if there is one.
+        A statement about users has no such bound.
 
     Returns:
       Paragraphs of at most 80 columns. If the ledger has one segment and no other events, TF
@@ -120,8 +129,15 @@ def privacy_statement(
       epsilon is a proven upper bound.
       <BLANKLINE>
     """
+    unit = unit_of(sampling)
     if max_examples_per_user is not None:
         checks.integer("max_examples_per_user", max_examples_per_user, 1)
+        if unit is USER:
+            raise ValueError(
+                "`max_examples_per_user` belongs to a statement about examples. This one is about "
+                "users, however many examples they have. Received: max_examples_per_user="
+                f"{max_examples_per_user!r}, sampling={sampling!r}"
+            )
     spent = sampling_epsilon.epsilon_spent(
         sampling, ledger, num_examples, delta, accountant=accountant
     )
@@ -130,7 +146,7 @@ def privacy_statement(
     if not segments and not other_events:
         return paragraph(NOTHING_RELEASED)
     with_checks = composition.checks_of(ledger, num_examples, correlated=True)
-    released = list_of_releases(segments, other_events, num_examples)
+    released = list_of_releases(segments, other_events, num_examples, unit)
     if not noise.is_independent:
         released += list_item(
             f"the noise of each takes back a part of that of up to {noise.bands - 1} earlier ones: "
@@ -139,15 +155,17 @@ def privacy_statement(
     released += _repetitions(with_checks, num_examples, sampling)
     information = side_information_paragraph(getattr(ledger, "side_information", None))
     if math.isinf(spent):
-        return joined([why_not_private(segments, other_events, sampling), released, information])
+        causes = why_not_private(segments, other_events, sampling, unit)
+        return joined([causes, released, information])
     unamplified, tf_privacy = math.inf, ""
     if noise.is_independent:
+        units = composition.in_units(ledger)
         unamplified = composition.epsilon_without_amplification(
-            ledger, num_examples, delta, accountant=accountant
+            units, num_examples, delta, accountant=accountant
         )
-        plain = composition.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
+        plain = composition.epsilon_spent(units, num_examples, delta, accountant=accountant)
         as_declared = not any(known.repeated or known.declared for _, known in with_checks)
-        alone = len(segments) == 1 and not other_events
+        alone = len(segments) == 1 and not other_events and unit is EXAMPLE
         if alone and as_declared and format_epsilon(spent) == format_epsilon(plain):
             # For any other run TF Privacy would state a smaller epsilon than the true one.
             tf_privacy = _tf_privacy_statement(
@@ -162,14 +180,17 @@ def privacy_statement(
                 accountant=accountant,
                 sampling=sampling,
                 num_examples=num_examples,
+                unit=unit,
                 num_unchecked=_num_unchecked(with_checks, num_examples),
             ),
-            delta_warning(delta, num_examples),
+            delta_warning(delta, num_examples, unit),
             released,
             information,
             paragraph(_PROTECTED),
-            paragraph(_NOT_PROTECTED),
-            _protection_of_persons(max_examples_per_user),
+            paragraph(_NOT_PROTECTED.format(units=f"{unit.one}s")),
+            _protection_of_users(sampling.examples_per_user)
+            if isinstance(sampling, Sampling) and sampling.examples_per_user
+            else _protection_of_persons(max_examples_per_user),
             tf_privacy,
         ]
     )
@@ -377,6 +398,15 @@ def why_not_private(
             f"more than delta; a larger `{unit.largest}` helps"
         ]
     return paragraph(f"NOT PRIVATE: epsilon is infinite because {' and '.join(causes)}.")
+
+
+def _protection_of_users(examples_per_user: int) -> str:
+    return paragraph(
+        "A user is everybody and everything behind one user id. This epsilon is per user: it "
+        "covers all examples of one person together, if all of them have the same id and no "
+        f"example is also about somebody else. At most {counted(examples_per_user, 'example')} of "
+        "a user were in a batch, and their gradients were clipped as one."
+    )
 
 
 def _protection_of_persons(max_examples: int | None) -> str:

@@ -14,12 +14,17 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def everything(problem, scale, shift, num_microbatches=None, method=None):
+def everything(problem, scale, shift, num_microbatches=None, method=None, examples_per_user=None):
     """From weights and a batch to all that a source can be asked."""
     method = method or ("traced" if problem.rules else "auto")
 
     def ask(weights, *batch):
-        source = zoo.source(problem, *batch, method=method, num_microbatches=num_microbatches)
+        source = zoo.source(
+            *(problem, *batch),
+            method=method,
+            num_microbatches=num_microbatches,
+            examples_per_user=examples_per_user,
+        )
         return answers(source, scale, shift, weights)
 
     return ask
@@ -135,6 +140,24 @@ def grouped(name, mode, groups, method=None):
     ask = functools.partial(ask, tf.constant(weights[:groups]))
     actual = zoo.in_mode(mode, ask, batch)(*batch)
     check(actual, rows, scale, shift, weights[:groups], problem.tolerance)
+
+
+OF_USERS = [*GROUPED, "LSTM", "transformer", "layer used twice"]
+OF_USERS = [(name, mode) for mode in ("graph of fixed size", "graph") for name in OF_USERS]
+OF_USERS += [("MLP", "eager"), ("MLP", "xla"), ("CNN", "xla"), ("tied weights", "xla")]
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("name, mode", OF_USERS)
+def test_the_rows_of_a_user_are_added_up_before_the_norm(name, mode):
+    problem, (scale, shift, weights) = zoo.problem(name), figures(name)
+    batch = [a[:4] for a in problem.batch]
+    rows = [r[:4].reshape(2, 2, *r.shape[1:]).sum(1) for r in zoo.rows(name)]
+    method = "auto" if mode == "eager" else None
+    ask = everything(problem, scale, shift, method=method, examples_per_user=2)
+    ask = functools.partial(ask, tf.constant(weights[:2]))
+    actual = zoo.in_mode(mode, ask, batch)(*batch)
+    check(actual, rows, scale, shift, weights[:2], problem.tolerance)
 
 
 def spoilt(name, bad):

@@ -52,11 +52,20 @@ def batch_of_one_gradients(problem: Problem) -> list[np.ndarray]:
     return [np.stack(column) for column in zip(*gradients)]
 
 
-def source(problem: Problem, *batch: tf.Tensor, method: str = "auto", num_microbatches=None):
+def source(
+    problem: Problem,
+    *batch: tf.Tensor,
+    method: str = "auto",
+    num_microbatches=None,
+    examples_per_user=None,
+):
     """The library's per-example gradients."""
     with tf.GradientTape() as tape:
         loss = problem.losses(*batch)
-    return per_example_gradients(loss, problem.variables, tape, method, num_microbatches)
+    return per_example_gradients(
+        *(loss, problem.variables, tape, method, num_microbatches),
+        examples_per_user=examples_per_user,
+    )
 
 
 def in_mode(

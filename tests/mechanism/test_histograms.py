@@ -15,7 +15,7 @@ RNG = np.random.default_rng(4)
 class RowsAndLosses(zoo.Rows):
     def __init__(self, *rows, losses):
         super().__init__(*rows)
-        self.example_losses = tf.convert_to_tensor(losses, tf.float32)
+        self.unit_losses = tf.convert_to_tensor(losses, tf.float32)
 
 
 def mechanism_of(num_variables, **kwargs):

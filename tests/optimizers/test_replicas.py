@@ -180,6 +180,7 @@ def assert_refused(strategy, message, run=True, **kwargs):
     "kwargs, message",
     [
         ({"num_microbatches": 2}, "`num_microbatches` must be None on several replicas"),
+        ({"examples_per_user": 2}, "`examples_per_user` must be None on several replicas"),
         ({"gradient_accumulation_steps": 2}, "`gradient_accumulation_steps` must be 1 on several"),
         ({"secure_noise": True}, "summing across replicas rounds after the noise"),
     ],

@@ -30,7 +30,7 @@ import numpy as np
 from dp_accounting import pld, rdp
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.accounting.ledger import Checks, Ledger, Segment, wrong_size
+from tf_adaptive_dp.accounting.ledger import Checks, Ledger, Releases, Segment, wrong_size
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 
 __all__ = [
@@ -139,6 +139,7 @@ def dp_event(ledger: Any, num_examples: int, *, in_epochs: bool = True) -> dp_ac
       >>> dp_event(ledger, num_examples=200)
       SelfComposedDpEvent(event=GaussianDpEvent(noise_multiplier=2.0), count=3)
     """
+    _refuse_users(ledger)
     segments, other_events = counted_ledger(ledger, num_examples, in_epochs=in_epochs)
     builder = dp_accounting.DpEventBuilder()
     for noise_multiplier, batch_size, count in segments:
@@ -190,6 +191,7 @@ def epsilon_spent(
       >>> round(epsilon_spent(ledger, num_examples=60_000, delta=1e-5), 3)
       0.538
     """
+    _refuse_users(ledger)
     segments, other_events = counted_ledger(ledger, num_examples, in_epochs=in_epochs)
     return composed_epsilon(_count(segments, num_examples), other_events, delta, accountant)
 
@@ -239,6 +241,7 @@ def releases_left(
       13040
     """
     budget = checks.number("epsilon", epsilon, 0, strict=True)
+    _refuse_users(ledger)
     segments, other_events = counted_ledger(ledger, num_examples, in_epochs=in_epochs)
     one = _checked((noise_multiplier, batch_size, 1), num_examples)
 
@@ -261,6 +264,25 @@ def check_probability(name: str, value: Any, *, or_one: bool = False) -> float:
         interval = "(0, 1]" if or_one else "(0, 1)"
         raise ValueError(f"`{name}` must be in {interval}. Received: {name}={value!r}")
     return float(value)
+
+
+def in_units(ledger: Any) -> Any:
+    """A ledger of users as one of nameless units, for callers that know the number of users."""
+    if getattr(getattr(ledger, "ledger", ledger), "examples_per_user", None) is None:
+        return ledger
+    found = getattr(ledger, "ledger", ledger)
+    return Releases(found.segments, found.other_events, found.checks)
+
+
+def _refuse_users(ledger: Any) -> None:
+    """Raises ValueError for a ledger of users, whose ε would be too small for `num_examples`."""
+    if in_units(ledger) is not ledger:
+        raise ValueError(
+            "This ledger counts releases about users, so ε depends on the number of users and not "
+            "of examples. Ask the sampling that drew the users: "
+            "`sampling.epsilon_spent(ledger, num_users, delta)`, `PrivacyMonitor` or the plan. "
+            f"Received: ledger={ledger!r}"
+        )
 
 
 def read_ledger(
@@ -502,6 +524,7 @@ def epsilon_without_amplification(
       >>> round(epsilon_without_amplification(ledger, num_examples=60_000, delta=1e-5), 2)
       12.3
     """
+    _refuse_users(ledger)
     segments, other_events = counted_ledger(ledger, num_examples, in_epochs=True)
     counts: Counts = {}
     for segment, times in zip(segments, max_participations(segments, num_examples)):

@@ -16,10 +16,12 @@ from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseSt
 class Segment(NamedTuple):
     """Consecutive releases with the same parameters.
 
+    The unit of privacy is an example, or a user (`Ledger.examples_per_user`).
+
     Attributes:
       noise_multiplier: standard deviation of the noise divided by the L2 sensitivity under
-        adding or removing one example.
-      batch_size: the expected batch size, a public constant, in examples.
+        adding or removing one unit.
+      batch_size: the expected batch size, a public constant, in units.
       num_releases: number of noisy gradients released with these parameters.
     """
 
@@ -58,6 +60,7 @@ class Releases:
       checks: what is known about the batches of each segment. Nothing is known about the batches
         of segments without an entry.
       noise: how the noise of a release depends on that of earlier ones.
+      examples_per_user: see `Ledger`.
 
     >>> Releases([(2.0, 200.0, 6_000)]).segments
     [(2.0, 200.0, 6000)]
@@ -67,6 +70,7 @@ class Releases:
     other_events: tuple = ()
     checks: Sequence[Checks] = ()
     noise: NoiseStrategy = IndependentNoise()
+    examples_per_user: int | None = None
 
 
 def wrong_size(declared: float, seen: float) -> str:
@@ -95,6 +99,8 @@ class Ledger:
         the private release of side information.
       restorations: how often `restore` replaced the record; not saved.
       strategy_state: what a saved state tells the strategy of its noise by, or `None`.
+      examples_per_user: `None` if the unit of privacy is an example. A number means that it is a
+        user, of whom at most so many examples are in a batch; batch sizes then count users.
     """
 
     MAX_SEGMENTS = 64
@@ -103,6 +109,7 @@ class Ledger:
         self,
         add_variable: Callable[..., tf.Variable],
         noise: NoiseStrategy | None = None,
+        examples_per_user: int | None = None,
     ):
         """Creates the ledger's variables.
 
@@ -111,10 +118,12 @@ class Ledger:
             `tf.keras.optimizers.Optimizer.add_variable`.
           noise: how the noise of a release depends on that of earlier ones; `None` if it does
             not.
+          examples_per_user: see the class.
         """
         self._noise = IndependentNoise() if noise is None else noise
         # With correlated noise: a saved variable [2] whose second entry is the strategy's digest.
         self.strategy_state: tf.Variable | None = None
+        self.examples_per_user = examples_per_user
         self._parameters = add_variable(
             [self.MAX_SEGMENTS, 2], dtype=tf.float64, name="ledger_parameters"
         )

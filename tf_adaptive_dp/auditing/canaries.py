@@ -11,6 +11,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.auditing import bounds
 from tf_adaptive_dp.sampling import draws
+from tf_adaptive_dp.sampling.users import checked_ids
 from tf_adaptive_dp.validation.argument_findings import loss_of_examples
 
 SCORES = ("loss", "gradient")
@@ -24,6 +25,10 @@ class Canaries:
     model with a dense first layer, give each canary its own input: append m columns that are zero
     in all data, and let canary i be 10 in column i. With an embedding, give each its own row. Wrong
     labels and random inputs require no change of the model but prove less.
+
+    In training that protects users, each canary is a user with one example: pass
+    `canaries.mix_user_ids(user_ids)` as the `user_ids` of the plan. The bound is then one on the ε
+    of a user.
 
     Attributes:
       x: inputs, an array or a nest of arrays whose first axis has length m.
@@ -96,6 +101,25 @@ class Canaries:
 
         return tf.nest.map_structure(join, (x, y, *sample_weight), tuple(included))
 
+    def mix_user_ids(self, user_ids: Any) -> np.ndarray:
+        """Appends a user of its own for each included canary, as `mix` appends the canaries.
+
+        Args:
+          user_ids: [n], whose each example of the data is, whole numbers or strings.
+
+        Returns:
+          [n + number of included canaries], strings: the ids of users and of canaries never agree.
+
+        Raises:
+          TypeError, ValueError: as for the `user_ids` of a plan.
+
+        >>> Canaries(np.eye(4), np.ones(4), seed=1).mix_user_ids([7, 7, 9]).tolist()
+        ['user 7', 'user 7', 'user 9', 'canary 0', 'canary 1']
+        """
+        ids = checked_ids(user_ids)
+        own = [f"user {i.decode() if isinstance(i, bytes) else i}" for i in ids.tolist()]
+        return np.array([*own, *(f"canary {i}" for i in np.flatnonzero(self.included))])
+
 
 def _lengths(arrays: Any) -> list[int]:
     """The distinct lengths; 0 stands for an array without an axis."""
@@ -117,9 +141,10 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
     Guarantee: the bound of one epoch that was chosen in advance, such as the last, holds with
     probability `confidence` over the run and the inclusion of the canaries. The largest bound of
     several epochs does not. The bound is about the training as a whole, canaries included, at the
-    given δ. A low bound does not prove privacy. A bound above `claimed_epsilon` refutes the claim;
-    expect one false warning in 1 / (1 - `confidence`) sound training runs. Like the training loss,
-    the bound is not covered by ε.
+    given δ. It is one on the ε of an example, or of a user if users are protected and each canary
+    is a user (`Canaries.mix_user_ids`). A low bound does not prove privacy. A bound above
+    `claimed_epsilon` refutes the claim; expect one false warning in 1 / (1 - `confidence`) sound
+    training runs. Like the training loss, the bound is not covered by ε.
 
     Args:
       canaries: the `Canaries` whose `mix` made the training data.

@@ -31,7 +31,8 @@ class PrivacyBudget(PrivateCallback):
     Args:
       epsilon: the largest allowed ε, including what the ledger already holds.
       delta: δ.
-      num_examples: the number of examples in the training set.
+      num_examples: the number of examples in the training set; of users, if the sampling draws
+        users.
       batch_size: the batch size; needed if the optimizer has no `expected_batch_size`, since the
         first step cannot be priced without it.
       sampling: how batches are drawn, as for `PrivacyMonitor`; ε depends on it.

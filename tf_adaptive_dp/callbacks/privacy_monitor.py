@@ -43,12 +43,14 @@ class PrivacyMonitor(PrivateCallback):
     Guarantee: ε covers everything in the optimizer's ledger, for adding or removing one example
     and Poisson sampling with probability L / `num_examples`. For shuffled batches this is the
     customary approximation, as `statement()` says. For fixed-size subsets ε is for replacing one
-    example. A sampling object is compared with what the optimizer saw and released, and an error
-    reports any difference; a label is taken on trust. What is marked `NOT_PRIVATE`, the training
-    loss and the metrics are not covered: do not publish them.
+    example; if the sampling draws users, for adding or removing one user. A sampling object is
+    compared with what the optimizer saw and released, and an error reports any difference; a label
+    is taken on trust. What is marked `NOT_PRIVATE`, the training loss and the metrics are not
+    covered: do not publish them.
 
     Args:
-      num_examples: the number of examples in the training set.
+      num_examples: the number of examples in the training set; of users, if the sampling draws
+        users.
       delta: δ, which should be well below 1 / num_examples.
       log_dir: the directory for TensorBoard's files. `None` writes none.
       sampling: how batches are drawn: the sampling passed to `poisson_batches` or similar, or for
@@ -114,6 +116,7 @@ class PrivacyMonitor(PrivateCallback):
         self.log_dir = log_dir
         self.sampling = sampling_epsilon.check_sampling(sampling)
         self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
+        self._unit = getattr(self.sampling, "unit", "example")
         self._fed = FedExamples(self.num_examples, self.sampling, full_passes)
         self._board: TensorBoardLog | None = None
         self._new_run = False
@@ -172,7 +175,7 @@ class PrivacyMonitor(PrivateCallback):
             logs.update(private)
         self.not_private = {
             "clipped_share": summary.clipped_share,
-            "non_finite_examples": summary.num_non_finite,
+            f"non_finite_{self._unit}s": summary.num_non_finite,
         }
         for quantile, norm in summary.norm_quantiles.items():
             self.not_private[f"gradient_norm_quantile_{quantile}"] = norm
@@ -213,9 +216,10 @@ class PrivacyMonitor(PrivateCallback):
             "clipping": None if clipping == "flat" else clipping,
             "num_microbatches": optimizer.num_microbatches,
             "noise": None if optimizer.noise.is_independent else repr(optimizer.noise),
+            "examples_per_user": optimizer.examples_per_user,
             "gradient_accumulation_steps": None if parts == 1 else parts,
             "learning_rate": _learning_rate(optimizer),
-            "num_examples": self.num_examples,
+            "num_examples" if self._unit == "example" else "num_users": self.num_examples,
             "delta": self.delta,
             "sampling": sampling,
             "privacy_accountant": self.accountant,
@@ -264,12 +268,12 @@ class PrivacyMonitor(PrivateCallback):
         # Six standard deviations of a sum of Poisson batches: by chance once in a billion epochs.
         limit = size * steps + 6 * math.sqrt(size * steps)
         if optimizer.num_microbatches is None and num_examples > limit:
-            warnings.warn(
+            warning = (
                 f"The batches held {num_examples / steps:.1f} examples on average, but ε is "
                 f"computed for `expected_batch_size`={size:g}: the ε shown is too small. Set "
-                "`optimizer.expected_batch_size` to the real mean.",
-                stacklevel=2,
+                "`optimizer.expected_batch_size` to the real mean."
             )
+            warnings.warn(warning.replace("examples on", f"{self._unit}s on"), stacklevel=2)
 
 
 def _learning_rate(optimizer: tf.keras.optimizers.Optimizer) -> float:

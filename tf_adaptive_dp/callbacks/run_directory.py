@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ class RunDirectory:
       settings: the public settings of the run, which must not change.
       steps: the number of releases of the whole run.
       keeps_keys: whether the noise of the run is correlated.
+      fingerprint: a function of 16 random bytes that returns a digest of data that must not change
+        either. The digest is NOT private. It is kept in a file that says so, and which anybody who
+        publishes the directory must leave out.
 
     Attributes:
       log: the `ReleaseLog`.
@@ -70,7 +74,8 @@ class RunDirectory:
       history_path: the file for a `RunHistory`.
 
     Raises:
-      ValueError: if the directory belongs to a run with other settings, or lacks its keys.
+      ValueError: if the directory belongs to a run with other settings or another fingerprint, or
+        lacks its keys.
       RuntimeError: if another process uses the directory.
     """
 
@@ -80,6 +85,7 @@ class RunDirectory:
         settings: Mapping[str, Any],
         steps: int,
         *,
+        fingerprint: Callable[[bytes], str] | None = None,
         keeps_keys: bool = False,
     ):
         self._path = Path(path)
@@ -88,6 +94,8 @@ class RunDirectory:
         self.keys: KeyFile | None = None
         try:
             self._check_settings(settings)
+            if fingerprint is not None:
+                self._check_fingerprint(fingerprint)
             if keeps_keys and not self.is_finished:
                 self.keys = KeyFile(self._path / "noise.key", self.log.num_releases)
         except BaseException:
@@ -108,6 +116,27 @@ class RunDirectory:
                 "`directory` holds a run of another plan. Pass a new directory, or the plan of "
                 "that run to resume it. Received: "
                 + ", ".join(f"{n}={settings[n]!r} instead of {before.get(n)!r}" for n in changed)
+            )
+
+    def _check_fingerprint(self, fingerprint: Callable[[bytes], str]) -> None:
+        kept = self._path / "user_ids_NOT_PRIVATE.json"
+        if not kept.exists():
+            if self.log.num_releases:
+                raise ValueError(
+                    f"The run in `directory` cannot go on without its `{kept.name}`, which says "
+                    "that `user_ids` have not changed. Received: a directory without this file. "
+                    "Put it back, or pass a new directory."
+                )
+            salt = secrets.token_bytes(16)
+            row = {"salt": salt.hex(), "digest": fingerprint(salt)}
+            files.write(kept, json.dumps(row).encode())
+            return
+        before = json.loads(kept.read_bytes())
+        if fingerprint(bytes.fromhex(before["salt"])) != before["digest"]:
+            raise ValueError(
+                "`user_ids` must say of each example whose it is as they did when the run began: "
+                "a person under another id could spend more than epsilon. Received: other "
+                "`user_ids`. Pass those of the run in `directory`, or a new directory."
             )
 
     @property

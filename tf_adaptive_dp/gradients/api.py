@@ -28,6 +28,12 @@ from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.traced import TracedGradients
 from tf_adaptive_dp.gradients.watch import search_when_complete
 
+_UNWEIGHTED = (
+    "Terms of the loss have no sample weights, such as those of `add_loss` and activity "
+    "regularizers. They are added up over the examples of a user, also for "
+    '`user_reduction="mean"`, whose shares are sample weights. Epsilon holds. To have their mean, '
+    "add them to the loss that Keras weights, or multiply them by the weights."
+)
 METHODS = ("auto", "traced", "materialized")
 
 
@@ -100,6 +106,33 @@ def microbatch_means(loss: tf.Tensor, num_microbatches: int) -> tf.Tensor:
         return tf.reduce_mean(tf.reshape(loss, [num_microbatches, -1]), axis=1)
 
 
+def user_sums(loss: tf.Tensor, examples_per_user: int) -> tf.Tensor:
+    """Adds up the losses of each user, whose rows are neighbors.
+
+    A mean over a user's own records is the sum of losses that were weighted so, as
+    `sampling.poisson_batches` does.
+
+    Args:
+      loss: [U·k].
+      examples_per_user: k, the number of rows of each user, padding included.
+
+    Returns:
+      [U].
+
+    Raises:
+      ValueError: if k does not divide the batch.
+      tf.errors.InvalidArgumentError: likewise when the step runs, if the batch size is unknown
+        before.
+    """
+    if loss.shape[0] is not None and loss.shape[0] % examples_per_user:
+        raise ValueError(
+            "`examples_per_user` must divide the batch, whose rows belong to one user after the "
+            f"other. Received: {examples_per_user} for a batch of {loss.shape[0]} rows. Draw the "
+            "batches with `PrivacyPlan(user_ids=...)` or `poisson_batches(user_ids=...)`."
+        )
+    return tf.reduce_sum(tf.reshape(loss, [-1, examples_per_user]), axis=1)
+
+
 @tf.autograph.experimental.do_not_convert
 def per_example_gradients(
     loss: tf.Tensor,
@@ -109,6 +142,7 @@ def per_example_gradients(
     num_microbatches: int | None = None,
     loss_scale: float = 1.0,
     expected_batch_size: float | None = None,
+    examples_per_user: int | None = None,
 ) -> PerExampleGradients:
     """Makes a source of the per-example gradients gᵢ = ∂lossᵢ/∂variables.
 
@@ -137,6 +171,8 @@ def per_example_gradients(
         are those of the loss itself.
       expected_batch_size: the public number by which the sum of gradients will be divided. Only a
         scalar loss with sums and means over the batch among its terms needs it.
+      examples_per_user: if given, the gradients of users replace those of examples: the sum over
+        this many neighboring rows, see `user_sums`.
 
     Returns:
       A `PerExampleGradients`, with `squared_norms(scale=None, shift=None)` → [B], and
@@ -164,9 +200,14 @@ def per_example_gradients(
         example_losses, batch_axes, penalties, present = _search(loss, method, expected_batch_size)
         loss = example_losses
         if present is not None:
+            if examples_per_user is not None:
+                warnings.warn(_UNWEIGHTED, stacklevel=3)
             loss = tf.where(present, loss, tf.zeros_like(loss))
         if num_microbatches is not None:
             loss = microbatch_means(loss, num_microbatches)
+        elif examples_per_user is not None:
+            loss = user_sums(loss, examples_per_user)
+        unit_losses = loss
         if loss_scale != 1:
             loss *= tf.cast(loss_scale, loss.dtype)
     terms = [p.term for p in penalties]
@@ -179,7 +220,7 @@ def per_example_gradients(
             variables,
             tape,
             batch_axes,
-            examples_per_row=1 if num_microbatches is None else None,
+            examples_per_row=(examples_per_user or 1) if num_microbatches is None else None,
             penalties=terms,
             only_rules=method == "traced",
             paths=paths,
@@ -189,7 +230,7 @@ def per_example_gradients(
         raise ValueError(f"The loss depends on none of the variables. Received: {names}")
     source.loss_scale = loss_scale
     source.penalty_gradients = penalty_gradients(penalties, variables)
-    source.example_losses = example_losses
+    source.example_losses, source.unit_losses = example_losses, unit_losses
     numbers = [n for p in penalties for n in (p.term, p.factor) if tf.is_tensor(n)]
     source.counts_batch = batch_axes is not None and counts_batch(
         example_losses, batch_axes, numbers

@@ -17,6 +17,8 @@ class PerExampleGradients(abc.ABC):
         or `None`.
       counts_batch: whether the loss depends on the number of examples in a batch of unknown size.
       example_losses: [B], the loss of each example.
+      unit_losses: [R], the loss whose gradient is clipped as one: that of an example, the mean over
+        a microbatch, or the sum over a user's rows.
       loss_scale: the power of two by which the loss was multiplied to keep float16 gradients from
         vanishing. All answers divide by it, which is exact.
     """
@@ -25,6 +27,7 @@ class PerExampleGradients(abc.ABC):
     penalty_gradients: list[tf.Tensor | None]
     counts_batch: bool
     example_losses: tf.Tensor
+    unit_losses: tf.Tensor
     loss_scale: float = 1.0
 
     @abc.abstractmethod

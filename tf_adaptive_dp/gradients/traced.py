@@ -58,11 +58,11 @@ class TracedGradients(PerExampleGradients):
         """Runs the backward pass.
 
         Args:
-          loss: [R], one entry per example or per microbatch.
+          loss: [R], one entry per example, microbatch or user.
           variables: the variables to differentiate with respect to.
           tape: the tape that recorded `loss`.
           batch_axes: the batch axes of everything that the loss is computed from.
-          examples_per_row: 1, or `None` for microbatches.
+          examples_per_row: 1, or as many as a user has; `None` for microbatches.
           penalties: terms of the loss to leave out.
           only_rules: whether a variable that no rule covers is an error.
           paths: what messages call the variables; by default what TensorFlow calls them.

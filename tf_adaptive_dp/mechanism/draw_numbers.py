@@ -119,11 +119,12 @@ def rows_without_padding(loss: tf.Tensor) -> int | None:
     return loss.shape[0]
 
 
-def number_of(loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
+def number_of(loss: tf.Tensor, rows_per_unit: int = 1) -> tuple[tf.Tensor, tf.Tensor] | None:
     """The number of the batch that a loss is computed from.
 
     Args:
       loss: [B].
+      rows_per_unit: the number of neighboring rows that are placed together: those of a user.
 
     Returns:
       An int64 scalar, and whether it distinguishes this draw from others. It does not if the
@@ -140,7 +141,7 @@ def number_of(loss: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
     different = 1 + tf.math.count_nonzero(ordered[1:] > ordered[:-1])
     known = different >= DIFFERENT_ROWS
     for weights in _weights(fed, loss):
-        ours = is_ours(weights)
+        ours = is_ours(weights, rows_per_unit)
         rows = tf.where(ours, weights, rows)
         known |= ours
     return _digest(rows), known

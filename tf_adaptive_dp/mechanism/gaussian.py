@@ -61,6 +61,10 @@ class GaussianMechanism:
     exactly once, and the divisor is a public constant. Each release is one entry in the ledger,
     with the noise multiplier that accounts for the sensitivity (σ, or σ/2 with microbatches). A
     row whose gradient is zero or not finite contributes exactly zero, so padding counts as absent.
+    - With `examples_per_user` the unit is a user, all of whose rows in a batch are one gradient:
+      adding or removing one user, whatever the number of their examples, changes the sum by at
+      most C. The ledger records σ, and L and the batch size count users. A caller must see to it
+      that the rows of one user are neighbors in one batch, as `sampling.poisson_batches` does.
     - A step in which the padding of our batches has gradients fails before the release. XLA drops
       assertions; there such a release counts with σ/2.
     - The ledger also records whether the batch of a release was released before (`draw_numbers`).
@@ -83,6 +87,7 @@ class GaussianMechanism:
     Attributes:
       clipping: the `Clipping`.
       num_microbatches: the number of groups whose mean gradients are clipped, or `None`.
+      examples_per_user: the number of rows of each user, or `None` if the unit is an example.
       gradient_accumulation_steps: the number of parts in which each batch arrives.
       accumulator: the `Accumulator` of these parts; `None` if there is one part.
       ledger: the `Ledger` of all releases.
@@ -106,6 +111,7 @@ class GaussianMechanism:
         seed: int | None,
         add_variable: Callable[..., tf.Variable],
         noise: NoiseStrategy | dict | None = None,
+        examples_per_user: int | None = None,
     ):
         """Creates the mechanism.
 
@@ -120,6 +126,7 @@ class GaussianMechanism:
           seed: of the noise, for tests.
           add_variable: makes a variable that is saved with the optimizer.
           noise: how the noise of a release depends on that of earlier ones.
+          examples_per_user: the number of rows of each user, or `None`.
 
         Raises:
           TypeError, ValueError: if an argument has the wrong type or is out of its range.
@@ -139,11 +146,20 @@ class GaussianMechanism:
         if num_microbatches is not None:
             num_microbatches = checks.integer("num_microbatches", num_microbatches, 1)
         self.num_microbatches = num_microbatches
+        if examples_per_user is not None:
+            examples_per_user = checks.integer("examples_per_user", examples_per_user, 1)
+            if num_microbatches is not None:
+                raise ValueError(
+                    "The rows of a user are one group, so there are no microbatches beside them. "
+                    f"Received: examples_per_user={examples_per_user!r}, num_microbatches="
+                    f"{num_microbatches!r}. Leave `num_microbatches` out."
+                )
+        self.examples_per_user = examples_per_user
         steps = checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
         self.gradient_accumulation_steps = steps
         self.accumulator = Accumulator(steps) if steps > 1 else None
         strategy = get_strategy(noise)
-        self.ledger = Ledger(add_variable, strategy)
+        self.ledger = Ledger(add_variable, strategy, examples_per_user)
         self._seen = SeenDraws()
         self.noise = _noise(
             checks.boolean("secure_noise", secure_noise), seed, add_variable, strategy
@@ -164,12 +180,13 @@ class GaussianMechanism:
             "num_microbatches": self.num_microbatches is not None,
             "gradient_accumulation_steps": self.accumulator is not None,
             "clipping": self._is_adaptive,
+            "examples_per_user": self.examples_per_user is not None,
         }
         for name, wrong in given.items():
             if wrong:
                 raise ValueError(
-                    "No epsilon is proven for correlated noise with microbatches, accumulation or "
-                    f"adaptive clipping. Leave `{name}` out, or the noise independent. Received: "
+                    "No epsilon is proven for correlated noise with microbatches, accumulation, "
+                    f"adaptive clipping or users. Leave `{name}` out, or the noise independent. Received: "
                     f"{name}, noise={strategy!r}"
                 )
 
@@ -196,7 +213,7 @@ class GaussianMechanism:
 
     @property
     def expected_batch_size(self) -> float | None:
-        """L, the public divisor, in examples; `None` means the size that all batches share."""
+        """L, the public divisor, in examples or users; `None` means the size of all batches."""
         return float(self._expected_batch_size.numpy()) or None
 
     @expected_batch_size.setter
@@ -211,7 +228,11 @@ class GaussianMechanism:
     @property
     def rows_per_batch(self) -> int:
         """Rows of the first batch, or of the largest with microbatches; 0 before any batch."""
-        return int(self._fixed_batch_size.numpy())
+        return int(self._fixed_batch_size.numpy()) * self._rows_per_unit
+
+    @property
+    def _rows_per_unit(self) -> int:
+        return self.examples_per_user or 1
 
     def batch_size(self) -> float | None:
         """The batch size that the next release will be recorded with.
@@ -220,7 +241,8 @@ class GaussianMechanism:
           L, as given or taken from the first batch; more, if batches turned out to be larger; or
           `None` if L is not given and no batch has been seen.
         """
-        fixed = float(self.rows_per_batch * self.gradient_accumulation_steps)
+        units = self.rows_per_batch // self._rows_per_unit
+        fixed = float(units * self.gradient_accumulation_steps)
         size = self.expected_batch_size or fixed
         return self.ledger.size_that_counts(size) if size else None
 
@@ -230,7 +252,7 @@ class GaussianMechanism:
             expected = self.expected_batch_size
         if rows is None or expected is None or self.num_microbatches is not None:
             return
-        rows *= self.gradient_accumulation_steps
+        rows = rows // self._rows_per_unit * self.gradient_accumulation_steps
         if rows > expected and _log_tail(rows, expected, math.log) < _LOG_FALSE_ALARM:
             warnings.warn(wrong_size(expected, rows), stacklevel=2)
 
@@ -292,8 +314,8 @@ class GaussianMechanism:
         """Releases one noisy mean gradient and records it in the ledger.
 
         Args:
-          source: per-example (or per-microbatch) gradients.
-          batch_size: scalar, the number of examples of this replica in this part of the batch,
+          source: gradients of the examples, microbatches or users.
+          batch_size: scalar, the number of rows of this replica in this part of the batch,
             padding included.
           scale: one tensor per variable, which multiplies gradients before clipping.
           shift: one tensor per variable, which is added to each gradient before that.
@@ -315,7 +337,7 @@ class GaussianMechanism:
             it was not drawn for. Nothing is released then. XLA does not raise such errors; there
             the size of the first batch stays the divisor.
         """
-        size = replicas.total(tf.cast(batch_size, tf.int64))
+        size = replicas.total(tf.cast(batch_size, tf.int64)) // self._rows_per_unit
         check = self._check_batch_size(size)
         clip = self._l2_norm_clip.read_value()
         with tf.control_dependencies([check] if check is not None else []):
@@ -364,7 +386,7 @@ class GaussianMechanism:
         self.statistics.record(squared_norms, clip)
         counted = []
         if self.histograms is not None:
-            open_now, losses = self.histograms.are_open(), source.example_losses
+            open_now, losses = self.histograms.are_open(), source.unit_losses
             each = weights if isinstance(weights, list) else [weights] * len(norms)
             weights = [None if w is None else tf.where(open_now, 0.0, w) for w in each]
             counted.append(self.histograms.sum(open_now & present, norms, places, losses, clip))
@@ -379,6 +401,9 @@ class GaussianMechanism:
             count.append(self.clipping.count(squared_norms, present, clip))
         contributes = tf.constant([False])
         if padding is not None and self.num_microbatches is None:  # σ is halved with them anyway
+            if self.examples_per_user is not None:
+                # Padding among a user's records is that user's own; empty places count.
+                padding = tf.reduce_all(tf.reshape(padding, [-1, self.examples_per_user]), axis=1)
             contributes = padding & present
         raw = [tf.cast(s, tf.float32) for s in sums if s is not None]
         return sums, _Sums(raw + counted, count, *map(_number_of, (present, contributes)))

@@ -53,11 +53,12 @@ def has_weights(fed: Sequence[tf.Tensor], graph: tf.Graph) -> bool:
     return any(vectors) or any(w is not None for w in known or ())
 
 
-def is_ours(weights: tf.Tensor) -> tf.Tensor:
+def is_ours(weights: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor:
     """Whether the zeros of a vector have the random signs of our padding.
 
     Args:
       weights: [B], float32.
+      rows_per_unit: the number of neighboring rows that are placed together: those of a user.
 
     Returns:
       A bool scalar. It is false if the signs and places of the zeros amount to less than `BITS`
@@ -65,9 +66,14 @@ def is_ours(weights: tf.Tensor) -> tf.Tensor:
     """
     absent = tf.equal(weights, 0.0)
     padding = tf.reduce_sum(tf.cast(absent, tf.float32))
-    size = tf.cast(tf.size(weights), tf.float32)
-    log_ways = tf.math.lgamma(size + 1) - tf.math.lgamma(padding + 1)
-    log_ways -= tf.math.lgamma(size - padding + 1)
+    places, empty = tf.size(weights), padding
+    if rows_per_unit > 1:
+        places //= rows_per_unit
+        of_places = tf.reshape(absent[: places * rows_per_unit], [-1, rows_per_unit])
+        empty = tf.reduce_sum(tf.cast(tf.reduce_all(of_places, axis=1), tf.float32))
+    size = tf.cast(places, tf.float32)
+    log_ways = tf.math.lgamma(size + 1) - tf.math.lgamma(empty + 1)
+    log_ways -= tf.math.lgamma(size - empty + 1)
     bits = padding + log_ways / math.log(2)
     marked = tf.reduce_sum(tf.cast(absent & (tf.bitcast(weights, tf.int32) < 0), tf.float32))
     looks_random = tf.abs(2 * marked - padding) <= _DEVIATION * tf.sqrt(padding)
@@ -115,7 +121,7 @@ def order_in(weights: tf.Tensor) -> Order:
     return Order(is_ours(weights), code)
 
 
-def rows_of_padding(losses: tf.Tensor) -> tf.Tensor | None:
+def rows_of_padding(losses: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor | None:
     """Which rows of a batch are padding.
 
     Weights count even if the loss does not depend on them: a step that receives them and ignores
@@ -123,6 +129,7 @@ def rows_of_padding(losses: tf.Tensor) -> tf.Tensor | None:
 
     Args:
       losses: [B], the losses of examples.
+      rows_per_unit: see `is_ours`.
 
     Returns:
       [B], bool; all false unless the batch comes from our samplers. `None` if nobody can tell:
@@ -141,12 +148,13 @@ def rows_of_padding(losses: tf.Tensor) -> tf.Tensor | None:
     weights = [v for v in vectors if v is not None and v.shape[0] in (size, None)]
     if not weights:
         return None
-    return tf.reduce_any([_padding_in(tf.cast(w, tf.float32), losses) for w in weights], axis=0)
+    found = [_padding_in(tf.cast(w, tf.float32), losses, rows_per_unit) for w in weights]
+    return tf.reduce_any(found, axis=0)
 
 
-def _padding_in(weights: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
+def _padding_in(weights: tf.Tensor, losses: tf.Tensor, rows_per_unit: int) -> tf.Tensor:
     size = tf.shape(losses)[0]
-    ours = is_ours(weights) & tf.equal(tf.size(weights), size)
+    ours = is_ours(weights, rows_per_unit) & tf.equal(tf.size(weights), size)
     # Something else that is fed may have another number of rows.
     fitted = tf.pad(weights[:size], [[0, tf.maximum(size - tf.size(weights), 0)]])
     return ours & tf.equal(tf.ensure_shape(fitted, losses.shape), 0.0)

@@ -36,7 +36,11 @@ l2_norm_clip: C, the bound on the L2 norm of each example's gradient; at least 1
   secure_noise: whether to draw noise from the operating system's cryptographic generator,
     which resists floating-point attacks (see `mechanism.secure_noise`). It is slower and does
     not run under XLA.
-  seed: seed of the noise, for tests only. `None` uses the operating system's entropy.""",
+  seed: seed of the noise, for tests only. `None` uses the operating system's entropy.
+  examples_per_user: `None` protects single examples. A number k says that each k neighboring
+    rows of a batch belong to one user, whose gradient, the sum over these rows, is clipped as
+    one. `expected_batch_size` then counts users. `PrivacyPlan(user_ids=...)` sets it, and only
+    the batches of such a plan or of `poisson_batches(user_ids=...)` fit.""",
     "side_information_args": """\
 side_information: `None`, or the `FixedPreconditioner` or `PublicGradients` that preconditions
     gradients before they are clipped, as in `AdaDPS`. The update rule stays the same.""",

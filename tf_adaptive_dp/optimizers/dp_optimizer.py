@@ -87,6 +87,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         noise: NoiseStrategy | dict | None = None,
         secure_noise: bool = False,
         seed: int | None = None,
+        examples_per_user: int | None = None,
         side_information: SideInformation | Preconditioning | None = None,
         **kwargs: Any,
     ):
@@ -111,6 +112,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             seed=seed,
             noise=noise,
             add_variable=functools.partial(add_state, self),
+            examples_per_user=examples_per_user,
         )
         if self.side_information is not None:
             self.ledger.other_events = events(self.side_information.provenance)
@@ -146,6 +148,11 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
     def num_microbatches(self) -> int | None:
         """The number of groups whose mean gradients are clipped; `None` clips every example's."""
         return self._mechanism.num_microbatches
+
+    @property
+    def examples_per_user(self) -> int | None:
+        """The number of rows of each user in a batch; `None` if the unit is an example."""
+        return self._mechanism.examples_per_user
 
     @property
     def clipping(self) -> Clipping:
@@ -311,8 +318,9 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             *(loss, of_keras, tape, self.gradients, self.num_microbatches),
             loss_scale=self._loss_scaling.scale_for(loss, of_keras),
             expected_batch_size=expected_batch_size,
+            examples_per_user=self.examples_per_user,
         )
-        losses = source.example_losses
+        losses, rows_per_unit = source.example_losses, self.examples_per_user or 1
         refusals.refuse_counting(self, source)
         scale, shift = self._preconditioning.scale_and_shift(self, variables)
         layers = _layers_of(of_keras, self.clipping)
@@ -324,8 +332,8 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             noisy = self._mechanism.release(
                 *(source, tf.shape(losses)[0], scale, shift, layers),
                 places=[slot_index(self, v) for v in variables],
-                number=number_of(losses),
-                padding=rows_of_padding(losses),
+                number=number_of(losses, rows_per_unit),
+                padding=rows_of_padding(losses, rows_per_unit),
                 order=None if self.noise.is_independent else order_of(losses),
             )
         released = _with_penalties(noisy, source.penalty_gradients, scale)
@@ -488,6 +496,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             "l2_norm_clip": self.l2_norm_clip,
             "noise_multiplier": self.noise_multiplier,
             "num_microbatches": self.num_microbatches,
+            "examples_per_user": self.examples_per_user,
             "expected_batch_size": self.expected_batch_size,
             "clipping": serialize(self.clipping),
             "gradients": self.gradients,

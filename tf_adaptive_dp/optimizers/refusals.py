@@ -24,6 +24,7 @@ def refuse_unsupported_setting(optimizer: Any) -> None:
         return
     needed = {
         "num_microbatches": (optimizer.num_microbatches, None),
+        "examples_per_user": (optimizer.examples_per_user, None),
         "gradient_accumulation_steps": (optimizer.parts_per_batch, 1),
         "noise": (optimizer.noise, IndependentNoise()),
     }

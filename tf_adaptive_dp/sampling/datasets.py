@@ -26,6 +26,7 @@ from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.fixed_size import FixedSizeSampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
+from tf_adaptive_dp.sampling.users import UserRecords
 
 __all__ = ["fixed_size_batches", "poisson_batches", "shuffled_batches"]
 
@@ -49,6 +50,7 @@ def poisson_batches(
     preprocess: Callable[[Any], tuple] | None = None,
     padding: tuple | None = None,
     key: bytes | None = None,
+    user_ids: Any = None,
 ) -> tf.data.Dataset:
     """Poisson batches (x, y, sample_weight) for `fit`, all of one static shape.
 
@@ -61,6 +63,15 @@ def poisson_batches(
     Padding is zeros (empty strings), which are public. A real example would not be: weight 0 times
     an infinite loss is NaN, which shows. If zeros are not valid inputs of the model (log 0, the
     norm of 0), pass a public example as `padding`.
+
+    With `user_ids`, users are drawn in place of examples. Each of the B = `sampling.max_batch_size`
+    users for whom there is room has k = `sampling.examples_per_user` neighboring rows. A user's
+    examples, or a random k of them, are in the first of these; the others are padding. For
+    `user_reduction="mean"` the sample weight of each example is divided by the number of examples
+    of its user in the batch. The weights are the only place where the reduction happens, so that no
+    loss can get it wrong: a loss that ignores them is refused, as its padding contributes. Padding
+    with a gradient that is not finite (log 0) would drop the user whose rows it is among, so pass a
+    public example as `padding` where zeros are not valid inputs.
 
     Guarantee: every example joins each batch independently with probability q, up to truncation,
     and its row reveals nothing about the others; see `PoissonSampling`. Each iterator has its own
@@ -86,6 +97,8 @@ def poisson_batches(
       preprocess: maps one example of a source to (x, y) or (x, y, sample_weight).
       padding: (x, y) of one public example, to use instead of zeros.
       key: 32 secret bytes, to continue a sequence.
+      user_ids: whose each example is, whole numbers or strings; needed if and only if the sampling
+        has `examples_per_user`. See `users.UserRecords` and docs/how-to/people.md.
 
     Returns:
       A dataset of k · (`sampling.steps` - `start_step`) batches. Pass `steps_per_epoch` to `fit`.
@@ -107,6 +120,7 @@ def poisson_batches(
         *(source, sampling, start_step, key, gradient_accumulation_steps),
         masked=True,
         padding=padding,
+        users=None if user_ids is None else UserRecords(user_ids),
     )
 
 
@@ -218,18 +232,20 @@ def as_dataset(
     *,
     masked: bool = False,
     padding: tuple | None = None,
+    users: UserRecords | None = None,
 ) -> tf.data.Dataset:
     """The batches of a sampling; if `masked`, the sample weights mark the padding.
 
     Guarantee: see `sampling.poisson_batches`.
     """
     _refuse_several_workers()
+    _check_users(users, sampling, len(found))
     k, rows = gradient_accumulation_steps, sampling.rows_per_batch(gradient_accumulation_steps)
     _check(sampling, start_step, key)
     repeatable = key is not None or sampling.seed is not None  # by another process
     key = draws.new_key(sampling.seed) if key is None else key
     num_examples, structure = len(found), found.structure
-    draws.remember_num_examples(sampling, num_examples)
+    draws.remember_num_examples(sampling, num_examples if users is None else users.num_users)
     read = found.reader(padding_rows(found, padding))
     add_mask = masked and len(structure) == 2
     passes = itertools.count()
@@ -243,7 +259,10 @@ def as_dataset(
         steps = range(int(first), min(int(first) + DRAWS_PER_CALL, sampling.steps))
         parts = np.empty((len(steps), k, rows), np.int64)
         for step, own in zip(steps, parts):
-            own[:] = sampling.place(num_examples, step, own_key, k)
+            if users is None:
+                own[:] = sampling.place(num_examples, step, own_key, k)
+            else:
+                own[:] = users.place(sampling, step, own_key, k)
         return parts.reshape(-1, rows)
 
     def draw_tensor(number: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
@@ -254,12 +273,16 @@ def as_dataset(
         for leaf, (shape, _) in zip(leaves, found.parts):
             leaf.set_shape((rows, *shape))
         marked = indices > num_examples
+        mask = tf.cast(indices < num_examples, tf.float32)
+        if users is not None and sampling.user_reduction == "mean":
+            mask = _share_of_user(mask, sampling.examples_per_user or 1)
         if not add_mask:
             *data, weights = tf.nest.pack_sequence_as(structure, leaves)
+            if users is not None:
+                weights = tf.nest.map_structure(lambda w: _times(w, mask), weights)
             if masked:
                 weights = tf.nest.map_structure(lambda w: _with_marks(w, marked), weights)
             return (*data, weights)
-        mask = tf.cast(indices < num_examples, tf.float32)
         return tf.nest.pack_sequence_as((*structure, 0), [*leaves, _with_marks(mask, marked)])
 
     first_steps = tf.data.Dataset.range(start_step, sampling.steps, DRAWS_PER_CALL)
@@ -274,6 +297,36 @@ def as_dataset(
     )
     made.is_repeatable = repeatable
     return made
+
+
+def _check_users(users: UserRecords | None, sampling: draws.Sampling, num_examples: int) -> None:
+    """Raises ValueError unless a sampling of users has the ids of the users, and only then."""
+    if (users is None) != (sampling.examples_per_user is None):
+        raise ValueError(
+            "A sampling with `examples_per_user` draws users, and only such a sampling does: pass "
+            "`user_ids` with it, and not without. Received: "
+            f"{'no ' if users is None else ''}`user_ids`, sampling={sampling!r}"
+        )
+    if users is not None and users.num_records != num_examples:
+        raise ValueError(
+            "`user_ids` must have one id for each example of `data`, in the same order. Received: "
+            f"{users.num_records} ids for {num_examples} examples"
+        )
+
+
+def _share_of_user(mask: tf.Tensor, examples_per_user: int) -> tf.Tensor:
+    """Divides a mask [U·k] of the rows that are examples by their number for each user."""
+    of_users = tf.reshape(mask, [-1, examples_per_user])
+    counts = tf.reduce_sum(of_users, axis=1, keepdims=True)
+    return tf.reshape(tf.math.divide_no_nan(of_users, counts), [-1])
+
+
+def _times(weights: tf.Tensor, shares: tf.Tensor) -> tf.Tensor:
+    """Multiplies sample weights [U·k, ...] by the share of each row, as floats."""
+    if not weights.dtype.is_floating:
+        weights = tf.cast(weights, tf.float32)
+    shares = tf.reshape(shares, [-1] + [1] * (weights.shape.rank - 1))
+    return weights * tf.cast(shares, weights.dtype)
 
 
 def _check(sampling: draws.Sampling, start_step: int, key: bytes | None) -> None:

@@ -61,9 +61,29 @@ def check_num_examples(sampling: Sampling, num_examples: int) -> None:
     """Raises ValueError if a sampling has drawn from data sets of other sizes only."""
     known = _num_examples_of.get(sampling)
     if known and num_examples not in known:
+        size = "size of the data set" if sampling.unit == "example" else "number of users"
         raise ValueError(
-            "`num_examples` must be the size of the data set that the batches are drawn from: "
+            f"`num_examples` must be the {size} that the batches are drawn from: "
             f"{', '.join(map(str, sorted(known)))}. Received: num_examples={num_examples!r}"
+        )
+
+
+def examples_per_user_of(ledger: Any) -> int | None:
+    """The `examples_per_user` of a ledger, or of the optimizer that has it."""
+    return getattr(getattr(ledger, "ledger", ledger), "examples_per_user", None)
+
+
+def check_unit(sampling: Sampling | str, ledger: Any) -> None:
+    """Raises ValueError if a sampling, or a label, draws another unit than a ledger counts."""
+    counted = examples_per_user_of(ledger)
+    drawn = getattr(sampling, "examples_per_user", None)
+    if counted != drawn:
+        raise ValueError(
+            "The optimizer and the sampling must have the same unit: batches of users need an "
+            "optimizer with the same `examples_per_user`, and such an optimizer batches of users "
+            "(`PoissonSampling(..., examples_per_user=...)`, `poisson_batches(user_ids=...)`). "
+            "`PrivacyPlan(user_ids=...)` makes both. Received: "
+            f"examples_per_user={counted!r} in the optimizer, sampling={sampling!r}"
         )
 
 
@@ -74,11 +94,22 @@ class Sampling(abc.ABC):
       label: `"poisson"`, `"cyclic"`, `"fixed"` or `"shuffled"`.
       steps: number of batches in the whole run.
       seed: `None` for the operating system's entropy.
+      examples_per_user: `None` if it draws examples. A number k means that it draws users, of whom
+        at most k examples each are in a batch; then `num_examples` is the number of users wherever
+        a method takes it.
+      user_reduction: `"mean"` or `"sum"`: how the gradients of a user's examples become one.
     """
 
     label: ClassVar[str]
     steps: int
     seed: int | None
+    examples_per_user: int | None = None
+    user_reduction: str = "mean"
+
+    @property
+    def unit(self) -> str:
+        """What is drawn, and protected: `"example"` or `"user"`."""
+        return "example" if self.examples_per_user is None else "user"
 
     @property
     def rows(self) -> int:
@@ -140,10 +171,11 @@ class Sampling(abc.ABC):
     def place(
         self, num_examples: int, step: int, key: bytes, gradient_accumulation_steps: int = 1
     ) -> np.ndarray:
-        """The rows of the batch of a step: [k, rows per part], with indices of examples.
+        """The places of the batch of a step: [k, places per part], with indices of examples.
 
-        Padding is `num_examples` or `num_examples` + 1, chosen by a random bit. Together these bits
-        are the number by which the mechanism distinguishes this draw from others.
+        A place is a row, or all rows of a user (`users.UserRecords.place`). Padding is
+        `num_examples` or `num_examples` + 1, chosen by a random bit. Together these bits are the
+        number by which the mechanism distinguishes this draw from others.
 
         Guarantee: a pure function of its arguments. All assignments of the drawn examples to the
         rows of all k parts are equally likely, whatever was drawn. So the places of some examples
@@ -151,7 +183,8 @@ class Sampling(abc.ABC):
         loss may depend on the row (position numbers, one number of seeded noise per row), and one
         additional example moves no other one.
         """
-        k, rows = gradient_accumulation_steps, self.rows_per_batch(gradient_accumulation_steps)
+        k = gradient_accumulation_steps
+        rows = self.rows_per_batch(k) // (self.examples_per_user or 1)
         drawn = self.draw(num_examples, step, key)
         placed = np.full(k * rows, num_examples, np.int64)
         placed[: len(drawn)] = drawn
@@ -199,6 +232,7 @@ class Sampling(abc.ABC):
 
     def check_ledger(self, ledger: Any, num_examples: int) -> None:
         """Raises ValueError if a ledger or an optimizer contradicts the sampling."""
+        check_unit(self, ledger)
         correlated = self.label == "cyclic"  # no other sampling is proven for correlated noise
         segments, _ = composition.read_ledger(ledger, num_examples, correlated=correlated)
         expected = self.expected_batch_size(num_examples)
@@ -206,7 +240,7 @@ class Sampling(abc.ABC):
             if not math.isclose(segment.batch_size, expected, rel_tol=_SAME):
                 raise ValueError(
                     f"The optimizer released with batch size {segment.batch_size!r}, but the "
-                    f"sampling has {expected!r} examples a batch of {num_examples}: pass "
+                    f"sampling has {expected!r} {self.unit}s a batch of {num_examples}: pass "
                     f"`expected_batch_size={expected!r}` to the optimizer, or the sampling that "
                     f"was used. Received: sampling={self!r}"
                 )

@@ -14,6 +14,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.sampling import draws
 
+REDUCTIONS = ("mean", "sum")
 _Kind = TypeVar("_Kind", bound="RandomSizes")
 
 
@@ -91,6 +92,7 @@ class RandomSizes(draws.Sampling):
 
     def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
         """ε of a ledger; see the class."""
+        ledger = composition.in_units(ledger)
         segments, _ = composition.read_ledger(ledger, num_examples, correlated=True)
         releases = sum(segment.num_releases for segment in segments)
 
@@ -139,12 +141,23 @@ class PoissonSampling(RandomSizes):
     checks. The number of examples in a part is random; no clipping, division or adaptation is done
     per part.
 
+    Users: with `examples_per_user` k the unit is a user, the person behind an id. Read "user" for
+    "example" in all of the above, and `num_examples` as the number of users: users join by
+    themselves, and B is a number of users. Of each user who joins, at most k examples are in the
+    batch, all of them in the user's own k rows; of more examples a uniformly random k. The
+    optimizer clips the gradient of these rows together to C, so ‖g‖ ≤ C holds for what a whole user
+    adds, however many examples the user has. (g depends on the examples taken too, which gives
+    another mixture of such pairs. What is taken of a user depends on nobody else.)
+
     Attributes:
       sampling_probability: q, in (0, 1].
       max_batch_size: B, at least 1; `for_batch_size` chooses one with negligible cost.
       steps: number of batches in the whole run, at least 1.
       seed: `None` for the operating system's entropy. A number makes the draws predictable, so
         sampling does not amplify privacy: for tests only.
+      examples_per_user: k, the most examples of one user in a batch; `None` to draw examples.
+      user_reduction: `"mean"` or `"sum"`: what the gradient of a user is of those of the user's
+        examples in the batch.
 
     Raises:
       TypeError, ValueError: if an argument has the wrong type or is out of range.
@@ -160,6 +173,8 @@ class PoissonSampling(RandomSizes):
     max_batch_size: int
     steps: int
     seed: int | None = None
+    examples_per_user: int | None = None
+    user_reduction: str = "mean"
     label: ClassVar[str] = "poisson"
 
     def __post_init__(self) -> None:
@@ -167,29 +182,56 @@ class PoissonSampling(RandomSizes):
             "sampling_probability", self.sampling_probability, or_one=True
         )
         checks.integer("max_batch_size", self.max_batch_size, 1)
+        if self.examples_per_user is not None:
+            checks.integer("examples_per_user", self.examples_per_user, 1)
+        checks.choice("user_reduction", self.user_reduction, REDUCTIONS)
         self._check_common()
 
     @classmethod
     def for_batch_size(
-        cls, batch_size: float, num_examples: int, steps: int, seed: int | None = None
+        cls,
+        batch_size: float,
+        num_examples: int,
+        steps: int,
+        seed: int | None = None,
+        *,
+        examples_per_user: int | None = None,
+        user_reduction: str = "mean",
     ) -> PoissonSampling:
         """Makes a sampling with enough room that truncation does not show in ε.
 
         Args:
           batch_size: the expected batch size, as for the optimizer.
-          num_examples: number of examples in the training set, a public constant.
+          num_examples: number of examples (or users) in the training set, a public constant.
           steps: number of batches in the whole run.
           seed: see the class.
+          examples_per_user: see the class.
+          user_reduction: see the class.
 
         Returns:
           A sampling whose `max_batch_size` is the smallest multiple of 8 with η ≤ 1e-12, or
           `num_examples` + 1 if that is smaller. Then nothing overflows, even with one additional
           example.
         """
-        return with_room(lambda q, rows: cls(q, rows, steps, seed), batch_size, num_examples, steps)
+        return with_room(
+            lambda q, rows: cls(q, rows, steps, seed, examples_per_user, user_reduction),
+            *(batch_size, num_examples, steps),
+            unit="example" if examples_per_user is None else "user",
+        )
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of an undivided batch, padding included."""
+        return self.max_batch_size * (self.examples_per_user or 1)
+
+    def rows_per_batch(self, gradient_accumulation_steps: int = 1) -> int:
+        """The number of rows of each part of a batch, padding included."""
+        checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+        places = -(-self.max_batch_size // gradient_accumulation_steps)
+        return places * (self.examples_per_user or 1)
 
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
-        """Indices of the examples in the batch of a step, ascending.
+        """Indices of the examples (or users) in the batch of a step, ascending.
 
         Guarantee: a pure function of its arguments. The draws of different steps and of different
         keys are independent, as far as BLAKE2b and SFC64 are random. An example joins if its
@@ -214,23 +256,29 @@ class PoissonSampling(RandomSizes):
 
 
 def with_room(
-    make: Callable[[float, int], _Kind], batch_size: float, num_examples: int, steps: int
+    make: Callable[[float, int], _Kind],
+    batch_size: float,
+    num_examples: int,
+    steps: int,
+    unit: str = "example",
 ) -> _Kind:
     """Makes the sampling with the least room whose truncation costs at most 1e-12.
 
     Args:
       make: makes a sampling, given the share of all examples in a batch and its rows.
       batch_size: the expected batch size.
-      num_examples: number of examples in the training set.
+      num_examples: number of examples (or users) in the training set.
       steps: number of batches in the whole run.
+      unit: `"example"` or `"user"`.
     """
     checks.number("batch_size", batch_size, 0, strict=True)
     checks.integer("num_examples", num_examples, 1)
     checks.integer("steps", steps, 1)
     if batch_size > num_examples:
+        most = "`num_examples`" if unit == "example" else "the number of users"
         raise ValueError(
-            "`batch_size` must be at most `num_examples`. Received: "
-            f"batch_size={batch_size!r}, num_examples={num_examples!r}"
+            f"`batch_size` must be at most {most}. Received: "
+            f"batch_size={batch_size!r}, {most.strip('`')}={num_examples!r}"
         )
     share = batch_size / num_examples
     for rows in range(8 * math.ceil(batch_size / 8), num_examples + 1, 8):

@@ -8,7 +8,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
-from tf_adaptive_dp.sampling.draws import Sampling
+from tf_adaptive_dp.sampling.draws import Sampling, check_unit, examples_per_user_of
 from tf_adaptive_dp.sampling.fixed_size import fixed_size_epsilon
 from tf_adaptive_dp.sampling.poisson import refuse_microbatches
 
@@ -26,9 +26,10 @@ def epsilon_spent(
     """ε of a ledger for the sampling that was used.
 
     Guarantee: that of the sampling's class. A label, one of `LABELS`, is taken on trust. The only
-    check is that `"poisson"` has no microbatches; the label means that no batch was truncated.
+    checks are that the unit is an example, and that `"poisson"` has no microbatches; the label
+    means that no batch was truncated.
     """
-    check_sampling(sampling)
+    check_unit(check_sampling(sampling), ledger)
     if sampling == "poisson":
         refuse_microbatches(ledger)
     if isinstance(sampling, Sampling):
@@ -57,10 +58,14 @@ def releases_left(
     Guarantee: with this number ε stays within the budget, in the sense of `epsilon_spent`; with one
     more it does not, unless the number is `at_most`. The `steps` of a sampling do not limit it.
     """
-    check_sampling(sampling)
+    check_unit(check_sampling(sampling), ledger)
     if isinstance(sampling, Sampling):
+        one = Releases(
+            [(noise_multiplier, batch_size, 1)],
+            noise=composition.noise_of(ledger),
+            examples_per_user=examples_per_user_of(ledger),
+        )
         sampling.check_ledger(ledger, num_examples)
-        one = Releases([(noise_multiplier, batch_size, 1)], noise=composition.noise_of(ledger))
         sampling.check_ledger(one, num_examples)
         account = sampling.account
     elif sampling == "fixed":

@@ -105,6 +105,13 @@ def optimizer_findings(optimizer: Any, batch_size: int | None) -> list[Finding]:
             f"num_microbatches={groups} does not divide the batch of {batch_size} examples.",
             "Choose a divisor, or drop it.",
         )
+    of_user = optimizer.examples_per_user
+    if None not in (of_user, batch_size) and batch_size % of_user:
+        add(
+            "users",
+            f"examples_per_user={of_user} does not divide the batch of {batch_size} rows.",
+            "Validate a batch of the plan (`plan.batches(...)`), whose rows are grouped by user.",
+        )
     return found
 
 

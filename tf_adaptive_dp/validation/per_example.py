@@ -37,8 +37,8 @@ class PerExampleReport(NamedTuple):
       norm_error: the largest relative error of a squared norm.
       sum_error: the largest error of a weighted sum, relative to the larger of its own largest
         entry and a hundredth of the largest entry over all variables.
-      num_examples: the number of compared examples. Those whose gradient alone is not finite count
-        as zero in training, and are left out.
+      num_examples: the number of compared examples, or users. Those whose gradient alone is not
+        finite count as zero in training, and are left out.
       without_rules: the library's warnings about variables that need the Jacobian, since no rule
         covers them; empty if rules cover all.
       training: whether the model ran in training mode. Models with random layers such as dropout
@@ -58,6 +58,7 @@ def check_per_example(
     *,
     loss: Callable[..., tf.Tensor] | None = None,
     tolerance: float = 1e-4,
+    examples_per_user: int | None = None,
 ) -> PerExampleReport:
     """Tests on one batch that a model's per-example gradients are those of its examples.
 
@@ -79,6 +80,8 @@ def check_per_example(
         of the one that the model was compiled with.
       tolerance: the largest relative error that passes. Rounding in float32 is about 1e-5. Where
         the model casts to float16 or bfloat16 itself, at least 0.05.
+      examples_per_user: that of the optimizer, if users are protected. The gradients of users are
+        then compared, each with the gradient on a batch of that user's rows alone.
 
     Returns:
       A `PerExampleReport`.
@@ -88,8 +91,8 @@ def check_per_example(
         of `poisson_batches` contributes to the loss.
       TypeError: if `model`, `loss` or `batch` has the wrong type.
       ValueError: if the model is not compiled and there is no `loss`; if the batch has fewer than
-        two examples, or none whose gradient is finite; or if a model with a mixed policy cannot run
-        in float32, for example because it casts to float16.
+        two examples (or users), or none whose gradient is finite; or if a model with a mixed policy
+        cannot run in float32, for example because it casts to float16.
 
     >>> model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
@@ -102,6 +105,13 @@ def check_per_example(
         raise TypeError(f"`loss` must be a function of (y_true, y_pred). Received: loss={loss!r}")
     batch = checked_batch(model, batch, loss)
     num_examples = int(tf.nest.flatten(batch)[0].shape[0])
+    if examples_per_user is not None:
+        checks.integer("examples_per_user", examples_per_user, 1)
+        if num_examples % examples_per_user or num_examples < 2 * examples_per_user:
+            raise ValueError(
+                "`batch` must have `examples_per_user` rows for each of two users or more. "
+                f"Received: {num_examples} rows, examples_per_user={examples_per_user!r}"
+            )
     if num_examples < 2:
         raise ValueError(f"`batch` must have two examples or more. Received: {num_examples}")
     if loss is None and not is_compiled(model):
@@ -118,11 +128,15 @@ def check_per_example(
         return losses_of_step(model, float(num_examples), batch_specs(batch)[0])
 
     with unchanged(model):
-        return compare(model, make_losses, batch, tolerance)
+        return compare(model, make_losses, batch, tolerance, examples_per_user)
 
 
 def compare(
-    model: tf.keras.Model, make_losses: Callable[[], Losses], batch: tuple, tolerance: float = 1e-4
+    model: tf.keras.Model,
+    make_losses: Callable[[], Losses],
+    batch: tuple,
+    tolerance: float = 1e-4,
+    examples_per_user: int | None = None,
 ) -> PerExampleReport:
     """Does what `check_per_example` says; call it within `unchanged`.
 
@@ -131,18 +145,19 @@ def compare(
       make_losses: makes the function from a batch to its losses.
       batch: nests of tensors.
       tolerance: the largest relative error that passes.
+      examples_per_user: the number of rows of each user, or `None`.
     """
-    losses = make_losses()
+    losses, k = make_losses(), examples_per_user
     # The search needs the model as it trains, whatever the comparison can use.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step = _compiled_step(losses, model.trainable_variables, batch, True)
+        step = _compiled_step(losses, model.trainable_variables, batch, True, k)
     without_rules = tuple(str(w.message) for w in caught if "No rule covers" in str(w.message))
     with _in_float32(model) as changed:
         if changed:
             losses = make_losses()
-            step = _step_in_float32(losses, model.trainable_variables, batch)
-        report = _compare(losses, model.trainable_variables, batch, step, without_rules)
+            step = _step_in_float32(losses, model.trainable_variables, batch, k)
+        report = _compare(losses, model.trainable_variables, batch, step, without_rules, k)
     if _computes_in_short_types(step):
         tolerance = max(tolerance, _ROUNDING)
     if not max(report.norm_error, report.sum_error) <= tolerance:
@@ -161,6 +176,7 @@ def _compare(
     batch: tuple,
     step: Callable,
     without_rules: tuple[str, ...],
+    examples_per_user: int | None,
 ) -> PerExampleReport:
     """Compares what `step` computes for the batch with its examples alone."""
     first, again = losses(batch, True), losses(batch, True)
@@ -168,11 +184,12 @@ def _compare(
     if not training:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warned before
-            step = _compiled_step(losses, variables, batch, False)
-    num_examples = int(tf.nest.flatten(batch)[0].shape[0])
-    alone = _gradients_alone(losses, variables, batch, num_examples, training)
+            step = _compiled_step(losses, variables, batch, False, examples_per_user)
+    rows = examples_per_user or 1
+    num_examples = int(tf.nest.flatten(batch)[0].shape[0]) // rows
+    alone = _gradients_alone(losses, variables, batch, rows, training)
     true_norms = np.array([sum(float(np.sum(np.square(g))) for g in each) for each in alone])
-    _refuse_padding(batch, true_norms)
+    _refuse_padding(batch, true_norms, rows)
     finite = np.flatnonzero(np.isfinite(true_norms))
     if not finite.size:
         raise ValueError(
@@ -205,19 +222,35 @@ def _computes_in_short_types(step: Any) -> bool:
     return any(t.dtype in (tf.float16, tf.bfloat16) for t in outputs)
 
 
-def _refuse_padding(batch: tuple, true_norms: np.ndarray) -> None:
+def _refuse_padding(batch: tuple, true_norms: np.ndarray, rows: int) -> None:
     """Refuses a loss to which padding contributes, if the batch comes from our samplers."""
-    if np.any(true_norms[marked_padding(batch)] > 0):
+    contributes = true_norms > 0
+    if rows == 1:
+        found = contributes[marked_padding(batch)]
+    else:  # users without a row of weight other than 0, of whom some row is marked
+        marked = np.isin(np.arange(len(true_norms) * rows), marked_padding(batch))
+        marked = np.any(marked.reshape(-1, rows), axis=1)
+        found = contributes & marked & _absent(batch).reshape(-1, rows).all(axis=1)
+    if np.any(found):
         raise NotPrivateError(PADDING_CONTRIBUTES)
+
+
+def _absent(batch: tuple) -> np.ndarray:
+    """[B], whether all weights of a row are zero; for a batch with weights."""
+    return np.all(_weights(batch) == 0, axis=1)
+
+
+def _weights(batch: tuple) -> np.ndarray:
+    """[B, n], all sample weights of each row."""
+    size = int(tf.nest.flatten(batch)[0].shape[0])
+    weights = [np.asarray(w) for w in tf.nest.flatten(batch[2:]) if w is not None]
+    flat = [np.reshape(w, [len(w), -1]) for w in weights]
+    return np.concatenate(flat, axis=1) if flat else np.ones([size, 1])
 
 
 def marked_padding(batch: tuple) -> np.ndarray:
     """The indices of rows whose weights are zeros, with the sign that only our samplers use."""
-    weights = [np.asarray(w) for w in tf.nest.flatten(batch[2:]) if w is not None]
-    if not weights:
-        return np.array([], int)
-    rows = np.concatenate([np.reshape(w, [len(w), -1]) for w in weights], axis=1)
-    return np.flatnonzero(np.all(rows == 0, axis=1) & np.any(np.signbit(rows), axis=1))
+    return np.flatnonzero(_absent(batch) & np.any(np.signbit(_weights(batch)), axis=1))
 
 
 @contextlib.contextmanager
@@ -237,11 +270,13 @@ def _in_float32(model: tf.keras.Model) -> Iterator[bool]:
             set_dtype_policy(layer, policy)
 
 
-def _step_in_float32(losses: Losses, variables: Sequence[tf.Variable], batch: tuple) -> Callable:
+def _step_in_float32(
+    losses: Losses, variables: Sequence[tf.Variable], batch: tuple, examples_per_user: int | None
+) -> Callable:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warned before
         try:
-            return _compiled_step(losses, variables, batch, True)
+            return _compiled_step(losses, variables, batch, True, examples_per_user)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 "Models with a mixed policy are compared in float32, in which this one does not "
@@ -380,20 +415,24 @@ def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Loss
 
 
 def _compiled_step(
-    losses: Losses, variables: Sequence[tf.Variable], batch: tuple, training: bool
+    losses: Losses,
+    variables: Sequence[tf.Variable],
+    batch: tuple,
+    training: bool,
+    examples_per_user: int | None,
 ) -> Callable:
-    """Compiles a function from a batch and weights [B] to squared norms and the weighted sum."""
+    """Compiles a function from a batch and weights [R] to squared norms and the weighted sum."""
 
     @tf.function(autograph=False)
     def step(batch: tuple, weights: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
         with tf.GradientTape() as tape:
             values = losses(batch, training)
-        source = per_example_gradients(values, variables, tape)
+        source = per_example_gradients(values, variables, tape, examples_per_user=examples_per_user)
         sums = source.weighted_sum(weights)
         sums = [tf.zeros(v.shape) if s is None else s for s, v in zip(sums, variables)]
         return source.squared_norms(), sums
 
-    num_examples = tf.nest.flatten(batch)[0].shape[0]
+    num_examples = tf.nest.flatten(batch)[0].shape[0] // (examples_per_user or 1)
     return step.get_concrete_function(batch, tf.TensorSpec([num_examples], tf.float32))
 
 
@@ -401,18 +440,18 @@ def _gradients_alone(
     losses: Losses,
     variables: Sequence[tf.Variable],
     batch: tuple,
-    num_examples: int,
+    rows: int,
     training: bool,
 ) -> list[list[np.ndarray]]:
-    """Computes the gradient of each example on a batch that contains nothing else."""
+    """Computes the gradient of each example, or of each user's rows, on a batch of nothing else."""
     gradients = []
-    for i in range(num_examples):
+    for i in range(0, tf.nest.flatten(batch)[0].shape[0], rows):
         one = tf.nest.map_structure(
-            lambda t, i=i: None if t is None else t[i : i + 1],
+            lambda t, i=i: None if t is None else t[i : i + rows],
             batch,  # whose missing weights are a leaf for older TensorFlow
         )
         with tf.GradientTape() as tape:
-            value = losses(one, training)
+            value = tf.reduce_sum(losses(one, training))
         found = tape.gradient(value, variables, unconnected_gradients="zero")
         gradients.append([tf.convert_to_tensor(g).numpy().astype("float64") for g in found])
     return gradients

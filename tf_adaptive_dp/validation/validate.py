@@ -74,7 +74,8 @@ def validate(
       model: compiled as for `fit`, unless `loss` and `optimizer` are given. A model without weights
         is built by calling it on the batch, and metrics are built; otherwise it does not change.
       batch: `(x, y)`, `(x, y, sample_weight)` or x, as `fit` takes it; a few examples are enough. x
-        and y may be nested, axis 0 is the batch.
+        and y may be nested, axis 0 is the batch. For an optimizer with `examples_per_user` the rows
+        are grouped by user, as in the batches of a plan with `user_ids`.
       loss: in place of what the model was compiled with. A compiled model that overrides
         `compute_loss` or `train_step` is searched with that instead.
       optimizer: in place of the model's own; it does not change.
@@ -223,6 +224,7 @@ def _run(subject: _Subject, step: TracedStep, batch: tuple) -> tuple[list[Findin
     model, trained, optimizer = subject.model, subject.trained, subject.optimizer
     own_step = has_own(model, "train_step")
     num_examples = tf.nest.flatten(batch)[0].shape[0]
+    k = getattr(optimizer, "examples_per_user", None)
     expected = getattr(optimizer, "expected_batch_size", None)
     specs = batch_specs(batch)[0] if step.any_size else None
 
@@ -232,7 +234,7 @@ def _run(subject: _Subject, step: TracedStep, batch: tuple) -> tuple[list[Findin
     losses = make_losses()
     try:
         values = losses(batch, True)
-        search = _search(trained, batch, specs, expected or float(num_examples))
+        search = _search(trained, batch, specs, expected or float(num_examples), k)
     except Exception as error:  # noqa: BLE001, whatever a user's model raises is a finding
         if own_step:  # whose loss may be computed in it
             return [], f"nothing, since `train_step` has a loss of its own ({type(error).__name__})"
@@ -241,7 +243,7 @@ def _run(subject: _Subject, step: TracedStep, batch: tuple) -> tuple[list[Findin
     if search.counts_batch:
         found.append(counting(None))
     found += argument_findings.clip_findings(optimizer, search.norms)
-    found += _jacobians(model, step.without_rules, search, num_examples)
+    found += _jacobians(model, step.without_rules, search, num_examples // (k or 1))
     # Batches of one size have a public size, whatever the optimizer expects.
     random = step.any_size and not search.counts_batch
     probed = probe(trained, losses, batch, expected if random else None)
@@ -252,7 +254,7 @@ def _run(subject: _Subject, step: TracedStep, batch: tuple) -> tuple[list[Findin
         return found, probed.probed
     if not step.any_size:
         return found, f"{probed.probed}; gradients not compared, since batches have one size"
-    differing, compared = _compare_gradients(trained, make_losses, batch)
+    differing, compared = _compare_gradients(trained, make_losses, batch, k)
     return found + differing, f"{probed.probed}; {compared}"
 
 
@@ -260,7 +262,7 @@ class _Search(NamedTuple):
     """What a step shows that computes per-example gradients as training does.
 
     Attributes:
-      norms: [B].
+      norms: [R], of the gradients of examples or users.
       counts_batch: whether the loss depends on the batch size.
       seconds: how long the gradients took, and how long ordinary ones; measured only if needed.
     """
@@ -270,14 +272,22 @@ class _Search(NamedTuple):
     seconds: Callable[[], tuple[float, float]]
 
 
-def _search(model: tf.keras.Model, batch: tuple, specs: tuple | None, expected: float) -> _Search:
+def _search(
+    model: tf.keras.Model,
+    batch: tuple,
+    specs: tuple | None,
+    expected: float,
+    examples_per_user: int | None,
+) -> _Search:
     counts: list[bool] = []
 
     def private(batch: tuple) -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss = loss_of_step(model, batch, True)
         source = per_example_gradients(
-            loss, model.trainable_variables, tape, expected_batch_size=expected
+            *(loss, model.trainable_variables, tape),
+            expected_batch_size=expected,
+            examples_per_user=examples_per_user,
         )
         counts[:] = [source.counts_batch]
         squares = source.squared_norms()
@@ -360,19 +370,27 @@ def _memory(num_bytes: float) -> str:
 
 
 def _compare_gradients(
-    model: tf.keras.Model, make_losses: Callable[[], Losses], batch: tuple
+    model: tf.keras.Model,
+    make_losses: Callable[[], Losses],
+    batch: tuple,
+    examples_per_user: int | None,
 ) -> tuple[list[Finding], str]:
     """Compares gradients of a few examples with batches of one; also returns what was done."""
-    num_examples = int(tf.nest.flatten(batch)[0].shape[0])
-    rows = list(dict.fromkeys([*marked_padding(batch)[:1], *range(num_examples)]))[:4]
+    k = examples_per_user or 1
+    num_units = int(tf.nest.flatten(batch)[0].shape[0]) // k
+    # Rows of padding are worth a look; users without records have them in all rows.
+    padding = marked_padding(batch) // k
+    units = list(dict.fromkeys([*padding[:1], *padding[-1:], *range(num_units)]))[:4]
+    rows = [unit * k + row for unit in units for row in range(k)]
     few = tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, rows), batch)
     try:
-        report = compare(model, make_losses, few)
+        report = compare(model, make_losses, few, examples_per_user=examples_per_user)
     except NotPrivateError as error:
         return [Finding("gradients", "model", str(error), "Follow the message.")], "gradients"
     except Exception as error:  # noqa: BLE001, a model may take batches of one size only
         return [], f"gradients not compared ({type(error).__name__})"
-    return [], f"gradients of {report.num_examples} examples compared with batches of one"
+    unit = "examples" if examples_per_user is None else "users"
+    return [], f"gradients of {report.num_examples} {unit} compared with batches of one"
 
 
 def _joined(found: list[Finding], of_layers: list[Finding], accepted: bool) -> list[Finding]:

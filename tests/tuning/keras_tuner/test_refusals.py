@@ -48,6 +48,7 @@ def used():
             "pass `expected_batch_size`",
         ),
         (lambda: tuned.optimizer(num_microbatches=4), dp.NotPrivateError, "num_microbatches=4"),
+        (lambda: tuned.optimizer(examples_per_user=4), dp.NotPrivateError, "examples_per_user=4"),
         (lambda: tuned.optimizer(seed=7), dp.NotPrivateError, "seed=7"),
         (used, dp.NotPrivateError, "3 releases in its ledger"),
         (
@@ -119,6 +120,11 @@ def test_a_noise_that_one_optimizer_cannot_have_stops_all_before_the_first(tmp_p
         ({"num_trials": 2.5}, TypeError, "whole number"),
         ({"sampling": "fixed"}, ValueError, "fixed-size sampling uses replace-one"),
         ({"sampling": dp.PoissonSampling(0.5, 9, 4, seed=1)}, ValueError, "With a seed"),
+        (
+            {"sampling": dp.PoissonSampling(0.5, 9, 4, examples_per_user=2)},
+            ValueError,
+            "does not draw users",
+        ),
         ({"objective": "accuracy"}, dp.NotPrivateError, "begins with 'val_'"),
         ({"objective": None}, dp.NotPrivateError, "begins with 'val_'"),
         (

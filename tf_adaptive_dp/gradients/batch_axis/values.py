@@ -107,18 +107,19 @@ def by_example(
     Args:
       tensor: of any shape.
       layout: its batch axis.
-      num_rows: B, or the number of microbatches, whose examples then share a row.
-      examples_per_row: 1, or `None` for microbatches.
+      num_rows: B, or the number of microbatches or users, whose examples then share a row.
+      examples_per_row: 1, or as many as a user has; `None` for microbatches.
 
     Returns:
-      [num_rows, T, ...the other axes in their order]; T = 1 for an ordinary batch axis.
+      [num_rows, T, ...the other axes in their order]; T = 1 for an ordinary batch axis and one
+      example in each row.
     """
     axis, outer = layout.axis, layout.outer.static
     if outer is None:
         raise ValueError(f"`layout` must have a known number of blocks. Received: {layout}.")
     shape = static_or_dynamic_shape(tensor)
-    if examples_per_row == 1 and layout.inner.static is not None:
-        each = layout.inner.static
+    if examples_per_row is not None and layout.inner.static is not None:
+        each = layout.inner.static * examples_per_row
     elif isinstance(num_rows, int) and isinstance(shape[axis], int):
         each = shape[axis] // outer // num_rows
     else:

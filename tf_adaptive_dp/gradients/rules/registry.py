@@ -25,8 +25,8 @@ class RuleContext:
       view: the view of the variable that this input is.
       delta: the gradient of the loss with respect to the operation's first output, in its shape.
       batch_axes: the batch axis of each tensor.
-      num_rows: the number of rows to return: B, or the number of microbatches.
-      examples_per_row: 1, or `None` for microbatches.
+      num_rows: the number of rows to return: B, or the number of microbatches or users.
+      examples_per_row: 1, or as many as a user has; `None` for microbatches.
       places: the batch axes of the inputs and outputs of the operation that do not depend on the
         data, by reference.
     """

@@ -103,6 +103,11 @@ def check_sampling(sampling: Sampling | str) -> Sampling | str:
             "Tuning uses add/remove adjacency; fixed-size sampling uses replace-one. Draw Poisson "
             f"batches instead. Received: sampling={sampling!r}"
         )
+    if getattr(sampling, "examples_per_user", None) is not None:
+        raise ValueError(
+            "A search protects examples; it does not draw users. Leave out `examples_per_user`. "
+            f"Received: sampling={sampling!r}"
+        )
     if getattr(sampling, "seed", None) is not None:
         raise ValueError(
             "With a seed all trials would have the same batches, which anyone can predict: leave "

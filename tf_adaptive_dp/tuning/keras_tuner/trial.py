@@ -209,6 +209,12 @@ def settings(model: tf.keras.Model) -> tuple[float, int]:
             "noise",
             f"num_microbatches={optimizer.num_microbatches}",
         )
+    if optimizer.examples_per_user is not None:
+        _refuse(
+            "must protect examples: the search does not draw users, so leave out "
+            "`examples_per_user`",
+            f"examples_per_user={optimizer.examples_per_user}",
+        )
     if optimizer.ledger.num_releases:
         _refuse(
             "must be created anew in each call of `build_model`",

@@ -1,0 +1,269 @@
+"""A `PrivacyPlan` with `user_ids`: the unit is a person, from the noise to the report."""
+
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tests.helpers import catalogue
+from tf_adaptive_dp.accounting import epsilon
+from tf_adaptive_dp.auditing import Canaries
+from tf_adaptive_dp.callbacks import run_directory
+from tf_adaptive_dp.plan import PrivacyPlan
+from tf_adaptive_dp.validation import check_per_example, validate
+
+NUM_USERS, K, DELTA = 40, 3, 1e-3
+# User u has 1 to 5 records.
+IDS = np.repeat(np.arange(NUM_USERS), np.arange(NUM_USERS) % 5 + 1)
+N = len(IDS)
+X, Y = catalogue.data(N)
+NUMBERS = {"delta": DELTA, "batch_size": 8, "epochs": 2, "accountant": "rdp"}
+LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def planned(**kwargs):
+    users = {"user_ids": IDS, "examples_per_user": K}
+    return PrivacyPlan(**{**NUMBERS, **users, "noise_multiplier": 1.0, **kwargs})
+
+
+def model_of(plan, optimizer=dp.DPSGD, **kwargs):
+    model = catalogue.mlp()
+    model.compile(plan.optimizer(optimizer, **kwargs), LOSS, metrics=["accuracy"])
+    return model
+
+
+def test_the_population_is_the_users():
+    plan = planned()
+    assert (plan.num_users, plan.num_examples, plan.steps_per_epoch) == (NUM_USERS, N, 5)
+    assert plan.epsilon == pytest.approx(epsilon(1.0, 8 / NUM_USERS, 10, DELTA), rel=1e-6)
+    # Example-level accounting of the same batches would say far less.
+    assert plan.epsilon > 1.5 * epsilon(1.0, 8 / N, 10, DELTA)
+    least = planned(noise_multiplier=None, epsilon=2.0).noise_multiplier
+    assert epsilon(least, 8 / NUM_USERS, 10, DELTA) <= 2.0
+    assert epsilon(0.998 * least, 8 / NUM_USERS, 10, DELTA) > 2.0
+    assert "num_users=40" in repr(plan) and "num_examples" not in repr(plan)
+    described = plan.describe()
+    assert "for each of 40 users" in described and "8 users are expected in a batch" in described
+    assert (
+        f"{plan.sampling.rows} rows, 3 for each of {plan.sampling.max_batch_size} users"
+        in described
+    )
+    offers = plan.recommend(batch_sizes=[4, 8], epochs=[2])
+    assert {offer.steps for offer in offers} == {10, 20}
+
+
+def test_what_is_said_of_a_run_is_said_of_users(tmp_path):
+    plan = planned()
+    model = model_of(plan, learning_rate=0.1)
+    optimizer = model.optimizer
+    assert (optimizer.examples_per_user, optimizer.expected_batch_size) == (K, 8.0)
+    history = plan.fit(model, X, Y, directory=tmp_path / "run", verbose=0)
+    assert optimizer.ledger.segments == [(1.0, 8.0, 10)]
+    (known,) = optimizer.ledger.checks
+    assert (known.checked, known.repeated) == (10, 0)
+    assert history.history["epsilon"][-1] == pytest.approx(plan.epsilon)
+    text = " ".join(plan.statement().split())
+    for said in (
+        "Unit: one user. Adjacency: data sets that differ by adding or removing one user.",
+        "Each user joined each batch independently with probability 0.2",
+        "a proven upper bound",
+        "expected batch size 8 of 40 users",
+        "the number of users, which is treated as public",
+        "it covers all examples of one person together",
+        "At most 3 examples of a user were in a batch",
+    ):
+        assert said in text
+    assert "one example" not in text and str(N) not in text
+    with pytest.raises(ValueError, match="`max_examples_per_user` belongs to a statement about ex"):
+        plan.statement(max_examples_per_user=3)
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert report["privacy"]["unit"] == "user" and report["privacy"]["num_examples"] == NUM_USERS
+    assert "| training users | 40 |" in (tmp_path / "run/report.md").read_text()
+    assert "for each of 40 users" in (tmp_path / "run/report.html").read_text()
+    # Neither the plan's settings nor the report say how many examples there are.
+    for name in ("plan.json", "report.json", "report.md", "report.html"):
+        assert f"{N}" not in (tmp_path / "run" / name).read_text().replace("0.", ""), name
+
+
+@pytest.mark.slow
+def test_a_matching_report_without_users_says_examples():
+    plan = PrivacyPlan(**NUMBERS, num_examples=N, noise_multiplier=1.0)
+    plan.fit(model_of(plan, learning_rate=0.1), X, Y, verbose=0)
+    assert "one example" in plan.statement() and "one user" not in plan.statement()
+
+
+class Interrupt(tf.keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_the_same_users_only(tmp_path):
+    def run(*callbacks, **kwargs):
+        plan = planned(**kwargs)
+        model = model_of(plan, dp.ADADP)
+        plan.fit(model, X, Y, directory=tmp_path, callbacks=callbacks, verbose=0)
+        return model
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Interrupt())
+    moved = IDS.copy()
+    moved[1] = 0
+    with pytest.raises(ValueError, match="whose it is as they did when the run began"):
+        run(user_ids=moved)
+    with pytest.raises(ValueError, match="another plan.*examples_per_user=2 instead of 3"):
+        run(examples_per_user=2)
+    with pytest.raises(ValueError, match="another plan.*user_reduction='sum' instead of 'mean'"):
+        run(user_reduction="sum")
+    kept = tmp_path / "user_ids_NOT_PRIVATE.json"
+    text = kept.read_text()
+    kept.unlink()
+    with pytest.raises(ValueError, match="cannot go on without its `user_ids_NOT_PRIVATE.json`"):
+        run()
+    kept.write_text(text)
+    # Other names for the same users are the same users.
+    assert run(user_ids=IDS + 100).optimizer.ledger.segments == [(1.0, 8.0, 10)]
+
+
+@pytest.mark.slow
+def test_a_plan_of_examples_cannot_go_on_with_users_nor_the_reverse(tmp_path):
+    run_directory.RunDirectory(tmp_path, planned()._settings(), 10).close()
+    plan = PrivacyPlan(**{**NUMBERS, "num_examples": N, "noise_multiplier": 1.0})
+    with pytest.raises(ValueError, match="another plan"):
+        plan.fit(model_of(plan), X, Y, directory=tmp_path, verbose=0)
+
+
+BAD = {
+    "no k": ({"examples_per_user": None}, ValueError, "`user_ids` and `examples_per_user` belong"),
+    "no ids": ({"user_ids": None, "num_examples": N}, ValueError, "Received: no `user_ids`"),
+    "neither, and no number": (
+        {"user_ids": None, "examples_per_user": None},
+        TypeError,
+        "`num_examples` must be a whole number",
+    ),
+    "k of 0": ({"examples_per_user": 0}, ValueError, "`examples_per_user` must be at least 1"),
+    "other length": ({"num_examples": N + 1}, ValueError, f"{N} ids, num_examples={N + 1}"),
+    "floats": ({"user_ids": IDS + 0.5}, TypeError, "whole numbers or strings"),
+    "several": ({"user_ids": np.stack([IDS, IDS], 1)}, ValueError, "Drop such records"),
+    "reduction": ({"user_reduction": "median"}, ValueError, "`user_reduction`"),
+    "more than all users": ({"batch_size": 41}, ValueError, "`batch_size` must be at most"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_refused(case):
+    arguments, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        planned(**arguments)
+
+
+def test_optimizers_and_data_of_another_unit_are_refused():
+    plan, model = planned(), catalogue.mlp()
+    with pytest.raises(TypeError, match="The plan sets .*the unit.*examples_per_user"):
+        plan.optimizer(dp.DPSGD, examples_per_user=2)
+    for of_users in ({}, {"examples_per_user": 2}):
+        model.compile(dp.DPSGD(1.0, 1.0, expected_batch_size=8.0, **of_users), LOSS)
+        with pytest.raises(ValueError, match="must have the same unit"):
+            plan.fit(model, X, Y)
+    examples = PrivacyPlan(**NUMBERS, num_examples=N, noise_multiplier=1.0)
+    with pytest.raises(ValueError, match="must have the same unit"):
+        examples.fit(model_of(plan), X, Y)
+    with pytest.raises(ValueError, match=r"`len\(user_ids\)` must be .*7 examples"):
+        plan.batches(X[:7], Y[:7])
+
+
+@pytest.mark.parametrize("callback", [dp.PrivacyMonitor, dp.PrivacyBudget])
+def test_callbacks_refuse_shuffled_batches_of_an_optimizer_of_users(callback):
+    arguments = {"num_examples": N, "delta": DELTA, "full_passes": False}
+    if callback is dp.PrivacyBudget:
+        arguments["epsilon"] = 5.0
+    model = model_of(planned(), learning_rate=0.1)
+    with pytest.raises(ValueError, match="must have the same unit"):
+        model.fit(X, Y, batch_size=9, callbacks=[callback(**arguments)], verbose=0)
+    assert model.optimizer.ledger.num_releases == 0
+
+
+def test_a_monitor_with_the_number_of_examples_is_refused():
+    plan = planned()
+    model = model_of(plan, learning_rate=0.1)
+    batches = plan.batches(X, Y)
+    monitor = dp.PrivacyMonitor(N, DELTA, sampling=plan.sampling)
+    with pytest.raises(ValueError, match="must be the number of users.*: 40. Received"):
+        model.fit(batches, steps_per_epoch=2, callbacks=[monitor], verbose=0)
+    assert model.optimizer.ledger.num_releases == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kwargs", [{"gradient_accumulation_steps": 2}, {"clipping": "adaptive"}])
+def test_accumulated_and_adaptive_steps_count_once(kwargs):
+    plan = planned()
+    model = model_of(plan, learning_rate=0.1, **kwargs)
+    plan.fit(model, X, Y, verbose=0)
+    assert model.optimizer.ledger.segments == [(1.0, 8.0, 10)]
+
+
+@pytest.mark.slow
+def test_untuned_sgd_measures_users():
+    plan = planned(noise_multiplier=0.6, batch_size=20, epochs=7)
+    model = model_of(plan, dp.UntunedSGD)
+    plan.fit(model, X, Y, verbose=0)
+    assert model.optimizer.gradient_norms is not None
+    assert model.optimizer.ledger.num_releases == 14
+
+
+def grouped_batch(plan):
+    return next(iter(plan.batches(X, Y)))
+
+
+def test_validation_takes_users():
+    plan = planned()
+    model = model_of(plan, learning_rate=0.1)
+    batch = grouped_batch(plan)
+    report = validate(model, batch)
+    assert report.ok, report.findings
+    assert "users compared with batches of one" in report.probed
+    found = check_per_example(model, batch, examples_per_user=K)
+    assert found.norm_error < 1e-5 and found.sum_error < 1e-5
+    assert found.num_examples == plan.sampling.max_batch_size
+    rows = [t[: 2 * K + 1] for t in batch]
+    report = validate(model, tuple(rows))
+    assert any("examples_per_user=3 does not divide" in f.what for f in report.findings)
+    with pytest.raises(ValueError, match="rows for each of two users"):
+        check_per_example(model, tuple(rows), examples_per_user=K)
+
+
+@pytest.mark.slow
+def test_validation_finds_padding_of_users_that_contributes():
+    plan = planned()
+    model = model_of(plan, learning_rate=0.1)
+
+    def ignores_weights(y, outputs):
+        return tf.keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+
+    x, y, weights = grouped_batch(plan)
+    some = (x, y, tf.where(weights == 0, weights, tf.ones_like(weights)))
+    check_per_example(model, some, loss=ignores_weights, examples_per_user=K)
+
+    class Ignores(tf.keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+            return tf.reduce_mean(ignores_weights(y, y_pred))
+
+    bad = Ignores([tf.keras.Input(X.shape[1:]), tf.keras.layers.Dense(3)])
+    bad.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), LOSS)
+    with pytest.raises(dp.NotPrivateError, match="Padding contributes to the loss"):
+        check_per_example(bad, (x, y, weights), examples_per_user=K)
+
+
+def test_canaries_are_users_of_their_own():
+    canaries = Canaries(np.zeros([20, *X.shape[1:]]), np.zeros(20, Y.dtype), seed=1)
+    mixed = canaries.mix((X, Y))
+    ids = canaries.mix_user_ids(IDS)
+    assert len(ids) == len(mixed[0]) == N + canaries.included.sum()
+    plan = planned(user_ids=ids)
+    assert plan.num_users == NUM_USERS + canaries.included.sum()
+    assert len(set(ids[N:])) == canaries.included.sum() and not set(ids[:N]) & set(ids[N:])
+    with pytest.raises(ValueError, match="Drop such records"):
+        canaries.mix_user_ids([[1, 2], [3, 4]])
