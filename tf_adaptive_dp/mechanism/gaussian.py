@@ -186,8 +186,8 @@ class GaussianMechanism:
             if wrong:
                 raise ValueError(
                     "No epsilon is proven for correlated noise with microbatches, accumulation, "
-                    f"adaptive clipping or users. Leave `{name}` out, or the noise independent. Received: "
-                    f"{name}, noise={strategy!r}"
+                    f"adaptive clipping or users. Leave `{name}` out, or the noise independent. "
+                    f"Received: {name}, noise={strategy!r}"
                 )
 
     @property
