@@ -123,9 +123,9 @@ def build_update(
       loop: Runs a step on each batch of a data set, from a start, and returns the last state.
 
     Returns:
-      A `tf.function` of the optimizer's hyperparameters, the weights that the client received, and its
-      data set. It returns the client's `tff.learning.templates.ClientResult`, its metrics before
-      finalization, and its part of the report (see `contribution`; empty without a report).
+      A `tf.function` of the optimizer's hyperparameters, the weights that the client received, and
+      its data set. It returns the client's `tff.learning.templates.ClientResult`, its metrics
+      before finalization, and its part of the report (see `contribution`; empty without a report).
     """
     if isinstance(model, tff.learning.models.FunctionalModel):
         train = _training_of_functional(model, optimizer, loop)
