@@ -178,27 +178,35 @@ class _ADADP(tff.learning.optimizers.Optimizer):
             for point, g in zip(points, tf.nest.flatten(gradients))
         ]
         reached = [point - h for point, h in zip(points, half_step)]
-        odd = tf.equal(state[_MINIBATCHES] % 2, 1)
         first_half = tf.nest.flatten(state[_HALF_STEP])
-        error = tf.cond(odd, lambda: _error(first_half, half_step, reached), lambda: 0.0)
-        accepted = error <= tf.cast(state[TOLERANCE], tf.float32)  # false if it is NaN
-        if self._keep == "euler":
-            euler = [point - h for point, h in zip(points, first_half)]
-            reached = [tf.where(odd, e, r) for e, r in zip(euler, reached)]
-        if self._discard:
-            starts = tf.nest.flatten(state[_START])
-            # A branch, since `tf.where` would copy the tensors.
-            reached = tf.cond(accepted, lambda: reached, lambda: starts)
-        adapted = step_doubling.adapted_learning_rate(
-            rate, error, state[TOLERANCE], state[ALPHA_MIN], state[ALPHA_MAX]
+
+        def judged() -> tuple:
+            error = _error(first_half, half_step, reached)
+            accepted = error <= tf.cast(state[TOLERANCE], tf.float32)  # false if it is NaN
+            kept = reached
+            if self._keep == "euler":
+                kept = [point - h for point, h in zip(points, first_half)]
+            if self._discard:
+                starts = tf.nest.flatten(state[_START])
+                # A branch, since `tf.where` would copy the tensors.
+                kept = tf.cond(accepted, lambda: kept, lambda: starts)
+            adapted = step_doubling.adapted_learning_rate(
+                rate, error, state[TOLERANCE], state[ALPHA_MIN], state[ALPHA_MAX]
+            )
+            discarded = tf.cast(~accepted if self._discard else False, tf.int32)
+            return adapted, state[_DISCARDED] + discarded, kept
+
+        # One branch for all that only odd minibatches do: small models pay for each operation.
+        odd = tf.equal(state[_MINIBATCHES] % 2, 1)
+        rate, discarded, reached = tf.cond(
+            odd, judged, lambda: (rate, tf.identity(state[_DISCARDED]), reached)
         )
         state = State(state)
-        state[LEARNING_RATE] = tf.where(odd, adapted, rate)
+        state[LEARNING_RATE], state[_DISCARDED] = rate, discarded
         state[_MINIBATCHES] = state[_MINIBATCHES] + 1
         # Written at each minibatch, read at odd ones.
         state[_HALF_STEP] = tf.nest.pack_sequence_as(weights, half_step)
         if self._discard:
-            state[_DISCARDED] = state[_DISCARDED] + tf.cast(~accepted, tf.int32)
             state[_START] = tf.nest.pack_sequence_as(weights, points)
         return state, tf.nest.pack_sequence_as(weights, reached)
 
