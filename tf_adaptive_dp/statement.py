@@ -75,6 +75,10 @@ def unit_of(sampling: Sampling | str) -> Unit:
     return USER if getattr(sampling, "unit", "example") == "user" else EXAMPLE
 
 
+# What a release must be verified for; by default that its batch was a fresh draw.
+_VERIFIED = {"cyclic": "was a fresh draw for its step", "fixed_order": "came in its order"}
+
+
 def privacy_statement(
     ledger: Any,
     num_examples: int,
@@ -232,12 +236,15 @@ def claim(
         drawn = "as independent random subsets of a fixed size"
     if label == "cyclic":
         drawn = "by cyclic Poisson sampling"
+    if label == "fixed_order":
+        whose = f"Unit: one {one}. Adjacency: data sets in which one {one} is blank or not."
+        drawn = "in one order that every pass over the data repeats"
     text = f"Differential privacy with epsilon = {format_epsilon(spent)} and delta = {delta:g} "
     if num_unchecked:
         text += (
             f"{how}. {whose} The {unit.batches} are stated to have been drawn {drawn}; if so, this "
-            f"epsilon is an upper bound. The library did not verify that the {unit.batch} was a "
-            f"fresh draw{' for its step' if label == 'cyclic' else ''} for {num_unchecked} of the "
+            f"epsilon is an upper bound. The library did not verify that the {unit.batch} "
+            f"{_VERIFIED.get(label, 'was a fresh draw')} for {num_unchecked} of the "
             f"{unit.releases}."
         )
     else:
@@ -337,6 +344,8 @@ def list_of_releases(
 def _repetitions(
     with_checks: Sequence[tuple[Segment, Checks]], num_examples: int, sampling: Sampling | str
 ) -> str:
+    if sampling_epsilon.label_of(sampling) == "fixed_order":
+        return ""  # every pass repeats the batches, and epsilon counts that
     in_epochs = sampling_epsilon.label_of(sampling) == "shuffled"
     again = sum(composition.repeated(*of, num_examples, in_epochs=in_epochs) for of in with_checks)
     if not again:

@@ -7,12 +7,38 @@ from tests.helpers import killable
 NUM_EXAMPLES, DELTA, EPOCHS = 40, 1e-3, 5
 
 
-def train(folder):
-    """Runs a plan, or resumes it; all examples have weight 0, so what is released is the noise."""
+def record_values(optimizer, path):
+    """Notes each noisy gradient with its number, before anything else sees it."""
+    import tensorflow as tf
+
+    release = optimizer._mechanism.release
+
+    def recorded(*args, **kwargs):
+        noisy = release(*args, **kwargs)
+        flat = tf.concat([tf.reshape(g, [-1]) for g in noisy], 0)
+        with tf.control_dependencies([flat]):
+            number = optimizer.ledger.count() - 1
+
+        def note(number, values):
+            killable.append(path, json.dumps([int(number), values.tolist()]))
+            return values
+
+        with tf.control_dependencies([tf.numpy_function(note, [number, flat], tf.float32)]):
+            return [tf.identity(g) for g in noisy]
+
+    optimizer._mechanism.release = recorded
+
+
+def train(folder, bands=1):
+    """Runs a plan, or resumes it; all examples have weight 0, so what is released is the noise.
+
+    With several bands the releases are noted whole, with their numbers, and the keys are copied.
+    """
     import numpy as np
     import tensorflow as tf
 
     import tf_adaptive_dp as dp
+    from tf_adaptive_dp.accounting import BandedNoise
 
     class Report(tf.keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -20,6 +46,9 @@ def train(folder):
                 self.told = True
                 released = self.model.optimizer.ledger.num_releases
                 killable.append(folder / "starts", json.dumps([released, epoch]))
+                keys = folder / "run" / "noise.key"
+                if keys.exists():
+                    killable.append(folder / "keys", keys.read_text().strip())
 
     plan = dp.PrivacyPlan(
         noise_multiplier=1.0,
@@ -28,9 +57,14 @@ def train(folder):
         batch_size=4,
         epochs=EPOCHS,
         accountant="rdp",
+        noise=None if bands == 1 else BandedNoise(bands),
     )
-    optimizer = plan.optimizer(dp.ADADP)
-    killable.record_releases(optimizer, folder / "releases")
+    if bands == 1:
+        optimizer = plan.optimizer(dp.ADADP)
+        killable.record_releases(optimizer, folder / "releases")
+    else:
+        optimizer = plan.optimizer(dp.DPSGD, learning_rate=0.1)
+        record_values(optimizer, folder / "releases")
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
     model.compile(optimizer, "mse")
     history = plan.fit(

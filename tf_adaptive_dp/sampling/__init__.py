@@ -7,12 +7,14 @@ from tf_adaptive_dp.sampling.datasets import (
     shuffled_batches,
 )
 from tf_adaptive_dp.sampling.draws import Sampling
+from tf_adaptive_dp.sampling.fixed_order import FixedOrder
 from tf_adaptive_dp.sampling.fixed_size import FixedSizeSampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
 
 __all__ = [
     "CyclicPoissonSampling",
+    "FixedOrder",
     "FixedSizeSampling",
     "PoissonSampling",
     "Sampling",

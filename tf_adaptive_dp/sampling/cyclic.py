@@ -135,6 +135,11 @@ class CyclicPoissonSampling(RandomSizes):
         """q / b."""
         return self.sampling_probability / self.num_groups
 
+    def expected_batch_size(self, num_examples: int) -> float:
+        """q · num_examples / b, which the optimizer's `expected_batch_size` must equal."""
+        of_all_groups = self.sampling_probability * checks.integer("num_examples", num_examples, 1)
+        return of_all_groups / self.num_groups
+
     def key_of_pass(self, key: bytes, number: int) -> bytes:
         """The key of a pass over the batches: other draws, from the same groups."""
         draws_key, groups_key = _both_keys(key)

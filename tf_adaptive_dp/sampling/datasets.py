@@ -23,6 +23,7 @@ from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.draws import Sampling
+from tf_adaptive_dp.sampling.fixed_order import FixedOrder
 from tf_adaptive_dp.sampling.fixed_size import FixedSizeSampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
@@ -159,7 +160,7 @@ def fixed_size_batches(
 
 def shuffled_batches(
     data: Any,
-    sampling: ShuffledEpochs,
+    sampling: ShuffledEpochs | FixedOrder,
     *,
     start_step: int = 0,
     gradient_accumulation_steps: int = 1,
@@ -168,8 +169,9 @@ def shuffled_batches(
 ) -> tf.data.Dataset:
     """Batches (x, y[, sample_weight]) for `fit` from passes over shuffled data.
 
-    Guarantee: no amplification by sampling is proven; see `ShuffledEpochs`. Resuming within a pass
-    requires the same `key` or seed; otherwise examples occur twice in that pass.
+    Guarantee: no amplification by sampling is proven; see `ShuffledEpochs`, and `FixedOrder` for
+    passes in one order. Resuming within a pass requires the same `key` or seed; otherwise examples
+    occur twice in that pass.
 
     Args:
       data: see `poisson_batches`.
@@ -186,13 +188,13 @@ def shuffled_batches(
     Raises:
       TypeError, ValueError: if an argument has the wrong type or shape, or is out of range.
     """
-    _require(sampling, ShuffledEpochs)
+    _require(sampling, ShuffledEpochs, FixedOrder)
     return _full_batches(data, sampling, start_step, gradient_accumulation_steps, preprocess, key)
 
 
 def _full_batches(
     data: Any,
-    sampling: FixedSizeSampling | ShuffledEpochs,
+    sampling: FixedSizeSampling | ShuffledEpochs | FixedOrder,
     start_step: int,
     gradient_accumulation_steps: int,
     preprocess: Callable[[Any], tuple] | None,
@@ -340,10 +342,12 @@ def _check(sampling: draws.Sampling, start_step: int, key: bytes | None) -> None
     lengths = (32, 64) if cyclic else (32,)
     if key is not None and not (isinstance(key, bytes) and len(key) in lengths):
         raise ValueError("`key` must be 32 bytes, see `draws.new_key`. Received: something else")
-    if cyclic and start_step and key is None and sampling.seed is None:
+    one_order = cyclic or isinstance(sampling, FixedOrder)
+    if one_order and start_step and key is None and sampling.seed is None:
         raise ValueError(
-            "To go on at `start_step`, the groups of the earlier steps are needed: pass the `key` "
-            f"that they were drawn with. Received: start_step={start_step!r}, key=None"
+            "To go on at `start_step`, the groups or the order of the earlier steps are needed: "
+            "pass the `key` that they were drawn with. Received: "
+            f"start_step={start_step!r}, key=None"
         )
 
 

@@ -91,7 +91,7 @@ class Sampling(abc.ABC):
     """The base class of samplings: steps, seed, draws and accounting.
 
     Attributes:
-      label: `"poisson"`, `"cyclic"`, `"fixed"` or `"shuffled"`.
+      label: `"poisson"`, `"cyclic"`, `"fixed"`, `"fixed_order"` or `"shuffled"`.
       steps: number of batches in the whole run.
       seed: `None` for the operating system's entropy.
       examples_per_user: `None` if it draws examples. A number k means that it draws users, of whom
@@ -232,8 +232,13 @@ class Sampling(abc.ABC):
 
     def check_ledger(self, ledger: Any, num_examples: int) -> None:
         """Raises ValueError if a ledger or an optimizer contradicts the sampling."""
+<<<<<<< HEAD
         check_unit(self, ledger)
         correlated = self.label == "cyclic"  # no other sampling is proven for correlated noise
+=======
+        # No other sampling is proven for correlated noise.
+        correlated = self.label in ("cyclic", "fixed_order")
+>>>>>>> wip/noise
         segments, _ = composition.read_ledger(ledger, num_examples, correlated=correlated)
         expected = self.expected_batch_size(num_examples)
         for segment in segments:

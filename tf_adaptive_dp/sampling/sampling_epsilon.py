@@ -8,7 +8,12 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
+<<<<<<< HEAD
 from tf_adaptive_dp.sampling.draws import Sampling, check_unit, examples_per_user_of
+=======
+from tf_adaptive_dp.sampling.draws import Sampling
+from tf_adaptive_dp.sampling.fixed_order import FixedOrder
+>>>>>>> wip/noise
 from tf_adaptive_dp.sampling.fixed_size import fixed_size_epsilon
 from tf_adaptive_dp.sampling.poisson import refuse_microbatches
 
@@ -80,7 +85,7 @@ def releases_left(
             at_most=at_most,
         )
     noise = composition.noise_of(ledger)
-    if isinstance(sampling, CyclicPoissonSampling):  # its `check_ledger` rejects repetitions
+    if isinstance(sampling, (CyclicPoissonSampling, FixedOrder)):  # they know repetitions
         segments, events = composition.read_ledger(ledger, num_examples, correlated=True)
     else:
         segments, events = composition.counted_ledger(ledger, num_examples, in_epochs=False)
@@ -101,5 +106,5 @@ def check_sampling(sampling: Sampling | str) -> Sampling | str:
 
 
 def label_of(sampling: Sampling | str) -> str:
-    """`"poisson"`, `"cyclic"`, `"fixed"` or `"shuffled"`."""
+    """The label of a sampling, or the label itself."""
     return sampling.label if isinstance(sampling, Sampling) else sampling

@@ -1,0 +1,125 @@
+"""Passes in one order: their law, and ε without amplification by sampling."""
+
+from __future__ import annotations
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+import tensorflow as tf
+from dp_accounting import rdp
+
+import tf_adaptive_dp as dp
+from tests.helpers.sampled import KEY, numbered
+from tf_adaptive_dp.accounting import BandedNoise, IndependentNoise, Releases
+from tf_adaptive_dp.accounting.ledger import Checks
+from tf_adaptive_dp.sampling import FixedOrder, sampling_epsilon, shuffled_batches
+
+N, DELTA = 1_000, 1e-3
+STRATEGIES = (IndependentNoise(), BandedNoise(4), BandedNoise(30))
+
+
+def test_every_pass_has_the_same_batches_in_the_same_rows():
+    sampling = FixedOrder(20, steps=17)
+    batches = list(shuffled_batches(numbered(105), sampling, key=KEY).as_numpy_iterator())
+    assert len(batches) == 17
+    for t in range(5, 17):
+        np.testing.assert_array_equal(batches[t][1], batches[t - 5][1])
+    first = np.concatenate([y for _, y in batches[:5]])
+    assert len(set(first.tolist())) == 100 and list(first) != sorted(first)
+    other = shuffled_batches(numbered(105), sampling).as_numpy_iterator()
+    assert not np.array_equal(next(other)[1], batches[0][1])
+    dataset = shuffled_batches(numbered(105), sampling, key=KEY)
+    for _ in range(2):  # another iteration has the same order
+        np.testing.assert_array_equal(next(dataset.as_numpy_iterator())[1], batches[0][1])
+    with pytest.raises(ValueError, match="pass the `key`"):
+        shuffled_batches(numbered(105), sampling, start_step=5)
+
+
+def dense_sensitivity(noise, steps, separation):
+    matrix = sum(c * np.eye(steps, k=-k) for k, c in enumerate(noise.coefficients[:steps]))
+    firsts = range(separation)
+    return max(np.linalg.norm(matrix[:, first::separation].sum(axis=1)) for first in firsts)
+
+
+@pytest.mark.parametrize("noise", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("steps", [7, 20, 65])
+def test_epsilon_is_that_of_one_gaussian_mechanism(noise, steps):
+    sampling = FixedOrder(50, steps=100)  # a pass is 20 steps
+    ledger = Releases([(3.0, 50.0, steps)], noise=noise)
+    sigma = 3.0 / dense_sensitivity(noise, steps, 20)
+    event = dp_accounting.GaussianDpEvent(sigma)
+    expected = rdp.RdpAccountant().compose(event).get_epsilon(DELTA)
+    assert sampling.epsilon_spent(ledger, N, DELTA) == pytest.approx(expected, rel=1e-6)
+    if noise.bands <= 20 and steps == 20:
+        assert sigma == pytest.approx(3.0, rel=0.2)
+
+
+def test_of_several_noise_multipliers_the_least_counts_and_other_events_are_added():
+    other = dp_accounting.GaussianDpEvent(5.0)
+    sampling = FixedOrder(50, steps=100)
+    ledger = Releases([(3.0, 50.0, 10), (4.0, 50.0, 15)], (other,), noise=BandedNoise(4))
+    sigma = 3.0 / dense_sensitivity(BandedNoise(4), 25, 20)
+    event = dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(sigma), other])
+    expected = rdp.RdpAccountant().compose(event).get_epsilon(DELTA)
+    assert sampling.epsilon_spent(ledger, N, DELTA) == pytest.approx(expected, rel=1e-6)
+    assert sampling.epsilon_spent(Releases(), N, DELTA) == 0.0
+    none = Releases([(0.0, 50.0, 1)], noise=BandedNoise(4))
+    assert math.isinf(sampling.epsilon_spent(none, N, DELTA))
+
+
+def test_what_fits_into_a_budget_fits():
+    sampling, ledger = FixedOrder(50, steps=400), Releases([(9.0, 50.0, 3)], noise=BandedNoise(4))
+    left = sampling_epsilon.releases_left(sampling, ledger, 9.0, 50.0, N, 1.0, DELTA)
+    for n, fits in ((left, True), (left + 1, False)):
+        then = Releases([(9.0, 50.0, 3 + n)], noise=BandedNoise(4))
+        assert (sampling.epsilon_spent(then, N, DELTA) <= 1.0) == fits
+
+
+@pytest.mark.parametrize(
+    "checks, message",
+    [
+        ([Checks(30, 10, 20)], None),
+        ([Checks(30, 10, 19)], "A batch came back after 19 steps"),
+        ([Checks(30, 1, 1)], "A batch came back after 1 steps"),
+    ],
+)
+def test_batches_must_not_come_back_before_the_pass_is_over(checks, message):
+    ledger = Releases([(3.0, 50.0, 30)], noise=BandedNoise(4), checks=checks)
+    sampling = FixedOrder(50, steps=100)
+    if message is None:
+        sampling.epsilon_spent(ledger, N, DELTA)
+        text = " ".join(dp.privacy_statement(ledger, N, DELTA, sampling=sampling).split())
+        assert "one example is blank or not" in text
+        assert "drawn in one order that every pass over the data repeats, for which this" in text
+        return
+    with pytest.raises(ValueError, match=message):
+        sampling.epsilon_spent(ledger, N, DELTA)
+
+
+def fitted(epochs, steps_per_epoch):
+    x = np.random.default_rng(0).normal(size=[N, 3]).astype("float32")
+    sampling = FixedOrder(50, steps=60)
+    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(2)])
+    optimizer = dp.DPSGD(1.0, 3.0, expected_batch_size=50.0, noise=BandedNoise(30))
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    model.compile(optimizer, loss)
+    monitor = dp.PrivacyMonitor(N, DELTA, sampling=sampling)
+    batches = shuffled_batches((x, np.zeros(N, "int64")), sampling)
+    for _ in range(epochs):
+        model.fit(batches, steps_per_epoch=steps_per_epoch, callbacks=[monitor], verbose=0)
+    return model.optimizer.ledger
+
+
+def test_a_model_is_fitted_and_the_ledger_knows_when_batches_came_back():
+    ledger = fitted(1, 45)
+    # They show no step, so none counts as checked.
+    assert [c[:3] for c in ledger.checks] == [(0, 25, 20)]
+    text = " ".join(dp.privacy_statement(ledger, N, DELTA, sampling=FixedOrder(50, 60)).split())
+    assert "did not verify that the batch came in its order for 45 of the" in text
+
+
+def test_a_dataset_that_begins_again_too_soon_has_no_epsilon():
+    with pytest.raises(ValueError, match="A batch came back after 7 steps"):
+        fitted(2, 7)
