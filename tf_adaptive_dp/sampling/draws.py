@@ -232,13 +232,9 @@ class Sampling(abc.ABC):
 
     def check_ledger(self, ledger: Any, num_examples: int) -> None:
         """Raises ValueError if a ledger or an optimizer contradicts the sampling."""
-<<<<<<< HEAD
         check_unit(self, ledger)
-        correlated = self.label == "cyclic"  # no other sampling is proven for correlated noise
-=======
         # No other sampling is proven for correlated noise.
         correlated = self.label in ("cyclic", "fixed_order")
->>>>>>> wip/noise
         segments, _ = composition.read_ledger(ledger, num_examples, correlated=correlated)
         expected = self.expected_batch_size(num_examples)
         for segment in segments:

@@ -8,12 +8,8 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
-<<<<<<< HEAD
 from tf_adaptive_dp.sampling.draws import Sampling, check_unit, examples_per_user_of
-=======
-from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.fixed_order import FixedOrder
->>>>>>> wip/noise
 from tf_adaptive_dp.sampling.fixed_size import fixed_size_epsilon
 from tf_adaptive_dp.sampling.poisson import refuse_microbatches
 
