@@ -39,6 +39,11 @@ _STATE_NOT_PROTECTED = """\
 The state of the process and its checkpoints are NOT protected: they contain the noise of the tree.
 Keep them as secret as the data, and publish only the model weights."""
 
+_DROPPED = """\
+Users who were drawn could drop out of a round. Their number is not stated, since it depends on who
+was there. Each counts as a user who sends zeros: the sums were divided by the expected size of the
+drawn cohorts, and epsilon is for these."""
+
 _NOT_PROTECTED = """\
 Not protected: what TFF reports about the clients' training without noise ("client_work": losses,
 accuracy, statistics of the client optimizer); the exact size and the members of each cohort; the
@@ -165,6 +170,7 @@ def privacy_statement(
         return paragraph(statement.NOTHING_RELEASED)
     released = statement.list_of_releases(ledger.segments, events, clients, USER)
     released += _list_of_trees(ledger)
+    dropped = paragraph(_DROPPED) if ledger.clients_may_drop_out else ""
     information = statement.side_information_paragraph(ledger.side_information)
     if math.isinf(spent):
         why = statement.why_not_private(ledger.segments, events, sampling, USER)
@@ -175,6 +181,7 @@ def privacy_statement(
             _claim(ledger, spent, delta, sampling, accountant),
             statement.delta_warning(delta, clients, USER),
             released,
+            dropped,
             information,
             paragraph(f"{_PROTECTED} {state}"),
             paragraph(_NOT_PROTECTED),

@@ -43,6 +43,8 @@ class UserLedger:
       sampling: How the cohorts were drawn, as `federated.train` records it
         (`federated.privacy.client_sampling.described`). No ε is computed for another sampling.
         `None` if it is unknown; then the ledger trusts the caller.
+      clients_may_drop_out: Whether drawn clients could drop out of rounds, as `federated.train`
+        records it. Each counts as one that sends zeros, so ε is that of the drawn cohorts.
 
     Raises:
       TypeError, NotPrivateError: If an argument is invalid.
@@ -61,6 +63,7 @@ class UserLedger:
         self.privacy = privacy
         self.side_information = SideInformation.of(side_information)
         self.sampling: str | None = None
+        self.clients_may_drop_out = False
         self._segments: list[Segment] = []
         self._trees: collections.Counter[int] = collections.Counter()
         self._tree_rounds = 0
@@ -228,7 +231,9 @@ class UserLedger:
     def to_dict(self) -> dict:
         """The counts as JSON values."""
         information = self.side_information
-        return {
+        # Only where it is so: runs that were begun before ledgers had it must resume.
+        drops_out = {"clients_may_drop_out": True} if self.clients_may_drop_out else {}
+        return drops_out | {
             "segments": [list(segment) for segment in self._segments],
             "trees": [list(item) for item in sorted(self._trees.items())],
             "tree_rounds": self._tree_rounds,
@@ -254,6 +259,7 @@ class UserLedger:
         information = plain["side_information"]
         ledger = cls(privacy, information and SideInformation.from_plain(information))
         ledger.sampling = plain["sampling"]
+        ledger.clients_may_drop_out = bool(plain.get("clients_may_drop_out"))
         if plain["trees" if privacy.mechanism == "gaussian" else "segments"] or (
             privacy.mechanism == "gaussian" and plain["in_tree"]
         ):

@@ -11,6 +11,7 @@ import concurrent.futures
 import functools
 import json
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable
 
@@ -25,8 +26,11 @@ from federated.runtime import worker
 class WorkerLostError(RuntimeError):
     """A worker is gone or was restarted; the result of the computation is unknown.
 
-    Nothing is retried silently. Start the worker again, make a new context, and resume from the
-    last state. The result of a lost private round may have been released all the same.
+    The clients of a lost worker run again on the other workers, with a warning, and the round goes
+    on. This error is raised if no worker is left, or if the worker was lost in the server's part of
+    a round, which draws the noise: that is never run again. Start the worker again, make a new
+    context, and resume from the last state. The result of a lost private round may have been
+    released all the same.
 
     Attributes:
       addresses: The workers that do not answer, `"host:port"`.
@@ -263,3 +267,83 @@ class Worker(tff.framework.AsyncContext):
         self._executors.close()
         self._channel.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+class Pool:
+    """Several workers that share rounds; the clients of a lost one run again on the others.
+
+    Guarantee: a round is released at most once. Only computations whose result stays between the
+    workers and this process are run again: the sums over some of the clients, without noise, and
+    the sums of two of these. The part of a round that follows is run once, or raises.
+
+    Args:
+      workers: The connections, at least two.
+    """
+
+    def __init__(self, workers: Sequence[Worker]):
+        self._workers = list(workers)
+        self.lost: dict[str, WorkerLostError] = {}
+        self._lock = threading.Lock()
+        self._forms: dict[Any, Any] = {}
+        # Of the forms above, which keep them alive: before the aggregation, and of two sums.
+        self._before_release: set[int] = set()
+        self._context = self._new_context()
+
+    def _new_context(self) -> tff.framework.MergeableCompExecutionContext:
+        live = [w for w in self._workers if w.address not in self.lost]
+        return tff.framework.MergeableCompExecutionContext([_Share(self, one) for one in live])
+
+    def invoke_and_wait(self, comp: Any, arg: Any) -> Any:
+        """Runs a computation, its clients divided equally between the workers that are left.
+
+        Raises:
+          WorkerLostError: See there.
+        """
+        with self._lock:
+            if comp not in self._forms:
+                form = tff.backends.native.compile_to_mergeable_comp_form(comp)
+                self._before_release |= {id(form.up_to_merge), id(form.merge)}
+                self._forms[comp] = form
+            context, form = self._context, self._forms[comp]
+            if len(self.lost) == len(self._workers):
+                raise next(iter(self.lost.values()))
+        return context.invoke(form, arg)
+
+    def another(self, comp: Any, error: WorkerLostError, instead_of: Worker) -> Worker:
+        """A worker to run a computation instead of a lost one.
+
+        Raises:
+          WorkerLostError: `error`, if no worker is left or if the computation must not run again.
+        """
+        with self._lock:
+            news = instead_of.address not in self.lost
+            self.lost.setdefault(instead_of.address, error)
+            live = [w for w in self._workers if w.address not in self.lost]
+            if news:
+                self._context = self._new_context()
+        if not live or id(comp) not in self._before_release:
+            raise error
+        if news:
+            warnings.warn(
+                f"Lost the worker at {instead_of.address} ({error}). Its clients run again on the "
+                f"other workers, {', '.join(w.address for w in live)}, and so will those of later "
+                "rounds. Nothing had been released.",
+                stacklevel=2,
+            )
+        return live[hash(instead_of.address) % len(live)]
+
+
+class _Share(tff.framework.AsyncContext):
+    """The place of a worker in a pool, which another one takes when it is lost."""
+
+    def __init__(self, pool: Pool, own: Worker):
+        self._pool = pool
+        self._worker = own
+
+    async def invoke(self, comp: Any, arg: Any) -> Any:
+        while True:
+            used = self._worker
+            try:
+                return await used.invoke(comp, arg)
+            except WorkerLostError as error:
+                self._worker = self._pool.another(comp, error, used)

@@ -26,6 +26,7 @@ import tensorflow_federated as tff
 
 from federated.runtime import worker
 from federated.runtime.connection import (
+    Pool,
     Worker,
     WorkerLostError,
     WorkerMismatchError,
@@ -68,11 +69,8 @@ class Runtime(tff.framework.SyncContext):
         executors = _ALONE if len(addresses) == 1 else _TOGETHER
         self._workers = [Worker(address, timeout, executors) for address in addresses]
         self.versions = {} if processes else self._said_versions()
-        if len(addresses) > 1:
-            create = tff.backends.native.create_mergeable_comp_execution_context
-            self._invoke = create(self._workers).invoke
-        else:
-            self._invoke = self._workers[0].invoke_and_wait
+        self._pool = Pool(self._workers) if len(addresses) > 1 else None
+        self._invoke = (self._pool or self._workers[0]).invoke_and_wait
         self._before = [tff.framework.get_context_stack().current]
         if isinstance(self._before[0], Runtime):  # one that nobody else holds closes here
             self._before = [weakref.ref(self._before[0])]
@@ -119,7 +117,8 @@ class Runtime(tff.framework.SyncContext):
             raise self._explain(error) from error.__cause__
 
     def _explain(self, error: WorkerLostError) -> WorkerLostError:
-        others = [a for a in self.addresses if a not in error.addresses]
+        known = {*error.addresses, *(self._pool.lost if self._pool else ())}
+        others = [a for a in self.addresses if a not in known]
         found = unreachable(others, min(self._timeout, _LAST_TRY))
         lost = [a for a in self.addresses if a not in others or a in found]
         ended = [
@@ -128,8 +127,9 @@ class Runtime(tff.framework.SyncContext):
             for process in self._processes
             if process.wait(1.0) is not None
         ]
+        whom = "workers" if len(lost) > 1 else "worker"
         return WorkerLostError(
-            f"Lost in the middle of a computation: the worker at {', '.join(lost)} ({error}). "
+            f"Lost in the middle of a computation: the {whom} at {', '.join(lost)} ({error}). "
             "Start it again if it does not run, make a new context and go on from the last state. "
             + " ".join(ended),
             lost,
@@ -306,7 +306,9 @@ def remote_context(addresses: Sequence[str], *, timeout: float = 30.0) -> Runtim
     Start `python -m federated.runtime.worker --port N` on each machine first. The docstring of this
     module says how to protect that port. Each worker computes an equal share of a round's clients,
     so the slowest one sets the pace, and workers beyond the number of clients are idle. One of them
-    computes the server's part of a round (such as the noise), once.
+    computes the server's part of a round (such as the noise), once. If a worker is lost while it
+    computes for clients, the others run its clients again, with a warning, within the same round;
+    nothing was released yet, so the round counts once. Later rounds do without it.
 
     Args:
       addresses: `"host:port"` of each worker.

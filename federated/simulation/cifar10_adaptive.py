@@ -54,6 +54,7 @@ METHODS = {
 TITLES = {"adadp": "ADADP", "sgd": "SGD", "adam": "Adam"}
 NOT_PRIVATE = "Not private: nothing is clipped and no noise added, so ε is infinite."
 DEFAULT_RATE = 0.1  # of ADADP
+CHANCE = 0.1  # accuracy of a constant answer: ten classes of as many test images
 ADAM_AT = 0.33  # the only share of randomness at which the paper shows Adam
 
 
@@ -220,8 +221,8 @@ def table(finished: Sequence[Trial]) -> str:
     """
     found = groups(finished)
     lines = [
-        "| randomness | method | rate | test accuracy | steps discarded | seeds |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| randomness | method | rate | test accuracy | steps discarded | ε | seeds |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for (share, method, rate), runs in sorted(found.items()):
         shares = [run.last("optimizer/discarded_share") for run in runs]
@@ -229,7 +230,7 @@ def table(finished: Sequence[Trial]) -> str:
         mark = "**" if rate == best_rate(found, share, method) else ""
         lines.append(
             f"| {share:.0%} | {TITLES[method]} | {mark}{rate:g}{mark} "
-            f"| {trials.spread(accuracies(runs))} | {discarded} | {len(runs)} |"
+            f"| {trials.spread(accuracies(runs))} | {discarded} | ∞ | {len(runs)} |"
         )
     return "\n".join(lines)
 
@@ -245,32 +246,41 @@ def plot(finished: Sequence[Trial]) -> Any:
     shares = sorted({share for share, _, _ in found})
     figure, axes = plt.subplots(2, max(len(shares), 2), figsize=(4 * max(len(shares), 2), 8))
     for axis, share in zip(axes[0], shares):
+        position = 0
         for method, title in TITLES.items():
             rates: Sequence[float | None] = [best_rate(found, share, method)]
             if method == "adam":
                 rates = sorted(rate for at, name, rate in found if (at, name) == (share, method))
             for rate in rates:
                 if rate is not None:
-                    rounds, values = found[share, method, rate][0].curve("test/accuracy")
-                    axis.plot(rounds, values, label=f"{title}, {rate:g}")
-        axis.set(title=f"{share:.0%} random", xlabel="round", ylabel="test accuracy")
+                    curve = found[share, method, rate][0].curve("test/accuracy")
+                    axis.plot(*curve, label=f"{title}, {rate:g}", **trials.style(position))
+                    position += 1
+        trials.draw_baseline(axis, CHANCE, "chance")
+        axis.set(title=f"{share:.0%} random", ylabel="test accuracy")
+        trials.by_round(axis)
         axis.legend(fontsize=8)
-    for share in shares:
-        for method, style in (("adadp", "o-"), ("sgd", "s--")):
+    for position, share in enumerate(shares):
+        for method, line in (("adadp", "-"), ("sgd", "--")):
             points = sorted(
                 (rate, np.mean(accuracies(runs)))
                 for (at, name, rate), runs in found.items()
                 if (at, name) == (share, method)
             )
             if points:
-                axes[1, 0].semilogx(*zip(*points), style, label=f"{TITLES[method]}, {share:.0%}")
+                of_share = {**trials.style(position), "linestyle": line}
+                label = f"{TITLES[method]}, {share:.0%}"
+                axes[1, 0].semilogx(*zip(*points), label=label, **of_share)
+    trials.draw_baseline(axes[1, 0], CHANCE, "chance")
     axes[1, 0].set(xlabel="learning rate (ADADP: the initial one)", ylabel="test accuracy")
-    axes[1, 0].legend(fontsize=7)
-    for method in ("adadp", "sgd"):
+    axes[1, 0].set_ylim(bottom=-0.08)
+    axes[1, 0].legend(fontsize=7, loc="lower center", ncol=2)
+    for position, method in enumerate(("adadp", "sgd")):
         best = [(share, best_rate(found, share, method)) for share in shares]
         points = [(s, np.mean(accuracies(found[s, method, r]))) for s, r in best if r is not None]
         if points:
-            axes[1, 1].plot(*zip(*points), "o-", label=TITLES[method])
+            axes[1, 1].plot(*zip(*points), label=TITLES[method], **trials.style(position))
+    trials.draw_baseline(axes[1, 1], CHANCE, "chance")
     axes[1, 1].set(xlabel="share of images dealt out at random", ylabel="test accuracy")
     axes[1, 1].legend()
     for axis in axes[1, 2:]:

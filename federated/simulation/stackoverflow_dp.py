@@ -43,6 +43,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
@@ -127,7 +128,7 @@ def describe(scale: str, data_dir: str | None) -> str:
 
 
 def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, float]:
-    """Runs or resumes one trial; prints its privacy statement and returns its ε."""
+    """Runs or resumes one trial; prints its privacy statement and returns ε, δ and a baseline."""
     data = data_of(settings, data_dir)
     clients = data.client_ids
     if settings["clients"]:
@@ -167,7 +168,7 @@ def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, f
     epsilon = user_epsilon.epsilon_spent(
         trained.ledger, delta, sampling=sampler.sampling, accountant="rdp"
     )
-    return {"epsilon": epsilon}
+    return {"epsilon": epsilon, "delta": delta, "majority": tag_prediction.majority(data)}
 
 
 def largest_epsilon(runs: Sequence[Trial]) -> float:
@@ -175,11 +176,17 @@ def largest_epsilon(runs: Sequence[Trial]) -> float:
     return max(run.final["epsilon"] for run in runs)
 
 
+def delta_of(runs: Sequence[Trial]) -> str:
+    """δ of the runs, one over the number of users, in short."""
+    deltas = {f"{run.final['delta']:.2g}" for run in runs if "delta" in run.final}
+    return ", ".join(sorted(deltas)) or "1 / users"
+
+
 def table(finished: Sequence[Trial]) -> str:
     """Accuracy of the best pair of each method, and the largest ε of its seeds, in Markdown."""
     lines = [
-        "| setting | method | (C, client rate, Adam's) | test accuracy | ε | seeds |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| setting | method | (C, client rate, Adam's) | test accuracy | ε | δ | seeds |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for (name, method), runs in best_runs(finished).items():
         chosen = runs[0].settings
@@ -187,13 +194,26 @@ def table(finished: Sequence[Trial]) -> str:
         lines.append(
             f"| {name} | {TITLES[method]} | ({', '.join(f'{v:g}' for v in rates)}) "
             f"| {trials.spread([accuracy(t) for t in runs])} "
-            f"| {largest_epsilon(runs):.2f} | {len(runs)} |"
+            f"| {largest_epsilon(runs):.2f} | {delta_of(runs)} | {len(runs)} |"
         )
     return "\n".join(lines)
 
 
+def mean_curve(runs: Sequence[Trial]) -> tuple[list[int], list[float]]:
+    """The mean accuracy of several runs by round.
+
+    A run that lost rounds was evaluated in other ones: between its evaluations, and from the last
+    one on, its accuracy is interpolated.
+    """
+    curves = [curve for run in runs if (curve := run.curve("test/accuracy"))[0]]
+    if not curves:
+        return [], []
+    rounds = max((rounds for rounds, _ in curves), key=len)
+    return rounds, np.mean([np.interp(rounds, *curve) for curve in curves], axis=0).tolist()
+
+
 def plot(finished: Sequence[Trial]) -> Any:
-    """Test accuracy by round, a panel for each setting and a curve for each seed."""
+    """Test accuracy by round: a panel for each setting, the mean of the seeds, and each seed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -202,12 +222,20 @@ def plot(finished: Sequence[Trial]) -> Any:
     figure, axes = plt.subplots(1, len(METHODS), figsize=(6 * len(METHODS), 5), squeeze=False)
     for axis, name in zip(axes.flat, METHODS):
         chosen = {m: runs for (setting, m), runs in best_runs(finished).items() if setting == name}
-        for color, (method, runs) in enumerate(chosen.items()):
-            label: str | None = f"{TITLES[method]}, ε = {largest_epsilon(runs):.3g}"
+        for position, (method, runs) in enumerate(chosen.items()):
+            how = trials.style(position)
             for run in runs:  # each run lost other rounds
-                axis.plot(*run.curve("test/accuracy"), color=f"C{color}", alpha=0.7, label=label)
-                label = None
-        axis.set(title=name, xlabel="round", ylabel="test accuracy")
+                of_seed = {**how, "marker": "", "alpha": 0.3, "linewidth": 1}
+                axis.plot(*run.curve("test/accuracy"), **of_seed)
+            label = f"{TITLES[method]}, ε = {largest_epsilon(runs):.3g}"
+            axis.plot(*mean_curve(runs), label=label, linewidth=1.8, **how)
+        if chosen:
+            runs = next(iter(chosen.values()))
+            if "majority" in runs[0].final:
+                trials.draw_baseline(axis, runs[0].final["majority"], "the most frequent tag")
+            axis.set_title(f"{name}, δ = {delta_of(runs)}")
+        axis.set_ylabel("test accuracy")
+        trials.by_round(axis)
         axis.legend(fontsize=8)
     figure.tight_layout()
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import sqlite3
@@ -95,6 +96,12 @@ def describe(data: Data) -> str:
         f"known tag are trained on, {len(data.known.words):,} words and "
         f"{len(data.known.tags):,} tags, from {data.counts.source}; {judged:,} test posts."
     )
+
+
+def majority(data: Data) -> float:
+    """The accuracy of the best constant answer on the test posts."""
+    counts = collections.Counter(label for _, labels in data.test for label in labels.numpy())
+    return max(counts.values()) / sum(counts.values())
 
 
 def network(words: int, tags: int) -> tf.keras.Model:

@@ -69,6 +69,34 @@ def best(candidates: Iterable[Any], score: Callable[[Any], float]) -> Any:
     return max(scores, key=lambda pair: -math.inf if math.isnan(pair[1]) else pair[1])[0]
 
 
+# Of curves and points in figures, by position: without color they can be told apart too, and a
+# curve that coincides with another one shows between its dashes.
+STYLES = tuple(zip(("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1))), "osD^v"))
+
+
+def style(position: int) -> dict[str, Any]:
+    """The color, line style and marker of a method in figures.
+
+    >>> style(1)
+    {'color': 'C1', 'linestyle': '--', 'marker': 's', 'markersize': 4}
+    """
+    line, marker = STYLES[position % len(STYLES)]
+    return {"color": f"C{position}", "linestyle": line, "marker": marker, "markersize": 4}
+
+
+def by_round(axis: Any) -> None:
+    """Labels an axis of rounds, which has ticks at whole rounds only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axis.set_xlabel("round")
+
+
+def draw_baseline(axis: Any, accuracy: float, label: str) -> None:
+    """Draws what a model that learned nothing reaches, as a line across the panel."""
+    axis.axhline(accuracy, color="gray", linestyle=(0, (1, 3)), linewidth=1.2, label=label)
+
+
 def write_results(path: Path, finished: Iterable[Trial]) -> None:
     """Writes trials as one compact JSON object, to keep next to the program.
 

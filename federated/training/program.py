@@ -17,6 +17,7 @@ import tensorflow_federated as tff
 from federated.privacy import user_epsilon
 from federated.privacy.client_sampling import ShuffledEpochs
 from federated.training import monitor
+from federated.training.dropout import Dropout, check_dropping
 from federated.training.evaluation import Best, BestState, Evaluation, warn_of_choice
 from federated.training.run import Run, rounds_before
 from federated.training.saved_states import wait
@@ -146,6 +147,9 @@ def train(
     evaluation: Evaluation | None = None,
     release_managers: Sequence[tff.program.ReleaseManager] = (),
     max_failures: int = 0,
+    dropout: Dropout = None,
+    on_client_error: str = "raise",
+    min_clients: int = 0,
 ) -> Trained:
     """Trains for a number of rounds, or resumes an earlier call with the same arguments.
 
@@ -199,7 +203,21 @@ def train(
         of the round, which counts lost rounds.
       max_failures: The number of rounds of this call that may end with an exception; they are lost.
         One more exception is raised, and counted when the run resumes. `WorkerLostError` is always
-        raised, since no round can succeed without a new context.
+        raised.
+      dropout: For simulations: which clients that were drawn do not take part. A probability in
+        [0, 1), or a function from a client's id and the number of the round to whether it drops
+        out, which must not look at other clients. The round goes on without them, and its sum is
+        divided by `clients_per_round` as ever: a client that dropped out is like one that sends
+        zeros. So ε is that of the cohorts that were drawn, of `clients_per_round` expected clients,
+        and dropping out neither raises nor lowers it. The ledger records that clients could drop
+        out. To make up for it, state a larger `clients_per_round` and let the server's learning
+        rate be 1 / (1 - `dropout`). There is no selection of the first clients to answer: who is
+        among them depends on other clients, and no ε here holds for that.
+      on_client_error: `"raise"`, or `"drop"`: a client whose data set raises while it is made or
+        read drops out too, with a warning. For that each data set is read once before the round.
+      min_clients: The smallest number of clients to run a round with; a smaller one is a failure
+        (see `max_failures`). Only without privacy: whether a round is run must not depend on who is
+        there, so a private round is released, with all of its noise, even if nobody is left.
 
     Returns:
       The last state, the ledger with all rounds, and the numbers of rounds.
@@ -216,8 +234,17 @@ def train(
         raise TypeError(
             f"`evaluation` must be a `federated.Evaluation`. Received: evaluation={evaluation!r}"
         )
+    checks.integer("min_clients", min_clients, 0)
     datasets = _datasets_of(client_data)
     ledger = _ledger_of(process, ledger)
+    if min_clients and ledger is not None:
+        raise ValueError(
+            "`min_clients` must be 0 in a private run: if a round is not run because few clients "
+            "are left, that tells something of who is there, which ε does not cover. A private "
+            "round is released with all of its noise, however few clients are left. Received: "
+            f"min_clients={min_clients!r}"
+        )
+    check_dropping(dropout, on_client_error)
     _check(sampler, num_rounds, ledger, release_managers)
     _figures_of_privacy(ledger, delta, sampler.sampling)  # fails now rather than after a round
     if isinstance(ledger, user_epsilon.UserLedger):  # as does side information without an ε
@@ -225,7 +252,9 @@ def train(
 
     discarded: list[float] = []  # the share of each round where it is known
 
-    def figures(output: Any, ledger: user_epsilon.UserLedger | None, num_clients: int) -> dict:
+    def figures(
+        output: Any, ledger: user_epsilon.UserLedger | None, num_drawn: int, num_clients: int
+    ) -> dict:
         values = monitor.scalars(output.metrics, None if ledger is None else ledger.privacy)
         discarded.extend(
             share
@@ -236,9 +265,16 @@ def train(
         )
         if ledger is None:
             values["train/clients"] = float(num_clients)
+            if num_clients < num_drawn:
+                values["train/dropped_clients"] = float(num_drawn - num_clients)
         return values | _figures_of_privacy(ledger, delta, sampler.sampling)
 
-    run = Run(process, sampler, directory, ledger, max_failures)
+    run = Run(
+        *(process, sampler, directory, ledger, max_failures),
+        dropout=dropout,
+        on_client_error=on_client_error,
+        min_clients=min_clients,
+    )
     with contextlib.closing(run.journal) as journal:
         kept = None if evaluation is None else BestState(run.folder, evaluation, run.state)
         if evaluation is not None and ledger is not None:

@@ -18,6 +18,7 @@ import tree
 from federated.privacy import user_epsilon
 from federated.privacy.client_sampling import described
 from federated.runtime.connection import WorkerLostError
+from federated.training.dropout import Dropout, Dropping
 from federated.training.run_journal import Journal
 from federated.training.saved_states import SavedStates
 from tf_adaptive_dp.durable import files
@@ -65,8 +66,12 @@ class Run:
         directory: str | os.PathLike,
         ledger: user_epsilon.UserLedger | None,
         max_failures: int,
+        dropout: Dropout = None,
+        on_client_error: str = "raise",
+        min_clients: int = 0,
     ):
         self.process, self.failures_left = process, max_failures
+        self._min_clients = min_clients
         self.privacy = None if ledger is None else ledger.privacy
         self._rounds_before = rounds_before(ledger)
         if ledger is not None:
@@ -88,6 +93,9 @@ class Run:
             self.sampler = self._with_kept_key(sampler, folder / "sampler_key")
             self.states = SavedStates(folder / "states")
             self._restore(state, ledger)
+            self._dropping = Dropping(dropout, on_client_error, self.sampler.key)
+            if self.ledger is not None and self._dropping.happens:
+                self.ledger.clients_may_drop_out = True
         except BaseException:
             self.journal.close()
             raise
@@ -180,14 +188,16 @@ class Run:
             return self.finished
         return self._rounds_before + self.journal.begun
 
-    def _data_of(self, cohort: list[str], datasets: Callable[[str], tf.data.Dataset]) -> list:
-        """The data sets of a cohort, of the type that the process expects."""
-        data = [datasets(client) for client in cohort]
+    def _data_of(
+        self, number: int, cohort: list[str], datasets: Callable[[str], tf.data.Dataset]
+    ) -> list:
+        """The data sets of those who take part in a round, of the type that the process expects."""
+        clients, data = self._dropping.left(cohort, number, datasets)
         signature = getattr(self.process.next, "type_signature", None)
         if signature is None:
             return data
         expected = signature.parameter[1].member.element
-        for client, found in zip(cohort, data):
+        for client, found in zip(clients, data):
             if isinstance(found, tf.data.Dataset) and not expected.is_assignable_from(
                 tff.types.tensorflow_to_type(found.element_spec)
             ):
@@ -203,9 +213,15 @@ class Run:
         number = self.journal.begun + 1
         cohort = self.sampler.cohort(self._index())
         # Before the round counts: nothing was released yet if this fails.
-        data = self._data_of(cohort, datasets)
+        data = self._data_of(number, cohort, datasets)
         self.journal.note("begun", number)
         try:
+            if len(data) < self._min_clients:
+                raise RuntimeError(
+                    f"{len(data)} of {len(cohort)} clients are left, and `min_clients` is "
+                    f"{self._min_clients}. Other clients may be left in the next round: allow some "
+                    "`max_failures`, or lower `min_clients`."
+                )
             output = self.process.next(self.state, data)
         except Exception as error:
             # A worker that is gone stays gone: every further round would be counted and fail.
@@ -217,7 +233,7 @@ class Run:
             return False
         if self.ledger is not None:
             self.ledger.record(output.state)
-        self.figures = figures(output, self.ledger, len(cohort))
+        self.figures = figures(output, self.ledger, len(cohort), len(data))
         self.number, self.state, self.finished = number, output.state, self.finished + 1
         self._save()
         return True

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import grpc
 import numpy as np
@@ -457,11 +458,11 @@ def test_a_worker_that_computes_for_long_is_not_taken_for_dead(kept_workers):
 
 
 @pytest.mark.slow
-def test_a_worker_killed_in_a_round_is_named_and_a_new_one_goes_on(process, clients, two_workers):
+def test_the_clients_of_a_killed_worker_run_again_on_the_other_one(process, clients, two_workers):
     addresses = [w.address for w in two_workers]
-    killed = two_workers[1]
+    kept, killed = two_workers
     with contexts.remote_context(addresses, timeout=5):
-        state = process.next(process.initialize(), clients).state
+        assert count_on_clients([1, 2]) == 3
         before = cpu_seconds(killed.pid)
 
         def kill_when_it_computes():
@@ -470,35 +471,106 @@ def test_a_worker_killed_in_a_round_is_named_and_a_new_one_goes_on(process, clie
 
         thread = threading.Thread(target=kill_when_it_computes)
         thread.start()
-        start = time.monotonic()
-        with pytest.raises(contexts.WorkerLostError, match="Start it again") as lost:
-            count_on_clients([5, 1_000_000_000])
+        with pytest.warns(UserWarning, match=f"Lost the worker at {killed.address}.*run again"):
+            assert count_on_clients([5, 3_000_000]) == 3_000_005
         thread.join()
-        assert lost.value.addresses == (killed.address,)
-        assert killed.address in str(lost.value)
-        assert addresses[0] not in str(lost.value)
-        assert time.monotonic() - start < 20
-    again = worker.WorkerProcess(killed.port)
-    try:
-        with contexts.remote_context(addresses):
-            output = process.next(state, clients)
-            assert output.metrics["client_work"]["train"]["num_examples"] == 20
-    finally:
-        again.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert count_on_clients([5, 6, 7]) == 18  # it is done without, silently
+            assert count_on_clients([]) == 0
+        kept.close()
+        with pytest.raises(contexts.WorkerLostError, match="Start it again") as lost:
+            count_on_clients([1, 2])
+        assert sorted(lost.value.addresses) == sorted(addresses)
 
 
 @pytest.mark.slow
-def test_a_worker_restarted_between_rounds_is_lost_not_repeated(two_workers):
+def test_a_round_without_a_lost_worker_equals_a_local_one(process, clients, two_workers):
+    with contexts.local_context():
+        first = process.initialize()
+        local = weights(process, process.next(first, clients).state)
+    with contexts.remote_context([w.address for w in two_workers]):
+        process.next(first, clients)
+        two_workers[0].close()
+        with pytest.warns(UserWarning, match="Lost the worker"):
+            output = process.next(first, clients)
+        assert output.metrics["client_work"]["train"]["num_examples"] == 20  # each client once
+        np.testing.assert_allclose(weights(process, output.state), local, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
+def test_the_noise_is_drawn_once_when_clients_run_again(clients, two_workers, mechanism):
+    def model_fn():
+        return tff.learning.models.from_keras_model(
+            tf.keras.Sequential(
+                [tf.keras.Input([3]), tf.keras.layers.Dense(1000, kernel_initializer="zeros")]
+            ),
+            tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            input_spec=clients[0].element_spec,
+        )
+
+    still = tff.learning.optimizers.build_sgdm(1e-9)
+    privacy = UserLevelPrivacy(2.0, 5, 5, clip=0.5, mechanism=mechanism)
+    process = build_dp_fed_avg(model_fn, still, privacy)
+    with contexts.remote_context([w.address for w in two_workers]):
+        state = process.initialize()
+        two_workers[1].close()
+        with pytest.warns(UserWarning, match="Lost the worker"):
+            output = process.next(state, clients)
+        ledger = process.new_ledger()
+        ledger.record(output.state)
+        assert ledger.num_releases == 1
+        assert_gaussian(weights(process, output.state), 2.0 * 0.5 / 5)
+
+
+@pytest.mark.slow
+def test_what_follows_the_aggregation_is_never_run_twice(two_workers):
+    """The worker that is lost while it draws the noise might have released it."""
+
+    @tff.federated_computation(tff.FederatedType(np.int32, tff.CLIENTS))
+    def count_at_the_server(numbers):
+        return tff.federated_map(count, tff.federated_sum(numbers))
+
+    first, second = two_workers
+    with contexts.remote_context([w.address for w in two_workers], timeout=5):
+        assert count_at_the_server([1, 2]) == 3
+        before = [cpu_seconds(w.pid) for w in two_workers]
+
+        def kill_the_one_that_computes():
+            wait_until(
+                lambda: any(cpu_seconds(w.pid) > b + 0.4 for w, b in zip(two_workers, before))
+            )
+            busy = [w for w, b in zip(two_workers, before) if cpu_seconds(w.pid) > b + 0.4]
+            killed.extend(busy)
+            busy[0].close()
+
+        killed = []
+        thread = threading.Thread(target=kill_the_one_that_computes)
+        thread.start()
+        with pytest.raises(contexts.WorkerLostError) as lost:
+            count_at_the_server([5, 1_000_000_000])
+        thread.join()
+        assert lost.value.addresses == (killed[0].address,)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert count_at_the_server([1, 2]) == 3  # the other one goes on
+
+
+@pytest.mark.slow
+def test_a_worker_restarted_between_rounds_is_lost(two_workers):
     restarted, other = two_workers
     with contexts.remote_context([w.address for w in two_workers]):
         assert count_on_clients([1, 2]) == 3
         restarted.close()
         again = worker.WorkerProcess(restarted.port)
         try:
-            for _ in range(2):  # and it stays lost
-                with pytest.raises(contexts.WorkerLostError) as lost:
-                    count_on_clients([1, 2])
-                assert lost.value.addresses == (restarted.address,)
+            with pytest.warns(UserWarning, match=f"Lost the worker at {restarted.address}"):
+                assert count_on_clients([1, 2]) == 3
+            other.close()
+            with pytest.raises(contexts.WorkerLostError) as lost:  # and it stays lost
+                count_on_clients([1, 2])
+            assert set(lost.value.addresses) == {restarted.address, other.address}
         finally:
             again.close()
 
@@ -511,12 +583,11 @@ def test_a_silent_worker_is_lost_within_the_time_out(two_workers):
         os.kill(silent.pid, signal.SIGSTOP)
         try:
             start = time.monotonic()
-            with pytest.raises(contexts.WorkerLostError, match="does not answer") as lost:
-                count_on_clients([1, 2])
-            assert time.monotonic() - start < 10
+            with pytest.warns(UserWarning, match=f"{silent.address} .it does not answer"):
+                assert count_on_clients([1, 2]) == 3
+            assert time.monotonic() - start < 20
         finally:
             os.kill(silent.pid, signal.SIGCONT)
-        assert lost.value.addresses == (silent.address,)
 
 
 def test_a_worker_that_is_not_there_is_named_with_what_to_do(kept_workers):
@@ -530,7 +601,7 @@ def test_a_worker_that_is_not_there_is_named_with_what_to_do(kept_workers):
 
 
 LOSING = """
-import os, sys, threading
+import threading
 import numpy as np, tensorflow as tf, tensorflow_federated as tff
 import federated
 from federated.runtime import worker
@@ -547,17 +618,15 @@ workers = [worker.WorkerProcess() for _ in range(2)]
 with federated.remote_context([w.address for w in workers], timeout=5):
     assert count_on_clients([1, 2]) == 3
     threading.Timer(1, workers[1].close).start()
-    if sys.argv[1] == "both":
-        threading.Timer(1.1, workers[0].close).start()
-    count_on_clients([2_000_000_000] * 2)  # both are computing when one is lost
+    threading.Timer(1.1, workers[0].close).start()
+    count_on_clients([2_000_000_000] * 2)  # both are computing when they are lost
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["one", "both"])
-def test_what_is_read_last_of_a_lost_worker_is_what_to_do(lost):
+def test_what_is_read_last_of_lost_workers_is_what_to_do():
     done = subprocess.run(
-        [sys.executable, "-c", LOSING, lost],
+        [sys.executable, "-c", LOSING],
         **{"cwd": ROOT, "env": ENV, "capture_output": True, "text": True, "timeout": 120},
         check=False,
     )

@@ -10,7 +10,7 @@ from benchmarks.federated import hosts
 from tests.helpers import ROOT
 
 SCRIPT = """
-import threading, time
+import threading, time, warnings
 import numpy as np, tensorflow as tf, tensorflow_federated as tff
 import federated
 from benchmarks.federated import hosts
@@ -57,12 +57,12 @@ try:
         np.testing.assert_allclose(got, expected, rtol=1e-5)
         began = time.monotonic()
         threading.Timer(2.0, second.unplug).start()
-        try:
-            count_on_clients([5, 2_000_000_000])
-        except federated.WorkerLostError as error:
-            assert error.addresses == (second.address,), error
-            assert 2.0 < time.monotonic() - began < 20
-            print("lost", error)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert count_on_clients([5, 20_000_000]) == 20_000_005  # many seconds
+        assert second.address in str(said[-1].message)
+        assert 2.0 < time.monotonic() - began
+        print("lost", said[-1].message)
         try:
             federated.remote_context(addresses, timeout=1)
         except federated.WorkerLostError as error:

@@ -47,7 +47,7 @@ def test_sgd_is_shown_with_its_best_rate_and_adadp_with_its_default():
     assert cifar10_adaptive.best_rate(found, 0.0, "adadp") == cifar10_adaptive.DEFAULT_RATE
     assert cifar10_adaptive.best_rate(found, 0.0, "adam") is None
     assert cifar10_adaptive.best_rate(found, 0.33, "adam") is not None
-    assert "| 0% | SGD | **0.1** | 0.300 |  | 1 |" in cifar10_adaptive.table(cifar_trials())
+    assert "| 0% | SGD | **0.1** | 0.300 |  | ∞ | 1 |" in cifar10_adaptive.table(cifar_trials())
 
 
 def test_cifar10_is_read_once_for_all_trials(monkeypatch):
@@ -71,7 +71,8 @@ def tag_trial(settings):
     return trials.Trial(
         settings,
         {"test/accuracy": [score / 10, math.nan, score], "privacy/epsilon": [1.0, 1.5, 1.75]},
-        {"epsilon": 1.75 + settings["seed"] / 8},  # a round of others was lost
+        # A round of others was lost.
+        {"epsilon": 1.75 + settings["seed"] / 8, "delta": 0.0025, "majority": 0.25},
     )
 
 
@@ -106,7 +107,7 @@ def test_the_table_has_the_chosen_pair_the_mean_and_the_largest_epsilon_with_los
     grid = stackoverflow_dp.plan("small", [])
     wanted = stackoverflow_dp.plan("small", [*map(tag_trial, grid)])
     text = stackoverflow_dp.table([*map(tag_trial, wanted)])
-    assert text.count("| 2.00 | 3 |") == sum(map(len, tag_trials.METHODS.values()))
+    assert text.count("| 2.00 | 0.0025 | 3 |") == sum(map(len, tag_trials.METHODS.values()))
 
 
 def test_constants_that_change_make_new_trials(monkeypatch):
@@ -167,8 +168,29 @@ def test_both_mechanisms_of_the_private_setting_promise_about_the_same():
 def test_a_figure_is_drawn(module, made, tmp_path):
     pytest.importorskip("matplotlib")
     finished = made() or [*map(tag_trial, stackoverflow_dp.plan("small", []))]
-    module.plot(finished).savefig(tmp_path / "shown.png")
+    figure = module.plot(finished)
+    figure.savefig(tmp_path / "shown.png")
     assert (tmp_path / "shown.png").stat().st_size > 1000
+    for axis in figure.axes:
+        drawn = [line for line in axis.lines if line.get_label()[0] != "_"]
+        looks = {(str(line._dash_pattern), line.get_marker(), line.get_color()) for line in drawn}
+        assert len(looks) == len(drawn) > 1  # curves that coincide can be told apart
+        # What a constant answer reaches is a line across the panel.
+        assert any(
+            len(set(line.get_ydata())) == 1 and line.get_marker() == "None" for line in drawn
+        )
+        if axis.get_xlabel() == "round":
+            assert all(float(tick).is_integer() for tick in axis.get_xticks())
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_delta_and_epsilon_are_in_the_table(kept):
+    finished = [tag_trial(s) for s in stackoverflow_dp.plan("smoke", [])]
+    if not kept:  # by an earlier version
+        finished = [t._replace(final={"epsilon": t.final["epsilon"]}) for t in finished]
+    row = stackoverflow_dp.table(finished).splitlines()[2]
+    assert row.endswith(f"| 1.75 | {'0.0025' if kept else '1 / users'} | 1 |")
+    stackoverflow_dp.plot(finished)
 
 
 def test_a_trial_without_figures_is_not_the_best_of_its_method():
@@ -188,7 +210,9 @@ def test_seeds_with_unequal_numbers_of_evaluations_have_a_curve_each():
     lost = more[1]._replace(figures={})
     axis = stackoverflow_dp.plot([*grid, killed, lost]).axes[0]
     curves = [line for line in axis.lines if line.get_color() == "C1"]
-    assert [len(line.get_xdata()) for line in curves] == [2, 1, 0]
+    assert [len(line.get_xdata()) for line in curves] == [2, 1, 0, 2]  # the last is their mean
+    mean = [(accuracy + 0.25) / 2 for accuracy in curves[0].get_ydata()]
+    assert list(curves[-1].get_ydata()) == mean
     (label,) = [t.get_text() for t in axis.get_legend().texts if "Adam" in t.get_text()]
     assert label == "DP-FedAdam, ε = 2"
 
@@ -197,8 +221,8 @@ def test_each_rate_of_adam_has_its_curve():
     pytest.importorskip("matplotlib")
     axes = cifar10_adaptive.plot(cifar_trials()).axes
     labels = [[text.get_text() for text in axis.get_legend().texts] for axis in axes[:4]]
-    assert labels[0] == ["ADADP, 0.1", "SGD, 0.1"]
-    assert labels[1] == ["ADADP, 0.1", "SGD, 0.1", "Adam, 0.0001", "Adam, 0.001"]
+    assert labels[0] == ["ADADP, 0.1", "SGD, 0.1", "chance"]
+    assert labels[1] == ["ADADP, 0.1", "SGD, 0.1", "Adam, 0.0001", "Adam, 0.001", "chance"]
 
 
 @pytest.mark.slow
