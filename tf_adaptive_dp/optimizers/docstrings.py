@@ -35,8 +35,9 @@ l2_norm_clip: C, the bound on the L2 norm of each example's gradient; at least 1
     not run under XLA.
   seed: seed of the noise, for tests only. `None` uses the operating system's entropy.""",
     "side_information_args": """\
-side_information: `None`, or the `FixedPreconditioner` or `PublicGradients` that preconditions
-    gradients before they are clipped, as in `AdaDPS`. The update rule stays the same.""",
+side_information: `None`, or the `FixedPreconditioner`, `PublicGradients` or `DelayedPreconditioner`
+    that preconditions gradients before they are clipped, as in `AdaDPS`. The update rule stays the
+    same.""",
     "public_data_args": """\
 side_information: `PublicGradients` or `FixedPreconditioner`. Also pass `PublicGradients` to
     `fit` as a callback.""",
