@@ -373,6 +373,8 @@ def side_information_paragraph(information: Any) -> str:
     provenance = information.provenance
     if provenance == "public":
         origin = "public. The data it was computed from are not protected."
+    elif provenance == "released":
+        origin = "computed from the gradients that were released, which epsilon includes."
     elif is_unprotected(provenance):
         origin = f"NOT PRIVATE: it was released by {provenance}, which provides no protection."
     else:

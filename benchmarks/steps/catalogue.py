@@ -67,6 +67,8 @@ ENGINES = {
     "keras_sgd": ("tensorflow", "Keras SGD, not private"),
     "dpsgd": ("tensorflow", "tf_adaptive_dp.DPSGD"),
     "adadp": ("tensorflow", "tf_adaptive_dp.ADADP"),
+    "untuned": ("tensorflow", "tf_adaptive_dp.UntunedSGD"),
+    "dpsgd_delayed": ("tensorflow", "tf_adaptive_dp.DPSGD with a DelayedPreconditioner"),
     "adadps_fixed": ("tensorflow", "tf_adaptive_dp.AdaDPS with a FixedPreconditioner"),
     "adadps_public": (
         "tensorflow",

@@ -188,3 +188,40 @@ def test_parts_of_a_batch_are_one_release():
         assert np.any(found) == (i in (11, 13))
     assert counts_of(mechanism).sum() == pytest.approx(5 * 2 * 4, rel=1e-5)
     assert mechanism.ledger.num_releases == 7
+
+
+def test_opened_again_they_measure_norms_anew_within_bounds_and_keep_the_losses():
+    mechanism = mechanism_of(3, noise_multiplier=0.0)
+    histograms = mechanism.histograms
+
+    def measure(norms, losses):
+        for _ in range(5):
+            assert bool(histograms.are_open())
+            release(mechanism, [rows_with_norms([n] * 40) for n in norms], losses)
+        assert not bool(histograms.are_open())
+        return histograms.sizes()
+
+    first = measure([1.0, 1.0, 1.0], np.linspace(1, 2, 40))
+    ratios = tf.constant([[2.0, 0.1, 1.0], [4.0, 10.0, 1.0]], tf.float64)
+    histograms.open_again(tf.constant(False), ratios)
+    assert not bool(histograms.are_open())
+    histograms.open_again(tf.constant(True), ratios)
+    unknown = histograms.sizes()
+    assert not unknown.norms.numpy().any() and float(unknown.loss) == float(first.loss)
+    again = measure([8.0, 3.0, 0.01], np.full(40, 1e-3))
+    expected = first.norms.numpy() * [4.0, 3.0, 1.0]  # beyond its bound, within, and fixed
+    np.testing.assert_allclose(again.norms, expected, rtol=0.2)
+    np.testing.assert_allclose(again.norms.numpy()[[0, 2]], expected[[0, 2]], rtol=1e-6)
+    assert float(again.loss) == float(first.loss) and float(again.spread) == float(first.spread)
+
+
+def test_norms_that_no_longer_stand_out_stay_what_they_were():
+    mechanism = mechanism_of(1, noise_multiplier=0.0)
+    for _ in range(5):
+        release(mechanism, [rows_with_norms([2.0] * 40)], np.ones(40))
+    before = mechanism.histograms.sizes().norms.numpy()
+    mechanism.histograms.open_again(tf.constant(True), tf.ones([2, 1], tf.float64))
+    for _ in range(5):
+        release(mechanism, [np.zeros([40, 2], "float32")], np.ones(40))
+    assert mechanism.histograms.sizes().norms.numpy() == pytest.approx(before)
+    assert not bool(mechanism.histograms.are_open())

@@ -579,10 +579,29 @@ class GaussianMechanism:
             return tf.constant(1.0, tf.float64)
         return tf.cast(self._fixed_batch_size.read_value(), tf.float64) / self.num_microbatches
 
+    def released_gradients(self) -> tf.Tensor:
+        """Whether this thread's last `release` released gradients; a bool scalar.
+
+        It did not if the batch is incomplete, or if the release belonged to the histograms.
+        """
+        complete = self.complete
+        if complete is None:
+            raise RuntimeError("Nothing was released in this graph.")
+        if self.histograms is None:
+            return complete
+        return complete & ~self.histograms.released()
+
     def relative_noise(self) -> tf.Tensor:
         """The noise in a released mean in units of C, σ/L; float64."""
         sigma, expected = self._noise_multiplier.read_value(), self._divisor_in_examples()
         return self._gradient_noise(sigma, expected) / (expected / self._examples_per_group())
+
+    def batches_to_measure(self) -> tf.Tensor:
+        """W, the number of batches that `histograms` take; float64."""
+        if self.histograms is None:
+            raise RuntimeError("This mechanism has no histograms.")
+        sigma, expected = self._noise_multiplier.read_value(), self._divisor_in_examples()
+        return self.histograms.batches_needed(sigma, expected)
 
     def noise_stddev(self) -> tf.Tensor:
         """The standard deviation of the noise in the last released mean, σC/L; float32."""

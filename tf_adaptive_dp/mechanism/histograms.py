@@ -55,7 +55,7 @@ class Histograms:
         W = 5 + ⌊(50·σ/L)²·(K+1)/2⌋
 
     batches, or later if no gradient stands out of the noise by then. In counts, the noise of a bin
-    has the standard deviation σ·√(W·(K+1)).
+    has the standard deviation σ·√(W·(K+1)). They can be opened again, to measure norms anew.
     """
 
     def __init__(self, num_variables: int, add_variable: Callable[..., tf.Variable]):
@@ -70,6 +70,8 @@ class Histograms:
         self._counts = add_variable(shape, dtype=tf.float64, name="histograms")
         self._batches = add_variable([], dtype=tf.int64, name="histogram_batches")
         self._sizes = add_variable([num_variables + 2], dtype=tf.float64, name="sizes")
+        self._earlier = add_variable([num_variables + 2], dtype=tf.float64, name="earlier_sizes")
+        self._bounds = add_variable([2, num_variables], dtype=tf.float64, name="bounds_of_norms")
         self._complete = add_variable([], dtype=tf.bool, name="histograms_complete")
         self._released = add_variable([], dtype=tf.bool, name="histograms_released")
 
@@ -85,6 +87,39 @@ class Histograms:
     def released(self) -> tf.Tensor:
         """Whether the last release belonged to the histograms; a bool scalar."""
         return self._released.read_value()
+
+    def batches_needed(self, sigma: tf.Tensor, batch_size: tf.Tensor) -> tf.Tensor:
+        """W, float64.
+
+        Args:
+          sigma: σ, float64.
+          batch_size: L, float64.
+        """
+        return 5 + tf.floor(tf.square(50 * sigma / batch_size) * (self._num_rows / 2))
+
+    def open_again(self, when: tf.Tensor, ratios: tf.Tensor) -> None:
+        """Empties the histograms, so that the next W batches measure the norms anew.
+
+        The norms are unknown until then. What is known of the losses remains that of the first
+        time: as training goes on, losses become small.
+
+        Args:
+          when: bool scalar, whether to do so.
+          ratios: [2, K], float64, by which factor each norm has become larger, at least and at
+            most. What is measured is brought between these bounds.
+        """
+        sizes, earlier, complete = (
+            v.read_value() for v in (self._sizes, self._earlier, self._complete)
+        )
+        when &= complete
+        without = tf.concat([tf.zeros_like(sizes[:-2]), sizes[-2:]], axis=0)
+        self._earlier.assign(tf.where(when, sizes, earlier))
+        self._bounds.assign(tf.where(when, ratios * sizes[:-2], self._bounds.read_value()))
+        self._sizes.assign(tf.where(when, without, sizes))
+        for variable in (self._counts, self._batches):
+            value = variable.read_value()
+            variable.assign(tf.where(when, tf.zeros_like(value), value))
+        self._complete.assign(complete & ~when)
 
     def sum(
         self,
@@ -141,23 +176,38 @@ class Histograms:
         counts = self._counts.assign_add(tf.where(open_now, counts, tf.zeros_like(counts)))
         batches = self._batches.assign_add(tf.cast(open_now, tf.int64))
         counts, batches = tf.convert_to_tensor(counts), tf.convert_to_tensor(batches)
-        relative = 50 * sigma / batch_size
-        needed = 5 + tf.floor(tf.square(relative) * (self._num_rows / 2))
+        needed = self.batches_needed(sigma, batch_size)
         enough = open_now & (tf.cast(batches, tf.float64) >= needed)
+        earlier, bounds = self._earlier.read_value(), self._bounds.read_value()
 
         def read() -> tf.Tensor:
             noise = sigma * tf.sqrt(tf.cast(batches, tf.float64) * self._num_rows)
-            return _read(counts, noise)
+            return _bounded(_read(counts, noise), earlier, bounds)
 
         sizes = tf.cond(enough, read, self._sizes.read_value)
         complete = ~open_now | (enough & tf.reduce_any(sizes[:-2] > 0))
-        sizes = tf.where(complete, sizes, tf.zeros_like(sizes))
+        unknown = tf.concat([tf.zeros_like(sizes[:-2]), earlier[-2:]], axis=0)
+        sizes = tf.where(complete, sizes, unknown)
         written = [
             self._sizes.assign(sizes),
             self._complete.assign(complete),
             self._released.assign(open_now),
         ]
         return [tf.convert_to_tensor(variable) for variable in written]
+
+
+def _bounded(sizes: tf.Tensor, earlier: tf.Tensor, bounds: tf.Tensor) -> tf.Tensor:
+    """The entries of `Sizes`, given those of an earlier measurement.
+
+    Args:
+      sizes: what was read now.
+      earlier: what was known before; zeros if nothing was.
+      bounds: [2, K], between which the norms are if they were known before.
+    """
+    norms = tf.where(sizes[:-2] > 0, sizes[:-2], earlier[:-2])
+    norms = tf.where(earlier[:-2] > 0, tf.clip_by_value(norms, bounds[0], bounds[1]), norms)
+    losses = tf.where(tf.reduce_any(earlier[:-2] > 0), earlier[-2:], sizes[-2:])
+    return tf.concat([norms, losses], axis=0)
 
 
 def _norm_bins(squared_norms: tf.Tensor) -> tf.Tensor:

@@ -336,6 +336,13 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                 padding=rows_of_padding(losses, rows_per_unit),
                 order=None if self.noise.is_independent else order_of(losses),
             )
+            # In the graph after the release, whose own reading of A is over then.
+            with tf.control_dependencies([g for g in noisy if g is not None]):
+                self._preconditioning.observe(
+                    *(self, variables, noisy, scale),
+                    self._mechanism.noise_stddev(),
+                    self._mechanism.released_gradients(),
+                )
         released = _with_penalties(noisy, source.penalty_gradients, scale)
         released = [None if g is None else tf.cast(g, v.dtype) for g, v in zip(released, variables)]
         for gradient in released:

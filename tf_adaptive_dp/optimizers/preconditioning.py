@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.optimizers import slot_index
 from tf_adaptive_dp._keras.variables import native
+from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.side_information.provenance import SideInformation, deserialize, serialize
 
 
@@ -28,9 +29,9 @@ def check_side_information(value: Any, *, rule: str | None = None) -> SideInform
         value = deserialize(value)
     if not isinstance(value, SideInformation):
         raise TypeError(
-            "`side_information` must be a `FixedPreconditioner` (`token_frequencies`, `tf_idf`) or "
-            "`PublicGradients`, which state its provenance. Received: side_information="
-            f"{value!r}"
+            "`side_information` must be a `FixedPreconditioner` (`token_frequencies`, `tf_idf`), "
+            "`PublicGradients` or a `DelayedPreconditioner`, which state its provenance. "
+            f"Received: side_information={value!r}"
         )
     received = getattr(value, "rule", None)
     if rule is not None and received != rule:
@@ -102,6 +103,56 @@ class Preconditioning:
             return None, None
         indices = [slot_index(optimizer, variable) for variable in variables]
         return self.side_information.scale_and_shift(self.state, indices)
+
+    def observe(
+        self,
+        optimizer: tf.keras.optimizers.Optimizer,
+        variables: Sequence[tf.Variable],
+        released: Sequence[tf.Tensor | None],
+        scales: Sequence[tf.Tensor] | None,
+        noise_stddev: tf.Tensor,
+        counts: tf.Tensor,
+    ) -> None:
+        """Shows side information that `learns` what was released; see `SideInformation.observe`.
+
+        Args:
+          optimizer: the built optimizer that holds this part.
+          variables: variables that it was built for.
+          released: their noisy mean gradients, on several replicas the part of this one.
+          scales: what these were multiplied by; `None` if by nothing.
+          noise_stddev: scalar, the standard deviation of the noise in their sum over replicas.
+          counts: bool scalar, whether these are gradients.
+        """
+        if self.side_information is None or not self.side_information.learns:
+            return
+        totals = [None if g is None else replicas.total(g) for g in released]
+        indices = [slot_index(optimizer, variable) for variable in variables]
+        each = [1.0] * len(totals) if scales is None else scales
+        changed, ratios = self.side_information.observe(
+            *(self.state, indices, totals, each, noise_stddev, counts, self.may_change(optimizer))
+        )
+        self.after_change(optimizer, changed, indices, ratios)
+
+    def may_change(self, optimizer: tf.keras.optimizers.Optimizer) -> tf.Tensor:
+        """Whether A may change after this minibatch, which ends a step; a bool scalar."""
+        steps = tf.convert_to_tensor(optimizer.iterations) + 1
+        return tf.equal(steps % self._minibatches_per_step, 0)
+
+    def after_change(
+        self,
+        optimizer: tf.keras.optimizers.Optimizer,
+        changed: tf.Tensor,
+        indices: Sequence[int],
+        ratios: Sequence[tf.Tensor],
+    ) -> None:
+        """Does what a change of A asks of the optimizer: here, nothing.
+
+        Args:
+          optimizer: the built optimizer that holds this part.
+          changed: bool scalar, whether A has changed.
+          indices: the places of the variables of this step.
+          ratios: for each of them [2], see `SideInformation.observe`.
+        """
 
     def apply(
         self,

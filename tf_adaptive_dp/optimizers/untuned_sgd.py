@@ -20,6 +20,7 @@ from tf_adaptive_dp.update_rules import unit_steps
 
 # What the base classes have in their configuration and this optimizer finds by itself.
 _FOUND = ("l2_norm_clip", "learning_rate", "clipping", "num_microbatches")
+_STEPS_PER_MEASUREMENT = 8
 
 
 @register
@@ -39,12 +40,14 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
 
     So neither the units of the inputs nor those of the loss matter, nor how large the weights of
     one layer are beside those of the next. `update_rules.unit_steps` has the formulas. With side
-    information, all of this refers to preconditioned gradients.
+    information, all of this refers to preconditioned gradients. After a `DelayedPreconditioner` has
+    changed its A, another W batches measure the norms under it, and steps are multiplied by A, too:
+    θ ← θ − η·a·A·p. It may change only when that takes an eighth of the steps at most.
 
     `learning_rate` is η_t, and 0 during the first W batches.
 
     Guarantee: each minibatch is one release of the Gaussian mechanism and one entry in the ledger,
-    the first W included. All that is learned on the way is post-processing.
+    those that measure included. All that is learned on the way is post-processing.
 
     Args:
       noise_multiplier: σ. 0 adds no noise: it gives no privacy and is for tests only.
@@ -104,6 +107,8 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
             kappa = checks.number("kappa", kappa, 0, strict=True)
         self.kappa = kappa
         self._num_steps = add_state(self, [], tf.int64, "num_steps")
+        # Those after the first.
+        self._measurements = add_state(self, [], tf.int64, "measurements")
 
     def create_slots(self, variables: Sequence[tf.Variable]) -> None:
         """Creates the histograms.
@@ -139,6 +144,29 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
             raise RuntimeError("`UntunedSGD` must be built before it can take a step.")
         return histograms
 
+    def may_measure_again(self) -> tf.Tensor:
+        """Whether all measurements, with another one, take an eighth of the steps at most."""
+        measurements = tf.cast(self._measurements + 1, tf.float64)
+        needed = self._mechanism.batches_to_measure() * measurements
+        return tf.cast(self._num_steps, tf.float64) >= _STEPS_PER_MEASUREMENT * needed
+
+    def measure_again(
+        self, when: tf.Tensor, indices: Sequence[int], ratios: Sequence[tf.Tensor]
+    ) -> None:
+        """Lets the next W batches measure the norms anew.
+
+        Args:
+          when: bool scalar, whether to do so.
+          indices: the places of some variables.
+          ratios: for each of them [2], by which factor its norms have become larger, at least and
+            at most. Those of other variables stay what they are.
+        """
+        of_all = [tf.ones([2], tf.float64)] * len(self._shapes)
+        for index, ratio in zip(indices, ratios):
+            of_all[index] = ratio
+        self._histograms().open_again(when, tf.stack(of_all, axis=1))
+        self._measurements.assign_add(tf.cast(when, tf.int64))
+
     def update_all(
         self,
         grads_and_vars: Sequence[tuple[tf.Tensor, tf.Variable]],
@@ -153,7 +181,8 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
         Returns:
           The next value of `iterations`.
         """
-        moves = ~self._histograms().released()
+        histograms = self._histograms()
+        moves = ~(histograms.released() | histograms.are_open())
         num_steps = tf.convert_to_tensor(self._num_steps.assign_add(tf.cast(moves, tf.int64)))
         noise, sizes = self._mechanism.relative_noise(), self._histograms().sizes()
         usual = unit_steps.default_kappa(self._shapes)
@@ -172,6 +201,11 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
           variable: the variable.
         """
         (scale,) = self.scale_of([variable])
+        information = self.side_information
+        if information is not None and information.learns:
+            index = slot_index(self, variable)
+            (learned,), _ = information.scale_and_shift(self.side_information_state, [index])
+            scale *= learned
         rate = tf.cast(self.learning_rate, tf.float32) * scale
         variable.assign_sub(tf.cast(rate, variable.dtype) * gradient)
 
@@ -193,3 +227,17 @@ class _Scaling(Preconditioning):
         if scale is not None:
             own = [a * tf.cast(b, tf.float32) for a, b in zip(own, scale)]
         return own, shift
+
+    def may_change(self, optimizer: tf.keras.optimizers.Optimizer) -> tf.Tensor:
+        """Whether there is time to measure norms again; see `Preconditioning`."""
+        return super().may_change(optimizer) & optimizer.may_measure_again()
+
+    def after_change(
+        self,
+        optimizer: tf.keras.optimizers.Optimizer,
+        changed: tf.Tensor,
+        indices: Sequence[int],
+        ratios: Sequence[tf.Tensor],
+    ) -> None:
+        """Has the norms of gradients measured under the new A; see `Preconditioning`."""
+        optimizer.measure_again(changed, indices, ratios)

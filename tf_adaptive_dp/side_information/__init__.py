@@ -1,5 +1,6 @@
 """Side information: what preconditions gradients, and where it comes from."""
 
+from tf_adaptive_dp.side_information.delayed import DelayedPreconditioner
 from tf_adaptive_dp.side_information.disjoint import check_disjoint, split_public
 from tf_adaptive_dp.side_information.fixed import FixedPreconditioner
 from tf_adaptive_dp.side_information.public_gradients import PublicGradients
@@ -11,6 +12,7 @@ from tf_adaptive_dp.side_information.tokens import (
 )
 
 __all__ = [
+    "DelayedPreconditioner",
     "FixedPreconditioner",
     "PublicGradients",
     "TokenCounts",

@@ -50,8 +50,11 @@ def check_provenance(
 
 
 def events(provenance: str | dp_accounting.DpEvent) -> tuple[dp_accounting.DpEvent, ...]:
-    """The releases that produced the side information; none if it is public."""
-    return () if provenance == "public" else (provenance,)
+    """The releases that produced the side information, beside those of the optimizer itself.
+
+    There are none if it is public, or if all of them are in the optimizer's own ledger.
+    """
+    return (provenance,) if isinstance(provenance, dp_accounting.DpEvent) else ()
 
 
 def serialize(registered: Any) -> dict:
@@ -94,10 +97,13 @@ class SideInformation(abc.ABC):
     """What optimizers require of side information.
 
     Attributes:
-      provenance: `"public"`, or the `dp_accounting.DpEvent` of its release.
+      provenance: `"public"`, or the `dp_accounting.DpEvent` of its release; or `"released"`, if all
+        of it comes from what the optimizer that holds it has released and entered in its ledger.
+      learns: whether it takes in what the optimizer releases, with `observe`.
     """
 
     provenance: str | dp_accounting.DpEvent
+    learns: bool = False
 
     @property
     def description(self) -> str:
@@ -134,6 +140,33 @@ class SideInformation(abc.ABC):
           variable's. The shift may be `None`.
         """
 
+    def observe(
+        self,
+        state: list[list[tf.Variable]],
+        indices: Sequence[int],
+        released: Sequence[tf.Tensor | None],
+        scales: Sequence[tf.Tensor | float],
+        noise_stddev: tf.Tensor,
+        counts: tf.Tensor,
+        may_change: tf.Tensor,
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Takes in what was released; only called if it `learns`.
+
+        Args:
+          state: what `build` returned, which may change.
+          indices: the places of the variables among those passed to `build`.
+          released: noisy mean gradients, or `None` where the loss does not depend on the variable.
+          scales: what they were multiplied by before they were clipped.
+          noise_stddev: scalar, the standard deviation of their noise.
+          counts: bool scalar, whether these are gradients; otherwise nothing may change.
+          may_change: bool scalar, whether the next minibatch may have another preconditioner.
+
+        Returns:
+          A bool scalar, whether it has; and for each variable [2], float64, the smallest and the
+          largest factor by which its scale changes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not learn.")
+
     @abc.abstractmethod
     def get_config(self) -> dict:
         """The arguments that make the same object."""
@@ -149,7 +182,7 @@ class SideInformation(abc.ABC):
         Raises:
           ValueError: if it is a `DpEvent`, which Keras cannot save.
         """
-        if self.provenance != "public":
+        if isinstance(self.provenance, dp_accounting.DpEvent):
             raise ValueError(
                 "An optimizer whose side information is not public cannot be saved with its "
                 f"configuration. Received: provenance={self.provenance!r}. Save the weights "

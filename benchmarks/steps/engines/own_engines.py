@@ -38,6 +38,14 @@ def _adadp(data: tf.data.Dataset) -> dp.ADADP:
     return dp.ADADP(**PRIVATE)
 
 
+def _untuned(data: tf.data.Dataset) -> dp.UntunedSGD:
+    return dp.UntunedSGD(**{name: x for name, x in PRIVATE.items() if name != "l2_norm_clip"})
+
+
+def _delayed(data: tf.data.Dataset) -> dp.DPSGD:
+    return _dpsgd(data, side_information=dp.side_information.DelayedPreconditioner())
+
+
 def _dpadam(data: tf.data.Dataset) -> dp.DPAdam:
     return dp.DPAdam(learning_rate=RATE, **PRIVATE)
 
@@ -58,7 +66,9 @@ OPTIMIZERS: dict[str, Callable[[tf.data.Dataset], tf.keras.optimizers.Optimizer]
     "dpsgd_secure": _secure,
     "dpsgd_adaptive": _adaptive,
     "materialized": _materialized,
+    "dpsgd_delayed": _delayed,
     "adadp": _adadp,
+    "untuned": _untuned,
     "dpadam": _dpadam,
     "adadps_fixed": _adadps_fixed,
     "adadps_public": _adadps_public,

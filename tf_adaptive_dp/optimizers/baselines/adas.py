@@ -57,7 +57,14 @@ class AdaS(FullSignature, tf.keras.optimizers.SGD):
         **kwargs: Any,
     ):
         super().__init__(learning_rate=learning_rate, name=name, **kwargs)
-        self._preconditioning = Preconditioning(check_side_information(side_information))
+        side_information = check_side_information(side_information)
+        if side_information.learns:
+            raise ValueError(
+                "`side_information` must not depend on released gradients, since `AdaS` releases "
+                f"none. Received: side_information={side_information!r}. Choose `PublicGradients` "
+                "or a `FixedPreconditioner`, or a private optimizer."
+            )
+        self._preconditioning = Preconditioning(side_information)
 
     def __repr__(self) -> str:
         return "<AdaS, which gives no privacy>"
