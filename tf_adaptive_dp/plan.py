@@ -583,20 +583,21 @@ class PrivacyPlan:
                 "Received: epsilon=None"
             )
 
-        def error(noise: NoiseStrategy) -> float:
-            sampling = self._sampling(self.batch_size, self.epochs, noise)
-            least = self._least_by_rdp(sampling, tolerance=3e-3)
-            return math.inf if least is None else least * prefix_error(noise, sampling.steps)
-
         best: NoiseStrategy = IndependentNoise()
-        least = error(best)
-        for bands in (2, 4, 8, 16, 32):
+        least, guess = math.inf, None
+        for bands in (1, 2, 4, 8, 16, 32):
             if bands * self.batch_size > self._num_units:
                 break
-            now = error(BandedNoise(bands))
-            if now >= least:  # amplification fades faster than the sums gain, from here on
+            noise = best if bands == 1 else BandedNoise(bands)
+            sampling = self._sampling(self.batch_size, self.epochs, noise)
+            # 1% is enough to compare, and more bands need little more noise: few evaluations.
+            found = self._least_by_rdp(sampling, 1e-2, guess)
+            if found is None:
                 break
-            best, least = BandedNoise(bands), now
+            error = found * prefix_error(noise, sampling.steps)
+            if error >= least:  # from here on, amplification fades faster than the sums gain
+                break
+            best, least, guess = noise, error, 1.2 * found
         return best
 
     def _sampling(
@@ -632,12 +633,17 @@ class PrivacyPlan:
         return self._spent(self.sampling, self.accountant, self.noise_multiplier, steps)
 
     def _least_by_rdp(
-        self, sampling: PoissonSampling | CyclicPoissonSampling, tolerance: float = 1e-3
+        self,
+        sampling: PoissonSampling | CyclicPoissonSampling,
+        tolerance: float = 1e-3,
+        guess: float | None = None,
     ) -> float | None:
-        guess = sampling.share
-        guess *= math.sqrt(-2 * sampling.steps * math.log(self.delta)) / self.epsilon
+        factor = 2.0 if guess is None else 1.3
+        if guess is None:
+            guess = sampling.share
+            guess *= math.sqrt(-2 * sampling.steps * math.log(self.delta)) / self.epsilon
         spent = functools.partial(self._spent, sampling, "rdp")
-        return calibration.least_noise(spent, self.epsilon, tolerance, guess=guess)
+        return calibration.least_noise(spent, self.epsilon, tolerance, guess=guess, factor=factor)
 
     def _least_noise(self, sampling: PoissonSampling | CyclicPoissonSampling) -> float:
         """The smallest noise multiplier for a sampling, up to 0.1%."""

@@ -125,8 +125,10 @@ class CyclicPoissonSampling(RandomSizes):
                 f"num_examples={num_examples!r}"
             )
 
-        def make(share: float, rows: int) -> CyclicPoissonSampling:
-            return cls(min(share * num_groups, 1.0), num_groups, rows, steps, seed)
+        q = num_groups * batch_size / num_examples
+
+        def make(_: float, rows: int) -> CyclicPoissonSampling:
+            return cls(q, num_groups, rows, steps, seed)
 
         return with_room(make, batch_size, num_examples, steps)
 
