@@ -17,6 +17,7 @@ import atexit
 import concurrent.futures
 import gc
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -46,7 +47,10 @@ class Runtime(tff.framework.SyncContext):
 
     Attributes:
       addresses: The addresses of the workers, `"host:port"`.
+      reads_own_files: Whether workers can read the files that this process has open.
     """
+
+    reads_own_files = False
 
     def __init__(
         self,
@@ -162,6 +166,8 @@ class _LocalRuntime(Runtime):
     An allocator never recovers all memory of rounds with different clients. The result of a
     computation is in Python when it ends, so a new worker lacks nothing that the old one held.
     """
+
+    reads_own_files = sys.platform == "linux"
 
     def __init__(self, max_concurrency: int | None, timeout: float):
         self._max_concurrency = max_concurrency
