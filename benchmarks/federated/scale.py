@@ -176,7 +176,7 @@ def ratio_part(args: argparse.Namespace) -> str:
     lines, ratios = [], []
     for title, problem in problems.items():
         with local_context() as context:
-            both = {"SGD": Rounds(problem.sgd()), "ADADP": Rounds(problem.adadp())}
+            both = {"SGD": Rounds(problem.averaged(False)), "ADADP": Rounds(problem.averaged(True))}
             steps = {n: lambda r=r, p=problem: r(p.clients) for n, r in both.items()}
             found = take_turns(steps, args.rounds, context)
         lines += [[title, name, *cells] for name, cells in _compared(found, "SGD").items()]

@@ -17,6 +17,7 @@ import atexit
 import concurrent.futures
 import gc
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -55,7 +56,10 @@ class Runtime(tff.framework.SyncContext):
       versions: For each worker of `remote_context`, what it said of its versions when it was
         connected: those of `tf_adaptive_dp`, `tensorflow-federated`, `tensorflow` and `python`.
         Empty for a worker that was not started by `python -m federated.runtime.worker`.
+      reads_own_files: Whether workers can read the files that this process has open.
     """
+
+    reads_own_files = False
 
     def __init__(
         self,
@@ -187,6 +191,8 @@ class _LocalRuntime(Runtime):
     An allocator never recovers all memory of rounds with different clients. The result of a
     computation is in Python when it ends, so a new worker lacks nothing that the old one held.
     """
+
+    reads_own_files = sys.platform == "linux"
 
     def __init__(self, max_concurrency: int | None, timeout: float):
         self._max_concurrency = max_concurrency

@@ -1,10 +1,10 @@
 """Rounds whose clients are computed in groups: the same rounds, for a tenth of the time.
 
 TFF prepares a graph and a data set for each client, which takes ten times as long as the arithmetic
-of a small one. Here a TFF client is a group of clients, whose serialized data sets it receives as a
-vector of strings. A loop in its graph trains them one after another, each from the server's weights
-and with a new optimizer state, and adds their updates up. Clipping, dividing by a preconditioner
-and weighting happen in this loop, per client; what leaves a group are sums.
+of a small one. Here a TFF client is a group of clients, whose serialized data sets it receives in
+one string. A loop in its graph trains them one after another, each from the server's weights and
+with a new optimizer state, and adds their updates up. Clipping, dividing by a preconditioner and
+weighting happen in this loop, per client; what leaves a group are sums.
 
 That is possible where the server needs nothing but sums over clients: the mean, and all DP queries
 of this library. The state of a process is the same with and without groups, so they can take turns.
@@ -13,6 +13,7 @@ of this library. The state of a process is the same with and without groups, so 
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +30,11 @@ from federated.privacy.dp_queries import SumOfGroups
 
 _MOST_CLIENTS = 64  # of a group, unless asked for more: a group costs as much as 10 such clients
 _GROUPS_PER_CORE = 2  # so that one slow group does not leave the other cores idle for long
-_GROUP = tff.TensorType(np.str_, [None])
+# The serialized data sets of a group, one after another, and their sizes in bytes. They are in
+# `content`, or in a file of that path.
+_GROUP = tff.to_type(
+    collections.OrderedDict(content=np.str_, path=np.str_, sizes=(np.int64, [None]))
+)
 
 
 class GroupSum(NamedTuple):
@@ -152,7 +157,7 @@ class GroupedRounds(tff.Computation):
 
     Attributes:
       single: `next` without groups.
-      grouped: `next` with vectors of serialized data sets.
+      grouped: `next` with groups, see `message`.
 
     Args:
       single: `next` without groups.
@@ -186,7 +191,14 @@ class GroupedRounds(tff.Computation):
             return self.single(*args, **kwargs)
         serialized = self._serialized(data)
         number = num_groups(len(serialized), self._clients_per_group)
-        return self.grouped(given["state"], groups_of(serialized, number))
+        with contextlib.ExitStack() as files:  # closed when the round is computed
+            in_files = files if self._context_reads_files() else None
+            messages = [message(group, in_files) for group in groups_of(serialized, number)]
+            return self.grouped(given["state"], messages)
+
+    @staticmethod
+    def _context_reads_files() -> bool:
+        return getattr(tff.framework.get_context_stack().current, "reads_own_files", False)
 
     def _serialized(self, datasets: Sequence[tf.data.Dataset]) -> list[bytes]:
         expected = self.type_signature.parameter[1].member
@@ -219,14 +231,39 @@ def num_groups(num_clients: int, clients_per_group: int | str) -> int:
     return min(num_clients, step * -(-num_clients // (step * _MOST_CLIENTS)))
 
 
-def groups_of(serialized: Sequence[bytes], number: int) -> list[np.ndarray]:
+def groups_of(serialized: Sequence[bytes], number: int) -> list[list[bytes]]:
     """Divides serialized data sets into groups of equal numbers and nearly equal sizes.
 
-    >>> [[len(s) for s in group] for group in groups_of([b"a", b"abc", b"ab", b"abcd"], 2)]
-    [[4, 2], [3, 1]]
+    >>> groups_of([b"a", b"abc", b"ab", b"abcd"], 2)
+    [[b'abcd', b'ab'], [b'abc', b'a']]
     """
     by_size = sorted(serialized, key=len, reverse=True)
-    return [np.array(by_size[k::number], np.object_) for k in range(number)]
+    return [by_size[k::number] for k in range(number)]
+
+
+def message(
+    group: Sequence[bytes], files: contextlib.ExitStack | None = None
+) -> collections.OrderedDict:
+    """What a group is sent.
+
+    TFF copies what it sends a dozen times. A worker on this machine reads it from a file instead,
+    which lives in memory alone, and ends with this process at the latest.
+
+    Args:
+      group: The serialized data sets of its clients.
+      files: If given, they go to a file, which `files` closes.
+
+    >>> dict(message([b"ab", b"c"]))
+    {'content': b'abc', 'path': b'', 'sizes': array([2, 1])}
+    """
+    sizes = np.array([len(serialized) for serialized in group], np.int64)
+    if files is None:
+        return collections.OrderedDict(content=b"".join(group), path=b"", sizes=sizes)
+    file = files.enter_context(open(os.memfd_create("clients"), "wb"))
+    file.writelines(group)
+    file.flush()
+    path = f"/proc/{os.getpid()}/fd/{file.fileno()}".encode()
+    return collections.OrderedDict(content=b"", path=path, sizes=sizes)
 
 
 def build_grouped_next(
@@ -250,7 +287,7 @@ def build_grouped_next(
       measured: Whether to return the measurements of the clients' training.
 
     Returns:
-      A computation from a state, and a vector of serialized data sets of each group, to a
+      A computation from a state, and a `message` to each group, to a
       `tff.learning.templates.LearningProcessOutput` of the same type as that of `single`.
     """
     described = describe_model(model_fn, None)
@@ -299,7 +336,7 @@ def _group_update(
     """Builds what a group computes: its value and weight, and the sums of metrics and reports."""
     batch_spec = tff.types.type_to_tf_tensor_specs(batch_type)
 
-    def update(from_server: Any, weights: Any, clients: tf.Tensor) -> tuple:
+    def update(from_server: Any, weights: Any, group: Any) -> tuple:
         with _Recorded() as variables:
             model = made_model(model_fn)
         client_update = build_update(model, optimizer, weighting, iterate)
@@ -309,16 +346,24 @@ def _group_update(
         hparams, params = from_server
 
         @tf.function
-        def over_clients(hparams: Any, params: Any, weights: Any, clients: tf.Tensor) -> tuple:
+        def over_clients(hparams: Any, params: Any, weights: Any, group: Any) -> tuple:
             # Metrics, say: a client of its own graph would find them as they are now.
             start = [v.read_value() for v in variables]
             data_spec = tf.data.DatasetSpec(batch_spec)
             traced = client_update.get_concrete_function(hparams, weights, data_spec)
             _, metrics, reports = map(_zeros, traced.structured_outputs)
             sums = group_sum.zero()
-            for serialized in clients:
+            content = tf.cond(
+                tf.equal(group["path"], ""),
+                lambda: group["content"],
+                lambda: tf.io.read_file(group["path"]),
+            )
+            ends = tf.cumsum(group["sizes"])
+            for k in tf.range(tf.size(ends)):
                 for variable, value in zip(variables, start):
                     variable.assign(value)
+                size = group["sizes"][k]
+                serialized = tf.strings.substr(content, ends[k] - size, size)
                 dataset = _dataset(serialized, batch_spec)
                 result, of_metrics, report = client_update(hparams, weights, dataset)
                 sums = group_sum.add(params, sums, result)
@@ -326,7 +371,7 @@ def _group_update(
                 reports = tf.nest.map_structure(tf.add, reports, report)
             return (*group_sum.finish(sums), metrics, reports)
 
-        return over_clients(hparams, params, weights, clients)
+        return over_clients(hparams, params, weights, group)
 
     return update
 

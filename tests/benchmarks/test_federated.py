@@ -24,6 +24,9 @@ def test_scale_prints_a_table_for_each_part():
     for row in (
         r"\| 2 \|",
         r"\| 3 \|",
+        r"SGD, one by one \|",
+        r"gaussian, ADADP, in groups \|",
+        r"s per round beside it",
         "network .* ADADP",
         "small model .* ADADP",
         "tree, ADADP",

@@ -1,6 +1,7 @@
 """Rounds in groups against the same rounds client by client: results, clip, noise and ledger."""
 
 import collections
+import os
 
 import numpy as np
 import pytest
@@ -228,6 +229,18 @@ def test_each_client_of_a_group_moves_the_sum_by_the_clip_at_most(noiseless, cli
     # Two clients with the same update: each is clipped, not their sum.
     assert moved(large, large) == pytest.approx(1.2, rel=1e-4)
     assert moved(HUGE) == moved(BROKEN) == moved(NOBODY) == 0
+
+
+def test_data_travel_in_files_of_this_machine_or_in_messages(noiseless, context, monkeypatch):
+    opened = len(os.listdir("/proc/self/fd"))
+    found = []
+    for reads_own_files in (True, False):
+        monkeypatch.setattr(context, "reads_own_files", reads_own_files)
+        output = in_groups(noiseless, 2)(noiseless.initialize(), COHORT)
+        found.append(weights(noiseless, output.state))
+        assert len(os.listdir("/proc/self/fd")) <= opened + 1  # of a connection, perhaps
+    np.testing.assert_array_equal(*found)
+    assert found[0].any()
 
 
 def test_lists_of_batches_and_wrong_data(noiseless):
