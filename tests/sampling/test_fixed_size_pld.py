@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from dp_accounting import pld
 from scipy import stats
+from scipy.integrate import trapezoid
 
 from tf_adaptive_dp.accounting import Releases
 from tf_adaptive_dp.sampling.fixed_size import (
@@ -27,10 +28,11 @@ def density(data, size, sigma):
 
 
 def divergence(p, q, epsilons):
-    return np.array([np.trapz(np.maximum(p - math.exp(e) * q, 0), X) for e in epsilons])
+    return np.array([trapezoid(np.maximum(p - math.exp(e) * q, 0), X) for e in epsilons])
 
 
-@pytest.mark.parametrize(("sigma", "size"), [(2.0, 1), (0.8, 2), (2.0, 2), (2.0, 3)])
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(("sigma", "size"), [(0.8, 2), (2.0, 1), (2.0, 2), (2.0, 3)])
 def test_the_profile_is_that_of_the_worst_data(sigma, size):
     bound = privacy_profile(EPSILONS, sigma, size / 4)
     worst = np.zeros_like(EPSILONS)
@@ -54,7 +56,8 @@ def test_the_profile_is_one_of_a_pair_of_distributions(sigma, fraction):
     assert (deltas >= np.maximum(0, 1 - alphas) - 1e-12).all()
 
 
-@pytest.mark.parametrize(("sigma", "fraction"), [(0.8, 0.05), (2.0, 0.3), (3.0, 1.0)])
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(("sigma", "fraction"), [(2.0, 0.3), (3.0, 1.0), (0.8, 0.05)])
 def test_the_distribution_of_one_release_has_the_profile(sigma, fraction):
     made = _pld_of_release(sigma, fraction)
     for epsilon in (0.0, 0.1, 0.5, 1.0):

@@ -76,6 +76,7 @@ def test_rounds_equal_those_of_tffs_wrapping(context, clients, make):
     assert dict(figures) == dict(same) and "accuracy" in same
 
 
+@pytest.mark.slow
 def test_a_private_process_takes_a_compiled_model(context, clients):
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     process = build_dp_fed_avg(
