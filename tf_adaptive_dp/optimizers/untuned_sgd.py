@@ -54,7 +54,8 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
       expected_batch_size: L, the public constant that divides the noisy sum. `None` uses the size
         of the first batch and requires all batches to have that size.
       **kwargs: `gradients`, `gradient_accumulation_steps`, `loss_scale`, `secure_noise`, `seed` and
-        `examples_per_user` as in `DPSGD`, and the arguments of `tf.keras.optimizers.Optimizer`, such as `use_ema`.
+        `examples_per_user` as in `DPSGD`, and the arguments of `tf.keras.optimizers.Optimizer`,
+        such as `use_ema`.
 
     Raises:
       {{raises}}
