@@ -243,6 +243,26 @@ def test_padding_that_contributes_is_refused_or_counted(jit, k):
     assert optimizer.ledger.num_releases == 3
 
 
+class Penalized(layers.Layer):
+    """Adds a term that Keras does not weight."""
+
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(tf.reduce_sum(x**2, axis=-1)))
+        return x
+
+
+@pytest.mark.slow
+def test_terms_without_weights_are_added_up_and_announced():
+    optimizer = dp.DPSGD(1.0, 4.0, expected_batch_size=40.0, examples_per_user=3, learning_rate=0.1)
+    inputs = keras.Input([2])
+    model = keras.Model(inputs, layers.Dense(1)(Penalized()(layers.Dense(2)(inputs))))
+    model.compile(optimizer, "mse")
+    with pytest.warns(UserWarning, match="Terms of the loss have no sample weights"):
+        model.fit(drawn(2, k=3), steps_per_epoch=2, shuffle=False, verbose=0)
+    # Empty places contribute nothing by these terms either: the step would have failed.
+    assert optimizer.ledger.segments == [(4.0, 40.0, 2)]
+
+
 @pytest.mark.slow
 def test_a_repeated_draw_of_users_is_noticed():
     optimizer = dp.DPSGD(1.0, 4.0, expected_batch_size=40.0, examples_per_user=2, learning_rate=0.1)
