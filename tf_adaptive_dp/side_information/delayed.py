@@ -182,16 +182,19 @@ def _observe_one(
     sums = total + tf.cast(gradient, dtype) * counted
     variance = noise + tf.square(tf.cast(noise_stddev, dtype) * counted)
 
-    def changed() -> tf.Tensor:
+    present = own.read_value()
+
+    def changed() -> tuple[tf.Tensor, tf.Tensor]:
         n, t = tf.cast(seen - since, dtype), tf.cast(seen, dtype)
         in_mean = variance / tf.square(n)
-        without = in_mean * tf.square(own) * n / t
-        return row_scales.row_scales(row_scales.energies(sums / n, in_mean, without))
+        without = in_mean * tf.square(present) * n / t
+        energy = row_scales.energies(sums / n, in_mean, without)
+        return row_scales.row_scales(energy), tf.zeros_like(sums)
 
-    present = own.read_value()
-    following = tf.cond(due, changed, lambda: present)
+    # A branch, which costs nothing in most steps. It assigns nothing, as replicas require.
+    following, kept = tf.cond(due, changed, lambda: (present, sums))
     ratio = tf.cast(following / present, tf.float64)
     own.assign(following)
-    total.assign(tf.where(due, tf.zeros_like(sums), sums))
+    total.assign(kept)
     noise.assign(tf.where(due, tf.zeros_like(variance), variance))
     return tf.stack([tf.reduce_min(ratio), tf.reduce_max(ratio)])
