@@ -12,9 +12,9 @@ turns in one run. Six parts, each a table:
   processes, whose clients are computed one by one or in groups.
 - train: what `federated.train` adds to its rounds: the journal, the state on the disk, ε, figures
   for TensorBoard and a CSV file.
-- ratio: `build_adaptive_fed_avg` ÷ TFF's `build_weighted_fed_avg` with SGD on the same batches, so
-  with the same number of gradients; for the network of the ADADP paper's CIFAR-10 experiment, in
-  clients of 50 batches (the paper has 1,000), and for the small model of the other parts.
+- ratio: `build_adaptive_fed_avg` with ADADP ÷ the same with SGD on the same batches, so with the
+  same number of gradients; for the network of the ADADP paper's CIFAR-10 experiment, in clients of
+  50 batches (the paper has 1,000), and for the small model of the other parts.
 - processes: this library's processes ÷ `build_weighted_fed_avg` with SGD, for the small model.
 - memory: resident size of this process and of the worker over rounds of `build_dp_fed_avg` with
   ADADP, with other clients, and another number of them, each time. These are medians of ten rounds,
