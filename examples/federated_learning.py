@@ -58,8 +58,11 @@ def main() -> None:
 
     users = len(train.client_ids)
     delta = 0.1 / users
-    privacy = federated.UserLevelPrivacy(  # the clip adapts
-        args.noise_multiplier, clients_per_round=users / 4, total_clients=users, initial_clip=0.3
+    privacy = federated.UserLevelPrivacy(
+        noise_multiplier=args.noise_multiplier,
+        clients_per_round=min(50, users / 4),
+        total_clients=users,
+        initial_clip=0.3,  # it adapts
     )
     process = federated.build_dp_fed_avg(
         model_fn, federated.build_adadp(), privacy, input_spec=train.element_type_structure

@@ -20,7 +20,7 @@ def load_digits(num_clients: int = 200, *, alpha: float = 10.0, seed: int = 0) -
     statistics of the data set.
 
     Args:
-      num_clients: The number of clients to train on, from 5 to 1,437.
+      num_clients: The number of clients to train on, from 5 to 1,438.
       alpha: Greater than 0. Small values give each client about one digit, large ones give all
         clients the same shares.
       seed: The seed of the division.

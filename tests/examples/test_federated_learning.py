@@ -30,8 +30,8 @@ def test_it_trains_states_what_it_spent_and_resumes(tmp_path, monkeypatch):
     accuracy = float(re.search(r"Accuracy on held-out users: ([\d.]+)%", out)[1])
     assert 60 < accuracy < 100
     assert re.search(r"epsilon = \d\.\d+ and delta = 0.0005", out)
-    assert "12 noisy averages of client updates" in out
+    assert "8 noisy averages of client updates" in out
     model = tf.keras.models.load_model(tmp_path / "model.keras")
     assert model.predict(tf.zeros([1, 64]), verbose=0).shape == (1, 10)
     again = run_example("federated_learning.py", "--out_dir", tmp_path)
-    assert f"{accuracy}%" in again and "12 noisy averages" in again
+    assert f"{accuracy}%" in again and "8 noisy averages" in again

@@ -25,7 +25,8 @@ def left(dropping, cohort=CLIENTS, number=1):
 
 def test_clients_drop_out_at_the_rate_and_independently():
     dropping = Dropping(0.3, "raise", KEY)
-    stays = np.array([[c in set(left(dropping, number=n)) for c in CLIENTS] for n in range(100)])
+    rounds_of = [set(left(dropping, number=n)) for n in range(100)]
+    stays = np.array([[client in there for client in CLIENTS] for there in rounds_of])
     for mean in (stays.mean(), *stays.mean(axis=0).reshape(10, 10).mean(axis=1)):
         assert abs(mean - 0.7) < 0.06
     pairs = np.corrcoef(stays.T.astype(float))

@@ -221,6 +221,7 @@ def test_what_has_no_weights_is_not_exported():
         export(weights(np.zeros([3, 2])), model_fn)
 
 
+@pytest.mark.slow
 def test_the_best_state_becomes_a_model_of_keras(context, tmp_path):
     process = build_adaptive_fed_avg(
         model_fn, input_spec=real_rounds.dataset("client 0").element_spec
