@@ -218,6 +218,7 @@ def grouped_batch(plan):
     return next(iter(plan.batches(X, Y)))
 
 
+@pytest.mark.slow
 def test_validation_takes_users():
     plan = planned()
     model = model_of(plan, learning_rate=0.1)

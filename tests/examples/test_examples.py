@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 
+from tests.helpers import posts
 from tests.helpers.programs import run_example
 
 
@@ -35,3 +36,26 @@ def test_mnist_trains_with_each_optimizer(optimizer):
     result = json.loads(out.splitlines()[-1])
     assert result["optimizer"] == optimizer and result["epsilon"] > 0
     assert "shuffl" in out
+
+
+@pytest.mark.slow
+def test_people_states_both_guarantees(tmp_path):
+    words = {"brewing": "hot coffee cup", "physics": "qubit spin gate"}
+    rows = [
+        (split, f"{split} {user}", words[tag], "", tag)
+        for split in ("heldout", "train", "test")
+        for user in range(40)
+        for tag in list(words) * (1 + user % 2)
+    ]
+    posts.write(tmp_path, rows)
+    small = {"num_words": 6, "num_tags": 2, "epochs": 2, "batch_size": 8, "examples_per_user": 2}
+    small["posts"] = 2
+    flags = [part for name, value in small.items() for part in (f"--{name}", value)]
+    out = run_example("people.py", "--data_dir", tmp_path, *flags)
+    post, person = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
+    assert "120 posts of 40 people, who wrote 2 to 4 each" in out
+    assert person["epsilon_per_person"] == person["epsilon_per_unit"] == 8.0
+    of_two = post["epsilon_per_person"]["2"]
+    assert of_two is None or 10.0 < of_two < 40.0
+    assert post["steps"] == 30 and person["steps"] == 10
+    assert "Unit: one example." in out and "Unit: one user." in out

@@ -75,7 +75,10 @@ def test_vocabulary_is_cut_to_the_most_frequent(data_dir):
 
 def test_bags_are_means_over_all_words_and_the_class_is_the_most_frequent_tag(data_dir):
     known = stackoverflow.vocabulary(stackoverflow.posts(data_dir, "heldout"), 10, 10)
-    x, y = stackoverflow.bags_of_words(stackoverflow.posts(data_dir, "train"), known)
+    train = stackoverflow.posts(data_dir, "train")
+    x, y = stackoverflow.bags_of_words(train, known)
+    assert len(stackoverflow.authors(train, known)) == len(x)
+    assert set(stackoverflow.authors(train, known)) <= {post.user for post in train}
     # "physics" is unknown: that post is left out. "zzz", "it" … count in the length alone.
     np.testing.assert_allclose(x, [[0.5, 0, 0.25], [0, 0.25, 0]])
     assert y.tolist() == [0, 0]  # "brewing|taste" is of the class that more users wrote

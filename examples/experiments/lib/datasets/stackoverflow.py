@@ -146,6 +146,17 @@ def bags_of_words(chosen: Sequence[Post], known: Vocabulary) -> tuple[np.ndarray
     return x, np.asarray([label for _, label in labelled], np.int32)
 
 
+def authors(chosen: Sequence[Post], known: Vocabulary) -> np.ndarray:
+    """Who wrote each row that `bags_of_words` makes of the same posts: strings [N].
+
+    Args:
+      chosen: posts.
+      known: words and tags.
+    """
+    classes = {tag: k for k, tag in enumerate(known.tags)}
+    return np.asarray([post.user for post, _ in _labelled(chosen, classes)])
+
+
 def _labelled(chosen: Sequence[Post], classes: dict[str, int]) -> Iterator[tuple[Post, int]]:
     for post in chosen:
         labels = [classes[tag] for tag in post.tags if tag in classes]
