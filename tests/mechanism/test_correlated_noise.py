@@ -47,6 +47,7 @@ def whitened(strategy, noises):
     return sum(parts)
 
 
+@pytest.mark.slow_after(3)
 @each
 @pytest.mark.parametrize("mode", ["eager", "graph of fixed size", "xla"])
 def test_the_noise_times_the_strategy_is_independent_and_gaussian(strategy, mode):
@@ -77,6 +78,7 @@ def test_the_noise_of_each_step_has_the_variance_and_correlations_of_the_inverse
                 assert abs(wanted) / 3 > 2 * bound
 
 
+@pytest.mark.slow_after(1)
 @each
 def test_sums_have_less_noise_than_those_of_independent_noise(strategy):
     steps = 40
@@ -148,6 +150,7 @@ def resumed(strategy, keys, num_releases, size=SIZE, **kwargs):
     return mechanism
 
 
+@pytest.mark.slow_after(1)
 @each
 @pytest.mark.parametrize("traced_before", [False, True])
 def test_another_process_goes_on_with_the_same_noise(strategy, traced_before):
@@ -317,6 +320,7 @@ def test_independent_noise_is_the_default_and_what_it_was():
     assert dp.DPSGD(1.0, 1.0).get_config()["noise"] is None
 
 
+@pytest.mark.slow_after(1)
 @each
 def test_a_configuration_keeps_the_strategy_and_the_ledger_but_not_the_key(strategy):
     optimizer = dp.DPAdam(1.0, 1.0, expected_batch_size=20, noise=strategy)
