@@ -7,6 +7,7 @@ once in a million.
 import copy
 import math
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tf_adaptive_dp.mechanism.noise import GaussianNoise
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 SIZE = 5_000
 STRATEGIES = {"banded": BandedNoise(4), "own": ToeplitzNoise((3.0, 2.0, 2.0))}
+FOUR_BANDS = STRATEGIES["banded"]
 each = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 
 
@@ -399,3 +401,36 @@ def test_the_noise_of_one_object_is_that_of_its_seed():
         [tf.zeros([30])], 1.0, 1
     )
     np.testing.assert_allclose(first[0] * BandedNoise(3).coefficients[0], plain, rtol=1e-5)
+
+
+def test_the_noise_of_a_step_is_shown_with_its_true_size():
+    variable = tf.Variable(tf.zeros([100]))
+    one, other = (dp.DPSGD(1.0, 2.0, expected_batch_size=10, noise=n) for n in (None, FOUR_BANDS))
+    other.ledger.restore([(2.0, 10.0, 50)])
+    expected = 2.0 * np.linalg.norm(FOUR_BANDS.noise_coefficients(51))
+    assert one.noise_to_signal([variable]) == 2.0
+    assert other.noise_to_signal([variable]) == pytest.approx(expected)
+
+
+def test_threads_that_share_an_optimizer_share_its_past():
+    run = mechanism_of(FOUR_BANDS)
+    found = {}
+
+    def train(name):
+        rows = [np.zeros([1, SIZE], "float32")]
+        step = zoo.in_mode("graph of fixed size", lambda r: run.release(zoo.Rows(r), 1), rows)
+        found[name] = [step(*rows)[0].numpy() for _ in range(6)]
+
+    threads = [threading.Thread(target=train, args=[name]) for name in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert run.ledger.num_releases == 18 and len(run.noise._secret.past) == 1
+    # In some order they are the noise of one run: the last three are those that are kept.
+    (past,) = run.noise._secret.past.values()
+    released = np.concatenate(list(found.values()))
+    for kept in past.numpy()[:, :SIZE]:
+        assert np.isclose(released, kept, atol=1e-5).all(axis=1).sum() == 1
+    first = min(range(18), key=lambda i: released[i].std())
+    assert_gaussian(released[first], FOUR_BANDS.noise_coefficients(1)[0])
