@@ -76,7 +76,7 @@ def releases(path):
 
 def test_an_interrupted_run_goes_on_with_the_noise_of_its_past(tmp_path):
     keys = tmp_path / "run" / "noise.key"
-    for stop_at in (7, 3, 21):
+    for stop_at in (7, 5):
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, stop_at)
         assert stat.S_IMODE(keys.stat().st_mode) == 0o600
@@ -93,7 +93,7 @@ def test_an_interrupted_run_goes_on_with_the_noise_of_its_past(tmp_path):
     expected = expected_noise(held["noise_keys"], numbers[len(before) - 1] + 1)
     for number, values in before:
         np.testing.assert_allclose(values, expected[number] / B, atol=1e-5)
-    assert len(held["noise_keys"]) == 3 and len({key for _, key in held["noise_keys"]}) == 3
+    assert len(held["noise_keys"]) == 2 and len({key for _, key in held["noise_keys"]}) == 2
 
 
 def test_a_run_without_its_keys_is_not_continued(tmp_path):
@@ -124,6 +124,7 @@ def test_a_checkpoint_alone_is_not_continued(tmp_path):
         model.fit(*data, batch_size=4, verbose=0)
 
 
+@pytest.mark.slow
 def test_copies_of_a_directory_draw_noise_of_their_own(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, 6)
@@ -176,11 +177,17 @@ def test_the_budget_is_kept_with_the_noise_found_for_it():
     assert plan._epsilon_after(plan.steps) == pytest.approx(spent)
 
 
-def test_independent_noise_is_best_for_a_small_budget_and_bands_for_a_larger_one():
-    arguments = {"delta": 1e-5, "num_examples": 5_000, "batch_size": 50, "epochs": 4}
-    small = dp.PrivacyPlan(0.3, **arguments, accountant="rdp", noise="best")
+ARGUMENTS = {"delta": 1e-5, "num_examples": 5_000, "batch_size": 50, "epochs": 4}
+
+
+def test_independent_noise_is_best_for_a_small_budget():
+    small = dp.PrivacyPlan(0.3, **ARGUMENTS, accountant="rdp", noise="best")
     assert small.noise == IndependentNoise() and isinstance(small.sampling, dp.PoissonSampling)
-    large = dp.PrivacyPlan(4.0, **arguments, accountant="rdp", noise="best")
+
+
+@pytest.mark.slow
+def test_bands_are_best_for_a_larger_budget():
+    large = dp.PrivacyPlan(4.0, **ARGUMENTS, accountant="rdp", noise="best")
     assert large.noise.bands > 1 and large.sampling.num_groups == large.noise.bands
 
 

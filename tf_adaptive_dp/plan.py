@@ -523,6 +523,12 @@ class PrivacyPlan:
             f"{self._gain():.2f} of what independent noise of this multiplier gives"
         ]
 
+    def _gain_of_sums(self, steps: int) -> float:
+        """T steps in one direction relative to the noise in their sum, √T if it is independent."""
+        if self.noise.is_independent:
+            return math.sqrt(steps)
+        return steps / float(np.linalg.norm(np.cumsum(self.noise.noise_coefficients(steps))))
+
     def _gain(self) -> float:
         return prefix_error(self.noise, self.steps) / prefix_error(IndependentNoise(), self.steps)
 
@@ -570,8 +576,7 @@ class PrivacyPlan:
             for number in epochs:
                 sampling = self._sampling(size, checks.integer("epochs", number, 1))
                 noise = self._least_noise(sampling)
-                in_sum = np.cumsum(self.noise.noise_coefficients(sampling.steps))
-                ratio = sampling.steps / float(np.linalg.norm(in_sum)) * size / noise
+                ratio = self._gain_of_sums(sampling.steps) * size / noise
                 offers.append(PlanOffer(size, number, sampling.steps, noise, ratio))
         return sorted(offers, key=lambda offer: -offer.signal_to_noise)
 

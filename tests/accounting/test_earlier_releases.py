@@ -13,6 +13,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tf_adaptive_dp._keras.generation import GENERATION
+from tf_adaptive_dp.accounting import BandedNoise
 from tf_adaptive_dp.accounting.ledger import Segment
 
 
@@ -288,6 +289,13 @@ def test_the_statement_says_that_it_counts_one_ledger():
     ledger = [Segment(2.0, 200.0, 6_000)]
     text = dp.privacy_statement(_Ledger(ledger), 60_000, 1e-5, sampling="poisson")
     assert "does not cover what another optimizer released about the data" in " ".join(text.split())
+
+
+def test_releases_with_correlated_noise_cannot_be_carried_by_their_segments():
+    weights = variables()
+    train(optimizer(noise=BandedNoise(2)), weights, steps=3)
+    with pytest.warns(UserWarning, match="trained by 3 private releases.*correlated over steps"):
+        train(optimizer(), weights)
 
 
 class _Ledger:

@@ -7,6 +7,7 @@ once in a million.
 import copy
 import math
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tf_adaptive_dp.mechanism.noise import GaussianNoise
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 SIZE = 5_000
 STRATEGIES = {"banded": BandedNoise(4), "own": ToeplitzNoise((3.0, 2.0, 2.0))}
+FOUR_BANDS = STRATEGIES["banded"]
 each = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 
 
@@ -47,6 +49,7 @@ def whitened(strategy, noises):
     return sum(parts)
 
 
+@pytest.mark.slow_after(3)
 @each
 @pytest.mark.parametrize("mode", ["eager", "graph of fixed size", "xla"])
 def test_the_noise_times_the_strategy_is_independent_and_gaussian(strategy, mode):
@@ -77,6 +80,7 @@ def test_the_noise_of_each_step_has_the_variance_and_correlations_of_the_inverse
                 assert abs(wanted) / 3 > 2 * bound
 
 
+@pytest.mark.slow_after(1)
 @each
 def test_sums_have_less_noise_than_those_of_independent_noise(strategy):
     steps = 40
@@ -148,6 +152,7 @@ def resumed(strategy, keys, num_releases, size=SIZE, **kwargs):
     return mechanism
 
 
+@pytest.mark.slow_after(1)
 @each
 @pytest.mark.parametrize("traced_before", [False, True])
 def test_another_process_goes_on_with_the_same_noise(strategy, traced_before):
@@ -317,6 +322,7 @@ def test_independent_noise_is_the_default_and_what_it_was():
     assert dp.DPSGD(1.0, 1.0).get_config()["noise"] is None
 
 
+@pytest.mark.slow_after(1)
 @each
 def test_a_configuration_keeps_the_strategy_and_the_ledger_but_not_the_key(strategy):
     optimizer = dp.DPAdam(1.0, 1.0, expected_batch_size=20, noise=strategy)
@@ -395,3 +401,36 @@ def test_the_noise_of_one_object_is_that_of_its_seed():
         [tf.zeros([30])], 1.0, 1
     )
     np.testing.assert_allclose(first[0] * BandedNoise(3).coefficients[0], plain, rtol=1e-5)
+
+
+def test_the_noise_of_a_step_is_shown_with_its_true_size():
+    variable = tf.Variable(tf.zeros([100]))
+    one, other = (dp.DPSGD(1.0, 2.0, expected_batch_size=10, noise=n) for n in (None, FOUR_BANDS))
+    other.ledger.restore([(2.0, 10.0, 50)])
+    expected = 2.0 * np.linalg.norm(FOUR_BANDS.noise_coefficients(51))
+    assert one.noise_to_signal([variable]) == 2.0
+    assert other.noise_to_signal([variable]) == pytest.approx(expected)
+
+
+def test_threads_that_share_an_optimizer_share_its_past():
+    run = mechanism_of(FOUR_BANDS)
+    found = {}
+
+    def train(name):
+        rows = [np.zeros([1, SIZE], "float32")]
+        step = zoo.in_mode("graph of fixed size", lambda r: run.release(zoo.Rows(r), 1), rows)
+        found[name] = [step(*rows)[0].numpy() for _ in range(6)]
+
+    threads = [threading.Thread(target=train, args=[name]) for name in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert run.ledger.num_releases == 18 and len(run.noise._secret.past) == 1
+    # In some order they are the noise of one run: the last three are those that are kept.
+    (past,) = run.noise._secret.past.values()
+    released = np.concatenate(list(found.values()))
+    for kept in past.numpy()[:, :SIZE]:
+        assert np.isclose(released, kept, atol=1e-5).all(axis=1).sum() == 1
+    first = min(range(18), key=lambda i: released[i].std())
+    assert_gaussian(released[first], FOUR_BANDS.noise_coefficients(1)[0])

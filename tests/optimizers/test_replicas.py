@@ -15,6 +15,7 @@ from tests.helpers.gaussianity import (
     fits,
 )
 from tf_adaptive_dp._keras.generation import GENERATION
+from tf_adaptive_dp.accounting import BandedNoise
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
 
@@ -183,6 +184,7 @@ def assert_refused(strategy, message, run=True, **kwargs):
         ({"examples_per_user": 2}, "`examples_per_user` must be None on several replicas"),
         ({"gradient_accumulation_steps": 2}, "`gradient_accumulation_steps` must be 1 on several"),
         ({"secure_noise": True}, "summing across replicas rounds after the noise"),
+        ({"noise": BandedNoise(2)}, r"`noise` must be IndependentNoise\(\) on several replicas"),
     ],
 )
 def test_what_is_not_proven_on_several_replicas_is_refused(kwargs, message):

@@ -114,7 +114,7 @@ def test_to_go_on_needs_the_key_of_the_groups():
         dp.poisson_batches(numbered(100), sampling, key=bytes(40))
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("steps, blocks", [(40, 10), (37, 10), (1, 1), (4, 1), (5, 2)])
 def test_epsilon_is_that_of_one_sampled_gaussian_per_block(steps, blocks, accountant):
     sampling = sampling_of()

@@ -253,7 +253,7 @@ def sensitivity(
     Raises:
       TypeError, ValueError: if an argument has the wrong type or is out of range.
 
-    >>> sensitivity(BandedNoise(4), steps=100, min_separation=25)
+    >>> round(sensitivity(BandedNoise(4), steps=100, min_separation=25), 6)
     2.0
     """
     checks.integer("steps", steps, 1)

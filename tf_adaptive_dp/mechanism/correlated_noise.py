@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.mechanism.noise import aligned, normal_numbers
+
+# Threads that trace steps at the same time have to take back noise from the same variable.
+_CREATION = threading.Lock()
 
 NO_KEY = (
     "The noise of this optimizer takes back noise of earlier releases, which only the process that "
@@ -201,7 +205,9 @@ class CorrelatedNoise:
     def _past(self, size: int) -> tf.Variable:
         """[b - 1, size], the last noises, the latest first."""
         secret = self._secret
-        if size not in secret.past:
+        with _CREATION:
+            if size in secret.past:
+                return secret.past[size]
             with tf.init_scope():
                 if secret.past and int(self.number()):
                     raise ValueError(
@@ -212,11 +218,15 @@ class CorrelatedNoise:
                 start = self._replayed(size)
                 with uncounted_variables():
                     made = tf.Variable(start, trainable=False, name="past_noise")
-                secret.past = {size: local_copies(made)[0]}
-        return secret.past[size]
+            secret.past = {size: local_copies(made)[0]}
+            return secret.past[size]
 
     def _replayed(self, size: int) -> tf.Tensor:
-        """[b - 1, size], the noises before the next release, drawn again with the keys."""
+        """[b - 1, size], the noises before the next release, drawn again with the keys.
+
+        The number at a place does not depend on `size`, so other variables may be trained now:
+        whatever stands at that place takes back the noise that was released there.
+        """
         kept = self.strategy.bands - 1
         count = int(self.number())
         start = tf.zeros([kept, size])

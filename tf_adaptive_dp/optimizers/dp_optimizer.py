@@ -252,7 +252,8 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
     def noise_to_signal(self, variables: Sequence[tf.Variable]) -> float | None:
         """The norm of a step's noise relative to the largest norm that the mean gradient can have.
 
-        That is σ·√d / L for d trained numbers and a batch of L examples, all of them public.
+        That is σ·√d / L for d trained numbers and a batch of L examples, all of them public; more
+        with correlated noise, whose single steps are noisier.
 
         Args:
           variables: the variables that are trained.
@@ -264,7 +265,11 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         if not size:
             return None
         num_parameters = sum(native(v).shape.num_elements() for v in variables)
-        return self.noise_multiplier * math.sqrt(num_parameters) / size
+        noise = self.noise_multiplier * math.sqrt(num_parameters) / size
+        if self.noise.is_independent:
+            return noise
+        of_step = self.noise.noise_coefficients(self.ledger.num_releases + 1)
+        return noise * math.sqrt(float((of_step**2).sum()))
 
     @tf.autograph.experimental.do_not_convert
     @short_traceback

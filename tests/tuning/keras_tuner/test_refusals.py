@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import tuned
+from tf_adaptive_dp.accounting import BandedNoise
 from tf_adaptive_dp.tuning import strategies
 from tf_adaptive_dp.tuning.keras_tuner import arguments
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
@@ -50,6 +51,11 @@ def used():
         (lambda: tuned.optimizer(num_microbatches=4), dp.NotPrivateError, "num_microbatches=4"),
         (lambda: tuned.optimizer(examples_per_user=4), dp.NotPrivateError, "examples_per_user=4"),
         (lambda: tuned.optimizer(seed=7), dp.NotPrivateError, "seed=7"),
+        (
+            lambda: dp.DPSGD(1.0, 1.0, expected_batch_size=8.0, noise=BandedNoise(2)),
+            dp.NotPrivateError,
+            "must draw independent noise",
+        ),
         (used, dp.NotPrivateError, "3 releases in its ledger"),
         (
             lambda: with_information(dp_accounting.GaussianDpEvent(1.0)),
