@@ -30,11 +30,7 @@ from federated.privacy.dp_queries import SumOfGroups
 
 _MOST_CLIENTS = 64  # of a group, unless asked for more: a group costs as much as 10 such clients
 _GROUPS_PER_CORE = 2  # so that one slow group does not leave the other cores idle for long
-# The serialized data sets of a group, one after another, and their sizes in bytes. They are in
-# `content`, or in a file of that path.
-_GROUP = tff.to_type(
-    collections.OrderedDict(content=np.str_, path=np.str_, sizes=(np.int64, [None]))
-)
+_GROUP = tff.TensorType(np.str_, [3])  # see `message`
 
 
 class GroupSum(NamedTuple):
@@ -241,10 +237,11 @@ def groups_of(serialized: Sequence[bytes], number: int) -> list[list[bytes]]:
     return [by_size[k::number] for k in range(number)]
 
 
-def message(
-    group: Sequence[bytes], files: contextlib.ExitStack | None = None
-) -> collections.OrderedDict:
-    """What a group is sent.
+def message(group: Sequence[bytes], files: contextlib.ExitStack | None = None) -> np.ndarray:
+    """What a group is sent: its clients' data sets in a row, or a path to them; and their sizes.
+
+    These are three strings in a vector, since the contexts of TFF's programs take the parts of a
+    structure for those of a list of clients.
 
     TFF copies what it sends a dozen times. A worker on this machine reads it from a file instead,
     which lives in memory alone, and ends with this process at the latest.
@@ -253,17 +250,18 @@ def message(
       group: The serialized data sets of its clients.
       files: If given, they go to a file, which `files` closes.
 
-    >>> dict(message([b"ab", b"c"]))
-    {'content': b'abc', 'path': b'', 'sizes': array([2, 1])}
+    >>> content, path, sizes = message([b"ab", b"c"])
+    >>> content, path, np.frombuffer(sizes, np.int64)
+    (b'abc', b'', array([2, 1]))
     """
-    sizes = np.array([len(serialized) for serialized in group], np.int64)
+    sizes = np.array([len(serialized) for serialized in group], np.int64).tobytes()
     if files is None:
-        return collections.OrderedDict(content=b"".join(group), path=b"", sizes=sizes)
+        return np.array([b"".join(group), b"", sizes], np.object_)
     file = files.enter_context(open(os.memfd_create("clients"), "wb"))
     file.writelines(group)
     file.flush()
     path = f"/proc/{os.getpid()}/fd/{file.fileno()}".encode()
-    return collections.OrderedDict(content=b"", path=path, sizes=sizes)
+    return np.array([b"", path, sizes], np.object_)
 
 
 def build_grouped_next(
@@ -353,17 +351,14 @@ def _group_update(
             traced = client_update.get_concrete_function(hparams, weights, data_spec)
             _, metrics, reports = map(_zeros, traced.structured_outputs)
             sums = group_sum.zero()
-            content = tf.cond(
-                tf.equal(group["path"], ""),
-                lambda: group["content"],
-                lambda: tf.io.read_file(group["path"]),
-            )
-            ends = tf.cumsum(group["sizes"])
+            sent, path, sizes = tf.unstack(group)
+            content = tf.cond(tf.equal(path, ""), lambda: sent, lambda: tf.io.read_file(path))
+            sizes = tf.io.decode_raw(sizes, tf.int64)
+            ends = tf.cumsum(sizes)
             for k in tf.range(tf.size(ends)):
                 for variable, value in zip(variables, start):
                     variable.assign(value)
-                size = group["sizes"][k]
-                serialized = tf.strings.substr(content, ends[k] - size, size)
+                serialized = tf.strings.substr(content, ends[k] - sizes[k], sizes[k])
                 dataset = _dataset(serialized, batch_spec)
                 result, of_metrics, report = client_update(hparams, weights, dataset)
                 sums = group_sum.add(params, sums, result)

@@ -352,8 +352,10 @@ def _composed(
         # Of a `FunctionalModel`, or of a compiled model of Keras.
         if not hasattr(model_fn, "initial_weights"):
             return tff.learning.models.ModelWeights.from_model(model_fn())
+        # The containers are those of the models' variables.
+        kind = tuple if isinstance(model_fn, tff.learning.models.FunctionalModel) else list
         trainable, fixed = (
-            tuple(map(tf.convert_to_tensor, weights)) for weights in model_fn.initial_weights
+            kind(map(tf.convert_to_tensor, weights)) for weights in model_fn.initial_weights
         )
         return tff.learning.models.ModelWeights(trainable, fixed)
 

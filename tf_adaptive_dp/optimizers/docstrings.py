@@ -42,9 +42,9 @@ l2_norm_clip: C, the bound on the L2 norm of each example's gradient; at least 1
     one. `expected_batch_size` then counts users. `PrivacyPlan(user_ids=...)` sets it, and only
     the batches of such a plan or of `poisson_batches(user_ids=...)` fit.""",
     "side_information_args": """\
-side_information: `None`, or the `FixedPreconditioner`, `PublicGradients` or `DelayedPreconditioner`
-    that preconditions gradients before they are clipped, as in `AdaDPS`. The update rule stays the
-    same.""",
+side_information: `None`, or the `FixedPreconditioner`, `PublicGradients` or
+    `DelayedPreconditioner` that preconditions gradients before they are clipped, as in `AdaDPS`.
+    The update rule stays the same.""",
     "public_data_args": """\
 side_information: `PublicGradients` or `FixedPreconditioner`. Also pass `PublicGradients` to
     `fit` as a callback.""",
