@@ -42,7 +42,7 @@ from federated.datasets import cifar10
 from federated.datasets.clients import ClientBatches
 from federated.privacy import client_sampling
 from federated.simulation import trials
-from federated.simulation.evaluation import evaluator
+from federated.simulation.evaluator import evaluator
 from federated.simulation.trials import Settings, Trial
 from federated.training import monitor, processes, program
 

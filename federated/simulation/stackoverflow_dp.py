@@ -55,7 +55,7 @@ from federated.privacy import user_epsilon
 from federated.privacy.client_sampling import ClientSampler, ShuffledEpochs
 from federated.privacy.user_level import UserLevelPrivacy
 from federated.simulation import tag_prediction, trials
-from federated.simulation.evaluation import evaluator
+from federated.simulation.evaluator import evaluator
 from federated.simulation.tag_trials import METHODS, SCALES, accuracy, best_runs, plan
 from federated.simulation.trials import Settings, Trial
 from federated.training import monitor, processes, program

@@ -70,6 +70,21 @@ def _ledger_of(
     return ledger
 
 
+def _check_clients(
+    ledger: user_epsilon.UserLedger | None, dropout: Dropout, on_client_error: str, min_clients: int
+) -> None:
+    """Raises for what a round cannot do without clients that were drawn."""
+    checks.integer("min_clients", min_clients, 0)
+    if min_clients and ledger is not None:
+        raise ValueError(
+            "`min_clients` must be 0 in a private run: if a round is not run because few clients "
+            "are left, that tells something of who is there, which ε does not cover. A private "
+            "round is released with all of its noise, however few clients are left. Received: "
+            f"min_clients={min_clients!r}"
+        )
+    check_dropping(dropout, on_client_error)
+
+
 def _check(
     sampler: Any,
     num_rounds: int,
@@ -131,6 +146,51 @@ def _figures_of_privacy(
     epsilon = user_epsilon.epsilon_spent(ledger, delta, sampling=sampling)
     infinite = {"privacy/NOT_PRIVATE": 1.0} if math.isinf(epsilon) else {}
     return counted | {"privacy/epsilon": epsilon, "privacy/delta": delta} | infinite
+
+
+class _Figures:
+    """Makes the figures of each round, and remembers what share of ADADP's steps was discarded.
+
+    Args:
+      delta: See `train`.
+      sampling: That of the sampler.
+    """
+
+    def __init__(self, delta: float | None, sampling: Any):
+        self._delta, self._sampling = delta, sampling
+        self._discarded: list[float] = []  # of each round where it is known
+
+    def __call__(
+        self,
+        output: Any,
+        ledger: user_epsilon.UserLedger | None,
+        num_drawn: int,
+        num_clients: int,
+    ) -> dict[str, Any]:
+        """The figures of a round; for the arguments see `Run.next`."""
+        values = monitor.scalars(output.metrics, None if ledger is None else ledger.privacy)
+        self._discarded.extend(
+            share
+            for name, share in values.items()
+            if name.endswith("optimizer/discarded_share")
+            and isinstance(share, float)
+            and not math.isnan(share)
+        )
+        if ledger is None:
+            values["train/clients"] = float(num_clients)
+            if num_clients < num_drawn:
+                values["train/dropped_clients"] = float(num_drawn - num_clients)
+        return values | _figures_of_privacy(ledger, self._delta, self._sampling)
+
+    def warn_if_no_step_was_accepted(self, stacklevel: int) -> None:
+        """Warns if no client of any round took a step."""
+        if self._discarded and min(self._discarded) == 1.0:
+            warnings.warn(
+                f"ADADP accepted no step in {len(self._discarded)} rounds, so the clients have "
+                "hardly moved the model. Give `build_adadp` a larger `tolerance`, a smaller "
+                "`learning_rate`, or `discard=False`.",
+                stacklevel=stacklevel,
+            )
 
 
 def train(
@@ -234,41 +294,15 @@ def train(
         raise TypeError(
             f"`evaluation` must be a `federated.Evaluation`. Received: evaluation={evaluation!r}"
         )
-    checks.integer("min_clients", min_clients, 0)
     datasets = _datasets_of(client_data)
     ledger = _ledger_of(process, ledger)
-    if min_clients and ledger is not None:
-        raise ValueError(
-            "`min_clients` must be 0 in a private run: if a round is not run because few clients "
-            "are left, that tells something of who is there, which ε does not cover. A private "
-            "round is released with all of its noise, however few clients are left. Received: "
-            f"min_clients={min_clients!r}"
-        )
-    check_dropping(dropout, on_client_error)
+    _check_clients(ledger, dropout, on_client_error, min_clients)
     _check(sampler, num_rounds, ledger, release_managers)
     _figures_of_privacy(ledger, delta, sampler.sampling)  # fails now rather than after a round
     if isinstance(ledger, user_epsilon.UserLedger):  # as does side information without an ε
         user_epsilon.epsilon_spent(ledger, 0.5, sampling=sampler.sampling)
 
-    discarded: list[float] = []  # the share of each round where it is known
-
-    def figures(
-        output: Any, ledger: user_epsilon.UserLedger | None, num_drawn: int, num_clients: int
-    ) -> dict:
-        values = monitor.scalars(output.metrics, None if ledger is None else ledger.privacy)
-        discarded.extend(
-            share
-            for name, share in values.items()
-            if name.endswith("optimizer/discarded_share")
-            and isinstance(share, float)
-            and not math.isnan(share)
-        )
-        if ledger is None:
-            values["train/clients"] = float(num_clients)
-            if num_clients < num_drawn:
-                values["train/dropped_clients"] = float(num_drawn - num_clients)
-        return values | _figures_of_privacy(ledger, delta, sampler.sampling)
-
+    figures = _Figures(delta, sampler.sampling)
     run = Run(
         *(process, sampler, directory, ledger, max_failures),
         dropout=dropout,
@@ -314,12 +348,6 @@ def train(
             # The last rounds were lost: without this the last released ε would be too small.
             counted = _figures_of_privacy(run.ledger, delta, sampler.sampling)
             publish(OrderedDict(counted), journal.begun)
-        if discarded and min(discarded) == 1.0:
-            warnings.warn(
-                f"ADADP accepted no step in {len(discarded)} rounds, so the clients have hardly "
-                "moved the model. Give `build_adadp` a larger `tolerance`, a smaller "
-                "`learning_rate`, or `discard=False`.",
-                stacklevel=2,
-            )
+        figures.warn_if_no_step_was_accepted(stacklevel=3)
         best = None if kept is None else kept.best()
         return Trained(run.state, run.ledger, run.finished, journal.begun, run.sampler, best)
