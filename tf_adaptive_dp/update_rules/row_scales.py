@@ -59,7 +59,7 @@ def row_scales(energy: tf.Tensor) -> tf.Tensor:
       [rows, 1]. Rows without energy, which have neither signal nor noise, get the largest A of the
       others; if there are no others, 1.
 
-    >>> [round(float(a), 2) for a in row_scales(tf.constant([[8.0], [0.5]]))]
+    >>> [round(float(a), 2) for a in tf.reshape(row_scales(tf.constant([[8.0], [0.5]])), [-1])]
     [0.73, 2.92]
     """
     # In units of the largest, since squares of small gradients leave the range of float32 soon.
