@@ -313,7 +313,7 @@ def table(
         for method in titles:
             runs = finals.get(method, [])
             values = [grids.final(run, "accuracy") for run in runs]
-            rate = ((part.best(method, trials) or {}).get("arguments", {})).get("learning_rate")
+            rate = runs[0].settings["arguments"].get("learning_rate") if runs else None
             chosen = "" if rate is None else f" ({rate:g})"
             cells.append(f"{report.mean(values)}{chosen}" if runs else "")
         ahead = advantage(part, trials)
