@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
-from tf_adaptive_dp.accounting import epsilon
+from tf_adaptive_dp.accounting import BandedNoise, epsilon
 from tf_adaptive_dp.auditing import Canaries
 from tf_adaptive_dp.callbacks import run_directory
 from tf_adaptive_dp.plan import PrivacyPlan
@@ -52,6 +52,15 @@ def test_the_population_is_the_users():
     )
     offers = plan.recommend(batch_sizes=[4, 8], epochs=[2])
     assert {offer.steps for offer in offers} == {10, 20}
+
+
+@pytest.mark.parametrize("noise", [BandedNoise(2), "best"])
+def test_correlated_noise_is_refused(noise):
+    with pytest.raises(ValueError, match="proven for examples as the unit, not for users"):
+        planned(noise=noise, noise_multiplier=None, epsilon=2.0)
+    if noise != "best":
+        with pytest.raises(ValueError, match="`examples_per_user` out, or the noise independent"):
+            dp.DPSGD(1.0, 1.0, expected_batch_size=8, noise=noise, examples_per_user=K)
 
 
 def test_what_is_said_of_a_run_is_said_of_users(tmp_path):
