@@ -123,8 +123,9 @@ def test_of_pure_noise_the_scales_stay_within_a_factor_of_ten():
 
 @pytest.mark.parametrize("optimizer_class", [dp.DPSGD, dp.ADADP, dp.DPAdam])
 def test_it_releases_nothing(optimizer_class):
-    plain = optimizer_class(1.0, 0.7)
-    learning = optimizer_class(1.0, 0.7, side_information=DelayedPreconditioner())
+    # With so little noise some rows always stand out of it.
+    plain = optimizer_class(1.0, 0.01)
+    learning = optimizer_class(1.0, 0.01, side_information=DelayedPreconditioner())
     for optimizer in (plain, learning):
         model = catalogue.mlp()
         model.compile(optimizer, loss=catalogue.loss())
