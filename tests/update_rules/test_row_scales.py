@@ -43,7 +43,8 @@ def test_the_noise_is_taken_off_and_no_other_amount(outputs, wrong):
 
 @pytest.mark.parametrize("outputs", [1, 2, 10, 1000])
 def test_of_pure_noise_the_scales_stay_near_one(outputs):
-    mean = RNG.normal(size=[1000, outputs])
+    # Draws of its own: a bound on the largest of 1,000 fails for some, whichever test came before.
+    mean = np.random.default_rng(outputs).normal(size=[1000, outputs])
     found = scales(mean, np.ones([1000, 1]))
     # v is the floor, or what the largest of 1,000 squares has above that.
     assert found.max() < 1.4 and found.min() > 0.3
