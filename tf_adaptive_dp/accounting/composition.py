@@ -404,6 +404,14 @@ def composed_epsilon(
 # epoch. Constructing the distribution of one release takes most of the time.
 @functools.lru_cache(maxsize=1024)
 def _pld_epsilon(counts: tuple[tuple[tuple[float, float], int], ...], delta: float) -> float:
+    return float(_pld_of_releases(counts).get_epsilon_for_delta(delta))
+
+
+# For the δ that truncation leaves, samplings ask for the ε of the same releases at several δ.
+@functools.lru_cache(maxsize=2)
+def _pld_of_releases(
+    counts: tuple[tuple[tuple[float, float], int], ...],
+) -> pld.privacy_loss_distribution.PrivacyLossDistribution:
     total = pld.privacy_loss_distribution.identity(PLD_INTERVAL)
     for (noise_multiplier, probability), count in counts:
         if probability == 1:
@@ -411,7 +419,7 @@ def _pld_epsilon(counts: tuple[tuple[tuple[float, float], int], ...], delta: flo
         else:
             composed = _pld_of_release(noise_multiplier, probability).self_compose(count)
         total = total.compose(composed)
-    return float(total.get_epsilon_for_delta(delta))
+    return total
 
 
 @functools.lru_cache(maxsize=8)
