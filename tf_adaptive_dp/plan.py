@@ -42,10 +42,10 @@ from tf_adaptive_dp.statement import format_epsilon, privacy_statement
 
 __all__ = ["PlanOffer", "PrivacyPlan"]
 
-# What the plan decides, so that `fit` must not.
+# What the plan decides, so that those who call `optimizer` and `fit` must not.
 _OF_THE_OPTIMIZER = {
-    *("noise_multiplier", "expected_batch_size", "num_microbatches", "examples_per_user"),
-    "noise",
+    *("noise", "noise_multiplier", "expected_batch_size"),
+    *("num_microbatches", "examples_per_user"),
 }
 _OF_THE_PLAN = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
 

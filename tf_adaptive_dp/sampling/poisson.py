@@ -42,12 +42,13 @@ class RandomSizes(draws.Sampling):
     @property
     def rows(self) -> int:
         """Number of rows of an undivided batch, padding included."""
-        return self.max_batch_size
+        return self.rows_per_batch()
 
     def rows_per_batch(self, gradient_accumulation_steps: int = 1) -> int:
         """The number of rows of each part of a batch, padding included."""
         checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
-        return -(-self.rows // gradient_accumulation_steps)
+        places = -(-self.max_batch_size // gradient_accumulation_steps)
+        return places * (self.examples_per_user or 1)
 
     def expected_batch_size(self, num_examples: int) -> float:
         """`share` · num_examples, which the optimizer's `expected_batch_size` must equal."""
@@ -218,17 +219,6 @@ class PoissonSampling(RandomSizes):
             *(batch_size, num_examples, steps),
             unit="example" if examples_per_user is None else "user",
         )
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of an undivided batch, padding included."""
-        return self.max_batch_size * (self.examples_per_user or 1)
-
-    def rows_per_batch(self, gradient_accumulation_steps: int = 1) -> int:
-        """The number of rows of each part of a batch, padding included."""
-        checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
-        places = -(-self.max_batch_size // gradient_accumulation_steps)
-        return places * (self.examples_per_user or 1)
 
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
         """Indices of the examples (or users) in the batch of a step, ascending.
