@@ -19,6 +19,7 @@ PUBLIC = [
     tf_adaptive_dp.accounting,
     tf_adaptive_dp.auditing,
     tf_adaptive_dp.gradients,
+    tf_adaptive_dp.normalization,
     tf_adaptive_dp.optimizers,
     tf_adaptive_dp.optimizers.baselines,
     tf_adaptive_dp.plan,
@@ -37,7 +38,7 @@ RANKS = [
     {"checks", "version"},
     {"accounting", "gradients", "update_rules"},
     {"durable", "mechanism", "sampling", "side_information", "validation"},
-    {"auditing", "optimizers", "statement"},
+    {"auditing", "normalization", "optimizers", "statement"},
     {"callbacks", "report"},
     {"plan", "tuning"},
 ]

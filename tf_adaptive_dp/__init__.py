@@ -18,6 +18,7 @@ from tf_adaptive_dp.accounting import epsilon_spent, noise_multiplier_for
 from tf_adaptive_dp.callbacks import PrivacyBudget, PrivacyMonitor, ReleaseLog
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.mechanism.clipping import AdaptiveClipping, PerLayerClipping
+from tf_adaptive_dp.normalization import PrivateNormalization
 from tf_adaptive_dp.optimizers.adadp import ADADP
 from tf_adaptive_dp.optimizers.adadps import AdaDPS
 from tf_adaptive_dp.optimizers.adam_wosm import DPAdamWOSM
@@ -53,6 +54,7 @@ __all__ = [
     "PrivacyBudget",
     "PrivacyMonitor",
     "PrivacyPlan",
+    "PrivateNormalization",
     "ReleaseLog",
     "UntunedSGD",
     "__version__",

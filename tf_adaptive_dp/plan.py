@@ -17,6 +17,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp import report as reports
 from tf_adaptive_dp._keras.generation import keras
+from tf_adaptive_dp._keras.layers import layers_within
 from tf_adaptive_dp._keras.models import (
     give_weights_axes_of_losses,
     leave_padding_out_of_metrics,
@@ -32,6 +33,7 @@ from tf_adaptive_dp.accounting.noise_strategies import (
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
 from tf_adaptive_dp.callbacks.run_directory import RunDirectory, RunHistory
+from tf_adaptive_dp.normalization import PrivateNormalization
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.datasets import as_dataset, open_source
@@ -47,6 +49,8 @@ _OF_THE_OPTIMIZER = {
     *("noise", "noise_multiplier", "expected_batch_size"),
     *("num_microbatches", "examples_per_user"),
 }
+# The part of ε that the normalization of inputs alone would spend; composed, it is far less.
+_FOR_NORMALIZATION = 0.2
 _OF_THE_PLAN = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
 
 
@@ -90,6 +94,12 @@ class PrivacyPlan:
             epochs=20,
         )
 
+    Inputs in raw units, such as pixels, counts or columns of a table, train badly with noise. With
+    `normalize_inputs` the plan brings them to mean 0 and variance 1, and pays for it:
+
+        plan = PrivacyPlan(..., normalize_inputs=True)
+        model = keras.Sequential([plan.normalization(x), keras.layers.Dense(10)])
+
     Guarantee: (ε, δ)-DP for adding or removing one example, for everything that one model trained
     by `fit` releases, and for every checkpoint. With `user_ids`, for adding or removing one user
     with all of their examples, however many they are. σ is the smallest, up to 0.1%, with
@@ -110,6 +120,8 @@ class PrivacyPlan:
       accountant: `"pld"`, the tighter one, or `"rdp"`, the faster one.
       other_events: what else about these examples the budget pays for, such as the release that
         side information came from.
+      normalize_inputs: whether the budget pays for a `PrivateNormalization` of the inputs, which
+        `normalization` makes. Its noise is that with which it would spend ε/5 if it were alone.
       noise: how the noise of a step depends on that of earlier steps: `None` or
         `accounting.IndependentNoise()`; a strategy such as `accounting.BandedNoise(8)`, with which
         batches are drawn by `CyclicPoissonSampling`; or `"best"`, the one of these with 2 to 32
@@ -157,6 +169,7 @@ class PrivacyPlan:
         noise_multiplier: float | None = None,
         accountant: str = "pld",
         other_events: Sequence[dp_accounting.DpEvent] = (),
+        normalize_inputs: bool = False,
         noise: NoiseStrategy | str | None = None,
         user_ids: Any = None,
         examples_per_user: int | None = None,
@@ -181,8 +194,11 @@ class PrivacyPlan:
         self.epochs = checks.integer("epochs", epochs, 1)
         self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
         self.other_events = tuple(other_events)
+        self.normalize_inputs = checks.boolean("normalize_inputs", normalize_inputs)
+        self._normalization: PrivateNormalization | None = None
         if epsilon is not None:
             self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
+            self._pay_for_normalization()
         self.noise: NoiseStrategy = IndependentNoise()
         if self._users is not None and noise not in (None, self.noise):
             raise ValueError(
@@ -199,6 +215,9 @@ class PrivacyPlan:
                 "noise_multiplier", noise_multiplier, 0, strict=True
             )
             self.epsilon = self._epsilon_after(self.steps)
+            if self.normalize_inputs and not math.isinf(self.epsilon):
+                self._pay_for_normalization()
+                self.epsilon = self._epsilon_after(self.steps)
             if math.isinf(self.epsilon):
                 raise ValueError(
                     "`noise_multiplier` must be large enough for a finite epsilon. Received: "
@@ -207,6 +226,26 @@ class PrivacyPlan:
         self._optimizer: tf.keras.optimizers.Optimizer | None = None
         self._model: tf.keras.Model | None = None
         self._history: RunHistory | None = None
+
+    def _pay_for_normalization(self) -> None:
+        """Adds the event of the normalization to those that the budget pays for."""
+        if not self.normalize_inputs:
+            return
+
+        def spent(noise_multiplier: float) -> float:
+            event = dp_accounting.GaussianDpEvent(noise_multiplier)
+            return composition.composed_epsilon({}, [event], self.delta, "rdp")
+
+        budget = _FOR_NORMALIZATION * self.epsilon
+        guess = math.sqrt(-2 * math.log(self.delta)) / budget
+        found = calibration.least_noise(spent, budget, 1e-3, guess=guess)
+        if found is None:
+            raise ValueError(
+                "No noise makes the normalization of inputs private enough for this budget. Allow "
+                "more `epsilon` or `delta`, or leave `normalize_inputs` out. Received: "
+                f"epsilon={self.epsilon!r}, delta={self.delta!r}"
+            )
+        self.other_events += (dp_accounting.GaussianDpEvent(found),)
 
     @property
     def expected_batch_size(self) -> float:
@@ -226,6 +265,8 @@ class PrivacyPlan:
         of = "num_examples" if self.num_users is None else "num_users"
         shown = ("epsilon", "delta", of, "batch_size", "epochs", "noise_multiplier", "accountant")
         more = () if self.noise.is_independent else ("noise",)
+        if self.normalize_inputs:
+            more += ("normalize_inputs",)
         values = [f"{name}={getattr(self, name)!r}" for name in (*shown, *more)]
         if self.num_users is not None:
             values += [f"{name}={value!r}" for name, value in self._of_users.items()]
@@ -273,8 +314,47 @@ class PrivacyPlan:
             ),
             **kwargs,
         )
+        if self.normalize_inputs:
+            made.ledger.other_events += self.other_events[-1:]
         self._check_optimizer(made)
         return made
+
+    def normalization(self, x: Any, axis: int | None = -1) -> PrivateNormalization:
+        """The layer that normalizes the inputs, for the first place in the model.
+
+        The first call releases means and deviations; further calls return the same layer. When a
+        run resumes from its directory, `fit` restores those that the run began with.
+
+        Args:
+          x: [n, ...], an array of all training inputs as the layer will see them.
+          axis: see `PrivateNormalization`.
+
+        Raises:
+          TypeError, ValueError: if the plan was made without `normalize_inputs`, the inputs are not
+            an array of `num_examples` examples, or an earlier call had another `axis`.
+        """
+        if not self.normalize_inputs:
+            raise ValueError(
+                "The budget of this plan does not pay for a normalization. Make the plan with "
+                "`normalize_inputs=True`. Received: normalize_inputs=False"
+            )
+        if self._normalization is None:
+            if len(x) != self.num_examples:
+                name = "num_examples" if self._users is None else "len(user_ids)"
+                raise ValueError(
+                    f"`{name}` must be the number of examples that are trained on. Received: "
+                    f"{len(x)} examples, {name}={self.num_examples!r}"
+                )
+            event = self.other_events[-1]
+            layer = PrivateNormalization(event.noise_multiplier, axis)
+            layer.adapt(x, self._users)
+            self._normalization = layer
+        if self._normalization.axis != axis:
+            raise ValueError(
+                "`axis` must be that of the first call: another normalization would be another "
+                f"release. Received: axis={axis!r} after axis={self._normalization.axis!r}"
+            )
+        return self._normalization
 
     def batches(
         self,
@@ -381,6 +461,7 @@ class PrivacyPlan:
             )
         optimizer = getattr(model, "optimizer", None)
         self._check_optimizer(optimizer)
+        self._check_normalization(model)
         self._warn_of_second_model(model)
         run = None
         if directory is not None:
@@ -390,6 +471,10 @@ class PrivacyPlan:
                 keeps_keys=not self.noise.is_independent,
             )
         try:
+            if run is not None and self._normalization is not None:
+                # Gradients that were released before a kill belong to the first values.
+                values = run.keep("normalization", self._normalization.get_weights())
+                self._normalization.set_weights(values)
             return self._fit(model, (x, y, sample_weight), run, directory, callbacks, fit_arguments)
         finally:
             if run is not None:
@@ -706,6 +791,27 @@ class PrivacyPlan:
                 "The optimizer's side information was released by an event that the plan's budget "
                 "does not pay for. Pass the events as `other_events` to the plan. Received: "
                 f"{optimizer.ledger.other_events!r} instead of {self.other_events!r}"
+            )
+
+    def _check_normalization(self, model: keras.Model) -> None:
+        """Raises if a layer's statistics were released by an event that nobody pays for."""
+        layers = [x for x in layers_within(model) if isinstance(x, PrivateNormalization)]
+        unpaid = list(map(repr, self.other_events))
+        for layer in layers:
+            event = repr(layer.dp_event)
+            if event not in unpaid:
+                raise ValueError(
+                    "The model has a `PrivateNormalization` that the plan's budget does not pay "
+                    "for. Make it by `plan.normalization(x)`, of a plan with "
+                    "`normalize_inputs=True`, or pass its `dp_event` in `other_events`. Received: "
+                    f"{layer.name!r} with noise_multiplier={layer.noise_multiplier!r}"
+                )
+            unpaid.remove(event)
+        if self.normalize_inputs and not layers:
+            warnings.warn(
+                "The plan pays for a normalization of the inputs, and the model has none. Put "
+                "`plan.normalization(x)` first in the model, or leave `normalize_inputs` out.",
+                stacklevel=3,
             )
 
     def _warn_of_second_model(self, model: keras.Model) -> None:

@@ -335,10 +335,19 @@ def list_of_releases(
             )
         )
     lines.extend(
-        list_item(f"in addition to the {unit.others}, and included in epsilon: {event}")
+        list_item(f"in addition to the {unit.others}, and included in epsilon: {_in_words(event)}")
         for event in events
     )
     return "".join(lines)
+
+
+def _in_words(event: dp_accounting.DpEvent) -> str:
+    if type(event) is dp_accounting.GaussianDpEvent:
+        return (
+            "one release of the Gaussian mechanism with noise multiplier "
+            f"{event.noise_multiplier:g}"
+        )
+    return str(event)
 
 
 def _repetitions(

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import allow_tensors_as_logs
 from tf_adaptive_dp.callbacks.backups import epoch_backup
@@ -138,6 +140,31 @@ class RunDirectory:
                 "a person under another id could spend more than epsilon. Received: other "
                 "`user_ids`. Pass those of the run in `directory`, or a new directory."
             )
+
+    def keep(self, name: str, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Values that a run began with and must go on with, whenever it is killed.
+
+        Args:
+          name: that of the file.
+          values: float32 arrays that were released about the examples.
+
+        Returns:
+          The values that the run keeps already, or these if it had not begun.
+
+        Raises:
+          ValueError: if the run has begun without these values.
+        """
+        kept = self._path / f"{name}.json"
+        if kept.exists():
+            return [np.asarray(v, np.float32) for v in json.loads(kept.read_bytes())]
+        if self.log.num_releases:
+            raise ValueError(
+                f"The run in `directory` cannot go on without its `{kept.name}`: other values "
+                "would be another release. Received: a directory without this file. Put it back, "
+                "or pass a new directory."
+            )
+        files.write(kept, json.dumps([v.tolist() for v in values]).encode())
+        return list(values)
 
     @property
     def is_finished(self) -> bool:

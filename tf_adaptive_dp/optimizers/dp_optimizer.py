@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable, ClassVar
 
+import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.optimizers import (
@@ -493,9 +494,12 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         SavedModel format, and what was spent must not be forgotten.
 
         Raises:
-          ValueError: if the ledger has `other_events`, which Keras cannot save.
+          ValueError: if the ledger has `other_events` that Keras cannot save: any but those of the
+            Gaussian mechanism.
         """
-        if self.ledger.other_events:
+        others = [getattr(event, "noise_multiplier", None) for event in self.ledger.other_events]
+        plain = [type(event) is dp_accounting.GaussianDpEvent for event in self.ledger.other_events]
+        if not all(plain):
             raise ValueError(
                 "An optimizer whose ledger has `other_events` cannot be saved with its "
                 "configuration, which would lose them. Save the weights (`tf.train.Checkpoint`), "
@@ -518,6 +522,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             "secure_noise": isinstance(self._mechanism.noise, SecureNoise),
             "seed": self.seed,
             "ledger": [list(segment) for segment in self.ledger.segments],
+            **({"other_releases": others} if others else {}),
             "ledger_checks": [list(of_segment) for of_segment in self.ledger.checks],
         }
 
@@ -535,7 +540,9 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         config = dict(config)
         require_arguments(cls, config)
         segments, checks_of = config.pop("ledger", []), config.pop("ledger_checks", [])
+        others = config.pop("other_releases", [])
         optimizer = super().from_config(config, custom_objects)
+        optimizer.ledger.other_events += tuple(map(dp_accounting.GaussianDpEvent, others))
         optimizer.ledger.restore(segments, checks_of)
         return optimizer
 

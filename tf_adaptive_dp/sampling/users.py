@@ -105,6 +105,14 @@ class UserRecords:
         rows[drawn] = np.where(taken < 0, rows[drawn], taken)
         return rows.reshape(parts, places * k)
 
+    def shares(self) -> np.ndarray:
+        """One over the number of examples of an example's user, [n]: each user's add up to 1.
+
+        >>> UserRecords(["ann", "bob", "ann"]).shares().tolist()
+        [0.5, 1.0, 0.5]
+        """
+        return 1 / self._counts[self._users]
+
     def fingerprint(self, salt: bytes) -> str:
         """A digest of who owns which example, to notice that it changed. It is NOT private.
 

@@ -1,0 +1,360 @@
+"""`PrivateNormalization`: what it releases, what that costs, and what it finds."""
+
+import math
+import re
+
+import dp_accounting
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tests.helpers.gaussianity import assert_gaussian, fits
+from tf_adaptive_dp import normalization
+from tf_adaptive_dp._keras.generation import keras
+from tf_adaptive_dp.plan import PrivacyPlan
+
+N = 4000
+# Per release, as six of them compose to one of 1.
+SIX = math.sqrt(6)
+
+
+def columns(num_examples=N, seed=0):
+    """Years, longitudes, a heavy tail, rare flags, tiny numbers, and huge ones that are often 0."""
+    random = np.random.default_rng(seed)
+    normal = random.normal(size=[num_examples, 4])
+    some, few = random.random([2, num_examples])
+    return np.stack(
+        [
+            2000 + 10 * normal[:, 0],
+            -122 + 0.3 * normal[:, 1],
+            np.exp(normal[:, 2] + 8),
+            (few < 0.05).astype(float),
+            1e-6 * normal[:, 3],
+            1e6 * (some < 0.3),
+        ],
+        axis=1,
+    )
+
+
+def adapted(x, noise_multiplier=4.0, axis=-1, user_ids=None):
+    layer = normalization.PrivateNormalization(noise_multiplier, axis)
+    layer.adapt(x, user_ids)
+    return layer
+
+
+def record(monkeypatch, answers=None):
+    """Records the sums; releases them with noise, or what is given instead."""
+    sums, released, own = [], [], normalization._release
+
+    def release(total, noise):
+        sums.append(total.copy())
+        released.append(own(total, noise) if answers is None else answers[len(sums) - 1])
+        return released[-1]
+
+    monkeypatch.setattr(normalization, "_release", release)
+    return sums, released
+
+
+def test_it_finds_units_whatever_they_are():
+    x = columns()
+    layer = adapted(x)
+    mean, stddev = layer.mean.numpy(), layer.stddev.numpy()
+    # The rare flag is lost in the noise, so it is not scaled up.
+    clear = [0, 1, 2, 4, 5]
+    # The mean of the heavy tail is that of values clipped together with others.
+    assert np.all(np.abs(mean - x.mean(0))[clear] < 0.5 * x.std(0)[clear])
+    ratio = stddev / x.std(0)
+    assert np.all((0.4 < ratio[clear]) & (ratio[clear] < 2.0)), ratio
+    assert ratio[3] > 0.3
+    np.testing.assert_allclose(
+        layer(x[:5]).numpy(), (x[:5].astype(np.float32) - mean) / stddev, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e-2, 1e2, 1e4])
+def test_the_scale_of_the_inputs_does_not_matter(factor):
+    x = np.random.default_rng(1).normal([3.0, 0.0, -5.0], [1.0, 2.0, 0.5], [N, 3])
+    usual, rescaled = adapted(x), adapted(factor * x)
+    np.testing.assert_allclose(rescaled.stddev / factor, usual.stddev, rtol=0.25)
+    distance = np.abs(rescaled.mean / factor - usual.mean) / usual.stddev
+    assert np.all(distance < 0.1)
+
+
+def test_the_noise_of_each_release_has_the_right_scale(monkeypatch):
+    sums, released = record(monkeypatch)
+    adapted(columns(), noise_multiplier=3.0)
+    assert len(sums) == 6  # two rounds of three
+    noise = [r - s for r, s in zip(released, sums)]
+    for one in noise[:2] + noise[3:5]:
+        assert_gaussian(one.ravel(), 3.0 * SIX)
+        assert not fits(one.ravel(), 2.0 * SIX) and not fits(one.ravel(), 4.5 * SIX)
+    # The moments are few numbers for a test alone, and have the same noise.
+    monkeypatch.undo()
+    many = normalization._release(np.zeros([2, 3000]), 3.0 * SIX)
+    assert_gaussian(many.ravel(), 3.0 * SIX)
+
+
+@pytest.mark.parametrize(
+    "shape, axis", [([60, 6], -1), ([60, 5, 4], -1), ([60, 3, 5], 1), ([60, 7], None)]
+)
+@pytest.mark.parametrize("of_users", [False, True])
+def test_neighbors_move_each_sum_by_at_most_one(monkeypatch, shape, axis, of_users):
+    random = np.random.default_rng(2)
+    x = random.normal(size=shape) * 10.0 ** random.integers(-6, 6, size=shape[-1])
+    x[0] *= 1e5  # an outlier
+    x[1] = 0
+    ids = np.arange(60) // 3 if of_users else None
+    sums, released = record(monkeypatch)
+    adapted(x, 0.001, axis, ids)
+    assert len(sums) == 6
+    largest = np.zeros(6)
+    for absent in range(20 if of_users else 60):
+        keep = ids != absent if of_users else np.arange(60) != absent
+        # Both data sets see the same answers, as differential privacy is about, and both divide by
+        # the public size.
+        monkeypatch.undo()
+        others, _ = record(monkeypatch, released)
+        size = 20 if of_users else 60
+        examples = normalization._Examples(x[keep], axis, None if ids is None else ids[keep])
+        examples.num_units = size
+        normalization._released_statistics(examples, 0.001 * SIX)
+        moved = [np.linalg.norm(a - b) for a, b in zip(sums, others)]
+        largest = np.maximum(largest, moved)
+    assert np.all(largest <= 1)
+    # Nor is the bound loose, which would be noise for nothing.
+    assert np.all(largest > 0.6)
+
+
+def test_a_user_counts_once_however_many_examples_they_have(monkeypatch):
+    x = np.random.default_rng(3).normal(size=[400, 3])
+    ids = np.r_[np.zeros(300, int), 1 + np.arange(100)]
+    sums, _ = record(monkeypatch)
+    layer = adapted(x, 0.01, user_ids=ids)
+    examples = normalization._Examples(x, -1, ids)
+    assert examples.num_units == 101
+    weights = np.concatenate([w for *_, w in examples.chunks(np.zeros(3), np.ones(3))])
+    np.testing.assert_allclose(np.bincount(ids, weights), 1.0)
+    assert layer.stddev.shape == (3,)
+    assert sums[1].sum() == pytest.approx(101 * math.sqrt(2), rel=1e-3)
+
+
+def test_several_axes_share_the_statistics_of_a_channel():
+    random = np.random.default_rng(4)
+    x = random.normal([0.0, 50.0], [1.0, 5.0], [N // 4, 6, 6, 2])
+    layer = adapted(x)
+    np.testing.assert_allclose(layer.stddev, [1.0, 5.0], rtol=0.35)
+    np.testing.assert_allclose(layer.mean, [0.0, 50.0], atol=2.0)
+    first = adapted(np.moveaxis(x, -1, 1), axis=1)
+    np.testing.assert_allclose(first.stddev, [1.0, 5.0], rtol=0.35)
+    assert first(np.moveaxis(x[:3], -1, 1)).shape == (3, 2, 6, 6)
+    whole = adapted(x, axis=None)
+    assert whole.mean.shape == (1,) and 20 < float(whole.stddev[0]) < 40
+
+
+def test_values_that_are_not_finite_leave_their_example_out(monkeypatch):
+    x = np.random.default_rng(5).normal(size=[N, 3])
+    sums, _ = record(monkeypatch)
+    adapted(x, 0.01)
+    clean = [s.sum() for s in sums[:2]]
+    for value in (np.nan, np.inf, 1e200):
+        dirty = x.copy()
+        dirty[: N // 2, 1] = value
+        sums.clear()
+        layer = adapted(dirty, 0.01)
+        assert [s.sum() / c for s, c in zip(sums[:2], clean)] == pytest.approx([0.5, 0.5], abs=0.02)
+        assert np.all(np.isfinite(layer.stddev)) and np.all(np.isfinite(layer.mean))
+
+
+def test_too_few_examples_are_left_as_they_are():
+    x = 7 + np.random.default_rng(6).normal(size=[5, 3])
+    with pytest.warns(UserWarning, match="nothing that stands out of its noise"):
+        layer = adapted(x, 100.0)
+    np.testing.assert_array_equal(layer.mean, 0)
+    np.testing.assert_array_equal(layer.stddev, 1)
+
+
+def test_a_feature_without_values_is_not_scaled_up():
+    x = np.random.default_rng(7).normal(size=[N, 8])
+    x[:, 3] = 0
+    layer = adapted(x)
+    assert 0.02 < float(layer.stddev[3]) < 2 and abs(float(layer.mean[3])) < 0.5
+
+
+def test_a_second_adaptation_is_refused():
+    layer = adapted(columns())
+    with pytest.raises(RuntimeError, match="`adapt` has been called"):
+        layer.adapt(columns())
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"noise_multiplier": 0.0}, "`noise_multiplier` must be finite and greater than 0"),
+        ({"noise_multiplier": 1.0, "axis": 0}, "`axis` must be the number of the axis"),
+        ({"noise_multiplier": 1.0, "axis": True}, "`axis` must be the number of the axis"),
+    ],
+)
+def test_wrong_arguments(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        normalization.PrivateNormalization(**wrong)
+
+
+@pytest.mark.parametrize(
+    "x, axis, user_ids, message",
+    [
+        ({"a": np.ones([3, 2])}, -1, None, "must be an array.*Received: dict"),
+        ([[1.0, 2.0]], -1, None, "must be an array.*Received: list"),
+        (np.array([["a"]]), -1, None, "must be an array.*<U1"),
+        (np.ones([3]), -1, None, r"must be an array.*shape \(3,\)"),
+        (np.ones([0, 3]), -1, None, r"must be an array.*shape \(0, 3\)"),
+        (np.ones([3, 2]), 2, None, "`axis` must be an axis of the inputs.*axis=2"),
+        (np.ones([3, 2]), -2, None, "`axis` must be an axis of the inputs.*axis=-2"),
+        (np.ones([3, 2]), -1, [1, 2], "`user_ids` must have one id for each example"),
+    ],
+)
+def test_wrong_inputs(x, axis, user_ids, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        adapted(x, axis=axis, user_ids=user_ids)
+    layer = normalization.PrivateNormalization(1.0)
+    layer.build([None, 5])
+    with pytest.raises(ValueError, match="must have the 5 features"):
+        layer.adapt(np.ones([10, 4]))
+
+
+def planned(**kwargs):
+    numbers = {"epsilon": 3.0, "delta": 1e-4, "num_examples": N, "batch_size": 200, "epochs": 2}
+    if "noise_multiplier" in kwargs:
+        del numbers["epsilon"]
+    return PrivacyPlan(**{**numbers, "accountant": "rdp", "normalize_inputs": True, **kwargs})
+
+
+def model_of(plan, layer):
+    model = keras.Sequential([keras.Input([6]), layer, keras.layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(plan.optimizer(dp.ADADP), loss, metrics=["accuracy"])
+    return model
+
+
+def data():
+    x = columns()
+    return x, (x[:, 4] + 1e-7 * (x[:, 0] - 2000) > 0).astype(np.int32)
+
+
+def epsilon_of(event, delta):
+    accountant = dp_accounting.rdp.RdpAccountant()
+    accountant.compose(event)
+    return accountant.get_epsilon(delta)
+
+
+def test_the_plan_pays_for_it():
+    plan = planned()
+    (event,) = plan.other_events
+    assert epsilon_of(event, 1e-4) == pytest.approx(3.0 / 5, rel=2e-3)
+    assert plan._epsilon_after(plan.steps) <= 3.0
+    without = planned(normalize_inputs=False).noise_multiplier
+    assert 1.002 * without < plan.noise_multiplier < 1.06 * without
+    of_noise = planned(noise_multiplier=plan.noise_multiplier)
+    assert of_noise.epsilon == pytest.approx(3.0, rel=0.01)
+    assert "normalize_inputs=True" in repr(plan)
+    assert planned(noise="best").other_events == plan.other_events
+
+
+def test_training_in_raw_units_by_the_plan(tmp_path):
+    x, y = data()
+    plan = planned(epochs=4)
+    layer = plan.normalization(x)
+    assert plan.normalization(x) is layer  # no second release
+    with pytest.raises(ValueError, match="`axis` must be that of the first call"):
+        plan.normalization(x, axis=None)
+    model = model_of(plan, layer)
+    plan.fit(model, x, y, verbose=0)
+    assert model.evaluate(x, y, verbose=0)[1] > 0.9
+    noise = plan.other_events[0].noise_multiplier
+    statement = " ".join(plan.statement().split())
+    assert f"one release of the Gaussian mechanism with noise multiplier {noise:g}" in statement
+    spent = float(re.search(r"epsilon = ([\d.]+)", statement)[1])
+    assert 2.9 < spent <= 3.0
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(loaded.predict(x[:50], verbose=0), model.predict(x[:50], verbose=0))
+    assert loaded.optimizer.ledger.other_events == plan.other_events
+
+
+@pytest.mark.parametrize("stop_after", [0, 1])
+def test_a_resumed_run_keeps_the_statistics_it_began_with(tmp_path, stop_after):
+    """After the first epoch, which ends before its end is saved, and after the second."""
+    x, y = data()
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == stop_after:
+                raise InterruptedError
+
+    first = planned(epochs=3)
+    layer = first.normalization(x)
+    with pytest.raises(InterruptedError):
+        model = model_of(first, layer)
+        first.fit(model, x, y, directory=tmp_path, callbacks=[Stop()], verbose=0)
+    second = planned(epochs=3)
+    own = second.normalization(x)
+    assert not np.array_equal(own.mean, layer.mean)
+    model = model_of(second, own)
+    second.fit(model, x, y, directory=tmp_path, verbose=0)
+    np.testing.assert_array_equal(own.mean, layer.mean)
+    np.testing.assert_array_equal(own.stddev, layer.stddev)
+    # The same values train on, so there was one release of them.
+    assert model.optimizer.ledger.num_releases == second.steps
+    assert model.optimizer.ledger.other_events == second.other_events
+    (tmp_path / "normalization.json").unlink()
+    third = planned(epochs=3)
+    with pytest.raises(ValueError, match="cannot go on without its `normalization.json`"):
+        third.fit(model_of(third, third.normalization(x)), x, y, directory=tmp_path, verbose=0)
+
+
+def test_of_users_the_plan_protects_users():
+    x, y = data()
+    ids = np.arange(N) // 2
+    plan = planned(num_examples=None, user_ids=ids, examples_per_user=2, batch_size=100)
+    layer = plan.normalization(x)
+    assert np.all(np.isfinite(layer.mean)) and layer.dp_event == plan.other_events[-1]
+    model = model_of(plan, layer)
+    plan.fit(model, x, y, verbose=0)
+    assert "one person" in plan.statement() or "one user" in plan.statement()
+
+
+def test_what_nobody_pays_for_is_refused():
+    x, y = data()
+    without = planned(normalize_inputs=False)
+    with pytest.raises(ValueError, match="does not pay for a normalization"):
+        without.normalization(x)
+    with pytest.raises(ValueError, match="`num_examples` must be the number of examples"):
+        planned().normalization(x[:-1])
+    model = model_of(without, adapted(x, 20.0))
+    with pytest.raises(ValueError, match="that the plan's budget does not pay for"):
+        without.fit(model, x, y)
+    plan = planned()
+    with pytest.warns(UserWarning, match="pays for a normalization of the inputs, and the model"):
+        plan.fit(model_of(plan, keras.layers.Rescaling(1e-3)), x, y, verbose=0)
+    own = adapted(x, 20.0)
+    paid = planned(normalize_inputs=False, other_events=[own.dp_event])
+    model = keras.Sequential([keras.Input([6]), own, keras.layers.Dense(2)])
+    optimizer = dp.ADADP(
+        1.0,
+        noise_multiplier=paid.noise_multiplier,
+        expected_batch_size=paid.expected_batch_size,
+    )
+    optimizer.ledger.other_events += (own.dp_event,)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    paid.fit(model, x, y, verbose=0)
+
+
+def test_half_precision_sees_raw_units():
+    before = keras.mixed_precision.Policy("float32")
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        layer = adapted(np.random.default_rng(8).normal(1e6, 1e3, [N, 2]))
+        y = layer(tf.constant([[1e6, 1e6 + 1e3]]))
+    finally:
+        keras.mixed_precision.set_global_policy(before)
+    assert y.dtype == tf.float32 and 0.3 < float(y[0, 1] - y[0, 0]) < 3

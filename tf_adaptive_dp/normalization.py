@@ -1,0 +1,434 @@
+"""Inputs in units of their own size: a layer whose means and deviations are released privately."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import dp_accounting
+import numpy as np
+from scipy import stats
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.generation import keras
+from tf_adaptive_dp.mechanism.noise import fresh_normal_numbers
+from tf_adaptive_dp.sampling.users import UserRecords
+
+__all__ = ["PrivateNormalization"]
+
+_ROUNDS, _RELEASES_PER_ROUND = 2, 3
+# Octaves around 1, for magnitudes of features; norms of examples have four bins in each of these.
+_OCTAVES = 128
+_BINS_OF_NORMS = 4 * _OCTAVES
+_CHUNK = 1 << 22  # numbers
+# What rounding may add to the norm of what one example adds to a sum.
+_ROUNDING = 1 - 1e-6
+# The chance that noise alone stands out anywhere in a histogram.
+_FALSE_ALARM = 1e-3
+_QUARTILE = 0.75
+# In standard deviations of their noise: means below the one count as 0, variances are at least the
+# other.
+_LEAST_MEAN, _LEAST_VARIANCE = 3.0, 2.0
+# A feature that is lost in the noise is not scaled up beyond this, whatever the noise is.
+_LARGEST_TYPICAL = 10.0
+
+
+@keras.saving.register_keras_serializable("tf_adaptive_dp")
+class PrivateNormalization(keras.layers.Layer):
+    """Keras's `Normalization` with means and deviations that are released with noise.
+
+    Private training works best where inputs have mean 0 and variance 1, and it suffers in other
+    units: the noise is the same for all weights, so features that are small beside others are lost
+    in it. `adapt` finds the units, whatever they are, and the layer returns
+
+        (inputs - mean) / stddev
+
+    `PrivacyPlan(normalize_inputs=True)` decides how much noise that takes, and accounts for it:
+
+        model = keras.Sequential([plan.normalization(x), keras.layers.Dense(10)])
+
+    Without a plan, the optimizer's ledger must have the release, too:
+
+        layer = PrivateNormalization(noise_multiplier=20.0)
+        layer.adapt(x)
+        optimizer.ledger.other_events += (layer.dp_event,)
+
+    `adapt` makes two rounds of three releases, with y = (x − mean) / stddev, at first x itself. For
+    each example and feature j let m_j be the mean of y over all other axes, and r_j the root of the
+    mean of y²; for inputs [n, features] these are y and |y|.
+
+    - Of magnitudes: each feature has a histogram of log₂ r_j, in which an example counts with
+      weight (r_j/‖r‖ + 1/√(number of r_j > 0))/2. Of what stands out of the noise, the root mean
+      square is the unit of the feature. Features in which nothing stands out get the lower quartile
+      of all of them.
+    - Of norms: histograms of ‖m‖ and ‖r²‖, in these units.
+    - Of moments: the sums of m and of r², clipped to the upper quartiles of these norms.
+
+    So features are found that are a million times larger than others, or rare, or far from 0. What
+    is lost in the noise is scaled with care: a variance counts as at least twice its noise.
+
+    Guarantee: `adapt` is as private as one release of the Gaussian mechanism with this noise
+    multiplier, `dp_event`, for adding or removing one example (or one user with all of their
+    examples). Each of its six releases is a sum in which an example has a vector of norm 1 at most,
+    with noise of standard deviation σ√6, and the six compose to one with σ. The number of examples
+    (or users) is public. Examples with a value that is not finite are left out.
+
+    Args:
+      noise_multiplier: σ > 0.
+      axis: the axis of the features, not 0. Over all others the statistics are one, as they should
+        be over the pixels of a channel. `None` has one mean and one deviation for everything.
+      **kwargs: arguments of `keras.layers.Layer`. `dtype` is float32 unless given.
+
+    Raises:
+      TypeError, ValueError: if an argument has the wrong type or is out of its range.
+
+    References:
+      - Tramèr and Boneh, "Differentially Private Learning Needs Better Features (or Much More
+        Data)" (2020), arXiv:2011.11660, normalize by noisy means and variances. Units are ours.
+
+    >>> import numpy as np
+    >>> x = np.stack([np.linspace(1990, 2010, 5000), np.linspace(-1e-3, 1e-3, 5000)], axis=1)
+    >>> layer = PrivateNormalization(noise_multiplier=5.0)
+    >>> layer.adapt(x)
+    >>> y = layer(x).numpy()
+    >>> bool(abs(y.mean(0)).max() < 0.3 and 0.5 < y.std(0).min() < y.std(0).max() < 2)
+    True
+    """
+
+    def __init__(self, noise_multiplier: float, axis: int | None = -1, **kwargs: Any):
+        # Raw units may not fit into the half precision of a policy.
+        super().__init__(**{"dtype": "float32", **kwargs})
+        self.noise_multiplier = checks.number("noise_multiplier", noise_multiplier, 0, strict=True)
+        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int) or not axis):
+            raise ValueError(
+                "`axis` must be the number of the axis of the features, or None. Axis 0 is that of "
+                f"the examples. Received: axis={axis!r}"
+            )
+        self.axis = axis
+        self._adapted = False
+
+    @property
+    def dp_event(self) -> dp_accounting.DpEvent:
+        """What `adapt` costs: one release of the Gaussian mechanism."""
+        return dp_accounting.GaussianDpEvent(self.noise_multiplier)
+
+    def build(self, input_shape: Any) -> None:
+        """Creates the mean and the deviation; see `keras.layers.Layer`."""
+        self._keep, size = _kept_shape(tuple(input_shape), self.axis)
+        add = self.add_weight
+        self.mean = add(name="mean", shape=[size], initializer="zeros", trainable=False)
+        self.stddev = add(name="stddev", shape=[size], initializer="ones", trainable=False)
+        super().build(input_shape)
+
+    def call(self, inputs: Any) -> Any:
+        """(inputs - mean) / stddev."""
+        ops = keras.ops if hasattr(keras, "ops") else keras.backend
+        mean, stddev = (ops.reshape(v, self._keep) for v in (self.mean, self.stddev))
+        return (ops.cast(inputs, self.compute_dtype) - mean) / stddev
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """That of the inputs."""
+        return input_shape
+
+    def adapt(self, x: Any, user_ids: Any = None) -> None:
+        """Releases means and deviations of the training inputs.
+
+        Args:
+          x: [n, ...], an array of all training inputs as the layer will see them.
+          user_ids: [n], whose each example is, if users are protected; or their `UserRecords`. Each
+            user then counts once, in equal parts for each of their examples.
+
+        Raises:
+          TypeError, ValueError: if the inputs are not an array of numbers, or do not fit.
+          RuntimeError: if the layer was adapted before, since that would be another release.
+        """
+        if self._adapted:
+            raise RuntimeError(
+                "`adapt` has been called. To call it again would release more about the same "
+                "examples than `dp_event` says: make another layer, and account for both."
+            )
+        x = _numbers(x)
+        if not self.built:
+            self.build((None, *x.shape[1:]))
+        examples = _Examples(x, self.axis, user_ids)
+        if examples.num_features != self.mean.shape[0]:
+            raise ValueError(
+                f"`x` must have the {self.mean.shape[0]} features that the layer was built for. "
+                f"Received: shape {x.shape} with axis={self.axis!r}"
+            )
+        self._adapted = True
+        noise = self.noise_multiplier * math.sqrt(_ROUNDS * _RELEASES_PER_ROUND)
+        mean, stddev = _released_statistics(examples, noise)
+        self.mean.assign(mean.astype(np.float32))
+        self.stddev.assign(stddev.astype(np.float32))
+
+    def get_config(self) -> dict:
+        """The arguments; means and deviations are weights."""
+        own = {"noise_multiplier": self.noise_multiplier, "axis": self.axis}
+        return {**super().get_config(), **own}
+
+
+class _Statistics(NamedTuple):
+    """What one round starts from, and the next one.
+
+    Attributes:
+      mean: [features].
+      stddev: [features].
+      smallest: the deviation that a feature which is lost in the noise has at least.
+    """
+
+    mean: np.ndarray
+    stddev: np.ndarray
+    smallest: float | None
+
+
+class _Examples:
+    """The inputs as two numbers for each example and feature: a mean and a root mean square."""
+
+    def __init__(self, x: np.ndarray, axis: int | None, user_ids: Any):
+        if axis is None:
+            x = x.reshape(len(x), -1, 1)
+        else:
+            if not -x.ndim < axis < x.ndim or axis == 0:
+                raise ValueError(
+                    "`axis` must be an axis of the inputs, not that of the examples. Received: "
+                    f"axis={axis!r}, x of shape {x.shape}"
+                )
+            x = np.moveaxis(x, axis, -1)
+        self._x = x
+        self.num_features = x.shape[-1]
+        self.num_units = len(x)
+        self._weights = np.ones(len(x))
+        if user_ids is not None:
+            users = user_ids if isinstance(user_ids, UserRecords) else UserRecords(user_ids)
+            if users.num_records != len(x):
+                raise ValueError(
+                    "`user_ids` must have one id for each example. Received: "
+                    f"{users.num_records} ids, {len(x)} examples"
+                )
+            self.num_units, self._weights = users.num_users, users.shares()
+
+    def chunks(
+        self, mean: np.ndarray, stddev: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Means [b, features], root mean squares [b, features] and weights [b], in these units.
+
+        The weights of the examples of a user add up to 1. Examples with a value that is not finite
+        are zeros.
+        """
+        rows = max(1, _CHUNK // max(1, self._x[0].size))
+        for start in range(0, len(self._x), rows):
+            part = np.s_[start : start + rows]
+            with np.errstate(over="ignore", invalid="ignore"):
+                y = (self._x[part].astype(np.float64) - mean) / stddev
+                y = y.reshape(len(y), -1, self.num_features)
+                means, squares = y.mean(1), np.square(y).mean(1)
+                finite = np.isfinite(np.square(squares).sum(1))[:, np.newaxis]
+            means, squares = (np.where(finite, v, 0.0) for v in (means, squares))
+            yield means, np.sqrt(squares), self._weights[part]
+
+
+def _released_statistics(examples: _Examples, noise: float) -> tuple[np.ndarray, np.ndarray]:
+    """The mean and the deviation of each feature, from six releases.
+
+    Args:
+      examples: n examples, or those of n users.
+      noise: the standard deviation of the noise of each release.
+    """
+    size = examples.num_features
+    found = _Statistics(np.zeros(size), np.ones(size), None)
+    for _ in range(_ROUNDS):
+        better = _one_round(examples, noise, found)
+        if better is None:
+            warnings.warn(
+                "The private normalization found nothing that stands out of its noise, and leaves "
+                "inputs as they are from here on. It takes more examples, or less noise. Received: "
+                f"{examples.num_units} of them, noise with standard deviation {noise:.3g}",
+                stacklevel=4,
+            )
+            break
+        found = better
+    return found.mean, found.stddev
+
+
+def _one_round(examples: _Examples, noise: float, before: _Statistics) -> _Statistics | None:
+    """Three releases; `None` if the examples do not stand out of the noise.
+
+    Args:
+      examples: see `_released_statistics`.
+      noise: see `_released_statistics`.
+      before: what is known already.
+    """
+    mean, stddev = before.mean, before.stddev
+    counts = _release(_sum_of_magnitudes(examples, mean, stddev), noise)
+    units = _units(counts, noise)
+    typical = _typical_unit(counts, noise) if before.smallest is None else 1.0
+    if typical is None:
+        return None
+    lost = units == 0
+    scale = stddev * np.where(lost, typical, units)
+    smallest = typical / _LARGEST_TYPICAL if before.smallest is None else before.smallest
+
+    norms = _release(_sum_of_norms(examples, mean, scale), noise)
+    clips = [_quantile(row, _BINS_OF_NORMS) for row in _standing_out(norms, noise, 8)]
+    if not all(clips):
+        return None
+
+    moments = _release(_sum_of_moments(examples, mean, scale, clips), noise)
+    of_sums = np.asarray(clips)[:, np.newaxis] * (math.sqrt(2) / (_ROUNDING * examples.num_units))
+    first, second = moments * of_sums
+    noise_of_mean, noise_of_square = noise * of_sums[:, 0]
+    first = np.where(np.abs(first) > _LEAST_MEAN * noise_of_mean, first, 0.0)
+    variance, least = second - np.square(first), _LEAST_VARIANCE * noise_of_square
+    deviation = scale * np.sqrt(np.maximum(variance, least))
+    floor = smallest if before.smallest is None else np.minimum(smallest, stddev)
+    deviation = np.where(lost & (variance < least), np.maximum(deviation, floor), deviation)
+    return _Statistics(mean + scale * first, deviation, smallest)
+
+
+def _release(total: np.ndarray, noise: float) -> np.ndarray:
+    """A sum with noise; the only place where what examples add up to is looked at.
+
+    Args:
+      total: a sum to which no example (or user) adds a vector of a norm above 1.
+      noise: the standard deviation.
+    """
+    return total + noise * fresh_normal_numbers(total.size).numpy().reshape(total.shape)
+
+
+def _sum_of_magnitudes(examples: _Examples, mean: np.ndarray, stddev: np.ndarray) -> np.ndarray:
+    """Histograms of the octaves of magnitudes, [features, 128].
+
+    An example has one entry in each row: half of a unit vector along its magnitudes, and half of
+    one along those that are not 0. The first shows what is rare and large, the second what is
+    small beside other features.
+    """
+    size = examples.num_features
+    total = np.zeros(size * _OCTAVES)
+    for _, magnitudes, weights in examples.chunks(mean, stddev):
+        norm = np.sqrt(np.square(magnitudes).sum(1))
+        rows, features = np.nonzero(magnitudes)
+        values = magnitudes[rows, features]
+        present = np.bincount(rows, minlength=len(norm))
+        entries = (values / norm[rows] + 1 / np.sqrt(present[rows])) * (_ROUNDING / 2)
+        places = features * _OCTAVES + _bins(values, _OCTAVES)
+        total += np.bincount(places, entries * weights[rows], minlength=len(total))
+    return total.reshape(size, _OCTAVES)
+
+
+def _sum_of_norms(examples: _Examples, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Histograms of the norms of an example's means and of its mean squares, [2, 512]."""
+    total = np.zeros([2, _BINS_OF_NORMS])
+    entry = _ROUNDING / math.sqrt(2)
+    for means, magnitudes, weights in examples.chunks(mean, scale):
+        for row, vectors in zip(total, (means, np.square(magnitudes))):
+            norms = np.sqrt(np.square(vectors).sum(1))
+            there = norms > 0
+            bins = _bins(norms[there], _BINS_OF_NORMS)
+            row += np.bincount(bins, entry * weights[there], minlength=len(row))
+    return total
+
+
+def _sum_of_moments(
+    examples: _Examples, mean: np.ndarray, scale: np.ndarray, clips: list[float]
+) -> np.ndarray:
+    """Sums of an example's means and mean squares, each clipped and of norm 1/√2, [2, features]."""
+    total = np.zeros([2, examples.num_features])
+    for means, magnitudes, weights in examples.chunks(mean, scale):
+        for row, clip, vectors in zip(total, clips, (means, np.square(magnitudes))):
+            norms = np.sqrt(np.square(vectors).sum(1))
+            factors = _ROUNDING / math.sqrt(2) / np.maximum(norms, clip)
+            row += (factors * weights) @ vectors
+    return total
+
+
+def _units(counts: np.ndarray, noise: float) -> np.ndarray:
+    """The root mean square of what stands out in each histogram, [features]; 0 where nothing does.
+
+    Args:
+      counts: [features, 128], noisy.
+      noise: the standard deviation of each entry's noise.
+    """
+    kept = _standing_out(counts, noise, 2)
+    total = kept.sum(1)
+    squares = kept @ np.exp2(2 * (np.arange(_OCTAVES) + 0.5 - _OCTAVES // 2))
+    return np.sqrt(np.divide(squares, total, out=np.zeros_like(total), where=total > 0))
+
+
+def _typical_unit(counts: np.ndarray, noise: float) -> float | None:
+    """The lower quartile of the magnitudes of all features together, if they stand out.
+
+    Args:
+      counts: see `_units`.
+      noise: see `_units`.
+    """
+    (kept,) = _standing_out(counts.sum(0, keepdims=True), noise * math.sqrt(len(counts)), 2)
+    upper = _quantile(kept, _OCTAVES, 1 - _QUARTILE)
+    return upper / math.sqrt(2) if upper else None
+
+
+def _standing_out(counts: np.ndarray, noise: float, window: int) -> np.ndarray:
+    """Histograms without what may be noise: windows of which the sum stands out, the rest zeros.
+
+    Args:
+      counts: [rows, bins].
+      noise: the standard deviation of each entry's noise.
+      window: the number of neighboring bins that are added up.
+    """
+    windows = np.lib.stride_tricks.sliding_window_view(counts, window, axis=1)
+    sums = windows.sum(-1)
+    full = sums > stats.norm.isf(_FALSE_ALARM / sums.size) * noise * math.sqrt(window)
+    around = np.pad(full, [(0, 0), (window - 1, window - 1)])
+    kept = np.lib.stride_tricks.sliding_window_view(around, window, axis=1).any(-1)
+    return np.where(kept, np.maximum(counts, 0.0), 0.0)
+
+
+def _quantile(counts: np.ndarray, num_bins: int, share: float = _QUARTILE) -> float:
+    """The upper edge of the bin in which a quantile lies; 0 if there are no counts."""
+    if not counts.any():
+        return 0.0
+    place = int(np.searchsorted(np.cumsum(counts), share * counts.sum()))
+    return 2.0 ** ((place + 1 - num_bins // 2) * _OCTAVES / num_bins)
+
+
+def _bins(values: np.ndarray, num_bins: int) -> np.ndarray:
+    """The bins of positive values; all bins together cover 128 octaves around 1."""
+    places = np.floor(np.log2(values) * (num_bins // _OCTAVES)).astype(np.int64) + num_bins // 2
+    return np.clip(places, 0, num_bins - 1)
+
+
+def _numbers(x: Any) -> np.ndarray:
+    """The inputs as an array."""
+    hint = (
+        "`x` must be an array [n, ...] of all training inputs, as the layer will see them. Join "
+        "several inputs into one, or give each a layer of its own and account for all."
+    )
+    if isinstance(x, (dict, list, tuple)) or not hasattr(x, "shape"):
+        raise TypeError(f"{hint} Received: {type(x).__name__}")
+    array = np.asarray(x)
+    if array.dtype.kind not in "iufb":
+        raise TypeError(f"{hint} Received: an array of {array.dtype}")
+    if array.ndim < 2 or not array.size:
+        raise ValueError(f"{hint} Received: shape {array.shape}")
+    return array
+
+
+def _kept_shape(input_shape: tuple, axis: int | None) -> tuple[list[int], int]:
+    """The shape in which statistics meet inputs, and their number."""
+    rank = len(input_shape)
+    if axis is None:
+        return [1] * rank, 1
+    if not -rank < axis < rank or axis % rank == 0:
+        raise ValueError(
+            "`axis` must be an axis of the inputs, not that of the examples. Received: "
+            f"axis={axis!r}, inputs of shape {input_shape}"
+        )
+    size = input_shape[axis]
+    if size is None:
+        raise ValueError(
+            "The axis of the features must have a known size. Received: inputs of shape "
+            f"{input_shape}, axis={axis!r}"
+        )
+    return [size if k == axis % rank else 1 for k in range(rank)], size
