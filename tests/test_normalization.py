@@ -281,6 +281,7 @@ def test_training_in_raw_units_by_the_plan(tmp_path):
     assert loaded.optimizer.ledger.other_events == plan.other_events
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("stop_after", [0, 1])
 def test_a_resumed_run_keeps_the_statistics_it_began_with(tmp_path, stop_after):
     """After the first epoch, which ends before its end is saved, and after the second."""

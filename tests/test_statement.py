@@ -158,7 +158,13 @@ def test_every_segment_is_listed():
 def test_other_events_are_named():
     event = dp_accounting.GaussianDpEvent(4.0)
     text = words(fake_ledger((2.0, 200.0, 1), other_events=(event,)), N, DELTA)
-    assert "in addition to the gradients, and included in epsilon: GaussianDpEvent(" in text
+    assert (
+        "in addition to the gradients, and included in epsilon: one release of the Gaussian "
+        "mechanism with noise multiplier 4"
+    ) in text
+    other = dp_accounting.LaplaceDpEvent(4.0)
+    text = words(fake_ledger((2.0, 200.0, 1), other_events=(other,)), N, DELTA)
+    assert "included in epsilon: LaplaceDpEvent(" in text
     assert "in addition to the gradients" in words(fake_ledger(other_events=(event,)), N, DELTA)
     assert "in addition to the gradients" not in words(ONE, N, DELTA)
 
