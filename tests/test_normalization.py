@@ -13,6 +13,7 @@ from tests.helpers.gaussianity import assert_gaussian, fits
 from tf_adaptive_dp import normalization
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.plan import PrivacyPlan
+from tf_adaptive_dp.validation import check_per_example
 
 N = 4000
 # Per release, as six of them compose to one of 1.
@@ -359,3 +360,12 @@ def test_half_precision_sees_raw_units():
     finally:
         keras.mixed_precision.set_global_policy(before)
     assert y.dtype == tf.float32 and 0.3 < float(y[0, 1] - y[0, 0]) < 3
+
+
+def test_gradients_behind_the_layer_are_exact():
+    x = columns(64).astype(np.float32)
+    layer = adapted(columns())
+    model = keras.Sequential([keras.Input([6]), layer, keras.layers.Dense(2)])
+    model.compile(dp.DPSGD(1.0, 1.0), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    report = check_per_example(model, (x, (x[:, 4] > 0).astype(np.int32)))
+    assert report.norm_error < 1e-4 and not report.without_rules
