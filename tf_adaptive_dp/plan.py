@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import os
@@ -22,10 +21,8 @@ from tf_adaptive_dp._keras.models import (
     give_weights_axes_of_losses,
     leave_padding_out_of_metrics,
 )
-from tf_adaptive_dp.accounting import calibration, composition, noise_strategies
-from tf_adaptive_dp.accounting.ledger import Releases
+from tf_adaptive_dp.accounting import composition, noise_strategies
 from tf_adaptive_dp.accounting.noise_strategies import (
-    BandedNoise,
     IndependentNoise,
     NoiseStrategy,
     prefix_error,
@@ -34,10 +31,11 @@ from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
 from tf_adaptive_dp.callbacks.run_directory import RunDirectory, RunHistory
 from tf_adaptive_dp.normalization import PrivateNormalization
-from tf_adaptive_dp.sampling import draws
+from tf_adaptive_dp.sampling import draws, noise_budget
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.datasets import as_dataset, open_source
 from tf_adaptive_dp.sampling.draws import check_unit
+from tf_adaptive_dp.sampling.noise_budget import NoiseBudget
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.statement import format_epsilon, privacy_statement
@@ -198,18 +196,27 @@ class PrivacyPlan:
         self._normalization: PrivateNormalization | None = None
         if epsilon is not None:
             self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
-            self._pay_for_normalization()
+            if self.normalize_inputs:
+                self._pay_for_normalization()
         self.noise: NoiseStrategy = IndependentNoise()
         if self._users is not None and noise not in (None, self.noise):
             raise ValueError(
                 "Correlated noise is proven for examples as the unit, not for users. Leave `noise` "
                 f"out, or `user_ids`. Received: noise={noise!r}"
             )
-        self.noise = self._best_noise() if noise == "best" else noise_strategies.get_strategy(noise)
+        if noise == "best":
+            if epsilon is None:
+                raise ValueError(
+                    '`noise="best"` is the best one for an `epsilon`. Pass that, or a strategy. '
+                    "Received: epsilon=None"
+                )
+            self.noise = self._budget.best_strategy(self.epsilon, self.batch_size, self.epochs)
+        else:
+            self.noise = noise_strategies.get_strategy(noise)
         self.sampling = self._sampling(self.batch_size, self.epochs)
         self.steps, self.steps_per_epoch = self.sampling.steps, self.sampling.steps // self.epochs
         if noise_multiplier is None:
-            self.noise_multiplier = self._least_noise(self.sampling)
+            self.noise_multiplier = self._budget.least_noise(self.epsilon, self.sampling)
         else:
             self.noise_multiplier = checks.number(
                 "noise_multiplier", noise_multiplier, 0, strict=True
@@ -229,23 +236,13 @@ class PrivacyPlan:
 
     def _pay_for_normalization(self) -> None:
         """Adds the event of the normalization to those that the budget pays for."""
-        if not self.normalize_inputs:
-            return
+        noise = noise_budget.noise_of_one_release(_FOR_NORMALIZATION * self.epsilon, self.delta)
+        self.other_events += (dp_accounting.GaussianDpEvent(noise),)
 
-        def spent(noise_multiplier: float) -> float:
-            event = dp_accounting.GaussianDpEvent(noise_multiplier)
-            return composition.composed_epsilon({}, [event], self.delta, "rdp")
-
-        budget = _FOR_NORMALIZATION * self.epsilon
-        guess = math.sqrt(-2 * math.log(self.delta)) / budget
-        found = calibration.least_noise(spent, budget, 1e-3, guess=guess)
-        if found is None:
-            raise ValueError(
-                "No noise makes the normalization of inputs private enough for this budget. Allow "
-                "more `epsilon` or `delta`, or leave `normalize_inputs` out. Received: "
-                f"epsilon={self.epsilon!r}, delta={self.delta!r}"
-            )
-        self.other_events += (dp_accounting.GaussianDpEvent(found),)
+    @property
+    def _budget(self) -> NoiseBudget:
+        numbers = self.delta, self._num_units, self.accountant, self.other_events
+        return NoiseBudget(*numbers, **self._of_users)
 
     @property
     def expected_batch_size(self) -> float:
@@ -660,95 +657,16 @@ class PrivacyPlan:
         for size in batch_sizes:
             for number in epochs:
                 sampling = self._sampling(size, checks.integer("epochs", number, 1))
-                noise = self._least_noise(sampling)
+                noise = self._budget.least_noise(self.epsilon, sampling)
                 ratio = self._gain_of_sums(sampling.steps) * size / noise
                 offers.append(PlanOffer(size, number, sampling.steps, noise, ratio))
         return sorted(offers, key=lambda offer: -offer.signal_to_noise)
 
-    def _best_noise(self) -> NoiseStrategy:
-        """The strategy with the least noise in sums of steps, at the ε of the plan."""
-        if not hasattr(self, "epsilon"):
-            raise ValueError(
-                '`noise="best"` is the best one for an `epsilon`. Pass that, or a strategy. '
-                "Received: epsilon=None"
-            )
-
-        best: NoiseStrategy = IndependentNoise()
-        least, guess = math.inf, None
-        for bands in (1, 2, 4, 8, 16, 32):
-            if bands * self.batch_size > self._num_units:
-                break
-            noise = best if bands == 1 else BandedNoise(bands)
-            sampling = self._sampling(self.batch_size, self.epochs, noise)
-            # 1% is enough to compare, and more bands need little more noise: few evaluations.
-            found = self._least_by_rdp(sampling, 1e-2, guess)
-            if found is None:
-                break
-            error = found * prefix_error(noise, sampling.steps)
-            if error >= least:  # from here on, amplification fades faster than the sums gain
-                break
-            best, least, guess = noise, error, 1.2 * found
-        return best
-
-    def _sampling(
-        self, batch_size: int, epochs: int, noise: NoiseStrategy | None = None
-    ) -> PoissonSampling | CyclicPoissonSampling:
-        of_run = batch_size, self._num_units, max(1, round(self._num_units / batch_size)) * epochs
-        bands = (self.noise if noise is None else noise).bands
-        if bands == 1:
-            return PoissonSampling.for_batch_size(*of_run, **self._of_users)
-        return CyclicPoissonSampling.for_batch_size(*of_run, bands)
-
-    def _spent(
-        self,
-        sampling: PoissonSampling | CyclicPoissonSampling,
-        accountant: str,
-        noise_multiplier: float,
-        steps: int | None = None,
-    ) -> float:
-        """ε after some steps of a sampling, by default after all."""
-        size = sampling.expected_batch_size(self._num_units)
-        noise: NoiseStrategy = IndependentNoise()
-        if isinstance(sampling, CyclicPoissonSampling):
-            noise = BandedNoise(sampling.num_groups)  # all strategies with these bands cost as much
-        planned = Releases(
-            [(noise_multiplier, size, sampling.steps if steps is None else steps)],
-            self.other_events,
-            noise=noise,
-            examples_per_user=sampling.examples_per_user,
-        )
-        return sampling.epsilon_spent(planned, self._num_units, self.delta, accountant=accountant)
+    def _sampling(self, batch_size: int, epochs: int) -> PoissonSampling | CyclicPoissonSampling:
+        return self._budget.sampling(batch_size, epochs, self.noise)
 
     def _epsilon_after(self, steps: int) -> float:
-        return self._spent(self.sampling, self.accountant, self.noise_multiplier, steps)
-
-    def _least_by_rdp(
-        self,
-        sampling: PoissonSampling | CyclicPoissonSampling,
-        tolerance: float = 1e-3,
-        guess: float | None = None,
-    ) -> float | None:
-        factor = 2.0 if guess is None else 1.3
-        if guess is None:
-            guess = sampling.share
-            guess *= math.sqrt(-2 * sampling.steps * math.log(self.delta)) / self.epsilon
-        spent = functools.partial(self._spent, sampling, "rdp")
-        return calibration.least_noise(spent, self.epsilon, tolerance, guess=guess, factor=factor)
-
-    def _least_noise(self, sampling: PoissonSampling | CyclicPoissonSampling) -> float:
-        """The smallest noise multiplier for a sampling, up to 0.1%."""
-        found = self._least_by_rdp(sampling)
-        if found is not None and self.accountant != "rdp":
-            # PLD is tighter by less than a tenth, and slow: few evaluations from there.
-            spent = functools.partial(self._spent, sampling, self.accountant)
-            found = calibration.least_noise(spent, self.epsilon, 1e-3, guess=found, factor=1.1)
-        if found is None:
-            raise ValueError(
-                "No noise multiplier meets the budget. Allow more `epsilon` or `delta`, or plan "
-                f"fewer `epochs` or smaller batches. Received: epsilon={self.epsilon!r}, "
-                f"delta={self.delta!r}, sampling={sampling!r}, other_events={self.other_events!r}"
-            )
-        return found
+        return self._budget.epsilon(self.sampling, self.noise_multiplier, steps)
 
     def _settings(self) -> dict[str, Any]:
         names = ("delta", "batch_size", "epochs", "noise_multiplier", "accountant")

@@ -1,0 +1,164 @@
+"""Which noise a budget leaves room for: the arithmetic behind `PrivacyPlan`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import dp_accounting
+
+from tf_adaptive_dp.accounting import calibration, composition
+from tf_adaptive_dp.accounting.ledger import Releases
+from tf_adaptive_dp.accounting.noise_strategies import (
+    BandedNoise,
+    IndependentNoise,
+    NoiseStrategy,
+    prefix_error,
+)
+from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
+from tf_adaptive_dp.sampling.poisson import PoissonSampling
+
+_BANDS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseBudget:
+    """What is to be spent on whom.
+
+    Attributes:
+      delta: δ.
+      num_units: the number of examples, or of users: the public size of what batches are drawn
+        from.
+      accountant: `"pld"` or `"rdp"`.
+      other_events: what else the budget pays for.
+      examples_per_user: k, if users are drawn, or `None`.
+      user_reduction: see `PoissonSampling`.
+    """
+
+    delta: float
+    num_units: int
+    accountant: str
+    other_events: tuple[dp_accounting.DpEvent, ...]
+    examples_per_user: int | None
+    user_reduction: str
+
+    def sampling(
+        self, batch_size: int, epochs: int, noise: NoiseStrategy
+    ) -> PoissonSampling | CyclicPoissonSampling:
+        """The sampling of a run.
+
+        Args:
+          batch_size: L.
+          epochs: the number of epochs, each of round(`num_units` / `batch_size`) steps.
+          noise: the noise strategy, whose bands are the groups that take turns.
+        """
+        steps = max(1, round(self.num_units / batch_size)) * epochs
+        of_run = batch_size, self.num_units, steps
+        if noise.bands > 1:
+            return CyclicPoissonSampling.for_batch_size(*of_run, noise.bands)
+        of_users: dict[str, Any] = {
+            "examples_per_user": self.examples_per_user,
+            "user_reduction": self.user_reduction,
+        }
+        return PoissonSampling.for_batch_size(*of_run, **of_users)
+
+    def epsilon(
+        self,
+        sampling: PoissonSampling | CyclicPoissonSampling,
+        noise_multiplier: float,
+        steps: int | None = None,
+        accountant: str | None = None,
+    ) -> float:
+        """ε after some steps of a sampling, by default after all."""
+        size = sampling.expected_batch_size(self.num_units)
+        noise: NoiseStrategy = IndependentNoise()
+        if isinstance(sampling, CyclicPoissonSampling):
+            noise = BandedNoise(sampling.num_groups)  # all strategies with these bands cost as much
+        planned = Releases(
+            [(noise_multiplier, size, sampling.steps if steps is None else steps)],
+            self.other_events,
+            noise=noise,
+            examples_per_user=sampling.examples_per_user,
+        )
+        accountant = accountant or self.accountant
+        return sampling.epsilon_spent(planned, self.num_units, self.delta, accountant=accountant)
+
+    def least_noise(
+        self, epsilon: float, sampling: PoissonSampling | CyclicPoissonSampling
+    ) -> float:
+        """The smallest noise multiplier for a sampling, up to 0.1%.
+
+        Raises:
+          ValueError: if no noise meets the budget.
+        """
+        found = self._least_by_rdp(epsilon, sampling)
+        if found is not None and self.accountant != "rdp":
+            # PLD is tighter by less than a tenth, and slow: few evaluations from there.
+            spent = functools.partial(self.epsilon, sampling)
+            found = calibration.least_noise(spent, epsilon, 1e-3, guess=found, factor=1.1)
+        if found is None:
+            raise ValueError(
+                "No noise multiplier meets the budget. Allow more `epsilon` or `delta`, or plan "
+                f"fewer `epochs` or smaller batches. Received: epsilon={epsilon!r}, "
+                f"delta={self.delta!r}, sampling={sampling!r}, other_events={self.other_events!r}"
+            )
+        return found
+
+    def best_strategy(self, epsilon: float, batch_size: int, epochs: int) -> NoiseStrategy:
+        """The strategy with the least noise in sums of steps."""
+        best: NoiseStrategy = IndependentNoise()
+        least, guess = math.inf, None
+        for bands in _BANDS:
+            if bands * batch_size > self.num_units:
+                break
+            noise = best if bands == 1 else BandedNoise(bands)
+            sampling = self.sampling(batch_size, epochs, noise)
+            # 1% is enough to compare, and more bands need little more noise: few evaluations.
+            found = self._least_by_rdp(epsilon, sampling, 1e-2, guess)
+            if found is None:
+                break
+            error = found * prefix_error(noise, sampling.steps)
+            if error >= least:  # from here on, amplification fades faster than the sums gain
+                break
+            best, least, guess = noise, error, 1.2 * found
+        return best
+
+    def _least_by_rdp(
+        self,
+        epsilon: float,
+        sampling: PoissonSampling | CyclicPoissonSampling,
+        tolerance: float = 1e-3,
+        guess: float | None = None,
+    ) -> float | None:
+        factor = 2.0 if guess is None else 1.3
+        if guess is None:
+            guess = sampling.share
+            guess *= math.sqrt(-2 * sampling.steps * math.log(self.delta)) / epsilon
+        spent = functools.partial(self.epsilon, sampling, accountant="rdp")
+        return calibration.least_noise(spent, epsilon, tolerance, guess=guess, factor=factor)
+
+
+def noise_of_one_release(epsilon: float, delta: float) -> float:
+    """The smallest noise multiplier of a Gaussian release about everyone, up to 0.1% (RDP).
+
+    Raises:
+      ValueError: if no noise meets the budget.
+
+    >>> noise_of_one_release(0.6, 1e-5)
+    6.479
+    """
+
+    def spent(noise_multiplier: float) -> float:
+        event = dp_accounting.GaussianDpEvent(noise_multiplier)
+        return composition.composed_epsilon({}, [event], delta, "rdp")
+
+    guess = math.sqrt(-2 * math.log(delta)) / epsilon
+    found = calibration.least_noise(spent, epsilon, 1e-3, guess=guess)
+    if found is None:
+        raise ValueError(
+            "No noise makes a single release private enough for this budget. Allow more `epsilon` "
+            f"or `delta`. Received: epsilon={epsilon!r}, delta={delta!r}"
+        )
+    return found
