@@ -1,5 +1,6 @@
 """The simulation programs: what they plan and show, and whole runs with data."""
 
+import dataclasses
 import math
 import os
 
@@ -296,3 +297,20 @@ def test_a_program_runs_at_smoke_scale_and_has_nothing_left_to_do(
     module.main(["--scale", "smoke", "--output_dir", str(tmp_path)])
     assert "[1/" not in capfd.readouterr().out
     assert not [*tmp_path.rglob("states")] and [*tmp_path.rglob("journal")]
+
+
+@pytest.mark.slow
+def test_the_medium_scale_runs_with_fewer_images_and_rounds(monkeypatch, tmp_path, capfd):
+    if "TFDS_DATA_DIR" not in os.environ:
+        pytest.skip("TFDS_DATA_DIR does not name a folder with the data")
+    medium = cifar10_adaptive.SCALES["medium"]
+    fewer = dataclasses.replace(
+        medium, rounds=1, images_per_client=40, test_images=100, randomness=(0.33,)
+    )
+    monkeypatch.setitem(cifar10_adaptive.SCALES, "medium", fewer)
+    cifar10_adaptive.main(["--scale", "medium", "--output_dir", str(tmp_path)])
+    out = capfd.readouterr().out
+    assert "[7/7]" in out and "| 33% | ADADP | **0.1** |" in out
+    # Of four minibatches a client the paper's form discards all, and ours none.
+    assert "No step was accepted** by ADADP of the paper from 0.1 at 33% in 1 of 1 runs" in out
+    assert "No step was accepted** by ADADP from" not in out
