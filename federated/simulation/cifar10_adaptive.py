@@ -3,10 +3,11 @@
 The ADADP paper's figures 1 to 3 (the supplement's 2 to 4): five clients (cars and trucks; planes
 and ships; cats and dogs; birds and frogs; deer and horses). A share of their images between 0 and
 100% is redistributed at random. Every client takes part in every round, with minibatches of 10 and
-one local epoch. The experiment compares ADADP clients (tolerance 0.1, steps with err > tol
-discarded) from several initial learning rates, SGD with a grid of constant rates, and Adam, which
-the paper runs at 33%. The network is the paper's: two 3×3 convolutions with 64 channels, ReLU, 3×3
-max pools of stride 2, then 1600-500-500-10.
+one local epoch. The experiment compares ADADP clients from several initial learning rates (with the
+defaults of `build_adadp`, and in the paper's form: tolerance 0.1, steps with err > tol discarded),
+SGD with a grid of constant rates, and Adam, which the paper runs at 33%. The network is the
+paper's: two 3×3 convolutions with 64 channels, ReLU, 3×3 max pools of stride 2, then
+1600-500-500-10.
 
 Privacy claim: none. Nothing is clipped and no noise is added, so ε is infinite; here ADADP saves
 the tuning. `federated.simulation.stackoverflow_dp` is private.
@@ -14,7 +15,8 @@ the tuning. `federated.simulation.stackoverflow_dp` is private.
 Accuracy is measured on test images after each round. The "best" rate of a grid is chosen by it, as
 in the paper. ADADP's row is the one with the initial rate 0.1. Each client starts each round with
 the initial rate, and a discarded step lowers it by at most 10%: from 1.0, most steps of a short
-round would be discarded. So `small` has few rounds and many images.
+round would be discarded. So `small` has few rounds and many images. The table names the runs in
+which every step was discarded.
 
     python -m federated.simulation.cifar10_adaptive --scale smoke --data_dir ~/tensorflow_datasets
 
@@ -22,6 +24,7 @@ round would be discarded. So `small` has few rounds and many images.
 | --- | --- | --- | --- | --- | --- |
 | smoke | 2 | 40 | 100 | 0, 1 | 1 |
 | small | 5 | 4,000 | 2,000 | 0, .33, .67, 1 | 1 |
+| medium | 40 | 10,000 | 10,000 | 0, .33 | 1 |
 | paper | 200 | 10,000 | 10,000 | 0, .33, .67, 1 | 3 |
 """
 
@@ -48,10 +51,17 @@ from federated.training import monitor, processes, program
 
 METHODS = {
     "adadp": build_adadp,
+    "adadp_paper": build_adadp,
     "sgd": tff.learning.optimizers.build_sgdm,
     "adam": tff.learning.optimizers.build_adam,
 }
-TITLES = {"adadp": "ADADP", "sgd": "SGD", "adam": "Adam"}
+# Arguments of a method beside its learning rate. ADADP's defaults are here too: were they others,
+# finished trials would not be taken for those of the new ones.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "adadp": {"tolerance": 0.3, "discard": False},
+    "adadp_paper": {"tolerance": 0.1, "discard": True},
+}
+TITLES = {"adadp": "ADADP", "adadp_paper": "ADADP of the paper", "sgd": "SGD", "adam": "Adam"}
 NOT_PRIVATE = "Not private: nothing is clipped and no noise added, so ε is infinite."
 DEFAULT_RATE = 0.1  # of ADADP
 CHANCE = 0.1  # accuracy of a constant answer: ten classes of as many test images
@@ -81,16 +91,34 @@ class Scale:
 
 ALL_SHARES = (0.0, 0.33, 0.67, 1.0)
 SCALES = {
-    "smoke": Scale(2, 40, 100, (0.0, 1.0), {"adadp": (0.1,), "sgd": (0.01,)}, 1),
+    "smoke": Scale(
+        *(2, 40, 100, (0.0, 1.0)), {"adadp": (0.1,), "adadp_paper": (0.1,), "sgd": (0.01,)}, 1
+    ),
     "small": Scale(
         *(5, 4000, 2000, ALL_SHARES),
-        {"adadp": (0.001, 0.1, 1.0), "sgd": (0.00316, 0.01, 0.0316, 0.1), "adam": (0.0001, 0.001)},
+        {
+            "adadp": (0.001, 0.1, 1.0),
+            "adadp_paper": (0.001, 0.1, 1.0),
+            "sgd": (0.00316, 0.01, 0.0316, 0.1),
+            "adam": (0.0001, 0.001),
+        },
+        1,
+    ),
+    "medium": Scale(
+        *(40, 10_000, 10_000, (0.0, 0.33)),
+        {
+            "adadp": (0.1,),
+            "adadp_paper": (0.1,),
+            "sgd": (0.01, 0.0316, 0.1),
+            "adam": (0.0001, 0.001),
+        },
         1,
     ),
     "paper": Scale(
         *(200, 10_000, 10_000, ALL_SHARES),
         {
             "adadp": (0.001, 0.01, 0.1, 1.0),
+            "adadp_paper": (0.001, 0.01, 0.1, 1.0),
             "sgd": (0.001, 0.00316, 0.01, 0.0316, 0.1),
             "adam": (3.16e-6, 1e-5, 3.16e-5, 1e-4, 3.16e-4, 1e-3),
         },
@@ -111,6 +139,7 @@ def plan(scale: str) -> list[Settings]:
             "rounds": how.rounds,
             "images_per_client": how.images_per_client,
             "test_images": how.test_images,
+            **ARGUMENTS.get(method, {}),
         }
         for share in how.randomness
         for method, rates in how.rates.items()
@@ -151,6 +180,13 @@ def describe(scale: str, data_dir: str | None) -> str:
     return NOT_PRIVATE
 
 
+def client_optimizer(settings: Settings) -> tff.learning.optimizers.Optimizer:
+    """The client optimizer of a trial."""
+    method = settings["method"]
+    arguments = {name: settings[name] for name in ARGUMENTS.get(method, {})}
+    return METHODS[method](learning_rate=settings["rate"], **arguments)
+
+
 def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, float]:
     """Runs or resumes one trial; there are no final figures."""
     (images, labels), test = load(data_dir)
@@ -171,7 +207,7 @@ def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, f
             input_spec=spec,
             metrics=[tf.keras.metrics.SparseCategoricalAccuracy("accuracy")],
         ),
-        METHODS[settings["method"]](learning_rate=settings["rate"]),
+        client_optimizer(settings),
     )
     in_order = cifar10.normalized_images(ClientBatches(batch_size=500, shuffle_buffer=1))
     judged = tuple(part[: settings["test_images"]] for part in test)
@@ -209,7 +245,7 @@ def best_rate(found: Mapping[tuple, list[Trial]], share: float, method: str) -> 
         for (at, name, rate), runs in found.items()
         if (at, name) == (share, method)
     }
-    if method == "adadp" and DEFAULT_RATE in rates:
+    if method in ARGUMENTS and DEFAULT_RATE in rates:
         return DEFAULT_RATE
     return trials.best(rates, rates.__getitem__) if rates else None
 
@@ -217,7 +253,8 @@ def best_rate(found: Mapping[tuple, list[Trial]], share: float, method: str) -> 
 def table(finished: Sequence[Trial]) -> str:
     """What all trials reached in their last round, in Markdown.
 
-    For ADADP also the share of that round's steps that were discarded.
+    For ADADP also the share of that round's steps that were discarded, and below the table the runs
+    in which no round had another.
     """
     found = groups(finished)
     lines = [
@@ -232,7 +269,22 @@ def table(finished: Sequence[Trial]) -> str:
             f"| {share:.0%} | {TITLES[method]} | {mark}{rate:g}{mark} "
             f"| {trials.spread(accuracies(runs))} | {discarded} | ∞ | {len(runs)} |"
         )
+    for (share, method, rate), runs in sorted(found.items()):
+        unmoved = sum(map(accepted_no_step, runs))
+        if unmoved:
+            lines += [
+                "",
+                f"**No step was accepted** by {TITLES[method]} from {rate:g} at {share:.0%} in "
+                f"{unmoved} of {len(runs)} runs: their accuracy is that of a model that has hardly "
+                "moved.",
+            ]
     return "\n".join(lines)
+
+
+def accepted_no_step(run: Trial) -> bool:
+    """Whether ADADP's clients discarded every step of every round."""
+    _, shares = run.curve("optimizer/discarded_share")
+    return bool(shares) and min(shares) == 1.0
 
 
 def plot(finished: Sequence[Trial]) -> Any:
@@ -275,7 +327,7 @@ def plot(finished: Sequence[Trial]) -> Any:
     axes[1, 0].set(xlabel="learning rate (ADADP: the initial one)", ylabel="test accuracy")
     axes[1, 0].set_ylim(bottom=-0.08)
     axes[1, 0].legend(fontsize=7, loc="lower center", ncol=2)
-    for position, method in enumerate(("adadp", "sgd")):
+    for position, method in enumerate(("adadp", "adadp_paper", "sgd")):
         best = [(share, best_rate(found, share, method)) for share in shares]
         points = [(s, np.mean(accuracies(found[s, method, r]))) for s, r in best if r is not None]
         if points:

@@ -187,8 +187,9 @@ class _Figures:
         if self._discarded and min(self._discarded) == 1.0:
             warnings.warn(
                 f"ADADP accepted no step in {len(self._discarded)} rounds, so the clients have "
-                "hardly moved the model. Give `build_adadp` a larger `tolerance`, a smaller "
-                "`learning_rate`, or `discard=False`.",
+                "hardly moved the model. With `discard=True`, give `build_adadp` a larger "
+                "`tolerance` or a smaller `learning_rate`, or leave it out. Without it, only steps "
+                "whose error is infinite or NaN are discarded: check the clients' data and loss.",
                 stacklevel=stacklevel,
             )
 

@@ -9,13 +9,14 @@ def numpy_adadp(
     theta,
     gradients,
     eta=0.1,
-    tolerance=0.1,
+    tolerance=0.3,
     alpha_min=0.9,
     alpha_max=1.1,
-    discard=True,
+    discard=False,
     keep="half_steps",
+    shorten=True,
 ):
-    """Algorithm 1 of the supplement, step by step as it is printed there.
+    """Algorithm 1 of the supplement, step by step as it is printed there; and steps made shorter.
 
     Args:
       theta: where to begin, [d].
@@ -38,10 +39,13 @@ def numpy_adadp(
         with np.errstate(invalid="ignore"):
             error = np.sqrt(np.sum(((tilde - hat) / np.maximum(1, np.abs(tilde))) ** 2))
         errors.append(error)
-        if error <= tolerance or not discard:
-            theta = tilde if keep == "half_steps" else hat
-        else:
+        end = tilde if keep == "half_steps" else hat
+        if error <= tolerance or not (discard or shorten):
+            theta = end
+        elif discard or not np.isfinite(error):
             discarded += 1
+        else:
+            theta = theta + tolerance / error * (end - theta)
         with np.errstate(divide="ignore"):
             ratio = tolerance / error if np.isfinite(error) else 0.0
         eta = eta * min(max(ratio, alpha_min), alpha_max)

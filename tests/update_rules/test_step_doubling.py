@@ -12,6 +12,7 @@ from tf_adaptive_dp.update_rules.step_doubling import (
     decayed_tolerance,
     default_tolerance,
     error_estimate,
+    share_of_step,
     suggest_tolerance,
 )
 
@@ -76,6 +77,20 @@ def test_errors_without_a_finite_quotient(error, factor, compiled):
     function = tf.function(adapted_learning_rate) if compiled else adapted_learning_rate
     actual = function(tf.constant(0.2), tf.constant(error), 0.5)
     assert float(actual) == pytest.approx(0.2 * factor)
+
+
+@pytest.mark.parametrize("tolerance", [0.3, 1.0])
+@pytest.mark.parametrize("error", [0.0, 1e-6, 0.3, 0.92, 1.0, 7.0, 1e6])
+def test_the_share_of_a_step_brings_its_error_down_to_the_tolerance(error, tolerance):
+    share = share_of_step(tf.constant(error), tolerance)
+    assert share.dtype == tf.float32
+    assert float(share) * error == pytest.approx(min(error, tolerance), rel=1e-6)
+    assert (float(share) == 1.0) == (error <= tolerance)
+
+
+@pytest.mark.parametrize("error", [INF, NAN])
+def test_nothing_is_left_of_a_step_without_a_finite_error(error):
+    assert float(share_of_step(tf.constant(error), 0.5)) == 0.0
 
 
 @hypothesis.given(

@@ -90,6 +90,28 @@ def adapted_learning_rate(
     return tf.clip_by_value(tf.cast(learning_rate, tf.float32) * factor, _SMALLEST, _LARGEST)
 
 
+def share_of_step(error: tf.Tensor, tolerance: float) -> tf.Tensor:
+    """The share of a step that is taken, min(1, tol / err), so that its error stays within tol.
+
+    The clients of federated averaging shorten steps in this way by default; it is our addition.
+    Where the paper discards a step with err > tol, this keeps its direction, as clipping does with
+    a gradient.
+
+    Args:
+      error: err, scalar.
+      tolerance: tol, in the units of the parameters.
+
+    Returns:
+      Scalar, float32, from 0 to 1: 1 if err ≤ tol, and 0 if err is infinite or NaN.
+
+    >>> [float(share_of_step(error, 0.5)) for error in (0.0, 0.5, 2.0, float("nan"))]
+    [1.0, 1.0, 0.25, 0.0]
+    """
+    error = tf.cast(error, tf.float32)
+    error = tf.where(tf.math.is_nan(error), float("inf"), error)
+    return tf.minimum(1.0, tf.cast(tolerance, tf.float32) / error)
+
+
 def decayed_learning_rate(
     learning_rate: tf.Tensor, elapsed: tf.Tensor, next_elapsed: tf.Tensor, decay: float
 ) -> tf.Tensor:

@@ -93,7 +93,7 @@ def test_adadp_is_the_keras_optimizer_without_clipping_and_noise(discard, keep):
     arguments = {"learning_rate": 0.35, "tolerance": 0.2, "discard": discard, "keep": keep}
     keras = dp.ADADP(**NO_PRIVACY, tolerance_decay=0.0, **arguments)
     points, rates = keras_run(keras)
-    client = build_adadp(**arguments)
+    client = build_adadp(**arguments, shorten=False)
     client_points, states = client_run(client)
     assert_same_points(client_points, points)
     np.testing.assert_allclose([s[LEARNING_RATE] for s in states], rates, rtol=1e-5)
@@ -104,13 +104,20 @@ def test_adadp_is_the_keras_optimizer_without_clipping_and_noise(discard, keep):
     assert report["discarded_steps"] == (above if discard else 0)
 
 
+ABOVE = {
+    "discarded": {"discard": True},
+    "shortened": {"discard": False, "shorten": True},
+    "taken": {"discard": False, "shorten": False},
+}
+
+
 @pytest.mark.parametrize("keep", ["half_steps", "euler"])
-@pytest.mark.parametrize("discard", [True, False])
+@pytest.mark.parametrize("above", ABOVE)
 @pytest.mark.parametrize("num_batches", [12, 13])
-def test_adadp_is_algorithm_1(num_batches, discard, keep):
+def test_adadp_is_algorithm_1(num_batches, above, keep):
     batches = linear_data(num_batches, 4, seed=1)
     gradients = [linear_gradient(batch) for batch in batches]
-    arguments = {"tolerance": 0.5, "alpha_min": 0.8, "alpha_max": 1.2, "discard": discard}
+    arguments = {"tolerance": 0.5, "alpha_min": 0.8, "alpha_max": 1.2, **ABOVE[above]}
     expected, told = numpy_adadp(np.zeros(4), gradients, eta=0.4, keep=keep, **arguments)
     optimizer = build_adadp(learning_rate=0.4, keep=keep, **arguments)
     w = tf.zeros([4])
@@ -122,7 +129,20 @@ def test_adadp_is_algorithm_1(num_batches, discard, keep):
     np.testing.assert_allclose(report["learning_rate"], told["eta"], rtol=1e-4)
     assert report["judged_steps"] == told["judged"] == 6
     assert report["discarded_steps"] == told["discarded"]
+    assert (told["discarded"] > 0) == (above == "discarded")
     assert min(told["errors"]) < 0.5 < max(told["errors"])
+
+
+def test_the_defaults_shorten_and_those_of_the_paper_discard():
+    gradients = [lambda theta, k=k: np.full(4, -1.5 * (k % 3)) for k in range(12)]
+    for arguments in ({}, {"tolerance": 0.1, "discard": True}):
+        expected, told = numpy_adadp(np.zeros(4), gradients, **arguments)
+        optimizer = build_adadp(**arguments)
+        state, w = optimizer.initialize(tf.TensorSpec([4])), tf.zeros([4])
+        for gradient, point in zip(gradients, expected):
+            state, w = optimizer.next(state, w, tf.constant(gradient(0), tf.float32))
+            np.testing.assert_allclose(w, point, rtol=1e-5)
+        assert optimizer.report(state)["discarded_steps"] == told["discarded"]
 
 
 @pytest.mark.slow
@@ -136,7 +156,7 @@ def test_adadp_is_algorithm_1(num_batches, discard, keep):
 def test_discard_never_moves_on_an_error_above_the_tolerance(curvature, eta, tolerance, broken):
     size = len(curvature)
     curvature = tf.constant(curvature, tf.float32)
-    optimizer = build_adadp(learning_rate=eta, tolerance=tolerance)
+    optimizer = build_adadp(learning_rate=eta, tolerance=tolerance, discard=True)
     w = tf.ones([size])
     state = optimizer.initialize(tf.TensorSpec([size]))
     for step in range(8):
@@ -162,6 +182,45 @@ def test_discard_never_moves_on_an_error_above_the_tolerance(curvature, eta, tol
             np.testing.assert_array_equal(w, half)
             assert state["discarded"] == before["discarded"]
         assert np.isfinite(w).all() and np.isfinite(state[LEARNING_RATE])
+
+
+@settings(max_examples=30)
+@given(
+    eta=st.floats(1e-3, 1e6),
+    tolerance=st.floats(1e-3, 1e2),
+    gradients=st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=2),
+)
+def test_a_step_that_is_shortened_keeps_its_direction_and_has_the_error_of_the_tolerance(
+    eta, tolerance, gradients
+):
+    first, second = (np.array([1.0, 0.5]) * g for g in gradients)
+    optimizer = build_adadp(learning_rate=eta, tolerance=tolerance)
+    state, w = optimizer.initialize(tf.TensorSpec([2])), tf.zeros([2])
+    for gradient in (first, second):
+        state, w = optimizer.next(state, w, tf.constant(gradient, tf.float32))
+    whole = -eta / 2 * (first + second)
+    difference = eta / 2 * (first - second)
+    error = np.linalg.norm(difference / np.maximum(1, np.abs(whole)))
+    share = min(1.0, tolerance / error) if error else 1.0
+    np.testing.assert_allclose(w, share * whole, rtol=1e-3, atol=1e-5 * tolerance)
+    assert share * error <= tolerance * (1 + 1e-6)
+    assert optimizer.report(state)["discarded_steps"] == 0
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, 1e38])
+@pytest.mark.parametrize("when", [0, 1])
+def test_a_step_without_a_finite_error_is_discarded_and_what_follows_is_not(broken, when):
+    optimizer = build_adadp(learning_rate=8.0)
+    state, w = optimizer.initialize(tf.TensorSpec([1])), tf.constant([3.0])
+    for step in range(2):
+        gradient = [broken] if step == when else [1.0]
+        state, w = optimizer.next(state, w, tf.constant(gradient))
+    assert w.numpy() == [3.0] and float(state[LEARNING_RATE]) == pytest.approx(7.2)
+    assert optimizer.report(state)["discarded_steps"] == 1
+    for _ in range(2):  # err = 0
+        state, w = optimizer.next(state, w, tf.constant([0.125]))
+    np.testing.assert_allclose(w, [3.0 - 7.2 / 8], rtol=1e-6)
+    assert optimizer.report(state)["discarded_steps"] == 1
 
 
 @pytest.mark.slow
@@ -205,7 +264,7 @@ def test_an_odd_number_of_minibatches_ends_on_the_half_step():
 
 
 def test_the_hyperparameters_are_those_of_the_state():
-    optimizer = build_adadp(learning_rate=0.2, tolerance=0.3, alpha_min=0.5, alpha_max=2.0)
+    optimizer = build_adadp(0.2, 0.3, alpha_min=0.5, alpha_max=2.0, discard=True)
     state = optimizer.initialize(tf.TensorSpec([1]))
     hparams = optimizer.get_hparams(state)
     assert dict(hparams) == {
@@ -287,6 +346,7 @@ def test_weights_and_gradients_and_state_must_fit():
         ({"alpha_min": 1.5}, "`alpha_min` must be at most 1"),
         ({"alpha_max": 0.5}, "`alpha_max` must be finite and at least 1"),
         ({"discard": 1}, "`discard` must be True or False"),
+        ({"shorten": 1}, "`shorten` must be True or False"),
         ({"keep": "both"}, "`keep` must be one of 'half_steps', 'euler'"),
     ],
 )
@@ -309,7 +369,7 @@ BASES = {
         lambda: dp.DPAdam(**NO_PRIVACY, side_information=FIXED, learning_rate=0.05, epsilon=1e-3),
     ),
     "adadp": (
-        lambda: build_adadp(0.2, 0.2, discard=False),
+        lambda: build_adadp(0.2, 0.2, shorten=False),
         lambda: dp.ADADP(
             **NO_PRIVACY,
             side_information=FIXED,

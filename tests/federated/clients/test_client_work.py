@@ -20,6 +20,7 @@ BY_EXAMPLES = tff.learning.ClientWeighting.NUM_EXAMPLES
 UNIFORM = tff.learning.ClientWeighting.UNIFORM
 ITERATOR = tff.learning.LoopImplementation.DATASET_ITERATOR
 ADADP = {"learning_rate": 0.4, "tolerance": 0.3}
+OF_THE_PAPER = {**ADADP, "discard": True}
 START = np.array([1.0, 1.0, 1.0, 0.0])
 
 
@@ -108,12 +109,10 @@ def expected_round(clients, **arguments):
     """The mean of NumPy's client updates by number of examples, and what each client tells."""
     ends, told, sizes = [], [], []
     for batches in clients:
-        points, report = numpy_adadp(
-            START,
-            [linear_gradient(b) for b in batches],
-            arguments["learning_rate"],
-            arguments["tolerance"],
-        )
+        gradients = [linear_gradient(b) for b in batches]
+        eta = arguments["learning_rate"]
+        rest = {name: value for name, value in arguments.items() if name != "learning_rate"}
+        points, report = numpy_adadp(START, gradients, eta, **rest)
         ends.append(points[-1])
         told.append(report)
         sizes.append(sum(len(x) for x, _ in batches))
@@ -149,10 +148,15 @@ def sgd():
     return averaging(model_fn, build_client_work(model_fn, optimizer, BY_EXAMPLES))
 
 
-def test_a_round_is_that_of_numpy_and_so_are_its_measurements(adadp):
+@pytest.mark.parametrize("arguments", [ADADP, OF_THE_PAPER], ids=["default", "paper"])
+def test_a_round_is_that_of_numpy_and_so_are_its_measurements(adadp, arguments):
+    if arguments is OF_THE_PAPER:
+        work = build_client_work(model_fn, build_adadp(**arguments), BY_EXAMPLES)
+        adadp = averaging(model_fn, work)
     output = adadp.next(adadp.initialize(), datasets(*CLIENTS))
-    weights, told = expected_round(CLIENTS, **ADADP)
-    assert sum(t["discarded"] for t in told) > 0
+    weights, told = expected_round(CLIENTS, **arguments)
+    assert (sum(t["discarded"] for t in told) > 0) == (arguments is OF_THE_PAPER)
+    assert max(error for t in told for error in t["errors"]) > arguments["tolerance"]
     assert len({t["eta"] for t in told}) == 3
     np.testing.assert_allclose(flat(output.state), weights, rtol=1e-4, atol=1e-5)
     assert_reported(output.metrics["client_work"]["optimizer"], told)

@@ -1,11 +1,14 @@
 """The simulation programs: what they plan and show, and whole runs with data."""
 
+import dataclasses
 import math
 import os
 
 import dp_accounting
 import pytest
+import tensorflow as tf
 
+from federated.clients.client_optimizers import build_adadp
 from federated.datasets import cifar10
 from federated.privacy.user_level import UserLevelPrivacy
 from federated.simulation import cifar10_adaptive, stackoverflow_dp, tag_trials, trials
@@ -17,7 +20,8 @@ def test_help_says_what_is_done_and_what_is_private(program, capsys):
         program.main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for word in ("Privacy claim", "--scale {smoke,small,paper}", "| small |", "paper's figure"):
+    scales = "{smoke,small,medium,paper}" if program is cifar10_adaptive else "{smoke,small,paper}"
+    for word in ("Privacy claim", f"--scale {scales}", "| small |", "paper's figure"):
         assert word in text
 
 
@@ -33,7 +37,8 @@ def test_the_network_is_that_of_the_paper():
 
 def cifar_trials():
     def accuracy(s):
-        return {"adadp": 0.5, "adam": 0.1}.get(s["method"], 0.2 + s["rate"])
+        of_method = {"adadp": 0.5, "adadp_paper": 0.4, "adam": 0.1}
+        return of_method.get(s["method"], 0.2 + s["rate"])
 
     return [
         trials.Trial(s, {"test/accuracy": [math.nan, accuracy(s)]}, {})
@@ -44,10 +49,59 @@ def cifar_trials():
 def test_sgd_is_shown_with_its_best_rate_and_adadp_with_its_default():
     found = cifar10_adaptive.groups(cifar_trials())
     assert cifar10_adaptive.best_rate(found, 0.0, "sgd") == 0.1
-    assert cifar10_adaptive.best_rate(found, 0.0, "adadp") == cifar10_adaptive.DEFAULT_RATE
+    for method in ("adadp", "adadp_paper"):
+        assert cifar10_adaptive.best_rate(found, 0.0, method) == cifar10_adaptive.DEFAULT_RATE
     assert cifar10_adaptive.best_rate(found, 0.0, "adam") is None
     assert cifar10_adaptive.best_rate(found, 0.33, "adam") is not None
     assert "| 0% | SGD | **0.1** | 0.300 |  | ∞ | 1 |" in cifar10_adaptive.table(cifar_trials())
+
+
+def test_both_forms_of_adadp_are_in_the_settings_of_their_trials_and_are_what_they_say():
+    weights = tf.TensorSpec([4])
+    for settings in cifar10_adaptive.plan("small"):
+        made = cifar10_adaptive.client_optimizer(settings)
+        hparams = made.get_hparams(made.initialize(weights))
+        assert hparams["learning_rate"] == pytest.approx(settings["rate"])
+        if settings["method"] == "adadp":
+            default = build_adadp(settings["rate"])
+            assert hparams == default.get_hparams(default.initialize(weights))
+            assert (settings["tolerance"], settings["discard"]) == (hparams["tolerance"], False)
+        if settings["method"] == "adadp_paper":
+            assert hparams["tolerance"] == settings["tolerance"] == 0.1 and settings["discard"]
+            state, w = made.initialize(weights), tf.zeros([4])
+            for gradient in (1.0, 1e6):
+                state, w = made.next(state, w, tf.fill([4], gradient))
+            assert not w.numpy().any() and made.report(state)["discarded_steps"] == 1
+
+
+def test_a_medium_run_compares_both_forms_with_the_rates_around_the_best():
+    plan = cifar10_adaptive.plan("medium")
+    assert {(s["rounds"], s["images_per_client"]) for s in plan} == {(40, 10_000)}
+    for share, adam in ((0.0, 0), (0.33, 2)):
+        methods = [s["method"] for s in plan if s["randomness"] == share]
+        expected = {"adadp": 1, "adadp_paper": 1, "sgd": 3, "adam": adam}
+        assert {name: methods.count(name) for name in expected} == expected
+    assert {s["randomness"] for s in plan} == {0.0, 0.33}
+
+
+def test_runs_without_an_accepted_step_are_named_below_the_table():
+    settings = [s for s in cifar10_adaptive.plan("smoke") if s["method"] != "sgd"]
+    shares = {("adadp", 0.0): [0.0, 1.0], ("adadp_paper", 0.0): [1.0, 1.0]}
+    finished = [
+        trials.Trial(
+            s,
+            {
+                "test/accuracy": [0.1, 0.1],
+                "optimizer/discarded_share": shares.get((s["method"], s["randomness"]), [0.5] * 2),
+            },
+            {},
+        )
+        for s in settings
+    ]
+    text = cifar10_adaptive.table(finished)
+    assert text.count("No step was accepted") == 1
+    assert "by ADADP of the paper from 0.1 at 0% in 1 of 1 runs" in text
+    assert "No step was accepted" not in cifar10_adaptive.table(cifar_trials())
 
 
 def test_cifar10_is_read_once_for_all_trials(monkeypatch):
@@ -221,8 +275,9 @@ def test_each_rate_of_adam_has_its_curve():
     pytest.importorskip("matplotlib")
     axes = cifar10_adaptive.plot(cifar_trials()).axes
     labels = [[text.get_text() for text in axis.get_legend().texts] for axis in axes[:4]]
-    assert labels[0] == ["ADADP, 0.1", "SGD, 0.1", "chance"]
-    assert labels[1] == ["ADADP, 0.1", "SGD, 0.1", "Adam, 0.0001", "Adam, 0.001", "chance"]
+    both = ["ADADP, 0.1", "ADADP of the paper, 0.1", "SGD, 0.1"]
+    assert labels[0] == [*both, "chance"]
+    assert labels[1] == [*both, "Adam, 0.0001", "Adam, 0.001", "chance"]
 
 
 @pytest.mark.slow
@@ -242,3 +297,20 @@ def test_a_program_runs_at_smoke_scale_and_has_nothing_left_to_do(
     module.main(["--scale", "smoke", "--output_dir", str(tmp_path)])
     assert "[1/" not in capfd.readouterr().out
     assert not [*tmp_path.rglob("states")] and [*tmp_path.rglob("journal")]
+
+
+@pytest.mark.slow
+def test_the_medium_scale_runs_with_fewer_images_and_rounds(monkeypatch, tmp_path, capfd):
+    if "TFDS_DATA_DIR" not in os.environ:
+        pytest.skip("TFDS_DATA_DIR does not name a folder with the data")
+    medium = cifar10_adaptive.SCALES["medium"]
+    fewer = dataclasses.replace(
+        medium, rounds=1, images_per_client=40, test_images=100, randomness=(0.33,)
+    )
+    monkeypatch.setitem(cifar10_adaptive.SCALES, "medium", fewer)
+    cifar10_adaptive.main(["--scale", "medium", "--output_dir", str(tmp_path)])
+    out = capfd.readouterr().out
+    assert "[7/7]" in out and "| 33% | ADADP | **0.1** |" in out
+    # Of four minibatches a client the paper's form discards all, and ours none.
+    assert "No step was accepted** by ADADP of the paper from 0.1 at 33% in 1 of 1 runs" in out
+    assert "No step was accepted** by ADADP from" not in out

@@ -34,7 +34,7 @@ A = ClientPreconditioner.from_arrays([[[4.0], [0.5]]], provenance="public")
 OPTIMIZERS = {
     "sgd": SGD,
     "adadp": build_adadp(),
-    "adadps": build_adadps(A, build_adadp(tolerance=0.3)),
+    "adadps": build_adadps(A, build_adadp(tolerance=0.3, discard=True)),
     "momentum": tff.learning.optimizers.build_sgdm(0.1, momentum=0.9),
 }
 PRIVACY = {

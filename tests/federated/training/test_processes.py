@@ -57,6 +57,7 @@ def client_of(seed, examples=40, batch_size=10):
 
 NOBODY = client(np.zeros([0, 2]), np.zeros([0, 1]))
 BROKEN = client([[np.nan, 1.0]], [[1.0]])
+NEVER_FINITE = client(np.full([40, 2], np.nan), np.zeros([40, 1]), batch_size=10)
 
 
 def gradient(x, y):
@@ -120,11 +121,20 @@ def test_a_whole_client_moves_the_model_by_the_clip_at_most_and_by_no_less(mecha
     assert 0 < moved(client([[0.1, 0.0]], [[1.0]])) < 0.1
 
 
-@pytest.mark.parametrize("tolerance, warns", [(1e-9, True), (1e9, False)])
-def test_rounds_without_an_accepted_step_are_pointed_out(tmp_path, recwarn, tolerance, warns):
-    process = build_adaptive_fed_avg(model_fn, build_adadp(tolerance=tolerance))
+@pytest.mark.parametrize(
+    "tolerance, discard, data, warns",
+    [
+        (1e-9, True, client_of(1), True),
+        (1e-9, False, client_of(1), False),
+        (1e9, False, NEVER_FINITE, True),
+    ],
+)
+def test_rounds_without_an_accepted_step_are_pointed_out(
+    tmp_path, recwarn, tolerance, discard, data, warns
+):
+    process = build_adaptive_fed_avg(model_fn, build_adadp(tolerance=tolerance, discard=discard))
     sampler = ClientSampler(["one"], EveryClient())
-    train(process, lambda name: client_of(1), sampler, 2, tmp_path)
+    train(process, lambda name: data, sampler, 2, tmp_path)
     told = [str(w.message) for w in recwarn if "accepted no step in 2 rounds" in str(w.message)]
     assert bool(told) == warns
 
