@@ -298,6 +298,7 @@ def test_every_client_in_every_round_can_be_private_too():
     cohort = [client_of(k) for k, _ in enumerate(sampler.cohort(0))]
     ledger = process.new_ledger()
     ledger.record(process.next(process.initialize(), cohort).state)
-    expected = dp_accounting.rdp.RdpAccountant().compose(dp_accounting.GaussianDpEvent(2.0))
+    # Without amplification; the tightest accountant is the default.
+    expected = dp_accounting.pld.PLDAccountant().compose(dp_accounting.GaussianDpEvent(2.0))
     spent = epsilon_spent(ledger, 1e-2, sampling=sampler.sampling)
-    assert spent == pytest.approx(expected.get_epsilon(1e-2), rel=1e-6)
+    assert spent == pytest.approx(expected.get_epsilon(1e-2), rel=1e-3)
