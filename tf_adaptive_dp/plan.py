@@ -27,6 +27,7 @@ from tf_adaptive_dp.accounting.noise_strategies import (
     BandedNoise,
     IndependentNoise,
     NoiseStrategy,
+    ToeplitzStrategy,
     prefix_error,
 )
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
@@ -183,13 +184,13 @@ class PrivacyPlan:
         self.other_events = tuple(other_events)
         if epsilon is not None:
             self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
-        self.noise: NoiseStrategy = IndependentNoise()
+        self.noise: ToeplitzStrategy = IndependentNoise()
         if self._users is not None and noise not in (None, self.noise):
             raise ValueError(
                 "Correlated noise is proven for examples as the unit, not for users. Leave `noise` "
                 f"out, or `user_ids`. Received: noise={noise!r}"
             )
-        self.noise = self._best_noise() if noise == "best" else noise_strategies.get_strategy(noise)
+        self.noise = self._best_noise() if noise == "best" else _with_bands(noise)
         self.sampling = self._sampling(self.batch_size, self.epochs)
         self.steps, self.steps_per_epoch = self.sampling.steps, self.sampling.steps // self.epochs
         if noise_multiplier is None:
@@ -527,7 +528,7 @@ class PrivacyPlan:
         """T steps in one direction relative to the noise in their sum, √T if it is independent."""
         if self.noise.is_independent:
             return math.sqrt(steps)
-        return steps / float(np.linalg.norm(np.cumsum(self.noise.noise_coefficients(steps))))
+        return steps / float(self.noise.sum_deviations(steps)[-1])
 
     def _gain(self) -> float:
         return prefix_error(self.noise, self.steps) / prefix_error(IndependentNoise(), self.steps)
@@ -580,7 +581,7 @@ class PrivacyPlan:
                 offers.append(PlanOffer(size, number, sampling.steps, noise, ratio))
         return sorted(offers, key=lambda offer: -offer.signal_to_noise)
 
-    def _best_noise(self) -> NoiseStrategy:
+    def _best_noise(self) -> ToeplitzStrategy:
         """The strategy with the least noise in sums of steps, at the ε of the plan."""
         if not hasattr(self, "epsilon"):
             raise ValueError(
@@ -588,12 +589,12 @@ class PrivacyPlan:
                 "Received: epsilon=None"
             )
 
-        best: NoiseStrategy = IndependentNoise()
+        best: ToeplitzStrategy = IndependentNoise()
         least, guess = math.inf, None
         for bands in (1, 2, 4, 8, 16, 32):
             if bands * self.batch_size > self._num_units:
                 break
-            noise = best if bands == 1 else BandedNoise(bands)
+            noise: ToeplitzStrategy = best if bands == 1 else BandedNoise(bands)
             sampling = self._sampling(self.batch_size, self.epochs, noise)
             # 1% is enough to compare, and more bands need little more noise: few evaluations.
             found = self._least_by_rdp(sampling, 1e-2, guess)
@@ -606,7 +607,7 @@ class PrivacyPlan:
         return best
 
     def _sampling(
-        self, batch_size: int, epochs: int, noise: NoiseStrategy | None = None
+        self, batch_size: int, epochs: int, noise: ToeplitzStrategy | None = None
     ) -> PoissonSampling | CyclicPoissonSampling:
         of_run = batch_size, self._num_units, max(1, round(self._num_units / batch_size)) * epochs
         bands = (self.noise if noise is None else noise).bands
@@ -725,6 +726,18 @@ class PrivacyPlan:
                 "`privacy_statement` and `report.facts` with an optimizer of your own."
             )
         return self._optimizer
+
+
+def _with_bands(noise: Any) -> ToeplitzStrategy:
+    """The strategy that the argument `noise` stands for, if the plan's batches can be for it."""
+    strategy = noise_strategies.get_strategy(noise)
+    if not isinstance(strategy, ToeplitzStrategy):
+        raise ValueError(
+            "The plan draws its batches from as many groups as the noise has bands, and this noise "
+            "has none. Use `BandedNoise`, or draw batches by `sampling.FixedOrder` without a plan. "
+            f"Received: noise={noise!r}"
+        )
+    return strategy
 
 
 def _users(
