@@ -13,7 +13,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import killable_plan
 from tests.helpers.crash_injection import CrashInjector
-from tf_adaptive_dp.accounting import BandedNoise, IndependentNoise, ToeplitzNoise
+from tf_adaptive_dp.accounting import BandedNoise, IndependentNoise, ToeplitzNoise, TreeNoise
 from tf_adaptive_dp.accounting.noise_strategies import prefix_error
 from tf_adaptive_dp.durable.key_file import KeyFile
 from tf_adaptive_dp.mechanism.noise import normal_numbers
@@ -208,6 +208,8 @@ def test_the_best_noise_needs_a_budget():
         plan_of(noise="best")
     with pytest.raises(TypeError, match="`noise` must be"):
         plan_of(noise="banded")
+    with pytest.raises(ValueError, match="as the noise has bands, and this noise has none"):
+        plan_of(noise=TreeNoise(4))
     with pytest.raises(ValueError, match="larger than the data"):
         plan_of(noise=BandedNoise(40))
 

@@ -25,6 +25,7 @@ from tf_adaptive_dp.accounting import composition, noise_strategies
 from tf_adaptive_dp.accounting.noise_strategies import (
     IndependentNoise,
     NoiseStrategy,
+    ToeplitzStrategy,
     prefix_error,
 )
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
@@ -198,7 +199,7 @@ class PrivacyPlan:
             self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
             if self.normalize_inputs:
                 self._pay_for_normalization()
-        self.noise: NoiseStrategy = IndependentNoise()
+        self.noise: ToeplitzStrategy = IndependentNoise()
         if self._users is not None and noise not in (None, self.noise):
             raise ValueError(
                 "Correlated noise is proven for examples as the unit, not for users. Leave `noise` "
@@ -212,7 +213,7 @@ class PrivacyPlan:
                 )
             self.noise = self._budget.best_strategy(self.epsilon, self.batch_size, self.epochs)
         else:
-            self.noise = noise_strategies.get_strategy(noise)
+            self.noise = _with_bands(noise)
         self.sampling = self._sampling(self.batch_size, self.epochs)
         self.steps, self.steps_per_epoch = self.sampling.steps, self.sampling.steps // self.epochs
         if noise_multiplier is None:
@@ -609,7 +610,7 @@ class PrivacyPlan:
         """T steps in one direction relative to the noise in their sum, √T if it is independent."""
         if self.noise.is_independent:
             return math.sqrt(steps)
-        return steps / float(np.linalg.norm(np.cumsum(self.noise.noise_coefficients(steps))))
+        return steps / float(self.noise.sum_deviations(steps)[-1])
 
     def _gain(self) -> float:
         return prefix_error(self.noise, self.steps) / prefix_error(IndependentNoise(), self.steps)
@@ -749,6 +750,18 @@ class PrivacyPlan:
                 "`privacy_statement` and `report.facts` with an optimizer of your own."
             )
         return self._optimizer
+
+
+def _with_bands(noise: Any) -> ToeplitzStrategy:
+    """The strategy that the argument `noise` stands for, if the plan's batches can be for it."""
+    strategy = noise_strategies.get_strategy(noise)
+    if not isinstance(strategy, ToeplitzStrategy):
+        raise ValueError(
+            "The plan draws its batches from as many groups as the noise has bands, and this noise "
+            "has none. Use `BandedNoise`, or draw batches by `sampling.FixedOrder` without a plan. "
+            f"Received: noise={noise!r}"
+        )
+    return strategy
 
 
 def _users(

@@ -152,10 +152,7 @@ def privacy_statement(
     with_checks = composition.checks_of(ledger, num_examples, correlated=True)
     released = list_of_releases(segments, other_events, num_examples, unit)
     if not noise.is_independent:
-        released += list_item(
-            f"the noise of each takes back a part of that of up to {noise.bands - 1} earlier ones: "
-            f"{noise!r}"
-        )
+        released += list_item(f"the noise of each takes back {noise.taken_back}: {noise!r}")
     released += _repetitions(with_checks, num_examples, sampling)
     information = side_information_paragraph(getattr(ledger, "side_information", None))
     if math.isinf(spent):

@@ -6,55 +6,56 @@ import math
 import numpy as np
 import pytest
 
+from tests.helpers.strategies import noise_matrix, strategy_matrix, sum_decoder
 from tf_adaptive_dp.accounting import batch_order, noise_strategies
 from tf_adaptive_dp.accounting.noise_strategies import (
     BandedNoise,
     IndependentNoise,
     ToeplitzNoise,
+    TreeNoise,
     prefix_error,
     sensitivity,
 )
 
-STRATEGIES = {
+TOEPLITZ = {
     "independent": IndependentNoise(),
     "2 bands": BandedNoise(2),
     "5 bands": BandedNoise(5),
     "of one's own": ToeplitzNoise((3.0, 2.0, 2.0, 0.5)),
     "all alike": ToeplitzNoise((1, 1, 1)),
 }
+TREES = {f"trees of {steps}": TreeNoise(steps) for steps in (1, 4, 5, 100)}
+STRATEGIES = {**TOEPLITZ, **TREES}
 each = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-
-
-def dense(strategy, steps):
-    """The strategy matrix C, [steps, steps]."""
-    matrix = np.zeros([steps, steps])
-    for k, c in enumerate(strategy.coefficients[:steps]):
-        matrix += c * np.eye(steps, k=-k)
-    return matrix
+each_toeplitz = pytest.mark.parametrize("strategy", TOEPLITZ.values(), ids=TOEPLITZ)
+each_tree = pytest.mark.parametrize("strategy", TREES.values(), ids=TREES)
 
 
 def test_the_bands_are_those_of_the_square_root_of_the_matrix_of_sums():
     steps = 40
-    root = dense(BandedNoise(steps), steps)
+    root = strategy_matrix(BandedNoise(steps), steps)
     root /= root[0, 0]
     np.testing.assert_allclose(root @ root, np.tri(steps), atol=1e-12)
     some = np.array(BandedNoise(7).coefficients)
     np.testing.assert_allclose(some / some[0], root[:7, 0])
 
 
-@each
+@each_toeplitz
 def test_a_column_has_norm_one_and_noise_is_that_of_the_inverse(strategy):
     assert math.isclose(np.linalg.norm(strategy.coefficients), 1)
-    inverse = np.linalg.inv(dense(strategy, 30))
+    inverse = np.linalg.inv(strategy_matrix(strategy, 30))
     np.testing.assert_allclose(strategy.noise_coefficients(30), inverse[:, 0], atol=1e-9)
 
 
 @each
 @pytest.mark.parametrize("steps", [1, 2, 30])
 def test_the_error_of_sums_is_that_of_dense_matrices(strategy, steps):
-    sums = np.tri(steps) @ np.linalg.inv(dense(strategy, steps))
+    sums = np.linalg.norm(sum_decoder(strategy, steps), axis=1)
+    np.testing.assert_allclose(strategy.sum_deviations(steps), sums, rtol=1e-9)
     expected = math.sqrt((sums**2).sum() / steps)
     assert prefix_error(strategy, steps) == pytest.approx(expected, rel=1e-9)
+    single = np.linalg.norm(noise_matrix(strategy, steps), axis=1)
+    np.testing.assert_allclose(strategy.deviations(steps), single, rtol=1e-9)
 
 
 def test_more_bands_give_smaller_sums_at_the_same_noise_multiplier():
@@ -67,14 +68,52 @@ def test_more_bands_give_smaller_sums_at_the_same_noise_multiplier():
 @pytest.mark.parametrize("separation", [1, 2, 3, 5])
 @pytest.mark.parametrize("most", [1, 2, 3, None])
 def test_sensitivity_is_the_largest_over_all_ways_to_participate(strategy, separation, most):
-    steps = 9
-    matrix, largest = dense(strategy, steps), 0.0
+    largest, steps = largest_over_all_ways(strategy, 9, separation, most), 9
+    found = sensitivity(strategy, steps, separation, most)
+    if isinstance(strategy, TreeNoise):  # a bound
+        assert largest * (1 - 1e-12) <= found <= 1.3 * largest
+    else:
+        assert found == pytest.approx(largest, rel=1e-12)
+
+
+def largest_over_all_ways(strategy, steps, separation, most=None):
+    matrix, largest = strategy_matrix(strategy, steps).astype(float), 0.0
     for chosen in itertools.product([False, True], repeat=steps):
         when = np.flatnonzero(chosen)
         if len(when) and np.diff(when).min(initial=separation) >= separation:
             if most is None or len(when) <= most:
                 largest = max(largest, np.linalg.norm(matrix[:, when].sum(axis=1)))
-    assert sensitivity(strategy, steps, separation, most) == pytest.approx(largest, rel=1e-12)
+    return largest
+
+
+@pytest.mark.parametrize(
+    "steps_per_tree, steps, separation, most",
+    [(7, 12, 1, 1), (12, 12, 3, 1), (3, 12, 4, None), (4, 12, 4, 2), (4, 8, 4, None)]
+    + [(8, 8, 2, None), (8, 8, 1, None), (4, 8, 2, None), (16, 16, 4, None), (16, 16, 8, None)],
+)
+def test_the_bound_for_trees_is_reached_where_it_says_so(steps_per_tree, steps, separation, most):
+    noise = TreeNoise(steps_per_tree)
+    largest = largest_over_all_ways(noise, steps, separation, most)
+    assert sensitivity(noise, steps, separation, most) == pytest.approx(largest, rel=1e-12)
+
+
+@pytest.mark.parametrize("steps", [5, 16, 21, 64, 90])
+@pytest.mark.parametrize("separation", [3, 8, 20])
+@pytest.mark.parametrize("most", [1, 3, 30])
+def test_one_tree_costs_at_least_what_tf_privacy_says(steps, separation, most):
+    accountant = pytest.importorskip(
+        "tensorflow_privacy.privacy.analysis.tree_aggregation_accountant"
+    )
+    # It counts the steps between two participations.
+    rdp = accountant.compute_rdp_single_tree(1.0, steps, most, separation - 1, 2.0)
+    found = sensitivity(TreeNoise(steps), steps, separation, most)
+    assert math.sqrt(rdp) * (1 - 1e-12) <= found <= 1.2 * math.sqrt(rdp)
+
+
+@each_tree
+def test_the_sums_of_trees_are_unbiased(strategy):
+    decoder, matrix = sum_decoder(strategy, 21), strategy_matrix(strategy, 21).astype(float)
+    np.testing.assert_allclose(decoder @ matrix, np.tri(21), atol=1e-9)
 
 
 @each
@@ -86,10 +125,10 @@ def test_gradients_in_other_directions_change_no_more(strategy):
         gradients = random.normal(size=[steps, 3])
         gradients /= np.linalg.norm(gradients, axis=1, keepdims=True)
         gradients[1 - random.integers(2) :: 2] = 0
-        assert np.linalg.norm(dense(strategy, steps) @ gradients) <= bound + 1e-9
+        assert np.linalg.norm(strategy_matrix(strategy, steps) @ gradients) <= bound + 1e-9
 
 
-@each
+@each_toeplitz
 def test_participations_beyond_the_bands_are_orthogonal(strategy):
     most = sensitivity(strategy, 100 * strategy.bands, strategy.bands)
     assert most == pytest.approx(10.0, rel=1e-12)
@@ -125,6 +164,9 @@ def test_strategies_are_told_apart_and_can_be_saved():
         (lambda: ToeplitzNoise((1.0, 0.0)), "`coefficients` must be"),
         (lambda: ToeplitzNoise((1.0, -0.5)), "`coefficients` must be"),
         (lambda: ToeplitzNoise("ab"), "a sequence of numbers"),
+        (lambda: TreeNoise(0), "`steps_per_tree` must be at least 1"),
+        (lambda: TreeNoise(2**30), r"`steps_per_tree` must be below 2\*\*30"),
+        (lambda: TreeNoise(2.5), "`steps_per_tree` must be"),
         (lambda: noise_strategies.get_strategy("banded"), "`noise` must be"),
         (lambda: sensitivity(BandedNoise(2), 5, 0), "`min_separation` must be"),
     ],
@@ -193,3 +235,15 @@ def test_the_figures_are_those_of_jax_privacy(bands):
     cases = [(1, None), (5, None), (5, 20), (40, None)]
     found = [sensitivity(strategy, steps, *case) for case in cases]
     np.testing.assert_allclose(found, sensitivities, rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "passes, expected", [(1, (0.40, 0.40, 0.34, 0.24)), (10, (0.32, 0.26, 0.31, 0.12))]
+)
+def test_the_table_of_the_documentation_is_right(passes, expected):
+    def noise_in_sums(strategy):
+        return sensitivity(strategy, 234 * passes, 234) * prefix_error(strategy, 234 * passes)
+
+    strategies = (TreeNoise(234), TreeNoise(234 * passes), BandedNoise(16), BandedNoise(234))
+    found = [noise_in_sums(s) / noise_in_sums(IndependentNoise()) for s in strategies]
+    np.testing.assert_allclose(found, expected, atol=0.005)

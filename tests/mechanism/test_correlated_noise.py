@@ -16,14 +16,25 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import zoo
 from tests.helpers.gaussianity import assert_gaussian, assert_independent, assert_uncorrelated, fits
+from tests.helpers.strategies import noise_matrix, strategy_matrix, tree_nodes, whitened
 from tf_adaptive_dp.accounting import batch_order
-from tf_adaptive_dp.accounting.noise_strategies import BandedNoise, IndependentNoise, ToeplitzNoise
+from tf_adaptive_dp.accounting.noise_strategies import (
+    BandedNoise,
+    IndependentNoise,
+    ToeplitzNoise,
+    TreeNoise,
+    sensitivity,
+)
 from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, NoiseKey, new_noise_key
-from tf_adaptive_dp.mechanism.noise import GaussianNoise
+from tf_adaptive_dp.mechanism.noise import GaussianNoise, normal_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 SIZE = 5_000
-STRATEGIES = {"banded": BandedNoise(4), "own": ToeplitzNoise((3.0, 2.0, 2.0))}
+STRATEGIES = {
+    "banded": BandedNoise(4),
+    "own": ToeplitzNoise((3.0, 2.0, 2.0)),
+    "trees": TreeNoise(8),
+}
 FOUR_BANDS = STRATEGIES["banded"]
 each = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 
@@ -39,19 +50,9 @@ def released_by(mechanism, steps, mode="eager", size=SIZE):
     return np.stack([step(*rows).numpy() for _ in range(steps)])
 
 
-def whitened(strategy, noises):
-    """z = C w."""
-    steps, padded = len(noises), np.pad(noises.astype("float64"), [(strategy.bands - 1, 0), (0, 0)])
-    parts = [
-        c * padded[strategy.bands - 1 - k : strategy.bands - 1 - k + steps]
-        for k, c in enumerate(strategy.coefficients)
-    ]
-    return sum(parts)
-
-
-@pytest.mark.slow_after(3)
-@each
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("mode", ["eager", "graph of fixed size", "xla"])
+@each
 def test_the_noise_times_the_strategy_is_independent_and_gaussian(strategy, mode):
     mechanism = mechanism_of(strategy, noise_multiplier=1.3, l2_norm_clip=0.5)
     z = whitened(strategy, released_by(mechanism, 7, mode))
@@ -66,17 +67,19 @@ def test_the_noise_times_the_strategy_is_independent_and_gaussian(strategy, mode
 def test_the_noise_of_each_step_has_the_variance_and_correlations_of_the_inverse(strategy):
     steps = 9
     w = released_by(mechanism_of(strategy), steps, "graph of fixed size", 20_000)
-    d = strategy.noise_coefficients(steps)
+    rows = noise_matrix(strategy, steps)
     for t in range(steps):
-        assert_gaussian(w[t], math.sqrt((d[: t + 1] ** 2).sum()))
+        assert_gaussian(w[t], np.linalg.norm(rows[t]))
     bound = 6 / math.sqrt(20_000)
     for s in range(steps):
         for t in range(s + 1, steps):
-            wanted = d[t - s : t + 1] @ d[: s + 1]
-            wanted /= np.linalg.norm(d[: s + 1]) * np.linalg.norm(d[: t + 1])
+            wanted = rows[s] @ rows[t] / (np.linalg.norm(rows[s]) * np.linalg.norm(rows[t]))
             found = np.corrcoef(w[s], w[t])[0, 1]
             assert abs(found - wanted) < bound
-            if t == s + 1:  # so independent noise, and 2/3 and 3/2 of the correlation, would fail
+            # In a tree, only the steps that finish more than a leaf take something back.
+            depends = not isinstance(strategy, TreeNoise) or t % 2
+            if t == s + 1 and depends:
+                # So independent noise, and 2/3 and 3/2 of the correlation, would fail.
                 assert abs(wanted) / 3 > 2 * bound
 
 
@@ -85,7 +88,7 @@ def test_the_noise_of_each_step_has_the_variance_and_correlations_of_the_inverse
 def test_sums_have_less_noise_than_those_of_independent_noise(strategy):
     steps = 40
     w = released_by(mechanism_of(strategy), steps, "graph of fixed size")
-    expected = np.linalg.norm(np.cumsum(strategy.noise_coefficients(steps)))
+    expected = strategy.sum_deviations(steps)[-1]
     assert_gaussian(w.sum(axis=0), expected)
     assert expected < 0.75 * math.sqrt(steps)
     independent = released_by(zoo.make_mechanism(noise_multiplier=1.0), steps, "graph")
@@ -195,6 +198,61 @@ def test_processes_that_go_on_from_the_same_directory_never_draw_the_same_number
     # Both take back the same noise; what they draw anew is independent.
     both = np.stack([released_by(run, 3) for run in (one, other)])
     assert_gaussian((both[0] - both[1])[0], math.sqrt(2) / strategy.coefficients[0])
+
+
+@pytest.mark.parametrize("steps_per_tree", [1, 5, 8, 100])
+@pytest.mark.parametrize("mode", ["eager", "graph of fixed size", "xla"])
+@pytest.mark.slow_after(6)
+def test_the_noise_of_trees_is_that_of_dense_matrices(steps_per_tree, mode):
+    strategy, steps, size = TreeNoise(steps_per_tree), 19, 32
+    mechanism = mechanism_of(strategy, seed=7)
+    w = released_by(mechanism, steps, mode, size)
+    drawn = [
+        normal_numbers(size, tf.constant(7, tf.int64), tf.constant(32 * t + level + 1, tf.int64))
+        for _, t, level in tree_nodes(strategy, steps)
+    ]
+    np.testing.assert_allclose(w, noise_matrix(strategy, steps) @ np.stack(drawn), atol=1e-5)
+
+
+def test_no_two_nodes_have_the_same_draw():
+    numbers = [32 * t + level + 1 for _, t, level in tree_nodes(TreeNoise(64), 200)]
+    assert len(set(numbers)) == len(numbers) and TreeNoise(2**30 - 1).levels < 32
+
+
+def test_neighbours_of_trees_move_the_nodes_by_at_most_the_sensitivity():
+    # C g of neighbours, given the same noise. The example takes part every three steps.
+    strategy, clip, steps = TreeNoise(8), 0.7, 12
+    runs = []
+    for scale in (0.0, 50.0):
+        mechanism = mechanism_of(strategy, seed=3, l2_norm_clip=clip, expected_batch_size=1.0)
+        others = np.random.default_rng(0).normal(size=[steps, 5, 6]).astype("float32")
+        released = []
+        for t in range(steps):
+            rows = np.concatenate([others[t], scale * (t % 3 == 1) * np.ones([1, 6], "float32")])
+            released.append(zoo.release(mechanism, rows)[0])
+        runs.append(np.stack(released))
+    matrix = strategy_matrix(strategy, steps).astype(float)
+    moved = np.linalg.norm(matrix @ (runs[1] - runs[0]))
+    exact = clip * np.linalg.norm(matrix[:, 1::3].sum(axis=1))
+    assert moved == pytest.approx(exact, rel=1e-4)
+    assert 0.85 * clip * sensitivity(strategy, steps, 3) < moved
+    assert moved <= clip * sensitivity(strategy, steps, 3) * (1 + 1e-6)
+
+
+def test_a_tree_that_was_begun_by_another_process_is_finished_with_its_noise():
+    # In the middle of a tree, at its end, and in the middle of a later one, with a key for each.
+    strategy, size = TreeNoise(8), 40
+    keys = [NoiseKey(0, 17), NoiseKey(3, 18), NoiseKey(8, 19), NoiseKey(13, 20)]
+    parts = []
+    for number, (key, end) in enumerate(zip(keys, (3, 8, 13, 20))):
+        run = resumed(strategy, keys[: number + 1], key.first, size)
+        parts.append(released_by(run, end - key.first, size=size))
+    drawn = []
+    for _, t, level in tree_nodes(strategy, 20):
+        key = [k.key for k in keys if k.first <= t][-1]
+        drawn.append(normal_numbers(size, tf.constant(key, tf.int64), 32 * t + level + 1))
+    wanted = noise_matrix(strategy, 20) @ np.stack(drawn)
+    np.testing.assert_allclose(np.concatenate(parts), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dp_accounting import rdp
 import tf_adaptive_dp as dp
 from tests.helpers.sampled import KEY, numbered
 from tests.sampling.test_law import accepts, frequencies_fit, largest_covariance
-from tf_adaptive_dp.accounting import BandedNoise, Releases, ToeplitzNoise, batch_order
+from tf_adaptive_dp.accounting import BandedNoise, Releases, ToeplitzNoise, TreeNoise, batch_order
 from tf_adaptive_dp.accounting.ledger import Checks
 from tf_adaptive_dp.sampling import CyclicPoissonSampling, draws, sampling_epsilon
 
@@ -279,3 +279,13 @@ def test_a_dataset_that_begins_again_is_refused():
     with pytest.raises(tf.errors.InvalidArgumentError, match="drawn for another step"):
         model.fit(batches, steps_per_epoch=5, epochs=1, verbose=0)
     assert model.optimizer.ledger.num_releases == 5
+
+
+def test_the_noise_of_trees_has_no_epsilon_with_cyclic_batches():
+    ledger = Releases([(2.0, 50.0, 40)], noise=TreeNoise(4))
+    with pytest.raises(ValueError, match="as many bands as the sampling has groups"):
+        CyclicPoissonSampling(0.2, 4, 70, 40).epsilon_spent(ledger, N, DELTA)
+    with pytest.raises(ValueError, match="or `FixedOrder` that drew the batches"):
+        dp.epsilon_spent(ledger, N, DELTA)
+    with pytest.raises(ValueError, match="correlated"):
+        dp.PoissonSampling(0.05, 70, 40).epsilon_spent(ledger, N, DELTA)

@@ -12,7 +12,8 @@ from dp_accounting import rdp
 
 import tf_adaptive_dp as dp
 from tests.helpers.sampled import KEY, numbered
-from tf_adaptive_dp.accounting import BandedNoise, IndependentNoise, Releases
+from tests.helpers.strategies import strategy_matrix
+from tf_adaptive_dp.accounting import BandedNoise, IndependentNoise, Releases, TreeNoise
 from tf_adaptive_dp.accounting.ledger import Checks
 from tf_adaptive_dp.sampling import FixedOrder, sampling_epsilon, shuffled_batches
 
@@ -38,7 +39,7 @@ def test_every_pass_has_the_same_batches_in_the_same_rows():
 
 
 def dense_sensitivity(noise, steps, separation):
-    matrix = sum(c * np.eye(steps, k=-k) for k, c in enumerate(noise.coefficients[:steps]))
+    matrix = strategy_matrix(noise, steps).astype(float)
     firsts = range(separation)
     return max(np.linalg.norm(matrix[:, first::separation].sum(axis=1)) for first in firsts)
 
@@ -54,6 +55,35 @@ def test_epsilon_is_that_of_one_gaussian_mechanism(noise, steps):
     assert sampling.epsilon_spent(ledger, N, DELTA) == pytest.approx(expected, rel=1e-6)
     if noise.bands <= 20 and steps == 20:
         assert sigma == pytest.approx(3.0, rel=0.2)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 5])
+def test_trees_of_one_pass_cost_what_dp_accounting_says(passes):
+    steps = 20 * passes
+    ledger = Releases([(3.0, 50.0, steps)], noise=TreeNoise(20))
+    event = dp_accounting.SingleEpochTreeAggregationDpEvent(3.0, 20)
+    expected = rdp.RdpAccountant(
+        neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+    ).compose(event, passes)
+    sampling = FixedOrder(50, steps=100)
+    found = sampling.epsilon_spent(ledger, N, DELTA)
+    assert found == pytest.approx(expected.get_epsilon(DELTA), rel=1e-6)
+
+
+@pytest.mark.parametrize("trees", [1, 7, 16, 20, 40, 100])
+@pytest.mark.parametrize("steps", [7, 20, 65, 100])
+def test_epsilon_of_trees_is_at_least_that_of_the_passes(trees, steps):
+    sampling, ledger = (
+        FixedOrder(50, steps=100),
+        Releases([(9.0, 50.0, steps)], noise=TreeNoise(trees)),
+    )
+    found = sampling.epsilon_spent(ledger, N, DELTA)
+    spent = []
+    for factor in (1.0, 1.25):
+        sigma = 9.0 / (factor * dense_sensitivity(TreeNoise(trees), steps, 20))
+        event = dp_accounting.GaussianDpEvent(sigma)
+        spent.append(rdp.RdpAccountant().compose(event).get_epsilon(DELTA))
+    assert spent[0] * (1 - 1e-6) <= found <= spent[1]
 
 
 def test_of_several_noise_multipliers_the_least_counts_and_other_events_are_added():
@@ -98,11 +128,11 @@ def test_batches_must_not_come_back_before_the_pass_is_over(checks, message):
         sampling.epsilon_spent(ledger, N, DELTA)
 
 
-def fitted(epochs, steps_per_epoch):
+def fitted(epochs, steps_per_epoch, noise=STRATEGIES[-1]):
     x = np.random.default_rng(0).normal(size=[N, 3]).astype("float32")
     sampling = FixedOrder(50, steps=60)
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(2)])
-    optimizer = dp.DPSGD(1.0, 3.0, expected_batch_size=50.0, noise=BandedNoise(30))
+    optimizer = dp.DPSGD(1.0, 3.0, expected_batch_size=50.0, noise=noise)
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
     model.compile(optimizer, loss)
     monitor = dp.PrivacyMonitor(N, DELTA, sampling=sampling)
@@ -118,6 +148,16 @@ def test_a_model_is_fitted_and_the_ledger_knows_when_batches_came_back():
     assert [c[:3] for c in ledger.checks] == [(0, 25, 20)]
     text = " ".join(dp.privacy_statement(ledger, N, DELTA, sampling=FixedOrder(50, 60)).split())
     assert "did not verify that the batch came in its order for 45 of the" in text
+
+
+def test_a_model_is_fitted_with_the_noise_of_trees():
+    ledger = fitted(1, 45, TreeNoise(20))
+    assert ledger.segments == [(3.0, 50.0, 45)] and ledger.noise == TreeNoise(20)
+    text = " ".join(dp.privacy_statement(ledger, N, DELTA, sampling=FixedOrder(50, 60)).split())
+    assert "noise multiplier is that of a node of the trees, which have 20 steps each" in text
+    event = dp_accounting.GaussianDpEvent(3.0 / math.sqrt(5 + 5 + 3))
+    expected = rdp.RdpAccountant().compose(event).get_epsilon(DELTA)
+    assert FixedOrder(50, 60).epsilon_spent(ledger, N, DELTA) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_dataset_that_begins_again_too_soon_has_no_epsilon():

@@ -14,6 +14,7 @@ from tf_adaptive_dp.accounting.noise_strategies import (
     IndependentNoise,
     NoiseStrategy,
     ToeplitzNoise,
+    TreeNoise,
 )
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Releases",
     "Segment",
     "ToeplitzNoise",
+    "TreeNoise",
     "dp_event",
     "epsilon",
     "epsilon_spent",

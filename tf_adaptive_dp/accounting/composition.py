@@ -349,9 +349,9 @@ def _read(
     if not (correlated or noise_of(found).is_independent):
         raise ValueError(
             "The noise of these releases is correlated, so epsilon depends on how far apart the "
-            "releases with one example are. Pass the `sampling.CyclicPoissonSampling` that drew "
-            "the batches, `sampling.epsilon_spent(ledger, num_examples, delta)`; no other "
-            f"accounting is proven. Received: noise={noise_of(found)!r}"
+            "releases with one example are. Pass the `sampling.CyclicPoissonSampling` or "
+            "`FixedOrder` that drew the batches, `sampling.epsilon_spent(ledger, num_examples, "
+            f"delta)`; no other accounting is proven. Received: noise={noise_of(found)!r}"
         )
     known = [Checks(*of_segment) for of_segment in getattr(found, "checks", ())]
     known += [Checks()] * (len(found.segments) - len(known))

@@ -1,15 +1,19 @@
 """How the noise of one step depends on that of earlier steps: strategies, and what they cost.
 
-The noise of step t is w_t with C w = z, where z is independent Gaussian noise and C a lower
-triangular Toeplitz matrix with the first column c_0, c_1, ..., the *strategy matrix*. Since c_0 > 0
-and the others are not negative, w_t takes back a part of what earlier steps added, so a sum over
-many steps has less noise than that of independent steps.
+The noise of step t is w_t with C w = z, where z is independent Gaussian noise and C the *strategy
+matrix*. w_t takes back a part of what earlier steps added, so a sum over many steps has less noise
+than that of independent steps.
 
-Privacy: from the released g_t + w_t one can compute y = C g + z and vice versa, so the guarantee is
-that of the Gaussian mechanism on C g. Its rows can be released one after the other, and g_t may
-depend on what was released before, since C is lower triangular. One example that is part of step t
-alone moves y by at most ‖c‖ times the clipping bound. All strategies here have ‖c‖ = 1, so a noise
-multiplier means the same for each of them: the noise of one participation.
+Privacy: everything that is released, g_t + w_t, can be computed from y = C g + z, so the guarantee
+is that of the Gaussian mechanism on C g. Its rows can be released one after the other, and g_t may
+depend on what was released before, since no row of y that step t needs depends on later gradients.
+
+- `BandedNoise` and `ToeplitzNoise`: C is a lower triangular Toeplitz matrix with the first column
+  c_0 ≥ c_1 ≥ ... ≥ 0, c_0 > 0. One example that is part of step t alone moves y by at most ‖c‖
+  times the clipping bound. Here ‖c‖ = 1, so a noise multiplier means the same for each of these:
+  the noise of one participation.
+- `TreeNoise`: C has one row for each node of binary trees over the steps. The noise multiplier is
+  that of a node, and one participation costs more: it moves every node above it.
 
 What several participations of an example cost depends on how far apart they are; see `sensitivity`
 and `sampling.CyclicPoissonSampling`.
@@ -17,6 +21,8 @@ and `sampling.CyclicPoissonSampling`.
 References:
   - Denisov et al., "Improved Differential Privacy for SGD via Optimal Private Linear Operators on
     Adaptive Streams" (2022), arXiv:2202.08312, for the adaptive mechanism.
+  - Kairouz et al., "Practical and Private (Deep) Learning without Sampling or Shuffling" (2021),
+    arXiv:2103.00039, for trees.
   - Choquette-Choo et al., "(Amplified) Banded Matrix Factorization" (2023), arXiv:2306.08153.
   - Kalinin and Lampert, "Banded Square Root Matrix Factorization for Differentially Private Model
     Training" (2024), arXiv:2405.13763.
@@ -39,6 +45,7 @@ __all__ = [
     "IndependentNoise",
     "NoiseStrategy",
     "ToeplitzNoise",
+    "TreeNoise",
     "prefix_error",
     "sensitivity",
 ]
@@ -50,6 +57,62 @@ class NoiseStrategy:
     """The base class of noise strategies.
 
     Attributes:
+      bands: b, if what a step adds to y = C g + z ends after b steps, whenever the step is; `None`
+        if it does not.
+    """
+
+    bands: int | None
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether the noise of different steps is independent."""
+        return self.bands == 1
+
+    def digest(self) -> int:
+        """A number that other strategies do not have, by which saved states are told apart."""
+        content = np.array(self._numbers()).round(9).tobytes()
+        return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "little")
+
+    def deviations(self, steps: int) -> np.ndarray:
+        """The standard deviation of w_0, ..., w_{T-1}, where z has 1.
+
+        Args:
+          steps: T, at least 1.
+
+        Returns:
+          [T], float64.
+        """
+        raise NotImplementedError
+
+    def sum_deviations(self, steps: int) -> np.ndarray:
+        """The standard deviation of w_0, w_0 + w_1, ..., where z has 1.
+
+        Args:
+          steps: T, at least 1.
+
+        Returns:
+          [T], float64.
+        """
+        raise NotImplementedError
+
+    @property
+    def taken_back(self) -> str:
+        """What the noise of a step takes back, in words."""
+        raise NotImplementedError
+
+    def moved(self, steps: int, min_separation: int, max_participations: int) -> float:
+        """See `sensitivity`; the arguments have been checked there."""
+        raise NotImplementedError
+
+    def _numbers(self) -> list[float]:
+        """What no other strategy has."""
+        raise NotImplementedError
+
+
+class ToeplitzStrategy(NoiseStrategy):
+    """Strategies whose matrix C is a lower triangular Toeplitz matrix.
+
+    Attributes:
       coefficients: c_0, ..., c_{b-1}, the first column of C up to its last band: positive, not
         increasing, and of norm 1.
       bands: b; y_t depends on the gradients of the steps t - b + 1, ..., t.
@@ -57,11 +120,6 @@ class NoiseStrategy:
 
     coefficients: tuple[float, ...]
     bands: int
-
-    @property
-    def is_independent(self) -> bool:
-        """Whether the noise of different steps is independent."""
-        return self.bands == 1
 
     def noise_coefficients(self, steps: int) -> np.ndarray:
         """The first column d of C⁻¹: w_t = Σ_k d_k z_{t-k}.
@@ -83,6 +141,14 @@ class NoiseStrategy:
             found[len(others) + t] = ((t == 0) - earlier) / first
         return found[len(others) :]
 
+    def deviations(self, steps: int) -> np.ndarray:
+        """See `NoiseStrategy`."""
+        return np.sqrt(np.cumsum(self.noise_coefficients(steps) ** 2))
+
+    def sum_deviations(self, steps: int) -> np.ndarray:
+        """See `NoiseStrategy`."""
+        return np.sqrt(np.cumsum(np.cumsum(self.noise_coefficients(steps)) ** 2))
+
     def memory(self, steps: int) -> int:
         """How many earlier steps matter to the noise: the sum of |d_k| beyond is below 1e-9.
 
@@ -92,14 +158,29 @@ class NoiseStrategy:
         rest = np.cumsum(np.abs(self.noise_coefficients(steps))[::-1])[::-1]
         return int(np.count_nonzero(rest >= 1e-9))
 
-    def digest(self) -> int:
-        """A number that other coefficients do not have, by which saved states are told apart."""
-        content = np.array(self.coefficients).round(9).tobytes()
-        return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "little")
+    @property
+    def taken_back(self) -> str:
+        """See `NoiseStrategy`."""
+        return f"a part of that of up to {self.bands - 1} earlier ones"
+
+    def moved(self, steps: int, min_separation: int, max_participations: int) -> float:
+        """‖Σ_j C[:, j·s]‖ over j = 0, ..., k - 1.
+
+        For coefficients that are not negative and do not increase, no other k steps that lie at
+        least s apart give more (Kalinin and Lampert, Theorem 2).
+        """
+        column = np.array(self.coefficients)
+        moved = np.zeros(steps + self.bands)
+        for first in range(0, max_participations * min_separation, min_separation):
+            moved[first : first + self.bands] += column
+        return float(np.linalg.norm(moved[:steps]))
+
+    def _numbers(self) -> list[float]:
+        return list(self.coefficients)
 
 
 @dataclasses.dataclass(frozen=True)
-class IndependentNoise(NoiseStrategy):
+class IndependentNoise(ToeplitzStrategy):
     """The noise of every step is independent of all others: ordinary DP-SGD.
 
     >>> IndependentNoise().coefficients
@@ -111,7 +192,7 @@ class IndependentNoise(NoiseStrategy):
 
 
 @dataclasses.dataclass(frozen=True)
-class BandedNoise(NoiseStrategy):
+class BandedNoise(ToeplitzStrategy):
     """The banded square root: c_k is proportional to C(2k, k) / 4^k for k < b, and 0 beyond.
 
     Without the bands, C is the square root of the matrix that adds up all steps so far.
@@ -144,7 +225,7 @@ class BandedNoise(NoiseStrategy):
 
 
 @dataclasses.dataclass(frozen=True)
-class ToeplitzNoise(NoiseStrategy):
+class ToeplitzNoise(ToeplitzStrategy):
     """A strategy of your own.
 
     Attributes:
@@ -178,6 +259,123 @@ class ToeplitzNoise(NoiseStrategy):
         object.__setattr__(self, "bands", len(found))
 
 
+@dataclasses.dataclass(frozen=True)
+class TreeNoise(NoiseStrategy):
+    """DP-FTRL: noise at the nodes of binary trees over the steps, with Honaker's estimate.
+
+    The first P = `steps_per_tree` steps are the leaves of a binary tree, the next P those of
+    another one, and so on. z has an entry for each node, and C a row: 1 for the steps below the
+    node, and 0 for others. The noise in the sum of the first t steps of a tree is that of one node
+    for each bit of t. The estimate of a node also uses the nodes below it: with u = z in a leaf and
+    u = z + (u_left + u_right)/2 above it, it is u / v_k at level k, where v_k = 2 - 2⁻ᵏ, and its
+    variance is 1 / v_k. w_t is the difference of the noise in two such sums.
+
+    The trees of one pass over the data each (P = steps in a pass) meet every example at most once.
+    One tree for the whole run (P = T) has less noise in the sums of its steps, and an example moves
+    it more.
+
+    Guarantee: every w_t is a function of the z of nodes whose last step is t or earlier, and the
+    estimates are unbiased: B C = A for the matrix A that adds up steps and the decoder B. So the
+    releases are a function of y = C g + z. `sensitivity` says by how much one example moves C g.
+
+    It exists for comparison, and where memory is short: only log₂P + 2 vectors are kept.
+    `BandedNoise` with as many bands as a pass has steps has less noise at the same ε.
+
+    Attributes:
+      steps_per_tree: P, at least 1, below 2³⁰.
+
+    Raises:
+      TypeError, ValueError: if `steps_per_tree` has the wrong type or is out of range.
+
+    References:
+      - Kairouz et al., "Practical and Private (Deep) Learning without Sampling or Shuffling"
+        (2021), arXiv:2103.00039, Section 3 and Appendix B.
+      - Honaker, "Efficient Use of Differentially Private Binary Trees" (2015).
+
+    >>> noise = TreeNoise(100)
+    >>> round(sensitivity(noise, steps=500, min_separation=100) ** 2)  # 5 trees of 7 levels
+    35
+    """
+
+    steps_per_tree: int
+    bands: None = dataclasses.field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if checks.integer("steps_per_tree", self.steps_per_tree, 1) >= 2**30:
+            raise ValueError(
+                "`steps_per_tree` must be below 2**30. Received: "
+                f"steps_per_tree={self.steps_per_tree!r}"
+            )
+
+    @property
+    def levels(self) -> int:
+        """The number of levels of a tree, leaves included; the highest ones have whole nodes."""
+        return self.steps_per_tree.bit_length()
+
+    @property
+    def variances(self) -> np.ndarray:
+        """[levels], v_k = 2 - 2⁻ᵏ: the variance of u at each level."""
+        return 2.0 - 0.5 ** np.arange(self.levels)
+
+    def deviations(self, steps: int) -> np.ndarray:
+        """See `NoiseStrategy`.
+
+        A step that finishes a node of level j takes back one estimate of each level below j, and
+        adds the node's, which is made of these and of new noise.
+        """
+        v, of_level = self.variances, np.zeros(self.levels)
+        for j in range(self.levels):
+            share = 0.5 ** np.arange(j, -1, -1) / v[j]  # of level i in the estimate, i = 0, ..., j
+            taken_back = (share[:j] - 1 / v[:j]) ** 2 @ v[:j]
+            of_level[j] = math.sqrt((share**2).sum() + taken_back)
+        leaf = np.arange(checks.integer("steps", steps, 1)) % self.steps_per_tree
+        finished = leaf + 1 & -(leaf + 1)  # 2^level
+        return of_level[np.log2(finished).astype(int)]
+
+    def sum_deviations(self, steps: int) -> np.ndarray:
+        """See `NoiseStrategy`."""
+        done, leaf = np.divmod(np.arange(checks.integer("steps", steps, 1)), self.steps_per_tree)
+        of_tree = self._variance_of_sums(np.array([self.steps_per_tree]))
+        return np.sqrt(done * of_tree + self._variance_of_sums(leaf + 1))
+
+    def _variance_of_sums(self, counts: np.ndarray) -> np.ndarray:
+        """The variance of the noise in the sum of the first steps of a tree."""
+        bits = counts[:, np.newaxis] >> np.arange(self.levels) & 1
+        return bits @ (1 / self.variances)
+
+    @property
+    def taken_back(self) -> str:
+        """See `NoiseStrategy`."""
+        return (
+            f"a part of that of the earlier ones of its tree, and the noise multiplier is that of "
+            f"a node of the trees, which have {self.steps_per_tree} steps each"
+        )
+
+    def moved(self, steps: int, min_separation: int, max_participations: int) -> float:
+        """√(Σ_h n_h·min(k, ceil(2ʰ / s))) over the levels h.
+
+        n_h is k, or less if less fits into the whole nodes of the level: the sum over the trees of
+        ceil(steps below the whole nodes / s). An example that is part of c_1, c_2, ... of the steps
+        below these nodes moves them by ‖(c_1, c_2, ...)‖ at most, and Σ c_i² ≤ max c_i · Σ c_i. The
+        sum is at most n_h, and 2ʰ steps in a row hold at most ceil(2ʰ / s) of the participations.
+        Equality holds for k = 1; if T is a multiple of P and P ≤ s; and where s and P are powers of
+        two.
+        """
+        trees, rest = divmod(steps, self.steps_per_tree)
+        square = 0
+        for level in range(self.levels):
+            size = 2**level
+            whole, in_last = (
+                -(-(n // size * size) // min_separation) for n in (self.steps_per_tree, rest)
+            )
+            inside = min(max_participations, trees * whole + in_last)
+            square += inside * min(max_participations, -(-size // min_separation))
+        return math.sqrt(square)
+
+    def _numbers(self) -> list[float]:
+        return [-1.0, float(self.steps_per_tree)]  # no coefficient is negative
+
+
 def _of_norm_one(coefficients: np.ndarray) -> tuple[float, ...]:
     return tuple((coefficients / np.linalg.norm(coefficients)).tolist())
 
@@ -197,11 +395,13 @@ def get_strategy(value: Any) -> NoiseStrategy:
         return BandedNoise(**value)
     if isinstance(value, dict) and set(value) == {"coefficients"}:
         return ToeplitzNoise(tuple(value["coefficients"]))
-    if isinstance(value, (IndependentNoise, BandedNoise, ToeplitzNoise)):
+    if isinstance(value, dict) and set(value) == {"steps_per_tree"}:
+        return TreeNoise(**value)
+    if isinstance(value, (IndependentNoise, BandedNoise, ToeplitzNoise, TreeNoise)):
         return value
     raise TypeError(
-        "`noise` must be IndependentNoise(), BandedNoise(bands) or ToeplitzNoise(coefficients). "
-        f"Received: noise={value!r}"
+        "`noise` must be IndependentNoise(), BandedNoise(bands), ToeplitzNoise(coefficients) or "
+        f"TreeNoise(steps_per_tree). Received: noise={value!r}"
     )
 
 
@@ -209,7 +409,11 @@ def serialize(strategy: NoiseStrategy) -> dict | None:
     """Describes a strategy by plain values, for `get_strategy`."""
     if isinstance(strategy, BandedNoise):
         return {"bands": strategy.bands}
-    return None if strategy.is_independent else {"coefficients": list(strategy.coefficients)}
+    if isinstance(strategy, TreeNoise):
+        return {"steps_per_tree": strategy.steps_per_tree}
+    if isinstance(strategy, ToeplitzNoise):
+        return {"coefficients": list(strategy.coefficients)}
+    return None
 
 
 @functools.lru_cache(maxsize=256)
@@ -227,8 +431,7 @@ def prefix_error(strategy: NoiseStrategy, steps: int) -> float:
     >>> round(prefix_error(IndependentNoise(), 7), 4), round(prefix_error(BandedNoise(7), 7), 4)
     (2.0, 1.5459)
     """
-    sums = np.cumsum(strategy.noise_coefficients(steps))
-    return math.sqrt(np.cumsum(sums**2).mean())
+    return math.sqrt((strategy.sum_deviations(steps) ** 2).mean())
 
 
 def sensitivity(
@@ -236,9 +439,9 @@ def sensitivity(
 ) -> float:
     """By how much one example can change C g, if each of its gradients has norm at most 1.
 
-    It is ‖Σ_j C[:, j·s]‖ over j = 0, ..., k - 1: for coefficients that are not negative and do not
-    increase, no other k steps that lie at least s apart give more (Kalinin and Lampert, Theorem 2).
-    If no two participations fall within b steps, the columns are orthogonal, and it is √k.
+    See the method `moved` of each class for the formula. If no two participations in a strategy
+    with b bands fall within b steps, the columns are orthogonal, and it is √k. For `TreeNoise` it
+    is an upper bound, of which the class says when it is reached.
 
     Guarantee: the noise multiplier divided by this number is that of one Gaussian mechanism without
     sampling, for an example that is part of at most k steps, any two at least s steps apart,
@@ -261,8 +464,4 @@ def sensitivity(
     most = -(-steps // min_separation)
     if max_participations is not None:
         most = min(most, checks.integer("max_participations", max_participations, 1))
-    column = np.array(strategy.coefficients)
-    moved = np.zeros(steps + strategy.bands)
-    for first in range(0, most * min_separation, min_separation):
-        moved[first : first + strategy.bands] += column
-    return float(np.linalg.norm(moved[:steps]))
+    return strategy.moved(steps, min_separation, most)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
-from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
+from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy, ToeplitzStrategy, TreeNoise
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.mechanism.noise import aligned, normal_numbers
 
@@ -44,12 +44,121 @@ def new_noise_key(first: int) -> NoiseKey:
     return NoiseKey(first, int.from_bytes(os.urandom(8), "little", signed=True))
 
 
-class _Secret:
-    """The key, the number of the next release, and the last noises, which nothing saves or shows.
+class _Recurrence(Protocol):
+    """How the next noise follows from new noise and from a state.
 
-    The noises w_{t-1}, ..., w_{t-b+1} are as secret as the key: with one of them anybody can take
-    the noise out of a released gradient. They are in variables that nothing tracks, so no
-    checkpoint and no saved model contains them. Copies and unpickled objects start without them.
+    Attributes:
+      rows: of the state, [rows, size]. It is zero before the first release.
+    """
+
+    rows: int
+
+    def first_needed(self, count: int) -> int:
+        """The release from which a state of zeros leads to the state before release `count`."""
+
+    def step(
+        self, size: int, key: tf.Tensor, number: tf.Tensor, state: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The noise of a release, and the state after it.
+
+        Args:
+          size: how many numbers.
+          key: int64 scalar.
+          number: int64 scalar, of the release, from 0.
+          state: [rows, size].
+
+        Returns:
+          [size] and [rows, size].
+        """
+
+
+class _ToeplitzRecurrence:
+    """w_t = (z_t - Σ_{k=1}^{b-1} c_k w_{t-k}) / c_0; the state holds the last noises, latest first.
+
+    z_t is the draw t + 1 of the key.
+    """
+
+    def __init__(self, strategy: ToeplitzStrategy):
+        self._strategy = strategy
+        self.rows = strategy.bands - 1
+
+    def first_needed(self, count: int) -> int:
+        """See `_Recurrence`. Noise that is further back is below the rounding of float32."""
+        return max(0, count - self.rows - self._strategy.memory(count)) if count else 0
+
+    def step(
+        self, size: int, key: tf.Tensor, number: tf.Tensor, state: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """See `_Recurrence`."""
+        first, *others = self._strategy.coefficients
+        taken_back = tf.linalg.matvec(state, tf.constant(others, tf.float32), transpose_a=True)
+        noise = (normal_numbers(size, key, number + 1) - taken_back) / first
+        return noise, tf.concat([noise[tf.newaxis], state[:-1]], axis=0)
+
+
+class _TreeRecurrence:
+    """The noise of `TreeNoise`.
+
+    The state holds u of the last finished left node of each level, and then the noise in the sum of
+    all steps of the tree so far. Release t finishes a node of each level up to some j; z of the one
+    of level k is the draw 32·t + k + 1 of the key.
+    """
+
+    def __init__(self, strategy: TreeNoise):
+        self._steps_per_tree = strategy.steps_per_tree
+        self._levels = strategy.levels
+        self._weights = 1 / strategy.variances
+        self.rows = strategy.levels + 1
+
+    def first_needed(self, count: int) -> int:
+        """See `_Recurrence`. A tree takes nothing back from the ones before it."""
+        return count - count % self._steps_per_tree
+
+    def step(
+        self, size: int, key: tf.Tensor, number: tf.Tensor, state: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """See `_Recurrence`."""
+        leaf = tf.math.floormod(number, self._steps_per_tree)
+        nodes, before = state[:-1], state[-1]
+
+        def drawn(level: tf.Tensor) -> tf.Tensor:
+            return normal_numbers(size, key, 32 * number + level + 1)
+
+        def bit(value: tf.Tensor, level: tf.Tensor) -> tf.Tensor:
+            return tf.bitwise.bitwise_and(tf.bitwise.right_shift(value, level), 1)
+
+        def is_right_child(level: tf.Tensor, u: tf.Tensor) -> tf.Tensor:
+            del u
+            return bit(leaf, level) > 0
+
+        def parent(level: tf.Tensor, u: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return level + 1, 0.5 * (nodes[level] + u) + drawn(level + 1)
+
+        zero = tf.constant(0, tf.int64)
+        level, u = tf.while_loop(is_right_child, parent, (zero, drawn(zero)))
+        levels = tf.range(self._levels, dtype=tf.int64)
+        nodes = tf.where(tf.equal(levels, level)[:, tf.newaxis], u, nodes)
+        weights = tf.cast(bit(leaf + 1, levels), tf.float32) * self._weights.astype(np.float32)
+        in_sum = tf.linalg.matvec(nodes, weights, transpose_a=True)
+        noise = in_sum - tf.where(tf.equal(leaf, 0), 0.0, before)
+        return noise, tf.concat([nodes, in_sum[tf.newaxis]], axis=0)
+
+
+def _recurrence(strategy: NoiseStrategy) -> _Recurrence:
+    if isinstance(strategy, TreeNoise):
+        return _TreeRecurrence(strategy)
+    if isinstance(strategy, ToeplitzStrategy):
+        return _ToeplitzRecurrence(strategy)
+    raise TypeError(f"No noise is known for this strategy. Received: {strategy!r}")
+
+
+class _Secret:
+    """The key, the number of the next release, and what noise is taken back from, all unsaved.
+
+    The noises w_{t-1}, ..., w_{t-b+1}, or those of the nodes of a tree, are as secret as the key:
+    with one of them anybody can take the noise out of a released gradient. They are in variables
+    that nothing tracks, so no checkpoint and no saved model contains them. Copies and unpickled
+    objects start without them.
     """
 
     __slots__ = ("_seed", "keys", "next", "past")
@@ -71,15 +180,13 @@ class _Secret:
 
 
 class CorrelatedNoise:
-    """Noise w with C w = z for a strategy C, where z is that of `GaussianNoise`.
-
-        w_t = (z_t - Σ_{k=1}^{b-1} c_k w_{t-k}) / c_0
+    """The noise w of a strategy, see `accounting.noise_strategies`, with the z of `GaussianNoise`.
 
     Guarantee: w_0, w_1, ... of one object are the noise of one run: each is given once, in order,
     and z is new for each release (see `GaussianNoise`), to float32 rounding. Neither the key nor
-    the last b - 1 noises are saved or shown, so a run can go on in another process only with the
-    keys that `resume` takes. A process draws with a key of its own, so even two processes that go
-    on from the same keys (a copied directory) never draw the same z.
+    the noises that later ones take back are saved or shown, so a run can go on in another process
+    only with the keys that `resume` takes. A process draws with a key of its own, so even two
+    processes that go on from the same keys (a copied directory) never draw the same z.
 
     Attributes:
       strategy: the `NoiseStrategy`.
@@ -101,6 +208,7 @@ class CorrelatedNoise:
           seed: `None` uses the operating system's entropy.
         """
         self.strategy, self.seed = strategy, seed
+        self._recurrence = _recurrence(strategy)
         self._secret = _Secret(seed)
         # The number of releases, and the strategy: that of a saved state may be another one. It has
         # another shape than that of `GaussianNoise`, so neither state is taken for the other.
@@ -185,14 +293,11 @@ class CorrelatedNoise:
         places = aligned(sizes)
         size = sum(places)
         past = self._past(size)
-        first, *others = self.strategy.coefficients
         (own,) = local_copies(self._secret.next)
         key, number = tf.unstack(own.read_value())
-        before = past.read_value()
-        taken_back = tf.linalg.matvec(before, tf.constant(others, tf.float32), transpose_a=True)
-        noise = (normal_numbers(size, key, number + 1) - taken_back) / first
+        noise, state = self._recurrence.step(size, key, number, past.read_value())
         # In this order: a step that is cut off in between leaves a number that `fits` rejects.
-        kept = past.assign(tf.concat([noise[tf.newaxis], before[:-1]], axis=0))
+        kept = past.assign(state)
         with tf.control_dependencies([tf.convert_to_tensor(kept)]):
             written = [
                 own.assign(tf.stack([key, number + 1])),
@@ -203,7 +308,7 @@ class CorrelatedNoise:
         return [tf.reshape(p[:n], s.shape) for p, n, s in zip(parts, sizes, sums)]
 
     def _past(self, size: int) -> tf.Variable:
-        """[b - 1, size], the last noises, the latest first."""
+        """[rows, size], the state of the recurrence."""
         secret = self._secret
         with _CREATION:
             if size in secret.past:
@@ -222,30 +327,25 @@ class CorrelatedNoise:
             return secret.past[size]
 
     def _replayed(self, size: int) -> tf.Tensor:
-        """[b - 1, size], the noises before the next release, drawn again with the keys.
+        """[rows, size], the state before the next release, drawn again with the keys.
 
         The number at a place does not depend on `size`, so other variables may be trained now:
         whatever stands at that place takes back the noise that was released there.
         """
-        kept = self.strategy.bands - 1
         count = int(self.number())
-        start = tf.zeros([kept, size])
-        if not count:
+        start = tf.zeros([self._recurrence.rows, size])
+        begin = self._recurrence.first_needed(count)
+        if begin == count:
             return start
-        # Noise that is further back is below the rounding of float32.
-        begin = max(0, count - kept - self.strategy.memory(count))
-        first, *others = self.strategy.coefficients
         firsts = np.array([key.first for key in self._secret.keys])
         used = [self._secret.keys[int((firsts <= t).sum()) - 1].key for t in range(begin, count)]
 
         @tf.function(autograph=False)
-        def replay(keys: tf.Tensor, past: tf.Tensor) -> tf.Tensor:
-            def one(t: tf.Tensor, past: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-                z = normal_numbers(size, keys[t], begin + tf.cast(t, tf.int64) + 1)
-                back = tf.linalg.matvec(past, tf.constant(others, tf.float32), transpose_a=True)
-                now = (z - back) / first
-                return t + 1, tf.concat([now[tf.newaxis], past[:-1]], axis=0)
+        def replay(keys: tf.Tensor, state: tf.Tensor) -> tf.Tensor:
+            def one(t: tf.Tensor, state: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+                number = begin + tf.cast(t, tf.int64)
+                return t + 1, self._recurrence.step(size, keys[t], number, state)[1]
 
-            return tf.while_loop(lambda t, _: t < count - begin, one, (0, past))[1]
+            return tf.while_loop(lambda t, _: t < count - begin, one, (0, state))[1]
 
         return replay(tf.constant(used, tf.int64), start)

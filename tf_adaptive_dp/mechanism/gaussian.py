@@ -516,9 +516,10 @@ class GaussianMechanism:
         fits = self.noise.fits(count)
         rejects = [_assert(fits, [NO_KEY, "Received: releases in the ledger:", count])]
         shown, in_order = tf.constant(False), tf.constant(True)
-        if order is not None:
+        bands = self.noise.strategy.bands
+        if order is not None and bands is not None:
             shown = order.shown
-            in_order = ~shown | order.is_of(count, self.noise.strategy.bands)
+            in_order = ~shown | order.is_of(count, bands)
             rejects.append(_assert(in_order, [_OUT_OF_ORDER, "Received: step", count]))
         return [r for r in rejects if r is not None], fits & in_order, shown
 

@@ -269,8 +269,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         noise = self.noise_multiplier * math.sqrt(num_parameters) / size
         if self.noise.is_independent:
             return noise
-        of_step = self.noise.noise_coefficients(self.ledger.num_releases + 1)
-        return noise * math.sqrt(float((of_step**2).sum()))
+        return noise * float(self.noise.deviations(self.ledger.num_releases + 1)[-1])
 
     @tf.autograph.experimental.do_not_convert
     @short_traceback

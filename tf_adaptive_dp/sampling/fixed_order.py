@@ -21,11 +21,12 @@ class FixedOrder(draws.FullBatches):
     with many bands can beat Poisson sampling.
 
     Guarantee: (ε, δ)-DP for neighbors that differ in one example, which is blank in one of them
-    (its gradients are zero there), with the ε of `epsilon_spent`. Proof: with C w = z the releases
-    determine, and are determined by, y = C g + z, see `accounting.noise_strategies`. The example is
-    in at most k = ceil(T / s) of the T steps, any two at least s apart, so it moves C g by at most
-    `sensitivity(noise, T, s, k)` times the clipping bound, whatever was released before. That is
-    one Gaussian mechanism with the least noise multiplier of all steps divided by this number. If
+    (its gradients are zero there), with the ε of `epsilon_spent`. Proof: let g be the clipped sums,
+    each divided by the noise multiplier and the clipping bound of its step. The releases are a
+    function of y = C g + z, see `accounting.noise_strategies`. The example is in at most
+    k = ceil(T / s) of the T steps, any two at least s apart. So it moves C g by at most
+    `sensitivity(noise, T, s, k)` divided by the least noise multiplier of all steps, whatever was
+    released before. That is one Gaussian mechanism with the inverse as noise multiplier. If
     the ledger knows of a batch that came back sooner, there is no ε. With correlated noise
     `privacy_statement` says that the order was not verified: these batches do not show their step.
 

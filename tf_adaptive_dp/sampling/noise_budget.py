@@ -14,7 +14,7 @@ from tf_adaptive_dp.accounting.ledger import Releases
 from tf_adaptive_dp.accounting.noise_strategies import (
     BandedNoise,
     IndependentNoise,
-    NoiseStrategy,
+    ToeplitzStrategy,
     prefix_error,
 )
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
@@ -45,7 +45,7 @@ class NoiseBudget:
     user_reduction: str
 
     def sampling(
-        self, batch_size: int, epochs: int, noise: NoiseStrategy
+        self, batch_size: int, epochs: int, noise: ToeplitzStrategy
     ) -> PoissonSampling | CyclicPoissonSampling:
         """The sampling of a run.
 
@@ -73,7 +73,7 @@ class NoiseBudget:
     ) -> float:
         """ε after some steps of a sampling, by default after all."""
         size = sampling.expected_batch_size(self.num_units)
-        noise: NoiseStrategy = IndependentNoise()
+        noise: ToeplitzStrategy = IndependentNoise()
         if isinstance(sampling, CyclicPoissonSampling):
             noise = BandedNoise(sampling.num_groups)  # all strategies with these bands cost as much
         planned = Releases(
@@ -106,14 +106,14 @@ class NoiseBudget:
             )
         return found
 
-    def best_strategy(self, epsilon: float, batch_size: int, epochs: int) -> NoiseStrategy:
+    def best_strategy(self, epsilon: float, batch_size: int, epochs: int) -> ToeplitzStrategy:
         """The strategy with the least noise in sums of steps."""
-        best: NoiseStrategy = IndependentNoise()
+        best: ToeplitzStrategy = IndependentNoise()
         least, guess = math.inf, None
         for bands in _BANDS:
             if bands * batch_size > self.num_units:
                 break
-            noise = best if bands == 1 else BandedNoise(bands)
+            noise: ToeplitzStrategy = best if bands == 1 else BandedNoise(bands)
             sampling = self.sampling(batch_size, epochs, noise)
             # 1% is enough to compare, and more bands need little more noise: few evaluations.
             found = self._least_by_rdp(epsilon, sampling, 1e-2, guess)

@@ -185,9 +185,8 @@ def load(name: str) -> tuple[Arrays, Arrays]:
     """Training and test arrays of a data set, in the units of its files."""
     if name == "posts":
         return _posts()
-    if name == "digits":
-        return _digits()
     loaders = {
+        "digits": images.digits,
         "reviews": _bags_of_words,
         "mnist": functools.partial(images.mnist, None, normalize=False),
         "adult": functools.partial(adult.adult, None),
@@ -231,15 +230,6 @@ def public_frequencies(name: str) -> Any:
     return tf_adaptive_dp.side_information.token_frequencies(
         users, divisor=float(users.max()), provenance="public"
     )
-
-
-def _digits() -> tuple[Arrays, Arrays]:
-    from sklearn.datasets import load_digits
-
-    x, y = load_digits(return_X_y=True)
-    x, y = x.astype(np.float32), y.astype(np.int32)
-    in_test = np.arange(len(x)) % 5 == 0
-    return (x[~in_test], y[~in_test]), (x[in_test], y[in_test])
 
 
 def layers_of(name: str, inputs: str, factor: float) -> list[tf.keras.layers.Layer]:

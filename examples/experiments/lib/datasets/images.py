@@ -42,6 +42,19 @@ def mnist(data_dir: str | None, split: str, *, normalize: bool = True) -> Arrays
     return (pixels - 0.1307) / 0.3081 if normalize else pixels, labels
 
 
+def digits(split: str) -> Arrays:
+    """Scikit-learn's digits, which it brings along: rows of 64 pixels from 0 to 16, and digits.
+
+    Args:
+      split: `"train"` (1,437), or `"test"` (360), which is every fifth of all.
+    """
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    chosen = (np.arange(len(x)) % 5 == 0) == (split == "test")
+    return x[chosen].astype(np.float32), y[chosen].astype(np.int32)
+
+
 def cifar10_features(
     data_dir: str | None, split: str, conv_layers: str | None = None, chunk: int = 1000
 ) -> Arrays:
