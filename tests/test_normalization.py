@@ -258,7 +258,13 @@ def test_the_plan_pays_for_it():
     of_noise = planned(noise_multiplier=plan.noise_multiplier)
     assert of_noise.epsilon == pytest.approx(3.0, rel=0.01)
     assert "normalize_inputs=True" in repr(plan)
-    assert planned(noise="best").other_events == plan.other_events
+
+
+@pytest.mark.slow
+def test_correlated_noise_is_chosen_for_what_is_left():
+    plan = planned(noise="best")
+    assert plan.other_events == planned().other_events
+    assert plan._epsilon_after(plan.steps) <= 3.0
 
 
 def test_training_in_raw_units_by_the_plan(tmp_path):

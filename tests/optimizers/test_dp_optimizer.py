@@ -302,8 +302,12 @@ def test_after_unfreezing_the_same_ledger_goes_on():
 def test_no_configuration_forgets_other_events():
     optimizer = catalogue.make("DPSGD")
     optimizer.get_config()
-    optimizer.ledger.other_events = (dp_accounting.GaussianDpEvent(0.5),)
-    with pytest.raises(ValueError, match="cannot be saved .*GaussianDpEvent"):
+    gaussian = dp_accounting.GaussianDpEvent(0.5), dp_accounting.GaussianDpEvent(3.0)
+    optimizer.ledger.other_events = gaussian
+    again = type(optimizer).from_config(optimizer.get_config())
+    assert again.ledger.other_events == gaussian
+    optimizer.ledger.other_events = (*gaussian, dp_accounting.LaplaceDpEvent(0.5))
+    with pytest.raises(ValueError, match="cannot be saved .*LaplaceDpEvent"):
         optimizer.get_config()
 
 
