@@ -351,7 +351,7 @@ def test_the_statements_of_other_cohorts_of_side_information_and_of_a_large_delt
     assert "Every user was in the cohort of every round" in every
     informed = said(ledger_of(GAUSSIAN, side_information=RELEASED), POISSON)
     assert "Side information: norms of a survey, released by GaussianDpEvent" in informed
-    assert "in addition to the averages, and included in epsilon: GaussianDpEvent" in informed
+    assert "in addition to the averages, and included in epsilon: one release of the" in informed
     public = SimpleNamespace(description="word counts", provenance="public")
     assert "Side information: word counts, public." in said(
         ledger_of(TREE, side_information=public), SHUFFLED
