@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import dp_accounting
 import numpy as np
+import tensorflow as tf
 from scipy import stats
 
 from tf_adaptive_dp import checks
@@ -61,8 +62,8 @@ class PrivateNormalization(keras.layers.Layer):
 
     - Of magnitudes: each feature has a histogram of log₂ r_j, in which an example counts with
       weight (r_j/‖r‖ + 1/√(number of r_j > 0))/2. Of what stands out of the noise, the root mean
-      square is the unit of the feature. Features in which nothing stands out get the lower quartile
-      of all of them.
+      square is the unit of the feature. A feature in which nothing stands out gets the lower
+      quartile of the magnitudes of all features.
     - Of norms: histograms of ‖m‖ and ‖r²‖, in these units.
     - Of moments: the sums of m and of r², clipped to the upper quartiles of these norms.
 
@@ -77,8 +78,8 @@ class PrivateNormalization(keras.layers.Layer):
 
     Args:
       noise_multiplier: σ > 0.
-      axis: the axis of the features, not 0. Over all others the statistics are one, as they should
-        be over the pixels of a channel. `None` has one mean and one deviation for everything.
+      axis: the axis of the features, not 0. All other axes share the statistics of a feature, as
+        the pixels of a channel should. With `None`, everything shares one mean and one deviation.
       **kwargs: arguments of `keras.layers.Layer`. `dtype` is float32 unless given.
 
     Raises:
@@ -124,9 +125,8 @@ class PrivateNormalization(keras.layers.Layer):
 
     def call(self, inputs: Any) -> Any:
         """(inputs - mean) / stddev."""
-        ops = keras.ops if hasattr(keras, "ops") else keras.backend
-        mean, stddev = (ops.reshape(v, self._keep) for v in (self.mean, self.stddev))
-        return (ops.cast(inputs, self.compute_dtype) - mean) / stddev
+        mean, stddev = (tf.reshape(v, self._keep) for v in (self.mean, self.stddev))
+        return (tf.cast(inputs, self.compute_dtype) - mean) / stddev
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """That of the inputs."""
@@ -149,7 +149,7 @@ class PrivateNormalization(keras.layers.Layer):
                 "`adapt` has been called. To call it again would release more about the same "
                 "examples than `dp_event` says: make another layer, and account for both."
             )
-        x = _numbers(x)
+        x = input_array(x)
         if not self.built:
             self.build((None, *x.shape[1:]))
         examples = _Examples(x, self.axis, user_ids)
@@ -188,17 +188,8 @@ class _Examples:
     """The inputs as two numbers for each example and feature: a mean and a root mean square."""
 
     def __init__(self, x: np.ndarray, axis: int | None, user_ids: Any):
-        if axis is None:
-            x = x.reshape(len(x), -1, 1)
-        else:
-            if not -x.ndim < axis < x.ndim or axis == 0:
-                raise ValueError(
-                    "`axis` must be an axis of the inputs, not that of the examples. Received: "
-                    f"axis={axis!r}, x of shape {x.shape}"
-                )
-            x = np.moveaxis(x, axis, -1)
-        self._x = x
-        self.num_features = x.shape[-1]
+        _, self.num_features = _kept_shape(x.shape, axis)
+        self._x = x.reshape(len(x), -1, 1) if axis is None else np.moveaxis(x, axis, -1)
         self.num_units = len(x)
         self._weights = np.ones(len(x))
         if user_ids is not None:
@@ -262,14 +253,15 @@ def _one_round(examples: _Examples, noise: float, before: _Statistics) -> _Stati
       before: what is known already.
     """
     mean, stddev = before.mean, before.stddev
+    is_first = before.smallest is None
     counts = _release(_sum_of_magnitudes(examples, mean, stddev), noise)
     units = _units(counts, noise)
-    typical = _typical_unit(counts, noise) if before.smallest is None else 1.0
+    typical = _typical_unit(counts, noise) if is_first else 1.0
     if typical is None:
         return None
     lost = units == 0
     scale = stddev * np.where(lost, typical, units)
-    smallest = typical / _LARGEST_TYPICAL if before.smallest is None else before.smallest
+    smallest = typical / _LARGEST_TYPICAL if is_first else before.smallest
 
     norms = _release(_sum_of_norms(examples, mean, scale), noise)
     clips = [_quantile(row, _BINS_OF_NORMS) for row in _standing_out(norms, noise, 8)]
@@ -283,7 +275,7 @@ def _one_round(examples: _Examples, noise: float, before: _Statistics) -> _Stati
     first = np.where(np.abs(first) > _LEAST_MEAN * noise_of_mean, first, 0.0)
     variance, least = second - np.square(first), _LEAST_VARIANCE * noise_of_square
     deviation = scale * np.sqrt(np.maximum(variance, least))
-    floor = smallest if before.smallest is None else np.minimum(smallest, stddev)
+    floor = smallest if is_first else np.minimum(smallest, stddev)
     deviation = np.where(lost & (variance < least), np.maximum(deviation, floor), deviation)
     return _Statistics(mean + scale * first, deviation, smallest)
 
@@ -399,8 +391,12 @@ def _bins(values: np.ndarray, num_bins: int) -> np.ndarray:
     return np.clip(places, 0, num_bins - 1)
 
 
-def _numbers(x: Any) -> np.ndarray:
-    """The inputs as an array."""
+def input_array(x: Any) -> np.ndarray:
+    """The inputs as an array.
+
+    Raises:
+      TypeError, ValueError: if they are not one array of numbers, [n, ...].
+    """
     hint = (
         "`x` must be an array [n, ...] of all training inputs, as the layer will see them. Join "
         "several inputs into one, or give each a layer of its own and account for all."

@@ -21,7 +21,7 @@ from tf_adaptive_dp._keras.models import (
     give_weights_axes_of_losses,
     leave_padding_out_of_metrics,
 )
-from tf_adaptive_dp.accounting import composition, noise_strategies
+from tf_adaptive_dp.accounting import calibration, composition, noise_strategies
 from tf_adaptive_dp.accounting.noise_strategies import (
     IndependentNoise,
     NoiseStrategy,
@@ -31,8 +31,8 @@ from tf_adaptive_dp.accounting.noise_strategies import (
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
 from tf_adaptive_dp.callbacks.run_directory import RunDirectory, RunHistory
-from tf_adaptive_dp.normalization import PrivateNormalization
-from tf_adaptive_dp.sampling import draws, noise_budget
+from tf_adaptive_dp.normalization import PrivateNormalization, input_array
+from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.datasets import as_dataset, open_source
 from tf_adaptive_dp.sampling.draws import check_unit
@@ -237,7 +237,9 @@ class PrivacyPlan:
 
     def _pay_for_normalization(self) -> None:
         """Adds the event of the normalization to those that the budget pays for."""
-        noise = noise_budget.noise_of_one_release(_FOR_NORMALIZATION * self.epsilon, self.delta)
+        noise = calibration.noise_multiplier_for(
+            *(_FOR_NORMALIZATION * self.epsilon, self.delta), sampling_probability=1.0, steps=1
+        )
         self.other_events += (dp_accounting.GaussianDpEvent(noise),)
 
     @property
@@ -337,14 +339,9 @@ class PrivacyPlan:
                 "`normalize_inputs=True`. Received: normalize_inputs=False"
             )
         if self._normalization is None:
-            if len(x) != self.num_examples:
-                name = "num_examples" if self._users is None else "len(user_ids)"
-                raise ValueError(
-                    f"`{name}` must be the number of examples that are trained on. Received: "
-                    f"{len(x)} examples, {name}={self.num_examples!r}"
-                )
-            event = self.other_events[-1]
-            layer = PrivateNormalization(event.noise_multiplier, axis)
+            layer = PrivateNormalization(self.other_events[-1].noise_multiplier, axis)
+            x = input_array(x)
+            self._check_num_examples(len(x))
             layer.adapt(x, self._users)
             self._normalization = layer
         if self._normalization.axis != axis:
@@ -381,12 +378,7 @@ class PrivacyPlan:
           TypeError, ValueError: if the data have a wrong type, or are not `num_examples` examples.
         """
         source = open_source(_examples(x, y, sample_weight), None)
-        if len(source) != self.num_examples:
-            name = "num_examples" if self._users is None else "len(user_ids)"
-            raise ValueError(
-                f"`{name}` must be the number of examples that are trained on. Received: "
-                f"{len(source)} examples, {name}={self.num_examples!r}"
-            )
+        self._check_num_examples(len(source))
         return as_dataset(
             *(source, self.sampling, start_step, key, gradient_accumulation_steps),
             masked=True,
@@ -710,6 +702,15 @@ class PrivacyPlan:
                 "The optimizer's side information was released by an event that the plan's budget "
                 "does not pay for. Pass the events as `other_events` to the plan. Received: "
                 f"{optimizer.ledger.other_events!r} instead of {self.other_events!r}"
+            )
+
+    def _check_num_examples(self, received: int) -> None:
+        """Raises if data are not those that the plan is about."""
+        if received != self.num_examples:
+            name = "num_examples" if self._users is None else "len(user_ids)"
+            raise ValueError(
+                f"`{name}` must be the number of examples that are trained on. Received: "
+                f"{received} examples, {name}={self.num_examples!r}"
             )
 
     def _check_normalization(self, model: keras.Model) -> None:

@@ -62,7 +62,7 @@ def test_the_table_shows_noise_rate_mean_and_spread():
         f"| independent noise | 1 | 0.800 | 1.00 | 0.3 | {mean:.4f} ± 0.0100 | 3 |"
     )
     assert '| noise="best" | 8 | 1.200 | 0.75 | 1 | 0.8600 ± 0.0100 | 3 |' in lines[3]
-    (axis,) = run.plot([part], trials).axes
+    (axis,) = run.plot([part], trials, run.TITLES).axes
     assert len(axis.lines) == 4
 
 

@@ -123,12 +123,7 @@ class RunDirectory:
     def _check_fingerprint(self, fingerprint: Callable[[bytes], str]) -> None:
         kept = self._path / "user_ids_NOT_PRIVATE.json"
         if not kept.exists():
-            if self.log.num_releases:
-                raise ValueError(
-                    f"The run in `directory` cannot go on without its `{kept.name}`, which says "
-                    "that `user_ids` have not changed. Received: a directory without this file. "
-                    "Put it back, or pass a new directory."
-                )
+            self._check_not_begun(kept.name, "it says that `user_ids` have not changed")
             salt = secrets.token_bytes(16)
             row = {"salt": salt.hex(), "digest": fingerprint(salt)}
             files.write(kept, json.dumps(row).encode())
@@ -157,14 +152,17 @@ class RunDirectory:
         kept = self._path / f"{name}.json"
         if kept.exists():
             return [np.asarray(v, np.float32) for v in json.loads(kept.read_bytes())]
-        if self.log.num_releases:
-            raise ValueError(
-                f"The run in `directory` cannot go on without its `{kept.name}`: other values "
-                "would be another release. Received: a directory without this file. Put it back, "
-                "or pass a new directory."
-            )
+        self._check_not_begun(kept.name, "other values would be another release")
         files.write(kept, json.dumps([v.tolist() for v in values]).encode())
         return list(values)
+
+    def _check_not_begun(self, missing: str, why: str) -> None:
+        """Raises if the run has begun, so that a file which is missing was there."""
+        if self.log.num_releases:
+            raise ValueError(
+                f"The run in `directory` cannot go on without its `{missing}`: {why}. Received: a "
+                "directory without this file. Put it back, or pass a new directory."
+            )
 
     @property
     def is_finished(self) -> bool:

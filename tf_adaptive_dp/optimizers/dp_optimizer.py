@@ -496,15 +496,15 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
           ValueError: if the ledger has `other_events` that Keras cannot save: any but those of the
             Gaussian mechanism.
         """
-        others = [getattr(event, "noise_multiplier", None) for event in self.ledger.other_events]
-        plain = [type(event) is dp_accounting.GaussianDpEvent for event in self.ledger.other_events]
-        if not all(plain):
+        events = self.ledger.other_events
+        if any(type(event) is not dp_accounting.GaussianDpEvent for event in events):
             raise ValueError(
                 "An optimizer whose ledger has `other_events` cannot be saved with its "
                 "configuration, which would lose them. Save the weights (`tf.train.Checkpoint`), "
                 "create the optimizer anew and set `other_events` again. Received: "
-                f"other_events={self.ledger.other_events!r}"
+                f"other_events={events!r}"
             )
+        others = [event.noise_multiplier for event in events]
         return {
             **super().get_config(),
             **self._preconditioning.get_config(),

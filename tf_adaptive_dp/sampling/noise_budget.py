@@ -9,7 +9,7 @@ from typing import Any
 
 import dp_accounting
 
-from tf_adaptive_dp.accounting import calibration, composition
+from tf_adaptive_dp.accounting import calibration
 from tf_adaptive_dp.accounting.ledger import Releases
 from tf_adaptive_dp.accounting.noise_strategies import (
     BandedNoise,
@@ -138,27 +138,3 @@ class NoiseBudget:
             guess *= math.sqrt(-2 * sampling.steps * math.log(self.delta)) / epsilon
         spent = functools.partial(self.epsilon, sampling, accountant="rdp")
         return calibration.least_noise(spent, epsilon, tolerance, guess=guess, factor=factor)
-
-
-def noise_of_one_release(epsilon: float, delta: float) -> float:
-    """The smallest noise multiplier of a Gaussian release about everyone, up to 0.1% (RDP).
-
-    Raises:
-      ValueError: if no noise meets the budget.
-
-    >>> noise_of_one_release(0.6, 1e-5)
-    6.479
-    """
-
-    def spent(noise_multiplier: float) -> float:
-        event = dp_accounting.GaussianDpEvent(noise_multiplier)
-        return composition.composed_epsilon({}, [event], delta, "rdp")
-
-    guess = math.sqrt(-2 * math.log(delta)) / epsilon
-    found = calibration.least_noise(spent, epsilon, 1e-3, guess=guess)
-    if found is None:
-        raise ValueError(
-            "No noise makes a single release private enough for this budget. Allow more `epsilon` "
-            f"or `delta`. Received: epsilon={epsilon!r}, delta={delta!r}"
-        )
-    return found

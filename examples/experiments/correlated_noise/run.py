@@ -231,7 +231,9 @@ def table(
     return report.table(columns, rows)
 
 
-def plot(made: Sequence[grids.Part], trials: Sequence[harness.Trial]) -> Any:
+def plot(
+    made: Sequence[grids.Part], trials: Sequence[harness.Trial], titles: Mapping[str, str]
+) -> Any:
     """Accuracy on the held-out part by rate, and on the test data at the best rate."""
     import matplotlib.pyplot as plt
 
@@ -239,7 +241,7 @@ def plot(made: Sequence[grids.Part], trials: Sequence[harness.Trial]) -> Any:
     rows = -(-len(made) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5 * columns, 3.4 * rows), squeeze=False)
     for axis, part in zip(axes.flat, made):
-        for number, (method, title) in enumerate(TITLES.items()):
+        for number, (method, title) in enumerate(titles.items()):
             chosen = [
                 trial
                 for trial in trials
@@ -261,10 +263,7 @@ def plot(made: Sequence[grids.Part], trials: Sequence[harness.Trial]) -> Any:
     return figure
 
 
-EXPERIMENT = dataclasses.replace(
-    grids.experiment("correlated_noise", __doc__, parts, train, TITLES, table),
-    plot=lambda trials: plot(parts(trials[0].settings["scale"]), trials),
-)
+EXPERIMENT = grids.experiment("correlated_noise", __doc__, parts, train, TITLES, table, plot)
 
 if __name__ == "__main__":
     harness.main(EXPERIMENT, pathlib.Path(__file__).parent)

@@ -164,6 +164,7 @@ def experiment(
     train: Callable[[dict[str, Any], str | None], dict[str, Any]],
     titles: Mapping[str, str],
     table: Callable[..., str] = table,
+    plot: Callable[..., Any] = plot,
 ) -> Experiment:
     """Makes an experiment from a list of parts.
 
@@ -174,6 +175,7 @@ def experiment(
       train: See `Experiment`.
       titles: The names of the methods in the table and the figure.
       table: Makes the table from parts, trials and titles.
+      plot: Makes the figure from these.
     """
 
     def of(trials: Sequence[Trial]) -> Sequence[Part]:

@@ -64,7 +64,7 @@ TITLES = {
     "adadps": "AdaDPS, public data, tuned",
 }
 NOTHING_TO_TUNE = ("normalized", "untuned", "adadp")
-TUNED = ("dp_adam", "dp_sgd")  # without public data, as the two above
+TUNED = ("dp_adam", "dp_sgd")  # without public data, as those above
 ADAM_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 SGD_RATES = (0.01, 0.05, 0.2, 1.0, 5.0, 20.0, 100.0)
 POSTS = {"num_words": 2000, "num_tags": 50, "public_users": 100}
@@ -274,20 +274,25 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     train, test = load(settings["data"])
     tf.keras.backend.clear_session()
     tf.keras.utils.set_random_seed(settings["seed"])
-    model = tf.keras.Sequential(
-        [
-            tf.keras.Input([train[0].shape[1]]),
-            *layers_of(settings["data"], settings["inputs"], settings["factor"]),
-            *(tf.keras.layers.Dense(units, activation="relu") for units in problem.hidden_units),
-            tf.keras.layers.Dense(problem.classes),
-        ]
-    )
+    first = [
+        tf.keras.Input([train[0].shape[1]]),
+        *layers_of(settings["data"], settings["inputs"], settings["factor"]),
+    ]
     noise, others = settings["noise_multiplier"], ()
     if settings.get("normalized"):
         plan = plan_of_same_epsilon(settings, len(train[1]))
         noise, others = plan.noise_multiplier, plan.other_events
-        at = len(model.layers) - len(problem.hidden_units) - 1
-        model = normalized(model, at, plan, train[0])
+        inputs = train[0]
+        if len(first) > 1:
+            inputs = tf.keras.Sequential(first).predict(inputs, batch_size=1000, verbose=0)
+        first.append(plan.normalization(inputs))
+    model = tf.keras.Sequential(
+        [
+            *first,
+            *(tf.keras.layers.Dense(units, activation="relu") for units in problem.hidden_units),
+            tf.keras.layers.Dense(problem.classes),
+        ]
+    )
     known = [public_frequencies(settings["data"])] if settings["optimizer"] == "AdaDPS" else []
     optimizer = getattr(tf_adaptive_dp, settings["optimizer"])(
         *known,
@@ -318,18 +323,6 @@ def plan_of_same_epsilon(settings: dict[str, Any], num_examples: int) -> tf_adap
     }
     others = tf_adaptive_dp.PrivacyPlan(noise_multiplier=settings["noise_multiplier"], **numbers)
     return tf_adaptive_dp.PrivacyPlan(epsilon=others.epsilon, normalize_inputs=True, **numbers)
-
-
-def normalized(
-    model: tf.keras.Sequential, at: int, plan: tf_adaptive_dp.PrivacyPlan, x: np.ndarray
-) -> tf.keras.Sequential:
-    """The model with a normalization before its layer number `at`."""
-    before = tf.keras.Sequential([tf.keras.Input([x.shape[1]]), *model.layers[:at]])
-    inputs = before.predict(x, batch_size=1000, verbose=0) if at else x
-    layer = plan.normalization(inputs)
-    return tf.keras.Sequential(
-        [tf.keras.Input([x.shape[1]]), *model.layers[:at], layer, *model.layers[at:]]
-    )
 
 
 def table(
@@ -377,7 +370,9 @@ def advantage(
     return float(means[method] - max(means[m] for m in TUNED))
 
 
-def plot(made: Sequence[grids.Part], trials: Sequence[harness.Trial]) -> Any:
+def plot(
+    made: Sequence[grids.Part], trials: Sequence[harness.Trial], titles: Mapping[str, str]
+) -> Any:
     """How far all are from the best tuned optimizer, cell by cell."""
     import matplotlib.pyplot as plt
 
@@ -386,7 +381,7 @@ def plot(made: Sequence[grids.Part], trials: Sequence[harness.Trial]) -> Any:
     for method, marker in (("adadp", "x"), ("untuned", "+"), ("normalized", "o")):
         gaps = [advantage(part, trials, method) for part in shown]
         gaps = [np.nan if gap is None else gap for gap in gaps]
-        axis.plot(gaps, range(len(shown)), marker, label=TITLES[method])
+        axis.plot(gaps, range(len(shown)), marker, label=titles[method])
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set_yticks(range(len(shown)), [part.common["part"] for part in shown], fontsize=8)
     axis.invert_yaxis()
@@ -397,10 +392,7 @@ def plot(made: Sequence[grids.Part], trials: Sequence[harness.Trial]) -> Any:
     return figure
 
 
-EXPERIMENT = dataclasses.replace(
-    grids.experiment("untuned", __doc__, parts, train, TITLES, table),
-    plot=lambda trials: plot(parts(trials[0].settings["scale"]), trials),
-)
+EXPERIMENT = grids.experiment("untuned", __doc__, parts, train, TITLES, table, plot)
 
 if __name__ == "__main__":
     harness.main(EXPERIMENT, pathlib.Path(__file__).parent)
