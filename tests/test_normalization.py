@@ -336,6 +336,8 @@ def test_what_nobody_pays_for_is_refused():
     without = planned(normalize_inputs=False)
     with pytest.raises(ValueError, match="does not pay for a normalization"):
         without.normalization(x)
+    with pytest.raises(TypeError, match="`x` must be an array .* Received: dict"):
+        planned().normalization({"x": x})
     with pytest.raises(ValueError, match="`num_examples` must be the number of examples"):
         planned().normalization(x[:-1])
     model = model_of(without, adapted(x, 20.0))

@@ -291,6 +291,7 @@ def test_a_plan_describes_itself_before_training():
     assert text.endswith(last)
 
 
+@pytest.mark.slow
 def test_larger_batches_have_a_better_signal_at_the_same_epsilon():
     plan = for_epsilon_2()
     offers = plan.recommend(batch_sizes=[4, 8, 16], epochs=[2, 4])

@@ -351,7 +351,7 @@ def finish(model):
     return model.optimizer
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_saved_model_continues_as_if_it_had_not_stopped(tmp_path, name):
     uninterrupted = trained(make(name, noise_multiplier=0.5, seed=2), epochs=2)
@@ -365,7 +365,7 @@ def test_a_saved_model_continues_as_if_it_had_not_stopped(tmp_path, name):
     assert int(loaded.optimizer.iterations) == 8
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("way", ["weights", "checkpoint", "deferred"])
 @pytest.mark.parametrize("name", ["ADADP", "DPAdam", "AdaDPS"])
 def test_weights_and_checkpoints_keep_the_ledger(tmp_path, name, way):
@@ -412,7 +412,7 @@ def on(strategy, optimizer, **kwargs):
         return compiled(optimizer(), **kwargs)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "name, arguments",
     [
@@ -552,6 +552,7 @@ def test_half_precision_is_found_inside_of_loops():
 # ----- another backend
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "program",
     [

@@ -445,6 +445,7 @@ def test_epsilon_spent_refuses_other_arguments():
         epsilon_spent(tf.keras.optimizers.SGD(), N, DELTA)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "counts",
     [

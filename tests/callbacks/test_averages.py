@@ -48,7 +48,7 @@ def assert_near(one, other):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["DPMomentum", "ADADP euler", "DPAdamWOSM", "AdaDPS fixed"])
 def test_a_model_is_evaluated_with_its_average_and_trained_without(name):
     model, seen = trained(name, tf.keras.callbacks.SwapEMAWeights())

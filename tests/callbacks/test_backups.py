@@ -77,6 +77,7 @@ def test_a_training_goes_on_after_its_last_epoch(tmp_path, built):
     assert again.optimizer.ledger.segments == [(1.0, 4.0, 8)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GENERATION == 2, reason="Keras 2 saves checkpoints, which TensorFlow replaces")
 def test_a_kill_at_any_operation_leaves_a_whole_epoch(tmp_path, monkeypatch):
     made = model()

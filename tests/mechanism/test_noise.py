@@ -230,6 +230,7 @@ def test_a_million_numbers_are_gaussian(stddev):
     assert_gaussian(numbers(1_000_000, stddev), stddev)
 
 
+@pytest.mark.slow
 def test_the_tails_are_gaussian_to_five_standard_deviations():
     bounds = np.arange(3.0, 5.5, 0.5)
     noise, releases, size = GaussianNoise(zoo.add_variable), 10, 10_000_000

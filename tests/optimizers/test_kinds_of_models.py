@@ -32,7 +32,7 @@ def clipped_by_hand(model, x, y):
     return total
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("make", KINDS)
 def test_the_optimizer_is_the_only_change(make):
     tf.keras.utils.set_random_seed(1)

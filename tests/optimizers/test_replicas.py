@@ -65,6 +65,7 @@ def test_adaptive_clipping_counts_the_examples_of_all_replicas():
     assert copies[0] == copies[1] != 0.1
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "num_examples, batch_size, num_steps",
     [

@@ -99,6 +99,7 @@ def test_a_step_follows_the_formulas():
         np.testing.assert_allclose(v, b - rate * a * g.numpy(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_where_it_was(tmp_path):
     whole = trained(X, epochs=6)
     half = trained(X, epochs=3)

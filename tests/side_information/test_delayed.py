@@ -121,6 +121,7 @@ def test_of_pure_noise_the_scales_stay_within_a_factor_of_ten():
     assert scale.max() < 10 and scale.min() > 0.1 and np.ptp(scale) > 0
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer_class", [dp.DPSGD, dp.ADADP, dp.DPAdam])
 def test_it_releases_nothing(optimizer_class):
     # With so little noise some rows always stand out of it.

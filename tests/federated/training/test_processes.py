@@ -121,6 +121,7 @@ def test_a_whole_client_moves_the_model_by_the_clip_at_most_and_by_no_less(mecha
     assert 0 < moved(client([[0.1, 0.0]], [[1.0]])) < 0.1
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "tolerance, discard, data, warns",
     [
@@ -139,6 +140,7 @@ def test_rounds_without_an_accepted_step_are_pointed_out(
     assert bool(told) == warns
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("rows", [(np.zeros([4, 3]), np.zeros([4, 1])), {"x": [1.0], "y": [2.0]}])
 def test_data_of_another_type_cost_no_round(tmp_path, rows):
     process = build_dp_fed_avg(model_fn, SGD, UserLevelPrivacy(1.0, 1, 1, clip=1.0))
