@@ -19,7 +19,9 @@ def lines(path):
 
 
 @pytest.mark.slow
-def test_a_planned_run_may_be_killed_at_any_moment(tmp_path):
+@pytest.mark.parametrize("examples_per_user", [None, 2])
+def test_a_planned_run_may_be_killed_at_any_moment(tmp_path, examples_per_user):
+    job = {"folder": str(tmp_path), "examples_per_user": examples_per_user}
     kills, moments = 8, random.Random(1)
     steps = plan.EPOCHS * plan.NUM_EXAMPLES // 4
     with CrashInjector("killable_plan") as injector:
@@ -32,7 +34,7 @@ def test_a_planned_run_may_be_killed_at_any_moment(tmp_path):
                     time.sleep(0.001)
                 time.sleep(moments.uniform(0, 0.02))
 
-            code = injector.run({"folder": str(tmp_path)}, moment if kill < kills else None)
+            code = injector.run(job, moment if kill < kills else None)
             assert code == (-9 if kill < kills else 0), f"run {kill} ended with {code}"
     released = lines(tmp_path / "releases")
     assert len(set(released)) == len(released)  # no noise is repeated
@@ -46,7 +48,7 @@ def test_a_planned_run_may_be_killed_at_any_moment(tmp_path):
     np.testing.assert_allclose(spent[-1], last, rtol=1e-6)
     # Once more: the run is finished, so nothing is released.
     with CrashInjector("killable_plan") as injector:
-        assert injector.run({"folder": str(tmp_path)}) == 0
+        assert injector.run(job) == 0
     assert lines(tmp_path / "releases") == released
     assert json.loads(lines(tmp_path / "end")[-1]) == [segments, epochs, spent]
 

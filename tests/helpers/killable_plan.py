@@ -29,10 +29,11 @@ def record_values(optimizer, path):
     optimizer._mechanism.release = recorded
 
 
-def train(folder, bands=1):
+def train(folder, bands=1, examples_per_user=None):
     """Runs a plan, or resumes it; all examples have weight 0, so what is released is the noise.
 
     With several bands the releases are noted whole, with their numbers, and the keys are copied.
+    With `examples_per_user`, k, each user has k + 1 examples; the numbers are then those of users.
     """
     import numpy as np
     import tensorflow as tf
@@ -50,10 +51,14 @@ def train(folder, bands=1):
                 if keys.exists():
                     killable.append(folder / "keys", keys.read_text().strip())
 
+    units = {"num_examples": NUM_EXAMPLES}
+    if examples_per_user is not None:
+        user_ids = np.repeat(np.arange(NUM_EXAMPLES), examples_per_user + 1)
+        units = {"user_ids": user_ids, "examples_per_user": examples_per_user}
     plan = dp.PrivacyPlan(
         noise_multiplier=1.0,
         delta=DELTA,
-        num_examples=NUM_EXAMPLES,
+        **units,
         batch_size=4,
         epochs=EPOCHS,
         accountant="rdp",
@@ -69,9 +74,9 @@ def train(folder, bands=1):
     model.compile(optimizer, "mse")
     history = plan.fit(
         model,
-        np.ones([NUM_EXAMPLES, 3], np.float32),
-        np.zeros([NUM_EXAMPLES, 4], np.float32),
-        np.zeros(NUM_EXAMPLES, np.float32),
+        np.ones([plan.num_examples, 3], np.float32),
+        np.zeros([plan.num_examples, 4], np.float32),
+        np.zeros(plan.num_examples, np.float32),
         directory=folder / "run",
         callbacks=[Report()],
         verbose=0,
