@@ -1,27 +1,37 @@
-"""CPU time of a DPSGD step that protects users, relative to one that protects examples.
+"""CPU time of a DPSGD step that protects users, or has correlated noise, relative to a plain one.
 
 No privacy claim: the data is random. Two compiled steps of one model take turns on batches of the
-same rows; one of them clips the gradient of each row, the other that of each `examples_per_user`
-neighboring rows. CPU time is that of all threads of this process. The ratio of each round is that
-of neighboring turns; its quartiles over the rounds are shown.
+same rows; one of them clips the gradient of each row and adds independent noise, the other is
 
-    python -m benchmarks.steps.users
-    python -m benchmarks.steps.users --models cnn --examples_per_user 2 16
+- "users=4": clips the gradient of each four neighboring rows (`examples_per_user=4`);
+- "bands=8": with `BandedNoise(8)`;
+- "tree=1024": with `TreeNoise(1024)`.
+
+CPU time is that of all threads of this process. The ratio of each round is that of neighboring
+turns; its quartiles over the rounds are shown.
+
+    python -m benchmarks.steps.variants
+    python -m benchmarks.steps.variants --models cnn --variants users=2 users=16
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator
-from typing import Callable
+from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from benchmarks.core import parser, quartiles
+from tf_adaptive_dp.accounting import BandedNoise, TreeNoise
 
 Data = tuple[np.ndarray, np.ndarray]
+
+KINDS = ("users", "bands", "tree")
+VARIANTS = ["users=4", "users=8", "bands=2", "bands=8", "bands=32", "tree=1024"]
 
 
 def _mlp() -> list[tf.keras.layers.Layer]:
@@ -76,17 +86,27 @@ def data(name: str, rows: int) -> Data:
     return x, random.integers(10, size=rows)
 
 
-def private_model(name: str, expected: float, examples_per_user: int | None) -> tf.keras.Model:
+def arguments_of(variant: str, rows: int) -> dict[str, Any]:
+    """The arguments of the optimizer: "plain", or as in the docstring of this file.
+
+    >>> arguments_of("users=4", rows=256)
+    {'expected_batch_size': 64.0, 'examples_per_user': 4}
+    """
+    kind, _, number = variant.partition("=")
+    if kind == "users":
+        return {"expected_batch_size": float(rows // int(number)), "examples_per_user": int(number)}
+    made: dict[str, Any] = {"expected_batch_size": float(rows)}
+    if kind != "plain":
+        made["noise"] = (BandedNoise if kind == "bands" else TreeNoise)(int(number))
+    return made
+
+
+def private_model(name: str, arguments: dict[str, Any]) -> tf.keras.Model:
     """A model that is ready to train."""
     make, shape, are_words = MODELS[name]
     inputs = tf.keras.Input(shape, dtype="int32" if are_words else "float32")
     model = tf.keras.Sequential([inputs, *make()])
-    optimizer = dp.DPSGD(
-        *(1.0, 1.0),
-        learning_rate=0.01,
-        expected_batch_size=expected,
-        examples_per_user=examples_per_user,
-    )
+    optimizer = dp.DPSGD(1.0, 1.0, learning_rate=0.01, **arguments)
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss=loss)
     model.make_train_function()
@@ -103,13 +123,10 @@ def turn(model: tf.keras.Model, batches: Iterator, steps: int) -> float:
     return 1e3 * (time.process_time() - start) / steps
 
 
-def compare(name: str, rows: int, examples_per_user: int, rounds: int, steps: int) -> list[float]:
+def compare(name: str, rows: int, variant: str, rounds: int, steps: int) -> list[float]:
     """The ratios of the rounds."""
     batch = tf.data.Dataset.from_tensors(data(name, rows)).repeat()
-    models = {
-        "examples": private_model(name, float(rows), None),
-        "users": private_model(name, float(rows // examples_per_user), examples_per_user),
-    }
+    models = {v: private_model(name, arguments_of(v, rows)) for v in ("plain", variant)}
     batches = {kind: iter(batch) for kind in models}
     times: dict[str, list[float]] = {kind: [] for kind in models}
     for number in range(rounds + 1):
@@ -117,14 +134,23 @@ def compare(name: str, rows: int, examples_per_user: int, rounds: int, steps: in
             taken = turn(models[kind], batches[kind], steps)
             if number:  # the first round compiles
                 times[kind].append(taken)
-    ratios = [b / a for a, b in zip(times["examples"], times["users"])]
+    ratios = [b / a for a, b in zip(times["plain"], times[variant])]
     lower, median, upper = quartiles(ratios)
     print(
-        f"{name:5} {examples_per_user:3} {np.median(times['examples']):9.2f} "
-        f"{np.median(times['users']):9.2f}    {median:.2f} ({lower:.2f} to {upper:.2f})",
+        f"{name:5} {variant:10} {np.median(times['plain']):9.2f} "
+        f"{np.median(times[variant]):9.2f}    {median:.2f} ({lower:.2f} to {upper:.2f})",
         flush=True,
     )
     return ratios
+
+
+def variant(text: str) -> str:
+    """A variant as the command line has it."""
+    kind, _, number = text.partition("=")
+    if kind not in KINDS or not number.isdigit():
+        wanted = ", ".join(f"{kind}=<number>" for kind in KINDS)
+        raise argparse.ArgumentTypeError(f"must be one of {wanted}, not {text!r}")
+    return text
 
 
 def main() -> None:
@@ -132,15 +158,15 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     arguments.add_argument("--rows", type=int, default=256, help="rows of a batch (256)")
-    arguments.add_argument("--examples_per_user", type=int, nargs="+", default=[4, 8])
+    arguments.add_argument("--variants", nargs="+", type=variant, default=VARIANTS)
     arguments.add_argument("--rounds", type=int, default=30, help="turns of each kind (30)")
     arguments.add_argument("--steps", type=int, default=5, help="steps in a turn (5)")
     args = arguments.parse_args()
     print(f"{args.rows} rows, {args.rounds} rounds of {args.steps} steps; CPU ms per step")
-    print(f"{'model':5} {'k':>3} {'examples':>9} {'users':>9}    ratio")
+    print(f"{'model':5} {'variant':10} {'plain':>9} {'variant':>9}    ratio")
     for name in args.models:
-        for examples_per_user in args.examples_per_user:
-            compare(name, args.rows, examples_per_user, args.rounds, args.steps)
+        for kind in args.variants:
+            compare(name, args.rows, kind, args.rounds, args.steps)
 
 
 if __name__ == "__main__":

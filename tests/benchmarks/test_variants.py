@@ -1,0 +1,29 @@
+"""The benchmark of steps with another unit or other noise prints what its docstring says."""
+
+import re
+import sys
+
+import pytest
+
+from benchmarks.steps import variants
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, variant", [("text", "users=2"), ("cnn", "bands=3"), ("mlp", "tree=4")]
+)
+def test_a_small_run_prints_the_ratios(monkeypatch, capsys, name, variant):
+    small = ["--models", name, "--rows", "8", "--variants", variant]
+    monkeypatch.setattr(sys, "argv", ["variants", *small, "--rounds", "2", "--steps", "1"])
+    variants.main()
+    said = capsys.readouterr().out
+    number = r"[\d.]+"
+    row = rf"^{name} +{variant} +{number} +{number} +{number} \({number} to {number}\)$"
+    assert re.search(row, said, re.M)
+
+
+def test_an_unknown_variant_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["variants", "--variants", "rows=3"])
+    with pytest.raises(SystemExit):
+        variants.main()
+    assert "must be one of users=<number>, bands=<number>, tree=<number>" in capsys.readouterr().err
