@@ -8,6 +8,7 @@ import pytest
 
 from examples.experiments.adadps_imdb import run as adadps_imdb
 from examples.experiments.adadps_toy import run as adadps_toy
+from examples.experiments.embedding_rows import run as embedding_rows
 from examples.experiments.lib import grids, harness, reviews
 from examples.experiments.lib.datasets import text
 from examples.experiments.public_size import run as public_size
@@ -147,3 +148,19 @@ def test_posts_and_counts_use_the_vocabulary_of_the_reviews():
 @pytest.mark.parametrize("name", ["adadps_imdb", "public_size"])
 def test_experiments_on_reviews_run(name, tmp_path):
     run(name, tmp_path)
+
+
+def test_the_stored_trials_of_embedding_rows_are_those_of_the_plan():
+    results = harness.Results(pathlib.Path(embedding_rows.__file__).parent / "results_small.json")
+    plan = embedding_rows.EXPERIMENT.plan
+    assert results.trials and not results.missing(plan("small", results.trials))
+    for trial in results.trials:
+        assert 0 < trial.result["epsilon"][-1] <= trial.settings["epsilon"]
+    assert "| ε = 8 | 0.8309 ± 0.0010 |" in embedding_rows.EXPERIMENT.table(results.trials)
+
+
+@pytest.mark.slow
+def test_embedding_rows_runs(tmp_path):
+    out, trials = run_experiment("embedding_rows", tmp_path, "--jobs", 1)
+    assert len(trials) == len(embedding_rows.ROWS) * (len(embedding_rows.RATES) + 1)
+    assert "| ε = 8 |" in out

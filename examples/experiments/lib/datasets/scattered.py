@@ -17,6 +17,8 @@ PAPER = {
     "mnist": {"batch_size": 4096, "epochs": 40},
     "cifar10": {"batch_size": 8192, "epochs": 60},
 }
+# Those of the features: 81 for each color.
+NUM_CHANNELS = {"mnist": 81, "cifar10": 243}
 CHUNK = 256  # images at a time
 # ImageNet's statistics, in the order of the channels. Those of the private images would have to be
 # released first. The paper's authors take the same.
