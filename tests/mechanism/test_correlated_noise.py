@@ -173,12 +173,13 @@ def test_another_process_goes_on_with_the_same_noise(strategy, traced_before):
     z = whitened(strategy, np.concatenate([before, between, after]))
     assert_gaussian(z, 1.0)
     assert_gaussian(z[5:9], 1.0)
+    assert z[6:8].var() < 1.1  # 7 standard deviations from 1
     for lag in range(1, 6):
         assert_uncorrelated(z[lag:].ravel(), z[:-lag].ravel())
-    # Without the noise of the past it would not be so.
+    # Without the noise of the past it would not be so; four bands give 1.25, the others more.
     fresh = released_by(mechanism_of(strategy), 6)
     z = whitened(strategy, np.concatenate([before, between, fresh]))
-    assert not fits(z[6:8], 1.0)
+    assert z[6:8].var() > 1.1
 
 
 def test_noise_after_many_releases_is_that_of_the_whole_run():
