@@ -30,7 +30,12 @@ from tf_adaptive_dp.accounting import BandedNoise, TreeNoise
 
 Data = tuple[np.ndarray, np.ndarray]
 
-KINDS = ("users", "bands", "tree")
+# What differs from a plain step on some rows.
+KINDS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "users": lambda rows, k: {"expected_batch_size": float(rows // k), "examples_per_user": k},
+    "bands": lambda rows, bands: {"noise": BandedNoise(bands)},
+    "tree": lambda rows, steps: {"noise": TreeNoise(steps)},
+}
 VARIANTS = ["users=4", "users=8", "bands=2", "bands=8", "bands=32", "tree=1024"]
 
 
@@ -92,13 +97,11 @@ def arguments_of(variant: str, rows: int) -> dict[str, Any]:
     >>> arguments_of("users=4", rows=256)
     {'expected_batch_size': 64.0, 'examples_per_user': 4}
     """
+    plain = {"expected_batch_size": float(rows)}
+    if variant == "plain":
+        return plain
     kind, _, number = variant.partition("=")
-    if kind == "users":
-        return {"expected_batch_size": float(rows // int(number)), "examples_per_user": int(number)}
-    made: dict[str, Any] = {"expected_batch_size": float(rows)}
-    if kind != "plain":
-        made["noise"] = (BandedNoise if kind == "bands" else TreeNoise)(int(number))
-    return made
+    return {**plain, **KINDS[kind](rows, int(number))}
 
 
 def private_model(name: str, arguments: dict[str, Any]) -> tf.keras.Model:
@@ -127,13 +130,13 @@ def compare(name: str, rows: int, variant: str, rounds: int, steps: int) -> list
     """The ratios of the rounds."""
     batch = tf.data.Dataset.from_tensors(data(name, rows)).repeat()
     models = {v: private_model(name, arguments_of(v, rows)) for v in ("plain", variant)}
-    batches = {kind: iter(batch) for kind in models}
-    times: dict[str, list[float]] = {kind: [] for kind in models}
+    batches = {v: iter(batch) for v in models}
+    times: dict[str, list[float]] = {v: [] for v in models}
     for number in range(rounds + 1):
-        for kind in sorted(models, reverse=number % 2 == 0):  # neither is always the first
-            taken = turn(models[kind], batches[kind], steps)
+        for v in sorted(models, reverse=number % 2 == 0):  # neither is always the first
+            taken = turn(models[v], batches[v], steps)
             if number:  # the first round compiles
-                times[kind].append(taken)
+                times[v].append(taken)
     ratios = [b / a for a, b in zip(times["plain"], times[variant])]
     lower, median, upper = quartiles(ratios)
     print(
@@ -144,7 +147,7 @@ def compare(name: str, rows: int, variant: str, rounds: int, steps: int) -> list
     return ratios
 
 
-def variant(text: str) -> str:
+def checked_variant(text: str) -> str:
     """A variant as the command line has it."""
     kind, _, number = text.partition("=")
     if kind not in KINDS or not number.isdigit():
@@ -158,15 +161,15 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     arguments.add_argument("--rows", type=int, default=256, help="rows of a batch (256)")
-    arguments.add_argument("--variants", nargs="+", type=variant, default=VARIANTS)
+    arguments.add_argument("--variants", nargs="+", type=checked_variant, default=VARIANTS)
     arguments.add_argument("--rounds", type=int, default=30, help="turns of each kind (30)")
     arguments.add_argument("--steps", type=int, default=5, help="steps in a turn (5)")
     args = arguments.parse_args()
     print(f"{args.rows} rows, {args.rounds} rounds of {args.steps} steps; CPU ms per step")
     print(f"{'model':5} {'variant':10} {'plain':>9} {'variant':>9}    ratio")
     for name in args.models:
-        for kind in args.variants:
-            compare(name, args.rows, kind, args.rounds, args.steps)
+        for variant in args.variants:
+            compare(name, args.rows, variant, args.rounds, args.steps)
 
 
 if __name__ == "__main__":

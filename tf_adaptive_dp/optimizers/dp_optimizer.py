@@ -496,15 +496,15 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
           ValueError: if the ledger has `other_events` that Keras cannot save: any but those of the
             Gaussian mechanism.
         """
-        events = self.ledger.other_events
-        if any(type(event) is not dp_accounting.GaussianDpEvent for event in events):
+        others = self.ledger.other_events
+        if any(type(event) is not dp_accounting.GaussianDpEvent for event in others):
             raise ValueError(
                 "An optimizer whose ledger has `other_events` cannot be saved with its "
                 "configuration, which would lose them. Save the weights (`tf.train.Checkpoint`), "
                 "create the optimizer anew and set `other_events` again. Received: "
-                f"other_events={events!r}"
+                f"other_events={others!r}"
             )
-        others = [event.noise_multiplier for event in events]
+        other_releases = [event.noise_multiplier for event in others]
         return {
             **super().get_config(),
             **self._preconditioning.get_config(),
@@ -521,7 +521,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             "secure_noise": isinstance(self._mechanism.noise, SecureNoise),
             "seed": self.seed,
             "ledger": [list(segment) for segment in self.ledger.segments],
-            **({"other_releases": others} if others else {}),
+            **({"other_releases": other_releases} if other_releases else {}),
             "ledger_checks": [list(of_segment) for of_segment in self.ledger.checks],
         }
 
