@@ -68,8 +68,8 @@ class PrivateNormalization(keras.layers.Layer):
     - Of moments: the sums of m and of r², clipped to the upper quartiles of these norms.
 
     So features are found that are a million times larger than others, or rare, or far from 0. What
-    is lost in the noise is scaled with care: a variance counts as at least twice its noise. Of
-    features that have one value in nearly all examples, other than 0, too small a unit is found:
+    is lost in the noise is scaled with care: a variance counts as at least twice its noise. If
+    features have one value other than 0 in nearly all examples, their units come out too small:
     shift them, so that this value is 0.
 
     Guarantee: `adapt` is as private as one release of the Gaussian mechanism with this noise
