@@ -335,20 +335,21 @@ def _group_update(
     batch_spec = tff.types.type_to_tf_tensor_specs(batch_type)
 
     def update(from_server: Any, weights: Any, group: Any) -> tuple:
-        with _Recorded() as variables:
+        hparams, params = from_server
+        with _Recorded() as variables:  # also those that are made while the step is traced
             model = made_model(model_fn)
-        client_update = build_update(model, optimizer, weighting, iterate)
+            client_update = build_update(model, optimizer, weighting, iterate)
+            specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, (hparams, weights))
+            traced = client_update.get_concrete_function(*specs, tf.data.DatasetSpec(batch_spec))
+        _require_resettable(traced, variables)
         if not isinstance(model, tff.learning.models.FunctionalModel):
             of_weights = tf.nest.flatten(tff.learning.models.ModelWeights.from_model(model))
             variables = [v for v in variables if not any(v is w for w in of_weights)]
-        hparams, params = from_server
 
         @tf.function
         def over_clients(hparams: Any, params: Any, weights: Any, group: Any) -> tuple:
             # Metrics, say: a client of its own graph would find them as they are now.
             start = [v.read_value() for v in variables]
-            data_spec = tf.data.DatasetSpec(batch_spec)
-            traced = client_update.get_concrete_function(hparams, weights, data_spec)
             _, metrics, reports = map(_zeros, traced.structured_outputs)
             sums = group_sum.zero()
             sent, path, sizes = tf.unstack(group)
@@ -369,6 +370,39 @@ def _group_update(
         return over_clients(hparams, params, weights, group)
 
     return update
+
+
+def _require_resettable(
+    client_update: tf.types.experimental.ConcreteFunction, variables: Sequence[tf.Variable]
+) -> None:
+    """Raises if a client could leave something to the next one of its group.
+
+    Its share of the sum would then depend on the data of others, whom no clip bounds.
+
+    Args:
+      client_update: What a client computes.
+      variables: Those that are reset before each client.
+    """
+    reset = {id(v.handle) for v in variables}
+    constant = ("HashTableV2",)  # whose content cannot change
+    kept = [
+        tensor.op
+        for tensor in client_update.captured_inputs
+        if tensor.dtype in (tf.resource, tf.variant) and id(tensor) not in reset
+    ]
+    found = [(op.type, op.name) for op in kept if op.type not in constant]
+    graph = client_update.graph.as_graph_def()
+    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+    # What has a name of this kind outlives the function that makes it.
+    found += [(n.op, n.name) for n in nodes if "shared_name" in n.attr and n.op not in constant]
+    if found:
+        raise ValueError(
+            "`model_fn` must return a model that keeps what it remembers in variables that are "
+            "made by `model_fn` or by the model's first step, if clients are computed in groups: "
+            "what one client leaves, the next one of its group would find. Use such variables, or "
+            "compute each client on its own, clients_per_group=1. Received: a model with "
+            + ", ".join(f"{kind} {name!r}" for kind, name in found)
+        )
 
 
 class _Recorded:

@@ -126,22 +126,31 @@ def test_an_adaptive_average_is_the_same_in_groups(optimizer, weighted):
 
 
 class Counting(tff.learning.models.VariableModel):
-    """A model that remembers in a variable of its own what it has seen, and learns from that."""
+    """A model that remembers in a variable of its own what it has seen, and learns from that.
 
-    def __init__(self):
+    Args:
+      late: Whether the variable is made by the first step.
+    """
+
+    def __init__(self, late=False):
         self._inner = model_fn()
-        self._seen = tf.Variable(1.0, trainable=False)
+        self._seen = None if late else self._new()
+
+    def _new(self):
+        return tf.Variable(1.0, trainable=False)
 
     def forward_pass(self, batch, training=True):
+        if self._seen is None:
+            self._seen = self._new()
         output = self._inner.forward_pass((self._seen * batch[0], batch[1]), training)
-        self._seen.assign_add(1.0)
+        self._seen.assign_add(tf.reduce_sum(tf.abs(batch[0])))
         return output
 
     def predict_on_batch(self, x, training=True):
         return self._inner.predict_on_batch(x, training)
 
     def __getattribute__(self, name):
-        own = {"forward_pass", "predict_on_batch", "_inner", "_seen", "__class__"}
+        own = {"forward_pass", "predict_on_batch", "_inner", "_seen", "_new", "_table", "__class__"}
         if name in own or name.startswith("__"):
             return object.__getattribute__(self, name)
         return getattr(object.__getattribute__(self, "_inner"), name)
@@ -150,9 +159,55 @@ class Counting(tff.learning.models.VariableModel):
 Counting.__abstractmethods__ = frozenset()
 
 
+class Tabulating(Counting):
+    """Remembers it in a table."""
+
+    def __init__(self, kind):
+        self._inner, self._seen = model_fn(), self._new()
+        self._table = kind()
+
+    def forward_pass(self, batch, training=True):
+        key = tf.constant(1, tf.int64)
+        seen = self._table.lookup(key)
+        if isinstance(self._table, tf.lookup.experimental.DenseHashTable):
+            self._table.insert(key, seen + 1)
+        return self._inner.forward_pass((seen * batch[0], batch[1]), training)
+
+
+def changing_table():
+    return tf.lookup.experimental.DenseHashTable(tf.int64, tf.float32, 1.0, -1, -2)
+
+
+def constant_table():
+    keys, values = tf.constant([1, 2], tf.int64), tf.constant([3.0, 4.0])
+    return tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, values), 0.0)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_model_remembers_of_one_client_the_next_one_does_not_see(late):
+    process = build_adaptive_fed_avg(lambda: Counting(late), SGD)
+    assert_groups_change_nothing(process, COHORT[:2] + COHORT[-2:])
+
+
+def test_a_client_of_a_model_that_remembers_moves_the_sum_by_the_clip_at_most():
+    process = private(lambda: Counting(late=True), SGD, "gaussian")
+    others = [client_of(seed) for seed in range(3)]
+    large = client(*(1e4 * np.asarray(a) for a in DATA[1]))
+    for next_fn in (in_groups(process, 100), process.next.single):
+        states = [next_fn(process.initialize(), c).state for c in (others, [large, *others])]
+        after = [weights(process, state) for state in states]
+        assert 5 * np.linalg.norm(after[0] - after[1]) == pytest.approx(0.6, rel=1e-4)
+
+
+def test_a_table_that_a_client_could_write_into_is_refused_in_groups():
+    with pytest.raises(ValueError, match="`model_fn` must return .*clients_per_group=1.*HashTable"):
+        private(lambda: Tabulating(changing_table), SGD, "gaussian")
+    private(lambda: Tabulating(changing_table), SGD, "gaussian", clients_per_group=1)
+
+
 @pytest.mark.slow
-def test_what_a_model_remembers_of_one_client_the_next_one_does_not_see():
-    process = build_adaptive_fed_avg(Counting, SGD)
+def test_a_constant_table_changes_nothing_in_groups():
+    process = build_adaptive_fed_avg(lambda: Tabulating(constant_table), SGD)
     assert_groups_change_nothing(process, COHORT[:2] + COHORT[-2:])
 
 
