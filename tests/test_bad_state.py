@@ -2,12 +2,14 @@
 
 import math
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
+from tf_adaptive_dp.accounting import BandedNoise
 from tf_adaptive_dp.optimizers import checked_state
 
 
@@ -93,6 +95,123 @@ def test_training_goes_on_after_a_decision(saved, decision, tmp_path):
         model.load_weights(tmp_path / "m.weights.h5")
     catalogue.fit(model)
     assert ledger.num_releases == {"count": 8, "discard": 4, "load": 8}[decision]
+
+
+UNITS = {"examples": {}, "users": {"examples_per_user": 2}}
+CORRELATED = {"noise": BandedNoise(2)}
+N = 1_000
+
+
+def epsilon(optimizer):
+    """That of whatever draws batches of 8 units."""
+    if optimizer.noise.is_independent:
+        unit = {"examples_per_user": optimizer.examples_per_user}
+        sampling = dp.PoissonSampling.for_batch_size(8, N, 100, **unit)
+    else:
+        sampling = dp.sampling.CyclicPoissonSampling.for_batch_size(8, N, 100, 2)
+    return sampling.epsilon_spent(optimizer, N, 1e-3)
+
+
+def built(**kwargs):
+    model = compiled(**{"noise_multiplier": 1.0, "expected_batch_size": 8.0, **kwargs})
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def state_of(tmp_path, **kwargs):
+    """A model with a ledger of 4 releases, and its weights in a file."""
+    model = built(**kwargs)
+    model.optimizer.ledger.restore([(1.0, 8.0, 4)])
+    model.save_weights(tmp_path / "m.weights.h5")
+    return model, tmp_path / "m.weights.h5"
+
+
+@pytest.mark.parametrize("saved, own", [("users", "examples"), ("examples", "users")])
+def test_what_was_spent_on_another_unit_is_not_taken_for_this_one(saved, own, tmp_path):
+    old, path = state_of(tmp_path, **UNITS[saved])
+    model = built(**UNITS[own])
+    with pytest.raises(ValueError, match="same unit of privacy.*users of at most 2"):
+        model.optimizer.set_weights([np.asarray(v) for v in old.optimizer.variables])
+    assert model.optimizer.ledger.num_releases == 0
+    with pytest.raises(ValueError, match="same unit of privacy.*users of at most 2"):
+        model.load_weights(path)
+    assert epsilon(model.optimizer) == math.inf
+    with pytest.raises(dp.NotPrivateError, match="It counts .* a saved state of 4 releases"):
+        catalogue.fit(model)
+    model.optimizer.ledger.other_events = ()  # "all that was loaded had other data"
+    catalogue.fit(model)
+    assert 0 < epsilon(model.optimizer) < math.inf
+
+
+@pytest.mark.parametrize("saved, own", [(CORRELATED, {}), ({}, CORRELATED)])
+def test_correlated_and_independent_releases_are_not_counted_together(saved, own, tmp_path):
+    _, path = state_of(tmp_path, **saved)
+    model = built(**own)
+    with pytest.raises(ValueError, match="discard the ledger"):
+        model.load_weights(path)
+    ledger = model.optimizer.ledger
+    assert epsilon(model.optimizer) == math.inf
+    for restored in (ledger.segments, []):  # which is no decision here
+        ledger.restore(restored)
+        with pytest.raises(dp.NotPrivateError, match=r"`sampling.dp_event\(old, num_examples\)`"):
+            catalogue.fit(model)
+    fitting = built(**own).optimizer.variables
+    model.optimizer.set_weights([np.asarray(v) for v in fitting])  # no refused one is left
+    assert epsilon(model.optimizer) == 0.0
+    catalogue.fit(model)
+
+
+def test_a_checkpoint_of_another_unit_has_no_epsilon(tmp_path):
+    old, _ = state_of(tmp_path, **UNITS["users"])
+    path = tf.train.Checkpoint(optimizer=old.optimizer).save(tmp_path / "c")
+    model = built()
+    tf.train.Checkpoint(optimizer=model.optimizer).restore(path)
+    for call in (lambda: dp.epsilon_spent(model.optimizer, N, 1e-3), lambda: catalogue.fit(model)):
+        with pytest.raises(ValueError, match="another unit of privacy: examples_per_user=2"):
+            call()
+
+
+@pytest.mark.parametrize("by", ["weights", "set_weights", "checkpoint", "config"])
+def test_releases_beside_the_gradients_travel_with_the_ledger(by, tmp_path):
+    event = dp_accounting.GaussianDpEvent(2.0)
+    old = built()
+    old.optimizer.ledger.other_events = (event,)
+    old.optimizer.ledger.restore([(1.0, 8.0, 4)])
+    old.save_weights(tmp_path / "m.weights.h5")
+    model = built()
+    if by == "weights":
+        model.load_weights(tmp_path / "m.weights.h5")
+    elif by == "set_weights":
+        model.optimizer.set_weights([np.asarray(v) for v in old.optimizer.variables])
+    elif by == "checkpoint":
+        path = tf.train.Checkpoint(optimizer=old.optimizer).save(tmp_path / "c")
+        tf.train.Checkpoint(optimizer=model.optimizer).restore(path)
+    else:
+        new = type(old.optimizer).from_config(old.optimizer.get_config())
+        model.compile(new, loss=catalogue.loss())
+    assert model.optimizer.ledger.other_events == (event,)
+    assert epsilon(model.optimizer) == epsilon(old.optimizer) > 1.5
+
+
+def test_a_refused_state_brings_its_other_events(tmp_path):
+    other = compiled("DPAdam", noise_multiplier=0.7)
+    other.optimizer.build(other.trainable_variables)
+    other.optimizer.ledger.restore([(0.7, 8.0, 4)])
+    other.optimizer.ledger.other_events = (dp_accounting.GaussianDpEvent(2.0),)
+    other.save_weights(tmp_path / "a.weights.h5")
+    model = built()
+    with pytest.raises(ValueError, match="discard the ledger"):
+        model.load_weights(tmp_path / "a.weights.h5")
+    assert model.optimizer.ledger.other_events == other.optimizer.ledger.other_events
+    assert model.optimizer.ledger.segments == [(0.7, 8.0, 4)]
+    other.optimizer.ledger.other_events = (dp_accounting.LaplaceDpEvent(2.0),)
+    other.save_weights(tmp_path / "a.weights.h5")
+    model = built()
+    with pytest.raises(ValueError, match="discard the ledger"):
+        model.load_weights(tmp_path / "a.weights.h5")
+    assert epsilon(model.optimizer) == math.inf
+    with pytest.raises(dp.NotPrivateError, match="what else was released"):
+        catalogue.fit(model)
 
 
 def test_the_ledger_of_a_refused_state_is_added_with_its_checks_and_within_the_room_there_is():

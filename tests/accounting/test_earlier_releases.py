@@ -6,6 +6,7 @@ import re
 import warnings
 import weakref
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -204,13 +205,35 @@ def test_nothing_is_kept_longer_than_the_weights():
 
 
 def test_events_beside_the_gradients_are_told():
-    import dp_accounting
-
     weights, old = variables(), optimizer()
     old.ledger.other_events = (dp_accounting.GaussianDpEvent(3.0),)
     train(old, weights)
     with pytest.warns(UserWarning, match=r"Add \[GaussianDpEvent\(noise_multiplier=3.0\)\] to"):
         train(optimizer(), weights)
+
+
+def test_events_that_were_not_taken_over_with_the_releases_are_told():
+    weights, old, new = variables(), optimizer(), optimizer()
+    old.ledger.other_events = (dp_accounting.GaussianDpEvent(3.0),)
+    train(old, weights)
+    new.ledger.restore(old.ledger.segments, old.ledger.checks)
+    with pytest.warns(UserWarning, match=r"other_events \+= \(GaussianDpEvent\(noise_mult.*3.0\),"):
+        train(new, weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(type(new).from_config(old.get_config()), variables())
+
+
+@pytest.mark.parametrize("of_users", [True, False])
+def test_releases_about_another_unit_cannot_be_carried_by_their_segments(of_users):
+    users = {"examples_per_user": 2}
+    weights, old = variables(), optimizer(**users if of_users else {})
+    train(old, weights, steps=3)
+    new = optimizer(**{} if of_users else users)
+    new.ledger.restore(old.ledger.segments, old.ledger.checks)  # equal numbers mean nothing
+    text = r"about users.*`sampling.dp_event\(old, num_users\)`" if of_users else "about examples"
+    with pytest.warns(UserWarning, match=f"3 private releases.*{text}"):
+        train(new, weights)
 
 
 @pytest.mark.filterwarnings("ignore:Under eager execution")

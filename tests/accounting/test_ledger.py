@@ -3,9 +3,11 @@
 import hypothesis
 import pytest
 import tensorflow as tf
+from dp_accounting import GaussianDpEvent, LaplaceDpEvent
 from hypothesis import strategies as st
 
 from tests.helpers import zoo
+from tf_adaptive_dp.accounting import BandedNoise, epsilon_spent
 from tf_adaptive_dp.accounting.ledger import Ledger, Segment
 
 RELEASES = [(1.1, 250.0)] * 3 + [(0.7, 250.0)] * 2 + [(0.7, 100.0)] + [(1.1, 250.0)] * 2
@@ -148,21 +150,86 @@ def test_a_full_ledger_can_be_restored():
     assert ledger.segments == [*full[:-1], (0.5, 16.0, Ledger.MAX_SEGMENTS + 1)]
 
 
+def with_checkpoint(**kwargs):
+    variables = {}
+
+    def add_variable(shape, dtype=None, name=None):
+        return variables.setdefault(name, zoo.add_variable(shape, dtype, name))
+
+    return Ledger(add_variable, **kwargs), tf.train.Checkpoint(**variables)
+
+
 def test_the_ledger_lives_in_the_variables_that_it_was_given(tmp_path):
-    def make():
-        variables = {}
-
-        def add_variable(shape, dtype=None, name=None):
-            return variables.setdefault(name, zoo.add_variable(shape, dtype, name))
-
-        return Ledger(add_variable), tf.train.Checkpoint(**variables)
-
-    ledger, checkpoint = make()
+    ledger, checkpoint = with_checkpoint()
     record_all(ledger, RELEASES, "eager")
     path = checkpoint.save(tmp_path / "ledger")
-    restored, checkpoint = make()
+    restored, checkpoint = with_checkpoint()
     checkpoint.restore(path).assert_consumed()
     assert restored.segments == SEGMENTS
+
+
+A, B, LAPLACE = GaussianDpEvent(3.0), GaussianDpEvent(1), LaplaceDpEvent(0.5)
+
+
+def loaded(path, saved, own, **kwargs):
+    """A ledger with own events, into which one with other events was loaded."""
+    ledger, checkpoint = with_checkpoint()
+    ledger.record(1.0, 8.0)
+    ledger.other_events = saved
+    path = checkpoint.save(path / "ledger")
+    restored, checkpoint = with_checkpoint(**kwargs)
+    restored.other_events = own
+    checkpoint.restore(path)
+    return restored
+
+
+@pytest.mark.parametrize(
+    "saved, own, expected",
+    [
+        ((A, B), (), (A, B)),
+        ((A, A), (), (A, A)),
+        ((A, B), (B, A), (B, A)),  # made anew as it was then
+        ((A,), (A, A), (A, A)),
+        ((A, A), (A,), (A, A)),
+        ((), (A, LAPLACE), (A, LAPLACE)),
+        ((B, LAPLACE), (LAPLACE, GaussianDpEvent(1.0)), (LAPLACE, B)),
+        ((GaussianDpEvent(1.0),) * 16, (), (B,) * 16),
+    ],
+)
+def test_events_travel_with_the_ledger_and_none_is_lost(saved, own, expected, tmp_path):
+    assert loaded(tmp_path, saved, own).other_events == expected
+
+
+@pytest.mark.parametrize(
+    "saved, own",
+    [
+        ((A,), (B,)),
+        ((LAPLACE,), ()),
+        ((A, LAPLACE), (A,)),
+        ((GaussianDpEvent(0.0),), ()),
+        ((B,) * 17, ()),  # more than are saved
+    ],
+)
+def test_events_that_cannot_be_known_are_asked_for(saved, own, tmp_path):
+    ledger = loaded(tmp_path, saved, own)
+    for read in (lambda: ledger.other_events, lambda: ledger.noise):
+        with pytest.raises(ValueError, match="Set `optimizer.ledger.other_events` to all"):
+            read()
+    with pytest.raises(ValueError, match="Set `optimizer.ledger.other_events` to all"):
+        epsilon_spent(ledger, 100, 1e-3)
+    ledger.other_events = (*saved, *own)
+    assert ledger.other_events == (*saved, *own)
+    assert epsilon_spent(ledger, 100, 1e-3) > 0
+
+
+@pytest.mark.parametrize(
+    "kwargs, match", [({"examples_per_user": 4}, "unit"), ({"noise": BandedNoise(2)}, "`noise`")]
+)
+def test_releases_of_another_unit_or_noise_have_no_epsilon(kwargs, match, tmp_path):
+    ledger = loaded(tmp_path, (), (), **kwargs)
+    for read in ("other_events", "examples_per_user", "noise"):
+        with pytest.raises(ValueError, match=f"another .*{match}"):
+            getattr(ledger, read)
 
 
 releases = st.lists(

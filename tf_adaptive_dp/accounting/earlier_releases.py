@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.accounting.ledger import Ledger, Segment, missing_events
 
 _ATTRIBUTE = "_ledgers_of_tf_adaptive_dp"
 
@@ -22,12 +22,25 @@ _NOT_COUNTED = (
     "keeps the settings as well.{events} If the examples differ, nothing is missing: each data set "
     "has its own epsilon."
 )
-_CORRELATED = (
+_NO_SUM = (
     "These weights were trained by {total} private releases that the ledger of this optimizer does "
-    "not hold, with noise that is correlated over steps. No accounting adds them to this ledger. "
-    "If both use the same examples, add what they cost to `optimizer.ledger.other_events` as a "
-    "`dp_accounting.DpEvent`: `sampling.dp_event(old, num_examples)` of the sampling of those "
-    "releases. If the examples differ, nothing is missing: each data set has its own epsilon."
+    "not hold, {kind}. No accounting adds them to this ledger. If both use the same examples, add "
+    "what they cost to `optimizer.ledger.other_events` as a `dp_accounting.DpEvent`: "
+    "`sampling.dp_event(old, {number})` of the sampling of those releases. If the examples differ, "
+    "nothing is missing: each data set has its own epsilon."
+)
+_EXAMPLES = (
+    "These weights were trained by {total} private releases about examples, and the ledger of this "
+    "optimizer counts users. No accounting adds them: what they cost a user depends on how many "
+    "examples the user has. If both use the same data, train on with an optimizer without "
+    "`examples_per_user`. If the data differ, nothing is missing: each data set has its own "
+    "epsilon."
+)
+_MORE_EVENTS = (
+    "These weights were trained by an optimizer whose ledger has `other_events` that the ledger of "
+    "this optimizer does not hold: {events}. If both use the same examples, the epsilon of this "
+    "optimizer is too small. Call `optimizer.ledger.other_events += {events}` then. If the "
+    "examples differ, nothing is missing: each data set has its own epsilon."
 )
 _EVENTS = " Add {events} to `optimizer.ledger.other_events`."
 
@@ -58,15 +71,21 @@ def warn_of_earlier_releases(variables: Sequence[tf.Variable], ledger: Ledger) -
             setattr(variable, _ATTRIBUTE, (*noted, _Noted(ledger, ledger.restorations)))
     spent = {key: other.ledger.segments for key, other in earlier.items()}
     spent = {key: segments for key, segments in spent.items() if segments}
-    if not spent:
-        return
-    missing = _not_held(ledger.segments, _without_doubles(spent, earlier))
+    apart = {key: s for key, s in spent.items() if not _are_alike(ledger, earlier[key].ledger)}
+    alike = {key: segments for key, segments in spent.items() if key not in apart}
+    missing = {**apart, **_not_held(ledger.segments, _without_doubles(alike, earlier))}
     taken_over = spent.keys() - missing.keys()
+    events = missing_events(
+        [event for key in taken_over for event in earlier[key].ledger.other_events],
+        ledger.other_events,
+    )
+    if events:
+        warnings.warn(_MORE_EVENTS.format(events=events), stacklevel=2)
     for variable in variables:
         noted = getattr(variable, _ATTRIBUTE)
         setattr(variable, _ATTRIBUTE, tuple(o for o in noted if id(o.ledger) not in taken_over))
     if missing:
-        _warn([earlier[key].ledger for key in missing])
+        _warn(ledger, [earlier[key].ledger for key in missing])
 
 
 class _Noted(NamedTuple):
@@ -107,21 +126,40 @@ def _counts(segments: Sequence[Segment]) -> collections.Counter:
     return counts
 
 
-def _warn(ledgers: Sequence[Ledger]) -> None:
-    spent = [tuple(segment) for ledger in ledgers for segment in ledger.segments]
+def _are_alike(ledger: Ledger, other: Ledger) -> bool:
+    """Whether a ledger could hold another one's releases: of its unit and its noise."""
+    same_unit = (ledger.examples_per_user is None) == (other.examples_per_user is None)
+    return same_unit and ledger.terms.noise == other.terms.noise
+
+
+def _warn(ledger: Ledger, ledgers: Sequence[Ledger]) -> None:
+    alike = []
+    for other in ledgers:
+        independent = ledger.noise.is_independent and other.noise.is_independent
+        users = other.examples_per_user is not None
+        if independent and _are_alike(ledger, other):
+            alike.append(other)
+            continue
+        if ledger.examples_per_user is not None and not users:
+            warnings.warn(_EXAMPLES.format(total=other.num_releases), stacklevel=3)
+            continue
+        kind = "about users" if independent else "with noise that is correlated over steps"
+        number = "num_users" if users else "num_examples"
+        text = _NO_SUM.format(total=other.num_releases, kind=kind, number=number)
+        warnings.warn(text, stacklevel=3)
+    if not alike:
+        return
+    spent = [tuple(segment) for other in alike for segment in other.segments]
     total = sum(count for _, _, count in spent)
     # Without the checks, batches that were released again would count as new ones.
-    known = [tuple(of_segment) for ledger in ledgers for of_segment in ledger.checks]
-    events = [event for ledger in ledgers for event in ledger.other_events]
-    if not all(ledger.noise.is_independent for ledger in ledgers):
-        warnings.warn(_CORRELATED.format(total=total), stacklevel=3)
-        return
+    known = [tuple(of_segment) for other in alike for of_segment in other.checks]
+    events = tuple(event for other in alike for event in other.other_events)
     warnings.warn(
         _NOT_COUNTED.format(
             count="1 private release" if total == 1 else f"{total} private releases",
             rows=", ".join(map(str, spent)),
             checks=", ".join(map(str, known)),
-            events=_EVENTS.format(events=events) if events else "",
+            events=_EVENTS.format(events=list(events)) if events else "",
         ),
         stacklevel=3,
     )

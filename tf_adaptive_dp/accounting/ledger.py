@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple
 
+import dp_accounting
 import numpy as np
 import tensorflow as tf
 
@@ -73,6 +76,56 @@ class Releases:
     examples_per_user: int | None = None
 
 
+class Terms(NamedTuple):
+    """What the numbers of a ledger mean, in a form that is saved with them.
+
+    Attributes:
+      examples_per_user: see `Ledger`; 0 if the unit of privacy is an example.
+      noise: the digest of the strategy of the noise; 0 if the noise is independent.
+      other_events: a digest of all `other_events`; 0 if there are none.
+    """
+
+    examples_per_user: int = 0
+    noise: int = 0
+    other_events: int = 0
+
+
+def digest(events: Sequence[dp_accounting.DpEvent]) -> int:
+    """A number that tells `other_events` apart, whatever their order; 0 if there are none.
+
+    >>> digest([]), digest([dp_accounting.NoOpDpEvent()]) > 0
+    (0, True)
+    """
+    content = "\n".join(sorted(map(_name, events))).encode()
+    found = hashlib.blake2b(content, digest_size=7).digest() if content else b""
+    return int.from_bytes(found, "little")
+
+
+def missing_events(
+    events: Sequence[dp_accounting.DpEvent], among: Sequence[dp_accounting.DpEvent]
+) -> tuple[dp_accounting.DpEvent, ...]:
+    """The events that are not among others, each of which stands for one of its kind.
+
+    >>> noop = dp_accounting.NoOpDpEvent()
+    >>> missing_events([noop, noop], [noop])
+    (NoOpDpEvent(),)
+    """
+    left, missing = collections.Counter(map(_name, among)), []
+    for event in events:
+        if left[_name(event)]:
+            left[_name(event)] -= 1
+        else:
+            missing.append(event)
+    return tuple(missing)
+
+
+def _name(event: dp_accounting.DpEvent) -> str:
+    """The same for equal events, whose numbers may be of different types."""
+    if type(event) is dp_accounting.GaussianDpEvent:
+        event = dp_accounting.GaussianDpEvent(float(event.noise_multiplier))
+    return repr(event)
+
+
 def wrong_size(declared: float, seen: float) -> str:
     """The warning about batches that are larger than declared."""
     return (
@@ -94,16 +147,15 @@ class Ledger:
     smallest noise multiplier and the largest batch size. `checks` record repeated batches, which ε
     counts without amplification.
 
+    `terms` are saved, too. If a state is loaded whose releases had another unit or strategy, or
+    events that cannot be known here, everything that ε depends on raises until that is settled.
+
     Attributes:
-      other_events: `dp_accounting.DpEvent`s that were spent in addition to the gradients, such as
-        the private release of side information.
       restorations: how often `restore` replaced the record; not saved.
-      strategy_state: what a saved state tells the strategy of its noise by, or `None`.
-      examples_per_user: `None` if the unit of privacy is an example. A number means that it is a
-        user, of whom at most so many examples are in a batch; batch sizes then count users.
     """
 
     MAX_SEGMENTS = 64
+    MAX_SAVED_EVENTS = 16
 
     def __init__(
         self,
@@ -118,12 +170,10 @@ class Ledger:
             `tf.keras.optimizers.Optimizer.add_variable`.
           noise: how the noise of a release depends on that of earlier ones; `None` if it does
             not.
-          examples_per_user: see the class.
+          examples_per_user: see the property.
         """
         self._noise = IndependentNoise() if noise is None else noise
-        # With correlated noise: a saved variable [2] whose second entry is the strategy's digest.
-        self.strategy_state: tf.Variable | None = None
-        self.examples_per_user = examples_per_user
+        self._examples_per_user = examples_per_user
         self._parameters = add_variable(
             [self.MAX_SEGMENTS, 2], dtype=tf.float64, name="ledger_parameters"
         )
@@ -131,29 +181,111 @@ class Ledger:
         self._checks = add_variable(
             [self.MAX_SEGMENTS, len(Checks._fields)], dtype=tf.float64, name="ledger_checks"
         )
-        self.other_events: tuple = ()
+        self._terms = add_variable([len(Terms._fields)], dtype=tf.int64, name="ledger_terms")
+        # The noise multipliers of the `other_events` that are releases of the Gaussian mechanism.
+        self._events = add_variable(
+            [self.MAX_SAVED_EVENTS], dtype=tf.float64, name="ledger_other_events"
+        )
         self.restorations = 0
+        self.other_events = ()
 
     @property
     def noise(self) -> NoiseStrategy:
         """How the noise of a release depends on that of earlier ones: ε depends on it.
 
         Raises:
-          ValueError: if a state was loaded whose releases had another strategy.
+          ValueError: see `require_own_terms`.
         """
-        if self.strategy_state is not None:
-            with tf.init_scope():
-                saved = int(self.strategy_state.numpy()[1])
-            if saved != self._noise.digest():
-                raise ValueError(
-                    "The state that was loaded belongs to an optimizer with another `noise`. "
-                    f"Create the optimizer as it was then. Received: noise={self._noise!r}"
-                )
+        self.require_own_terms()
         return self._noise
+
+    @property
+    def examples_per_user(self) -> int | None:
+        """`None` if the unit of privacy is an example.
+
+        A number means that it is a user, of whom at most so many examples are in a batch; batch
+        sizes then count users.
+
+        Raises:
+          ValueError: see `require_own_terms`.
+        """
+        self.require_own_terms()
+        return self._examples_per_user
+
+    @property
+    def other_events(self) -> tuple[dp_accounting.DpEvent, ...]:
+        """`dp_accounting.DpEvent`s that were spent in addition to the gradients.
+
+        Such as the private release of side information. Releases of the Gaussian mechanism are
+        saved with the ledger and restored, up to `MAX_SAVED_EVENTS` of them. Of other events only a
+        digest is saved: set them before a state is loaded that has them.
+
+        Raises:
+          ValueError: see `require_own_terms`.
+        """
+        self.require_own_terms()
+        return self._other_events
+
+    @other_events.setter
+    def other_events(self, events: Sequence[dp_accounting.DpEvent]) -> None:
+        self._other_events = tuple(events)
+        saved = [e.noise_multiplier for e in events if type(e) is dp_accounting.GaussianDpEvent]
+        saved = saved[: self.MAX_SAVED_EVENTS]
+        with tf.init_scope():
+            self._events.assign(saved + [0.0] * (self.MAX_SAVED_EVENTS - len(saved)))
+            self._terms.assign(self.terms)
+
+    @property
+    def terms(self) -> Terms:
+        """What the numbers of this ledger mean, whatever was loaded."""
+        noise = 0 if self._noise.is_independent else self._noise.digest()
+        return Terms(self._examples_per_user or 0, noise, digest(self._other_events))
+
+    def require_own_terms(self) -> None:
+        """Takes over the events of a state that was loaded; raises if the state does not fit.
+
+        If the ledger's own events contain those of the state, or the reverse, the larger ones count
+        from then on: the events of an optimizer that was made anew are those that were saved.
+
+        Raises:
+          ValueError: if the loaded releases had another unit or strategy of their noise, or if
+            their `other_events` and those of the ledger are different ones. Setting `other_events`
+            settles the latter.
+        """
+        with tf.init_scope():
+            loaded = Terms(*self._terms.numpy().tolist())
+            if loaded == self.terms:
+                return
+            self._require_unit_and_noise(loaded)
+            of_state = gaussian_events(self._events.numpy())
+        known = digest(of_state) == loaded.other_events
+        more = missing_events(of_state, self._other_events)
+        if not known or (more and missing_events(self._other_events, of_state)):
+            raise ValueError(
+                "A state was loaded whose releases were accompanied by other releases than "
+                "`ledger.other_events` hold. Set `optimizer.ledger.other_events` to all that was "
+                "released about the examples of this training beside the gradients, then and now. "
+                f"Received: other_events={self._other_events!r}, and with the state "
+                + (f"{of_state!r}" if known else "unknown ones")
+            )
+        self.other_events = of_state if more else self._other_events
+
+    def _require_unit_and_noise(self, loaded: Terms) -> None:
+        if loaded.noise != self.terms.noise:
+            raise ValueError(
+                "The state that was loaded belongs to an optimizer with another `noise`. "
+                f"Create the optimizer as it was then. Received: noise={self._noise!r}"
+            )
+        if loaded.examples_per_user != self.terms.examples_per_user:
+            raise ValueError(
+                "The state that was loaded belongs to an optimizer with another unit of privacy: "
+                f"examples_per_user={loaded.examples_per_user or None}. Create the optimizer as it "
+                f"was then. Received: examples_per_user={self._examples_per_user!r}"
+            )
 
     def __repr__(self) -> str:
         with tf.init_scope():  # while a step is being traced, too
-            others = f", other_events={self.other_events!r}" if self.other_events else ""
+            others = f", other_events={self._other_events!r}" if self._other_events else ""
             return f"<Ledger segments={self.segments}{others}>"
 
     def record(
@@ -321,6 +453,15 @@ class Ledger:
     def num_releases(self) -> int:
         """The number of noisy gradients released so far."""
         return int(self._counts.numpy().sum())
+
+
+def gaussian_events(noise_multipliers: Sequence[float]) -> tuple[dp_accounting.DpEvent, ...]:
+    """The events of a saved ledger.
+
+    Args:
+      noise_multipliers: see `Ledger.other_events`; 0 stands for none.
+    """
+    return tuple(dp_accounting.GaussianDpEvent(float(n)) for n in noise_multipliers if n > 0)
 
 
 def _added(

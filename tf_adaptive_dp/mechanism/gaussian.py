@@ -166,8 +166,6 @@ class GaussianMechanism:
         )
         if not strategy.is_independent:
             self._refuse_beside_correlated_noise(strategy)
-        if isinstance(self.noise, CorrelatedNoise):
-            self.ledger.strategy_state = self.noise.saved
         self.statistics = GradientStatistics()
         self.histograms: Histograms | None = None
         self._turns = Turns()

@@ -6,19 +6,29 @@ skips a saved state of another length with a warning.
 Guarantee: of state that does not fit nothing is loaded. If it holds releases that the ledger lacks,
 loading it is an error, since the ε of the weights that belong to it would be understated. Keras may
 turn the error into a warning (`skip_mismatch=True`) after it has loaded other weights, so the
-releases are added to the ledger all the same, and training is refused until somebody decides.
+releases are added to the ledger all the same, and training is refused until somebody decides. Where
+they cannot be added, as their unit is another one or their noise is correlated, ε is infinite until
+then.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import dp_accounting
 import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp.accounting.ledger import Checks, Ledger, Segment
+from tf_adaptive_dp.accounting.ledger import (
+    Checks,
+    Ledger,
+    Segment,
+    Terms,
+    digest,
+    gaussian_events,
+)
 from tf_adaptive_dp.errors import NotPrivateError
 
 
@@ -45,23 +55,37 @@ def require_same_shapes(variables: Sequence[tf.Variable], weights: Sequence[Any]
 class RefusedState:
     """Whether a saved state was refused whose releases nobody has decided on yet.
 
-    They are in the ledger. Loading a state that fits, or `ledger.restore`, is a decision.
+    They are in the ledger; or, if it cannot count them, a `NonPrivateDpEvent` stands for them.
+    Loading a state that fits is a decision, and so is `ledger.restore`, or removing that event.
     """
 
     def __init__(self) -> None:
         self._num_releases = 0
         self._restorations = -1
+        self._unknown: dp_accounting.DpEvent | None = None
+        self._why = ""
 
     def add_to(self, ledger: Ledger, store: Mapping[str, Any]) -> None:
         """Adds the releases of a refused state to the ledger, and remembers that it did."""
-        segments, checks = _saved_ledger(_arrays(store))
-        self._num_releases = sum(segment.num_releases for segment in segments)
-        ledger.restore(*_joined([*ledger.segments, *segments], [*ledger.checks, *checks]))
+        saved = _saved_ledger(_arrays(store))
+        self.settle(ledger)
+        self._num_releases = sum(segment.num_releases for segment in saved.segments)
+        self._why = _why_not_added(saved, ledger)
+        if self._why:
+            self._unknown = dp_accounting.NonPrivateDpEvent()
+            ledger.other_events = (*ledger.other_events, self._unknown)
+            return
+        ledger.other_events = (*ledger.other_events, *(saved.other_events or ()))
+        segments, checks = [*ledger.segments, *saved.segments], [*ledger.checks, *saved.checks]
+        ledger.restore(*_joined(segments, checks))
         self._restorations = ledger.restorations
 
-    def settle(self) -> None:
-        """Forgets it, as a state was loaded that fits."""
-        self._restorations = -1
+    def settle(self, ledger: Ledger) -> None:
+        """Forgets it, as a state is loaded that fits."""
+        if self._is_unknown(ledger):
+            kept = tuple(e for e in ledger.other_events if e is not self._unknown)
+            ledger.other_events = kept
+        self._restorations, self._unknown = -1, None
 
     def require_decision(self, ledger: Ledger) -> None:
         """Raises unless it was decided what the weights have cost.
@@ -72,6 +96,15 @@ class RefusedState:
         Raises:
           NotPrivateError: if a state was refused since a state was loaded or the ledger restored.
         """
+        if self._is_unknown(ledger):
+            raise NotPrivateError(
+                "The optimizer's saved state was refused when weights were loaded, and this "
+                f"ledger cannot count its releases, so epsilon is infinite. {self._why} Load "
+                "weights whose state fits; or remove the `NonPrivateDpEvent` from "
+                "`optimizer.ledger.other_events`, and put in its place what was spent on the data "
+                "of this training: nothing, if all that was loaded was trained on other data. "
+                f"Received: a saved state of {self._num_releases} releases"
+            )
         if self._restorations != ledger.restorations:
             return
         raise NotPrivateError(
@@ -82,6 +115,9 @@ class RefusedState:
             "optimizer.ledger.checks)`, or, if all that was loaded was trained on other data, that "
             "nothing does, `optimizer.ledger.restore([])`."
         )
+
+    def _is_unknown(self, ledger: Ledger) -> bool:
+        return any(event is self._unknown for event in ledger.other_events)
 
 
 def can_load(variables: Sequence[tf.Variable], ledger: Ledger, store: Mapping[str, Any]) -> bool:
@@ -95,19 +131,75 @@ def can_load(variables: Sequence[tf.Variable], ledger: Ledger, store: Mapping[st
     Raises:
       ValueError: if the state does not fit and holds releases that the ledger lacks.
     """
-    saved = _arrays(store)
-    segments, _ = _saved_ledger(saved)
-    if segments and segments != ledger.segments:
-        require_same_shapes(variables, saved)
-    if _shapes(saved) == _shapes(variables):
+    arrays = _arrays(store)
+    saved = _saved_ledger(arrays)
+    if saved.segments and saved.segments != ledger.segments:
+        require_same_shapes(variables, arrays)
+    if _shapes(arrays) == _shapes(variables):
+        require_same_terms(ledger, arrays)
         return True
-    if saved:
+    if arrays:
         warnings.warn(
             "The saved state belongs to another optimizer, or to one that was not built, and is "
             "not loaded. It holds no releases that this ledger lacks.",
             stacklevel=3,
         )
     return False
+
+
+def require_same_terms(ledger: Ledger, weights: Sequence[Any]) -> None:
+    """Raises if a saved state has another unit of privacy, or another strategy of its noise.
+
+    Args:
+      ledger: the optimizer's.
+      weights: arrays or variables that fit the optimizer.
+
+    Raises:
+      ValueError: if it does.
+    """
+    saved, own = _saved_ledger([np.asarray(w) for w in weights]), ledger.terms
+    if saved.terms is None or saved.terms[:2] == own[:2]:
+        return
+    names = [f"{_unit(terms)}, {_noise(terms)}" for terms in (saved.terms, own)]
+    raise ValueError(
+        "`weights` must be those of an optimizer with the same unit of privacy and the same noise. "
+        "With others epsilon would be wrong. Nothing of them was loaded. Create the optimizer with "
+        f"the `examples_per_user` and `noise` of then. Received: a state of {names[0]}; this "
+        f"optimizer: {names[1]}"
+    )
+
+
+class _SavedLedger(NamedTuple):
+    """The ledger in a saved optimizer; `terms` and `other_events` are `None` if not known."""
+
+    segments: list[Segment]
+    checks: list[Checks]
+    terms: Terms | None = None
+    other_events: tuple[dp_accounting.DpEvent, ...] | None = None
+
+
+def _why_not_added(saved: _SavedLedger, ledger: Ledger) -> str:
+    """Why the releases of a saved ledger cannot be added to one; empty if they can."""
+    if saved.terms is None or saved.other_events is None:
+        return "It does not say what its numbers mean, or what else was released."
+    if saved.terms.noise or ledger.terms.noise:
+        return (
+            "Its noise, or that of this optimizer, is correlated over steps, and no accounting "
+            "joins such releases to others but as an event: `sampling.dp_event(old, num_examples)` "
+            "of the sampling that drew their batches."
+        )
+    if saved.terms.examples_per_user != ledger.terms.examples_per_user:
+        return f"It counts {_unit(saved.terms)}, this optimizer {_unit(ledger.terms)}."
+    return ""
+
+
+def _unit(terms: Terms) -> str:
+    users = terms.examples_per_user
+    return f"users of at most {users} examples in a batch" if users else "examples"
+
+
+def _noise(terms: Terms) -> str:
+    return f"correlated noise (strategy {terms.noise:x})" if terms.noise else "independent noise"
 
 
 def _shapes(arrays: Sequence[Any]) -> list[tuple]:
@@ -118,24 +210,31 @@ def _arrays(store: Mapping[str, Any]) -> list[Any]:
     return [store[str(i)] for i in range(len(store.keys()))]
 
 
-def _saved_ledger(saved: Sequence[Any]) -> tuple[list[Segment], list[Checks]]:
-    """The segments and checks of a saved optimizer; none if it has no ledger."""
+def _saved_ledger(saved: Sequence[Any]) -> _SavedLedger:
+    """The ledger of a saved optimizer; an empty one without terms if it has none."""
     size = Ledger.MAX_SEGMENTS
     shapes = [(size, 2), (size,), (size, len(Checks._fields))]
     for k in range(len(saved) - 2):
-        found = saved[k : k + 3]
-        if _shapes(found) != shapes or found[1].dtype != np.int64:
+        found = [np.asarray(array) for array in saved[k : k + 5]]
+        if _shapes(found[:3]) != shapes or found[1].dtype != np.int64:
             continue
-        parameters, counts, checks = (np.asarray(array) for array in found)
+        parameters, counts, checks = found[:3]
         used = np.flatnonzero(counts)
-        return (
-            [
-                Segment(float(p[0]), float(p[1]), int(n))
-                for p, n in zip(parameters[used], counts[used])
-            ],
-            [_checks(*checks[row].tolist()) for row in used],
-        )
-    return [], []
+        segments = [
+            Segment(float(p[0]), float(p[1]), int(n))
+            for p, n in zip(parameters[used], counts[used])
+        ]
+        known = [_checks(*checks[row].tolist()) for row in used]
+        return _SavedLedger(segments, known, *_terms(found[3:]))
+    return _SavedLedger([], [])
+
+
+def _terms(saved: Sequence[np.ndarray]) -> tuple[Terms | None, tuple | None]:
+    """The terms and the events that follow a ledger's numbers, `None` where they are not known."""
+    if _shapes(saved) != [(len(Terms._fields),), (Ledger.MAX_SAVED_EVENTS,)]:
+        return None, None  # a ledger of an earlier version
+    terms, events = Terms(*saved[0].tolist()), gaussian_events(saved[1].tolist())
+    return terms, events if digest(events) == terms.other_events else None
 
 
 def _checks(checked: float, repeated: float, nearest: float, declared: float) -> Checks:

@@ -455,8 +455,9 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         weights = list(weights)
         if is_built(self):
             checked_state.require_same_shapes(self.variables, weights)
+            checked_state.require_same_terms(self.ledger, weights)
+        self._refused_state.settle(self.ledger)
         super().set_weights(weights)
-        self._refused_state.settle()
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Sets all variables from a saved model or saved weights; called by Keras.
@@ -475,14 +476,17 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             self._refused_state.add_to(self.ledger, store)
             raise
         if fits:
+            self._refused_state.settle(self.ledger)
             super().load_own_variables(store)
-            self._refused_state.settle()
 
     def require_known_state(self) -> None:
-        """Raises if saved state was refused, and nobody has said since what it cost.
+        """Raises if it is not known what the weights have cost.
 
         Raises:
-          NotPrivateError: see `load_own_variables`.
+          NotPrivateError: if saved state was refused, and nobody has said since what it cost; see
+            `load_own_variables`.
+          ValueError: if a checkpoint of another unit of privacy was restored, for example; see
+            `Ledger.require_own_terms`.
         """
         self._refused_state.require_decision(self.ledger)
 
@@ -501,7 +505,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             raise ValueError(
                 "An optimizer whose ledger has `other_events` cannot be saved with its "
                 "configuration, which would lose them. Save the weights (`tf.train.Checkpoint`), "
-                "create the optimizer anew and set `other_events` again. Received: "
+                "create the optimizer anew and set `other_events` before you restore. Received: "
                 f"other_events={others!r}"
             )
         other_releases = [event.noise_multiplier for event in others]
@@ -538,11 +542,13 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         """
         config = dict(config)
         require_arguments(cls, config)
-        segments, checks_of = config.pop("ledger", []), config.pop("ledger_checks", [])
+        segments, checks_of = config.pop("ledger", None), config.pop("ledger_checks", [])
         others = config.pop("other_releases", [])
         optimizer = super().from_config(config, custom_objects)
-        optimizer.ledger.other_events += tuple(map(dp_accounting.GaussianDpEvent, others))
-        optimizer.ledger.restore(segments, checks_of)
+        if segments is not None:
+            # All of them: the release of the side information is among them.
+            optimizer.ledger.other_events = [dp_accounting.GaussianDpEvent(n) for n in others]
+            optimizer.ledger.restore(segments, checks_of)
         return optimizer
 
 
