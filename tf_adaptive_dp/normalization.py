@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ _QUARTILE = 0.75
 _LEAST_MEAN, _LEAST_VARIANCE = 3.0, 2.0
 # A feature that is lost in the noise is not scaled up beyond this, whatever the noise is.
 _LARGEST_TYPICAL = 10.0
+_ID_BITS = 52  # which float64 holds exactly
 
 
 @keras.saving.register_keras_serializable("tf_adaptive_dp")
@@ -76,13 +78,22 @@ class PrivateNormalization(keras.layers.Layer):
     multiplier, `dp_event`, for adding or removing one example (or one user with all of their
     examples). Each of its six releases is a sum in which an example has a vector of norm 1 at most,
     with noise of standard deviation σ√6, and the six compose to one with σ. The number of examples
-    (or users) is public. Examples with a value that is not finite are left out.
+    (or users) is public. Examples with a value that is not finite are left out. That there was a
+    release is a weight of the layer like its result, so that a layer which was copied, saved or
+    loaded refuses another one. A layer that `clone_model` makes has the weights of a new layer:
+    what its `adapt` releases costs `dp_event` again.
 
     Args:
       noise_multiplier: σ > 0.
       axis: the axis of the features, not 0. All other axes share the statistics of a feature, as
         the pixels of a channel should. With `None`, everything shares one mean and one deviation.
       **kwargs: arguments of `keras.layers.Layer`. `dtype` is float32 unless given.
+
+    Attributes:
+      mean: [features], the weight that holds the means; zeros before `adapt`.
+      stddev: [features], the weight that holds the deviations; ones before `adapt`.
+      released: [2], the weight that says which release they came from: a random number, and σ.
+        Zeros before `adapt`.
 
     Raises:
       TypeError, ValueError: if an argument has the wrong type or is out of its range.
@@ -110,12 +121,25 @@ class PrivateNormalization(keras.layers.Layer):
                 f"the examples. Received: axis={axis!r}"
             )
         self.axis = axis
-        self._adapted = False
 
     @property
     def dp_event(self) -> dp_accounting.DpEvent:
-        """What `adapt` costs: one release of the Gaussian mechanism."""
-        return dp_accounting.GaussianDpEvent(self.noise_multiplier)
+        """What `adapt` costs, or did cost: one release of the Gaussian mechanism."""
+        _, noise_multiplier = self._release_made()
+        return dp_accounting.GaussianDpEvent(noise_multiplier or self.noise_multiplier)
+
+    @property
+    def release_id(self) -> int:
+        """A random number for each call of `adapt`, which copies share; 0 before it."""
+        return int(self._release_made()[0])
+
+    def _release_made(self) -> tuple[float, float]:
+        """The number of the release and its σ; zeros before it."""
+        if not self.built:
+            return 0.0, 0.0
+        with tf.init_scope():
+            number, noise_multiplier = np.asarray(tf.convert_to_tensor(self.released)).tolist()
+        return number, noise_multiplier
 
     def build(self, input_shape: Any) -> None:
         """Creates the mean and the deviation; see `keras.layers.Layer`."""
@@ -123,6 +147,9 @@ class PrivateNormalization(keras.layers.Layer):
         add = self.add_weight
         self.mean = add(name="mean", shape=[size], initializer="zeros", trainable=False)
         self.stddev = add(name="stddev", shape=[size], initializer="ones", trainable=False)
+        # Not an attribute of Python, which a copy or a loaded model would not have.
+        kind = {"dtype": "float64", "initializer": "zeros", "trainable": False}
+        self.released = add(name="released", shape=[2], **kind)
         super().build(input_shape)
 
     def call(self, inputs: Any) -> Any:
@@ -144,23 +171,26 @@ class PrivateNormalization(keras.layers.Layer):
 
         Raises:
           TypeError, ValueError: if the inputs are not an array of numbers, or do not fit.
-          RuntimeError: if the layer was adapted before, since that would be another release.
+          RuntimeError: if the layer was adapted before, or is a copy of one that was, since that
+            would be another release.
         """
-        if self._adapted:
-            raise RuntimeError(
-                "`adapt` has been called. To call it again would release more about the same "
-                "examples than `dp_event` says: make another layer, and account for both."
-            )
         x = input_array(x)
         if not self.built:
-            self.build((None, *x.shape[1:]))
+            self.build((None, *x.shape[1:]))  # which may restore a checkpoint's values
+        if self.release_id:
+            raise RuntimeError(
+                "`adapt` has been called, of this layer or of the one that it is a copy of. To "
+                "call it again would release more about the same examples than `dp_event` says: "
+                "make another layer, and account for both."
+            )
         examples = _Examples(x, self.axis, user_ids)
         if examples.num_features != self.mean.shape[0]:
             raise ValueError(
                 f"`x` must have the {self.mean.shape[0]} features that the layer was built for. "
                 f"Received: shape {x.shape} with axis={self.axis!r}"
             )
-        self._adapted = True
+        # Before the first sum: what fails after it has been released all the same.
+        self.released.assign([1.0 + secrets.randbits(_ID_BITS), self.noise_multiplier])
         noise = self.noise_multiplier * math.sqrt(_ROUNDS * _RELEASES_PER_ROUND)
         mean, stddev = _released_statistics(examples, noise)
         self.mean.assign(mean.astype(np.float32))
