@@ -15,6 +15,7 @@ from tests.helpers import killable_plan
 from tests.helpers.crash_injection import CrashInjector
 from tf_adaptive_dp.accounting import BandedNoise, IndependentNoise, ToeplitzNoise, TreeNoise
 from tf_adaptive_dp.accounting.noise_strategies import prefix_error
+from tf_adaptive_dp.callbacks.run_directory import RunDirectory
 from tf_adaptive_dp.durable.key_file import KeyFile
 from tf_adaptive_dp.mechanism.noise import normal_numbers
 from tf_adaptive_dp.sampling import CyclicPoissonSampling
@@ -58,7 +59,7 @@ class StopAt(tf.keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def run(folder, stop_at=10**9, plan=None, noted="releases"):
+def run(folder, stop_at=10**9, plan=None, noted="releases", others=()):
     """Trains in `folder`, or goes on; all examples have weight 0, so noise is what is released."""
     plan = plan_of() if plan is None else plan
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
@@ -66,7 +67,9 @@ def run(folder, stop_at=10**9, plan=None, noted="releases"):
     killable_plan.record_values(optimizer, folder / noted)
     model.compile(optimizer, "mse")
     data = np.ones([N, 3], "float32"), np.zeros([N, 4], "float32"), np.zeros(N, "float32")
-    plan.fit(model, *data, directory=folder / "run", callbacks=[StopAt(stop_at)], verbose=0)
+    plan.fit(
+        model, *data, directory=folder / "run", callbacks=[StopAt(stop_at), *others], verbose=0
+    )
     return optimizer
 
 
@@ -94,6 +97,44 @@ def test_an_interrupted_run_goes_on_with_the_noise_of_its_past(tmp_path):
     for number, values in before:
         np.testing.assert_allclose(values, expected[number] / B, atol=1e-5)
     assert len(held["noise_keys"]) == 2 and len({key for _, key in held["noise_keys"]}) == 2
+
+
+class AtEnd(tf.keras.callbacks.Callback):
+    """Notes at the end of each epoch, before it is saved, whether a file exists."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.exists = path, []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.exists.append(self.path.exists())
+
+
+def test_the_keys_are_deleted_after_the_last_release(tmp_path):
+    keys = AtEnd(tmp_path / "run" / "noise.key")
+    run(tmp_path, others=[keys])
+    assert keys.exists == [True, False] and not (tmp_path / "run" / "noise.key").exists()
+
+
+def test_a_finished_run_that_was_killed_before_it_was_closed_loses_its_keys(tmp_path):
+    arguments = {"settings": {"epsilon": 1.0}, "steps": 10, "keeps_keys": True}
+    killed = RunDirectory(tmp_path, **arguments)
+    killed.log._file.write([(1.0, 4.0, 9)])  # as `announce` does before a step
+    killed.log.close()
+    unfinished = RunDirectory(tmp_path, **arguments)
+    assert len(unfinished.keys.keys) == 2
+    unfinished.log._file.write([(1.0, 4.0, 10)])
+    unfinished.log.close()  # a kill closes files, and calls nothing
+    (tmp_path / "noise.new").write_bytes((tmp_path / "noise.key").read_bytes())
+    RunDirectory(tmp_path, **arguments).close()
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "releases.log"}
+
+
+def test_keys_that_were_half_written_are_deleted_with_the_others(tmp_path):
+    file = KeyFile(tmp_path / "noise.key", 0)
+    (tmp_path / "noise.new").write_bytes(b"half of it")
+    file.delete()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_without_its_keys_is_not_continued(tmp_path):

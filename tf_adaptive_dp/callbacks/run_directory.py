@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +60,9 @@ class RunDirectory:
     Guarantee: that of `ReleaseLog`; and a process that is killed at any moment leaves a directory
     from which the run resumes at the last epoch whose end was saved. With correlated noise the
     directory also holds the keys of the noise (`KeyFile`), until the run is finished: without them
-    it cannot be resumed, and with them anybody can take noise out of released gradients.
+    it cannot be resumed, and with them anybody can take noise out of released gradients. They are
+    deleted after the last release; if the process is killed in between, when the run is opened
+    again.
 
     Args:
       path: the directory, which is created. It belongs to one run.
@@ -98,8 +101,11 @@ class RunDirectory:
             self._check_settings(settings)
             if fingerprint is not None:
                 self._check_fingerprint(fingerprint)
-            if keeps_keys and not self.is_finished:
-                self.keys = KeyFile(self._path / "noise.key", self.log.num_releases)
+            keys = self._path / "noise.key"
+            if self.is_finished:
+                files.delete(keys)
+            elif keeps_keys:
+                self.keys = KeyFile(keys, self.log.num_releases)
         except BaseException:
             self.close()
             raise
@@ -227,9 +233,13 @@ class _Resume(keras.callbacks.Callback):
             callback.on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Stops after the last step; called by Keras."""
+        """Stops after the last step, and deletes the keys then; called by Keras."""
         for callback in self._all:
             callback.on_train_batch_end(batch, logs)
+        if self._keys is not None:
+            _, log = self._all
+            if self.model.optimizer.ledger.num_releases >= (log.steps or math.inf):
+                self._keys.delete()
 
     def on_train_end(self, logs: dict | None = None) -> None:
         """Called by Keras."""

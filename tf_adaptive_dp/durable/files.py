@@ -74,7 +74,7 @@ def sync(path: str | os.PathLike) -> None:
 def write(path: str | os.PathLike, content: bytes) -> None:
     """Writes a file atomically and durably; only its owner can read it."""
     path = Path(path)
-    unfinished = path.with_suffix(".new")
+    unfinished = _unfinished(path)
     unfinished.unlink(missing_ok=True)
     file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(file, "wb") as opened:
@@ -83,3 +83,16 @@ def write(path: str | os.PathLike, content: bytes) -> None:
         os.fsync(file)
     unfinished.rename(path)
     sync(path.parent)
+
+
+def delete(path: str | os.PathLike) -> None:
+    """Removes a file, and what a `write` of it that was killed has left; durable on return."""
+    path = Path(path)
+    _unfinished(path).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def _unfinished(path: Path) -> Path:
+    """Where `write` puts the content before it is whole."""
+    return path.with_suffix(".new")

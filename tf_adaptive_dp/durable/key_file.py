@@ -74,5 +74,4 @@ class KeyFile:
 
     def delete(self) -> None:
         """Removes the file once the run needs it no longer."""
-        self._path.unlink(missing_ok=True)
-        files.sync(self._path.parent)
+        files.delete(self._path)
