@@ -86,7 +86,8 @@ def test_the_scale_of_the_inputs_does_not_matter(factor):
 
 def test_the_noise_of_each_release_has_the_right_scale(monkeypatch):
     sums, released = record(monkeypatch)
-    adapted(columns(), noise_multiplier=3.0)
+    # Twice as many features as elsewhere, or the histograms of magnitudes are too few numbers.
+    adapted(np.tile(columns(), 2), noise_multiplier=3.0)
     assert len(sums) == 6  # two rounds of three
     noise = [r - s for r, s in zip(released, sums)]
     for one in noise[:2] + noise[3:5]:
@@ -436,17 +437,146 @@ def test_what_nobody_pays_for_is_refused():
     plan = planned()
     with pytest.warns(UserWarning, match="pays for a normalization of the inputs, and the model"):
         plan.fit(model_of(plan, keras.layers.Rescaling(1e-3)), x, y, verbose=0)
-    own = adapted(x, 20.0)
-    paid = planned(normalize_inputs=False, other_events=[own.dp_event])
-    model = keras.Sequential([keras.Input([6]), own, keras.layers.Dense(2)])
-    optimizer = dp.ADADP(
-        1.0,
-        noise_multiplier=paid.noise_multiplier,
-        expected_batch_size=paid.expected_batch_size,
+
+
+def by_hand(layers, **kwargs):
+    """A plan that pays for layers which the user made, and a model of them."""
+    paid = [layer.dp_event for layer in layers]
+    plan = planned(normalize_inputs=False, noise_multiplier=2.0, other_events=paid, **kwargs)
+    return plan, model_of_layers(plan, layers)
+
+
+def model_of_layers(plan, layers, **kwargs):
+    model = keras.Sequential([keras.Input([6]), *layers, keras.layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    arguments = {"optimizer_class": dp.DPSGD, "learning_rate": 0.1, **kwargs}
+    model.compile(plan.optimizer(**arguments), loss)
+    return model
+
+
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            raise InterruptedError
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("noise_multipliers", [[20.0, 30.0], [20.0]])
+def test_layers_made_by_hand_are_kept_with_the_run(tmp_path, noise_multipliers):
+    x, y = data()
+    first = [adapted(x, noise) for noise in noise_multipliers]
+    plan, model = by_hand(first, epochs=1)
+    assert model.optimizer.ledger.other_events == plan.other_events
+    with pytest.raises(InterruptedError):
+        plan.fit(model, x, y, directory=tmp_path, callbacks=[Stop()], verbose=0)
+    second = [adapted(x, noise) for noise in noise_multipliers]
+    plan, model = by_hand(second, epochs=1)
+    assert second[0].release_id != first[0].release_id
+    with pytest.warns(UserWarning, match="releases were not in the checkpoint"):
+        plan.fit(model, x, y, directory=tmp_path, verbose=0)
+    # What the second process released is used nowhere.
+    for own, before in zip(second, first):
+        for a, b in zip(own.get_weights(), before.get_weights()):
+            np.testing.assert_array_equal(a, b)
+        assert own.release_id == before.release_id
+    assert len(plan.other_events) == len(first)
+
+
+def test_a_run_goes_on_with_the_layers_that_it_began_with(tmp_path):
+    x, y = data()
+    plan, model = by_hand([adapted(x, 20.0)], epochs=1)
+    with pytest.raises(InterruptedError):
+        plan.fit(model, x, y, directory=tmp_path, callbacks=[Stop()], verbose=0)
+    for layers in ([], [normalization.PrivateNormalization(20.0, axis=None)]):
+        other = model_of_layers(plan, layers)
+        with pytest.warns(UserWarning, match="already trained another model"):
+            with pytest.raises(ValueError, match="layers that the run in `directory` began with"):
+                plan.fit(other, x, y, directory=tmp_path, verbose=0)
+    # Nor does a run begin to normalize.
+    plan, model = by_hand([], epochs=1)
+    with pytest.raises(InterruptedError):
+        plan.fit(model, x, y, directory=tmp_path / "without", callbacks=[Stop()], verbose=0)
+    (tmp_path / "normalization.json").rename(tmp_path / "without" / "normalization.json")
+    with pytest.raises(ValueError, match="layers that the run in `directory` began with"):
+        plan.fit(model, x, y, directory=tmp_path / "without", verbose=0)
+
+
+@pytest.mark.filterwarnings("ignore:The plan pays for a normalization")
+def test_inputs_normalized_outside_of_the_model_are_not_released_again(tmp_path):
+    x, y = data()
+
+    def run(*callbacks):
+        plan = planned(epochs=1)
+        inputs = plan.normalization(x)(x).numpy()
+        model = model_of_layers(plan, [])
+        plan.fit(model, inputs, y, directory=tmp_path, callbacks=callbacks, verbose=0)
+
+    with pytest.raises(InterruptedError):
+        run(Stop())
+    with pytest.raises(ValueError, match="outside of the model would train on with a second"):
+        run()
+
+
+def test_each_release_is_paid_for_once():
+    x, y = data()
+    unpaid = "that the plan's budget does not pay for"
+    # Two layers of one noise are two releases.
+    plan = planned(normalize_inputs=False, other_events=[adapted(x, 20.0).dp_event])
+    two = model_of_layers(plan, [adapted(x, 20.0), adapted(x, 20.0)])
+    with pytest.raises(ValueError, match=unpaid):
+        plan.fit(two, x, y)
+    # A layer and its copy are one.
+    layer = adapted(x, 20.0)
+    again = normalization.PrivateNormalization(20.0)
+    again.build([None, 6])
+    again.set_weights(layer.get_weights())
+    plan.fit(model_of_layers(plan, [layer, again]), x, y, verbose=0)
+    # A clone of the plan's own layer is another one.
+    plan = planned()
+    model = model_of(plan, plan.normalization(x))
+    clone = keras.models.clone_model(model)
+    clone.layers[0].adapt(x)
+    clone.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), model.loss)
+    with pytest.raises(ValueError, match=unpaid + ".*`clone_model`"):
+        plan.fit(clone, x, y)
+    clone.set_weights(model.get_weights())
+    plan.fit(clone, x, y, verbose=0)
+    # Nor may the statistics change while an optimizer goes on.
+    plan, model = by_hand([adapted(x, 20.0)])
+    with pytest.raises(InterruptedError):
+        plan.fit(model, x, y, callbacks=[Stop()], verbose=0)
+    model.layers[0].set_weights(adapted(x, 20.0).get_weights())
+    with pytest.raises(ValueError, match=unpaid):
+        plan.fit(model, x, y)
+
+
+def test_an_event_of_side_information_pays_for_nothing_else():
+    x, y = data()
+    event = dp_accounting.GaussianDpEvent(20.0)
+    fixed = dp.side_information.FixedPreconditioner(
+        lambda v: np.ones(v.shape, "float32"), provenance=event
     )
-    optimizer.ledger.other_events += (own.dp_event,)
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    paid.fit(model, x, y, verbose=0)
+    of_optimizer = {"optimizer_class": dp.AdaDPS, "side_information": fixed}
+    plan = planned(normalize_inputs=False, other_events=[event])
+    model = model_of_layers(plan, [adapted(x, 20.0)], **of_optimizer)
+    with pytest.raises(ValueError, match="beside the events of side information"):
+        plan.fit(model, x, y)
+    plan = planned(normalize_inputs=False, other_events=[event, event])
+    model = model_of_layers(plan, [adapted(x, 20.0)], **of_optimizer)
+    assert model.optimizer.ledger.other_events == (event, event)
+    plan.fit(model, x, y, verbose=0)
+
+
+def test_the_ledger_has_what_the_plan_pays_for():
+    x, y = data()
+    layer = adapted(x, 20.0)
+    plan, model = by_hand([layer])
+    numbers = {"noise_multiplier": 2.0, "expected_batch_size": plan.expected_batch_size}
+    model.compile(dp.DPSGD(1.0, **numbers), model.loss)
+    with pytest.raises(ValueError, match="ledger must have every event that the plan's budget"):
+        plan.fit(model, x, y)
+    model.optimizer.ledger.other_events += (layer.dp_event,)
+    plan.fit(model, x, y, verbose=0)
 
 
 def test_half_precision_sees_raw_units():

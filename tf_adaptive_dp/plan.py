@@ -39,6 +39,7 @@ from tf_adaptive_dp.sampling.draws import check_unit
 from tf_adaptive_dp.sampling.noise_budget import NoiseBudget
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 from tf_adaptive_dp.sampling.users import UserRecords
+from tf_adaptive_dp.side_information import provenance
 from tf_adaptive_dp.statement import format_epsilon, privacy_statement
 
 __all__ = ["PlanOffer", "PrivacyPlan"]
@@ -232,6 +233,7 @@ class PrivacyPlan:
                     f"noise_multiplier={noise_multiplier!r}"
                 )
         self._optimizer: tf.keras.optimizers.Optimizer | None = None
+        self._statistics: dict[int, dp_accounting.DpEvent] = {}
         self._model: tf.keras.Model | None = None
         self._history: RunHistory | None = None
 
@@ -314,8 +316,9 @@ class PrivacyPlan:
             ),
             **kwargs,
         )
-        if self.normalize_inputs:
-            made.ledger.other_events += self.other_events[-1:]
+        if not _without(self.other_events, made.ledger.other_events).unpaid:
+            # The budget pays for all of them, whatever released them.
+            made.ledger.other_events = self.other_events
         self._check_optimizer(made)
         return made
 
@@ -451,7 +454,7 @@ class PrivacyPlan:
             )
         optimizer = getattr(model, "optimizer", None)
         self._check_optimizer(optimizer)
-        self._check_normalization(model)
+        normalizations = self._check_normalization(model)
         self._warn_of_second_model(model)
         run = None
         if directory is not None:
@@ -461,14 +464,43 @@ class PrivacyPlan:
                 keeps_keys=not self.noise.is_independent,
             )
         try:
-            if run is not None and self._normalization is not None:
-                # Gradients that were released before a kill belong to the first values.
-                values = run.keep("normalization", self._normalization.get_weights())
-                self._normalization.set_weights(values)
+            if run is not None:
+                self._keep_normalizations(run, normalizations, model)
+            seen = {x.release_id: x.dp_event for x in normalizations if x.release_id}
+            self._statistics = {**self._statistics_seen_by(model.optimizer), **seen}
             return self._fit(model, (x, y, sample_weight), run, directory, callbacks, fit_arguments)
         finally:
             if run is not None:
                 run.close()
+
+    def _keep_normalizations(
+        self, run: RunDirectory, layers: Sequence[PrivateNormalization], model: keras.Model
+    ) -> None:
+        """Gives layers the statistics that the run began with, which its budget pays for.
+
+        Gradients that were released before a kill belong to the first values.
+        """
+        values = [layer.get_weights() for layer in layers]
+        kept = run.keep("normalization", values)
+        if [[v.shape for v in of] for of in kept] != [[v.shape for v in of] for of in values]:
+            raise ValueError(
+                "The model must have the `PrivateNormalization` layers that the run in `directory` "
+                "began with, each adapted before `fit` if it was then. Received: statistics of "
+                f"shapes {[[v.shape for v in of] for of in values]}, and in the directory "
+                f"{[[v.shape for v in of] for of in kept]}"
+            )
+        inside = layers_within(model)
+        for layer, before in zip(layers, kept):
+            changed = not all(map(np.array_equal, layer.get_weights(), before))
+            if changed and not any(layer is x for x in inside):
+                raise ValueError(
+                    "The run in `directory` began with other statistics of its inputs, and the "
+                    "model does not have the layer `plan.normalization(x)`, so `fit` cannot "
+                    "restore them: inputs that were normalized outside of the model would train "
+                    "on with a second release. Put the layer first in the model. Received: a model "
+                    "without it"
+                )
+            layer.set_weights(before)
 
     def _fit(
         self,
@@ -697,10 +729,19 @@ class PrivacyPlan:
                 f"`plan.optimizer(...)`. Received: noise={optimizer.noise!r} instead of "
                 f"{self.noise!r}"
             )
-        if list(map(repr, optimizer.ledger.other_events)) != list(map(repr, self.other_events)):
+        left, unpaid = _without(self.other_events, optimizer.ledger.other_events)
+        if unpaid:
             raise ValueError(
-                "The optimizer's side information was released by an event that the plan's budget "
-                "does not pay for. Pass the events as `other_events` to the plan. Received: "
+                "The optimizer's ledger, to which side information adds its release, has an event "
+                "that the plan's budget does not pay for. Pass the events as `other_events` to the "
+                f"plan. Received: {optimizer.ledger.other_events!r} instead of "
+                f"{self.other_events!r}"
+            )
+        if left:
+            raise ValueError(
+                "The optimizer's ledger must have every event that the plan's budget pays for, or "
+                "its epsilon is too small: make it by `plan.optimizer(...)`, or set "
+                "`optimizer.ledger.other_events = plan.other_events`. Received: "
                 f"{optimizer.ledger.other_events!r} instead of {self.other_events!r}"
             )
 
@@ -713,26 +754,53 @@ class PrivacyPlan:
                 f"{received} examples, {name}={self.num_examples!r}"
             )
 
-    def _check_normalization(self, model: keras.Model) -> None:
-        """Raises if a layer's statistics were released by an event that nobody pays for."""
+    def _check_normalization(self, model: keras.Model) -> list[PrivateNormalization]:
+        """Raises if statistics were released by an event that nobody pays for.
+
+        Each event of the plan pays for one release: of side information, or of the statistics of
+        one layer and its copies.
+
+        Returns:
+          The layers whose statistics the run must go on with: the plan's own, and the model's.
+        """
         layers = [x for x in layers_within(model) if isinstance(x, PrivateNormalization)]
-        unpaid = list(map(repr, self.other_events))
-        for layer in layers:
-            event = repr(layer.dp_event)
-            if event not in unpaid:
+        information = model.optimizer.side_information
+        of_information = () if information is None else provenance.events(information.provenance)
+        left, _ = _without(self.other_events, of_information)
+        own = [] if self._normalization is None else [self._normalization]
+        all_layers = own + [layer for layer in layers if layer is not self._normalization]
+        known = self._statistics_seen_by(model.optimizer)
+        left = _without(left, list(known.values())).left
+        for layer in all_layers:
+            if layer.release_id in known:
+                continue  # it has been paid for, or is a copy of one that has
+            left, unpaid = _without(left, [layer.dp_event])
+            if unpaid:
                 raise ValueError(
                     "The model has a `PrivateNormalization` that the plan's budget does not pay "
                     "for. Make it by `plan.normalization(x)`, of a plan with "
-                    "`normalize_inputs=True`, or pass its `dp_event` in `other_events`. Received: "
-                    f"{layer.name!r} with noise_multiplier={layer.noise_multiplier!r}"
+                    "`normalize_inputs=True`, or pass its `dp_event` in `other_events`, once for "
+                    "each layer that was adapted and beside the events of side information. A "
+                    "layer of `clone_model` has no statistics: copy the model by "
+                    "`copy.deepcopy(model)`, or set its weights to those of the original. "
+                    f"Received: {layer.name!r} with {layer.dp_event!r}, other_events="
+                    f"{self.other_events!r}"
                 )
-            unpaid.remove(event)
+            if layer.release_id:
+                known[layer.release_id] = layer.dp_event
         if self.normalize_inputs and not layers:
             warnings.warn(
                 "The plan pays for a normalization of the inputs, and the model has none. Put "
                 "`plan.normalization(x)` first in the model, or leave `normalize_inputs` out.",
                 stacklevel=3,
             )
+        return all_layers
+
+    def _statistics_seen_by(
+        self, optimizer: tf.keras.optimizers.Optimizer
+    ) -> dict[int, dp_accounting.DpEvent]:
+        """The releases of statistics behind an optimizer's gradients so far, by their numbers."""
+        return dict(self._statistics) if self._optimizer is optimizer else {}
 
     def _warn_of_second_model(self, model: keras.Model) -> None:
         before = self._optimizer
@@ -751,6 +819,27 @@ class PrivacyPlan:
                 "`privacy_statement` and `report.facts` with an optimizer of your own."
             )
         return self._optimizer
+
+
+class _Balance(NamedTuple):
+    """What is left of the events that a budget pays for, and what it does not pay for."""
+
+    left: tuple[dp_accounting.DpEvent, ...]
+    unpaid: tuple[dp_accounting.DpEvent, ...]
+
+
+def _without(
+    paid: Sequence[dp_accounting.DpEvent], events: Sequence[dp_accounting.DpEvent]
+) -> _Balance:
+    """Takes events from those that are paid for; each of these pays for one."""
+    left, unpaid = list(paid), []
+    for event in events:
+        place = next((k for k, one in enumerate(left) if repr(one) == repr(event)), None)
+        if place is None:
+            unpaid.append(event)
+        else:
+            del left[place]
+    return _Balance(tuple(left), tuple(unpaid))
 
 
 def _with_bands(noise: Any) -> ToeplitzStrategy:

@@ -142,12 +142,12 @@ class RunDirectory:
                 "`user_ids`. Pass those of the run in `directory`, or a new directory."
             )
 
-    def keep(self, name: str, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def keep(self, name: str, values: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
         """Values that a run began with and must go on with, whenever it is killed.
 
         Args:
-          name: that of the file.
-          values: float32 arrays that were released about the examples.
+          name: that of the file, which is written if there are values.
+          values: lists of arrays of floating-point numbers that were released about the examples.
 
         Returns:
           The values that the run keeps already, or these if it had not begun.
@@ -157,10 +157,12 @@ class RunDirectory:
         """
         kept = self._path / f"{name}.json"
         if kept.exists():
-            return [np.asarray(v, np.float32) for v in json.loads(kept.read_bytes())]
-        self._check_not_begun(kept.name, "other values would be another release")
-        files.write(kept, json.dumps([v.tolist() for v in values]).encode())
-        return list(values)
+            return [[np.asarray(v) for v in of_one] for of_one in json.loads(kept.read_bytes())]
+        if values:
+            self._check_not_begun(kept.name, "other values would be another release")
+            text = json.dumps([[v.tolist() for v in of_one] for of_one in values])
+            files.write(kept, text.encode())
+        return [list(of_one) for of_one in values]
 
     def _check_not_begun(self, missing: str, why: str) -> None:
         """Raises if the run has begun, so that a file which is missing was there."""
