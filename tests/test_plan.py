@@ -123,6 +123,11 @@ def test_optimizers_that_are_not_the_plans_are_refused():
         model.compile(dp.DPSGD(1.0, **arguments), "mse")
         with pytest.raises(ValueError, match="noise and the batch size of the plan.*instead of"):
             plan.fit(model, X, Y)
+    with pytest.raises(dp.NotPrivateError, match="must draw secret noise.*seed=7"):
+        plan.optimizer(dp.DPSGD, seed=7)
+    model.compile(dp.DPSGD(1.0, 1.0, expected_batch_size=8.0, seed=0), "mse")
+    with pytest.raises(dp.NotPrivateError, match="must draw secret noise.*seed=0"):
+        plan.fit(model, X, Y)
     with pytest.raises(TypeError, match="The plan determines batch_size.*batch_size=8"):
         plan.fit(model_of(plan), X, Y, batch_size=8)
     with pytest.raises(ValueError, match="has trained no model yet"):

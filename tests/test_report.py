@@ -23,8 +23,8 @@ HISTORY = [
 SAMPLING = dp.PoissonSampling.for_batch_size(100, N, steps=30)
 
 
-def optimizer(noise_multiplier=1.0):
-    made = dp.ADADP(1.0, noise_multiplier, expected_batch_size=100.0)
+def optimizer(noise_multiplier=1.0, **kwargs):
+    made = dp.ADADP(1.0, noise_multiplier, expected_batch_size=100.0, **kwargs)
     made.ledger.restore([(noise_multiplier, 100.0, 30)], [(30, 0, 0, 0.0)])
     return made
 
@@ -104,6 +104,16 @@ def test_the_json_file_is_strict_json_even_without_privacy(tmp_path):
     card = (tmp_path / "new" / "report.md").read_text()
     assert card.startswith("## Privacy\n\nNOT PRIVATE") and "| epsilon | infinite" in card
     assert "infinite: NOT PRIVATE" in (tmp_path / "new" / "report.html").read_text()
+
+
+def test_noise_with_a_seed_is_called_not_private():
+    data = report.facts(optimizer(seed=1234567), N, DELTA, sampling=SAMPLING)
+    assert data["privacy"]["seeded_noise"] and not facts()["privacy"]["seeded_noise"]
+    for text in (report.page(data), report.model_card(data)):
+        assert text.count("NOT PRIVATE, the noise had a seed") >= 1
+        assert "NOT PRIVATE unless the seed of the noise is secret" in " ".join(text.split())
+        assert "1234567" not in text
+    assert "NOT PRIVATE" not in report.page(facts())
 
 
 def test_repeated_batches_are_not_called_verified():

@@ -11,14 +11,17 @@ import types
 import dp_accounting
 import pytest
 
+import tf_adaptive_dp as dp
 from tests.helpers import HAS_TF_PRIVACY, tf_privacy
 from tf_adaptive_dp import statement
+from tf_adaptive_dp.accounting import BandedNoise
 from tf_adaptive_dp.accounting.composition import (
     epsilon,
     epsilon_spent,
     epsilon_without_amplification,
 )
 from tf_adaptive_dp.accounting.ledger import Checks, Releases, Segment
+from tf_adaptive_dp.sampling import CyclicPoissonSampling
 from tf_adaptive_dp.statement import privacy_statement
 
 N, DELTA = 60_000, 1e-5
@@ -42,6 +45,33 @@ def words(*args, **kwargs):
 
 ONE = fake_ledger((2.0, 200.0, 6_000))
 TWO = fake_ledger((2.0, 200.0, 6_000), (1.5, 100.0, 31))
+
+
+# --- noise with a seed ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled", "fixed"])
+@pytest.mark.parametrize("noise", [{}, {"noise": BandedNoise(2)}])
+def test_noise_with_a_seed_protects_nobody(sampling, noise):
+    if noise:
+        if sampling != "poisson":
+            pytest.skip("accounted for with samplings of its own only")
+        sampling = CyclicPoissonSampling.for_batch_size(200, N, 600, 2)
+
+    def said(**kwargs):
+        optimizer = dp.DPSGD(1.0, 2.0, expected_batch_size=200.0, **noise, **kwargs)
+        optimizer.ledger.restore([(2.0, 200.0, 600)], [Checks(checked=600)])
+        return words(optimizer, N, DELTA, sampling=sampling)
+
+    secret, seeded = said(), said(seed=1234567)
+    assert "NOT PRIVATE" not in secret and "seed" not in secret
+    assert seeded.startswith("NOT PRIVATE unless the seed of the noise is secret")
+    assert "epsilon protects nobody from them" in seeded
+    assert "is a proven upper bound" not in seeded and "TF Privacy's statement" not in seeded
+    # The statement is published, and the seed of whoever goes on with it must not be.
+    assert "1234567" not in seeded
+    if sampling != "shuffled":
+        assert "is a proven upper bound" in secret
 
 
 # --- ε without amplification -----------------------------------------------------------------

@@ -31,6 +31,7 @@ from tf_adaptive_dp.accounting.noise_strategies import (
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
 from tf_adaptive_dp.callbacks.run_directory import RunDirectory, RunHistory
+from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import PrivateNormalization, input_array
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
@@ -288,6 +289,7 @@ class PrivacyPlan:
         Raises:
           TypeError: if the class is not one of the library's, or an argument is the plan's.
           ValueError: if the optimizer releases more about the examples than `other_events` say.
+          NotPrivateError: if its noise has a `seed`.
         """
         given = _OF_THE_OPTIMIZER & set(kwargs)
         if given:
@@ -444,6 +446,7 @@ class PrivacyPlan:
         Raises:
           TypeError, ValueError: if an argument is wrong, the optimizer is not one of the plan, or
             the directory belongs to another plan.
+          NotPrivateError: if the noise of the optimizer has a `seed`.
           BudgetExceededError: if the model has already spent the budget.
         """
         given = [name for name in _OF_THE_PLAN if name in fit_arguments]
@@ -712,6 +715,12 @@ class PrivacyPlan:
             raise TypeError(
                 "The model must be compiled with an optimizer of tf_adaptive_dp, such as "
                 f"`plan.optimizer(tf_adaptive_dp.ADADP)`. Received: optimizer={optimizer!r}"
+            )
+        if optimizer.seed is not None:
+            raise NotPrivateError(
+                "The optimizer of a plan must draw secret noise: whoever knows a seed can take the "
+                "noise out. Leave out `seed`; a test with repeatable noise can train without a "
+                f"plan. Received: seed={optimizer.seed!r}"
             )
         check_unit(self.sampling, optimizer)
         wanted = (self.noise_multiplier, self.expected_batch_size)

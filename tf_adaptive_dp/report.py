@@ -21,7 +21,12 @@ from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
-from tf_adaptive_dp.statement import counted, format_epsilon, privacy_statement
+from tf_adaptive_dp.statement import (
+    counted,
+    format_epsilon,
+    noise_is_seeded,
+    privacy_statement,
+)
 from tf_adaptive_dp.version import __version__
 
 __all__ = ["facts", "write"]
@@ -100,6 +105,7 @@ def facts(
             "accountant": accountant,
             "unit": getattr(sampling, "unit", "example"),
             "num_examples": num_examples,
+            "seeded_noise": noise_is_seeded(optimizer),
             "statement": statement,
         },
         "sampling": {
@@ -210,7 +216,10 @@ def _unit(data: Mapping[str, Any]) -> str:
 def _epsilon(data: Mapping[str, Any]) -> str:
     """ε as the statement rounds it."""
     spent = float(data["privacy"]["epsilon"])
-    return "infinite: NOT PRIVATE" if math.isinf(spent) else format_epsilon(spent)
+    if math.isinf(spent):
+        return "infinite: NOT PRIVATE"
+    seeded = data["privacy"].get("seeded_noise")  # which earlier versions did not say
+    return f"{format_epsilon(spent)}{': NOT PRIVATE, the noise had a seed' if seeded else ''}"
 
 
 def _rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:

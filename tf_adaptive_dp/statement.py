@@ -96,10 +96,12 @@ def privacy_statement(
     fixed-size subsets), the sampling, what is protected and what is not, and the side information
     of the optimizer with its provenance. A sampling object is checked against the ledger; a label
     is taken on trust. The text says "proven" only if the ledger verified that the batch of every
-    release was a fresh draw; see `Checks`.
+    release was a fresh draw (see `Checks`), and neither the noise of the optimizer nor the sampling
+    has a seed. Noise with a seed is called not private: whoever knows the seed can take it out.
 
     Args:
-      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      ledger: a ledger, or an optimizer with the attribute `ledger`. A ledger alone does not know
+        whether its optimizer had a seed.
       num_examples: number of examples in the training set, a public constant; of users, if the
         sampling draws users.
       delta: δ, in (0, 1); should be well below 1 / `num_examples`.
@@ -155,9 +157,10 @@ def privacy_statement(
         released += list_item(f"the noise of each takes back {noise.taken_back}: {noise!r}")
     released += _repetitions(with_checks, num_examples, sampling)
     information = side_information_paragraph(getattr(ledger, "side_information", None))
+    seeded = noise_is_seeded(ledger)
     if math.isinf(spent):
         causes = why_not_private(segments, other_events, sampling, unit)
-        return joined([causes, released, information])
+        return joined([causes, _noise_seed_warning(ledger, unit), released, information])
     unamplified, tf_privacy = math.inf, ""
     if noise.is_independent:
         units = composition.in_units(ledger)
@@ -167,13 +170,14 @@ def privacy_statement(
         plain = composition.epsilon_spent(units, num_examples, delta, accountant=accountant)
         as_declared = not any(known.repeated or known.declared for _, known in with_checks)
         alone = len(segments) == 1 and not other_events and unit is EXAMPLE
-        if alone and as_declared and format_epsilon(spent) == format_epsilon(plain):
+        if not seeded and alone and as_declared and format_epsilon(spent) == format_epsilon(plain):
             # For any other run TF Privacy would state a smaller epsilon than the true one.
             tf_privacy = _tf_privacy_statement(
                 segments[0], num_examples, delta, accountant, max_examples_per_user
             )
     return joined(
         [
+            _noise_seed_warning(ledger, unit),
             claim(
                 spent,
                 unamplified,
@@ -183,6 +187,7 @@ def privacy_statement(
                 num_examples=num_examples,
                 unit=unit,
                 num_unchecked=_num_unchecked(with_checks, num_examples),
+                seeded_noise=seeded,
             ),
             delta_warning(delta, num_examples, unit),
             released,
@@ -207,6 +212,7 @@ def claim(
     num_examples: int,
     unit: Unit = EXAMPLE,
     num_unchecked: int = 0,
+    seeded_noise: bool = False,
 ) -> str:
     """The first paragraph: ε, δ, unit, adjacency and sampling.
 
@@ -220,6 +226,7 @@ def claim(
       num_examples: number of units in the data set.
       unit: the words for the unit.
       num_unchecked: number of releases whose batch was not verified to be a fresh draw.
+      seeded_noise: whether the noise can be repeated by whoever knows its seed.
     """
     one, label = unit.one, sampling_epsilon.label_of(sampling)
     how = f"({accountant.upper()} accounting, rounded up)"
@@ -243,6 +250,11 @@ def claim(
             f"epsilon is an upper bound. The library did not verify that the {unit.batch} "
             f"{_VERIFIED.get(label, 'was a fresh draw')} for {num_unchecked} of the "
             f"{unit.releases}."
+        )
+    elif seeded_noise or getattr(sampling, "seed", None) is not None:
+        text += (
+            f"{how}. {whose} The {unit.batches} were drawn {drawn}. This epsilon is an upper bound "
+            "only for those who know no seed of the run."
         )
     else:
         text += (
@@ -295,6 +307,30 @@ def seed_warning(sampling: Any, unit: Unit = EXAMPLE) -> str:
     return "\n" + paragraph(
         f"NOT AMPLIFIED: the {unit.batches} were drawn with seed {seed}, which is for tests only. "
         f"Anyone who knows the seed can reproduce the {unit.batches}, so epsilon does not hold."
+    )
+
+
+def noise_is_seeded(optimizer: Any) -> bool:
+    """Whether whoever knows a seed can compute the noise of an optimizer.
+
+    Args:
+      optimizer: an optimizer, or a ledger, of which this is not known.
+    """
+    return getattr(optimizer, "seed", None) is not None
+
+
+def _noise_seed_warning(optimizer: Any, unit: Unit) -> str:
+    """A paragraph that warns of predictable noise; empty if the noise is secret.
+
+    It does not name the seed, which would take away what protection there is.
+    """
+    if not noise_is_seeded(optimizer):
+        return ""
+    return paragraph(
+        "NOT PRIVATE unless the seed of the noise is secret: the noise was drawn with a seed, "
+        "which is for tests only. Anyone who knows the seed can compute the noise and take it out "
+        f"of the {unit.releases}, so epsilon protects nobody from them. Saved models and "
+        "configurations of the optimizer hold the seed. To protect the data, train without `seed`."
     )
 
 

@@ -38,6 +38,13 @@ def test_an_adadp_iteration_of_two_minibatches_costs_two_releases():
     assert history["learning_rate"][-1] != pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("seed", [None, 1])
+def test_noise_with_a_seed_is_marked_as_not_private(seed):
+    monitor = dp.PrivacyMonitor(N, DELTA, full_passes=False)
+    _, history = train(callbacks=[monitor], epochs=1, seed=seed)
+    assert history.get("NOT_PRIVATE") == (None if seed is None else [1.0])
+
+
 @pytest.mark.slow
 def test_the_monitor_can_account_with_pld():
     _, history = train(
@@ -57,7 +64,7 @@ def test_tensorboard_gets_the_figures_under_tags_that_say_what_is_private(tmp_pa
     raw = "raw_gradients_NOT_PRIVATE"
     monitor = dp.PrivacyMonitor(N, DELTA, tmp_path / "logs", full_passes=False)
     budget = dp.PrivacyBudget(99.0, DELTA, N, batch_size=8, full_passes=False)
-    train("ADADP", [monitor, budget])
+    train("ADADP", [monitor, budget], seed=None)
     (path,) = glob.glob(str(tmp_path / "logs" / "*"))
     values, described = {}, set()
     for record in tf.data.TFRecordDataset(path):

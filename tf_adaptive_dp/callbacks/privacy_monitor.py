@@ -23,7 +23,7 @@ from tf_adaptive_dp.callbacks.tensorboard import TensorBoardLog
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.poisson import RandomSizes
-from tf_adaptive_dp.statement import privacy_statement
+from tf_adaptive_dp.statement import noise_is_seeded, privacy_statement
 
 
 class PrivacyMonitor(PrivateCallback):
@@ -31,7 +31,8 @@ class PrivacyMonitor(PrivateCallback):
 
     At the end of each epoch the callback adds `epsilon`, `delta` and `learning_rate` to the logs.
     It also adds `NOT_PRIVATE` with the value 1 if ε is infinite, because something was released
-    without noise or side information came from the private data without privacy.
+    without noise or side information came from the private data without privacy; and if the noise
+    of the optimizer has a `seed`, with which anybody can take it out.
 
     TensorBoard shows these first, in the group `privacy/`, with the ε of a `PrivacyBudget` beside
     it and the norm of a step's noise relative to the largest norm of its signal; its page "Custom
@@ -169,7 +170,7 @@ class PrivacyMonitor(PrivateCallback):
             "delta": self.delta,
             "learning_rate": _learning_rate(optimizer),
         }
-        if math.isinf(private["epsilon"]):
+        if math.isinf(private["epsilon"]) or noise_is_seeded(optimizer):
             private["NOT_PRIVATE"] = 1.0  # appears next to ε wherever logs go
         if logs is not None:
             logs.update(private)
