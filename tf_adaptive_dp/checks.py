@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
+import numpy as np
+
 from tf_adaptive_dp._keras.models import tunes_steps_per_call
 from tf_adaptive_dp._keras.variables import paths_named
 
@@ -55,6 +57,22 @@ def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False. Received: {name}={value!r}")
     return value
+
+
+def not_masked(name: str, value: Any) -> None:
+    """Raises if some values of a NumPy array are masked; as an array they would be there again.
+
+    Raises:
+      ValueError: if some are.
+
+    >>> not_masked("x", np.ma.masked_array([1, 2], mask=[False, False]))
+    """
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        count = int(np.ma.getmaskarray(value).sum())
+        raise ValueError(
+            f"`{name}` must have no masked values, since what lies under a mask is unknown. Drop "
+            f"or fill them. Received: {count} masked values of {value.size}"
+        )
 
 
 def choice(name: str, value: Any, choices: tuple[str, ...]) -> str:

@@ -435,6 +435,7 @@ def input_array(x: Any) -> np.ndarray:
     )
     if isinstance(x, (dict, list, tuple)) or not hasattr(x, "shape"):
         raise TypeError(f"{hint} Received: {type(x).__name__}")
+    checks.not_masked("x", x)
     array = np.asarray(x)
     if array.dtype.kind not in "iufb":
         raise TypeError(f"{hint} Received: an array of {array.dtype}")

@@ -908,4 +908,5 @@ def _arrays(part: Any) -> Any:
         return {name: _arrays(value) for name, value in part.items()}
     if isinstance(part, (list, tuple)) and all(hasattr(value, "shape") for value in part):
         return tuple(_arrays(value) for value in part)
+    checks.not_masked("data", part)
     return np.asarray(part)

@@ -11,6 +11,7 @@ from scipy import stats
 import tf_adaptive_dp as dp
 from tests.helpers.sampled import KEY, fake_ledger
 from tf_adaptive_dp.accounting.ledger import Releases
+from tf_adaptive_dp.auditing import bounds
 from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.sampling.users import UserRecords
 
@@ -214,6 +215,19 @@ BAD_IDS = {
     "two columns": ([[1, 2], [3, 4]], ValueError, "one user.*Drop such records"),
     "lists": ([[1], [3, 4]], ValueError, "one user.*Drop such records"),
     "a list among ids": (np.array([1, [2, 3]], object), ValueError, "one user.*Drop such records"),
+    "masked": (np.ma.masked_equal([1, 2, 9, 9], 9), ValueError, "no masked.*2 masked values of 4"),
+    "masked strings": (
+        *(np.ma.masked_array(["a", "?"], mask=[False, True]), ValueError),
+        "`user_ids` must have no masked values",
+    ),
+    "masked objects": (
+        *(np.ma.masked_array(np.array(["a", "?"], object), mask=[False, True]), ValueError),
+        "`user_ids` must have no masked values",
+    ),
+    "too large": ([2**63, 1], ValueError, "pass larger numbers as strings.*64 bits"),
+    "far too large": ([1, -(2**70)], ValueError, "pass larger numbers as strings.*71 bits"),
+    "an end that NumPy cuts off": (["a\0", "a"], ValueError, "must not end with a character"),
+    "a bytes end": ([b"a\0", b"a"], ValueError, "must not end with a character"),
 }
 
 
@@ -229,11 +243,33 @@ def test_ids_come_as_users_have_them():
         records = UserRecords(ids)
         assert (records.num_users, records.num_records) == (2, 3)
     assert UserRecords(np.array([-5, 2**63 - 1])).num_users == 2
+    assert UserRecords([-(2**63), 2**63 - 1, 2**63 - 2]).num_users == 3
+    assert UserRecords(np.array([2**64 - 1, 2**64 - 2], np.uint64)).num_users == 2
+    assert UserRecords(np.ma.masked_array([4, 4, 1])).num_users == 2
     pandas = pytest.importorskip("pandas")
     assert UserRecords(pandas.Series(["x", "y", "x"])).num_users == 2
     assert UserRecords(pandas.Series([4, 4, 1])).num_users == 2
     with pytest.raises(TypeError, match="drop them"):
         UserRecords(pandas.Series(["x", None]))
+
+
+def test_masks_are_not_forgotten_in_data_either():
+    masked = np.ma.masked_equal(np.arange(4.0, dtype="float32")[:, None], 2)
+    plan = dp.PrivacyPlan(
+        noise_multiplier=2.0, delta=1e-3, num_examples=4, batch_size=2, epochs=1, accountant="rdp"
+    )
+    for call in (
+        lambda: dp.poisson_batches((masked, np.zeros(4)), dp.PoissonSampling(0.5, 4, 1)),
+        lambda: plan.batches(masked, np.zeros(4)),
+        lambda: plan.batches({"a": masked}, np.zeros(4)),
+        lambda: plan.batches(np.zeros([4, 1]), np.zeros(4), masked[:, 0]),
+        lambda: dp.PrivateNormalization(1.0).adapt(masked),
+        lambda: dp.side_information.token_counts(masked),
+        lambda: dp.side_information.token_frequencies(masked[:, 0], provenance="public"),
+        lambda: bounds.one_run_epsilon(masked[:, 0], np.array([True, False] * 2), 0.0),
+    ):
+        with pytest.raises(ValueError, match="must have no masked values"):
+            call()
 
 
 def test_batches_need_ids_if_and_only_if_users_are_drawn():

@@ -211,6 +211,7 @@ def _check_parameters(delta: float, confidence: float) -> tuple[float, float]:
 
 
 def _checked_scores(scores: Any, included: Any) -> tuple[np.ndarray, np.ndarray]:
+    checks.not_masked("included", included)
     scores, included = _numbers("scores", scores), np.asarray(included)
     if included.ndim != 1 or included.dtype != bool or not len(included):
         raise ValueError(
@@ -228,6 +229,7 @@ def _checked_scores(scores: Any, included: Any) -> tuple[np.ndarray, np.ndarray]
 
 
 def _numbers(name: str, scores: Any) -> np.ndarray:
+    checks.not_masked(name, scores)
     try:
         return np.asarray(scores, np.float64)
     except (TypeError, ValueError) as error:

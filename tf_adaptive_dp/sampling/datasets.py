@@ -460,6 +460,8 @@ class Arrays:
                 f"`data` must be {_WHAT} of arrays, or nests of them; lists become arrays by "
                 f"`np.asarray`. Received: leaves of {[type(leaf).__name__ for leaf in leaves]}"
             )
+        for leaf in leaves:
+            checks.not_masked("data", leaf)
         # Taking rows of any other layout would copy the whole array each time.
         arrays = [np.asarray(leaf, order="C") for leaf in leaves]
         for array in arrays:

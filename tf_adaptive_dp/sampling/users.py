@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tf_adaptive_dp import checks
 from tf_adaptive_dp.sampling import draws
 
 _HOW = (
@@ -27,7 +28,8 @@ class UserRecords:
 
     Raises:
       TypeError: if the ids are not whole numbers or strings.
-      ValueError: if there are none, if an id is missing, or if examples have several ids.
+      ValueError: if there are none, if an id is missing or masked, if examples have several ids, or
+        if NumPy would take different ids for one.
 
     >>> records = UserRecords(["ann", "bob", "ann"])
     >>> records.num_users, records.num_records
@@ -142,6 +144,7 @@ def checked_ids(user_ids: Any) -> np.ndarray:
         "another of them would change that gradient too. Drop such records: whether a record has "
         "several ids depends on the record alone, so dropping costs no privacy."
     )
+    checks.not_masked("user_ids", user_ids)
     # NumPy would make strings of the numbers, and of the missing values, in a list of strings.
     ids = np.asarray(user_ids, None if hasattr(user_ids, "dtype") else object)
     if ids.ndim > 1:
@@ -160,6 +163,7 @@ def checked_ids(user_ids: Any) -> np.ndarray:
                 f"`user_ids` must have one type. {_HOW} Records whose user is unknown cannot be "
                 f"protected: drop them. Received: ids of types {', '.join(types)}"
             )
+        _refuse_what_numpy_changes(ids)
         ids = np.array(ids.tolist())
     if ids.dtype.kind not in "iuSU":
         raise TypeError(
@@ -172,3 +176,18 @@ def checked_ids(user_ids: Any) -> np.ndarray:
             "protected: drop them. Received: an empty id"
         )
     return ids
+
+
+def _refuse_what_numpy_changes(ids: np.ndarray) -> None:
+    """Raises for Python's numbers and strings that an array of NumPy cannot hold as they are."""
+    for one in ids.flat:
+        if isinstance(one, int) and not -(2**63) <= one < 2**63:
+            raise ValueError(
+                "`user_ids` must be whole numbers of 64 bits with a sign, or strings: pass larger "
+                f"numbers as strings, all of them. Received: an id of {one.bit_length()} bits"
+            )
+        if isinstance(one, (str, bytes)) and one[-1:] in ("\0", b"\0"):
+            raise ValueError(
+                "`user_ids` must not end with a character of code 0, which NumPy cuts off: two "
+                "users could become one. Received: such an id"
+            )

@@ -105,6 +105,7 @@ def _batches(corpus: Any) -> Iterator[Any]:
 def _array(tensor: Any) -> np.ndarray:
     if isinstance(tensor, tf.sparse.SparseTensor):
         tensor = tf.sparse.to_dense(tensor)
+    checks.not_masked("corpus", tensor)
     array = np.asarray(tensor)
     if array.size == 0 and array.dtype == np.float64:
         array = array.astype(np.int64)  # an empty list
@@ -156,6 +157,7 @@ def check_vector(name: str, values: Any) -> np.ndarray:
       TypeError: if the values are not numbers.
       ValueError: if they are not a vector, or some are negative or not finite.
     """
+    checks.not_masked(name, values)
     try:
         array = np.asarray(values, np.float64)
     except (TypeError, ValueError) as error:
