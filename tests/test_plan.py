@@ -1,6 +1,7 @@
 """`PrivacyPlan`: one object says each number once, and the parts agree."""
 
 import functools
+import json
 import warnings
 
 import dp_accounting
@@ -234,6 +235,13 @@ def test_a_run_resumes_and_is_restored_when_it_is_finished(tmp_path):
         np.testing.assert_array_equal(a, b)
     assert restored.optimizer.ledger.segments == [(1.0, 8.0, 24)]
     assert "24 noisy gradients" in plan.statement()
+    # What was computed from raw gradients and losses is in files, or below keys, that say so.
+    names = {path.name for path in (tmp_path / "run").glob("*.json")}
+    for name in names - {"history_NOT_PRIVATE.json"}:
+        text = (tmp_path / "run" / name).read_text()
+        shown = {n: v for n, v in json.loads(text).items() if "NOT_PRIVATE" not in n}
+        assert "clipped_share" not in json.dumps(shown) and '"loss"' not in json.dumps(shown)
+    assert '"loss"' in (tmp_path / "run" / "history_NOT_PRIVATE.json").read_text()
     assert {"report.html", "report.md", "report.json", "logs"} < {
         path.name for path in (tmp_path / "run").iterdir()
     }

@@ -79,6 +79,13 @@ def test_figures_without_noise_stand_apart_and_only_if_there_are_some():
     private, raw = page.split('<section class="raw">')
     assert "clipped" in raw and "do not publish" in raw
     assert "clipped" not in private.split("<h1>")[1]
+    # The JSON file holds losses, too.
+    data = facts()
+    marked = data.pop("history_NOT_PRIVATE")
+    assert marked[0]["logs"]["loss"] == 1.0
+    assert "clipped_share" not in json.dumps(data) and '"loss"' not in json.dumps(data)
+    # As earlier versions wrote it.
+    assert report.page({**data, "history": marked}) == page
     quiet = [{**row, "figures": {}} for row in HISTORY]
     assert "Not private" not in report.page(facts(history=quiet))
 

@@ -425,8 +425,9 @@ class PrivacyPlan:
         With a directory, the call may be repeated after any interruption: it goes on from the last
         finished epoch, and counts what was released after it. Of a finished run it restores the
         model. The directory also gets TensorBoard's files (`logs`) and, at the end, the report.
-        With `user_ids` it gets a digest of them, by which a changed assignment is refused: the file
-        `user_ids_NOT_PRIVATE.json`, which must not be published.
+        With `user_ids` it gets a digest of them, by which a changed assignment is refused. Do not
+        publish what is marked `NOT_PRIVATE`: the files `user_ids_NOT_PRIVATE.json` and
+        `history_NOT_PRIVATE.json`, and `history_NOT_PRIVATE` in `report.json`.
 
         Metrics leave the padding of the batches out: those that were compiled without weights get
         the batches' weights, which mark it.

@@ -59,9 +59,10 @@ def facts(
     These are the privacy statement, ε by step against the budget, the test metric, the learning
     rate, how the batches were drawn and what was verified of it, the model, and the versions.
 
-    Guarantee: ε and the statement are those of `privacy_statement`. The `figures` of `history` were
-    computed from gradients without noise, and ε does not cover them: pass `history` without
-    `figures` for a report that you publish.
+    Guarantee: ε and the statement are those of `privacy_statement`. It does not cover `history`,
+    which is `history_NOT_PRIVATE` in the result: its `figures` were computed from gradients without
+    noise, and losses and metrics in its `logs` from examples without noise. Leave them out of what
+    you pass for a report that you publish.
 
     Args:
       optimizer: the private optimizer of the run.
@@ -124,7 +125,7 @@ def facts(
             "noise_to_signal": optimizer.noise_to_signal(weights),
         },
         "test_metric": _test_metric(history, test_metric),
-        "history": [dict(row) for row in history],
+        "history_NOT_PRIVATE": [dict(row) for row in history],
         "audit": None if report is None else report._asdict(),
         "versions": {
             "tf_adaptive_dp": __version__,
@@ -140,7 +141,8 @@ def facts(
 def write(path: str | os.PathLike, data: Mapping[str, Any]) -> None:
     """Writes the report of a run as an HTML page, as Markdown for a model card, and as JSON.
 
-    The page needs no other file and loads nothing. It marks the figures that are not private.
+    The page needs no other file and loads nothing. It marks the figures that are not private. The
+    JSON file has all of the history under `history_NOT_PRIVATE`.
 
     Guarantee: that of `facts`; the page holds no other data.
 
@@ -261,7 +263,9 @@ def _rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _series(data: Mapping[str, Any], name: str, part: str = "logs") -> tuple[list, list[float]]:
     """The releases after each epoch, and a value of each."""
-    known = [row for row in data["history"] if name in row[part]]
+    # Earlier versions did not say what the history is.
+    rows = data.get("history_NOT_PRIVATE", data.get("history", []))
+    known = [row for row in rows if name in row[part]]
     return [row["releases"] for row in known], [float(row[part][name]) for row in known]
 
 

@@ -21,7 +21,9 @@ from tf_adaptive_dp.durable.key_file import KeyFile
 
 
 class RunHistory(keras.callbacks.Callback):
-    """The figures of every epoch, including those before the process was killed.
+    """The figures of every epoch, including those before the process was killed. NOT private.
+
+    They are losses and metrics of the training data, and statistics of raw gradients.
 
     Args:
       figures: a function that returns figures of the epoch that has just ended, which Keras's logs
@@ -76,7 +78,7 @@ class RunDirectory:
     Attributes:
       log: the `ReleaseLog`.
       keys: the `KeyFile` of an unfinished run with correlated noise, or `None`.
-      history_path: the file for a `RunHistory`.
+      history_path: the file for a `RunHistory`, whose name says that it is not private.
 
     Raises:
       ValueError: if the directory belongs to a run with other settings or another fingerprint, or
@@ -109,7 +111,7 @@ class RunDirectory:
         except BaseException:
             self.close()
             raise
-        self.history_path = self._path / "history.json"
+        self.history_path = self._path / "history_NOT_PRIVATE.json"
         self._backup = epoch_backup(self._path / "backup")
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
