@@ -172,8 +172,13 @@ def test_values_that_are_not_finite_leave_their_example_out(monkeypatch):
 
 def test_too_few_examples_are_left_as_they_are():
     x = 7 + np.random.default_rng(6).normal(size=[5, 3])
-    with pytest.warns(UserWarning, match="nothing that stands out of its noise"):
+    with pytest.warns(UserWarning, match="nothing that stands out of its noise") as found:
         layer = adapted(x, 100.0)
+    assert [w.filename for w in found] == [__file__]
+    plan = planned(num_examples=5, batch_size=1, epsilon=0.1)
+    with pytest.warns(UserWarning, match="nothing that stands out of its noise") as found:
+        plan.normalization(x)
+    assert [w.filename for w in found] == [__file__]
     np.testing.assert_array_equal(layer.mean, 0)
     np.testing.assert_array_equal(layer.stddev, 1)
 
@@ -349,6 +354,12 @@ def test_the_plan_pays_for_it():
     of_noise = planned(noise_multiplier=plan.noise_multiplier)
     assert of_noise.epsilon == pytest.approx(3.0, rel=0.01)
     assert "normalize_inputs=True" in repr(plan)
+
+
+def test_a_budget_that_pays_for_no_normalization_says_so():
+    with pytest.raises(ValueError, match="No noise of the normalization.*`normalize_inputs`") as e:
+        planned(epsilon=1e-12, delta=1e-300)
+    assert "sampling_probability" not in str(e.value)
 
 
 @pytest.mark.slow

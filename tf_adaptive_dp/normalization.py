@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -269,11 +270,23 @@ def _released_statistics(examples: _Examples, noise: float) -> tuple[np.ndarray,
                 "The private normalization found nothing that stands out of its noise, and leaves "
                 "inputs as they are from here on. It takes more examples, or less noise. Received: "
                 f"{examples.num_units} of them, noise with standard deviation {noise:.3g}",
-                stacklevel=4,
+                stacklevel=_level_of_caller(),
             )
             break
         found = better
     return found.mean, found.stddev
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel` with which a function warns of the line that called the library.
+
+    `adapt` is called by users, and by `PrivacyPlan.normalization`.
+    """
+    library, _, _ = __name__.partition(".")
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == library:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _one_round(examples: _Examples, noise: float, before: _Statistics) -> _Statistics | None:

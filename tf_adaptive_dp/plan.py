@@ -240,9 +240,18 @@ class PrivacyPlan:
 
     def _pay_for_normalization(self) -> None:
         """Adds the event of the normalization to those that the budget pays for."""
-        noise = calibration.noise_multiplier_for(
-            *(_FOR_NORMALIZATION * self.epsilon, self.delta), sampling_probability=1.0, steps=1
-        )
+        part = _FOR_NORMALIZATION * self.epsilon
+        try:
+            noise = calibration.noise_multiplier_for(
+                *(part, self.delta), sampling_probability=1.0, steps=1
+            )
+        except ValueError:  # which names arguments that the plan does not have
+            raise ValueError(
+                "No noise of the normalization meets its part of the budget, "
+                f"{_FOR_NORMALIZATION:g} of epsilon. Allow more `epsilon` or `delta`, or leave "
+                f"`normalize_inputs` out. Received: epsilon={self.epsilon!r}, "
+                f"delta={self.delta!r}"
+            ) from None
         self.other_events += (dp_accounting.GaussianDpEvent(noise),)
 
     @property

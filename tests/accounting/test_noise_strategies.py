@@ -58,6 +58,19 @@ def test_the_error_of_sums_is_that_of_dense_matrices(strategy, steps):
     np.testing.assert_allclose(strategy.deviations(steps), single, rtol=1e-9)
 
 
+@pytest.mark.parametrize("bands", range(2, 7))
+def test_the_noise_of_a_step_is_bounded_unless_coefficients_are_equal_in_blocks(bands):
+    grows = set()
+    for falls in itertools.product([False, True], repeat=bands - 1):
+        coefficients = 1 / (1.0 + np.cumsum([0, *falls]))
+        short, long = ToeplitzNoise(tuple(coefficients)).deviations(4000)[[1999, 3999]]
+        # c_b = 0 is a fall, too.
+        common = math.gcd(bands, *(k for k, fall in enumerate(falls, 1) if fall))
+        assert long / short == pytest.approx(math.sqrt(2) if common > 1 else 1, rel=1e-2)
+        grows.add(common > 1)
+    assert grows == {False, True}
+
+
 def test_more_bands_give_smaller_sums_at_the_same_noise_multiplier():
     errors = [prefix_error(IndependentNoise(), 4_000)]
     errors += [prefix_error(BandedNoise(bands), 4_000) for bands in (2, 4, 8, 16, 32)]

@@ -230,8 +230,16 @@ class ToeplitzNoise(ToeplitzStrategy):
 
     Attributes:
       coefficients: c_0 ≥ c_1 ≥ ... ≥ c_{b-1} > 0, from 2 to 1024 of them, in any scale; they are
-        divided by their norm. Then no noise grows without bound: the roots of Σ c_k x^k lie on or
-        outside of the unit circle.
+        divided by their norm. The noise of a step is bounded however many steps there are, except
+        for coefficients that are equal in blocks of g > 1, where g divides b, such as (1, 1) or
+        (2, 2, 1, 1): with these its variance grows in proportion to the steps.
+
+    Why: with p(x) = Σ c_k x^k, the d_k are the coefficients of 1 / p. Where p(x) = 0, also
+    c_0 = Σ_k (c_{k-1} - c_k) x^k over k = 1, ..., b, with c_b = 0. No factor is negative and they
+    add up to c_0, so |x| ≥ 1, and |x| = 1 only if x^k = 1 for each k with c_{k-1} > c_k. Let g be
+    the greatest common divisor of these k, one of which is b. If g = 1, that leaves x = 1, where
+    p > 0: all roots lie outside of the unit circle, and d_k falls exponentially. Otherwise p(x) is
+    (1 + x + ... + x^{g-1}) q(x^g) with roots of q outside of the circle, and d_k does not fall.
 
     Raises:
       TypeError, ValueError: if `coefficients` has the wrong type, or they increase.

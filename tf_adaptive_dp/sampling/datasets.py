@@ -78,9 +78,11 @@ def poisson_batches(
     and its row reveals nothing about the others; see `PoissonSampling`. Each iterator has its own
     sequence of draws, so no draw repeats. The sequence of the first iterator is a pure function of
     key and step. Without a seed or `key`, each call makes a new key and stores it nowhere. A
-    resumed run then draws new batches, which leaves ε valid because batches are independent. To
-    continue the same sequence, make a key (`draws.new_key()`), pass it to both calls, and keep it
-    with the data, not in a checkpoint that others receive.
+    resumed run of a `PoissonSampling` then draws new batches, which leaves ε valid because batches
+    are independent. That of a `CyclicPoissonSampling` needs the same groups: with a `start_step`
+    above 0 it raises an error unless it has the `key`. To continue the same sequence, make a key
+    (`draws.new_key()`), pass it to both calls, and keep it with the data, not in a checkpoint that
+    others receive.
 
     Args:
       data: `(x, y)` or `(x, y, sample_weight)` of arrays, or nests of arrays, that share their
@@ -170,8 +172,9 @@ def shuffled_batches(
     """Batches (x, y[, sample_weight]) for `fit` from passes over shuffled data.
 
     Guarantee: no amplification by sampling is proven; see `ShuffledEpochs`, and `FixedOrder` for
-    passes in one order. Resuming within a pass requires the same `key` or seed; otherwise examples
-    occur twice in that pass.
+    passes in one order. Resuming `ShuffledEpochs` within a pass requires the same `key` or seed;
+    otherwise examples occur twice in that pass. `FixedOrder` requires it wherever a run resumes,
+    since all passes have one order, and raises an error without it.
 
     Args:
       data: see `poisson_batches`.
