@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from federated.privacy.user_level import UserLevelPrivacy
+from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.sampling import draws
+from tf_adaptive_dp.sampling.fixed_order import FixedOrder
 from tf_adaptive_dp.sampling.fixed_size import FixedSizeSampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
@@ -19,6 +21,7 @@ from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
 __all__ = [
     "ClientSampler",
     "EveryClient",
+    "FixedOrder",
     "FixedSizeSampling",
     "PoissonSampling",
     "ShuffledEpochs",
@@ -73,27 +76,62 @@ def check_sampling(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> None:
 
     Raises:
       TypeError: If an argument has the wrong type.
-      ValueError: If the expected size of a cohort is not `privacy.clients_per_round`, or if a
-        client could take part twice in a pass of the tree mechanism.
+      ValueError: If the expected size of a cohort is not `privacy.clients_per_round`, if a client
+        could take part twice in a pass of the tree mechanism, or sooner or more often than banded
+        noise is stated for.
     """
     if not isinstance(privacy, UserLevelPrivacy):
         raise TypeError(f"`privacy` must be a `UserLevelPrivacy`. Received: privacy={privacy!r}")
     if not isinstance(sampling, draws.Sampling):
         raise TypeError(
-            "`sampling` must be a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs` or "
-            f"`EveryClient`. Received: sampling={sampling!r}"
+            "`sampling` must be a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs`, "
+            f"`FixedOrder` or `EveryClient`. Received: sampling={sampling!r}"
         )
     if privacy.mechanism == "tree" and not isinstance(sampling, (ShuffledEpochs, EveryClient)):
         raise ValueError(
             "With mechanism='tree' each client may take part at most once per pass: use "
             f"`ShuffledEpochs`. Received: sampling={sampling!r}"
         )
+    if privacy.mechanism == "banded":
+        _check_separation(privacy, sampling)
     expected = sampling.expected_batch_size(privacy.total_clients)
     if not math.isclose(expected, privacy.clients_per_round, rel_tol=1e-9):
         raise ValueError(
             f"The sampling gives {expected!r} clients a round of {privacy.total_clients}, but the "
             f"privacy is stated for clients_per_round={privacy.clients_per_round!r}, which divides "
             f"the noise and determines ε. Received: sampling={sampling!r}"
+        )
+
+
+def _check_separation(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> None:
+    """Raises ValueError if a sampling does not separate the rounds of a client as stated."""
+    if not isinstance(sampling, FixedOrder):
+        why = "it does not keep the rounds of a client apart"
+        if isinstance(sampling, ShuffledEpochs):
+            why = (
+                "it draws a new order for each pass, so a client of the last round of a pass may "
+                "come again in the next round"
+            )
+        raise ValueError(
+            "With mechanism='banded' each client may take part at most once in any "
+            f"{privacy.min_separation} rounds in a row. Use `ClientSampler.fixed_order`, or "
+            f"`FixedOrder`, whose passes all have the same order: of this sampling, {why}. "
+            f"Received: sampling={sampling!r}"
+        )
+    separation = sampling.separation(privacy.total_clients)
+    if separation < (privacy.min_separation or 1):
+        raise ValueError(
+            f"The sampling brings a client back after {separation} rounds, but the privacy is "
+            f"stated for min_separation={privacy.min_separation!r}. Let its `batch_size` be "
+            f"`clients_per_round`. Received: sampling={sampling!r}"
+        )
+    times = -(-sampling.steps // separation)
+    if privacy.max_participations is not None and times > privacy.max_participations:
+        raise ValueError(
+            f"In {sampling.steps} rounds a client takes part up to {times} times, but the privacy "
+            f"is stated for max_participations={privacy.max_participations!r}. Lower the `steps` "
+            f"of the sampling to {separation * privacy.max_participations} at most, or raise "
+            f"`max_participations`. Received: sampling={sampling!r}"
         )
 
 
@@ -107,11 +145,12 @@ class ClientSampler:
 
     Args:
       client_ids: The ids of all clients.
-      sampling: A `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs` or `EveryClient`.
+      sampling: A `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs`, `FixedOrder` or
+        `EveryClient`.
       key: 32 secret bytes. `None` creates a new key (from the sampling's seed if it has one), and
         `federated.train` creates a new key for each run. To continue with your own rounds, pass the
-        same `key` again. With the tree mechanism the guarantee requires it: another key could draw
-        a client twice in one pass.
+        same `key` again. With the tree mechanism and with banded noise the guarantee requires it:
+        another key could draw a client twice in one pass.
 
     Attributes:
       client_ids: The sorted ids, a tuple.
@@ -142,8 +181,8 @@ class ClientSampler:
             )
         if not isinstance(sampling, draws.Sampling):
             raise TypeError(
-                "`sampling` must be a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs` or "
-                f"`EveryClient`. Received: sampling={sampling!r}"
+                "`sampling` must be a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs`, "
+                f"`FixedOrder` or `EveryClient`. Received: sampling={sampling!r}"
             )
         size = getattr(sampling, "batch_size", 0)
         if size > len(self.client_ids):
@@ -187,6 +226,40 @@ class ClientSampler:
         sampling = PoissonSampling(probability, rows, num_rounds)
         return cls(client_ids, sampling, key).checked(privacy)
 
+    @classmethod
+    def fixed_order(
+        cls,
+        client_ids: Sequence[str],
+        privacy: UserLevelPrivacy,
+        num_rounds: int,
+        key: bytes | None = None,
+    ) -> ClientSampler:
+        """Makes a sampler of passes over the clients, all in the same random order.
+
+        A pass has floor(total_clients / clients_per_round) rounds; the clients that are left over
+        never take part. A client takes part in every round of its place in the pass.
+
+        Guarantee: with banded noise, that the cohorts are as far apart as the privacy says (see
+        `checked`).
+
+        Args:
+          client_ids: See the class.
+          privacy: The privacy of the rounds, of whole `clients_per_round`.
+          num_rounds: The number of rounds of the whole run.
+          key: See the class. ε does not need it to be secret.
+
+        >>> privacy = UserLevelPrivacy(1.0, 2, 4, clip=1.0, mechanism="banded", bands=2)
+        >>> sampler = ClientSampler.fixed_order("abcd", privacy, num_rounds=10, key=bytes(32))
+        Traceback (most recent call last):
+          ...
+        TypeError: `client_ids` must be a list of strings. Received: client_ids='abcd'
+        >>> sampler = ClientSampler.fixed_order(list("abcd"), privacy, 10, key=bytes(32))
+        >>> sampler.cohort(0) == sampler.cohort(2) == sampler.cohort(8)
+        True
+        """
+        size = checks.integer("clients_per_round", privacy.clients_per_round, 1)
+        return cls(client_ids, FixedOrder(size, num_rounds), key).checked(privacy)
+
     def for_new_run(self) -> ClientSampler:
         """A sampler for rounds that are not a continuation of earlier ones.
 
@@ -203,7 +276,8 @@ class ClientSampler:
 
         Raises:
           TypeError, ValueError: If it does not (see `check_sampling`), or if the number of clients
-            is not `privacy.total_clients`.
+            is not `privacy.total_clients`. With banded noise, all cohorts are drawn to see that
+            each client comes as seldom as the privacy says.
         """
         check_sampling(privacy, self.sampling)
         if len(self.client_ids) != privacy.total_clients:
@@ -212,7 +286,35 @@ class ClientSampler:
                 f"Received: total_clients={privacy.total_clients!r}, "
                 f"{len(self.client_ids)} client ids"
             )
+        if privacy.mechanism == "banded":
+            self._check_cohorts(privacy)
         return self
+
+    def _check_cohorts(self, privacy: UserLevelPrivacy) -> None:
+        """Draws all cohorts, and raises ValueError if a client comes too soon or too often."""
+        nearest, times = self._returns()
+        most = privacy.max_participations
+        if nearest < (privacy.min_separation or 1) or (most is not None and times > most):
+            raise ValueError(
+                "The cohorts of the sampler must be as far apart as the privacy says: draw them by "
+                f"`FixedOrder` itself. Received: a client comes back after {nearest} rounds, and "
+                f"up to {times} times, min_separation={privacy.min_separation!r}, "
+                f"max_participations={most!r}, sampling={self.sampling!r}"
+            )
+
+    def _returns(self) -> tuple[float, int]:
+        """After how many rounds a client comes back, at least, and how often one comes, at most."""
+        count = len(self.client_ids)
+        last, times, nearest = np.full(count, -math.inf), np.zeros(count, int), math.inf
+        for step in range(self.sampling.steps):
+            drawn = self.sampling.draw(count, step, self.key)
+            # A client that is in one cohort twice comes back at once.
+            if len(np.unique(drawn)) < len(drawn):
+                return 0, int(times.max()) + 2
+            nearest = min(nearest, float((step - last[drawn]).min(initial=math.inf)))
+            last[drawn] = step
+            times[drawn] += 1
+        return nearest, int(times.max())
 
     def cohort(self, round_num: int) -> list[str]:
         """Returns the clients of a round.
@@ -220,8 +322,8 @@ class ClientSampler:
         Args:
           round_num: The number of the round, from 0 and below `sampling.steps`. With the Gaussian
             mechanism, never use a number twice: a failed round counts, and the next round takes the
-            next number. With the tree mechanism, pass the number of rounds that the process's state
-            results from.
+            next number. With the tree mechanism and with banded noise, pass the number of rounds
+            that the process's state results from.
 
         Returns:
           Distinct client ids; the empty list if no client was drawn.

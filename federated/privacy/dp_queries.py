@@ -11,6 +11,8 @@ References:
   Andrew et al. (2021), "Differentially Private Learning with Adaptive Clipping", arXiv:1905.03871.
   Kairouz et al. (2021), "Practical and Private (Deep) Learning without Sampling or Shuffling",
   arXiv:2103.00039.
+  Kalinin and Lampert (2024), "Banded Square Root Matrix Factorization for Differentially Private
+  Model Training", arXiv:2405.13763.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import dp_accounting
 import tensorflow as tf
 import tensorflow_privacy as tfp
 
+from tf_adaptive_dp.accounting.noise_strategies import BandedNoise
+from tf_adaptive_dp.mechanism.correlated_noise import take_back
 from tf_adaptive_dp.mechanism.noise import fresh_normal_numbers
 
 # The noise is larger by this factor, which exceeds the rounding errors in float32 of the norm, the
@@ -282,4 +286,91 @@ class TreeSum(tfp.SumAggregationDPQuery):
             previous=tf.where(is_last, tf.zeros_like(noise), noise),
         )
         # One round has no event of its own; `UserLedger` counts the rounds of each tree.
+        return result, state, dp_accounting.UnsupportedDpEvent()
+
+
+class BandedState(NamedTuple):
+    """The state of `BandedSum`. It holds the noise that protects the releases: keep it secret.
+
+    Attributes:
+      rounds: The number of finished rounds.
+      clip: The largest norm of an update after clipping.
+      stddev: The standard deviation of the fresh noise z of a round.
+      coefficients: [b], c_0, ..., c_{b-1}, of norm 1.
+      past: [b - 1, d]; the noises of the last rounds, latest first; zeros before the first one.
+    """
+
+    rounds: tf.Tensor
+    clip: tf.Tensor
+    stddev: tf.Tensor
+    coefficients: tf.Tensor
+    past: tf.Tensor
+
+
+class BandedSum(tfp.SumAggregationDPQuery):
+    """Sums of clipped updates whose noise later rounds take back in part.
+
+    Round t releases g_t + w_t, where g_t is the sum of the clipped updates and
+    w_t = (z_t - c_1 w_{t-1} - ... - c_{b-1} w_{t-b+1}) / c_0, with fresh
+    z_t ~ N(0, (clip·`noise_multiplier`)²) for each number and the coefficients c of
+    `tf_adaptive_dp.accounting.BandedNoise`, which have norm 1.
+
+    The state keeps the last b - 1 noises, which is (b - 1)·d numbers of 4 bytes: as much memory on
+    the server, and in each saved state, as b - 1 models. To draw them again from stored keys
+    would take memory for one model, but the time of as many draws as the noise remembers, which are
+    more than b - 1, in each round.
+
+    Guarantee: c_0 times a round's result, plus the c_k times the results before it, is the row
+    y_t = c_0 g_t + ... + c_{b-1} g_{t-b+1} + z_t, to float32 rounding, and the results are a
+    function of these rows. z_t is drawn in the round that releases it and used in no other row. A
+    client that takes part in round t alone moves these rows by at most clip·‖c‖ = clip, even if the
+    updates of a round depend on earlier results. A client that takes part several times, any two
+    of them at least b rounds apart, moves each row through one of its updates only. So
+    √k·clip bounds k participations, and `tf_adaptive_dp.accounting.noise_strategies.sensitivity`
+    is exact. A round that is run again from a saved state releases one more row with fresh noise,
+    which takes back the same earlier noise: the client moves it by at most c_0·clip, and m
+    successive rows by at most as much as the first m rounds of a run. `UserLedger` counts them so.
+
+    Args:
+      clip: The largest norm of an update after clipping.
+      noise_multiplier: That of one participation.
+      bands: b, at least 2.
+      size: The number of values in an update.
+    """
+
+    def __init__(self, clip: float, noise_multiplier: float, bands: int, size: int):
+        self._clip = clip
+        self._stddev = MARGIN * noise_multiplier * clip
+        self._strategy = BandedNoise(bands)
+        self._size = size
+
+    def initial_global_state(self) -> BandedState:
+        """The state before the first round: there is nothing to take back."""
+        return BandedState(
+            rounds=tf.constant(0, tf.int64),
+            clip=tf.constant(self._clip, tf.float32),
+            stddev=tf.constant(self._stddev, tf.float32),
+            coefficients=tf.constant(self._strategy.coefficients, tf.float32),
+            past=tf.zeros([self._strategy.bands - 1, self._size]),
+        )
+
+    def derive_sample_params(self, global_state: BandedState) -> tf.Tensor:
+        """The clip."""
+        return global_state.clip
+
+    def preprocess_record(self, params: tf.Tensor, record: Any) -> Any:
+        """The clipped update."""
+        return clipped(record, params)[0]
+
+    def derive_metrics(self, global_state: BandedState) -> collections.OrderedDict:
+        """The clip."""
+        return collections.OrderedDict(clip=global_state.clip)
+
+    def get_noised_result(self, sample_state: Any, global_state: BandedState) -> tuple:
+        """The noisy sum of the round, the next state, and an event that says nothing."""
+        fresh = global_state.stddev * fresh_normal_numbers(self._size)
+        noise, past = take_back(global_state.coefficients, fresh, global_state.past)
+        result = _like(sample_state, _flat(sample_state) + noise)
+        state = global_state._replace(rounds=global_state.rounds + 1, past=past)
+        # One round has no event of its own; `UserLedger` counts the rounds in a row.
         return result, state, dp_accounting.UnsupportedDpEvent()

@@ -38,6 +38,9 @@ which a run keeps in its folder `secret`, are not."""
 _STATE_NOT_PROTECTED = """\
 The state of the process and its checkpoints are NOT protected: they contain the noise of the tree.
 Keep them as secret as the data, and publish only the model weights."""
+_BANDED_STATE_NOT_PROTECTED = """\
+The state of the process and its checkpoints are NOT protected: they contain noise that later rounds
+take back. Keep them as secret as the data, and publish only the model weights."""
 
 _DROPPED = """\
 Users who were drawn could drop out of a round. Their number is not stated, since it depends on who
@@ -73,7 +76,12 @@ def epsilon_spent(
     - `ShuffledEpochs` or `EveryClient` with mechanism="tree": replacing one user by one who sends
       zeros, if each user was in at most one cohort per pass. A tree of `steps` rounds is
       `dp_accounting.SingleEpochTreeAggregationDpEvent`: the Gaussian mechanism with noise
-      multiplier z / √⌈log₂(steps + 1)⌉.
+      multiplier z / √⌈log₂(steps + 1)⌉;
+    - `FixedOrder` with mechanism="banded": replacing one user by one who sends zeros, if each user
+      was in at most one of any `min_separation` cohorts in a row. A sequence of T rounds is one
+      Gaussian mechanism with noise multiplier z divided by the sensitivity s of
+      `accounting.noise_strategies`, at most √(number of participations). Several sequences (lost
+      rounds, rounds that were run again) are one with √(Σ s²).
 
     Args:
       ledger: The ledger of the run.
@@ -126,6 +134,8 @@ def _spent(
 def _by(ledger: UserLedger, delta: float, sampling: draws.Sampling, accountant: str) -> float:
     if ledger.is_tree:
         return _epsilon_of_trees(ledger, delta, accountant)
+    if ledger.is_banded:
+        return _epsilon_of_sequences(ledger, delta, accountant)
     clients = ledger.privacy.total_clients
     return sampling.epsilon_spent(ledger, clients, delta, accountant=accountant)
 
@@ -169,13 +179,15 @@ def privacy_statement(
     if not ledger.num_releases and not events:
         return paragraph(statement.NOTHING_RELEASED)
     released = statement.list_of_releases(ledger.segments, events, clients, USER)
-    released += _list_of_trees(ledger)
+    released += _list_of_trees(ledger) + _list_of_sequences(ledger)
     dropped = paragraph(_DROPPED) if ledger.clients_may_drop_out else ""
     information = statement.side_information_paragraph(ledger.side_information)
     if math.isinf(spent):
         why = statement.why_not_private(ledger.segments, events, sampling, USER)
         return statement.joined([why, released, information])
-    state = _STATE_NOT_PROTECTED if ledger.is_tree else _STATE_PROTECTED
+    state = {"tree": _STATE_NOT_PROTECTED, "banded": _BANDED_STATE_NOT_PROTECTED}.get(
+        ledger.privacy.mechanism, _STATE_PROTECTED
+    )
     return statement.joined(
         [
             _claim(ledger, spent, delta, sampling, accountant),
@@ -195,6 +207,13 @@ def _check(ledger: UserLedger, sampling: draws.Sampling) -> None:
         raise TypeError(f"`ledger` must be a `UserLedger`. Received: ledger={ledger!r}")
     check_sampling(ledger.privacy, sampling)
     check_drawn(ledger, sampling)
+    longest = max(ledger.sequences, default=0)
+    if longest > sampling.steps:
+        raise ValueError(
+            f"The ledger holds {longest} rounds in a row, but the sampling draws only "
+            f"{sampling.steps} cohorts. Let `steps` be the number of rounds of the whole run. "
+            f"Received: sampling={sampling!r}"
+        )
 
 
 def check_drawn(ledger: UserLedger, sampling: draws.Sampling) -> None:
@@ -216,6 +235,13 @@ def _epsilon_of_trees(ledger: UserLedger, delta: float, accountant: str) -> floa
     return central.composed_epsilon(counts, ledger.non_tree_events, delta, accountant)
 
 
+def _epsilon_of_sequences(ledger: UserLedger, delta: float, accountant: str) -> float:
+    counts: central.Counts = {}
+    if ledger.sequences:
+        counts[ledger.privacy.noise_multiplier / ledger.banded_sensitivity, 1.0] = 1
+    return central.composed_epsilon(counts, ledger.non_tree_events, delta, accountant)
+
+
 def _claim(
     ledger: UserLedger, spent: float, delta: float, sampling: draws.Sampling, accountant: str
 ) -> str:
@@ -229,6 +255,17 @@ def _claim(
             "tree aggregation (DP-FTRL). This epsilon is a proven upper bound for any order of the "
             "users if each user was in at most one cohort per pass. It does not rely on secret "
             "sampling."
+        )
+    strategy = ledger.privacy.strategy
+    if strategy is not None:
+        most = ledger.privacy.max_participations
+        often = "" if most is None else f" and in at most {most} of a run's cohorts"
+        return paragraph(
+            f"{start} in which one user's updates are replaced by zeros. The noise of each round "
+            f"took back {strategy.taken_back} (banded matrix factorization). This "
+            "epsilon is a proven upper bound for any order of the users if each user was in at "
+            f"most one of any {ledger.privacy.min_separation} cohorts in a row{often}. It does not "
+            "rely on secret sampling."
         )
     if isinstance(sampling, EveryClient):
         return paragraph(
@@ -259,4 +296,19 @@ def _list_of_trees(ledger: UserLedger) -> str:
             f"{privacy.clients_per_round:g} of {privacy.total_clients} users per cohort"
         )
         for steps, count in ledger.trees.items()
+    )
+
+
+def _list_of_sequences(ledger: UserLedger) -> str:
+    privacy = ledger.privacy
+    return "".join(
+        list_item(
+            f"{count} {'sequence' if count == 1 else 'sequences'} of {rounds} noisy averages of "
+            f"client updates, with noise of {privacy.bands} bands, noise multiplier "
+            f"{privacy.noise_multiplier:g} and {privacy.clients_per_round:g} of "
+            f"{privacy.total_clients} users per cohort, any two cohorts of a user at least "
+            f"{privacy.min_separation} rounds apart: one user moves it by at most "
+            f"{privacy.sensitivity(rounds):.4g} times the clip"
+        )
+        for rounds, count in ledger.sequences.items()
     )

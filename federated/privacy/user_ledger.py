@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import dp_accounting
+import numpy as np
 import tensorflow_federated as tff
 
 from federated.privacy.side_information import SideInformation
@@ -29,7 +30,8 @@ class UserLedger:
     the one used, so the ε computed from the ledger is not too small. A round that is run again
     counts again. Under the tree mechanism, a sequence of rounds that was abandoned for an earlier
     state counts as separate trees from the beginning of the pass, and each lost round counts as one
-    more tree, since running it again draws new noise for its nodes.
+    more tree, since running it again draws new noise for its nodes. With banded noise such rounds
+    are further rows of noise in a row (`sequences`), and a lost round is one such row.
 
     Args:
       privacy: The privacy that the aggregator was made from.
@@ -68,8 +70,11 @@ class UserLedger:
         self._trees: collections.Counter[int] = collections.Counter()
         self._tree_rounds = 0
         self._unknown = 0  # rounds with an unknown release
-        # The tree that the next round may continue: how many rounds the last recorded state results
-        # from, and how many of them are in its last tree.
+        # Banded noise: lost rounds, and rounds in a row that were given up for an earlier state.
+        self._sequences: collections.Counter[int] = collections.Counter()
+        self._banded_rounds = 0
+        # What the next round may continue: how many rounds the last recorded state results from,
+        # and how many of them are in its last tree.
         self._behind = 0
         self._in_tree = 0
 
@@ -79,8 +84,13 @@ class UserLedger:
         return self.privacy.mechanism == "tree"
 
     @property
+    def is_banded(self) -> bool:
+        """Whether the noise is banded."""
+        return self.privacy.mechanism == "banded"
+
+    @property
     def segments(self) -> list[Segment]:
-        """Consecutive Gaussian releases with equal parameters; none under the tree mechanism."""
+        """Consecutive releases of the Gaussian mechanism with equal parameters."""
         return list(self._segments)
 
     @property
@@ -90,9 +100,26 @@ class UserLedger:
         return dict(sorted(trees.items()))
 
     @property
+    def sequences(self) -> dict[int, int]:
+        """The number of sequences of rounds with banded noise by their length; else none."""
+        current = {self._behind: 1} if self.is_banded and self._behind else {}
+        return dict(sorted((self._sequences + collections.Counter(current)).items()))
+
+    @property
+    def banded_sensitivity(self) -> float:
+        """By how much one user moves all `sequences` together, at a clip of 1; 0 without any.
+
+        Each sequence has fresh noise in each of its rows, so the squares of their sensitivities
+        add up. That of m rows in a row from the middle of a run is at most that of its first m:
+        the squares of a client's coefficients fall from one participation to the next one.
+        """
+        squares = (count * self.privacy.sensitivity(m) ** 2 for m, count in self.sequences.items())
+        return math.sqrt(sum(squares))
+
+    @property
     def other_events(self) -> tuple[dp_accounting.DpEvent, ...]:
-        """All other spending: the release of side information, and trees."""
-        return self.non_tree_events + self.tree_events
+        """All other spending: the release of side information, trees, and banded noise."""
+        return self.non_tree_events + self.tree_events + self.banded_events
 
     @property
     def non_tree_events(self) -> tuple[dp_accounting.DpEvent, ...]:
@@ -102,6 +129,14 @@ class UserLedger:
         if information is None:
             return unknown
         return provenances.events(information.provenance) + unknown
+
+    @property
+    def banded_events(self) -> tuple[dp_accounting.DpEvent, ...]:
+        """All rounds with banded noise, as one Gaussian mechanism."""
+        if not self.sequences:
+            return ()
+        z = float(self.privacy.noise_multiplier) / self.banded_sensitivity
+        return (dp_accounting.GaussianDpEvent(z),)
 
     @property
     def tree_events(self) -> tuple[dp_accounting.DpEvent, ...]:
@@ -118,7 +153,7 @@ class UserLedger:
     def num_releases(self) -> int:
         """The number of counted rounds, lost ones included."""
         gaussian = sum(segment.num_releases for segment in self._segments)
-        return gaussian + self._tree_rounds + self._unknown
+        return gaussian + self._tree_rounds + self._banded_rounds + self._unknown
 
     def record(self, state: Any) -> None:
         """Counts the round that a state results from.
@@ -136,6 +171,8 @@ class UserLedger:
         event = tff.aggregators.differential_privacy.extract_dp_event_from_state(state)
         if self.is_tree:
             self._record_tree(event, _numerator(state))
+        elif self.is_banded:
+            self._record_banded(event, _numerator(state))
         else:
             self._record_gaussian(event)
         divisor = float(getattr(state.query_state, "denominator", math.nan))
@@ -162,14 +199,20 @@ class UserLedger:
         """Counts rounds that began but whose result is unknown, as if it had been released.
 
         Under the Gaussian mechanism the run must continue with the next cohort: a cohort that is
-        used twice is not drawn independently, and ε would not hold. Under the tree mechanism the
-        run continues from the remaining state, with the cohort of that state's next round.
+        used twice is not drawn independently, and ε would not hold. Under the tree mechanism and
+        with banded noise the run continues from the remaining state, with the cohort of that
+        state's next round.
 
         Args:
           rounds: The number of lost rounds, at least 0.
         """
         rounds = checks.integer("rounds", rounds, 0)
         if not rounds:
+            return
+        if self.is_banded:
+            # Whether they were successive or the same one: each is one row.
+            self._sequences[1] += rounds
+            self._banded_rounds += rounds
             return
         if not self.is_tree:
             self._add(self.privacy.noise_multiplier, rounds)
@@ -212,15 +255,46 @@ class UserLedger:
             )
         if rounds > self._behind + 1:
             self._unknown += 1
-            raise ValueError(
-                "Rounds were released that this ledger does not know: record each round's state. "
-                f"Received: the state after {rounds} rounds, {self._behind} recorded"
-            )
+            raise self._unrecorded(rounds)
         place = (rounds - 1) % period + 1
         if self._in_tree and (place == 1 or rounds <= self._behind):
             self._trees[self._in_tree] += 1
         self._behind, self._in_tree = rounds, place
         self._tree_rounds += 1
+
+    def _record_banded(self, event: dp_accounting.DpEvent, banded: Any) -> None:
+        known = isinstance(event, dp_accounting.UnsupportedDpEvent)
+        if not (known and hasattr(banded, "coefficients")):
+            self._unknown += 1
+            raise self._contradiction(f"no banded noise, but the event {event}")
+        said, found = (
+            float(self.privacy.noise_multiplier),
+            float(banded.stddev) / float(banded.clip),
+        )
+        strategy = self.privacy.strategy
+        stated = np.array(strategy.coefficients if strategy else ())
+        used = np.asarray(banded.coefficients, np.float64)
+        same = used.shape == stated.shape and np.allclose(used, stated, rtol=_ROUNDING, atol=0)
+        if not same or not said * (1 - _ROUNDING) <= found <= said * (1 + _MOST_ABOVE):
+            self._unknown += 1
+            raise self._contradiction(
+                f"noise of {len(used)} bands with noise multiplier {found:.7g} and coefficients "
+                f"from {used[0]:.7g}"
+            )
+        rounds = int(banded.rounds)
+        if rounds > self._behind + 1:
+            self._unknown += 1
+            raise self._unrecorded(rounds)
+        if rounds <= self._behind:  # those from this one on were given up
+            self._sequences[self._behind - rounds + 1] += 1
+        self._behind = rounds
+        self._banded_rounds += 1
+
+    def _unrecorded(self, rounds: int) -> ValueError:
+        return ValueError(
+            "Rounds were released that this ledger does not know: record each round's state. "
+            f"Received: the state after {rounds} rounds, {self._behind} recorded"
+        )
 
     def _contradiction(self, found: str) -> ValueError:
         return ValueError(
@@ -233,16 +307,24 @@ class UserLedger:
         information = self.side_information
         # Only where it is so: runs that were begun before ledgers had it must resume.
         drops_out = {"clients_may_drop_out": True} if self.clients_may_drop_out else {}
-        return drops_out | {
-            "segments": [list(segment) for segment in self._segments],
-            "trees": [list(item) for item in sorted(self._trees.items())],
-            "tree_rounds": self._tree_rounds,
-            "behind": self._behind,
-            "in_tree": self._in_tree,
-            "unknown": self._unknown,
-            "side_information": information and information.to_plain(),
-            "sampling": self.sampling,
+        banded = {
+            "sequences": [list(item) for item in sorted(self._sequences.items())],
+            "banded_rounds": self._banded_rounds,
         }
+        return (
+            drops_out
+            | (banded if self.is_banded else {})
+            | {
+                "segments": [list(segment) for segment in self._segments],
+                "trees": [list(item) for item in sorted(self._trees.items())],
+                "tree_rounds": self._tree_rounds,
+                "behind": self._behind,
+                "in_tree": self._in_tree,
+                "unknown": self._unknown,
+                "side_information": information and information.to_plain(),
+                "sampling": self.sampling,
+            }
+        )
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any], privacy: UserLevelPrivacy) -> UserLedger:
@@ -260,9 +342,13 @@ class UserLedger:
         ledger = cls(privacy, information and SideInformation.from_plain(information))
         ledger.sampling = plain["sampling"]
         ledger.clients_may_drop_out = bool(plain.get("clients_may_drop_out"))
-        if plain["trees" if privacy.mechanism == "gaussian" else "segments"] or (
-            privacy.mechanism == "gaussian" and plain["in_tree"]
-        ):
+        holds = {
+            "gaussian": plain["segments"],
+            "tree": plain["trees"] or plain["in_tree"],
+            "banded": "sequences" in plain,
+        }
+        holds_its_own = holds.pop(privacy.mechanism)
+        if any(holds.values()) or (privacy.mechanism == "banded" and not holds_its_own):
             raise ValueError(
                 "The ledger is of the other mechanism. Received: "
                 f"mechanism={privacy.mechanism!r}, {dict(plain)}"
@@ -276,6 +362,10 @@ class UserLedger:
             ledger._segments.append(segment)
         for steps, count in plain["trees"]:
             ledger._trees[checks.integer("steps", steps, 1)] = checks.integer("count", count, 1)
+        for rounds, count in plain.get("sequences", ()):
+            length = checks.integer("rounds", rounds, 1)
+            ledger._sequences[length] = checks.integer("count", count, 1)
+        ledger._banded_rounds = checks.integer("banded_rounds", plain.get("banded_rounds", 0), 0)
         ledger._tree_rounds = checks.integer("tree_rounds", plain["tree_rounds"], 0)
         ledger._behind = checks.integer("behind", plain["behind"], 0)
         ledger._in_tree = checks.integer("in_tree", plain["in_tree"], 0)

@@ -14,8 +14,13 @@ import tensorflow_privacy as tfp
 
 from federated.privacy import dp_queries
 from tf_adaptive_dp import checks
+from tf_adaptive_dp.accounting import noise_strategies
+from tf_adaptive_dp.accounting.noise_strategies import BandedNoise
 
-MECHANISMS = ("gaussian", "tree")
+MECHANISMS = ("gaussian", "tree", "banded")
+# They belong to banded noise. A run's journal has them only where they are set, so that runs that
+# were begun before they existed resume.
+BANDED_ARGUMENTS = ("bands", "min_separation", "max_participations")
 
 # As in Andrew et al. (2021) and in TFF: the clip follows the median, by a factor of at most
 # exp(±0.1) per round, and the standard deviation of the noisy count is 5% of the cohort.
@@ -44,17 +49,30 @@ class UserLevelPrivacy:
       each node of a tree over the `rounds_per_pass` rounds of a pass. The sampling need not be
       secret, but each client may take part in at most one round per pass: use `ShuffledEpochs`.
       The state holds the noise, so keep it and its checkpoints as secret as the data.
+    - "banded": each round takes back a part of the noise of the last `bands` - 1 rounds, see
+      `federated.privacy.dp_queries.BandedSum`. `noise_multiplier` is that of one participation, and
+      k participations of a user cost √k times as much. The sampling need not be secret, but a
+      client may take part at most once in any `min_separation` rounds in a row, and in at most
+      `max_participations` rounds: use `tf_adaptive_dp.sampling.FixedOrder`, which
+      `ClientSampler.fixed_order` makes. The state holds the last `bands` - 1 noises, as large as
+      the model each: keep it and its checkpoints as secret as the data.
     No seed of TensorFlow or Keras makes noise repeat.
 
     Attributes:
       noise_multiplier: z, at least 0; with 0 nothing is protected and ε is infinite.
       clients_per_round: The expected number of clients in a cohort, a public constant; an integer
-        for "tree".
+        for "tree" and "banded".
       total_clients: The number of clients, a public constant.
       clip: C in L2 norm, or `"adaptive"`: C follows the median of the updates' norms, by a factor
         of at most exp(±0.1) per round.
-      mechanism: `"gaussian"` or `"tree"`.
+      mechanism: `"gaussian"`, `"tree"` or `"banded"`.
       initial_clip: C of the first round if the clip is adaptive.
+      bands: b, from 2 to `min_separation`; only for "banded", which needs it.
+      min_separation: How many rounds lie between two rounds of a client, at least: t and
+        t + `min_separation` may be both its own. Only for "banded"; `None` becomes
+        `rounds_per_pass`, which is the most that the clients are enough for.
+      max_participations: The number of rounds of a run that a client takes part in, at most; only
+        for "banded". `None` for as many as the separation allows.
 
     Raises:
       TypeError, ValueError: If an argument is invalid, or incompatible with another one.
@@ -66,11 +84,15 @@ class UserLevelPrivacy:
       arXiv:1905.03871.
       Kairouz et al. (2021), "Practical and Private (Deep) Learning without Sampling or Shuffling",
       arXiv:2103.00039.
+      Kalinin and Lampert (2024), "Banded Square Root Matrix Factorization for Differentially
+      Private Model Training", arXiv:2405.13763.
 
     >>> privacy = UserLevelPrivacy(noise_multiplier=1.0, clients_per_round=100, total_clients=3400)
     >>> round(privacy.value_noise_multiplier, 4)
     1.005
     >>> UserLevelPrivacy(1.0, 100, 3400, clip=0.5, mechanism="tree").rounds_per_pass
+    34
+    >>> UserLevelPrivacy(1.0, 100, 3400, clip=0.5, mechanism="banded", bands=8).min_separation
     34
     """
 
@@ -80,6 +102,9 @@ class UserLevelPrivacy:
     clip: float | str = "adaptive"
     mechanism: str = "gaussian"
     initial_clip: float = 0.1
+    bands: int | None = None
+    min_separation: int | None = None
+    max_participations: int | None = None
 
     def __post_init__(self) -> None:
         self._keep(checks.number, "noise_multiplier", 0)
@@ -97,6 +122,10 @@ class UserLevelPrivacy:
             checks.choice("clip", self.clip, ("adaptive",))
         else:
             self._keep(checks.number, "clip", 0, strict=True)
+        if self.mechanism == "banded":
+            self._check_banded()
+        else:
+            self._check_not_banded()
         if self.mechanism == "tree":
             self._check_tree()
         elif self.is_adaptive:
@@ -110,6 +139,54 @@ class UserLevelPrivacy:
                 f"mechanism='gaussian'. Received: clip={self.clip!r}, mechanism='tree'"
             )
         checks.integer("clients_per_round", self.clients_per_round, 1)
+
+    def _check_banded(self) -> None:
+        if self.is_adaptive:
+            raise ValueError(
+                "Banded noise needs one clip for all rounds: what a round takes back was scaled "
+                "with the clip of earlier rounds, so with an adaptive one there is no proven "
+                "accounting here. Pass a number as `clip`, or use mechanism='gaussian'. Received: "
+                f"clip={self.clip!r}, mechanism='banded'"
+            )
+        checks.integer("clients_per_round", self.clients_per_round, 1)
+        if self.bands is None:
+            raise ValueError(
+                "`bands` must be given for banded noise: the number of rounds that share noise, "
+                f"from 2 to {self.rounds_per_pass}, the rounds of a pass over the clients. "
+                "Received: bands=None, mechanism='banded'"
+            )
+        if self.min_separation is None:
+            object.__setattr__(self, "min_separation", self.rounds_per_pass)
+        self._keep(checks.integer, "bands", 2)
+        self._keep(checks.integer, "min_separation", 1)
+        bands, separation = int(self.bands), int(self.min_separation or 0)
+        if self.max_participations is not None:
+            self._keep(checks.integer, "max_participations", 1)
+        if separation > self.rounds_per_pass:
+            raise ValueError(
+                "`min_separation` must be at most total_clients / clients_per_round, since the "
+                "cohorts of that many rounds in a row have no client in common. Lower it, or "
+                "`clients_per_round`. Received: "
+                f"min_separation={self.min_separation!r}, total_clients={self.total_clients!r}, "
+                f"clients_per_round={self.clients_per_round!r}"
+            )
+        if bands > separation:
+            raise ValueError(
+                "`bands` must be at most `min_separation`: otherwise one row of the noise would "
+                "hide several updates of a client. Take fewer bands, or a larger separation, which "
+                f"needs a smaller `clients_per_round`. Received: bands={self.bands!r}, "
+                f"min_separation={self.min_separation!r}"
+            )
+        BandedNoise(bands)  # it knows the largest number of bands
+
+    def _check_not_banded(self) -> None:
+        for name in BANDED_ARGUMENTS:
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"`{name}` must be None unless the noise is banded. Pass mechanism='banded', "
+                    f"or leave it out. Received: {name}={getattr(self, name)!r}, "
+                    f"mechanism={self.mechanism!r}"
+                )
 
     def _keep(self, check: Callable[..., Any], name: str, minimum: int, **kwargs: bool) -> None:
         """Checks a number, and stores it as a Python number, since JSON cannot hold NumPy's."""
@@ -131,6 +208,29 @@ class UserLevelPrivacy:
     def is_adaptive(self) -> bool:
         """Whether the clip follows the updates."""
         return self.clip == "adaptive"
+
+    @property
+    def strategy(self) -> BandedNoise | None:
+        """How the noises of rounds depend on each other; `None` unless they are banded."""
+        return None if self.bands is None else BandedNoise(self.bands)
+
+    def sensitivity(self, rounds: int) -> float:
+        """By how much one client moves rounds in a row with banded noise, at a clip of 1.
+
+        It is `noise_strategies.sensitivity` for the separation and the participations that are
+        stated; the noise multiplier divided by it is that of one Gaussian mechanism.
+
+        Args:
+          rounds: The number of rounds, at least 1.
+
+        Raises:
+          ValueError: If the noise is not banded.
+        """
+        if self.bands is None or self.min_separation is None:
+            raise ValueError(f"`mechanism` must be 'banded'. Received: {self!r}")
+        return noise_strategies.sensitivity(
+            BandedNoise(self.bands), rounds, self.min_separation, self.max_participations
+        )
 
     @property
     def rounds_per_pass(self) -> int:
@@ -175,6 +275,10 @@ class UserLevelPrivacy:
         if self.mechanism == "tree":
             numerator = dp_queries.TreeSum(
                 float(self.clip), float(self.noise_multiplier), self.rounds_per_pass, size
+            )
+        elif self.bands is not None:
+            numerator = dp_queries.BandedSum(
+                float(self.clip), float(self.noise_multiplier), self.bands, size
             )
         elif self.is_adaptive:
             # The count is exact only if nothing has noise.

@@ -39,8 +39,8 @@ def export(state: Any, model_fn: Callable[[], tf.keras.Model]) -> tf.keras.Model
     """Makes a model of Keras with the weights of a process's state, to save or to serve.
 
     Guarantee: the model has the state's model weights and nothing else of it, so it is protected as
-    they are: by the ε of all rounds that were begun, in a private run. With mechanism="tree" the
-    state must stay secret, and the model need not.
+    they are: by the ε of all rounds that were begun, in a private run. With mechanism="tree"
+    or "banded" the state must stay secret, and the model need not.
 
     Args:
       state: The state of a process of `federated.training.processes` or of TFF's own algorithms,

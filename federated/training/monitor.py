@@ -38,9 +38,10 @@ def scalars(
     | `privacy/noise_stddev` | of the noise in each value of the averaged update, at that clip |
     | other paths | other measurements of the process, such as `finalizer/update_non_finite` |
 
-    With the tree mechanism the noise is that of one node of the tree. `federated.train` adds
-    `privacy/epsilon`, `privacy/delta`, `privacy/rounds_counted`, `test/…`, `held_out/…`, and
-    `privacy/NOT_PRIVATE` if ε is infinite.
+    With the tree mechanism the noise is that of one node of the tree. With banded noise it is the
+    fresh noise of a round; that in its result is larger by `privacy.strategy.deviations`.
+    `federated.train` adds `privacy/epsilon`, `privacy/delta`, `privacy/rounds_counted`, `test/…`,
+    `held_out/…`, and `privacy/NOT_PRIVATE` if ε is infinite.
 
     In private runs the names of all exact aggregates over clients begin with `not_private/`: they
     have no noise. Show them only to people who may see the data.

@@ -173,10 +173,10 @@ def build_dp_fed_avg(
     In the first two places A is a constant within a round, so clip and noise stay the same.
 
     Guarantee: that of `UserLevelPrivacy` for everything that `next` returns, including the state
-    (except with mechanism="tree", where the state is secret), whatever the model and the optimizers
-    do, if `client_metrics` is false and the optimizers hold no private data. To compute ε, record
-    each round in `process.new_ledger()` and call `federated.epsilon_spent`. A round that is run
-    again counts again.
+    (except with mechanism="tree" or "banded", where the state is secret), whatever the model and
+    the optimizers do, if `client_metrics` is false and the optimizers hold no private data. To
+    compute ε, record each round in `process.new_ledger()` and call `federated.epsilon_spent`. A
+    round that is run again counts again.
 
     Args:
       model_fn: A function that returns a new model at each call: a

@@ -34,7 +34,7 @@ class Trained(NamedTuple):
       num_begun: The number of rounds that were begun. The difference was lost.
       sampler: The sampler with the key of this run. To continue with your own rounds, take its
         cohorts, starting with number `ledger.num_releases` under the Gaussian mechanism and
-        `num_finished` under the tree mechanism.
+        `num_finished` under the tree mechanism and with banded noise.
       best: The best state by `evaluation`; `None` without one.
     """
 
@@ -230,9 +230,10 @@ def train(
     is never too small and never decreases, whatever happened to the round. Under the Gaussian
     mechanism the round after a lost one draws a new cohort. Under the tree mechanism it has the
     cohort of the lost one, since clients must come in the order of the tree's leaves, and the lost
-    round counts as a separate tree. This assumes that `directory/secret` stays unchanged on a local
-    disk and that nobody else reads it (it holds the sampler's key, exact training figures and, with
-    the tree mechanism, noise), and that the ledger describes the process. Figures named
+    round counts as a separate tree. So it is with banded noise, where the lost round counts as one
+    more row of the noise. This assumes that `directory/secret` stays unchanged on a local disk and
+    that nobody else reads it (it holds the sampler's key, exact training figures and, with the tree
+    mechanism or banded noise, noise), and that the ledger describes the process. Figures named
     `not_private/…` are exact averages over clients and outside the guarantee. So is everything that
     `evaluate` computes from data of the clients.
 

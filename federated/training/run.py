@@ -17,6 +17,7 @@ import tree
 
 from federated.privacy import user_epsilon
 from federated.privacy.client_sampling import described
+from federated.privacy.user_level import BANDED_ARGUMENTS
 from federated.runtime.connection import WorkerLostError
 from federated.training.dropout import Dropout, Dropping
 from federated.training.run_journal import Journal
@@ -30,7 +31,12 @@ def _description(state: Any, sampler: Any, ledger: user_epsilon.UserLedger | Non
     for path, leaf in tree.flatten_with_path(state):
         array = np.asarray(leaf)
         leaves.append(f"{'/'.join(map(str, path))}: {array.dtype}{list(array.shape)}")
-    privacy = None if ledger is None else dataclasses.asdict(ledger.privacy)
+    privacy = None
+    if ledger is not None:
+        arguments = dataclasses.asdict(ledger.privacy)
+        # Runs that were begun before these existed must resume.
+        unset = [name for name in BANDED_ARGUMENTS if arguments.get(name) is None]
+        privacy = {name: value for name, value in arguments.items() if name not in unset}
     return {
         "privacy": privacy,
         "ledger at the beginning": None if ledger is None else ledger.to_dict(),
@@ -42,7 +48,7 @@ def _description(state: Any, sampler: Any, ledger: user_epsilon.UserLedger | Non
 
 
 def rounds_before(ledger: user_epsilon.UserLedger | None) -> int:
-    """The number of cohorts of the sampling in a ledger; trees need no sampling."""
+    """The number of cohorts of the sampling in a ledger; correlated noise begins anew each run."""
     return 0 if ledger is None else sum(s.num_releases for s in ledger.segments)
 
 
@@ -91,6 +97,8 @@ class Run:
         self.journal = Journal(folder / "journal", _description(state, sampler, ledger))
         try:
             self.sampler = self._with_kept_key(sampler, folder / "sampler_key")
+            if ledger is not None:  # its cohorts are those of the kept key
+                self.sampler.checked(ledger.privacy)
             self.states = SavedStates(folder / "states")
             self._restore(state, ledger)
             self._dropping = Dropping(dropout, on_client_error, self.sampler.key)
@@ -107,17 +115,18 @@ class Run:
         With the tree mechanism clients must come in the order of the leaves in the state, so the
         same leaf has to be filled again. Its noise is fresh (see
         `federated.privacy.dp_queries.TreeSum`) and the lost round counts as a separate tree, so
-        this is sound even if its result was seen. Under the Gaussian mechanism each round counts as
-        one more cohort of the sampling, so the next round draws a new one.
+        this is sound even if its result was seen. So it is with banded noise, where clients must
+        come in the order of the rounds behind the state. Under the Gaussian mechanism each round
+        counts as one more cohort of the sampling, so the next round draws a new one.
         """
-        return self.privacy is None or self.privacy.mechanism == "tree"
+        return self.privacy is None or self.privacy.mechanism != "gaussian"
 
     def _with_kept_key(self, sampler: Any, path: Path) -> Any:
         """The sampler with the key of the run, which is stored in a file of its owner.
 
-        With another key, a client could take part twice in a pass of the tree mechanism, and what
-        the statement calls proven would be wrong. So the journal has the key's hash. A run that was
-        begun before journals had it gets it now.
+        With another key, a client could take part twice in a pass of the tree mechanism, or too
+        soon for banded noise, and what the statement calls proven would be wrong. So the journal
+        has the key's hash. A run that was begun before journals had it gets it now.
         """
         if not path.exists():
             if self.journal.begun or self.journal.sampler_key is not None:

@@ -72,8 +72,31 @@ class _Recurrence(Protocol):
         """
 
 
+def take_back(
+    coefficients: Sequence[float] | tf.Tensor, fresh: tf.Tensor, past: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The next noise of a `ToeplitzStrategy`: w_t = (z_t - Σ_{k=1}^{b-1} c_k w_{t-k}) / c_0.
+
+    Args:
+      coefficients: [b], c_0, ..., c_{b-1}.
+      fresh: [size], z_t, float32, independent of what was drawn before.
+      past: [b - 1, size], w_{t-1}, ..., w_{t-b+1}, and zeros for what is before the first release.
+
+    Returns:
+      w_t, [size], and the `past` of the next release.
+
+    >>> noise, past = take_back((0.8, 0.6), tf.constant([1.0]), tf.constant([[0.5]]))
+    >>> noise.numpy().round(3), past.numpy().round(3)
+    (array([0.875], dtype=float32), array([[0.875]], dtype=float32))
+    """
+    coefficients = tf.convert_to_tensor(coefficients, tf.float32)
+    taken_back = tf.linalg.matvec(past, coefficients[1:], transpose_a=True)
+    noise = (fresh - taken_back) / coefficients[0]
+    return noise, tf.concat([noise[tf.newaxis], past[:-1]], axis=0)
+
+
 class _ToeplitzRecurrence:
-    """w_t = (z_t - Σ_{k=1}^{b-1} c_k w_{t-k}) / c_0; the state holds the last noises, latest first.
+    """That of `take_back`; the state holds the last noises, latest first.
 
     z_t is the draw t + 1 of the key.
     """
@@ -90,10 +113,8 @@ class _ToeplitzRecurrence:
         self, size: int, key: tf.Tensor, number: tf.Tensor, state: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """See `_Recurrence`."""
-        first, *others = self._strategy.coefficients
-        taken_back = tf.linalg.matvec(state, tf.constant(others, tf.float32), transpose_a=True)
-        noise = (normal_numbers(size, key, number + 1) - taken_back) / first
-        return noise, tf.concat([noise[tf.newaxis], state[:-1]], axis=0)
+        fresh = normal_numbers(size, key, number + 1)
+        return take_back(self._strategy.coefficients, fresh, state)
 
 
 class _TreeRecurrence:

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from federated.privacy import dp_queries
-from federated.privacy.dp_queries import MARGIN, AdaptiveClipSum, GaussianSum, TreeSum
+from federated.privacy.dp_queries import MARGIN, AdaptiveClipSum, BandedSum, GaussianSum, TreeSum
 from tests.helpers.gaussianity import assert_gaussian, assert_independent
 from tf_adaptive_dp.mechanism.noise import fresh_normal_numbers
 
@@ -45,6 +45,7 @@ def queries(noise_multiplier, clip=2.0, size=4):
         "gaussian": GaussianSum(clip, clip * noise_multiplier),
         "adaptive": adaptive(clip, noise_multiplier, count_stddev),
         "tree": TreeSum(clip, noise_multiplier, period=4, size=size),
+        "banded": BandedSum(clip, noise_multiplier, bands=3, size=size),
     }
 
 

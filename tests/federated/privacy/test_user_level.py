@@ -148,7 +148,7 @@ def test_an_adaptive_clip_shares_the_noise_with_its_count():
         ({"clip": "median"}, ValueError, "`clip` must be one of 'adaptive'"),
         ({"clip": None}, TypeError, "`clip` must be a number"),
         ({"initial_clip": 0.0}, ValueError, "`initial_clip` must be"),
-        ({"mechanism": "laplace"}, ValueError, "`mechanism` must be one of 'gaussian', 'tree'"),
+        ({"mechanism": "laplace"}, ValueError, "`mechanism` must be one of 'gaussian', 'tree', 'b"),
         ({"clip": "adaptive", "mechanism": "tree"}, ValueError, "Pass a number as `clip`"),
         (
             {"mechanism": "tree", "clients_per_round": 9.5},
