@@ -38,18 +38,23 @@ def dataset(client):
 def privacy(mechanism):
     if mechanism == "tree":
         return UserLevelPrivacy(1.0, 3, 12, clip=0.5, mechanism="tree")
+    if mechanism == "banded":
+        return UserLevelPrivacy(1.0, 3, 12, clip=0.5, mechanism="banded", bands=4)
     return UserLevelPrivacy(0.2, 3, 12)
 
 
 def process(mechanism, client_metrics=True):
-    return build_dp_fed_avg(
-        model_fn, build_adadp(), privacy(mechanism), client_metrics=client_metrics
-    )
+    kwargs = {"client_metrics": client_metrics}
+    if mechanism == "banded":  # what a round adds to the model is what it released
+        kwargs["server_optimizer"] = tff.learning.optimizers.build_sgdm(learning_rate=1.0)
+    return build_dp_fed_avg(model_fn, build_adadp(), privacy(mechanism), **kwargs)
 
 
 def sampler(mechanism, key=None):
     if mechanism == "tree":
         return ClientSampler(CLIENTS, ShuffledEpochs(3, STEPS), key)
+    if mechanism == "banded":
+        return ClientSampler.fixed_order(CLIENTS, privacy(mechanism), STEPS, key)
     return ClientSampler.poisson(CLIENTS, privacy(mechanism), STEPS, key)
 
 
@@ -63,8 +68,13 @@ def report(folder, mechanism, made):
     run = Run(made, sampler(mechanism), folder / "run", ledger, max_failures=0)
     epsilon = epsilon_spent(run.ledger, DELTA, sampling=run.sampler.sampling)
     model = digest(made.get_model_weights(run.state))
+    noise = {}
+    if mechanism == "banded":
+        past = np.asarray(run.state.aggregator.query_state.numerator_state.past)
+        noise["past"] = past[:, : len(model)].tolist()
     killable_rounds.append(
         *(folder,),
+        **noise,
         **{"event": "found", "number": run.number, "model": model, "finished": run.finished},
         **{"begun": run.journal.begun, "counted": run.ledger.num_releases, "epsilon": epsilon},
     )
@@ -77,7 +87,8 @@ def train(folder, rounds, mechanism, made, release_managers=()):
 
     def asked_for(client):
         asked.append(client)
-        return dataset(client)
+        # Clients without examples send zeros, so only noise is released.
+        return dataset(client).take(0) if mechanism == "banded" else dataset(client)
 
     class Recorded:
         initialize = staticmethod(made.initialize)

@@ -41,6 +41,7 @@ PRIVACY = {
     "gaussian": {"clip": 0.6},
     "adaptive": {"clip": "adaptive", "initial_clip": 0.6},
     "tree": {"clip": 0.6, "mechanism": "tree"},
+    "banded": {"clip": 0.6, "mechanism": "banded", "bands": 3},
 }
 # Of different sizes, so first and last in their groups: no data, whole and partial batches, an
 # update above the clip, one that is NaN at once, and one that overflows.
@@ -98,6 +99,7 @@ def assert_groups_change_nothing(process, cohort=COHORT):
         ("adaptive", "adadp"),
         *(("gaussian", name) for name in OPTIMIZERS),
         *(("tree", name) for name in OPTIMIZERS),
+        ("banded", "adadp"),
         *(("adaptive", name) for name in OPTIMIZERS if name != "adadp"),
     ],
 )

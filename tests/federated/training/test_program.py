@@ -48,14 +48,14 @@ class CrashInjector:
             **{"text": True, "env": env},
         )
 
-    def run(self, folder, what="train", after=None, **job):
-        """Its exit code; it is ended so many seconds after it first began a round."""
+    def run(self, folder, what="train", after=None, began=1, **job):
+        """Its exit code; it is ended so many seconds after it began that many rounds."""
         job = {"what": what, "folder": str(folder), **job}
         print(rounds.json.dumps(job), file=self.server.stdin, flush=True)
         child = int(self.server.stdout.readline())
         if after is not None:
             before, deadline = num_begun(folder), time.monotonic() + 120
-            while num_begun(folder) == before and time.monotonic() < deadline:
+            while num_begun(folder) < before + began and time.monotonic() < deadline:
                 time.sleep(0.02)
             time.sleep(after)
             os.killpg(child, signal.SIGKILL)
@@ -157,7 +157,12 @@ LOST = pytest.mark.filterwarnings("ignore:.*were begun whose results")
 @LOST
 @pytest.mark.parametrize(
     "mechanism, moments",
-    [("gaussian", range(24)), ("tree", range(1, 24, 6)), (None, range(1, 24, 6))],
+    [
+        ("gaussian", range(24)),
+        ("tree", range(1, 24, 6)),
+        ("banded", range(1, 24, 6)),
+        (None, range(1, 24, 6)),
+    ],
 )
 def test_a_run_may_be_killed_at_every_moment(injector, tmp_path, mechanism, moments):
     # One run, ended again and again, each time a moment later: so at the moments of its beginning,
@@ -230,7 +235,9 @@ def test_a_failed_round_is_counted_when_the_run_goes_on(tmp_path):
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("mechanism, finished", [("gaussian", 3), ("tree", 3), (None, 5)])
+@pytest.mark.parametrize(
+    "mechanism, finished", [("gaussian", 3), ("tree", 3), ("banded", 3), (None, 5)]
+)
 def test_rounds_may_fail_so_many_times(tmp_path, mechanism, finished):
     # A run without privacy has no budget, so what is lost is made up for.
     with pytest.warns(UserWarning, match="failed: ConnectionError"):
@@ -510,7 +517,7 @@ def test_states_of_earlier_versions_are_read_and_replaced(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["round_4.state", "round_5.state"]
 
 
-@pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
+@pytest.mark.parametrize("mechanism", ["gaussian", "tree", "banded"])
 def test_rounds_whose_state_vanished_stay_counted(tmp_path, mechanism):
     rounds.train(tmp_path, 3, mechanism)
     (states(tmp_path) / "round_3.state").unlink()
@@ -694,7 +701,7 @@ def check_real_record(folder, mechanism):
     assert epsilons == sorted(epsilons)
     assert len(released) == entry["finished"]
     kept = real_rounds.sampler(mechanism, (folder / "run/secret/sampler_key").read_bytes())
-    if mechanism == "tree":
+    if mechanism != "gaussian":
         assert all(clients == kept.cohort(index) for index, clients in cohorts)
     else:
         # In the order of the sampling, each of its cohorts once at most.
@@ -704,18 +711,91 @@ def check_real_record(folder, mechanism):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mechanism, kills", [("gaussian", 12), ("tree", 6)])
+@pytest.mark.parametrize("mechanism, kills", [("gaussian", 12), ("tree", 6), ("banded", 4)])
 def test_real_rounds_may_be_killed_at_any_moment(injector, tmp_path, mechanism, kills):
     moments = random.Random(len(mechanism))
     for _ in range(kills):
         moment = moments.uniform(0.0, 3.0)
-        code = injector.run(tmp_path, "train_really", moment, rounds=300, mechanism=mechanism)
+        began = 4 if mechanism == "banded" else 1  # some rounds to take noise back from
+        job = {"rounds": 300, "mechanism": mechanism}
+        code = injector.run(tmp_path, "train_really", moment, began, **job)
         assert code == -signal.SIGKILL
     found = [e for e in rounds.record(tmp_path) if e["event"] == "found"][-1]
     injector.run(tmp_path, "train_really", rounds=found["begun"] + 9, mechanism=mechanism)
     last = check_real_record(tmp_path, mechanism)
     assert last["event"] == "found" and last["begun"] == last["counted"] == found["begun"] + 9
     assert last["finished"] < last["begun"]
+    if mechanism == "banded":
+        check_past_noise(rounds.record(tmp_path))
+
+
+def check_past_noise(record):
+    """A resumed run has the noise that its own last rounds released, and no other."""
+    before, current, seen, checked = {}, None, [], 0
+    for entry in record:
+        model = tuple(entry.get("model", {}).values())
+        if entry["event"] == "began":
+            current = model
+        elif entry["event"] == "ended":
+            before[model] = current
+            noise = 3 * (np.array(current) - np.array(model))  # three clients a round, SGD
+            # The noise of a lost round is not that of the round that was run in its place.
+            assert all(np.abs(noise - other).max() > 1e-4 for other in seen)
+            seen.append(noise)
+        elif entry["event"] == "found":
+            for past in map(np.array, entry["past"]):
+                if model not in before:
+                    assert not past.any()  # before the first round
+                    continue
+                released = 3 * (np.array(before[model]) - np.array(model))
+                np.testing.assert_allclose(past, released, atol=1e-5)
+                model, checked = before[model], checked + 1
+    assert checked > 9
+
+
+@pytest.mark.slow
+def test_rounds_of_banded_noise_that_fail_after_their_release_are_counted(context, tmp_path):
+    made, outputs = real_rounds.process("banded"), []
+
+    class Failing:
+        initialize = staticmethod(made.initialize)
+        get_model_weights = staticmethod(made.get_model_weights)
+        new_ledger = staticmethod(made.new_ledger)
+
+        @staticmethod
+        def next(state, datasets):
+            outputs.append(made.next(state, datasets))
+            if len(outputs) == 4:
+                raise ConnectionError("the answer is lost")
+            return outputs[-1]
+
+    def train(sampler, rounds):
+        arguments = (Failing, real_rounds.dataset, sampler, rounds, tmp_path / "run")
+        return program.train(*arguments, delta=real_rounds.DELTA)
+
+    for sampling in (ShuffledEpochs(3, 400), FixedSizeSampling(3, 400)):
+        with pytest.raises(ValueError, match="at most once in any 4 rounds in a row"):
+            train(ClientSampler(real_rounds.CLIENTS, sampling), 5)
+    assert not (tmp_path / "run").exists()
+    sampler = real_rounds.sampler("banded")
+    with pytest.raises(ConnectionError):
+        train(sampler, 5)
+    with pytest.warns(UserWarning, match="^1 rounds were begun"):
+        trained = train(sampler, 6)
+    assert (trained.num_finished, trained.num_begun) == (5, 6)
+    assert trained.ledger.sequences == {1: 1, 5: 1}
+    # The lost round and the one in its place take back the same noises and add others.
+    lost, again = (np.asarray(pasts(output.state)) for output in outputs[3:5])
+    np.testing.assert_array_equal(lost[1:], again[1:])
+    assert np.abs(lost[0] - again[0]).max() > 1e-3
+    journal = (tmp_path / "run/secret/journal").read_text()
+    for said in ('"bands": 4', '"min_separation": 4', '"mechanism": "banded"', "FixedOrder("):
+        assert said in journal
+    assert "max_participations" not in journal  # so journals from before it existed fit
+
+
+def pasts(state):
+    return state.aggregator.query_state.numerator_state.past
 
 
 @pytest.fixture(scope="module")
