@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import concurrent.futures
+import hashlib
 import json
 import re
 import shutil
 import zlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tf_adaptive_dp.durable import files
 _KEPT = 2
 _PREFIX = "round_"
 _ENDING = ".state"
+_ARRAY_ENDING = ".array"
+_LARGE = 2**20  # bytes of an array that gets a file of its own
 # A folder is a SavedModel of TFF, which earlier versions wrote, in 0.7 s.
 _NAME = re.compile(rf"{_PREFIX}(\d+)(?:{re.escape(_ENDING)})?")
 _KINDS = "biufcV"  # V: bfloat16
@@ -34,15 +37,21 @@ def wait(coroutine: Coroutine) -> Any:
 
 
 class SavedStates:
-    """The newest two saved states of one run, each in a file.
+    """The newest two saved states of one run, each in a file, beside the files of large arrays.
 
-    The file begins with a line of JSON, which holds the record and the types of the state's leaves,
-    and their checksum; then come the numbers of the leaves. With these checksums a loaded state is
-    the one that was saved.
+    The file of a state begins with a line of JSON, which holds the record and the types of the
+    leaves, and their checksum; then come the numbers of the small leaves. Arrays of at least 1 MiB
+    are in files that are named by a hash of their content. So what did not change since one of
+    these states, such as most of the noise of a tree, is not written again. With hash and checksum
+    a loaded state is the one that was saved.
+
+    Guarantee: an array is on the disk before the state that needs it, and stays there at least as
+    long.
     """
 
     def __init__(self, folder: Path):
         self._folder = folder
+        self._known: list[tuple[np.ndarray, str]] = []  # arrays of the last state, and their files
         folder.mkdir(mode=0o700, exist_ok=True)
         for unfinished in [*folder.glob(f"{_PREFIX}*_temp*"), *folder.glob("*.new")]:
             _remove(unfinished)
@@ -57,7 +66,8 @@ class SavedStates:
 
     def save(self, number: int, state: Any, record: dict) -> None:
         """Saves a state and its record; both are on the disk when this returns."""
-        leaves = [_plain(leaf) for leaf in tree.flatten(state)]
+        arrays: list[tuple[np.ndarray, str]] = []
+        leaves = [self._plain(leaf, arrays) for leaf in tree.flatten(state)]
         content = b"".join(values for _, values in leaves)
         head = {
             "record": record,
@@ -66,9 +76,35 @@ class SavedStates:
         }
         line = files.with_checksum(json.dumps(head).encode())
         files.write(self._folder / f"{_PREFIX}{number}{_ENDING}", line + content)
+        self._known = arrays
         paths = self._paths()
         for old in sorted(paths)[:-_KEPT]:
-            _remove(paths[old])
+            _remove(paths.pop(old))
+        self._remove_all_arrays_but([_arrays_of(path) for path in paths.values()])
+
+    def _remove_all_arrays_but(self, needed: list[list[str] | None]) -> None:
+        if None in needed:
+            return  # a damaged state may be restored from a copy, and needs its arrays then
+        names = {name for of_state in needed for name in of_state or []}
+        for path in self._folder.glob(f"*{_ARRAY_ENDING}"):
+            if path.name not in names:
+                path.unlink()
+
+    def _plain(self, leaf: Any, arrays: list[tuple[np.ndarray, str]]) -> tuple[list, bytes]:
+        """The type of a leaf in JSON values, and its numbers unless they are in a file."""
+        kind, values = _plain(leaf)
+        if not isinstance(leaf, np.ndarray) or leaf.nbytes < _LARGE:
+            return kind, values()
+        # Nobody changes an array that cannot be written, so the same one has the same numbers.
+        same = (name for array, name in self._known if array is leaf and not leaf.flags.writeable)
+        name = next(same, None)
+        if name is None:
+            content = values()
+            name = _name_of(content)
+            if not (self._folder / name).exists():
+                files.write(self._folder / name, content)
+        arrays.append((leaf, name))
+        return [*kind, name], b""
 
     def sync(self, number: int) -> None:
         """Waits until a saved state is on the disk."""
@@ -90,19 +126,35 @@ class SavedStates:
             ) from error
 
 
-def _plain(leaf: Any) -> tuple[list, bytes]:
-    """The type of a leaf in JSON values, and its numbers."""
+def _name_of(content: bytes) -> str:
+    """The name of the file of an array."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest() + _ARRAY_ENDING
+
+
+def _arrays_of(path: Path) -> list[str] | None:
+    """The names of the files of the arrays of a saved state; `None` if it is damaged."""
+    if path.is_dir():
+        return []
+    with open(path, "rb") as file:
+        line = files.checked(file.readline())
+    if line is None:
+        return None
+    return [name for _, _, *names in json.loads(line)["leaves"] for name in names]
+
+
+def _plain(leaf: Any) -> tuple[list, Callable[[], bytes]]:
+    """The type of a leaf in JSON values, and a function that gives its numbers."""
     if isinstance(leaf, str):
         leaf = leaf.encode()
     if isinstance(leaf, bytes):
-        return ["text", base64.b64encode(leaf).decode()], b""
+        return ["text", base64.b64encode(leaf).decode()], bytes
     array = np.asarray(leaf)
     if array.dtype.kind not in _KINDS:
         raise TypeError(
             "The state of the process must consist of numbers, texts, and arrays of numbers. "
             f"Received: {leaf!r}"
         )
-    return [array.dtype.name, list(array.shape)], array.tobytes()
+    return [array.dtype.name, list(array.shape)], array.tobytes
 
 
 def _loaded(path: Path, number: int, state: Any) -> tuple[Any, dict]:
@@ -112,15 +164,20 @@ def _loaded(path: Path, number: int, state: Any) -> tuple[Any, dict]:
     if zlib.crc32(content) != head["checksum"]:
         raise ValueError("its numbers are damaged")
     leaves, place = [], 0
-    for kind, shape in head["leaves"]:
+    for kind, shape, *names in head["leaves"]:
         if kind == "text":
             leaves.append(base64.b64decode(shape))
             continue
         dtype, count = np.dtype(kind), int(np.prod(shape))
+        source = content
+        for name in names:
+            source = (path.parent / name).read_bytes()
+            if _name_of(source) != name:
+                raise ValueError("an array is damaged")
         # A copy, which is writable and does not keep the other leaves.
-        array = np.frombuffer(content, dtype, count, place).reshape(shape).copy()
+        array = np.frombuffer(source, dtype, count, 0 if names else place).reshape(shape).copy()
         leaves.append(array if shape else array[()])
-        place += array.nbytes
+        place += 0 if names else array.nbytes
     return tree.unflatten_as(state, leaves), head["record"]
 
 

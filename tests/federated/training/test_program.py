@@ -502,6 +502,61 @@ def test_the_two_newest_states_are_kept_and_unfinished_ones_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["round_2.state", "round_4.state"]
 
 
+def arrays(folder):
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.array")}
+
+
+def test_a_large_array_is_written_again_only_if_it_changed(tmp_path):
+    saved = SavedStates(tmp_path)
+    noise, weights = np.arange(2.0**18), np.ones(2**18, np.float32)
+    noise.setflags(write=False)
+    state = {"noise": noise, "weights": weights, "n": 3}
+    saved.save(1, state, RECORD)
+    first = arrays(tmp_path)
+    assert len(first) == 2 and all(len(name) == 38 for name in first)
+    assert (tmp_path / "round_1.state").stat().st_size < 1000
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.glob("*.array"))
+    weights[5] = 2.0  # in place: the same object, another content
+    for folder in (saved, SavedStates(tmp_path)):  # also by a process that has just begun
+        folder.save(2, state, RECORD)
+        assert len(arrays(tmp_path)) == 3 and first.items() <= arrays(tmp_path).items()
+    np.testing.assert_array_equal(saved.load(1, state)[0]["weights"], 1.0)
+    loaded = saved.load(2, state)[0]
+    assert loaded["weights"][5] == 2.0 and loaded["n"] == 3
+    np.testing.assert_array_equal(loaded["noise"], noise)
+    saved.save(3, state | {"noise": noise + 1}, RECORD)
+    saved.save(4, state | {"noise": noise + 1}, RECORD)
+    assert len(arrays(tmp_path)) == 2  # that of rounds 1 and 2 is gone
+    np.testing.assert_array_equal(saved.load(4, state)[0]["noise"], noise + 1)
+
+
+def test_a_state_without_one_of_its_arrays_is_refused(tmp_path):
+    saved = SavedStates(tmp_path)
+    state = {"noise": np.arange(2.0**18)}
+    saved.save(1, state, RECORD)
+    (path,) = tmp_path.glob("*.array")
+    content = bytearray(path.read_bytes())
+    content[1000] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match="saved state cannot be read"):
+        saved.load(1, state)
+    path.unlink()
+    with pytest.raises(ValueError, match="saved state cannot be read"):
+        saved.load(1, state)
+
+
+def test_the_arrays_of_a_damaged_state_are_kept(tmp_path):
+    saved = SavedStates(tmp_path)
+    state = {"noise": np.arange(2.0**18)}
+    saved.save(1, state, RECORD)
+    path = tmp_path / "round_1.state"
+    content = path.read_bytes()
+    path.write_bytes(b"?" + content[1:])
+    saved.save(2, {"noise": state["noise"] + 1}, RECORD)
+    path.write_bytes(content)
+    np.testing.assert_array_equal(saved.load(1, state)[0]["noise"], state["noise"])
+
+
 def test_states_of_earlier_versions_are_read_and_replaced(tmp_path):
     manager = tff.program.FileProgramStateManager(tmp_path, "round_")
     old = {key: value for key, value in STATE.items() if key != "half"}
