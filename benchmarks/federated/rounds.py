@@ -15,6 +15,7 @@ import tensorflow_federated as tff
 
 import federated
 from federated.runtime.contexts import Runtime
+from federated.training.saved_states import SavedStates
 
 FEATURES, CLASSES, RATE = 784, 10, 0.1
 Step = Callable[[], Any]
@@ -81,13 +82,23 @@ class Problem:
         return self.averaged(adaptive=True)
 
     def private(
-        self, mechanism: str, adaptive: bool, clients_per_group: int | str = "auto"
+        self,
+        mechanism: str,
+        adaptive: bool,
+        clients_per_group: int | str = "auto",
+        stated: tuple[int, int] | None = None,
     ) -> tff.learning.templates.LearningProcess:
-        """Federated averaging with privacy of users, and SGD or ADADP on the clients."""
+        """Federated averaging with privacy of users, and SGD or ADADP on the clients.
+
+        Args:
+          mechanism: See `UserLevelPrivacy`.
+          adaptive: Whether the clients use ADADP.
+          clients_per_group: See `build_dp_fed_avg`.
+          stated: The numbers of clients per round and in total; by default half of all, and all.
+        """
         number = len(self.clients)
-        privacy = federated.UserLevelPrivacy(
-            1.0, number // 2, number, clip=1.0, mechanism=mechanism
-        )
+        per_round, total = stated or (number // 2, number)
+        privacy = federated.UserLevelPrivacy(1.0, per_round, total, clip=1.0, mechanism=mechanism)
         sgd = tff.learning.optimizers.build_sgdm(RATE)
         client = federated.build_adadp() if adaptive else sgd
         return federated.build_dp_fed_avg(
@@ -150,6 +161,48 @@ class Rounds:
         self._state = self._process.next(self._state, list(clients)).state
 
 
+class SavedRounds:
+    """Rounds of a process from its own last state, which is saved after each as a run saves it.
+
+    Attributes:
+      seconds: Of each round.
+      saving: Seconds to save the state after it.
+      written: Bytes in the files that were new then.
+      peaks: The largest resident size of this process and of the workers together, in MiB.
+    """
+
+    def __init__(
+        self,
+        process: tff.learning.templates.LearningProcess,
+        folder: pathlib.Path,
+        context: Runtime,
+    ):
+        self._process, self._context, self._folder = process, context, folder
+        self._states = SavedStates(folder)
+        self._state = process.initialize()
+        self.seconds: list[float] = []
+        self.saving: list[float] = []
+        self.written: list[int] = []
+        self.peaks: list[float] = []
+
+    def __call__(self, clients: Sequence[tf.data.Dataset]) -> None:
+        pids = (os.getpid(), *self._context.worker_pids)
+        for pid in pids:
+            pathlib.Path(f"/proc/{pid}/clear_refs").write_text("5")  # forgets the peak
+        times = [time.perf_counter()]
+        self._state = self._process.next(self._state, list(clients)).state
+        times.append(time.perf_counter())
+        self.peaks.append(sum(map(peak_mib, pids)))
+        before = {path.name for path in self._folder.rglob("*")}
+        times.append(time.perf_counter())
+        self._states.save(len(self.seconds) + 1, self._state, {})
+        times.append(time.perf_counter())
+        new = [path for path in self._folder.rglob("*") if path.name not in before]
+        self.written.append(sum(path.stat().st_size for path in new))
+        self.seconds.append(times[1] - times[0])
+        self.saving.append(times[3] - times[2])
+
+
 class Measured:
     """A process that adds up the time of its rounds.
 
@@ -185,6 +238,12 @@ def resident_mib(pid: int) -> float:
     """Resident size of a process."""
     pages = int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def peak_mib(pid: int) -> float:
+    """The largest resident size of a process since it was told to forget the peak."""
+    status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 2**10
 
 
 def take_turns(

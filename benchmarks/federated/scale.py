@@ -1,7 +1,7 @@
 """How federated rounds scale: with the number of clients, with ADADP, and over time.
 
 No privacy claim: the data is random. Times are medians, and the steps that a table compares take
-turns in one run. Six parts, each a table:
+turns in one run. Seven parts, each a table:
 
 - clients: seconds per round of TFF's `build_weighted_fed_avg` with SGD, against the number of
   clients. `plain` is the same arithmetic, client after client, from tensors in a `tf.function` of
@@ -16,6 +16,10 @@ turns in one run. Six parts, each a table:
   same number of gradients; for the network of the ADADP paper's CIFAR-10 experiment, in clients of
   50 batches (the paper has 1,000), and for the small model of the other parts.
 - processes: this library's processes ÷ `build_weighted_fed_avg` with SGD, for the small model.
+- tree: rounds of `build_dp_fed_avg` with the tree mechanism ÷ with the Gaussian one, for a model of
+  five million parameters, few clients of ten examples, and trees of 3,424 rounds; the largest
+  resident size of this process and of the worker together during a round; and what a saved state
+  writes to the disk.
 - memory: resident size of this process and of the worker over rounds of `build_dp_fed_avg` with
   ADADP, with other clients, and another number of them, each time. These are medians of ten rounds,
   since the size goes up and down with the number of clients. A worker that has grown is replaced.
@@ -33,6 +37,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -47,6 +52,7 @@ from benchmarks.federated.rounds import (
     Measured,
     Problem,
     Rounds,
+    SavedRounds,
     add_problem_args,
     resident_mib,
     take_turns,
@@ -55,6 +61,7 @@ from federated.runtime.contexts import local_context
 
 RATIO_TARGET, MEMORY_TARGET, MEMORY_START = 1.15, 1.05, 50
 MEMORY_WINDOW = 10  # rounds whose median is shown
+TREE_HIDDEN, TREE_CLIENTS = 6289, 4  # five million parameters
 
 
 def parse_args() -> argparse.Namespace:
@@ -208,6 +215,41 @@ def processes_part(args: argparse.Namespace) -> str:
     return _table([*head, "÷ TFF's, CPU"], lines)
 
 
+def tree_part(args: argparse.Namespace) -> str:
+    """Rounds of both mechanisms for a large model."""
+    small = argparse.Namespace(examples=10, batch_size=10, hidden=TREE_HIDDEN)
+    problem = Problem(small, TREE_CLIENTS)
+    turns = max(args.rounds, 16)  # a tree's rounds differ: every other one finishes one node alone
+    lines = []
+    with local_context() as context, tempfile.TemporaryDirectory() as folder:
+        made = {
+            name: SavedRounds(
+                problem.private(name, False, stated=(100, 342_477)), Path(folder) / name, context
+            )
+            for name in ("gaussian", "tree")
+        }
+        steps = {name: lambda r=r: r(problem.clients) for name, r in made.items()}
+        take_turns(steps, turns)
+    for name, rounds in made.items():
+        to = made["gaussian"]
+        lines.append(
+            [
+                name,
+                *median_and_quartiles(rounds.seconds[1:]),
+                core.number(np.median(rounds.seconds[1:]) / np.median(to.seconds[1:])),
+                core.number(np.mean(rounds.seconds[1:]) / np.mean(to.seconds[1:])),
+                core.number(max(rounds.peaks[1:])),
+                core.number(np.mean(rounds.written[1:]) / 1e6),
+                core.number(np.median(rounds.saving[1:])),
+            ]
+        )
+    head = [
+        *("mechanism", "s per round", "quartiles", "÷ gaussian, medians", "means"),
+        *("peak, MiB", "written per round, MB", "s to save"),
+    ]
+    return _table(head, lines)
+
+
 def memory_part(args: argparse.Namespace) -> str:
     """Resident sizes over many rounds."""
     problem = Problem(args, 2 * args.round_clients)
@@ -246,6 +288,7 @@ PARTS = {
     "train": train_part,
     "ratio": ratio_part,
     "processes": processes_part,
+    "tree": tree_part,
     "memory": memory_part,
 }
 

@@ -22,6 +22,7 @@ import math
 from typing import Any, NamedTuple
 
 import dp_accounting
+import numpy as np
 import tensorflow as tf
 import tensorflow_privacy as tfp
 
@@ -186,16 +187,15 @@ class TreeState(NamedTuple):
       period: The number of rounds in a tree.
       clip: The largest norm of an update after clipping.
       stddev: The standard deviation of a node's noise.
-      nodes: [levels, d]; the estimated noise of the last finished left node of each level.
-      previous: [d]; the noise of the sum up to the previous round of this tree.
+      nodes: For each level, [d], the estimated noise (unscaled) of the node of that level which is
+        part of the sum so far; [0] if none is.
     """
 
     rounds: tf.Tensor
     period: tf.Tensor
     clip: tf.Tensor
     stddev: tf.Tensor
-    nodes: tf.Tensor
-    previous: tf.Tensor
+    nodes: tuple[tf.Tensor, ...]
 
 
 class TreeSum(tfp.SumAggregationDPQuery):
@@ -238,8 +238,8 @@ class TreeSum(tfp.SumAggregationDPQuery):
             period=tf.constant(self._period, tf.int64),
             clip=tf.constant(self._clip, tf.float32),
             stddev=tf.constant(self._stddev, tf.float32),
-            nodes=tf.zeros([self._levels, self._size]),
-            previous=tf.zeros([self._size]),
+            # Their length must not be part of the type of the state.
+            nodes=tuple(_of_any_length(tf.zeros([0])) for _ in range(self._levels)),
         )
 
     def derive_sample_params(self, global_state: TreeState) -> tf.Tensor:
@@ -254,39 +254,110 @@ class TreeSum(tfp.SumAggregationDPQuery):
         """The clip."""
         return collections.OrderedDict(clip=global_state.clip)
 
-    def _finished_node(self, state: TreeState, leaf: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Level and unscaled estimate of the largest node that ends with the leaf."""
+    def _finished_node(
+        self, state: TreeState, level: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Joins the nodes below a level with the noise of the round that finishes them.
 
-        def noise() -> tf.Tensor:
-            return state.stddev * fresh_normal_numbers(self._size)
+        The new nodes of this round (a leaf, and all above it up to `level`) matter only through
+        their sum Σ 2⁻ⁱ zᵢ, so they are drawn as one normal number of that variance.
 
-        def is_right_child(level: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-            return tf.bitwise.bitwise_and(tf.bitwise.right_shift(leaf, level), 1) > 0
+        Returns:
+          The unscaled estimate of the node, its part of the noise of a sum, and the part of the
+          nodes below it in the noise of the sum before, which ends with it.
+        """
 
-        def parent(level: tf.Tensor, node: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return level + 1, 0.5 * (state.nodes[level] + node) + noise()
+        def share(k: Any) -> tf.Tensor:
+            return 1.0 / (2.0 - 0.5 ** tf.cast(k, tf.float32))
 
-        return tf.while_loop(is_right_child, parent, [tf.constant(0), noise()])
+        inherited, taken_back = tf.zeros([self._size]), tf.zeros([self._size])
+        for k, stored in enumerate(state.nodes):
+
+            def joined(
+                k: int = k,
+                stored: tf.Tensor = stored,
+                inherited: tf.Tensor = inherited,
+                taken_back: tf.Tensor = taken_back,
+            ) -> tuple[tf.Tensor, tf.Tensor]:
+                left = tf.ensure_shape(_of_any_length(stored), [self._size])
+                return 0.5 * (left + inherited), taken_back + share(k) * left
+
+            unchanged = (inherited, taken_back)
+            inherited, taken_back = tf.cond(level > k, joined, lambda same=unchanged: same)
+        variance = (1.0 - 0.25 ** (tf.cast(level, tf.float32) + 1.0)) / 0.75
+        stddev = state.stddev * tf.sqrt(variance)
+        node = inherited + stddev * fresh_normal_numbers(self._size)
+        return node, share(level) * node, taken_back
 
     def get_noised_result(self, sample_state: Any, global_state: TreeState) -> tuple:
         """The noisy sum of the round, the next state, and an event that says nothing."""
-        leaf = tf.cast(global_state.rounds % self._period, tf.int32)
-        level, node = self._finished_node(global_state, leaf)
-        levels = tf.range(self._levels)
-        nodes = tf.where(tf.equal(levels, level)[:, tf.newaxis], node, global_state.nodes)
-        # The sum of leaf + 1 rounds is made of one node for each bit of that number.
-        bits = tf.bitwise.bitwise_and(tf.bitwise.right_shift(leaf + 1, levels), 1)
-        weights = tf.cast(bits, tf.float32) / (2.0 - 0.5 ** tf.cast(levels, tf.float32))
-        noise = tf.linalg.matvec(nodes, weights, transpose_a=True)
-        result = _like(sample_state, _flat(sample_state) + (noise - global_state.previous))
+        leaf = global_state.rounds % self._period
+        level = _level_finished_by(leaf)
+        node, added, taken_back = self._finished_node(global_state, level)
+        result = _like(sample_state, _flat(sample_state) + (added - taken_back))
         is_last = tf.equal(leaf + 1, self._period)
+
+        def next_node(k: int, stored: tf.Tensor) -> tf.Tensor:
+            is_kept, is_new = ~is_last & (level < k), ~is_last & tf.equal(level, k)
+            kept = tf.cond(is_kept, lambda: stored, lambda: tf.zeros([0]))
+            return tf.cond(is_new, lambda: node, lambda: kept)
+
         state = global_state._replace(
             rounds=global_state.rounds + 1,
-            nodes=nodes,
-            previous=tf.where(is_last, tf.zeros_like(noise), noise),
+            nodes=tuple(next_node(k, stored) for k, stored in enumerate(global_state.nodes)),
         )
         # One round has no event of its own; `UserLedger` counts the rounds of each tree.
         return result, state, dp_accounting.UnsupportedDpEvent()
+
+
+def _of_any_length(vector: tf.Tensor) -> tf.Tensor:
+    """The vector, whose length a graph learns only when it runs."""
+    return tf.compat.v1.placeholder_with_default(vector, [None])
+
+
+def _level_finished_by(leaf: Any) -> tf.Tensor:
+    """The level of the largest node that ends with a leaf, int32.
+
+    It is the number of ones at the end of the leaf's binary digits.
+    """
+    ones = tf.bitwise.left_shift(tf.constant(1, tf.int64), tf.range(1, 63, dtype=tf.int64)) - 1
+    leaf = tf.cast(leaf, tf.int64)
+    return tf.reduce_sum(tf.cast(tf.equal(tf.bitwise.bitwise_and(leaf, ones), ones), tf.int32))
+
+
+def without_idle_nodes(state: TreeState) -> TreeState:
+    """A state with numbers without the nodes that the next round neither reads nor writes.
+
+    A round of a tree that has any number of levels reads one node on average, so the others need
+    not be sent to where it is computed.
+
+    Args:
+      state: The state before the round, of NumPy arrays.
+
+    Returns:
+      A state from which the round gives the same result.
+    """
+    level = int(_level_finished_by(int(state.rounds) % int(state.period)))
+    nothing = np.zeros([0], np.float32)
+    nodes = (node if k < level else nothing for k, node in enumerate(state.nodes))
+    return state._replace(nodes=tuple(nodes))
+
+
+def with_idle_nodes(before: TreeState, after: TreeState) -> TreeState:
+    """The state after a round that was given `without_idle_nodes(before)`.
+
+    Guarantee: it is the state that the round returns for `before` (with the same fresh noise).
+
+    Args:
+      before: The whole state before the round.
+      after: What the round returned.
+    """
+    leaf, period = int(before.rounds) % int(before.period), int(before.period)
+    level = int(_level_finished_by(leaf))
+    if leaf + 1 == period:
+        return after
+    pairs = enumerate(zip(before.nodes, after.nodes))
+    return after._replace(nodes=tuple(old if k > level else new for k, (old, new) in pairs))
 
 
 class BandedState(NamedTuple):

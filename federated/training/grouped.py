@@ -26,7 +26,12 @@ import tensorflow_privacy as tfp
 from federated.clients.client_work import build_update, describe_model, iterate
 from federated.clients.preconditioner import ClientPreconditioner
 from federated.clients.tff_types import made_model
-from federated.privacy.dp_queries import SumOfGroups
+from federated.privacy.dp_queries import (
+    SumOfGroups,
+    TreeState,
+    with_idle_nodes,
+    without_idle_nodes,
+)
 
 _MOST_CLIENTS = 64  # of a group, unless asked for more: a group costs as much as 10 such clients
 _GROUPS_PER_CORE = 2  # so that one slow group does not leave the other cores idle for long
@@ -148,6 +153,9 @@ class GroupedRounds(tff.Computation):
     It takes the same arguments and returns the same as the `next` of the process without groups,
     whose type signature it has, up to the order in which floating-point numbers are added.
 
+    Nodes of the tree mechanism that a round neither reads nor writes stay in this process, so the
+    cost of a round hardly depends on the number of levels.
+
     Clients' data that are not a list of `tf.data.Dataset`s (such as lists of elements), and calls
     inside another computation, run without groups.
 
@@ -190,7 +198,16 @@ class GroupedRounds(tff.Computation):
         with contextlib.ExitStack() as files:  # closed when the round is computed
             in_files = files if self._context_reads_files() else None
             messages = [message(group, in_files) for group in groups_of(serialized, number)]
-            return self.grouped(given["state"], messages)
+            state: Any = given["state"]
+            tree = _tree_of(state)
+            if tree is None:
+                return self.grouped(state, messages)
+            output = self.grouped(_with_tree(state, without_idle_nodes(tree)), messages)
+            after: Any = _tree_of(output.state)
+            whole = with_idle_nodes(tree, after)
+            return tff.learning.templates.LearningProcessOutput(
+                _with_tree(output.state, whole), output.metrics
+            )
 
     @staticmethod
     def _context_reads_files() -> bool:
@@ -207,6 +224,20 @@ class GroupedRounds(tff.Computation):
             # As TFF serializes data sets.
             found.append(tf.raw_ops.DatasetToGraphV2(input_dataset=variant).numpy())
         return found
+
+
+def _tree_of(state: Any) -> TreeState | None:
+    """The state of the tree mechanism in that of a process; `None` under another mechanism."""
+    query_state = getattr(getattr(state, "aggregator", None), "query_state", None)
+    found = getattr(query_state, "numerator_state", None)
+    return found if isinstance(found, TreeState) else None
+
+
+def _with_tree(state: Any, tree: TreeState) -> Any:
+    """The state of a process with that of the tree mechanism replaced."""
+    aggregator = state.aggregator
+    query_state = aggregator.query_state._replace(numerator_state=tree)
+    return state._replace(aggregator=aggregator._replace(query_state=query_state))
 
 
 def num_groups(num_clients: int, clients_per_group: int | str) -> int:

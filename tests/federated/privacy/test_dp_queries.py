@@ -255,3 +255,81 @@ def test_trees_of_any_period_begin_anew(monkeypatch, period):
         np.testing.assert_allclose(np.sum(prefix**2, axis=1), variances, rtol=1e-4)
         for other in within[:k]:
             np.testing.assert_allclose(prefix @ other.T, 0.0, atol=1e-6)
+
+
+def honaker_matrix(rounds, period):
+    """[rounds, nodes], from the definition: every node has a number of its own."""
+    rows, columns = [], {}
+
+    def unscaled(tree, level, place):
+        """The estimate of a node from its own number and those of all nodes below it."""
+        own = {columns.setdefault((tree, level, place), len(columns)): 1.0}
+        if level:
+            for child in (2 * place, 2 * place + 1):
+                for column, weight in unscaled(tree, level - 1, child).items():
+                    own[column] = own.get(column, 0.0) + weight / 2
+        return own
+
+    before = {}
+    for number in range(rounds):
+        tree, leaf = divmod(number, period)
+        row = dict(before)  # earlier trees stay in the prefix sums
+        end = 0
+        for level in reversed(range(period.bit_length())):
+            if (leaf + 1) >> level & 1:
+                for column, weight in unscaled(tree, level, end >> level).items():
+                    row[column] = row.get(column, 0.0) + weight / (2 - 0.5**level)
+                end += 1 << level
+        if leaf + 1 == period:
+            before = row
+        rows.append(row)
+    matrix = np.zeros([rounds, len(columns)])
+    for row, weights in zip(matrix, rows):
+        for column, weight in weights.items():
+            row[column] = weight
+    return matrix
+
+
+@pytest.mark.parametrize("rounds, period", [(16, 16), (13, 13), (11, 4), (12, 5)])
+def test_the_covariance_of_all_prefix_sums_is_that_of_honakers_estimates(
+    monkeypatch, rounds, period
+):
+    """The draw of a round stands for several nodes; nothing that is released tells it from them."""
+    matrix, defined = noise_matrix(monkeypatch, rounds, period), honaker_matrix(rounds, period)
+    found, expected = matrix @ matrix.T, defined @ defined.T
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for wrong in (2 / 3, 3 / 2):
+        assert np.abs(found - wrong**2 * expected).max() > 0.3
+    # Were a node's right child left out of its estimate, this would find it.
+    assert period < 2 or np.abs(found - np.diag(np.diag(expected))).max() > 0.3
+
+
+@pytest.mark.parametrize("period", [1, 5, 8])
+def test_a_round_needs_no_idle_node_and_keeps_them_as_they_were(monkeypatch, period):
+    size = 4
+    query, like = TreeSum(1.0, 1.0, period, size), np.zeros(size, np.float32)
+    state = query.initial_global_state()
+    for number in range(2 * period + 1):
+        numbers = np.random.default_rng(number).standard_normal(size, np.float32)
+        monkeypatch.setattr(dp_queries, "fresh_normal_numbers", lambda _, z=numbers: tf.constant(z))
+        state = tf.nest.map_structure(np.asarray, state)
+        lean = dp_queries.without_idle_nodes(state)
+        (expected,), after = released(query, 1, like, state)
+        (found,), lean_after = released(query, 1, like, lean)
+        np.testing.assert_array_equal(found, expected)
+        whole = dp_queries.with_idle_nodes(state, lean_after)
+        tf.nest.map_structure(np.testing.assert_array_equal, whole, after)
+        kept = [len(node) for node in after.nodes]
+        leaves = (number + 1) % period
+        assert kept == [size * (leaves >> k & 1) for k in range(len(kept))]
+        read = [k for k, node in enumerate(lean.nodes) if len(node)]
+        assert read == list(range(len(read)))
+        state = after
+
+
+def test_a_tree_round_without_a_node_that_it_takes_back_fails():
+    query = TreeSum(1.0, 1.0, period=4, size=1)  # one number would fit by broadcasting
+    _, state = released(query, 1, np.zeros(1, np.float32))
+    without = state._replace(nodes=tuple(tf.zeros([0]) for _ in state.nodes))
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="[sS]hape"):
+        released(query, 1, np.zeros(1, np.float32), without)

@@ -15,6 +15,7 @@ from federated.privacy.user_epsilon import epsilon_spent, privacy_statement
 from federated.privacy.user_level import UserLevelPrivacy
 from federated.training.processes import build_adaptive_fed_avg, build_dp_fed_avg
 from federated.training.program import train
+from federated.training.saved_states import SavedStates
 from tests.helpers.gaussianity import assert_gaussian
 
 SPEC = (tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1]))
@@ -197,6 +198,27 @@ def test_noise_of_a_tree_cancels_over_the_rounds_of_a_whole_process():
         if variance < 1:
             start = weights(process, state)
     assert ledger.trees == {2: 2}
+
+
+@pytest.mark.slow
+def test_a_tree_that_is_saved_and_loaded_each_round_takes_back_its_noise(
+    tmp_path,
+):
+    """Rounds 3, 5 and 7 leave nodes alone, and those after them need these nodes as they were."""
+    privacy = UserLevelPrivacy(1.5, 4, 35, clip=2.0, mechanism="tree")  # 8 rounds per pass
+    sgd = tff.learning.optimizers.build_sgdm(learning_rate=1.0)
+    process = build_dp_fed_avg(functional_model(size=20_000), SGD, privacy, server_optimizer=sgd)
+    saved, initial = SavedStates(tmp_path), process.initialize()
+    state, start = initial, 0.0
+    for number in range(1, 10):
+        state = process.next(state, []).state
+        saved.save(number, state, {})
+        state, _ = SavedStates(tmp_path).load(number, initial)
+        rounds = (number - 1) % 8 + 1
+        parts = [1 / (2 - 0.5**k) for k in range(4) if rounds >> k & 1]
+        assert_gaussian(weights(process, state) - start, 2.0 * 1.5 / 4 * np.sqrt(sum(parts)))
+        if rounds == 8:
+            start = weights(process, state)
 
 
 @pytest.mark.slow
