@@ -336,8 +336,21 @@ def without_idle_nodes(state: TreeState) -> TreeState:
 
     Returns:
       A state from which the round gives the same result.
+
+    Raises:
+      ValueError: If the state does not have the nodes of its round, such as one of an earlier
+        version of this library.
     """
-    level = int(_level_finished_by(int(state.rounds) % int(state.period)))
+    leaf = int(state.rounds) % int(state.period)
+    shapes = [np.shape(node) for node in state.nodes]
+    if [shape != (0,) for shape in shapes] != [bool(leaf >> k & 1) for k in range(len(shapes))]:
+        raise ValueError(
+            "The state of the tree mechanism must hold one vector for each node in the sum of the "
+            "rounds so far, and nothing for the other levels. States of earlier versions of this "
+            "library differ: resume them with the version that saved them. Received: "
+            f"rounds={int(state.rounds)}, period={int(state.period)}, nodes of shapes {shapes}"
+        )
+    level = int(_level_finished_by(leaf))
     nothing = np.zeros([0], np.float32)
     nodes = (node if k < level else nothing for k, node in enumerate(state.nodes))
     return state._replace(nodes=tuple(nodes))

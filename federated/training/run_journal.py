@@ -8,6 +8,14 @@ from typing import Any
 
 from tf_adaptive_dp.durable import journal
 
+_OTHER_STATE = (
+    "The states of the run in this directory have another form than those of the process. Either "
+    "the model or an optimizer differs, or an earlier version of this library began the run with "
+    "mechanism='tree', whose states this version cannot read. Nothing was changed. Resume it with "
+    "the arguments and the version that began it, or begin a new run in another directory, with "
+    "the `ledger` of this one if the users are the same."
+)
+
 
 class Journal(journal.Journal):
     """The rounds of one run that were begun and released, in a file that only grows.
@@ -65,6 +73,7 @@ class Journal(journal.Journal):
         ((event, value),) = entry.items()
         if not self._end:
             if event == "run":
+                self._compare_states(value)
                 journal.compare(
                     value,
                     self.run,
@@ -78,6 +87,18 @@ class Journal(journal.Journal):
         if event == "begun":
             return value == self.begun + 1
         return event == "released" and self.released <= value <= self.begun
+
+    def _compare_states(self, before: dict) -> None:
+        """Raises ValueError if the state is all that differs; the error names the leaves."""
+        if any(before.get(key) != self.run.get(key) for key in {*before, *self.run} - {"state"}):
+            return
+        was, now = before.get("state", []), self.run.get("state", [])
+        if was != now:
+            gone = [leaf for leaf in was if leaf not in now]
+            new = [leaf for leaf in now if leaf not in was]
+            raise ValueError(
+                f"{_OTHER_STATE} Received: {str(self._path)!r}, which has {gone} in place of {new}"
+            )
 
     def _follow(self, entry: dict) -> None:
         ((event, value),) = entry.items()

@@ -333,3 +333,14 @@ def test_a_tree_round_without_a_node_that_it_takes_back_fails():
     without = state._replace(nodes=tuple(tf.zeros([0]) for _ in state.nodes))
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="[sS]hape"):
         released(query, 1, np.zeros(1, np.float32), without)
+
+
+def test_a_tree_of_an_earlier_version_is_refused():
+    """It had all levels in one array, and the noise of the last sum; here as many leaves as now."""
+    state = TreeSum(1.0, 1.0, period=3, size=4).initial_global_state()
+    state = tf.nest.map_structure(np.asarray, state)
+    assert dp_queries.without_idle_nodes(state).rounds == 0
+    old = state._replace(nodes=(np.zeros([2, 4], np.float32), np.zeros([4], np.float32)))
+    for rounds in range(4):
+        with pytest.raises(ValueError, match="must hold one vector.*resume them with the version"):
+            dp_queries.without_idle_nodes(old._replace(rounds=np.int64(rounds)))

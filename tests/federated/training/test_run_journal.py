@@ -88,6 +88,17 @@ def test_another_run_is_refused(path):
         opened(path, {"noise": 1.0, "state": ["a", "b"], "more": 2})
 
 
+def test_a_run_whose_states_have_another_form_is_refused_by_its_leaves(path):
+    content = path.read_bytes()
+    other = RUN | {"state": ["a", "c"]}
+    message = r"an earlier version .*, which has \['b'\] in place of \['c'\]"
+    with pytest.raises(ValueError, match=message):
+        opened(path, other)
+    with pytest.raises(ValueError, match="other arguments.*noise: was 1.5, is 2.0; state: was"):
+        opened(path, other | {"noise": 2.0})
+    assert path.read_bytes() == content
+
+
 @pytest.mark.parametrize("entry", [("begun", 5), ("begun", 3), ("released", 1), ("released", 4)])
 def test_an_impossible_entry_is_refused(path, entry):
     content = path.read_bytes()
