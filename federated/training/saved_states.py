@@ -95,8 +95,7 @@ class SavedStates:
         kind, values = _plain(leaf)
         if not isinstance(leaf, np.ndarray) or leaf.nbytes < _LARGE:
             return kind, values()
-        # Nobody changes an array that cannot be written, so the same one has the same numbers.
-        same = (name for array, name in self._known if array is leaf and not leaf.flags.writeable)
+        same = (name for array, name in self._known if array is leaf and _cannot_change(leaf))
         name = next(same, None)
         if name is None:
             content = values()
@@ -124,6 +123,17 @@ class SavedStates:
                 "away to resume from the state before it: its round stays counted. "
                 f"Received: {str(path)!r}"
             ) from error
+
+
+def _cannot_change(array: np.ndarray) -> bool:
+    """Whether an array is a view of `bytes`, as those that TFF returns are.
+
+    One that is merely not writeable may be a view of an array that is, and change with it.
+    """
+    memory: Any = array
+    while isinstance(memory, np.ndarray):
+        memory = memory.base
+    return isinstance(memory, bytes)
 
 
 def _name_of(content: bytes) -> str:
@@ -173,7 +183,7 @@ def _loaded(path: Path, number: int, state: Any) -> tuple[Any, dict]:
         for name in names:
             source = (path.parent / name).read_bytes()
             if _name_of(source) != name:
-                raise ValueError("an array is damaged")
+                raise ValueError(f"The array in {name!r} is damaged, which other states may share.")
         # A copy, which is writable and does not keep the other leaves.
         array = np.frombuffer(source, dtype, count, 0 if names else place).reshape(shape).copy()
         leaves.append(array if shape else array[()])

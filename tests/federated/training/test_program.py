@@ -509,8 +509,9 @@ def arrays(folder):
 
 def test_a_large_array_is_written_again_only_if_it_changed(tmp_path):
     saved = SavedStates(tmp_path)
-    noise, weights = np.arange(2.0**18), np.ones(2**18, np.float32)
-    noise.setflags(write=False)
+    # As TFF returns it: its memory belongs to `bytes`, so nobody can change it.
+    noise = np.frombuffer(np.arange(2.0**18).tobytes())
+    weights = np.ones(2**18, np.float32)
     state = {"noise": noise, "weights": weights, "n": 3}
     saved.save(1, state, RECORD)
     first = arrays(tmp_path)
@@ -529,6 +530,20 @@ def test_a_large_array_is_written_again_only_if_it_changed(tmp_path):
     saved.save(4, state | {"noise": noise + 1}, RECORD)
     assert len(arrays(tmp_path)) == 2  # that of rounds 1 and 2 is gone
     np.testing.assert_array_equal(saved.load(4, state)[0]["noise"], noise + 1)
+
+
+@pytest.mark.parametrize("is_view", [True, False])
+def test_an_array_that_cannot_be_written_may_still_change(tmp_path, is_view):
+    saved, base = SavedStates(tmp_path), np.zeros(2**18)
+    noise = base[:] if is_view else base
+    noise.setflags(write=False)
+    saved.save(1, {"noise": noise}, RECORD)
+    base.setflags(write=True)
+    base[7] = 1.0
+    base.setflags(write=False)
+    saved.save(2, {"noise": noise}, RECORD)
+    found = [saved.load(number, {"noise": noise})[0]["noise"][7] for number in (1, 2)]
+    assert found == [0.0, 1.0]
 
 
 def test_a_state_without_one_of_its_arrays_is_refused(tmp_path):
