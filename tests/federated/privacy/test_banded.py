@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_federated as tff
+from scipy import optimize, stats
 
 from federated.privacy import dp_queries
 from federated.privacy.client_sampling import (
@@ -187,6 +188,76 @@ def test_epsilon_is_that_of_the_central_accounting(rounds, accountant):
     (event,) = ledger.other_events
     z = 1.5 / noise_strategies.sensitivity(BandedNoise(4), rounds, 10)
     assert event.noise_multiplier == pytest.approx(z, rel=1e-12)
+
+
+def gaussian_epsilon(mu, delta):
+    """ε of the Gaussian mechanism of sensitivity / noise μ (Balle and Wang, arXiv:1805.06530)."""
+
+    def excess(epsilon):
+        lower = stats.norm.logcdf(-mu / 2 - epsilon / mu)
+        return stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon + lower) - delta
+
+    return optimize.brentq(excess, 0.0, 100.0) if excess(0.0) > 0 else 0.0
+
+
+# A number is a round that goes on from the newest saved state, "lost" is one whose result was
+# released and not saved, and ("back", t) restores the saved state after t rounds.
+HISTORIES = {
+    "undisturbed": ["round"] * 14,
+    "lost at first": ["lost", "lost", *["round"] * 14],
+    "begun anew": [*["round"] * 4, ("back", 0), *["round"] * 14],
+    "lost": [*["round"] * 5, "lost", "lost", *["round"] * 3, "lost", *["round"] * 4],
+    "restored": [*["round"] * 9, ("back", 3), *["round"] * 2, "lost", ("back", 1), *["round"] * 8],
+}
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("bands, separation", [(2, 3), (3, 3), (3, 5), (4, 7)])
+def test_epsilon_is_that_of_all_releases_together(monkeypatch, history, bands, separation):
+    """From nothing but what the query adds: each z is a unit vector, so a release is a row of M.
+
+    A client's updates move the releases by `when`, and M⁻¹ makes all of them one Gaussian
+    mechanism, of sensitivity ‖M⁻¹ when‖. Lost rounds and abandoned ones are among them.
+    """
+    steps = HISTORIES[history]
+    privacy = UserLevelPrivacy(1.5, 1, separation, clip=1.0, mechanism="banded", bands=bands)
+    total = sum(step in ("round", "lost") for step in steps)
+    drawn = iter(np.eye(total, dtype=np.float32))
+    monkeypatch.setattr(dp_queries, "fresh_normal_numbers", lambda _: tf.constant(next(drawn)))
+    query, like = BandedSum(1.0, 1.0 / MARGIN, bands, total), np.zeros(total, np.float32)
+    ledger, saved, releases = UserLedger(privacy), [query.initial_global_state()], []
+    for step in steps:
+        if step[0] == "back":
+            del saved[step[1] + 1 :]
+            continue
+        (row,), state = released(query, 1, like, saved[-1])
+        releases.append((len(saved) - 1, row))  # its cohort is that of the round's number
+        if step == "lost":
+            ledger.record_lost(1)
+        else:
+            saved.append(state)
+            ledger.record(banded_state(int(state.rounds), 1.5, 1.0, bands, clients=1.0))
+    assert ledger.num_releases == total
+    inverse = np.linalg.inv(np.array([row for _, row in releases], float))
+    places = np.array([number % separation for number, _ in releases])
+    moved = max(np.linalg.norm(inverse @ (places == client)) for client in range(separation))
+    expected = gaussian_epsilon(moved / 1.5, DELTA)
+    sampling = FixedOrder(1, steps=14)
+
+    def spent(noise_multiplier, accountant="pld"):
+        other = dataclasses.replace(privacy, noise_multiplier=noise_multiplier)
+        plain = UserLedger.from_dict(ledger.to_dict(), other)
+        return epsilon_spent(plain, DELTA, sampling=sampling, accountant=accountant)
+
+    for accountant in ("pld", "rdp"):
+        assert expected * (1 - 1e-4) < spent(1.5, accountant)
+    # The ledger does not know whose rounds were lost, so it takes those of one client for all.
+    of_one_client = history not in ("lost", "restored")
+    assert spent(1.5) < (1.001 if of_one_client else 1.4) * expected
+    # This would find an ε that is too small, and one that is needlessly large.
+    assert spent(1.5 * 3 / 2) < 0.8 * expected
+    assert spent(1.5 * 2 / 3) > 1.25 * expected
 
 
 def test_lost_rounds_and_rounds_that_are_run_again_are_rows_of_their_own():
