@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow_federated as tff
 
 from federated.privacy.side_information import SideInformation
-from federated.privacy.user_level import UserLevelPrivacy
+from federated.privacy.user_level import BANDED_ARGUMENTS, UserLevelPrivacy
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting.ledger import Ledger, Segment
 from tf_adaptive_dp.side_information import provenance as provenances
@@ -72,7 +72,6 @@ class UserLedger:
         self._unknown = 0  # rounds with an unknown release
         # Banded noise: lost rounds, and rounds in a row that were given up for an earlier state.
         self._sequences: collections.Counter[int] = collections.Counter()
-        self._banded_rounds = 0
         # What the next round may continue: how many rounds the last recorded state results from,
         # and how many of them are in its last tree.
         self._behind = 0
@@ -153,7 +152,8 @@ class UserLedger:
     def num_releases(self) -> int:
         """The number of counted rounds, lost ones included."""
         gaussian = sum(segment.num_releases for segment in self._segments)
-        return gaussian + self._tree_rounds + self._banded_rounds + self._unknown
+        banded = sum(rounds * count for rounds, count in self.sequences.items())
+        return gaussian + self._tree_rounds + banded + self._unknown
 
     def record(self, state: Any) -> None:
         """Counts the round that a state results from.
@@ -212,7 +212,6 @@ class UserLedger:
         if self.is_banded:
             # Whether they were successive or the same one: each is one row.
             self._sequences[1] += rounds
-            self._banded_rounds += rounds
             return
         if not self.is_tree:
             self._add(self.privacy.noise_multiplier, rounds)
@@ -288,7 +287,6 @@ class UserLedger:
         if rounds <= self._behind:  # those from this one on were given up
             self._sequences[self._behind - rounds + 1] += 1
         self._behind = rounds
-        self._banded_rounds += 1
 
     def _unrecorded(self, rounds: int) -> ValueError:
         return ValueError(
@@ -309,7 +307,8 @@ class UserLedger:
         drops_out = {"clients_may_drop_out": True} if self.clients_may_drop_out else {}
         banded = {
             "sequences": [list(item) for item in sorted(self._sequences.items())],
-            "banded_rounds": self._banded_rounds,
+            # The sequences say nothing of their noise, so ε needs that of the run.
+            "banded_noise": _banded_noise(self.privacy),
         }
         return (
             drops_out
@@ -332,11 +331,12 @@ class UserLedger:
 
         Args:
           plain: The result of `to_dict`.
-          privacy: The privacy of that run; counted rounds keep their own noise multipliers.
+          privacy: The privacy of that run. Rounds under the Gaussian mechanism keep their own noise
+            multipliers; trees are counted with that of `privacy`.
 
         Raises:
           TypeError, ValueError, KeyError: If `plain` is not the result of `to_dict`, or belongs to
-            another mechanism.
+            another mechanism or to other banded noise.
         """
         information = plain["side_information"]
         ledger = cls(privacy, information and SideInformation.from_plain(information))
@@ -353,6 +353,11 @@ class UserLedger:
                 "The ledger is of the other mechanism. Received: "
                 f"mechanism={privacy.mechanism!r}, {dict(plain)}"
             )
+        if privacy.mechanism == "banded" and plain["banded_noise"] != _banded_noise(privacy):
+            raise ValueError(
+                "`privacy` must be that of the ledger's rounds: the ε of banded noise would be "
+                f"another one. Received: {privacy!r}, the rounds had {plain['banded_noise']}"
+            )
         for noise_multiplier, clients, rounds in plain["segments"]:
             segment = Segment(
                 checks.number("noise_multiplier", noise_multiplier, 0),
@@ -365,12 +370,16 @@ class UserLedger:
         for rounds, count in plain.get("sequences", ()):
             length = checks.integer("rounds", rounds, 1)
             ledger._sequences[length] = checks.integer("count", count, 1)
-        ledger._banded_rounds = checks.integer("banded_rounds", plain.get("banded_rounds", 0), 0)
         ledger._tree_rounds = checks.integer("tree_rounds", plain["tree_rounds"], 0)
         ledger._behind = checks.integer("behind", plain["behind"], 0)
         ledger._in_tree = checks.integer("in_tree", plain["in_tree"], 0)
         ledger._unknown = checks.integer("unknown", plain["unknown"], 0)
         return ledger
+
+
+def _banded_noise(privacy: UserLevelPrivacy) -> dict[str, Any]:
+    """What the ε of rounds with banded noise depends on, as JSON values."""
+    return {name: getattr(privacy, name) for name in ("noise_multiplier", *BANDED_ARGUMENTS)}
 
 
 def effective_noise_multiplier(event: dp_accounting.DpEvent) -> float:

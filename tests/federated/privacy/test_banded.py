@@ -246,9 +246,8 @@ def test_epsilon_is_that_of_all_releases_together(monkeypatch, history, bands, s
     sampling = FixedOrder(1, steps=14)
 
     def spent(noise_multiplier, accountant="pld"):
-        other = dataclasses.replace(privacy, noise_multiplier=noise_multiplier)
-        plain = UserLedger.from_dict(ledger.to_dict(), other)
-        return epsilon_spent(plain, DELTA, sampling=sampling, accountant=accountant)
+        ledger.privacy = dataclasses.replace(privacy, noise_multiplier=noise_multiplier)
+        return epsilon_spent(ledger, DELTA, sampling=sampling, accountant=accountant)
 
     for accountant in ("pld", "rdp"):
         assert expected * (1 - 1e-4) < spent(1.5, accountant)
@@ -300,6 +299,17 @@ def test_a_ledger_goes_through_json():
         with pytest.raises(ValueError, match="of the other mechanism"):
             UserLedger.from_dict(UserLedger(other).to_dict(), PRIVACY)
         assert "sequences" not in UserLedger(other).to_dict()  # older runs resume
+    for change in (
+        {"noise_multiplier": 1.5 * 2 / 3},
+        {"noise_multiplier": 1.5 * 3 / 2},
+        {"bands": 5},
+        {"min_separation": 9},
+        {"max_participations": 1},
+    ):
+        with pytest.raises(ValueError, match="`privacy` must be that of the ledger's rounds"):
+            UserLedger.from_dict(plain, dataclasses.replace(PRIVACY, **change))
+    other_clip = dataclasses.replace(PRIVACY, clip=1.0)  # which ε does not depend on
+    assert UserLedger.from_dict(plain, other_clip).sequences == ledger.sequences
 
 
 @pytest.mark.parametrize(
