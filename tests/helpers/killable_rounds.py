@@ -17,6 +17,8 @@ from types import SimpleNamespace
 import numpy as np
 
 KEY = bytes(range(32))
+# As large as an array that gets a file of its own, and of `bytes`, like what TFF returns.
+SAME = np.frombuffer(np.ones(2**17).tobytes())
 
 
 def append(folder, **entry):
@@ -33,13 +35,23 @@ def record(folder):
 
 
 class Process:
-    """Its model is a number that nobody can guess; what is run is written down before and after."""
+    """Its model is a number that nobody can guess; what is run is written down before and after.
+
+    One large array of its state repeats the model, and another one never changes.
+    """
 
     def __init__(self, folder, failing=()):
         self.folder, self.failing = folder, list(failing)
 
     def initialize(self):
-        return OrderedDict(model=np.float64(0.0), rounds=np.int64(0), more=(np.zeros([2, 3]),))
+        return self._state(0.0, np.int64(0), (np.zeros([2, 3]),))
+
+    @staticmethod
+    def _state(model, rounds, more):
+        copies = np.full(len(SAME), model)
+        return OrderedDict(
+            model=np.float64(model), rounds=rounds, more=more, copies=copies, same=SAME
+        )
 
     def next(self, state, datasets):
         rounds, model = int(state["rounds"]), float(state["model"])
@@ -48,7 +60,7 @@ class Process:
             raise ConnectionError("a worker is gone")
         model = np.frombuffer(os.urandom(6) + b"\x00\x40").item()
         append(self.folder, event="ended", model=model)
-        state = OrderedDict(model=np.float64(model), rounds=state["rounds"] + 1, more=state["more"])
+        state = self._state(model, state["rounds"] + 1, state["more"])
         metrics = {"client_work": {"train": {"loss": np.float32(model), "num_examples": 8}}}
         return SimpleNamespace(state=state, metrics=metrics)
 
