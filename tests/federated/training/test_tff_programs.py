@@ -14,8 +14,12 @@ from federated.training.processes import build_adaptive_fed_avg, build_dp_fed_av
 from tests.federated.training.test_processes import SPEC, client_of, model_fn
 
 PRIVACY = UserLevelPrivacy(0.5, 2, 4, clip=1.0)
+TREE = UserLevelPrivacy(0.5, 2, 8, clip=1.0, mechanism="tree")
+BANDED = UserLevelPrivacy(0.5, 2, 8, clip=1.0, mechanism="banded", bands=2)
 BUILD = {
     "private": lambda: build_dp_fed_avg(model_fn, build_adadp(), PRIVACY),
+    "tree": lambda: build_dp_fed_avg(model_fn, build_adadp(), TREE),
+    "banded": lambda: build_dp_fed_avg(model_fn, build_adadp(), BANDED),
     "with metrics": lambda: build_dp_fed_avg(model_fn, build_adadp(), PRIVACY, client_metrics=True),
     "adaptive": lambda: build_adaptive_fed_avg(model_fn),
 }
@@ -89,7 +93,7 @@ def test_train_model_runs_and_resumes(runtime, tmp_path, name):
     assert sorted(metrics) == [1, 2] and list(models) == ["training_checkpoint_round_2"]
     for released in metrics.values():
         told = released["client_work"], released["model_metrics"]
-        assert bool(tf.nest.flatten(told)) == (name != "private")
+        assert bool(tf.nest.flatten(told)) == (name in ("with metrics", "adaptive"))
     metrics, models = train(process, str(tmp_path), 3)
     assert sorted(metrics) == [3]
     state = models["training_checkpoint_round_3"]
@@ -100,3 +104,7 @@ def test_train_model_runs_and_resumes(runtime, tmp_path, name):
         ledger = process.new_ledger()
         ledger.record(state)
         assert ledger.num_releases == 1
+    if name in ("tree", "banded"):  # their states are of all three rounds
+        assert int(state.aggregator.query_state.numerator_state.rounds) == 3
+    if name == "tree":
+        assert [len(n) for n in state.aggregator.query_state.numerator_state.nodes] == [2, 2, 0]
