@@ -878,8 +878,8 @@ def test_rounds_of_banded_noise_that_fail_after_their_release_are_counted(contex
                 raise ConnectionError("the answer is lost")
             return outputs[-1]
 
-    def train(sampler, rounds):
-        arguments = (Failing, real_rounds.dataset, sampler, rounds, tmp_path / "run")
+    def train(sampler, rounds, process=Failing):
+        arguments = (process, real_rounds.dataset, sampler, rounds, tmp_path / "run")
         return program.train(*arguments, delta=real_rounds.DELTA)
 
     for sampling in (ShuffledEpochs(3, 400), FixedSizeSampling(3, 400)):
@@ -900,7 +900,27 @@ def test_rounds_of_banded_noise_that_fail_after_their_release_are_counted(contex
     journal = (tmp_path / "run/secret/journal").read_text()
     for said in ('"bands": 4', '"min_separation": 4', '"mechanism": "banded"', "FixedOrder("):
         assert said in journal
-    assert "max_participations" not in journal  # so journals from before it existed fit
+    described = json.loads(files.checked(journal.splitlines(keepends=True)[0].encode()))["run"]
+    assert "max_participations" not in described["privacy"]  # nor in journals from before it was
+    # With noise of other settings ε would be another one, so it does not go on.
+    before = contents(tmp_path)
+    for change in (
+        {"noise_multiplier": 1.5},
+        {"bands": 3},
+        {"bands": 3, "min_separation": 3},
+        {"max_participations": 100},
+    ):
+        privacy = dataclasses.replace(real_rounds.privacy("banded"), **change)
+
+        class Other(Failing):
+            new_ledger = staticmethod(lambda privacy=privacy: UserLedger(privacy))
+
+        *_, last = change
+        with pytest.raises(
+            ValueError, match=f"other arguments.*privacy: was .*{last}.: {change[last]}"
+        ):
+            train(sampler, 7, Other)
+    assert contents(tmp_path) == before
 
 
 def pasts(state):
