@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pathlib
 import time
@@ -161,11 +162,38 @@ class Rounds:
         self._state = self._process.next(self._state, list(clients)).state
 
 
+def before_the_highest_node(state: Any) -> Any:
+    """A state of a process with the tree mechanism whose next round costs the most of all.
+
+    That round finishes the node of the highest level, and takes back the noise of one node of each
+    level below it.
+
+    Args:
+      state: The initial state, which tells the size of the model and the length of a tree.
+    """
+    size = sum(np.size(weights) for weights in state.global_model_weights.trainable)
+    query = state.aggregator.query_state
+    tree = query.numerator_state
+    *below, highest = tree.nodes
+    noises = (np.random.default_rng(k).standard_normal(size, np.float32) for k in range(len(below)))
+    # Of bytes, like what TFF returns.
+    nodes = [np.frombuffer(noise.tobytes(), np.float32) for noise in noises]
+    tree = tree._replace(rounds=np.int64(2 ** len(below) - 1), nodes=(*nodes, highest))
+    query = query._replace(numerator_state=tree)
+    return state._replace(aggregator=state.aggregator._replace(query_state=query))
+
+
 class SavedRounds:
-    """Rounds of a process from its own last state, which is saved after each as a run saves it.
+    """Rounds of a process, each followed by saving the state as a run saves it.
+
+    Args:
+      process: The process.
+      folder: Where the states are saved.
+      context: The context that the rounds run in.
+      start: The state that every round begins with; by default each begins with its predecessor's.
 
     Attributes:
-      seconds: Of each round.
+      seconds: Of each round, but for those in which a worker was replaced.
       saving: Seconds to save the state after it.
       written: Bytes in the files that were new then.
       peaks: The largest resident size of this process and of the workers together, in MiB.
@@ -176,31 +204,40 @@ class SavedRounds:
         process: tff.learning.templates.LearningProcess,
         folder: pathlib.Path,
         context: Runtime,
+        start: Any = None,
     ):
         self._process, self._context, self._folder = process, context, folder
         self._states = SavedStates(folder)
-        self._state = process.initialize()
+        self._start, self._number = start, 0
+        self._state = process.initialize() if start is None else start
         self.seconds: list[float] = []
         self.saving: list[float] = []
         self.written: list[int] = []
         self.peaks: list[float] = []
 
     def __call__(self, clients: Sequence[tf.data.Dataset]) -> None:
-        pids = (os.getpid(), *self._context.worker_pids)
-        for pid in pids:
+        workers = self._context.worker_pids
+        for pid in (os.getpid(), *workers):
             pathlib.Path(f"/proc/{pid}/clear_refs").write_text("5")  # forgets the peak
+        before_it = self._state if self._start is None else self._start
         times = [time.perf_counter()]
-        self._state = self._process.next(self._state, list(clients)).state
+        self._state = self._process.next(before_it, list(clients)).state
         times.append(time.perf_counter())
-        self.peaks.append(sum(map(peak_mib, pids)))
+        # As `take_turns` repeats this turn; see there.
+        was_replaced = self._context.worker_pids != workers
+        peak = math.nan if was_replaced else sum(map(peak_mib, (os.getpid(), *workers)))
         before = {path.name for path in self._folder.rglob("*")}
+        self._number += 1
         times.append(time.perf_counter())
-        self._states.save(len(self.seconds) + 1, self._state, {})
+        self._states.save(self._number, self._state, {})
         times.append(time.perf_counter())
+        if was_replaced:
+            return
         new = [path for path in self._folder.rglob("*") if path.name not in before]
         self.written.append(sum(path.stat().st_size for path in new))
         self.seconds.append(times[1] - times[0])
         self.saving.append(times[3] - times[2])
+        self.peaks.append(peak)
 
 
 class Measured:

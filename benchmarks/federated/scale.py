@@ -19,7 +19,8 @@ turns in one run. Seven parts, each a table:
 - tree: rounds of `build_dp_fed_avg` with the tree mechanism ÷ with the Gaussian one, for a model of
   five million parameters, few clients of ten examples, and trees of 3,424 rounds; the largest
   resident size of this process and of the worker together during a round; and what a saved state
-  writes to the disk.
+  writes to the disk. Then the same for the most expensive round of a tree, which finishes the node
+  of the highest level, again and again from the same state.
 - memory: resident size of this process and of the worker over rounds of `build_dp_fed_avg` with
   ADADP, with other clients, and another number of them, each time. These are medians of ten rounds,
   since the size goes up and down with the number of clients. A worker that has grown is replaced.
@@ -38,6 +39,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -54,6 +56,7 @@ from benchmarks.federated.rounds import (
     Rounds,
     SavedRounds,
     add_problem_args,
+    before_the_highest_node,
     resident_mib,
     take_turns,
 )
@@ -219,30 +222,45 @@ def tree_part(args: argparse.Namespace) -> str:
     """Rounds of both mechanisms for a large model."""
     small = argparse.Namespace(examples=10, batch_size=10, hidden=TREE_HIDDEN)
     problem = Problem(small, TREE_CLIENTS)
-    turns = max(args.rounds, 16)  # a tree's rounds differ: every other one finishes one node alone
     lines = []
-    with local_context() as context, tempfile.TemporaryDirectory() as folder:
-        made = {
-            name: SavedRounds(
-                problem.private(name, False, stated=(100, 342_477)), Path(folder) / name, context
-            )
-            for name in ("gaussian", "tree")
-        }
+
+    def compare(made: dict[str, SavedRounds], turns: int) -> None:
         steps = {name: lambda r=r: r(problem.clients) for name, r in made.items()}
-        take_turns(steps, turns)
-    for name, rounds in made.items():
-        to = made["gaussian"]
-        lines.append(
-            [
-                name,
-                *median_and_quartiles(rounds.seconds[1:]),
-                core.number(np.median(rounds.seconds[1:]) / np.median(to.seconds[1:])),
-                core.number(np.mean(rounds.seconds[1:]) / np.mean(to.seconds[1:])),
+        take_turns(steps, turns, context)
+        base = next(iter(made.values()))
+        for name, rounds in made.items():
+            # The first round of each is `take_turns`' untimed one.
+            seconds, of_base = rounds.seconds[1:], base.seconds[1:]
+            cells = [
+                *median_and_quartiles(seconds),
+                core.number(np.median(seconds) / np.median(of_base)),
+                core.number(np.mean(seconds) / np.mean(of_base)),
                 core.number(max(rounds.peaks[1:])),
                 core.number(np.mean(rounds.written[1:]) / 1e6),
                 core.number(np.median(rounds.saving[1:])),
             ]
-        )
+            lines.append([name, *cells])
+            say(f"{name}: {cells}")
+
+    with local_context() as context, tempfile.TemporaryDirectory() as folder:
+        processes = {
+            name: problem.private(name, False, stated=(100, 342_477))
+            for name in ("gaussian", "tree")
+        }
+
+        def rounds(mechanism: str, place: str, start: Any = None) -> SavedRounds:
+            return SavedRounds(processes[mechanism], Path(folder) / place, context, start)
+
+        # A tree's rounds differ: every other one finishes one node alone.
+        both = {name: rounds(name, name) for name in processes}
+        compare(both, max(args.rounds, 16))
+        start = before_the_highest_node(processes["tree"].initialize())
+        level = len(start.aggregator.query_state.numerator_state.nodes) - 1
+        highest = {
+            "gaussian, again": rounds("gaussian", "again"),
+            f"tree, level {level}": rounds("tree", "highest", start),
+        }
+        compare(highest, max(args.rounds, 4))
     head = [
         *("mechanism", "s per round", "quartiles", "÷ gaussian, medians", "means"),
         *("peak, MiB", "written per round, MB", "s to save"),
