@@ -22,6 +22,7 @@ from tf_adaptive_dp._keras.models import (
     leave_padding_out_of_metrics,
 )
 from tf_adaptive_dp.accounting import calibration, composition, noise_strategies
+from tf_adaptive_dp.accounting.ledger import missing_events
 from tf_adaptive_dp.accounting.noise_strategies import (
     IndependentNoise,
     NoiseStrategy,
@@ -327,7 +328,7 @@ class PrivacyPlan:
             ),
             **kwargs,
         )
-        if not _without(self.other_events, made.ledger.other_events).unpaid:
+        if not missing_events(made.ledger.other_events, among=self.other_events):
             # The budget pays for all of them, whatever released them.
             made.ledger.other_events = self.other_events
         self._check_optimizer(made)
@@ -748,15 +749,15 @@ class PrivacyPlan:
                 f"`plan.optimizer(...)`. Received: noise={optimizer.noise!r} instead of "
                 f"{self.noise!r}"
             )
-        left, unpaid = _without(self.other_events, optimizer.ledger.other_events)
-        if unpaid:
+        events = optimizer.ledger.other_events
+        if missing_events(events, among=self.other_events):
             raise ValueError(
                 "The optimizer's ledger, to which side information adds its release, has an event "
                 "that the plan's budget does not pay for. Pass the events as `other_events` to the "
                 f"plan. Received: {optimizer.ledger.other_events!r} instead of "
                 f"{self.other_events!r}"
             )
-        if left:
+        if missing_events(self.other_events, among=events):
             raise ValueError(
                 "The optimizer's ledger must have every event that the plan's budget pays for, or "
                 "its epsilon is too small: make it by `plan.optimizer(...)`, or set "
@@ -785,16 +786,15 @@ class PrivacyPlan:
         layers = [x for x in layers_within(model) if isinstance(x, PrivateNormalization)]
         information = model.optimizer.side_information
         of_information = () if information is None else provenance.events(information.provenance)
-        left, _ = _without(self.other_events, of_information)
+        left = missing_events(self.other_events, among=of_information)
         own = [] if self._normalization is None else [self._normalization]
         all_layers = own + [layer for layer in layers if layer is not self._normalization]
         known = self._statistics_seen_by(model.optimizer)
-        left = _without(left, list(known.values())).left
+        left = missing_events(left, among=list(known.values()))
         for layer in all_layers:
             if layer.release_id in known:
                 continue  # it has been paid for, or is a copy of one that has
-            left, unpaid = _without(left, [layer.dp_event])
-            if unpaid:
+            if missing_events([layer.dp_event], among=left):
                 raise ValueError(
                     "The model has a `PrivateNormalization` that the plan's budget does not pay "
                     "for. Make it by `plan.normalization(x)`, of a plan with "
@@ -805,6 +805,7 @@ class PrivacyPlan:
                     f"Received: {layer.name!r} with {layer.dp_event!r}, other_events="
                     f"{self.other_events!r}"
                 )
+            left = missing_events(left, among=[layer.dp_event])
             if layer.release_id:
                 known[layer.release_id] = layer.dp_event
         if self.normalize_inputs and not layers:
@@ -838,27 +839,6 @@ class PrivacyPlan:
                 "`privacy_statement` and `report.facts` with an optimizer of your own."
             )
         return self._optimizer
-
-
-class _Balance(NamedTuple):
-    """What is left of the events that a budget pays for, and what it does not pay for."""
-
-    left: tuple[dp_accounting.DpEvent, ...]
-    unpaid: tuple[dp_accounting.DpEvent, ...]
-
-
-def _without(
-    paid: Sequence[dp_accounting.DpEvent], events: Sequence[dp_accounting.DpEvent]
-) -> _Balance:
-    """Takes events from those that are paid for; each of these pays for one."""
-    left, unpaid = list(paid), []
-    for event in events:
-        place = next((k for k, one in enumerate(left) if repr(one) == repr(event)), None)
-        if place is None:
-            unpaid.append(event)
-        else:
-            del left[place]
-    return _Balance(tuple(left), tuple(unpaid))
 
 
 def _with_bands(noise: Any) -> ToeplitzStrategy:
