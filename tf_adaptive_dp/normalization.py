@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import secrets
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -283,8 +283,9 @@ def _level_of_caller() -> int:
     `adapt` is called by users, and by `PrivacyPlan.normalization`.
     """
     library, _, _ = __name__.partition(".")
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == library:
+    here = inspect.currentframe()
+    level, frame = 1, here and here.f_back
+    while frame and frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == library:
         level, frame = level + 1, frame.f_back
     return level
 
