@@ -326,11 +326,14 @@ def test_lost_rounds_at_the_end_are_released_as_counted(tmp_path):
 
 @pytest.mark.slow
 def test_no_run_begins_in_the_middle_of_another_ones_pass(tmp_path):
+    class Unchecked(ClientSampler):
+        def checked(self, privacy):
+            return self  # `rounds.ledger` has no `UserLevelPrivacy`
+
     def train(earlier, mechanism="gaussian"):
         ledger = rounds.ledger(mechanism)
         ledger.record_lost(earlier)
-        sampler = ClientSampler(list("abcdefgh"), ShuffledEpochs(2, 40))
-        sampler.checked = lambda privacy: sampler  # `rounds.ledger` has no `UserLevelPrivacy`
+        sampler = Unchecked(list("abcdefgh"), ShuffledEpochs(2, 40))
         folder = tmp_path / f"{earlier} {mechanism}"
         return program.train(rounds.Process(tmp_path), str, sampler, 5, folder, ledger=ledger)
 
