@@ -305,13 +305,12 @@ class UserLedger:
         information = self.side_information
         # Only where it is so: runs that were begun before ledgers had it must resume.
         drops_out = {"clients_may_drop_out": True} if self.clients_may_drop_out else {}
-        banded = {
-            "sequences": [list(item) for item in sorted(self._sequences.items())],
-            # The sequences say nothing of their noise, so ε needs that of the run.
-            "banded_noise": _banded_noise(self.privacy),
-        }
+        banded = {"sequences": [list(item) for item in sorted(self._sequences.items())]}
+        # Trees and sequences say nothing of their noise, so ε needs that of the run.
+        noise = {} if self.privacy.mechanism == "gaussian" else {"noise": _noise(self.privacy)}
         return (
             drops_out
+            | noise
             | (banded if self.is_banded else {})
             | {
                 "segments": [list(segment) for segment in self._segments],
@@ -332,11 +331,11 @@ class UserLedger:
         Args:
           plain: The result of `to_dict`.
           privacy: The privacy of that run. Rounds under the Gaussian mechanism keep their own noise
-            multipliers; trees are counted with that of `privacy`.
+            multipliers.
 
         Raises:
           TypeError, ValueError, KeyError: If `plain` is not the result of `to_dict`, or belongs to
-            another mechanism or to other banded noise.
+            another mechanism, or to trees or banded noise of other settings.
         """
         information = plain["side_information"]
         ledger = cls(privacy, information and SideInformation.from_plain(information))
@@ -353,10 +352,10 @@ class UserLedger:
                 "The ledger is of the other mechanism. Received: "
                 f"mechanism={privacy.mechanism!r}, {dict(plain)}"
             )
-        if privacy.mechanism == "banded" and plain["banded_noise"] != _banded_noise(privacy):
+        if privacy.mechanism != "gaussian" and plain["noise"] != _noise(privacy):
             raise ValueError(
-                "`privacy` must be that of the ledger's rounds: the ε of banded noise would be "
-                f"another one. Received: {privacy!r}, the rounds had {plain['banded_noise']}"
+                "`privacy` must be that of the ledger's rounds: their ε would be another one. "
+                f"Received: {privacy!r}, the rounds had {plain['noise']}"
             )
         for noise_multiplier, clients, rounds in plain["segments"]:
             segment = Segment(
@@ -377,9 +376,10 @@ class UserLedger:
         return ledger
 
 
-def _banded_noise(privacy: UserLevelPrivacy) -> dict[str, Any]:
-    """What the ε of rounds with banded noise depends on, as JSON values."""
-    return {name: getattr(privacy, name) for name in ("noise_multiplier", *BANDED_ARGUMENTS)}
+def _noise(privacy: UserLevelPrivacy) -> dict[str, Any]:
+    """What the ε of rounds with trees or banded noise depends on, as JSON values."""
+    names = ("noise_multiplier", *(BANDED_ARGUMENTS if privacy.mechanism == "banded" else ()))
+    return {name: getattr(privacy, name) for name in names}
 
 
 def effective_noise_multiplier(event: dp_accounting.DpEvent) -> float:
