@@ -136,7 +136,7 @@ def can_load(variables: Sequence[tf.Variable], ledger: Ledger, store: Mapping[st
     if saved.segments and saved.segments != ledger.segments:
         require_same_shapes(variables, arrays)
     if _shapes(arrays) == _shapes(variables):
-        require_same_terms(ledger, arrays)
+        _require_same_terms(ledger, saved)
         return True
     if arrays:
         warnings.warn(
@@ -157,7 +157,11 @@ def require_same_terms(ledger: Ledger, weights: Sequence[Any]) -> None:
     Raises:
       ValueError: if it does.
     """
-    saved, own = _saved_ledger([np.asarray(w) for w in weights]), ledger.terms
+    _require_same_terms(ledger, _saved_ledger(weights))
+
+
+def _require_same_terms(ledger: Ledger, saved: _SavedLedger) -> None:
+    own = ledger.terms
     if saved.terms is None or saved.terms[:2] == own[:2]:
         return
     names = [f"{_unit(terms)}, {_noise(terms)}" for terms in (saved.terms, own)]
@@ -215,17 +219,18 @@ def _saved_ledger(saved: Sequence[Any]) -> _SavedLedger:
     size = Ledger.MAX_SEGMENTS
     shapes = [(size, 2), (size,), (size, len(Checks._fields))]
     for k in range(len(saved) - 2):
-        found = [np.asarray(array) for array in saved[k : k + 5]]
-        if _shapes(found[:3]) != shapes or found[1].dtype != np.int64:
+        if _shapes(saved[k : k + 3]) != shapes:
+            continue  # before anything is read, which may be large and in a file
+        parameters, counts, checks, *others = (np.asarray(a) for a in saved[k : k + 5])
+        if counts.dtype != np.int64:
             continue
-        parameters, counts, checks = found[:3]
         used = np.flatnonzero(counts)
         segments = [
             Segment(float(p[0]), float(p[1]), int(n))
             for p, n in zip(parameters[used], counts[used])
         ]
         known = [_checks(*checks[row].tolist()) for row in used]
-        return _SavedLedger(segments, known, *_terms(found[3:]))
+        return _SavedLedger(segments, known, *_terms(others))
     return _SavedLedger([], [])
 
 
