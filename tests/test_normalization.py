@@ -19,8 +19,8 @@ from tf_adaptive_dp.plan import PrivacyPlan
 from tf_adaptive_dp.validation import check_per_example
 
 N = 4000
-# Per release, as six of them compose to one of 1.
-SIX = math.sqrt(6)
+# Per release, as seven of them compose to one of 1.
+SEVEN = math.sqrt(7)
 
 
 def columns(num_examples=N, seed=0):
@@ -56,6 +56,14 @@ def usual_noise(monkeypatch):
     )
 
 
+@pytest.fixture
+def no_deviation_is_clear():
+    """The release between the rounds is made for features in which there is little noise, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(normalization, "_CLEAR_VARIANCE", math.inf)
+        yield
+
+
 def record(monkeypatch, answers=None):
     """Records the sums; releases them with noise, or what is given instead."""
     sums, released, own = [], [], normalization._release
@@ -79,14 +87,66 @@ def test_it_finds_units_whatever_they_are():
     # The mean of the heavy tail is that of values clipped together with others.
     assert np.all(np.abs(mean - x.mean(0))[clear] < 0.5 * x.std(0)[clear])
     ratio = stddev / x.std(0)
-    # In 100 draws of the noise they were between 0.64 and 2.62.
-    assert np.all((0.4 < ratio[clear]) & (ratio[clear] < 3.0)), ratio
+    # In 400 draws of the noise they were between 0.6 and 1.1, but for one false alarm.
+    assert np.all((0.5 < ratio[clear]) & (ratio[clear] < 1.3)), ratio
     assert ratio[3] > 0.3
     np.testing.assert_allclose(
         layer(x[:5]).numpy(), (x[:5].astype(np.float32) - mean) / stddev, rtol=1e-4, atol=1e-4
     )
 
 
+def strokes(background=0.0, num_examples=N):
+    """Pixels: strokes of size 1 to 3, in 2% to 60% of the examples; and one without strokes."""
+    random = np.random.default_rng(8)
+    frequencies = np.r_[np.geomspace(0.02, 0.6, 29), 0.0]
+    is_there = random.random([num_examples, 30]) < frequencies
+    return background + is_there * random.uniform(1, 3, size=[num_examples, 30])
+
+
+@pytest.mark.usefixtures("usual_noise")
+@pytest.mark.parametrize("background", [-0.42, -3.0, 20.0])
+def test_a_value_that_nearly_all_examples_have_counts_as_absent(background):
+    x = strokes(background)
+    layer = adapted(x)
+    ratio = layer.stddev.numpy()[:29] / x.std(0)[:29]
+    frequent = slice(20, 29)  # in more than a fifth
+    # As without the background, which is so without any care.
+    usual = adapted(strokes()).stddev.numpy()[:29] / x.std(0)[:29]
+    for values in (ratio, usual):
+        assert np.all((0.7 < values[frequent]) & (values[frequent] < 1.4)), values
+    # Rare strokes do not become huge, and the pixel without strokes remains small.
+    assert ratio.min() > 0.3
+    y = layer(x).numpy()
+    assert np.abs(y[:, :29]).max() < 30 and np.abs(y[:, 29]).max() < 0.5
+
+
+def test_the_value_that_nearly_all_examples_have_is_located(monkeypatch):
+    """From values near the noisy mean, whatever the others are."""
+    x = np.full([N, 2], 5.0)
+    x[: N // 10, 0] = 1e3
+    examples = normalization._Examples(x, -1, None)
+    found = normalization._Statistics(
+        np.array([5.2, 5.2]),
+        *np.array([[5.0, 5.0], [0.1, 0.1]]),
+        np.zeros(2, bool),
+        np.array([True, False]),
+        0.1,
+    )
+    located = normalization._located(examples, 1e-6, found)
+    np.testing.assert_allclose(located.mean, [5.0, 5.2], rtol=1e-6)
+    # Nine tenths are near: the noise of the release, in widths, per near example.
+    width = 4 * 0.1 + 5.2 / 16
+    np.testing.assert_allclose(located.error, [1e-6 * width * math.sqrt(2) / (0.9 * N), 0.1], 1e-3)
+    draws = [normalization._located(examples, 20.0, found).mean[0] for _ in range(400)]
+    expected = 20.0 * width * math.sqrt(2) / (0.9 * N)
+    # 400 draws: the deviation's own is 3.5%; that of the shares adds a little.
+    assert np.std(draws) == pytest.approx(expected, rel=0.25)
+    # Where few are near, the mean remains.
+    x[:, 0] = np.linspace(-1e3, 1e3, N)
+    assert normalization._located(examples, 1e-6, found).mean[0] == 5.2
+
+
+@pytest.mark.usefixtures("usual_noise")
 @pytest.mark.parametrize("factor", [1e-4, 1e-2, 1e2, 1e4])
 def test_the_scale_of_the_inputs_does_not_matter(factor):
     x = np.random.default_rng(1).normal([3.0, 0.0, -5.0], [1.0, 2.0, 0.5], [N, 3])
@@ -100,31 +160,32 @@ def test_the_noise_of_each_release_has_the_right_scale(monkeypatch):
     sums, released = record(monkeypatch)
     # Twice as many features as elsewhere, or the histograms of magnitudes are too few numbers.
     adapted(np.tile(columns(), 2), noise_multiplier=3.0)
-    assert len(sums) == 6  # two rounds of three
+    assert len(sums) == 7  # two rounds of three, and one between them
     noise = [r - s for r, s in zip(released, sums)]
-    for one in noise[:2] + noise[3:5]:
-        assert_gaussian(one.ravel(), 3.0 * SIX)
-        assert not fits(one.ravel(), 2.0 * SIX) and not fits(one.ravel(), 4.5 * SIX)
-    # The moments are few numbers for a test alone, and have the same noise.
+    for one in noise[:2] + noise[4:6]:
+        assert_gaussian(one.ravel(), 3.0 * SEVEN)
+        assert not fits(one.ravel(), 2.0 * SEVEN) and not fits(one.ravel(), 4.5 * SEVEN)
+    # The others are too few numbers for a test of each, and have the same noise.
     monkeypatch.undo()
-    many = normalization._release(np.zeros([2, 3000]), 3.0 * SIX)
-    assert_gaussian(many.ravel(), 3.0 * SIX)
+    many = normalization._release(np.zeros([2, 3000]), 3.0 * SEVEN)
+    assert_gaussian(many.ravel(), 3.0 * SEVEN)
 
 
 @pytest.mark.parametrize(
     "shape, axis", [([60, 6], -1), ([60, 5, 4], -1), ([60, 3, 5], 1), ([60, 7], None)]
 )
 @pytest.mark.parametrize("of_users", [False, True])
+@pytest.mark.usefixtures("no_deviation_is_clear")
 def test_neighbors_move_each_sum_by_at_most_one(monkeypatch, shape, axis, of_users):
     random = np.random.default_rng(2)
-    x = random.normal(size=shape) * 10.0 ** random.integers(-6, 6, size=shape[-1])
-    x[0] *= 1e5  # an outlier
+    x = 2 + random.normal(size=shape) * 10.0 ** random.integers(-6, 1, size=shape[-1])
+    x[0] *= 10  # an outlier
     x[1] = 0
     ids = np.arange(60) // 3 if of_users else None
     sums, released = record(monkeypatch)
     adapted(x, 0.001, axis, ids)
-    assert len(sums) == 6
-    largest = np.zeros(6)
+    assert len(sums) == 7
+    largest = np.zeros(7)
     for absent in range(20 if of_users else 60):
         keep = ids != absent if of_users else np.arange(60) != absent
         # Both data sets see the same answers, as differential privacy is about, and both divide by
@@ -134,12 +195,12 @@ def test_neighbors_move_each_sum_by_at_most_one(monkeypatch, shape, axis, of_use
         size = 20 if of_users else 60
         examples = normalization._Examples(x[keep], axis, None if ids is None else ids[keep])
         examples.num_units = size
-        normalization._released_statistics(examples, 0.001 * SIX)
+        normalization._released_statistics(examples, 0.001 * SEVEN)
         moved = [np.linalg.norm(a - b) for a, b in zip(sums, others)]
         largest = np.maximum(largest, moved)
     assert np.all(largest <= 1)
     # Nor is the bound loose, which would be noise for nothing.
-    assert np.all(largest > 0.6)
+    assert np.all(largest > 0.5)
 
 
 def test_a_user_counts_once_however_many_examples_they_have(monkeypatch):

@@ -21,7 +21,7 @@ from tf_adaptive_dp.sampling.users import UserRecords
 
 __all__ = ["PrivateNormalization"]
 
-_ROUNDS, _RELEASES_PER_ROUND = 2, 3
+_RELEASES = 7  # two rounds of three, and one between them
 # Octaves around 1, for magnitudes of features; norms of examples have four bins in each of these.
 _OCTAVES = 128
 _BINS_OF_NORMS = 4 * _OCTAVES
@@ -31,9 +31,13 @@ _ROUNDING = 1 - 1e-6
 # The chance that noise alone stands out anywhere in a histogram.
 _FALSE_ALARM = 1e-3
 _QUARTILE = 0.75
-# In standard deviations of their noise: means below the one count as 0, variances are at least the
-# other.
-_LEAST_MEAN, _LEAST_VARIANCE = 3.0, 2.0
+_OUTLIER = 4.0  # units
+# In standard deviations of their noise: means below the first count as 0, variances are at least
+# the second, and clear from the third on.
+_LEAST_MEAN, _LEAST_VARIANCE, _CLEAR_VARIANCE = 3.0, 2.0, 5.0
+# How far from its mean the only value of a feature may be: so many errors of the mean, and, since
+# the clip makes means smaller, this part of it.
+_NEAR, _SHRUNK = 4.0, 1 / 16
 # A feature that is lost in the noise is not scaled up beyond this, whatever the noise is.
 _LARGEST_TYPICAL = 10.0
 _ID_BITS = 52  # which float64 holds exactly
@@ -67,21 +71,25 @@ class PrivateNormalization(keras.layers.Layer):
       weight (r_j/‖r‖ + 1/√(number of r_j > 0))/2. Of what stands out of the noise, the root mean
       square is the unit of the feature. A feature in which nothing stands out gets the lower
       quartile of the magnitudes of all features.
-    - Of norms: histograms of ‖m‖ and ‖r²‖, in these units.
+    - Of norms: histograms of ‖m‖ and ‖r²‖, in these units, without what is beyond four units.
     - Of moments: the sums of m and of r², clipped to the upper quartiles of these norms.
 
+    After the first round a feature may have a mean and nothing around it: nearly all examples seem
+    to have the same value, as the pixels of a white or a standardized background do. Between the
+    rounds, one release locates this value: the number of examples near the mean, and their mean. In
+    the second round the value counts as 0.
+
     So features are found that are a million times larger than others, or rare, or far from 0. What
-    is lost in the noise is scaled with care: a variance counts as at least twice its noise. If
-    features have one value other than 0 in nearly all examples, their units come out too small:
-    shift them, so that this value is 0.
+    is lost in the noise is scaled with care: a variance counts as at least twice its noise, and
+    around a value that nearly all examples have, the deviation is at least about this value.
 
     Guarantee: `adapt` is as private as one release of the Gaussian mechanism with this noise
     multiplier, `dp_event`, for adding or removing one example (or one user with all of their
-    examples). Each of its six releases is a sum in which an example has a vector of norm 1 at most,
-    with noise of standard deviation σ√6, and the six compose to one with σ. The number of examples
-    (or users) is public. Examples with a value that is not finite are left out. That there was a
-    release is a weight of the layer like its result, so that a layer which was copied, saved or
-    loaded refuses another one. A layer that `clone_model` makes has the weights of a new layer:
+    examples). Each of its seven releases is a sum in which an example has a vector of norm 1 at
+    most, with noise of standard deviation σ√7, and the seven compose to one with σ. The number of
+    examples (or users) is public. Examples with a value that is not finite are left out. That there
+    was a release is a weight of the layer like its result, so that a layer which was copied, saved
+    or loaded refuses another one. A layer that `clone_model` makes has the weights of a new layer:
     what its `adapt` releases costs `dp_event` again.
 
     Args:
@@ -192,7 +200,7 @@ class PrivateNormalization(keras.layers.Layer):
             )
         # Before the first sum: what fails after it has been released all the same.
         self.released.assign([1.0 + secrets.randbits(_ID_BITS), self.noise_multiplier])
-        noise = self.noise_multiplier * math.sqrt(_ROUNDS * _RELEASES_PER_ROUND)
+        noise = self.noise_multiplier * math.sqrt(_RELEASES)
         mean, stddev = _released_statistics(examples, noise)
         self.mean.assign(mean.astype(np.float32))
         self.stddev.assign(stddev.astype(np.float32))
@@ -204,17 +212,24 @@ class PrivateNormalization(keras.layers.Layer):
 
 
 class _Statistics(NamedTuple):
-    """What one round starts from, and the next one.
+    """What a round has found, for the next one.
 
     Attributes:
       mean: [features].
       stddev: [features].
+      error: [features], the standard deviation of the noise in the mean.
+      is_clear: [features], whether the deviation stands out of the noise.
+      is_still: [features], whether nearly all examples seem to have the same value. The deviation
+        is then the size of this value.
       smallest: the deviation that a feature which is lost in the noise has at least.
     """
 
     mean: np.ndarray
     stddev: np.ndarray
-    smallest: float | None
+    error: np.ndarray
+    is_clear: np.ndarray
+    is_still: np.ndarray
+    smallest: float
 
 
 class _Examples:
@@ -235,12 +250,13 @@ class _Examples:
             self.num_units, self._weights = users.num_users, users.shares()
 
     def chunks(
-        self, mean: np.ndarray, stddev: np.ndarray
+        self, mean: np.ndarray, stddev: np.ndarray, hidden: np.ndarray | float = 0.0
     ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Means [b, features], root mean squares [b, features] and weights [b], in these units.
 
-        The weights of the examples of a user add up to 1. Examples with a value that is not finite
-        are zeros.
+        The weights of the examples of a user add up to 1. Features no further from their means than
+        `hidden`, in units of x, are zeros. So are examples with a value that is not finite, and
+        their weights.
         """
         rows = max(1, _CHUNK // max(1, self._x[0].size))
         for start in range(0, len(self._x), rows):
@@ -250,31 +266,31 @@ class _Examples:
                 y = y.reshape(len(y), -1, self.num_features)
                 means, squares = y.mean(1), np.square(y).mean(1)
                 finite = np.isfinite(np.square(squares).sum(1))[:, np.newaxis]
-            means, squares = (np.where(finite, v, 0.0) for v in (means, squares))
-            yield means, np.sqrt(squares), self._weights[part]
+            there = finite & (squares > np.square(hidden / stddev))
+            means, squares = (np.where(there, v, 0.0) for v in (means, squares))
+            yield means, np.sqrt(squares), np.where(finite[:, 0], self._weights[part], 0.0)
 
 
 def _released_statistics(examples: _Examples, noise: float) -> tuple[np.ndarray, np.ndarray]:
-    """The mean and the deviation of each feature, from six releases.
+    """The mean and the deviation of each feature, from at most seven releases.
 
     Args:
       examples: n examples, or those of n users.
       noise: the standard deviation of the noise of each release.
     """
-    size = examples.num_features
-    found = _Statistics(np.zeros(size), np.ones(size), None)
-    for _ in range(_ROUNDS):
-        better = _one_round(examples, noise, found)
-        if better is None:
-            warnings.warn(
-                "The private normalization found nothing that stands out of its noise, and leaves "
-                "inputs as they are from here on. It takes more examples, or less noise. Received: "
-                f"{examples.num_units} of them, noise with standard deviation {noise:.3g}",
-                stacklevel=_level_of_caller(),
-            )
-            break
-        found = better
-    return found.mean, found.stddev
+    found = _one_round(examples, noise, None)
+    better = found and _one_round(examples, noise, _located(examples, noise, found))
+    if better is None:
+        warnings.warn(
+            "The private normalization found nothing that stands out of its noise, and leaves "
+            "inputs as they are from here on. It takes more examples, or less noise. Received: "
+            f"{examples.num_units} of them, noise with standard deviation {noise:.3g}",
+            stacklevel=_level_of_caller(),
+        )
+    last = better or found
+    if last is None:
+        return np.zeros(examples.num_features), np.ones(examples.num_features)
+    return last.mean, last.stddev
 
 
 def _level_of_caller() -> int:
@@ -290,7 +306,7 @@ def _level_of_caller() -> int:
     return level
 
 
-def _one_round(examples: _Examples, noise: float, before: _Statistics) -> _Statistics | None:
+def _one_round(examples: _Examples, noise: float, before: _Statistics | None) -> _Statistics | None:
     """Three releases; `None` if the examples do not stand out of the noise.
 
     Args:
@@ -298,32 +314,86 @@ def _one_round(examples: _Examples, noise: float, before: _Statistics) -> _Stati
       noise: see `_released_statistics`.
       before: what is known already.
     """
-    mean, stddev = before.mean, before.stddev
-    is_first = before.smallest is None
-    counts = _release(_sum_of_magnitudes(examples, mean, stddev), noise)
+    size = examples.num_features
+    mean, stddev = (before.mean, before.stddev) if before else (np.zeros(size), np.ones(size))
+    # Near a mean that is a little wrong there is the error, not the feature.
+    hidden = np.where(before.is_still, _NEAR * before.error, 0.0) if before else 0.0
+    counts = _release(_sum_of_magnitudes(examples, mean, stddev, hidden), noise)
     units = _units(counts, noise)
-    typical = _typical_unit(counts, noise) if is_first else 1.0
+    lost = units == 0
+    typical = 1.0 if before else _typical_unit(counts, noise)
     if typical is None:
         return None
-    lost = units == 0
-    scale = stddev * np.where(lost, typical, units)
-    smallest = typical / _LARGEST_TYPICAL if is_first else before.smallest
+    units = np.where(lost, typical, units)
+    if before:
+        # Of a few large values, the histogram may show no more than what is around 0.
+        units = np.where(before.is_clear, np.maximum(units, 1.0), units)
+    scale = stddev * units
 
-    norms = _release(_sum_of_norms(examples, mean, scale), noise)
+    moments = _moments(examples, noise, mean, scale, hidden)
+    if moments is None:
+        return None
+    shift, variance, noise_of_mean, noise_of_variance = moments
+    least = _LEAST_VARIANCE * noise_of_variance
+    deviation = scale * np.sqrt(np.maximum(variance, least))
+    is_clear = variance > _CLEAR_VARIANCE * noise_of_variance
+    # A feature that is 0 in half of the examples has a smaller mean, in units of its other values.
+    is_still = ~lost & ~is_clear & (np.abs(shift) > 0.5)
+    if before:
+        smallest = before.smallest
+        floor = np.where(before.is_still, stddev, np.minimum(smallest, stddev))
+    else:
+        floor = smallest = typical / _LARGEST_TYPICAL
+        deviation = np.where(is_still, scale, deviation)
+    deviation = np.where(lost & (variance < least), np.maximum(deviation, floor), deviation)
+    error = scale * noise_of_mean
+    return _Statistics(mean + scale * shift, deviation, error, is_clear, is_still, smallest)
+
+
+def _moments(
+    examples: _Examples,
+    noise: float,
+    mean: np.ndarray,
+    scale: np.ndarray,
+    hidden: np.ndarray | float,
+) -> tuple[np.ndarray, np.ndarray, float, float] | None:
+    """Two releases: means and variances in these units, with the deviations of their noise.
+
+    Means that are lost in the noise are 0. `None` if the norms of the examples do not stand out of
+    the noise.
+    """
+    norms = _release(_sum_of_norms(examples, mean, scale, hidden), noise)
     clips = [_quantile(row, _BINS_OF_NORMS) for row in _standing_out(norms, noise, 8)]
     if not all(clips):
         return None
-
-    moments = _release(_sum_of_moments(examples, mean, scale, clips), noise)
-    of_sums = np.asarray(clips)[:, np.newaxis] * (math.sqrt(2) / (_ROUNDING * examples.num_units))
-    first, second = moments * of_sums
-    noise_of_mean, noise_of_square = noise * of_sums[:, 0]
+    sums = _release(_sum_of_moments(examples, mean, scale, hidden, clips), noise)
+    units = np.asarray(clips) * math.sqrt(2) / (_ROUNDING * examples.num_units)
+    first, second = sums * units[:, np.newaxis]
+    noise_of_mean, noise_of_square = (noise * units).tolist()
     first = np.where(np.abs(first) > _LEAST_MEAN * noise_of_mean, first, 0.0)
-    variance, least = second - np.square(first), _LEAST_VARIANCE * noise_of_square
-    deviation = scale * np.sqrt(np.maximum(variance, least))
-    floor = smallest if is_first else np.minimum(smallest, stddev)
-    deviation = np.where(lost & (variance < least), np.maximum(deviation, floor), deviation)
-    return _Statistics(mean + scale * first, deviation, smallest)
+    return first, second - np.square(first), noise_of_mean, noise_of_square
+
+
+def _located(examples: _Examples, noise: float, found: _Statistics) -> _Statistics:
+    """One release: where the value of features is that nearly all examples seem to share.
+
+    Args:
+      examples: see `_released_statistics`.
+      noise: see `_released_statistics`.
+      found: what the first round found.
+    """
+    still = found.is_still
+    if not still.any():
+        return found
+    width = _NEAR * found.error + _SHRUNK * np.abs(found.mean)
+    near = _release(_sum_near(examples, found.mean, width, still), noise)
+    of_sums = math.sqrt(2 * still.sum()) / (_ROUNDING * examples.num_units)
+    shares, sums = near * of_sums
+    settled = still & (shares > 0.5)
+    shares = np.where(settled, shares, 1.0)
+    mean = found.mean + np.where(settled, width * sums / shares, 0.0)
+    error = np.where(settled, width * noise * of_sums / shares, found.error)
+    return found._replace(mean=mean, error=error)
 
 
 def _release(total: np.ndarray, noise: float) -> np.ndarray:
@@ -336,7 +406,9 @@ def _release(total: np.ndarray, noise: float) -> np.ndarray:
     return total + noise * fresh_normal_numbers(total.size).numpy().reshape(total.shape)
 
 
-def _sum_of_magnitudes(examples: _Examples, mean: np.ndarray, stddev: np.ndarray) -> np.ndarray:
+def _sum_of_magnitudes(
+    examples: _Examples, mean: np.ndarray, scale: np.ndarray, hidden: np.ndarray | float
+) -> np.ndarray:
     """Histograms of the octaves of magnitudes, [features, 128].
 
     An example has one entry in each row: half of a unit vector along its magnitudes, and half of
@@ -345,7 +417,7 @@ def _sum_of_magnitudes(examples: _Examples, mean: np.ndarray, stddev: np.ndarray
     """
     size = examples.num_features
     total = np.zeros(size * _OCTAVES)
-    for _, magnitudes, weights in examples.chunks(mean, stddev):
+    for _, magnitudes, weights in examples.chunks(mean, scale, hidden):
         norm = np.sqrt(np.square(magnitudes).sum(1))
         rows, features = np.nonzero(magnitudes)
         values = magnitudes[rows, features]
@@ -356,12 +428,14 @@ def _sum_of_magnitudes(examples: _Examples, mean: np.ndarray, stddev: np.ndarray
     return total.reshape(size, _OCTAVES)
 
 
-def _sum_of_norms(examples: _Examples, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def _sum_of_norms(
+    examples: _Examples, mean: np.ndarray, scale: np.ndarray, hidden: np.ndarray | float
+) -> np.ndarray:
     """Histograms of the norms of an example's means and of its mean squares, [2, 512]."""
     total = np.zeros([2, _BINS_OF_NORMS])
     entry = _ROUNDING / math.sqrt(2)
-    for means, magnitudes, weights in examples.chunks(mean, scale):
-        for row, vectors in zip(total, (means, np.square(magnitudes))):
+    for means, magnitudes, weights in examples.chunks(mean, scale, hidden):
+        for row, vectors in zip(total, _without_outliers(means, magnitudes)):
             norms = np.sqrt(np.square(vectors).sum(1))
             there = norms > 0
             bins = _bins(norms[there], _BINS_OF_NORMS)
@@ -370,16 +444,40 @@ def _sum_of_norms(examples: _Examples, mean: np.ndarray, scale: np.ndarray) -> n
 
 
 def _sum_of_moments(
-    examples: _Examples, mean: np.ndarray, scale: np.ndarray, clips: list[float]
+    examples: _Examples,
+    mean: np.ndarray,
+    scale: np.ndarray,
+    hidden: np.ndarray | float,
+    clips: list[float],
 ) -> np.ndarray:
     """Sums of an example's means and mean squares, each clipped and of norm 1/√2, [2, features]."""
     total = np.zeros([2, examples.num_features])
-    for means, magnitudes, weights in examples.chunks(mean, scale):
-        for row, clip, vectors in zip(total, clips, (means, np.square(magnitudes))):
+    for means, magnitudes, weights in examples.chunks(mean, scale, hidden):
+        for row, clip, vectors in zip(total, clips, _without_outliers(means, magnitudes)):
             norms = np.sqrt(np.square(vectors).sum(1))
             factors = _ROUNDING / math.sqrt(2) / np.maximum(norms, clip)
             row += (factors * weights) @ vectors
     return total
+
+
+def _sum_near(
+    examples: _Examples, mean: np.ndarray, width: np.ndarray, features: np.ndarray
+) -> np.ndarray:
+    """How many examples are near a mean, and the sum of their distances in widths, [2, features].
+
+    An example has at most 1/√(2k) in each of both for each of these k features.
+    """
+    total = np.zeros([2, examples.num_features])
+    entry = _ROUNDING / math.sqrt(2 * features.sum())
+    for means, _, weights in examples.chunks(mean, np.where(features, width, 1.0)):
+        near = features & (np.abs(means) <= 1)
+        total += entry * np.stack([weights @ near, weights @ np.where(near, means, 0.0)])
+    return total
+
+
+def _without_outliers(means: np.ndarray, magnitudes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means and mean squares of features, as if no value were beyond four units."""
+    return np.clip(means, -_OUTLIER, _OUTLIER), np.square(np.minimum(magnitudes, _OUTLIER))
 
 
 def _units(counts: np.ndarray, noise: float) -> np.ndarray:
