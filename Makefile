@@ -25,8 +25,8 @@ OTHERS := tests tf_adaptive_dp $(foreach d,$(GRADIENTS) $(FEDERATED),--ignore=$d
 
 # Each peer of the benchmarks has an environment of its own, and a Python that its lock is for.
 PEERS := benchmarks/peers
-PEERS_READY := $(PEERS)/opacus/.venv/ready $(PEERS)/jax_privacy/.venv/ready
-$(PEERS)/opacus/.venv/ready: MINOR := 11
+PEERS_READY := $(foreach p,opacus jax_privacy pfl,$(PEERS)/$p/.venv/ready)
+$(PEERS)/opacus/.venv/ready $(PEERS)/pfl/.venv/ready: MINOR := 11
 $(PEERS)/jax_privacy/.venv/ready: MINOR := 12
 
 export TF_CPP_MIN_LOG_LEVEL := 2
@@ -42,7 +42,7 @@ help:
 	echo "               tff: Keras 2 with TensorFlow Federated and TF Privacy, Python 3.9 to 3.11"
 	echo "make docs      the documentation site, in site/"
 	echo "make bench     time and memory of training steps: an hour or more, on an idle machine"
-	echo "make bench-peers  the same beside Keras 3, Opacus and JAX-Privacy (needs Python 3.11 and 3.12)"
+	echo "make bench-peers  the same beside Keras 3, Opacus, JAX-Privacy and pfl (needs Python 3.11 and 3.12)"
 	echo "make lint      ruff: rules and format; mypy: types (needs Python 3.9 to 3.11)"
 	echo "make lock      re-make the locks in requirements/"
 	echo "make wheel     build dist/*.whl"
@@ -87,6 +87,7 @@ bench: .venv-tff/ready
 
 bench-peers: .venv-tff/ready .venv-today/ready $(PEERS_READY)
 	$(BENCH) --engines keras_sgd,dpsgd --peers $(ARGS)
+	$(TFF)/python -m benchmarks.federated.peers
 
 # `--strict` fails on broken links; with `--quiet` it would not notice them. Nothing is loaded from the network, neither now nor by readers.
 docs: .venv-docs/ready

@@ -15,10 +15,10 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 import federated
+from benchmarks.federated.random_clients import CLASSES, FEATURES, RATE, random_clients
 from federated.runtime.contexts import Runtime
 from federated.training.saved_states import SavedStates
 
-FEATURES, CLASSES, RATE = 784, 10, 0.1
 Step = Callable[[], Any]
 
 
@@ -40,12 +40,7 @@ class Problem:
     def _make_clients(
         self, examples: int, batch_size: int, num_clients: int, features: list[int]
     ) -> None:
-        rng = np.random.default_rng(0)
-        shape = [examples, *features]
-        self.arrays = [
-            (rng.standard_normal(shape, np.float32), rng.integers(0, CLASSES, examples, np.int32))
-            for _ in range(num_clients)
-        ]
+        self.arrays = random_clients(examples, num_clients, features)
         self._batch_size = batch_size
         self.clients = [
             tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size) for arrays in self.arrays
@@ -88,6 +83,7 @@ class Problem:
         adaptive: bool,
         clients_per_group: int | str = "auto",
         stated: tuple[int, int] | None = None,
+        noise_multiplier: float = 1.0,
     ) -> tff.learning.templates.LearningProcess:
         """Federated averaging with privacy of users, and SGD or ADADP on the clients.
 
@@ -96,10 +92,13 @@ class Problem:
           adaptive: Whether the clients use ADADP.
           clients_per_group: See `build_dp_fed_avg`.
           stated: The numbers of clients per round and in total; by default half of all, and all.
+          noise_multiplier: See `UserLevelPrivacy`.
         """
         number = len(self.clients)
         per_round, total = stated or (number // 2, number)
-        privacy = federated.UserLevelPrivacy(1.0, per_round, total, clip=1.0, mechanism=mechanism)
+        privacy = federated.UserLevelPrivacy(
+            noise_multiplier, per_round, total, clip=1.0, mechanism=mechanism
+        )
         sgd = tff.learning.optimizers.build_sgdm(RATE)
         client = federated.build_adadp() if adaptive else sgd
         return federated.build_dp_fed_avg(

@@ -47,9 +47,8 @@ import pandas as pd
 import federated
 from benchmarks import core
 from benchmarks.core import median_and_quartiles, quartiles, say
+from benchmarks.federated.random_clients import CLASSES, FEATURES
 from benchmarks.federated.rounds import (
-    CLASSES,
-    FEATURES,
     Images,
     Measured,
     Problem,

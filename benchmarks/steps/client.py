@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pathlib
 import queue
 import subprocess
 import tempfile
 import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.steps import catalogue
@@ -28,34 +30,28 @@ class WorkerError(Exception):
         self.reason = reason
 
 
-class Worker:
-    """One engine in a separate process, in the engine's environment.
+class WorkerProcess:
+    """A process that answers commands; see `protocol.py`.
 
     The process ends with `close`. If this program dies first, the pipe to the worker closes, and
     the worker exits.
 
     Args:
-      engine: A name of `catalogue.ENGINES`.
-      model: A name of `problems.PROBLEMS`.
-      batch_size: B.
-      width: The factor of the hidden sizes.
+      command: The interpreter, which may not exist, and its arguments.
+      variables: Environment variables that it needs beside this program's.
       timeout: Seconds to wait for an answer.
 
     Raises:
       WorkerError: If it cannot be started.
     """
 
-    def __init__(self, engine: str, model: str, batch_size: int, width: int, timeout: float):
-        family = catalogue.family_of(engine)
-        if not family.python().exists():
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str], timeout: float):
+        if not pathlib.Path(command[0]).exists():
             raise WorkerError("failed", "its environment is missing: run `make bench-peers`")
-        self.engine = engine
         self.timeout = timeout
         self._stderr = tempfile.TemporaryFile()
-        arguments = ("--engine", engine, "--model", model)
-        arguments += ("--batch_size", str(batch_size), "--width", str(width))
         self._process = subprocess.Popen(
-            [str(family.python()), "-m", "benchmarks.steps.worker", *arguments],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -64,7 +60,7 @@ class Worker:
                 **os.environ,
                 "PYTHONNOUSERSITE": "1",
                 "PYTHONPATH": str(catalogue.ROOT),
-                **family.variables,
+                **variables,
             },
             text=True,
             encoding="utf-8",
@@ -94,12 +90,16 @@ class Worker:
             raise WorkerError(message["status"], message["error"])
         return message
 
-    def ask(self, command: str, **arguments: Any) -> dict:
-        """Sends a command and returns the answer; see `answer`."""
+    def send(self, command: str, **arguments: Any) -> None:
+        """Sends a command, whose answer is then to be fetched."""
         # If it has ended, `answer` returns its last message or raises how it ended.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
             self._process.stdin.flush()
+
+    def ask(self, command: str, **arguments: Any) -> dict:
+        """Sends a command and returns the answer; see `answer`."""
+        self.send(command, **arguments)
         return self.answer()
 
     def _how_it_ended(self) -> str:
@@ -133,3 +133,26 @@ class Worker:
                 continue
         self._process.stdout.close()
         self._stderr.close()
+
+
+class Worker(WorkerProcess):
+    """One engine in a separate process, in the engine's environment.
+
+    Args:
+      engine: A name of `catalogue.ENGINES`.
+      model: A name of `problems.PROBLEMS`.
+      batch_size: B.
+      width: The factor of the hidden sizes.
+      timeout: Seconds to wait for an answer.
+
+    Raises:
+      WorkerError: If it cannot be started.
+    """
+
+    def __init__(self, engine: str, model: str, batch_size: int, width: int, timeout: float):
+        family = catalogue.family_of(engine)
+        self.engine = engine
+        arguments = ("--engine", engine, "--model", model)
+        arguments += ("--batch_size", str(batch_size), "--width", str(width))
+        command = [str(family.python()), "-m", "benchmarks.steps.worker", *arguments]
+        super().__init__(command, family.variables, timeout)

@@ -40,8 +40,9 @@ def scalars(
 
     With the tree mechanism the noise is that of one node of the tree. With banded noise it is the
     fresh noise of a round; that in its result is larger by `privacy.strategy.deviations`.
-    `federated.train` adds `privacy/epsilon`, `privacy/delta`, `privacy/rounds_counted`, `test/…`,
-    `held_out/…`, and `privacy/NOT_PRIVATE` if ε is infinite.
+    `federated.train` adds `privacy/epsilon`, `privacy/epsilon_covers_rounds` (the number of rounds
+    that this ε is for, at least those counted), `privacy/delta`, `privacy/rounds_counted`,
+    `test/…`, `held_out/…`, and `privacy/NOT_PRIVATE` if ε is infinite.
 
     In private runs the names of all exact aggregates over clients begin with `not_private/`: they
     have no noise. Show them only to people who may see the data.

@@ -130,34 +130,98 @@ def _datasets_of(client_data: Any) -> Callable[[str], tf.data.Dataset]:
     return datasets
 
 
-def _figures_of_privacy(
-    ledger: user_epsilon.UserLedger | None, delta: float | None, sampling: Any
-) -> dict[str, float]:
-    """The figures of the rounds counted so far."""
-    if ledger is None:
-        if delta is not None:
-            raise ValueError(
-                f"`delta` needs a `ledger`, or a process that has one. Received: delta={delta}"
-            )
-        return {}
-    counted = {"privacy/rounds_counted": float(ledger.num_releases)}
-    if delta is None:
-        return counted
-    epsilon = user_epsilon.epsilon_spent(ledger, delta, sampling=sampling)
-    infinite = {"privacy/NOT_PRIVATE": 1.0} if math.isinf(epsilon) else {}
-    return counted | {"privacy/epsilon": epsilon, "privacy/delta": delta} | infinite
+def rounds_covered(counted: int, planned: int) -> int:
+    """The number of rounds whose ε is shown after `counted` rounds.
+
+    It is the next multiple of a power of two that is at most an eighth of `counted`, and at most
+    `planned`. It never decreases, and a run of N rounds has about 8 log₂(N) of these numbers.
+
+    Args:
+      counted: The rounds counted so far.
+      planned: Those at the end of the run.
+
+    >>> [rounds_covered(n, 1000) for n in (0, 16, 17, 500, 900, 999)], rounds_covered(1001, 1000)
+    ([0, 16, 18, 512, 960, 1000], 1001)
+    """
+    step = 1 << max(0, (counted - 1).bit_length() - 4)
+    return max(counted, min(-(-counted // step) * step, planned))
+
+
+class _PrivacyFigures:
+    """The figures of the rounds counted so far.
+
+    Composing the privacy losses of a run takes longer than all else that `train` does in a round,
+    and longer the more rounds there are. So ε is computed for more rounds than were counted, and
+    remains until there are as many (see `rounds_covered`): more releases never have a smaller ε.
+
+    Guarantee: the ε shown is at least that of `epsilon_spent` for the same ledger, and equal to it
+    after the last planned round.
+
+    Args:
+      ledger: The ledger as it is before the run; `None` without privacy.
+      delta: See `train`.
+      sampling: That of the sampler.
+      num_rounds: The rounds of the run.
+    """
+
+    def __init__(
+        self,
+        ledger: user_epsilon.UserLedger | None,
+        delta: float | None,
+        sampling: Any,
+        num_rounds: int,
+    ):
+        self._delta, self._sampling = delta, sampling
+        self._planned = num_rounds + (0 if ledger is None else ledger.num_releases)
+        self._known: tuple[dict, float] | None = None
+
+    def __call__(self, ledger: user_epsilon.UserLedger | None) -> dict[str, float]:
+        """The figures of a ledger.
+
+        Args:
+          ledger: That of the run; `None` without privacy.
+        """
+        if ledger is None:
+            if self._delta is not None:
+                raise ValueError(
+                    "`delta` needs a `ledger`, or a process that has one. "
+                    f"Received: delta={self._delta}"
+                )
+            return {}
+        counted = {"privacy/rounds_counted": float(ledger.num_releases)}
+        if self._delta is None:
+            return counted
+        covered = ledger
+        more = rounds_covered(ledger.num_releases, self._planned) - ledger.num_releases
+        # Trees and banded noise cost little, and further rounds of these are no lost ones.
+        if more and ledger.privacy.mechanism == "gaussian":
+            covered = type(ledger).from_dict(ledger.to_dict(), ledger.privacy)
+            covered.record_lost(more)
+        # Compared with all that ε depends on: rounds may be lost, or released with other noise.
+        content = covered.to_dict()
+        if self._known is None or self._known[0] != content:
+            epsilon = user_epsilon.epsilon_spent(covered, self._delta, sampling=self._sampling)
+            self._known = content, epsilon
+        epsilon = self._known[1]
+        infinite = {"privacy/NOT_PRIVATE": 1.0} if math.isinf(epsilon) else {}
+        return {
+            **counted,
+            "privacy/epsilon": epsilon,
+            "privacy/epsilon_covers_rounds": float(covered.num_releases),
+            "privacy/delta": self._delta,
+            **infinite,
+        }
 
 
 class _Figures:
     """Makes the figures of each round, and remembers what share of ADADP's steps was discarded.
 
     Args:
-      delta: See `train`.
-      sampling: That of the sampler.
+      of_privacy: Makes the figures of a ledger.
     """
 
-    def __init__(self, delta: float | None, sampling: Any):
-        self._delta, self._sampling = delta, sampling
+    def __init__(self, of_privacy: _PrivacyFigures):
+        self.of_privacy = of_privacy
         self._discarded: list[float] = []  # of each round where it is known
 
     def __call__(
@@ -180,7 +244,7 @@ class _Figures:
             values["train/clients"] = float(num_clients)
             if num_clients < num_drawn:
                 values["train/dropped_clients"] = float(num_drawn - num_clients)
-        return values | _figures_of_privacy(ledger, self._delta, self._sampling)
+        return values | self.of_privacy(ledger)
 
     def warn_if_no_step_was_accepted(self, stacklevel: int) -> None:
         """Warns if no client of any round took a step."""
@@ -253,7 +317,10 @@ def train(
         from one ledger: they would draw the same cohorts. `None` takes `process.new_ledger()`, or
         no ledger in a run without privacy.
       delta: If given, the figures include ε at this δ, and `privacy/NOT_PRIVATE` if ε is infinite;
-        needs a ledger.
+        needs a ledger. Under the Gaussian mechanism `privacy/epsilon` is that of
+        `privacy/epsilon_covers_rounds` rounds, up to an eighth more than were counted, so it is a
+        little too large during the run, and exact after the last round. `epsilon_spent` and
+        `privacy_statement` are exact at any time.
       evaluate: Maps the model weights to figures, released as `test/…`; called again for a round
         that is released again.
       evaluate_every: The number of finished rounds between evaluations. The last round is always
@@ -300,11 +367,12 @@ def train(
     ledger = _ledger_of(process, ledger)
     _check_clients(ledger, dropout, on_client_error, min_clients)
     _check(sampler, num_rounds, ledger, release_managers)
-    _figures_of_privacy(ledger, delta, sampler.sampling)  # fails now rather than after a round
+    of_privacy = _PrivacyFigures(ledger, delta, sampler.sampling, num_rounds)
+    of_privacy(ledger)  # fails now rather than after a round
     if isinstance(ledger, user_epsilon.UserLedger):  # as does side information without an ε
         user_epsilon.epsilon_spent(ledger, 0.5, sampling=sampler.sampling)
 
-    figures = _Figures(delta, sampler.sampling)
+    figures = _Figures(of_privacy)
     run = Run(
         *(process, sampler, directory, ledger, max_failures),
         dropout=dropout,
@@ -348,8 +416,7 @@ def train(
                 release()
         if journal.released < journal.begun and run.ledger is not None:
             # The last rounds were lost: without this the last released ε would be too small.
-            counted = _figures_of_privacy(run.ledger, delta, sampler.sampling)
-            publish(OrderedDict(counted), journal.begun)
+            publish(OrderedDict(of_privacy(run.ledger)), journal.begun)
         figures.warn_if_no_step_was_accepted(stacklevel=3)
         best = None if kept is None else kept.best()
         return Trained(run.state, run.ledger, run.finished, journal.begun, run.sampler, best)
