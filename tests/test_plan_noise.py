@@ -5,7 +5,9 @@ import random
 import shutil
 import stat
 import time
+import types
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -13,15 +15,31 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import killable_plan
 from tests.helpers.crash_injection import CrashInjector
-from tf_adaptive_dp.accounting import BandedNoise, IndependentNoise, ToeplitzNoise, TreeNoise
+from tests.helpers.gaussianity import assert_gaussian
+from tests.helpers.strategies import noise_matrix, tree_nodes, whitened
+from tf_adaptive_dp.accounting import (
+    BandedNoise,
+    IndependentNoise,
+    Releases,
+    ToeplitzNoise,
+    TreeNoise,
+    noise_strategies,
+)
 from tf_adaptive_dp.accounting.noise_strategies import prefix_error
 from tf_adaptive_dp.callbacks.run_directory import RunDirectory
+from tf_adaptive_dp.durable import key_file
 from tf_adaptive_dp.durable.key_file import KeyFile
+from tf_adaptive_dp.mechanism.correlated_noise import _recurrence
 from tf_adaptive_dp.mechanism.noise import normal_numbers
-from tf_adaptive_dp.sampling import CyclicPoissonSampling
+from tf_adaptive_dp.sampling import CyclicPoissonSampling, FixedOrder, draws
+from tf_adaptive_dp.statement import format_epsilon
 
 N, B, EPOCHS, BANDS = 80, 4, 2, 3
+PASS = N // B
 SIZES = [(0, 12), (16, 20)]  # the kernel and the bias in the vector of all numbers
+# Trees that end with a pass, within one, and after all steps.
+TREES = (TreeNoise(PASS), TreeNoise(7), TreeNoise(PASS * EPOCHS))
+each = pytest.mark.parametrize("noise", [BandedNoise(BANDS), *TREES], ids=repr)
 
 
 def plan_of(**kwargs):
@@ -32,18 +50,32 @@ def plan_of(**kwargs):
     )
 
 
-def expected_noise(keys, steps, bands=BANDS):
-    """[steps, 16], w: from the keys of a run, by dense algebra."""
-    firsts = np.array([first for first, _ in keys])
-    z = []
-    for t in range(steps):
-        key = keys[int((firsts <= t).sum()) - 1][1]
-        z.append(normal_numbers(32, tf.constant(key, tf.int64), tf.constant(t + 1, tf.int64)))
-    matrix = np.zeros([steps, steps])
-    for k, c in enumerate(BandedNoise(bands).coefficients):
-        matrix += c * np.eye(steps, k=-k)
-    w = np.linalg.solve(matrix, np.stack(z).astype("float64"))
+def key_of(keys, step):
+    return tf.constant([key for first, key in keys if first <= step][-1], tf.int64)
+
+
+def of_variables(w):
     return np.concatenate([w[:, a:b] for a, b in SIZES], axis=1)
+
+
+def expected_noise(keys, steps, noise):
+    """[steps, 16], w: from the keys of a run, by dense algebra."""
+    draws = [(t, t + 1) for t in range(steps)]
+    if isinstance(noise, TreeNoise):  # one of each node, at the step that finishes it
+        draws = [(last, 32 * last + level + 1) for _, last, level in tree_nodes(noise, steps)]
+    z = [normal_numbers(32, key_of(keys, t), tf.constant(n, tf.int64)) for t, n in draws]
+    return of_variables(noise_matrix(noise, steps) @ np.stack(z).astype("float64"))
+
+
+def noise_of_one_process(keys, steps, noise):
+    """[steps, 16], w: from the keys of a run, as a process draws it that never ends."""
+    recurrence = _recurrence(noise)
+    step = tf.function(lambda key, t, state: recurrence.step(32, key, t, state))
+    state, found = tf.zeros([recurrence.rows, 32]), []
+    for t in range(steps):
+        w, state = step(key_of(keys, t), tf.constant(t, tf.int64), state)
+        found.append(w.numpy())
+    return of_variables(np.stack(found))
 
 
 class StopAt(tf.keras.callbacks.Callback):
@@ -77,26 +109,75 @@ def releases(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_an_interrupted_run_goes_on_with_the_noise_of_its_past(tmp_path):
+@pytest.mark.slow_after(3)
+@each
+def test_an_interrupted_run_goes_on_with_the_noise_of_its_past(tmp_path, noise):
     keys = tmp_path / "run" / "noise.key"
     for stop_at in (7, 5):
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, stop_at)
+            run(tmp_path, stop_at, plan_of(noise=noise))
         assert stat.S_IMODE(keys.stat().st_mode) == 0o600
     shutil.copy(keys, tmp_path / "kept")
     before = releases(tmp_path / "releases")
     held = json.loads((tmp_path / "kept").read_bytes()[:-10])
     with pytest.warns(UserWarning, match="releases? were not in the checkpoint"):
-        optimizer = run(tmp_path)
+        optimizer = run(tmp_path, plan=plan_of(noise=noise))
     assert not keys.exists()  # the run is finished
     assert optimizer.ledger.num_releases == N // B * EPOCHS
     numbers = [number for number, _ in releases(tmp_path / "releases")]
     assert numbers == sorted(set(numbers))  # no number, and so no noise, comes twice
     # All of the noise is that of one matrix, across the interruptions.
-    expected = expected_noise(held["noise_keys"], numbers[len(before) - 1] + 1)
+    steps = numbers[len(before) - 1] + 1
+    expected = expected_noise(held["noise_keys"], steps, noise)
+    undisturbed = noise_of_one_process(held["noise_keys"], steps, noise)
     for number, values in before:
         np.testing.assert_allclose(values, expected[number] / B, atol=1e-5)
+        np.testing.assert_array_equal(values, undisturbed[number] / B)
     assert len(held["noise_keys"]) == 2 and len({key for _, key in held["noise_keys"]}) == 2
+
+
+class StopBefore(tf.keras.callbacks.Callback):
+    """Interrupts the training between two epochs, when the first of them is saved."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.epoch:
+            raise KeyboardInterrupt
+
+
+def learn(folder, noise, stop_before=None, epochs=3):
+    """The weights of a model that learns from data, with real gradients and noise."""
+    plan = plan_of(noise=noise, epochs=epochs)
+    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
+    model.set_weights([np.full([3, 4], 0.5, "float32"), np.zeros(4, "float32")])
+    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), "mse")
+    random_numbers = np.random.default_rng(0)
+    data = [random_numbers.normal(size=[N, n]).astype("float32") for n in (3, 4)]
+    callbacks = [] if stop_before is None else [StopBefore(stop_before)]
+    plan.fit(model, *data, directory=folder, callbacks=callbacks, verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("noise", [TreeNoise(7), BandedNoise(BANDS), TreeNoise(60)], ids=repr)
+def test_an_interrupted_run_ends_at_the_weights_of_an_uninterrupted_one(
+    tmp_path, monkeypatch, noise
+):
+    # Processes have keys of their own, so without this the noise would be another one.
+    same = types.SimpleNamespace(urandom=lambda size: bytes(range(1, size + 1)))
+    monkeypatch.setattr(key_file, "os", same)
+    monkeypatch.setattr(draws, "new_key", lambda: bytes(32))
+    whole = learn(tmp_path / "whole", noise)
+    for stops in ([2], [1, 2]):
+        folder = tmp_path / "-".join(map(str, stops))
+        for epoch in stops:
+            with pytest.raises(KeyboardInterrupt):
+                learn(folder, noise, epoch)
+        for one, other in zip(whole, learn(folder, noise)):
+            np.testing.assert_array_equal(one, other)
 
 
 class AtEnd(tf.keras.callbacks.Callback):
@@ -154,6 +235,8 @@ def test_a_run_without_its_keys_is_not_continued(tmp_path):
         run(tmp_path, plan=plan_of(noise=BandedNoise(4)))
     with pytest.raises(ValueError, match="a run of another plan"):
         run(tmp_path, plan=plan_of(noise=ToeplitzNoise((3, 2, 1))))
+    with pytest.raises(ValueError, match="a run of another plan"):
+        run(tmp_path, plan=plan_of(noise=TreeNoise(7)))
 
 
 def test_a_checkpoint_alone_is_not_continued(tmp_path):
@@ -249,15 +332,14 @@ def test_the_best_noise_needs_a_budget():
         plan_of(noise="best")
     with pytest.raises(TypeError, match="`noise` must be"):
         plan_of(noise="banded")
-    with pytest.raises(ValueError, match="as the noise has bands, and this noise has none"):
-        plan_of(noise=TreeNoise(4))
     with pytest.raises(ValueError, match="larger than the data"):
         plan_of(noise=BandedNoise(40))
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_with_the_noise_of_its_past(tmp_path):
-    kills, moments, bands = 4, random.Random(2), 3
+@pytest.mark.parametrize("noise", [BandedNoise(3), TreeNoise(10), TreeNoise(50)], ids=repr)
+def test_a_run_that_is_killed_goes_on_with_the_noise_of_its_past(tmp_path, noise):
+    kills, moments = 4, random.Random(2)
     steps = killable_plan.EPOCHS * killable_plan.NUM_EXAMPLES // 4
 
     def lines(name):
@@ -274,7 +356,7 @@ def test_a_run_that_is_killed_goes_on_with_the_noise_of_its_past(tmp_path):
                     time.sleep(0.001)
                 time.sleep(moments.uniform(0, 0.02))
 
-            job = {"folder": str(tmp_path), "bands": bands}
+            job = {"folder": str(tmp_path), "noise": noise_strategies.serialize(noise)}
             code = injector.run(job, moment if kill < kills else None)
             assert code == (-9 if kill < kills else 0), f"run {kill} ended with {code}"
     released = [json.loads(line) for line in lines("releases")]
@@ -282,9 +364,196 @@ def test_a_run_that_is_killed_goes_on_with_the_noise_of_its_past(tmp_path):
     assert numbers == sorted(set(numbers)) and len(numbers) > steps - 3 * kills
     keys = json.loads(lines("keys")[-1][:-9])["noise_keys"]
     assert len(keys) > 2
-    expected = expected_noise(keys, steps, bands)
+    expected = expected_noise(keys, steps, noise)
+    undisturbed = noise_of_one_process(keys, steps, noise)
     for number, values in released:
         np.testing.assert_allclose(values, expected[number] / 4, atol=1e-5)
+        np.testing.assert_array_equal(values, undisturbed[number] / 4)
     segments, _, _ = json.loads(lines("end")[-1])
     assert segments == [[1.0, 4.0, steps]]
     assert not (tmp_path / "run" / "noise.key").exists()
+
+
+def test_a_plan_with_trees_passes_over_the_data_in_one_order():
+    plan = plan_of(num_examples=N + 3, noise=TreeNoise(PASS))
+    assert plan.sampling == FixedOrder(B, steps=PASS * EPOCHS) and plan.steps_per_epoch == PASS
+    assert plan.optimizer(dp.DPAdam).noise == TreeNoise(PASS)
+    assert "2 passes of 20 batches, all in one order" in plan.describe()
+    assert "; 3 of the data" in plan.describe() and "noise=TreeNoise(" in repr(plan)
+    assert "Poisson" not in plan.describe()
+    x = np.arange(N + 3, dtype="float32")
+    batches = [x.ravel() for x, *_ in plan.batches(x[:, None], x).as_numpy_iterator()]
+    first, second = np.split(np.stack(batches), 2)
+    np.testing.assert_array_equal(first, second)
+    assert len(np.unique(first)) == N
+    assert all(offer.signal_to_noise > 0 for offer in plan.recommend())
+
+
+def test_what_a_plan_with_trees_says_of_its_noise_is_that_at_the_same_epsilon():
+    plan = dp.PrivacyPlan(
+        noise_multiplier=1.0, delta=1e-5, num_examples=60_000, batch_size=256, epochs=5,
+        noise=TreeNoise(234),
+    )  # fmt: skip
+    assert "noise in sums of steps: 0.33 of that of independent noise" in plan.describe()
+
+
+@pytest.mark.parametrize(
+    "refused, message",
+    [
+        ({"noise": TreeNoise(4), "batch_size": N + 1}, "`batch_size` must be at most"),
+        (
+            {"noise": TreeNoise(4), "user_ids": [0] * N, "examples_per_user": 2},
+            "proven for examples as the unit",
+        ),
+    ],
+)
+def test_what_is_not_accounted_for_with_trees_is_refused(refused, message):
+    with pytest.raises(ValueError, match=message):
+        plan_of(**refused)
+
+
+def test_an_optimizer_with_other_trees_or_rules_is_not_one_of_the_plan():
+    plan = plan_of(noise=TreeNoise(7))
+    for make in (dp.ADADP, dp.UntunedSGD):
+        with pytest.raises(ValueError, match="`noise` must be IndependentNoise"):
+            plan.optimizer(make)
+    other = plan_of(noise=TreeNoise(8)).optimizer(dp.DPSGD)
+    with pytest.raises(ValueError, match="noise strategy of the plan"):
+        plan._check_optimizer(other)
+    poisson = dp.PoissonSampling.for_batch_size(B, N, PASS)
+    with pytest.raises(ValueError, match="noise of these releases is correlated"):
+        poisson.epsilon_spent(dp.accounting.Releases([(1.0, B, 1)], noise=plan.noise), N, 1e-3)
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_the_budget_of_trees_is_that_of_dp_accounting(accountant, passes):
+    """One tree of a pass is a Gaussian mechanism for each of its levels, and no more."""
+    arguments = {"delta": 1e-5, "num_examples": 5_000, "batch_size": 50, "epochs": passes}
+    plan = dp.PrivacyPlan(3.0, **arguments, accountant=accountant, noise=TreeNoise(100))
+
+    def spent(sigma):
+        # PLD knows no trees, so they are composed by hand.
+        event = dp_accounting.GaussianDpEvent(sigma)
+        if accountant == "pld":
+            made = dp_accounting.pld.PLDAccountant().compose(event, 7 * passes)
+        else:
+            special = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+            tree = dp_accounting.SingleEpochTreeAggregationDpEvent(sigma, 100)
+            made = dp_accounting.rdp.RdpAccountant(neighboring_relation=special)
+            made.compose(tree, passes)
+        return made.get_epsilon(1e-5)
+
+    assert spent(plan.noise_multiplier) <= 3.0 * (1 + 1e-3) < spent(0.99 * plan.noise_multiplier)
+    assert plan._epsilon_after(plan.steps) == pytest.approx(spent(plan.noise_multiplier), rel=1e-3)
+    assert plan._epsilon_after(plan.steps) <= 3.0
+
+
+@pytest.mark.parametrize("noise", TREES, ids=repr)
+def test_epsilon_of_a_plan_with_trees_is_that_of_each_part_of_the_run(noise):
+    plan = plan_of(epsilon=4.0, noise_multiplier=None, noise=noise)
+    spent = []
+    for steps in range(1, plan.steps + 1):  # in the middle of a pass and of a tree, too
+        parts = Releases([(plan.noise_multiplier, float(B), steps)], noise=noise)
+        expected = FixedOrder(B, plan.steps).epsilon_spent(parts, N, 1e-3)
+        assert plan._epsilon_after(steps) == expected
+        spent.append(expected)
+    assert spent == sorted(spent) and 0.99 * 4.0 < spent[-1] <= 4.0
+
+
+def big_run(folder, noise, stop_at=10**9, **budget):
+    """Trains with a budget, with weights of 0; returns the plan, the ledger and the values."""
+    plan = dp.PrivacyPlan(
+        **{"delta": 1e-3, "num_examples": 24, "batch_size": 4, "epochs": 2, **budget},
+        noise=noise,
+        accountant="rdp",
+    )
+    model = tf.keras.Sequential([tf.keras.Input([70]), tf.keras.layers.Dense(70, use_bias=False)])
+    optimizer = plan.optimizer(dp.DPSGD, 0.5, learning_rate=0.1)
+    killable_plan.record_values(optimizer, folder / "releases")
+    model.compile(optimizer, "mse")
+    data = np.ones([24, 70], "float32"), np.ones([24, 70], "float32"), np.zeros(24, "float32")
+    plan.fit(model, *data, directory=folder / "run", callbacks=[StopAt(stop_at)], verbose=0)
+    return plan, model, np.array([values for _, values in releases(folder / "releases")])
+
+
+@pytest.mark.parametrize("noise", [TreeNoise(6), BandedNoise(3)], ids=repr)
+def test_the_noise_of_a_run_has_the_scale_of_the_plan_and_its_ledger_the_epsilon(tmp_path, noise):
+    plan, model, values = big_run(tmp_path, noise, epsilon=3.0)
+    assert values.shape == (12, 4_900)
+    assert_gaussian(whitened(noise, values * 4), plan.noise_multiplier * 0.5)
+    ledger = model.optimizer.ledger
+    assert ledger.segments == [(plan.noise_multiplier, 4.0, 12)] and ledger.noise == noise
+    assert plan.sampling.epsilon_spent(ledger, 24, 1e-3) == plan._epsilon_after(12) <= 3.0
+    assert f"epsilon = {format_epsilon(plan._epsilon_after(12))} " in plan.statement()
+
+
+def test_the_statement_and_the_report_say_what_trees_are(tmp_path):
+    plan, _, _ = big_run(tmp_path, TreeNoise(6), noise_multiplier=2.0)
+    text = " ".join(plan.statement().split())
+    assert "one example is blank or not" in text
+    assert "drawn in one order that every pass over the data repeats" in text
+    assert "noise multiplier is that of a node of the trees, which have 6 steps each" in text
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "| batches verified to come in their order | 0 of 12 |" in report
+    settings = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert settings["noise"] == {"steps_per_tree": 6}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("stop_at", [9, 3, 20, 26])
+def test_a_resumed_run_with_trees_keeps_the_order_of_its_batches(tmp_path, stop_at):
+    """What is left of a release without its noise is the clipped sum of the batch of its step."""
+    noise = TreeNoise(7)
+    generator = np.random.default_rng(0)
+    x, y = (generator.normal(size=[N, n]).astype("float32") for n in (3, 4))
+    for stops in (stop_at, 6):
+        plan = plan_of(noise=noise)
+        model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
+        model.set_weights([np.zeros([3, 4], "float32"), np.zeros(4, "float32")])
+        optimizer = plan.optimizer(dp.DPSGD, learning_rate=0.0)
+        killable_plan.record_values(optimizer, tmp_path / "releases")
+        model.compile(optimizer, "mse")
+        with pytest.raises(KeyboardInterrupt):
+            plan.fit(
+                *(model, x, y), directory=tmp_path / "run", callbacks=[StopAt(stops)], verbose=0
+            )
+    keys = KeyFile(tmp_path / "run" / "noise.key", stop_at + 6)
+    found = releases(tmp_path / "releases")
+    assert [number for number, _ in found] == list(range(stop_at + 6))
+    w = expected_noise(keys.keys[:2], stop_at + 6, noise)
+    inputs = np.concatenate([x, np.ones([N, 1], "float32")], axis=1)
+    gradients = np.einsum("na,nb->nab", inputs, -y / 2).reshape(N, 16)
+    gradients /= np.maximum(1, np.linalg.norm(gradients, axis=1))[:, np.newaxis]
+    for number, values in found:
+        batch = plan.sampling.draw(N, number, keys.groups)
+        np.testing.assert_allclose(
+            np.array(values) * B - w[number], gradients[batch].sum(axis=0), atol=1e-4
+        )
+
+
+def test_a_run_with_trees_does_not_go_on_in_another_order(tmp_path):
+    plan = plan_of(noise=TreeNoise(7))
+    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
+    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), "mse")
+    data = np.ones([N, 3], "float32"), np.zeros([N, 4], "float32")
+    with pytest.raises(KeyboardInterrupt):
+        plan.fit(model, *data, callbacks=[StopAt(5)], verbose=0)
+    with pytest.raises(ValueError, match="known to its directory alone.*with 5 releases"):
+        plan.fit(model, *data, verbose=0)
+    with pytest.raises(ValueError, match="The log belongs to another run"):
+        plan.fit(model, *data, directory=tmp_path, verbose=0)
+    assert model.optimizer.ledger.num_releases == 5
+
+
+def test_the_state_of_other_trees_is_not_continued(tmp_path):
+    """As if somebody put the backup of one run into the directory of another."""
+    for trees in (5, 7):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / f"{trees}", PASS + 3, plan_of(noise=TreeNoise(trees)))
+    shutil.rmtree(tmp_path / "7" / "run" / "backup")
+    shutil.copytree(tmp_path / "5" / "run" / "backup", tmp_path / "7" / "run" / "backup")
+    before = len(releases(tmp_path / "7" / "releases"))
+    with pytest.raises((ValueError, dp.NotPrivateError), match="noise"):
+        run(tmp_path / "7", plan=plan_of(noise=TreeNoise(7)))
+    assert len(releases(tmp_path / "7" / "releases")) == before

@@ -26,8 +26,8 @@ from tf_adaptive_dp.accounting.ledger import missing_events
 from tf_adaptive_dp.accounting.noise_strategies import (
     IndependentNoise,
     NoiseStrategy,
-    ToeplitzStrategy,
     prefix_error,
+    sensitivity,
 )
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
@@ -35,11 +35,10 @@ from tf_adaptive_dp.callbacks.run_directory import RunDirectory, RunHistory
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import PrivateNormalization, input_array
 from tf_adaptive_dp.sampling import draws
-from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.datasets import as_dataset, open_source
 from tf_adaptive_dp.sampling.draws import check_unit
-from tf_adaptive_dp.sampling.noise_budget import NoiseBudget
-from tf_adaptive_dp.sampling.poisson import PoissonSampling
+from tf_adaptive_dp.sampling.fixed_order import FixedOrder
+from tf_adaptive_dp.sampling.noise_budget import NoiseBudget, SamplingOfPlan
 from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.side_information import provenance
 from tf_adaptive_dp.statement import format_epsilon, privacy_statement
@@ -104,7 +103,9 @@ class PrivacyPlan:
 
     Guarantee: (ε, δ)-DP for adding or removing one example, for everything that one model trained
     by `fit` releases, and for every checkpoint. With `user_ids`, for adding or removing one user
-    with all of their examples, however many they are. σ is the smallest, up to 0.1%, with
+    with all of their examples, however many they are. With `TreeNoise`, for one example that is
+    blank or not, if no other order of the batches than the plan's is trained on; see `FixedOrder`.
+    σ is the smallest, up to 0.1%, with
     `sampling.epsilon_spent(σ, L, T) ≤ epsilon`. Training a second model with the plan spends ε
     again. The number of examples (or of users) is public. Losses, metrics and statistics of the
     training data are not covered.
@@ -117,7 +118,8 @@ class PrivacyPlan:
       batch_size: L, the expected number of examples (or users) in a batch. Poisson batches vary in
         size.
       epochs: the number of epochs. Each has round(`num_examples` / `batch_size`) steps, or
-        round(number of users / `batch_size`).
+        round(number of users / `batch_size`); with `TreeNoise`, floor(`num_examples` /
+        `batch_size`).
       noise_multiplier: σ. The plan's `epsilon` then is what the run will spend.
       accountant: `"pld"`, the tighter one, or `"rdp"`, the faster one.
       other_events: what else about these examples the budget pays for, such as the release that
@@ -128,6 +130,8 @@ class PrivacyPlan:
         `accounting.IndependentNoise()`; a strategy such as `accounting.BandedNoise(8)`, with which
         batches are drawn by `CyclicPoissonSampling`; or `"best"`, the one of these with 2 to 32
         bands, or independent noise, that leaves the least noise in sums of steps at this ε.
+        `accounting.TreeNoise(steps_per_tree)` is for comparison: with it each epoch is a pass over
+        the data in one order, `FixedOrder`, without amplification by sampling.
       user_ids: whose each example is: whole numbers or strings, one for each example in the order
         of the data. `None` protects examples. The plan keeps them, so it is as secret as the data.
       examples_per_user: k, the most examples of one user in a batch, needed with `user_ids`. A
@@ -141,7 +145,8 @@ class PrivacyPlan:
       steps_per_epoch: steps in each epoch.
       steps: T, the number of noisy gradients of the whole run.
       noise: the noise strategy.
-      sampling: the `PoissonSampling`; with correlated noise the `CyclicPoissonSampling`.
+      sampling: the `PoissonSampling`; with correlated noise the `CyclicPoissonSampling`, or the
+        `FixedOrder` for trees.
       num_users: the number of users, a public constant; `None` without `user_ids`.
 
     Raises:
@@ -202,7 +207,7 @@ class PrivacyPlan:
             self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
             if self.normalize_inputs:
                 self._pay_for_normalization()
-        self.noise: ToeplitzStrategy = IndependentNoise()
+        self.noise: NoiseStrategy = IndependentNoise()
         if self._users is not None and noise not in (None, self.noise):
             raise ValueError(
                 "Correlated noise is proven for examples as the unit, not for users. Leave `noise` "
@@ -216,11 +221,12 @@ class PrivacyPlan:
                 )
             self.noise = self._budget.best_strategy(self.epsilon, self.batch_size, self.epochs)
         else:
-            self.noise = _with_bands(noise)
+            self.noise = noise_strategies.get_strategy(noise)
         self.sampling = self._sampling(self.batch_size, self.epochs)
         self.steps, self.steps_per_epoch = self.sampling.steps, self.sampling.steps // self.epochs
         if noise_multiplier is None:
-            self.noise_multiplier = self._budget.least_noise(self.epsilon, self.sampling)
+            wanted = self.epsilon, self.sampling, self.noise
+            self.noise_multiplier = self._budget.least_noise(*wanted)
         else:
             self.noise_multiplier = checks.number(
                 "noise_multiplier", noise_multiplier, 0, strict=True
@@ -304,7 +310,7 @@ class PrivacyPlan:
         given = _OF_THE_OPTIMIZER & set(kwargs)
         if given:
             raise TypeError(
-                "The plan sets the noise, the batch size and the unit, and Poisson batches have no "
+                "The plan sets the noise, the batch size and the unit, and its batches have no "
                 f"microbatches. Received: {', '.join(sorted(given))}"
             )
         if not (isinstance(optimizer_class, type) and hasattr(optimizer_class, "ledger")):
@@ -376,7 +382,10 @@ class PrivacyPlan:
         gradient_accumulation_steps: int = 1,
         key: bytes | None = None,
     ) -> tf.data.Dataset:
-        """Poisson batches for `fit`, all of one shape; see `poisson_batches`.
+        """Batches for `fit`, all of one shape; see `poisson_batches`.
+
+        With `TreeNoise` they are those of `shuffled_batches` for the plan's `FixedOrder`, with
+        sample weights of 1.
 
         Args:
           x: the inputs: an array, a pandas frame, or a dict, list or tuple of arrays. Without `y`,
@@ -470,6 +479,8 @@ class PrivacyPlan:
         self._check_optimizer(optimizer)
         normalizations = self._check_normalization(model)
         self._warn_of_second_model(model)
+        if directory is None:
+            self._refuse_second_order(model.optimizer)
         run = None
         if directory is not None:
             run = RunDirectory(
@@ -530,7 +541,11 @@ class PrivacyPlan:
         finished = run is not None and run.is_finished
         # A finished run draws nothing more; Keras still looks at the shapes of a batch.
         start = 0 if run is None or finished else run.log.num_releases
-        key = None if run is None or run.keys is None else draws.new_key() + run.keys.groups
+        key = None
+        if run is not None and run.keys is not None:
+            # Passes in one order have no draws beside it, so a run goes on with its order alone.
+            in_one_order = isinstance(self.sampling, FixedOrder)
+            key = run.keys.groups if in_one_order else draws.new_key() + run.keys.groups
         batches = self.batches(*data, start_step=start, gradient_accumulation_steps=parts, key=key)
         batches = give_weights_axes_of_losses(model, batches)
         leave_padding_out_of_metrics(model)
@@ -627,21 +642,35 @@ class PrivacyPlan:
                 f"epsilon = {format_epsilon(self.epsilon)} at delta = {self.delta:g} for each of "
                 f"{self._num_units} {self._unit}s ({self.accountant.upper()} accounting)",
                 f"noise multiplier {self.noise_multiplier:g}",
-                f"{self.steps} steps: {self.epochs} epochs of {self.steps_per_epoch} Poisson "
-                "batches",
-                *self._describe_noise(),
-                f"{self.batch_size} {self._unit}s are expected in a batch, which has "
-                f"{self.sampling.rows} rows{self._for_each_user()}",
+                *self._describe_batches(),
                 f"epsilon after epoch {', '.join(spent)}",
             ]
         )
 
-    def _describe_noise(self) -> list[str]:
+    def _describe_batches(self) -> list[str]:
+        steps = f"{self.steps} steps: {self.epochs} "
+        if isinstance(self.sampling, FixedOrder):
+            left = self._num_units - self.steps_per_epoch * self.batch_size
+            return [
+                f"{steps}passes of {self.steps_per_epoch} batches, all in one order; batches are "
+                "not sampled",
+                f"noise in sums of steps: {self._gain():.2f} of that of independent noise in this "
+                "order at this epsilon",
+                f"{self.batch_size} {self._unit}s are in a batch"
+                + (f"; {left} of the data, chosen at random, in none" if left else ""),
+            ]
+        rows = (
+            f"{self.batch_size} {self._unit}s are expected in a batch, which has "
+            f"{self.sampling.rows} rows{self._for_each_user()}"
+        )
+        steps += f"epochs of {self.steps_per_epoch} Poisson batches"
         if self.noise.is_independent:
-            return []
+            return [steps, rows]
         return [
+            steps,
             f"drawn from {self.noise.bands} groups of examples in turn; noise in sums of steps: "
-            f"{self._gain():.2f} of what independent noise of this multiplier gives"
+            f"{self._gain():.2f} of what independent noise of this multiplier gives",
+            rows,
         ]
 
     def _gain_of_sums(self, steps: int) -> float:
@@ -651,11 +680,19 @@ class PrivacyPlan:
         return steps / float(self.noise.sum_deviations(steps)[-1])
 
     def _gain(self) -> float:
-        return prefix_error(self.noise, self.steps) / prefix_error(IndependentNoise(), self.steps)
+        """The noise in sums of steps relative to independent noise; see `describe`."""
+        gain = prefix_error(self.noise, self.steps) / prefix_error(IndependentNoise(), self.steps)
+        if isinstance(self.sampling, FixedOrder):
+            # At the same epsilon the multipliers are proportional to the sensitivities.
+            order = self.steps, self.sampling.separation(self._num_units)
+            gain *= sensitivity(self.noise, *order) / sensitivity(IndependentNoise(), *order)
+        return gain
 
     def _for_each_user(self) -> str:
-        k = self.sampling.examples_per_user
-        return "" if k is None else f", {k} for each of {self.sampling.max_batch_size} users"
+        sampling = self.sampling
+        if isinstance(sampling, FixedOrder) or sampling.examples_per_user is None:
+            return ""
+        return f", {sampling.examples_per_user} for each of {sampling.max_batch_size} users"
 
     def recommend(
         self, batch_sizes: Sequence[int] | None = None, epochs: Sequence[int] | None = None
@@ -688,7 +725,7 @@ class PrivacyPlan:
         """
         if batch_sizes is None:
             some = (self.batch_size * factor // 2 for factor in (1, 2, 4, 8, 16))
-            largest = self._num_units // self.noise.bands
+            largest = self._num_units // (self.noise.bands or 1)
             batch_sizes = sorted({min(max(size, 1), largest) for size in some})
         if epochs is None:
             epochs = sorted({max(1, self.epochs // 2), self.epochs, 2 * self.epochs})
@@ -696,16 +733,16 @@ class PrivacyPlan:
         for size in batch_sizes:
             for number in epochs:
                 sampling = self._sampling(size, checks.integer("epochs", number, 1))
-                noise = self._budget.least_noise(self.epsilon, sampling)
+                noise = self._budget.least_noise(self.epsilon, sampling, self.noise)
                 ratio = self._gain_of_sums(sampling.steps) * size / noise
                 offers.append(PlanOffer(size, number, sampling.steps, noise, ratio))
         return sorted(offers, key=lambda offer: -offer.signal_to_noise)
 
-    def _sampling(self, batch_size: int, epochs: int) -> PoissonSampling | CyclicPoissonSampling:
+    def _sampling(self, batch_size: int, epochs: int) -> SamplingOfPlan:
         return self._budget.sampling(batch_size, epochs, self.noise)
 
     def _epsilon_after(self, steps: int) -> float:
-        return self._budget.epsilon(self.sampling, self.noise_multiplier, steps)
+        return self._budget.epsilon(self.sampling, self.noise, self.noise_multiplier, steps)
 
     def _settings(self) -> dict[str, Any]:
         names = ("delta", "batch_size", "epochs", "noise_multiplier", "accountant")
@@ -832,6 +869,22 @@ class PrivacyPlan:
                 stacklevel=3,
             )
 
+    def _refuse_second_order(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
+        """Raises if a run would go on in another order than that in which it began.
+
+        An example could then be in two batches that are closer to each other than epsilon assumes,
+        and nothing else would notice: these batches do not show their step. After all steps of the
+        plan the budget refuses more of them.
+        """
+        released = optimizer.ledger.num_releases
+        if isinstance(self.sampling, FixedOrder) and 0 < released < self.steps:
+            raise ValueError(
+                "The order of the batches of a run with trees is known to its directory alone. "
+                "Pass `directory` to the first call of `fit`, and to the one that resumes it; or "
+                "begin with a new model. Received: directory=None, and an optimizer with "
+                f"{released} releases"
+            )
+
     def _trained_optimizer(self) -> tf.keras.optimizers.Optimizer:
         if self._optimizer is None:
             raise ValueError(
@@ -839,18 +892,6 @@ class PrivacyPlan:
                 "`privacy_statement` and `report.facts` with an optimizer of your own."
             )
         return self._optimizer
-
-
-def _with_bands(noise: Any) -> ToeplitzStrategy:
-    """The strategy that the argument `noise` stands for, if the plan's batches can be for it."""
-    strategy = noise_strategies.get_strategy(noise)
-    if not isinstance(strategy, ToeplitzStrategy):
-        raise ValueError(
-            "The plan draws its batches from as many groups as the noise has bands, and this noise "
-            "has none. Use `BandedNoise`, or draw batches by `sampling.FixedOrder` without a plan. "
-            f"Received: noise={noise!r}"
-        )
-    return strategy
 
 
 def _users(

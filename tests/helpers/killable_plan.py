@@ -29,17 +29,18 @@ def record_values(optimizer, path):
     optimizer._mechanism.release = recorded
 
 
-def train(folder, bands=1, examples_per_user=None):
+def train(folder, noise=None, examples_per_user=None):
     """Runs a plan, or resumes it; all examples have weight 0, so what is released is the noise.
 
-    With several bands the releases are noted whole, with their numbers, and the keys are copied.
+    With `noise`, a strategy as `serialize` describes it, the releases are noted whole, with their
+    numbers, and the keys are copied.
     With `examples_per_user`, k, each user has k + 1 examples; the numbers are then those of users.
     """
     import numpy as np
     import tensorflow as tf
 
     import tf_adaptive_dp as dp
-    from tf_adaptive_dp.accounting import BandedNoise
+    from tf_adaptive_dp.accounting.noise_strategies import get_strategy
 
     class Report(tf.keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -62,9 +63,9 @@ def train(folder, bands=1, examples_per_user=None):
         batch_size=4,
         epochs=EPOCHS,
         accountant="rdp",
-        noise=None if bands == 1 else BandedNoise(bands),
+        noise=get_strategy(noise),
     )
-    if bands == 1:
+    if noise is None:
         optimizer = plan.optimizer(dp.ADADP)
         killable.record_releases(optimizer, folder / "releases")
     else:

@@ -15,8 +15,9 @@ class KeyFile:
     """The keys of noise that a run has to draw again if its process ends.
 
     Correlated noise takes back noise of earlier steps, so whoever resumes a run needs the keys of
-    all of it, and the groups that its batches are drawn from. The file holds what nothing else may:
-    with a key anybody can take the noise out of the gradients of the steps that it was used for.
+    all of it, and the groups that its batches are drawn from, or the order they come in. The file
+    holds what nothing else may: with a key anybody can take the noise out of the gradients of the
+    steps that it was used for.
 
     Guarantee: only its owner can read the file, and it is on disk when a method returns. Each
     process adds a key of its own before its first release, so no two processes draw the same noise,
@@ -24,7 +25,7 @@ class KeyFile:
 
     Attributes:
       keys: pairs of the number of a release and the key of the noise from there on, oldest first.
-      groups: 32 bytes, the key of the groups.
+      groups: 32 bytes, the key of the groups, or of the one order of all passes.
     """
 
     def __init__(self, path: str | os.PathLike, num_releases: int):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Union
 
 import dp_accounting
 
@@ -14,11 +14,15 @@ from tf_adaptive_dp.accounting.ledger import Releases
 from tf_adaptive_dp.accounting.noise_strategies import (
     BandedNoise,
     IndependentNoise,
-    ToeplitzStrategy,
+    NoiseStrategy,
     prefix_error,
+    sensitivity,
 )
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
+from tf_adaptive_dp.sampling.fixed_order import FixedOrder
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
+
+SamplingOfPlan = Union[PoissonSampling, CyclicPoissonSampling, FixedOrder]
 
 _BANDS = (1, 2, 4, 8, 16, 32)
 
@@ -44,16 +48,20 @@ class NoiseBudget:
     examples_per_user: int | None
     user_reduction: str
 
-    def sampling(
-        self, batch_size: int, epochs: int, noise: ToeplitzStrategy
-    ) -> PoissonSampling | CyclicPoissonSampling:
+    def sampling(self, batch_size: int, epochs: int, noise: NoiseStrategy) -> SamplingOfPlan:
         """The sampling of a run.
 
         Args:
           batch_size: L.
-          epochs: the number of epochs, each of round(`num_units` / `batch_size`) steps.
+          epochs: the number of epochs, each of round(`num_units` / `batch_size`) steps; without
+            bands each is a pass, of floor(`num_units` / `batch_size`) steps.
           noise: the noise strategy, whose bands are the groups that take turns.
+
+        Raises:
+          ValueError: if the data are too few for a batch, or for one of each group.
         """
+        if noise.bands is None:
+            return self._one_order(batch_size, epochs, noise)
         steps = max(1, round(self.num_units / batch_size)) * epochs
         of_run = batch_size, self.num_units, steps
         if noise.bands > 1:
@@ -64,18 +72,26 @@ class NoiseBudget:
         }
         return PoissonSampling.for_batch_size(*of_run, **of_users)
 
+    def _one_order(self, batch_size: int, epochs: int, noise: NoiseStrategy) -> FixedOrder:
+        """Passes in one order, the only batches for which noise without bands is accounted for."""
+        if batch_size > self.num_units:
+            raise ValueError(
+                "`batch_size` must be at most `num_examples`: with this noise each epoch is a pass "
+                f"over the data in whole batches. Received: batch_size={batch_size!r}, "
+                f"num_examples={self.num_units!r}, noise={noise!r}"
+            )
+        return FixedOrder(batch_size, steps=self.num_units // batch_size * epochs)
+
     def epsilon(
         self,
-        sampling: PoissonSampling | CyclicPoissonSampling,
+        sampling: SamplingOfPlan,
+        noise: NoiseStrategy,
         noise_multiplier: float,
         steps: int | None = None,
         accountant: str | None = None,
     ) -> float:
         """ε after some steps of a sampling, by default after all."""
         size = sampling.expected_batch_size(self.num_units)
-        noise: ToeplitzStrategy = IndependentNoise()
-        if isinstance(sampling, CyclicPoissonSampling):
-            noise = BandedNoise(sampling.num_groups)  # all strategies with these bands cost as much
         planned = Releases(
             [(noise_multiplier, size, sampling.steps if steps is None else steps)],
             self.other_events,
@@ -85,38 +101,37 @@ class NoiseBudget:
         accountant = accountant or self.accountant
         return sampling.epsilon_spent(planned, self.num_units, self.delta, accountant=accountant)
 
-    def least_noise(
-        self, epsilon: float, sampling: PoissonSampling | CyclicPoissonSampling
-    ) -> float:
-        """The smallest noise multiplier for a sampling, up to 0.1%.
+    def least_noise(self, epsilon: float, sampling: SamplingOfPlan, noise: NoiseStrategy) -> float:
+        """The smallest noise multiplier for a sampling and a noise strategy, up to 0.1%.
 
         Raises:
           ValueError: if no noise meets the budget.
         """
-        found = self._least_by_rdp(epsilon, sampling)
+        found = self._least_by_rdp(epsilon, sampling, noise)
         if found is not None and self.accountant != "rdp":
             # PLD is tighter by less than a tenth, and slow: few evaluations from there.
-            spent = functools.partial(self.epsilon, sampling)
+            spent = functools.partial(self.epsilon, sampling, noise)
             found = calibration.least_noise(spent, epsilon, 1e-3, guess=found, factor=1.1)
         if found is None:
             raise ValueError(
                 "No noise multiplier meets the budget. Allow more `epsilon` or `delta`, or plan "
                 f"fewer `epochs` or smaller batches. Received: epsilon={epsilon!r}, "
-                f"delta={self.delta!r}, sampling={sampling!r}, other_events={self.other_events!r}"
+                f"delta={self.delta!r}, sampling={sampling!r}, noise={noise!r}, "
+                f"other_events={self.other_events!r}"
             )
         return found
 
-    def best_strategy(self, epsilon: float, batch_size: int, epochs: int) -> ToeplitzStrategy:
-        """The strategy with the least noise in sums of steps."""
-        best: ToeplitzStrategy = IndependentNoise()
+    def best_strategy(self, epsilon: float, batch_size: int, epochs: int) -> NoiseStrategy:
+        """The strategy with the least noise in sums of steps, of those with batches by sampling."""
+        best: NoiseStrategy = IndependentNoise()
         least, guess = math.inf, None
         for bands in _BANDS:
             if bands * batch_size > self.num_units:
                 break
-            noise: ToeplitzStrategy = best if bands == 1 else BandedNoise(bands)
+            noise: NoiseStrategy = best if bands == 1 else BandedNoise(bands)
             sampling = self.sampling(batch_size, epochs, noise)
             # 1% is enough to compare, and more bands need little more noise: few evaluations.
-            found = self._least_by_rdp(epsilon, sampling, 1e-2, guess)
+            found = self._least_by_rdp(epsilon, sampling, noise, 1e-2, guess)
             if found is None:
                 break
             error = found * prefix_error(noise, sampling.steps)
@@ -128,13 +143,18 @@ class NoiseBudget:
     def _least_by_rdp(
         self,
         epsilon: float,
-        sampling: PoissonSampling | CyclicPoissonSampling,
+        sampling: SamplingOfPlan,
+        noise: NoiseStrategy,
         tolerance: float = 1e-3,
         guess: float | None = None,
     ) -> float | None:
         factor = 2.0 if guess is None else 1.3
         if guess is None:
-            guess = sampling.share
-            guess *= math.sqrt(-2 * sampling.steps * math.log(self.delta)) / epsilon
-        spent = functools.partial(self.epsilon, sampling, accountant="rdp")
+            # All steps together are about one Gaussian mechanism of this sensitivity, or exactly.
+            if isinstance(sampling, FixedOrder):
+                moved = sensitivity(noise, sampling.steps, sampling.separation(self.num_units))
+            else:
+                moved = sampling.share * math.sqrt(sampling.steps)
+            guess = moved * math.sqrt(-2 * math.log(self.delta)) / epsilon
+        spent = functools.partial(self.epsilon, sampling, noise, accountant="rdp")
         return calibration.least_noise(spent, epsilon, tolerance, guess=guess, factor=factor)
