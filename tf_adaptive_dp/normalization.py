@@ -81,7 +81,9 @@ class PrivateNormalization(keras.layers.Layer):
 
     So features are found that are a million times larger than others, or rare, or far from 0. What
     is lost in the noise is scaled with care: a variance counts as at least twice its noise, and
-    around a value that nearly all examples have, the deviation is at least about this value.
+    around a value that nearly all examples have, the deviation is at least about this value. What
+    varies by less than the noise lets the value be located by counts as constant, so timestamps
+    should begin near 0.
 
     Guarantee: `adapt` is as private as one release of the Gaussian mechanism with this noise
     multiplier, `dp_event`, for adding or removing one example (or one user with all of their
