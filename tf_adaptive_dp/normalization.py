@@ -81,9 +81,9 @@ class PrivateNormalization(keras.layers.Layer):
 
     So features are found that are a million times larger than others, or rare, or far from 0. What
     is lost in the noise is scaled with care: a variance counts as at least twice its noise, and
-    around a value that nearly all examples have, the deviation is at least about this value. What
-    varies by less than the noise lets the value be located by counts as constant, so timestamps
-    should begin near 0.
+    around a value that nearly all examples have, the deviation is at least about this value. A
+    feature far from 0 that varies by less than the error of its located value counts as constant;
+    subtract a public start from timestamps.
 
     Guarantee: `adapt` is as private as one release of the Gaussian mechanism with this noise
     multiplier, `dp_event`, for adding or removing one example (or one user with all of their
@@ -467,7 +467,7 @@ def _sum_near(
 ) -> np.ndarray:
     """How many examples are near a mean, and the sum of their distances in widths, [2, features].
 
-    An example has at most 1/√(2k) in each of both for each of these k features.
+    An example has at most 1/√(2k) in each of the two, for each of these k features.
     """
     total = np.zeros([2, examples.num_features])
     entry = _ROUNDING / math.sqrt(2 * features.sum())
