@@ -14,7 +14,6 @@ import contextlib
 import os
 import sys
 import time
-import traceback
 from typing import Any, Callable
 
 import numpy as np
@@ -213,11 +212,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     args = parser.parse_args()
     answers = protocol.take_stdout()
-    try:
+    with protocol.reported_errors(answers):
         serve(args, answers)
-    except Exception as error:  # any error of a library becomes a row of the table
-        traceback.print_exc()
-        protocol.send(answers, error=protocol.short_reason(error), status="failed")
 
 
 if __name__ == "__main__":

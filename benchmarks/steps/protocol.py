@@ -11,12 +11,14 @@ An answer with the key "error" describes a failure; its "status" is the kind of 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import re
 import resource
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -69,6 +71,18 @@ def peak_memory_mib() -> float:
     Linux includes the size of the parent when it started the process, so the parent must be small.
     """
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
+
+
+@contextlib.contextmanager
+def reported_errors(answers: TextIO) -> Iterator[None]:
+    """Answers with the reason if the block fails: any error of a library is a row of the table."""
+    try:
+        yield
+    except NotSupportedError as error:
+        send(answers, error=str(error), status="not supported")
+    except Exception as error:
+        traceback.print_exc()
+        send(answers, error=short_reason(error), status="failed")
 
 
 def short_reason(error: BaseException) -> str:

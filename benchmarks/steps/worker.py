@@ -15,7 +15,6 @@ import os
 import platform
 import sys
 import time
-import traceback
 from typing import Callable
 
 from benchmarks.steps import catalogue, problems, protocol
@@ -75,13 +74,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1)
     args = parser.parse_args()
     answers = protocol.take_stdout()
-    try:
+    with protocol.reported_errors(answers):
         serve(args, answers)
-    except protocol.NotSupportedError as error:
-        protocol.send(answers, error=str(error), status="not supported")
-    except Exception as error:  # any error of a library becomes a row of the table
-        traceback.print_exc()
-        protocol.send(answers, error=protocol.short_reason(error), status="failed")
 
 
 if __name__ == "__main__":
