@@ -31,7 +31,6 @@ _ROUNDING = 1 - 1e-6
 # The chance that noise alone stands out anywhere in a histogram.
 _FALSE_ALARM = 1e-3
 _QUARTILE = 0.75
-_OUTLIER = 4.0  # units
 # In standard deviations of their noise: means below the first count as 0, variances are at least
 # the second, and clear from the third on.
 _LEAST_MEAN, _LEAST_VARIANCE, _CLEAR_VARIANCE = 3.0, 2.0, 5.0
@@ -71,7 +70,7 @@ class PrivateNormalization(keras.layers.Layer):
       weight (r_j/‖r‖ + 1/√(number of r_j > 0))/2. Of what stands out of the noise, the root mean
       square is the unit of the feature. A feature in which nothing stands out gets the lower
       quartile of the magnitudes of all features.
-    - Of norms: histograms of ‖m‖ and ‖r²‖, in these units, without what is beyond four units.
+    - Of norms: histograms of ‖m‖ and ‖r²‖, in these units.
     - Of moments: the sums of m and of r², clipped to the upper quartiles of these norms.
 
     After the first round a feature may have a mean and nothing around it: nearly all examples seem
@@ -437,7 +436,7 @@ def _sum_of_norms(
     total = np.zeros([2, _BINS_OF_NORMS])
     entry = _ROUNDING / math.sqrt(2)
     for means, magnitudes, weights in examples.chunks(mean, scale, hidden):
-        for row, vectors in zip(total, _without_outliers(means, magnitudes)):
+        for row, vectors in zip(total, (means, np.square(magnitudes))):
             norms = np.sqrt(np.square(vectors).sum(1))
             there = norms > 0
             bins = _bins(norms[there], _BINS_OF_NORMS)
@@ -455,7 +454,7 @@ def _sum_of_moments(
     """Sums of an example's means and mean squares, each clipped and of norm 1/√2, [2, features]."""
     total = np.zeros([2, examples.num_features])
     for means, magnitudes, weights in examples.chunks(mean, scale, hidden):
-        for row, clip, vectors in zip(total, clips, _without_outliers(means, magnitudes)):
+        for row, clip, vectors in zip(total, clips, (means, np.square(magnitudes))):
             norms = np.sqrt(np.square(vectors).sum(1))
             factors = _ROUNDING / math.sqrt(2) / np.maximum(norms, clip)
             row += (factors * weights) @ vectors
@@ -475,11 +474,6 @@ def _sum_near(
         near = features & (np.abs(means) <= 1)
         total += entry * np.stack([weights @ near, weights @ np.where(near, means, 0.0)])
     return total
-
-
-def _without_outliers(means: np.ndarray, magnitudes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means and mean squares of features, as if no value were beyond four units."""
-    return np.clip(means, -_OUTLIER, _OUTLIER), np.square(np.minimum(magnitudes, _OUTLIER))
 
 
 def _units(counts: np.ndarray, noise: float) -> np.ndarray:
