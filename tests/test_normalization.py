@@ -667,6 +667,35 @@ def test_the_ledger_has_what_the_plan_pays_for():
     plan.fit(model, x, y, verbose=0)
 
 
+def test_a_release_that_the_ledger_does_not_count_is_noticed_without_a_plan():
+    x, y = data()
+    layer = adapted(x, 20.0)
+    plan = planned(normalize_inputs=False, noise_multiplier=2.0)
+    inner = keras.Sequential([keras.Input([6]), layer], name="inner")
+    model = model_of_layers(plan, [inner])
+    numbers = {"delta": 1e-3, "num_examples": len(x), "full_passes": False}
+    budget, monitor = dp.PrivacyBudget(epsilon=50.0, **numbers), dp.PrivacyMonitor(**numbers)
+    before = [v.numpy() for v in model.trainable_variables]
+    for callback in (budget, monitor):
+        with pytest.raises(dp.errors.NotPrivateError, match="not in the optimizer's ledger"):
+            model.fit(x, y, callbacks=[callback], verbose=0)
+    for variable, value in zip(model.trainable_variables, before):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert model.optimizer.ledger.num_releases == 0
+    # A layer without statistics costs nothing.
+    fresh = model_of_layers(plan, [normalization.PrivateNormalization(20.0)])
+    assert dp.validate(fresh, (x[:4], y[:4])).ok
+    report = dp.validate(model, (x[:4], y[:4]))
+    assert [(f.kind, f.where) for f in report.findings] == [("statistics", f"inner/{layer.name}")]
+    # The release of another layer, with other noise, does not pay for it.
+    model.optimizer.ledger.other_events = (adapted(x, 30.0).dp_event,)
+    assert not dp.validate(model, (x[:4], y[:4])).ok
+    model.optimizer.ledger.other_events += (layer.dp_event,)
+    assert dp.validate(model, (x[:4], y[:4])).ok
+    model.fit(x, y, epochs=1, callbacks=[budget, monitor], verbose=0)
+    assert model.optimizer.ledger.num_releases
+
+
 @pytest.mark.usefixtures("usual_noise")
 def test_half_precision_sees_raw_units():
     before = keras.mixed_precision.Policy("float32")

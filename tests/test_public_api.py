@@ -37,8 +37,10 @@ RANKS = [
     {"_keras"},
     {"checks", "version"},
     {"accounting", "gradients", "update_rules"},
-    {"durable", "mechanism", "sampling", "side_information", "validation"},
-    {"auditing", "normalization", "optimizers", "statement"},
+    {"durable", "mechanism", "sampling", "side_information"},
+    {"normalization"},
+    {"validation"},
+    {"auditing", "optimizers", "statement"},
     {"callbacks", "report"},
     {"plan", "tuning"},
 ]

@@ -6,7 +6,7 @@ import inspect
 import math
 import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import dp_accounting
@@ -16,8 +16,11 @@ from scipy import stats
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
+from tf_adaptive_dp._keras.layers import layers_within
+from tf_adaptive_dp.accounting.ledger import missing_events
 from tf_adaptive_dp.mechanism.noise import fresh_normal_numbers
 from tf_adaptive_dp.sampling.users import UserRecords
+from tf_adaptive_dp.side_information import provenance
 
 __all__ = ["PrivateNormalization"]
 
@@ -61,6 +64,10 @@ class PrivateNormalization(keras.layers.Layer):
         layer = PrivateNormalization(noise_multiplier=20.0)
         layer.adapt(x)
         optimizer.ledger.other_events += (layer.dp_event,)
+
+    Where that is forgotten, `validate` says so, and `PrivacyMonitor` and `PrivacyBudget` raise
+    `NotPrivateError` before training. `HonestTuner` refuses such layers. An optimizer alone does
+    not see them.
 
     `adapt` makes two rounds of three releases, with y = (x − mean) / stddev, at first x itself. For
     each example and feature j let m_j be the mean of y over all other axes, and r_j the root of the
@@ -210,6 +217,51 @@ class PrivateNormalization(keras.layers.Layer):
         """The arguments; means and deviations are weights."""
         own = {"noise_multiplier": self.noise_multiplier, "axis": self.axis}
         return {**super().get_config(), **own}
+
+
+def normalizations_in(model: tf.keras.Model) -> list[PrivateNormalization]:
+    """The `PrivateNormalization` layers in a model, those inside of other layers too."""
+    return [layer for layer in layers_within(model) if isinstance(layer, PrivateNormalization)]
+
+
+def first_unpaid(
+    layers: Sequence[PrivateNormalization],
+    optimizer: tf.keras.optimizers.Optimizer,
+    events: Sequence[dp_accounting.DpEvent],
+    known: dict[int, dp_accounting.DpEvent] | None = None,
+) -> PrivateNormalization | None:
+    """The first layer whose release no event is left to pay for; `None` if all are paid for.
+
+    Each event pays for one release: of side information, or of the statistics of one layer and its
+    copies.
+
+    Args:
+      layers: what the optimizer trains behind; layers without statistics will need an event, too.
+      optimizer: the one whose side information is paid for first.
+      events: what is paid for.
+      known: releases that are paid for already, by their numbers.
+    """
+    information = optimizer.side_information
+    of_information = () if information is None else provenance.events(information.provenance)
+    known = dict(known or {})
+    left = missing_events(events, among=[*of_information, *known.values()])
+    for layer in layers:
+        if layer.release_id in known:
+            continue  # it has been paid for, or is a copy of one that has
+        if missing_events([layer.dp_event], among=left):
+            return layer
+        left = missing_events(left, among=[layer.dp_event])
+        if layer.release_id:
+            known[layer.release_id] = layer.dp_event
+    return None
+
+
+def unpaid_in(
+    model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer
+) -> PrivateNormalization | None:
+    """A layer in a model whose statistics the optimizer's ledger does not count; see above."""
+    adapted = [layer for layer in normalizations_in(model) if layer.release_id]
+    return first_unpaid(adapted, optimizer, optimizer.ledger.other_events)
 
 
 class _Statistics(NamedTuple):

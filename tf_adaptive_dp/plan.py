@@ -33,14 +33,18 @@ from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
 from tf_adaptive_dp.callbacks.run_directory import RunDirectory, RunHistory
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.normalization import PrivateNormalization, input_array
+from tf_adaptive_dp.normalization import (
+    PrivateNormalization,
+    first_unpaid,
+    input_array,
+    normalizations_in,
+)
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.datasets import as_dataset, open_source
 from tf_adaptive_dp.sampling.draws import check_unit
 from tf_adaptive_dp.sampling.fixed_order import FixedOrder
 from tf_adaptive_dp.sampling.noise_budget import NoiseBudget, SamplingOfPlan
 from tf_adaptive_dp.sampling.users import UserRecords
-from tf_adaptive_dp.side_information import provenance
 from tf_adaptive_dp.statement import format_epsilon, privacy_statement
 
 __all__ = ["PlanOffer", "PrivacyPlan"]
@@ -814,37 +818,25 @@ class PrivacyPlan:
     def _check_normalization(self, model: keras.Model) -> list[PrivateNormalization]:
         """Raises if statistics were released by an event that nobody pays for.
 
-        Each event of the plan pays for one release: of side information, or of the statistics of
-        one layer and its copies.
-
         Returns:
           The layers whose statistics the run must go on with: the plan's own, and the model's.
         """
-        layers = [x for x in layers_within(model) if isinstance(x, PrivateNormalization)]
-        information = model.optimizer.side_information
-        of_information = () if information is None else provenance.events(information.provenance)
-        left = missing_events(self.other_events, among=of_information)
+        layers = normalizations_in(model)
         own = [] if self._normalization is None else [self._normalization]
         all_layers = own + [layer for layer in layers if layer is not self._normalization]
         known = self._statistics_seen_by(model.optimizer)
-        left = missing_events(left, among=list(known.values()))
-        for layer in all_layers:
-            if layer.release_id in known:
-                continue  # it has been paid for, or is a copy of one that has
-            if missing_events([layer.dp_event], among=left):
-                raise ValueError(
-                    "The model has a `PrivateNormalization` that the plan's budget does not pay "
-                    "for. Make it by `plan.normalization(x)`, of a plan with "
-                    "`normalize_inputs=True`, or pass its `dp_event` in `other_events`, once for "
-                    "each layer that was adapted and beside the events of side information. A "
-                    "layer of `clone_model` has no statistics: copy the model by "
-                    "`copy.deepcopy(model)`, or set its weights to those of the original. "
-                    f"Received: {layer.name!r} with {layer.dp_event!r}, other_events="
-                    f"{self.other_events!r}"
-                )
-            left = missing_events(left, among=[layer.dp_event])
-            if layer.release_id:
-                known[layer.release_id] = layer.dp_event
+        unpaid = first_unpaid(all_layers, model.optimizer, self.other_events, known)
+        if unpaid is not None:
+            raise ValueError(
+                "The model has a `PrivateNormalization` that the plan's budget does not pay "
+                "for. Make it by `plan.normalization(x)`, of a plan with "
+                "`normalize_inputs=True`, or pass its `dp_event` in `other_events`, once for "
+                "each layer that was adapted and beside the events of side information. A "
+                "layer of `clone_model` has no statistics: copy the model by "
+                "`copy.deepcopy(model)`, or set its weights to those of the original. "
+                f"Received: {unpaid.name!r} with {unpaid.dp_event!r}, other_events="
+                f"{self.other_events!r}"
+            )
         if self.normalize_inputs and not layers:
             warnings.warn(
                 "The plan pays for a normalization of the inputs, and the model has none. Put "

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import callbacks_beside
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.normalization import unpaid_in
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.draws import Sampling
 
@@ -40,6 +41,23 @@ class PrivateCallback(tf.keras.callbacks.Callback):
             return private_optimizer(self.model)
         self._optimizer.require_known_state()
         return self._optimizer
+
+    def require_counted_statistics(self) -> None:
+        """Raises if the model normalizes its inputs by statistics that the ledger does not count.
+
+        Raises:
+          NotPrivateError: if ε would leave their release out.
+        """
+        ledger = self.optimizer.ledger
+        layer = unpaid_in(self.model, self.optimizer)
+        if layer is not None:
+            raise NotPrivateError(
+                "The model has a `PrivateNormalization` whose release is not in the optimizer's "
+                "ledger, so epsilon would be too small. Before training, add it once for each "
+                "layer that was adapted: `optimizer.ledger.other_events += (layer.dp_event,)`; or "
+                "train by `PrivacyPlan(normalize_inputs=True)`. Received: "
+                f"{layer.name!r} with {layer.dp_event!r}, other_events={ledger.other_events!r}"
+            )
 
     def warn_of_steering(self) -> None:
         """Warns, once in a call of `fit`, of callbacks that act on metrics without noise."""

@@ -146,6 +146,7 @@ class PrivacyBudget(PrivateCallback):
         """Raises if not even the first step fits; called by Keras."""
         checks.fixed_steps_per_call(self.model)
         optimizer = self.optimizer
+        self.require_counted_statistics()
         self.warn_of_steering()
         begin_batches_anew(optimizer)
         self._fed.begin(optimizer, steps_per_epoch(self))

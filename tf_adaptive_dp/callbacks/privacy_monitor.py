@@ -146,6 +146,7 @@ class PrivacyMonitor(PrivateCallback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Checks that the optimizer is private; called by Keras."""
         optimizer = self.optimizer
+        self.require_counted_statistics()
         self.warn_of_steering()
         begin_batches_anew(optimizer)
         self._released = optimizer.ledger.num_releases

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
-from typing import Callable
+from typing import Any, Callable
 
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import BATCH_NORMALIZATIONS, inner_layers, was_adapted
 from tf_adaptive_dp._keras.variables import native, path_of
+from tf_adaptive_dp.normalization import unpaid_in
 from tf_adaptive_dp.validation.findings import Finding
 
 _LAYERS = tf.keras.layers
@@ -116,6 +117,29 @@ def layer_findings(model: tf.keras.Model) -> list[Finding]:
         )
         for variable in model.trainable_variables
         if not native(variable).dtype.is_floating
+    ]
+
+
+def statistics_findings(model: tf.keras.Model, optimizer: Any) -> list[Finding]:
+    """Names a layer whose statistics were released at a cost that the optimizer does not count.
+
+    Args:
+      model: a built model; it is not called.
+      optimizer: the one to train with.
+    """
+    unpaid = unpaid_in(model, optimizer) if hasattr(optimizer, "ledger") else None
+    if unpaid is None:
+        return []
+    path = next(path for path, layer in named_layers(model) if layer is unpaid)
+    return [
+        Finding(
+            "statistics",
+            path,
+            f"Its means and deviations were released by {unpaid.dp_event!r}, which is not in the "
+            "optimizer's ledger, so epsilon would be too small.",
+            "Add it before training (`optimizer.ledger.other_events += (layer.dp_event,)`), or use "
+            "a `PrivacyPlan` with `normalize_inputs=True` and its optimizer.",
+        )
     ]
 
 

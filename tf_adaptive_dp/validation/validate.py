@@ -18,7 +18,12 @@ from tf_adaptive_dp.gradients.api import per_example_gradients
 from tf_adaptive_dp.validation import argument_findings
 from tf_adaptive_dp.validation.findings import Finding, ValidationReport
 from tf_adaptive_dp.validation.fixes import is_defective, repaired_model
-from tf_adaptive_dp.validation.layer_findings import has_own, layer_findings, path_finder
+from tf_adaptive_dp.validation.layer_findings import (
+    has_own,
+    layer_findings,
+    path_finder,
+    statistics_findings,
+)
 from tf_adaptive_dp.validation.per_example import (
     Losses,
     batch_specs,
@@ -182,6 +187,7 @@ def _inspect(
             found += seen
     if model.built:
         found = _joined(found, layer_findings(model), accepted)
+        found += statistics_findings(model, optimizer)
     return ValidationReport(_sorted([*found, *_own_steps(model)]), (), probed, model, loss)
 
 

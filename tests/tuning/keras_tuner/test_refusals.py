@@ -92,6 +92,19 @@ def test_one_candidate_of_another_price_stops_all_before_the_first(tmp_path, nam
         tuned.search(tuned.tuner(tmp_path, build))
 
 
+def test_statistics_that_the_search_does_not_count(tmp_path):
+    layer = dp.PrivateNormalization(20.0)
+    layer.adapt(tuned.data(500)[0])
+
+    def build(hp):
+        made = tf.keras.Sequential([tf.keras.Input([3]), layer, tf.keras.layers.Dense(2)])
+        made.compile(tuned.optimizer(), "sparse_categorical_crossentropy")
+        return made
+
+    with pytest.raises(dp.NotPrivateError, match="behind a `PrivateNormalization`.*=20.0"):
+        tuned.search(tuned.tuner(tmp_path, build))
+
+
 @pytest.mark.slow
 def test_a_noise_that_one_optimizer_cannot_have_stops_all_before_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(

@@ -25,6 +25,7 @@ from tf_adaptive_dp.callbacks.backups import epoch_backup, save_weights
 from tf_adaptive_dp.callbacks.common import private_optimizer
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
+from tf_adaptive_dp.normalization import normalizations_in
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.statement import side_information_paragraph
@@ -225,6 +226,13 @@ def settings(model: tf.keras.Model) -> tuple[float, int]:
             "must not use side information that was itself released with privacy: the search does "
             "not count that",
             f"{list(optimizer.ledger.other_events)}",
+        )
+    adapted = [layer for layer in normalizations_in(model) if layer.release_id]
+    if adapted:
+        _refuse(
+            "must not train behind a `PrivateNormalization` that was adapted: the search does not "
+            "count its release, so normalize by public constants (`tf.keras.layers.Rescaling`)",
+            f"{adapted[0].name!r} with {adapted[0].dp_event!r}",
         )
     if not optimizer.noise.is_independent:
         _refuse(
