@@ -286,7 +286,7 @@ class _Statistics(NamedTuple):
 
 
 class _Examples:
-    """The inputs as two numbers for each example and feature: a mean and a root mean square."""
+    """The inputs, with the features last, and whose each is."""
 
     def __init__(self, x: np.ndarray, axis: int | None, user_ids: Any):
         _, self.num_features = _kept_shape(x.shape, axis)
@@ -302,26 +302,43 @@ class _Examples:
                 )
             self.num_units, self._weights = users.num_users, users.shares()
 
-    def chunks(
-        self, mean: np.ndarray, stddev: np.ndarray, hidden: np.ndarray | float = 0.0
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Means [b, features], root mean squares [b, features] and weights [b], in these units.
-
-        The weights of the examples of a user add up to 1. Features no further from their means than
-        `hidden`, in units of x, are zeros. So are examples with a value that is not finite, and
-        their weights.
-        """
+    def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Inputs [b, positions, features] and weights [b], which add up to 1 for each user."""
         rows = max(1, _CHUNK // max(1, self._x[0].size))
         for start in range(0, len(self._x), rows):
-            part = np.s_[start : start + rows]
+            part = self._x[start : start + rows]
+            inputs = part.astype(np.float64).reshape(len(part), -1, self.num_features)
+            yield inputs, self._weights[start : start + rows]
+
+
+class _InUnits(NamedTuple):
+    """The examples in units of their features, around a mean.
+
+    Attributes:
+      examples: n examples, or those of n users.
+      mean: [features].
+      unit: [features].
+      hidden: [features], or 0. Features no further from their means count as 0, in units of x.
+    """
+
+    examples: _Examples
+    mean: np.ndarray
+    unit: np.ndarray
+    hidden: np.ndarray | float = 0.0
+
+    def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Means [b, features], root mean squares [b, features] and weights [b].
+
+        Examples with a value that is not finite are zeros, and so are their weights.
+        """
+        for inputs, weights in self.examples.parts():
             with np.errstate(over="ignore", invalid="ignore"):
-                y = (self._x[part].astype(np.float64) - mean) / stddev
-                y = y.reshape(len(y), -1, self.num_features)
+                y = (inputs - self.mean) / self.unit
                 means, squares = y.mean(1), np.square(y).mean(1)
                 finite = np.isfinite(np.square(squares).sum(1))[:, np.newaxis]
-            there = finite & (squares > np.square(hidden / stddev))
+            there = finite & (squares > np.square(self.hidden / self.unit))
             means, squares = (np.where(there, v, 0.0) for v in (means, squares))
-            yield means, np.sqrt(squares), np.where(finite[:, 0], self._weights[part], 0.0)
+            yield means, np.sqrt(squares), np.where(finite[:, 0], weights, 0.0)
 
 
 def _released_statistics(examples: _Examples, noise: float) -> tuple[np.ndarray, np.ndarray]:
@@ -331,19 +348,19 @@ def _released_statistics(examples: _Examples, noise: float) -> tuple[np.ndarray,
       examples: n examples, or those of n users.
       noise: the standard deviation of the noise of each release.
     """
-    found = _one_round(examples, noise, None)
-    better = found and _one_round(examples, noise, _located(examples, noise, found))
-    if better is None:
+    found = _first_round(examples, noise)
+    last = found and _second_round(examples, noise, _located(examples, noise, found))
+    if last is None:
         warnings.warn(
             "The private normalization found nothing that stands out of its noise, and leaves "
             "inputs as they are from here on. It takes more examples, or less noise. Received: "
             f"{examples.num_units} of them, noise with standard deviation {noise:.3g}",
             stacklevel=_level_of_caller(),
         )
-    last = better or found
-    if last is None:
-        return np.zeros(examples.num_features), np.ones(examples.num_features)
-    return last.mean, last.stddev
+        if found is None:
+            return np.zeros(examples.num_features), np.ones(examples.num_features)
+        return found.mean, found.stddev
+    return last
 
 
 def _level_of_caller() -> int:
@@ -359,68 +376,80 @@ def _level_of_caller() -> int:
     return level
 
 
-def _one_round(examples: _Examples, noise: float, before: _Statistics | None) -> _Statistics | None:
+def _first_round(examples: _Examples, noise: float) -> _Statistics | None:
     """Three releases; `None` if the examples do not stand out of the noise.
 
     Args:
       examples: see `_released_statistics`.
       noise: see `_released_statistics`.
-      before: what is known already.
     """
     size = examples.num_features
-    mean, stddev = (before.mean, before.stddev) if before else (np.zeros(size), np.ones(size))
-    # Near a mean that is a little wrong there is the error, not the feature.
-    hidden = np.where(before.is_still, _NEAR * before.error, 0.0) if before else 0.0
-    counts = _release(_sum_of_magnitudes(examples, mean, stddev, hidden), noise)
-    units = _units(counts, noise)
-    lost = units == 0
-    typical = 1.0 if before else _typical_unit(counts, noise)
+    seen = _InUnits(examples, np.zeros(size), np.ones(size))
+    counts = _release(_sum_of_magnitudes(seen), noise)
+    typical = _typical_unit(counts, noise)
     if typical is None:
         return None
+    units = _units(counts, noise)
+    lost = units == 0
     units = np.where(lost, typical, units)
-    if before:
-        # Of a few large values, the histogram may show no more than what is around 0.
-        units = np.where(before.is_clear, np.maximum(units, 1.0), units)
-    scale = stddev * units
-
-    moments = _moments(examples, noise, mean, scale, hidden)
+    moments = _moments(seen._replace(unit=units), noise)
     if moments is None:
         return None
     shift, variance, noise_of_mean, noise_of_variance = moments
     least = _LEAST_VARIANCE * noise_of_variance
-    deviation = scale * np.sqrt(np.maximum(variance, least))
+    deviation = units * np.sqrt(np.maximum(variance, least))
+    smallest = typical / _LARGEST_TYPICAL
+    deviation = np.where(lost & (variance < least), np.maximum(deviation, smallest), deviation)
     is_clear = variance > _CLEAR_VARIANCE * noise_of_variance
     # A feature that is 0 in half of the examples has a smaller mean, in units of its other values.
     is_still = ~lost & ~is_clear & (np.abs(shift) > 0.5)
-    if before:
-        smallest = before.smallest
-        floor = np.where(before.is_still, stddev, np.minimum(smallest, stddev))
-    else:
-        floor = smallest = typical / _LARGEST_TYPICAL
-        deviation = np.where(is_still, scale, deviation)
+    deviation = np.where(is_still, units, deviation)
+    return _Statistics(
+        units * shift, deviation, units * noise_of_mean, is_clear, is_still, smallest
+    )
+
+
+def _second_round(
+    examples: _Examples, noise: float, found: _Statistics
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Three releases: means and deviations; `None` if nothing stands out of the noise.
+
+    Args:
+      examples: see `_released_statistics`.
+      noise: see `_released_statistics`.
+      found: what is known already.
+    """
+    # Near a mean that is a little wrong there is the error, not the feature.
+    hidden = np.where(found.is_still, _NEAR * found.error, 0.0)
+    seen = _InUnits(examples, found.mean, found.stddev, hidden)
+    units = _units(_release(_sum_of_magnitudes(seen), noise), noise)
+    lost = units == 0
+    units = np.where(lost, 1.0, units)
+    # Of a few large values, the histogram may show no more than what is around 0.
+    units = found.stddev * np.where(found.is_clear, np.maximum(units, 1.0), units)
+    moments = _moments(seen._replace(unit=units), noise)
+    if moments is None:
+        return None
+    shift, variance, _, noise_of_variance = moments
+    least = _LEAST_VARIANCE * noise_of_variance
+    deviation = units * np.sqrt(np.maximum(variance, least))
+    floor = np.where(found.is_still, found.stddev, np.minimum(found.smallest, found.stddev))
     deviation = np.where(lost & (variance < least), np.maximum(deviation, floor), deviation)
-    error = scale * noise_of_mean
-    return _Statistics(mean + scale * shift, deviation, error, is_clear, is_still, smallest)
+    return found.mean + units * shift, deviation
 
 
-def _moments(
-    examples: _Examples,
-    noise: float,
-    mean: np.ndarray,
-    scale: np.ndarray,
-    hidden: np.ndarray | float,
-) -> tuple[np.ndarray, np.ndarray, float, float] | None:
+def _moments(seen: _InUnits, noise: float) -> tuple[np.ndarray, np.ndarray, float, float] | None:
     """Two releases: means and variances in these units, with the deviations of their noise.
 
     Means that are lost in the noise are 0. `None` if the norms of the examples do not stand out of
     the noise.
     """
-    norms = _release(_sum_of_norms(examples, mean, scale, hidden), noise)
+    norms = _release(_sum_of_norms(seen), noise)
     clips = [_quantile(row, _BINS_OF_NORMS) for row in _standing_out(norms, noise, 8)]
     if not all(clips):
         return None
-    sums = _release(_sum_of_moments(examples, mean, scale, hidden, clips), noise)
-    units = np.asarray(clips) * math.sqrt(2) / (_ROUNDING * examples.num_units)
+    sums = _release(_sum_of_moments(seen, clips), noise)
+    units = np.asarray(clips) * math.sqrt(2) / (_ROUNDING * seen.examples.num_units)
     first, second = sums * units[:, np.newaxis]
     noise_of_mean, noise_of_square = (noise * units).tolist()
     first = np.where(np.abs(first) > _LEAST_MEAN * noise_of_mean, first, 0.0)
@@ -439,7 +468,8 @@ def _located(examples: _Examples, noise: float, found: _Statistics) -> _Statisti
     if not still.any():
         return found
     width = _NEAR * found.error + _SHRUNK * np.abs(found.mean)
-    near = _release(_sum_near(examples, found.mean, width, still), noise)
+    seen = _InUnits(examples, found.mean, np.where(still, width, 1.0))
+    near = _release(_sum_near(seen, still), noise)
     of_sums = math.sqrt(2 * still.sum()) / (_ROUNDING * examples.num_units)
     shares, sums = near * of_sums
     settled = still & (shares > 0.5)
@@ -459,18 +489,16 @@ def _release(total: np.ndarray, noise: float) -> np.ndarray:
     return total + noise * fresh_normal_numbers(total.size).numpy().reshape(total.shape)
 
 
-def _sum_of_magnitudes(
-    examples: _Examples, mean: np.ndarray, scale: np.ndarray, hidden: np.ndarray | float
-) -> np.ndarray:
+def _sum_of_magnitudes(seen: _InUnits) -> np.ndarray:
     """Histograms of the octaves of magnitudes, [features, 128].
 
     An example has one entry in each row: half of a unit vector along its magnitudes, and half of
     one along those that are not 0. The first shows what is rare and large, the second what is
     small beside other features.
     """
-    size = examples.num_features
+    size = seen.examples.num_features
     total = np.zeros(size * _OCTAVES)
-    for _, magnitudes, weights in examples.chunks(mean, scale, hidden):
+    for _, magnitudes, weights in seen.parts():
         norm = np.sqrt(np.square(magnitudes).sum(1))
         rows, features = np.nonzero(magnitudes)
         values = magnitudes[rows, features]
@@ -481,13 +509,11 @@ def _sum_of_magnitudes(
     return total.reshape(size, _OCTAVES)
 
 
-def _sum_of_norms(
-    examples: _Examples, mean: np.ndarray, scale: np.ndarray, hidden: np.ndarray | float
-) -> np.ndarray:
+def _sum_of_norms(seen: _InUnits) -> np.ndarray:
     """Histograms of the norms of an example's means and of its mean squares, [2, 512]."""
     total = np.zeros([2, _BINS_OF_NORMS])
     entry = _ROUNDING / math.sqrt(2)
-    for means, magnitudes, weights in examples.chunks(mean, scale, hidden):
+    for means, magnitudes, weights in seen.parts():
         for row, vectors in zip(total, (means, np.square(magnitudes))):
             norms = np.sqrt(np.square(vectors).sum(1))
             there = norms > 0
@@ -496,16 +522,10 @@ def _sum_of_norms(
     return total
 
 
-def _sum_of_moments(
-    examples: _Examples,
-    mean: np.ndarray,
-    scale: np.ndarray,
-    hidden: np.ndarray | float,
-    clips: list[float],
-) -> np.ndarray:
+def _sum_of_moments(seen: _InUnits, clips: list[float]) -> np.ndarray:
     """Sums of an example's means and mean squares, each clipped and of norm 1/√2, [2, features]."""
-    total = np.zeros([2, examples.num_features])
-    for means, magnitudes, weights in examples.chunks(mean, scale, hidden):
+    total = np.zeros([2, seen.examples.num_features])
+    for means, magnitudes, weights in seen.parts():
         for row, clip, vectors in zip(total, clips, (means, np.square(magnitudes))):
             norms = np.sqrt(np.square(vectors).sum(1))
             factors = _ROUNDING / math.sqrt(2) / np.maximum(norms, clip)
@@ -513,16 +533,21 @@ def _sum_of_moments(
     return total
 
 
-def _sum_near(
-    examples: _Examples, mean: np.ndarray, width: np.ndarray, features: np.ndarray
-) -> np.ndarray:
-    """How many examples are near a mean, and the sum of their distances in widths, [2, features].
+def _sum_near(seen: _InUnits, features: np.ndarray) -> np.ndarray:
+    """How many examples are within a unit of the mean, and the sum of their distances from it.
 
     An example has at most 1/√(2k) in each of the two, for each of these k features.
+
+    Args:
+      seen: the examples.
+      features: [features], which ones count.
+
+    Returns:
+      [2, features].
     """
-    total = np.zeros([2, examples.num_features])
+    total = np.zeros([2, seen.examples.num_features])
     entry = _ROUNDING / math.sqrt(2 * features.sum())
-    for means, _, weights in examples.chunks(mean, np.where(features, width, 1.0)):
+    for means, _, weights in seen.parts():
         near = features & (np.abs(means) <= 1)
         total += entry * np.stack([weights @ near, weights @ np.where(near, means, 0.0)])
     return total
