@@ -81,6 +81,7 @@ class Problem:
       batch_size: expected.
       epochs: of a run.
       has_public_counts: of the words that its columns stand for.
+      seeds: of each method; more where few test examples make one run say little.
     """
 
     inputs: tuple[str, ...]
@@ -89,6 +90,7 @@ class Problem:
     batch_size: int
     epochs: int
     has_public_counts: bool = False
+    seeds: int = 3
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -97,7 +99,7 @@ class Problem:
 
 
 PROBLEMS = {
-    "digits": Problem(("/ 16", "0 to 16"), (), 10, 32, 40),
+    "digits": Problem(("/ 16", "0 to 16"), (), 10, 32, 40, seeds=10),
     "posts": Problem(("frequencies", "per 100 words"), (), POSTS["num_tags"], 64, 20, True),
     "adult": Problem(("in [0, 1]", "raw numbers"), (64,), 2, 200, 20),
     "mnist": Problem(("standardized", "/ 255", "pixels"), (256, 256), 10, 200, 20),
@@ -141,7 +143,7 @@ def _part(
     sigma: float,
     scale: str,
     methods: Sequence[str],
-    seeds: int = 3,
+    seeds: int | None = None,
     epochs: int | None = None,
 ) -> grids.Part:
     times = "" if factor == 1 else f" × {factor:g}"
@@ -157,7 +159,7 @@ def _part(
         },
         {method: _candidates(method) for method in methods},
         "accuracy",
-        seeds=seeds,
+        seeds=seeds or PROBLEMS[name].seeds,
     )
 
 
