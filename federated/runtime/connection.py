@@ -158,9 +158,10 @@ def _without_late_losses(loop: asyncio.AbstractEventLoop, context: dict[str, Any
     """Leaves out of the log what followed from a loss that was raised already.
 
     When a round fails, nobody awaits the other workers' shares any more. Python would print how
-    each of them ends, below the error that says what to do.
+    each of them ends, or that it had not ended yet, below the error that says what to do.
     """
-    if not isinstance(context.get("exception"), WorkerLostError):
+    not_ended = "task" in context and "exception" not in context
+    if not not_ended and not isinstance(context.get("exception"), WorkerLostError):
         loop.default_exception_handler(context)
 
 

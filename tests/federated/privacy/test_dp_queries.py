@@ -138,7 +138,7 @@ def test_adaptive_noise_of_sum_and_count_have_the_stated_sizes():
         def next_clip(_):
             return noisy_sum(query, [below, above], state)[1].sum_state.l2_norm_clip
 
-        return tf.map_fn(next_clip, tf.range(1500.0))
+        return tf.map_fn(next_clip, tf.range(2000.0))
 
     # One is below and one above, so the share is at its aim of one half, but for the noise.
     clips = next_clips()

@@ -1,7 +1,9 @@
 """Workers end with whoever started them, rounds survive nothing silently, and errors are clear."""
 
+import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import os
 import pathlib
 import signal
@@ -634,6 +636,23 @@ def test_what_is_read_last_of_lost_workers_is_what_to_do():
     last = done.stderr.strip().splitlines()[-1]
     assert "WorkerLostError: Lost in the middle" in last and "Start it again" in last
     assert "Channel closed" not in done.stderr and "never retrieved" not in done.stderr
+
+
+def test_only_what_follows_from_a_loss_is_left_out_of_the_log(caplog):
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(connection._without_late_losses)
+    share = loop.create_task(asyncio.sleep(60))
+    loop.run_until_complete(asyncio.sleep(0))
+    del share  # as when Python ends while another worker still computes
+    loop.stop()
+    loop.run_forever()
+    loop.close()
+    gc.collect()
+    late = {"message": "Task exception was never retrieved"}
+    loop.call_exception_handler({**late, "exception": connection.WorkerLostError("late")})
+    assert not caplog.records
+    loop.call_exception_handler({**late, "exception": ValueError("another")})
+    assert "another" in caplog.text
 
 
 # --- what is no worker, or another one
