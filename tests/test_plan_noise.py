@@ -532,18 +532,62 @@ def test_a_resumed_run_with_trees_keeps_the_order_of_its_batches(tmp_path, stop_
         )
 
 
-def test_a_run_with_trees_does_not_go_on_in_another_order(tmp_path):
-    plan = plan_of(noise=TreeNoise(7))
+@pytest.mark.parametrize("noise", [TreeNoise(7), BandedNoise(2)], ids=repr)
+def test_a_run_does_not_go_on_in_another_order_or_in_other_groups(tmp_path, noise):
+    # Batches of one example have too little padding to show their step.
+    plan = plan_of(noise=noise, batch_size=1)
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
     model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), "mse")
     data = np.ones([N, 3], "float32"), np.zeros([N, 4], "float32")
     with pytest.raises(KeyboardInterrupt):
         plan.fit(model, *data, callbacks=[StopAt(5)], verbose=0)
+    assert [known.checked for known in model.optimizer.ledger.checks] == [0]
     with pytest.raises(ValueError, match="known to its directory alone.*with 5 releases"):
         plan.fit(model, *data, verbose=0)
     with pytest.raises(ValueError, match="The log belongs to another run"):
         plan.fit(model, *data, directory=tmp_path, verbose=0)
     assert model.optimizer.ledger.num_releases == 5
+
+
+SOURCES = {
+    "arrays": lambda x, y: (x, y),
+    "a dataset": lambda x, y: (tf.data.Dataset.from_tensor_slices((x, y)),),
+    "records": lambda x, y: (killable_plan.Pairs(x, y),),
+}
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("noise", [TreeNoise(7), BandedNoise(2), None], ids=repr)
+def test_a_run_with_correlated_noise_does_not_go_on_with_examples_in_another_order(
+    tmp_path, noise, source
+):
+    def fit(order, stop_at):
+        plan = plan_of(noise=noise)
+        model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
+        model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), "mse")
+        x = np.arange(N, dtype="float32")[order, np.newaxis]
+        data = SOURCES[source](x, np.zeros([N, 1], "float32"))
+        plan.fit(model, *data, directory=tmp_path, callbacks=[StopAt(stop_at)], verbose=0)
+
+    same = np.arange(N)
+    with pytest.raises(KeyboardInterrupt):
+        fit(same, 5)
+    kept = tmp_path / "examples_NOT_PRIVATE.json"
+    assert kept.exists() == (noise is not None)
+    if noise is None:  # each batch is drawn from all examples, wherever they are
+        with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning):
+            fit(same[::-1], 5)
+        return
+    with pytest.raises(ValueError, match="those that the run began with, in the same order"):
+        fit(np.roll(same, 1), 5)
+    text = kept.read_text()
+    kept.unlink()
+    with pytest.raises(ValueError, match="cannot go on without its `examples_NOT_PRIVATE.json`"):
+        fit(same, 5)
+    kept.write_text(text)
+    with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning):
+        fit(same, 5)
 
 
 def test_the_state_of_other_trees_is_not_continued(tmp_path):

@@ -10,6 +10,7 @@ key of the draws are passed to the call, so nothing private gets into a configur
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
@@ -35,6 +36,8 @@ _WHAT = "(x, y) or (x, y, sample_weight)"
 
 # Larger arrays are read in place: a copy for TensorFlow would cost too much memory.
 MAX_COPIED_BYTES = 2**31
+# How many examples a fingerprint reads, which may have to be decoded from files.
+MOST_COMPARED = 1024
 # Calling Python costs more than drawing a batch, so one call draws the batches of many steps.
 DRAWS_PER_CALL = 16
 
@@ -554,6 +557,28 @@ class Records:
                         f"`preprocess`. Received: shape {leaf.shape} after {rows.shape[1:]}"
                     )
                 rows[row] = leaf
+
+
+def fingerprint(found: Arrays | Records, salt: bytes) -> str:
+    """A digest of examples in their order, to notice that it changed. It is NOT private.
+
+    Guarantee: none. Who has the digest and its salt can test a guess of all examples. It covers
+    all of up to `MOST_COMPARED` examples. Of more it covers so many that lie evenly apart: another
+    shuffling is noticed, and a change of a few examples may not be.
+
+    Args:
+      found: the examples.
+      salt: 16 random bytes.
+    """
+    digest = hashlib.blake2b(repr((len(found), found.parts)).encode(), digest_size=16, salt=salt)
+    places = np.unique(np.linspace(0, len(found) - 1, MOST_COMPARED).astype(np.int64))
+    for some in np.array_split(places, -(-len(places) // 64)):  # a batch, not more, in memory
+        out = [np.zeros((len(some), *shape), dtype) for shape, dtype in found.parts]
+        found.fill(some, out)
+        for rows in out:
+            content = repr(rows.tolist()).encode() if rows.dtype == object else rows.tobytes()
+            digest.update(content)
+    return digest.hexdigest()
 
 
 def _python_reader(found: Arrays | Records, padding: Sequence[np.ndarray]) -> Reader:
