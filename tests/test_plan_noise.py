@@ -148,12 +148,13 @@ class StopBefore(tf.keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def learn(folder, noise, stop_before=None, epochs=3):
+def learn(folder, noise, stop_before=None, epochs=3, parts=1):
     """The weights of a model that learns from data, with real gradients and noise."""
     plan = plan_of(noise=noise, epochs=epochs)
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
     model.set_weights([np.full([3, 4], 0.5, "float32"), np.zeros(4, "float32")])
-    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), "mse")
+    optimizer = plan.optimizer(dp.DPSGD, learning_rate=0.1, gradient_accumulation_steps=parts)
+    model.compile(optimizer, "mse")
     random_numbers = np.random.default_rng(0)
     data = [random_numbers.normal(size=[N, n]).astype("float32") for n in (3, 4)]
     callbacks = [] if stop_before is None else [StopBefore(stop_before)]
@@ -162,21 +163,25 @@ def learn(folder, noise, stop_before=None, epochs=3):
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("noise", [TreeNoise(7), BandedNoise(BANDS), TreeNoise(60)], ids=repr)
+@pytest.mark.parametrize(
+    "noise, parts",
+    [(TreeNoise(7), 1), (BandedNoise(BANDS), 1), (TreeNoise(60), 2), (BandedNoise(BANDS), 2)],
+    ids=repr,
+)
 def test_an_interrupted_run_ends_at_the_weights_of_an_uninterrupted_one(
-    tmp_path, monkeypatch, noise
+    tmp_path, monkeypatch, noise, parts
 ):
     # Processes have keys of their own, so without this the noise would be another one.
     same = types.SimpleNamespace(urandom=lambda size: bytes(range(1, size + 1)))
     monkeypatch.setattr(key_file, "os", same)
     monkeypatch.setattr(draws, "new_key", lambda: bytes(32))
-    whole = learn(tmp_path / "whole", noise)
+    whole = learn(tmp_path / "whole", noise, parts=parts)
     for stops in ([2], [1, 2]):
         folder = tmp_path / "-".join(map(str, stops))
         for epoch in stops:
             with pytest.raises(KeyboardInterrupt):
-                learn(folder, noise, epoch)
-        for one, other in zip(whole, learn(folder, noise)):
+                learn(folder, noise, epoch, parts=parts)
+        for one, other in zip(whole, learn(folder, noise, parts=parts)):
             np.testing.assert_array_equal(one, other)
 
 
