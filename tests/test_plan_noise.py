@@ -332,6 +332,31 @@ def test_the_best_noise_has_the_least_noise_in_sums(epsilon):
     assert errors[plan.noise] <= min(errors.values()) * 1.01
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "num_examples, batch_size, epochs, epsilon, bands, expected",
+    [
+        (60_000, 200, 20, 0.5, 1, 1.0),
+        (60_000, 200, 20, 1.0, 2, 0.98),
+        (60_000, 200, 20, 3.0, 16, 0.72),
+        (60_000, 200, 20, 8.0, 32, 0.50),
+        (60_000, 512, 40, 3.0, 4, 0.96),
+        (25_000, 64, 32, 8.0, 32, 0.52),
+    ],
+)
+def test_the_table_of_the_documentation_is_right(
+    num_examples, batch_size, epochs, epsilon, bands, expected
+):
+    arguments = {"num_examples": num_examples, "batch_size": batch_size, "epochs": epochs}
+    best, plain = (
+        dp.PrivacyPlan(epsilon, delta=1e-5, **arguments, accountant="rdp", noise=noise)
+        for noise in ("best", None)
+    )
+    assert best.noise.bands == bands
+    errors = [p.noise_multiplier * prefix_error(p.noise, p.steps) for p in (best, plain)]
+    assert errors[0] / errors[1] == pytest.approx(expected, abs=0.006)
+
+
 def test_the_best_noise_needs_a_budget():
     with pytest.raises(ValueError, match="is the best one for an `epsilon`"):
         plan_of(noise="best")

@@ -188,6 +188,34 @@ def test_optimizers_and_data_of_another_unit_are_refused():
         plan.batches(X[:7], Y[:7])
 
 
+def in_unknown_orders():
+    examples = tf.data.Dataset.from_tensor_slices((X, Y))
+    out_of_order = tf.data.Options()
+    out_of_order.deterministic = False
+    yield "shuffled", examples.shuffle(N).prefetch(1)
+    yield "shuffled before", examples.shuffle(N).map(lambda x, y: (x, y)).cache()
+    numbers = tf.data.Dataset.range(N).shuffle(9)
+    yield "one part", tf.data.Dataset.zip((numbers, tf.data.Dataset.range(N)))
+    yield "not deterministic", examples.with_options(out_of_order)
+
+
+@pytest.mark.parametrize("data", [pytest.param(d, id=name) for name, d in in_unknown_orders()])
+def test_examples_in_an_unknown_order_are_refused(data):
+    plan, model = planned(), model_of(planned(), learning_rate=0.1)
+    with pytest.raises(ValueError, match="must come in a known order"):
+        plan.fit(model, data)
+    with pytest.raises(ValueError, match="must come in a known order"):
+        dp.poisson_batches(data, plan.sampling, user_ids=IDS)
+    assert model.optimizer.ledger.num_releases == 0
+
+
+def test_a_dataset_in_its_own_order_has_the_users_of_its_places():
+    examples = tf.data.Dataset.from_tensor_slices((X, Y)).map(lambda x, y: (x, y)).prefetch(1)
+    batches = [planned().batches(*data, key=bytes(32)) for data in ((X, Y), (examples,))]
+    for a, b in zip(*(next(iter(of)) for of in batches)):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("callback", [dp.PrivacyMonitor, dp.PrivacyBudget])
 def test_callbacks_refuse_shuffled_batches_of_an_optimizer_of_users(callback):
     arguments = {"num_examples": N, "delta": DELTA, "full_passes": False}

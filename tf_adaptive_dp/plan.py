@@ -48,6 +48,7 @@ from tf_adaptive_dp.sampling.datasets import (
     as_dataset,
     fingerprint,
     open_source,
+    refuse_shuffled,
 )
 from tf_adaptive_dp.sampling.draws import check_unit
 from tf_adaptive_dp.sampling.fixed_order import FixedOrder
@@ -418,6 +419,8 @@ class PrivacyPlan:
         return self._batches(source, start_step, gradient_accumulation_steps, key)
 
     def _source(self, x: Any, y: Any, sample_weight: Any) -> Arrays | Records:
+        if self._users is not None:
+            refuse_shuffled(x)
         source = open_source(_examples(x, y, sample_weight), None)
         self._check_num_examples(len(source))
         return source

@@ -121,6 +121,8 @@ def poisson_batches(
       [[[3.0, 0.0, 0.0, 0.0], [2, 0, 0, 0], [1.0, -0.0, -0.0, -0.0]]]
     """
     _require(sampling, PoissonSampling, CyclicPoissonSampling)
+    if user_ids is not None:
+        refuse_shuffled(data)
     source = open_source(data, preprocess)
     return as_dataset(
         *(source, sampling, start_step, key, gradient_accumulation_steps),
@@ -408,6 +410,20 @@ def open_source(data: Any, preprocess: Callable[[Any], tuple] | None) -> Arrays 
     if not len(found):
         raise ValueError("`data` must hold at least one example. Received: none")
     return found
+
+
+def refuse_shuffled(data: Any) -> None:
+    """Raises ValueError for a dataset whose examples come in an order that nobody knows.
+
+    `user_ids` say by its place whose each example is. Of others they would protect somebody else.
+    """
+    if isinstance(data, tf.data.Dataset) and process_state.has_random_order(data):
+        raise ValueError(
+            "`user_ids` say by its place whose each example is, so the examples must come in a "
+            "known order. Received: a `tf.data.Dataset` that is shuffled, or need not be "
+            "deterministic. Remove its `shuffle` (batches are drawn at random anyway) and the "
+            "option; for `tfds`, `shuffle_files=False`."
+        )
 
 
 def read_examples(
