@@ -255,6 +255,47 @@ def test_untuned_sgd_measures_users():
     assert model.optimizer.ledger.num_releases == 14
 
 
+@pytest.mark.parametrize("user_reduction", ["mean", "sum"])
+def test_the_gradient_of_a_person_with_texts_is_clipped_once(user_reduction):
+    # The losses have an entry for each token, [B, T]; a text counts with the mean over its tokens.
+    num_users, length, words, clip, sigma = 6, 4, 7, 0.2, 1e-3
+    ids = np.repeat(np.arange(num_users), [1, 2, 2, 1, 2, 1])
+    random = np.random.default_rng(0)
+    x, y = random.integers(words, size=[2, len(ids), length])
+    plan = PrivacyPlan(
+        noise_multiplier=sigma,
+        **{"delta": DELTA, "user_ids": ids, "examples_per_user": 2, "batch_size": num_users},
+        **{"epochs": 1, "accountant": "rdp", "user_reduction": user_reduction},
+    )
+    layers = tf.keras.layers
+    model = tf.keras.Sequential(
+        [tf.keras.Input([length], dtype="int32"), layers.Embedding(words, 3), layers.Dense(words)]
+    )
+    model.compile(plan.optimizer(dp.DPSGD, clip, learning_rate=1.0), LOSS)
+    before = model.get_weights()
+    each = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    expected = [np.zeros_like(w) for w in before]
+    norms = []
+    for user in range(num_users):
+        with tf.GradientTape() as tape:
+            of_texts = tf.reduce_mean(each(y[ids == user], model(x[ids == user])), axis=1)
+            reduce = tf.reduce_mean if user_reduction == "mean" else tf.reduce_sum
+            loss = reduce(of_texts)
+        trained = model.trainable_variables
+        variables = [v if isinstance(v, tf.Variable) else v.value for v in trained]
+        gradients = [tf.convert_to_tensor(g).numpy() for g in tape.gradient(loss, variables)]
+        norms.append(np.sqrt(sum((g**2).sum() for g in gradients)))
+        for total, g in zip(expected, gradients):
+            total += g * min(1, clip / norms[-1]) / num_users
+    assert max(norms) > clip
+    plan.fit(model, x, y, verbose=0)
+    noise = sigma * clip / num_users
+    for a, b, wanted in zip(before, model.get_weights(), expected):
+        np.testing.assert_allclose(a - b, wanted, rtol=1e-4, atol=7 * noise)
+        assert np.abs(wanted).max() > 20 * noise
+    assert model.optimizer.ledger.segments == [(sigma, num_users, 1)]
+
+
 def grouped_batch(plan):
     return next(iter(plan.batches(X, Y)))
 
