@@ -434,6 +434,16 @@ def test_update_rules_for_independent_noise_refuse_other_noise(make):
     assert make(1.0, 1.0, noise=IndependentNoise()).noise == IndependentNoise()
 
 
+def test_side_information_that_learns_from_noisy_gradients_refuses_correlated_noise():
+    delayed = dp.side_information.DelayedPreconditioner
+    for noise in (BandedNoise(2), TreeNoise(8)):
+        with pytest.raises(ValueError, match="must be IndependentNoise.*DelayedPreconditioner"):
+            dp.DPSGD(1.0, 1.0, noise=noise, side_information=delayed())
+    fixed = dp.side_information.FixedPreconditioner({}, provenance="public")
+    assert dp.DPSGD(1.0, 1.0, noise=BandedNoise(2), side_information=fixed).noise.bands == 2
+    assert dp.DPSGD(1.0, 1.0, side_information=delayed()).noise == IndependentNoise()
+
+
 def test_independent_noise_is_the_default_and_what_it_was():
     assert isinstance(zoo.make_mechanism().noise, GaussianNoise)
     assert isinstance(zoo.make_mechanism(noise=IndependentNoise()).noise, GaussianNoise)
