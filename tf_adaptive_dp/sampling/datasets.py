@@ -83,9 +83,10 @@ def poisson_batches(
     key and step. Without a seed or `key`, each call makes a new key and stores it nowhere. A
     resumed run of a `PoissonSampling` then draws new batches, which leaves ε valid because batches
     are independent. That of a `CyclicPoissonSampling` needs the same groups: with a `start_step`
-    above 0 it raises an error unless it has the `key`. To continue the same sequence, make a key
-    (`draws.new_key()`), pass it to both calls, and keep it with the data, not in a checkpoint that
-    others receive.
+    above 0 it raises an error unless it has the `key`. Groups follow from the places of examples,
+    so `data` must come in the same order then, which `PrivacyPlan.fit` checks and this does not. To
+    continue the same sequence, make a key (`draws.new_key()`), pass it to both calls, and keep it
+    with the data, not in a checkpoint that others receive.
 
     Args:
       data: `(x, y)` or `(x, y, sample_weight)` of arrays, or nests of arrays, that share their
@@ -179,7 +180,8 @@ def shuffled_batches(
     Guarantee: no amplification by sampling is proven; see `ShuffledEpochs`, and `FixedOrder` for
     passes in one order. Resuming `ShuffledEpochs` within a pass requires the same `key` or seed;
     otherwise examples occur twice in that pass. `FixedOrder` requires it wherever a run resumes,
-    since all passes have one order, and raises an error without it.
+    since all passes have one order, and raises an error without it. For both, `data` must come in
+    the same order again, which nobody checks here.
 
     Args:
       data: see `poisson_batches`.
