@@ -64,7 +64,8 @@ OTHER_USERS = (
 OTHER_EXAMPLES = (
     "The examples must be those that the run began with, in the same order: with correlated noise "
     "an example that changes its place could join batches that are closer to each other than "
-    "epsilon assumes. A `tf.data.Dataset` must not be shuffled. Received: other examples, or "
+    "epsilon assumes. A `tf.data.Dataset` must not be shuffled, and features that are computed, of "
+    "which the last bits may change, must be computed once and kept. Received: other examples, or "
     "another order. Pass those of the run in `directory`, or a new directory."
 )
 
