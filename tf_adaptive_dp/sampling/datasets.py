@@ -376,8 +376,9 @@ def _refuse_several_workers() -> None:
 
 def _with_marks(weights: tf.Tensor, marked: tf.Tensor) -> tf.Tensor:
     """Sets the sign of the zeros in marked rows, which encodes the draw; they stay zeros."""
-    if weights.shape.rank != 1 or not weights.dtype.is_floating:
-        return weights
+    if not weights.dtype.is_floating:  # whole numbers have no such zeros
+        weights = tf.cast(weights, tf.float32)
+    marked = tf.reshape(marked, [-1] + [1] * (weights.shape.rank - 1))
     return tf.where(marked, tf.constant(-0.0, weights.dtype), weights)
 
 
