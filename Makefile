@@ -88,6 +88,7 @@ bench: .venv-tff/ready
 bench-peers: .venv-tff/ready .venv-today/ready $(PEERS_READY)
 	$(BENCH) --engines keras_sgd,dpsgd --peers $(ARGS)
 	$(TFF)/python -m benchmarks.federated.peers
+	$(TFF)/python -m benchmarks.accounting.strategies
 
 # `--strict` fails on broken links; with `--quiet` it would not notice them. Nothing is loaded from the network, neither now nor by readers.
 docs: .venv-docs/ready

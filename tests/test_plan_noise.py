@@ -148,12 +148,13 @@ class StopBefore(tf.keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def learn(folder, noise, stop_before=None, epochs=3):
+def learn(folder, noise, stop_before=None, epochs=3, parts=1):
     """The weights of a model that learns from data, with real gradients and noise."""
     plan = plan_of(noise=noise, epochs=epochs)
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
     model.set_weights([np.full([3, 4], 0.5, "float32"), np.zeros(4, "float32")])
-    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), "mse")
+    optimizer = plan.optimizer(dp.DPSGD, learning_rate=0.1, gradient_accumulation_steps=parts)
+    model.compile(optimizer, "mse")
     random_numbers = np.random.default_rng(0)
     data = [random_numbers.normal(size=[N, n]).astype("float32") for n in (3, 4)]
     callbacks = [] if stop_before is None else [StopBefore(stop_before)]
@@ -162,21 +163,25 @@ def learn(folder, noise, stop_before=None, epochs=3):
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("noise", [TreeNoise(7), BandedNoise(BANDS), TreeNoise(60)], ids=repr)
+@pytest.mark.parametrize(
+    "noise, parts",
+    [(TreeNoise(7), 1), (BandedNoise(BANDS), 1), (TreeNoise(60), 2), (BandedNoise(BANDS), 2)],
+    ids=repr,
+)
 def test_an_interrupted_run_ends_at_the_weights_of_an_uninterrupted_one(
-    tmp_path, monkeypatch, noise
+    tmp_path, monkeypatch, noise, parts
 ):
     # Processes have keys of their own, so without this the noise would be another one.
     same = types.SimpleNamespace(urandom=lambda size: bytes(range(1, size + 1)))
     monkeypatch.setattr(key_file, "os", same)
     monkeypatch.setattr(draws, "new_key", lambda: bytes(32))
-    whole = learn(tmp_path / "whole", noise)
+    whole = learn(tmp_path / "whole", noise, parts=parts)
     for stops in ([2], [1, 2]):
         folder = tmp_path / "-".join(map(str, stops))
         for epoch in stops:
             with pytest.raises(KeyboardInterrupt):
-                learn(folder, noise, epoch)
-        for one, other in zip(whole, learn(folder, noise)):
+                learn(folder, noise, epoch, parts=parts)
+        for one, other in zip(whole, learn(folder, noise, parts=parts)):
             np.testing.assert_array_equal(one, other)
 
 
@@ -325,6 +330,31 @@ def test_the_best_noise_has_the_least_noise_in_sums(epsilon):
         other = dp.PrivacyPlan(**arguments, epochs=4, accountant="rdp", noise=noise)
         errors[noise] = other.noise_multiplier * prefix_error(noise, other.steps)
     assert errors[plan.noise] <= min(errors.values()) * 1.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "num_examples, batch_size, epochs, epsilon, bands, expected",
+    [
+        (60_000, 200, 20, 0.5, 1, 1.0),
+        (60_000, 200, 20, 1.0, 2, 0.98),
+        (60_000, 200, 20, 3.0, 16, 0.72),
+        (60_000, 200, 20, 8.0, 32, 0.50),
+        (60_000, 512, 40, 3.0, 4, 0.96),
+        (25_000, 64, 32, 8.0, 32, 0.52),
+    ],
+)
+def test_the_table_of_the_documentation_is_right(
+    num_examples, batch_size, epochs, epsilon, bands, expected
+):
+    arguments = {"num_examples": num_examples, "batch_size": batch_size, "epochs": epochs}
+    best, plain = (
+        dp.PrivacyPlan(epsilon, delta=1e-5, **arguments, accountant="rdp", noise=noise)
+        for noise in ("best", None)
+    )
+    assert best.noise.bands == bands
+    errors = [p.noise_multiplier * prefix_error(p.noise, p.steps) for p in (best, plain)]
+    assert errors[0] / errors[1] == pytest.approx(expected, abs=0.006)
 
 
 def test_the_best_noise_needs_a_budget():
@@ -532,18 +562,62 @@ def test_a_resumed_run_with_trees_keeps_the_order_of_its_batches(tmp_path, stop_
         )
 
 
-def test_a_run_with_trees_does_not_go_on_in_another_order(tmp_path):
-    plan = plan_of(noise=TreeNoise(7))
+@pytest.mark.parametrize("noise", [TreeNoise(7), BandedNoise(2)], ids=repr)
+def test_a_run_does_not_go_on_in_another_order_or_in_other_groups(tmp_path, noise):
+    # Batches of one example have too little padding to show their step.
+    plan = plan_of(noise=noise, batch_size=1)
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
     model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), "mse")
     data = np.ones([N, 3], "float32"), np.zeros([N, 4], "float32")
     with pytest.raises(KeyboardInterrupt):
         plan.fit(model, *data, callbacks=[StopAt(5)], verbose=0)
+    assert [known.checked for known in model.optimizer.ledger.checks] == [0]
     with pytest.raises(ValueError, match="known to its directory alone.*with 5 releases"):
         plan.fit(model, *data, verbose=0)
     with pytest.raises(ValueError, match="The log belongs to another run"):
         plan.fit(model, *data, directory=tmp_path, verbose=0)
     assert model.optimizer.ledger.num_releases == 5
+
+
+SOURCES = {
+    "arrays": lambda x, y: (x, y),
+    "a dataset": lambda x, y: (tf.data.Dataset.from_tensor_slices((x, y)),),
+    "records": lambda x, y: (killable_plan.Pairs(x, y),),
+}
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("noise", [TreeNoise(7), BandedNoise(2), None], ids=repr)
+def test_a_run_with_correlated_noise_does_not_go_on_with_examples_in_another_order(
+    tmp_path, noise, source
+):
+    def fit(order, stop_at):
+        plan = plan_of(noise=noise)
+        model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
+        model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), "mse")
+        x = np.arange(N, dtype="float32")[order, np.newaxis]
+        data = SOURCES[source](x, np.zeros([N, 1], "float32"))
+        plan.fit(model, *data, directory=tmp_path, callbacks=[StopAt(stop_at)], verbose=0)
+
+    same = np.arange(N)
+    with pytest.raises(KeyboardInterrupt):
+        fit(same, 5)
+    kept = tmp_path / "examples_NOT_PRIVATE.json"
+    assert kept.exists() == (noise is not None)
+    if noise is None:  # each batch is drawn from all examples, wherever they are
+        with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning):
+            fit(same[::-1], 5)
+        return
+    with pytest.raises(ValueError, match="those that the run began with, in the same order"):
+        fit(np.roll(same, 1), 5)
+    text = kept.read_text()
+    kept.unlink()
+    with pytest.raises(ValueError, match="cannot go on without its `examples_NOT_PRIVATE.json`"):
+        fit(same, 5)
+    kept.write_text(text)
+    with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning):
+        fit(same, 5)
 
 
 def test_the_state_of_other_trees_is_not_continued(tmp_path):

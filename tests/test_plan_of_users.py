@@ -188,6 +188,34 @@ def test_optimizers_and_data_of_another_unit_are_refused():
         plan.batches(X[:7], Y[:7])
 
 
+def in_unknown_orders():
+    examples = tf.data.Dataset.from_tensor_slices((X, Y))
+    out_of_order = tf.data.Options()
+    out_of_order.deterministic = False
+    yield "shuffled", examples.shuffle(N).prefetch(1)
+    yield "shuffled before", examples.shuffle(N).map(lambda x, y: (x, y)).cache()
+    numbers = tf.data.Dataset.range(N).shuffle(9)
+    yield "one part", tf.data.Dataset.zip((numbers, tf.data.Dataset.range(N)))
+    yield "not deterministic", examples.with_options(out_of_order)
+
+
+@pytest.mark.parametrize("data", [pytest.param(d, id=name) for name, d in in_unknown_orders()])
+def test_examples_in_an_unknown_order_are_refused(data):
+    plan, model = planned(), model_of(planned(), learning_rate=0.1)
+    with pytest.raises(ValueError, match="must come in a known order"):
+        plan.fit(model, data)
+    with pytest.raises(ValueError, match="must come in a known order"):
+        dp.poisson_batches(data, plan.sampling, user_ids=IDS)
+    assert model.optimizer.ledger.num_releases == 0
+
+
+def test_a_dataset_in_its_own_order_has_the_users_of_its_places():
+    examples = tf.data.Dataset.from_tensor_slices((X, Y)).map(lambda x, y: (x, y)).prefetch(1)
+    batches = [planned().batches(*data, key=bytes(32)) for data in ((X, Y), (examples,))]
+    for a, b in zip(*(next(iter(of)) for of in batches)):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("callback", [dp.PrivacyMonitor, dp.PrivacyBudget])
 def test_callbacks_refuse_shuffled_batches_of_an_optimizer_of_users(callback):
     arguments = {"num_examples": N, "delta": DELTA, "full_passes": False}
@@ -225,6 +253,52 @@ def test_untuned_sgd_measures_users():
     plan.fit(model, X, Y, verbose=0)
     assert model.optimizer.gradient_norms is not None
     assert model.optimizer.ledger.num_releases == 14
+
+
+def gradients_of_people(model, x, y, ids, user_reduction):
+    """The gradient of each person, from a batch that holds nothing but that person's texts."""
+    each = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    trained = model.trainable_variables
+    variables = [v if isinstance(v, tf.Variable) else v.value for v in trained]
+    found = []
+    for user in np.unique(ids):
+        with tf.GradientTape() as tape:
+            of_texts = tf.reduce_mean(each(y[ids == user], model(x[ids == user])), axis=1)
+            reduce = tf.reduce_mean if user_reduction == "mean" else tf.reduce_sum
+            loss = reduce(of_texts)
+        found.append([tf.convert_to_tensor(g).numpy() for g in tape.gradient(loss, variables)])
+    return found
+
+
+@pytest.mark.parametrize("user_reduction", ["mean", "sum"])
+def test_the_gradient_of_a_person_with_texts_is_clipped_once(user_reduction):
+    # The losses have an entry for each token, [B, T]; a text counts with the mean over its tokens.
+    num_users, length, words, sigma = 6, 4, 7, 1e-3
+    ids = np.repeat(np.arange(num_users), [1, 2, 2, 1, 2, 1])
+    random = np.random.default_rng(0)
+    x, y = random.integers(words, size=[2, len(ids), length])
+    layers = tf.keras.layers
+    model = tf.keras.Sequential(
+        [tf.keras.Input([length], dtype="int32"), layers.Embedding(words, 3), layers.Dense(words)]
+    )
+    found = gradients_of_people(model, x, y, ids, user_reduction)
+    norms = [np.sqrt(sum((g**2).sum() for g in of_one)) for of_one in found]
+    clip = float(np.median([norms[user] for user in (1, 2, 4)]))  # of those with two texts
+    factors = np.minimum(1, clip / np.array(norms)) / num_users
+    expected = [sum(f * g for f, g in zip(factors, of_all)) for of_all in zip(*found)]
+    plan = PrivacyPlan(
+        noise_multiplier=sigma,
+        **{"delta": DELTA, "user_ids": ids, "examples_per_user": 2, "batch_size": num_users},
+        **{"epochs": 1, "accountant": "rdp", "user_reduction": user_reduction},
+    )
+    model.compile(plan.optimizer(dp.DPSGD, clip, learning_rate=1.0), LOSS)
+    before = model.get_weights()
+    plan.fit(model, x, y, verbose=0)
+    noise = sigma * clip / num_users
+    for a, b, wanted in zip(before, model.get_weights(), expected):
+        np.testing.assert_allclose(a - b, wanted, rtol=1e-4, atol=7 * noise)
+        assert np.abs(wanted).max() > 20 * noise
+    assert model.optimizer.ledger.segments == [(sigma, num_users, 1)]
 
 
 def grouped_batch(plan):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
@@ -31,7 +32,13 @@ from tf_adaptive_dp.accounting.noise_strategies import (
 )
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
-from tf_adaptive_dp.callbacks.run_directory import RunDirectory, RunHistory
+from tf_adaptive_dp.callbacks.run_directory import (
+    OTHER_EXAMPLES,
+    OTHER_USERS,
+    Fingerprint,
+    RunDirectory,
+    RunHistory,
+)
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import (
     PrivateNormalization,
@@ -40,7 +47,14 @@ from tf_adaptive_dp.normalization import (
     normalizations_in,
 )
 from tf_adaptive_dp.sampling import draws
-from tf_adaptive_dp.sampling.datasets import as_dataset, open_source
+from tf_adaptive_dp.sampling.datasets import (
+    Arrays,
+    Records,
+    as_dataset,
+    fingerprint,
+    open_source,
+    refuse_shuffled,
+)
 from tf_adaptive_dp.sampling.draws import check_unit
 from tf_adaptive_dp.sampling.fixed_order import FixedOrder
 from tf_adaptive_dp.sampling.noise_budget import NoiseBudget, SamplingOfPlan
@@ -405,8 +419,23 @@ class PrivacyPlan:
         Raises:
           TypeError, ValueError: if the data have a wrong type, or are not `num_examples` examples.
         """
+        source = self._source(x, y, sample_weight)
+        return self._batches(source, start_step, gradient_accumulation_steps, key)
+
+    def _source(self, x: Any, y: Any, sample_weight: Any) -> Arrays | Records:
+        if self._users is not None:
+            refuse_shuffled(x)
         source = open_source(_examples(x, y, sample_weight), None)
         self._check_num_examples(len(source))
+        return source
+
+    def _batches(
+        self,
+        source: Arrays | Records,
+        start_step: int,
+        gradient_accumulation_steps: int,
+        key: bytes | None,
+    ) -> tf.data.Dataset:
         return as_dataset(
             *(source, self.sampling, start_step, key, gradient_accumulation_steps),
             masked=True,
@@ -448,9 +477,11 @@ class PrivacyPlan:
         With a directory, the call may be repeated after any interruption: it goes on from the last
         finished epoch, and counts what was released after it. Of a finished run it restores the
         model. The directory also gets TensorBoard's files (`logs`) and, at the end, the report.
-        With `user_ids` it gets a digest of them, by which a changed assignment is refused. Do not
-        publish what is marked `NOT_PRIVATE`: the files `user_ids_NOT_PRIVATE.json` and
-        `history_NOT_PRIVATE.json`, and `history_NOT_PRIVATE` in `report.json`.
+        With `user_ids` it gets a digest of them, by which a changed assignment is refused; with
+        correlated noise one of the examples, which must come in the same order whenever the run
+        resumes. Do not publish what is marked `NOT_PRIVATE`: the files
+        `user_ids_NOT_PRIVATE.json`, `examples_NOT_PRIVATE.json` and `history_NOT_PRIVATE.json`, and
+        `history_NOT_PRIVATE` in `report.json`.
 
         Metrics leave the padding of the batches out: those that were compiled without weights get
         the batches' weights, which mark it.
@@ -485,11 +516,12 @@ class PrivacyPlan:
         self._warn_of_second_model(model)
         if directory is None:
             self._refuse_second_order(model.optimizer)
+        source = self._source(x, y, sample_weight)
         run = None
         if directory is not None:
             run = RunDirectory(
                 *(directory, self._settings(), self.steps),
-                fingerprint=None if self._users is None else self._users.fingerprint,
+                fingerprint=self._fingerprint(source),
                 keeps_keys=not self.noise.is_independent,
             )
         try:
@@ -497,10 +529,18 @@ class PrivacyPlan:
                 self._keep_normalizations(run, normalizations, model)
             seen = {x.release_id: x.dp_event for x in normalizations if x.release_id}
             self._statistics = {**self._statistics_seen_by(model.optimizer), **seen}
-            return self._fit(model, (x, y, sample_weight), run, directory, callbacks, fit_arguments)
+            return self._fit(model, source, run, directory, callbacks, fit_arguments)
         finally:
             if run is not None:
                 run.close()
+
+    def _fingerprint(self, source: Arrays | Records) -> Fingerprint | None:
+        """The data that may not change between the calls of `fit` for one run."""
+        if self._users is not None:
+            return Fingerprint("user_ids", self._users.fingerprint, OTHER_USERS)
+        if not self.noise.is_independent:
+            return Fingerprint("examples", functools.partial(fingerprint, source), OTHER_EXAMPLES)
+        return None
 
     def _keep_normalizations(
         self, run: RunDirectory, layers: Sequence[PrivateNormalization], model: keras.Model
@@ -534,7 +574,7 @@ class PrivacyPlan:
     def _fit(
         self,
         model: keras.Model,
-        data: tuple,
+        source: Arrays | Records,
         run: RunDirectory | None,
         directory: str | os.PathLike | None,
         callbacks: Sequence[keras.callbacks.Callback],
@@ -550,7 +590,7 @@ class PrivacyPlan:
             # Passes in one order have no draws beside it, so a run goes on with its order alone.
             in_one_order = isinstance(self.sampling, FixedOrder)
             key = run.keys.groups if in_one_order else draws.new_key() + run.keys.groups
-        batches = self.batches(*data, start_step=start, gradient_accumulation_steps=parts, key=key)
+        batches = self._batches(source, start, parts, key)
         batches = give_weights_axes_of_losses(model, batches)
         leave_padding_out_of_metrics(model)
         monitor, budget = self.callbacks(None if directory is None else f"{directory}/logs")
@@ -862,19 +902,19 @@ class PrivacyPlan:
             )
 
     def _refuse_second_order(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
-        """Raises if a run would go on in another order than that in which it began.
+        """Raises if a run with correlated noise would go on in other groups, or in another order.
 
         An example could then be in two batches that are closer to each other than epsilon assumes,
-        and nothing else would notice: these batches do not show their step. After all steps of the
-        plan the budget refuses more of them.
+        and nothing else might notice: a batch with little padding does not show its step. After all
+        steps of the plan the budget refuses more of them.
         """
         released = optimizer.ledger.num_releases
-        if isinstance(self.sampling, FixedOrder) and 0 < released < self.steps:
+        if not self.noise.is_independent and 0 < released < self.steps:
             raise ValueError(
-                "The order of the batches of a run with trees is known to its directory alone. "
-                "Pass `directory` to the first call of `fit`, and to the one that resumes it; or "
-                "begin with a new model. Received: directory=None, and an optimizer with "
-                f"{released} releases"
+                "The groups or the order that the batches of a run with correlated noise come from "
+                "are known to its directory alone. Pass `directory` to the first call of `fit`, "
+                "and to the one that resumes it; or begin with a new model. Received: "
+                f"directory=None, and an optimizer with {released} releases"
             )
 
     def _trained_optimizer(self) -> tf.keras.optimizers.Optimizer:

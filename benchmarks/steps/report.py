@@ -111,7 +111,9 @@ Models after Keras's own examples, with their ordinary losses and metrics. Both 
 one process and take turns; the times are CPU times of all threads, which other processes disturb
 less. `python -m benchmarks.steps.kinds --output benchmarks/steps/kinds.json` measured them, once
 with each Keras."""
-# The figures of `benchmarks/federated`, with the conclusions: written by hand.
+# The figures of `variants` and of some runs, and those of `benchmarks/federated`, with the
+# conclusions: written by hand.
+VARIANTS = catalogue.ROOT / "benchmarks" / "steps" / "variants.md"
 FEDERATED = catalogue.ROOT / "benchmarks" / "federated" / "report.md"
 
 
@@ -143,7 +145,7 @@ def make(found: results.Results, source: str, plot: str | None) -> str:
     parts += ["## Growth", *growth] if growth else []
     if KINDS.exists():
         parts += [ABOUT_KINDS, tables.kinds_tables(results.frame(results.read(KINDS)))]
-    parts += [FEDERATED.read_text(encoding="utf-8").rstrip()]
+    parts += [path.read_text(encoding="utf-8").rstrip() for path in (VARIANTS, FEDERATED)]
     return "\n\n".join(parts) + "\n"
 
 

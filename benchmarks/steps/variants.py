@@ -8,15 +8,21 @@ same rows; one of them clips the gradient of each row and adds independent noise
 - "tree=1024": with `TreeNoise(1024)`.
 
 CPU time is that of all threads of this process. The ratio of each round is that of neighboring
-turns; its quartiles over the rounds are shown.
+turns; its quartiles over the rounds are shown. With `--memory` it shows the peak memory of
+processes that each train one of the models, and no times.
 
     python -m benchmarks.steps.variants
+    python -m benchmarks.steps.variants --memory --models mlp --variants bands=8 bands=32 bands=128
     python -m benchmarks.steps.variants --models cnn --variants users=2 users=16
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import pathlib
+import re
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Any, Callable
@@ -147,6 +153,31 @@ def compare(name: str, rows: int, variant: str, rounds: int, steps: int) -> list
     return ratios
 
 
+def _own_peak_mib(name: str, rows: int, variant: str) -> float:
+    """The peak resident size of this process, after it has trained a model."""
+    batches = iter(tf.data.Dataset.from_tensors(data(name, rows)).repeat())
+    turn(private_model(name, arguments_of(variant, rows)), batches, 5)
+    status = pathlib.Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE).group(1)) / 1024
+
+
+def peak_mib(name: str, rows: int, variant: str, processes: int) -> float:
+    """The median of the peaks of processes that each train a model."""
+    found = []
+    for _ in range(processes):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found.append(pool.apply(_own_peak_mib, (name, rows, variant)))
+    return statistics.median(found)
+
+
+def compare_memory(name: str, rows: int, variants: list[str], processes: int) -> None:
+    """Prints the peaks, and by how much they exceed that of a plain step."""
+    plain = peak_mib(name, rows, "plain", processes)
+    for variant in variants:
+        peak = peak_mib(name, rows, variant, processes)
+        print(f"{name:5} {variant:10} {plain:9.0f} {peak:9.0f}    {peak - plain:+.0f}", flush=True)
+
+
 def checked_variant(text: str) -> str:
     """A variant as the command line has it."""
     kind, _, number = text.partition("=")
@@ -164,7 +195,15 @@ def main() -> None:
     arguments.add_argument("--variants", nargs="+", type=checked_variant, default=VARIANTS)
     arguments.add_argument("--rounds", type=int, default=30, help="turns of each kind (30)")
     arguments.add_argument("--steps", type=int, default=5, help="steps in a turn (5)")
+    arguments.add_argument("--memory", action="store_true", help="measure memory instead of time")
+    arguments.add_argument("--processes", type=int, default=3, help="for the memory of each (3)")
     args = arguments.parse_args()
+    if args.memory:
+        print(f"{args.rows} rows; peak MiB of a process, medians of {args.processes}")
+        print(f"{'model':5} {'variant':10} {'plain':>9} {'variant':>9}    more")
+        for name in args.models:
+            compare_memory(name, args.rows, args.variants, args.processes)
+        return
     print(f"{args.rows} rows, {args.rounds} rounds of {args.steps} steps; CPU ms per step")
     print(f"{'model':5} {'variant':10} {'plain':>9} {'variant':>9}    ratio")
     for name in args.models:

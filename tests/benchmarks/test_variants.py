@@ -22,6 +22,17 @@ def test_a_small_run_prints_the_ratios(monkeypatch, capsys, name, variant):
     assert re.search(row, said, re.M)
 
 
+@pytest.mark.slow
+def test_the_memory_of_many_bands_shows(monkeypatch, capsys):
+    small = ["--memory", "--models", "mlp", "--rows", "8", "--processes", "1"]
+    monkeypatch.setattr(sys, "argv", ["variants", *small, "--variants", "bands=200"])
+    variants.main()
+    said = capsys.readouterr().out
+    # 199 noises of 269,322 numbers of 4 bytes are 204 MiB.
+    more = re.search(r"^mlp +bands=200 +\d+ +\d+ +\+(\d+)$", said, re.M)
+    assert more and 150 < int(more.group(1)) < 1_000
+
+
 def test_an_unknown_variant_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["variants", "--variants", "rows=3"])
     with pytest.raises(SystemExit):

@@ -7,6 +7,19 @@ from tests.helpers import killable
 NUM_EXAMPLES, DELTA, EPOCHS = 40, 1e-3, 5
 
 
+class Pairs:
+    """Examples (x, y) that are read one by one."""
+
+    def __init__(self, x, y):
+        self._x, self._y = x, y
+
+    def __len__(self):
+        return len(self._x)
+
+    def __getitem__(self, index):
+        return self._x[index], self._y[index]
+
+
 def record_values(optimizer, path):
     """Notes each noisy gradient with its number, before anything else sees it."""
     import tensorflow as tf

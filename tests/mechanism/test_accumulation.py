@@ -86,7 +86,7 @@ def test_raw_sums_are_in_no_checkpoint(tmp_path):
     model.compile(optimizer, loss=catalogue.loss())
     catalogue.fit(model, steps_per_epoch=2)
     ((_, sums),) = optimizer._mechanism.accumulator._held.values()
-    # Beside the sums, one number: how many examples were present.
+    # Beside the sums, numbers: of rows that were present, and of parts.
     held = {tuple(v.shape) for v in sums} - {()}
     assert held == {(6, 5), (5,), (5, 3), (3,)}
     assert max(float(tf.norm(v)) for v in sums) > 0

@@ -296,9 +296,13 @@ def test_under_xla_such_a_release_counts_as_one_without_noise():
     assert math.isinf(sampling.account(run.ledger, 30, 1e-3, "rdp"))
 
 
+# A batch that another draw would not equal, but that shows no step.
+WITHOUT_PADDING = np.linspace(0.5, 1.0, 64, dtype="float32")
+
+
 def weights_of(step, period, rows=64, drawn=20):
     """The weights of a batch that shows a step."""
-    random = np.random.default_rng(step)
+    random = np.random.default_rng([step, drawn])
     padding = np.ones(rows, bool)
     padding[random.choice(rows, drawn, replace=False)] = False
     marks = batch_order.marked(padding, random.random(rows) < 0.5, step, period)
@@ -344,10 +348,70 @@ def test_under_xla_such_a_batch_makes_epsilon_infinite():
     assert [s.noise_multiplier for s in optimizer.ledger.segments] == [1.0, 0.0]
 
 
+@pytest.mark.slow_after(4)
+@pytest.mark.parametrize("mode", ["graph of fixed size", "eager", "xla"])
+@each
+def test_a_batch_in_parts_has_the_noise_of_one_release(strategy, mode):
+    steps, size = 11, 32
+    gradients = np.random.default_rng(0).normal(size=[steps, 6, size]).astype("float32")
+    kwargs = {"seed": 5, "noise_multiplier": 0.7, "expected_batch_size": 2.0}
+    whole, in_parts = (
+        mechanism_of(strategy, gradient_accumulation_steps=k, **kwargs) for k in (1, 3)
+    )
+    rows = [gradients[0, :2]]
+    step = zoo.in_mode(mode, lambda r: in_parts.release(zoo.Rows(r), 2)[0], rows)
+    for t, batch in enumerate(gradients):
+        parts = [step(batch[i : i + 2]).numpy() for i in (0, 2, 4)]
+        assert not parts[0].any() and not parts[1].any()
+        np.testing.assert_allclose(parts[2], zoo.release(whole, batch)[0], atol=1e-5)
+        assert in_parts.ledger.num_releases == int(in_parts.noise.number()) == t + 1
+    assert in_parts.ledger.segments == whole.ledger.segments == [(0.7, 2.0, steps)]
+
+
+def test_a_part_that_was_drawn_for_another_step_is_refused():
+    kwargs = {"expected_batch_size": 40, "gradient_accumulation_steps": 2}
+    optimizer = dp.DPSGD(1.0, 1.0, noise=BandedNoise(4), **kwargs)
+    step = trained(optimizer)
+    for t in (0, 1):
+        step(weights_of(t, 4))
+        step(weights_of(t, 4, drawn=21))
+    assert optimizer.ledger.num_releases == 2
+    for _ in range(2):  # as the first part and as the second
+        with pytest.raises(tf.errors.InvalidArgumentError, match="drawn for another step"):
+            step(weights_of(3, 4))
+        step(weights_of(2, 4, drawn=21 + optimizer.unfinished_parts))
+    assert optimizer.ledger.segments == [(1.0, 40.0, 3)]
+    assert [c.checked for c in optimizer.ledger.checks] == [3]
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_under_xla_such_a_part_makes_epsilon_infinite(wrong):
+    kwargs = {"expected_batch_size": 40, "gradient_accumulation_steps": 2}
+    optimizer = dp.DPSGD(1.0, 1.0, noise=BandedNoise(4), **kwargs)
+    step = trained(optimizer, jit_compile=True)
+    for part in (0, 1):
+        step(weights_of(5 if part == wrong else 0, 4, drawn=20 + part))
+    assert [s.noise_multiplier for s in optimizer.ledger.segments] == [0.0]
+    for part in (0, 1):
+        step(weights_of(1, 4, drawn=20 + part))
+    assert [s.noise_multiplier for s in optimizer.ledger.segments] == [0.0, 1.0]
+
+
+def test_a_batch_with_a_part_that_shows_no_step_counts_as_unchecked():
+    kwargs = {"expected_batch_size": 40, "gradient_accumulation_steps": 2}
+    optimizer = dp.DPSGD(1.0, 1.0, noise=BandedNoise(4), **kwargs)
+    step = trained(optimizer)
+    for weights in (weights_of(0, 4), WITHOUT_PADDING):
+        step(weights)
+    for part in (0, 1):
+        step(weights_of(1, 4, drawn=20 + part))
+    assert [(c.checked, c.repeated) for c in optimizer.ledger.checks] == [(1, 0)]
+
+
 def test_batches_that_show_no_step_count_as_unchecked():
     optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=20, noise=BandedNoise(4))
     step = trained(optimizer)
-    step(np.ones(64, "float32"))
+    step(WITHOUT_PADDING)
     step(weights_of(1, 4))
     assert [c.checked for c in optimizer.ledger.checks] == [1]
 
@@ -356,7 +420,7 @@ def test_batches_that_show_no_step_count_as_unchecked():
     "arguments, message",
     [
         ({"num_microbatches": 2}, "`num_microbatches` out"),
-        ({"gradient_accumulation_steps": 2}, "`gradient_accumulation_steps` out"),
+        ({"examples_per_user": 2}, "`examples_per_user` out"),
         ({"clipping": "adaptive"}, "`clipping` out"),
         ({"secure_noise": True}, "Secure noise is independent"),
         ({"noise": "banded"}, "`noise` must be"),
@@ -372,6 +436,16 @@ def test_update_rules_for_independent_noise_refuse_other_noise(make):
     with pytest.raises(ValueError, match="`noise` must be IndependentNoise"):
         make(1.0, 1.0, noise=BandedNoise(2))
     assert make(1.0, 1.0, noise=IndependentNoise()).noise == IndependentNoise()
+
+
+def test_side_information_that_learns_from_noisy_gradients_refuses_correlated_noise():
+    delayed = dp.side_information.DelayedPreconditioner
+    for noise in (BandedNoise(2), TreeNoise(8)):
+        with pytest.raises(ValueError, match="must be IndependentNoise.*DelayedPreconditioner"):
+            dp.DPSGD(1.0, 1.0, noise=noise, side_information=delayed())
+    fixed = dp.side_information.FixedPreconditioner({}, provenance="public")
+    assert dp.DPSGD(1.0, 1.0, noise=BandedNoise(2), side_information=fixed).noise.bands == 2
+    assert dp.DPSGD(1.0, 1.0, side_information=delayed()).noise == IndependentNoise()
 
 
 def test_independent_noise_is_the_default_and_what_it_was():

@@ -6,6 +6,9 @@ it. A test of noise from the operating system's entropy fails by chance once in 
 
 import copy
 import itertools
+import multiprocessing
+import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -451,3 +454,35 @@ def test_a_checkpoint_that_is_restored_into_the_same_object_repeats_no_noise(mod
     first = step() - start
     checkpoint.read(path).assert_consumed()
     assert_independent(first.numpy(), (step() - start).numpy())
+
+
+def memory_mib(name):
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(re.search(rf"^{name}:\s+(\d+) kB$", status, re.M).group(1)) / 1024
+
+
+def peak_in_tables(rows, with_noise):
+    """By how much a step on a table exceeds what there was before, in sizes of the table."""
+    table, noise = tf.Variable(tf.zeros([rows, 64])), GaussianNoise(zoo.add_variable)
+
+    @tf.function
+    def step(total):
+        one = tf.constant(1.0, tf.float64)
+        noisy = noise.add_to([total], one, one)[0] if with_noise else total + 1.0
+        table.assign_sub(0.1 * noisy)
+
+    total = tf.zeros([rows, 64])
+    step.get_concrete_function(total)
+    before = memory_mib("VmRSS")
+    step(total)
+    return (memory_mib("VmHWM") - before) / (rows * 64 * 4 / 2**20)
+
+
+@pytest.mark.slow
+def test_the_noise_of_a_large_table_takes_less_memory_than_two_tables():
+    found = []
+    for with_noise in (False, True):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found.append(pool.apply(peak_in_tables, (1_000_000, with_noise)))
+    plain, private = found
+    assert 0.9 < plain < private < 2.0 and private - plain < 1.0, found

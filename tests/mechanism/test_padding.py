@@ -207,6 +207,45 @@ def test_a_compute_loss_that_drops_the_weights_is_refused_in_fit(compile_with):
         assert model.optimizer.ledger.segments == []
 
 
+OF_TOKENS = np.random.default_rng(1).integers(2, size=[N, 3])
+OTHER_WEIGHTS = {
+    "of tokens": OF_TOKENS.astype("float32"),
+    "whole numbers of tokens": OF_TOKENS,
+    "whole numbers": 1 + OF_TOKENS[:, 0],
+    "truth values": OF_TOKENS[:, 0] > 0,
+}
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("user_ids", [None, np.arange(N) // 2], ids=["examples", "users"])
+@pytest.mark.parametrize("weights", OTHER_WEIGHTS)
+def test_padding_is_known_by_weights_of_tokens_and_by_whole_numbers(weights, user_ids):
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=[N, 2]).astype("float32"), random.normal(size=[N, 3, 1])
+    k = None if user_ids is None else 2
+    sampling = dp.PoissonSampling(0.2, 80, 1_000, examples_per_user=k)
+    size = sampling.expected_batch_size(N // (k or 1))
+    for forgets in (False, True):
+        inputs = tf.keras.Input([2])
+        outputs = tf.keras.layers.Dense(3, bias_initializer="ones")(inputs)
+        outputs = tf.keras.layers.Reshape([3, 1])(outputs)
+        model = (Forgetful if forgets else tf.keras.Model)(inputs, outputs)
+        optimizer = dp.DPSGD(1.0, SIGMA, expected_batch_size=size, examples_per_user=k)
+        model.compile(optimizer, loss="mse")
+        data = x, y, OTHER_WEIGHTS[weights]
+        if data[2].ndim == 1 and GENERATION == 3:
+            data = (*data[:2], data[2][:, np.newaxis])  # as losses of tokens need them there
+        batches = dp.poisson_batches(data, sampling, user_ids=user_ids).take(3)
+        if not forgets:
+            model.fit(batches, verbose=0)
+            assert optimizer.ledger.segments == [(SIGMA, size, 3)]
+            assert [(c.checked, c.repeated) for c in optimizer.ledger.checks] == [(3, 0)]
+            continue
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Padding contributes to the loss"):
+            model.fit(batches, verbose=0)
+        assert optimizer.ledger.segments == []
+
+
 def test_validation_says_the_same_as_fit():
     (batch,) = drawn(1)
     inputs = tf.keras.Input([2])

@@ -45,6 +45,20 @@ def test_the_step_is_that_of_a_single_device(name):
     assert on_two.optimizer.iterations.numpy() == on_one.optimizer.iterations.numpy() == 8
 
 
+def test_a_plan_trains_on_replicas(tmp_path):
+    x, y = catalogue.data(64)
+    plan = dp.PrivacyPlan(
+        **{"noise_multiplier": 1.0, "delta": 1e-3, "num_examples": 64, "batch_size": 16},
+        epochs=2,
+        accountant="rdp",
+    )
+    with catalogue.mirrored().scope():
+        model = catalogue.mlp()
+        model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), loss=catalogue.loss())
+    plan.fit(model, x, y, directory=tmp_path, verbose=0)
+    assert model.optimizer.ledger.segments == [(1.0, 16.0, 8)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("clipping", ["automatic", "per_layer"])
 def test_every_clipping_is_that_of_a_single_device(clipping):

@@ -15,7 +15,12 @@ from tests.helpers.sampled import KEY, numbered
 from tests.sampling.test_law import accepts, frequencies_fit, largest_covariance
 from tf_adaptive_dp.accounting import BandedNoise, Releases, ToeplitzNoise, TreeNoise, batch_order
 from tf_adaptive_dp.accounting.ledger import Checks
-from tf_adaptive_dp.sampling import CyclicPoissonSampling, draws, sampling_epsilon
+from tf_adaptive_dp.sampling import (
+    CyclicPoissonSampling,
+    FixedOrder,
+    draws,
+    sampling_epsilon,
+)
 
 N, DELTA = 1_000, 1e-3
 
@@ -272,6 +277,34 @@ def test_a_model_that_is_fitted_has_every_batch_checked():
     assert [c.checked for c in ledger.checks] == [20] == [s.num_releases for s in ledger.segments]
     expected = sampling_of(20).epsilon_spent(ledger_of((1.5, 50.0, 20)), N, DELTA)
     assert monitor.epsilon() == pytest.approx(expected)
+
+
+def trained(noise, **kwargs):
+    """The weights after 24 steps, with known batches and noise."""
+    tf.keras.utils.set_random_seed(1)
+    x = np.random.default_rng(0).normal(size=[120, 3]).astype("float32")
+    data, settings = (x, (x[:, 0] > 0).astype("int64")), {"key": KEY}
+    if noise.bands:
+        sampling = CyclicPoissonSampling.for_batch_size(6.0, 120, 24, noise.bands)
+        batches = dp.poisson_batches(data, sampling, **settings)
+    else:
+        batches = dp.sampling.shuffled_batches(data, FixedOrder(6, 24), **settings)
+    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(2)])
+    optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=6.0, noise=noise, seed=7, learning_rate=0.1)
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, **kwargs)
+    model.fit(batches, steps_per_epoch=12, epochs=2, shuffle=False, verbose=0)
+    assert optimizer.ledger.segments == [(1.0, 6.0, 24)]
+    return model.get_weights()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [FOUR_BANDS, TreeNoise(7)], ids=repr)
+def test_modes_of_keras_have_the_same_noise(noise):
+    expected = trained(noise)
+    for kwargs in ({"steps_per_execution": 4}, {"jit_compile": True}):
+        for actual, wanted in zip(trained(noise, **kwargs), expected):
+            np.testing.assert_allclose(actual, wanted, atol=1e-5)
 
 
 def test_a_dataset_that_begins_again_is_refused():

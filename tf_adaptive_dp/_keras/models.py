@@ -58,7 +58,8 @@ def steps_per_call(model: tf.keras.Model) -> int:
     if GENERATION == 3:
         return int(model.steps_per_execution)
     steps = model._steps_per_execution
-    return 1 if steps is None else int(steps)
+    # A mirrored variable is no number of its own.
+    return 1 if steps is None else int(tf.convert_to_tensor(steps))
 
 
 def overruns_epochs(steps_per_call: int, steps_per_epoch: int) -> bool:

@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,6 +56,34 @@ class RunHistory(keras.callbacks.Callback):
             files.write(self._path, json.dumps(self.rows, indent=1).encode())
 
 
+OTHER_USERS = (
+    "`user_ids` must say of each example whose it is as they did when the run began: a person "
+    "under another id could spend more than epsilon. Received: other `user_ids`. Pass those of the "
+    "run in `directory`, or a new directory."
+)
+OTHER_EXAMPLES = (
+    "The examples must be those that the run began with, in the same order: with correlated noise "
+    "an example that changes its place could join batches that are closer to each other than "
+    "epsilon assumes. A `tf.data.Dataset` must not be shuffled, and features that are computed, of "
+    "which the last bits may change, must be computed once and kept. Received: other examples, or "
+    "another order. Pass those of the run in `directory`, or a new directory."
+)
+
+
+class Fingerprint(NamedTuple):
+    """Data that must not change as long as a run lasts.
+
+    Attributes:
+      name: of the data.
+      of: a function of 16 random bytes that returns a digest, which is NOT private.
+      refusal: the sentence for data that changed.
+    """
+
+    name: str
+    of: Callable[[bytes], str]
+    refusal: str
+
+
 class RunDirectory:
     """What a run keeps: its settings, its releases, its last epoch and its history.
 
@@ -71,9 +99,8 @@ class RunDirectory:
       settings: the public settings of the run, which must not change.
       steps: the number of releases of the whole run.
       keeps_keys: whether the noise of the run is correlated.
-      fingerprint: a function of 16 random bytes that returns a digest of data that must not change
-        either. The digest is NOT private. It is kept in a file that says so, and which anybody who
-        publishes the directory must leave out.
+      fingerprint: the `Fingerprint` of data that must not change either. It is kept in a file that
+        says that it is not private, and which anybody who publishes the directory must leave out.
 
     Attributes:
       log: the `ReleaseLog`.
@@ -92,7 +119,7 @@ class RunDirectory:
         settings: Mapping[str, Any],
         steps: int,
         *,
-        fingerprint: Callable[[bytes], str] | None = None,
+        fingerprint: Fingerprint | None = None,
         keeps_keys: bool = False,
     ):
         self._path = Path(path)
@@ -128,21 +155,17 @@ class RunDirectory:
                 + ", ".join(f"{n}={settings[n]!r} instead of {before.get(n)!r}" for n in changed)
             )
 
-    def _check_fingerprint(self, fingerprint: Callable[[bytes], str]) -> None:
-        kept = self._path / "user_ids_NOT_PRIVATE.json"
+    def _check_fingerprint(self, fingerprint: Fingerprint) -> None:
+        kept = self._path / f"{fingerprint.name}_NOT_PRIVATE.json"
         if not kept.exists():
-            self._check_not_begun(kept.name, "it says that `user_ids` have not changed")
+            self._check_not_begun(kept.name, f"it says that `{fingerprint.name}` have not changed")
             salt = secrets.token_bytes(16)
-            row = {"salt": salt.hex(), "digest": fingerprint(salt)}
+            row = {"salt": salt.hex(), "digest": fingerprint.of(salt)}
             files.write(kept, json.dumps(row).encode())
             return
         before = json.loads(kept.read_bytes())
-        if fingerprint(bytes.fromhex(before["salt"])) != before["digest"]:
-            raise ValueError(
-                "`user_ids` must say of each example whose it is as they did when the run began: "
-                "a person under another id could spend more than epsilon. Received: other "
-                "`user_ids`. Pass those of the run in `directory`, or a new directory."
-            )
+        if fingerprint.of(bytes.fromhex(before["salt"])) != before["digest"]:
+            raise ValueError(fingerprint.refusal)
 
     def keep(self, name: str, values: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
         """Values that a run began with and must go on with, whenever it is killed.

@@ -78,9 +78,9 @@ class GaussianMechanism:
     - `AdaptiveClipping` also releases a noisy count. The noise of the count and that of the
       gradients together amount to σ.
     - With a `noise` strategy the noise of a release takes back a part of earlier noise (see
-      `accounting.noise_strategies`). A step whose batch was drawn for another step, or whose
-      ledger does not belong to the noise, fails before the release. XLA drops assertions; there
-      such a release counts as one without noise.
+      `accounting.noise_strategies`). A step whose batch, or part of one, was drawn for another
+      step, or whose ledger does not belong to the noise, fails before the release. XLA drops
+      assertions; there such a release counts as one without noise.
     - With `histograms` every release has two parts, of which one is zero before the noise: the
       histograms until they are complete, and the gradients from then on.
 
@@ -176,16 +176,15 @@ class GaussianMechanism:
         """Raises ValueError for settings whose releases have parts without correlated noise."""
         given = {
             "num_microbatches": self.num_microbatches is not None,
-            "gradient_accumulation_steps": self.accumulator is not None,
             "clipping": self._is_adaptive,
             "examples_per_user": self.examples_per_user is not None,
         }
         for name, wrong in given.items():
             if wrong:
                 raise ValueError(
-                    "No epsilon is proven for correlated noise with microbatches, accumulation, "
-                    f"adaptive clipping or users. Leave `{name}` out, or the noise independent. "
-                    f"Received: {name}, noise={strategy!r}"
+                    "No epsilon is proven for correlated noise with microbatches, adaptive "
+                    f"clipping or users. Leave `{name}` out, or the noise independent. Received: "
+                    f"{name}, noise={strategy!r}"
                 )
 
     @property
@@ -352,9 +351,10 @@ class GaussianMechanism:
                     return self._seen.add(number, tf.constant(True))
 
                 complete = tf.constant(True)
-                noisy = self._add_noise(batch, clip, size, draw, order)
+                noisy = self._add_noise(batch, clip, size, draw, lambda: self._check_order(order))
             else:
-                complete, noisy = self._accumulate(self.accumulator, batch, clip, size, number)
+                of_part = batch, clip, size, number, order
+                complete, noisy = self._accumulate(self.accumulator, *of_part)
         self._complete[threading.get_ident()] = complete
         released = iter(noisy)
         return [None if s is None else next(released) for s in of_variables]
@@ -404,7 +404,8 @@ class GaussianMechanism:
                 padding = tf.reduce_all(tf.reshape(padding, [-1, self.examples_per_user]), axis=1)
             contributes = padding & present
         raw = [tf.cast(s, tf.float32) for s in sums if s is not None]
-        return sums, _Sums(raw + counted, count, *map(_number_of, (present, contributes)))
+        found, none = (_number_of(present), _number_of(contributes)), tf.zeros([])
+        return sums, _Sums(raw + counted, count, *found, disordered=none, unshown=none)
 
     def _size_seen(
         self, expected: tf.Tensor, per_group: tf.Tensor, rows: tf.Tensor, present: tf.Tensor
@@ -430,23 +431,35 @@ class GaussianMechanism:
         clip: tf.Tensor,
         size: tf.Tensor,
         number: tuple[tf.Tensor, tf.Tensor] | None,
+        order: Order | None,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Adds one part of a batch. Releases after the last part, and returns zeros before it."""
         # In units of C, since C may be set anew before the batch is complete.
         unit = tf.cast(clip, tf.float32)
-        units = part._replace(sums=[s / unit for s in part.sums])
 
         def add() -> list[tf.Tensor]:
-            with tf.control_dependencies([self._remember_batch_size(size)]):
+            checked = self._check_order(order)
+            # A part that was drawn for another step is not added, and under XLA marks its batch.
+            units = part._replace(
+                sums=[s / unit for s in part.sums],
+                disordered=tf.cast(~checked.in_order, tf.float32),
+                unshown=tf.cast(~checked.shown, tf.float32),
+            )
+            with tf.control_dependencies([self._remember_batch_size(size), *checked.rejects]):
                 totals, complete = accumulator.add(units.flat())
                 return [*self._seen.add(number, complete), complete, *totals]
 
         *draw, complete = (made := self._turns.take(add))[:4]
-        batch = units.like(made[4:])
+        batch = part.like(made[4:])
+
+        def check_order() -> _OrderCheck:
+            now = self._check_order(None)
+            in_order = now.in_order & tf.equal(batch.disordered, 0)
+            return now._replace(in_order=in_order, shown=tf.equal(batch.unshown, 0))
 
         def release() -> list[tf.Tensor]:
             whole = batch._replace(sums=[s * unit for s in batch.sums])
-            return self._add_noise(whole, clip, size, lambda: Draw(*draw))
+            return self._add_noise(whole, clip, size, lambda: Draw(*draw), check_order)
 
         return complete, tf.cond(complete, release, lambda: [tf.zeros_like(s) for s in part.sums])
 
@@ -456,13 +469,13 @@ class GaussianMechanism:
         clip: tf.Tensor,
         size: tf.Tensor,
         draw: Callable[[], Draw],
-        order: Order | None = None,
+        check_order: Callable[[], _OrderCheck],
     ) -> list[tf.Tensor]:
         """Records the release in the ledger, and then adds its noise."""
 
         def enter() -> list[tf.Tensor]:
-            rejects, proven, shown = self._check_order(order)
-            with tf.control_dependencies([self._remember_batch_size(size), *rejects]):
+            order = check_order()
+            with tf.control_dependencies([self._remember_batch_size(size), *order.rejects]):
                 per_group, expected = self._examples_per_group(), self._divisor_in_examples()
                 sigma, drawn = self._noise_multiplier.read_value(), draw()
                 # An example may take the place of another one, or of padding that contributes.
@@ -470,8 +483,8 @@ class GaussianMechanism:
                 # An example in 1 + c parts of a batch moves the sum by up to (1 + c)·C.
                 counted = tf.where(twice, sigma / 2, sigma) / (1 + drawn.copies)
                 recorded = self.ledger.record(
-                    *(tf.where(proven, counted, tf.zeros_like(counted)), expected),
-                    checked=drawn.checked & shown,
+                    *(tf.where(order.in_order, counted, tf.zeros_like(counted)), expected),
+                    checked=drawn.checked & order.shown,
                     distance=drawn.distance,
                     size_seen=self._size_seen(expected, per_group, size, batch.present),
                 )
@@ -501,15 +514,10 @@ class GaussianMechanism:
                 self._add_to(self.histograms, noisy[-1] * divisor, clip, sigma, expected)
         return noisy
 
-    def _check_order(self, order: Order | None) -> tuple[list, tf.Tensor, tf.Tensor]:
-        """Whether the release is the one that batch and noise were drawn for.
-
-        Returns:
-          What must run before the release, and fails it; whether the release is proven, as far as
-          anybody can tell; and whether the batch showed its step. The last two are bool scalars.
-        """
+    def _check_order(self, order: Order | None) -> _OrderCheck:
+        """Whether the next release is the one that a batch, or a part of one, was drawn for."""
         if not isinstance(self.noise, CorrelatedNoise):
-            return [], tf.constant(True), tf.constant(True)
+            return _OrderCheck([], tf.constant(True), tf.constant(True))
         count = self.ledger.count()
         fits = self.noise.fits(count)
         rejects = [_assert(fits, [NO_KEY, "Received: releases in the ledger:", count])]
@@ -519,7 +527,7 @@ class GaussianMechanism:
             shown = order.shown
             in_order = ~shown | order.is_of(count, bands)
             rejects.append(_assert(in_order, [_OUT_OF_ORDER, "Received: step", count]))
-        return [r for r in rejects if r is not None], fits & in_order, shown
+        return _OrderCheck([r for r in rejects if r is not None], fits & in_order, shown)
 
     def _adapt(
         self,
@@ -608,6 +616,20 @@ class GaussianMechanism:
         return tf.cast(self.relative_noise() * clip.read_value(), tf.float32)
 
 
+class _OrderCheck(NamedTuple):
+    """Whether a release is the one that its batch and its noise were drawn for.
+
+    Attributes:
+      rejects: what must run before the release, and fails it.
+      in_order: bool scalar, whether the release is that one, as far as anybody can tell.
+      shown: bool scalar, whether the batch showed its step.
+    """
+
+    rejects: list[tf.Operation]
+    in_order: tf.Tensor
+    shown: tf.Tensor
+
+
 class _Sums(NamedTuple):
     """What a batch, or a part of one, amounts to.
 
@@ -616,21 +638,24 @@ class _Sums(NamedTuple):
       within: the count of `AdaptiveClipping`, or nothing.
       present: how many rows (or microbatches) on all replicas have a nonzero gradient.
       padding: how many of these rows are padding.
+      disordered: how many parts were drawn for another step; 0 if nobody has asked.
+      unshown: how many parts did not show their step; 0 if nobody has asked.
     """
 
     sums: list[tf.Tensor]
     within: list[tf.Tensor]
     present: tf.Tensor
     padding: tf.Tensor
+    disordered: tf.Tensor
+    unshown: tf.Tensor
 
     def flat(self) -> list[tf.Tensor]:
-        return [*self.sums, *self.within, self.present, self.padding]
+        return [*self.sums, *self.within, *self[2:]]
 
     def like(self, flat: Sequence[tf.Tensor]) -> _Sums:
         """Undoes `flat`."""
-        *sums, present, padding = flat
-        num = len(self.sums)
-        return _Sums(sums[:num], sums[num:], present, padding)
+        num, end = len(self.sums), len(flat) - len(self[2:])
+        return _Sums(list(flat[:num]), list(flat[num:end]), *flat[end:])
 
 
 def _assert(condition: tf.Tensor, data: Sequence) -> tf.Operation | None:

@@ -41,6 +41,17 @@ def vector_of_weights(tensor: tf.Tensor) -> tf.Tensor | None:
     return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
 
 
+def _weights_of_rows(tensor: tf.Tensor) -> tf.Tensor | None:
+    """As `vector_of_weights`, and also for a weight for each token, [B, T].
+
+    Some tokens of an example may have weight 0. All those of padding have, with one sign.
+    """
+    if not tensor.dtype.is_floating or tensor.shape.rank != 2 or tensor.shape[1] == 1:
+        return vector_of_weights(tensor)
+    is_zero = tf.reduce_all(tf.equal(tensor, 0), axis=1)
+    return tf.where(is_zero, tensor[:, 0], tf.ones_like(tensor[:, 0]))
+
+
 def has_weights(fed: Sequence[tf.Tensor], graph: tf.Graph) -> bool:
     """Whether a step receives what may be the weights of our batches.
 
@@ -144,7 +155,7 @@ def rows_of_padding(losses: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor | No
             return None
         known = feeds(graph.get_operations(), graph)
     size = losses.shape[0]
-    vectors = [vector_of_weights(t) for t in known if t is not None]
+    vectors = [_weights_of_rows(t) for t in known if t is not None]
     weights = [v for v in vectors if v is not None and v.shape[0] in (size, None)]
     if not weights:
         return None

@@ -93,12 +93,12 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         **kwargs: Any,
     ):
         super().__init__(**{"name": type(self).__name__, **kwargs})
-        refusals.refuse_correlated_noise(self, noise_strategies.get_strategy(noise))
         if not isinstance(side_information, Preconditioning):
             if side_information is not None:
                 side_information = check_side_information(side_information)
             side_information = Preconditioning(side_information)
         self._preconditioning = side_information
+        refusals.refuse_correlated_noise(self, noise_strategies.get_strategy(noise))
         self.gradients = check_method(gradients)
         self._loss_scaling = LossScaling(loss_scale)
         self._refused_state = checked_state.RefusedState()

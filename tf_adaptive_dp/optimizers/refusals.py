@@ -37,16 +37,26 @@ def refuse_unsupported_setting(optimizer: Any) -> None:
 
 
 def refuse_correlated_noise(optimizer: Any, noise: NoiseStrategy) -> None:
-    """Rejects correlated noise for update rules that are derived for independent noise.
+    """Rejects correlated noise for what is derived for independent noise.
 
     Raises:
-      ValueError: if the optimizer's rule takes the noise of each step for independent.
+      ValueError: if the optimizer's rule, or its side information, takes the noise of each step for
+        independent.
     """
-    why = optimizer.needs_independent_noise
-    if why is not None and not noise.is_independent:
+    if noise.is_independent:
+        return
+    why, side_information = optimizer.needs_independent_noise, optimizer.side_information
+    if why is not None:
         raise ValueError(
             f"`noise` must be IndependentNoise() for {type(optimizer).__name__}: {why}. Use DPSGD, "
             f"DPAdam or another optimizer for correlated noise. Received: noise={noise!r}"
+        )
+    if side_information is not None and side_information.learns:
+        raise ValueError(
+            "`noise` must be IndependentNoise() for side information that learns from released "
+            "gradients: it tells them from their noise as if that were independent. Leave out "
+            f"`side_information`, or the noise. Received: noise={noise!r}, side_information="
+            f"{type(side_information).__name__}"
         )
 
 

@@ -10,6 +10,7 @@ key of the draws are passed to the call, so nothing private gets into a configur
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
@@ -35,6 +36,8 @@ _WHAT = "(x, y) or (x, y, sample_weight)"
 
 # Larger arrays are read in place: a copy for TensorFlow would cost too much memory.
 MAX_COPIED_BYTES = 2**31
+# How many examples a fingerprint reads, which may have to be decoded from files.
+MOST_COMPARED = 1024
 # Calling Python costs more than drawing a batch, so one call draws the batches of many steps.
 DRAWS_PER_CALL = 16
 
@@ -80,9 +83,10 @@ def poisson_batches(
     key and step. Without a seed or `key`, each call makes a new key and stores it nowhere. A
     resumed run of a `PoissonSampling` then draws new batches, which leaves ε valid because batches
     are independent. That of a `CyclicPoissonSampling` needs the same groups: with a `start_step`
-    above 0 it raises an error unless it has the `key`. To continue the same sequence, make a key
-    (`draws.new_key()`), pass it to both calls, and keep it with the data, not in a checkpoint that
-    others receive.
+    above 0 it raises an error unless it has the `key`. Groups follow from the places of examples,
+    so `data` must come in the same order then, which `PrivacyPlan.fit` checks and this does not. To
+    continue the same sequence, make a key (`draws.new_key()`), pass it to both calls, and keep it
+    with the data, not in a checkpoint that others receive.
 
     Args:
       data: `(x, y)` or `(x, y, sample_weight)` of arrays, or nests of arrays, that share their
@@ -118,6 +122,8 @@ def poisson_batches(
       [[[3.0, 0.0, 0.0, 0.0], [2, 0, 0, 0], [1.0, -0.0, -0.0, -0.0]]]
     """
     _require(sampling, PoissonSampling, CyclicPoissonSampling)
+    if user_ids is not None:
+        refuse_shuffled(data)
     source = open_source(data, preprocess)
     return as_dataset(
         *(source, sampling, start_step, key, gradient_accumulation_steps),
@@ -174,7 +180,8 @@ def shuffled_batches(
     Guarantee: no amplification by sampling is proven; see `ShuffledEpochs`, and `FixedOrder` for
     passes in one order. Resuming `ShuffledEpochs` within a pass requires the same `key` or seed;
     otherwise examples occur twice in that pass. `FixedOrder` requires it wherever a run resumes,
-    since all passes have one order, and raises an error without it.
+    since all passes have one order, and raises an error without it. For both, `data` must come in
+    the same order again, which nobody checks here.
 
     Args:
       data: see `poisson_batches`.
@@ -369,8 +376,9 @@ def _refuse_several_workers() -> None:
 
 def _with_marks(weights: tf.Tensor, marked: tf.Tensor) -> tf.Tensor:
     """Sets the sign of the zeros in marked rows, which encodes the draw; they stay zeros."""
-    if weights.shape.rank != 1 or not weights.dtype.is_floating:
-        return weights
+    if not weights.dtype.is_floating:  # whole numbers have no such zeros
+        weights = tf.cast(weights, tf.float32)
+    marked = tf.reshape(marked, [-1] + [1] * (weights.shape.rank - 1))
     return tf.where(marked, tf.constant(-0.0, weights.dtype), weights)
 
 
@@ -405,6 +413,20 @@ def open_source(data: Any, preprocess: Callable[[Any], tuple] | None) -> Arrays 
     if not len(found):
         raise ValueError("`data` must hold at least one example. Received: none")
     return found
+
+
+def refuse_shuffled(data: Any) -> None:
+    """Raises ValueError for a dataset whose examples come in an order that nobody knows.
+
+    `user_ids` say by its place whose each example is. Of others they would protect somebody else.
+    """
+    if isinstance(data, tf.data.Dataset) and process_state.has_random_order(data):
+        raise ValueError(
+            "`user_ids` say by its place whose each example is, so the examples must come in a "
+            "known order. Received: a `tf.data.Dataset` that is shuffled, or need not be "
+            "deterministic. Remove its `shuffle` (batches are drawn at random anyway) and the "
+            "option; for `tfds`, `shuffle_files=False`."
+        )
 
 
 def read_examples(
@@ -554,6 +576,28 @@ class Records:
                         f"`preprocess`. Received: shape {leaf.shape} after {rows.shape[1:]}"
                     )
                 rows[row] = leaf
+
+
+def fingerprint(found: Arrays | Records, salt: bytes) -> str:
+    """A digest of examples in their order, to notice that it changed. It is NOT private.
+
+    Guarantee: none. Who has the digest and its salt can test a guess of all examples. It covers
+    all of up to `MOST_COMPARED` examples. Of more it covers so many that lie evenly apart: another
+    shuffling is noticed, and a change of a few examples may not be.
+
+    Args:
+      found: the examples.
+      salt: 16 random bytes.
+    """
+    digest = hashlib.blake2b(repr((len(found), found.parts)).encode(), digest_size=16, salt=salt)
+    places = np.unique(np.linspace(0, len(found) - 1, MOST_COMPARED).astype(np.int64))
+    for some in np.array_split(places, -(-len(places) // 64)):  # a batch, not more, in memory
+        out = [np.zeros((len(some), *shape), dtype) for shape, dtype in found.parts]
+        found.fill(some, out)
+        for rows in out:
+            content = repr(rows.tolist()).encode() if rows.dtype == object else rows.tobytes()
+            digest.update(content)
+    return digest.hexdigest()
 
 
 def _python_reader(found: Arrays | Records, padding: Sequence[np.ndarray]) -> Reader:

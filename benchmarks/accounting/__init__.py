@@ -1,0 +1,1 @@
+"""The figures of correlated noise beside those of another library."""
