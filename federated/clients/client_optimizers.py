@@ -22,6 +22,8 @@ _HPARAMS = (LEARNING_RATE, TOLERANCE, ALPHA_MIN, ALPHA_MAX)
 # The rest of the state.
 _MINIBATCHES, _DISCARDED, _START = "minibatches", "discarded", "start"
 _BASE = "base"
+# Weights of a model for which leaving out some arithmetic saves more time than a branch takes.
+_WORTH_A_BRANCH = 2**18
 
 State = collections.OrderedDict
 
@@ -209,14 +211,14 @@ class _ADADP(tff.learning.optimizers.Optimizer):
             if self._discard:
                 kept = tf.cond(discarded, lambda: starts, lambda kept=kept: kept)
             elif self._shorten:
-                kept = _part_of_the_way(starts, kept, share)
+                kept = _shortened(starts, kept, share)
             adapted = step_doubling.adapted_learning_rate(
                 rate, error, state[TOLERANCE], state[ALPHA_MIN], state[ALPHA_MAX]
             )
             return adapted, state[_DISCARDED] + tf.cast(discarded, tf.int32), kept
 
-        # One branch for all that only odd minibatches do, and by default none in it: for a small
-        # model a branch costs more than the arithmetic of a step.
+        # One branch for all that only odd minibatches do, and by default none in it if the model is
+        # small: a branch costs more than the arithmetic of its step.
         odd = tf.equal(state[_MINIBATCHES] % 2, 1)
         rate, discarded, reached = tf.cond(odd, judged, unjudged)
         state = State(state)
@@ -304,11 +306,19 @@ def _checked_learning_rate(value: Any) -> Any:
     return checks.number("learning_rate", value, 0, strict=True)
 
 
-def _part_of_the_way(starts: list, reached: list, share: tf.Tensor) -> list:
+def _shortened(starts: list, reached: list, share: tf.Tensor) -> list:
     """A share of the way from `starts` to `reached`; 0 times infinity or NaN is 0 here."""
-    return [
-        s + tf.math.multiply_no_nan(r - s, tf.cast(share, s.dtype)) for s, r in zip(starts, reached)
-    ]
+
+    def part_of_the_way() -> list:
+        return [
+            s + tf.math.multiply_no_nan(r - s, tf.cast(share, s.dtype))
+            for s, r in zip(starts, reached)
+        ]
+
+    sizes = [s.shape.num_elements() for s in starts]
+    if None not in sizes and sum(sizes) < _WORTH_A_BRANCH:
+        return part_of_the_way()
+    return tf.cond(share < 1.0, part_of_the_way, lambda: reached)
 
 
 def _error(first_half: list, second_half: list, reached: list) -> tf.Tensor:
