@@ -20,8 +20,10 @@ LEARNING_RATE = tff.learning.optimizers.LEARNING_RATE_KEY
 TOLERANCE, ALPHA_MIN, ALPHA_MAX = "tolerance", "alpha_min", "alpha_max"
 _HPARAMS = (LEARNING_RATE, TOLERANCE, ALPHA_MIN, ALPHA_MAX)
 # The rest of the state.
-_MINIBATCHES, _DISCARDED, _HALF_STEP, _START = "minibatches", "discarded", "half_step", "start"
+_MINIBATCHES, _DISCARDED, _START = "minibatches", "discarded", "start"
 _BASE = "base"
+# Weights of a model for which leaving out some arithmetic saves more time than a branch takes.
+_WORTH_A_BRANCH = 2**18
 
 State = collections.OrderedDict
 
@@ -166,21 +168,20 @@ class _ADADP(tff.learning.optimizers.Optimizer):
         self._discard = checks.boolean("discard", discard)
         self._keep = checks.choice("keep", keep, ("half_steps", "euler"))
         self._shorten = checks.boolean("shorten", shorten) and not discard
-        # Whether a step may end elsewhere than it arrived, so that its start is needed.
+        # Whether a step may end elsewhere than it arrived.
         self._limits = self._discard or self._shorten
 
     def initialize(self, specs: Any) -> State:
         state = State((key, self._hparams[key]) for key in _HPARAMS)
         state[_MINIBATCHES] = tf.zeros([], tf.int32)
         state[_DISCARDED] = tf.zeros([], tf.int32)
-        for key in (_HALF_STEP, _START) if self._limits else (_HALF_STEP,):
-            state[key] = tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), specs)
+        state[_START] = tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), specs)
         return state
 
     def next(self, state: State, weights: Any, gradients: Any) -> tuple[State, Any]:
         gradients = tff.learning.optimizers.handle_indexed_slices_gradients(gradients)
         tff.learning.optimizers.check_weights_gradients_match(weights, gradients)
-        _check_state_fits(state[_HALF_STEP], weights)
+        _check_state_fits(state[_START], weights)
         points = [tf.convert_to_tensor(w) for w in tf.nest.flatten(weights)]
         if not points:  # a model without trainable weights
             return state, weights
@@ -189,10 +190,16 @@ class _ADADP(tff.learning.optimizers.Optimizer):
             tf.zeros_like(point) if g is None else tf.cast(rate / 2, point.dtype) * g
             for point, g in zip(points, tf.nest.flatten(gradients))
         ]
-        reached = [point - h for point, h in zip(points, half_step)]
-        first_half = tf.nest.flatten(state[_HALF_STEP])
+
+        def unjudged() -> tuple:
+            reached = [point - h for point, h in zip(points, half_step)]
+            return rate, tf.identity(state[_DISCARDED]), reached
 
         def judged() -> tuple:
+            starts = tf.nest.flatten(state[_START])
+            # Not kept in the state: what it holds costs time at each minibatch.
+            first_half = [start - point for start, point in zip(starts, points)]
+            reached = [point - h for point, h in zip(points, half_step)]
             error = _error(first_half, half_step, reached)
             kept = reached
             if self._keep == "euler":
@@ -200,26 +207,25 @@ class _ADADP(tff.learning.optimizers.Optimizer):
             discarded = tf.constant(False)
             if self._limits:
                 share = step_doubling.share_of_step(error, state[TOLERANCE])
-                starts = tf.nest.flatten(state[_START])
                 discarded = share < 1.0 if self._discard else tf.equal(share, 0.0)
-                kept = _limited(starts, kept, share, discarded)
+            if self._discard:
+                kept = tf.cond(discarded, lambda: starts, lambda kept=kept: kept)
+            elif self._shorten:
+                kept = _shortened(starts, kept, share)
             adapted = step_doubling.adapted_learning_rate(
                 rate, error, state[TOLERANCE], state[ALPHA_MIN], state[ALPHA_MAX]
             )
             return adapted, state[_DISCARDED] + tf.cast(discarded, tf.int32), kept
 
-        # One branch for all that only odd minibatches do: small models pay for each operation.
+        # One branch for all that only odd minibatches do, and by default none in it if the model is
+        # small: a branch costs more than the arithmetic of its step.
         odd = tf.equal(state[_MINIBATCHES] % 2, 1)
-        rate, discarded, reached = tf.cond(
-            odd, judged, lambda: (rate, tf.identity(state[_DISCARDED]), reached)
-        )
+        rate, discarded, reached = tf.cond(odd, judged, unjudged)
         state = State(state)
         state[LEARNING_RATE], state[_DISCARDED] = rate, discarded
         state[_MINIBATCHES] = state[_MINIBATCHES] + 1
         # Written at each minibatch, read at odd ones.
-        state[_HALF_STEP] = tf.nest.pack_sequence_as(weights, half_step)
-        if self._limits:
-            state[_START] = tf.nest.pack_sequence_as(weights, points)
+        state[_START] = tf.nest.pack_sequence_as(weights, points)
         return state, tf.nest.pack_sequence_as(weights, reached)
 
     def get_hparams(self, state: State) -> State:
@@ -300,18 +306,19 @@ def _checked_learning_rate(value: Any) -> Any:
     return checks.number("learning_rate", value, 0, strict=True)
 
 
-def _limited(starts: list, reached: list, share: tf.Tensor, discarded: tf.Tensor) -> list:
-    """A share of the way from `starts` to `reached`, or `starts` if the step is discarded."""
+def _shortened(starts: list, reached: list, share: tf.Tensor) -> list:
+    """A share of the way from `starts` to `reached`; 0 times infinity or NaN is 0 here."""
 
     def part_of_the_way() -> list:
-        return [s + tf.cast(share, s.dtype) * (r - s) for s, r in zip(starts, reached)]
+        return [
+            s + tf.math.multiply_no_nan(r - s, tf.cast(share, s.dtype))
+            for s, r in zip(starts, reached)
+        ]
 
-    # Branches, since `tf.where` would copy the tensors; and 0 times infinity is NaN.
-    return tf.cond(
-        share < 1.0,
-        lambda: tf.cond(discarded, lambda: starts, part_of_the_way),
-        lambda: reached,
-    )
+    sizes = [s.shape.num_elements() for s in starts]
+    if None not in sizes and sum(sizes) < _WORTH_A_BRANCH:
+        return part_of_the_way()
+    return tf.cond(share < 1.0, part_of_the_way, lambda: reached)
 
 
 def _error(first_half: list, second_half: list, reached: list) -> tf.Tensor:

@@ -207,8 +207,10 @@ def _build_update(
         finite = tf.reduce_all(
             [True] + [tf.reduce_all(tf.math.is_finite(t)) for t in tf.nest.flatten(update)]
         )
-        # `where`, not a product: 0 times infinity is NaN.
-        update = tf.nest.map_structure(lambda t: tf.where(finite, t, tf.zeros_like(t)), update)
+        # A branch: 0 times infinity is NaN, and `where` takes as long as a training step.
+        update = tf.cond(
+            finite, lambda: update, lambda: tf.nest.map_structure(tf.zeros_like, update)
+        )
         by_examples = weighting is tff.learning.ClientWeighting.NUM_EXAMPLES
         weight = tf.cast(num_examples, tf.float32) if by_examples else tf.constant(1.0)
         report = collections.OrderedDict()
@@ -319,10 +321,17 @@ def _reduce(dataset: tf.data.Dataset, start: tuple, step: Callable[[tuple, Any],
 
 
 def iterate(dataset: tf.data.Dataset, start: tuple, step: Callable[[tuple, Any], tuple]) -> tuple:
-    """Runs a step on each batch; inside a graph it costs a client far less than `reduce` does."""
+    """Runs a step on each batch; inside a graph it costs a client far less than `reduce` does.
+
+    A `for` over the data set would become a loop with a branch in it, through which each tensor of
+    the state goes at each batch.
+    """
+    batches = iter(dataset)
     state = start
-    for batch in iter(dataset):
-        state = step(state, batch)
+    following = batches.get_next_as_optional()
+    while following.has_value():
+        state = step(state, following.get_value())
+        following = batches.get_next_as_optional()
     return state
 
 

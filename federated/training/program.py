@@ -133,17 +133,18 @@ def _datasets_of(client_data: Any) -> Callable[[str], tf.data.Dataset]:
 def rounds_covered(counted: int, planned: int) -> int:
     """The number of rounds whose ε is shown after `counted` rounds.
 
-    It is the next multiple of a power of two that is at most an eighth of `counted`, and at most
-    `planned`. It never decreases, and a run of N rounds has about 8 log₂(N) of these numbers.
+    It is the next multiple of four, or of the largest power of two that is at most an eighth of
+    `counted` if that is more, and at most `planned`. It never decreases, and a run of N rounds has
+    about 8 log₂(N) - 32 of these numbers.
 
     Args:
       counted: The rounds counted so far.
       planned: Those at the end of the run.
 
-    >>> [rounds_covered(n, 1000) for n in (0, 16, 17, 500, 900, 999)], rounds_covered(1001, 1000)
-    ([0, 16, 18, 512, 960, 1000], 1001)
+    >>> [rounds_covered(n, 1000) for n in (0, 1, 5, 32, 65, 500, 999)], rounds_covered(1001, 1000)
+    ([0, 4, 8, 32, 72, 512, 1000], 1001)
     """
-    step = 1 << max(0, (counted - 1).bit_length() - 4)
+    step = 1 << max(2, (counted - 1).bit_length() - 4)
     return max(counted, min(-(-counted // step) * step, planned))
 
 
@@ -318,9 +319,9 @@ def train(
         no ledger in a run without privacy.
       delta: If given, the figures include ε at this δ, and `privacy/NOT_PRIVATE` if ε is infinite;
         needs a ledger. Under the Gaussian mechanism `privacy/epsilon` is that of
-        `privacy/epsilon_covers_rounds` rounds, up to an eighth more than were counted, so it is a
-        little too large during the run, and exact after the last round. `epsilon_spent` and
-        `privacy_statement` are exact at any time.
+        `privacy/epsilon_covers_rounds` rounds, up to three or an eighth more than were counted. So
+        it is too large in the first rounds, a little later on, and exact after the last one.
+        `epsilon_spent` and `privacy_statement` are exact at any time.
       evaluate: Maps the model weights to figures, released as `test/…`; called again for a round
         that is released again.
       evaluate_every: The number of finished rounds between evaluations. The last round is always

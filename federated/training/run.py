@@ -207,14 +207,19 @@ class Run:
             return data
         expected = signature.parameter[1].member.element
         for client, found in zip(clients, data):
-            if isinstance(found, tf.data.Dataset) and not expected.is_assignable_from(
-                tff.types.tensorflow_to_type(found.element_spec)
-            ):
-                raise TypeError(
-                    "`client_data` must give data sets of the type that the process was built for. "
-                    f"Received: elements of {found.element_spec!r} for client {client!r}, expected "
-                    f"{expected}. The round was not begun and does not count."
-                )
+            if isinstance(found, list):  # of batches, which TFF checks one by one
+                continue
+            if not isinstance(found, tf.data.Dataset):
+                received = f"{type(found).__name__} for client {client!r}"
+            elif not expected.is_assignable_from(tff.types.tensorflow_to_type(found.element_spec)):
+                received = f"elements of {found.element_spec!r} for client {client!r}"
+            else:
+                continue
+            raise TypeError(
+                "`client_data` must give a `tf.data.Dataset` of each client, of the type that the "
+                f"process was built for. Received: {received}, expected elements of {expected}. "
+                "The round was not begun and does not count."
+            )
         return data
 
     def next(self, datasets: Callable[[str], tf.data.Dataset], figures: Callable) -> bool:

@@ -39,7 +39,8 @@ ERRORS = {
     "negative": ([-4.0], [0.0], 1.0),
     "two entries": ([0.0, 0.0], [3.0, 4.0], 5.0),
     "large numbers": ([1e30], [0.0], 1.0),
-    "an infinite half-step point": ([INF], [0.0], NAN),
+    "the largest numbers count as 2¹²⁰": ([3e38], [0.0], 3e38 / 2**120),
+    "an infinite half-step point": ([INF], [0.0], INF),
     "an infinite Euler point": ([0.0], [INF], INF),
     "NaN": ([NAN], [0.0], NAN),
 }

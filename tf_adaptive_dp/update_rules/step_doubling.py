@@ -18,6 +18,8 @@ from tf_adaptive_dp import checks
 
 # The smallest and largest normal float32. No learning rate leaves this range.
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
+# TensorFlow rounds the reciprocals of the largest float32 to 0, and an error would vanish.
+_LARGEST_SIZE = 2.0**120
 
 
 def error_estimate(
@@ -44,6 +46,8 @@ def error_estimate(
 def relative_norm(differences: Sequence[tf.Tensor], points: Sequence[tf.Tensor]) -> tf.Tensor:
     """‖d / max(1, |θ̃|)‖₂ over all variables: equation 6 for a given difference.
 
+    An |θ̃| above 2¹²⁰ counts as 2¹²⁰, so the error of such a point is larger.
+
     Args:
       differences: d, one float32 tensor per variable.
       points: θ̃, one float32 tensor per variable.
@@ -54,9 +58,14 @@ def relative_norm(differences: Sequence[tf.Tensor], points: Sequence[tf.Tensor])
     >>> float(relative_norm([tf.constant([4.0, 3.0])], [tf.constant([-1.0, 1.0])]))
     5.0
     """
+    # One pass over |θ̃|, and a reciprocal: TensorFlow divides several times more slowly.
+    sizes = (
+        tf.raw_ops.ClipByValue(t=tf.abs(t), clip_value_min=1.0, clip_value_max=_LARGEST_SIZE)
+        for t in points
+    )
+    scaled = [d * tf.math.reciprocal(size) for d, size in zip(differences, sizes)]
     # l2_loss is half the sum of squares, computed without an intermediate tensor.
-    halves = [tf.nn.l2_loss(d / tf.maximum(1.0, tf.abs(t))) for d, t in zip(differences, points)]
-    return tf.sqrt(2.0 * tf.add_n(halves))
+    return tf.sqrt(2.0 * tf.add_n([tf.nn.l2_loss(s) for s in scaled]))
 
 
 def adapted_learning_rate(
@@ -84,9 +93,7 @@ def adapted_learning_rate(
     >>> print(f"{adapted_learning_rate(0.1, 2.0, 1.9).numpy():.4f}")
     0.0950
     """
-    error = tf.cast(error, tf.float32)
-    error = tf.where(tf.math.is_nan(error), float("inf"), error)
-    factor = tf.clip_by_value(tf.cast(tolerance, tf.float32) / error, alpha_min, alpha_max)
+    factor = tf.clip_by_value(_tolerance_by_error(error, tolerance), alpha_min, alpha_max)
     return tf.clip_by_value(tf.cast(learning_rate, tf.float32) * factor, _SMALLEST, _LARGEST)
 
 
@@ -107,9 +114,13 @@ def share_of_step(error: tf.Tensor, tolerance: float) -> tf.Tensor:
     >>> [float(share_of_step(error, 0.5)) for error in (0.0, 0.5, 2.0, float("nan"))]
     [1.0, 1.0, 0.25, 0.0]
     """
+    return tf.minimum(1.0, _tolerance_by_error(error, tolerance))
+
+
+def _tolerance_by_error(error: tf.Tensor, tolerance: float) -> tf.Tensor:
+    """tol / err, and 0 if err is infinite or NaN."""
     error = tf.cast(error, tf.float32)
-    error = tf.where(tf.math.is_nan(error), float("inf"), error)
-    return tf.minimum(1.0, tf.cast(tolerance, tf.float32) / error)
+    return tf.where(tf.math.is_nan(error), 0.0, tf.cast(tolerance, tf.float32) / error)
 
 
 def decayed_learning_rate(

@@ -326,3 +326,23 @@ def test_every_client_in_every_round_can_be_private_too():
     expected = dp_accounting.pld.PLDAccountant().compose(dp_accounting.GaussianDpEvent(2.0))
     spent = epsilon_spent(ledger, 1e-2, sampling=sampler.sampling)
     assert spent == pytest.approx(expected.get_epsilon(1e-2), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_secure_aggregation_needs_the_context_that_tff_has_for_testing_it(context):
+    aggregator = tff.learning.secure_aggregator(zeroing=False, clipping=False)
+    secure = build_adaptive_fed_avg(model_fn, SGD, model_aggregator=aggregator)
+    plain = build_adaptive_fed_avg(model_fn, SGD)
+    clients = [client_of(seed) for seed in range(3)]
+    expected = weights(plain, plain.next(plain.initialize(), clients).state)
+    state = secure.initialize()
+    with pytest.raises(Exception, match="Cannot embed a federated value"):
+        secure.next(state, clients)
+    ours = tff.framework.get_context_stack().current
+    try:
+        tff.backends.test.set_sync_test_cpp_execution_context()
+        found = weights(secure, secure.next(state, clients).state)
+    finally:
+        tff.framework.set_default_context(ours)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert np.abs(expected).max() > 0.1

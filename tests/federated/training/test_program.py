@@ -972,6 +972,37 @@ def test_a_private_process_is_never_run_without_its_ledger(process, tmp_path):
         program.train(process, real_rounds.dataset, sampler, 2, tmp_path, ledger=known)
 
 
+@pytest.mark.parametrize(
+    "change, found",
+    [
+        (lambda d: d.map(lambda x, y: (tf.cast(x, tf.float64), y)), "float64"),
+        (lambda d: d.unbatch(), "TensorSpec"),
+        (lambda d: d.map(lambda x, y: {"x": x, "y": y}), "'x'"),
+        (lambda d: next(iter(d)), "tuple"),
+        (lambda d: next(iter(d))[0].numpy(), "ndarray"),
+    ],
+    ids=["another dtype", "examples", "another structure", "one batch", "an array"],
+)
+def test_data_of_the_wrong_type_cost_no_round(process, tmp_path, change, found):
+    sampler = real_rounds.sampler("gaussian", bytes(range(32)))
+    before = next(k for k in range(1, 20) if sampler.cohort(k))
+    program.train(process, real_rounds.dataset, sampler, before, tmp_path)
+    wrong = sampler.cohort(before)[-1]
+
+    def train():
+        def datasets(client):
+            dataset = real_rounds.dataset(client)
+            return change(dataset) if client == wrong else dataset
+
+        return program.train(process, datasets, sampler, before + 1, tmp_path, max_failures=9)
+
+    with pytest.raises(TypeError, match=f"(?s)`client_data` must give.*{found}.*does not count"):
+        train()
+    wrong = None
+    trained = train()
+    assert trained.num_begun == trained.num_finished == trained.ledger.num_releases == before + 1
+
+
 def test_a_ledger_is_for_one_way_to_draw_cohorts(process, tmp_path):
     """ε of all rounds would else be computed as if all were drawn like the last ones."""
     first = real_rounds.sampler("gaussian")
