@@ -45,6 +45,8 @@ def only_an_optimizer(optimizer, steps_per_call=1):
         steps_per_execution=steps_per_call,
         _steps_per_execution=steps_per_call,
         stop_training=False,
+        submodules=(),
+        _flatten_layers=lambda include_self: iter(()),
     )
 
 
