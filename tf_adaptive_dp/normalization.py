@@ -396,10 +396,8 @@ def _first_round(examples: _Examples, noise: float) -> _Statistics | None:
     if moments is None:
         return None
     shift, variance, noise_of_mean, noise_of_variance = moments
-    least = _LEAST_VARIANCE * noise_of_variance
-    deviation = units * np.sqrt(np.maximum(variance, least))
     smallest = typical / _LARGEST_TYPICAL
-    deviation = np.where(lost & (variance < least), np.maximum(deviation, smallest), deviation)
+    deviation = _deviation(units, variance, noise_of_variance, np.where(lost, smallest, 0.0))
     is_clear = variance > _CLEAR_VARIANCE * noise_of_variance
     # A feature that is 0 in half of the examples has a smaller mean, in units of its other values.
     is_still = ~lost & ~is_clear & (np.abs(shift) > 0.5)
@@ -431,11 +429,25 @@ def _second_round(
     if moments is None:
         return None
     shift, variance, _, noise_of_variance = moments
+    floor = np.where(found.is_still, found.stddev, np.minimum(found.smallest, found.stddev))
+    deviation = _deviation(units, variance, noise_of_variance, np.where(lost, floor, 0.0))
+    return found.mean + units * shift, deviation
+
+
+def _deviation(
+    units: np.ndarray, variance: np.ndarray, noise_of_variance: float, floor: np.ndarray
+) -> np.ndarray:
+    """The deviation of each feature; where its variance is lost in the noise, at least the floor.
+
+    Args:
+      units: [features].
+      variance: [features], in squares of these units.
+      noise_of_variance: the standard deviation of the noise in it.
+      floor: [features].
+    """
     least = _LEAST_VARIANCE * noise_of_variance
     deviation = units * np.sqrt(np.maximum(variance, least))
-    floor = np.where(found.is_still, found.stddev, np.minimum(found.smallest, found.stddev))
-    deviation = np.where(lost & (variance < least), np.maximum(deviation, floor), deviation)
-    return found.mean + units * shift, deviation
+    return np.where(variance < least, np.maximum(deviation, floor), deviation)
 
 
 def _moments(seen: _InUnits, noise: float) -> tuple[np.ndarray, np.ndarray, float, float] | None:

@@ -48,15 +48,16 @@ class PrivateCallback(tf.keras.callbacks.Callback):
         Raises:
           NotPrivateError: if ε would leave their release out.
         """
-        ledger = self.optimizer.ledger
-        layer = unpaid_in(self.model, self.optimizer)
+        optimizer = self.optimizer
+        layer = unpaid_in(self.model, optimizer)
         if layer is not None:
             raise NotPrivateError(
                 "The model has a `PrivateNormalization` whose release is not in the optimizer's "
                 "ledger, so epsilon would be too small. Before training, add it once for each "
                 "layer that was adapted: `optimizer.ledger.other_events += (layer.dp_event,)`; or "
                 "train by `PrivacyPlan(normalize_inputs=True)`. Received: "
-                f"{layer.name!r} with {layer.dp_event!r}, other_events={ledger.other_events!r}"
+                f"{layer.name!r} with {layer.dp_event!r}, other_events="
+                f"{optimizer.ledger.other_events!r}"
             )
 
     def warn_of_steering(self) -> None:
