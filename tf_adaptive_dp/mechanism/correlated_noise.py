@@ -13,10 +13,12 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy, ToeplitzStrategy, TreeNoise
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.mechanism.noise import aligned, normal_numbers
+from tf_adaptive_dp.mechanism.noise import NUM_DRAWS, aligned, normal_numbers
 
 # Threads that trace steps at the same time have to take back noise from the same variable.
 _CREATION = threading.Lock()
+
+_DRAWS_PER_RELEASE = 32  # of `TreeNoise`: one for each level
 
 NO_KEY = (
     "The noise of this optimizer takes back noise of earlier releases, which only the process that "
@@ -49,9 +51,11 @@ class _Recurrence(Protocol):
 
     Attributes:
       rows: of the state, [rows, size]. It is zero before the first release.
+      max_releases: how many have draws of their own; later ones would repeat some.
     """
 
     rows: int
+    max_releases: int
 
     def first_needed(self, count: int) -> int:
         """The release from which a state of zeros leads to the state before release `count`."""
@@ -104,6 +108,7 @@ class _ToeplitzRecurrence:
     def __init__(self, strategy: ToeplitzStrategy):
         self._strategy = strategy
         self.rows = strategy.bands - 1
+        self.max_releases = NUM_DRAWS - 1  # they begin with draw 1
 
     def first_needed(self, count: int) -> int:
         """See `_Recurrence`. Noise that is further back is below the rounding of float32."""
@@ -130,6 +135,7 @@ class _TreeRecurrence:
         self._levels = strategy.levels
         self._weights = 1 / strategy.variances
         self.rows = strategy.levels + 1
+        self.max_releases = NUM_DRAWS // _DRAWS_PER_RELEASE
 
     def first_needed(self, count: int) -> int:
         """See `_Recurrence`. A tree takes nothing back from the ones before it."""
@@ -143,7 +149,7 @@ class _TreeRecurrence:
         nodes, before = state[:-1], state[-1]
 
         def drawn(level: tf.Tensor) -> tf.Tensor:
-            return normal_numbers(size, key, 32 * number + level + 1)
+            return normal_numbers(size, key, _DRAWS_PER_RELEASE * number + level + 1)
 
         def bit(value: tf.Tensor, level: tf.Tensor) -> tf.Tensor:
             return tf.bitwise.bitwise_and(tf.bitwise.right_shift(value, level), 1)
@@ -248,7 +254,8 @@ class CorrelatedNoise:
           num_releases: how many the ledger holds.
         """
         same = tf.equal(self.saved.read_value()[1], self.strategy.digest())
-        return same & tf.equal(self.number(), num_releases)
+        is_new = num_releases < self._recurrence.max_releases
+        return same & is_new & tf.equal(self.number(), num_releases)
 
     def require_fit(self, num_releases: int) -> None:
         """Raises before a step that could not go on with the noise of earlier releases.
@@ -257,8 +264,17 @@ class CorrelatedNoise:
           num_releases: how many the ledger holds.
 
         Raises:
-          NotPrivateError: if the noise of some of them is not known, or that of more is.
+          NotPrivateError: if the noise of some of them is not known, or that of more is, or the
+            next one would repeat noise.
         """
+        most = self._recurrence.max_releases
+        if num_releases >= most:
+            raise NotPrivateError(
+                f"{self.strategy!r} has noise for {most} steps, and would then repeat it. Train on "
+                "with a new optimizer whose `ledger.other_events` hold `sampling.dp_event(old, "
+                "num_examples)`, what this one spent. Received: "
+                f"{num_releases} releases in the ledger"
+            )
         with tf.init_scope():
             if bool(self.fits(tf.constant(num_releases, tf.int64))):
                 return

@@ -116,8 +116,8 @@ def parts(scale: str) -> list[grids.Part]:
     """What is compared at a scale.
 
     All methods meet at σ = 2. At the scale "small", only those with nothing to tune run with more
-    noise, σ = 8, or on reviews with less, σ = 1; and at any scale only they run with rescaled
-    inputs.
+    noise, σ = 8, or on reviews with less, σ = 1, where the others join them for TF-IDF rows; and at
+    any scale only they run with rescaled inputs.
     """
     if scale == "smoke":
         methods = PROBLEMS["digits"].methods
@@ -131,8 +131,10 @@ def parts(scale: str) -> list[grids.Part]:
         for name, problem in PROBLEMS.items():
             if scale == "small" and sigma == 1 and name != "reviews":
                 continue
-            methods = NOTHING_TO_TUNE if scale == "small" else problem.methods
-            made += [_part(name, inputs, 1.0, sigma, scale, methods) for inputs in problem.inputs]
+            for inputs in problem.inputs:
+                all_meet = scale != "small" or (sigma, inputs) == (1.0, "tf-idf")
+                methods = problem.methods if all_meet else NOTHING_TO_TUNE
+                made.append(_part(name, inputs, 1.0, sigma, scale, methods))
     return made
 
 
