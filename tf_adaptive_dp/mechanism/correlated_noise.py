@@ -18,14 +18,18 @@ from tf_adaptive_dp.mechanism.noise import NUM_DRAWS, aligned, normal_numbers
 # Threads that trace steps at the same time have to take back noise from the same variable.
 _CREATION = threading.Lock()
 
-_DRAWS_PER_RELEASE = 32  # of `TreeNoise`: one for each level
+# Those of `TreeNoise`, one for each level.
+_DRAWS_PER_RELEASE = 32
 
+_WITH_A_NEW_OPTIMIZER = (
+    "with a new optimizer whose `ledger.other_events` hold `sampling.dp_event(old, num_examples)`, "
+    "what this one spent."
+)
 NO_KEY = (
     "The noise of this optimizer takes back noise of earlier releases, which only the process that "
     "drew it knows, or the directory of a `PrivacyPlan`. Without it no epsilon is proven for "
     "further releases. Call `plan.fit` with the directory of the run to resume it; or train on "
-    "with a new optimizer whose `ledger.other_events` hold `sampling.dp_event(old, num_examples)`, "
-    "what this one spent."
+    f"{_WITH_A_NEW_OPTIMIZER}"
 )
 
 
@@ -248,14 +252,14 @@ class CorrelatedNoise:
         return self._secret.next.read_value()[1]
 
     def fits(self, num_releases: tf.Tensor) -> tf.Tensor:
-        """Whether the next noise belongs to the next release of a ledger, a bool scalar.
+        """Whether noise is left, and belongs to the next release of a ledger: a bool scalar.
 
         Args:
           num_releases: how many the ledger holds.
         """
         same = tf.equal(self.saved.read_value()[1], self.strategy.digest())
-        is_new = num_releases < self._recurrence.max_releases
-        return same & is_new & tf.equal(self.number(), num_releases)
+        left = num_releases < self._recurrence.max_releases
+        return same & left & tf.equal(self.number(), num_releases)
 
     def require_fit(self, num_releases: int) -> None:
         """Raises before a step that could not go on with the noise of earlier releases.
@@ -270,10 +274,8 @@ class CorrelatedNoise:
         most = self._recurrence.max_releases
         if num_releases >= most:
             raise NotPrivateError(
-                f"{self.strategy!r} has noise for {most} steps, and would then repeat it. Train on "
-                "with a new optimizer whose `ledger.other_events` hold `sampling.dp_event(old, "
-                "num_examples)`, what this one spent. Received: "
-                f"{num_releases} releases in the ledger"
+                f"{self.strategy!r} has noise for {most} steps and would repeat it after them. "
+                f"Train on {_WITH_A_NEW_OPTIMIZER} Received: {num_releases} releases in the ledger"
             )
         with tf.init_scope():
             if bool(self.fits(tf.constant(num_releases, tf.int64))):

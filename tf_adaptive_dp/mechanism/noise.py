@@ -16,8 +16,9 @@ from tf_adaptive_dp.mechanism.turns import Turns
 
 # TensorFlow splits rows of 64 bytes without copying them.
 _ALIGNED = 16
+# Draws of one key are numbered with 32 bits, and later ones would repeat these.
+NUM_DRAWS = 2**32
 # The kernel writes another one for every read.
-NUM_DRAWS = 2**32  # of one key; later ones would repeat them
 _RANDOM_UUID = "/proc/sys/kernel/random/uuid"
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
