@@ -374,9 +374,21 @@ def test_every_bit_of_the_seed_counts(other):
     assert_independent(numbers(5_000, seed=1), numbers(5_000, seed=other))
 
 
-@pytest.mark.parametrize("other", [2, 2**16 + 1, 2**31 + 1, 2**32])
+@pytest.mark.parametrize("other", [2, 2**16 + 1, 2**31 + 1, 2**32, 2**32 + 1, 2**54 + 1])
 def test_every_bit_of_the_number_of_a_release_counts(other):
     assert_independent(numbers(5_000, seed=1), numbers(5_000, seed=1, release=other))
+
+
+def test_every_run_of_2_to_the_32_releases_has_a_key_of_its_own():
+    key, release = tf.constant(5, tf.int64), tf.constant(3 * 2**32 + 7, tf.int64)
+    block = tf.constant([2**31 + 3], tf.uint32)  # beyond those of replicas, in release 0
+    words = noise_module._threefry(tf.bitcast(key, tf.uint32), block, tf.constant(0, tf.uint32))
+    derived = tf.bitcast(tf.concat(words, axis=0), tf.int64)
+    expected = noise_module.normal_numbers(1000, derived, tf.constant(7, tf.int64))
+    compiled = noise_module.normal_numbers(1000, key, release)
+    np.testing.assert_array_equal(compiled, expected)
+    pairs = noise_module._normal_pairs.python_function(tf.constant(1000), key, release)
+    np.testing.assert_allclose(tf.bitcast(pairs, tf.float32).numpy().ravel(), expected, atol=1e-5)
 
 
 def test_the_key_has_64_bits_of_entropy():

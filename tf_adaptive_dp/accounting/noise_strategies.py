@@ -290,7 +290,7 @@ class TreeNoise(NoiseStrategy):
     `BandedNoise` with as many bands as a pass has steps has less noise at the same ε.
 
     Attributes:
-      steps_per_tree: P, at least 1, below 2³⁰. An optimizer has noise for 2²⁷ steps.
+      steps_per_tree: P, at least 1, below 2³⁰.
 
     Raises:
       TypeError, ValueError: if `steps_per_tree` has the wrong type or is out of range.

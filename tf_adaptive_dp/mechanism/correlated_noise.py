@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy, ToeplitzStrategy, TreeNoise
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.mechanism.noise import NUM_DRAWS, aligned, normal_numbers
+from tf_adaptive_dp.mechanism.noise import aligned, normal_numbers
 
 # Threads that trace steps at the same time have to take back noise from the same variable.
 _CREATION = threading.Lock()
@@ -21,15 +21,12 @@ _CREATION = threading.Lock()
 # Those of `TreeNoise`, one for each level.
 _DRAWS_PER_RELEASE = 32
 
-_WITH_A_NEW_OPTIMIZER = (
-    "with a new optimizer whose `ledger.other_events` hold `sampling.dp_event(old, num_examples)`, "
-    "what this one spent."
-)
 NO_KEY = (
     "The noise of this optimizer takes back noise of earlier releases, which only the process that "
     "drew it knows, or the directory of a `PrivacyPlan`. Without it no epsilon is proven for "
     "further releases. Call `plan.fit` with the directory of the run to resume it; or train on "
-    f"{_WITH_A_NEW_OPTIMIZER}"
+    "with a new optimizer whose `ledger.other_events` hold `sampling.dp_event(old, num_examples)`, "
+    "what this one spent."
 )
 
 
@@ -55,11 +52,9 @@ class _Recurrence(Protocol):
 
     Attributes:
       rows: of the state, [rows, size]. It is zero before the first release.
-      max_releases: how many have draws of their own; later ones would repeat some.
     """
 
     rows: int
-    max_releases: int
 
     def first_needed(self, count: int) -> int:
         """The release from which a state of zeros leads to the state before release `count`."""
@@ -112,7 +107,6 @@ class _ToeplitzRecurrence:
     def __init__(self, strategy: ToeplitzStrategy):
         self._strategy = strategy
         self.rows = strategy.bands - 1
-        self.max_releases = NUM_DRAWS - 1  # they begin with draw 1
 
     def first_needed(self, count: int) -> int:
         """See `_Recurrence`. Noise that is further back is below the rounding of float32."""
@@ -139,7 +133,6 @@ class _TreeRecurrence:
         self._levels = strategy.levels
         self._weights = 1 / strategy.variances
         self.rows = strategy.levels + 1
-        self.max_releases = NUM_DRAWS // _DRAWS_PER_RELEASE
 
     def first_needed(self, count: int) -> int:
         """See `_Recurrence`. A tree takes nothing back from the ones before it."""
@@ -252,14 +245,13 @@ class CorrelatedNoise:
         return self._secret.next.read_value()[1]
 
     def fits(self, num_releases: tf.Tensor) -> tf.Tensor:
-        """Whether noise is left, and belongs to the next release of a ledger: a bool scalar.
+        """Whether the noise belongs to the next release of a ledger: a bool scalar.
 
         Args:
           num_releases: how many the ledger holds.
         """
         same = tf.equal(self.saved.read_value()[1], self.strategy.digest())
-        left = num_releases < self._recurrence.max_releases
-        return same & left & tf.equal(self.number(), num_releases)
+        return same & tf.equal(self.number(), num_releases)
 
     def require_fit(self, num_releases: int) -> None:
         """Raises before a step that could not go on with the noise of earlier releases.
@@ -268,15 +260,8 @@ class CorrelatedNoise:
           num_releases: how many the ledger holds.
 
         Raises:
-          NotPrivateError: if the noise of some of them is not known, or that of more is, or the
-            next one would repeat noise.
+          NotPrivateError: if the noise of some of them is not known, or that of more is.
         """
-        most = self._recurrence.max_releases
-        if num_releases >= most:
-            raise NotPrivateError(
-                f"{self.strategy!r} has noise for {most} steps and would repeat it after them. "
-                f"Train on {_WITH_A_NEW_OPTIMIZER} Received: {num_releases} releases in the ledger"
-            )
         with tf.init_scope():
             if bool(self.fits(tf.constant(num_releases, tf.int64))):
                 return

@@ -16,8 +16,8 @@ from tf_adaptive_dp.mechanism.turns import Turns
 
 # TensorFlow splits rows of 64 bytes without copying them.
 _ALIGNED = 16
-# Draws of one key are numbered with 32 bits, and later ones would repeat these.
-NUM_DRAWS = 2**32
+# Keys of further draws come from blocks beyond those of replicas.
+_BEYOND_REPLICAS = 2**31
 # The kernel writes another one for every read.
 _RANDOM_UUID = "/proc/sys/kernel/random/uuid"
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -95,9 +95,20 @@ def _box_muller(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     input_signature=[tf.TensorSpec([], t) for t in (tf.int32, tf.int64, tf.int64)],
 )
 def _normal_pairs(size: tf.Tensor, key: tf.Tensor, release: tf.Tensor) -> tf.Tensor:
-    """At least `size` numbers from N(0, 1), two float32 in each uint64."""
+    """At least `size` numbers from N(0, 1), two float32 in each uint64.
+
+    Threefry numbers releases with 32 bits. Beyond them every 2³² releases have a key of their own.
+    """
+    low, high = tf.unstack(tf.bitcast(release, tf.uint32))
+    words = tf.bitcast(key, tf.uint32)
+    further = _block_without_noise(words, high + tf.constant(_BEYOND_REPLICAS, tf.uint32))
+    return _pairs(size, tf.where(high > 0, further, words), low)
+
+
+def _pairs(size: tf.Tensor, key: tf.Tensor, release: tf.Tensor) -> tf.Tensor:
+    """As `_normal_pairs`, for a key of two words and a number of one, uint32."""
     block = tf.cast(tf.range((size + 1) // 2), tf.uint32)
-    words = _threefry(tf.bitcast(key, tf.uint32), block, tf.cast(release, tf.uint32))
+    words = _threefry(key, block, release)
     # With two outputs XLA would compute nearly everything twice.
     a, b = (tf.cast(tf.bitcast(z, tf.uint32), tf.uint64) for z in _box_muller(*words))
     return a + tf.bitwise.left_shift(b, tf.constant(32, tf.uint64))
@@ -127,10 +138,9 @@ def fresh_normal_numbers(size: int) -> tf.Tensor:
       tf.errors.NotFoundError: when the graph runs on a machine without that file; it needs Linux.
     """
     random = tf.raw_ops.NonDeterministicInts(shape=[2], dtype=tf.uint32)
-    words = _threefry(_bits_of_the_kernel(), random[:1], random[1])
-    key = tf.bitcast(tf.concat(words, axis=0), tf.int64)
+    key = tf.concat(_threefry(_bits_of_the_kernel(), random[:1], random[1]), axis=0)
     microseconds = tf.cast(tf.math.floormod(tf.timestamp() * 1e6, 2.0**32), tf.int64)
-    pairs = _normal_pairs.python_function(tf.constant(size, tf.int32), key, microseconds)
+    pairs = _pairs(tf.constant(size, tf.int32), key, tf.cast(microseconds, tf.uint32))
     return tf.reshape(tf.bitcast(pairs, tf.float32), [-1])[:size]
 
 
@@ -207,10 +217,10 @@ class GaussianNoise:
 
     Guarantee: with `seed=None` no two releases share noise, even if threads draw at the same time.
     Every object makes its own key, including copies and runs restored from a checkpoint, and
-    nothing saves or shows it (see `SecretStream`). Within one object a counter separates up to 2³²
+    nothing saves or shows it (see `SecretStream`). Within one object a counter of 55 bits separates
     releases, and no checkpoint resets it. With a `seed` the counter is saved, and anyone who knows
     the seed can repeat the noise, to float32 rounding in every mode: for tests only. Replicas draw
-    with keys of their own, derived from the object's.
+    with keys of their own, derived from the object's; so does every run of 2³² releases.
     """
 
     def __init__(self, add_variable: Callable[..., tf.Variable], seed: int | None = None):
@@ -282,7 +292,7 @@ def normal_numbers(size: int, key: tf.Tensor, release: tf.Tensor) -> tf.Tensor:
     Args:
       size: how many, a multiple of 2.
       key: int64 scalar.
-      release: int64 scalar, from 1 to 2³² - 1.
+      release: int64 scalar, at least 1.
     """
     pairs = _normal_pairs(tf.constant(size, tf.int32), key, release)
     return tf.reshape(tf.bitcast(pairs, tf.float32), [size])
@@ -296,12 +306,14 @@ def _first(numbers: tf.Tensor, size: tf.Tensor | int, shape: Any) -> tf.Tensor:
 
 
 def _own_key(key: tf.Tensor) -> tf.Tensor:
-    """The key of this replica, int64, so that each replica draws numbers of its own.
-
-    It is a Threefry block of release 0, from which no noise is drawn.
-    """
+    """The key of this replica, int64, so that each replica draws numbers of its own."""
     if replicas.num_replicas() == 1:
         return key
-    block = replicas.replica_id()[tf.newaxis]
-    words = _threefry(tf.bitcast(key, tf.uint32), block, tf.constant(0, tf.uint32))
-    return tf.bitcast(tf.concat(words, axis=0), tf.int64)
+    words = _block_without_noise(tf.bitcast(key, tf.uint32), replicas.replica_id())
+    return tf.bitcast(words, tf.int64)
+
+
+def _block_without_noise(key: tf.Tensor, block: tf.Tensor) -> tf.Tensor:
+    """[2], uint32: another key, a block of release 0, from which no noise is drawn."""
+    words = _threefry(key, block[tf.newaxis], tf.constant(0, tf.uint32))
+    return tf.concat(words, axis=0)
