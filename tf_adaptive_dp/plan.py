@@ -2,61 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import os
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import dp_accounting
-import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp import report as reports
 from tf_adaptive_dp._keras.generation import keras
-from tf_adaptive_dp._keras.layers import layers_within
-from tf_adaptive_dp._keras.models import (
-    give_weights_axes_of_losses,
-    leave_padding_out_of_metrics,
-)
 from tf_adaptive_dp.accounting import calibration, composition, noise_strategies
 from tf_adaptive_dp.accounting.ledger import missing_events
-from tf_adaptive_dp.accounting.noise_strategies import (
-    IndependentNoise,
-    NoiseStrategy,
-    prefix_error,
-    sensitivity,
-)
+from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
-from tf_adaptive_dp.callbacks.run_directory import (
-    OTHER_EXAMPLES,
-    OTHER_USERS,
-    Fingerprint,
-    RunDirectory,
-    RunHistory,
-)
-from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import (
     PrivateNormalization,
-    first_unpaid,
-    input_array,
-    normalizations_in,
 )
-from tf_adaptive_dp.sampling import draws
-from tf_adaptive_dp.sampling.datasets import (
-    Arrays,
-    Records,
-    as_dataset,
-    fingerprint,
-    open_source,
-    refuse_shuffled,
-)
-from tf_adaptive_dp.sampling.draws import check_unit
-from tf_adaptive_dp.sampling.fixed_order import FixedOrder
+from tf_adaptive_dp.planned_training import PlannedTraining
 from tf_adaptive_dp.sampling.noise_budget import NoiseBudget, SamplingOfPlan
 from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.statement import format_epsilon, privacy_statement
@@ -220,7 +186,6 @@ class PrivacyPlan:
         self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
         self.other_events = tuple(other_events)
         self.normalize_inputs = checks.boolean("normalize_inputs", normalize_inputs)
-        self._normalization: PrivateNormalization | None = None
         if epsilon is not None:
             self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
             if self.normalize_inputs:
@@ -258,10 +223,7 @@ class PrivacyPlan:
                     "`noise_multiplier` must be large enough for a finite epsilon. Received: "
                     f"noise_multiplier={noise_multiplier!r}"
                 )
-        self._optimizer: tf.keras.optimizers.Optimizer | None = None
-        self._statistics: dict[int, dp_accounting.DpEvent] = {}
-        self._model: tf.keras.Model | None = None
-        self._history: RunHistory | None = None
+        self._training = PlannedTraining(self, self._users)
 
     def _pay_for_normalization(self) -> None:
         """Adds the event of the normalization to those that the budget pays for."""
@@ -355,7 +317,7 @@ class PrivacyPlan:
         if not missing_events(made.ledger.other_events, among=self.other_events):
             # The budget pays for all of them, whatever released them.
             made.ledger.other_events = self.other_events
-        self._check_optimizer(made)
+        self._training.check_optimizer(made)
         return made
 
     def normalization(self, x: Any, axis: int | None = -1) -> PrivateNormalization:
@@ -372,23 +334,7 @@ class PrivacyPlan:
           TypeError, ValueError: if the plan was made without `normalize_inputs`, the inputs are not
             an array of `num_examples` examples, or an earlier call had another `axis`.
         """
-        if not self.normalize_inputs:
-            raise ValueError(
-                "The budget of this plan does not pay for a normalization. Make the plan with "
-                "`normalize_inputs=True`. Received: normalize_inputs=False"
-            )
-        if self._normalization is None:
-            layer = PrivateNormalization(self.other_events[-1].noise_multiplier, axis)
-            x = input_array(x)
-            self._check_num_examples(len(x))
-            layer.adapt(x, self._users)
-            self._normalization = layer
-        if self._normalization.axis != axis:
-            raise ValueError(
-                "`axis` must be that of the first call: another normalization would be another "
-                f"release. Received: axis={axis!r} after axis={self._normalization.axis!r}"
-            )
-        return self._normalization
+        return self._training.normalization(x, axis)
 
     def batches(
         self,
@@ -419,28 +365,8 @@ class PrivacyPlan:
         Raises:
           TypeError, ValueError: if the data have a wrong type, or are not `num_examples` examples.
         """
-        source = self._source(x, y, sample_weight)
-        return self._batches(source, start_step, gradient_accumulation_steps, key)
-
-    def _source(self, x: Any, y: Any, sample_weight: Any) -> Arrays | Records:
-        if self._users is not None:
-            refuse_shuffled(x)
-        source = open_source(_examples(x, y, sample_weight), None)
-        self._check_num_examples(len(source))
-        return source
-
-    def _batches(
-        self,
-        source: Arrays | Records,
-        start_step: int,
-        gradient_accumulation_steps: int,
-        key: bytes | None,
-    ) -> tf.data.Dataset:
-        return as_dataset(
-            *(source, self.sampling, start_step, key, gradient_accumulation_steps),
-            masked=True,
-            users=self._users,
-        )
+        source = self._training.source(x, y, sample_weight)
+        return self._training.batches(source, start_step, gradient_accumulation_steps, key)
 
     def callbacks(self, log_dir: str | os.PathLike | None = None) -> list[keras.callbacks.Callback]:
         """The monitor and the budget, for those who call `model.fit` themselves.
@@ -510,113 +436,13 @@ class PrivacyPlan:
                 f"The plan determines {', '.join(given)}. Received: "
                 + ", ".join(f"{name}={fit_arguments[name]!r}" for name in given)
             )
-        optimizer = getattr(model, "optimizer", None)
-        self._check_optimizer(optimizer)
-        normalizations = self._check_normalization(model)
-        self._warn_of_second_model(model)
-        if directory is None:
-            self._refuse_second_order(model.optimizer)
-        source = self._source(x, y, sample_weight)
-        run = None
-        if directory is not None:
-            run = RunDirectory(
-                *(directory, self._settings(), self.steps),
-                fingerprint=self._fingerprint(source),
-                keeps_keys=not self.noise.is_independent,
-            )
-        try:
-            if run is not None:
-                self._keep_normalizations(run, normalizations, model)
-            seen = {x.release_id: x.dp_event for x in normalizations if x.release_id}
-            self._statistics = {**self._statistics_seen_by(model.optimizer), **seen}
-            return self._fit(model, source, run, directory, callbacks, fit_arguments)
-        finally:
-            if run is not None:
-                run.close()
-
-    def _fingerprint(self, source: Arrays | Records) -> Fingerprint | None:
-        """The data that may not change between the calls of `fit` for one run."""
-        if self._users is not None:
-            return Fingerprint("user_ids", self._users.fingerprint, OTHER_USERS)
-        if not self.noise.is_independent:
-            return Fingerprint("examples", functools.partial(fingerprint, source), OTHER_EXAMPLES)
-        return None
-
-    def _keep_normalizations(
-        self, run: RunDirectory, layers: Sequence[PrivateNormalization], model: keras.Model
-    ) -> None:
-        """Gives layers the statistics that the run began with, which its budget pays for.
-
-        Gradients that were released before a kill belong to the first values.
-        """
-        values = [layer.get_weights() for layer in layers]
-        kept = run.keep("normalization", values)
-        if [[v.shape for v in of] for of in kept] != [[v.shape for v in of] for of in values]:
-            raise ValueError(
-                "The model must have the `PrivateNormalization` layers that the run in `directory` "
-                "began with, each adapted before `fit` if it was then. Received: statistics of "
-                f"shapes {[[v.shape for v in of] for of in values]}, and in the directory "
-                f"{[[v.shape for v in of] for of in kept]}"
-            )
-        inside = layers_within(model)
-        for layer, before in zip(layers, kept):
-            changed = not all(map(np.array_equal, layer.get_weights(), before))
-            if changed and not any(layer is x for x in inside):
-                raise ValueError(
-                    "The run in `directory` began with other statistics of its inputs, and the "
-                    "model does not have the layer `plan.normalization(x)`, so `fit` cannot "
-                    "restore them: inputs that were normalized outside of the model would train "
-                    "on with a second release. Put the layer first in the model. Received: a model "
-                    "without it"
-                )
-            layer.set_weights(before)
-
-    def _fit(
-        self,
-        model: keras.Model,
-        source: Arrays | Records,
-        run: RunDirectory | None,
-        directory: str | os.PathLike | None,
-        callbacks: Sequence[keras.callbacks.Callback],
-        fit_arguments: dict[str, Any],
-    ) -> keras.callbacks.History:
-        """Trains with callbacks around a run's directory."""
-        parts = model.optimizer.parts_per_batch
-        finished = run is not None and run.is_finished
-        # A finished run draws nothing more; Keras still looks at the shapes of a batch.
-        start = 0 if run is None or finished else run.log.num_releases
-        key = None
-        if run is not None and run.keys is not None:
-            # Passes in one order have no draws beside it, so a run goes on with its order alone.
-            in_one_order = isinstance(self.sampling, FixedOrder)
-            key = run.keys.groups if in_one_order else draws.new_key() + run.keys.groups
-        batches = self._batches(source, start, parts, key)
-        batches = give_weights_axes_of_losses(model, batches)
-        leave_padding_out_of_metrics(model)
-        monitor, budget = self.callbacks(None if directory is None else f"{directory}/logs")
-        path = None if run is None else run.history_path
-        history = RunHistory(lambda: monitor.not_private, path)
-        reporting = [monitor, *([] if finished else [budget]), *callbacks, history]
-        self._optimizer, self._model, self._history = model.optimizer, model, history
-        of_keras = model.fit(
-            batches,
-            epochs=0 if finished else self.epochs,
-            steps_per_epoch=parts * self.steps_per_epoch,
-            shuffle=False,  # the batches are drawn already; Keras warns of anything else
-            callbacks=reporting if run is None else run.callbacks(reporting),
-            **fit_arguments,
+        return self._training.fit(
+            *(model, (x, y, sample_weight)),
+            directory=directory,
+            settings=self._settings(),
+            callbacks=callbacks,
+            fit_arguments=fit_arguments,
         )
-        if finished:  # as `fit` does after the last epoch, for averages of the weights
-            model.optimizer.finalize_variable_values(model.trainable_variables)
-        of_keras.epoch = [row["epoch"] for row in history.rows]
-        names = {name: None for row in history.rows for name in row["logs"]}
-        of_keras.history = {
-            name: [row["logs"][name] for row in history.rows if name in row["logs"]]
-            for name in names
-        }
-        if directory is not None:
-            self.report(f"{directory}/report.html")
-        return of_keras
 
     def statement(self, max_examples_per_user: int | None = None) -> str:
         """The guarantee of the model that `fit` trained last; see `privacy_statement`.
@@ -629,7 +455,7 @@ class PrivacyPlan:
           ValueError: if `fit` has not been called.
         """
         return privacy_statement(
-            *(self._trained_optimizer(), self._num_units, self.delta),
+            *(self._training.optimizer, self._num_units, self.delta),
             sampling=self.sampling,
             accountant=self.accountant,
             max_examples_per_user=max_examples_per_user,
@@ -649,14 +475,13 @@ class PrivacyPlan:
         Raises:
           ValueError: if `fit` has not been called.
         """
-        rows: list[dict[str, Any]] = [] if self._history is None else self._history.rows
         data = reports.facts(
-            *(self._trained_optimizer(), self._num_units, self.delta),
-            history=rows,
+            *(self._training.optimizer, self._num_units, self.delta),
+            history=self._training.history,
             epsilon=self.epsilon,
             sampling=self.sampling,
             accountant=self.accountant,
-            model=self._model,
+            model=self._training.model,
             audit=audit,
             test_metric=test_metric,
         )
@@ -686,57 +511,17 @@ class PrivacyPlan:
                 f"epsilon = {format_epsilon(self.epsilon)} at delta = {self.delta:g} for each of "
                 f"{self._num_units} {self._unit}s ({self.accountant.upper()} accounting)",
                 f"noise multiplier {self.noise_multiplier:g}",
-                *self._describe_batches(),
+                *self._budget.describe_noise(self.sampling, self.noise),
+                *self.sampling.describe(self._num_units, self.epochs),
                 f"epsilon after epoch {', '.join(spent)}",
             ]
         )
-
-    def _describe_batches(self) -> list[str]:
-        steps = f"{self.steps} steps: {self.epochs} "
-        if isinstance(self.sampling, FixedOrder):
-            left = self._num_units - self.steps_per_epoch * self.batch_size
-            return [
-                f"{steps}passes of {self.steps_per_epoch} batches, all in one order; batches are "
-                "not sampled",
-                f"noise in sums of steps: {self._gain():.2f} of that of independent noise in this "
-                "order at this epsilon",
-                f"{self.batch_size} {self._unit}s are in a batch"
-                + (f"; {left} of the data, chosen at random, in none" if left else ""),
-            ]
-        rows = (
-            f"{self.batch_size} {self._unit}s are expected in a batch, which has "
-            f"{self.sampling.rows} rows{self._for_each_user()}"
-        )
-        steps += f"epochs of {self.steps_per_epoch} Poisson batches"
-        if self.noise.is_independent:
-            return [steps, rows]
-        return [
-            steps,
-            f"drawn from {self.noise.bands} groups of examples in turn; noise in sums of steps: "
-            f"{self._gain():.2f} of what independent noise of this multiplier gives",
-            rows,
-        ]
 
     def _gain_of_sums(self, steps: int) -> float:
         """T steps in one direction relative to the noise in their sum, √T if it is independent."""
         if self.noise.is_independent:
             return math.sqrt(steps)
         return steps / float(self.noise.sum_deviations(steps)[-1])
-
-    def _gain(self) -> float:
-        """The noise in sums of steps relative to independent noise; see `describe`."""
-        gain = prefix_error(self.noise, self.steps) / prefix_error(IndependentNoise(), self.steps)
-        if isinstance(self.sampling, FixedOrder):
-            # At the same epsilon the multipliers are proportional to the sensitivities.
-            order = self.steps, self.sampling.separation(self._num_units)
-            gain *= sensitivity(self.noise, *order) / sensitivity(IndependentNoise(), *order)
-        return gain
-
-    def _for_each_user(self) -> str:
-        sampling = self.sampling
-        if isinstance(sampling, FixedOrder) or sampling.examples_per_user is None:
-            return ""
-        return f", {sampling.examples_per_user} for each of {sampling.max_batch_size} users"
 
     def recommend(
         self, batch_sizes: Sequence[int] | None = None, epochs: Sequence[int] | None = None
@@ -801,130 +586,6 @@ class PrivacyPlan:
             "noise": noise_strategies.serialize(self.noise),
         }
 
-    def _check_optimizer(self, optimizer: Any) -> None:
-        """Raises unless an optimizer spends what the plan accounts for."""
-        if not hasattr(optimizer, "ledger"):
-            raise TypeError(
-                "The model must be compiled with an optimizer of tf_adaptive_dp, such as "
-                f"`plan.optimizer(tf_adaptive_dp.ADADP)`. Received: optimizer={optimizer!r}"
-            )
-        if optimizer.seed is not None:
-            raise NotPrivateError(
-                "The optimizer of a plan must draw secret noise: whoever knows a seed can take the "
-                "noise out. Leave out `seed`; a test with repeatable noise can train without a "
-                f"plan. Received: seed={optimizer.seed!r}"
-            )
-        check_unit(self.sampling, optimizer)
-        wanted = (self.noise_multiplier, self.expected_batch_size)
-        noise_multiplier, size = optimizer.next_release()
-        if noise_multiplier != wanted[0] or size is None or not math.isclose(size, wanted[1]):
-            raise ValueError(
-                "The optimizer must have the noise and the batch size of the plan: make it by "
-                "`plan.optimizer(...)`. Received: "
-                f"noise_multiplier={noise_multiplier!r} and expected_batch_size={size!r} instead "
-                f"of {wanted[0]!r} and {wanted[1]!r}"
-            )
-        if optimizer.noise != self.noise:
-            raise ValueError(
-                "The optimizer must have the noise strategy of the plan: make it by "
-                f"`plan.optimizer(...)`. Received: noise={optimizer.noise!r} instead of "
-                f"{self.noise!r}"
-            )
-        events = optimizer.ledger.other_events
-        if missing_events(events, among=self.other_events):
-            raise ValueError(
-                "The optimizer's ledger, to which side information adds its release, has an event "
-                "that the plan's budget does not pay for. Pass the events as `other_events` to the "
-                f"plan. Received: {optimizer.ledger.other_events!r} instead of "
-                f"{self.other_events!r}"
-            )
-        if missing_events(self.other_events, among=events):
-            raise ValueError(
-                "The optimizer's ledger must have every event that the plan's budget pays for, or "
-                "its epsilon is too small: make it by `plan.optimizer(...)`, or set "
-                "`optimizer.ledger.other_events = plan.other_events`. Received: "
-                f"{optimizer.ledger.other_events!r} instead of {self.other_events!r}"
-            )
-
-    def _check_num_examples(self, received: int) -> None:
-        """Raises if data are not those that the plan is about."""
-        if received != self.num_examples:
-            name = "num_examples" if self._users is None else "len(user_ids)"
-            raise ValueError(
-                f"`{name}` must be the number of examples that are trained on. Received: "
-                f"{received} examples, {name}={self.num_examples!r}"
-            )
-
-    def _check_normalization(self, model: keras.Model) -> list[PrivateNormalization]:
-        """Raises if statistics were released by an event that nobody pays for.
-
-        Returns:
-          The layers whose statistics the run must go on with: the plan's own, and the model's.
-        """
-        layers = normalizations_in(model)
-        own = [] if self._normalization is None else [self._normalization]
-        all_layers = own + [layer for layer in layers if layer is not self._normalization]
-        known = self._statistics_seen_by(model.optimizer)
-        unpaid = first_unpaid(all_layers, model.optimizer, self.other_events, known)
-        if unpaid is not None:
-            raise ValueError(
-                "The model has a `PrivateNormalization` that the plan's budget does not pay "
-                "for. Make it by `plan.normalization(x)`, of a plan with "
-                "`normalize_inputs=True`, or pass its `dp_event` in `other_events`, once for "
-                "each layer that was adapted and beside the events of side information. A "
-                "layer of `clone_model` has no statistics: copy the model by "
-                "`copy.deepcopy(model)`, or set its weights to those of the original. "
-                f"Received: {unpaid.name!r} with {unpaid.dp_event!r}, other_events="
-                f"{self.other_events!r}"
-            )
-        if self.normalize_inputs and not layers:
-            warnings.warn(
-                "The plan pays for a normalization of the inputs, and the model has none. Put "
-                "`plan.normalization(x)` first in the model, or leave `normalize_inputs` out.",
-                stacklevel=3,
-            )
-        return all_layers
-
-    def _statistics_seen_by(
-        self, optimizer: tf.keras.optimizers.Optimizer
-    ) -> dict[int, dp_accounting.DpEvent]:
-        """The releases of statistics behind an optimizer's gradients so far, by their numbers."""
-        return dict(self._statistics) if self._optimizer is optimizer else {}
-
-    def _warn_of_second_model(self, model: keras.Model) -> None:
-        before = self._optimizer
-        if before is not None and before is not model.optimizer and before.ledger.num_releases:
-            warnings.warn(
-                "This plan has already trained another model on these examples. The statement of "
-                "each model is about that model alone: publishing both, or choosing between them, "
-                "spends more. `HonestTuner` accounts for a choice.",
-                stacklevel=3,
-            )
-
-    def _refuse_second_order(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
-        """Raises if a run with correlated noise would go on in other groups, or in another order.
-
-        An example could then be in two batches that are closer to each other than epsilon assumes,
-        and nothing else might notice: a batch with little padding does not show its step. After all
-        steps of the plan the budget refuses more of them.
-        """
-        released = optimizer.ledger.num_releases
-        if not self.noise.is_independent and 0 < released < self.steps:
-            raise ValueError(
-                "The groups or the order that the batches of a run with correlated noise come from "
-                "are known to its directory alone. Pass `directory` to the first call of `fit`, "
-                "and to the one that resumes it; or begin with a new model. Received: "
-                f"directory=None, and an optimizer with {released} releases"
-            )
-
-    def _trained_optimizer(self) -> tf.keras.optimizers.Optimizer:
-        if self._optimizer is None:
-            raise ValueError(
-                "The plan has trained no model yet. Call `plan.fit` first, or use "
-                "`privacy_statement` and `report.facts` with an optimizer of your own."
-            )
-        return self._optimizer
-
 
 def _users(
     user_ids: Any, examples_per_user: int | None, num_examples: int | None
@@ -946,30 +607,3 @@ def _users(
             f"{users.num_records} ids, num_examples={num_examples!r}"
         )
     return users
-
-
-def _examples(x: Any, y: Any, sample_weight: Any) -> Any:
-    """What `open_source` reads."""
-    if y is None:
-        if sample_weight is not None:
-            raise ValueError(
-                "`sample_weight` needs `y`. A source of single examples gives its weights as "
-                "(x, y, sample_weight). Received: y=None"
-            )
-        if hasattr(x, "shape") or isinstance(x, (dict, list)):
-            raise ValueError(
-                "`y` is missing. To learn the inputs themselves, pass them twice. Received: y=None"
-            )
-        return x
-    parts = (x, y) if sample_weight is None else (x, y, sample_weight)
-    return tuple(_arrays(part) for part in parts)
-
-
-def _arrays(part: Any) -> Any:
-    """A nest of NumPy arrays, without lists, which `tf.data` would take for one array each."""
-    if isinstance(part, dict):
-        return {name: _arrays(value) for name, value in part.items()}
-    if isinstance(part, (list, tuple)) and all(hasattr(value, "shape") for value in part):
-        return tuple(_arrays(value) for value in part)
-    checks.not_masked("data", part)
-    return np.asarray(part)

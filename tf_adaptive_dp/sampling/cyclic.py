@@ -86,6 +86,7 @@ class CyclicPoissonSampling(RandomSizes):
     steps: int
     seed: int | None = None
     label: ClassVar[str] = "cyclic"
+    keeps_distance: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         composition.check_probability(
@@ -146,6 +147,15 @@ class CyclicPoissonSampling(RandomSizes):
         """The key of a pass over the batches: other draws, from the same groups."""
         draws_key, groups_key = _both_keys(key)
         return (draws.derived_key(draws_key, b"pass", number) if number else draws_key) + groups_key
+
+    def resumed_key(self, kept: bytes) -> bytes:
+        """New draws from the groups that were kept."""
+        return draws.new_key() + kept
+
+    def describe(self, num_examples: int, epochs: int) -> list[str]:
+        """See `Sampling.describe`."""
+        steps, rows = super().describe(num_examples, epochs)
+        return [f"{steps}, drawn from {self.num_groups} groups of examples in turn", rows]
 
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
         """Indices of the examples in the batch of a step, ascending.

@@ -352,8 +352,7 @@ def _check(sampling: draws.Sampling, start_step: int, key: bytes | None) -> None
     lengths = (32, 64) if cyclic else (32,)
     if key is not None and not (isinstance(key, bytes) and len(key) in lengths):
         raise ValueError("`key` must be 32 bytes, see `draws.new_key`. Received: something else")
-    one_order = cyclic or isinstance(sampling, FixedOrder)
-    if one_order and start_step and key is None and sampling.seed is None:
+    if sampling.keeps_distance and start_step and key is None and sampling.seed is None:
         raise ValueError(
             "To go on at `start_step`, the groups or the order of the earlier steps are needed: "
             "pass the `key` that they were drawn with. Received: "

@@ -98,6 +98,8 @@ class Sampling(abc.ABC):
         at most k examples each are in a batch; then `num_examples` is the number of users wherever
         a method takes it.
       user_reduction: `"mean"` or `"sum"`: how the gradients of a user's examples become one.
+      keeps_distance: whether it keeps two batches with the same example apart, as correlated noise
+        needs it. What keeps them apart must be known to whoever resumes a run.
     """
 
     label: ClassVar[str]
@@ -105,6 +107,7 @@ class Sampling(abc.ABC):
     seed: int | None
     examples_per_user: int | None = None
     user_reduction: str = "mean"
+    keeps_distance: ClassVar[bool] = False
 
     @property
     def unit(self) -> str:
@@ -153,6 +156,26 @@ class Sampling(abc.ABC):
           number: of the pass, from 0.
         """
         return derived_key(key, b"pass", number) if number else key
+
+    def resumed_key(self, kept: bytes) -> bytes:
+        """The key with which a resumed run goes on.
+
+        Args:
+          kept: 32 bytes of the run's directory, which keep batches with the same example apart.
+
+        Raises:
+          TypeError: if the sampling does not keep them apart.
+        """
+        raise TypeError(f"This sampling draws anew in each process. Received: sampling={self!r}")
+
+    def describe(self, num_examples: int, epochs: int) -> list[str]:
+        """What batches there will be, before any training: sentences for `PrivacyPlan.describe`.
+
+        Args:
+          num_examples: number of examples in the training set, a public constant.
+          epochs: number of epochs that the steps are divided into.
+        """
+        raise NotImplementedError
 
     def marks(self, padding: np.ndarray, random: np.ndarray, step: int) -> np.ndarray:
         """The marks of the rows of padding.
@@ -233,9 +256,7 @@ class Sampling(abc.ABC):
     def check_ledger(self, ledger: Any, num_examples: int) -> None:
         """Raises ValueError if a ledger or an optimizer contradicts the sampling."""
         check_unit(self, ledger)
-        # No other sampling is proven for correlated noise.
-        correlated = self.label in ("cyclic", "fixed_order")
-        segments, _ = composition.read_ledger(ledger, num_examples, correlated=correlated)
+        segments, _ = composition.read_ledger(ledger, num_examples, correlated=self.keeps_distance)
         expected = self.expected_batch_size(num_examples)
         for segment in segments:
             if not math.isclose(segment.batch_size, expected, rel_tol=_SAME):

@@ -52,6 +52,7 @@ class FixedOrder(draws.FullBatches):
     """
 
     label: ClassVar[str] = "fixed_order"
+    keeps_distance: ClassVar[bool] = True
 
     def key_of_pass(self, key: bytes, number: int) -> bytes:
         """The same key for all passes, since the order is one for the whole run."""
@@ -61,6 +62,28 @@ class FixedOrder(draws.FullBatches):
     def separation(self, num_examples: int) -> int:
         """s, the number of steps from one batch with an example to the next."""
         return num_examples // self.batch_size
+
+    def equivalent_sensitivity(
+        self, noise: noise_strategies.NoiseStrategy, num_examples: int
+    ) -> float:
+        """By how much an example moves all releases, in units of C; exact, see the class."""
+        separation = self.separation(num_examples)
+        return noise_strategies.sensitivity(noise, self.steps, separation)
+
+    def resumed_key(self, kept: bytes) -> bytes:
+        """The key of the order, beside which nothing is drawn."""
+        return kept
+
+    def describe(self, num_examples: int, epochs: int) -> list[str]:
+        """See `Sampling.describe`."""
+        per_pass = self.steps // epochs
+        left = num_examples - per_pass * self.batch_size
+        return [
+            f"{self.steps} steps: {epochs} passes of {per_pass} batches, all in one order; batches "
+            "are not sampled",
+            f"{self.batch_size} {self.unit}s are in a batch"
+            + (f"; {left} of the data, chosen at random, in none" if left else ""),
+        ]
 
     def place(
         self, num_examples: int, step: int, key: bytes, gradient_accumulation_steps: int = 1

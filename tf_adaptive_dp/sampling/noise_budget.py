@@ -16,7 +16,6 @@ from tf_adaptive_dp.accounting.noise_strategies import (
     IndependentNoise,
     NoiseStrategy,
     prefix_error,
-    sensitivity,
 )
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.fixed_order import FixedOrder
@@ -140,6 +139,20 @@ class NoiseBudget:
             best, least, guess = noise, error, 1.2 * found
         return best
 
+    def describe_noise(self, sampling: SamplingOfPlan, noise: NoiseStrategy) -> list[str]:
+        """What a strategy leaves of independent noise in sums of steps; nothing if it is that."""
+        if noise.is_independent:
+            return []
+        alone = IndependentNoise()
+        left = prefix_error(noise, sampling.steps) / prefix_error(alone, sampling.steps)
+        compared = "of this multiplier"
+        if noise.bands is None:
+            # At the same epsilon the multipliers are proportional to the sensitivities.
+            left *= sampling.equivalent_sensitivity(noise, self.num_units)
+            left /= sampling.equivalent_sensitivity(alone, self.num_units)
+            compared = "in this order at this epsilon"
+        return [f"noise in sums of steps: {left:.2f} of that of independent noise {compared}"]
+
     def _least_by_rdp(
         self,
         epsilon: float,
@@ -151,10 +164,7 @@ class NoiseBudget:
         factor = 2.0 if guess is None else 1.3
         if guess is None:
             # All steps together are about one Gaussian mechanism of this sensitivity, or exactly.
-            if isinstance(sampling, FixedOrder):
-                moved = sensitivity(noise, sampling.steps, sampling.separation(self.num_units))
-            else:
-                moved = sampling.share * math.sqrt(sampling.steps)
+            moved = sampling.equivalent_sensitivity(noise, self.num_units)
             guess = moved * math.sqrt(-2 * math.log(self.delta)) / epsilon
         spent = functools.partial(self.epsilon, sampling, noise, accountant="rdp")
         return calibration.least_noise(spent, epsilon, tolerance, guess=guess, factor=factor)

@@ -12,6 +12,7 @@ from scipy import stats
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.sampling import draws
 
 REDUCTIONS = ("mean", "sum")
@@ -54,6 +55,22 @@ class RandomSizes(draws.Sampling):
         """`share` · num_examples, which the optimizer's `expected_batch_size` must equal."""
         return self.share * checks.integer("num_examples", num_examples, 1)
 
+    def equivalent_sensitivity(self, noise: NoiseStrategy, num_examples: int) -> float:
+        """About the sensitivity of one Gaussian mechanism that spends as much as all steps."""
+        del noise, num_examples
+        return self.share * math.sqrt(self.steps)
+
+    def describe(self, num_examples: int, epochs: int) -> list[str]:
+        """See `Sampling.describe`."""
+        rows = (
+            f"{self.expected_batch_size(num_examples):g} {self.unit}s are expected in a batch, "
+            f"which has {self.rows} rows"
+        )
+        if self.examples_per_user is not None:
+            rows += f", {self.examples_per_user} for each of {self.max_batch_size} users"
+        steps = f"{self.steps} steps: {epochs} epochs of {self.steps // epochs} Poisson batches"
+        return [steps, rows]
+
     def failure_probability(self, num_examples: int) -> float:
         """η / T: the probability that one example is drawn together with at least B others."""
         tail = stats.binom.sf(self.max_batch_size - 1, num_examples, self.share)
@@ -82,7 +99,8 @@ class RandomSizes(draws.Sampling):
         if self.delta_for_noise(0.0, num_examples, delta) <= 0:
             raise ValueError(
                 "Batches overflow so often that ε is infinite at this `delta`. Make "
-                "`max_batch_size` larger, `for_batch_size` finds one. Received: "
+                f"`max_batch_size` larger; `{type(self).__name__}.for_batch_size` finds one. "
+                "Received: "
                 f"delta={delta!r}, sampling={self!r}"
             )
 

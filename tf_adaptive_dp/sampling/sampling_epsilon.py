@@ -7,9 +7,7 @@ from typing import Any
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
-from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.draws import Sampling, check_unit, examples_per_user_of
-from tf_adaptive_dp.sampling.fixed_order import FixedOrder
 from tf_adaptive_dp.sampling.fixed_size import fixed_size_epsilon
 from tf_adaptive_dp.sampling.poisson import refuse_microbatches
 
@@ -81,7 +79,7 @@ def releases_left(
             at_most=at_most,
         )
     noise = composition.noise_of(ledger)
-    if isinstance(sampling, (CyclicPoissonSampling, FixedOrder)):  # they know repetitions
+    if isinstance(sampling, Sampling) and sampling.keeps_distance:  # it knows repetitions
         segments, events = composition.read_ledger(ledger, num_examples, correlated=True)
     else:
         segments, events = composition.counted_ledger(ledger, num_examples, in_epochs=False)
