@@ -77,6 +77,16 @@ def test_a_training_goes_on_after_its_last_epoch(tmp_path, built):
     assert again.optimizer.ledger.segments == [(1.0, 4.0, 8)]
 
 
+@pytest.mark.parametrize("name", ["run [1]", "[", "a[b]/run"])
+def test_a_directory_with_brackets_is_restored_from_or_refused_before_training(tmp_path, name):
+    if GENERATION == 3:
+        assert train(tmp_path / name, model(), epochs=1) == [0]
+        assert train(tmp_path / name, model(), epochs=2) == [1]
+    else:
+        with pytest.raises(ValueError, match=r"Choose a directory without brackets.*\["):
+            epoch_backup(tmp_path / name)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(GENERATION == 2, reason="Keras 2 saves checkpoints, which TensorFlow replaces")
 def test_a_kill_at_any_operation_leaves_a_whole_epoch(tmp_path, monkeypatch):

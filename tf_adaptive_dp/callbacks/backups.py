@@ -63,6 +63,9 @@ def epoch_backup(folder: str | os.PathLike) -> keras.callbacks.Callback:
       The callback, for `fit`. The ledger is in the optimizer's state, so it is restored too; pass a
       `ReleaseLog` as well, for the releases since then.
 
+    Raises:
+      ValueError: if Keras 2 could not restore from the folder.
+
     Example:
       >>> import tempfile
       >>> folder = tempfile.mkdtemp()
@@ -80,6 +83,12 @@ def epoch_backup(folder: str | os.PathLike) -> keras.callbacks.Callback:
     """
     if GENERATION == 3:
         return EpochBackup(folder)
+    if "[" in os.path.abspath(folder):
+        raise ValueError(
+            "TensorFlow reads `[` in the name of a checkpoint as a wildcard, so the backup could "
+            "be written but not restored. Choose a directory without brackets. Received: "
+            f"{str(folder)!r}"
+        )
     return keras.callbacks.BackupAndRestore(str(folder), delete_checkpoint=False)
 
 

@@ -108,7 +108,8 @@ def poisson_batches(
         has `examples_per_user`. See `users.UserRecords` and docs/how-to/people.md.
 
     Returns:
-      A dataset of k · (`sampling.steps` - `start_step`) batches. Pass `steps_per_epoch` to `fit`.
+      A dataset of k · (`sampling.steps` - `start_step`) batches. Pass `steps_per_epoch` to `fit`,
+      and `shuffle=False`: Keras 3 warns of datasets without it, which it never shuffles.
 
     Raises:
       TypeError, ValueError: if an argument has the wrong type or shape, or is out of range.
