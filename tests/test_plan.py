@@ -194,13 +194,17 @@ TOKENS = np.arange(5 * N).reshape(N, 5) % 7
 
 
 @pytest.mark.parametrize("outputs", ["one", "two"])
-@pytest.mark.parametrize("weights", [None, np.ones(N, "float32")], ids=["no weights", "weights"])
+@pytest.mark.parametrize(
+    "weights",
+    [None, np.ones(N, "float32"), np.ones([N, 5], "float32")],
+    ids=["no weights", "weights", "of tokens"],
+)
 def test_losses_of_tokens_need_no_weights_of_their_own(outputs, weights):
     """Poisson batches mark padding by one weight per example, whatever axes the losses have."""
     plan, model = planned(batch_size=24, epochs=3), of_tokens(outputs)
     y = {"one": TOKENS, "two": {"each": TOKENS, "of_all": TOKENS[:, 0] % 3}}[outputs]
     if outputs == "two" and weights is not None:
-        weights = {"each": weights, "of_all": weights}
+        weights = {"each": weights, "of_all": np.ones(N, "float32")}
     optimizer = plan.optimizer(dp.DPSGD, learning_rate=0.0)
     model.compile(optimizer, "sparse_categorical_crossentropy")
     before = model.evaluate(TOKENS, y, verbose=0)

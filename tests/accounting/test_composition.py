@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import math
 from types import SimpleNamespace
 
@@ -469,3 +470,16 @@ def test_epsilon_of_events_that_cannot_be_hashed():
     found = composition.composed_epsilon({(1.1, 0.05): 60}, (event,), DELTA, "pld")
     both = dp_accounting.ComposedDpEvent([subsampled(1.1, 0.05, 60), event])
     assert found == pytest.approx(reference(both, "pld"), rel=1e-9)
+
+
+def test_orders_that_do_not_converge_are_left_out_in_silence(caplog):
+    absl = logging.getLogger("absl")
+    absl.addHandler(caplog.handler)
+    try:
+        spent = composition.epsilon(0.95, 0.1, 20, 1e-3)
+        absl.warning("_compute_log_a_frac failed to converge after %d iterations", 1000)
+        absl.warning("something else")
+    finally:
+        absl.removeHandler(caplog.handler)
+    assert {record.getMessage() for record in caplog.records} == {"something else"}
+    assert spent == pytest.approx(3.02, abs=0.01)

@@ -17,6 +17,8 @@ from tf_adaptive_dp._keras.generation import GENERATION
 _WEIGHTED_LOSS = re.compile(r"weighted_loss(_\d+)?")
 # `CompileLoss` of Keras 3, which holds the losses of all outputs.
 _COMPILE_LOSS = re.compile(r"(^|/)compile_loss(_\d+)?/")
+# What Keras 2 does with sample weights before they multiply losses.
+_SAME_VALUES = ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze")
 # The train step of Keras 3; its argument is a batch.
 _STEP = "one_step_on_data"
 
@@ -66,6 +68,18 @@ def is_loss_of_output(op: tf.Operation, scope: str) -> bool:
 
 def _within(op: tf.Operation, scope: str) -> str:
     return op.name.removeprefix(f"{scope}/") if scope else op.name
+
+
+def weighs_losses(tensor: tf.Tensor) -> bool:
+    """Whether the graph shows that an input is sample weights, of any shape; in Keras 2 alone."""
+    pending = list(tensor.consumers()) if NAMES_WEIGHTS else []
+    while pending:
+        op = pending.pop()
+        if op.type == "Mul" and multiplies_losses(op, "", True):
+            return True
+        if op.type in _SAME_VALUES:
+            pending += op.outputs[0].consumers()
+    return False
 
 
 def sample_weights_of_step(graph: tf.Graph) -> list[tf.Tensor | None] | None:

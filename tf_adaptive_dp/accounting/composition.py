@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import logging
 import math
 import warnings
 from collections.abc import Iterable, Sequence
@@ -65,6 +66,18 @@ PLD_MIN_DELTA = 1e-9
 
 # (noise multiplier, sampling probability): number of releases
 Counts = dict[tuple[float, float], int]
+
+
+def _concerns_users(record: logging.LogRecord) -> bool:
+    """Not that dp_accounting leaves out an order of which a series does not converge.
+
+    It does so at every evaluation with much sampling and little noise, dozens of times in one
+    search for σ. ε is the smallest bound of all other orders then, which holds as well.
+    """
+    return "_compute_log_a_frac failed to converge" not in record.getMessage()
+
+
+logging.getLogger("absl").addFilter(_concerns_users)
 
 
 def epsilon(

@@ -29,7 +29,9 @@ from tf_adaptive_dp.mechanism.padding import (
     has_weights,
     is_ours,
     order_in,
+    sample_weights_among,
     vector_of_weights,
+    weights_of_rows,
 )
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 
@@ -109,6 +111,8 @@ def _fed(loss: tf.Tensor) -> list[tf.Tensor]:
 def _weights(fed: Sequence[tf.Tensor], loss: tf.Tensor) -> list[tf.Tensor]:
     """[B], float32, each of the inputs that may hold the weights of our batches."""
     vectors = [vector_of_weights(tensor) for tensor in fed]
+    of_tokens = [t for t in sample_weights_among(fed, loss.graph) if t.shape.rank == 2]
+    vectors += [weights_of_rows(t) for t in of_tokens if t.shape[1] != 1]
     return [_fitted(tf.cast(v, tf.float32), loss) for v in vectors if v is not None]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import ancestors
-from tf_adaptive_dp._keras.weighted_losses import sample_weights_of_step
+from tf_adaptive_dp._keras.weighted_losses import sample_weights_of_step, weighs_losses
 from tf_adaptive_dp.accounting import batch_order
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 
@@ -41,7 +41,7 @@ def vector_of_weights(tensor: tf.Tensor) -> tf.Tensor | None:
     return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
 
 
-def _weights_of_rows(tensor: tf.Tensor) -> tf.Tensor | None:
+def weights_of_rows(tensor: tf.Tensor) -> tf.Tensor | None:
     """As `vector_of_weights`, and also for a weight for each token, [B, T].
 
     Some tokens of an example may have weight 0. All those of padding have, with one sign.
@@ -52,6 +52,14 @@ def _weights_of_rows(tensor: tf.Tensor) -> tf.Tensor | None:
     return tf.where(is_zero, tensor[:, 0], tf.ones_like(tensor[:, 0]))
 
 
+def sample_weights_among(fed: Sequence[tf.Tensor], graph: tf.Graph) -> list[tf.Tensor]:
+    """Those inputs of a step that its graph shows to be sample weights, of any shape."""
+    known = sample_weights_of_step(graph)
+    if known is None:
+        return [tensor for tensor in fed if weighs_losses(tensor)]
+    return [tensor for tensor in known if tensor is not None]
+
+
 def has_weights(fed: Sequence[tf.Tensor], graph: tf.Graph) -> bool:
     """Whether a step receives what may be the weights of our batches.
 
@@ -59,9 +67,8 @@ def has_weights(fed: Sequence[tf.Tensor], graph: tf.Graph) -> bool:
       fed: its inputs.
       graph: that of the step.
     """
-    known = sample_weights_of_step(graph)
     vectors = [t.shape.rank == 1 and t.dtype.is_floating for t in fed]
-    return any(vectors) or any(w is not None for w in known or ())
+    return any(vectors) or bool(sample_weights_among(fed, graph))
 
 
 def is_ours(weights: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor:
@@ -155,7 +162,7 @@ def rows_of_padding(losses: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor | No
             return None
         known = feeds(graph.get_operations(), graph)
     size = losses.shape[0]
-    vectors = [_weights_of_rows(t) for t in known if t is not None]
+    vectors = [weights_of_rows(t) for t in known if t is not None]
     weights = [v for v in vectors if v is not None and v.shape[0] in (size, None)]
     if not weights:
         return None
