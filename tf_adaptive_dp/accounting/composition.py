@@ -417,20 +417,28 @@ def composed_epsilon(
 # epoch. Constructing the distribution of one release takes most of the time.
 @functools.lru_cache(maxsize=1024)
 def _pld_epsilon(counts: tuple[tuple[tuple[float, float], int], ...], delta: float) -> float:
-    return float(_pld_of_releases(counts).get_epsilon_for_delta(delta))
+    return float(pld_of_releases(counts, _pld_of_release).get_epsilon_for_delta(delta))
 
 
 # For the δ that truncation leaves, samplings ask for the ε of the same releases at several δ.
 @functools.lru_cache(maxsize=2)
-def _pld_of_releases(
+def pld_of_releases(
     counts: tuple[tuple[tuple[float, float], int], ...],
+    of_release: Callable[[float, float], pld.privacy_loss_distribution.PrivacyLossDistribution],
 ) -> pld.privacy_loss_distribution.PrivacyLossDistribution:
+    """The privacy loss distribution of releases together.
+
+    Args:
+      counts: the items of `Counts`, sorted.
+      of_release: maps the noise multiplier and the sampled share of one release to its own. Without
+        sampling (1), n releases must be one with the noise multiplier divided by √n.
+    """
     total = pld.privacy_loss_distribution.identity(PLD_INTERVAL)
     for (noise_multiplier, probability), count in counts:
         if probability == 1:
-            composed = _pld_of_release(noise_multiplier / math.sqrt(count), 1)
+            composed = of_release(noise_multiplier / math.sqrt(count), 1.0)
         else:
-            composed = _pld_of_release(noise_multiplier, probability).self_compose(count)
+            composed = of_release(noise_multiplier, probability).self_compose(count)
         total = total.compose(composed)
     return total
 

@@ -169,12 +169,12 @@ def _pld_of_release(
     pair that dominates it (Doroshenko et al. 2022, arXiv:2207.04380).
     """
     interval = composition.PLD_INTERVAL
-    z = noise_multiplier / 2
+    z = min(noise_multiplier, composition.MAX_NOISE_MULTIPLIER) / 2
     of_whole = 1 / (2 * z * z) + _TAIL / z
     largest = of_whole + math.log(sampling_fraction - (sampling_fraction - 1) * math.exp(-of_whole))
     points = max(1, math.ceil(largest / interval))
     epsilons = np.arange(-points, points + 1) * interval
-    deltas = privacy_profile(epsilons, noise_multiplier, sampling_fraction)
+    deltas = privacy_profile(epsilons, 2 * z, sampling_fraction)
     # Rounding errors must not make it increase: upwards is the safe side.
     deltas = np.maximum.accumulate(deltas[::-1])[::-1]
     pmf = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -points, points, deltas)
@@ -183,14 +183,7 @@ def _pld_of_release(
 
 @functools.lru_cache(maxsize=1024)
 def _pld_epsilon(counts: tuple[tuple[tuple[float, float], int], ...], delta: float) -> float:
-    total = pld.privacy_loss_distribution.identity(composition.PLD_INTERVAL)
-    for (noise_multiplier, fraction), count in counts:
-        noise_multiplier = min(noise_multiplier, composition.MAX_NOISE_MULTIPLIER)
-        if fraction == 1:
-            composed = _pld_of_release(noise_multiplier / math.sqrt(count), 1.0)
-        else:
-            composed = _pld_of_release(noise_multiplier, fraction).self_compose(count)
-        total = total.compose(composed)
+    total = composition.pld_of_releases(counts, _pld_of_release)
     return float(total.get_epsilon_for_delta(delta))
 
 
