@@ -42,6 +42,7 @@ RANKS = [
     {"validation"},
     {"auditing", "optimizers", "statement"},
     {"callbacks", "report"},
+    {"planned_training"},
     {"plan", "tuning"},
 ]
 FEDERATED_RANKS = [

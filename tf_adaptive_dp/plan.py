@@ -89,10 +89,9 @@ class PrivacyPlan:
     by `fit` releases, and for every checkpoint. With `user_ids`, for adding or removing one user
     with all of their examples, however many they are. With `TreeNoise`, for one example that is
     blank or not, if no other order of the batches than the plan's is trained on; see `FixedOrder`.
-    σ is the smallest, up to 0.1%, with
-    `sampling.epsilon_spent(σ, L, T) ≤ epsilon`. Training a second model with the plan spends ε
-    again. The number of examples (or of users) is public. Losses, metrics and statistics of the
-    training data are not covered.
+    σ is the smallest, up to 0.1%, with `sampling.epsilon_spent(σ, L, T) ≤ epsilon`. Training a
+    second model with the plan spends ε again. The number of examples (or of users) is public.
+    Losses, metrics and statistics of the training data are not covered.
 
     Args:
       epsilon: the budget ε. Pass this or `noise_multiplier`.

@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import dp_accounting
 import numpy as np
@@ -21,6 +21,7 @@ from tf_adaptive_dp._keras.models import (
     leave_padding_out_of_metrics,
 )
 from tf_adaptive_dp.accounting.ledger import missing_events
+from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.callbacks.run_directory import (
     OTHER_EXAMPLES,
     OTHER_USERS,
@@ -44,10 +45,32 @@ from tf_adaptive_dp.sampling.datasets import (
     refuse_shuffled,
 )
 from tf_adaptive_dp.sampling.draws import check_unit
+from tf_adaptive_dp.sampling.noise_budget import SamplingOfPlan
 from tf_adaptive_dp.sampling.users import UserRecords
 
-if TYPE_CHECKING:
-    from tf_adaptive_dp.plan import PrivacyPlan
+
+class Plan(Protocol):
+    """What training needs of a `PrivacyPlan`, where all of it is described."""
+
+    num_examples: int
+    epochs: int
+    steps: int
+    steps_per_epoch: int
+    noise_multiplier: float
+    noise: NoiseStrategy
+    sampling: SamplingOfPlan
+    other_events: tuple[dp_accounting.DpEvent, ...]
+    normalize_inputs: bool
+
+    @property
+    def expected_batch_size(self) -> float:
+        """See `PrivacyPlan`."""
+
+    def callbacks(self, log_dir: str | None) -> list[keras.callbacks.Callback]:
+        """See `PrivacyPlan`."""
+
+    def report(self, path: str) -> None:
+        """See `PrivacyPlan`."""
 
 
 class PlannedTraining:
@@ -64,7 +87,7 @@ class PlannedTraining:
       model: the model that was trained last, or `None`.
     """
 
-    def __init__(self, plan: PrivacyPlan, users: UserRecords | None):
+    def __init__(self, plan: Plan, users: UserRecords | None):
         self._plan, self._users = plan, users
         self.model: keras.Model | None = None
         self._history: RunHistory | None = None
