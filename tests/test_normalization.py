@@ -5,6 +5,7 @@ import inspect
 import math
 import pickle
 import re
+import warnings
 
 import dp_accounting
 import numpy as np
@@ -343,6 +344,26 @@ def test_a_copy_was_released_as_its_original_was(tmp_path, way):
         layer.adapt(columns())
 
 
+def test_weights_from_before_do_not_make_it_forget_its_release():
+    layer = normalization.PrivateNormalization(4.0)
+    model = of_layer(layer)
+    first = model.get_weights()
+    layer.adapt(columns())
+    made = layer.release_id
+    model.set_weights(first)
+    assert layer.release_id == made and not layer.mean.numpy().any()
+    with pytest.raises(RuntimeError, match="`adapt` has been called"):
+        layer.adapt(columns())
+    # The statistics of another layer and its own are two releases, and each has to be paid for.
+    model.set_weights(of_layer(other := adapted(columns(), noise_multiplier=5.0)).get_weights())
+    own, others = dp_accounting.GaussianDpEvent(4.0), dp_accounting.GaussianDpEvent(5.0)
+    assert layer.releases == {made: own, other.release_id: others}
+    optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=4.0)
+    for paid in ([own], [others], []):
+        assert normalization.first_unpaid([layer], optimizer, paid) is layer
+    assert normalization.first_unpaid([layer], optimizer, [others, own]) is None
+
+
 def test_a_clone_is_a_new_layer():
     model = of_layer(adapted(columns()))
     layer = keras.models.clone_model(model).layers[0]
@@ -446,6 +467,42 @@ def test_correlated_noise_is_chosen_for_what_is_left():
     plan = planned(noise="best")
     assert plan.other_events == planned().other_events
     assert plan._epsilon_after(plan.steps) <= 3.0
+
+
+def test_a_normalization_of_which_the_user_was_warned_is_the_only_one():
+    plan = planned(num_examples=50, batch_size=10, epsilon=0.1)
+    x = columns()[:50]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="found nothing that stands out"):
+            plan.normalization(x)
+    with pytest.raises(RuntimeError, match="`adapt` has been called"):
+        plan.normalization(x)
+
+
+def test_the_statistics_behind_an_optimizer_are_not_forgotten_for_another():
+    x, y = data()
+    plan = planned(normalize_inputs=False, other_events=[dp_accounting.GaussianDpEvent(20.0)])
+
+    class OneEpoch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = True
+
+    def fit(first, dense, optimizer):
+        model = keras.Sequential([keras.Input([6]), first, dense])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss)
+        plan.fit(model, x, y, verbose=0, callbacks=[OneEpoch()])
+
+    def normalized():
+        return adapted(x, noise_multiplier=20.0)
+
+    dense, one = keras.layers.Dense(2), plan.optimizer(dp.DPSGD)
+    fit(normalized(), dense, one)
+    with pytest.warns(UserWarning, match="already trained another model"):
+        fit(keras.layers.Rescaling(1.0), keras.layers.Dense(2), plan.optimizer(dp.DPSGD))
+    with pytest.raises(ValueError, match="`PrivateNormalization` that the plan's budget does not"):
+        fit(normalized(), dense, one)
 
 
 def test_training_in_raw_units_by_the_plan(tmp_path):
@@ -627,9 +684,13 @@ def test_each_release_is_paid_for_once():
     clone = keras.models.clone_model(model)
     clone.layers[0].adapt(x)
     clone.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), model.loss)
-    with pytest.raises(ValueError, match=unpaid + ".*`clone_model`"):
-        plan.fit(clone, x, y)
+    for _ in range(2):  # with weights of the original it has released its own all the same
+        with pytest.raises(ValueError, match=unpaid + ".*`clone_model`"):
+            plan.fit(clone, x, y)
+        clone.set_weights(model.get_weights())
+    clone = keras.models.clone_model(model)
     clone.set_weights(model.get_weights())
+    clone.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), model.loss)
     plan.fit(clone, x, y, verbose=0)
     # Nor may the statistics change while an optimizer goes on.
     plan, model = by_hand([adapted(x, 20.0)])

@@ -257,6 +257,42 @@ def test_a_run_resumes_and_is_restored_when_it_is_finished(tmp_path):
     taken.close()
 
 
+@pytest.mark.parametrize("calls, parts", [(3, 1), (16, 1), (3, 2), (12, 2)])
+def test_calls_that_would_leave_out_the_last_steps_are_refused(tmp_path, calls, parts):
+    plan = planned()  # an epoch has eight steps
+    model = catalogue.mlp()
+    optimizer = plan.optimizer(dp.DPSGD, gradient_accumulation_steps=parts)
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, steps_per_execution=calls)
+    with pytest.raises(ValueError, match=f"`steps_per_execution`.*Received: .*={calls}, "):
+        plan.fit(model, X, Y, directory=tmp_path / "run", verbose=0)
+    assert not optimizer.ledger.num_releases and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("calls, parts", [(4, 1), (4, 2), (2, 4)])
+def test_runs_with_several_steps_a_call_are_finished(tmp_path, calls, parts):
+    def run(calls, *callbacks):
+        plan = planned()
+        model = catalogue.mlp()
+        optimizer = plan.optimizer(dp.DPSGD, gradient_accumulation_steps=parts, learning_rate=0.1)
+        loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, steps_per_execution=calls)
+        plan.fit(model, X, Y, directory=tmp_path / "run", callbacks=callbacks, verbose=0)
+        return model
+
+    with pytest.raises(KeyboardInterrupt):
+        run(calls, Interrupt(3 if calls == 4 else 18))
+    with pytest.raises(ValueError, match=f"steps_per_execution=1 instead of {calls}"):
+        run(1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*were not in the checkpoint")
+        model = run(calls)
+    assert model.optimizer.ledger.num_releases == 16
+    for a, b in zip(model.get_weights(), run(calls).get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def rows_of(batches, part):
     """The distinct rows that are drawn, by what they hold."""
     drawn = []

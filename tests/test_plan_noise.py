@@ -202,6 +202,22 @@ def test_the_keys_are_deleted_after_the_last_release(tmp_path):
     assert keys.exists == [True, False] and not (tmp_path / "run" / "noise.key").exists()
 
 
+def test_the_keys_are_deleted_after_the_last_call_of_several_steps(tmp_path):
+    def fit(calls):
+        plan = plan_of()
+        model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
+        model.compile(plan.optimizer(dp.DPSGD), "mse", steps_per_execution=calls)
+        data = np.ones([N, 3], "float32"), np.zeros([N, 4], "float32")
+        plan.fit(model, *data, directory=tmp_path / "run", verbose=0)
+        return model.optimizer.ledger.num_releases
+
+    with pytest.raises(ValueError, match="`steps_per_execution` must divide the steps of an epoch"):
+        fit(N // B - 1)
+    assert fit(N // B // 2) == N // B * EPOCHS
+    assert not (tmp_path / "run" / "noise.key").exists()
+    assert fit(N // B // 2) == N // B * EPOCHS  # restored
+
+
 def test_a_finished_run_that_was_killed_before_it_was_closed_loses_its_keys(tmp_path):
     arguments = {"settings": {"epsilon": 1.0}, "steps": 10, "keeps_keys": True}
     killed = RunDirectory(tmp_path, **arguments)

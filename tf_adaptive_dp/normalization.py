@@ -138,6 +138,8 @@ class PrivateNormalization(keras.layers.Layer):
                 f"the examples. Received: axis={axis!r}"
             )
         self.axis = axis
+        # Beside the weight, which can be set to what it was before.
+        self._released_here = 0.0
 
     @property
     def dp_event(self) -> dp_accounting.DpEvent:
@@ -148,7 +150,27 @@ class PrivateNormalization(keras.layers.Layer):
     @property
     def release_id(self) -> int:
         """A random number for each call of `adapt`, which copies share; 0 before it."""
-        return int(self._release_made()[0])
+        return max(self.releases, default=0)
+
+    @property
+    def releases(self) -> dict[int, dp_accounting.DpEvent]:
+        """What was released for this layer, by `release_id`: for its weights, and by itself.
+
+        There are several if `adapt` was called and then the weights of another layer were set.
+        """
+        number, noise_multiplier = self._release_made()
+        made = {number: noise_multiplier, self._released_here: self.noise_multiplier}
+        return {int(n): dp_accounting.GaussianDpEvent(z) for n, z in made.items() if n}
+
+    def resume_with(self, weights: Sequence[np.ndarray]) -> None:
+        """Sets the weights that a run began with, before anything was trained behind others.
+
+        Args:
+          weights: of `get_weights`. What this layer released itself has met no gradient and counts
+            no more; nobody may have looked at it.
+        """
+        self.set_weights(weights)
+        self._released_here = 0.0
 
     def _release_made(self) -> tuple[float, float]:
         """The number of the release and its σ; zeros before it."""
@@ -207,11 +229,19 @@ class PrivateNormalization(keras.layers.Layer):
                 f"Received: shape {x.shape} with axis={self.axis!r}"
             )
         # Before the first sum: what fails after it has been released all the same.
-        self.released.assign([1.0 + secrets.randbits(_ID_BITS), self.noise_multiplier])
+        self._released_here = 1.0 + secrets.randbits(_ID_BITS)
+        self.released.assign([self._released_here, self.noise_multiplier])
         noise = self.noise_multiplier * math.sqrt(_RELEASES)
-        mean, stddev = _released_statistics(examples, noise)
+        mean, stddev, is_clear = _released_statistics(examples, noise)
         self.mean.assign(mean.astype(np.float32))
         self.stddev.assign(stddev.astype(np.float32))
+        if not is_clear:  # last, since a warning may be an error
+            warnings.warn(
+                "The private normalization found nothing that stands out of its noise, and leaves "
+                "inputs as they are from here on. It takes more examples, or less noise. Received: "
+                f"{examples.num_units} of them, noise with standard deviation {noise:.3g}",
+                stacklevel=_level_of_caller(),
+            )
 
     def get_config(self) -> dict:
         """The arguments; means and deviations are weights."""
@@ -246,13 +276,14 @@ def first_unpaid(
     known = dict(known or {})
     left = missing_events(events, among=[*of_information, *known.values()])
     for layer in layers:
-        if layer.release_id in known:
-            continue  # it has been paid for, or is a copy of one that has
-        if missing_events([layer.dp_event], among=left):
-            return layer
-        left = missing_events(left, among=[layer.dp_event])
-        if layer.release_id:
-            known[layer.release_id] = layer.dp_event
+        for number, event in layer.releases.items() or [(0, layer.dp_event)]:
+            if number in known:
+                continue  # it has been paid for, or is a copy of one that has
+            if missing_events([event], among=left):
+                return layer
+            left = missing_events(left, among=[event])
+            if number:
+                known[number] = event
     return None
 
 
@@ -341,8 +372,8 @@ class _InUnits(NamedTuple):
             yield means, np.sqrt(squares), np.where(finite[:, 0], weights, 0.0)
 
 
-def _released_statistics(examples: _Examples, noise: float) -> tuple[np.ndarray, np.ndarray]:
-    """The mean and the deviation of each feature, from at most seven releases.
+def _released_statistics(examples: _Examples, noise: float) -> tuple[np.ndarray, np.ndarray, bool]:
+    """The mean and the deviation of each feature, and whether any stands out of the noise.
 
     Args:
       examples: n examples, or those of n users.
@@ -350,17 +381,11 @@ def _released_statistics(examples: _Examples, noise: float) -> tuple[np.ndarray,
     """
     found = _first_round(examples, noise)
     last = found and _second_round(examples, noise, _located(examples, noise, found))
-    if last is None:
-        warnings.warn(
-            "The private normalization found nothing that stands out of its noise, and leaves "
-            "inputs as they are from here on. It takes more examples, or less noise. Received: "
-            f"{examples.num_units} of them, noise with standard deviation {noise:.3g}",
-            stacklevel=_level_of_caller(),
-        )
-        if found is None:
-            return np.zeros(examples.num_features), np.ones(examples.num_features)
-        return found.mean, found.stddev
-    return last
+    if last is not None:
+        return *last, True
+    if found is None:
+        return np.zeros(examples.num_features), np.ones(examples.num_features), False
+    return found.mean, found.stddev, False
 
 
 def _level_of_caller() -> int:

@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from tf_adaptive_dp._keras.layers import layers_within
 from tf_adaptive_dp._keras.models import (
     give_weights_axes_of_losses,
     leave_padding_out_of_metrics,
+    steps_per_call,
 )
 from tf_adaptive_dp.accounting.ledger import missing_events
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
@@ -93,8 +95,9 @@ class PlannedTraining:
         self._history: RunHistory | None = None
         self._optimizer: tf.keras.optimizers.Optimizer | None = None
         self._normalization: PrivateNormalization | None = None
-        # The releases of statistics behind the last optimizer's gradients, by their numbers.
-        self._statistics: dict[int, dp_accounting.DpEvent] = {}
+        self._is_adapted = False
+        # The releases of statistics behind each optimizer's gradients so far, by their numbers.
+        self._statistics: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     @property
     def optimizer(self) -> tf.keras.optimizers.Optimizer:
@@ -118,18 +121,24 @@ class PlannedTraining:
                 "The budget of this plan does not pay for a normalization. Make the plan with "
                 "`normalize_inputs=True`. Received: normalize_inputs=False"
             )
-        if self._normalization is None:
-            layer = PrivateNormalization(self._plan.other_events[-1].noise_multiplier, axis)
+        layer = self._normalization
+        if layer is None or not self._is_adapted:
+            if layer is None:
+                layer = PrivateNormalization(self._plan.other_events[-1].noise_multiplier, axis)
             x = input_array(x)
             self._check_num_examples(len(x))
-            layer.adapt(x, self._users)
-            self._normalization = layer
-        if self._normalization.axis != axis:
+            try:
+                layer.adapt(x, self._users)  # which refuses after a call that failed too late
+            finally:
+                if layer.release_id:
+                    self._normalization = layer
+            self._is_adapted = True
+        if layer.axis != axis:
             raise ValueError(
                 "`axis` must be that of the first call: another normalization would be another "
-                f"release. Received: axis={axis!r} after axis={self._normalization.axis!r}"
+                f"release. Received: axis={axis!r} after axis={layer.axis!r}"
             )
-        return self._normalization
+        return layer
 
     def source(self, x: Any, y: Any, sample_weight: Any) -> Arrays | Records:
         """The examples in memory, or with random access; see `PrivacyPlan.batches`."""
@@ -176,6 +185,7 @@ class PlannedTraining:
         optimizer = getattr(model, "optimizer", None)
         self.check_optimizer(optimizer)
         normalizations = self._check_normalization(model)
+        self._check_steps_per_call(model)
         self._warn_of_second_model(model)
         if directory is None:
             self._refuse_second_order(model.optimizer)
@@ -183,15 +193,19 @@ class PlannedTraining:
         run = None
         if directory is not None:
             run = RunDirectory(
-                *(directory, settings, self._plan.steps),
+                directory,
+                # Otherwise the last call might not fit, so that the run would never be finished.
+                {**settings, "steps_per_execution": steps_per_call(model)},
+                self._plan.steps,
                 fingerprint=self._fingerprint(source),
                 keeps_keys=not self._plan.noise.is_independent,
             )
         try:
             if run is not None:
                 self._keep_normalizations(run, normalizations, model)
-            seen = {x.release_id: x.dp_event for x in normalizations if x.release_id}
-            self._statistics = {**self._statistics_seen_by(model.optimizer), **seen}
+            seen = self._statistics.setdefault(model.optimizer, {})
+            for layer in normalizations:
+                seen.update(layer.releases)
             return self._fit(model, source, run, directory, callbacks, fit_arguments)
         finally:
             if run is not None:
@@ -232,7 +246,7 @@ class PlannedTraining:
                     "on with a second release. Put the layer first in the model. Received: a model "
                     "without it"
                 )
-            layer.set_weights(before)
+            layer.resume_with(before)
 
     def _fit(
         self,
@@ -343,7 +357,7 @@ class PlannedTraining:
         layers = normalizations_in(model)
         own = [] if self._normalization is None else [self._normalization]
         all_layers = own + [layer for layer in layers if layer is not self._normalization]
-        known = self._statistics_seen_by(model.optimizer)
+        known: dict[int, dp_accounting.DpEvent] = self._statistics.get(model.optimizer, {})
         unpaid = first_unpaid(all_layers, model.optimizer, self._plan.other_events, known)
         if unpaid is not None:
             raise ValueError(
@@ -352,7 +366,8 @@ class PlannedTraining:
                 "`normalize_inputs=True`, or pass its `dp_event` in `other_events`, once for "
                 "each layer that was adapted and beside the events of side information. A "
                 "layer of `clone_model` has no statistics: copy the model by "
-                "`copy.deepcopy(model)`, or set its weights to those of the original. "
+                "`copy.deepcopy(model)`, or set its weights to those of the original. One that was "
+                "adapted and then got the weights of another counts for both. "
                 f"Received: {unpaid.name!r} with {unpaid.dp_event!r}, other_events="
                 f"{self._plan.other_events!r}"
             )
@@ -364,11 +379,18 @@ class PlannedTraining:
             )
         return all_layers
 
-    def _statistics_seen_by(
-        self, optimizer: tf.keras.optimizers.Optimizer
-    ) -> dict[int, dp_accounting.DpEvent]:
-        """The releases of statistics behind an optimizer's gradients so far, by their numbers."""
-        return dict(self._statistics) if self._optimizer is optimizer else {}
+    def _check_steps_per_call(self, model: keras.Model) -> None:
+        """Raises if calls of the training function would end elsewhere than batches and epochs."""
+        checks.fixed_steps_per_call(model)
+        calls, parts = steps_per_call(model), model.optimizer.parts_per_batch
+        in_epoch = parts * self._plan.steps_per_epoch
+        if in_epoch % calls or max(calls, parts) % min(calls, parts):
+            raise ValueError(
+                "`steps_per_execution` must divide the steps of an epoch, and be a multiple or a "
+                "divisor of `gradient_accumulation_steps`, or the last steps would be left out. "
+                f"Received: steps_per_execution={calls}, {in_epoch} steps in an epoch, "
+                f"gradient_accumulation_steps={parts}"
+            )
 
     def _warn_of_second_model(self, model: keras.Model) -> None:
         before = self._optimizer

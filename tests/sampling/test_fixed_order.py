@@ -53,6 +53,8 @@ def test_epsilon_is_that_of_one_gaussian_mechanism(noise, steps):
     event = dp_accounting.GaussianDpEvent(sigma)
     expected = rdp.RdpAccountant().compose(event).get_epsilon(DELTA)
     assert sampling.epsilon_spent(ledger, N, DELTA) == pytest.approx(expected, rel=1e-6)
+    as_event = rdp.RdpAccountant().compose(sampling.dp_event(ledger, N)).get_epsilon(DELTA)
+    assert as_event == pytest.approx(expected, rel=1e-6)
     if noise.bands <= 20 and steps == 20:
         assert sigma == pytest.approx(3.0, rel=0.2)
 

@@ -398,6 +398,18 @@ def _count(segments: Iterable[Segment], num_examples: int) -> Counts:
     return counts
 
 
+def composed_event(
+    counts: Counts, events: Sequence[dp_accounting.DpEvent]
+) -> dp_accounting.DpEvent:
+    """Releases and other events together, as one event."""
+    builder = dp_accounting.DpEventBuilder()
+    for release, count in counts.items():
+        builder.compose(release_event(*release), count)
+    for event in events:
+        builder.compose(event)
+    return builder.build()
+
+
 def composed_epsilon(
     counts: Counts, events: Sequence[dp_accounting.DpEvent], delta: float, accountant: str
 ) -> float:

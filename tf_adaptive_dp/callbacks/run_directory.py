@@ -150,8 +150,9 @@ class RunDirectory:
         changed = [name for name in settings if before.get(name) != settings[name]]
         if changed:
             raise ValueError(
-                "`directory` holds a run of another plan. Pass a new directory, or the plan of "
-                "that run to resume it. Received: "
+                "`directory` holds a run of another plan, or of a model that was compiled with "
+                "other `steps_per_execution`. Pass a new directory, or what that run had to resume "
+                "it. Received: "
                 + ", ".join(f"{n}={settings[n]!r} instead of {before.get(n)!r}" for n in changed)
             )
 

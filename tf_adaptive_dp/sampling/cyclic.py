@@ -208,12 +208,8 @@ class CyclicPoissonSampling(RandomSizes):
           num_examples: number of examples in the training set, a public constant.
         """
         self.check_ledger(ledger, num_examples)
-        builder = dp_accounting.DpEventBuilder()
-        for release, count in self._blocks(ledger, num_examples).items():
-            builder.compose(composition.release_event(*release), count)
-        for event in composition.read_ledger(ledger, num_examples, correlated=True)[1]:
-            builder.compose(event)
-        return builder.build()
+        _, events = composition.read_ledger(ledger, num_examples, correlated=True)
+        return composition.composed_event(self._blocks(ledger, num_examples), events)
 
     def _epsilon(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
         _, events = composition.read_ledger(ledger, num_examples, correlated=True)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
+import dp_accounting
 import numpy as np
 
 from tf_adaptive_dp.accounting import composition, noise_strategies
@@ -113,6 +114,26 @@ class FixedOrder(draws.FullBatches):
 
     def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
         """ε of a ledger; see the class."""
+        counts, events = self._as_one_release(ledger, num_examples)
+        return composition.composed_epsilon(counts, events, delta, accountant)
+
+    def dp_event(self, ledger: Any, num_examples: int) -> dp_accounting.DpEvent:
+        """Converts a ledger to a `DpEvent`, as `accounting.dp_event` does for independent noise.
+
+        Guarantee: that of the class.
+
+        Args:
+          ledger: a ledger, or an optimizer with the attribute `ledger`.
+          num_examples: number of examples in the training set, a public constant.
+        """
+        self.check_ledger(ledger, num_examples)
+        counts, events = self._as_one_release(ledger, num_examples)
+        return composition.composed_event(counts, events)
+
+    def _as_one_release(
+        self, ledger: Any, num_examples: int
+    ) -> tuple[composition.Counts, tuple[dp_accounting.DpEvent, ...]]:
+        """The Gaussian mechanism that all releases are, if there are any, and other events."""
         segments, events = composition.read_ledger(ledger, num_examples, correlated=True)
         counts: composition.Counts = {}
         if segments:
@@ -122,7 +143,7 @@ class FixedOrder(draws.FullBatches):
             )
             least = min(segment.noise_multiplier for segment in segments)
             counts[least / moved, 1.0] = 1
-        return composition.composed_epsilon(counts, events, delta, accountant)
+        return counts, events
 
 
 @functools.lru_cache(maxsize=2)

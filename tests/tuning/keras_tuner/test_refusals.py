@@ -137,7 +137,15 @@ def test_a_noise_that_one_optimizer_cannot_have_stops_all_before_the_first(tmp_p
         ({"strategy": "liu_talwar"}, ValueError, "`num_trials` is required"),
         ({"strategy": "repeat_and_select", "num_trials": 0.5}, ValueError, "at least 1"),
         ({"num_trials": 2.5}, TypeError, "whole number"),
-        ({"sampling": "fixed"}, ValueError, "fixed-size sampling uses replace-one"),
+        *(
+            ({"sampling": wrong}, ValueError, "accounts for Poisson batches and for shuffled ones")
+            for wrong in (
+                "fixed",
+                dp.sampling.FixedSizeSampling(10, steps=40),
+                dp.sampling.FixedOrder(10, steps=40),
+                dp.sampling.CyclicPoissonSampling(0.1, 2, 50, 40),
+            )
+        ),
         ({"sampling": dp.PoissonSampling(0.5, 9, 4, seed=1)}, ValueError, "With a seed"),
         (
             {"sampling": dp.PoissonSampling(0.5, 9, 4, examples_per_user=2)},

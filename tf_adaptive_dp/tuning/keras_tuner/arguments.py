@@ -98,9 +98,10 @@ def check_score(score: Any) -> Any:
 def check_sampling(sampling: Sampling | str) -> Sampling | str:
     """Returns `sampling`, or raises ValueError if a search cannot account for it."""
     sampling_epsilon.check_sampling(sampling)
-    if sampling_epsilon.label_of(sampling) == "fixed":
+    if sampling_epsilon.label_of(sampling) not in ("poisson", "shuffled"):
         raise ValueError(
-            "Tuning uses add/remove adjacency; fixed-size sampling uses replace-one. Draw Poisson "
+            "A search accounts for Poisson batches and for shuffled ones: batches of a fixed size "
+            "hold for another adjacency, and others for noise that is correlated. Draw Poisson "
             f"batches instead. Received: sampling={sampling!r}"
         )
     if getattr(sampling, "examples_per_user", None) is not None:
