@@ -13,6 +13,7 @@ on, are used for the accuracy and to choose the best round; nothing protects the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import pathlib
 
@@ -26,16 +27,20 @@ import federated
 def load():
     """Users to train on and held-out ones, with batches (x, y); numbers of features and classes."""
     batches = federated.datasets.ClientBatches(batch_size=8, epochs=4, max_examples=64)
+    once = dataclasses.replace(batches, epochs=1)
     if not os.environ.get("TFF_CACHE_DIR"):
         train, held_out = federated.datasets.load_digits(num_clients=200)
-        return train.preprocess(batches), held_out.preprocess(batches), 64, 10
+        return train.preprocess(batches), held_out.preprocess(once), 64, 10
     train, held_out, _ = federated.datasets.load_stackoverflow()
     public = federated.datasets.random_clients(held_out.client_ids, 100, seed=0)
     known = federated.datasets.count_users(held_out, public).vocabulary(num_words=500, num_tags=10)
-    bags = federated.datasets.bags_of_words(known, batches, labels="most_frequent")
+    bags, bags_once = (
+        federated.datasets.bags_of_words(known, each, labels="most_frequent")
+        for each in (batches, once)
+    )
     others = sorted(set(held_out.client_ids) - set(public))[:100]
     held_out = federated.datasets.subset(held_out, others)
-    return train.preprocess(bags), held_out.preprocess(bags), len(known.words), len(known.tags)
+    return train.preprocess(bags), held_out.preprocess(bags_once), len(known.words), len(known.tags)
 
 
 def main() -> None:

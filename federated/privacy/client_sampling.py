@@ -58,15 +58,25 @@ class EveryClient(draws.Sampling):
         return composition.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
 
 
+# Fields that samplings did not have when the first runs and ledgers were saved.
+_LATER = ("examples_per_user", "user_reduction")
+
+
 def described(sampling: draws.Sampling) -> str:
     """Describes all parameters of a sampling that ε depends on, so everything but `steps`.
+
+    Runs and ledgers hold this text, so it must not change: see `_LATER`.
 
     >>> described(FixedSizeSampling(2, steps=10))
     'FixedSizeSampling(batch_size=2, seed=None)'
     """
     if not dataclasses.is_dataclass(sampling):
         return repr(sampling)
-    values = [f for f in dataclasses.fields(sampling) if f.name != "steps"]
+    values = [
+        f
+        for f in dataclasses.fields(sampling)
+        if f.name != "steps" and not (f.name in _LATER and getattr(sampling, f.name) == f.default)
+    ]
     said = ", ".join(f"{f.name}={getattr(sampling, f.name)!r}" for f in values)
     return f"{type(sampling).__name__}({said})"
 
@@ -86,6 +96,11 @@ def check_sampling(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> None:
         raise TypeError(
             "`sampling` must be a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs`, "
             f"`FixedOrder` or `EveryClient`. Received: sampling={sampling!r}"
+        )
+    if sampling.examples_per_user is not None:
+        raise ValueError(
+            "The clients are the users here, and each takes part as a whole: leave out "
+            f"`examples_per_user`. Received: sampling={sampling!r}"
         )
     if privacy.mechanism == "tree" and not isinstance(sampling, (ShuffledEpochs, EveryClient)):
         raise ValueError(

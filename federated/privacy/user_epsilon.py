@@ -287,12 +287,16 @@ def _claim(
     )
 
 
+def _averages(number: int) -> str:
+    return f"{number} noisy {'average' if number == 1 else 'averages'} of client updates"
+
+
 def _list_of_trees(ledger: UserLedger) -> str:
     privacy = ledger.privacy
     return "".join(
         list_item(
-            f"{count} {'tree' if count == 1 else 'trees'} of {steps} noisy averages of client "
-            f"updates, with noise multiplier {privacy.noise_multiplier:g} at each node and "
+            f"{count} {'tree' if count == 1 else 'trees'} of {_averages(steps)}, with noise "
+            f"multiplier {privacy.noise_multiplier:g} at each node and "
             f"{privacy.clients_per_round:g} of {privacy.total_clients} users per cohort"
         )
         for steps, count in ledger.trees.items()
@@ -303,8 +307,8 @@ def _list_of_sequences(ledger: UserLedger) -> str:
     privacy = ledger.privacy
     return "".join(
         list_item(
-            f"{count} {'sequence' if count == 1 else 'sequences'} of {rounds} noisy averages of "
-            f"client updates, with noise of {privacy.bands} bands, noise multiplier "
+            f"{count} {'sequence' if count == 1 else 'sequences'} of {_averages(rounds)}, with "
+            f"noise of {privacy.bands} bands, noise multiplier "
             f"{privacy.noise_multiplier:g} and {privacy.clients_per_round:g} of "
             f"{privacy.total_clients} users per cohort, any two cohorts of a user at least "
             f"{privacy.min_separation} rounds apart: one user moves it by at most "

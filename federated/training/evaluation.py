@@ -276,8 +276,9 @@ def warn_of_choice(evaluation: Evaluation, client_ids: Sequence[str], stacklevel
     if evaluation.best is None:
         return
     both = sorted(set(evaluation.client_ids) & set(client_ids))
+    named = ", ".join(both[:3]) + (", …" if len(both) > 3 else "")
     whom = (
-        f"{len(both)} of them are trained on too ({', '.join(both[:3])}, …), and for these the "
+        f"{len(both)} of them are trained on too ({named}), and for these the "
         "best state has no ε: hold other clients out, or publish the last state."
         if both
         else "ε holds for the clients that are trained on."

@@ -426,6 +426,14 @@ def _require_resettable(
     nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
     # What has a name of this kind outlives the function that makes it.
     found += [(n.op, n.name) for n in nodes if "shared_name" in n.attr and n.op not in constant]
+    seeded = [n.name for n in nodes if any(n.attr[s].i for s in ("seed", "seed2") if s in n.attr)]
+    if seeded:
+        raise ValueError(
+            "`model_fn` must return a model without seeds if clients are computed in groups: which "
+            "random numbers a client gets would depend on how many others had used before. Leave "
+            "the seed out, as in `Dropout(0.5)`, or compute each client on its own, "
+            "clients_per_group=1. Received: a model with " + ", ".join(map(repr, seeded))
+        )
     if found:
         raise ValueError(
             "`model_fn` must return a model that keeps what it remembers in variables that are "

@@ -298,7 +298,9 @@ def train(
     round counts as a separate tree. So it is with banded noise, where the lost round counts as one
     more row of the noise. This assumes that `directory/secret` stays unchanged on a local disk and
     that nobody else reads it (it holds the sampler's key, exact training figures and, with the tree
-    mechanism or banded noise, noise), and that the ledger describes the process. Figures named
+    mechanism or banded noise, noise), that the ledger describes the process, and that no client's
+    data make its training raise, such as a label out of range: that ends the round, which anybody
+    can see. Figures named
     `not_private/…` are exact averages over clients and outside the guarantee. So is everything that
     `evaluate` computes from data of the clients.
 
@@ -325,7 +327,7 @@ def train(
       evaluate: Maps the model weights to figures, released as `test/…`; called again for a round
         that is released again.
       evaluate_every: The number of finished rounds between evaluations. The last round is always
-        evaluated.
+        evaluated. If the last rounds are lost, the one before them is released again for that.
       evaluation: Evaluates the model on held-out clients, and keeps the best state (see
         `federated.Evaluation`, which says what ε does not cover). A round's figures are on the disk
         before they are released or compared, so they are the same whenever it is released again.
@@ -416,6 +418,10 @@ def train(
             if run.next(datasets, figures):
                 release()
         if journal.released < journal.begun and run.ledger is not None:
+            every = [evaluate_every] if evaluate is not None else []
+            every += [] if evaluation is None else [evaluation.every]
+            if run.finished and any(run.finished % n for n in every):
+                release()  # with the evaluation that no later round has had
             # The last rounds were lost: without this the last released ε would be too small.
             publish(OrderedDict(of_privacy(run.ledger)), journal.begun)
         figures.warn_if_no_step_was_accepted(stacklevel=3)

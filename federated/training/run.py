@@ -78,6 +78,7 @@ class Run:
     ):
         self.process, self.failures_left = process, max_failures
         self._min_clients = min_clients
+        self._looked_for_python = False
         self.privacy = None if ledger is None else ledger.privacy
         self._rounds_before = rounds_before(ledger)
         if ledger is not None:
@@ -185,11 +186,14 @@ class Run:
         """Counts rounds that were begun but whose result is gone."""
         if rounds and self.ledger is not None:
             self.ledger.record_lost(rounds)
-            warnings.warn(
-                f"{rounds} rounds were begun whose results are not in the saved state. They are "
-                "counted: ε includes them.",
-                stacklevel=3,
+            lost = (
+                "1 round was begun whose result is not in the saved state. It is counted: ε "
+                "includes it."
+                if rounds == 1
+                else f"{rounds} rounds were begun whose results are not in the saved state. They "
+                "are counted: ε includes them."
             )
+            warnings.warn(lost, stacklevel=3)
 
     def _index(self) -> int:
         """The number of the next cohort; no round used it before, those of the ledger included."""
@@ -222,12 +226,33 @@ class Run:
             )
         return data
 
+    def _require_no_python(self, data: list) -> None:
+        """Raises if the first data set of the run calls Python, which no worker can."""
+        found = next((d for d in data if isinstance(d, tf.data.Dataset)), None)
+        if self._looked_for_python or found is None:
+            return
+        variant = tf.data.experimental.to_variant(found)
+        serialized = tf.raw_ops.DatasetToGraphV2(input_dataset=variant).numpy()
+        graph = tf.compat.v1.GraphDef.FromString(serialized)
+        nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+        calls = {n.op for n in nodes} & {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+        if calls:
+            raise ValueError(
+                "`client_data` must give data sets that do not call Python, since they are sent to "
+                "TFF's worker: use `tf.data.Dataset.from_tensor_slices` or a loader of "
+                "`federated.datasets` in place of `from_generator` or `py_function`. Received: a "
+                f"data set with {', '.join(sorted(calls))}. The round was not begun and does not "
+                "count."
+            )
+        self._looked_for_python = True
+
     def next(self, datasets: Callable[[str], tf.data.Dataset], figures: Callable) -> bool:
         """Runs one round; returns true once its result is on the disk, false if it was lost."""
         number = self.journal.begun + 1
         cohort = self.sampler.cohort(self._index())
         # Before the round counts: nothing was released yet if this fails.
         data = self._data_of(number, cohort, datasets)
+        self._require_no_python(data)
         self.journal.note("begun", number)
         try:
             if len(data) < self._min_clients:

@@ -344,6 +344,18 @@ def test_no_epsilon_for_cohorts_that_were_drawn_in_another_way(ask):
             ask(ledger, DELTA, sampling=other)
 
 
+def test_what_runs_and_ledgers_say_of_their_sampling_does_not_change():
+    # As the first of them were saved.
+    sampling = "PoissonSampling(sampling_probability=0.025, max_batch_size=100, seed=None)"
+    assert described(PoissonSampling(0.025, 100, steps=300)) == sampling
+    ledger = ledger_of(UserLevelPrivacy(20.0, 50, 2000, clip=1.0))
+    ledger.sampling = sampling
+    epsilon_spent(ledger, DELTA, sampling=PoissonSampling(0.025, 100, steps=300))
+    assert "examples_per_user=2" in described(PoissonSampling(0.5, 9, 9, examples_per_user=2))
+    with pytest.raises(ValueError, match="leave out `examples_per_user`"):
+        epsilon_spent(ledger, DELTA, sampling=PoissonSampling(0.025, 100, 300, None, 2))
+
+
 def test_the_statements_of_other_cohorts_of_side_information_and_of_a_large_delta():
     fixed = said(ledger_of(GAUSSIAN), FixedSizeSampling(50, steps=300))
     assert "data sets in which one user replaces another" in fixed

@@ -80,6 +80,26 @@ def test_rounds_between_evaluations_have_no_figures(tmp_path):
     assert sorted(held_out(tmp_path)) == [3, 6, 7]
 
 
+def test_the_last_state_is_evaluated_if_the_last_round_is_lost(tmp_path):
+    with pytest.warns(UserWarning, match="failed: ConnectionError"):
+        trained = rounds.train(
+            *(tmp_path, 3, "gaussian", [False, False, True]),
+            evaluation=rounds.evaluation(every=4),
+            max_failures=1,
+        )
+    assert (trained.num_finished, trained.num_begun) == (2, 3)
+    assert sorted(held_out(tmp_path)) == [2] and trained.best.number == 2
+    again = rounds.train(tmp_path, 3, evaluation=rounds.evaluation(every=4))
+    assert again.best.number == 2 and sorted(held_out(tmp_path)) == [2]
+    with pytest.warns(UserWarning, match="failed: ConnectionError"):
+        none = rounds.train(
+            *(tmp_path / "none", 1, "gaussian", [True]),
+            evaluation=rounds.evaluation(every=4),
+            max_failures=1,
+        )
+    assert none.num_finished == 0 and none.best is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", [range(0, 34, 3), range(1, 34, 3), range(2, 34, 3)])
 def test_a_run_that_evaluates_may_be_killed_at_every_moment(injector, tmp_path, moments):

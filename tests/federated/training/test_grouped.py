@@ -207,6 +207,27 @@ def test_a_table_that_a_client_could_write_into_is_refused_in_groups():
     private(lambda: Tabulating(changing_table), SGD, "gaussian", clients_per_group=1)
 
 
+def dropping(seed):
+    layers = [
+        tf.keras.Input([2]),
+        tf.keras.layers.Dropout(0.5, seed=seed),
+        tf.keras.layers.Dense(1, kernel_initializer=tf.keras.initializers.GlorotUniform(3)),
+    ]
+    return tff.learning.models.from_keras_model(
+        tf.keras.Sequential(layers),
+        tf.keras.losses.MeanSquaredError(),
+        input_spec=client_of(0).element_spec,
+    )
+
+
+def test_seeds_that_a_client_would_move_for_others_are_refused_in_groups():
+    # The numbers of a seeded kernel go on where another client's stopped.
+    with pytest.raises(ValueError, match="without seeds .*clients_per_group=1.*random_uniform"):
+        private(lambda: dropping(seed=1), SGD, "gaussian")
+    private(lambda: dropping(seed=1), SGD, "gaussian", clients_per_group=1)
+    private(lambda: dropping(seed=None), SGD, "gaussian")
+
+
 @pytest.mark.slow
 def test_a_constant_table_changes_nothing_in_groups():
     process = build_adaptive_fed_avg(lambda: Tabulating(constant_table), SGD)

@@ -231,12 +231,31 @@ def test_each_step_of_a_round_is_on_the_disk_before_the_next_one(tmp_path, monke
     assert steps[-3:] == ["released", '{"released', "sync journal"]
 
 
+@pytest.mark.parametrize("way", ["from_generator", "py_function", "numpy_function in a map"])
+def test_data_that_call_python_are_refused_before_the_round_counts(tmp_path, way):
+    def dataset(client):
+        good = real_rounds.dataset(client)
+        if way == "from_generator":
+            generate = good.as_numpy_iterator
+            return tf.data.Dataset.from_generator(generate, output_signature=good.element_spec)
+        call = tf.py_function if way == "py_function" else tf.numpy_function
+
+        def called(x, y):
+            (found,) = call(lambda a: [np.asarray(a)], [x], [x.dtype])
+            return tf.ensure_shape(found, x.shape), y
+
+        return good.map(called)
+
+    made, sampler = real_rounds.process("gaussian"), real_rounds.sampler("gaussian")
+    with pytest.raises(ValueError, match="do not call Python.*Received: a data set with .*PyFunc"):
+        program.train(made, dataset, sampler, 2, tmp_path)
+    assert '"begun"' not in (tmp_path / "secret/journal").read_text()
+
+
 def test_a_failed_round_is_counted_when_the_run_goes_on(tmp_path):
     with pytest.raises(ConnectionError, match="a worker is gone"):
         rounds.train(tmp_path, 5, failing=[False, True])
-    with pytest.warns(
-        UserWarning, match="1 rounds were begun whose results are not.*They are counted"
-    ):
+    with pytest.warns(UserWarning, match="1 round was begun whose result is not.*It is counted"):
         trained = rounds.train(tmp_path, 5)
     assert trained[2:4] == (4, 5)
     assert (trained.ledger.num_releases, trained.ledger.lost) == (5, 1)
@@ -892,7 +911,7 @@ def test_rounds_of_banded_noise_that_fail_after_their_release_are_counted(contex
     sampler = real_rounds.sampler("banded")
     with pytest.raises(ConnectionError):
         train(sampler, 5)
-    with pytest.warns(UserWarning, match="^1 rounds were begun"):
+    with pytest.warns(UserWarning, match="^1 round was begun"):
         trained = train(sampler, 6)
     assert (trained.num_finished, trained.num_begun) == (5, 6)
     assert trained.ledger.sequences == {1: 1, 5: 1}
@@ -1153,7 +1172,7 @@ def test_a_run_that_loses_one_worker_goes_on_and_both_cost_a_round(process, tmp_
         again = worker.WorkerProcess(workers[1].port)
         opened.callback(again.close)
         with contexts.remote_context([again.address]):
-            with pytest.warns(UserWarning, match="1 rounds were begun whose results are not"):
+            with pytest.warns(UserWarning, match="1 round was begun whose result is not"):
                 trained = train(real_rounds.dataset, 4)
     assert (trained.num_finished, trained.num_begun, trained.ledger.num_releases) == (3, 4, 4)
 
