@@ -260,6 +260,8 @@ def _claim(
     if strategy is not None:
         most = ledger.privacy.max_participations
         often = "" if most is None else f" and in at most {most} of a run's cohorts"
+        if sum(ledger.sequences.values()) > 1:  # lost rounds are repeated with the same users
+            often += ", apart from repetitions of lost rounds, which this epsilon includes"
         return paragraph(
             f"{start} in which one user's updates are replaced by zeros. The noise of each round "
             f"took back {strategy.taken_back} (banded matrix factorization). This "

@@ -354,11 +354,11 @@ def test_the_statement_says_what_was_released():
         f"epsilon = {up:.4f} and delta = 0.0001 (PLD accounting, rounded up)",
         "one user's updates are replaced by zeros",
         "a part of that of up to 3 earlier ones",
-        "at most one of any 10 cohorts in a row.",
+        "at most one of any 10 cohorts in a row, apart from repetitions of lost rounds, which",
         "1 sequence of 25 noisy averages of client updates, with noise of 4 bands, noise "
         "multiplier 1.5 and 6 of 60 users per cohort",
         f"moves it by at most {math.sqrt(3):.4g} times the clip",
-        "2 sequences of 1 noisy averages",
+        "2 sequences of 1 noisy average of client updates",
         "checkpoints are NOT protected: they contain noise that later rounds take back",
     ):
         assert part in text
