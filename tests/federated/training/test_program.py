@@ -290,7 +290,7 @@ def test_no_round_is_wasted_on_a_worker_that_is_gone(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(WorkerLostError):
         patch.setattr(rounds.Process, "next", gone)
         rounds.train(tmp_path, 5, max_failures=3)
-    with pytest.warns(UserWarning, match="^1 rounds"):
+    with pytest.warns(UserWarning, match="^1 round was"):
         trained = rounds.train(tmp_path, 5)
     assert (trained.ledger.num_releases, trained.ledger.lost) == (5, 1)
 
@@ -650,7 +650,7 @@ def test_states_of_earlier_versions_are_read_and_replaced(tmp_path):
 def test_rounds_whose_state_vanished_stay_counted(tmp_path, mechanism):
     rounds.train(tmp_path, 3, mechanism)
     (states(tmp_path) / "round_3.state").unlink()
-    with pytest.warns(UserWarning, match="^1 rounds"):
+    with pytest.warns(UserWarning, match="^1 round was"):
         trained = rounds.train(tmp_path, 4, mechanism)
     assert (trained.ledger.num_releases, trained.num_finished) == (4, 3)
     released = [e["number"] for e in rounds.record(tmp_path) if e["event"] == "released"]
