@@ -1,7 +1,9 @@
 """`PrivacyPlan`: one object says each number once, and the parts agree."""
 
+import copy
 import functools
 import json
+import pickle
 import warnings
 
 import dp_accounting
@@ -335,6 +337,15 @@ def test_data_come_as_users_have_them():
         plan.batches(dataset.batch(4))
     with pytest.raises(TypeError, match="Each element.*dict"):
         plan.batches(dataset.map(lambda x, y: {"x": x}))
+
+
+def test_copies_and_pickles_of_a_plan_are_plans():
+    plan = planned()
+    for copied in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert repr(copied) == repr(plan)
+        model = model_of(copied)
+        copied.fit(model, X, Y, verbose=0)
+        assert model.optimizer.ledger.num_releases == plan.steps
 
 
 def test_a_plan_describes_itself_before_training():

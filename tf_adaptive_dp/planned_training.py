@@ -99,6 +99,13 @@ class PlannedTraining:
         # The releases of statistics behind each optimizer's gradients so far, by their numbers.
         self._statistics: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the statistics behind optimizers, which copies are not."""
+        return {**vars(self), "_statistics": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _statistics=weakref.WeakKeyDictionary())
+
     @property
     def optimizer(self) -> tf.keras.optimizers.Optimizer:
         """The optimizer of the last model; raises ValueError if there is none."""
