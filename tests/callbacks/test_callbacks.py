@@ -38,6 +38,37 @@ def test_an_adadp_iteration_of_two_minibatches_costs_two_releases():
     assert history["learning_rate"][-1] != pytest.approx(0.1)
 
 
+class TurnsBack(tf.keras.callbacks.Callback):
+    """Loads weights from before the last epoch, and the optimizer's state with them."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        optimizer = self.model.optimizer
+        optimizer.build(self.model.trainable_variables)
+        self.kept = optimizer.ledger.segments
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch:
+            self.model.optimizer.ledger.restore(self.kept)
+
+
+@pytest.mark.parametrize("kind", ["monitor", "budget"])
+def test_a_ledger_that_goes_back_during_training_is_refused_or_restored(tmp_path, kind):
+    def callback():
+        if kind == "monitor":
+            return dp.PrivacyMonitor(N, DELTA, full_passes=False)
+        return dp.PrivacyBudget(100.0, DELTA, N, full_passes=False)
+
+    size = {"expected_batch_size": 8.0}
+    for epochs in (2, 3) if kind == "monitor" else (3,):
+        with pytest.raises(dp.NotPrivateError, match="set to an earlier state.*`ReleaseLog` first"):
+            train(callbacks=[callback(), TurnsBack()], epochs=epochs, **size)
+    log = dp.ReleaseLog(tmp_path / "log")
+    with pytest.warns(UserWarning, match="not in the checkpoint"):
+        model, _ = train(callbacks=[log, callback(), TurnsBack()], epochs=3, **size)
+    log.close()
+    assert model.optimizer.ledger.num_releases == 12
+
+
 @pytest.mark.parametrize("seed", [None, 1])
 def test_noise_with_a_seed_is_marked_as_not_private(seed):
     monitor = dp.PrivacyMonitor(N, DELTA, full_passes=False)

@@ -307,3 +307,22 @@ def test_a_ledger_that_is_turned_back_during_training_is_corrected(tmp_path):
     with pytest.warns(UserWarning, match="4 releases"):
         catalogue.fit(model, 1, [log])
     assert model.optimizer.ledger.segments == log.segments == [(1.0, 8.0, 8)]
+
+
+def test_steps_that_are_taken_back_one_by_one_are_counted(tmp_path):
+    class TakesBack(tf.keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.kept = self.model.optimizer.ledger.segments
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.optimizer.ledger.restore(self.kept)
+
+    model = catalogue.mlp()
+    optimizer = catalogue.make("DPSGD", noise_multiplier=1.0, expected_batch_size=8.0)
+    model.compile(optimizer, loss=catalogue.loss())
+    model.optimizer.build(model.trainable_variables)
+    log = dp.ReleaseLog(tmp_path / "log")
+    with pytest.warns(UserWarning, match="not in the checkpoint"):
+        catalogue.fit(model, 2, [log, TakesBack()])
+    log.close()
+    assert log.num_releases == model.optimizer.ledger.num_releases == 8

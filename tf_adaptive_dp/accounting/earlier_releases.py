@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.accounting.ledger import Ledger, Segment, missing_events
 
 _ATTRIBUTE = "_ledgers_of_tf_adaptive_dp"
@@ -86,6 +87,12 @@ def warn_of_earlier_releases(variables: Sequence[tf.Variable], ledger: Ledger) -
         setattr(variable, _ATTRIBUTE, tuple(o for o in noted if id(o.ledger) not in taken_over))
     if missing:
         _warn(ledger, [earlier[key].ledger for key in missing])
+
+
+def were_trained_privately(variables: Sequence[tf.Variable]) -> bool:
+    """Whether releases have trained any of these variables, as far as this process knows."""
+    noted = [other for v in variables for other in getattr(native(v), _ATTRIBUTE, ())]
+    return any(other.ledger.num_releases for other in noted)
 
 
 class _Noted(NamedTuple):

@@ -150,6 +150,7 @@ class PrivacyMonitor(PrivateCallback):
         self.warn_of_steering()
         begin_batches_anew(optimizer)
         self._released = optimizer.ledger.num_releases
+        self.note_ledger(anew=True)
         self._fed.begin(optimizer, steps_per_epoch(self))
         self._check_sampling(optimizer)
         if self.log_dir is not None:
@@ -158,9 +159,14 @@ class PrivacyMonitor(PrivateCallback):
             (c.epsilon for c in callbacks_beside(self) if isinstance(c, PrivacyBudget)), None
         )
 
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Raises if the ledger went back; called by Keras."""
+        self.require_ledger_goes_on()
+
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Reports; called by Keras."""
         optimizer = self.optimizer
+        self.note_ledger()
         refuse_batch_over_two_passes(optimizer, self.sampling)
         self._fed.end_epoch(optimizer, self.model.stop_training)
         summary = optimizer.statistics.summary(reset=True)
@@ -197,10 +203,11 @@ class PrivacyMonitor(PrivateCallback):
         self._board.write(epoch, private, self.not_private, step_size)
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Closes TensorBoard's file; called by Keras."""
+        """Closes TensorBoard's file, and raises if the ledger went back; called by Keras."""
         if self._board is not None:
             self._board.close()
             self._board = None
+        self.require_ledger_goes_on()
 
     def _settings(self, optimizer: Any) -> dict[str, Any]:
         """The settings of the run, all of them public; `None` for what needs no mention.

@@ -224,7 +224,11 @@ class ReleaseLog(PrivateCallback):
         self.announce(optimizer, -(-uses // optimizer.parts_per_batch))
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Stops after the last step of the run; called by Keras."""
+        """Notes what was released, and stops after the last step; called by Keras.
+
+        A later callback may restore an earlier state, with a ledger that lacks it.
+        """
+        self.reconcile(self._of_training())
         if self.steps is not None and self._of_training().ledger.num_releases >= self.steps:
             self.model.stop_training = True
 

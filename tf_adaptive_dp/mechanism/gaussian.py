@@ -94,6 +94,7 @@ class GaussianMechanism:
       statistics: `GradientStatistics`, not private.
       noise: the `GaussianNoise`, the `SecureNoise` with `secure_noise=True`, or the
         `CorrelatedNoise` of a strategy.
+      seen: the `SeenDraws`, with which batches are compared.
       histograms: the `Histograms` of the first batches, which an optimizer may set before its first
         step; or `None`.
     """
@@ -160,7 +161,7 @@ class GaussianMechanism:
         self.accumulator = Accumulator(steps) if steps > 1 else None
         strategy = get_strategy(noise)
         self.ledger = Ledger(add_variable, strategy, examples_per_user)
-        self._seen = SeenDraws()
+        self.seen = SeenDraws()
         self.noise = _noise(
             checks.boolean("secure_noise", secure_noise), seed, add_variable, strategy
         )
@@ -257,7 +258,7 @@ class GaussianMechanism:
         """Forgets the parts of an incomplete batch."""
         if self.accumulator is not None:
             self.accumulator.drop()
-        self._seen.drop_parts()
+        self.seen.drop_parts()
 
     @property
     def complete(self) -> tf.Tensor | None:
@@ -348,7 +349,7 @@ class GaussianMechanism:
             if self.accumulator is None:
 
                 def draw() -> Draw:
-                    return self._seen.add(number, tf.constant(True))
+                    return self.seen.add(number, tf.constant(True))
 
                 complete = tf.constant(True)
                 noisy = self._add_noise(batch, clip, size, draw, lambda: self._check_order(order))
@@ -447,7 +448,7 @@ class GaussianMechanism:
             )
             with tf.control_dependencies([self._remember_batch_size(size), *checked.rejects]):
                 totals, complete = accumulator.add(units.flat())
-                return [*self._seen.add(number, complete), complete, *totals]
+                return [*self.seen.add(number, complete), complete, *totals]
 
         *draw, complete = (made := self._turns.take(add))[:4]
         batch = part.like(made[4:])

@@ -36,7 +36,12 @@ from tf_adaptive_dp.gradients.api import check_loss, check_method, per_example_g
 from tf_adaptive_dp.gradients.released import completion, mark_released, vouch_for
 from tf_adaptive_dp.mechanism.clipping import Clipping, PerLayerClipping, serialize
 from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, NoiseKey
-from tf_adaptive_dp.mechanism.draw_numbers import number_of, order_of, rows_without_padding
+from tf_adaptive_dp.mechanism.draw_numbers import (
+    SeenDraws,
+    number_of,
+    order_of,
+    rows_without_padding,
+)
 from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
 from tf_adaptive_dp.mechanism.padding import rows_of_padding
 from tf_adaptive_dp.mechanism.replicas import num_replicas
@@ -159,6 +164,14 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
     def clipping(self) -> Clipping:
         """How gradients are clipped."""
         return self._mechanism.clipping
+
+    def compare_draws_with(self, seen: SeenDraws) -> None:
+        """Compares batches with those of other optimizers, too; before the first step.
+
+        Args:
+          seen: the batches that were released by any of them.
+        """
+        self._mechanism.seen = seen
 
     @property
     def parts_per_batch(self) -> int:

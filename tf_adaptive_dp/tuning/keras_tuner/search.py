@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras import process_state
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.mechanism.draw_numbers import SeenDraws
 from tf_adaptive_dp.tuning.keras_tuner import architecture, results, search_journal, space
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
@@ -69,6 +70,7 @@ class Search:
         self._folder, self._oracle = Path(folder), oracle
         self._build, self._weights = build, weights
         self._plan, self._data = plan, data
+        self._seen = SeenDraws()
         self._space = space.description(oracle.hyperparameters)
 
     def describe(self) -> dict[str, Any]:
@@ -140,7 +142,7 @@ class Search:
                 "The change makes another space, so start over with `overwrite=True`; if no trial "
                 f"had begun, nothing was spent. Received: {new}"
             )
-        prepare(model, self._plan, noise_multiplier)
+        prepare(model, self._plan, noise_multiplier, self._seen)
         return model
 
     def _try(self, number: int, journal: search_journal.Journal) -> None:

@@ -21,10 +21,13 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras import models
 from tf_adaptive_dp.accounting.composition import repeated
+from tf_adaptive_dp.accounting.earlier_releases import were_trained_privately
+from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.callbacks.backups import epoch_backup, save_weights
 from tf_adaptive_dp.callbacks.common import private_optimizer
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
+from tf_adaptive_dp.mechanism.draw_numbers import SeenDraws
 from tf_adaptive_dp.normalization import normalizations_in
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
@@ -94,6 +97,7 @@ class Trial:
                 self._train(model, data, log)
             save_weights(model, weights)
             outcome["score"] = self._score(model, data, objective)
+            self._budget_of(model).require_no_more()
         except (*_INTERRUPTIONS, NotPrivateError, BudgetExceededError):
             raise
         except Exception:
@@ -101,6 +105,11 @@ class Trial:
         # After a crash the log may have more releases than the ledger.
         outcome["releases"] = max(optimizer.ledger.num_releases, self._announced)
         return outcome
+
+    def _budget_of(self, model: tf.keras.Model) -> TrialBudget:
+        budget = TrialBudget(self._plan, self._noise_multiplier)
+        budget.set_model(model)
+        return budget
 
     def clean(self) -> None:
         """Deletes everything that only an unfinished trial needs."""
@@ -121,8 +130,7 @@ class Trial:
     def _train(self, model: tf.keras.Model, data: FitArguments, log: ReleaseLog | None) -> None:
         optimizer = model.optimizer
         backup = epoch_backup(self._working / "backup")
-        budget = TrialBudget(self._plan, self._noise_multiplier)
-        budget.set_model(model)
+        budget = self._budget_of(model)
         if log is not None and not budget.room(log.num_releases):
             backup.set_model(model)  # the last process had made all releases
             backup.on_train_begin()
@@ -153,13 +161,17 @@ class Trial:
         return self._plan.score.released(exact) if math.isfinite(exact) else None
 
 
-def prepare(model: tf.keras.Model, plan: Plan, noise_multiplier: float) -> None:
+def prepare(
+    model: tf.keras.Model, plan: Plan, noise_multiplier: float, seen: SeenDraws | None = None
+) -> None:
     """Checks that a model costs what was planned, and sets its noise multiplier.
 
     Args:
       model: as `build_model` made it.
       plan: the plan of the search.
       noise_multiplier: noise multiplier of every trial.
+      seen: the batches of all trials, which have to be independent draws; `None` compares those of
+        each trial.
 
     Raises:
       TypeError: if the optimizer is not private.
@@ -179,6 +191,13 @@ def prepare(model: tf.keras.Model, plan: Plan, noise_multiplier: float) -> None:
             "exceed them in the last call",
             f"steps_per_execution={steps_per_call}, with {steps_per_epoch} steps per epoch",
         )
+    if not plan.strategy.releases_all and were_trained_privately(model.variables):
+        _refuse(
+            "must train variables of its own: only the winner is released, and a layer that was "
+            "made outside of `build_model` would bring the training of other trials into it. Make "
+            "all layers in `build_model`, and load weights from a file",
+            "a model with variables that were trained before",
+        )
     try:
         model.optimizer.noise_multiplier = noise_multiplier
     except ValueError as error:
@@ -186,6 +205,9 @@ def prepare(model: tf.keras.Model, plan: Plan, noise_multiplier: float) -> None:
             "The optimizer of `build_model` cannot have the noise multiplier of the search, "
             f"{noise_multiplier:g}. Nothing was trained with it. {error}"
         ) from error
+    # Shuffled batches are the same examples in every trial, and no law says how they are arranged.
+    if seen is not None and sampling_epsilon.label_of(plan.batches.sampling) == "poisson":
+        model.optimizer.compare_draws_with(seen)
 
 
 def settings(model: tf.keras.Model) -> tuple[float, int]:
@@ -239,11 +261,21 @@ def settings(model: tf.keras.Model) -> tuple[float, int]:
             "must draw independent noise: the search does not account for other noise",
             f"noise={optimizer.noise!r}",
         )
+    others = [name for name, value in vars(model).items() if _is_another(value, optimizer)]
+    if others:
+        _refuse(
+            "must be the model's only private one: the search counts no other",
+            f"a model with another one, {', '.join(others)}",
+        )
     if optimizer.seed is not None:
         _refuse("must draw secret noise: leave out `seed`", f"seed={optimizer.seed}")
     if models.tunes_steps_per_call(model):
         _refuse("must run a fixed number of steps per call", "auto-tuned steps_per_execution")
     return optimizer.expected_batch_size, optimizer.parts_per_batch
+
+
+def _is_another(value: Any, optimizer: tf.keras.optimizers.Optimizer) -> bool:
+    return value is not optimizer and isinstance(getattr(value, "ledger", None), Ledger)
 
 
 def _refuse(what: str, received: str) -> NoReturn:
@@ -322,6 +354,7 @@ class TrialBudget(tf.keras.callbacks.Callback):
 
     def check_end(self) -> None:
         """Raises NotPrivateError if the trial ends before it made all releases that it may."""
+        self.require_no_more()
         released = self.model.optimizer.ledger.num_releases
         if self.room(released):
             raise NotPrivateError(
@@ -332,6 +365,17 @@ class TrialBudget(tf.keras.callbacks.Callback):
                 f"{released} releases of {self._schedule.releases}"
             )
 
+    def require_no_more(self) -> None:
+        """Raises NotPrivateError if something beside the steps of `fit` has released gradients."""
+        released = self.model.optimizer.ledger.num_releases
+        if released > self._schedule.releases:
+            raise NotPrivateError(
+                "A trial must release what was planned and no more: leave out callbacks, a `fit` "
+                "of the model's own and metrics that train it further. Epsilon does not cover what "
+                f"this trial released, so do not publish it. Received: {released} releases, "
+                f"{self._schedule.releases} were planned"
+            )
+
     def _check_draws(self) -> None:
         """Rejects repeated batches: the noise was computed for independent draws."""
         batches, ledger = self._batches, self.model.optimizer.ledger
@@ -339,8 +383,9 @@ class TrialBudget(tf.keras.callbacks.Callback):
         for segment, known in zip(ledger.segments, ledger.checks):
             if repeated(segment, known, batches.num_examples, in_epochs=in_epochs):
                 raise NotPrivateError(
-                    "A trial released the same batch twice, so its batches are not independent "
-                    "draws: leave out `cache`, `repeat` and the like after the batches are drawn. "
+                    "A trial released a batch that it or an earlier trial had released, so the "
+                    "batches are not independent draws: leave out `cache`, `repeat` and the like "
+                    "after they are drawn. "
                     f"Received: a batch that was also released {known.nearest} releases earlier"
                 )
 
