@@ -178,7 +178,7 @@ def test_the_noise_of_each_release_has_the_right_scale(monkeypatch):
     "shape, axis", [([60, 6], -1), ([60, 5, 4], -1), ([60, 3, 5], 1), ([60, 7], None)]
 )
 @pytest.mark.parametrize("of_users", [False, True])
-@pytest.mark.usefixtures("no_deviation_is_clear")
+@pytest.mark.usefixtures("no_deviation_is_clear", "usual_noise")
 def test_neighbors_move_each_sum_by_at_most_one(monkeypatch, shape, axis, of_users):
     random = np.random.default_rng(2)
     x = 2 + random.normal(size=shape) * 10.0 ** random.integers(-6, 1, size=shape[-1])
