@@ -220,10 +220,19 @@ class GroupedRounds(tff.Computation):
             expected.check_assignable_from(
                 tff.SequenceType(tff.types.tensorflow_to_type(dataset.element_spec))
             )
-            variant = tf.data.experimental.to_variant(dataset)
-            # As TFF serializes data sets.
-            found.append(tf.raw_ops.DatasetToGraphV2(input_dataset=variant).numpy())
+            found.append(serialized_dataset(dataset))
         return found
+
+
+def serialized_dataset(dataset: tf.data.Dataset) -> bytes:
+    """The graph of a data set, as TFF serializes it."""
+    variant = tf.data.experimental.to_variant(dataset)
+    return tf.raw_ops.DatasetToGraphV2(input_dataset=variant).numpy()
+
+
+def nodes_of(graph: Any) -> list[Any]:
+    """The nodes of a `GraphDef`, those of its functions included."""
+    return [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
 
 
 def _tree_of(state: Any) -> TreeState | None:
@@ -422,8 +431,7 @@ def _require_resettable(
         if tensor.dtype in (tf.resource, tf.variant) and id(tensor) not in reset
     ]
     found = [(op.type, op.name) for op in kept if op.type not in constant]
-    graph = client_update.graph.as_graph_def()
-    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+    nodes = nodes_of(client_update.graph.as_graph_def())
     # What has a name of this kind outlives the function that makes it.
     found += [(n.op, n.name) for n in nodes if "shared_name" in n.attr and n.op not in constant]
     seeded = [n.name for n in nodes if any(n.attr[s].i for s in ("seed", "seed2") if s in n.attr)]

@@ -20,6 +20,7 @@ from federated.privacy.client_sampling import described
 from federated.privacy.user_level import BANDED_ARGUMENTS
 from federated.runtime.connection import WorkerLostError
 from federated.training.dropout import Dropout, Dropping
+from federated.training.grouped import nodes_of, serialized_dataset
 from federated.training.run_journal import Journal
 from federated.training.saved_states import SavedStates
 from tf_adaptive_dp.durable import files
@@ -231,11 +232,8 @@ class Run:
         found = next((d for d in data if isinstance(d, tf.data.Dataset)), None)
         if self._looked_for_python or found is None:
             return
-        variant = tf.data.experimental.to_variant(found)
-        serialized = tf.raw_ops.DatasetToGraphV2(input_dataset=variant).numpy()
-        graph = tf.compat.v1.GraphDef.FromString(serialized)
-        nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
-        calls = {n.op for n in nodes} & {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+        graph = tf.compat.v1.GraphDef.FromString(serialized_dataset(found))
+        calls = {n.op for n in nodes_of(graph)} & {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
         if calls:
             raise ValueError(
                 "`client_data` must give data sets that do not call Python, since they are sent to "

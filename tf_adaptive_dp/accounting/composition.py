@@ -154,12 +154,8 @@ def dp_event(ledger: Any, num_examples: int, *, in_epochs: bool = True) -> dp_ac
     """
     _refuse_users(ledger)
     segments, other_events = counted_ledger(ledger, num_examples, in_epochs=in_epochs)
-    builder = dp_accounting.DpEventBuilder()
-    for noise_multiplier, batch_size, count in segments:
-        builder.compose(release_event(noise_multiplier, batch_size / num_examples), count)
-    for event in other_events:
-        builder.compose(event)
-    return builder.build()
+    releases = [((z, batch_size / num_examples), count) for z, batch_size, count in segments]
+    return composed_event(releases, other_events)
 
 
 def epsilon_spent(
@@ -399,11 +395,11 @@ def _count(segments: Iterable[Segment], num_examples: int) -> Counts:
 
 
 def composed_event(
-    counts: Counts, events: Sequence[dp_accounting.DpEvent]
+    releases: Iterable[tuple[tuple[float, float], int]], events: Sequence[dp_accounting.DpEvent]
 ) -> dp_accounting.DpEvent:
-    """Releases and other events together, as one event."""
+    """Releases, as the items of `Counts`, and then other events, as one event in this order."""
     builder = dp_accounting.DpEventBuilder()
-    for release, count in counts.items():
+    for release, count in releases:
         builder.compose(release_event(*release), count)
     for event in events:
         builder.compose(event)

@@ -209,7 +209,7 @@ class CyclicPoissonSampling(RandomSizes):
         """
         self.check_ledger(ledger, num_examples)
         _, events = composition.read_ledger(ledger, num_examples, correlated=True)
-        return composition.composed_event(self._blocks(ledger, num_examples), events)
+        return composition.composed_event(self._blocks(ledger, num_examples).items(), events)
 
     def _epsilon(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
         _, events = composition.read_ledger(ledger, num_examples, correlated=True)

@@ -128,7 +128,7 @@ class FixedOrder(draws.FullBatches):
         """
         self.check_ledger(ledger, num_examples)
         counts, events = self._as_one_release(ledger, num_examples)
-        return composition.composed_event(counts, events)
+        return composition.composed_event(counts.items(), events)
 
     def _as_one_release(
         self, ledger: Any, num_examples: int
