@@ -37,7 +37,9 @@ def build_client_work(
     A client whose update is not finite sends zeros with weight 0 and no metrics. A client without
     data sends zeros, with weight 0, or 1 under `ClientWeighting.UNIFORM`. A round without clients
     is valid. Clients keep no state between rounds: each round creates a new optimizer state, with
-    the hyperparameters in the state of this process (`get_hparams`, `set_hparams`).
+    the hyperparameters in the state of this process (`get_hparams`, `set_hparams`). An optimizer
+    with a method `next_hparams` says which ones follow them after a round, whatever the clients
+    did.
 
     Measurements: `train` has the model's metrics. `optimizer` exists if the client optimizer has a
     `report` method (see `build_adadp`), and aggregates over the clients that judged a step and sent
@@ -82,7 +84,21 @@ def build_client_work(
         update = build_update(made_model(model_fn), client_optimizer, weighting, loop)
         return update(hparams, initial_weights, dataset)
 
-    return _build_process(initial_hparams, client_update, described.measure)
+    following = next_hparams(client_optimizer, initial_hparams.type_signature.result)
+    return _build_process(initial_hparams, client_update, following, described.measure)
+
+
+def next_hparams(
+    optimizer: tff.learning.optimizers.Optimizer, hparams_type: tff.Type
+) -> tff.Computation:
+    """What follows the hyperparameters of a round: the same ones, unless the optimizer says more.
+
+    Args:
+      optimizer: The optimizer of local training.
+      hparams_type: The TFF type of its hyperparameters.
+    """
+    following = getattr(optimizer, "next_hparams", lambda hparams: hparams)
+    return tff.tensorflow.computation(following, hparams_type)
 
 
 class ModelDescription(NamedTuple):
@@ -143,6 +159,7 @@ def build_update(
 def _build_process(
     initial_hparams: tff.Computation,
     client_update: tff.Computation,
+    following: tff.Computation,
     measure: Callable[[Any, Any], Any],
 ) -> tff.learning.templates.ClientWorkProcess:
     """Builds the federated computations around a client's own computation."""
@@ -161,7 +178,9 @@ def _build_process(
         result, metrics, reports = tff.federated_map(
             client_update, (tff.federated_broadcast(hparams), weights, client_data)
         )
-        return tff.templates.MeasuredProcessOutput(hparams, result, measure(metrics, reports))
+        return tff.templates.MeasuredProcessOutput(
+            tff.federated_map(following, hparams), result, measure(metrics, reports)
+        )
 
     @tff.tensorflow.computation(hparams_type)
     def get_hparams(state: Any) -> Any:

@@ -4,7 +4,8 @@ The ADADP paper's figures 1 to 3 (the supplement's 2 to 4): five clients (cars a
 and ships; cats and dogs; birds and frogs; deer and horses). A share of their images between 0 and
 100% is redistributed at random. Every client takes part in every round, with minibatches of 10 and
 one local epoch. The experiment compares ADADP clients from several initial learning rates (with the
-defaults of `build_adadp`, and in the paper's form: tolerance 0.1, steps with err > tol discarded),
+defaults of `build_adadp`, and in the paper's form: constant tolerance 0.1, steps with err > tol
+discarded),
 SGD with a grid of constant rates, and Adam, which the paper runs at 33%. The network is the
 paper's: two 3×3 convolutions with 64 channels, ReLU, 3×3 max pools of stride 2, then
 1600-500-500-10.
@@ -58,8 +59,8 @@ METHODS = {
 # Arguments of a method beside its learning rate. ADADP's defaults are here too: were they others,
 # finished trials would not be taken for those of the new ones.
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "adadp": {"tolerance": 0.3, "discard": False},
-    "adadp_paper": {"tolerance": 0.1, "discard": True},
+    "adadp": {"tolerance": 0.3, "discard": False, "tolerance_decay": 1.0},
+    "adadp_paper": {"tolerance": 0.1, "discard": True, "tolerance_decay": 0.0},
 }
 TITLES = {"adadp": "ADADP", "adadp_paper": "ADADP of the paper", "sgd": "SGD", "adam": "Adam"}
 NOT_PRIVATE = "Not private: nothing is clipped and no noise added, so ε is infinite."

@@ -23,7 +23,12 @@ import tensorflow as tf
 import tensorflow_federated as tff
 import tensorflow_privacy as tfp
 
-from federated.clients.client_work import build_update, describe_model, iterate
+from federated.clients.client_work import (
+    build_update,
+    describe_model,
+    iterate,
+    next_hparams,
+)
 from federated.clients.preconditioner import ClientPreconditioner
 from federated.clients.tff_types import made_model
 from federated.privacy.dp_queries import (
@@ -331,6 +336,7 @@ def build_grouped_next(
     described = describe_model(model_fn, None)
     state_type = single.type_signature.parameter[0]
     train = _group_update(model_fn, client_optimizer, weighting, described.batch_type, group_sum)
+    following = next_hparams(client_optimizer, state_type.member.client_work)
 
     @tff.federated_computation(state_type, tff.FederatedType(_GROUP, tff.CLIENTS))
     def next_fn(state: Any, groups: Any) -> Any:
@@ -355,7 +361,8 @@ def build_grouped_next(
             finalizer=finalized.measurements,
         )
         after = tff.learning.templates.LearningAlgorithmState(
-            finalized.result, sent.state, state.client_work, aggregated.state, finalized.state
+            *(finalized.result, sent.state, tff.federated_map(following, state.client_work)),
+            *(aggregated.state, finalized.state),
         )
         return tff.learning.templates.LearningProcessOutput(
             tff.federated_zip(after), tff.federated_zip(measurements)

@@ -371,3 +371,71 @@ def test_marks_come_from_the_key_and_from_nothing_else():
         dp.poisson_batches(weighted, SAMPLING, key=draws.new_key(1)).take(5), placed
     ):
         np.testing.assert_array_equal(np.signbit(w.numpy()), rows.ravel() == N + 1)
+
+
+def _from_config(optimizer, variable, folder):
+    del variable, folder
+    return type(optimizer).from_config(optimizer.get_config())
+
+
+def _restored(optimizer, variable, folder):
+    new = dp.DPSGD(1.0, SIGMA, learning_rate=0.1, expected_batch_size=SIZE)
+    new.build([variable])
+    path = tf.train.Checkpoint(optimizer=optimizer).write(f"{folder}/state")
+    tf.train.Checkpoint(optimizer=new).read(path).assert_existing_objects_matched()
+    return new
+
+
+@pytest.mark.parametrize("successor", [_from_config, _restored])
+def test_an_optimizer_that_goes_on_knows_the_batches_of_the_one_before(successor, tmp_path):
+    kept = list(dp.poisson_batches(data(), SAMPLING).take(4))
+    first = Run(expected_batch_size=SIZE)
+    assert first(kept).checks == [Checks(checked=4)]
+    second = Run()
+    second.optimizer = successor(first.optimizer, second.variable, tmp_path)
+    for x, y, weights in [*kept, *dp.poisson_batches(data(), SAMPLING).take(2)]:
+        second.step(x, y, weights)
+    ledger = second.optimizer.ledger
+    assert ledger.segments == [(SIGMA, SIZE, 10)]
+    assert ledger.checks == [Checks(checked=10, repeated=4, nearest=4)]
+    spent = SAMPLING.epsilon_spent(ledger, N, DELTA)
+    assert spent == pytest.approx(counted_epsilon(6, 4), rel=1e-9)
+    # One that begins anew has an epsilon of its own, in which each of them is a first release.
+    third = Run(expected_batch_size=SIZE)
+    assert third(kept).checks == [Checks(checked=4)]
+
+
+def test_a_loaded_model_knows_the_batches_that_trained_it(tmp_path):
+    x, y = catalogue.data()
+    x, y = np.tile(x, [7, 1])[:N], np.tile(y, 7)[:N]
+    model = catalogue.mlp()
+    optimizer = dp.DPSGD(1.0, SIGMA, learning_rate=0.1, expected_batch_size=SIZE)
+    model.compile(optimizer, loss=catalogue.loss())
+    drawn = dp.poisson_batches((x, y), SAMPLING).take(4).cache()
+    model.fit(drawn, verbose=0)
+    model.save(f"{tmp_path}/model.keras")
+    del model, optimizer
+    loaded = tf.keras.models.load_model(f"{tmp_path}/model.keras")
+    loaded.fit(drawn, verbose=0)
+    ledger = loaded.optimizer.ledger
+    assert ledger.checks == [Checks(checked=8, repeated=4, nearest=4)]
+    spent = SAMPLING.epsilon_spent(ledger, N, DELTA)
+    assert epsilon(SIGMA, Q, 8, DELTA) < spent == pytest.approx(counted_epsilon(4, 4), rel=1e-9)
+
+
+def test_numbers_of_several_optimizers_keep_their_distance_and_the_newest_of_each_bucket():
+    def with_releases(numbers):
+        seen = draw_numbers.SeenDraws()
+        for number in numbers:
+            seen.add((tf.constant(number, tf.int64), tf.constant(True)), tf.constant(True))
+        return seen
+
+    # Seventeen numbers of one bucket, of which one has no place; the last two are known to both.
+    one_bucket = [5 + 4096 * k for k in range(1, 18)]
+    several = [with_releases(one_bucket), with_releases([7, *one_bucket[-2:]])]
+    draw_numbers._OF_PROCESS.clear()
+    draw_numbers._OF_PROCESS.extend(several)
+    following = draw_numbers.SeenDraws(SimpleNamespace(num_releases=1))
+    for number, distance in ((7, 3), (one_bucket[-1], 2), (one_bucket[1], 18), (one_bucket[0], 0)):
+        draw = following.add((tf.constant(number, tf.int64), tf.constant(True)), tf.constant(True))
+        assert draw.distance == distance

@@ -14,6 +14,7 @@ go into the ledger.
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,6 +24,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import ancestors
 from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
+from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.mechanism.padding import (
     Order,
@@ -40,6 +42,7 @@ DIFFERENT_ROWS = 15
 _CREATION = threading.Lock()
 _BUCKETS, _PLACES = 4096, 16
 _NEVER = 2**62
+_REMEMBERED = 16
 # Counts of parts without a number and of repeated parts, and the distance to the nearest repeat.
 _NO_PARTS = np.array([0, 0, _NEVER], np.int64)
 
@@ -188,23 +191,40 @@ class SeenDraws:
     """The numbers of released batches: all of the last 20,000, and most of the last 60,000.
 
     They are raw, NOT private. They do not belong to the optimizer's variables, so they are neither
-    saved nor restored.
+    saved nor restored. But an optimizer that goes on with the ledger of another one, made by
+    `from_config` or `load_model`, begins with the numbers of the last 16 optimizers of the process:
+    nobody knows which of them trained what it goes on with.
     """
 
-    def __init__(self) -> None:
-        """Creates it empty; variables follow with the first number."""
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        """Creates it empty; variables follow with the first number.
+
+        Args:
+          ledger: that of the optimizer; `None` if several begin anew and share the numbers.
+        """
         self._entries: tf.Variable | None = None
+        self._ledger = ledger
 
     def _created(self) -> tf.Variable:
         # Threads that trace steps at the same time have to share these variables.
         with _CREATION:
             if self._entries is None:
                 with uncounted_variables():
-                    entries = tf.zeros([_BUCKETS, _PLACES, 2], tf.int64)
-                    self._releases = tf.Variable(1, dtype=tf.int64, trainable=False)
+                    goes_on = self._ledger is not None and self._ledger.num_releases > 0
+                    entries, following = _joined(_OF_PROCESS if goes_on else ())
+                    self._releases = tf.Variable(following, dtype=tf.int64, trainable=False)
                     self._parts = tf.Variable(_NO_PARTS, trainable=False)
                     self._entries = tf.Variable(entries, name="seen_draws", trainable=False)
+                _OF_PROCESS.append(self)
             return self._entries
+
+    def released(self) -> tuple[np.ndarray, int]:
+        """[K, 2], the numbers of released batches with their releases, and the next release."""
+        if self._entries is None:
+            raise RuntimeError("Nothing was released.")
+        following = int(self._releases.numpy())
+        rows = self._entries.numpy().reshape(-1, 2)
+        return rows[(rows[:, 1] > 0) & (rows[:, 1] < following)], following
 
     def drop_parts(self) -> None:
         """Forgets the parts of a batch that was not released, so that they may come again."""
@@ -263,3 +283,31 @@ class SeenDraws:
             written = own.scatter_nd_update([tf.stack([bucket, place])], [entry])
         with tf.control_dependencies([tf.gather(written, bucket)]):
             return tf.identity(distance)
+
+
+# A strong reference: what an optimizer released counts when the optimizer is gone.
+_OF_PROCESS: collections.deque[SeenDraws] = collections.deque(maxlen=_REMEMBERED)
+
+
+def _joined(several: Sequence[SeenDraws]) -> tuple[np.ndarray, int]:
+    """The entries of several optimizers, as if one had made all their releases at the same time.
+
+    Returns:
+      [_BUCKETS, _PLACES, 2], int64, in which the last releases of all are equally long ago; and the
+      number of the next release.
+    """
+    entries = np.zeros([_BUCKETS, _PLACES, 2], np.int64)
+    found = [seen.released() for seen in several]
+    following = max((number for _, number in found), default=1)
+    rows = [of_one + [0, following - number] for of_one, number in found]
+    newest_first = np.concatenate([entries[:0, 0], *rows])
+    newest_first = newest_first[np.argsort(-newest_first[:, 1], kind="stable")]
+    _, newest = np.unique(newest_first[:, 0], return_index=True)
+    kept = newest_first[np.sort(newest)]
+    bucket = kept[:, 0] & (_BUCKETS - 1)
+    by_bucket = np.argsort(bucket, kind="stable")
+    kept, bucket = kept[by_bucket], bucket[by_bucket]
+    place = np.arange(len(kept)) - np.searchsorted(bucket, bucket)
+    fits = place < _PLACES
+    entries[bucket[fits], place[fits]] = kept[fits]
+    return entries, following

@@ -161,7 +161,7 @@ class GaussianMechanism:
         self.accumulator = Accumulator(steps) if steps > 1 else None
         strategy = get_strategy(noise)
         self.ledger = Ledger(add_variable, strategy, examples_per_user)
-        self.seen = SeenDraws()
+        self.seen = SeenDraws(self.ledger)
         self.noise = _noise(
             checks.boolean("secure_noise", secure_noise), seed, add_variable, strategy
         )

@@ -139,7 +139,7 @@ def test_adadp_is_algorithm_1(size, num_batches, above, keep, monkeypatch):
 
 def test_the_defaults_shorten_and_those_of_the_paper_discard():
     gradients = [lambda theta, k=k: np.full(4, -1.5 * (k % 3)) for k in range(12)]
-    for arguments in ({}, {"tolerance": 0.1, "discard": True}):
+    for arguments in ({}, {"tolerance": 0.1, "discard": True}):  # within one round
         expected, told = numpy_adadp(np.zeros(4), gradients, **arguments)
         optimizer = build_adadp(**arguments)
         state, w = optimizer.initialize(tf.TensorSpec([4])), tf.zeros([4])
@@ -292,6 +292,28 @@ def test_the_hyperparameters_are_those_of_the_state():
         optimizer.set_hparams(state, {"momentum": 0.9})
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.25, 1.0])
+def test_the_tolerance_falls_from_round_to_round(decay):
+    optimizer = build_adadp(0.2, 0.3, alpha_min=0.5, tolerance_decay=decay)
+    first = optimizer.get_hparams(optimizer.initialize(tf.TensorSpec([1])))
+    hparams = first
+    for r in range(1, 200):
+        hparams = optimizer.next_hparams(hparams)
+        assert float(hparams["tolerance"]) == pytest.approx(0.3 / np.sqrt(1 + decay * r), rel=1e-5)
+        assert {**hparams, "tolerance": 0.3} == dict(first)
+    if decay == 0:
+        assert hparams["tolerance"] == np.float32(0.3)
+
+
+def test_a_tolerance_that_was_set_stays_a_positive_number():
+    optimizer = build_adadp()
+    for tolerance in (1e-30, 1e30):
+        hparams = collections.OrderedDict(tolerance=tolerance)
+        for _ in range(3):
+            hparams = optimizer.next_hparams(hparams)
+            assert 0 < float(hparams["tolerance"]) <= tolerance * (1 + 1e-6)
+
+
 @pytest.mark.slow
 def test_the_learning_rate_may_be_a_tensor():
     eager = build_adadp(learning_rate=tf.constant(0.25, tf.float64))
@@ -350,6 +372,7 @@ def test_weights_and_gradients_and_state_must_fit():
         ({"learning_rate": tf.constant(-1.0)}, "`learning_rate` must be finite"),
         ({"tolerance": 0}, "`tolerance` must be finite and greater than 0"),
         ({"tolerance": float("nan")}, "`tolerance` must be finite"),
+        ({"tolerance_decay": -1}, "`tolerance_decay` must be finite and at least 0"),
         ({"alpha_min": 0.0}, "`alpha_min` must be finite and greater than 0"),
         ({"alpha_min": 1.5}, "`alpha_min` must be at most 1"),
         ({"alpha_max": 0.5}, "`alpha_max` must be finite and at least 1"),
@@ -415,7 +438,9 @@ def test_adadps_hands_on_hyperparameters_and_report():
     hparams[TOLERANCE] = 7.0
     state = optimizer.set_hparams(states[-1], hparams)
     assert optimizer.get_hparams(state)[TOLERANCE] == 7.0
-    assert not hasattr(build_adadps(bound()), "report")
+    assert optimizer.next_hparams(hparams) == build_adadp(0.2).next_hparams(hparams)
+    plain = build_adadps(bound())
+    assert not hasattr(plain, "report") and not hasattr(plain, "next_hparams")
 
 
 def test_provenance_is_asked_for_and_reaches_statement_and_epsilon():

@@ -172,9 +172,19 @@ def test_a_functional_model_does_the_same(adadp, functional_adadp):
         np.testing.assert_allclose(value, theirs["optimizer"][key], rtol=1e-5)
 
 
-def test_clients_begin_each_round_with_the_same_learning_rate(adadp):
+def test_clients_begin_each_round_with_the_same_learning_rate_and_a_smaller_tolerance(adadp):
     first = adadp.next(adadp.initialize(), datasets(*CLIENTS))
-    assert adadp.get_hparams(first.state) == adadp.get_hparams(adadp.initialize())
+    before, after = (
+        adadp.get_hparams(state)["client_work"] for state in (adadp.initialize(), first.state)
+    )
+    assert after.pop("tolerance") == pytest.approx(before.pop("tolerance") / np.sqrt(2))
+    assert after == before
+    # It is the tolerance that the next round uses.
+    second = adadp.next(first.state, datasets(*CLIENTS)).state
+    hparams = adadp.get_hparams(first.state)
+    hparams["client_work"]["tolerance"] = 0.3
+    same = adadp.set_hparams(first.state, hparams)
+    assert np.abs(flat(adadp.next(same, datasets(*CLIENTS)).state) - flat(second)).max() > 1e-3
 
 
 def test_hyperparameters_of_the_state_reach_the_clients(adadp, functional_adadp):
