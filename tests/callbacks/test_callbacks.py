@@ -139,6 +139,12 @@ def test_the_monitor_warns_of_batches_larger_than_the_expected_size():
         )
 
 
+def test_the_monitor_counts_no_examples_of_training_without_it(recwarn):
+    model, _ = train(epochs=4, expected_batch_size=8.0)
+    train(callbacks=[dp.PrivacyMonitor(N, DELTA, full_passes=False)], model=model, epochs=1)
+    assert not [w for w in recwarn if "on average" in str(w.message)]
+
+
 def test_the_monitor_states_the_guarantee_in_words():
     monitor = dp.PrivacyMonitor(N, DELTA, full_passes=False)
     train(callbacks=[monitor])

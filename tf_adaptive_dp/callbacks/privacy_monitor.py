@@ -150,6 +150,7 @@ class PrivacyMonitor(PrivateCallback):
         self.warn_of_steering()
         begin_batches_anew(optimizer)
         self._released = optimizer.ledger.num_releases
+        optimizer.statistics.summary(reset=True)  # of training without this callback
         self.note_ledger(anew=True)
         self._fed.begin(optimizer, steps_per_epoch(self))
         self._check_sampling(optimizer)

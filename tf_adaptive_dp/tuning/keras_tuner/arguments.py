@@ -23,7 +23,7 @@ from tf_adaptive_dp.callbacks import PrivacyBudget, PrivacyMonitor
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.sampling import datasets, sampling_epsilon
+from tf_adaptive_dp.sampling import datasets, draws, sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.tuning.keras_tuner import space
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect
@@ -293,6 +293,13 @@ class FitArguments:
         return None if self.batch_size is None else _rows(self.arguments["x"])
 
     @property
+    def batches_of_pass(self) -> int | None:
+        """The number of batches that the data come in; `None` if an epoch may show only some."""
+        x = self.arguments["x"]
+        batches = len(x) if isinstance(x, tf.keras.utils.Sequence) else _cardinality(x)
+        return batches if batches == self.steps_per_epoch else None
+
+    @property
     def epoch_is_pass(self) -> bool:
         """Whether each epoch is known to contain every example once, as with whole arrays."""
         rows, size = self.num_rows, self.batch_size
@@ -332,8 +339,18 @@ def check_rows(
     parts: int,
     sampling: Sampling | str,
 ) -> None:
-    """Raises ValueError if arrays do not fit `num_examples` or the batches of the plan."""
+    """Raises ValueError if the data do not fit `num_examples` or the batches of the plan."""
+    if isinstance(sampling, Sampling):
+        draws.check_num_examples(sampling, num_examples)
     if data.num_rows is None or data.batch_size is None:
+        batches, rows = data.batches_of_pass, batch_size / parts
+        # The last batch of a pass may be dropped.
+        if sampling == "shuffled" and batches and num_examples >= (batches + 1) * rows:
+            raise ValueError(
+                "`num_examples` must be the size of the training set, or epsilon would be too "
+                f"small. Received: num_examples={num_examples}, and a data set of {batches} "
+                f"batches, which are {rows:g} examples each, says `expected_batch_size`"
+            )
         return
     if data.num_rows < num_examples:
         raise ValueError(
@@ -452,7 +469,11 @@ _NEVER = {
     ),
 }
 # These keep data of every trial where the tuner cannot delete it.
-_NOT_FOR_LOSERS = (_keras.ModelCheckpoint, _keras.CSVLogger, _keras.RemoteMonitor)
+_NOT_FOR_LOSERS = tuple(
+    getattr(_keras, name)
+    for name in ("ModelCheckpoint", "OrbaxCheckpoint", "CSVLogger", "RemoteMonitor")
+    if hasattr(_keras, name)  # Orbax came with Keras 3.14
+)
 
 
 def check_callbacks(
