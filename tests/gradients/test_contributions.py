@@ -236,14 +236,69 @@ def test_an_example_that_is_not_finite_stays_alone(bad, largest, monkeypatch):
         np.testing.assert_allclose(bad_total, total, rtol=1e-6)
 
 
-def test_norms_are_not_too_small_where_a_shift_cancels_the_gradient():
-    x, delta = normal(0, 4, 1, 1, 50), normal(1, 4, 1, 1, 60)
+@pytest.mark.parametrize("n, m", [(50, 60), (900, 1000)])
+def test_norms_are_not_too_small_where_a_shift_cancels_the_gradient(n, m):
+    x, delta = normal(0, 4, 1, 1, n), normal(1, 4, 1, 1, m)
     shift = -(outer_rows(x, delta)[1]).astype("float32")
     norms = OuterGradient(tf.constant(x), tf.constant(delta)).squared_norms(
         None, tf.constant(shift)
     )
     truth = ((outer_rows(x, delta) + shift.astype("float64")) ** 2).sum((1, 2, 3))
     assert (norms.numpy() >= truth * (1 - 1e-6)).all()
+
+
+def nearly_cancelled(rng, times, n, m, deviation):
+    """Rows that are almost the same, with output gradients whose sum is 0."""
+    same = rng.normal(size=n) / np.sqrt(n)
+    x = same + deviation * rng.normal(size=[times, n]) / np.sqrt(n)
+    signs = rng.permutation(np.repeat([1.0, -1.0], times // 2))
+    return x.astype("float32"), np.outer(signs, rng.normal(size=m) / np.sqrt(m)).astype("float32")
+
+
+FORMS = {
+    "gram": lambda x, delta: OuterGradient(x[:, :, None], delta[:, :, None]),
+    "chunks": lambda x, delta: InChunks(OuterGradient(x[:, :, None], delta[:, :, None])),
+    "several uses": lambda x, delta: SummedContribution(
+        [
+            VariableContribution(
+                OuterGradient(x[:, k::2, None], delta[:, k::2, None]),
+                AxisTransform((x.shape[2], delta.shape[2])).reshape([1, x.shape[2], -1]),
+            )
+            for k in range(2)
+        ]
+    ),
+    "rows of a table": lambda x, delta: SparseGradient(
+        (3, delta.shape[2]), tf.ones(x.shape[:2], tf.int32), delta * x[:, :, :1]
+    ),
+}
+
+
+class InChunks:
+    def __init__(self, outer):
+        self._outer, self.weighted_sum = outer, outer.weighted_sum
+
+    def squared_norms(self, scale, shift):
+        return contributions.in_chunks([self._outer], scale, shift)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_an_example_adds_is_bounded_although_its_terms_cancel(form, jit):
+    @tf.function(jit_compile=jit)
+    def clipped(x, delta, clip):
+        made = FORMS[form](x, delta)
+        norms = tf.sqrt(made.squared_norms(None, None))
+        return norms, made.weighted_sum(tf.minimum(1.0, clip / norms))
+
+    rng = np.random.default_rng(0)
+    n, m = (300, 1) if form == "rows of a table" else (300, 500)
+    for deviation in (1e-2, 1e-3, 1e-4, 0.0):
+        x, delta = (t[np.newaxis] for t in nearly_cancelled(rng, 128, n, m, deviation))
+        norms, total = clipped(tf.constant(x), tf.constant(delta), tf.constant(1e-3))
+        assert np.linalg.norm(total) <= 1e-3 * (1 + 1e-3)
+        if form != "rows of a table":
+            exact = np.linalg.norm(np.einsum("btn,btm->bnm", np.float64(x), np.float64(delta)))
+            assert exact * (1 - 1e-4) <= norms[0] <= exact * 1.01 + 1.5
 
 
 @few

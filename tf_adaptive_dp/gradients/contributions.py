@@ -26,9 +26,15 @@ from tf_adaptive_dp.gradients.variable_uses import AxisTransform
 
 # Per-example products are stored up to this size (64 MiB); larger ones are computed in chunks.
 _LARGEST = 2**24
-# Norms computed with cancellation are raised by this fraction of what was cancelled, so that
-# rounding never makes them too small.
+# Norms of sums whose terms may cancel are raised by this fraction of the terms' squares, so that
+# the rounding of norms and of weighted sums, which add the terms in different orders, stays small
+# beside them. Squares of norms that cancel have larger errors: they are computed in float64, or
+# raised by all that float32 can lose.
 _ROUNDING = 2.0**-21
+# The relative error of one addition or multiplication in float32.
+_ONE_OPERATION = 2.0**-24
+# The most that a Gram form may raise the squares of norms of terms that are at right angles.
+_MOST_RAISED = 2.0**-4
 # Squares below the smallest normal float32 count as zero. Norms are raised by what they may lack,
 # which matters only for gradients that are the product of a huge number and a tiny one.
 _UNSEEN = 2.0**-126
@@ -49,8 +55,9 @@ def _row_sums(tensor: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(tensor, axis=list(range(1, tensor.shape.rank)))
 
 
-def _scaled(scale: tf.Tensor | None) -> tf.Tensor | float:
-    return 1.0 if scale is None else scale
+def _wide(*tensors: tf.Tensor | None) -> list:
+    """Tensors in float64, in which the product of two numbers of float32 is exact."""
+    return [None if t is None else tf.cast(t, tf.float64) for t in tensors]
 
 
 class Contribution(abc.ABC):
@@ -82,6 +89,11 @@ class Contribution(abc.ABC):
     def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
         """Computes Σᵢ weightsᵢ·gᵢ in the shape of the view; a weight of 0 adds exactly 0."""
 
+    def terms(self, scale: tf.Tensor | None) -> tf.Tensor | float:
+        """Computes Σ_t ‖g_it ∘ scale‖² of the terms that are added up to gᵢ, [B]; 0 if stored."""
+        del scale
+        return 0.0
+
     def all_rows(self) -> tf.Tensor:
         """Computes all gradients, [B, *shape]."""
         return self.of(*self.tensors)
@@ -98,6 +110,8 @@ def in_chunks(
     contributions: Sequence, scale: tf.Tensor | None, shift: tf.Tensor | None
 ) -> tf.Tensor:
     """Computes norms of the sum of contributions, for a few examples at a time.
+
+    They are raised by a part of the squares of the terms, see `_ROUNDING`.
 
     Args:
       contributions: their methods `of` return gradients of the same shape.
@@ -121,8 +135,9 @@ def in_chunks(
             rest = rest[len(c.tensors) :]
         return dense_norms(total, scale, shift)
 
+    raised = _ROUNDING * sum(c.terms(scale) for c in contributions)
     if static is not None and static <= size:
-        return norms(tensors)
+        return norms(tensors) + raised
     chunks = tf.maximum(-(-num_rows // size), 1)  # an empty batch has one chunk of padding
     padded = [
         tf.reshape(
@@ -135,7 +150,7 @@ def in_chunks(
         new.set_shape([None, None if static is None else size, *old.shape[1:]])
     signature = tf.TensorSpec([None if static is None else size])
     found = tf.map_fn(norms, padded, fn_output_signature=signature, parallel_iterations=1)
-    return tf.reshape(found, [-1])[:num_rows]
+    return tf.reshape(found, [-1])[:num_rows] + raised
 
 
 class DenseGradient(Contribution):
@@ -170,7 +185,9 @@ class OuterGradient(Contribution):
     ‖gᵢ ∘ A‖² = (xᵢ∘xᵢ)·(a∘a) ‖δᵢ‖².
 
     Sequences and convolutions take the cheaper of the Gram form Σ_ts ⟨x_t, x_s⟩⟨δ_t, δ_s⟩ and
-    per-example products. Σᵢ wᵢgᵢ = xᵀ(w∘δ) is one product over all examples and times.
+    per-example products. The Gram form is raised by what float32 may have lost of it, at most
+    (n + m + 2T + 4)·2⁻²⁴·(Σ_t ‖x_t‖‖δ_t‖)²; if this is much, the norm is that of the product.
+    Σᵢ wᵢgᵢ = xᵀ(w∘δ) is one product over all examples and times.
     """
 
     def __init__(self, x: tf.Tensor, delta: tf.Tensor):
@@ -195,6 +212,14 @@ class OuterGradient(Contribution):
         small = math.prod(self.shape) * (256 if rows is None else rows) <= _LARGEST
         return small and not self._single and (times is None or times * (n + m) >= n * m)
 
+    def _lost_in_gram(self, times: int) -> float:
+        _, n, m = self.shape
+        return (n + m + 2 * times + 4) * _ONE_OPERATION
+
+    def _gram_is_better(self, times: int) -> bool:
+        _, n, m = self.shape
+        return times * (n + m) < n * m and times * self._lost_in_gram(times) <= _MOST_RAISED
+
     def squared_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
         """Takes the cheapest way for these shapes."""
         if self._single:
@@ -204,7 +229,7 @@ class OuterGradient(Contribution):
                 self._products = self.all_rows()
             return dense_norms(self._products, scale, shift)
         times, (_, n, m) = self.tensors[0].shape[1], self.shape
-        if shift is None and times is not None and times * (n + m) < n * m:
+        if shift is None and times is not None and self._gram_is_better(times):
             if scale is None:
                 return self._gram_norms()
             if 1 in scale.shape.as_list()[1:]:  # it varies along one side of the product only
@@ -214,8 +239,18 @@ class OuterGradient(Contribution):
                 return OuterGradient(*one_side)._gram_norms()
         return in_chunks([self], scale, shift)
 
+    def terms(self, scale: tf.Tensor | None) -> tf.Tensor | float:
+        """From the lengths of x and δ, or with one product of matrices."""
+        x, delta = self.tensors
+        if scale is None:
+            return _row_sums(tf.reduce_sum(tf.square(x), 3) * tf.reduce_sum(tf.square(delta), 3))
+        squares = tf.broadcast_to(tf.square(scale), self.shape)
+        return _row_sums(tf.einsum("btgn,gnm->btgm", tf.square(x), squares) * tf.square(delta))
+
     def _single_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
         x, delta = (tf.squeeze(t, [1, 2]) for t in self.tensors)
+        if shift is not None:
+            x, delta, scale, shift = _wide(x, delta, scale, shift)
         lengths = [tf.reduce_sum(tf.square(t), 1) for t in (x, delta)]
         if scale is None:
             norms = lengths[0] * lengths[1] + self._unseen(*lengths)
@@ -229,19 +264,22 @@ class OuterGradient(Contribution):
             norms += tf.reduce_max(squares) * self._unseen(*lengths)
         if shift is None:
             return norms
-        squares = tf.square(_scaled(scale))
-        constant = tf.reduce_sum(squares * tf.square(shift))
-        cross = tf.reduce_sum(tf.matmul(x, (squares * shift)[0]) * delta, axis=1)
+        scaled = shift[0] if scale is None else squares * shift[0]
+        constant = tf.reduce_sum(scaled * shift[0])
+        cross = tf.reduce_sum(tf.matmul(x, scaled) * delta, axis=1)
         exact = tf.maximum(norms + 2.0 * cross + constant, 0.0)
-        return exact + _ROUNDING * (norms + constant)
+        return tf.cast(exact + _ROUNDING * (norms + constant), tf.float32)
 
     def _gram_norms(self) -> tf.Tensor:
         x, delta = (tf.transpose(t, [0, 2, 1, 3]) for t in self.tensors)
         gram = tf.matmul(x, x, transpose_b=True) * tf.matmul(delta, delta, transpose_b=True)
+        gram = tf.reduce_sum(gram, 3)  # in two steps, so that few additions follow each other
         squares = [tf.reduce_sum(tf.square(t), 3) for t in (x, delta)]
         unseen = x.shape[2] * self._unseen(*map(_row_sums, squares))
-        lengths = _row_sums(squares[0] * squares[1])
-        return tf.maximum(_row_sums(gram), 0.0) + _ROUNDING * lengths + unseen
+        lengths = squares[0] * squares[1]
+        most = _row_sums(tf.square(tf.reduce_sum(tf.sqrt(lengths), 2)))
+        lost = self._lost_in_gram(x.shape[2]) * most + _ROUNDING * _row_sums(lengths)
+        return tf.maximum(_row_sums(gram), 0.0) + lost + unseen
 
     def _unseen(self, x_squared: tf.Tensor, delta_squared: tf.Tensor) -> tf.Tensor:
         """The most that underflow can have taken from ‖x‖²·‖δ‖², given the computed factors."""
@@ -251,7 +289,7 @@ class OuterGradient(Contribution):
         for tensor in self.tensors:
             axes = list(range(1, tensor.shape.rank))
             largest = tf.reduce_max(tf.abs(tensor), axes)  # faster than `tensor != 0`
-            unseen = tf.where(tf.equal(largest, 0.0), 0.0, unseen)
+            unseen = tf.where(tf.equal(largest, 0.0), tf.zeros_like(unseen), unseen)
         return unseen
 
     def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
@@ -309,17 +347,29 @@ class SparseGradient(Contribution):
     def squared_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
         """Adds up the rows in use, and the part of the shift in all others."""
         ids, rows = self._rows_once()
+        raised = _ROUNDING * self.terms(scale)
+        if shift is not None:
+            rows, scale, shift = _wide(rows, scale, shift)
         squares = None if scale is None else tf.square(scale)
         at_rows = 1.0 if squares is None else squares
         if squares is not None and squares.shape[0] == self.shape[0]:
             at_rows = tf.gather(squares, ids)  # [B, T, d], or [B, T, 1]: one number per row
         norms = _row_sums(tf.square(rows) * at_rows)
         if shift is None:
-            return norms
+            return norms + raised
         constant = tf.reduce_sum(tf.square(shift) * (1.0 if squares is None else squares))
         cross = _row_sums(rows * tf.gather(shift, ids) * at_rows)
         exact = tf.maximum(norms + 2.0 * cross + constant, 0.0)
-        return exact + _ROUNDING * (norms + constant)
+        return tf.cast(exact + _ROUNDING * (norms + constant), tf.float32) + raised
+
+    def terms(self, scale: tf.Tensor | None) -> tf.Tensor | float:
+        """From the lengths of δ."""
+        ids, delta = self.tensors
+        if ids.shape[1] == 1:
+            return 0.0
+        if scale is not None and scale.shape[0] == self.shape[0]:
+            scale = tf.gather(scale, ids)
+        return _row_sums(tf.square(delta if scale is None else delta * scale))
 
     def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
         """Adds up the weighted rows."""
@@ -337,6 +387,10 @@ class VariableContribution:
     def of(self, *tensors: tf.Tensor) -> tf.Tensor:
         """Computes the gradients of some examples, [b, *shape]."""
         return self.view.invert(self.contribution.of(*tensors), leading=1)
+
+    def terms(self, scale: tf.Tensor | None) -> tf.Tensor | float:
+        """Computes Σ_t ‖g_it ∘ scale‖² of the terms that are added up, [B]."""
+        return self.contribution.terms(None if scale is None else self.view.apply(scale))
 
     def squared_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
         """Computes ‖(gᵢ + shift) ∘ scale‖², [B]; both arguments may broadcast to the variable."""
