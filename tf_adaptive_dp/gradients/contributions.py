@@ -228,7 +228,7 @@ class OuterGradient(Contribution):
             if self._products is None:
                 self._products = self.all_rows()
             return dense_norms(self._products, scale, shift)
-        times, (_, n, m) = self.tensors[0].shape[1], self.shape
+        times = self.tensors[0].shape[1]
         if shift is None and times is not None and self._gram_is_better(times):
             if scale is None:
                 return self._gram_norms()
