@@ -247,6 +247,26 @@ def test_norms_are_not_too_small_where_a_shift_cancels_the_gradient(n, m):
     assert (norms.numpy() >= truth * (1 - 1e-6)).all()
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_ids_out_of_range_stay_within_their_example(jit):
+    ids, delta = np.array([[1, 0, 1], [7, -3, 40], [2, 2, 0]]), normal(3, 3, 3, 2)
+    within = np.clip(ids, 0, 2)
+    rows = np.zeros([3, 3, 2])
+    for b, t in np.ndindex(3, 3):
+        rows[b, within[b, t]] += delta[b, t]
+
+    @tf.function(jit_compile=jit)
+    def found(ids, delta):
+        made = SparseGradient((3, 2), ids, delta)
+        weights = tf.constant([0.5, 2.0, 1.0])
+        return made.all_rows(), made.squared_norms(None, None), made.weighted_sum(weights)
+
+    all_rows, norms, total = found(tf.constant(ids), tf.constant(delta))
+    np.testing.assert_allclose(all_rows, rows, rtol=1e-5)
+    np.testing.assert_allclose(norms, (rows**2).sum((1, 2)), rtol=1e-5)
+    np.testing.assert_allclose(total, np.tensordot([0.5, 2.0, 1.0], rows, 1), rtol=1e-5)
+
+
 def nearly_cancelled(rng, times, n, m, deviation):
     """Rows that are almost the same, with output gradients whose sum is 0."""
     same = rng.normal(size=n) / np.sqrt(n)

@@ -26,7 +26,7 @@ from tf_adaptive_dp.gradients.penalties import Penalty, find_penalties, penalty_
 from tf_adaptive_dp.gradients.scalar_losses import take_apart
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.traced import TracedGradients
-from tf_adaptive_dp.gradients.watch import search_when_complete
+from tf_adaptive_dp.gradients.watch import search_sums_when_complete, search_when_complete
 
 _UNWEIGHTED = (
     "Terms of the loss have no sample weights, such as those of `add_loss` and activity "
@@ -230,6 +230,7 @@ def per_example_gradients(
         raise ValueError(f"The loss depends on none of the variables. Received: {names}")
     source.loss_scale = loss_scale
     source.penalty_gradients = penalty_gradients(penalties, variables)
+    search_sums_when_complete([g for g in source.penalty_gradients if g is not None])
     source.example_losses, source.unit_losses = example_losses, unit_losses
     numbers = [n for p in penalties for n in (p.term, p.factor) if tf.is_tensor(n)]
     source.counts_batch = batch_axes is not None and counts_batch(
@@ -265,8 +266,10 @@ def _search(loss: tf.Tensor, method: str, expected_batch_size: float | None) -> 
         vector, terms, penalties = loss, [loss], []
     if not is_one:
         refuse(vector, axes)
-    refuse_state(vector)
-    search_when_complete(vector)
+    # The loss has terms that all examples share, too, and these have no noise of their own.
+    refuse_state(loss)
+    for searched in {id(t): t for t in (vector, loss)}.values():
+        search_when_complete(searched)
     penalties = [*penalties, *find_penalties(vector, axes)]
     present = find_present(terms, loss, axes)
     if is_one:

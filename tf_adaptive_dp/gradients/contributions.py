@@ -312,8 +312,13 @@ class SparseGradient(Contribution):
     """gᵢ = Σ_t e(id_it) δ_itᵀ: rows of a table [V, d], possibly repeated."""
 
     def __init__(self, shape: Sequence[int], ids: tf.Tensor, delta: tf.Tensor):
-        """Takes ids [B, T] and δ [B, T, d]."""
-        super().__init__(shape, tf.cast(ids, tf.int32), delta)
+        """Takes ids [B, T] and δ [B, T, d].
+
+        XLA reads the nearest row for an id that is out of range, where other kernels fail. It
+        counts as that row here, too: it must not reach into the rows of another example.
+        """
+        ids = tf.clip_by_value(tf.cast(ids, tf.int32), 0, shape[0] - 1)
+        super().__init__(shape, ids, delta)
 
     def of(self, ids: tf.Tensor, delta: tf.Tensor) -> tf.Tensor:
         """The whole table for each example."""

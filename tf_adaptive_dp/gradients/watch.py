@@ -24,7 +24,7 @@ def search_when_complete(loss: tf.Tensor) -> None:
     Errors then come from the call of the function that is being traced, before any of it has run.
 
     Args:
-      loss: [B], symbolic; the loss whose gradients will be released.
+      loss: symbolic; the loss whose gradients will be released, of each example or in all.
     """
     if _remember("_private_losses", loss):
         call_when_complete(loss.graph, _search)

@@ -58,6 +58,124 @@ def test_state_that_carries_data_between_examples_is_refused(how):
         norms(with_layer(Centred(how)))
 
 
+class Counting(layers.Layer):
+    """Keeps the number of rows that some values select, and scales by it."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def build(self, shape):
+        self.number = self.add_weight(name="number", shape=[], initializer="zeros", trainable=False)
+
+    def call(self, x):
+        chosen = tf.where(x[:, 0] > 0)
+        if self.how == "shape":
+            self.number.assign_add(tf.cast(tf.shape(chosen)[0], tf.float32))
+        elif self.how == "size of a mask":
+            kept = tf.exp(tf.boolean_mask(x, x[:, 0] > 0)) + 1.0
+            self.number.assign_add(tf.cast(tf.size(kept), tf.float32))
+        elif self.how == "reshaped":
+            rows = tf.reshape(tf.ones([tf.shape(chosen)[0] * 2]), [2, -1])
+            self.number.assign(tf.cast(tf.shape(rows)[1], tf.float32))
+        elif self.how == "decision":
+            many = tf.shape(chosen)[0] > 2
+            self.number.assign(tf.cond(many, lambda: 1.0, lambda: 2.0))
+        elif self.how == "batch":
+            self.number.assign_add(tf.cast(tf.shape(tf.nn.relu(x))[0], tf.float32))
+        return x * tf.cos(self.number)
+
+
+@pytest.mark.parametrize("how", ["shape", "size of a mask", "reshaped", "decision"])
+def test_state_that_counts_what_values_select_is_refused(how):
+    with pytest.raises(dp.NotPrivateError, match="writes data of the batch into a variable"):
+        norms(with_layer(Counting(how)))
+
+
+def test_state_that_counts_the_rows_of_batches_is_accepted():
+    assert (norms(with_layer(Counting("batch"))) > 0).all()
+
+
+def test_a_variable_whose_size_the_loss_reads_is_state():
+    kernel = tf.Variable(floats(5))
+    kept = tf.Variable(np.zeros([1], np.float32), shape=[None], trainable=False)
+
+    def losses(x, y):
+        kept.assign(tf.boolean_mask(x[:, 0], x[:, 0] > 0))
+        return tf.linalg.matvec(x, kernel) * tf.cast(tf.size(kept), tf.float32) + y
+
+    problem = zoo.Problem([kernel], losses, (floats(4, 5), floats(4)))
+    with pytest.raises(dp.NotPrivateError):
+        norms(problem)
+
+
+class Penalized(layers.Layer):
+    """Adds a loss that depends on no example of its own, but on what a batch wrote."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def build(self, shape):
+        self.scale = self.add_weight(name="scale", shape=[shape[-1]], initializer="ones")
+        self.kept = self.add_weight(
+            name="kept", shape=[shape[-1]], initializer="zeros", trainable=False
+        )
+
+    def call(self, x):
+        mean, factor = tf.reduce_mean(x, 0), tf.ones(())
+        if self.how == "term":
+            self.kept.assign(mean)
+            self.add_loss(tf.reduce_sum(self.scale * self.kept))
+        elif self.how == "factor":
+            self.kept.assign_add(mean)
+            self.add_loss(tf.reduce_max(self.kept) * tf.reduce_sum(self.scale))
+        elif self.how == "Python":
+            factor = tf.py_function(lambda m: float(m[0]), [mean], tf.float32)
+            self.add_loss(tf.reduce_sum(self.scale * tf.ensure_shape(factor, [])))
+        elif self.how == "constant":
+            self.add_loss(0.1 * tf.reduce_sum((self.scale - self.kept) ** 2))
+        return x * self.scale
+
+
+@pytest.mark.parametrize(
+    "how, options",
+    [(how, {}) for how in ("term", "factor", "Python", "constant")]
+    + [(how, {"jit_compile": True}) for how in ("term", "factor", "constant")],
+)
+def test_penalties_that_read_what_a_batch_wrote_are_refused(how, options):
+    model = tf.keras.Sequential([tf.keras.Input([4]), Penalized(how), layers.Dense(1)])
+    optimizer = dp.DPSGD(1e-3, 1e-3, expected_batch_size=8.0, learning_rate=1.0)
+    model.compile(optimizer, loss="mse", **options)
+    if how == "constant":
+        model.fit(floats(8, 4), floats(8, 1), batch_size=8, verbose=0)
+        assert optimizer.ledger.num_releases == 1
+        return
+    with pytest.raises(dp.NotPrivateError):
+        model.fit(floats(8, 4), floats(8, 1), batch_size=8, verbose=0)
+    assert optimizer.ledger.num_releases == 0
+
+
+def test_a_scalar_that_an_outer_function_computes_from_the_batch_may_not_scale_a_penalty():
+    kernel = tf.Variable(floats(4))
+    optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=8.0, learning_rate=1.0)
+
+    @tf.function
+    def inner(x, y, number):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.linalg.matvec(x, kernel) - y) ** 2)
+            loss += number * tf.reduce_sum(kernel)
+        optimizer.minimize(loss, [kernel], tape)
+
+    @tf.function
+    def outer(x, y):
+        inner(x, y, tf.reduce_mean(x))
+
+    with pytest.raises(dp.NotPrivateError):
+        outer(tf.constant(floats(8, 4)), tf.constant(floats(8)))
+    assert optimizer.ledger.num_releases == 0
+
+
 def test_state_that_does_not_come_from_the_data_is_accepted():
     assert (norms(with_layer(Centred("steps"))) > 0).all()
 

@@ -49,6 +49,47 @@ def test_unknown_lengths_in_two_calls_of_a_function_are_not_taken_for_equal():
         norms(losses, [ANY, ANY], zoo.floats(4, 2, 4), zoo.floats(4, 6, 4))
 
 
+OVER_ROWS = {
+    "max pooling": lambda h: tf.raw_ops.MaxPool(
+        input=h, ksize=[2, 1, 1, 1], strides=[1, 1, 1, 1], padding="SAME"
+    ),
+    "max pooling, steps": lambda h: tf.raw_ops.MaxPoolV2(
+        input=h, ksize=[2, 1, 1, 1], strides=[1, 1, 1, 1], padding="SAME"
+    ),
+    "max pooling in 3D": lambda h: tf.raw_ops.MaxPool3D(
+        input=h[:, None], ksize=[2, 1, 1, 1, 1], strides=[1, 1, 1, 1, 1], padding="SAME"
+    )[:, 0],
+    "place of the maximum": lambda h: tf.cast(
+        tf.nn.max_pool_with_argmax(h, 2, 1, "SAME", include_batch_in_index=True)[1], tf.float32
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVER_ROWS)
+def test_pooling_that_knows_other_rows_is_refused(name):
+    def losses(x):
+        return tf.reduce_sum(tf.cos(OVER_ROWS[name](tf.reshape(x, [-1, 4, 1, 1])))[..., 0, 0], 1)
+
+    with pytest.raises(NotPrivateError):
+        norms(lambda x: losses(x) * scores(x), [[None, 4]], X)
+
+
+def test_pooling_within_examples_is_accepted():
+    def losses(x):
+        pooled = tf.nn.max_pool2d(tf.reshape(x * KERNEL, [-1, 4, 1, 1]), [2, 1], 1, "SAME")
+        return tf.reduce_sum(pooled[..., 0, 0] ** 2, 1)
+
+    assert (norms(losses, [[None, 4]], X).numpy() > 0).all()
+
+
+def test_a_diagonal_that_picks_another_column_for_each_row_is_refused():
+    def losses(x):
+        return tf.einsum("bb->b", x) * scores(x)
+
+    with pytest.raises(NotPrivateError):
+        norms(losses, [[4, 4]], X)
+
+
 def test_an_axis_that_may_be_broadcast_has_no_known_length():
     def losses(x, lengths):
         wide = tf.reshape(x + lengths, [-1, tf.shape(x)[1]])  # [4·5, 1], not [4, 1]

@@ -22,6 +22,7 @@ from tf_adaptive_dp.gradients.batch_axis.cures import cure
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     ELEMENTS,
     SHAPE_ONLY,
+    holds_sizes,
 )
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import (
@@ -65,20 +66,30 @@ def feeds(ops: Iterable[tf.Operation], graph: tf.Graph) -> list[tf.Tensor]:
 
 
 def comes_from_data(tensor: tf.Tensor) -> bool:
-    """Whether a tensor is computed from the data, other than by a private release."""
-    if not graphs.is_symbolic(tensor):
-        return False
-    seen, stack = set(), [tensor]
+    """Whether a tensor is computed from the data, other than by a private release.
+
+    How large a batch is does not count as data, as in `hidden.refuse_state`.
+    """
+    seen, stack = set(), [(tensor, False)]
     while stack:
-        tensor = stack.pop()
-        if tensor.ref() in seen or is_released(tensor):
+        tensor, only_sizes = stack.pop()
+        known = only_sizes and tensor.shape.is_fully_defined()
+        if not graphs.is_symbolic(tensor) or known or is_released(tensor):
             continue
-        seen.add(tensor.ref())
+        if (tensor.ref(), only_sizes) in seen:
+            continue
+        seen.add((tensor.ref(), only_sizes))
         if tensor.op.type in SHAPE_ONLY:
-            continue
-        if feeds([tensor.op], tensor.graph):
-            return True
-        stack += tensor.op.inputs
+            stack += [(t, True) for t in tensor.op.inputs]
+        elif not only_sizes:
+            if feeds([tensor.op], tensor.graph):
+                return True
+            stack += [(t, False) for t in tensor.op.inputs]
+        elif tensor.op.type == "Placeholder":
+            captured = {inner.ref(): outer for outer, inner in graphs.captures(tensor.graph)}
+            stack += [(captured[tensor.ref()], True)] if tensor.ref() in captured else []
+        elif not is_element(tensor.op):
+            stack += holds_sizes(tensor.op)
     return False
 
 

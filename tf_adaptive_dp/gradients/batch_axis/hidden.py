@@ -24,6 +24,7 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     READERS,
     SHAPE_ONLY,
     WITHOUT_MEMORY,
+    holds_sizes,
 )
 from tf_adaptive_dp.gradients.frames import Frame
 from tf_adaptive_dp.gradients.released import is_released
@@ -62,7 +63,8 @@ def refuse_state(loss: tf.Tensor) -> None:
     recurrent layer, and queues of earlier examples.
 
     Args:
-      loss: [B], symbolic.
+      loss: the loss as it was given, symbolic: a vector of examples' losses, or a scalar with all
+        its terms.
 
     Raises:
       NotPrivateError: if the loss reads state that its graph, as far as it was built, writes from
@@ -119,30 +121,38 @@ class _Search:
     def follow(self, starts: Iterable[tuple[Frame, tf.Tensor]], seen: set) -> bool:
         """Whether a tensor depends on data, other than by a private release.
 
+        How large a batch is does not count as data; how many entries `tf.boolean_mask` leaves of
+        it does.
+
         Args:
           starts: the tensors to ask about, each with its frame.
           seen: what was followed already; grows.
         """
-        stack, found = list(starts), False
+        stack, found = [(*start, False) for start in starts], False
         while stack:
-            frame, tensor = stack.pop()
-            if (frame, id(tensor)) in seen or is_released(tensor):
+            frame, tensor, only_sizes = stack.pop()
+            if (frame, id(tensor), only_sizes) in seen or is_released(tensor):
                 continue
-            seen.add((frame, id(tensor)))
+            seen.add((frame, id(tensor), only_sizes))
             op = tensor.op
             if tensor.dtype == tf.resource:
                 self.read |= frame.handles(tensor)
+            elif only_sizes and tensor.shape.is_fully_defined():
+                continue
             elif op.type == "Placeholder":
                 places, is_data = frame.origins(tensor)
-                found |= is_data
-                stack += places
+                found |= is_data and not only_sizes
+                stack += [(*place, only_sizes) for place in places]
             elif op.type in SHAPE_ONLY or op.type == "OptionalHasValue":
-                continue  # how large a batch is, and whether there is one
+                stack += [(frame, t, True) for t in op.inputs if op.type in SHAPE_ONLY]
             elif frame.bodies(op):
-                stack += frame.results(tensor)
+                stack += [(*result, only_sizes) for result in frame.results(tensor)]
+            elif only_sizes:
+                if op.type not in ELEMENTS:
+                    stack += [(frame, *asked) for asked in holds_sizes(op)]
             else:
                 found |= op.type in ELEMENTS
-                stack += [(frame, t) for t in op.inputs]
+                stack += [(frame, t, False) for t in op.inputs]
                 if _kind(op.type) == _OUTSIDE:
                     self.read.add(_WORLD)
         return found

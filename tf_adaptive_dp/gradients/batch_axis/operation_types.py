@@ -63,6 +63,35 @@ REDUCTIONS = {"All", "Any", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"
 # Only the shape of the input matters.
 SHAPE_ONLY = {"Shape", "ShapeN", "Size", "Rank"}
 
+# The sizes of the output are computed from those of the inputs, whatever these hold.
+_SIZES_OF_INPUTS = ELEMENTWISE | set(TRAILING) | AXIS_0 | REDUCTIONS
+_SIZES_OF_INPUTS |= set(
+    """
+    BatchMatMul BatchMatMulV2 BatchMatMulV3 BiasAdd ConcatV2 Cumsum Einsum ExpandDims Gather
+    GatherNd GatherV2 IdentityN MatMul OneHot Pack ReadVariableOp ResourceGather ResourceGatherNd
+    ReverseSequence ReverseV2 Select Split SplitV Squeeze Transpose Unpack
+    """.split()
+)
+# The same of the first input; what the others hold determines the sizes, too.
+_SIZES_OF_FIRST = {
+    *("BroadcastTo", "MirrorPad", "Pad", "PadV2", "Reshape", "Slice", "StridedSlice", "Tile"),
+}
+
+
+def holds_sizes(op: tf.Operation) -> list[tuple[tf.Tensor, bool]]:
+    """What the sizes of an operation's outputs depend on.
+
+    Returns:
+      Inputs, each with whether only its own sizes matter, and not what it holds. Nothing may be
+      known of an operation: then all that its inputs hold matters.
+    """
+    if op.type in SHAPE_ONLY:
+        return []  # they have one entry for each axis
+    if op.type in _SIZES_OF_FIRST:
+        return [(t, k == 0) for k, t in enumerate(op.inputs)]
+    return [(t, op.type in _SIZES_OF_INPUTS) for t in op.inputs]
+
+
 RANDOM = {
     "ParameterizedTruncatedNormal",
     "RandomStandardNormal",

@@ -311,7 +311,21 @@ def axis_0(op: tf.Operation, batch_axes: BatchAxes) -> Value:
         return CrossExample(op, "works across the batch axis")
     if op.type.startswith(("Conv", "Depthwise", "Dilation")) and batch_axes.depends(op.inputs[1]):
         return CrossExample(op, "has a filter that depends on the data")
+    if _window_over_axis_0(op):
+        return CrossExample(op, "works across the batch axis")
+    if op.type == "MaxPoolWithArgmax" and op.get_attr("include_batch_in_index"):
+        return CrossExample(op, "returns the place of an example in the batch")
     return layout
+
+
+def _window_over_axis_0(op: tf.Operation) -> bool:
+    """Whether a pooling window may hold several examples. XLA would compute it; kernels refuse."""
+    if op.type == "MaxPoolV2":
+        windows = [static_value(t) for t in op.inputs[1:]]
+        return any(w is None or w[0] != 1 for w in windows)
+    if "Pool" not in op.type:
+        return False
+    return any(op.get_attr(name)[0] != 1 for name in ("ksize", "strides"))
 
 
 @register_layout("BiasAdd")
@@ -349,6 +363,8 @@ def tensor_product(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     for tensor, term in zip(op.inputs, terms):
         if tensor.ref() in data:
             layout = batch_axes.axis_of(tensor)
+            if term.count(term[layout.axis]) > 1:
+                return CrossExample(op, "picks another entry for each row of the batch")
             letters.add((term[layout.axis], layout.outer, layout.inner))
     if len(letters) > 1:
         return CrossExample(op, "multiplies each example with every other one")
