@@ -16,7 +16,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import is_unprotected, unprotected
 from tf_adaptive_dp.accounting.ledger import Checks, Segment
-from tf_adaptive_dp.sampling import sampling_epsilon
+from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
@@ -135,6 +135,8 @@ def privacy_statement(
       epsilon is a proven upper bound.
       <BLANKLINE>
     """
+    if isinstance(sampling, Sampling):
+        draws.check_num_examples(sampling, num_examples)
     unit = unit_of(sampling)
     if max_examples_per_user is not None:
         checks.integer("max_examples_per_user", max_examples_per_user, 1)

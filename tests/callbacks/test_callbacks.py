@@ -2,13 +2,14 @@
 
 import glob
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
-from tf_adaptive_dp.accounting.composition import epsilon
+from tf_adaptive_dp.accounting.composition import epsilon, epsilon_spent
 from tf_adaptive_dp.callbacks.common import FedExamples
 
 N, DELTA = 1_000, 1e-3
@@ -143,6 +144,36 @@ def test_the_monitor_counts_no_examples_of_training_without_it(recwarn):
     model, _ = train(epochs=4, expected_batch_size=8.0)
     train(callbacks=[dp.PrivacyMonitor(N, DELTA, full_passes=False)], model=model, epochs=1)
     assert not [w for w in recwarn if "on average" in str(w.message)]
+
+
+def test_the_monitor_warns_of_data_that_grew(recwarn):
+    def monitor(num_examples):
+        return dp.PrivacyMonitor(num_examples, DELTA, full_passes=False)
+
+    model, _ = train(callbacks=[monitor(N)], epochs=1)
+    train(callbacks=[monitor(N)], model=model, epochs=1)
+    assert not [w for w in recwarn if "drawn from" in str(w.message)]
+    with pytest.warns(UserWarning, match="drawn from 1000 examples, and ε .* from 5000"):
+        train(callbacks=[monitor(5 * N)], model=model, epochs=1)
+    optimizer = model.optimizer
+    assert optimizer.ledger.num_releases == 12
+    # The bound of the warning covers the examples of the first part.
+    mixed = dp_accounting.rdp.RdpAccountant()
+    for num_examples, releases in ((N, 8), (5 * N, 4)):
+        released = dp_accounting.GaussianDpEvent(1.0)
+        sampled = dp_accounting.PoissonSampledDpEvent(8 / num_examples, released)
+        mixed.compose(sampled, releases)
+    bound = epsilon_spent(optimizer, N, DELTA)
+    assert epsilon_spent(optimizer, 5 * N, DELTA) < mixed.get_epsilon(DELTA) < bound
+
+
+def test_a_statement_about_more_examples_than_were_drawn_from_is_refused():
+    sampling = dp.sampling.FixedSizeSampling(8, 3)
+    x, y = catalogue.data()
+    next(iter(dp.sampling.fixed_size_batches((x, y), sampling)))
+    optimizer = catalogue.make("DPSGD", noise_multiplier=1.0, expected_batch_size=8.0)
+    with pytest.raises(ValueError, match=f"drawn from: {len(x)}. Received: num_examples=50000"):
+        dp.privacy_statement(optimizer, 50_000, DELTA, sampling=sampling)
 
 
 def test_the_monitor_states_the_guarantee_in_words():

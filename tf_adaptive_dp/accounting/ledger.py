@@ -152,6 +152,8 @@ class Ledger:
 
     Attributes:
       restorations: how often `restore` replaced the record; not saved.
+      fewest_units: the smallest number of examples, or users, that a callback was told its releases
+        were drawn from; `None` if none was told. Not saved.
     """
 
     MAX_SEGMENTS = 64
@@ -187,6 +189,7 @@ class Ledger:
             [self.MAX_SAVED_EVENTS], dtype=tf.float64, name="ledger_other_events"
         )
         self.restorations = 0
+        self.fewest_units: int | None = None
         self.other_events = ()
 
     @property

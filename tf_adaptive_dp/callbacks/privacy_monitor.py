@@ -11,6 +11,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import callbacks_beside
 from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.callbacks.common import (
     FedExamples,
     PrivateCallback,
@@ -152,6 +153,7 @@ class PrivacyMonitor(PrivateCallback):
         self._released = optimizer.ledger.num_releases
         optimizer.statistics.summary(reset=True)  # of training without this callback
         self.note_ledger(anew=True)
+        self._warn_of_fewer_examples(optimizer.ledger)
         self._fed.begin(optimizer, steps_per_epoch(self))
         self._check_sampling(optimizer)
         if self.log_dir is not None:
@@ -252,6 +254,20 @@ class PrivacyMonitor(PrivateCallback):
             )
         self.sampling.check_delta(self.num_examples, self.delta)
         self.epsilon()  # runs the other checks
+
+    def _warn_of_fewer_examples(self, ledger: Ledger) -> None:
+        """Warns if earlier releases were drawn from a smaller part of the data."""
+        fewest = ledger.fewest_units if self._released else None
+        ledger.fewest_units = min(self.num_examples, fewest or self.num_examples)
+        if fewest is not None and fewest < self.num_examples:
+            warnings.warn(
+                f"Earlier releases in the optimizer's ledger were drawn from {fewest} {self._unit}s"
+                f", and ε is computed as if all were drawn from {self.num_examples}: it is too "
+                "small for those that took part before. "
+                f"`accounting.epsilon_spent(optimizer, {fewest}, delta)` holds for all of them; if "
+                "the data have nothing in common, train with an optimizer for each.",
+                stacklevel=3,
+            )
 
     def _check_rows(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         """Rejects batches that cannot come from the sampling, because their shape differs."""
