@@ -215,6 +215,7 @@ class SeenDraws:
                     self._releases = tf.Variable(following, dtype=tf.int64, trainable=False)
                     self._parts = tf.Variable(_NO_PARTS, trainable=False)
                     self._entries = tf.Variable(entries, name="seen_draws", trainable=False)
+                self._ledger = None  # outlives the optimizer otherwise
                 _OF_PROCESS.append(self)
             return self._entries
 
