@@ -188,7 +188,7 @@ def decayed_tolerance(tolerance: float, num_steps: tf.Tensor, decay: float) -> t
     >>> print(f"{decayed_tolerance(1.0, 600, 0.005).numpy():.2f}")
     0.50
     """
-    return tolerance * tf.math.rsqrt(1.0 + decay * tf.cast(num_steps, tf.float32))
+    return tolerance / tf.sqrt(1.0 + decay * tf.cast(num_steps, tf.float32))
 
 
 def suggest_tolerance(num_steps: int, num_parameters: int, noise: float = 1.0) -> float:
