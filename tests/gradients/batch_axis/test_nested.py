@@ -252,6 +252,40 @@ def test_what_an_inner_function_captures_is_followed():
         outer(lambda x: x - mean(x)).get_concrete_function()
 
 
+class Adds(tf.keras.layers.Layer):
+    """Adds a public array, which TensorFlow captures instead of copying if it is large."""
+
+    def __init__(self, array):
+        super().__init__()
+        self._array = tf.constant(array)
+
+    def call(self, x):
+        return x + self._array
+
+
+@pytest.mark.parametrize(
+    "shape, accepted",
+    [((1, 2, 4), True), ((20, 40), True), ((4, 1, 2), False), ((4, 20, 40), False)],
+    ids=["small", "large", "small, by row", "large, by row"],
+)
+def test_a_public_array_of_any_size_may_be_added_unless_it_differs_by_row(shape, accepted):
+    layers = tf.keras.layers
+    inputs = tf.keras.Input(batch_shape=(4, *shape[-2:]))
+    outputs = layers.Dense(1)(layers.Flatten()(Adds(floats(*shape))(inputs)))
+    model = tf.keras.Model(inputs, outputs)
+    optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=4.0, learning_rate=0.1)
+    model.compile(optimizer, loss="mse")
+    data = tf.data.Dataset.from_tensor_slices((floats(8, *shape[-2:]), floats(8, 1)))
+    batches = data.batch(4, drop_remainder=True)
+    if accepted:
+        model.fit(batches, verbose=0)
+        assert optimizer.ledger.num_releases == 2
+        return
+    with pytest.raises(dp.NotPrivateError):
+        model.fit(batches, verbose=0)
+    assert optimizer.ledger.num_releases == 0
+
+
 def test_constants_are_the_data_if_nothing_is_fed(problem):
     inner, _ = problem
     x, y = tf.constant(X), tf.constant(Y)

@@ -80,6 +80,8 @@ def refuse_mixed_arguments(frame: Frame, loss: tf.Tensor) -> None:
     for tensor, value in zip(given, values):
         expects_rows = bool(feeds([tensor.op], frame.graph))
         if isinstance(value, DataIndependent):
+            if slots.constant_of(tensor) is not None:
+                continue  # the search within the function has seen its rows
             op = arguments.source_of_place(frame, tensor)
             if op is not None:
                 names = {"argument": tensor.op.name, "function": getattr(frame.graph, "name", "")}

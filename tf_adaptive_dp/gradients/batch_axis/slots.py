@@ -191,7 +191,7 @@ def _is_settled(tensor: tf.Tensor, place: BatchAxis | None) -> bool:
 
 def _is_uniform_constant(tensor: tf.Tensor, place: BatchAxis) -> bool | None:
     """Whether a constant is the same for all examples; `None` if the tensor is not constant."""
-    value = None if tensor.dtype == tf.variant else _constant(tensor)
+    value = None if tensor.dtype == tf.variant else constant_of(tensor)
     if value is None:
         return None
     outer, inner = place.outer.static, place.inner.static
@@ -202,13 +202,16 @@ def _is_uniform_constant(tensor: tf.Tensor, place: BatchAxis) -> bool | None:
     return bool((rows == rows[:, :1]).all())
 
 
-def _constant(tensor: tf.Tensor) -> np.ndarray | None:
-    if tensor.op.type == "Placeholder":
+def constant_of(tensor: tf.Tensor) -> np.ndarray | None:
+    """The value of a constant, also of one that functions capture from outside; else `None`."""
+    while tensor.op.type == "Placeholder":
         captured = {i.ref(): e for e, i in graphs.captures(tensor.graph)}
         outside = captured.get(tensor.ref())
-        if outside is None or not hasattr(outside, "numpy") or outside.dtype == tf.resource:
+        if outside is None or outside.dtype == tf.resource:
             return None
-        return outside.numpy()
+        if not graphs.is_symbolic(outside):
+            return outside.numpy() if hasattr(outside, "numpy") else None
+        tensor = outside
     return static_value(tensor) if tensor.shape.is_fully_defined() else None
 
 
