@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.helpers import zoo
 from tf_adaptive_dp.accounting import BandedNoise, epsilon_spent
 from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.errors import NotPrivateError
 
 RELEASES = [(1.1, 250.0)] * 3 + [(0.7, 250.0)] * 2 + [(0.7, 100.0)] + [(1.1, 250.0)] * 2
 SEGMENTS = [(1.1, 250.0, 3), (0.7, 250.0, 2), (0.7, 100.0, 1), (1.1, 250.0, 2)]
@@ -269,3 +270,36 @@ def test_the_ledger_of_another_run_is_not_extended(foreign):
     assert not Ledger.extends(segments, [Segment(*foreign)])
     assert not Ledger.extends(segments[:1], [Segment(*foreign)])
     assert not Ledger.extends(segments, [Segment(1.1, 8.0, 2), segments[1]])
+
+
+def test_a_ledger_that_was_set_back_has_no_epsilon_until_somebody_says_what_counts(tmp_path):
+    ledger, checkpoint = with_checkpoint()
+    path = checkpoint.save(tmp_path / "before")
+    record_all(ledger, RELEASES, "graph")
+    all_of_them = epsilon_spent(ledger, 1_000, 1e-5)
+    checkpoint.restore(path)
+    assert ledger.num_releases == 0
+    with pytest.raises(NotPrivateError, match=r"restore\(\[\(0.7, 250.0, 8\), .* 8 fewer"):
+        epsilon_spent(ledger, 1_000, 1e-5)
+    record_all(ledger, [(2.0, 100.0)] * 9, "graph")  # more than before: it must still show
+    with pytest.raises(NotPrivateError, match=r"restore\(\[\(0.7, 250.0, 8\), .* 8 fewer"):
+        epsilon_spent(ledger, 1_000, 1e-5)
+    ledger.restore([(0.7, 250.0, 8), *ledger.segments], [(), *ledger.checks])
+    assert ledger.segments == [(0.7, 250.0, 8), (2.0, 100.0, 9)]
+    assert epsilon_spent(ledger, 1_000, 1e-5) > all_of_them
+
+
+def test_releases_that_were_loaded_count_among_those_that_a_ledger_loses(tmp_path):
+    other, checkpoint = with_checkpoint()
+    record_all(other, [(0.5, 300.0)] * 5, "eager")
+    path = checkpoint.save(tmp_path / "other")
+    ledger, checkpoint = with_checkpoint()
+    empty = checkpoint.save(tmp_path / "empty")
+    checkpoint.restore(path)
+    ledger.require_nothing_lost()  # more than there was
+    record_all(ledger, [(1.0, 100.0)], "eager")
+    checkpoint.restore(empty)
+    with pytest.raises(NotPrivateError, match=r"restore\(\[\(0.5, 300.0, 6\)"):
+        ledger.require_nothing_lost()
+    ledger.restore([])  # all of it was about other examples
+    assert epsilon_spent(ledger, 1_000, 1e-5) == 0

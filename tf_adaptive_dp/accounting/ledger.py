@@ -13,7 +13,21 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.variables import local_copies
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
+from tf_adaptive_dp.errors import NotPrivateError
+
+# What an optimizer that was set back has to be told; see `Ledger.require_nothing_lost`.
+_SET_BACK = (
+    "The ledger was set back: a state was loaded, or variables assigned, that lacks {lost} releases "
+    "of this process. What was released stays released, so epsilon would be too small. If all of "
+    "it was about the same examples, call `optimizer.ledger.restore([({noise!r}, {size!r}, {lost}),"
+    " *optimizer.ledger.segments], [(), *optimizer.ledger.checks])`. If what is missing was about "
+    "others, call `optimizer.ledger.restore(optimizer.ledger.segments, optimizer.ledger.checks)`. "
+    "To load weights for training alone, leave the optimizer's state out; a `ReleaseLog` before "
+    "other callbacks restores the ledger by itself; and `tuning.HonestTuner` accounts for trials "
+    "of several settings. Received: {left} releases in the ledger, {lost} fewer than there were"
+)
 
 
 class Segment(NamedTuple):
@@ -148,7 +162,8 @@ class Ledger:
     counts without amplification.
 
     `terms` are saved, too. If a state is loaded whose releases had another unit or strategy, or
-    events that cannot be known here, everything that ε depends on raises until that is settled.
+    events that cannot be known here, everything that ε depends on raises until that is settled. So
+    it does if variables are set back to a state that lacks releases of this process.
 
     Attributes:
       restorations: how often `restore` replaced the record; not saved.
@@ -188,6 +203,9 @@ class Ledger:
         self._events = add_variable(
             [self.MAX_SAVED_EVENTS], dtype=tf.float64, name="ledger_other_events"
         )
+        with tf.init_scope():
+            # Not saved: see `_Course`.
+            self._course = tf.Variable(_BEGINNING, dtype=tf.float64, trainable=False)
         self.restorations = 0
         self.fewest_units: int | None = None
         self.other_events = ()
@@ -197,9 +215,10 @@ class Ledger:
         """How the noise of a release depends on that of earlier ones: ε depends on it.
 
         Raises:
-          ValueError: see `require_own_terms`.
+          ValueError: see `require_own_terms` and `require_nothing_lost`.
         """
         self.require_own_terms()
+        self.require_nothing_lost()
         return self._noise
 
     @property
@@ -210,9 +229,10 @@ class Ledger:
         sizes then count users.
 
         Raises:
-          ValueError: see `require_own_terms`.
+          ValueError: see `require_own_terms` and `require_nothing_lost`.
         """
         self.require_own_terms()
+        self.require_nothing_lost()
         return self._examples_per_user
 
     @property
@@ -243,6 +263,22 @@ class Ledger:
         """What the numbers of this ledger mean, whatever was loaded."""
         noise = 0 if self._noise.is_independent else self._noise.digest()
         return Terms(self._examples_per_user or 0, noise, digest(self._other_events))
+
+    def require_nothing_lost(self) -> None:
+        """Raises if the ledger was set back behind releases that this process recorded.
+
+        Raises:
+          NotPrivateError: until `restore` says what counts.
+        """
+        with tf.init_scope():
+            num_releases = self.num_releases
+            course = _Course(*local_copies(self._course)[0].numpy().tolist())
+        lost = int(course.lost + max(course.following - num_releases, 0))
+        if lost:
+            noise, size = course.least_noise, course.largest_size
+            raise NotPrivateError(
+                _SET_BACK.format(lost=lost, noise=noise, size=size, left=num_releases)
+            )
 
     def require_own_terms(self) -> None:
         """Takes over the events of a state that was loaded; raises if the state does not fit.
@@ -316,7 +352,8 @@ class Ledger:
           [MAX_SEGMENTS], the counts, as a dependency for whatever must wait for the count.
         """
         parameters, checks_before = self._parameters.read_value(), self._checks.read_value()
-        used = tf.math.count_nonzero(self._counts.read_value())
+        counts = self._counts.read_value()
+        used = tf.math.count_nonzero(counts)
         place = tf.maximum(used - 1, 0)
         last_noise, last_size = tf.unstack(tf.gather(parameters, place))
         noise_multiplier = tf.cast(noise_multiplier, tf.float64)
@@ -340,9 +377,12 @@ class Ledger:
             tf.where(seen > declared, declared, tf.zeros_like(declared)),
         )
         rows = here[:, tf.newaxis]
+        parameters_now = tf.where(rows, row, parameters)
+        course = _moved_on(self._course.read_value(), counts, parameters_now)
         written = [
-            self._parameters.assign(tf.where(rows, row, parameters)),
+            self._parameters.assign(parameters_now),
             self._checks.assign(tf.where(rows, checks_now, checks_before)),
+            self._course.assign(course),
         ]
         with tf.control_dependencies([tf.convert_to_tensor(variable) for variable in written]):
             return tf.convert_to_tensor(self._counts.assign_add(tf.cast(here, tf.int64)))
@@ -410,6 +450,7 @@ class Ledger:
         self._parameters.assign(parameters)
         self._counts.assign(counts)
         self._checks.assign(known)
+        self._course.assign([float(counts.sum()), *_BEGINNING[1:]])
         self.restorations += 1
 
     @classmethod
@@ -465,6 +506,47 @@ def gaussian_events(noise_multipliers: Sequence[float]) -> tuple[dp_accounting.D
       noise_multipliers: see `Ledger.other_events`; 0 stands for none.
     """
     return tuple(dp_accounting.GaussianDpEvent(float(n)) for n in noise_multipliers if n > 0)
+
+
+class _Course(NamedTuple):
+    """What shows that a ledger was set back.
+
+    Attributes:
+      following: the number of releases after the last one that was recorded.
+      lost: how many were missing when later ones were recorded.
+      least_noise: the smallest noise multiplier that the ledger held.
+      largest_size: the largest batch size that it held.
+    """
+
+    following: float
+    lost: float
+    least_noise: float
+    largest_size: float
+
+
+_BEGINNING = _Course(0.0, 0.0, float("inf"), 0.0)
+
+
+def _moved_on(course: tf.Tensor, counts: tf.Tensor, parameters: tf.Tensor) -> tf.Tensor:
+    """The `_Course` after one more release.
+
+    Args:
+      course: float64 vector, the one before.
+      counts: [MAX_SEGMENTS], before the release.
+      parameters: [MAX_SEGMENTS, 2], after it; zeros where there are no releases.
+    """
+    following, lost, least_noise, largest_size = tf.unstack(course)
+    before = tf.cast(tf.reduce_sum(counts), tf.float64)
+    noise, sizes = tf.unstack(parameters, axis=1)
+    noise = tf.where(sizes > 0, noise, tf.constant(np.inf, tf.float64))
+    return tf.stack(
+        [
+            before + 1,
+            lost + tf.maximum(following - before, 0),
+            tf.minimum(least_noise, tf.reduce_min(noise)),
+            tf.maximum(largest_size, tf.reduce_max(sizes)),
+        ]
+    )
 
 
 def _added(

@@ -33,7 +33,6 @@ class PrivateCallback(tf.keras.callbacks.Callback):
                 f" Received: optimizer={optimizer!r}"
             )
         self._optimizer = optimizer
-        self._noted = 0
 
     @property
     def optimizer(self) -> tf.keras.optimizers.Optimizer:
@@ -59,23 +58,6 @@ class PrivateCallback(tf.keras.callbacks.Callback):
                 "train by `PrivacyPlan(normalize_inputs=True)`. Received: "
                 f"{layer.name!r} with {layer.dp_event!r}, other_events="
                 f"{optimizer.ledger.other_events!r}"
-            )
-
-    def note_ledger(self, anew: bool = False) -> None:
-        """Remembers how many releases there were, at most since it was told to begin anew."""
-        now = self.optimizer.ledger.num_releases
-        self._noted = now if anew else max(now, self._noted)
-
-    def require_ledger_goes_on(self) -> None:
-        """Raises NotPrivateError if the ledger lost releases since they were noted."""
-        found = self.optimizer.ledger.num_releases
-        if found < self._noted:
-            raise NotPrivateError(
-                "The optimizer was set to an earlier state during `fit`, and its ledger with it: "
-                "epsilon would leave out what was released since then. Put a `ReleaseLog` first "
-                "among the callbacks, which restores the ledger; or load weights without the "
-                f"optimizer's state. Received: {found} releases in the ledger, there had been "
-                f"{self._noted}"
             )
 
     def warn_of_steering(self) -> None:

@@ -152,17 +152,15 @@ class PrivacyBudget(PrivateCallback):
         self._fed.begin(optimizer, steps_per_epoch(self))
         self._priced = ()
         self._require_room()
-        self.note_ledger(anew=True)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Raises if the next step became more expensive since the last check; called by Keras."""
-        self.require_ledger_goes_on()
+        self.optimizer.ledger.require_nothing_lost()
         self._require_room()
         self._released = self.optimizer.ledger.num_releases
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Stops training if the next step does not fit; called by Keras."""
-        self.note_ledger()
         released = self.optimizer.ledger.num_releases - self._released
         if released > self._releases_per_call():
             raise ValueError(

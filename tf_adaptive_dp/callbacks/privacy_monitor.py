@@ -152,7 +152,6 @@ class PrivacyMonitor(PrivateCallback):
         begin_batches_anew(optimizer)
         self._released = optimizer.ledger.num_releases
         optimizer.statistics.summary(reset=True)  # of training without this callback
-        self.note_ledger(anew=True)
         self._warn_of_fewer_examples(optimizer.ledger)
         self._fed.begin(optimizer, steps_per_epoch(self))
         self._check_sampling(optimizer)
@@ -164,12 +163,11 @@ class PrivacyMonitor(PrivateCallback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Raises if the ledger went back; called by Keras."""
-        self.require_ledger_goes_on()
+        self.optimizer.ledger.require_nothing_lost()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Reports; called by Keras."""
         optimizer = self.optimizer
-        self.note_ledger()
         refuse_batch_over_two_passes(optimizer, self.sampling)
         self._fed.end_epoch(optimizer, self.model.stop_training)
         summary = optimizer.statistics.summary(reset=True)
@@ -210,7 +208,7 @@ class PrivacyMonitor(PrivateCallback):
         if self._board is not None:
             self._board.close()
             self._board = None
-        self.require_ledger_goes_on()
+        self.optimizer.ledger.require_nothing_lost()
 
     def _settings(self, optimizer: Any) -> dict[str, Any]:
         """The settings of the run, all of them public; `None` for what needs no mention.
