@@ -38,6 +38,19 @@ def test_every_pass_has_the_same_batches_in_the_same_rows():
         shuffled_batches(numbered(105), sampling, start_step=5)
 
 
+def test_a_dataset_for_each_pass_keeps_the_order():
+    """With orders of their own, an example could be in two neighboring batches of two passes."""
+
+    def first(sampling, num_examples=105):
+        return next(shuffled_batches(numbered(num_examples), sampling).as_numpy_iterator())[1]
+
+    one = first(FixedOrder(20, steps=17))
+    np.testing.assert_array_equal(first(FixedOrder(20, steps=17)), one)
+    for other in (first(FixedOrder(20, steps=18)), first(FixedOrder(20, 17, 1))):
+        assert not np.array_equal(other, one)
+    assert not np.array_equal(first(FixedOrder(20, steps=17), 106), one)
+
+
 def dense_sensitivity(noise, steps, separation):
     matrix = strategy_matrix(noise, steps).astype(float)
     firsts = range(separation)

@@ -207,10 +207,10 @@ def test_numbers_of_draws_differ_and_their_entropy_is_measured():
     values = tf.random.normal([64])
     weights = [w for _, _, w in dp.poisson_batches(data(), dp.PoissonSampling(0.1, 64, 400))]
     numbers = [number(w, values) for w in weights]
-    assert all(known for _, known in numbers)
-    assert len({int(n) for n, _ in numbers}) == 400
+    assert all(n.known and n.marked for n in numbers)
+    assert len({int(n.digest) for n in numbers}) == 400
     again = [int(number(w, tf.random.normal([64]))[0]) for w in weights]
-    assert again == [int(n) for n, _ in numbers]  # whatever became of the examples
+    assert again == [int(n.digest) for n in numbers]  # whatever became of the examples
     for w in weights[:9]:
         np.testing.assert_array_equal(w, tf.cast(w > 0, tf.float32))  # zeros all the same
     short = tf.constant([-0.0] * 10 + [0.0] * 20 + [1.0] * 2)
@@ -423,11 +423,15 @@ def test_a_loaded_model_knows_the_batches_that_trained_it(tmp_path):
     assert epsilon(SIGMA, Q, 8, DELTA) < spent == pytest.approx(counted_epsilon(4, 4), rel=1e-9)
 
 
+def numbered(number):
+    return draw_numbers.Number(tf.constant(number, tf.int64), tf.constant(True), tf.constant(False))
+
+
 def test_numbers_of_several_optimizers_keep_their_distance_and_the_newest_of_each_bucket():
     def with_releases(numbers):
         seen = draw_numbers.SeenDraws()
         for number in numbers:
-            seen.add((tf.constant(number, tf.int64), tf.constant(True)), tf.constant(True))
+            seen.add(numbered(number), tf.constant(True))
         return seen
 
     # Seventeen numbers of one bucket, of which one has no place; the last two are known to both.
@@ -437,5 +441,49 @@ def test_numbers_of_several_optimizers_keep_their_distance_and_the_newest_of_eac
     draw_numbers._OF_PROCESS.extend(several)
     following = draw_numbers.SeenDraws(SimpleNamespace(num_releases=1))
     for number, distance in ((7, 3), (one_bucket[-1], 2), (one_bucket[1], 18), (one_bucket[0], 0)):
-        draw = following.add((tf.constant(number, tf.int64), tf.constant(True)), tf.constant(True))
+        draw = following.add(numbered(number), tf.constant(True))
         assert draw.distance == distance
+
+
+def test_batches_without_their_weights_have_no_epsilon_by_their_sampling():
+    """Their padding contributes: ε by the sampling would be 2.8 where it is 12."""
+    batches = list(dp.poisson_batches(data(), SAMPLING))[:6]
+    with_weights, without = Run(expected_batch_size=SIZE), Run(expected_batch_size=SIZE)
+    for x, y, weights in batches:
+        with_weights.step(x, y, weights)
+        without.step(x, y, tf.ones_like(weights))
+    assert with_weights.optimizer.seen == (6, 6) and without.optimizer.seen == (6, 0)
+    assert SAMPLING.epsilon_spent(with_weights.optimizer, N, DELTA) > 0
+    match = "6 of 6 batches reached the optimizer without the sample weights"
+    with pytest.raises(dp.NotPrivateError, match=match):
+        SAMPLING.epsilon_spent(without.optimizer, N, DELTA)
+    with pytest.raises(dp.NotPrivateError, match=match):
+        privacy_statement(without.optimizer, N, DELTA, sampling=SAMPLING)
+    assert dp.privacy_statement(without.optimizer, N, DELTA, sampling="poisson")
+
+
+def test_a_map_that_drops_the_weights_is_refused_by_fit_and_one_that_keeps_them_is_not():
+    sampling = dp.PoissonSampling.for_batch_size(8, 40, steps=16)
+    x, y = catalogue.data()
+    batches = dp.poisson_batches((np.tile(x, [2, 1])[:40], np.tile(y, 2)[:40]), sampling)
+    monitor = dp.PrivacyMonitor(40, DELTA, sampling=sampling)
+
+    def fit(dataset):
+        model = catalogue.mlp()
+        model.compile(
+            dp.DPSGD(1.0, SIGMA, learning_rate=0.1, expected_batch_size=8.0), catalogue.loss()
+        )
+        model.fit(dataset, steps_per_epoch=8, verbose=0, shuffle=False, callbacks=[monitor])
+
+    fit(batches.map(lambda x, y, weights: (-x, y, 2 * weights)))
+    with pytest.raises(dp.NotPrivateError, match="8 of 8 batches reached"):
+        fit(batches.map(lambda x, y, weights: (x, y)))
+
+
+def test_batches_too_small_to_show_marks_are_not_missed():
+    sampling = dp.PoissonSampling(0.1, 10, 100)
+    run = Run(expected_batch_size=sampling.expected_batch_size(N))
+    for x, y, weights in list(dp.poisson_batches(data(), sampling))[:5]:
+        run.step(x, y, tf.ones_like(weights))
+    assert run.optimizer.seen == (5, 0)
+    assert sampling.epsilon_spent(run.optimizer, N, DELTA) > 0

@@ -19,14 +19,15 @@ from tf_adaptive_dp.errors import NotPrivateError
 
 # What an optimizer that was set back has to be told; see `Ledger.require_nothing_lost`.
 _SET_BACK = (
-    "The ledger was set back: a state was loaded, or variables assigned, that lacks {lost} releases "
-    "of this process. What was released stays released, so epsilon would be too small. If all of "
-    "it was about the same examples, call `optimizer.ledger.restore([({noise!r}, {size!r}, {lost}),"
-    " *optimizer.ledger.segments], [(), *optimizer.ledger.checks])`. If what is missing was about "
-    "others, call `optimizer.ledger.restore(optimizer.ledger.segments, optimizer.ledger.checks)`. "
-    "To load weights for training alone, leave the optimizer's state out; a `ReleaseLog` before "
-    "other callbacks restores the ledger by itself; and `tuning.HonestTuner` accounts for trials "
-    "of several settings. Received: {left} releases in the ledger, {lost} fewer than there were"
+    "The ledger was set back: a state was loaded, or variables assigned, that lacks {lost} "
+    "releases of this process. What was released stays released, so epsilon would be too small. If "
+    "all of it was about the same examples, call `optimizer.ledger.restore([({noise!r}, {size!r}, "
+    "{lost}), *optimizer.ledger.segments], [(), *optimizer.ledger.checks])`. If what is missing "
+    "was about others, call `optimizer.ledger.restore(optimizer.ledger.segments, "
+    "optimizer.ledger.checks)`. To load weights for training alone, leave the optimizer's state "
+    "out; a `ReleaseLog` before other callbacks restores the ledger by itself; and "
+    "`tuning.HonestTuner` accounts for trials of several settings. Received: {left} releases in "
+    "the ledger, {lost} fewer than there were"
 )
 
 
@@ -55,8 +56,8 @@ class Checks(NamedTuple):
       repeated: number of releases on a batch that had been released before, entirely or in part.
       nearest: the smallest number of releases between two uses of a batch; 0 if no batch was used
         twice.
-      declared: the optimizer's expected batch size, if batches were far larger; the segment then
-        has the size that was seen. Otherwise 0.
+      declared: the optimizer's expected batch size, given or that of the first batch, if others
+        were larger than it allows; the segment then has the size that was seen. Otherwise 0.
     """
 
     checked: int = 0
@@ -141,12 +142,12 @@ def _name(event: dp_accounting.DpEvent) -> str:
 
 
 def wrong_size(declared: float, seen: float) -> str:
-    """The warning about batches that are larger than declared."""
+    """The warning about batches that are larger than expected."""
     return (
-        f"The batches hold far more examples than `expected_batch_size`={declared:g} says, so that "
-        f"ε would be too small: it is computed for {seen:g} rows. Pass the true expected "
-        "size to the optimizer; the noisy sum is divided by it, too. Received: "
-        f"expected_batch_size={declared:g}, batches of {seen:g} rows"
+        f"The batches hold more examples than the expected batch size of {declared:g}, so that "
+        f"ε would be too small: it is computed for {seen:g} rows. Pass the true "
+        "`expected_batch_size` to the optimizer; the noisy sum is divided by it, too. Received: "
+        f"an expected batch size of {declared:g}, batches of {seen:g} rows"
     )
 
 

@@ -30,6 +30,7 @@ from tf_adaptive_dp.mechanism.padding import (
     Order,
     has_weights,
     is_ours,
+    marks_in,
     order_in,
     sample_weights_among,
     vector_of_weights,
@@ -126,7 +127,23 @@ def rows_without_padding(loss: tf.Tensor) -> int | None:
     return loss.shape[0]
 
 
-def number_of(loss: tf.Tensor, rows_per_unit: int = 1) -> tuple[tf.Tensor, tf.Tensor] | None:
+class Number(NamedTuple):
+    """The number of a batch.
+
+    Attributes:
+      digest: int64 scalar.
+      known: bool scalar, whether it distinguishes this draw from others. It does not if the batch
+        is so small or so uniform that another draw may well look the same.
+      marked: bool scalar, whether something among the inputs has a mark of our Poisson samplers:
+        a zero with a negative sign. Weights of users, which may be zero, do not hide it.
+    """
+
+    digest: tf.Tensor
+    known: tf.Tensor
+    marked: tf.Tensor
+
+
+def number_of(loss: tf.Tensor, rows_per_unit: int = 1) -> Number | None:
     """The number of the batch that a loss is computed from.
 
     Args:
@@ -134,9 +151,8 @@ def number_of(loss: tf.Tensor, rows_per_unit: int = 1) -> tuple[tf.Tensor, tf.Te
       rows_per_unit: the number of neighboring rows that are placed together: those of a user.
 
     Returns:
-      An int64 scalar, and whether it distinguishes this draw from others. It does not if the
-      batch is so small or so uniform that another draw may well look the same. `None` if there is
-      no number: in eager execution, on several replicas, and if the step has no numeric inputs.
+      `None` if there is no number: in eager execution, on several replicas, and if the step has no
+      numeric inputs.
     """
     if tf.executing_eagerly() or num_replicas() > 1:
         return None
@@ -146,12 +162,13 @@ def number_of(loss: tf.Tensor, rows_per_unit: int = 1) -> tuple[tf.Tensor, tf.Te
     rows = _row_contents(fed, loss)
     ordered = tf.sort(rows)
     different = 1 + tf.math.count_nonzero(ordered[1:] > ordered[:-1])
-    known = different >= DIFFERENT_ROWS
+    known, marked = different >= DIFFERENT_ROWS, tf.constant(False)
     for weights in _weights(fed, loss):
         ours = is_ours(weights, rows_per_unit)
         rows = tf.where(ours, weights, rows)
         known |= ours
-    return _digest(rows), known
+        marked |= tf.reduce_any(marks_in(weights))
+    return Number(_digest(rows), known, marked)
 
 
 def order_of(loss: tf.Tensor) -> Order | None:
@@ -187,6 +204,18 @@ class Draw(NamedTuple):
     copies: tf.Tensor
 
 
+class Seen(NamedTuple):
+    """How many batches, or parts of batches, an optimizer was given in this process.
+
+    Attributes:
+      numbered: those that have a number, see `number_of`.
+      marked: those of them that have a mark of our Poisson samplers.
+    """
+
+    numbered: int
+    marked: int
+
+
 class SeenDraws:
     """The numbers of released batches: all of the last 20,000, and most of the last 60,000.
 
@@ -214,6 +243,7 @@ class SeenDraws:
                     entries, following = _joined(_OF_PROCESS if goes_on else ())
                     self._releases = tf.Variable(following, dtype=tf.int64, trainable=False)
                     self._parts = tf.Variable(_NO_PARTS, trainable=False)
+                    self._seen = tf.Variable(np.zeros(2, np.int64), trainable=False)
                     self._entries = tf.Variable(entries, name="seen_draws", trainable=False)
                 self._ledger = None  # outlives the optimizer otherwise
                 _OF_PROCESS.append(self)
@@ -227,6 +257,10 @@ class SeenDraws:
         rows = self._entries.numpy().reshape(-1, 2)
         return rows[(rows[:, 1] > 0) & (rows[:, 1] < following)], following
 
+    def counts(self) -> Seen:
+        """How many batches were added, and how many of them had marks."""
+        return Seen(0, 0) if self._entries is None else Seen(*self._seen.numpy().tolist())
+
     def drop_parts(self) -> None:
         """Forgets the parts of a batch that was not released, so that they may come again."""
         if self._entries is not None:
@@ -234,7 +268,7 @@ class SeenDraws:
             self._entries.assign(tf.where(dropped, tf.zeros_like(self._entries), self._entries))
             self._parts.assign(_NO_PARTS)
 
-    def add(self, batch: tuple[tf.Tensor, tf.Tensor] | None, complete: tf.Tensor) -> Draw:
+    def add(self, batch: Number | None, complete: tf.Tensor) -> Draw:
         """Adds the number of a batch, or of a part of one.
 
         Args:
@@ -248,7 +282,7 @@ class SeenDraws:
         if batch is None:
             return Draw(tf.constant(False), tf.constant(0, tf.int64), tf.constant(0.0, tf.float64))
         entries = self._created()
-        number, known = batch
+        number, known, marked = batch
         release = self._releases.read_value()
         distance = self._enter(entries, number, known, release)
         unknown, copies, nearest = tf.unstack(self._parts.read_value())
@@ -259,9 +293,10 @@ class SeenDraws:
         with tf.control_dependencies([distance]):
             parts = self._parts.assign(tf.where(complete, tf.constant(_NO_PARTS), now))
             count = self._releases.assign(release + tf.cast(complete, tf.int64))
+            seen = self._seen.assign_add(tf.stack([1, tf.cast(marked, tf.int64)]))
         distance = tf.where(nearest < _NEVER, nearest, tf.zeros_like(nearest))
         draw = Draw(tf.equal(unknown, 0), distance, tf.cast(copies, tf.float64))
-        with tf.control_dependencies([tf.convert_to_tensor(v) for v in (parts, count)]):
+        with tf.control_dependencies([tf.convert_to_tensor(v) for v in (parts, count, seen)]):
             return Draw(*(tf.identity(tensor) for tensor in draw))
 
     def _enter(

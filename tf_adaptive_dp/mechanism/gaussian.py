@@ -30,7 +30,7 @@ from tf_adaptive_dp.mechanism.clipping import (
     total_norms,
 )
 from tf_adaptive_dp.mechanism.correlated_noise import NO_KEY, CorrelatedNoise
-from tf_adaptive_dp.mechanism.draw_numbers import Draw, SeenDraws
+from tf_adaptive_dp.mechanism.draw_numbers import Draw, Number, SeenDraws
 from tf_adaptive_dp.mechanism.histograms import Histograms
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
 from tf_adaptive_dp.mechanism.padding import Order
@@ -305,7 +305,7 @@ class GaussianMechanism:
         shift: list[tf.Tensor] | None = None,
         layers: Sequence[str] = (),
         places: Sequence[int] = (),
-        number: tuple[tf.Tensor, tf.Tensor] | None = None,
+        number: Number | None = None,
         padding: tf.Tensor | None = None,
         order: Order | None = None,
     ) -> list[tf.Tensor | None]:
@@ -411,7 +411,7 @@ class GaussianMechanism:
     def _size_seen(
         self, expected: tf.Tensor, per_group: tf.Tensor, rows: tf.Tensor, present: tf.Tensor
     ) -> tf.Tensor:
-        """The rows of a whole batch if it holds too many examples for an expected size L, else 0.
+        """The rows of a whole batch if it holds too many examples for the expected size, else 0.
 
         Guarantee: a correct L of Poisson batches is doubted with probability at most 1e-12 per
         step. The recorded number of rows is public if batches are padded or have one size.
@@ -420,6 +420,10 @@ class GaussianMechanism:
         rows = tf.cast(rows * self.gradient_accumulation_steps, tf.float64)
         there = tf.maximum(tf.cast(present, tf.float64) * per_group, tf.constant(1e-9, tf.float64))
         too_many = (there > expected) & (_log_tail(there, expected, tf.math.log) < _LOG_FALSE_ALARM)
+        # Without L all batches have the size of the first. Under XLA a larger one gets here.
+        is_first = tf.equal(self._expected_batch_size.read_value(), 0)
+        rows = tf.where(is_first, tf.maximum(rows, tf.math.ceil(there)), rows)
+        too_many |= is_first & (rows > expected)
         size = tf.where(too_many, rows, tf.zeros_like(rows))
         if tf.executing_eagerly() and too_many:
             warnings.warn(wrong_size(float(expected), float(rows)), stacklevel=2)
@@ -431,7 +435,7 @@ class GaussianMechanism:
         part: _Sums,
         clip: tf.Tensor,
         size: tf.Tensor,
-        number: tuple[tf.Tensor, tf.Tensor] | None,
+        number: Number | None,
         order: Order | None,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Adds one part of a batch. Releases after the last part, and returns zeros before it."""

@@ -71,6 +71,11 @@ def has_weights(fed: Sequence[tf.Tensor], graph: tf.Graph) -> bool:
     return any(vectors) or bool(sample_weights_among(fed, graph))
 
 
+def marks_in(weights: tf.Tensor) -> tf.Tensor:
+    """[B], bool: the zeros of a float32 vector that have a negative sign."""
+    return tf.equal(weights, 0.0) & (tf.bitcast(weights, tf.int32) < 0)
+
+
 def is_ours(weights: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor:
     """Whether the zeros of a vector have the random signs of our padding.
 
@@ -93,7 +98,7 @@ def is_ours(weights: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor:
     log_ways = tf.math.lgamma(size + 1) - tf.math.lgamma(empty + 1)
     log_ways -= tf.math.lgamma(size - empty + 1)
     bits = padding + log_ways / math.log(2)
-    marked = tf.reduce_sum(tf.cast(absent & (tf.bitcast(weights, tf.int32) < 0), tf.float32))
+    marked = tf.reduce_sum(tf.cast(marks_in(weights), tf.float32))
     looks_random = tf.abs(2 * marked - padding) <= _DEVIATION * tf.sqrt(padding)
     return (bits >= BITS) & (marked > 0) & looks_random
 
@@ -127,9 +132,9 @@ def order_in(weights: tf.Tensor) -> Order:
     Args:
       weights: [B], float32.
     """
-    marks = tf.equal(weights, 0.0) & (tf.bitcast(weights, tf.int32) < 0)
     if weights.shape[0] is None:
         return Order(tf.constant(False), tf.constant(0, tf.int64))
+    marks = marks_in(weights)
     of_rows = tf.constant(batch_order.patterns(weights.shape[0]), tf.float32)
     parity = tf.cast(
         tf.linalg.matvec(of_rows, tf.cast(marks, tf.float32), transpose_a=True), tf.int64

@@ -37,6 +37,7 @@ from tf_adaptive_dp.gradients.released import completion, mark_released, vouch_f
 from tf_adaptive_dp.mechanism.clipping import Clipping, PerLayerClipping, serialize
 from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, NoiseKey
 from tf_adaptive_dp.mechanism.draw_numbers import (
+    Seen,
     SeenDraws,
     number_of,
     order_of,
@@ -196,6 +197,11 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
     def rows_per_batch(self) -> int:
         """Rows of the first batch, padding included; 0 before it. With microbatches, the most."""
         return self._mechanism.rows_per_batch
+
+    @property
+    def seen(self) -> Seen:
+        """How many batches, or parts of batches, this process identified; not saved."""
+        return self._mechanism.seen.counts()
 
     @property
     def seed(self) -> int | None:

@@ -87,6 +87,7 @@ class CyclicPoissonSampling(RandomSizes):
     seed: int | None = None
     label: ClassVar[str] = "cyclic"
     keeps_distance: ClassVar[bool] = True
+    _bits_of_step: ClassVar[int] = 2 * batch_order.BITS
 
     def __post_init__(self) -> None:
         composition.check_probability(

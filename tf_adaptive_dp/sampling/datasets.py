@@ -181,8 +181,9 @@ def shuffled_batches(
     Guarantee: no amplification by sampling is proven; see `ShuffledEpochs`, and `FixedOrder` for
     passes in one order. Resuming `ShuffledEpochs` within a pass requires the same `key` or seed;
     otherwise examples occur twice in that pass. `FixedOrder` requires it wherever a run resumes,
-    since all passes have one order, and raises an error without it. For both, `data` must come in
-    the same order again, which nobody checks here.
+    since all passes have one order, and raises an error without it. Without a `key`, all datasets
+    that a process makes by equal `FixedOrder`s of as many examples have one order. For both, `data`
+    must come in the same order again, which nobody checks here.
 
     Args:
       data: see `poisson_batches`.
@@ -256,8 +257,8 @@ def as_dataset(
     k, rows = gradient_accumulation_steps, sampling.rows_per_batch(gradient_accumulation_steps)
     _check(sampling, start_step, key)
     repeatable = key is not None or sampling.seed is not None  # by another process
-    key = draws.new_key(sampling.seed) if key is None else key
     num_examples, structure = len(found), found.structure
+    first_key = sampling.new_key(num_examples) if key is None else key
     draws.remember_num_examples(sampling, num_examples if users is None else users.num_users)
     read = found.reader(padding_rows(found, padding))
     add_mask = masked and len(structure) == 2
@@ -268,7 +269,7 @@ def as_dataset(
         yield next(passes)
 
     def draw(number: np.ndarray, first: np.ndarray) -> np.ndarray:
-        own_key = sampling.key_of_pass(key, int(number))
+        own_key = sampling.key_of_pass(first_key, int(number))
         steps = range(int(first), min(int(first) + DRAWS_PER_CALL, sampling.steps))
         parts = np.empty((len(steps), k, rows), np.int64)
         for step, own in zip(steps, parts):

@@ -148,6 +148,11 @@ class Sampling(abc.ABC):
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
         """Indices of the examples in the batch of a step: a pure function of its arguments."""
 
+    def new_key(self, num_examples: int) -> bytes:
+        """A key for a dataset of batches drawn from so many examples, if none is given."""
+        del num_examples
+        return new_key(self.seed)
+
     def key_of_pass(self, key: bytes, number: int) -> bytes:
         """The key of a pass over the batches of a dataset: that of the first pass, or another.
 

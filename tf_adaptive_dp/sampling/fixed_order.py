@@ -55,6 +55,12 @@ class FixedOrder(draws.FullBatches):
     label: ClassVar[str] = "fixed_order"
     keeps_distance: ClassVar[bool] = True
 
+    def new_key(self, num_examples: int) -> bytes:
+        """The same key for all datasets of a process: a run may make one for each pass."""
+        if self.seed is not None:
+            return super().new_key(num_examples)
+        return _key_of_process(self, num_examples)
+
     def key_of_pass(self, key: bytes, number: int) -> bytes:
         """The same key for all passes, since the order is one for the whole run."""
         del number
@@ -144,6 +150,12 @@ class FixedOrder(draws.FullBatches):
             least = min(segment.noise_multiplier for segment in segments)
             counts[least / moved, 1.0] = 1
         return counts, events
+
+
+@functools.cache
+def _key_of_process(sampling: FixedOrder, num_examples: int) -> bytes:
+    del sampling, num_examples
+    return draws.new_key()
 
 
 @functools.lru_cache(maxsize=2)

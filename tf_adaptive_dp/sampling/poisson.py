@@ -13,9 +13,12 @@ from scipy import stats
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
+from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.sampling import draws
 
 REDUCTIONS = ("mean", "sum")
+# How likely a run is at most to be refused because padding had no marks by chance.
+_FALSE_ALARM = 1e-12
 _Kind = TypeVar("_Kind", bound="RandomSizes")
 
 
@@ -30,6 +33,8 @@ class RandomSizes(draws.Sampling):
     """
 
     max_batch_size: int
+    # How many of the random signs in the padding of a batch are chosen to show its step.
+    _bits_of_step: ClassVar[int] = 0
 
     @property
     @abc.abstractmethod
@@ -108,6 +113,38 @@ class RandomSizes(draws.Sampling):
         """Raises ValueError if a ledger or an optimizer contradicts the sampling."""
         super().check_ledger(ledger, num_examples)
         refuse_microbatches(ledger)
+        self._refuse_lost_marks(ledger, num_examples)
+
+    def _refuse_lost_marks(self, ledger: Any, num_examples: int) -> None:
+        """Raises if an optimizer was given these batches without their sample weights.
+
+        Their padding counts as examples then, and an example that joins a batch replaces padding,
+        which moves the sum by up to 2C.
+        """
+        seen = getattr(ledger, "seen", None)
+        if seen is None or seen.marked == seen.numbered:
+            return
+        parts, missing = ledger.parts_per_batch, seen.numbered - seen.marked
+        by_chance = self._probability_of_no_marks(num_examples, parts)
+        batches = [-(-count // parts) for count in (missing, seen.numbered)]
+        if stats.binom.sf(batches[0] - 1, batches[1], by_chance) < _FALSE_ALARM:
+            raise NotPrivateError(
+                f"{missing} of {seen.numbered} batches reached the optimizer without the sample "
+                "weights that `poisson_batches` gives them, so their padding would count as "
+                "examples, and epsilon does not hold. Pass the weights on unchanged: a `map` must "
+                "return them, and a step of your own must multiply the losses by them. If these "
+                "batches were drawn in another way, say so by a label, such as "
+                f"`sampling='poisson'`. Received: sampling={self!r}"
+            )
+
+    def _probability_of_no_marks(self, num_examples: int, parts: int) -> float:
+        """How likely it is at most that some part of a batch has no mark."""
+        users = self.examples_per_user or 1
+        places = self.rows_per_batch(parts) // users
+        empty, drawn = np.arange(places + 1), stats.binom(num_examples, self.share / parts)
+        random_bits = np.maximum(empty * users - self._bits_of_step, 0)
+        of_part = drawn.pmf(places - empty) @ 0.5**random_bits + drawn.sf(places)
+        return min(1.0, parts * float(of_part))
 
     def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
         """ε of a ledger; see the class."""
