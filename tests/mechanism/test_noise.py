@@ -465,6 +465,7 @@ def test_a_checkpoint_that_is_restored_into_the_same_object_repeats_no_noise(mod
     path = checkpoint.write(str(tmp_path / "checkpoint"))
     first = step() - start
     checkpoint.read(path).assert_consumed()
+    optimizer.ledger.restore(optimizer.ledger.segments)  # a ledger that was set back has no ε
     assert_independent(first.numpy(), (step() - start).numpy())
 
 
