@@ -314,6 +314,20 @@ def test_a_variable_that_is_read_where_no_gradient_reaches_it(hide):
     np.testing.assert_allclose(norms(problem, "graph"), (rows**2).sum((1, 2)), rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:No rule covers", "ignore:Under `jit_compile=True`")
+def test_a_jacobian_that_xla_cannot_take_is_refused_with_what_to_do():
+    w = tf.Variable(floats(2, 3))
+
+    def losses(x):
+        return tf.reduce_sum((x @ tf.repeat(w, [1, 3], axis=0)) ** 2, axis=1)
+
+    problem = zoo.Problem([w], losses, (floats(5, 4),))
+    (rows,) = zoo.batch_of_one_gradients(problem)
+    np.testing.assert_allclose(norms(problem, "graph"), (rows**2).sum((1, 2)), rtol=1e-5)
+    with pytest.raises(ValueError, match="XLA cannot take their Jacobian.*`jit_compile=False`"):
+        norms(problem, "xla")
+
+
 @pytest.mark.filterwarnings("error:No rule covers")
 def test_a_variable_of_which_several_tensors_are_computed_some_without_a_gradient(monkeypatch):
     w, passes = tf.Variable(floats(3, 4)), []

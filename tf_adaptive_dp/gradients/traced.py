@@ -168,10 +168,16 @@ class TracedGradients(PerExampleGradients):
                 message + 'Pass `gradients="auto"`, which takes the Jacobian for them, or register '
                 "a rule (`tf_adaptive_dp.gradients.register_rule`)."
             )
-        message += "Their Jacobian is taken instead, which is slow."
-        warnings.warn(JacobianWarning(message, [variables[k] for k in left]), stacklevel=2)
+        taken = f"{message}Their Jacobian is taken instead, which is slow."
+        warnings.warn(JacobianWarning(taken, [variables[k] for k in left]), stacklevel=2)
         rows = jacobian_rows(loss, [variables[k] for k in left], penalties)
         for k, part in zip(left, rows):
+            if part is None:  # XLA keeps `tf.gradients` from the graph that computed the loss
+                raise ValueError(
+                    f"{message}XLA cannot take their Jacobian instead: compile with "
+                    "`jit_compile=False`, or register a rule "
+                    "(`tf_adaptive_dp.gradients.register_rule`)."
+                )
             view = AxisTransform(tuple(variables[k].shape.as_list()))
             self._totals[k] = SummedContribution(
                 [VariableContribution(DenseGradient(view.shape, part), view)]
