@@ -15,6 +15,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers.gaussianity import assert_gaussian
 from tf_adaptive_dp import normalization
+from tf_adaptive_dp._keras import graphs
 from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp.plan import PrivacyPlan
 from tf_adaptive_dp.validation import check_per_example
@@ -370,6 +371,15 @@ def test_a_clone_is_a_new_layer():
     assert layer.release_id == 0 and not layer.mean.numpy().any()
     layer.adapt(columns())
     assert layer.release_id not in (0, model.layers[0].release_id)
+
+
+def test_determinism_is_refused_before_anything_is_released(monkeypatch):
+    layer, x = dp.PrivateNormalization(5.0), np.random.default_rng(0).normal(size=[400, 2])
+    with monkeypatch.context() as deterministic:
+        deterministic.setattr(graphs, "must_be_deterministic", lambda: True)
+        with pytest.raises(dp.NotPrivateError, match="enable_op_determinism.*Nothing was"):
+            layer.adapt(x)
+    layer.adapt(x)  # as if it had not been called
 
 
 def test_an_adaptation_that_fails_counts(monkeypatch):

@@ -15,9 +15,11 @@ import tensorflow as tf
 from scipy import stats
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras import graphs
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.layers import layers_within
 from tf_adaptive_dp.accounting.ledger import missing_events
+from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.mechanism.noise import fresh_normal_numbers
 from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.side_information import provenance
@@ -209,6 +211,7 @@ class PrivateNormalization(keras.layers.Layer):
             user then counts once, in equal parts for each of their examples.
 
         Raises:
+          NotPrivateError: if TensorFlow must be deterministic, as secret noise is not.
           TypeError, ValueError: if the inputs are not an array of numbers, or do not fit.
           RuntimeError: if the layer was adapted before, or is a copy of one that was, since that
             would be another release.
@@ -227,6 +230,11 @@ class PrivateNormalization(keras.layers.Layer):
             raise ValueError(
                 f"`x` must have the {self.mean.shape[0]} features that the layer was built for. "
                 f"Received: shape {x.shape} with axis={self.axis!r}"
+            )
+        if graphs.must_be_deterministic():
+            raise NotPrivateError(
+                "`tf.config.experimental.enable_op_determinism` forbids secret noise. Nothing was "
+                "released: call `adapt` before it, or train without it."
             )
         # Before the first sum: what fails after it has been released all the same.
         self._released_here = 1.0 + secrets.randbits(_ID_BITS)
