@@ -462,7 +462,7 @@ def test_batches_without_their_weights_have_no_epsilon_by_their_sampling():
     assert dp.privacy_statement(without.optimizer, N, DELTA, sampling="poisson")
 
 
-def test_a_map_that_drops_the_weights_is_refused_by_fit_and_one_that_keeps_them_is_not():
+def test_a_map_that_drops_the_weights_is_refused_by_fit_and_one_that_keeps_them_not(monkeypatch):
     sampling = dp.PoissonSampling.for_batch_size(8, 40, steps=16)
     x, y = catalogue.data()
     batches = dp.poisson_batches((np.tile(x, [2, 1])[:40], np.tile(y, 2)[:40]), sampling)
@@ -470,13 +470,16 @@ def test_a_map_that_drops_the_weights_is_refused_by_fit_and_one_that_keeps_them_
 
     def fit(dataset):
         model = catalogue.mlp()
-        model.compile(
-            dp.DPSGD(1.0, SIGMA, learning_rate=0.1, expected_batch_size=8.0), catalogue.loss()
-        )
+        optimizer = dp.DPSGD(1.0, SIGMA, learning_rate=0.1, expected_batch_size=8.0)
+        model.compile(optimizer, catalogue.loss())
         model.fit(dataset, steps_per_epoch=8, verbose=0, shuffle=False, callbacks=[monitor])
 
     fit(batches.map(lambda x, y, weights: (-x, y, 2 * weights)))
     with pytest.raises(dp.NotPrivateError, match="8 of 8 batches reached"):
+        fit(batches.map(lambda x, y, weights: (x, y)))
+    # Several replicas, say, see no marks, but the batches are too large.
+    monkeypatch.setattr(dp.PoissonSampling, "_refuse_lost_marks", lambda *args: None)
+    with pytest.raises(dp.NotPrivateError, match="on average, but the sampling draws 8"):
         fit(batches.map(lambda x, y, weights: (x, y)))
 
 

@@ -21,6 +21,7 @@ from tf_adaptive_dp.callbacks.common import (
 )
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.tensorboard import TensorBoardLog
+from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.poisson import RandomSizes
@@ -172,12 +173,12 @@ class PrivacyMonitor(PrivateCallback):
         self._fed.end_epoch(optimizer, self.model.stop_training)
         summary = optimizer.statistics.summary(reset=True)
         self._check_rows(optimizer)
-        self._warn_of_large_batches(summary.num_examples)
         private = {
             "epsilon": self.epsilon(),
             "delta": self.delta,
             "learning_rate": _learning_rate(optimizer),
         }
+        self._doubt_large_batches(summary.num_examples)
         if math.isinf(private["epsilon"]) or noise_is_seeded(optimizer):
             private["NOT_PRIVATE"] = 1.0  # appears next to ε wherever logs go
         if logs is not None:
@@ -281,23 +282,36 @@ class PrivacyMonitor(PrivateCallback):
                 f"`sampling='shuffled'`. Received: sampling={self.sampling!r}"
             )
 
-    def _warn_of_large_batches(self, num_examples: int) -> None:
-        """Warns if batches were larger than the expected batch size that ε is computed for."""
+    def _doubt_large_batches(self, num_examples: int) -> None:
+        """Compares the batches of an epoch with the expected batch size that ε is computed for.
+
+        Raises:
+          NotPrivateError: if they held more than a sampling object draws.
+        """
         optimizer = self.optimizer
         released = optimizer.ledger.num_releases
         steps, self._released = released - self._released, released
         _, size = optimizer.next_release()
-        if not steps or size is None:
+        if not steps or size is None or optimizer.num_microbatches is not None:
             return
         # Six standard deviations of a sum of Poisson batches: by chance once in a billion epochs.
-        limit = size * steps + 6 * math.sqrt(size * steps)
-        if optimizer.num_microbatches is None and num_examples > limit:
-            warning = (
-                f"The batches held {num_examples / steps:.1f} examples on average, but ε is "
-                f"computed for `expected_batch_size`={size:g}: the ε shown is too small. Set "
-                "`optimizer.expected_batch_size` to the real mean."
+        # The groups of cyclic ones vary, too; and an error is worse than a warning.
+        deviations = 12 if isinstance(self.sampling, RandomSizes) else 6
+        if num_examples <= size * steps + deviations * math.sqrt(size * steps):
+            return
+        held = f"The batches held {num_examples / steps:.1f} {self._unit}s on average, but "
+        if isinstance(self.sampling, RandomSizes):
+            raise NotPrivateError(
+                f"{held}the sampling draws {size:g}. Rows of padding have gradients, so epsilon "
+                "does not hold: pass the sample weights of `poisson_batches` on unchanged, and let "
+                f"all terms of the loss be multiplied by them. Received: sampling={self.sampling!r}"
             )
-            warnings.warn(warning.replace("examples on", f"{self._unit}s on"), stacklevel=2)
+        warnings.warn(
+            f"{held}ε is computed for `expected_batch_size`={size:g}: the ε shown is too small. "
+            "Pass an `expected_batch_size` to the optimizer that is at least the mean of the "
+            "batches, and not computed from private data.",
+            stacklevel=2,
+        )
 
 
 def _learning_rate(optimizer: tf.keras.optimizers.Optimizer) -> float:
