@@ -32,7 +32,7 @@ from tf_adaptive_dp.version import __version__
 __all__ = ["facts", "write"]
 
 # Which of an optimizer's settings the report leaves out: the statement has what was released.
-_LEFT_OUT = ("ledger", "ledger_checks", "name", "other_releases", "seed")
+_LEFT_OUT = ("fewest_units", "ledger", "ledger_checks", "name", "other_releases", "seed")
 
 # The figures that were computed from raw gradients, and what they are.
 _NOT_PRIVATE = {

@@ -169,7 +169,7 @@ class Ledger:
     Attributes:
       restorations: how often `restore` replaced the record; not saved.
       fewest_units: the smallest number of examples, or users, that a callback was told its releases
-        were drawn from; `None` if none was told. Not saved.
+        were drawn from; `None` if none was told. Saved with the optimizer's configuration only.
     """
 
     MAX_SEGMENTS = 64

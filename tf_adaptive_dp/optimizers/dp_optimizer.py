@@ -528,6 +528,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                 f"other_events={others!r}"
             )
         other_releases = [event.noise_multiplier for event in others]
+        fewest = self.ledger.fewest_units
         return {
             **super().get_config(),
             **self._preconditioning.get_config(),
@@ -545,6 +546,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             "seed": self.seed,
             "ledger": [list(segment) for segment in self.ledger.segments],
             **({"other_releases": other_releases} if other_releases else {}),
+            **({} if fewest is None else {"fewest_units": fewest}),
             "ledger_checks": [list(of_segment) for of_segment in self.ledger.checks],
         }
 
@@ -562,12 +564,13 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         config = dict(config)
         require_arguments(cls, config)
         segments, checks_of = config.pop("ledger", None), config.pop("ledger_checks", [])
-        others = config.pop("other_releases", [])
+        others, fewest = config.pop("other_releases", []), config.pop("fewest_units", None)
         optimizer = super().from_config(config, custom_objects)
         if segments is not None:
             # All of them: the release of the side information is among them.
             optimizer.ledger.other_events = [dp_accounting.GaussianDpEvent(n) for n in others]
             optimizer.ledger.restore(segments, checks_of)
+            optimizer.ledger.fewest_units = fewest
         return optimizer
 
 
