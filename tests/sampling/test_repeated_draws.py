@@ -483,6 +483,21 @@ def test_a_map_that_drops_the_weights_is_refused_by_fit_and_one_that_keeps_them_
         fit(batches.map(lambda x, y, weights: (x, y)))
 
 
+def test_weights_of_tokens_show_their_marks_in_a_step_of_ones_own():
+    run = Run(expected_batch_size=SIZE)
+
+    @tf.function
+    def step(x, y, weights):
+        with tf.GradientTape() as tape:
+            outputs = tf.linalg.matvec(x, run.variable) - tf.cast(y, tf.float32)
+            loss = tf.reduce_mean(outputs[:, None] ** 2 * weights, axis=1)
+        run.optimizer.minimize(loss, [run.variable], tape)
+
+    for x, y, weights in dp.poisson_batches(data(), SAMPLING).take(4):
+        step(x, y, weights[:, None] * [[1.0, 0.0, 2.0]])
+    assert run.optimizer.seen == (4, 4)
+
+
 def test_batches_too_small_to_show_marks_are_not_missed():
     sampling = dp.PoissonSampling(0.1, 10, 100)
     run = Run(expected_batch_size=sampling.expected_batch_size(N))

@@ -162,13 +162,15 @@ def number_of(loss: tf.Tensor, rows_per_unit: int = 1) -> Number | None:
     rows = _row_contents(fed, loss)
     ordered = tf.sort(rows)
     different = 1 + tf.math.count_nonzero(ordered[1:] > ordered[:-1])
-    known, marked = different >= DIFFERENT_ROWS, tf.constant(False)
+    known = different >= DIFFERENT_ROWS
     for weights in _weights(fed, loss):
         ours = is_ours(weights, rows_per_unit)
         rows = tf.where(ours, weights, rows)
         known |= ours
-        marked |= tf.reduce_any(marks_in(weights))
-    return Number(_digest(rows), known, marked)
+    # Of tokens, too, in steps whose graph does not tell which input holds weights.
+    vectors = [v for v in map(weights_of_rows, fed) if v is not None]
+    marks = [tf.reduce_any(marks_in(tf.cast(v, tf.float32))) for v in vectors]
+    return Number(_digest(rows), known, tf.reduce_any([tf.constant(False), *marks]))
 
 
 def order_of(loss: tf.Tensor) -> Order | None:
