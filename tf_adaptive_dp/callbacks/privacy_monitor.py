@@ -299,17 +299,19 @@ class PrivacyMonitor(PrivateCallback):
         deviations = 12 if isinstance(self.sampling, RandomSizes) else 6
         if num_examples <= size * steps + deviations * math.sqrt(size * steps):
             return
-        held = f"The batches held {num_examples / steps:.1f} {self._unit}s on average, but "
+        mean = f"{num_examples / steps:.1f} {self._unit}s"
         if isinstance(self.sampling, RandomSizes):
             raise NotPrivateError(
-                f"{held}the sampling draws {size:g}. Rows of padding have gradients, so epsilon "
-                "does not hold: pass the sample weights of `poisson_batches` on unchanged, and let "
-                f"all terms of the loss be multiplied by them. Received: sampling={self.sampling!r}"
+                f"The batches held {mean} on average, but the sampling draws "
+                f"{size:g}. Rows of padding have gradients, so epsilon does not hold: pass the "
+                "sample weights of `poisson_batches` on unchanged, and let all terms of the loss "
+                f"be multiplied by them. Received: sampling={self.sampling!r}"
             )
         warnings.warn(
-            f"{held}ε is computed for `expected_batch_size`={size:g}: the ε shown is too small. "
-            "Pass an `expected_batch_size` to the optimizer that is at least the mean of the "
-            "batches, and not computed from private data.",
+            f"The batches held {mean} on average, but ε is computed for "
+            f"`expected_batch_size`={size:g}: the ε shown is too small. Pass an "
+            "`expected_batch_size` to the optimizer that is at least the mean of the batches, and "
+            "not computed from private data.",
             stacklevel=2,
         )
 
