@@ -19,15 +19,15 @@ from tf_adaptive_dp.errors import NotPrivateError
 
 # What an optimizer that was set back has to be told; see `Ledger.require_nothing_lost`.
 _SET_BACK = (
-    "The ledger was set back: a state was loaded, or variables assigned, that lacks {lost} "
-    "releases of this process. What was released stays released, so epsilon would be too small. If "
-    "all of it was about the same examples, call `optimizer.ledger.restore([({noise!r}, {size!r}, "
-    "{lost}), *optimizer.ledger.segments], [(), *optimizer.ledger.checks])`. If what is missing "
-    "was about others, call `optimizer.ledger.restore(optimizer.ledger.segments, "
-    "optimizer.ledger.checks)`. To load weights for training alone, leave the optimizer's state "
-    "out; a `ReleaseLog` before other callbacks restores the ledger by itself; and "
-    "`tuning.HonestTuner` accounts for trials of several settings. Received: {left} releases in "
-    "the ledger, {lost} fewer than there were"
+    "The ledger was set back: it lacks {lost} releases that this process recorded, because an "
+    "earlier state was loaded or assigned. What was released stays released, so epsilon would be "
+    "too small. If all releases were about the same examples, call `optimizer.ledger.restore("
+    "[({noise!r}, {size!r}, {lost}), *optimizer.ledger.segments], [(), "
+    "*optimizer.ledger.checks])`. If the missing ones were about other examples, call "
+    "`optimizer.ledger.restore(optimizer.ledger.segments, optimizer.ledger.checks)`. To load the "
+    "weights of a model alone, leave the optimizer's state out; a `ReleaseLog` before other "
+    "callbacks restores the ledger by itself; and `tuning.HonestTuner` accounts for trials of "
+    "several settings. Received: {left} releases in the ledger, {lost} fewer than there were"
 )
 
 

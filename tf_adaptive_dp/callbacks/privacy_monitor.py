@@ -296,11 +296,12 @@ class PrivacyMonitor(PrivateCallback):
             return
         # Six standard deviations of a sum of Poisson batches: by chance once in a billion epochs.
         # The groups of cyclic ones vary, too; and an error is worse than a warning.
-        deviations = 12 if isinstance(self.sampling, RandomSizes) else 6
+        has_padding = isinstance(self.sampling, RandomSizes)
+        deviations = 12 if has_padding else 6
         if num_examples <= size * steps + deviations * math.sqrt(size * steps):
             return
         mean = f"{num_examples / steps:.1f} {self._unit}s"
-        if isinstance(self.sampling, RandomSizes):
+        if has_padding:
             raise NotPrivateError(
                 f"The batches held {mean} on average, but the sampling draws "
                 f"{size:g}. Rows of padding have gradients, so epsilon does not hold: pass the "
