@@ -33,7 +33,8 @@ from tf_adaptive_dp.mechanism.noise import fresh_normal_numbers
 # The noise is larger by this factor, which exceeds the rounding errors in float32 of the norm, the
 # clip, the standard deviation and their quotient.
 MARGIN = 1 + 2.0**-16
-_UNSEEN = 2.0**-63  # its square is the smallest normal float32
+# `tf.linalg.global_norm` adds up half of the squares: that of this one is a normal float32.
+_UNSEEN = 2.0**-62
 
 
 def clipped(record: Any, clip: tf.Tensor) -> tuple[Any, tf.Tensor]:

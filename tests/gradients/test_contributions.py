@@ -83,6 +83,13 @@ def test_no_norm_misses_a_huge_number_times_a_tiny_one(times, swapped, scaled):
     assert expected <= norms[0] < 1000 * expected and norms[1] == 0
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (5, 1000)])
+def test_no_norm_of_rows_of_a_table_misses_what_a_scale_brings_back(shape):
+    made = SparseGradient([5, 1000], tf.constant([[1]]), tf.fill([1, 1, 1000], 1e-20))
+    norms = made.squared_norms(tf.fill(shape, 1e19), None)
+    np.testing.assert_allclose(norms, [1000 * 0.1**2], rtol=1e-5)
+
+
 class UnknownBatch:
     """Makes contributions in a function that is traced once, for batches of any size."""
 

@@ -113,17 +113,18 @@ def steps_of_noise(strategy, num_steps, **kwargs):
         optimizer = dp.DPSGD(learning_rate=1.0, **kwargs)
 
     @tf.function
-    def step():
-        def of_replica():
+    def step(batch):
+        def of_replica(batch):
             with tf.GradientTape() as tape:
-                loss = tf.zeros([4]) * tf.reduce_sum(weights)
+                loss = batch * tf.reduce_sum(weights)
             optimizer.minimize(loss, [weights], tape)
 
-        strategy.run(of_replica)
+        strategy.run(of_replica, (batch,))
 
+    batch = strategy.experimental_distribute_values_from_function(lambda context: tf.zeros([4]))
     found, before = [], np.zeros(SIZE)
     for _ in range(num_steps):
-        step()
+        step(batch)
         found.append(weights.numpy() - before)
         before = weights.numpy()
         for copy in weights.values:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tf_adaptive_dp as dp
 from tests.helpers import zoo
 from tests.helpers.gaussianity import assert_gaussian
 from tf_adaptive_dp.mechanism.histograms import Histograms
@@ -37,6 +38,22 @@ def rows_with_norms(norms):
     """Rows of two numbers with these norms."""
     angles = RNG.uniform(0, 2 * np.pi, len(norms))
     return np.float32(norms)[:, np.newaxis] * np.float32([np.cos(angles), np.sin(angles)]).T
+
+
+def test_a_variable_that_is_listed_twice_is_refused():
+    # Its two copies would share a place, whose counts would move by more.
+    w = tf.Variable([1.0])
+    optimizer = dp.UntunedSGD(noise_multiplier=0.0)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = x * w
+        optimizer.minimize(loss, [w, w], tape)
+
+    with pytest.raises(ValueError, match="each variable once. Received more than once: "):
+        step(tf.constant([1.0, 2.0]))
+    assert optimizer.ledger.num_releases == 0
 
 
 @pytest.mark.parametrize("num_variables", [1, 5])

@@ -7,6 +7,7 @@ it. A test of noise from the operating system's entropy fails by chance once in 
 import copy
 import itertools
 import multiprocessing
+import os
 import pathlib
 import re
 
@@ -26,7 +27,7 @@ from tests.helpers.gaussianity import (
     drawn,
 )
 from tf_adaptive_dp.mechanism import noise as noise_module
-from tf_adaptive_dp.mechanism.noise import GaussianNoise
+from tf_adaptive_dp.mechanism.noise import GaussianNoise, SecretStream
 
 pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
 
@@ -143,6 +144,20 @@ def draw(mechanism):
 def test_mechanisms_are_independent():
     a, b = (zoo.make_mechanism(noise_multiplier=1.0) for _ in range(2))
     assert_independent(draw(a), draw(b))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_repeat_the_noise():
+    stream = SecretStream()
+    child = os.fork()
+    if child == 0:
+        try:
+            stream.next()
+        except dp.NotPrivateError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert stream.next()[1] == 1
 
 
 @pytest.mark.parametrize("releases_before", [0, 2])

@@ -210,6 +210,142 @@ def test_a_step_outside_of_strategy_run_is_refused():
     assert_refused(catalogue.mirrored(), "outside of `strategy.run`", run=False)
 
 
+def linear(expected_batch_size, layers=()):
+    model = tf.keras.Sequential([tf.keras.Input([3]), *layers, tf.keras.layers.Dense(2)])
+    model.compile(
+        dp.DPSGD(1.0, 0.0, learning_rate=1.0, expected_batch_size=expected_batch_size),
+        loss=tf.keras.losses.MeanSquaredError(),
+    )
+    return model
+
+
+SHARED = "Two replicas compute their losses from the same data"
+
+
+@pytest.mark.skipif(GENERATION == 2, reason="Keras 2 splits the batch")
+def test_a_batch_that_keras_hands_to_all_replicas_is_refused():
+    with catalogue.mirrored().scope():
+        model = linear(4)
+    with pytest.raises(dp.NotPrivateError, match=SHARED):
+        model.train_on_batch(np.ones([4, 3], "f"), np.ones([4, 2], "f"))
+    assert model.optimizer.ledger.num_releases == 0
+
+
+def in_a_function(step):
+    return tf.function(step)
+
+
+def as_it_is(step):
+    return step
+
+
+@pytest.mark.parametrize("inner", [as_it_is, in_a_function])
+@pytest.mark.parametrize("own", [False, True])
+def test_every_replica_needs_a_batch_of_its_own(inner, own):
+    strategy = catalogue.mirrored()
+    with strategy.scope():
+        w = tf.Variable([1.0, 1.0])
+        optimizer = dp.DPSGD(1.0, 0.0, learning_rate=1.0, expected_batch_size=4)
+
+    @inner
+    def of_replica(x):
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(x, w)
+        optimizer.minimize(loss, [w], tape)
+
+    @tf.function
+    def step(x):
+        strategy.run(of_replica, (x,))
+
+    x = tf.constant([[1.0, 0.0], [0.0, 1.0]])
+    if own:
+        step(strategy.experimental_distribute_values_from_function(lambda context: x))
+        np.testing.assert_allclose(w.numpy(), 1 - 2 / 4)
+    else:
+        with pytest.raises(dp.NotPrivateError, match=SHARED):
+            step(x)
+        assert optimizer.ledger.num_releases == 0
+
+
+def test_replicas_that_read_a_captured_batch_are_refused():
+    strategy = catalogue.mirrored()
+    with strategy.scope():
+        w = tf.Variable([1.0, 1.0])
+        optimizer = dp.DPSGD(1.0, 0.0, expected_batch_size=4)
+    x = tf.constant([[1.0, 0.0], [0.0, 1.0]])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(x, w)
+        optimizer.minimize(loss, [w], tape)
+
+    with pytest.raises(dp.NotPrivateError, match="depends on no input of the step"):
+        strategy.run(step)
+    assert optimizer.ledger.num_releases == 0
+
+
+def test_an_eager_step_is_refused_on_several_replicas():
+    strategy = catalogue.mirrored()
+    with strategy.scope():
+        w = tf.Variable([1.0, 1.0])
+        optimizer = dp.DPSGD(1.0, 0.0, expected_batch_size=4)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(x, w)
+        optimizer.minimize(loss, [w], tape)
+
+    with pytest.raises(dp.NotPrivateError, match="only a compiled step"):
+        strategy.run(step, (tf.constant([[1.0, 0.0]]),))
+
+
+class SumOverReplicas(tf.keras.layers.Layer):
+    """Adds up what all replicas compute, in operations that look harmless one by one."""
+
+    def compute_output_shape(self, shape):
+        return shape
+
+    def call(self, x):
+        context = tf.distribute.get_replica_context()
+        if context is None:
+            return x
+        summed = context.merge_call(
+            lambda strategy, values: strategy.extended.reduce_to(
+                tf.distribute.ReduceOp.SUM, values, destinations=values
+            ),
+            args=(x,),
+        )
+        return x + tf.stop_gradient(summed)
+
+
+@pytest.mark.parametrize("batch_size", [2, 4])
+def test_replicas_that_exchange_activations_are_refused(batch_size):
+    strategy = tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+    with strategy.scope():
+        model = linear(batch_size, [SumOverReplicas()])
+    data = tf.data.Dataset.from_tensor_slices((np.ones([4, 3], "f"), np.ones([4, 2], "f")))
+    with pytest.raises(dp.NotPrivateError, match=SHARED):
+        model.fit(data.batch(batch_size, drop_remainder=True), verbose=0)
+    assert model.optimizer.ledger.num_releases == 0
+
+
+def test_one_example_for_each_replica_is_searched_for_what_mixes_them():
+    x, y = np.float32([[1, 2, 3], [4, 5, 6]]), np.zeros([2, 2], "f")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(2, drop_remainder=True)
+    normalization = tf.keras.layers.BatchNormalization(synchronized=True)
+    with catalogue.mirrored().scope():
+        model = linear(2, [normalization])
+        alone = linear(2)
+    with pytest.raises(dp.NotPrivateError, match="The examples of a batch mix"):
+        model.fit(data, verbose=0)
+    assert model.optimizer.ledger.num_releases == 0
+    alone.fit(data, verbose=0)
+    assert alone.optimizer.ledger.segments == [(0.0, 2.0, 1)]
+
+
 def test_a_strategy_without_common_steps_is_refused(monkeypatch):
     monkeypatch.setattr(
         tf.distribute, "ParameterServerStrategy", type(tf.distribute.get_strategy())

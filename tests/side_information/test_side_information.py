@@ -153,3 +153,31 @@ def test_bad_arguments_are_named(kwargs, error, match):
         dp.side_information.PublicGradients(
             **{"dataset": catalogue.PUBLIC, "provenance": "public", **kwargs}
         )
+
+
+@pytest.mark.parametrize("gradients", ["traced", "materialized"])
+@pytest.mark.parametrize("shape", [[], [1, 1], [1, 1000]])
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+def test_gradients_that_only_the_preconditioner_makes_large_are_clipped(gradients, shape, clipping):
+    # Their squares are no float32 numbers; divided by A they have norms of 3.2.
+    w = tf.Variable(tf.zeros([1, 1000]), name="w")
+    fixed = dp.side_information.FixedPreconditioner(
+        lambda variable: np.full(shape, 1e-19, "f"), provenance="public"
+    )
+    optimizer = dp.DPSGD(
+        *(1.0, 0.0),
+        learning_rate=1.0,
+        expected_batch_size=1,
+        gradients=gradients,
+        clipping=clipping,
+        side_information=fixed,
+    )
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(x * w, axis=1)
+        optimizer.minimize(loss, [w], tape)
+
+    step(tf.fill([1, 1000], 1e-20))
+    assert 0.0 < np.linalg.norm(w.numpy().astype("float64")) <= 1.0 + 1e-6

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.tracing import in_xla
+from tf_adaptive_dp.gradients.source import UNSEEN
 from tf_adaptive_dp.gradients.variable_uses import AxisTransform
 
 # Per-example products are stored up to this size (64 MiB); larger ones are computed in chunks.
@@ -35,9 +36,6 @@ _ROUNDING = 2.0**-21
 _ONE_OPERATION = 2.0**-24
 # The most that a Gram form may raise the squares of norms of terms that are at right angles.
 _MOST_RAISED = 2.0**-4
-# Squares below the smallest normal float32 count as zero. Norms are raised by what they may lack,
-# which matters only for gradients that are the product of a huge number and a tiny one.
-_UNSEEN = 2.0**-126
 
 
 def keep_rows(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
@@ -284,7 +282,7 @@ class OuterGradient(Contribution):
     def _unseen(self, x_squared: tf.Tensor, delta_squared: tf.Tensor) -> tf.Tensor:
         """The most that underflow can have taken from ‖x‖²·‖δ‖², given the computed factors."""
         *_, n, m = self.shape
-        unseen = m * _UNSEEN * x_squared + n * _UNSEEN * delta_squared
+        unseen = m * UNSEEN * x_squared + n * UNSEEN * delta_squared
         # A gradient of exactly 0, such as that of an absent example, keeps the norm 0.
         for tensor in self.tensors:
             axes = list(range(1, tensor.shape.rank))
@@ -353,15 +351,18 @@ class SparseGradient(Contribution):
         """Adds up the rows in use, and the part of the shift in all others."""
         ids, rows = self._rows_once()
         raised = _ROUNDING * self.terms(scale)
-        if shift is not None:
-            rows, scale, shift = _wide(rows, scale, shift)
+        if shift is None:
+            # Squares of tiny rows would vanish before a large scale brings them back.
+            at_rows = 1.0 if scale is None else scale
+            if scale is not None and scale.shape[0] == self.shape[0]:
+                at_rows = tf.gather(scale, ids)  # [B, T, d], or [B, T, 1]: one number per row
+            return _row_sums(tf.square(rows * at_rows)) + raised
+        rows, scale, shift = _wide(rows, scale, shift)
         squares = None if scale is None else tf.square(scale)
         at_rows = 1.0 if squares is None else squares
         if squares is not None and squares.shape[0] == self.shape[0]:
-            at_rows = tf.gather(squares, ids)  # [B, T, d], or [B, T, 1]: one number per row
+            at_rows = tf.gather(squares, ids)
         norms = _row_sums(tf.square(rows) * at_rows)
-        if shift is None:
-            return norms + raised
         constant = tf.reduce_sum(tf.square(shift) * (1.0 if squares is None else squares))
         cross = _row_sums(rows * tf.gather(shift, ids) * at_rows)
         exact = tf.maximum(norms + 2.0 * cross + constant, 0.0)

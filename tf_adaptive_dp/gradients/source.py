@@ -7,11 +7,16 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+# Squares below the smallest normal float32 count as zero. Norms are raised by what they may lack,
+# which matters only for gradients that are the product of a huge number and a tiny one.
+UNSEEN = 2.0**-126
+
 
 class PerExampleGradients(abc.ABC):
     """Per-example gradients gᵢ, known only by their norms and weighted sums.
 
     Attributes:
+      sizes: the number of entries of each variable.
       connected: for each variable, whether the loss depends on it.
       penalty_gradients: for each variable, the gradient of the loss terms that all examples share,
         or `None`.
@@ -23,6 +28,7 @@ class PerExampleGradients(abc.ABC):
         vanishing. All answers divide by it, which is exact.
     """
 
+    sizes: list[int]
     connected: list[bool]
     penalty_gradients: list[tf.Tensor | None]
     counts_batch: bool
@@ -60,7 +66,9 @@ class PerExampleGradients(abc.ABC):
                 found.append(None)
             elif a is not None and a.shape.rank == 0:
                 norms = _over(self._norms_of(k, None, b), self.loss_scale**2)
-                found.append(norms * tf.square(a))
+                # A large A brings back what vanished in the squares.
+                unseen = self.sizes[k] * UNSEEN
+                found.append((norms + unseen) * tf.square(a))
             else:
                 found.append(_over(self._norms_of(k, a, b), self.loss_scale**2))
         return found

@@ -6,16 +6,30 @@ the one that calls `minimize`, shows only when the outermost function is complet
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import is_symbolic, outer_graph
 from tf_adaptive_dp._keras.tracebacks import short_traceback
 from tf_adaptive_dp._keras.tracing import call_when_complete, is_function
-from tf_adaptive_dp.gradients.batch_axis.hidden import refuse_state_within
+from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.batch_axis.hidden import data_within, refuse_state_within
 from tf_adaptive_dp.gradients.batch_axis.nested import refuse_mixed_arguments
 from tf_adaptive_dp.gradients.frames import Frame
+
+_SHARED = (
+    "Two replicas compute their losses from the same data, so an example would count once for each "
+    "of them, and epsilon would not hold. Received: {name}. Give each replica examples of its own: "
+    "train with `fit`, or take batches from `strategy.experimental_distribute_dataset`. "
+    "(`train_on_batch` and `strategy.run(step, args=(batch,))` hand one batch to all replicas.) "
+    "Public constants may be captured from outside of the step."
+)
+_NO_DATA = (
+    "The loss of a replica depends on no input of the step, so the library cannot tell whether the "
+    "replicas have examples of their own. Received: {name}. Pass the batch to `strategy.run` as an "
+    "argument, from a distributed data set."
+)
 
 
 def search_when_complete(loss: tf.Tensor) -> None:
@@ -27,6 +41,11 @@ def search_when_complete(loss: tf.Tensor) -> None:
       loss: symbolic; the loss whose gradients will be released, of each example or in all.
     """
     if _remember("_private_losses", loss):
+        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+            context = tf.distribute.get_replica_context()
+            replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+            of_replicas = getattr(loss.graph, "_replicas_of_losses", {})
+            loss.graph._replicas_of_losses = {**of_replicas, loss.name: replica}
         call_when_complete(loss.graph, _search)
 
 
@@ -76,3 +95,21 @@ def _search(graph: tf.Graph) -> None:
     if not is_function(outer_graph(graph)):
         for frame, loss in losses:
             refuse_mixed_arguments(frame, loss)
+        _refuse_shared_data(root, frames)
+
+
+def _refuse_shared_data(root: Frame, frames: list[Frame]) -> None:
+    """Refuses replicas whose losses depend on the same data, all in one graph.
+
+    Whatever one replica clips, the others would release once more. It makes no difference whether
+    they got the same batch or exchange activations.
+    """
+    replica_of: dict[Hashable, int] = {}
+    for frame, loss in _noted("_replicas_of_losses", frames):
+        replica = frame.graph._replicas_of_losses[loss.name]
+        found = data_within(root, frame, loss)
+        if not found:
+            raise NotPrivateError(_NO_DATA.format(name=loss.name))
+        for key, tensor in found.items():
+            if replica_of.setdefault(key, replica) != replica:
+                raise NotPrivateError(_SHARED.format(name=tensor.name))

@@ -11,6 +11,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.variables import handle_of
+from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.turns import Turns
 
@@ -176,10 +177,11 @@ class SecretStream:
       seed: the key, for tests. `None` uses the operating system's entropy.
     """
 
-    __slots__ = ("_seed", "_state")
+    __slots__ = ("_process", "_seed", "_state")
 
     def __init__(self, seed: int | None = None):
         self._seed = seed
+        self._process = os.getpid()
         with tf.init_scope():
             # The layout of TensorFlow's generators: a counter of two words, then the key.
             self._state = tf.Variable([0, 0, self._new_key()], dtype=tf.int64, trainable=False)
@@ -194,7 +196,19 @@ class SecretStream:
         return SecretStream, (self._seed,)
 
     def next(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """The key, and a positive number that was not given before; int64 scalars."""
+        """The key, and a positive number that was not given before; int64 scalars.
+
+        Raises:
+          NotPrivateError: in a process that was forked from the one that made this stream. Both
+            would draw the same noise.
+        """
+        if os.getpid() != self._process:
+            raise NotPrivateError(
+                "This process was forked from the one that made the optimizer, and both would draw "
+                f"the same noise. Received: process {os.getpid()}, forked from {self._process}. "
+                "Create the optimizer in the process that trains, or start processes with "
+                "`multiprocessing.get_context('spawn')`."
+            )
         # The only operation of TensorFlow that adds to a variable and returns the previous value
         # atomically. It counts in steps of 256.
         state = tf.raw_ops.RngReadAndSkip(

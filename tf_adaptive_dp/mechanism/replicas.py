@@ -17,7 +17,7 @@ def refuse_unsupported_strategy() -> None:
 
     Raises:
       NotPrivateError: if the strategy is not a `MirroredStrategy` or a
-        `MultiWorkerMirroredStrategy`, or the call is outside of `strategy.run`.
+        `MultiWorkerMirroredStrategy`, or the call is outside of `strategy.run`, or runs eagerly.
     """
     strategy = tf.distribute.get_strategy()
     asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
@@ -31,7 +31,14 @@ def refuse_unsupported_strategy() -> None:
     if num_replicas() > 1 and tf.distribute.in_cross_replica_context():
         raise NotPrivateError(
             "Private gradients are computed by each replica. Received: a call outside of "
-            "`strategy.run`. Train with `fit`, or call `strategy.run(step, args=(batch,))`."
+            "`strategy.run`. Train with `fit`, or call `strategy.run(step, args=(batch,))` with "
+            "batches of `strategy.experimental_distribute_dataset`."
+        )
+    if num_replicas() > 1 and tf.executing_eagerly():
+        raise NotPrivateError(
+            "On several replicas only a compiled step shows whether each replica has examples of "
+            "its own. Received: an eager step. Call `strategy.run` inside of a `tf.function`, or "
+            "train without `run_eagerly`."
         )
 
 

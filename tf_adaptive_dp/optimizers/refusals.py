@@ -61,7 +61,21 @@ def refuse_correlated_noise(optimizer: Any, noise: NoiseStrategy) -> None:
 
 
 def refuse_other_variables(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
-    """Rejects variables without slots, as Keras would, but before anything is released."""
+    """Rejects variables without slots, as Keras would, and variables that are listed twice.
+
+    Their gradients would be released and applied twice, and two places of one histogram would hold
+    the counts of one example.
+    """
+    listed = {id(v): 0 for v in variables}
+    for variable in variables:
+        listed[id(variable)] += 1
+    twice = sorted({path_of(v) for v in variables if listed[id(v)] > 1})
+    if twice:
+        raise ValueError(
+            "`var_list` must hold each variable once. Received more than once: "
+            f"{', '.join(twice)}. Models that share layers list these in each of their "
+            "`trainable_variables`."
+        )
     others = [path_of(v) for v in variables if not has_slots_for(optimizer, v)]
     if others:
         raise ValueError(

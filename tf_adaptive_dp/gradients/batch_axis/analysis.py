@@ -174,7 +174,9 @@ def _sources_entered(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation], bo
         batch_axes.set(
             tensor, BatchAxis() if fits else CrossExample(tensor.op, _FOREIGN), dependent=True
         )
-    return batch_axes, ops, known == 1 and set(sizes) == {1}
+    # Beside other replicas, an example is not alone: they may exchange activations.
+    alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
+    return batch_axes, ops, alone and known == 1 and set(sizes) == {1}
 
 
 def refuse(loss: tf.Tensor, batch_axes: BatchAxes) -> None:

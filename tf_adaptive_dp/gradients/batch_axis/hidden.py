@@ -107,16 +107,34 @@ def refuse_state_within(root: Frame, losses: Iterable[tuple[Frame, tf.Tensor]]) 
         known |= search.read
 
 
+def data_within(root: Frame, frame: Frame, tensor: tf.Tensor) -> dict[Hashable, tf.Tensor]:
+    """The inputs of a step and the elements of data sets that a tensor depends on.
+
+    Args:
+      root: the outermost graph.
+      frame: that of the tensor, within `root`.
+      tensor: what may depend on data.
+
+    Returns:
+      The tensors, by keys that are alike for all searches of the same `root`.
+    """
+    search = _Search(root)
+    search.follow([(frame, tensor)], set())
+    return dict(search.data)
+
+
 class _Search:
     """Follows values back to the data and the state that they depend on.
 
     Attributes:
       read: the state found so far.
+      data: the inputs of the step and the elements of data sets found so far, by frame and id.
     """
 
     def __init__(self, root: Frame):
         self._root = root
         self.read: set[Hashable] = set()
+        self.data: dict[tuple[Frame, int], tf.Tensor] = {}
 
     def follow(self, starts: Iterable[tuple[Frame, tf.Tensor]], seen: set) -> bool:
         """Whether a tensor depends on data, other than by a private release.
@@ -141,7 +159,9 @@ class _Search:
                 continue
             elif op.type == "Placeholder":
                 places, is_data = frame.origins(tensor)
-                found |= is_data and not only_sizes
+                if is_data and not only_sizes:
+                    found = True
+                    self.data[frame, id(tensor)] = tensor
                 stack += [(*place, only_sizes) for place in places]
             elif op.type in SHAPE_ONLY or op.type == "OptionalHasValue":
                 stack += [(frame, t, True) for t in op.inputs if op.type in SHAPE_ONLY]
@@ -151,7 +171,9 @@ class _Search:
                 if op.type not in ELEMENTS:
                     stack += [(frame, *asked) for asked in holds_sizes(op)]
             else:
-                found |= op.type in ELEMENTS
+                if op.type in ELEMENTS:
+                    found = True
+                    self.data[frame, id(tensor)] = tensor
                 stack += [(frame, t, False) for t in op.inputs]
                 if _kind(op.type) == _OUTSIDE:
                     self.read.add(_WORLD)
