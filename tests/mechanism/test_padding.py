@@ -173,6 +173,50 @@ def test_other_zeros_are_no_padding(zeros):
     assert is_ours(OURS) and not is_ours(zeros)
 
 
+class LeavesOneOutputUnweighted(tf.keras.Model):
+    """Padding contributes to the loss of an output."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        a, b = (squares(y[name], y_pred[name]) for name in ("a", "b"))
+        return tf.reduce_mean(a * sample_weight["a"] + b)
+
+
+@pytest.mark.parametrize("kind", [tf.keras.Model, LeavesOneOutputUnweighted])
+def test_an_example_without_a_label_for_one_output_is_no_padding(kind):
+    random = np.random.default_rng(0)
+    y = {name: random.normal(size=[N, 1]).astype("float32") for name in "ab"}
+    weights = {"a": np.ones(N, "float32"), "b": np.float32(np.arange(N) % 2)}
+    inputs = tf.keras.Input([2])
+    model = kind(
+        inputs,
+        {name: tf.keras.layers.Dense(1, bias_initializer="ones", name=name)(inputs) for name in y},
+    )
+    model.compile(dp.DPSGD(1.0, SIGMA, expected_batch_size=40.0), loss={"a": "mse", "b": "mse"})
+    x = random.normal(size=[N, 2]).astype("float32")
+    batches = dp.poisson_batches((x, y, weights), SAMPLING).take(3)
+    if kind is tf.keras.Model:
+        model.fit(batches, verbose=0)
+        assert model.optimizer.ledger.segments == [(SIGMA, 40.0, 3)]
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Padding contributes to the loss"):
+            model.fit(batches, verbose=0)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_marks_show_padding_where_another_output_has_lost_its_zeros(lost):
+    """Some rows at least, which is enough to refuse the step."""
+    zeros = np.tile(np.float32([0.0, -0.0]), 20)
+    whole = np.concatenate([zeros, np.ones(40, "float32")])
+    shifted = np.roll(whole, 40)
+
+    @tf.function
+    def padded(a, b):
+        return padding.rows_of_padding(a * 0 + tf.ones_like(b), 1)
+
+    found = padded(whole, shifted if lost else whole).numpy()
+    assert found[:40].sum() == (20 if lost else 40)
+
+
 def test_labels_are_no_weights_where_fit_knows_them():
     # With Keras 3, zeros of both signs among the labels do not matter, as `fit` passes the weights.
     if GENERATION == 2:

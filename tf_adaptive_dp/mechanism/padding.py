@@ -148,7 +148,8 @@ def rows_of_padding(losses: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor | No
     """Which rows of a batch are padding.
 
     Weights count even if the loss does not depend on them: a step that receives them and ignores
-    them is the worst case.
+    them is the worst case. Where each output has weights of its own, an example may have weight 0
+    for some of them, as one with a missing label has. Padding has weight 0 for all.
 
     Args:
       losses: [B], the losses of examples.
@@ -171,13 +172,18 @@ def rows_of_padding(losses: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor | No
     weights = [v for v in vectors if v is not None and v.shape[0] in (size, None)]
     if not weights:
         return None
-    found = [_padding_in(tf.cast(w, tf.float32), losses, rows_per_unit) for w in weights]
-    return tf.reduce_any(found, axis=0)
+    weights = [tf.cast(w, tf.float32) for w in weights]
+    ours = tf.stack([is_ours(w, rows_per_unit) & (tf.size(w) == tf.size(losses)) for w in weights])
+    fitted = tf.stack([_fitted(w, losses) for w in weights])
+    # The marks alone show half of the padding, also where some vector has lost its zeros.
+    ours = ours[:, tf.newaxis]
+    marked = tf.reduce_any(ours & marks_in(fitted), axis=0)
+    in_all = tf.reduce_all(~ours | tf.equal(fitted, 0.0), axis=0) & tf.reduce_any(ours, axis=0)
+    return marked | in_all
 
 
-def _padding_in(weights: tf.Tensor, losses: tf.Tensor, rows_per_unit: int) -> tf.Tensor:
+def _fitted(weights: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
+    """Weights with as many entries as losses; something else that is fed may have others."""
     size = tf.shape(losses)[0]
-    ours = is_ours(weights, rows_per_unit) & tf.equal(tf.size(weights), size)
-    # Something else that is fed may have another number of rows.
     fitted = tf.pad(weights[:size], [[0, tf.maximum(size - tf.size(weights), 0)]])
-    return ours & tf.equal(tf.ensure_shape(fitted, losses.shape), 0.0)
+    return tf.ensure_shape(fitted, losses.shape)

@@ -197,9 +197,14 @@ def _is_uniform_constant(tensor: tf.Tensor, place: BatchAxis) -> bool | None:
     outer, inner = place.outer.static, place.inner.static
     rows = np.moveaxis(value, place.axis, 0)
     if outer is None or inner is None or len(rows) % (outer * inner):
-        return bool((rows == rows[:1]).all())
+        return _equal(rows, rows[:1])
     rows = rows.reshape([outer, -1, inner, *rows.shape[1:]])
-    return bool((rows == rows[:, :1]).all())
+    return _equal(rows, rows[:, :1])
+
+
+def _equal(rows: np.ndarray, first: np.ndarray) -> bool:
+    """Whether all rows are equal to the first; NaN, with which kernels fill, equals NaN."""
+    return bool(((rows == first) | ((rows != rows) & (first != first))).all())
 
 
 def constant_of(tensor: tf.Tensor) -> np.ndarray | None:
