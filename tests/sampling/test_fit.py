@@ -226,3 +226,20 @@ def test_padding_meets_no_parameter_that_is_repeated_over_the_batch(name, gradie
     assert optimizer.ledger.segments == [(0.0, expected_size, steps)]
     for actual, expected in zip(model.get_weights(), weights):
         np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_padding_is_a_valid_input_of_layers_with_masks():
+    """Rows of zeros would be masked as a whole: their mean is 0/0, and Keras would show NaN."""
+    ids = np.tile(np.arange(1, 5), [40, 1])
+    model = tf.keras.Sequential(
+        [
+            tf.keras.Input([4], dtype="int32"),
+            tf.keras.layers.Embedding(6, 3, mask_zero=True),
+            tf.keras.layers.GlobalAveragePooling1D(),
+            tf.keras.layers.Dense(2),
+        ]
+    )
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(dp.DPSGD(1.0, 1.0, expected_batch_size=10.0), loss=loss)
+    batches = dp.poisson_batches((ids, ids[:, 0] % 2), dp.PoissonSampling(0.25, 30, 3))
+    assert np.isfinite(model.fit(batches, verbose=0).history["loss"]).all()

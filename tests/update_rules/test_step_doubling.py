@@ -142,8 +142,11 @@ def test_the_suggested_tolerance_keeps_the_noise_of_a_run_at_1(num_steps, num_pa
     assert smaller == pytest.approx(0.05 * tolerance)
 
 
-@pytest.mark.parametrize("size, expected", [(1, 0.02), (100, 0.2), (2_500, 1.0), (10**9, 1.0)])
-def test_the_default_tolerance_is_1_or_less_for_few_parameters(size, expected):
+@pytest.mark.parametrize(
+    "size, expected",
+    [(1, 0.02), (100, 0.2), (2_500, 1.0), (268_800, 1.0), (1_080_000, 2.0), (27_000_000, 10.0)],
+)
+def test_the_default_tolerance_is_1_but_for_few_and_for_many_parameters(size, expected):
     assert default_tolerance(size) == pytest.approx(expected)
 
 

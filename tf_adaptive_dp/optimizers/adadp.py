@@ -56,9 +56,10 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
       {{mechanism_args}}
       {{side_information_args}}
       learning_rate: the first η. The first epoch finds a suitable rate from almost any value.
-      tolerance: tol at the start. `None` uses the smaller of 1, the value printed in the paper,
-        and √d / 50, for d parameters. The paper's code counted every parameter ten times in err,
-        so its results correspond to 1/√10. See `suggest_tolerance`.
+      tolerance: tol at the start. `None` uses 1, the value printed in the paper, or √d / 50 if d,
+        the number of parameters, is below 2,500, or √(d / 270,000) if d is above 270,000. The
+        paper's code counted every parameter ten times in err, so its results correspond to 1/√10.
+        See `suggest_tolerance`.
       tolerance_decay: how fast tol falls. 0 keeps it constant.
       alpha_min: the smallest factor of one adaptation.
       alpha_max: the largest factor of one adaptation.

@@ -64,9 +64,9 @@ def poisson_batches(
     the optimizer recognizes a repeated draw. Batches can be empty, and empty batches must be
     released too.
 
-    Padding is zeros (empty strings), which are public. A real example would not be: weight 0 times
-    an infinite loss is NaN, which shows. If zeros are not valid inputs of the model (log 0, the
-    norm of 0), pass a public example as `padding`.
+    Padding has inputs of ones (empty strings) and labels of zeros, which are public. A real example
+    would not be: weight 0 times an infinite loss is NaN, which shows. If ones are not valid inputs
+    of the model (the index 1 of a table of one row), pass a public example as `padding`.
 
     With `user_ids`, users are drawn in place of examples. Each of the B = `sampling.max_batch_size`
     users for whom there is room has k = `sampling.examples_per_user` neighboring rows. A user's
@@ -74,8 +74,8 @@ def poisson_batches(
     `user_reduction="mean"` the sample weight of each example is divided by the number of examples
     of its user in the batch. The weights are the only place where the reduction happens, so that no
     loss can get it wrong: a loss that ignores them is refused, as its padding contributes. Padding
-    with a gradient that is not finite (log 0) would drop the user whose rows it is among, so pass a
-    public example as `padding` where zeros are not valid inputs.
+    with a gradient that is not finite would drop the user whose rows it is among, so pass a public
+    example as `padding` where ones are not valid inputs.
 
     Guarantee: every example joins each batch independently with probability q, up to truncation,
     and its row reveals nothing about the others; see `PoissonSampling`. Each iterator has its own
@@ -102,7 +102,7 @@ def poisson_batches(
         into; the optimizer must accumulate as many. Each has ceil(`max_batch_size` / k) rows, and
         the drawn examples are in random rows of all k.
       preprocess: maps one example of a source to (x, y) or (x, y, sample_weight).
-      padding: (x, y) of one public example, to use instead of zeros.
+      padding: (x, y) of one public example, to use instead of ones and zeros.
       key: 32 secret bytes, to continue a sequence.
       user_ids: whose each example is, whole numbers or strings; needed if and only if the sampling
         has `examples_per_user`. See `users.UserRecords` and docs/how-to/people.md.
@@ -120,7 +120,7 @@ def poisson_batches(
       >>> sampling = PoissonSampling(0.5, max_batch_size=4, steps=1, seed=1)
       >>> x, y = np.arange(1, 7, dtype=np.float32), np.arange(6)
       >>> [[t.tolist() for t in b] for b in poisson_batches((x, y), sampling).as_numpy_iterator()]
-      [[[3.0, 0.0, 0.0, 0.0], [2, 0, 0, 0], [1.0, -0.0, -0.0, -0.0]]]
+      [[[3.0, 1.0, 1.0, 1.0], [2, 0, 0, 0], [1.0, -0.0, -0.0, -0.0]]]
     """
     _require(sampling, PoissonSampling, CyclicPoissonSampling)
     if user_ids is not None:
@@ -633,14 +633,18 @@ def _dtype(array: np.ndarray) -> np.dtype:
 
 
 def padding_rows(found: Arrays | Records, padding: tuple | None) -> list[np.ndarray]:
-    """The leaves of one row of padding: the public example `padding`, or zeros.
+    """The leaves of one row of padding: the public example `padding`, or inputs of ones.
+
+    Zeros would be less often valid inputs: `mask_zero` masks a whole row of them, whose mean is
+    0/0, and Keras's loss shows NaN. Labels are zeros, as there is a class 0.
 
     Raises:
       ValueError: if the shapes of `padding` differ from those of the data.
     """
+    num_inputs = len(tf.nest.flatten(found.structure[0]))
     rows = [
-        np.full(shape, b"", dtype) if dtype.kind == "O" else np.zeros(shape, dtype)
-        for shape, dtype in found.parts
+        np.full(shape, b"" if dtype.kind == "O" else k < num_inputs, dtype)
+        for k, (shape, dtype) in enumerate(found.parts)
     ]
     if padding is None:
         return rows

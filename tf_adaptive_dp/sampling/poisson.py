@@ -111,9 +111,10 @@ class RandomSizes(draws.Sampling):
 
     def check_ledger(self, ledger: Any, num_examples: int) -> None:
         """Raises ValueError if a ledger or an optimizer contradicts the sampling."""
-        super().check_ledger(ledger, num_examples)
         refuse_microbatches(ledger)
+        # Padding that counts as examples makes batches look too large as well.
         self._refuse_lost_marks(ledger, num_examples)
+        super().check_ledger(ledger, num_examples)
 
     def _refuse_lost_marks(self, ledger: Any, num_examples: int) -> None:
         """Raises if an optimizer was given these batches without their sample weights.

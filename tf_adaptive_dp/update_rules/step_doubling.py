@@ -20,6 +20,8 @@ from tf_adaptive_dp import checks
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
 # TensorFlow rounds the reciprocals of the largest float32 to 0, and an error would vanish.
 _LARGEST_SIZE = 2.0**120
+# The networks of the paper's figures 4 and 5 for MNIST, for which it prints a tolerance of 1.
+_PARAMETERS_OF_PAPER = 270_000
 
 
 def error_estimate(
@@ -147,11 +149,13 @@ def decayed_learning_rate(
 
 
 def default_tolerance(num_parameters: int) -> float:
-    """min(1, √d / 50): the first tolerance if nothing else is known.
+    """min(√d / 50, max(1, √(d / 270,000))): the first tolerance if nothing else is known.
 
-    The paper prints 1. Where noise dominates, a step moves each parameter by about tol/√d. With few
-    parameters a tolerance of 1 would mean large steps, and the paper expects a smaller one there
-    (section "Choice of parameter tol"). The bound of 1/50 per parameter is our choice.
+    The paper prints 1, for a network of 270,000 parameters. Where noise dominates, a step moves
+    each parameter by about tol/√d. With few parameters a tolerance of 1 would mean large steps, and
+    the paper expects a smaller one there (section "Choice of parameter tol"). The bound of 1/50 per
+    parameter is our choice. With more than 270,000 parameters, a tolerance of 1 would slow training
+    down the more, the larger the network is; so each parameter moves as far as in theirs.
 
     Args:
       num_parameters: d.
@@ -162,10 +166,11 @@ def default_tolerance(num_parameters: int) -> float:
     Raises:
       ValueError: if `num_parameters` is below 1.
 
-    >>> default_tolerance(270_000), default_tolerance(100)
-    (1.0, 0.2)
+    >>> [default_tolerance(d) for d in (100, 10_000, 270_000, 1_080_000)]
+    [0.2, 1.0, 1.0, 2.0]
     """
-    return min(1.0, math.sqrt(checks.integer("num_parameters", num_parameters, 1)) / 50)
+    root = math.sqrt(checks.integer("num_parameters", num_parameters, 1))
+    return min(root / 50, max(1.0, root / math.sqrt(_PARAMETERS_OF_PAPER)))
 
 
 def decayed_tolerance(tolerance: float, num_steps: tf.Tensor, decay: float) -> tf.Tensor:
