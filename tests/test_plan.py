@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
+from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp.accounting import Releases, epsilon
 from tf_adaptive_dp.callbacks import run_directory
 from tf_adaptive_dp.plan import PrivacyPlan
@@ -167,6 +168,45 @@ def test_metrics_leave_padding_out():
     model.evaluate(X, Y, verbose=0)  # its metrics exist now
     with pytest.warns(UserWarning, match="count the padding.*weighted_metrics"):
         again.fit(model, X, Y, verbose=0)
+
+
+def share_of_ones(y_true, y_pred):
+    """A scalar, which no weight per example fits."""
+    return tf.reduce_mean(tf.cast(tf.reshape(y_true, [-1]) == 1, tf.float32))
+
+
+class ShareOfOnes(tf.keras.metrics.Mean):
+    """Takes no weights."""
+
+    def update_state(self, y_true, y_pred):
+        return super().update_state(share_of_ones(y_true, y_pred))
+
+
+def test_metrics_that_take_no_weight_per_example_leave_padding_out():
+    plan = planned(epochs=1)
+    metrics = [share_of_ones, ShareOfOnes(name="takes_none")]
+    history = plan.fit(model_of(plan, metrics=metrics), X, np.ones(N, int), verbose=0)
+    assert history.history["share_of_ones"] == [1.0] == history.history["takes_none"]
+
+
+@pytest.mark.skipif(GENERATION == 2, reason="Keras 2 does not weigh losses of images")
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_images_may_have_the_metric_of_segmentation(jit_compile):
+    plan = planned(epochs=1)
+    model = tf.keras.Sequential(
+        [tf.keras.Input([2, 2, 3]), tf.keras.layers.Dense(2, bias_initializer="ones")]
+    )
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    metric = tf.keras.metrics.MeanIoU(2, sparse_y_pred=False, name="iou")
+    optimizer = plan.optimizer(dp.DPSGD, learning_rate=0.0)
+    model.compile(optimizer, loss, metrics=[metric], jit_compile=jit_compile)
+    x, y = np.zeros([N, 2, 2, 3], "float32"), np.zeros([N, 2, 2], int)
+    if jit_compile:
+        with pytest.raises(ValueError, match="Under XLA a metric must take one .*'iou'"):
+            plan.fit(model, x, y, verbose=0)
+        return
+    history = plan.fit(model, x, y, verbose=0)
+    assert history.history["iou"] == [pytest.approx(1.0)]
 
 
 class Interrupt(tf.keras.callbacks.Callback):

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.generation import GENERATION, internal_module, keras
+from tf_adaptive_dp._keras.tracing import in_xla
 from tf_adaptive_dp._keras.variables import native
 
 
@@ -109,10 +110,11 @@ def _callers() -> Iterator[types.FrameType]:
 
 
 def leave_padding_out_of_metrics(model: keras.Model) -> None:
-    """Gives metrics that were compiled without weights those of the batches.
+    """Lets metrics that were compiled without weights count the rows that have a weight.
 
-    The padding of Poisson batches has weight 0, and other metrics would count it. Without weights
-    in the data, as in validation, the values stay the same.
+    The padding of Poisson batches has weight 0, and metrics would count it. Without weights in the
+    data, as in validation, the values stay the same. Under XLA, which cannot select rows, the
+    metrics are weighted.
 
     Args:
       model: a compiled model. If its metrics exist already, there is a warning instead.
@@ -134,6 +136,43 @@ def leave_padding_out_of_metrics(model: keras.Model) -> None:
         names = ("_metrics", "_weighted_metrics")
     setattr(container, names[1], getattr(container, names[0]))
     setattr(container, names[0], None)
+    build = container.build
+
+    def build_and_guard(*args: Any, **kwargs: Any) -> None:
+        build(*args, **kwargs)
+        for metric in container.metrics:
+            _leave_rows_without_weight_out(metric)
+
+    container.build = build_and_guard
+
+
+def _leave_rows_without_weight_out(metric: keras.metrics.Metric) -> None:
+    """Has a metric count the rows of a batch that have a weight."""
+    update_state = metric.update_state
+
+    def update(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if sample_weight is None:
+            return update_state(y_true, y_pred)
+        if in_xla():  # which knows no shapes that depend on values
+            try:
+                return update_state(y_true, y_pred, sample_weight=sample_weight)
+            except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+                raise ValueError(
+                    "Under XLA a metric must take one sample weight for each example, as padding "
+                    f"has weight 0. Received: {metric.name!r}, which does not. Let it return one "
+                    "value per example, or compile the model with `jit_compile=False`."
+                ) from error
+        weights = tf.convert_to_tensor(sample_weight)
+        there = tf.reduce_any(tf.reshape(weights != 0, [tf.shape(weights)[0], -1]), axis=1)
+
+        def update_with_rows() -> tf.Tensor:
+            update_state(tf.boolean_mask(y_true, there), tf.boolean_mask(y_pred, there))
+            return tf.constant(0)
+
+        # The mean over an empty batch is no number.
+        return tf.cond(tf.reduce_any(there), update_with_rows, lambda: tf.constant(0))
+
+    metric.update_state = update
 
 
 def give_weights_axes_of_losses(model: keras.Model, batches: tf.data.Dataset) -> tf.data.Dataset:
