@@ -379,6 +379,27 @@ def test_data_come_as_users_have_them():
         plan.batches(dataset.map(lambda x, y: {"x": x}))
 
 
+def test_statistics_that_keras_adapted_are_warned_of(recwarn):
+    plan = planned(epochs=1)
+    layer = tf.keras.layers.Normalization(name="units")
+    layer.adapt(X)
+    inner = tf.keras.Sequential([layer], name="inner")
+    model = tf.keras.Sequential([tf.keras.Input(X.shape[1:]), inner, tf.keras.layers.Dense(4)])
+    model.compile(plan.optimizer(dp.ADADP), catalogue.loss())
+    plan.fit(model, X, Y, verbose=0)
+    (found,) = [w for w in recwarn if "`adapt` computed from data" in str(w.message)]
+    assert "inner/units" in str(found.message) and found.filename == __file__
+
+
+def test_the_normalization_of_a_plan_is_not_warned_of(recwarn):
+    plan = planned(epochs=1, normalize_inputs=True)
+    layers = [tf.keras.Input(X.shape[1:]), plan.normalization(X), tf.keras.layers.Dense(4)]
+    model = tf.keras.Sequential(layers)
+    model.compile(plan.optimizer(dp.ADADP), catalogue.loss())
+    plan.fit(model, X, Y, verbose=0)
+    assert not [w for w in recwarn if "adapt" in str(w.message)]
+
+
 def test_copies_and_pickles_of_a_plan_are_plans():
     plan = planned()
     for copied in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):

@@ -204,7 +204,9 @@ def test_says_what_is_protected_and_what_is_not():
     assert "Protected: every noisy gradient that was released, and therefore the" in text
     assert "all checkpoints" in text
     unprotected = text[text.index("Not protected:") :]
-    for what in ["losses and metrics", "gradient norms", "hyperparameters, if they were tuned"]:
+    computed = "statistics and vocabularies computed from the data beforehand (`adapt`)"
+    tuned = "hyperparameters, if they were tuned"
+    for what in ["losses and metrics", "gradient norms", computed, tuned]:
         assert what in unprotected
 
 

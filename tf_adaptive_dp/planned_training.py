@@ -49,6 +49,7 @@ from tf_adaptive_dp.sampling.datasets import (
 from tf_adaptive_dp.sampling.draws import check_unit
 from tf_adaptive_dp.sampling.noise_budget import SamplingOfPlan
 from tf_adaptive_dp.sampling.users import UserRecords
+from tf_adaptive_dp.validation.layer_findings import adapted_findings
 
 
 class Plan(Protocol):
@@ -192,6 +193,8 @@ class PlannedTraining:
         optimizer = getattr(model, "optimizer", None)
         self.check_optimizer(optimizer)
         normalizations = self._check_normalization(model)
+        for finding in adapted_findings(model):
+            warnings.warn(str(finding), stacklevel=3)
         self._check_steps_per_call(model)
         self._warn_of_second_model(model)
         if directory is None:

@@ -171,15 +171,28 @@ def _of_layer(path: str, layer: tf.keras.layers.Layer) -> Iterator[Finding]:
             "Use stateful=False (`fix=True` does).",
         )
     if was_adapted(layer):
-        yield Finding(
-            "adapted",
-            path,
-            f"{kind} holds what `adapt` computed from data. If these were the private training "
-            "data, their statistics are released without noise, and ε does not cover them.",
-            "Adapt it on public data, or pass known values "
-            "(`mean` and `variance`, `vocabulary`, `bin_boundaries`).",
-            "warning",
-        )
+        yield _adapted(path, layer)
+
+
+def adapted_findings(model: tf.keras.Model) -> list[Finding]:
+    """Names the layers that hold what Keras's `adapt` computed from data.
+
+    Args:
+      model: a model; it is not called.
+    """
+    return [_adapted(path, layer) for path, layer in named_layers(model) if was_adapted(layer)]
+
+
+def _adapted(path: str, layer: tf.keras.layers.Layer) -> Finding:
+    return Finding(
+        "adapted",
+        path,
+        f"{type(layer).__name__} holds what `adapt` computed from data. If these were the private "
+        "training data, their statistics are released without noise, and ε does not cover them.",
+        "Adapt it on public data, or pass known values "
+        "(`mean` and `variance`, `vocabulary`, `bin_boundaries`).",
+        "warning",
+    )
 
 
 def _regularizers(path: str, layer: tf.keras.layers.Layer) -> Iterator[Finding]:
