@@ -47,8 +47,10 @@ def require_same_shapes(variables: Sequence[tf.Variable], weights: Sequence[Any]
         raise ValueError(
             "`weights` must be those of an optimizer of this kind for the same variables. Loading "
             "others would discard the ledger and understate epsilon. Nothing of them was loaded. "
-            "Call `optimizer.build(model.trainable_variables)` before loading, or load "
-            f"the model's weights before `compile`. Received: shapes {received}, instead of {own}"
+            "Call `optimizer.build(model.trainable_variables)` before loading. Only if the weights "
+            "were trained on other data than those of this training, load them before `compile`, "
+            "which begins a new ledger. "
+            f"Received: shapes {received}, instead of {own}"
         )
 
 
