@@ -8,8 +8,10 @@ import time
 import numpy as np
 import pytest
 
+import tf_adaptive_dp as dp
 from tests.helpers import killable_plan as plan
 from tests.helpers.crash_injection import CrashInjector
+from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting import epsilon
 from tf_adaptive_dp.callbacks.run_directory import RunDirectory
 
@@ -60,3 +62,29 @@ def test_a_copied_directory_is_opened_with_a_warning(tmp_path):
     for _ in range(2):
         with pytest.warns(UserWarning, match="The release log is a copy.*copy/releases.log"):
             RunDirectory(tmp_path / "copy", {"epsilon": 1.0}, 10).close()
+
+
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ValueError, match="`directory` must be a directory.*file"):
+            RunDirectory(path, {}, 10)
+
+
+@pytest.mark.parametrize("units", [None, 3])
+def test_a_run_of_another_model_is_refused(tmp_path, units):
+    x, y = np.ones([16, 2], "float32"), np.zeros([16])
+    for hidden in (4, units):
+        layers = [] if hidden is None else [keras.layers.Dense(hidden)]
+        model = keras.Sequential([keras.Input([2]), *layers, keras.layers.Dense(2)])
+        made = dp.PrivacyPlan(
+            noise_multiplier=1.0, delta=1e-2, num_examples=16, batch_size=8, epochs=1
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(made.optimizer(dp.DPSGD, learning_rate=0.1), loss)
+        if hidden == 4:
+            made.fit(model, x, y, directory=tmp_path / "run", verbose=0)
+            continue
+        with pytest.raises(ValueError, match="^`directory` holds a run of another model") as error:
+            made.fit(model, x, y, directory=tmp_path / "run", verbose=0)
+        assert len(str(error.value)) < 500

@@ -123,7 +123,13 @@ class RunDirectory:
         keeps_keys: bool = False,
     ):
         self._path = Path(path)
-        self._path.mkdir(parents=True, exist_ok=True)
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ValueError(
+                "`directory` must be a directory, or one that can be created. Received: "
+                f"directory={str(path)!r}, where there is a file"
+            ) from None
         self.log = ReleaseLog(self._path / "releases.log", steps=steps)
         self.keys: KeyFile | None = None
         try:
@@ -245,8 +251,17 @@ class _Resume(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Restores the model, then the ledger, then the noise; called by Keras."""
-        for callback in self._all:
-            callback.on_train_begin(logs)
+        backup, log = self._all
+        try:
+            backup.on_train_begin(logs)
+        except ValueError as error:  # the reason, before Keras shows all values
+            reason = str(error).partition("variable.shape=")[0].split("\n\n")[-1].strip()
+            raise ValueError(
+                "`directory` holds a run of another model, or of another optimizer. Pass a new "
+                "directory, or the model of that run to resume it. Received: "
+                f"model={self.model.name!r}. {reason}"
+            ) from error
+        log.on_train_begin(logs)
         if self._keys is not None:
             self.model.optimizer.resume_noise(self._keys.keys)
 
