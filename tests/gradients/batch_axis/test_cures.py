@@ -32,6 +32,10 @@ def branch(h):
 CASES = {
     "statistics of the batch": (lambda h: h / tf.nn.moments(h, 0)[1], "GroupNormalization"),
     "mean": (lambda h: h - tf.reduce_mean(h, 0), "out of the reduction"),
+    "mean of a vector": (
+        lambda h: h * tf.reduce_mean(tf.reduce_sum(h, -1)),
+        "Return one loss per example",
+    ),
     "product": (lambda h: tf.matmul(h @ tf.transpose(h), h), "Multiply within each example"),
     "softmax": (lambda h: tf.nn.softmax(h, 0), "out of the reduction|another axis"),
     "order": (lambda h: tf.gather(h, [1, 0, 3, 2, 5, 4, 7, 6]), "Keep all examples"),

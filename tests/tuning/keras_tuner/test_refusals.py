@@ -42,7 +42,11 @@ def used():
 @pytest.mark.parametrize(
     "make, error, match",
     [
-        (lambda: tf.keras.optimizers.SGD(), TypeError, "optimizer of tf_adaptive_dp"),
+        (
+            lambda: tf.keras.optimizers.SGD(),
+            TypeError,
+            "`build_model`.*optimizer of tf_adaptive_dp",
+        ),
         (
             lambda: tuned.optimizer(expected_batch_size=None),
             dp.NotPrivateError,

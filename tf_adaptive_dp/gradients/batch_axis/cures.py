@@ -9,6 +9,10 @@ NORMALIZE = (
     "`LayerNormalization`, or freeze it (`layer.trainable = False`)."
 )
 _REDUCE = "Leave the batch axis out of the reduction, as with `axis=-1`."
+_REDUCE_NOTHING = (
+    "Return one loss per example: what is reduced here has one entry for each of them, and no "
+    "other axis."
+)
 _OTHER_AXIS = "Have it work along another axis, such as `axis=-1`."
 _MULTIPLY = (
     'Multiply within each example, as `tf.einsum("bi,bi->b", x, y)` does. A loss that compares the '
@@ -55,4 +59,7 @@ def cure(op: tf.Operation, why: str) -> str:
     """
     if "moments" in op.name.split("/"):  # of `tf.nn.moments`, as in BatchNormalization
         return NORMALIZE
-    return next((fix for words, fix in _BY_WORDS if any(w in why for w in words)), _OWN)
+    fix = next((fix for words, fix in _BY_WORDS if any(w in why for w in words)), _OWN)
+    if fix == _REDUCE and op.inputs[0].shape.rank == 1:
+        return _REDUCE_NOTHING
+    return fix

@@ -223,6 +223,12 @@ def settings(model: tf.keras.Model) -> tuple[float, int]:
       TypeError: if the optimizer is not private.
       NotPrivateError: if its ledger would not count what the search accounts for.
     """
+    if not hasattr(model.optimizer, "ledger"):
+        raise TypeError(
+            "`build_model` must compile the model with an optimizer of tf_adaptive_dp, such as "
+            "`tf_adaptive_dp.DPAdamWOSM`. Received: "
+            f"optimizer={model.optimizer!r}"
+        )
     optimizer = private_optimizer(model)
     if optimizer.expected_batch_size is None:
         _refuse("must know its batch size: pass `expected_batch_size`", "expected_batch_size=None")
