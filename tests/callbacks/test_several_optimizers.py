@@ -157,3 +157,36 @@ def test_all_of_them_are_named_and_the_harmless_are_not(model, tmp_path, monkeyp
     (message,) = warned_of(model, [*mine, *steering])
     assert all(name in message for name in STEERING)
     assert np.isfinite(mine[0].epsilon())
+
+
+@pytest.mark.parametrize("name", ["ADADP", "UntunedSGD"])
+@pytest.mark.parametrize(
+    "callback",
+    [
+        keras.callbacks.LearningRateScheduler(lambda epoch: 0.1),
+        keras.callbacks.ReduceLROnPlateau("val_loss"),
+    ],
+    ids=["scheduler", "plateau"],
+)
+def test_callbacks_that_would_overwrite_an_adapted_rate_are_refused(name, callback, tmp_path):
+    model = catalogue.mlp()
+    optimizer = getattr(dp, name)(
+        noise_multiplier=1.0,
+        expected_batch_size=8,
+        **({"l2_norm_clip": 1.0} if name == "ADADP" else {}),
+    )
+    model.compile(optimizer, loss=catalogue.loss())
+    monitor, budget, _ = ours(tmp_path / "log")
+    kind = type(callback).__name__
+    for mine in (monitor, budget):
+        with pytest.raises(ValueError, match=f"{name} adapts its learning rate.*Received: {kind}"):
+            model.fit(*catalogue.data(), 8, verbose=0, callbacks=[callback, mine])
+    assert not optimizer.ledger.num_releases
+
+
+def test_callbacks_may_set_the_rate_of_other_optimizers(model, tmp_path):
+    model = keras.models.clone_model(model)
+    model.compile(catalogue.make("DPSGD", expected_batch_size=8), loss=catalogue.loss())
+    halved = keras.callbacks.LearningRateScheduler(lambda epoch: 0.05)
+    model.fit(*catalogue.data(), 8, verbose=0, callbacks=[halved, *ours(tmp_path / "log")])
+    assert float(tf.convert_to_tensor(model.optimizer.learning_rate)) == pytest.approx(0.05)

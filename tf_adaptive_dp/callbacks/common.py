@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,11 +12,17 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import callbacks_beside
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import unpaid_in
+from tf_adaptive_dp.optimizers.adadp import ADADP
+from tf_adaptive_dp.optimizers.untuned_sgd import UntunedSGD
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.draws import Sampling
 
 # What the callbacks here add to the logs. It is private, as `val_` metrics are the user's affair.
 _PRIVATE_LOGS = ("epsilon", "delta", "learning_rate", "lr", "NOT_PRIVATE")
+_SET_RATES = (
+    tf.keras.callbacks.LearningRateScheduler,
+    tf.keras.callbacks.ReduceLROnPlateau,
+)
 
 
 class PrivateCallback(tf.keras.callbacks.Callback):
@@ -61,10 +68,15 @@ class PrivateCallback(tf.keras.callbacks.Callback):
             )
 
     def warn_of_steering(self) -> None:
-        """Warns, once in a call of `fit`, of callbacks that act on metrics without noise."""
+        """Warns, once in a call of `fit`, of callbacks that act on metrics without noise.
+
+        Raises:
+          ValueError: if a callback sets the learning rate of an optimizer that adapts its own.
+        """
         beside = callbacks_beside(self)
         if next(c for c in beside if isinstance(c, PrivateCallback)) is not self:
             return
+        _refuse_rates(beside, self.optimizer)
         found = [
             f"{type(c).__name__}(monitor={c.monitor!r})" for c in beside if _acts_on_training(c)
         ]
@@ -76,6 +88,17 @@ class PrivateCallback(tf.keras.callbacks.Callback):
                 "public validation data ('val_…'), or decide before training (a fixed number of "
                 "epochs, a `LearningRateSchedule`, ADADP).",
                 stacklevel=3,
+            )
+
+
+def _refuse_rates(callbacks: Sequence[tf.keras.callbacks.Callback], optimizer: Any) -> None:
+    """Raises for Keras's callbacks that set a learning rate which the optimizer adapts."""
+    for callback in callbacks:
+        if isinstance(callback, _SET_RATES) and isinstance(optimizer, (ADADP, UntunedSGD)):
+            raise ValueError(
+                f"{type(optimizer).__name__} adapts its learning rate, which the callback would "
+                "overwrite. Leave the callback out, or compile with an optimizer that keeps its "
+                f"rate, such as `DPSGD`. Received: {type(callback).__name__}"
             )
 
 
