@@ -20,9 +20,8 @@ from tf_adaptive_dp._keras.generation import keras, keras_version
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.sampling import sampling_epsilon
-from tf_adaptive_dp.sampling.draws import Sampling
+from tf_adaptive_dp.sampling.draws import Sampling, counted
 from tf_adaptive_dp.statement import (
-    counted,
     format_epsilon,
     noise_is_seeded,
     privacy_statement,

@@ -18,7 +18,7 @@ from tf_adaptive_dp.accounting.composition import is_unprotected, unprotected
 from tf_adaptive_dp.accounting.ledger import Checks, Segment
 from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
-from tf_adaptive_dp.sampling.draws import Sampling
+from tf_adaptive_dp.sampling.draws import Sampling, counted
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 
 __all__ = ["privacy_statement"]
@@ -522,20 +522,6 @@ def _num_epochs(count: int, batch_size: float, num_examples: int) -> float:
             if same_count and math.ceil(epochs) == math.ceil(exact):
                 return epochs
     return (count - 0.5) * batch_size / num_examples
-
-
-def counted(number: int, one: str, several: str | None = None) -> str:
-    """A number with its noun, in the singular or the plural.
-
-    Args:
-      number: how many.
-      one: the noun in the singular.
-      several: its plural, by default with an "s".
-
-    >>> counted(1, "noisy gradient"), counted(2, "noisy gradient")
-    ('1 noisy gradient', '2 noisy gradients')
-    """
-    return f"{number} {one if number == 1 else several or f'{one}s'}"
 
 
 def format_epsilon(epsilon: float) -> str:

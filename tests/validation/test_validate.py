@@ -325,6 +325,11 @@ def test_a_batch_that_is_none_is_an_error():
         report(batch=tf.data.Dataset.from_tensors(BATCH))
 
 
+def test_one_problem_is_in_the_singular():
+    seen = report(optimizer=tf.keras.optimizers.SGD())
+    assert "\n1 error, 0 warnings. Probed" in str(seen)
+
+
 def test_several_defects_are_all_reported():
     bad = model(
         layers.Lambda(lambda x: x - tf.reduce_mean(x, 0), name="mean"),
@@ -338,7 +343,7 @@ def test_several_defects_are_all_reported():
     places = {"mean", "norm", "soft", "sort", "optimizer"}
     assert {f.where for f in seen.findings} == places
     text = str(seen)
-    assert text == repr(seen) and "Not fit" in text
+    assert text == repr(seen) and "Not fit" in text and "5 errors, 0 warnings. Probed" in text
     assert all(f.what in text and f.cure in text for f in seen.findings)
     with pytest.raises(dp.NotPrivateError, match="Not fit for private training"):
         seen.raise_errors()

@@ -621,9 +621,9 @@ def _refuse_mixed(array: np.ndarray) -> None:
     other = next((v for v in array.flat if not isinstance(v, (str, bytes))), None)
     if other is not None:
         raise TypeError(
-            "`data` must be arrays of numbers or of strings. Received: an array of objects such as "
-            f"a {type(other).__name__}. Convert a table whose columns differ in type to a dict of "
-            "its columns, `dict(frame)`."
+            "`data` must be arrays of numbers or of strings. Received: an array with objects of "
+            f"type {type(other).__name__}. Convert a table whose columns differ in type to a dict "
+            "of its columns, `dict(frame)`."
         )
 
 

@@ -308,3 +308,17 @@ class FullBatches(Sampling):
         """The batch size."""
         del num_examples
         return float(self.batch_size)
+
+
+def counted(number: int, one: str, several: str | None = None) -> str:
+    """A number with its noun, in the singular or the plural.
+
+    Args:
+      number: how many.
+      one: the noun in the singular.
+      several: its plural, by default with an "s".
+
+    >>> counted(1, "noisy gradient"), counted(2, "noisy gradient")
+    ('1 noisy gradient', '2 noisy gradients')
+    """
+    return f"{number} {one if number == 1 else several or f'{one}s'}"

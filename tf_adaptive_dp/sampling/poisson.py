@@ -67,13 +67,17 @@ class RandomSizes(draws.Sampling):
 
     def describe(self, num_examples: int, epochs: int) -> list[str]:
         """See `Sampling.describe`."""
+        size = self.expected_batch_size(num_examples)
         rows = (
-            f"{self.expected_batch_size(num_examples):g} {self.unit}s are expected in a batch, "
-            f"which has {self.rows} rows"
+            f"{size:g} {self.unit}{' is' if size == 1 else 's are'} expected in a batch, "
+            f"which has {draws.counted(self.rows, 'row')}"
         )
         if self.examples_per_user is not None:
             rows += f", {self.examples_per_user} for each of {self.max_batch_size} users"
-        steps = f"{self.steps} steps: {epochs} epochs of {self.steps // epochs} Poisson batches"
+        batches = draws.counted(self.steps // epochs, "Poisson batch", "Poisson batches")
+        steps = (
+            f"{draws.counted(self.steps, 'step')}: {draws.counted(epochs, 'epoch')} of {batches}"
+        )
         return [steps, rows]
 
     def failure_probability(self, num_examples: int) -> float:

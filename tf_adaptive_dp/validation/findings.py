@@ -8,6 +8,7 @@ from typing import Any, Callable, NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.sampling.draws import counted
 
 
 class Finding(NamedTuple):
@@ -73,7 +74,8 @@ class ValidationReport:
         num_errors, num_warnings = len(self.errors), len(self.findings) - len(self.errors)
         lines = [
             "Fit for private training." if self.ok else "Not fit for private training.",
-            f"{num_errors} errors, {num_warnings} warnings. Probed: {self.probed}",
+            f"{counted(num_errors, 'error')}, {counted(num_warnings, 'warning')}. "
+            f"Probed: {self.probed}",
         ]
         lines += [f"  {finding}" for finding in self.findings]
         if self.repaired:

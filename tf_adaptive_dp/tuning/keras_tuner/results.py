@@ -19,7 +19,8 @@ import tensorflow as tf
 from tf_adaptive_dp import statement
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.sampling import sampling_epsilon
-from tf_adaptive_dp.statement import counted, format_epsilon, list_item, paragraph
+from tf_adaptive_dp.sampling.draws import counted
+from tf_adaptive_dp.statement import format_epsilon, list_item, paragraph
 from tf_adaptive_dp.tuning.keras_tuner.search_plan import Plan
 
 Outcome = dict[str, Any]
