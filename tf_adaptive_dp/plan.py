@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,13 @@ from tf_adaptive_dp.normalization import (
 from tf_adaptive_dp.planned_training import PlannedTraining
 from tf_adaptive_dp.sampling.noise_budget import NoiseBudget, SamplingOfPlan
 from tf_adaptive_dp.sampling.users import UserRecords
-from tf_adaptive_dp.statement import format_epsilon, privacy_statement
+from tf_adaptive_dp.statement import (
+    EXAMPLE,
+    USER,
+    format_epsilon,
+    privacy_statement,
+    warn_of_large_delta,
+)
 
 __all__ = ["PlanOffer", "PrivacyPlan"]
 
@@ -187,6 +194,8 @@ class PrivacyPlan:
         self.normalize_inputs = checks.boolean("normalize_inputs", normalize_inputs)
         if epsilon is not None:
             self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
+        unit = EXAMPLE if self._users is None else USER
+        warn_of_large_delta(self.delta, self._num_units, unit, stacklevel=2)
             if self.normalize_inputs:
                 self._pay_for_normalization()
         self.noise: NoiseStrategy = IndependentNoise()
@@ -373,11 +382,13 @@ class PrivacyPlan:
         Args:
           log_dir: the directory for TensorBoard's files. `None` writes none.
         """
-        monitor = PrivacyMonitor(
-            *(self._num_units, self.delta, None if log_dir is None else str(log_dir)),
-            sampling=self.sampling,
-            accountant=self.accountant,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the plan has warned of a large δ already
+            monitor = PrivacyMonitor(
+                *(self._num_units, self.delta, None if log_dir is None else str(log_dir)),
+                sampling=self.sampling,
+                accountant=self.accountant,
+            )
         budget = PrivacyBudget(
             *(self.epsilon, self.delta, self._num_units),
             sampling=self.sampling,

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import math
 import textwrap
+import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -337,9 +338,24 @@ def _noise_seed_warning(optimizer: Any, unit: Unit) -> str:
     )
 
 
+def is_large_delta(delta: float, num_examples: int) -> bool:
+    """Whether δ is above 1 / `num_examples`, which itself is customary."""
+    return delta * num_examples > 1 + 1e-9
+
+
+def warn_of_large_delta(delta: float, num_examples: int, unit: Unit, stacklevel: int) -> None:
+    """Warns, before training, of a δ of which `delta_warning` will warn in the statement."""
+    if is_large_delta(delta, num_examples):
+        warnings.warn(
+            f"`delta` should be well below 1 / num_{unit.one}s. A delta this large would permit "
+            f"publishing {unit.whole}. Received: delta={delta!r}, num_{unit.one}s={num_examples!r}",
+            stacklevel=stacklevel + 1,
+        )
+
+
 def delta_warning(delta: float, num_examples: int, unit: Unit = EXAMPLE) -> str:
     """A paragraph that warns of δ above 1 / `num_examples`; empty if δ is not."""
-    if delta * num_examples <= 1 + 1e-9:  # 1 / n itself is customary
+    if not is_large_delta(delta, num_examples):
         return ""
     return paragraph(
         f"Warning: delta exceeds 1 / (number of {unit.one}s). A delta this large would permit "

@@ -303,6 +303,14 @@ def test_bad_arguments_are_named(make, match):
         make()
 
 
+def test_the_monitor_warns_of_a_large_delta(recwarn):
+    dp.PrivacyMonitor(N, 1 / N)
+    assert not recwarn
+    with pytest.warns(UserWarning, match="`delta`.*publishing whole examples") as found:
+        dp.PrivacyMonitor(N, 1.01 / N)
+    assert [w.filename for w in found] == [__file__]
+
+
 @pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
 @pytest.mark.parametrize("expected_batch_size, released", [(8.0, 0), (None, 4)])
 def test_a_number_of_examples_that_fit_does_not_feed_is_refused(

@@ -25,7 +25,12 @@ from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.poisson import RandomSizes
-from tf_adaptive_dp.statement import noise_is_seeded, privacy_statement
+from tf_adaptive_dp.statement import (
+    noise_is_seeded,
+    privacy_statement,
+    unit_of,
+    warn_of_large_delta,
+)
 
 
 class PrivacyMonitor(PrivateCallback):
@@ -120,6 +125,7 @@ class PrivacyMonitor(PrivateCallback):
         self.sampling = sampling_epsilon.check_sampling(sampling)
         self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
         self._unit = getattr(self.sampling, "unit", "example")
+        warn_of_large_delta(self.delta, self.num_examples, unit_of(self.sampling), stacklevel=2)
         self._fed = FedExamples(self.num_examples, self.sampling, full_passes)
         self._board: TensorBoardLog | None = None
         self._new_run = False
