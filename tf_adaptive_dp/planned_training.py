@@ -22,7 +22,7 @@ from tf_adaptive_dp._keras.models import (
     leave_padding_out_of_metrics,
     steps_per_call,
 )
-from tf_adaptive_dp.accounting.ledger import missing_events
+from tf_adaptive_dp.accounting.ledger import Ledger, missing_events
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.callbacks.run_directory import (
     OTHER_EXAMPLES,
@@ -404,7 +404,10 @@ class PlannedTraining:
 
     def _warn_of_second_model(self, model: keras.Model) -> None:
         before = self._optimizer
-        if before is not None and before is not model.optimizer and before.ledger.num_releases:
+        if before is None or before is model.optimizer:
+            return
+        released = before.ledger.segments
+        if released and not Ledger.extends(model.optimizer.ledger.segments, released):
             warnings.warn(
                 "This plan has already trained another model on these examples. The statement of "
                 "each model is about that model alone: publishing both, or choosing between them, "
