@@ -561,6 +561,10 @@ class PrivacyPlan:
         ...     print(offer.batch_size, offer.steps, offer.noise_multiplier)
         200 50 1.6897
         50 200 1.0554
+        The noise of each pair takes seconds with `accountant="pld"`: the fifteen of the default,
+        for 60,000 examples, about a minute. A plan with `accountant="rdp"` compares in seconds, by
+        slightly larger noise.
+
         """
         if batch_sizes is None:
             some = (self.batch_size * factor // 2 for factor in (1, 2, 4, 8, 16))
