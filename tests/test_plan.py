@@ -14,9 +14,11 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tf_adaptive_dp._keras.generation import GENERATION
+from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting import Releases, epsilon
 from tf_adaptive_dp.callbacks import run_directory
 from tf_adaptive_dp.plan import PrivacyPlan
+from tf_adaptive_dp.statement import format_epsilon
 
 N, DELTA = 64, 1e-3
 NUMBERS = {"delta": DELTA, "num_examples": N, "batch_size": 8, "epochs": 2, "accountant": "rdp"}
@@ -92,6 +94,7 @@ BAD = {
     "neither": ({"noise_multiplier": None}, ValueError, "either `epsilon` or `noise_multiplier`"),
     "both": ({"epsilon": 1.0}, ValueError, "either `epsilon` or `noise_multiplier`"),
     "delta": ({"delta": 0}, ValueError, "`delta`"),
+    "delta in words": ({"delta": "1e-5"}, TypeError, "`delta` must be a number.*'1e-5'"),
     "examples": ({"num_examples": 0}, ValueError, "`num_examples`"),
     "batch": ({"batch_size": 100}, ValueError, "`batch_size` must be at most `num_examples`"),
     "epochs": ({"epochs": 1.5}, TypeError, "`epochs`"),
@@ -111,6 +114,89 @@ def test_bad_numbers_are_refused(case):
     arguments, error, message = BAD[case]
     with pytest.raises(error, match=message):
         planned(**arguments)
+
+
+@pytest.mark.parametrize("delta, warns", [(1 / N, False), (1.01 / N, True)])
+def test_a_large_delta_is_warned_of_once_before_training(recwarn, delta, warns):
+    plan = planned(delta=delta)
+    found = [w for w in recwarn if "publishing whole examples" in str(w.message)]
+    assert [w.filename for w in found] == [__file__] * warns
+    plan.callbacks()
+    assert len(recwarn) == len(found)
+
+
+def test_a_large_delta_for_users_names_users():
+    users = {"num_examples": None, "user_ids": np.arange(N) // 2, "examples_per_user": 2}
+    with pytest.warns(UserWarning, match="all data of some users.*num_users=32"):
+        planned(delta=1.5 / N * 2, batch_size=4, **users)
+
+
+def fit_with(*data, trainable=True, **arguments):
+    plan = planned()
+    model = tf.keras.Sequential([tf.keras.Input(X.shape[1:]), tf.keras.layers.Dense(4)])
+    model.compile(plan.optimizer(dp.ADADP), catalogue.loss())
+    model.trainable = trainable
+    plan.fit(model, *data, verbose=0, **arguments)
+
+
+class OfKeras(keras.utils.Sequence):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return X[:8], Y[:8]
+
+
+def dataset():
+    return tf.data.Dataset.from_tensor_slices((X, Y))
+
+
+REFUSED = {
+    "class_weight": (
+        lambda: fit_with(X, Y, class_weight={0: 2.0}),
+        TypeError,
+        "`class_weight`.*pass `sample_weight=weights\\[y\\]`",
+    ),
+    "validation_split": (
+        lambda: fit_with(X, Y, validation_split=0.2),
+        TypeError,
+        "`validation_split`.*pass `validation_data`.*0.2",
+    ),
+    "batches": (
+        lambda: fit_with(dataset().batch(8)),
+        ValueError,
+        "must give single examples: leave `.batch.*Received: 8 examples",
+    ),
+    "too few": (lambda: fit_with(X[1:], Y[1:]), ValueError, "trained on. Received: 63 examples"),
+    "batches of Keras": (
+        lambda: fit_with(OfKeras()),
+        TypeError,
+        r"`keras.utils.(PyDataset|Sequence)` gives batches.*Received: OfKeras",
+    ),
+    "frozen": (
+        lambda: fit_with(X, Y, trainable=False),
+        ValueError,
+        "The model has no trainable variables",
+    ),
+    "lengths": (
+        lambda: fit_with(X, Y[:-3]),
+        ValueError,
+        "one row for each example. Received: `x` of 64 rows, `y` of 61 rows",
+    ),
+    "a number": (lambda: fit_with(3, Y), TypeError, "`x` must be an array .*Received: x=array.3"),
+    "weights of one output": (
+        lambda: fit_with(X, {"a": Y, "b": Y}, {"b": np.ones(N)}),
+        ValueError,
+        r"`sample_weight`.*weights for \['b'\], and targets for \['a', 'b'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_fit_cannot_take_is_refused_with_what_to_pass(case):
+    call, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_optimizers_that_are_not_the_plans_are_refused():
@@ -148,10 +234,37 @@ def test_a_run_spends_what_was_planned_and_no_more():
     text = " ".join(plan.statement(max_examples_per_user=1).split())
     assert "drawn by Poisson sampling" in text and "with probability 0.125" in text
     assert "Each person contributed at most one example" in text
-    with pytest.raises(dp.BudgetExceededError, match="No further step fits"):
+    with pytest.raises(dp.BudgetExceededError, match="No further step fits.*keep the model as it"):
         plan.fit(model, X, Y, verbose=0)
+    model.fit(X, Y, 8, verbose=0)
+    with pytest.raises(ValueError, match=r"beside the plan.*`privacy_statement\(.*24 releases"):
+        plan.statement()
     with pytest.warns(UserWarning, match="already trained another model"):
         plan.fit(model_of(plan), X, Y, verbose=0)
+
+
+class StopAfterAnEpoch(tf.keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = True
+
+
+def test_layers_may_be_thawed_after_some_epochs_of_a_plan():
+    plan = planned()
+    model = catalogue.mlp()
+    model.layers[0].trainable = False
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    first = plan.optimizer(dp.ADADP)
+    model.compile(first, loss)
+    plan.fit(model, X, Y, callbacks=[StopAfterAnEpoch()], verbose=0)
+    frozen = model.layers[0].get_weights()
+    model.layers[0].trainable = True
+    model.compile(type(first).from_config(first.get_config()), loss)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*already trained|.*does not hold")
+        plan.fit(model, X, Y, verbose=0)
+    assert model.optimizer.ledger.segments == [(1.0, 8.0, 16)]
+    assert "16 noisy gradients" in plan.statement()
+    assert not all(map(np.array_equal, model.layers[0].get_weights(), frozen))
 
 
 def test_metrics_leave_padding_out():
@@ -414,6 +527,18 @@ def test_a_plan_describes_itself_before_training():
     assert "noise multiplier 1\n32 steps: 4 epochs of 8 Poisson batches" in text
     last = f"4: {np.ceil(epsilon(1.0, 1 / 8, 32, DELTA) * 1e4) / 1e4:.4f}"
     assert text.endswith(last)
+    text = planned(batch_size=N).describe()
+    assert "2 steps: 2 epochs of 1 Poisson batch\n64 examples are expected" in text
+    text = planned(epochs=1, batch_size=1).describe()
+    assert "64 steps: 1 epoch of 64 Poisson batches\n1 example is expected" in text
+
+
+def test_a_budget_that_cannot_be_spent_is_described():
+    plan = PrivacyPlan(1e5, **NUMBERS)
+    assert plan.epsilon == 1e5
+    spent = f"the run spends {format_epsilon(plan._epsilon_after(plan.steps))} of it"
+    assert spent in plan.describe()
+    assert "of it" not in for_epsilon_2().describe()
 
 
 @pytest.mark.slow

@@ -44,6 +44,11 @@ _OF_THE_OPTIMIZER = {
 # The part of ε that the normalization of inputs alone would spend; composed, it is far less.
 _FOR_NORMALIZATION = 0.2
 _OF_THE_PLAN = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
+# What Keras computes from arrays, which it does not get, and what to pass instead.
+_NOT_WITH_A_PLAN = {
+    "class_weight": "pass `sample_weight=weights[y]`, with a weight for each class",
+    "validation_split": "split the data beforehand and pass `validation_data`",
+}
 
 
 class PlanOffer(NamedTuple):
@@ -177,7 +182,9 @@ class PrivacyPlan:
                 "Pass either `epsilon` or `noise_multiplier`; the plan computes the other one. "
                 f"Received: epsilon={epsilon!r}, noise_multiplier={noise_multiplier!r}"
             )
-        self.delta = composition.check_probability("delta", delta)
+        self.delta = composition.check_probability(
+            "delta", checks.number("delta", delta, 0, strict=True)
+        )
         self._users = _users(user_ids, examples_per_user, num_examples)
         self.num_users = None if self._users is None else self._users.num_users
         self._of_users: dict[str, Any] = {
@@ -187,6 +194,8 @@ class PrivacyPlan:
         if self._users is not None:
             num_examples = self._users.num_records
         self.num_examples = checks.integer("num_examples", num_examples, 1)
+        unit = EXAMPLE if self._users is None else USER
+        warn_of_large_delta(self.delta, self._num_units, unit, stacklevel=2)
         self.batch_size = checks.integer("batch_size", batch_size, 1)
         self.epochs = checks.integer("epochs", epochs, 1)
         self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
@@ -194,8 +203,6 @@ class PrivacyPlan:
         self.normalize_inputs = checks.boolean("normalize_inputs", normalize_inputs)
         if epsilon is not None:
             self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
-        unit = EXAMPLE if self._users is None else USER
-        warn_of_large_delta(self.delta, self._num_units, unit, stacklevel=2)
             if self.normalize_inputs:
                 self._pay_for_normalization()
         self.noise: NoiseStrategy = IndependentNoise()
@@ -440,6 +447,12 @@ class PrivacyPlan:
           NotPrivateError: if the noise of the optimizer has a `seed`.
           BudgetExceededError: if the model has already spent the budget.
         """
+        for name, instead in _NOT_WITH_A_PLAN.items():
+            if fit_arguments.get(name) is not None:
+                raise TypeError(
+                    f"`{name}` is not possible with a plan: {instead}. Received: "
+                    f"{name}={fit_arguments[name]!r}"
+                )
         given = [name for name in _OF_THE_PLAN if name in fit_arguments]
         if given:
             raise TypeError(
@@ -516,10 +529,16 @@ class PrivacyPlan:
             f"{epoch}: {format_epsilon(self._epsilon_after(epoch * self.steps_per_epoch))}"
             for epoch in shown
         ]
+        total = self._epsilon_after(self.steps)
+        unspent = (
+            f"the run spends {format_epsilon(total)} of it: with less noise, no epsilon would hold "
+            "at this delta"
+        )
         return "\n".join(
             [
                 f"epsilon = {format_epsilon(self.epsilon)} at delta = {self.delta:g} for each of "
                 f"{self._num_units} {self._unit}s ({self.accountant.upper()} accounting)",
+                *([unspent] if total < 0.95 * self.epsilon else []),
                 f"noise multiplier {self.noise_multiplier:g}",
                 *self._budget.describe_noise(self.sampling, self.noise),
                 *self.sampling.describe(self._num_units, self.epochs),
@@ -542,6 +561,10 @@ class PrivacyPlan:
         √T·σ·C/L in each weight, or less with correlated noise: a ratio of √T·L/σ. It favors large
         batches, which cost time, and does not know how many steps the training needs.
 
+        The noise of each pair takes seconds with `accountant="pld"`: the fifteen of the default,
+        for 60,000 examples, about a minute. A plan with `accountant="rdp"` compares in seconds, by
+        slightly larger noise.
+
         Args:
           batch_sizes: expected batch sizes to compare; by default 1/2 to 8 times the plan's.
           epochs: numbers of epochs to compare; by default half, once and twice the plan's.
@@ -561,10 +584,6 @@ class PrivacyPlan:
         ...     print(offer.batch_size, offer.steps, offer.noise_multiplier)
         200 50 1.6897
         50 200 1.0554
-        The noise of each pair takes seconds with `accountant="pld"`: the fifteen of the default,
-        for 60,000 examples, about a minute. A plan with `accountant="rdp"` compares in seconds, by
-        slightly larger noise.
-
         """
         if batch_sizes is None:
             some = (self.batch_size * factor // 2 for factor in (1, 2, 4, 8, 16))

@@ -109,11 +109,23 @@ class PlannedTraining:
 
     @property
     def optimizer(self) -> tf.keras.optimizers.Optimizer:
-        """The optimizer of the last model; raises ValueError if there is none."""
+        """The optimizer of the last model.
+
+        Raises:
+          ValueError: if there is none, or it was used beside the plan.
+        """
         if self._optimizer is None:
             raise ValueError(
                 "The plan has trained no model yet. Call `plan.fit` first, or use "
                 "`privacy_statement` and `report.facts` with an optimizer of your own."
+            )
+        released = self._optimizer.ledger.num_releases
+        if released > self._plan.steps:
+            raise ValueError(
+                "The model was trained beside the plan, by `model.fit` for example, so the plan "
+                "cannot say what all of it has cost. "
+                "`privacy_statement(model.optimizer, num_examples, delta)` can. Received: "
+                f"{released} releases, of which the plan made at most {self._plan.steps}"
             )
         return self._optimizer
 
@@ -153,7 +165,7 @@ class PlannedTraining:
         if self._users is not None:
             refuse_shuffled(x)
         source = open_source(_examples(x, y, sample_weight), None)
-        self._check_num_examples(len(source))
+        self._check_num_examples(len(source), isinstance(x, tf.data.Dataset))
         return source
 
     def batches(
@@ -192,6 +204,11 @@ class PlannedTraining:
         """
         optimizer = getattr(model, "optimizer", None)
         self.check_optimizer(optimizer)
+        if model.built and not model.trainable_variables:
+            raise ValueError(
+                "The model has no trainable variables. Set `trainable = True` on the layers to "
+                f"train. Received: model={model.name!r}"
+            )
         normalizations = self._check_normalization(model)
         for finding in adapted_findings(model):
             warnings.warn(str(finding), stacklevel=3)
@@ -349,12 +366,18 @@ class PlannedTraining:
                 f"{optimizer.ledger.other_events!r} instead of {plan.other_events!r}"
             )
 
-    def _check_num_examples(self, received: int) -> None:
+    def _check_num_examples(self, received: int, of_dataset: bool = False) -> None:
         """Raises if data are not those that the plan is about."""
         if received != self._plan.num_examples:
             name = "num_examples" if self._users is None else "len(user_ids)"
+            single = (
+                "A `tf.data.Dataset` must give single examples: leave `.batch(...)` out, since the "
+                "plan draws the batches. "
+                if of_dataset
+                else ""
+            )
             raise ValueError(
-                f"`{name}` must be the number of examples that are trained on. Received: "
+                f"`{name}` must be the number of examples that are trained on. {single}Received: "
                 f"{received} examples, {name}={self._plan.num_examples!r}"
             )
 
@@ -434,6 +457,13 @@ class PlannedTraining:
 
 def _examples(x: Any, y: Any, sample_weight: Any) -> Any:
     """What `open_source` reads."""
+    if isinstance(x, keras.utils.Sequence):  # a `PyDataset` in Keras 3
+        raise TypeError(
+            "`x` must give single examples, since the plan draws the batches, and a "
+            f"`keras.utils.{keras.utils.Sequence.__name__}` gives batches. Pass arrays, a "
+            "`tf.data.Dataset` of single examples, or an object whose `__getitem__` returns one "
+            f"example. Received: {type(x).__name__}"
+        )
     if y is None:
         if sample_weight is not None:
             raise ValueError(
@@ -445,8 +475,34 @@ def _examples(x: Any, y: Any, sample_weight: Any) -> Any:
                 "`y` is missing. To learn the inputs themselves, pass them twice. Received: y=None"
             )
         return x
-    parts = (x, y) if sample_weight is None else (x, y, sample_weight)
-    return tuple(_arrays(part) for part in parts)
+    if isinstance(y, dict) and isinstance(sample_weight, dict) and set(y) - set(sample_weight):
+        raise ValueError(
+            "`sample_weight` must have weights for each output of `y`; `np.ones(num_examples)` "
+            f"weighs all alike. Received: weights for {sorted(sample_weight)}, and targets for "
+            f"{sorted(y)}"
+        )
+    parts = {"x": x, "y": y, "sample_weight": sample_weight}
+    arrays = {name: _arrays(part) for name, part in parts.items() if part is not None}
+    _check_rows(arrays)
+    return tuple(arrays.values())
+
+
+def _check_rows(arrays: dict[str, Any]) -> None:
+    """Raises unless all arrays have a row for each example, by the names of the arguments."""
+    lengths = {}
+    for name, part in arrays.items():
+        leaves = tf.nest.flatten(part)
+        if not all(leaf.shape for leaf in leaves):
+            raise TypeError(
+                f"`{name}` must be an array with one row for each example, or a nest of such "
+                f"arrays. Received: {name}={part!r}"
+            )
+        lengths[name] = sorted({len(leaf) for leaf in leaves})
+    if len({length for of_part in lengths.values() for length in of_part}) > 1:
+        raise ValueError(
+            "All arrays must have one row for each example. Received: "
+            + ", ".join(f"`{n}` of {' and '.join(map(str, of))} rows" for n, of in lengths.items())
+        )
 
 
 def _arrays(part: Any) -> Any:

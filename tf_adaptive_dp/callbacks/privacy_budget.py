@@ -138,8 +138,10 @@ class PrivacyBudget(PrivateCallback):
             why = f" NOT PRIVATE: {lost[0]} alone makes epsilon infinite." if lost else ""
             limit = "" if self.steps is None else f", steps={self.steps}"
             raise BudgetExceededError(
-                f"No further step fits into the budget.{why} Received: epsilon={self.epsilon}, "
-                f"delta={self.delta}{limit}, with {ledger.num_releases} releases in the ledger."
+                f"No further step fits into the budget.{why} What was released stays spent: keep "
+                "the model as it is, or allow a larger `epsilon`. The budget of a plan is spent "
+                f"after its `epochs`. Received: epsilon={self.epsilon}, delta={self.delta}{limit}, "
+                f"with {ledger.num_releases} releases in the ledger."
             )
 
     def on_train_begin(self, logs: dict | None = None) -> None:
