@@ -140,6 +140,11 @@ FEW = dp.PoissonSampling(0.3, 9, 5, seed=1)
         (lambda: dp.poisson_batches(5, FEW), TypeError, "`data` must be a tuple .*Received: int"),
         (lambda: dp.poisson_batches({"a": 1}, FEW), TypeError, "`data` must be .*Received: dict"),
         (lambda: dp.poisson_batches(([1], [2]), FEW), TypeError, "np.asarray.*'int', 'int'"),
+        (
+            lambda: dp.poisson_batches((np.array([1, "a"], object), np.ones(2)), FEW),
+            TypeError,
+            "an array with objects of type int. Convert",
+        ),
         (lambda: dp.poisson_batches([], FEW), ValueError, "`data` must hold at least one example"),
         (lambda: dp.poisson_batches(numbered(0), FEW), ValueError, "at least one example"),
         (lambda: dp.poisson_batches(records(), FEW), TypeError, "`preprocess`.*Received: dict"),
