@@ -13,8 +13,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
-from tf_adaptive_dp._keras.generation import GENERATION
-from tf_adaptive_dp._keras.generation import keras
+from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp.accounting import Releases, epsilon
 from tf_adaptive_dp.callbacks import run_directory
 from tf_adaptive_dp.plan import PrivacyPlan
