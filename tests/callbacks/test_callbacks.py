@@ -141,6 +141,21 @@ def test_the_monitor_warns_of_batches_larger_than_the_expected_size():
         )
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_monitor_warns_of_batches_that_come_back_before_all_others(recwarn, swapped):
+    # As `fit` swaps the batches of a `PyDataset`, where it is not told to leave them.
+    x, y = catalogue.data(256)
+    order = [*range(4), *([3, 2, 1, 0] if swapped else range(4))]
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(64)
+    batches = [next(iter(batches.skip(k))) for k in order]
+    whole = tf.data.Dataset.from_tensor_slices(tuple(map(tf.stack, zip(*batches))))
+    model = catalogue.mlp()
+    model.compile(dp.DPSGD(1.0, 1.0, learning_rate=0.1), loss=catalogue.loss())
+    monitor = dp.PrivacyMonitor(256, 1e-3)
+    model.fit(whole, epochs=2, steps_per_epoch=4, callbacks=[monitor], verbose=0)
+    assert any("came back before" in str(w.message) for w in recwarn) == swapped
+
+
 def test_the_monitor_counts_no_examples_of_training_without_it(recwarn):
     model, _ = train(epochs=4, expected_batch_size=8.0)
     train(callbacks=[dp.PrivacyMonitor(N, DELTA, full_passes=False)], model=model, epochs=1)

@@ -362,3 +362,53 @@ def test_a_step_is_traced_once_although_it_creates_slots(name):
     assert optimizer.ledger.num_releases == 2
     assert int(optimizer.iterations) == 2
     assert all(v.numpy().any() for v in optimizer.variables if v.shape == [6])
+
+
+@pytest.fixture
+def tensor_float_32():
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(True)
+    yield tf.config.experimental.tensor_float_32_execution_enabled
+    tf.config.experimental.enable_tensor_float_32_execution(before)
+
+
+def one_step():
+    w = tf.Variable([1.0])
+    optimizer = dp.DPSGD(1.0, 1.0)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = x * w
+        optimizer.minimize(loss, [w], tape)
+
+    step(tf.constant([1.0, 2.0]))
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "details, stays",
+    [({"compute_capability": (8, 0)}, False), ({}, False), ({"compute_capability": (7, 5)}, True)],
+)
+def test_tensor_float_32_is_turned_off_where_a_gpu_has_it(
+    tensor_float_32, monkeypatch, recwarn, details, stays
+):
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: ["a GPU"])
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda device: details)
+    one_step()
+    warned = ["TensorFloat-32 is off now" in str(w.message) for w in recwarn]
+    assert tensor_float_32() is stays is not any(warned)
+
+
+def test_without_a_gpu_tensor_float_32_is_left_alone(tensor_float_32):
+    one_step()
+    assert tensor_float_32()
+
+
+def test_rewriting_float32_in_16_bits_is_refused(monkeypatch):
+    options = {"auto_mixed_precision": True, "constant_folding": True}
+    monkeypatch.setattr(tf.config.optimizer, "get_experimental_options", lambda: options)
+    with pytest.raises(NotPrivateError, match="optimizer options auto_mixed_precision. Turn"):
+        one_step()
+    monkeypatch.setitem(options, "auto_mixed_precision", False)
+    assert one_step().ledger.num_releases == 1

@@ -129,6 +129,7 @@ class PrivacyMonitor(PrivateCallback):
         self._fed = FedExamples(self.num_examples, self.sampling, full_passes)
         self._board: TensorBoardLog | None = None
         self._new_run = False
+        self._warned_of_returns = False
         self.not_private: dict[str, float] = {}
 
     def epsilon(self) -> float:
@@ -185,6 +186,7 @@ class PrivacyMonitor(PrivateCallback):
             "learning_rate": _learning_rate(optimizer),
         }
         self._doubt_large_batches(summary.num_examples)
+        self._warn_of_early_returns(optimizer.ledger)
         if math.isinf(private["epsilon"]) or noise_is_seeded(optimizer):
             private["NOT_PRIVATE"] = 1.0  # appears next to ε wherever logs go
         if logs is not None:
@@ -286,6 +288,24 @@ class PrivacyMonitor(PrivateCallback):
                 f"`fit` got batches of {rows} rows, but those of the sampling have "
                 f"{expected}: pass the sampling that the dataset was made with, or say "
                 f"`sampling='shuffled'`. Received: sampling={self.sampling!r}"
+            )
+
+    def _warn_of_early_returns(self, ledger: Ledger) -> None:
+        """Warns, once, if batches of epochs came back before all others had their turn."""
+        if self._warned_of_returns or sampling_epsilon.label_of(self.sampling) != "shuffled":
+            return
+        early = [
+            composition.repeated(*segment, self.num_examples, in_epochs=True)
+            for segment in composition.checks_of(ledger, self.num_examples, correlated=True)
+        ]
+        if any(early):
+            self._warned_of_returns = True
+            warnings.warn(
+                f"{sum(early)} batches came back before all others had their turn, so they count "
+                "as if each held all examples, and ε is far larger than for new batches. `fit` "
+                "changes the order of the batches of a `PyDataset`: pass `shuffle=False`, or form "
+                "new batches in its `on_epoch_end`.",
+                stacklevel=2,
             )
 
     def _doubt_large_batches(self, num_examples: int) -> None:

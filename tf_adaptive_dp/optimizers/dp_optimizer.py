@@ -317,6 +317,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         """
         self.require_known_state()
         refusals.refuse_unsupported_setting(self)
+        refusals.require_float32()
         if isinstance(self._mechanism.noise, CorrelatedNoise):
             with tf.init_scope():
                 num_releases = self.ledger.num_releases

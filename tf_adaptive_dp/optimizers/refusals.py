@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,43 @@ def refuse_unsupported_setting(optimizer: Any) -> None:
                 f"`{name}` must be {only} on several replicas. Received: {name}={value} on "
                 f"{num_replicas()} replicas"
             )
+
+
+def require_float32() -> None:
+    """Makes sure that products of float32 matrices have the precision of float32.
+
+    Norms and clipped sums are such products. TensorFloat-32, TensorFlow's default on newer GPUs,
+    keeps 11 of 24 bits of their factors, so that norms whose terms nearly cancel would be far too
+    small, and the sum would not be that of the gradients whose norms were taken. It is turned off,
+    for the whole process, with a warning.
+
+    Raises:
+      NotPrivateError: if TensorFlow is to rewrite operations of float32 in 16 bits.
+    """
+    options = tf.config.optimizer.get_experimental_options()
+    rewritten = [name for name in options if "mixed_precision" in name and options[name]]
+    if rewritten:
+        raise NotPrivateError(
+            "TensorFlow must not rewrite operations in 16 bits, as norms would be too small. "
+            f"Received: tf.config.optimizer options {', '.join(rewritten)}. Turn them off, and use "
+            "`keras.mixed_precision` for layers that compute in 16 bits."
+        )
+    if tf.config.experimental.tensor_float_32_execution_enabled() and _has_tensor_float_32():
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+        warnings.warn(
+            "TensorFloat-32 is off now in this process: it keeps 11 of the 24 bits of float32, and "
+            "clipping needs exact norms. `keras.mixed_precision` is fast without it.",
+            stacklevel=4,
+        )
+
+
+def _has_tensor_float_32() -> bool:
+    """Whether a GPU of this process has it; those of unknown kind count as if they had."""
+    for device in tf.config.list_physical_devices("GPU"):
+        details = tf.config.experimental.get_device_details(device)
+        if details.get("compute_capability", (8, 0)) >= (8, 0):
+            return True
+    return False
 
 
 def refuse_correlated_noise(optimizer: Any, noise: NoiseStrategy) -> None:
