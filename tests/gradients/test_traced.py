@@ -119,6 +119,7 @@ def test_eager_execution_agrees(name):
 
 GROUPED = ["MLP", "CNN", "embedding with repeated ids", "layers at each time", "tied weights"]
 GROUPED += ["transposed convolutions", "EinsumDense", "normalized images", "time-major"]
+GROUPED += ["depthwise and separable"]
 
 
 @pytest.mark.slow_after(1)

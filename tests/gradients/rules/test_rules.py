@@ -1,6 +1,7 @@
 """Each rule on shapes, strides, paddings and equations drawn at random."""
 
 import functools
+import math
 
 import hypothesis
 import numpy as np
@@ -113,6 +114,152 @@ def test_depthwise_convolutions(data, channels, multiplier):
         zoo.floats(3, *extent, channels),
         zoo.floats(*kernel, channels, multiplier, seed=1),
     )
+
+
+# Strides, dilations and padding. Only in XLA does the operation itself dilate; elsewhere TensorFlow
+# moves blocks to the batch axis.
+DEPTHWISE = [
+    (strides, dilations, padding)
+    for padding in ("SAME", "VALID")
+    for strides, dilations in ((1, (1, 1)), (2, (1, 1)), (4, (1, 1)), (1, (2, 1)), (1, (2, 3)))
+]
+
+
+def channels_last(x, kernel, stride, dilations, padding):
+    return tf.nn.depthwise_conv2d(x, kernel, [1, stride, stride, 1], padding, dilations=dilations)
+
+
+def channels_last_in_xla(x, kernel, stride, dilations, padding):
+    return tf.raw_ops.DepthwiseConv2dNative(
+        input=x,
+        filter=kernel,
+        strides=[1, stride, stride, 1],
+        padding=padding,
+        dilations=[1, *dilations, 1],
+    )
+
+
+def channels_first_in_xla(x, kernel, stride, dilations, padding):
+    y = tf.raw_ops.DepthwiseConv2dNative(
+        input=tf.transpose(x, [0, 3, 1, 2]),
+        filter=kernel,
+        strides=[1, 1, stride, stride],
+        padding=padding,
+        data_format="NCHW",
+        dilations=[1, 1, *dilations],
+    )
+    return tf.transpose(y, [0, 2, 3, 1])
+
+
+@pytest.mark.slow_after(8)
+@pytest.mark.parametrize(
+    "convolve, shape",
+    [
+        (channels_last, [None, 8, 9, 2]),
+        (channels_last, [None, None, None, 2]),
+        (channels_last_in_xla, [None, 8, 9, 2]),
+        (channels_first_in_xla, [None, 8, 9, 2]),
+    ],
+    ids=["graph", "graph of any size", "xla", "xla, channels first"],
+)
+@pytest.mark.parametrize("multiplier", [1, 2, 3, 4])
+def test_depthwise_convolutions_of_every_kind(convolve, shape, multiplier):
+    x = zoo.floats(3, 8, 9, 2)
+    kernels = [zoo.floats(3, 2, 2, multiplier, seed=k) for k in range(len(DEPTHWISE))]
+    variables = [tf.Variable(k) for k in kernels]
+
+    def losses(x, convolve=convolve):
+        total = 0.0
+        for kernel, kind in zip(variables, DEPTHWISE):
+            y = convolve(x, kernel, *kind)
+            size = tf.shape(y)[1:]
+            places = tf.reshape(tf.range(tf.reduce_prod(size)), size)
+            total += tf.reduce_sum(tf.sin(tf.cast(places, tf.float32)) * tf.tanh(y), [1, 2, 3])
+        return total
+
+    problem = zoo.Problem(variables, losses, (x,))
+    truth = functools.partial(losses, convolve=channels_last)
+    rows = zoo.batch_of_one_gradients(problem._replace(losses=truth))
+
+    def ask(x, weights):
+        source = zoo.source(problem, x, method="traced")
+        return source.variable_norms(), source.weighted_sum(weights)
+
+    signature = [tf.TensorSpec(shape), tf.TensorSpec([None])]
+    answer = tf.function(ask, signature, jit_compile=convolve != channels_last, autograph=False)
+    weights = np.array([0.5, 0.0, 2.0], "float32")
+    norms, sums = answer(x, weights)
+    for kind, found, total, row in zip(DEPTHWISE, norms, sums, rows):
+        expected = (row**2).sum((1, 2, 3, 4))
+        np.testing.assert_allclose(found, expected, 1e-4, err_msg=str(kind))
+        expected = np.tensordot(weights, row, 1)
+        np.testing.assert_allclose(total, expected, 1e-4, 1e-4, err_msg=str(kind))
+
+
+def test_depthwise_convolutions_add_up_half_precision_in_single():
+    """Sums of 4,624 integers are exact in float32, and beyond float16's."""
+    x = np.random.default_rng(0).integers(0, 4, [2, 70, 70, 3]).astype("float16")
+    kernel = tf.Variable(tf.zeros([3, 3, 3, 1]))
+
+    def losses(x):
+        y = tf.nn.depthwise_conv2d(x, tf.cast(kernel, tf.float16), [1] * 4, "VALID")
+        return tf.reduce_sum(tf.cast(y, tf.float32), [1, 2, 3])
+
+    problem = zoo.Problem([kernel], losses, (x,))
+
+    def ask(x):
+        return zoo.source(problem, x, method="traced").weighted_sum(tf.constant([0.0, 1.0]))
+
+    (total,) = zoo.in_mode("graph", ask, (x,))(x)
+    rows = [
+        [x[1, i : i + 68, j : j + 68].sum((0, 1), "float64") for j in range(3)] for i in range(3)
+    ]
+    np.testing.assert_array_equal(total[..., 0], rows)
+
+
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+def test_what_an_example_adds_through_a_depthwise_convolution_is_bounded_where_terms_cancel(mode):
+    kernel, rng = tf.Variable(zoo.floats(3, 3, 4, 2)), np.random.default_rng(0)
+    signs = rng.permutation(np.repeat([1.0, -1.0], 128)).reshape(1, 16, 16, 1)
+    delta = np.repeat(signs * rng.normal(size=8), 4, axis=0).astype("float32")
+    deviations = np.reshape([1e-2, 1e-4, 1e-6, 0.0], [4, 1, 1, 1])
+    x = (rng.normal(size=4) + deviations * rng.normal(size=[4, 18, 18, 4])).astype("float32")
+
+    def losses(x, delta):
+        y = tf.nn.depthwise_conv2d(x, kernel, [1] * 4, "VALID")
+        return tf.reduce_sum(y * delta, [1, 2, 3])
+
+    problem = zoo.Problem([kernel], losses, (x, delta))
+
+    def clipped(*batch):
+        source = zoo.source(problem, *batch, method="traced")
+        factors = tf.math.divide_no_nan(1.0, tf.sqrt(source.squared_norms()))
+        return [source.weighted_sum(factors * tf.one_hot(i, 4))[0] for i in range(4)]
+
+    for total in zoo.in_mode(mode, clipped, problem.batch)(*problem.batch):
+        assert np.linalg.norm(total) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+@pytest.mark.parametrize("multiplier", [1, 3])
+def test_depthwise_convolutions_make_no_patches(multiplier, batch_size):
+    """Nothing in the graph is much larger than the input, with 5·5 entries for each of its own."""
+    x, kernel = zoo.floats(4, 12, 12, 6), tf.Variable(zoo.floats(5, 5, 6, multiplier))
+
+    def losses(x):
+        return tf.reduce_sum(tf.tanh(tf.nn.depthwise_conv2d(x, kernel, [1] * 4, "SAME")), [1, 2, 3])
+
+    problem = zoo.Problem([kernel], losses, (x,))
+
+    def ask(x):
+        source = zoo.source(problem, x, method="traced")
+        return source.squared_norms(), source.weighted_sum(tf.ones(4))
+
+    answer = tf.function(ask, [tf.TensorSpec([batch_size, 12, 12, 6])], autograph=False)
+    graph = answer.get_concrete_function().graph
+    shapes = [t.shape for op in graph.get_operations() for t in op.outputs]
+    sizes = [math.prod(n or 4 for n in s) for s in shapes if s.rank is not None]
+    assert 1 <= max(sizes) / (multiplier * x.size) < 2  # padded by two on each side
 
 
 @few
