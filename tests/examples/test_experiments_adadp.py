@@ -55,6 +55,13 @@ def test_mixture_learns_and_resumes(tmp_path):
     check_resumes("adadp_mixture", tmp_path, trials)
 
 
+def test_tolerances_are_compared_on_held_out_training_data(tmp_path):
+    out, trials = run_experiment("adadp_tolerance", tmp_path)
+    assert "| problem | parameters | default | 0.5 | 1 |" in out and "| 650 | 0.51 |" in out
+    assert [t["settings"]["tolerance"] for t in trials] == [0.5, 1.0]
+    assert all(t["result"]["num_parameters"] == 650 for t in trials)
+
+
 @pytest.mark.slow
 def test_insensitivity_shows_learning_rates_that_come_together(tmp_path):
     data = ("--data_dir", data_with("mnist"))
