@@ -147,9 +147,10 @@ def test_a_step_that_failed_in_a_graph_is_no_iteration():
     assert int(optimizer.iterations) == optimizer.ledger.num_releases == 0
 
 
-def test_xla_cannot_stop_at_nan_so_it_warns_and_counts_the_batch_as_zero():
+def test_xla_cannot_stop_at_nan_so_it_warns_and_counts_a_release_without_privacy(monkeypatch):
     w = tf.Variable([[1.0], [1.0]])
-    mechanism = zoo.make_mechanism()
+    mechanism = zoo.make_mechanism(noise_multiplier=1.5)
+    monkeypatch.setattr(mechanism.noise, "add_to", lambda sums, *_: sums)
 
     def step(x):
         with tf.GradientTape() as tape:
@@ -159,9 +160,14 @@ def test_xla_cannot_stop_at_nan_so_it_warns_and_counts_the_batch_as_zero():
 
     x = np.array([[1.0, 2.0], [np.nan, 1.0], [3.0, 4.0]], "float32")
     with pytest.warns(UserWarning, match="cannot stop at a batch in which an example is NaN"):
-        released = zoo.in_mode("xla", step, [x])(x)
+        compiled = zoo.in_mode("xla", step, [x])
+        released = compiled(x)
     np.testing.assert_array_equal(released, [[0.0], [0.0]])
-    assert mechanism.ledger.num_releases == 1
+    # Without the example the sum would be another one by far more than the clip norm.
+    assert [s.noise_multiplier for s in mechanism.ledger.segments] == [0.0]
+    compiled(np.ones_like(x))
+    of_finite = mechanism.ledger.segments[-1]
+    assert (of_finite.noise_multiplier, of_finite.num_releases) == (1.5, 1)
 
 
 @both_modes

@@ -59,7 +59,8 @@ def jacobian_rows(
     batch, so one example that is not finite makes the others' gradients NaN too (0·NaN = NaN).
     Dropping all of them would be an effect of one example that the noise does not cover. So a batch
     with more than one such gradient is an error, and nothing is released. XLA cannot raise errors:
-    there all of these gradients count as zero, and a warning says so when the step is traced.
+    there all of these gradients count as zero, and the ledger holds a release without privacy. A
+    warning says so when the step is traced.
 
     Args:
       loss: [B].
@@ -104,8 +105,8 @@ def _refuse_spoilt_batch(jacobian: list[tf.Tensor]) -> list[tf.Tensor]:
         warnings.warn(
             'Under `jit_compile=True` the source `gradients="materialized"` cannot stop at a '
             "batch in which an example is NaN or infinite. It then counts the whole batch as "
-            "zero, which the privacy guarantee does not cover. Make sure that all inputs are "
-            "finite.",
+            "zero, for which noise is no cover, so epsilon becomes infinite. Make sure that all "
+            "inputs are finite.",
             stacklevel=2,
         )
         return jacobian
@@ -224,6 +225,7 @@ class MaterializedGradients(PerExampleGradients):
     ):
         """Computes the Jacobian; see `jacobian_rows` for the arguments."""
         self.sizes = [v.shape.num_elements() for v in variables]
+        self.spoils_others = in_xla()
         self._rows = jacobian_rows(loss, variables, penalties, None if penalties else tape)
         self.connected = [r is not None for r in self._rows]
 

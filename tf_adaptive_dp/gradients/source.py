@@ -24,6 +24,8 @@ class PerExampleGradients(abc.ABC):
       example_losses: [B], the loss of each example.
       unit_losses: [R], the loss whose gradient is clipped as one: that of an example, the mean over
         a microbatch, or the sum over a user's rows.
+      spoils_others: whether one gradient that is not finite may make those of other examples NaN,
+        and no error stops such a batch: the Jacobian under XLA.
       loss_scale: the power of two by which the loss was multiplied to keep float16 gradients from
         vanishing. All answers divide by it, which is exact.
     """
@@ -34,6 +36,7 @@ class PerExampleGradients(abc.ABC):
     counts_batch: bool
     example_losses: tf.Tensor
     unit_losses: tf.Tensor
+    spoils_others: bool = False
     loss_scale: float = 1.0
 
     @abc.abstractmethod

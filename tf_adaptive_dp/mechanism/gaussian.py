@@ -406,7 +406,8 @@ class GaussianMechanism:
             contributes = padding & present
         raw = [tf.cast(s, tf.float32) for s in sums if s is not None]
         found, none = (_number_of(present), _number_of(contributes)), tf.zeros([])
-        return sums, _Sums(raw + counted, count, *found, disordered=none, unshown=none)
+        spoilt = _number_of(~tf.math.is_finite(squared_norms)) if source.spoils_others else none
+        return sums, _Sums(raw + counted, count, *found, spoilt, disordered=none, unshown=none)
 
     def _size_seen(
         self, expected: tf.Tensor, per_group: tf.Tensor, rows: tf.Tensor, present: tf.Tensor
@@ -487,8 +488,10 @@ class GaussianMechanism:
                 twice = (per_group > 1) | (batch.padding > 0)
                 # An example in 1 + c parts of a batch moves the sum by up to (1 + c)·C.
                 counted = tf.where(twice, sigma / 2, sigma) / (1 + drawn.copies)
+                # One more example that is not finite would make the sum zero.
+                private = order.in_order & (batch.spoilt <= 1)
                 recorded = self.ledger.record(
-                    *(tf.where(order.in_order, counted, tf.zeros_like(counted)), expected),
+                    *(tf.where(private, counted, tf.zeros_like(counted)), expected),
                     checked=drawn.checked & order.shown,
                     distance=drawn.distance,
                     size_seen=self._size_seen(expected, per_group, size, batch.present),
@@ -643,6 +646,7 @@ class _Sums(NamedTuple):
       within: the count of `AdaptiveClipping`, or nothing.
       present: how many rows (or microbatches) on all replicas have a nonzero gradient.
       padding: how many of these rows are padding.
+      spoilt: how many rows are not finite, if one of them spoils the others; else 0.
       disordered: how many parts were drawn for another step; 0 if nobody has asked.
       unshown: how many parts did not show their step; 0 if nobody has asked.
     """
@@ -651,6 +655,7 @@ class _Sums(NamedTuple):
     within: list[tf.Tensor]
     present: tf.Tensor
     padding: tf.Tensor
+    spoilt: tf.Tensor
     disordered: tf.Tensor
     unshown: tf.Tensor
 
