@@ -190,3 +190,28 @@ def test_callbacks_may_set_the_rate_of_other_optimizers(model, tmp_path):
     halved = keras.callbacks.LearningRateScheduler(lambda epoch: 0.05)
     model.fit(*catalogue.data(), 8, verbose=0, callbacks=[halved, *ours(tmp_path / "log")])
     assert float(tf.convert_to_tensor(model.optimizer.learning_rate)) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("own_batches", [False, True])
+@pytest.mark.parametrize("inner", [False, True])
+def test_two_optimizers_on_one_batch_are_noticed(recwarn, own_batches, inner):
+    weights = [tf.Variable([1.0]), tf.Variable([1.0])]
+    optimizers = [dp.DPSGD(1.0, 1.0, name=name) for name in ("encoder", "head")]
+
+    def minimize(k, x):
+        with tf.GradientTape() as tape:
+            loss = x * weights[k]
+        optimizers[k].minimize(loss, [weights[k]], tape)
+
+    steps = [lambda x, k=k: minimize(k, x) for k in range(2)]
+    if inner:
+        steps = [tf.function(step) for step in steps]
+
+    @tf.function
+    def step(x, y):
+        steps[0](x)
+        steps[1](y if own_batches else x)
+
+    step(tf.constant([1.0, 2.0]), tf.constant([1.0, 2.0]))
+    said = [str(w.message) for w in recwarn if "same batch" in str(w.message)]
+    assert not said if own_batches else "'encoder' and 'head'" in said[0]

@@ -6,7 +6,9 @@ the one that calls `minimize`, shows only when the outermost function is complet
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterable
+from typing import Any
 
 import tensorflow as tf
 
@@ -32,6 +34,15 @@ _NO_DATA = (
 )
 
 
+_SEVERAL_OPTIMIZERS = (
+    "Two optimizers release gradients of the same batch. The epsilon of each ledger alone is too "
+    "small, and so is that of both added up: there is one draw, so both releases count as one with "
+    "noise multiplier 1 / sqrt(1 / a**2 + 1 / b**2). docs/privacy.md, 'Several optimizers on one "
+    "model', shows how to account for it. Received: {names}, whose losses depend on {data}. One "
+    "optimizer for all variables needs no such care."
+)
+
+
 def search_when_complete(loss: tf.Tensor) -> None:
     """Searches all functions around a loss at the end of their traces.
 
@@ -47,6 +58,18 @@ def search_when_complete(loss: tf.Tensor) -> None:
             of_replicas = getattr(loss.graph, "_replicas_of_losses", {})
             loss.graph._replicas_of_losses = {**of_replicas, loss.name: replica}
         call_when_complete(loss.graph, _search)
+
+
+def note_optimizer(loss: tf.Tensor, optimizer: Any) -> None:
+    """Notes whose release a loss leads to; a warning tells if another optimizer shares its data.
+
+    Args:
+      loss: the loss that the optimizer was given; nothing is noted of an eager one.
+      optimizer: the optimizer.
+    """
+    if is_symbolic(loss) and is_function(loss.graph):
+        others = getattr(loss.graph, "_optimizers_of_losses", {})
+        loss.graph._optimizers_of_losses = {**others, loss.name: (id(optimizer), optimizer.name)}
 
 
 def search_sums_when_complete(sums: Iterable[tf.Tensor]) -> None:
@@ -96,6 +119,27 @@ def _search(graph: tf.Graph) -> None:
         for frame, loss in losses:
             refuse_mixed_arguments(frame, loss)
         _refuse_shared_data(root, frames)
+        _warn_of_several_optimizers(root, frames)
+
+
+def _warn_of_several_optimizers(root: Frame, frames: list[Frame]) -> None:
+    """Warns if losses of different optimizers depend on the same data."""
+    noted = [
+        (*frame.graph._optimizers_of_losses[loss.name], frame, loss)
+        for frame, loss in _noted("_optimizers_of_losses", frames)
+    ]
+    if len({optimizer for optimizer, *_ in noted}) < 2:
+        return
+    owners: dict[Hashable, tuple[int, str]] = {}
+    for optimizer, name, frame, loss in noted:
+        for key, tensor in data_within(root, frame, loss).items():
+            other, its_name = owners.setdefault(key, (optimizer, name))
+            if other != optimizer:
+                names = f"{its_name!r} and {name!r}"
+                warnings.warn(
+                    _SEVERAL_OPTIMIZERS.format(names=names, data=tensor.name), stacklevel=2
+                )
+                return
 
 
 def _refuse_shared_data(root: Frame, frames: list[Frame]) -> None:

@@ -34,6 +34,7 @@ from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.gradients.api import check_loss, check_method, per_example_gradients
 from tf_adaptive_dp.gradients.released import completion, mark_released, vouch_for
+from tf_adaptive_dp.gradients.watch import note_optimizer
 from tf_adaptive_dp.mechanism.clipping import Clipping, PerLayerClipping, serialize
 from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, NoiseKey
 from tf_adaptive_dp.mechanism.draw_numbers import (
@@ -345,6 +346,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             expected_batch_size=expected_batch_size,
             examples_per_user=self.examples_per_user,
         )
+        note_optimizer(loss, self)
         losses, rows_per_unit = source.example_losses, self.examples_per_user or 1
         refusals.refuse_counting(self, source)
         scale, shift = self._preconditioning.scale_and_shift(self, variables)
