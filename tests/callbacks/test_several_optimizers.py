@@ -215,3 +215,18 @@ def test_two_optimizers_on_one_batch_are_noticed(recwarn, own_batches, inner):
     step(tf.constant([1.0, 2.0]), tf.constant([1.0, 2.0]))
     said = [str(w.message) for w in recwarn if "same batch" in str(w.message)]
     assert not said if own_batches else "'encoder' and 'head'" in said[0]
+
+
+def test_two_optimizers_of_one_loss_are_noticed():
+    weights = [tf.Variable([1.0]), tf.Variable([1.0])]
+    optimizers = [dp.DPSGD(1.0, 1.0, name=name) for name in ("encoder", "head")]
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape(persistent=True) as tape:
+            loss = x * weights[0] * weights[1]
+        for optimizer, w in zip(optimizers, weights):
+            optimizer.minimize(loss, [w], tape)
+
+    with pytest.warns(UserWarning, match="same batch.*'encoder' and 'head'"):
+        step(tf.constant([1.0, 2.0]))

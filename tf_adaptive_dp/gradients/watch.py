@@ -53,10 +53,8 @@ def search_when_complete(loss: tf.Tensor) -> None:
     """
     if _remember("_private_losses", loss):
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
-            context = tf.distribute.get_replica_context()
-            replica = int(tf.get_static_value(context.replica_id_in_sync_group))
-            of_replicas = getattr(loss.graph, "_replicas_of_losses", {})
-            loss.graph._replicas_of_losses = {**of_replicas, loss.name: replica}
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            _remember("_replicas_of_losses", loss, int(tf.get_static_value(replica)))
         call_when_complete(loss.graph, _search)
 
 
@@ -67,9 +65,9 @@ def note_optimizer(loss: tf.Tensor, optimizer: Any) -> None:
       loss: the loss that the optimizer was given; nothing is noted of an eager one.
       optimizer: the optimizer.
     """
-    if is_symbolic(loss) and is_function(loss.graph):
-        others = getattr(loss.graph, "_optimizers_of_losses", {})
-        loss.graph._optimizers_of_losses = {**others, loss.name: (id(optimizer), optimizer.name)}
+    if is_symbolic(loss):
+        others = getattr(loss.graph, "_optimizers_of_losses", {}).get(loss.name, ())
+        _remember("_optimizers_of_losses", loss, (*others, (id(optimizer), optimizer.name)))
 
 
 def search_sums_when_complete(sums: Iterable[tf.Tensor]) -> None:
@@ -85,11 +83,11 @@ def search_sums_when_complete(sums: Iterable[tf.Tensor]) -> None:
             _remember("_private_sums", tensor)
 
 
-def _remember(attribute: str, tensor: tf.Tensor) -> bool:
-    """Notes a tensor on its function, if any; by name, so that both can be freed."""
+def _remember(attribute: str, tensor: tf.Tensor, value: Any = None) -> bool:
+    """Notes a tensor on its function, if any, with a value; by name, so that both can be freed."""
     graph = tensor.graph
     if is_function(graph):
-        setattr(graph, attribute, [*getattr(graph, attribute, ()), tensor.name])
+        setattr(graph, attribute, {**getattr(graph, attribute, {}), tensor.name: value})
         return True
     return False
 
@@ -100,10 +98,14 @@ def releases_within(graph: tf.Graph) -> bool:
 
 
 def _noted(attribute: str, frames: list[Frame]) -> list[tuple[Frame, tf.Tensor]]:
+    return [(frame, tensor) for frame, tensor, _ in _noted_values(attribute, frames)]
+
+
+def _noted_values(attribute: str, frames: list[Frame]) -> list[tuple[Frame, tf.Tensor, Any]]:
     return [
-        (frame, frame.graph.get_tensor_by_name(name))
+        (frame, frame.graph.get_tensor_by_name(name), value)
         for frame in frames
-        for name in getattr(frame.graph, attribute, ())
+        for name, value in getattr(frame.graph, attribute, {}).items()
     ]
 
 
@@ -125,13 +127,14 @@ def _search(graph: tf.Graph) -> None:
 def _warn_of_several_optimizers(root: Frame, frames: list[Frame]) -> None:
     """Warns if losses of different optimizers depend on the same data."""
     noted = [
-        (*frame.graph._optimizers_of_losses[loss.name], frame, loss)
-        for frame, loss in _noted("_optimizers_of_losses", frames)
+        (frame, loss, *of_one)
+        for frame, loss, optimizers in _noted_values("_optimizers_of_losses", frames)
+        for of_one in optimizers
     ]
-    if len({optimizer for optimizer, *_ in noted}) < 2:
+    if len({optimizer for _, _, optimizer, _ in noted}) < 2:
         return
     owners: dict[Hashable, tuple[int, str]] = {}
-    for optimizer, name, frame, loss in noted:
+    for frame, loss, optimizer, name in noted:
         for key, tensor in data_within(root, frame, loss).items():
             other, its_name = owners.setdefault(key, (optimizer, name))
             if other != optimizer:
@@ -149,8 +152,7 @@ def _refuse_shared_data(root: Frame, frames: list[Frame]) -> None:
     they got the same batch or exchange activations.
     """
     replica_of: dict[Hashable, int] = {}
-    for frame, loss in _noted("_replicas_of_losses", frames):
-        replica = frame.graph._replicas_of_losses[loss.name]
+    for frame, loss, replica in _noted_values("_replicas_of_losses", frames):
         found = data_within(root, frame, loss)
         if not found:
             raise NotPrivateError(_NO_DATA.format(name=loss.name))
