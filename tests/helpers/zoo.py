@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Callable
 
@@ -99,7 +98,7 @@ class Rows(PerExampleGradients):
 
     def __init__(self, *rows):
         self._rows = [tf.convert_to_tensor(r, tf.float32) for r in rows]
-        self.sizes = [math.prod(r.shape[1:]) for r in self._rows]
+        self.ranks = [r.shape.rank - 1 for r in self._rows]
         self.connected = [True] * len(rows)
 
     def _norms_of(self, k, scale, shift):

@@ -8,6 +8,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tf_adaptive_dp._keras.generation import GENERATION
+from tf_adaptive_dp.gradients.api import per_example_gradients
 
 
 @pytest.mark.parametrize("provenance", [None, "private", 1.0])
@@ -181,3 +182,21 @@ def test_gradients_that_only_the_preconditioner_makes_large_are_clipped(gradient
 
     step(tf.fill([1, 1000], 1e-20))
     assert 0.0 < np.linalg.norm(w.numpy().astype("float64")) <= 1.0 + 1e-6
+
+
+@pytest.mark.parametrize("gradients", ["traced", "materialized"])
+@pytest.mark.parametrize("shape", [[], [1, 1], [1, 1000]])
+def test_an_absent_example_stays_absent_whatever_the_preconditioner(gradients, shape):
+    # Or the weights of padding would seem to be ignored, and it would count as an example.
+    w = tf.Variable(tf.zeros([1, 1000]), name="w")
+
+    @tf.function
+    def squared_norms(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(x * w, axis=1)
+        return per_example_gradients(loss, [w], tape, gradients).squared_norms(
+            [tf.fill(shape, 1e9)]
+        )
+
+    norms = squared_norms(tf.concat([tf.zeros([1, 1000]), tf.ones([1, 1000])], 0)).numpy()
+    assert norms[0] == 0.0 < norms[1]

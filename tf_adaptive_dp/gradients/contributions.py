@@ -22,7 +22,6 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.tracing import in_xla
-from tf_adaptive_dp.gradients.source import UNSEEN
 from tf_adaptive_dp.gradients.variable_uses import AxisTransform
 
 # Per-example products are stored up to this size (64 MiB); larger ones are computed in chunks.
@@ -36,6 +35,9 @@ _ROUNDING = 2.0**-21
 _ONE_OPERATION = 2.0**-24
 # The most that a Gram form may raise the squares of norms of terms that are at right angles.
 _MOST_RAISED = 2.0**-4
+# Squares below the smallest normal float32 count as zero. Norms are raised by what they may lack,
+# which matters only for gradients that are the product of a huge number and a tiny one.
+_UNSEEN = 2.0**-126
 
 
 def keep_rows(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
@@ -282,7 +284,7 @@ class OuterGradient(Contribution):
     def _unseen(self, x_squared: tf.Tensor, delta_squared: tf.Tensor) -> tf.Tensor:
         """The most that underflow can have taken from ‖x‖²·‖δ‖², given the computed factors."""
         *_, n, m = self.shape
-        unseen = m * UNSEEN * x_squared + n * UNSEEN * delta_squared
+        unseen = m * _UNSEEN * x_squared + n * _UNSEEN * delta_squared
         # A gradient of exactly 0, such as that of an absent example, keeps the norm 0.
         for tensor in self.tensors:
             axes = list(range(1, tensor.shape.rank))

@@ -224,7 +224,7 @@ class MaterializedGradients(PerExampleGradients):
         penalties: Sequence[tf.Tensor] = (),
     ):
         """Computes the Jacobian; see `jacobian_rows` for the arguments."""
-        self.sizes = [v.shape.num_elements() for v in variables]
+        self.ranks = [v.shape.rank for v in variables]
         self.spoils_others = in_xla()
         self._rows = jacobian_rows(loss, variables, penalties, None if penalties else tape)
         self.connected = [r is not None for r in self._rows]

@@ -7,16 +7,12 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# Squares below the smallest normal float32 count as zero. Norms are raised by what they may lack,
-# which matters only for gradients that are the product of a huge number and a tiny one.
-UNSEEN = 2.0**-126
-
 
 class PerExampleGradients(abc.ABC):
     """Per-example gradients gᵢ, known only by their norms and weighted sums.
 
     Attributes:
-      sizes: the number of entries of each variable.
+      ranks: the number of axes of each variable.
       connected: for each variable, whether the loss depends on it.
       penalty_gradients: for each variable, the gradient of the loss terms that all examples share,
         or `None`.
@@ -30,7 +26,7 @@ class PerExampleGradients(abc.ABC):
         vanishing. All answers divide by it, which is exact.
     """
 
-    sizes: list[int]
+    ranks: list[int]
     connected: list[bool]
     penalty_gradients: list[tf.Tensor | None]
     counts_batch: bool
@@ -64,14 +60,12 @@ class PerExampleGradients(abc.ABC):
         found: list[tf.Tensor | None] = []
         for k, there in enumerate(self.connected):
             a = None if scale is None else tf.cast(scale[k], tf.float32)
+            if a is not None and a.shape.rank == 0:
+                # Within the squares: a large A brings back what would have vanished in them.
+                a = tf.reshape(a, [1] * self.ranks[k])
             b = None if shift is None else tf.cast(shift[k], tf.float32) * self.loss_scale
             if not there:
                 found.append(None)
-            elif a is not None and a.shape.rank == 0:
-                norms = _over(self._norms_of(k, None, b), self.loss_scale**2)
-                # A large A brings back what vanished in the squares.
-                unseen = self.sizes[k] * UNSEEN
-                found.append((norms + unseen) * tf.square(a))
             else:
                 found.append(_over(self._norms_of(k, a, b), self.loss_scale**2))
         return found

@@ -67,7 +67,7 @@ class TracedGradients(PerExampleGradients):
           only_rules: whether a variable that no rule covers is an error.
           paths: what messages call the variables; by default what TensorFlow calls them.
         """
-        self.sizes = [v.shape.num_elements() for v in variables]
+        self.ranks = [v.shape.rank for v in variables]
         self._paths = [path_of(v) for v in variables] if paths is None else list(paths)
         self._num_rows = tf.shape(loss)[0] if loss.shape[0] is None else loss.shape[0]
         self._per_row = examples_per_row
