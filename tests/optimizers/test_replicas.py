@@ -239,19 +239,26 @@ def as_it_is(step):
     return step
 
 
-@pytest.mark.parametrize("inner", [as_it_is, in_a_function])
-@pytest.mark.parametrize("own", [False, True])
-def test_every_replica_needs_a_batch_of_its_own(inner, own):
-    strategy = catalogue.mirrored()
-    with strategy.scope():
+def of_replica_with():
+    """The step of a replica on its rows, its weights and their optimizer."""
+    with catalogue.mirrored().scope():
         w = tf.Variable([1.0, 1.0])
         optimizer = dp.DPSGD(1.0, 0.0, learning_rate=1.0, expected_batch_size=4)
 
-    @inner
     def of_replica(x):
         with tf.GradientTape() as tape:
             loss = tf.linalg.matvec(x, w)
         optimizer.minimize(loss, [w], tape)
+
+    return of_replica, w, optimizer
+
+
+@pytest.mark.parametrize("inner", [as_it_is, in_a_function])
+@pytest.mark.parametrize("own", [False, True])
+def test_every_replica_needs_a_batch_of_its_own(inner, own):
+    strategy = catalogue.mirrored()
+    of_replica, w, optimizer = of_replica_with()
+    of_replica = inner(of_replica)
 
     @tf.function
     def step(x):
@@ -268,36 +275,18 @@ def test_every_replica_needs_a_batch_of_its_own(inner, own):
 
 
 def test_replicas_that_read_a_captured_batch_are_refused():
-    strategy = catalogue.mirrored()
-    with strategy.scope():
-        w = tf.Variable([1.0, 1.0])
-        optimizer = dp.DPSGD(1.0, 0.0, expected_batch_size=4)
+    of_replica, _, optimizer = of_replica_with()
     x = tf.constant([[1.0, 0.0], [0.0, 1.0]])
 
-    @tf.function
-    def step():
-        with tf.GradientTape() as tape:
-            loss = tf.linalg.matvec(x, w)
-        optimizer.minimize(loss, [w], tape)
-
     with pytest.raises(dp.NotPrivateError, match="depends on no input of the step"):
-        strategy.run(step)
+        catalogue.mirrored().run(tf.function(lambda: of_replica(x)))
     assert optimizer.ledger.num_releases == 0
 
 
 def test_an_eager_step_is_refused_on_several_replicas():
-    strategy = catalogue.mirrored()
-    with strategy.scope():
-        w = tf.Variable([1.0, 1.0])
-        optimizer = dp.DPSGD(1.0, 0.0, expected_batch_size=4)
-
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.linalg.matvec(x, w)
-        optimizer.minimize(loss, [w], tape)
-
+    of_replica, *_ = of_replica_with()
     with pytest.raises(dp.NotPrivateError, match="only a compiled step"):
-        strategy.run(step, (tf.constant([[1.0, 0.0]]),))
+        catalogue.mirrored().run(of_replica, (tf.constant([[1.0, 0.0]]),))
 
 
 class SumOverReplicas(tf.keras.layers.Layer):

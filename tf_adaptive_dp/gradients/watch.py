@@ -32,8 +32,6 @@ _NO_DATA = (
     "replicas have examples of their own. Received: {name}. Pass the batch to `strategy.run` as an "
     "argument, from a distributed data set."
 )
-
-
 _SEVERAL_OPTIMIZERS = (
     "Two optimizers release gradients of the same batch. The epsilon of each ledger alone is too "
     "small, and so is that of both added up: there is one draw, so both releases count as one with "

@@ -274,8 +274,25 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
       See `training.fit`; evaluated once, at the end.
     """
     del data_dir
-    problem = PROBLEMS[settings["data"]]
     train, test = load(settings["data"])
+    return fit(settings, train, test, PROBLEMS[settings["data"]].hidden_units)[0]
+
+
+def fit(
+    settings: dict[str, Any], train: Arrays, test: Arrays, hidden_units: Sequence[int]
+) -> tuple[dict[str, Any], tf.keras.Model]:
+    """One run on these data, with layers of these sizes.
+
+    Args:
+      settings: see `train`.
+      train: what to train on.
+      test: what to evaluate on, once, at the end.
+      hidden_units: of each hidden layer.
+
+    Returns:
+      See `training.fit`; and the model.
+    """
+    problem = PROBLEMS[settings["data"]]
     tf.keras.backend.clear_session()
     tf.keras.utils.set_random_seed(settings["seed"])
     first = [
@@ -293,7 +310,7 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     model = tf.keras.Sequential(
         [
             *first,
-            *(tf.keras.layers.Dense(units, activation="relu") for units in problem.hidden_units),
+            *(tf.keras.layers.Dense(units, activation="relu") for units in hidden_units),
             tf.keras.layers.Dense(problem.classes),
         ]
     )
@@ -307,13 +324,14 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     optimizer.ledger.other_events += others
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
     model.compile(optimizer, loss=loss, metrics=["accuracy"])
-    return training.fit(
+    result = training.fit(
         *(model, train, test),
         epochs=settings["epochs"],
         batch_size=problem.batch_size,
         delta=1e-5,
         judge_every=settings["epochs"],
     )
+    return result, model
 
 
 def plan_of_same_epsilon(settings: dict[str, Any], num_examples: int) -> tf_adaptive_dp.PrivacyPlan:
