@@ -390,7 +390,8 @@ class PrivacyPlan:
           log_dir: the directory for TensorBoard's files. `None` writes none.
         """
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the plan has warned of a large δ already
+            # The plan has warned of it already.
+            warnings.filterwarnings("ignore", message="`delta` should be")
             monitor = PrivacyMonitor(
                 *(self._num_units, self.delta, None if log_dir is None else str(log_dir)),
                 sampling=self.sampling,

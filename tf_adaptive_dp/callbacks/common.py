@@ -12,8 +12,6 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import callbacks_beside
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import unpaid_in
-from tf_adaptive_dp.optimizers.adadp import ADADP
-from tf_adaptive_dp.optimizers.untuned_sgd import UntunedSGD
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.draws import Sampling
 
@@ -94,7 +92,7 @@ class PrivateCallback(tf.keras.callbacks.Callback):
 def _refuse_rates(callbacks: Sequence[tf.keras.callbacks.Callback], optimizer: Any) -> None:
     """Raises for Keras's callbacks that set a learning rate which the optimizer adapts."""
     for callback in callbacks:
-        if isinstance(callback, _SET_RATES) and isinstance(optimizer, (ADADP, UntunedSGD)):
+        if isinstance(callback, _SET_RATES) and optimizer.adapts_learning_rate:
             raise ValueError(
                 f"{type(optimizer).__name__} adapts its learning rate, which the callback would "
                 "overwrite. Leave the callback out, or compile with an optimizer that keeps its "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -125,22 +125,17 @@ def _search(graph: tf.Graph) -> None:
 def _warn_of_several_optimizers(root: Frame, frames: list[Frame]) -> None:
     """Warns if losses of different optimizers depend on the same data."""
     noted = [
-        (frame, loss, *of_one)
+        (optimizer, frame, loss)
         for frame, loss, optimizers in _noted_values("_optimizers_of_losses", frames)
-        for of_one in optimizers
+        for optimizer in optimizers
     ]
-    if len({optimizer for _, _, optimizer, _ in noted}) < 2:
+    if len({optimizer for optimizer, _, _ in noted}) < 2:
         return
-    owners: dict[Hashable, tuple[int, str]] = {}
-    for frame, loss, optimizer, name in noted:
-        for key, tensor in data_within(root, frame, loss).items():
-            other, its_name = owners.setdefault(key, (optimizer, name))
-            if other != optimizer:
-                names = f"{its_name!r} and {name!r}"
-                warnings.warn(
-                    _SEVERAL_OPTIMIZERS.format(names=names, data=tensor.name), stacklevel=2
-                )
-                return
+    shared = _shared((owner, data_within(root, frame, loss)) for owner, frame, loss in noted)
+    if shared is not None:
+        names = " and ".join(repr(name) for _, name in shared.owners)
+        message = _SEVERAL_OPTIMIZERS.format(names=names, data=shared.data.name)
+        warnings.warn(message, stacklevel=2)
 
 
 def _refuse_shared_data(root: Frame, frames: list[Frame]) -> None:
@@ -149,11 +144,34 @@ def _refuse_shared_data(root: Frame, frames: list[Frame]) -> None:
     Whatever one replica clips, the others would release once more. It makes no difference whether
     they got the same batch or exchange activations.
     """
-    replica_of: dict[Hashable, int] = {}
+    data_of_losses = []
     for frame, loss, replica in _noted_values("_replicas_of_losses", frames):
         found = data_within(root, frame, loss)
         if not found:
             raise NotPrivateError(_NO_DATA.format(name=loss.name))
-        for key, tensor in found.items():
-            if replica_of.setdefault(key, replica) != replica:
-                raise NotPrivateError(_SHARED.format(name=tensor.name))
+        data_of_losses.append((replica, found))
+    shared = _shared(data_of_losses)
+    if shared is not None:
+        raise NotPrivateError(_SHARED.format(name=shared.data.name))
+
+
+class _Shared(NamedTuple):
+    """A tensor of data on which losses of two owners depend."""
+
+    data: tf.Tensor
+    owners: tuple[Any, Any]
+
+
+def _shared(data_of_losses: Iterable[tuple[Any, dict[Hashable, tf.Tensor]]]) -> _Shared | None:
+    """The first tensor on which losses of two owners depend, if there is one.
+
+    Args:
+      data_of_losses: for each loss its owner and what `data_within` found.
+    """
+    owners: dict[Hashable, Any] = {}
+    for owner, data in data_of_losses:
+        for key, tensor in data.items():
+            first = owners.setdefault(key, owner)
+            if first != owner:
+                return _Shared(tensor, (first, owner))
+    return None

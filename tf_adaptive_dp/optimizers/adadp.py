@@ -92,6 +92,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
     w = 0.10, next η = 0.11
     """
 
+    adapts_learning_rate = True
     needs_independent_noise = (
         "its error estimate is the distance between two gradients with independent noise"
     )

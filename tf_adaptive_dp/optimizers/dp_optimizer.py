@@ -80,6 +80,8 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
 
     # Why an update rule is not for correlated noise; `None` if it is.
     needs_independent_noise: ClassVar[str | None] = None
+    # Whether the optimizer sets its learning rate, so that nothing else may.
+    adapts_learning_rate: ClassVar[bool] = False
 
     def __init__(
         self,

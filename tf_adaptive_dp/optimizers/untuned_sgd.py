@@ -38,11 +38,15 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
         η_t = min(κ / (10·s·√(t + 10)), 1) · u
         θ_k ← θ_k − η_t·a_k·p_k
 
-    So neither the units of the inputs nor those of the loss matter, nor how large the weights of
-    one layer are beside those of the next. `update_rules.unit_steps` has the formulas. With side
-    information, all of this refers to preconditioned gradients. After a `DelayedPreconditioner` has
-    changed its A, another W batches measure the norms under it, and steps are multiplied by A, too:
-    θ ← θ − η·a·A·p. It may change only when that takes an eighth of the steps at most.
+    So the units of the inputs do not matter, nor how large the weights of one layer are beside
+    those of the next. Nor does it matter by which factor a loss is made smaller. A classification
+    loss made 1,000 times larger keeps steps that are too small: only the spread of the first losses
+    tells. `update_rules.unit_steps` has the formulas.
+
+    With side information, all of this refers to preconditioned gradients. After a
+    `DelayedPreconditioner` has changed its A, another W batches measure the norms under it, and
+    steps are multiplied by A, too: θ ← θ − η·a·A·p. It may change only when that takes an eighth of
+    the steps at most.
 
     `learning_rate` is η_t, and 0 during the first W batches.
 
@@ -73,6 +77,7 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
     True
     """
 
+    adapts_learning_rate = True
     needs_independent_noise = "its step size is that of sums of independent noise"
 
     def __init__(
