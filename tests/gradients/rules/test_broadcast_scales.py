@@ -81,7 +81,8 @@ def test_norms_are_those_of_the_wide_scale_and_of_batches_of_one(kind, mode, met
         parts = zip(rows, scale, shift)
         shifted = sum((((r + b) * a) ** 2).reshape(6, -1).sum(1) for r, a, b in parts)
         np.testing.assert_allclose(actual, plain, rtol=1e-4)
-        np.testing.assert_allclose(actual, of_wide, rtol=1e-5)
+        # Gram forms are raised by what float32 may lose of them, up to 3·120·2⁻²⁴ here.
+        np.testing.assert_allclose(actual, of_wide, rtol=3e-5)
         np.testing.assert_allclose(of_shifted, shifted, rtol=1e-4)
 
 
@@ -91,7 +92,7 @@ PRODUCTS = {"Square", "Mul", "MatMul", "BatchMatMulV2", "Einsum"}
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["dense", "embedding", "einsum", "dense in sequence"])
 @pytest.mark.parametrize("narrow", [True, False])
-def test_only_a_wide_scale_makes_products_of_the_size_of_the_kernel(kind, narrow):
+def test_only_a_wide_scale_of_a_kernel_makes_products_of_its_size(kind, narrow):
     problem = text_model(kind)
     shape = problem.variables[0].shape
     rows = [SIZE] + [1] * (shape.rank - 1) if narrow else shape
@@ -113,4 +114,5 @@ def test_only_a_wide_scale_makes_products_of_the_size_of_the_kernel(kind, narrow
         if node.op in PRODUCTS
     }
     kernel = SIZE * WIDTH
-    assert bool(sizes & {kernel, len(problem.batch[0]) * kernel}) != narrow
+    wide_products = bool(sizes & {kernel, len(problem.batch[0]) * kernel})
+    assert wide_products == (not narrow and kind != "embedding")  # it needs the rows in use only
