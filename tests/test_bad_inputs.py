@@ -310,7 +310,7 @@ ACCOUNTING = {
 
 AUDITS = {
     "monitor n": (lambda: dp.PrivacyMonitor(1e3, 0.1), T, received("num_examples", "1000.0")),
-    "monitor delta": (lambda: dp.PrivacyMonitor(9, "x"), V, received("delta", "'x'")),
+    "monitor delta": (lambda: dp.PrivacyMonitor(9, "x"), T, received("delta", "'x'")),
     "monitor sampling": (
         lambda: dp.PrivacyMonitor(9, 0.1, sampling=dp.PoissonSampling),
         V,

@@ -52,6 +52,26 @@ def integer(name: str, value: Any, minimum: int) -> int:
     return int(value)
 
 
+def probability(name: str, value: Any, *, or_one: bool = False) -> float:
+    """Returns `value` as a float, or raises.
+
+    Args:
+      name: the argument's name, for the message.
+      value: what the caller passed.
+      or_one: whether 1 is allowed, too.
+
+    Raises:
+      TypeError: if `value` is not a number.
+      ValueError: if it is not in (0, 1), or with `or_one` in (0, 1].
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"`{name}` must be a number. Received: {name}={value!r}")
+    if not (0 < value < 1 or (or_one and value == 1)):
+        interval = "(0, 1]" if or_one else "(0, 1)"
+        raise ValueError(f"`{name}` must be in {interval}. Received: {name}={value!r}")
+    return float(value)
+
+
 def boolean(name: str, value: Any) -> bool:
     """Returns `value`, or raises TypeError if it is neither true nor false."""
     if not isinstance(value, bool):

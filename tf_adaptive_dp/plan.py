@@ -182,9 +182,7 @@ class PrivacyPlan:
                 "Pass either `epsilon` or `noise_multiplier`; the plan computes the other one. "
                 f"Received: epsilon={epsilon!r}, noise_multiplier={noise_multiplier!r}"
             )
-        self.delta = composition.check_probability(
-            "delta", checks.number("delta", delta, 0, strict=True)
-        )
+        self.delta = checks.probability("delta", delta)
         self._users = _users(user_ids, examples_per_user, num_examples)
         self.num_users = None if self._users is None else self._users.num_users
         self._of_users: dict[str, Any] = {

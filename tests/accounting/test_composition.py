@@ -366,7 +366,7 @@ def test_the_search_computes_the_divergence_of_a_release_once():
         ({"delta": 0.0}, ValueError, r"`delta` must be in \(0, 1\). Received: delta=0.0"),
         ({"delta": 1.0}, ValueError, r"`delta` must be in \(0, 1\). Received: delta=1.0"),
         ({"delta": math.nan}, ValueError, r"`delta` must be in \(0, 1\). Received: delta=nan"),
-        ({"delta": "1e-5"}, ValueError, r"`delta` must be in \(0, 1\). Received: delta='1e-5'"),
+        ({"delta": "1e-5"}, TypeError, "`delta` must be a number. Received: delta='1e-5'"),
         ({"noise_multiplier": -1}, ValueError, "`noise_multiplier` must be finite and at least 0"),
         ({"noise_multiplier": math.nan}, ValueError, "Received: noise_multiplier=nan"),
         ({"noise_multiplier": math.inf}, ValueError, "Received: noise_multiplier=inf"),

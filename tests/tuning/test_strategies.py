@@ -213,7 +213,7 @@ def test_the_accountant_reaches_the_functions():
         (lambda: LiuTalwar(0.0), ValueError, "`gamma` must be in"),
         (lambda: LiuTalwar(1.01), ValueError, "`gamma` must be in"),
         (lambda: LiuTalwar(0.5, 0.0), ValueError, "`delta_2` must be in"),
-        (lambda: LiuTalwar(0.5, None), ValueError, "`delta_2` must be in"),
+        (lambda: LiuTalwar(0.5, None), TypeError, "`delta_2` must be a number"),
         (lambda: RepeatAndSelect(0.5), ValueError, "`mean_trials` must be finite and at least 1"),
         (lambda: RepeatAndSelect(5, -1.0), ValueError, "`shape` must be greater than -1"),
         (lambda: RepeatAndSelect(5, -math.inf), ValueError, "`shape` must be greater than -1"),

@@ -53,10 +53,10 @@ def noise_multiplier_for(
       1.5132
     """
     checks.number("epsilon", epsilon, 0, strict=True)
-    composition.check_probability("delta", delta)
-    composition.check_probability("sampling_probability", sampling_probability, or_one=True)
+    checks.probability("delta", delta)
+    checks.probability("sampling_probability", sampling_probability, or_one=True)
     checks.integer("steps", steps, 1)
-    composition.check_probability("tolerance", tolerance)
+    checks.probability("tolerance", tolerance)
 
     def spent(noise_multiplier: float) -> float:
         return composition.epsilon(noise_multiplier, sampling_probability, steps, delta, accountant)

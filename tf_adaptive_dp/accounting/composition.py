@@ -23,7 +23,6 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from numbers import Real
 from typing import Any, Callable
 
 import dp_accounting
@@ -121,7 +120,7 @@ def epsilon(
       0.489
     """
     noise_multiplier = checks.number("noise_multiplier", noise_multiplier, 0)
-    check_probability("sampling_probability", sampling_probability, or_one=True)
+    checks.probability("sampling_probability", sampling_probability, or_one=True)
     steps = checks.integer("steps", steps, 0)
     return composed_epsilon(
         {(noise_multiplier, sampling_probability): steps}, (), delta, accountant
@@ -266,15 +265,6 @@ def releases_left(
     return largest(lambda n: fits(n, accountant), by_rdp, at_most=at_most)
 
 
-def check_probability(name: str, value: Any, *, or_one: bool = False) -> float:
-    """Returns `value` if it is in (0, 1), or with `or_one` in (0, 1]; else raises ValueError."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not (is_number and (0 < value < 1 or (or_one and value == 1))):
-        interval = "(0, 1]" if or_one else "(0, 1)"
-        raise ValueError(f"`{name}` must be in {interval}. Received: {name}={value!r}")
-    return float(value)
-
-
 def in_units(ledger: Any) -> Any:
     """A ledger of users as one of nameless units, for callers that know the number of users."""
     if getattr(getattr(ledger, "ledger", ledger), "examples_per_user", None) is None:
@@ -410,7 +400,7 @@ def composed_epsilon(
     counts: Counts, events: Sequence[dp_accounting.DpEvent], delta: float, accountant: str
 ) -> float:
     """ε of releases and other events together; the order of composition does not matter."""
-    check_probability("delta", delta)
+    checks.probability("delta", delta)
     checks.choice("accountant", accountant, ACCOUNTANTS)
     counts = {release: count for release, count in counts.items() if count}
     bound = _compose_rdp(counts, events, delta)

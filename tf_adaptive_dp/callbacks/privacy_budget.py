@@ -72,7 +72,7 @@ class PrivacyBudget(PrivateCallback):
         self._per_step = checks.integer("releases_per_step", releases_per_step, 1)
         self._released = 0
         self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
-        self.delta = composition.check_probability("delta", delta)
+        self.delta = checks.probability("delta", delta)
         self.num_examples = checks.integer("num_examples", num_examples, 1)
         if batch_size is not None:
             checks.number("batch_size", batch_size, 0, strict=True)

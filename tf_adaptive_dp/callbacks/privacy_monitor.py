@@ -120,7 +120,7 @@ class PrivacyMonitor(PrivateCallback):
     ):
         super().__init__(optimizer)
         self.num_examples = checks.integer("num_examples", num_examples, 1)
-        self.delta = composition.check_probability("delta", delta)
+        self.delta = checks.probability("delta", delta)
         self.log_dir = log_dir
         self.sampling = sampling_epsilon.check_sampling(sampling)
         self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)

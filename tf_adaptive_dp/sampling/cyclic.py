@@ -90,9 +90,7 @@ class CyclicPoissonSampling(RandomSizes):
     _bits_of_step: ClassVar[int] = 2 * batch_order.BITS
 
     def __post_init__(self) -> None:
-        composition.check_probability(
-            "sampling_probability", self.sampling_probability, or_one=True
-        )
+        checks.probability("sampling_probability", self.sampling_probability, or_one=True)
         checks.integer("num_groups", self.num_groups, 2)
         checks.integer("max_batch_size", self.max_batch_size, 1)
         self._check_common()

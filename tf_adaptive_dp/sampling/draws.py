@@ -249,7 +249,7 @@ class Sampling(abc.ABC):
           TypeError, ValueError: as for `accounting.epsilon_spent`, and if the ledger or the
             optimizer contradicts the sampling.
         """
-        composition.check_probability("delta", delta)
+        checks.probability("delta", delta)
         checks.choice("accountant", accountant, composition.ACCOUNTANTS)
         self.check_ledger(ledger, num_examples)
         return self.account(ledger, num_examples, delta, accountant)

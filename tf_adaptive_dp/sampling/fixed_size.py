@@ -12,6 +12,7 @@ import numpy as np
 from dp_accounting import pld, rdp
 from dp_accounting.pld import pld_pmf, privacy_loss_mechanism
 
+from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import unprotected
 from tf_adaptive_dp.sampling import draws
@@ -75,7 +76,7 @@ def fixed_size_epsilon(
       ValueError: if a batch size is not an integer; if there are `other_events`, which hold for
         adding or removing an example.
     """
-    composition.check_probability("delta", delta)
+    checks.probability("delta", delta)
     segments, events = composition.counted_ledger(ledger, num_examples, in_epochs=False)
     if unprotected(events):
         return math.inf  # for any adjacency

@@ -239,9 +239,7 @@ class PoissonSampling(RandomSizes):
     label: ClassVar[str] = "poisson"
 
     def __post_init__(self) -> None:
-        composition.check_probability(
-            "sampling_probability", self.sampling_probability, or_one=True
-        )
+        checks.probability("sampling_probability", self.sampling_probability, or_one=True)
         checks.integer("max_batch_size", self.max_batch_size, 1)
         if self.examples_per_user is not None:
             checks.integer("examples_per_user", self.examples_per_user, 1)

@@ -12,7 +12,6 @@ from scipy import optimize
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import calibration, composition
-from tf_adaptive_dp.accounting.composition import check_probability
 from tf_adaptive_dp.tuning import search_epsilon, trial_count_distributions
 from tf_adaptive_dp.tuning.conversion import DEFAULT_ACCOUNTING, Accounting, checked_event
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect, Strategy
@@ -90,8 +89,8 @@ def _least_noise(
 ) -> float | None:
     """`noise_multiplier_for_selection`, or `None` if no noise multiplier meets the budget."""
     _check_budget(epsilon)
-    check_probability("delta", delta)
-    check_probability("tolerance", tolerance)
+    checks.probability("delta", delta)
+    checks.probability("tolerance", tolerance)
     if isinstance(make_trial, dp_accounting.DpEvent) or not callable(make_trial):
         raise TypeError(
             "`make_trial` must be a function from a noise multiplier to a `dp_accounting.DpEvent`. "
@@ -468,8 +467,8 @@ def recommend(
       ('repeat and select, geometric', 11.762)
     """
     checks.integer("space_size", space_size, 1)
-    check_probability("delta", delta)
-    check_probability("chance", chance)
+    checks.probability("delta", delta)
+    checks.probability("chance", chance)
     if mean_trials is not None:
         checks.number("mean_trials", mean_trials, 1)
     if epsilon is None:

@@ -15,7 +15,6 @@ from typing import ClassVar, Protocol
 import dp_accounting
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.accounting.composition import check_probability
 from tf_adaptive_dp.mechanism import noise
 from tf_adaptive_dp.tuning import search_epsilon, trial_count_distributions
 from tf_adaptive_dp.tuning.conversion import DEFAULT_ACCOUNTING, Accounting
@@ -268,8 +267,8 @@ class LiuTalwar:
     delta_2: float = 1e-20
 
     def __post_init__(self) -> None:
-        check_probability("gamma", self.gamma, or_one=True)
-        check_probability("delta_2", self.delta_2)
+        checks.probability("gamma", self.gamma, or_one=True)
+        checks.probability("delta_2", self.delta_2)
 
     @property
     def expected_trials(self) -> float:

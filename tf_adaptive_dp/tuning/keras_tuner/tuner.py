@@ -96,7 +96,7 @@ class HonestTuner(keras_tuner.Tuner):
     ):
         arguments.refuse_keras_tuners(of_keras_tuner)
         self._epsilon = checks.number("epsilon", epsilon, 0, strict=True)
-        self._delta = composition.check_probability("delta", delta)
+        self._delta = checks.probability("delta", delta)
         self._num_examples = checks.integer("num_examples", num_examples, 1)
         self._accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
         self._score = arguments.check_score(score)
