@@ -225,6 +225,7 @@ def test_setting_a_bad_value_changes_nothing(name):
         (lambda: dp.ADADP(1.0, 1.0, tolerance_decay=-1), ValueError, "`tolerance_decay`.*-1"),
         (lambda: dp.ADADP(1.0, 1.0, alpha_min=1.2), ValueError, "`alpha_min` must be at most 1"),
         (lambda: dp.ADADP(1.0, 1.0, alpha_max=0.9), ValueError, "`alpha_max`.*at least 1"),
+        (lambda: dp.ADADP(1.0, 1.0, initial_factor=0.5), ValueError, "`initial_factor`.*least 1"),
         (lambda: dp.ADADP(1.0, 1.0, keep="both"), ValueError, "`keep` must be one of"),
         (lambda: dp.ADADP(1.0, 1.0, learning_rate=0.0), ValueError, "`learning_rate`"),
         (

@@ -20,10 +20,17 @@ from tests.helpers.trajectories import (
 
 
 def adadp_reference(
-    eta, tolerance, keep, discard, frozen_after=None, decay=0.1, tolerance_decay=0.0
+    eta,
+    tolerance,
+    keep,
+    discard,
+    frozen_after=None,
+    decay=0.1,
+    tolerance_decay=0.0,
+    initial_factor=1.0,
 ):
     reference, theta = Reference(), np.append(W0, B0).astype(np.float64)
-    points, rates, k = [], [], 0
+    points, rates, below, k = [], [], set(), 0
     frozen_eta = None
     for k in range(STEPS):
         g = reference.gradient(theta, k)
@@ -41,7 +48,9 @@ def adadp_reference(
             tol = tolerance / np.sqrt(1 + tolerance_decay * (k // 2))
             if discard and error > tol:
                 theta = start
-            next_eta = eta = eta * min(max(tol / error, 0.9), 1.1)
+            below.add(error <= tol)
+            first = initial_factor if len(below) == 1 else 1.0
+            next_eta = eta = eta * min(max(tol / error, min(0.9, 1 / first)), max(1.1, first))
         points.append(theta)
         rates.append(next_eta)
     return np.array(points), rates
@@ -58,9 +67,19 @@ def test_adadp_follows_algorithm_2(keep, discard, tolerance):
         learning_rate=0.4,
         tolerance=tolerance,
         tolerance_decay=0.0,
+        initial_factor=1.0,
         keep=keep,
         discard=discard,
     )
+    assert_trajectory(optimizer, expected)
+    assert float(optimizer.learning_rate) == pytest.approx(rates[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("tolerance", [0.02, 0.12, 10.0])
+def test_adadp_searches_until_it_has_met_the_tolerance_from_both_sides(tolerance):
+    expected, rates = adadp_reference(0.4, tolerance, "half_steps", False, initial_factor=2.0)
+    assert rates != adadp_reference(0.4, tolerance, "half_steps", False)[1]
+    optimizer = dp.ADADP(**arguments(), learning_rate=0.4, tolerance=tolerance, tolerance_decay=0.0)
     assert_trajectory(optimizer, expected)
     assert float(optimizer.learning_rate) == pytest.approx(rates[-1], rel=1e-5)
 
@@ -72,7 +91,12 @@ def test_adadp_lowers_its_tolerance_step_by_step(discard):
     constant, _ = adadp_reference(0.4, 0.12, "half_steps", discard)
     assert np.max(np.abs(expected - constant)) > 1e-3
     optimizer = dp.ADADP(
-        **arguments(), learning_rate=0.4, tolerance=0.12, tolerance_decay=0.5, discard=discard
+        **arguments(),
+        learning_rate=0.4,
+        tolerance=0.12,
+        tolerance_decay=0.5,
+        initial_factor=1.0,
+        discard=discard,
     )
     assert_trajectory(optimizer, expected)
     assert float(optimizer.learning_rate) == pytest.approx(rates[-1], rel=1e-5)
@@ -80,7 +104,8 @@ def test_adadp_lowers_its_tolerance_step_by_step(discard):
 
 @pytest.mark.slow
 def test_adadp_takes_a_tolerance_that_fits_the_number_of_parameters():
-    expected, _ = adadp_reference(0.4, np.sqrt(4) / 50, "half_steps", True, tolerance_decay=0.005)
+    defaults = {"tolerance_decay": 0.005, "initial_factor": 2.0}
+    expected, _ = adadp_reference(0.4, np.sqrt(4) / 50, "half_steps", True, **defaults)
     assert_trajectory(dp.ADADP(**arguments(), learning_rate=0.4, discard=True), expected)
 
 
@@ -93,6 +118,7 @@ def test_adadp_freezes_and_decays(frozen_after):
         learning_rate=0.4,
         tolerance=0.12,
         tolerance_decay=0.0,
+        initial_factor=1.0,
         freeze_learning_rate_after=frozen_after,
     )
     assert_trajectory(optimizer, expected)
@@ -122,9 +148,11 @@ def test_adadp_judges_the_pair_over_all_variables_together():
     assert optimizer.acceptance == float(error <= 0.12)
 
 
-@pytest.mark.parametrize("gradient, factor", [(0.0, 1.1), (float("inf"), 0.9), (1e30, 0.9)])
-def test_adadp_keeps_a_finite_learning_rate(gradient, factor):
-    optimizer = dp.ADADP(1.0, 0.0, learning_rate=0.1, tolerance=0.3)
+@pytest.mark.parametrize("initial_factor, up, down", [(1.0, 1.1, 0.9), (2.0, 2.0, 0.5)])
+@pytest.mark.parametrize("gradient", [0.0, float("inf"), 1e30])
+def test_adadp_keeps_a_finite_learning_rate(gradient, initial_factor, up, down):
+    optimizer = dp.ADADP(1.0, 0.0, learning_rate=0.1, tolerance=0.3, initial_factor=initial_factor)
+    factor = down if gradient else up
     w = tf.Variable([1.0, 2.0])
     optimizer.build([w])
     for k in range(2):

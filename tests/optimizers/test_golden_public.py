@@ -117,7 +117,11 @@ def test_adadp_compares_steps_along_preconditioned_gradients():
             eta *= min(max(0.07 / error, 0.9), 1.1)
         points.append(theta)
     optimizer = dp.ADADP(
-        **arguments(side_information=fixed()), learning_rate=0.3, tolerance=0.07, tolerance_decay=0
+        **arguments(side_information=fixed()),
+        learning_rate=0.3,
+        tolerance=0.07,
+        tolerance_decay=0,
+        initial_factor=1.0,
     )
     assert_trajectory(optimizer, points)
     assert float(optimizer.learning_rate) == pytest.approx(eta, rel=1e-5)
@@ -279,6 +283,7 @@ def test_both_minibatches_of_a_step_of_adadp_share_the_statistics():
         learning_rate=ALPHA,
         tolerance=0.1,
         tolerance_decay=0,
+        initial_factor=1.0,
     )
     in_pairs = expected(lambda k: k % 2 == 0)
     assert_same(run_with_public(optimizer), in_pairs)

@@ -12,6 +12,7 @@ from tf_adaptive_dp.update_rules.step_doubling import (
     decayed_tolerance,
     default_tolerance,
     error_estimate,
+    factor_bounds,
     share_of_step,
     suggest_tolerance,
 )
@@ -175,3 +176,17 @@ BAD = {
 def test_a_tolerance_for_nothing_is_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         suggest_tolerance(*arguments)
+
+
+@pytest.mark.parametrize("judged, accepted", [(1, 0), (1, 1), (7, 7), (7, 0)])
+@pytest.mark.parametrize("initial_factor, expected", [(2.0, (0.5, 2.0)), (1.05, (0.9, 1.1))])
+def test_a_search_widens_the_bounds_and_never_narrows_them(
+    judged, accepted, initial_factor, expected
+):
+    found = factor_bounds(judged, accepted, 0.9, 1.1, initial_factor)
+    np.testing.assert_allclose(found, expected)
+
+
+@pytest.mark.parametrize("judged, accepted", [(2, 1), (9, 1), (9, 8)])
+def test_the_search_ends_once_errors_were_on_both_sides(judged, accepted):
+    np.testing.assert_allclose(factor_bounds(judged, accepted, 0.8, 1.3, 2.0), [0.8, 1.3])

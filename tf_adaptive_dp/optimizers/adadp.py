@@ -40,7 +40,9 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
 
     The tolerance falls with the number of steps: tol = tolerance / √(1 + tolerance_decay·t) after
     t pairs of minibatches. Otherwise the noise that accumulates over a long run would undo what
-    the model learned early. `tolerance_decay=0` gives the constant tolerance of the paper.
+    the model learned early. At first η may double or halve at once, until errors have been found
+    on both sides of the tolerance: with large batches there are too few steps for a search by
+    tenths. `tolerance_decay=0` and `initial_factor=1` give the paper's form of both.
 
     With side information, steps go along preconditioned gradients and err compares points of that
     flow. `PublicGradients` stays constant during the two minibatches of a step.
@@ -55,7 +57,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
     Args:
       {{mechanism_args}}
       {{side_information_args}}
-      learning_rate: the first η. The first epoch finds a suitable rate from almost any value.
+      learning_rate: the first η. The first steps find a suitable rate from almost any value.
       tolerance: tol at the start. `None` uses 1, the value printed in the paper, or √d / 50 if d,
         the number of parameters, is below 2,500, or √(d / 270,000) if d is above 270,000. The
         paper's code counted every parameter ten times in err, so its results correspond to 1/√10.
@@ -63,6 +65,9 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
       tolerance_decay: how fast tol falls. 0 keeps it constant.
       alpha_min: the smallest factor of one adaptation.
       alpha_max: the largest factor of one adaptation.
+      initial_factor: how much larger or smaller one adaptation may make η at first, until there
+        have been errors above tol and below it. 1 leaves this to `alpha_min` and `alpha_max`, as
+        the paper does.
       keep: which point to keep after two minibatches: `"half_steps"`, θ̃ (the supplement), or
         `"euler"`, θ̂ (version 1).
       discard: whether to return to the point before both minibatches if err > tol.
@@ -89,7 +94,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
     ...         loss = tf.constant([-1.0, -1.0]) * w
     ...     _ = optimizer.minimize(loss, [w], tape)
     >>> print(f"w = {w.numpy()[0]:.2f}, next η = {optimizer.learning_rate.numpy():.2f}")
-    w = 0.10, next η = 0.11
+    w = 0.10, next η = 0.20
     """
 
     adapts_learning_rate = True
@@ -108,6 +113,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
         tolerance_decay: float = 0.005,
         alpha_min: float = 0.9,
         alpha_max: float = 1.1,
+        initial_factor: float = 2.0,
         keep: str = "half_steps",
         discard: bool = False,
         freeze_learning_rate_after: int | None = None,
@@ -143,6 +149,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
         self.alpha_max = checks.number("alpha_max", alpha_max, 1)
         if self.alpha_min > 1:
             raise ValueError(f"`alpha_min` must be at most 1. Received: alpha_min={alpha_min!r}")
+        self.initial_factor = checks.number("initial_factor", initial_factor, 1)
         self.keep = checks.choice("keep", keep, ("half_steps", "euler"))
         self.discard = checks.boolean("discard", discard)
         if freeze_learning_rate_after is not None:
@@ -211,9 +218,11 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
         self._pair = _Pair(judge, frozen, accepted)
         iterations = update_each(grads_and_vars)
         self._pair = None
-        adapted = step_doubling.adapted_learning_rate(
-            eta, error, tolerance, self.alpha_min, self.alpha_max
+        judged, accepted = tf.unstack(self._judged)
+        bounds = step_doubling.factor_bounds(
+            judged, accepted, self.alpha_min, self.alpha_max, self.initial_factor
         )
+        adapted = step_doubling.adapted_learning_rate(eta, error, tolerance, *bounds)
         self.learning_rate.assign(self._next_learning_rate(eta, adapted, odd, iterations))
         return iterations
 
@@ -298,6 +307,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
             "tolerance_decay": self.tolerance_decay,
             "alpha_min": self.alpha_min,
             "alpha_max": self.alpha_max,
+            "initial_factor": self.initial_factor,
             "keep": self.keep,
             "discard": self.discard,
             "freeze_learning_rate_after": self.freeze_learning_rate_after,

@@ -74,8 +74,8 @@ def adapted_learning_rate(
     learning_rate: tf.Tensor,
     error: tf.Tensor,
     tolerance: float,
-    alpha_min: float = 0.9,
-    alpha_max: float = 1.1,
+    alpha_min: float | tf.Tensor = 0.9,
+    alpha_max: float | tf.Tensor = 1.1,
 ) -> tf.Tensor:
     """The next learning rate, Algorithm 1: η · min(max(tol / err, α_min), α_max).
 
@@ -97,6 +97,40 @@ def adapted_learning_rate(
     """
     factor = tf.clip_by_value(_tolerance_by_error(error, tolerance), alpha_min, alpha_max)
     return tf.clip_by_value(tf.cast(learning_rate, tf.float32) * factor, _SMALLEST, _LARGEST)
+
+
+def factor_bounds(
+    judged: tf.Tensor,
+    accepted: tf.Tensor,
+    alpha_min: float,
+    alpha_max: float,
+    initial_factor: float,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """α_min and α_max of the next adaptation; wider until errors were on both sides of tol.
+
+    A first η that is 100 times too small takes 49 steps to grow by tenths, which is a large part of
+    a run with large batches, and 7 to double. Once errors have been above the tolerance and below
+    it, the bounds are those of the paper. The search is our addition.
+
+    Args:
+      judged: how many errors were compared with the tolerance.
+      accepted: how many of them were not above it.
+      alpha_min: the smallest factor after the search.
+      alpha_max: the largest factor after the search.
+      initial_factor: by how much the search may change η in one step, up or down; 1 leaves it out.
+
+    Returns:
+      Two scalars, float32.
+
+    >>> for accepted in (0, 2, 3):
+    ...     print([round(float(a), 2) for a in factor_bounds(3, accepted, 0.9, 1.1, 2.0)])
+    [0.5, 2.0]
+    [0.9, 1.1]
+    [0.5, 2.0]
+    """
+    searches = tf.equal(accepted, 0) | tf.equal(accepted, judged)
+    smallest = tf.where(searches, min(alpha_min, 1 / initial_factor), alpha_min)
+    return smallest, tf.where(searches, max(alpha_max, initial_factor), alpha_max)
 
 
 def share_of_step(error: tf.Tensor, tolerance: float) -> tf.Tensor:

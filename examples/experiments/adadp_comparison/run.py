@@ -147,7 +147,7 @@ def plan(how: Scale, trials: Sequence[Trial]) -> list[Settings]:
 
 def _variants(how: Scale) -> list[dict[str, Any]]:
     """ADADP's arguments: none; the authors' tolerance; the printed one; figure 4's schedule."""
-    authors = {"tolerance": 10**-0.5, "tolerance_decay": 0.0}
+    authors = {"tolerance": 10**-0.5, "tolerance_decay": 0.0, "initial_factor": 1.0}
     schedule = {
         "freeze_learning_rate_after": how.epochs // 2,
         "steps_per_epoch": how.num_train // BATCH_SIZE,

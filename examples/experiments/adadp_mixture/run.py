@@ -65,7 +65,7 @@ def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
     )
     methods: list[tuple[str, dict[str, float]]] = [
         ("ADADP", {}),
-        ("ADADP", {"tolerance": tolerance, "tolerance_decay": 0.0}),
+        ("ADADP", {"tolerance": tolerance, "tolerance_decay": 0.0, "initial_factor": 1.0}),
     ]
     methods += [("DPSGD", {"learning_rate": float(f"{10 ** (k / 2):.3g}")}) for k in exponents]
     return [

@@ -102,14 +102,12 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
       See `training.fit`, and "num_parameters"; evaluated once, on held-out training data.
     """
     del data_dir
-    (x, y), _ = untuned.load(settings["data"])
-    order = np.random.default_rng(7).permutation(len(y))
-    held_out, rest = np.split(order, [len(y) // 5])
     arguments = {"l2_norm_clip": 1.0, "tolerance": settings["tolerance"]}
     of_untuned = {**settings, "optimizer": "ADADP", "arguments": arguments, "normalized": True}
-    result, model = untuned.fit(
-        of_untuned, (x[rest], y[rest]), (x[held_out], y[held_out]), settings["hidden_units"]
+    problem = dataclasses.replace(
+        untuned.PROBLEMS[settings["data"]], hidden_units=tuple(settings["hidden_units"])
     )
+    result, model = untuned.fit_without_test_data(of_untuned, problem)
     sizes = [int(np.prod(v.shape)) for v in model.trainable_variables]
     return {**result, "num_parameters": sum(sizes)}
 

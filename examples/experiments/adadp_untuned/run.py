@@ -49,7 +49,7 @@ TITLES = {
 }
 ADADP = {
     "adadp": {},
-    "adadp_constant": {"tolerance": 10**-0.5, "tolerance_decay": 0.0},
+    "adadp_constant": {"tolerance": 10**-0.5, "tolerance_decay": 0.0, "initial_factor": 1.0},
     "adadp_averaged": {"use_ema": True, "ema_momentum": 0.998},
     "adadp_automatic": {"clipping": "automatic"},
 }

@@ -275,24 +275,41 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     """
     del data_dir
     train, test = load(settings["data"])
-    return fit(settings, train, test, PROBLEMS[settings["data"]].hidden_units)[0]
+    return fit(settings, train, test, PROBLEMS[settings["data"]])[0]
+
+
+def fit_without_test_data(
+    settings: dict[str, Any], problem: Problem
+) -> tuple[dict[str, Any], tf.keras.Model]:
+    """One run on four fifths of the training data, evaluated on the others.
+
+    Args:
+      settings: see `train`.
+      problem: that of "data", or a variant of it.
+
+    Returns:
+      See `fit`.
+    """
+    (x, y), _ = load(settings["data"])
+    order = np.random.default_rng(7).permutation(len(y))
+    held_out, rest = np.split(order, [len(y) // 5])
+    return fit(settings, (x[rest], y[rest]), (x[held_out], y[held_out]), problem)
 
 
 def fit(
-    settings: dict[str, Any], train: Arrays, test: Arrays, hidden_units: Sequence[int]
+    settings: dict[str, Any], train: Arrays, test: Arrays, problem: Problem
 ) -> tuple[dict[str, Any], tf.keras.Model]:
-    """One run on these data, with layers of these sizes.
+    """One run on these data.
 
     Args:
       settings: see `train`.
       train: what to train on.
       test: what to evaluate on, once, at the end.
-      hidden_units: of each hidden layer.
+      problem: its layers and batch size count.
 
     Returns:
       See `training.fit`; and the model.
     """
-    problem = PROBLEMS[settings["data"]]
     tf.keras.backend.clear_session()
     tf.keras.utils.set_random_seed(settings["seed"])
     first = [
@@ -301,7 +318,7 @@ def fit(
     ]
     noise, others = settings["noise_multiplier"], ()
     if settings.get("normalized"):
-        plan = plan_of_same_epsilon(settings, len(train[1]))
+        plan = plan_of_same_epsilon(settings, len(train[1]), problem.batch_size)
         noise, others = plan.noise_multiplier, plan.other_events
         inputs = train[0]
         if len(first) > 1:
@@ -310,7 +327,7 @@ def fit(
     model = tf.keras.Sequential(
         [
             *first,
-            *(tf.keras.layers.Dense(units, activation="relu") for units in hidden_units),
+            *(tf.keras.layers.Dense(units, activation="relu") for units in problem.hidden_units),
             tf.keras.layers.Dense(problem.classes),
         ]
     )
@@ -334,12 +351,14 @@ def fit(
     return result, model
 
 
-def plan_of_same_epsilon(settings: dict[str, Any], num_examples: int) -> tf_adaptive_dp.PrivacyPlan:
+def plan_of_same_epsilon(
+    settings: dict[str, Any], num_examples: int, batch_size: int
+) -> tf_adaptive_dp.PrivacyPlan:
     """The plan that pays for a normalization with what the others spend without it."""
     numbers = {
         "delta": 1e-5,
         "num_examples": num_examples,
-        "batch_size": PROBLEMS[settings["data"]].batch_size,
+        "batch_size": batch_size,
         "epochs": settings["epochs"],
         "accountant": "rdp",
     }
