@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -192,49 +193,81 @@ def slice_(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     return layout
 
 
+class _Slot(NamedTuple):
+    """What a `StridedSlice` does to one axis.
+
+    Attributes:
+      kind: `"new"` for an axis that it adds, `"shrink"` for one of which it takes one entry,
+        `"slice"`, and `"whole"` for one under an ellipsis or after the last index.
+      k: the place in the brackets that says so.
+      source: the axis of the input; that which follows, if it is new.
+      target: the axis of the output; that which follows, if it shrinks.
+    """
+
+    kind: str
+    k: int
+    source: int
+    target: int
+
+
 def _mask(op: tf.Operation, name: str, bit: int) -> bool:
     return bool(op.get_attr(f"{name}_mask") & 1 << bit)
+
+
+def _kind(op: tf.Operation, k: int) -> str:
+    if _mask(op, "ellipsis", k):
+        return "ellipsis"
+    if _mask(op, "new_axis", k):
+        return "new"
+    return "shrink" if _mask(op, "shrink_axis", k) else "slice"
+
+
+def _slots(op: tf.Operation) -> Iterator[_Slot]:
+    """The axes of a `StridedSlice` in order; its strides and the input's rank must be known."""
+    rank, count = op.inputs[0].shape.rank, len(static_value(op.inputs[3]))
+    kinds = [_kind(op, k) for k in range(count)]
+    indexed = sum(kind in ("shrink", "slice") for kind in kinds)
+    if "ellipsis" not in kinds:
+        kinds.append("ellipsis")  # axes after the last index stay whole
+    source = target = 0
+    for k, kind in enumerate(kinds):
+        if kind == "ellipsis":
+            for _ in range(rank - indexed):
+                yield _Slot("whole", k, source, target)
+                source, target = source + 1, target + 1
+            continue
+        yield _Slot(kind, k, source, target)
+        source, target = source + (kind != "new"), target + (kind != "shrink")
 
 
 @register_layout("StridedSlice")
 @unless_cross_example
 def strided_slice(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Python's slices: they must leave the batch axis whole."""
-    layout, rank = batch_axes[op.inputs[0]], op.inputs[0].shape.rank
+    tensor, layout = op.inputs[0], batch_axes[op.inputs[0]]
     strides = static_value(op.inputs[3])
     if (
         not isinstance(layout, BatchAxis)
-        or rank is None
+        or tensor.shape.rank is None
         or strides is None
         or any(map(batch_axes.depends, op.inputs[1:]))
     ):
         return CrossExample(op, "cuts out a block that depends on the data")
+    of_input = (slot for slot in _slots(op) if slot.kind != "new")
+    kind, k, source, target = next(slot for slot in of_input if slot.source == layout.axis)
+    if kind == "whole":
+        return layout.at(target)
+    from_start, to_end = _mask(op, "begin", k), _mask(op, "end", k)
+    if kind == "shrink" and not from_start and layout == BatchAxis(layout.axis):
+        found = _example_at(op, k, batch_axes)
+        if found is not None:
+            return found
     begin, end = (batch_axes.entries(t) for t in op.inputs[1:3])
-    count = len(strides)
-    spelled = sum(not (_mask(op, "new_axis", k) or _mask(op, "ellipsis", k)) for k in range(count))
-    source = target = 0
-    for k in range(count):
-        if _mask(op, "ellipsis", k):
-            skipped = rank - spelled
-            if source <= layout.axis < source + skipped:
-                return layout.at(target + layout.axis - source)
-            source, target = source + skipped, target + skipped
-        elif _mask(op, "new_axis", k):
-            target += 1
-        else:
-            if source == layout.axis:
-                from_0 = _mask(op, "begin", k) or begin[k] == Size(0)
-                to_end = _mask(op, "end", k) or end[k] == batch_axes.size(op.inputs[0], source)
-                shrunk = _mask(op, "shrink_axis", k)
-                if shrunk and not _mask(op, "begin", k) and layout == BatchAxis(layout.axis):
-                    found = _example_at(op, k, batch_axes)
-                    if found is not None:
-                        return found
-                if shrunk or not from_0 or not to_end or strides[k] != 1:
-                    return CrossExample(op, "takes some examples of the batch")
-                return layout.at(target)
-            source, target = source + 1, target + (not _mask(op, "shrink_axis", k))
-    return layout.at(target + layout.axis - source)
+    from_start = from_start or begin[k] == Size(0)
+    to_end = to_end or end[k] == batch_axes.size(tensor, source)
+    if kind == "shrink" or not from_start or not to_end or strides[k] != 1:
+        return CrossExample(op, "takes some examples of the batch")
+    return layout.at(target)
 
 
 def _example_at(op: tf.Operation, k: int, batch_axes: BatchAxes) -> OneExample | None:
@@ -256,42 +289,21 @@ def source_axis(op: tf.Operation, axis: int) -> int | None:
     Returns:
       `None` for an axis that is new.
     """
-    rank, count = op.inputs[0].shape.rank, len(static_value(op.inputs[3]))
-    spelled = sum(not (_mask(op, "new_axis", k) or _mask(op, "ellipsis", k)) for k in range(count))
-    source = 0
-    axes: list[int | None] = []
-    for k in range(count):
-        if _mask(op, "ellipsis", k):
-            skipped = rank - spelled
-            axes += range(source, source + skipped)
-            source += skipped
-        elif _mask(op, "new_axis", k):
-            axes.append(None)
-        else:
-            axes += [] if _mask(op, "shrink_axis", k) else [source]
-            source += 1
-    return [*axes, *range(source, rank)][axis]
+    of_output = [slot for slot in _slots(op) if slot.kind != "shrink"]
+    return None if of_output[axis].kind == "new" else of_output[axis].source
 
 
 def whole_axes(op: tf.Operation) -> set[int]:
     """The axes of the input of a `StridedSlice` that its attributes say it takes whole."""
-    rank, strides = op.inputs[0].shape.rank, static_value(op.inputs[3])
+    strides = static_value(op.inputs[3])
     if strides is None:
         return set()
-    count = len(strides)
-    spelled = sum(not (_mask(op, "new_axis", k) or _mask(op, "ellipsis", k)) for k in range(count))
-    source = 0
-    whole: set[int] = set()
-    for k in range(count):
-        if _mask(op, "ellipsis", k):
-            whole |= set(range(source, source + rank - spelled))
-            source += rank - spelled
-        elif not _mask(op, "new_axis", k):
-            everything = _mask(op, "begin", k) and _mask(op, "end", k) and strides[k] == 1
-            if everything and not _mask(op, "shrink_axis", k):
-                whole.add(source)
-            source += 1
-    return whole | set(range(source, rank))
+
+    def is_whole(kind: str, k: int) -> bool:
+        from_start_to_end = _mask(op, "begin", k) and _mask(op, "end", k) and strides[k] == 1
+        return kind == "slice" and from_start_to_end
+
+    return {s.source for s in _slots(op) if s.kind == "whole" or is_whole(s.kind, s.k)}
 
 
 @register_layout("Pad", "PadV2", "MirrorPad")
