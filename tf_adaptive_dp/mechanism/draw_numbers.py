@@ -28,6 +28,7 @@ from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.mechanism.padding import (
     Order,
+    fit_to_rows,
     has_weights,
     is_ours,
     marks_in,
@@ -78,7 +79,7 @@ def _row_contents(tensors: Sequence[tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
     for place, tensor in enumerate(tensors):
         tensor = tf.cast(tensor, tf.float32)
         if tensor.shape.rank == 1:
-            rows.append(_fitted((1 + 0.377 * place) * tensor, loss))
+            rows.append(fit_to_rows((1 + 0.377 * place) * tensor, loss))
             continue
         columns = tensor.shape[1:].num_elements()
         if columns is None:
@@ -87,17 +88,8 @@ def _row_contents(tensors: Sequence[tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
         else:
             direction = np.random.default_rng(place).uniform(0.5, 1.5, columns).astype(np.float32)
         flat = tf.reshape(tensor, [tf.shape(tensor)[0], columns])
-        rows.append(_fitted(tf.linalg.matvec(flat, direction), loss))
+        rows.append(fit_to_rows(tf.linalg.matvec(flat, direction), loss))
     return tf.add_n(rows)
-
-
-def _fitted(rows: tf.Tensor, loss: tf.Tensor) -> tf.Tensor:
-    """Cuts or pads to as many rows as the loss has; inputs of unknown size may differ."""
-    if rows.shape[0] is not None and rows.shape[0] == loss.shape[0]:
-        return rows
-    size = tf.shape(loss)[0]
-    rows = rows[:size]
-    return tf.pad(rows, [[0, size - tf.size(rows)]])
 
 
 def _fed(loss: tf.Tensor) -> list[tf.Tensor]:
@@ -117,7 +109,7 @@ def _weights(fed: Sequence[tf.Tensor], loss: tf.Tensor) -> list[tf.Tensor]:
     vectors = [vector_of_weights(tensor) for tensor in fed]
     of_tokens = [t for t in sample_weights_among(fed, loss.graph) if t.shape.rank == 2]
     vectors += [weights_of_rows(t) for t in of_tokens if t.shape[1] != 1]
-    return [_fitted(tf.cast(v, tf.float32), loss) for v in vectors if v is not None]
+    return [fit_to_rows(tf.cast(v, tf.float32), loss) for v in vectors if v is not None]
 
 
 def rows_without_padding(loss: tf.Tensor) -> int | None:

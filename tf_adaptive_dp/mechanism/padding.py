@@ -71,6 +71,23 @@ def has_weights(fed: Sequence[tf.Tensor], graph: tf.Graph) -> bool:
     return any(vectors) or bool(sample_weights_among(fed, graph))
 
 
+def fit_to_rows(values: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
+    """Cuts or pads a vector to one entry per loss; inputs of unknown size may have others.
+
+    Args:
+      values: [N], numbers of the rows of an input.
+      losses: [B], the losses of examples.
+
+    Returns:
+      [B]; what is missing is 0.
+    """
+    if values.shape[0] is not None and values.shape[0] == losses.shape[0]:
+        return values
+    size = tf.shape(losses)[0]
+    values = values[:size]
+    return tf.pad(values, [[0, size - tf.size(values)]])
+
+
 def marks_in(weights: tf.Tensor) -> tf.Tensor:
     """[B], bool: the zeros of a float32 vector that have a negative sign."""
     return tf.equal(weights, 0.0) & (tf.bitcast(weights, tf.int32) < 0)
@@ -174,16 +191,9 @@ def rows_of_padding(losses: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor | No
         return None
     weights = [tf.cast(w, tf.float32) for w in weights]
     ours = tf.stack([is_ours(w, rows_per_unit) & (tf.size(w) == tf.size(losses)) for w in weights])
-    fitted = tf.stack([_fitted(w, losses) for w in weights])
+    fitted = tf.stack([fit_to_rows(w, losses) for w in weights])
     # The marks alone show half of the padding, also where some vector has lost its zeros.
     ours = ours[:, tf.newaxis]
     marked = tf.reduce_any(ours & marks_in(fitted), axis=0)
     in_all = tf.reduce_all(~ours | tf.equal(fitted, 0.0), axis=0) & tf.reduce_any(ours, axis=0)
-    return marked | in_all
-
-
-def _fitted(weights: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
-    """Weights with as many entries as losses; something else that is fed may have others."""
-    size = tf.shape(losses)[0]
-    fitted = tf.pad(weights[:size], [[0, tf.maximum(size - tf.size(weights), 0)]])
-    return tf.ensure_shape(fitted, losses.shape)
+    return tf.ensure_shape(marked | in_all, losses.shape)
