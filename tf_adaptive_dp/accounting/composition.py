@@ -30,7 +30,14 @@ import numpy as np
 from dp_accounting import pld, rdp
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.accounting.ledger import Checks, Ledger, Releases, Segment, wrong_size
+from tf_adaptive_dp.accounting.ledger import (
+    Checks,
+    Ledger,
+    Releases,
+    Segment,
+    ledger_of,
+    wrong_size,
+)
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 
 __all__ = [
@@ -267,9 +274,9 @@ def releases_left(
 
 def in_units(ledger: Any) -> Any:
     """A ledger of users as one of nameless units, for callers that know the number of users."""
-    if getattr(getattr(ledger, "ledger", ledger), "examples_per_user", None) is None:
+    found = ledger_of(ledger)
+    if getattr(found, "examples_per_user", None) is None:
         return ledger
-    found = getattr(ledger, "ledger", ledger)
     return Releases(found.segments, found.other_events, found.checks)
 
 
@@ -333,14 +340,14 @@ def checks_of(
 
 def noise_of(ledger: Any) -> NoiseStrategy:
     """How the noise of the releases in a ledger, or in that of an optimizer, is correlated."""
-    return getattr(getattr(ledger, "ledger", ledger), "noise", None) or IndependentNoise()
+    return getattr(ledger_of(ledger), "noise", None) or IndependentNoise()
 
 
 def _read(
     ledger: Any, num_examples: int, correlated: bool = False
 ) -> tuple[list[tuple[Segment, Checks]], tuple[dp_accounting.DpEvent, ...]]:
     checks.integer("num_examples", num_examples, 1)
-    found = getattr(ledger, "ledger", ledger)
+    found = ledger_of(ledger)
     if not (hasattr(found, "segments") and hasattr(found, "other_events")):
         raise TypeError(
             f"`ledger` must be a ledger or an optimizer that has one. Received: ledger={ledger!r}"

@@ -500,6 +500,11 @@ class Ledger:
         return int(self._counts.numpy().sum())
 
 
+def ledger_of(ledger: Any) -> Any:
+    """The ledger of an optimizer; what has no attribute `ledger` is taken for a ledger itself."""
+    return getattr(ledger, "ledger", ledger)
+
+
 def gaussian_events(noise_multipliers: Sequence[float]) -> tuple[dp_accounting.DpEvent, ...]:
     """The events of a saved ledger.
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.accounting.ledger import ledger_of
 
 # How many examples a sampling has drawn from in this process. A sampling is a frozen value, which
 # the data does not belong to; but ε depends on their number.
@@ -70,7 +71,7 @@ def check_num_examples(sampling: Sampling, num_examples: int) -> None:
 
 def examples_per_user_of(ledger: Any) -> int | None:
     """The `examples_per_user` of a ledger, or of the optimizer that has it."""
-    return getattr(getattr(ledger, "ledger", ledger), "examples_per_user", None)
+    return getattr(ledger_of(ledger), "examples_per_user", None)
 
 
 def check_unit(sampling: Sampling | str, ledger: Any) -> None:
