@@ -56,7 +56,7 @@ def fitted(reduction):
     return model.optimizer
 
 
-def test_keras_says_what_is_quoted_of_it_and_the_cure_helps():
+def test_keras_says_what_is_quoted_of_it_and_the_fix_helps():
     assert FROM_KERAS in QUOTES
     with pytest.raises(ValueError, match=re.escape(FROM_KERAS.rstrip(" …"))):
         fitted({"reduction": "none"})

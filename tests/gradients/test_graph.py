@@ -78,8 +78,8 @@ def test_models_that_mix_examples_are_refused(name, mode):
         norms(MIXING[name](), mode)
     # Eager execution does not show what reduces over the batch.
     is_normalization = mode == "eager" or name.startswith("BatchNormalization")
-    cured = "`tf.keras.layers.GroupNormalization` or `LayerNormalization`" in str(error.value)
-    assert cured == is_normalization
+    told = "`tf.keras.layers.GroupNormalization` or `LayerNormalization`" in str(error.value)
+    assert told == is_normalization
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 2), (3, 3, 2)], ids=str)

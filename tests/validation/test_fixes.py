@@ -199,7 +199,7 @@ class Needy(Subclassed):
         self.something = something
 
 
-def test_what_cannot_be_copied_stays_with_its_cure():
+def test_what_cannot_be_copied_stays_with_its_findings():
     x = floats(6, 5)
     model = shaken(Needy(object()), x)
     report = dp.validate(model, (x, Y), loss=LOSS, optimizer=dp.DPSGD(1.0, 1.0), fix=True)

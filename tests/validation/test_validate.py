@@ -1,4 +1,4 @@
-"""Each defect is found with its place and its cure, all at once; what is clean has none."""
+"""Each defect is found with its place and its fix, all at once; what is clean has none."""
 
 import dataclasses
 import re
@@ -180,10 +180,10 @@ def test_a_vector_that_a_layer_adds_to_the_loss_is_part_of_it():
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", OF_LAYERS)
 def test_what_is_wrong_with_a_layer_is_found(name):
-    hidden, where, kind, cure = OF_LAYERS[name]
+    hidden, where, kind, fix = OF_LAYERS[name]
     seen = report(model(*hidden()))
     found = [f for f in seen.findings if (f.kind, f.where) == (kind, where)]
-    assert len(found) == 1 and cure in found[0].cure, seen
+    assert len(found) == 1 and fix in found[0].fix, seen
     assert seen.ok == (kind == "adapted"), seen
 
 
@@ -194,7 +194,7 @@ def test_state_between_batches_is_found():
         tf.keras.Model(inputs, layers.Dense(3)(recurrent(inputs))),
         batch=(floats(6, 3, 5), BATCH[1]),
     )
-    assert "stateful=False" in str([f.cure for f in seen.findings if f.where == "memory"])
+    assert "stateful=False" in str([f.fix for f in seen.findings if f.where == "memory"])
     assert not seen.ok
 
 
@@ -344,7 +344,7 @@ def test_several_defects_are_all_reported():
     assert {f.where for f in seen.findings} == places
     text = str(seen)
     assert text == repr(seen) and "Not fit" in text and "5 errors, 0 warnings. Probed" in text
-    assert all(f.what in text and f.cure in text for f in seen.findings)
+    assert all(f.what in text and f.fix in text for f in seen.findings)
     with pytest.raises(dp.NotPrivateError, match="Not fit for private training"):
         seen.raise_errors()
 

@@ -70,8 +70,8 @@ def optimizer_findings(optimizer: Any, batch_size: int | None) -> list[Finding]:
     """
     found = []
 
-    def add(kind: str, what: str, cure: str, severity: str = "error") -> None:
-        found.append(Finding(kind, "optimizer", what, cure, severity))
+    def add(kind: str, what: str, fix: str, severity: str = "error") -> None:
+        found.append(Finding(kind, "optimizer", what, fix, severity))
 
     inside = getattr(optimizer, "inner_optimizer", optimizer)
     if inside is not optimizer:

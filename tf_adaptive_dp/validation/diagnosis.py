@@ -16,7 +16,7 @@ from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample
 from tf_adaptive_dp.validation.findings import Finding
 from tf_adaptive_dp.validation.layer_findings import has_own, path_finder, regularizer_findings
 
-_CURE = "Keep the batch as an axis of its own: reduce, normalize and compare only within examples."
+_FIX = "Keep the batch as an axis of its own: reduce, normalize and compare only within examples."
 
 
 def diagnose(loss: Any, model: tf.keras.Model, error: Exception) -> list[Finding]:
@@ -85,7 +85,7 @@ def _mixing(loss: tf.Tensor, model: tf.keras.Model) -> list[Finding]:
                     f"It mixes the examples of a batch: {layout.op.name} ({layout.op.type}) "
                     f"{layout.why}."
                 )
-                found.setdefault(where, Finding("mixing", where, what, _CURE))
+                found.setdefault(where, Finding("mixing", where, what, _FIX))
     return list(found.values())
 
 

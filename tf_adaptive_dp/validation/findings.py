@@ -18,7 +18,7 @@ class Finding(NamedTuple):
       kind: the kind of problem, a short phrase: "batch statistics", "mixing", "loss", …
       where: the path of a layer, or "model", "loss", "optimizer" or "batch".
       what: what is wrong.
-      cure: how to fix it.
+      fix: how to fix it.
       severity: `"error"` if it voids the guarantee or stops training, `"warning"` if you should
         know about it.
     """
@@ -26,11 +26,11 @@ class Finding(NamedTuple):
     kind: str
     where: str
     what: str
-    cure: str
+    fix: str
     severity: str = "error"
 
     def __str__(self) -> str:
-        return f"[{self.severity}, {self.kind}] {self.where}: {self.what} Cure: {self.cure}"
+        return f"[{self.severity}, {self.kind}] {self.where}: {self.what} Fix: {self.fix}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,7 @@ def trace_step(
         # What compiles for one size only shows with that size what else is wrong with it.
         return second if first.findings[0].kind == _NOT_COMPILED else first
     # Only batches of one size compile.
-    warned = [f._replace(severity="warning", cure=_ONE_SIZE) for f in first.findings]
+    warned = [f._replace(severity="warning", fix=_ONE_SIZE) for f in first.findings]
     return second._replace(findings=warned, any_size=False)
 
 
@@ -107,8 +107,8 @@ def _trace(
                 )
     if own_step and private and not releases_within(graph):
         what = "Its `train_step` releases no gradients of the private optimizer."
-        cure = "Call `self.optimizer.minimize(loss, self.trainable_variables, tape)` in it."
-        return _refused([Finding("not private", "model", what, cure)])
+        fix = "Call `self.optimizer.minimize(loss, self.trainable_variables, tape)` in it."
+        return _refused([Finding("not private", "model", what, fix)])
     jacobians = [w.message for w in caught if isinstance(w.message, JacobianWarning)]
     # A step that creates variables, such as those of metrics, is traced twice.
     variables = {id(v): v for warning in jacobians for v in warning.variables}
@@ -221,8 +221,8 @@ def _run_eagerly(
         except Exception as error:  # noqa: BLE001, whatever a user's step raises is a finding
             return _refused([_not_traced(error)])
     what = "Its `train_step` releases no gradients of the private optimizer."
-    cure = "Call `self.optimizer.minimize(loss, self.trainable_variables, tape)` in it."
-    return _refused([Finding("not private", "model", what, cure)])
+    fix = "Call `self.optimizer.minimize(loss, self.trainable_variables, tape)` in it."
+    return _refused([Finding("not private", "model", what, fix)])
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from tf_adaptive_dp.gradients.batch_axis import (  # noqa: F401 - they register 
     ragged,
     reshaping,
 )
-from tf_adaptive_dp.gradients.batch_axis.cures import cure
+from tf_adaptive_dp.gradients.batch_axis.advice import advice
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     ELEMENTS,
     SHAPE_ONLY,
@@ -216,5 +216,5 @@ def refuse_mixed(layout: CrossExample) -> NoReturn:
     raise NotPrivateError(
         "The examples of a batch mix, so none has a gradient of its own. Received: "
         f"{layout.op.name} ({layout.op.type}), which {layout.why}. Layer: "
-        f"{layer_name(layout.op)!r}. {cure(layout.op, layout.why)}"
+        f"{layer_name(layout.op)!r}. {advice(layout.op, layout.why)}"
     )

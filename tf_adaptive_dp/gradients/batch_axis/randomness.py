@@ -170,7 +170,7 @@ class Draws:
 
     def _refusal_of_key(self, draw: tf.Operation, batch_axes: BatchAxes) -> str | None:
         """The same for an operation with a key: `None` if it is made from what is always new."""
-        cure = _KNOWN
+        fix = _KNOWN
         pending, seen = [(draw, batch_axes)], set()
         while pending:
             op, where = pending.pop()
@@ -183,24 +183,24 @@ class Draws:
                 reason = self.refusal(op, where)
                 if reason is None:
                     return None
-                cure = reason
+                fix = reason
             if op.type == "RngReadAndSkip":
                 if _is_on_trial(op, where):
-                    cure = _IN_GRADIENT
+                    fix = _IN_GRADIENT
                 elif self._is_renewable(op.inputs[0], where):
                     return None
             if op.type in _SEED_OF and _is_of_counters(op.inputs[_SEED_OF[op.type]]):
                 reason = self._refusal_of_seed(op, where)
                 if reason is None:
                     return None
-                cure = reason
+                fix = reason
             if op.type == "Placeholder":
                 pending += [(t.op, outside) for t, outside in _fed(op.outputs[0], where)]
             elif op is draw:
                 pending.append((op.inputs[_OF_KEY[op.type]].op, where))
             elif op.type in _ON_THE_WAY:
                 pending += [(t.op, where) for t in op.inputs]
-        return cure
+        return fix
 
     def _refusal_of_seed(self, op: tf.Operation, where: BatchAxes) -> str | None:
         """The same for an operation that takes a seed, if that comes from variables."""

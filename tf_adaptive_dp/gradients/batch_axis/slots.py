@@ -37,7 +37,7 @@ _SLOT = (
 _SEEDED = (
     "Random numbers with a known seed are tied to the row of the batch, and can be predicted. "
     "Received: {op} ({type}) in layer {layer!r}, which uses the numbers "
-    "of {source} ({source_type}). {cure}"
+    "of {source} ({source_type}). {fix}"
 )
 
 
@@ -47,21 +47,21 @@ class Finding(NamedTuple):
     Attributes:
       op: the operation.
       source: the operation that the value comes from.
-      cure: how to fix the seed of random numbers; `None` for other values.
+      fix: how to fix the seed of random numbers; `None` for other values.
     """
 
     op: tf.Operation
     source: tf.Operation
-    cure: str | None = None
+    fix: str | None = None
 
     def __str__(self) -> str:
-        return (_SLOT if self.cure is None else _SEEDED).format(
+        return (_SLOT if self.fix is None else _SEEDED).format(
             op=self.op.name,
             type=self.op.type,
             layer=layer_name(self.op),
             source=self.source.name,
             source_type=self.source.type,
-            cure=self.cure,
+            fix=self.fix,
         )
 
 
@@ -120,9 +120,9 @@ def find_slots(
             place = inside[output]
             if not inside.depends(output) or not isinstance(place, BatchAxis):
                 continue
-            cure = draws.refusal(op, inside) if op.type in DRAWS else None
-            if cure is not None:
-                yield Finding(op, op, cure)
+            fix = draws.refusal(op, inside) if op.type in DRAWS else None
+            if fix is not None:
+                yield Finding(op, op, fix)
                 continue
             public = [d for d in _demands(op, index, place, inside) or () if not _is_data(d)]
             found = disprove(public, proven, draws)
@@ -164,9 +164,9 @@ def disprove(
             if not same:
                 return op, None
         elif op.type in DRAWS:
-            cure = draws.refusal(op, batch_axes)
-            if cure is not None:
-                return op, cure
+            fix = draws.refusal(op, batch_axes)
+            if fix is not None:
+                return op, fix
             pending += [Demand(batch_axes, t, p) for t, p in _parameters(op, place)]
         else:
             wanted = _demands(op, tensor.value_index, place, batch_axes)

@@ -9,9 +9,9 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tf_adaptive_dp._keras.generation import GENERATION, keras
-from tf_adaptive_dp.gradients.batch_axis import cures
+from tf_adaptive_dp.gradients.batch_axis import advice
 
-FIXES = {getattr(cures, name) for name in dir(cures) if isinstance(getattr(cures, name), str)}
+FIXES = {getattr(advice, name) for name in dir(advice) if isinstance(getattr(advice, name), str)}
 
 
 class Mixes(tf.keras.layers.Layer):

@@ -47,7 +47,7 @@ _BY_WORDS = (
 )
 
 
-def cure(op: tf.Operation, why: str) -> str:
+def advice(op: tf.Operation, why: str) -> str:
     """What to change about an operation that mixes examples.
 
     Args:
