@@ -27,6 +27,20 @@ def epsilon_spent(
     Guarantee: that of the sampling's class. A label, one of `LABELS`, is taken on trust. The only
     checks are that the unit is an example, and that `"poisson"` has no microbatches; the label
     means that no batch was truncated.
+
+    Args:
+      sampling: how the batches were drawn: a sampling, or one of `LABELS`.
+      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      num_examples: number of units in the training set, a public constant.
+      delta: δ, in (0, 1).
+      accountant: `"rdp"` or `"pld"`.
+
+    Returns:
+      ε ≥ 0, `math.inf` if something was released without noise.
+
+    Raises:
+      TypeError, ValueError: as for `accounting.epsilon_spent`, and if `sampling` is unknown or the
+        ledger or the optimizer contradicts it.
     """
     check_unit(check_sampling(sampling), ledger)
     if sampling == "poisson":
@@ -56,6 +70,24 @@ def releases_left(
 
     Guarantee: with this number ε stays within the budget, in the sense of `epsilon_spent`; with one
     more it does not, unless the number is `at_most`. The `steps` of a sampling do not limit it.
+
+    Args:
+      sampling: how the batches are drawn: a sampling, or one of `LABELS`.
+      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      noise_multiplier: noise multiplier of the future releases.
+      batch_size: expected batch size of the future releases.
+      num_examples: number of units in the training set, a public constant.
+      epsilon: the total budget, including what was already spent.
+      delta: δ, in (0, 1).
+      accountant: `"rdp"` or `"pld"`.
+      at_most: the largest number to consider.
+
+    Returns:
+      The number, from 0 (none fits) to `at_most`.
+
+    Raises:
+      TypeError, ValueError: as for `epsilon_spent`, and if the sampling contradicts the future
+        releases.
     """
     check_unit(check_sampling(sampling), ledger)
     if isinstance(sampling, Sampling):
@@ -66,18 +98,24 @@ def releases_left(
         )
         sampling.check_ledger(ledger, num_examples)
         sampling.check_ledger(one, num_examples)
-        account = sampling.account
-    elif sampling == "fixed":
-        account = fixed_size_epsilon
-    elif sampling == "poisson":
+    if sampling == "poisson":
         refuse_microbatches(ledger)
     if label_of(sampling) == "shuffled" or sampling == "poisson":
         return composition.releases_left(
-            *(ledger, noise_multiplier, batch_size, num_examples, epsilon, delta),
+            ledger,
+            noise_multiplier,
+            batch_size,
+            num_examples=num_examples,
+            epsilon=epsilon,
+            delta=delta,
             accountant=accountant,
             in_epochs=sampling != "poisson",
             at_most=at_most,
         )
+    if isinstance(sampling, Sampling):
+        account = sampling.account
+    else:
+        account = fixed_size_epsilon
     noise = composition.noise_of(ledger)
     if isinstance(sampling, Sampling) and sampling.keeps_distance:  # it knows repetitions
         segments, events = composition.read_ledger(ledger, num_examples, correlated=True)
