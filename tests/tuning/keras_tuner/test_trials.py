@@ -307,8 +307,10 @@ def test_side_information_of_the_optimizer_is_a_callback_of_its_own_trial(tmp_pa
     assert "Side information:" in made.privacy_statement()
 
 
-def test_settings_of_a_trial_are_those_of_its_optimizer():
-    assert trial.settings(tuned.model(tuned.optimizer(gradient_accumulation_steps=2))) == (8.0, 2)
+def test_batch_size_and_parts_of_a_trial_are_those_of_its_optimizer():
+    model = tuned.model(tuned.optimizer(gradient_accumulation_steps=2))
+    trial.check_optimizer(model)
+    assert trial.batch_size_and_parts(model) == (8.0, 2)
 
 
 def accumulated(**kwargs):

@@ -177,7 +177,8 @@ def prepare(
       TypeError: if the optimizer is not private.
       NotPrivateError: if the model would cost something else, or does not accept that noise.
     """
-    found, planned = settings(model), (plan.batches.batch_size, plan.schedule.parts)
+    check_optimizer(model)
+    found, planned = batch_size_and_parts(model), (plan.batches.batch_size, plan.schedule.parts)
     if found != planned:
         _refuse(
             "must have the same `expected_batch_size` and `gradient_accumulation_steps` for all "
@@ -210,14 +211,11 @@ def prepare(
         model.optimizer.compare_draws_with(seen)
 
 
-def settings(model: tf.keras.Model) -> tuple[float, int]:
-    """Returns what the price of a trial depends on besides its noise.
+def check_optimizer(model: tf.keras.Model) -> None:
+    """Checks that the ledger of a model's optimizer counts all that the search accounts for.
 
     Args:
       model: as `build_model` made it.
-
-    Returns:
-      The optimizer's `expected_batch_size` and `gradient_accumulation_steps`.
 
     Raises:
       TypeError: if the optimizer is not private.
@@ -277,6 +275,18 @@ def settings(model: tf.keras.Model) -> tuple[float, int]:
         _refuse("must draw secret noise: leave out `seed`", f"seed={optimizer.seed}")
     if models.tunes_steps_per_call(model):
         _refuse("must run a fixed number of steps per call", "auto-tuned steps_per_execution")
+
+
+def batch_size_and_parts(model: tf.keras.Model) -> tuple[float, int]:
+    """What the price of a trial depends on besides its noise.
+
+    Args:
+      model: one that `check_optimizer` accepts.
+
+    Returns:
+      The optimizer's `expected_batch_size` and `gradient_accumulation_steps`.
+    """
+    optimizer = private_optimizer(model)
     return optimizer.expected_batch_size, optimizer.parts_per_batch
 
 

@@ -19,7 +19,7 @@ from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
 from tf_adaptive_dp.tuning.keras_tuner.search import Search, delete_trials
 from tf_adaptive_dp.tuning.keras_tuner.search_plan import Batches, Budget, Plan, Schedule
-from tf_adaptive_dp.tuning.keras_tuner.trial import settings
+from tf_adaptive_dp.tuning.keras_tuner.trial import batch_size_and_parts, check_optimizer
 
 
 class HonestTuner(keras_tuner.Tuner):
@@ -172,7 +172,8 @@ class HonestTuner(keras_tuner.Tuner):
 
     def _plan(self, data: FitArguments) -> Plan:
         model = self._try_build(self.oracle.get_space())
-        batch_size, parts = settings(model)
+        check_optimizer(model)
+        batch_size, parts = batch_size_and_parts(model)
         arguments.check_rows(data, self._num_examples, batch_size, parts, self._sampling)
         plan = Plan(
             self._strategy,
