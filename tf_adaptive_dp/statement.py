@@ -9,7 +9,7 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import dp_accounting
 
@@ -77,8 +77,34 @@ def unit_of(sampling: Sampling | str) -> Unit:
     return USER if getattr(sampling, "unit", "example") == "user" else EXAMPLE
 
 
-# What a release must be verified for; by default that its batch was a fresh draw.
-_VERIFIED = {"cyclic": "was a fresh draw for its step", "fixed_order": "came in its order"}
+class _Drawn(NamedTuple):
+    """The words for how batches were drawn.
+
+    Attributes:
+      how: completes "the batches were drawn ...".
+      verified: completes "the library verified that the batch ...".
+      adjacency: completes "data sets ...".
+    """
+
+    how: str
+    verified: str = "was a fresh draw"
+    adjacency: str = "that differ by adding or removing one {one}"
+
+
+_POISSON = _Drawn("by Poisson sampling")
+# By label; the words for Poisson sampling are for all others.
+_DRAWN = {
+    "cyclic": _Drawn("by cyclic Poisson sampling", "was a fresh draw for its step"),
+    "fixed": _Drawn(
+        "as independent random subsets of a fixed size",
+        adjacency="in which one {one} replaces another",
+    ),
+    "fixed_order": _Drawn(
+        "in one order that every pass over the data repeats",
+        "came in its order",
+        "in which one {one} is blank or not",
+    ),
+}
 
 
 def privacy_statement(
@@ -167,17 +193,12 @@ def privacy_statement(
         return joined([causes, _noise_seed_warning(ledger, unit), released, information])
     unamplified, tf_privacy = math.inf, ""
     if noise.is_independent:
-        units = composition.in_units(ledger)
         unamplified = composition.epsilon_without_amplification(
-            units, num_examples, delta, accountant=accountant
+            composition.in_units(ledger), num_examples, delta, accountant=accountant
         )
-        plain = composition.epsilon_spent(units, num_examples, delta, accountant=accountant)
-        as_declared = not any(known.repeated or known.declared for _, known in with_checks)
-        alone = len(segments) == 1 and not other_events and unit is EXAMPLE
-        if not seeded and alone and as_declared and format_epsilon(spent) == format_epsilon(plain):
-            # For any other run TF Privacy would state a smaller epsilon than the true one.
-            tf_privacy = _tf_privacy_statement(
-                segments[0], num_examples, delta, accountant, max_examples_per_user
+        if not seeded and not other_events and unit is EXAMPLE:
+            tf_privacy = _tf_privacy_paragraph(
+                ledger, spent, with_checks, num_examples, delta, accountant, max_examples_per_user
             )
     return joined(
         [
@@ -232,60 +253,61 @@ def claim(
       num_unchecked: number of releases whose batch was not verified to be a fresh draw.
       seeded_noise: whether the noise can be repeated by whoever knows its seed.
     """
-    one, label = unit.one, sampling_epsilon.label_of(sampling)
-    how = f"({accountant.upper()} accounting, rounded up)"
-    whose = f"Unit: one {one}. Adjacency: data sets that differ by adding or removing one {one}."
+    label = sampling_epsilon.label_of(sampling)
+    drawn = _DRAWN.get(label, _POISSON)
+    adjacency = drawn.adjacency.format(one=unit.one)
+    terms = (
+        f"delta = {delta:g} ({accountant.upper()} accounting, rounded up). Unit: one {unit.one}. "
+        f"Adjacency: data sets {adjacency}."
+    )
     if label == "shuffled":
-        text = _shuffled_claim(spent, unamplified, f"delta = {delta:g} {how}. {whose}", unit)
-        return text + seed_warning(sampling, unit)
-    drawn = "by Poisson sampling"
-    if label == "fixed":
-        whose = f"Unit: one {one}. Adjacency: data sets in which one {one} replaces another."
-        drawn = "as independent random subsets of a fixed size"
-    if label == "cyclic":
-        drawn = "by cyclic Poisson sampling"
-    if label == "fixed_order":
-        whose = f"Unit: one {one}. Adjacency: data sets in which one {one} is blank or not."
-        drawn = "in one order that every pass over the data repeats"
-    text = f"Differential privacy with epsilon = {format_epsilon(spent)} and delta = {delta:g} "
+        return _shuffled_claim(spent, unamplified, terms, unit) + seed_warning(sampling, unit)
+    text = f"Differential privacy with epsilon = {format_epsilon(spent)} and {terms} "
     if num_unchecked:
         text += (
-            f"{how}. {whose} The {unit.batches} are stated to have been drawn {drawn}; if so, this "
-            f"epsilon is an upper bound. The library did not verify that the {unit.batch} "
-            f"{_VERIFIED.get(label, 'was a fresh draw')} for {num_unchecked} of the "
-            f"{unit.releases}."
+            f"The {unit.batches} are stated to have been drawn {drawn.how}; if so, this epsilon is "
+            f"an upper bound. The library did not verify that the {unit.batch} {drawn.verified} "
+            f"for {num_unchecked} of the {unit.releases}."
         )
     elif seeded_noise or getattr(sampling, "seed", None) is not None:
         text += (
-            f"{how}. {whose} The {unit.batches} were drawn {drawn}. This epsilon is an upper bound "
-            "only for those who know no seed of the run."
+            f"The {unit.batches} were drawn {drawn.how}. This epsilon is an upper bound only for "
+            "those who know no seed of the run."
         )
     else:
         text += (
-            f"{how}. {whose} The {unit.batches} were drawn {drawn}, for which this epsilon is a "
-            "proven upper bound."
+            f"The {unit.batches} were drawn {drawn.how}, for which this epsilon is a proven upper "
+            "bound."
         )
     if label == "fixed":
         text += f" It is not comparable to an epsilon for adding or removing {unit.a}."
     elif isinstance(sampling, (PoissonSampling, CyclicPoissonSampling)):
-        probability, most = sampling.sampling_probability, sampling.max_batch_size
-        which = f"each {unit.batch}"
-        if isinstance(sampling, CyclicPoissonSampling):
-            text += f" Each {one} was put into one of {sampling.num_groups} groups at random."
-            which = f"every {unit.batch} of its group, one in {sampling.num_groups},"
-        text += f" Each {one} joined {which} independently with probability {probability:g}."
-        if most <= num_examples:
-            text += (
-                f" Draws of more than {counted(most, one)} were subsampled uniformly to {most}; "
-                "delta accounts for this."
-            )
+        text += _independent_draws(sampling, num_examples, unit)
     return paragraph(text) + seed_warning(sampling, unit)
 
 
-def _shuffled_claim(spent: float, unamplified: float, start: str, unit: Unit) -> str:
+def _independent_draws(
+    sampling: PoissonSampling | CyclicPoissonSampling, num_examples: int, unit: Unit
+) -> str:
+    """Sentences, with a space before them, about who joined which batches."""
+    text, which = "", f"each {unit.batch}"
+    if isinstance(sampling, CyclicPoissonSampling):
+        text = f" Each {unit.one} was put into one of {sampling.num_groups} groups at random."
+        which = f"every {unit.batch} of its group, one in {sampling.num_groups},"
+    probability, most = sampling.sampling_probability, sampling.max_batch_size
+    text += f" Each {unit.one} joined {which} independently with probability {probability:g}."
+    if most <= num_examples:
+        text += (
+            f" Draws of more than {counted(most, unit.one)} were subsampled uniformly to {most}; "
+            "delta accounts for this."
+        )
+    return text
+
+
+def _shuffled_claim(spent: float, unamplified: float, terms: str, unit: Unit) -> str:
     return (
         paragraph(
-            f"Differential privacy at {start} The {unit.batches} came from shuffling the data, not "
+            f"Differential privacy at {terms} The {unit.batches} came from shuffling the data, not "
             "from Poisson sampling, so this statement gives two values of epsilon:"
         )
         + list_item(
@@ -490,6 +512,36 @@ def _protection_of_persons(max_examples: int | None) -> str:
     return paragraph(
         f"This epsilon is per example. A person who contributed several examples{bound} has weaker "
         "protection."
+    )
+
+
+def _tf_privacy_paragraph(
+    ledger: Any,
+    spent: float,
+    with_checks: Sequence[tuple[Segment, Checks]],
+    num_examples: int,
+    delta: float,
+    accountant: str,
+    max_examples_per_user: int | None,
+) -> str:
+    """TF Privacy's statement; empty for runs of which it would state a smaller ε than the true one.
+
+    Args:
+      ledger: a ledger about examples, with independent noise and no other events.
+      spent: its ε, which TF Privacy has to agree with.
+      with_checks: its segments, with what is known about their batches.
+      num_examples: see `privacy_statement`.
+      delta: δ.
+      accountant: the accountant that computed ε.
+      max_examples_per_user: see `privacy_statement`.
+    """
+    if len(with_checks) > 1 or any(known.repeated or known.declared for _, known in with_checks):
+        return ""
+    plain = composition.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
+    if format_epsilon(plain) != format_epsilon(spent):
+        return ""
+    return _tf_privacy_statement(
+        with_checks[0][0], num_examples, delta, accountant, max_examples_per_user
     )
 
 
