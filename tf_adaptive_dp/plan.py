@@ -185,10 +185,7 @@ class PrivacyPlan:
         self.delta = checks.probability("delta", delta)
         self._users = _users(user_ids, examples_per_user, num_examples)
         self.num_users = None if self._users is None else self._users.num_users
-        self._of_users: dict[str, Any] = {
-            "examples_per_user": examples_per_user,
-            "user_reduction": user_reduction,
-        }
+        self._examples_per_user, self._user_reduction = examples_per_user, user_reduction
         if self._users is not None:
             num_examples = self._users.num_records
         self.num_examples = checks.integer("num_examples", num_examples, 1)
@@ -202,35 +199,19 @@ class PrivacyPlan:
         if epsilon is not None:
             self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
             if self.normalize_inputs:
-                self._pay_for_normalization()
-        self.noise: NoiseStrategy = IndependentNoise()
-        if self._users is not None and noise not in (None, self.noise):
-            raise ValueError(
-                "Correlated noise is proven for examples as the unit, not for users. Leave `noise` "
-                f"out, or `user_ids`. Received: noise={noise!r}"
-            )
-        if noise == "best":
-            if epsilon is None:
-                raise ValueError(
-                    '`noise="best"` is the best one for an `epsilon`. Pass that, or a strategy. '
-                    "Received: epsilon=None"
-                )
-            self.noise = self._budget.best_strategy(self.epsilon, self.batch_size, self.epochs)
-        else:
-            self.noise = noise_strategies.get_strategy(noise)
+                self._pay_for_normalization(self.epsilon)
+        self.noise = self._strategy(noise, known_epsilon=epsilon is not None)
         self.sampling = self._sampling(self.batch_size, self.epochs)
         self.steps, self.steps_per_epoch = self.sampling.steps, self.sampling.steps // self.epochs
         if noise_multiplier is None:
-            wanted = self.epsilon, self.sampling, self.noise
-            self.noise_multiplier = self._budget.least_noise(*wanted)
+            self.noise_multiplier = self._budget.least_noise(
+                self.epsilon, self.sampling, self.noise
+            )
         else:
             self.noise_multiplier = checks.number(
                 "noise_multiplier", noise_multiplier, 0, strict=True
             )
-            self.epsilon = self._epsilon_after(self.steps)
-            if self.normalize_inputs and not math.isinf(self.epsilon):
-                self._pay_for_normalization()
-                self.epsilon = self._epsilon_after(self.steps)
+            self.epsilon = self._epsilon_of_run()
             if math.isinf(self.epsilon):
                 raise ValueError(
                     "`noise_multiplier` must be large enough for a finite epsilon. Received: "
@@ -238,26 +219,64 @@ class PrivacyPlan:
                 )
         self._training = PlannedTraining(self, self._users)
 
-    def _pay_for_normalization(self) -> None:
-        """Adds the event of the normalization to those that the budget pays for."""
-        part = _FOR_NORMALIZATION * self.epsilon
+    def _strategy(self, noise: NoiseStrategy | str | None, *, known_epsilon: bool) -> NoiseStrategy:
+        """The strategy that `noise` stands for; `"best"` is sought for the plan's ε."""
+        if self._users is not None and noise not in (None, IndependentNoise()):
+            raise ValueError(
+                "Correlated noise is proven for examples as the unit, not for users. Leave `noise` "
+                f"out, or `user_ids`. Received: noise={noise!r}"
+            )
+        if noise != "best":
+            return noise_strategies.get_strategy(noise)
+        if not known_epsilon:
+            raise ValueError(
+                '`noise="best"` is the best one for an `epsilon`. Pass that, or a strategy. '
+                "Received: epsilon=None"
+            )
+        return self._budget.best_strategy(self.epsilon, self.batch_size, self.epochs)
+
+    def _epsilon_of_run(self) -> float:
+        """The ε of all steps with the plan's noise, and of the normalization, for which it pays."""
+        of_steps = self._epsilon_after(self.steps)
+        if not self.normalize_inputs or math.isinf(of_steps):
+            return of_steps
+        self._pay_for_normalization(of_steps)
+        return self._epsilon_after(self.steps)
+
+    def _pay_for_normalization(self, epsilon: float) -> None:
+        """Adds the event of the normalization, a part of ε, to those that the budget pays for."""
         try:
             noise = calibration.noise_multiplier_for(
-                *(part, self.delta), sampling_probability=1.0, steps=1
+                _FOR_NORMALIZATION * epsilon, self.delta, sampling_probability=1.0, steps=1
             )
         except ValueError:  # which names arguments that the plan does not have
             raise ValueError(
                 "No noise of the normalization meets its part of the budget, "
                 f"{_FOR_NORMALIZATION:g} of epsilon. Allow more `epsilon` or `delta`, or leave "
-                f"`normalize_inputs` out. Received: epsilon={self.epsilon!r}, "
-                f"delta={self.delta!r}"
+                f"`normalize_inputs` out. Received: epsilon={epsilon!r}, delta={self.delta!r}"
             ) from None
         self.other_events += (dp_accounting.GaussianDpEvent(noise),)
 
     @property
     def _budget(self) -> NoiseBudget:
-        numbers = self.delta, self._num_units, self.accountant, self.other_events
-        return NoiseBudget(*numbers, **self._of_users)
+        return NoiseBudget(
+            delta=self.delta,
+            num_units=self._num_units,
+            accountant=self.accountant,
+            other_events=self.other_events,
+            examples_per_user=self._examples_per_user,
+            user_reduction=self._user_reduction,
+        )
+
+    @property
+    def _of_users(self) -> dict[str, Any]:
+        """The arguments that only a plan with `user_ids` has; empty without them."""
+        if self._users is None:
+            return {}
+        return {
+            "examples_per_user": self._examples_per_user,
+            "user_reduction": self._user_reduction,
+        }
 
     @property
     def expected_batch_size(self) -> float:
@@ -280,8 +299,7 @@ class PrivacyPlan:
         if self.normalize_inputs:
             more += ("normalize_inputs",)
         values = [f"{name}={getattr(self, name)!r}" for name in (*shown, *more)]
-        if self.num_users is not None:
-            values += [f"{name}={value!r}" for name, value in self._of_users.items()]
+        values += [f"{name}={value!r}" for name, value in self._of_users.items()]
         return f"PrivacyPlan({', '.join(values)})"
 
     def optimizer(
@@ -316,15 +334,13 @@ class PrivacyPlan:
             kwargs["l2_norm_clip"] = l2_norm_clip
         elif "l2_norm_clip" in inspect.signature(optimizer_class).parameters:
             kwargs["l2_norm_clip"] = 1.0
+        if not self.noise.is_independent:
+            kwargs["noise"] = self.noise
+        if self._users is not None:
+            kwargs["examples_per_user"] = self._examples_per_user
         made = optimizer_class(
             noise_multiplier=self.noise_multiplier,
             expected_batch_size=self.expected_batch_size,
-            **({} if self.noise.is_independent else {"noise": self.noise}),
-            **(
-                {}
-                if self._users is None
-                else {"examples_per_user": self._of_users["examples_per_user"]}
-            ),
             **kwargs,
         )
         if not missing_events(made.ledger.other_events, among=self.other_events):
@@ -612,7 +628,7 @@ class PrivacyPlan:
             # How many examples there are would reveal how many a user has.
             "num_examples": self.num_examples if self._users is None else None,
             "num_users": self.num_users,
-            **({} if self._users is None else self._of_users),
+            **self._of_users,
             "epsilon": self.epsilon,
             "other_events": [repr(event) for event in self.other_events],
             "noise": noise_strategies.serialize(self.noise),
