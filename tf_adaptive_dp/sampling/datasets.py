@@ -238,7 +238,7 @@ def is_repeatable(data: Any) -> bool:
 
 
 def as_dataset(
-    found: Arrays | Records,
+    source: Arrays | Records,
     sampling: draws.Sampling,
     start_step: int,
     key: bytes | None,
@@ -253,20 +253,57 @@ def as_dataset(
     Guarantee: see `sampling.poisson_batches`.
     """
     _refuse_several_workers()
-    _check_users(users, sampling, len(found))
+    _check_users(users, sampling, len(source))
     k, rows = gradient_accumulation_steps, sampling.rows_per_batch(gradient_accumulation_steps)
     _check(sampling, start_step, key)
     repeatable = key is not None or sampling.seed is not None  # by another process
-    num_examples, structure = len(found), found.structure
+    num_examples = len(source)
     first_key = sampling.new_key(num_examples) if key is None else key
     draws.remember_num_examples(sampling, num_examples if users is None else users.num_users)
-    read = found.reader(padding_rows(found, padding))
-    add_mask = masked and len(structure) == 2
+    draw = _drawer(sampling, first_key, num_examples, k, users)
+    read = _batch_reader(source, rows, padding)
+    first_steps = tf.data.Dataset.range(start_step, sampling.steps, DRAWS_PER_CALL)
     passes = itertools.count()
 
     def new_pass() -> Iterator[int]:
         # Another iteration must not draw the same batches again: ε holds for independent ones.
         yield next(passes)
+
+    def batch(indices: tf.Tensor) -> tuple:
+        data = read(indices)
+        return _weighted(data, indices, num_examples, sampling) if masked else data
+
+    made = (
+        tf.data.Dataset.from_generator(new_pass, output_signature=tf.TensorSpec((), tf.int64))
+        .flat_map(lambda number: first_steps.map(lambda first: draw(number, first)))
+        .prefetch(1)
+        .unbatch()
+        .map(batch)
+        .apply(tf.data.experimental.assert_cardinality(k * (sampling.steps - start_step)))
+        .prefetch(2)
+    )
+    made.is_repeatable = repeatable
+    return made
+
+
+def _drawer(
+    sampling: draws.Sampling, first_key: bytes, num_examples: int, k: int, users: UserRecords | None
+) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """Makes the function that draws the batches of a few steps.
+
+    Args:
+      sampling: says who joins which batch.
+      first_key: the key of the first pass.
+      num_examples: the number of examples.
+      k: the number of batches that each draw is divided into.
+      users: whom the examples belong to, if users are drawn.
+
+    Returns:
+      A function of the number of a pass and the first of the steps. It returns indices, [N, R] for
+      N batches of R rows: of an example, or at least `num_examples` for padding. Above that, the
+      zero weight of the padding gets a sign.
+    """
+    rows = sampling.rows_per_batch(k)
 
     def draw(number: np.ndarray, first: np.ndarray) -> np.ndarray:
         own_key = sampling.key_of_pass(first_key, int(number))
@@ -282,35 +319,45 @@ def as_dataset(
     def draw_tensor(number: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
         return tf.ensure_shape(tf.numpy_function(draw, [number, first], tf.int64), [None, rows])
 
+    return draw_tensor
+
+
+def _batch_reader(
+    source: Arrays | Records, rows: int, padding: tuple | None
+) -> Callable[[tf.Tensor], tuple]:
+    """Makes the function from the indices of a batch, [R], to its (x, y[, sample_weight])."""
+    read, num_examples = source.reader(padding_rows(source, padding)), len(source)
+
     def batch(indices: tf.Tensor) -> tuple:
         leaves = read(tf.minimum(indices, num_examples))
-        for leaf, (shape, _) in zip(leaves, found.parts):
+        for leaf, (shape, _) in zip(leaves, source.parts):
             leaf.set_shape((rows, *shape))
-        marked = indices > num_examples
-        mask = tf.cast(indices < num_examples, tf.float32)
-        if users is not None and sampling.user_reduction == "mean":
-            mask = _share_of_user(mask, sampling.examples_per_user or 1)
-        if not add_mask:
-            *data, weights = tf.nest.pack_sequence_as(structure, leaves)
-            if users is not None:
-                weights = tf.nest.map_structure(lambda w: _times(w, mask), weights)
-            if masked:
-                weights = tf.nest.map_structure(lambda w: _with_marks(w, marked), weights)
-            return (*data, weights)
-        return tf.nest.pack_sequence_as((*structure, 0), [*leaves, _with_marks(mask, marked)])
+        return tuple(tf.nest.pack_sequence_as(source.structure, leaves))
 
-    first_steps = tf.data.Dataset.range(start_step, sampling.steps, DRAWS_PER_CALL)
-    made = (
-        tf.data.Dataset.from_generator(new_pass, output_signature=tf.TensorSpec((), tf.int64))
-        .flat_map(lambda number: first_steps.map(lambda first: draw_tensor(number, first)))
-        .prefetch(1)
-        .unbatch()
-        .map(batch)
-        .apply(tf.data.experimental.assert_cardinality(k * (sampling.steps - start_step)))
-        .prefetch(2)
-    )
-    made.is_repeatable = repeatable
-    return made
+    return batch
+
+
+def _weighted(
+    data: tuple, indices: tf.Tensor, num_examples: int, sampling: draws.Sampling
+) -> tuple:
+    """The batch (x, y, sample_weight) whose weights mark the padding and reduce users.
+
+    Args:
+      data: (x, y), or (x, y, sample_weight) with the weights of the examples.
+      indices: [R], see `_drawer`.
+      num_examples: the number of examples.
+      sampling: says how the gradients of a user become one.
+    """
+    marked = indices > num_examples
+    mask = tf.cast(indices < num_examples, tf.float32)
+    if sampling.examples_per_user is not None and sampling.user_reduction == "mean":
+        mask = _share_of_user(mask, sampling.examples_per_user)
+    if len(data) == 2:
+        return (*data, _with_marks(mask, marked))
+    x, y, weights = data
+    if sampling.examples_per_user is not None:
+        weights = tf.nest.map_structure(lambda w: _times(w, mask), weights)
+    return x, y, tf.nest.map_structure(lambda w: _with_marks(w, marked), weights)
 
 
 def _check_users(users: UserRecords | None, sampling: draws.Sampling, num_examples: int) -> None:
@@ -399,21 +446,21 @@ def open_source(data: Any, preprocess: Callable[[Any], tuple] | None) -> Arrays 
                 "`preprocess` is for sources of single examples; apply it to the arrays, one row "
                 "at a time. Received: `data` of arrays"
             )
-        found: Arrays | Records = Arrays(data)
+        source: Arrays | Records = Arrays(data)
     elif (
         hasattr(data, "__len__")
         and hasattr(data, "__getitem__")
         and not isinstance(data, (dict, str))
     ):
-        found = Records(data, preprocess)
+        source = Records(data, preprocess)
     else:
         raise TypeError(
             f"`data` must be a tuple {_WHAT} of arrays, a `tf.data.Dataset` of single examples, or "
             f"have `__len__` and `__getitem__`. Received: {type(data).__name__}"
         )
-    if not len(found):
+    if not len(source):
         raise ValueError("`data` must hold at least one example. Received: none")
-    return found
+    return source
 
 
 def refuse_shuffled(data: Any) -> None:
@@ -579,7 +626,7 @@ class Records:
                 rows[row] = leaf
 
 
-def fingerprint(found: Arrays | Records, salt: bytes) -> str:
+def fingerprint(source: Arrays | Records, salt: bytes) -> str:
     """A digest of examples in their order, to notice that it changed. It is NOT private.
 
     Guarantee: none. Who has the digest and its salt can test a guess of all examples. It covers
@@ -587,25 +634,25 @@ def fingerprint(found: Arrays | Records, salt: bytes) -> str:
     shuffling is noticed, and a change of a few examples may not be.
 
     Args:
-      found: the examples.
+      source: the examples.
       salt: 16 random bytes.
     """
-    digest = hashlib.blake2b(repr((len(found), found.parts)).encode(), digest_size=16, salt=salt)
-    places = np.unique(np.linspace(0, len(found) - 1, MOST_COMPARED).astype(np.int64))
+    digest = hashlib.blake2b(repr((len(source), source.parts)).encode(), digest_size=16, salt=salt)
+    places = np.unique(np.linspace(0, len(source) - 1, MOST_COMPARED).astype(np.int64))
     for some in np.array_split(places, -(-len(places) // 64)):  # a batch, not more, in memory
-        out = [np.zeros((len(some), *shape), dtype) for shape, dtype in found.parts]
-        found.fill(some, out)
+        out = [np.zeros((len(some), *shape), dtype) for shape, dtype in source.parts]
+        source.fill(some, out)
         for rows in out:
             content = repr(rows.tolist()).encode() if rows.dtype == object else rows.tobytes()
             digest.update(content)
     return digest.hexdigest()
 
 
-def _python_reader(found: Arrays | Records, padding: Sequence[np.ndarray]) -> Reader:
+def _python_reader(source: Arrays | Records, padding: Sequence[np.ndarray]) -> Reader:
     def read(indices: np.ndarray) -> list[np.ndarray]:
-        absent = indices >= len(found)
+        absent = indices >= len(source)
         out = [np.empty((len(indices), *row.shape), row.dtype) for row in padding]
-        found.fill(indices, out)
+        source.fill(indices, out)
         for rows, row in zip(out, padding):
             rows[absent] = row
         return out
@@ -632,7 +679,7 @@ def _dtype(array: np.ndarray) -> np.dtype:
     return np.dtype(object) if array.dtype.kind in "SU" else array.dtype
 
 
-def padding_rows(found: Arrays | Records, padding: tuple | None) -> list[np.ndarray]:
+def padding_rows(source: Arrays | Records, padding: tuple | None) -> list[np.ndarray]:
     """The leaves of one row of padding: the public example `padding`, or inputs of ones.
 
     Zeros would be less often valid inputs: `mask_zero` masks a whole row of them, whose mean is
@@ -641,15 +688,15 @@ def padding_rows(found: Arrays | Records, padding: tuple | None) -> list[np.ndar
     Raises:
       ValueError: if the shapes of `padding` differ from those of the data.
     """
-    num_inputs = len(tf.nest.flatten(found.structure[0]))
+    num_inputs = len(tf.nest.flatten(source.structure[0]))
     rows = [
         np.full(shape, b"" if dtype.kind == "O" else k < num_inputs, dtype)
-        for k, (shape, dtype) in enumerate(found.parts)
+        for k, (shape, dtype) in enumerate(source.parts)
     ]
     if padding is None:
         return rows
     try:
-        tf.nest.assert_same_structure(tuple(found.structure[:2]), padding)
+        tf.nest.assert_same_structure(tuple(source.structure[:2]), padding)
     except (TypeError, ValueError) as error:
         raise type(error)(
             "`padding` must be one example, (x, y) with the structure of the data. Received: "
