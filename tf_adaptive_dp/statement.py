@@ -211,7 +211,7 @@ def privacy_statement(
                 sampling=sampling,
                 num_examples=num_examples,
                 unit=unit,
-                num_unchecked=_num_unchecked(with_checks, num_examples),
+                num_unchecked=num_unchecked(ledger, num_examples),
                 seeded_noise=seeded,
             ),
             delta_warning(delta, num_examples, unit),
@@ -439,8 +439,14 @@ def _repetitions(
     )
 
 
-def _num_unchecked(with_checks: Sequence[tuple[Segment, Checks]], num_examples: int) -> int:
-    """Counts releases that claim amplification but whose batch may not be a fresh draw."""
+def num_unchecked(ledger: Any, num_examples: int) -> int:
+    """Counts releases that claim amplification but whose batch may not be a fresh draw.
+
+    Args:
+      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      num_examples: number of units in the training set, a public constant.
+    """
+    with_checks = composition.checks_of(ledger, num_examples, correlated=True)
     sampled = [(s, known) for s, known in with_checks if s.batch_size < num_examples]
     return sum(max(s.num_releases - known.checked, 0) for s, known in sampled)
 

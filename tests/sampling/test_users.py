@@ -202,6 +202,20 @@ def test_functions_that_do_not_know_the_unit_refuse_ledgers_of_users():
             call()
 
 
+def test_the_event_of_users_costs_what_their_ledger_does():
+    sampling = dp.PoissonSampling(0.1, max_batch_size=100, steps=30, examples_per_user=2)
+    users = Releases([(1.0, 10.0, 30)], examples_per_user=2)
+    event = sampling.dp_event(users, 100)
+    poisson = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.0))
+    assert event == dp_accounting.SelfComposedDpEvent(poisson, 30)
+    later = Releases([], other_events=(event,))
+    assert dp.accounting.epsilon_spent(later, 100, 1e-3) == pytest.approx(
+        sampling.epsilon_spent(users, 100, 1e-3)
+    )
+    with pytest.raises(ValueError, match="The optimizer released with batch size 10"):
+        sampling.dp_event(users, 200)
+
+
 BAD_IDS = {
     "none": ([], ValueError, "one entry for each example"),
     "one number": (3, ValueError, "one entry for each example"),

@@ -217,6 +217,11 @@ def test_the_accountant_reaches_the_functions():
         (lambda: RepeatAndSelect(0.5), ValueError, "`mean_trials` must be finite and at least 1"),
         (lambda: RepeatAndSelect(5, -1.0), ValueError, "`shape` must be greater than -1"),
         (lambda: RepeatAndSelect(5, -math.inf), ValueError, "`shape` must be greater than -1"),
+        (
+            lambda: RepeatAndSelect(5, 1e16),
+            ValueError,
+            "`shape` must be at most 1e\\+15.*pass math.inf",
+        ),
         (lambda: RepeatAndSelect(5, None), TypeError, "`shape` must be a number"),
     ],
 )

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from typing import Any, Callable, ClassVar, TypeVar
 
+import dp_accounting
 import numpy as np
 from scipy import stats
 
@@ -296,6 +297,21 @@ class PoissonSampling(RandomSizes):
     def share(self) -> float:
         """q."""
         return self.sampling_probability
+
+    def dp_event(self, ledger: Any, num_examples: int) -> dp_accounting.DpEvent:
+        """Converts a ledger to a `DpEvent`, also one of users.
+
+        Guarantee: that of the class, without the cost of truncation.
+
+        Args:
+          ledger: a ledger, or an optimizer with the attribute `ledger`.
+          num_examples: number of examples (or users) in the training set, a public constant.
+
+        Raises:
+          TypeError, ValueError: as for `epsilon_spent`.
+        """
+        self.check_ledger(ledger, num_examples)
+        return composition.dp_event(composition.in_units(ledger), num_examples, in_epochs=False)
 
     def _epsilon(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
         return composition.epsilon_spent(

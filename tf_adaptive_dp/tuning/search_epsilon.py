@@ -270,17 +270,28 @@ def repeat_and_select_epsilon(
     return min(bound, profiles.selected_epsilon(profile, mean_trials, shape, delta))
 
 
+# Beyond it `trial_count_distributions.log_gamma` is too coarse.
+_LARGEST_SHAPE = 1e15
+
+
 def check_shape(shape: float) -> float:
     """Returns `shape` if it is above -1 or `math.inf`, or raises."""
     if shape == math.inf:
         return math.inf
     try:
-        return checks.number("shape", shape, -1, strict=True)
+        shape = checks.number("shape", shape, -1, strict=True)
     except ValueError as error:
         raise ValueError(
             "`shape` must be greater than -1: 0 is the logarithmic distribution, 1 the geometric, "
             f"math.inf Poisson. Received: shape={shape!r}"
         ) from error
+    if shape > _LARGEST_SHAPE:
+        raise ValueError(
+            f"`shape` must be at most {_LARGEST_SHAPE:g}, above which floats do not tell its "
+            "distribution from Poisson's closely enough: pass math.inf. Received: "
+            f"shape={shape!r}"
+        )
+    return shape
 
 
 def selected_divergences(

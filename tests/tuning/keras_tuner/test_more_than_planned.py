@@ -5,6 +5,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import tuned
+from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp.tuning.strategies import Composition, RepeatAndSelect
 
 X, Y = tuned.data(64)
@@ -12,16 +13,19 @@ SAMPLING = dp.PoissonSampling(0.25, max_batch_size=40, steps=4)
 MORE = "must release what was planned and no more.*Received: "
 
 
-def found_by(tmp_path, build=tuned.build, strategy=None, callbacks=(), cached=False):
+def found_by(
+    tmp_path, build=tuned.build, strategy=None, callbacks=(), change=None, sampling=SAMPLING
+):
+    """Searches on the batches of `SAMPLING`, after `change`, accounted for as `sampling`."""
     made = tuned.tuner(
         *(tmp_path, build),
         num_examples=64,
-        sampling=SAMPLING,
+        sampling=sampling,
         strategy=strategy or Composition(2),
     )
     batches = dp.poisson_batches((X, Y), SAMPLING)
     made.search(
-        batches.cache() if cached else batches,
+        batches if change is None else change(batches),
         epochs=1,
         validation_data=(X, Y),
         callbacks=list(callbacks),
@@ -30,9 +34,41 @@ def found_by(tmp_path, build=tuned.build, strategy=None, callbacks=(), cached=Fa
     return made
 
 
-def with_16_examples(hp):
+def with_16_examples(hp, **compile_with):
     """A model whose batches have the expected size of the sampling."""
-    return tuned.model(tuned.optimizer(hp.Choice("rate", [0.1, 0.2]), expected_batch_size=16.0))
+    optimizer = tuned.optimizer(hp.Choice("rate", [0.1, 0.2]), expected_batch_size=16.0)
+    return tuned.model(optimizer, **compile_with)
+
+
+def with_step(step, **compile_with):
+    """Makes `build_model` for models with 16 examples and this `train_step`."""
+
+    class Own(tf.keras.Sequential):
+        def train_step(self, batch):
+            x, y, weights = batch
+            loss = tf.reduce_mean(step(self, x, y, weights))
+            if GENERATION == 2:
+                self.compiled_metrics.update_state(y, self(x))
+                return {"loss": loss}
+            return {"loss": loss, **self.compute_metrics(x, y, self(x))}
+
+    def build(hp):
+        of = with_16_examples(hp)
+        model = Own([tf.keras.Input(of.input_shape[1:]), *of.layers])
+        model.compile(of.optimizer, of.loss, metrics=["accuracy"], **compile_with)
+        return model
+
+    return build
+
+
+def unweighted_term(model, x, y, weights):
+    """Padding has a gradient: a part of the loss is not multiplied by the weights."""
+    with tf.GradientTape() as tape:
+        logits = model(x, training=True)
+        loss = weights * tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+        loss += 0.1 * tf.reduce_sum((logits - 1) ** 2, axis=1)
+    model.optimizer.minimize(loss, model.trainable_variables, tape)
+    return loss
 
 
 class TrainsOn(tf.keras.callbacks.Callback):
@@ -43,7 +79,7 @@ class TrainsOn(tf.keras.callbacks.Callback):
 def test_batches_that_come_again_in_another_trial_are_refused(tmp_path):
     found_by(tmp_path / "fresh", with_16_examples)
     with pytest.raises(dp.NotPrivateError, match="it or an earlier trial had released"):
-        found_by(tmp_path / "cached", with_16_examples, cached=True)
+        found_by(tmp_path / "cached", with_16_examples, change=lambda d: d.cache())
 
 
 def test_a_callback_that_trains_on_after_the_last_step_is_refused(tmp_path):
@@ -68,14 +104,68 @@ def test_a_model_that_trains_twice_is_refused(tmp_path):
         found_by(tmp_path, build)
 
 
-def test_a_second_private_optimizer_is_refused(tmp_path):
+@pytest.mark.parametrize("where", ["attribute", "list", "mapping", "layer"])
+def test_a_second_private_optimizer_is_refused(tmp_path, where):
     def build(hp):
-        model = with_16_examples(hp)
-        model.second = tuned.optimizer()
+        model, second = with_16_examples(hp), tuned.optimizer(0.125)
+        holder = model.layers[-1] if where == "layer" else model
+        holder.second = {"list": [second], "mapping": {"second": [second]}}.get(where, second)
         return model
 
-    with pytest.raises(dp.NotPrivateError, match="only private one.*with another one, second"):
+    with pytest.raises(dp.NotPrivateError, match="only private one.*learning_rate=0.125"):
         found_by(tmp_path, build)
+
+
+STRATEGIES = pytest.mark.parametrize("strategy", [Composition(1), RepeatAndSelect(1.5)])
+
+
+@STRATEGIES
+def test_batches_without_the_weights_that_mark_their_padding_are_refused(tmp_path, strategy):
+    with pytest.raises(dp.NotPrivateError, match="batches reached the optimizer without the"):
+        found_by(
+            tmp_path, with_16_examples, strategy, change=lambda d: d.map(lambda x, y, w: (x, y))
+        )
+
+
+@STRATEGIES
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_less_noise_than_planned_is_refused(tmp_path, strategy, steps_per_call):
+    # XLA cannot raise an error in the step, which is recorded with half of the noise instead.
+    compile_with = {"jit_compile": True, "steps_per_execution": steps_per_call}
+    with pytest.raises(dp.NotPrivateError, match="with less noise or larger batches than planned"):
+        found_by(tmp_path, with_step(unweighted_term, **compile_with), strategy)
+
+
+@STRATEGIES
+def test_larger_batches_than_planned_are_refused_though_no_step_follows(tmp_path, strategy):
+    def larger(batches):
+        rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(64).repeat()
+        return rows.batch(60, drop_remainder=True).take(4)
+
+    def build(hp):
+        return with_16_examples(hp, steps_per_execution=4)
+
+    with pytest.raises(dp.NotPrivateError, match="with less noise or larger batches than planned"):
+        found_by(tmp_path, build, strategy, change=larger, sampling="poisson")
+
+
+@STRATEGIES
+def test_only_what_was_checked_is_called_proven(tmp_path, strategy):
+    def weighted(model, x, y, weights):
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            loss = weights * tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+        model.optimizer.minimize(loss, model.trainable_variables, tape)
+        return loss
+
+    def said(build, folder):
+        return " ".join(found_by(folder, build, strategy).privacy_statement().split())
+
+    compiled = said(with_step(weighted), tmp_path / "compiled")
+    assert "proven upper bound" in compiled and "did not verify" not in compiled
+    # Eager steps do not show which batch they got.
+    eager = said(with_step(weighted, run_eagerly=True), tmp_path / "eager")
+    assert "proven" not in eager and "for 4 of the noisy gradients" in eager
 
 
 def test_layers_that_trials_share_are_refused_where_only_the_winner_is_released(tmp_path):

@@ -117,8 +117,16 @@ def test_other_arguments_are_refused_and_change_nothing(tmp_path, monkeypatch, f
     for changed, arguments in OTHER.items():
         with pytest.raises(ValueError, match=f"with other arguments.*{changed}: was"):
             tuned.search(tuned.tuner(tmp_path, **arguments))
-    with pytest.raises(ValueError, match="epochs: was 2, is 3"):
-        tuned.search(tuned.tuner(tmp_path), epochs=3)
+    others_of_fit = {
+        "epochs: was 2, is 3": {"epochs": 3},
+        "class_weight": {"class_weight": {0: 1.0, 1: 0.0}},
+        "sample_weight": {"sample_weight": np.ones(tuned.NUM_EXAMPLES, "float32")},
+        "validation_data": {"validation_data": tuned.data(7)},
+        "validation_steps": {"validation_steps": 1},
+    }
+    for changed, arguments in others_of_fit.items():
+        with pytest.raises(ValueError, match=f"with other arguments.*{changed}"):
+            tuned.search(tuned.tuner(tmp_path), **arguments)
     assert tuned.everything_in(tmp_path) == before
 
 

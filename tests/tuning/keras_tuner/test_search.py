@@ -11,6 +11,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import tuned
 from tf_adaptive_dp.tuning import strategies
+from tf_adaptive_dp.tuning.keras_tuner import results
 
 RATES = [0.01, 0.1, 1.0]
 DRAWS = [{"learning_rate": rate} for rate in (0.1, 0.1, 1.0, 0.01)]
@@ -137,6 +138,15 @@ def test_if_all_crashed_there_is_a_clear_error_each_time(tmp_path, monkeypatch, 
     for show in (made.get_best_models, made.privacy_statement, made.plot, made.results_summary):
         with pytest.raises(RuntimeError, match="Every candidate crashed"):
             show()
+
+
+@pytest.mark.parametrize(
+    "releases, resumed, spent", [(0, 0, False), (0, 1, True), (4, 0, True), (4, 1, True)]
+)
+def test_what_may_have_been_released_before_an_interruption_is_not_denied(releases, resumed, spent):
+    outcome = {"score": None, "error": "", "releases": releases, "resumed": resumed}
+    text = results.failure([outcome], is_all=False)
+    assert ("The budget is spent." in text, "Nothing was released." in text) == (spent, not spent)
 
 
 def test_no_trial_at_all_is_a_clear_error(tmp_path, monkeypatch):

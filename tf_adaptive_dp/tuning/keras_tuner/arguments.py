@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +235,11 @@ def refuse_keras_tuners(given: dict[str, Any]) -> None:
 # --- arguments of `search`, which are those of `fit` ---------------------------------------------
 
 
+# Arguments of `fit` that the plan of a search describes, and those that do not matter to a trial.
+_OF_SCHEDULE = ("epochs", "steps_per_epoch")
+_OF_PROCESS = ("verbose", "workers", "use_multiprocessing", "max_queue_size")
+
+
 @dataclasses.dataclass(frozen=True)
 class FitArguments:
     """The arguments of `Model.fit` for every trial.
@@ -286,6 +291,14 @@ class FitArguments:
         steps = _steps_per_epoch(given, batch_size)
         _check_lasts(given.get("x"), epochs, steps)
         return cls(given, callbacks, given["validation_data"], epochs, steps, batch_size)
+
+    def describe(self) -> dict[str, Any]:
+        """What must stay the same when the search is resumed, as plain JSON; of data the shapes."""
+        return {
+            name: _described(value)
+            for name, value in self.arguments.items()
+            if name not in (*_OF_SCHEDULE, *_OF_PROCESS) and value is not None
+        }
 
     @property
     def num_rows(self) -> int | None:
@@ -436,6 +449,21 @@ def _check_lasts(x: Any, epochs: int, steps_per_epoch: int) -> None:
 def _comes_in_batches(given: dict[str, Any]) -> bool:
     x = given.get("x")
     return isinstance(x, (tf.data.Dataset, tf.keras.utils.Sequence)) or callable(x)
+
+
+def _described(value: Any) -> Any:
+    """An argument as plain JSON: numbers and text as they are, the shapes of data."""
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _described(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_described(part) for part in value]
+    if isinstance(value, tf.data.Dataset):
+        return str(value.element_spec)
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{tf.as_dtype(value.dtype).name} {list(value.shape)}"
+    return type(value).__name__
 
 
 def _rows(x: Any) -> int:

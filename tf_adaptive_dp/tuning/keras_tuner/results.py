@@ -102,9 +102,10 @@ def failure(outcomes: Sequence[Outcome], *, is_all: bool) -> str:
             "The strategy drew no trial at all, as its distribution allows, so there is no winner. "
             "The budget is spent: another attempt is another search."
         )
-    releases = sum(outcome["releases"] for outcome in outcomes)
+    # What a trial released before an interruption may be in no outcome.
+    may_have_released = any(outcome["releases"] or outcome["resumed"] for outcome in outcomes)
     errors = [outcome["error"] for outcome in outcomes if outcome["error"]]
-    spent = "Nothing was released." if not releases else "The budget is spent."
+    spent = "The budget is spent." if may_have_released else "Nothing was released."
     which, error = ("last", errors[-1:]) if is_all else ("first", errors[:1])
     told = f"The {which} error, which may reveal something about the data, was:\n{''.join(error)}"
     if not is_all:
@@ -170,6 +171,7 @@ def privacy_statement(plan: Plan, noise_multiplier: float, shown: Sequence[dict[
                 accountant=budget.accountant,
                 sampling=batches.sampling,
                 num_examples=batches.num_examples,
+                num_unchecked=sum(outcome["unchecked"] for outcome in shown),
             ),
             paragraph(
                 "This epsilon covers the whole hyperparameter search, whose budget was epsilon = "

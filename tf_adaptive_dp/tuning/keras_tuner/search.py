@@ -77,6 +77,7 @@ class Search:
         """Everything that must stay the same when the search is resumed, as plain JSON."""
         return {
             **self._plan.describe(),
+            **self._data.describe(),
             "rows": self._data.num_rows,
             "space": self._space,
             "objective": str(self._oracle.objective),

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp._keras import models
+from tf_adaptive_dp._keras.layers import layers_within
 from tf_adaptive_dp.accounting.composition import repeated
 from tf_adaptive_dp.accounting.earlier_releases import were_trained_privately
 from tf_adaptive_dp.accounting.ledger import Ledger
@@ -31,7 +32,7 @@ from tf_adaptive_dp.mechanism.draw_numbers import SeenDraws
 from tf_adaptive_dp.normalization import normalizations_in
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
-from tf_adaptive_dp.statement import side_information_paragraph
+from tf_adaptive_dp.statement import num_unchecked, side_information_paragraph
 from tf_adaptive_dp.tuning.keras_tuner import arguments
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.search_plan import Plan
@@ -84,7 +85,8 @@ class Trial:
 
         Returns:
           The outcome as plain JSON: `score`, as released, or `None` if it is not finite;
-          `releases`; `error`, if the trial crashed; `side_information`, a sentence or nothing.
+          `releases`, and how many of them were `unchecked`, with a batch that may not be a fresh
+          draw; `error`, if the trial crashed; `side_information`, a sentence or nothing.
         """
         optimizer = model.optimizer
         outcome: dict[str, Any] = {
@@ -97,13 +99,14 @@ class Trial:
                 self._train(model, data, log)
             save_weights(model, weights)
             outcome["score"] = self._score(model, data, objective)
-            self._budget_of(model).require_no_more()
         except (*_INTERRUPTIONS, NotPrivateError, BudgetExceededError):
             raise
         except Exception:
             outcome["error"] = traceback.format_exc()
+        self._budget_of(model).require_planned()
         # After a crash the log may have more releases than the ledger.
         outcome["releases"] = max(optimizer.ledger.num_releases, self._announced)
+        outcome["unchecked"] = num_unchecked(optimizer.ledger, self._plan.batches.num_examples)
         return outcome
 
     def _budget_of(self, model: tf.keras.Model) -> TrialBudget:
@@ -265,11 +268,11 @@ def check_optimizer(model: tf.keras.Model) -> None:
             "must draw independent noise: the search does not account for other noise",
             f"noise={optimizer.noise!r}",
         )
-    others = [name for name, value in vars(model).items() if _is_another(value, optimizer)]
+    others = [other for other in _optimizers_within(model) if other is not optimizer]
     if others:
         _refuse(
             "must be the model's only private one: the search counts no other",
-            f"a model with another one, {', '.join(others)}",
+            f"a model with another one, {', '.join(map(repr, others))}",
         )
     if optimizer.seed is not None:
         _refuse("must draw secret noise: leave out `seed`", f"seed={optimizer.seed}")
@@ -290,8 +293,22 @@ def batch_size_and_parts(model: tf.keras.Model) -> tuple[float, int]:
     return optimizer.expected_batch_size, optimizer.parts_per_batch
 
 
-def _is_another(value: Any, optimizer: tf.keras.optimizers.Optimizer) -> bool:
-    return value is not optimizer and isinstance(getattr(value, "ledger", None), Ledger)
+def _optimizers_within(model: tf.keras.Model) -> list[tf.keras.optimizers.Optimizer]:
+    """The private optimizers that a model or a layer in it holds, also in lists and mappings."""
+    left: list[Any] = [vars(layer) for layer in (model, *layers_within(model))]
+    found, seen = {}, set()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, (list, tuple, set)):
+            left += value
+        elif isinstance(getattr(value, "ledger", None), Ledger):
+            found[id(value)] = value
+    return list(found.values())
 
 
 def _refuse(what: str, received: str) -> NoReturn:
@@ -307,17 +324,18 @@ class TrialBudget(tf.keras.callbacks.Callback):
     It must be the last callback of a trial.
 
     Guarantee: no step begins that would bring the ledger above `plan.schedule.releases`, or whose
-    noise multiplier or batch size differs from the plan. A model that releases several gradients in
-    a step is detected after the first call of the training function. `check_end`, called after
-    `fit`, rejects a trial that ended with releases left: its length would be another release, whose
-    price is unknown.
+    noise multiplier or batch size is known to differ from the plan. What shows only in the step is
+    detected after the call of the training function: several releases in one step, less noise, as
+    of padding that had a gradient, larger batches, repeated ones, and Poisson batches without the
+    weights that mark their padding. `check_end`, called after `fit`, rejects a trial that ended
+    with releases left: its length would be another release, whose price is unknown.
     """
 
     def __init__(self, plan: Plan, noise_multiplier: float):
         super().__init__()
         models.allow_tensors_as_logs(self)
         self._batches, self._schedule = plan.batches, plan.schedule
-        self._noise_multiplier = noise_multiplier
+        self._planned = (noise_multiplier, plan.batches.batch_size)
         self._rows_are_known = False
 
     def room(self, released: int, next_step: int = 0) -> bool:
@@ -337,12 +355,11 @@ class TrialBudget(tf.keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Rejects a step that was not planned; called by Keras."""
         optimizer = self.model.optimizer
-        planned = (self._noise_multiplier, self._batches.batch_size)
-        if optimizer.next_release() != planned:
+        if optimizer.next_release() != self._planned:
             raise NotPrivateError(
                 "Nothing may change the noise or the batch size of a trial. Received: noise "
                 f"multiplier and expected batch size {optimizer.next_release()} instead of "
-                f"{planned}"
+                f"{self._planned}"
             )
         self._before = optimizer.ledger.num_releases
         self._announced = self._releases_in(models.steps_per_call(self.model))
@@ -361,6 +378,7 @@ class TrialBudget(tf.keras.callbacks.Callback):
                 f"{released - self._before} releases in a call that has {self._announced} steps"
             )
         self._check_rows()
+        self._check_releases()
         self._check_draws()
         if not self.room(released, batch + 1):
             self.model.stop_training = True
@@ -370,7 +388,7 @@ class TrialBudget(tf.keras.callbacks.Callback):
 
     def check_end(self) -> None:
         """Raises NotPrivateError if the trial ends before it made all releases that it may."""
-        self.require_no_more()
+        self.require_planned()
         released = self.model.optimizer.ledger.num_releases
         if self.room(released):
             raise NotPrivateError(
@@ -381,8 +399,8 @@ class TrialBudget(tf.keras.callbacks.Callback):
                 f"{released} releases of {self._schedule.releases}"
             )
 
-    def require_no_more(self) -> None:
-        """Raises NotPrivateError if something beside the steps of `fit` has released gradients."""
+    def require_planned(self) -> None:
+        """Raises NotPrivateError if releases were not planned, by the steps of `fit` or others."""
         released = self.model.optimizer.ledger.num_releases
         if released > self._schedule.releases:
             raise NotPrivateError(
@@ -391,6 +409,21 @@ class TrialBudget(tf.keras.callbacks.Callback):
                 f"this trial released, so do not publish it. Received: {released} releases, "
                 f"{self._schedule.releases} were planned"
             )
+        self._check_releases()
+
+    def _check_releases(self) -> None:
+        """Rejects what the ledger says of the releases if the plan says something else."""
+        optimizer, sampling = self.model.optimizer, self._batches.sampling
+        others = [s for s in optimizer.ledger.segments if s[:2] != self._planned]
+        if others:
+            raise NotPrivateError(
+                "A trial released gradients with less noise or larger batches than planned, which "
+                "epsilon does not cover, so do not publish it. Such batches have more rows than "
+                "declared, or padding with a gradient. Received: (noise multiplier, batch size, "
+                f"releases) {others}, planned: {self._planned}"
+            )
+        if isinstance(sampling, Sampling):
+            sampling.check_ledger(optimizer, self._batches.num_examples)
 
     def _check_draws(self) -> None:
         """Rejects repeated batches: the noise was computed for independent draws."""
