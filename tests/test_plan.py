@@ -236,7 +236,7 @@ def test_a_run_spends_what_was_planned_and_no_more():
     with pytest.raises(dp.BudgetExceededError, match="No further step fits.*keep the model as it"):
         plan.fit(model, X, Y, verbose=0)
     model.fit(X, Y, 8, verbose=0)
-    with pytest.raises(ValueError, match=r"beside the plan.*`privacy_statement\(.*24 releases"):
+    with pytest.raises(ValueError, match=r"outside the plan.*`privacy_statement\(.*24 releases"):
         plan.statement()
     with pytest.warns(UserWarning, match="already trained another model"):
         plan.fit(model_of(plan), X, Y, verbose=0)

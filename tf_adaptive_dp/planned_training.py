@@ -112,7 +112,7 @@ class PlannedTraining:
         """The optimizer of the last model.
 
         Raises:
-          ValueError: if there is none, or it was used beside the plan.
+          ValueError: if there is none, or it was used outside the plan.
         """
         if self._optimizer is None:
             raise ValueError(
@@ -122,7 +122,7 @@ class PlannedTraining:
         released = self._optimizer.ledger.num_releases
         if released > self._plan.steps:
             raise ValueError(
-                "The model was trained beside the plan, by `model.fit` for example, so the plan "
+                "The model was trained outside the plan, by `model.fit` for example, so the plan "
                 "cannot say what all of it has cost. "
                 "`privacy_statement(model.optimizer, num_examples, delta)` can. Received: "
                 f"{released} releases, of which the plan made at most {self._plan.steps}"

@@ -214,9 +214,9 @@ def test_events_travel_with_the_ledger_and_none_is_lost(saved, own, expected, tm
 def test_events_that_cannot_be_known_are_asked_for(saved, own, tmp_path):
     ledger = loaded(tmp_path, saved, own)
     for read in (lambda: ledger.other_events, lambda: ledger.noise):
-        with pytest.raises(ValueError, match="Set `optimizer.ledger.other_events` to all"):
+        with pytest.raises(ValueError, match="Set `optimizer.ledger.other_events` to everything"):
             read()
-    with pytest.raises(ValueError, match="Set `optimizer.ledger.other_events` to all"):
+    with pytest.raises(ValueError, match="Set `optimizer.ledger.other_events` to everything"):
         epsilon_spent(ledger, 100, 1e-3)
     ledger.other_events = (*saved, *own)
     assert ledger.other_events == (*saved, *own)

@@ -299,7 +299,7 @@ def test_bad_settings_are_refused():
         dp.DPSGD(1.0, 1.0, examples_per_user=0)
     with pytest.raises(TypeError, match="`examples_per_user` must be a whole number"):
         dp.DPSGD(1.0, 1.0, examples_per_user=2.0)
-    with pytest.raises(ValueError, match="no microbatches beside them"):
+    with pytest.raises(ValueError, match="`num_microbatches` cannot be combined"):
         dp.DPSGD(1.0, 1.0, 2, examples_per_user=2)
     with pytest.raises(ValueError, match="`examples_per_user` must divide the batch.*4 .*6 rows"):
         user_sums(tf.zeros([6]), 4)

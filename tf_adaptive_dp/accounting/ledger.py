@@ -26,7 +26,7 @@ _SET_BACK = (
     "*optimizer.ledger.checks])`. If the missing ones were about other examples, call "
     "`optimizer.ledger.restore(optimizer.ledger.segments, optimizer.ledger.checks)`. To load the "
     "weights of a model alone, leave the optimizer's state out; a `ReleaseLog` before other "
-    "callbacks restores the ledger by itself; and `tuning.HonestTuner` accounts for trials of "
+    "callbacks restores the ledger automatically; and `tuning.HonestTuner` accounts for trials of "
     "several settings. Received: {left} releases in the ledger, {lost} fewer than there were"
 )
 
@@ -238,11 +238,11 @@ class Ledger:
 
     @property
     def other_events(self) -> tuple[dp_accounting.DpEvent, ...]:
-        """`dp_accounting.DpEvent`s that were spent in addition to the gradients.
+        """`dp_accounting.DpEvent`s spent besides the gradients, such as for side information.
 
-        Such as the private release of side information. Releases of the Gaussian mechanism are
-        saved with the ledger and restored, up to `MAX_SAVED_EVENTS` of them. Of other events only a
-        digest is saved: set them before a state is loaded that has them.
+        Releases of the Gaussian mechanism are saved with the ledger and restored, up to
+        `MAX_SAVED_EVENTS` of them. For other events only a digest is saved: set them before you
+        load a state that has them.
 
         Raises:
           ValueError: see `require_own_terms`.
@@ -302,9 +302,9 @@ class Ledger:
         more = missing_events(of_state, self._other_events)
         if not known or (more and missing_events(self._other_events, of_state)):
             raise ValueError(
-                "A state was loaded whose releases were accompanied by other releases than "
-                "`ledger.other_events` hold. Set `optimizer.ledger.other_events` to all that was "
-                "released about the examples of this training beside the gradients, then and now. "
+                "The loaded state records releases that `ledger.other_events` does not list. Set "
+                "`optimizer.ledger.other_events` to everything that was released about the "
+                "examples of this training besides the gradients, then and now. "
                 f"Received: other_events={self._other_events!r}, and with the state "
                 + (f"{of_state!r}" if known else "unknown ones")
             )

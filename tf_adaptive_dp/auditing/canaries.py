@@ -105,7 +105,7 @@ class Canaries:
         """Appends a user of its own for each included canary, as `mix` appends the canaries.
 
         Args:
-          user_ids: [n], whose each example of the data is, whole numbers or strings.
+          user_ids: [n], the user each example of the data belongs to, whole numbers or strings.
 
         Returns:
           [n + number of included canaries], strings: the ids of users and of canaries never agree.

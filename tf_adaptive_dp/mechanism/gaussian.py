@@ -117,7 +117,8 @@ class GaussianMechanism:
         """Creates the mechanism.
 
         Args:
-          l2_norm_clip: see `tf_adaptive_dp.DPSGD` for this and all other arguments but the last.
+          l2_norm_clip: see `tf_adaptive_dp.DPSGD` for this and all other arguments but
+            `add_variable`.
           noise_multiplier: σ.
           num_microbatches: the number of groups whose mean gradients are clipped, or `None`.
           expected_batch_size: L, or `None`.
@@ -151,9 +152,10 @@ class GaussianMechanism:
             examples_per_user = checks.integer("examples_per_user", examples_per_user, 1)
             if num_microbatches is not None:
                 raise ValueError(
-                    "The rows of a user are one group, so there are no microbatches beside them. "
-                    f"Received: examples_per_user={examples_per_user!r}, num_microbatches="
-                    f"{num_microbatches!r}. Leave `num_microbatches` out."
+                    "`num_microbatches` cannot be combined with `examples_per_user`: a user's rows "
+                    "already form one group. Received: "
+                    f"num_microbatches={num_microbatches!r}, "
+                    f"examples_per_user={examples_per_user!r}"
                 )
         self.examples_per_user = examples_per_user
         steps = checks.integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)

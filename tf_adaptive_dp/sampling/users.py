@@ -118,8 +118,8 @@ class UserRecords:
     def fingerprint(self, salt: bytes) -> str:
         """A digest of who owns which example, to notice that it changed. It is NOT private.
 
-        Guarantee: none. Who has the digest and its salt can test a guess of the whole assignment.
-        Two assignments have the same digest if and only if, as far as BLAKE2b is secure, they
+        Guarantee: none. Anyone who has the digest and its salt can test a guess of the whole
+        assignment. If BLAKE2b is secure, two assignments have the same digest if and only if they
         group the same examples under ids in the same order.
 
         Args:
