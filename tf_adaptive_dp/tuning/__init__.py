@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tf_adaptive_dp.tuning.budgets import (
     Recommendation,
@@ -29,6 +29,9 @@ from tf_adaptive_dp.tuning.strategies import (
     UnprotectedScore,
 )
 from tf_adaptive_dp.update_rules.step_doubling import suggest_tolerance
+
+if TYPE_CHECKING:  # so that tools which read the source find it here too; see `__getattr__`
+    from tf_adaptive_dp.tuning.keras_tuner.tuner import HonestTuner
 
 __all__ = [
     "Accounting",
