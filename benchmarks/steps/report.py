@@ -13,8 +13,9 @@ from benchmarks.steps import catalogue, problems, results, tables
 INTRODUCTION = """\
 # Performance
 
-What a training step costs in time and in memory. `python -m benchmarks.steps.run` wrote this page
-from `{source}`; change it there, not here.
+What a training step costs in time and in memory. `python -m benchmarks.steps.run --report` wrote
+this page from four files: the measurements in `{source}` and `kinds.json`, and the sections in
+`variants.md` and `../federated/report.md`, which are written by hand. Change it there, not here.
 
 - A step is what `fit` does for one batch: forward, backward and update. Private engines also clip
   each example's gradient to norm 1 and add noise of multiplier 1. The data is random, one batch in
@@ -27,14 +28,16 @@ from `{source}`; change it there, not here.
   which depend on this machine.
 - Memory is the peak resident size of the whole process, libraries included. Those alone need
   {start}.
-- The first step builds and compiles; the times do not include it.
+- The first step builds and compiles; the times do not include it.{engine_notes}
 - The table of runs shows how many cores other processes kept busy meanwhile. It should be near 0:
   PyTorch's threads spin while they wait for each other, and become many times slower on a machine
   that is not idle.
-- `adadps_public` includes the gradient of a public batch of the same size in every step.
 - No GPU was at hand: nothing here was measured on one. Tests with several replicas run on logical
   CPUs.
 """
+ENGINE_NOTES = {
+    "adadps_public": "includes the gradient of a public batch of the same size in every step."
+}
 
 
 def _runs(found: results.Results, rows: pd.DataFrame) -> str:
@@ -134,7 +137,9 @@ def make(found: results.Results, source: str, plot: str | None) -> str:
     engines = [
         f"- `{name}`: {what}" for name, (_, what) in catalogue.ENGINES.items() if name in used
     ]
-    parts = [INTRODUCTION.format(source=source, start=_start(everything)).rstrip()]
+    notes = "".join(f"\n- `{name}` {note}" for name, note in ENGINE_NOTES.items() if name in used)
+    head = INTRODUCTION.format(source=source, start=_start(everything), engine_notes=notes)
+    parts = [head.rstrip()]
     parts += ["## Machine and versions", _runs(found, everything), _versions(found) + "."]
     parts += ["## Targets", "Ratios within one run; `reached` says which bound holds."]
     parts += [tables.target_table(everything)]

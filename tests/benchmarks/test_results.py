@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import core
 from benchmarks.steps import catalogue, problems, report, results, tables
+from tests.helpers import ROOT
 
 
 def row(run, engine, ms, mib=100.0, model="mlp", batch_size=250, width=1):
@@ -113,6 +114,21 @@ def test_the_report_shows_ratios_reasons_targets_and_growth():
     assert "| ms, MiB | width 1 (1,234 parameters) | width 4 (1,234 parameters) |" in text
     assert "| `dpsgd` | 5.00, 130 | 20.0, 100 |" in text
     assert "![Ratios to keras_sgd](p.png)" in text
+
+
+def test_the_report_explains_only_the_engines_that_it_shows():
+    note = "- `adadps_public` includes the gradient of a public batch"
+    without = report.make(found(row("1", "dpsgd", 5.0)), "results.json", None)
+    also = report.make(
+        found(row("1", "dpsgd", 5.0), row("1", "adadps_public", 6.0)), "results.json", None
+    )
+    assert note not in without and note in also
+
+
+def test_the_page_is_the_report_of_its_sources():
+    source = ROOT / "benchmarks" / "steps" / "results.json"
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert page == report.make(results.read(source), source.name, "performance.png")
 
 
 @pytest.mark.parametrize(
