@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
 
     Attributes:
       norms: [K], for each variable the upper quartile of its gradients' norms; 0 if no gradient
-        stands out of the noise.
+        stands out from the noise.
       loss: the median of the losses.
       spread: the distance between the quartiles of the losses.
     """
@@ -54,8 +54,8 @@ class Histograms:
 
         W = 5 + ⌊(50·σ/L)²·(K+1)/2⌋
 
-    batches, or later if no gradient stands out of the noise by then. In counts, the noise of a bin
-    has the standard deviation σ·√(W·(K+1)). They can be opened again, to measure norms anew.
+    batches, or later if no gradient stands out from the noise by then. In counts, the noise of a
+    bin has the standard deviation σ·√(W·(K+1)). They can be opened again, to measure norms anew.
     """
 
     def __init__(self, num_variables: int, add_variable: Callable[..., tf.Variable]):

@@ -25,7 +25,7 @@ class DelayedPreconditioner(SideInformation):
     [inputs, outputs], by its size before the gradients are clipped. The sizes are those of the mean
     of earlier noisy gradients, which cost no privacy to look at. Sizes are measured anew after 30,
     60, 120, ... gradients, each time over all gradients since the time before, so there is neither
-    a delay nor a rate to choose. Rows whose gradients do not stand out of the noise, which is
+    a delay nor a rate to choose. Rows whose gradients do not stand out from the noise, which is
     known, are treated as if they lay just below it. With the mean m of the n gradients of a window,
     without A, the noise b = (σC/(L·A))²/n in it, b₀ = (σC/L)²/t after t gradients in all and
     r = √(2/outputs):

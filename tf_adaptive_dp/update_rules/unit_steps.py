@@ -46,8 +46,8 @@ def scales(norms: tf.Tensor, ranks: Sequence[int]) -> tf.Tensor:
     """a_k; ones until the norms are known.
 
     Args:
-      norms: [K], float64, U_k; 0 where the gradients did not stand out of the noise. They count as
-        if they were as large as the largest of another variable.
+      norms: [K], float64, U_k; 0 where the gradients did not stand out from the noise. They count
+        as if they were as large as the largest of another variable.
       ranks: the number of axes of each variable.
 
     Returns:
