@@ -1,8 +1,9 @@
-"""Short errors: one about a user's model should not be buried in what surrounds it."""
+"""Errors and warnings that show the user's code, not what surrounds it."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from typing import Any, Callable, TypeVar
 
@@ -38,6 +39,19 @@ def short_traceback(function: _Function) -> _Function:
         raise found
 
     return wrapped  # type: ignore[return-value]
+
+
+def level_of_caller() -> int:
+    """The `stacklevel` with which a function warns of the line that called the library.
+
+    It is for functions that are called by users and by other parts of the library.
+    """
+    library, _, _ = __name__.partition(".")
+    here = inspect.currentframe()
+    level, frame = 1, here and here.f_back
+    while frame and frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == library:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def message_lines(error: Exception) -> list[str]:

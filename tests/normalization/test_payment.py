@@ -1,0 +1,334 @@
+"""Every release of a normalization is paid for once, by plans and without them."""
+
+import re
+import warnings
+
+import dp_accounting
+import numpy as np
+import pytest
+
+import tf_adaptive_dp as dp
+from tests.helpers.normalized import (
+    N,
+    adapted,
+    columns,
+    data,
+    model_of,
+    model_of_layers,
+    planned,
+)
+from tf_adaptive_dp._keras.generation import keras
+from tf_adaptive_dp.normalization import PrivateNormalization
+
+
+def epsilon_of(event, delta):
+    accountant = dp_accounting.rdp.RdpAccountant()
+    accountant.compose(event)
+    return accountant.get_epsilon(delta)
+
+
+def test_the_plan_pays_for_it():
+    plan = planned()
+    (event,) = plan.other_events
+    assert epsilon_of(event, 1e-4) == pytest.approx(3.0 / 5, rel=2e-3)
+    assert plan._epsilon_after(plan.steps) <= 3.0
+    without = planned(normalize_inputs=False).noise_multiplier
+    assert 1.002 * without < plan.noise_multiplier < 1.06 * without
+    of_noise = planned(noise_multiplier=plan.noise_multiplier)
+    assert of_noise.epsilon == pytest.approx(3.0, rel=0.01)
+    assert "normalize_inputs=True" in repr(plan)
+
+
+def test_a_budget_that_pays_for_no_normalization_says_so():
+    with pytest.raises(ValueError, match="No noise of the normalization.*`normalize_inputs`") as e:
+        planned(epsilon=1e-12, delta=1e-300)
+    assert "sampling_probability" not in str(e.value)
+
+
+@pytest.mark.slow
+def test_correlated_noise_is_chosen_for_what_is_left():
+    plan = planned(noise="best")
+    assert plan.other_events == planned().other_events
+    assert plan._epsilon_after(plan.steps) <= 3.0
+
+
+def test_a_normalization_of_which_the_user_was_warned_is_the_only_one():
+    plan = planned(num_examples=50, batch_size=10, epsilon=0.1)
+    x = columns()[:50]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="found nothing that stands out"):
+            plan.normalization(x)
+    with pytest.raises(RuntimeError, match="`adapt` has been called"):
+        plan.normalization(x)
+
+
+def test_the_statistics_behind_an_optimizer_are_not_forgotten_for_another():
+    x, y = data()
+    plan = planned(normalize_inputs=False, other_events=[dp_accounting.GaussianDpEvent(20.0)])
+
+    class OneEpoch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = True
+
+    def fit(first, dense, optimizer):
+        model = keras.Sequential([keras.Input([6]), first, dense])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss)
+        plan.fit(model, x, y, verbose=0, callbacks=[OneEpoch()])
+
+    def normalized():
+        return adapted(x, noise_multiplier=20.0)
+
+    dense, one = keras.layers.Dense(2), plan.optimizer(dp.DPSGD)
+    fit(normalized(), dense, one)
+    with pytest.warns(UserWarning, match="already trained another model"):
+        fit(keras.layers.Rescaling(1.0), keras.layers.Dense(2), plan.optimizer(dp.DPSGD))
+    with pytest.raises(ValueError, match="`PrivateNormalization` that the plan's budget does not"):
+        fit(normalized(), dense, one)
+
+
+def test_training_in_raw_units_by_the_plan(tmp_path):
+    x, y = data()
+    plan = planned(epochs=4)
+    layer = plan.normalization(x)
+    assert plan.normalization(x) is layer  # no second release
+    with pytest.raises(ValueError, match="`axis` must be that of the first call"):
+        plan.normalization(x, axis=None)
+    model = model_of(plan, layer)
+    plan.fit(model, x, y, verbose=0)
+    assert model.evaluate(x, y, verbose=0)[1] > 0.9
+    noise = plan.other_events[0].noise_multiplier
+    statement = " ".join(plan.statement().split())
+    assert f"one release of the Gaussian mechanism with noise multiplier {noise:g}" in statement
+    spent = float(re.search(r"epsilon = ([\d.]+)", statement)[1])
+    assert 2.9 < spent <= 3.0
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(loaded.predict(x[:50], verbose=0), model.predict(x[:50], verbose=0))
+    assert loaded.optimizer.ledger.other_events == plan.other_events
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("stop_after", [0, 1])
+def test_a_resumed_run_keeps_the_statistics_it_began_with(tmp_path, stop_after):
+    """After the first epoch, which ends before its end is saved, and after the second."""
+    x, y = data()
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == stop_after:
+                raise InterruptedError
+
+    first = planned(epochs=3)
+    layer = first.normalization(x)
+    with pytest.raises(InterruptedError):
+        model = model_of(first, layer)
+        first.fit(model, x, y, directory=tmp_path, callbacks=[Stop()], verbose=0)
+    second = planned(epochs=3)
+    own = second.normalization(x)
+    assert not np.array_equal(own.mean, layer.mean)
+    model = model_of(second, own)
+    second.fit(model, x, y, directory=tmp_path, verbose=0)
+    np.testing.assert_array_equal(own.mean, layer.mean)
+    np.testing.assert_array_equal(own.stddev, layer.stddev)
+    # The same values train on, so there was one release of them.
+    assert model.optimizer.ledger.num_releases == second.steps
+    assert model.optimizer.ledger.other_events == second.other_events
+    (tmp_path / "normalization.json").unlink()
+    third = planned(epochs=3)
+    with pytest.raises(ValueError, match="cannot go on without its `normalization.json`"):
+        third.fit(model_of(third, third.normalization(x)), x, y, directory=tmp_path, verbose=0)
+
+
+def test_of_users_the_plan_protects_users():
+    x, y = data()
+    ids = np.arange(N) // 2
+    plan = planned(num_examples=None, user_ids=ids, examples_per_user=2, batch_size=100)
+    layer = plan.normalization(x)
+    assert np.all(np.isfinite(layer.mean)) and layer.dp_event == plan.other_events[-1]
+    model = model_of(plan, layer)
+    plan.fit(model, x, y, verbose=0)
+    assert "one person" in plan.statement() or "one user" in plan.statement()
+
+
+def test_what_nobody_pays_for_is_refused():
+    x, y = data()
+    without = planned(normalize_inputs=False)
+    with pytest.raises(ValueError, match="does not pay for a normalization"):
+        without.normalization(x)
+    with pytest.raises(TypeError, match="`x` must be an array .* Received: dict"):
+        planned().normalization({"x": x})
+    with pytest.raises(ValueError, match="`num_examples` must be the number of examples"):
+        planned().normalization(x[:-1])
+    model = model_of(without, adapted(x, 20.0))
+    with pytest.raises(ValueError, match="that the plan's budget does not pay for"):
+        without.fit(model, x, y)
+    plan = planned()
+    with pytest.warns(UserWarning, match="pays for a normalization of the inputs, and the model"):
+        plan.fit(model_of(plan, keras.layers.Rescaling(1e-3)), x, y, verbose=0)
+
+
+def by_hand(layers, **kwargs):
+    """A plan that pays for layers which the user made, and a model of them."""
+    paid = [layer.dp_event for layer in layers]
+    plan = planned(normalize_inputs=False, noise_multiplier=2.0, other_events=paid, **kwargs)
+    return plan, model_of_layers(plan, layers)
+
+
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            raise InterruptedError
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("noise_multipliers", [[20.0, 30.0], [20.0]])
+def test_layers_made_by_hand_are_kept_with_the_run(tmp_path, noise_multipliers):
+    x, y = data()
+    first = [adapted(x, noise) for noise in noise_multipliers]
+    plan, model = by_hand(first, epochs=1)
+    assert model.optimizer.ledger.other_events == plan.other_events
+    with pytest.raises(InterruptedError):
+        plan.fit(model, x, y, directory=tmp_path, callbacks=[Stop()], verbose=0)
+    second = [adapted(x, noise) for noise in noise_multipliers]
+    plan, model = by_hand(second, epochs=1)
+    assert second[0].release_id != first[0].release_id
+    with pytest.warns(UserWarning, match="releases were not in the checkpoint"):
+        plan.fit(model, x, y, directory=tmp_path, verbose=0)
+    # What the second process released is used nowhere.
+    for own, before in zip(second, first):
+        for a, b in zip(own.get_weights(), before.get_weights()):
+            np.testing.assert_array_equal(a, b)
+        assert own.release_id == before.release_id
+    assert len(plan.other_events) == len(first)
+
+
+def test_a_run_goes_on_with_the_layers_that_it_began_with(tmp_path):
+    x, y = data()
+    plan, model = by_hand([adapted(x, 20.0)], epochs=1)
+    with pytest.raises(InterruptedError):
+        plan.fit(model, x, y, directory=tmp_path, callbacks=[Stop()], verbose=0)
+    for layers in ([], [PrivateNormalization(20.0, axis=None)]):
+        other = model_of_layers(plan, layers)
+        with pytest.warns(UserWarning, match="already trained another model"):
+            with pytest.raises(ValueError, match="layers that the run in `directory` began with"):
+                plan.fit(other, x, y, directory=tmp_path, verbose=0)
+    # Nor does a run begin to normalize.
+    plan, model = by_hand([], epochs=1)
+    with pytest.raises(InterruptedError):
+        plan.fit(model, x, y, directory=tmp_path / "without", callbacks=[Stop()], verbose=0)
+    (tmp_path / "normalization.json").rename(tmp_path / "without" / "normalization.json")
+    with pytest.raises(ValueError, match="layers that the run in `directory` began with"):
+        plan.fit(model, x, y, directory=tmp_path / "without", verbose=0)
+
+
+@pytest.mark.filterwarnings("ignore:The plan pays for a normalization")
+def test_inputs_normalized_outside_of_the_model_are_not_released_again(tmp_path):
+    x, y = data()
+
+    def run(*callbacks):
+        plan = planned(epochs=1)
+        inputs = plan.normalization(x)(x).numpy()
+        model = model_of_layers(plan, [])
+        plan.fit(model, inputs, y, directory=tmp_path, callbacks=callbacks, verbose=0)
+
+    with pytest.raises(InterruptedError):
+        run(Stop())
+    with pytest.raises(ValueError, match="outside of the model would train on with a second"):
+        run()
+
+
+def test_each_release_is_paid_for_once():
+    x, y = data()
+    unpaid = "that the plan's budget does not pay for"
+    # Two layers of one noise are two releases.
+    plan = planned(normalize_inputs=False, other_events=[adapted(x, 20.0).dp_event])
+    two = model_of_layers(plan, [adapted(x, 20.0), adapted(x, 20.0)])
+    with pytest.raises(ValueError, match=unpaid):
+        plan.fit(two, x, y)
+    # A layer and its copy are one.
+    layer = adapted(x, 20.0)
+    again = PrivateNormalization(20.0)
+    again.build([None, 6])
+    again.set_weights(layer.get_weights())
+    plan.fit(model_of_layers(plan, [layer, again]), x, y, verbose=0)
+    # A clone of the plan's own layer is another one.
+    plan = planned()
+    model = model_of(plan, plan.normalization(x))
+    clone = keras.models.clone_model(model)
+    clone.layers[0].adapt(x)
+    clone.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), model.loss)
+    for _ in range(2):  # with weights of the original it has released its own all the same
+        with pytest.raises(ValueError, match=unpaid + ".*`clone_model`"):
+            plan.fit(clone, x, y)
+        clone.set_weights(model.get_weights())
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    clone.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), model.loss)
+    plan.fit(clone, x, y, verbose=0)
+    # Nor may the statistics change while an optimizer goes on.
+    plan, model = by_hand([adapted(x, 20.0)])
+    with pytest.raises(InterruptedError):
+        plan.fit(model, x, y, callbacks=[Stop()], verbose=0)
+    model.layers[0].set_weights(adapted(x, 20.0).get_weights())
+    with pytest.raises(ValueError, match=unpaid):
+        plan.fit(model, x, y)
+
+
+def test_an_event_of_side_information_pays_for_nothing_else():
+    x, y = data()
+    event = dp_accounting.GaussianDpEvent(20.0)
+    fixed = dp.side_information.FixedPreconditioner(
+        lambda v: np.ones(v.shape, "float32"), provenance=event
+    )
+    of_optimizer = {"optimizer_class": dp.AdaDPS, "side_information": fixed}
+    plan = planned(normalize_inputs=False, other_events=[event])
+    model = model_of_layers(plan, [adapted(x, 20.0)], **of_optimizer)
+    with pytest.raises(ValueError, match="beside the events of side information"):
+        plan.fit(model, x, y)
+    plan = planned(normalize_inputs=False, other_events=[event, event])
+    model = model_of_layers(plan, [adapted(x, 20.0)], **of_optimizer)
+    assert model.optimizer.ledger.other_events == (event, event)
+    plan.fit(model, x, y, verbose=0)
+
+
+def test_the_ledger_has_what_the_plan_pays_for():
+    x, y = data()
+    layer = adapted(x, 20.0)
+    plan, model = by_hand([layer])
+    numbers = {"noise_multiplier": 2.0, "expected_batch_size": plan.expected_batch_size}
+    model.compile(dp.DPSGD(1.0, **numbers), model.loss)
+    with pytest.raises(ValueError, match="ledger must have every event that the plan's budget"):
+        plan.fit(model, x, y)
+    model.optimizer.ledger.other_events += (layer.dp_event,)
+    plan.fit(model, x, y, verbose=0)
+
+
+def test_a_release_that_the_ledger_does_not_count_is_noticed_without_a_plan():
+    x, y = data()
+    layer = adapted(x, 20.0)
+    plan = planned(normalize_inputs=False, noise_multiplier=2.0)
+    inner = keras.Sequential([keras.Input([6]), layer], name="inner")
+    model = model_of_layers(plan, [inner])
+    numbers = {"delta": 1e-3, "num_examples": len(x), "full_passes": False}
+    budget, monitor = dp.PrivacyBudget(epsilon=50.0, **numbers), dp.PrivacyMonitor(**numbers)
+    before = [v.numpy() for v in model.trainable_variables]
+    for callback in (budget, monitor):
+        with pytest.raises(dp.errors.NotPrivateError, match="not in the optimizer's ledger"):
+            model.fit(x, y, callbacks=[callback], verbose=0)
+    for variable, value in zip(model.trainable_variables, before):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert model.optimizer.ledger.num_releases == 0
+    # A layer without statistics costs nothing.
+    fresh = model_of_layers(plan, [PrivateNormalization(20.0)])
+    assert dp.validate(fresh, (x[:4], y[:4])).ok
+    report = dp.validate(model, (x[:4], y[:4]))
+    assert [(f.kind, f.where) for f in report.findings] == [("statistics", f"inner/{layer.name}")]
+    # The release of another layer, with other noise, does not pay for it.
+    model.optimizer.ledger.other_events = (adapted(x, 30.0).dp_event,)
+    assert not dp.validate(model, (x[:4], y[:4])).ok
+    model.optimizer.ledger.other_events += (layer.dp_event,)
+    assert dp.validate(model, (x[:4], y[:4])).ok
+    model.fit(x, y, epochs=1, callbacks=[budget, monitor], verbose=0)
+    assert model.optimizer.ledger.num_releases

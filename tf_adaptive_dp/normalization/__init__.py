@@ -1,0 +1,10 @@
+"""Inputs in units of their own size: a layer whose means and deviations are released privately."""
+
+from tf_adaptive_dp.normalization.estimator import input_array as input_array
+from tf_adaptive_dp.normalization.layer import PrivateNormalization
+from tf_adaptive_dp.normalization.payment import first_unpaid as first_unpaid
+from tf_adaptive_dp.normalization.payment import normalizations_in as normalizations_in
+from tf_adaptive_dp.normalization.payment import unpaid_in as unpaid_in
+
+# The other names are for plans, callbacks and validation.
+__all__ = ["PrivateNormalization"]

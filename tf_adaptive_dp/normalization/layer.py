@@ -1,0 +1,238 @@
+"""The layer: what it keeps of a release, and when it makes one."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras import graphs
+from tf_adaptive_dp._keras.generation import keras
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
+from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.normalization.estimator import (
+    NUM_RELEASES,
+    Examples,
+    input_array,
+    kept_shape,
+    released_statistics,
+)
+
+_ID_BITS = 52  # which float64 holds exactly
+
+
+@keras.saving.register_keras_serializable("tf_adaptive_dp")
+class PrivateNormalization(keras.layers.Layer):
+    """Keras's `Normalization` with means and deviations that are released with noise.
+
+    Private training works best where inputs have mean 0 and variance 1, and it suffers in other
+    units: the noise is the same for all weights, so features that are small beside others are lost
+    in it. `adapt` finds the units, whatever they are, and the layer returns
+
+        (inputs - mean) / stddev
+
+    `PrivacyPlan(normalize_inputs=True)` decides how much noise that takes, and accounts for it:
+
+        model = keras.Sequential([plan.normalization(x), keras.layers.Dense(10)])
+
+    Without a plan, the optimizer's ledger must have the release, too:
+
+        layer = PrivateNormalization(noise_multiplier=20.0)
+        layer.adapt(x)
+        optimizer.ledger.other_events += (layer.dp_event,)
+
+    Where that is forgotten, `validate` says so, and `PrivacyMonitor` and `PrivacyBudget` raise
+    `NotPrivateError` before training. `HonestTuner` refuses such layers. An optimizer alone does
+    not see them.
+
+    `adapt` makes two rounds of three releases, with y = (x − mean) / stddev, at first x itself. For
+    each example and feature j let m_j be the mean of y over all other axes, and r_j the root of the
+    mean of y²; for inputs [n, features] these are y and |y|.
+
+    - Of magnitudes: each feature has a histogram of log₂ r_j, in which an example counts with
+      weight (r_j/‖r‖ + 1/√(number of r_j > 0))/2. Of what stands out of the noise, the root mean
+      square is the unit of the feature. A feature in which nothing stands out gets the lower
+      quartile of the magnitudes of all features.
+    - Of norms: histograms of ‖m‖ and ‖r²‖, in these units.
+    - Of moments: the sums of m and of r², clipped to the upper quartiles of these norms.
+
+    After the first round a feature may have a mean and nothing around it: nearly all examples seem
+    to have the same value, as the pixels of a white or a standardized background do. Between the
+    rounds, one release locates this value: the number of examples near the mean, and their mean. In
+    the second round the value counts as 0.
+
+    So features are found that are a million times larger than others, or rare, or far from 0. What
+    is lost in the noise is scaled with care: a variance counts as at least twice its noise, and
+    around a value that nearly all examples have, the deviation is at least about this value. A
+    feature far from 0 that varies by less than the error of its located value counts as constant;
+    subtract a public start from timestamps.
+
+    Guarantee: `adapt` is as private as one release of the Gaussian mechanism with this noise
+    multiplier, `dp_event`, for adding or removing one example (or one user with all of their
+    examples). Each of its seven releases is a sum in which an example has a vector of norm 1 at
+    most, with noise of standard deviation σ√7, and the seven compose to one with σ. The number of
+    examples (or users) is public. Examples with a value that is not finite are left out. That there
+    was a release is a weight of the layer like its result, so that a layer which was copied, saved
+    or loaded refuses another one. A layer that `clone_model` makes has the weights of a new layer:
+    what its `adapt` releases costs `dp_event` again.
+
+    Args:
+      noise_multiplier: σ > 0.
+      axis: the axis of the features, not 0. All other axes share the statistics of a feature, as
+        the pixels of a channel should. With `None`, everything shares one mean and one deviation.
+      **kwargs: arguments of `keras.layers.Layer`. `dtype` is float32 unless given.
+
+    Attributes:
+      mean: [features], the weight that holds the means; zeros before `adapt`.
+      stddev: [features], the weight that holds the deviations; ones before `adapt`.
+      released: [2], the weight that says which release they came from: a random number, and σ.
+        Zeros before `adapt`.
+
+    Raises:
+      TypeError, ValueError: if an argument has the wrong type or is out of its range.
+
+    References:
+      - Tramèr and Boneh, "Differentially Private Learning Needs Better Features (or Much More
+        Data)" (2020), arXiv:2011.11660, normalize by noisy means and variances. Units are ours.
+
+    >>> import numpy as np
+    >>> x = np.stack([np.linspace(1990, 2010, 5000), np.linspace(-1e-3, 1e-3, 5000)], axis=1)
+    >>> layer = PrivateNormalization(noise_multiplier=5.0)
+    >>> layer.adapt(x)
+    >>> y = layer(x).numpy()
+    >>> bool(abs(y.mean(0)).max() < 0.3 and 0.5 < y.std(0).min() < y.std(0).max() < 2)
+    True
+    """
+
+    def __init__(self, noise_multiplier: float, axis: int | None = -1, **kwargs: Any):
+        # Raw units may not fit into the half precision of a policy.
+        super().__init__(**{"dtype": "float32", **kwargs})
+        self.noise_multiplier = checks.number("noise_multiplier", noise_multiplier, 0, strict=True)
+        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int) or not axis):
+            raise ValueError(
+                "`axis` must be the number of the axis of the features, or None. Axis 0 is that of "
+                f"the examples. Received: axis={axis!r}"
+            )
+        self.axis = axis
+        # Beside the weight, which can be set to what it was before.
+        self._released_here = 0.0
+
+    @property
+    def dp_event(self) -> dp_accounting.DpEvent:
+        """What `adapt` costs, or did cost: one release of the Gaussian mechanism."""
+        _, noise_multiplier = self._release_made()
+        return dp_accounting.GaussianDpEvent(noise_multiplier or self.noise_multiplier)
+
+    @property
+    def release_id(self) -> int:
+        """A random number for each call of `adapt`, which copies share; 0 before it."""
+        return max(self.releases, default=0)
+
+    @property
+    def releases(self) -> dict[int, dp_accounting.DpEvent]:
+        """What was released for this layer, by `release_id`: for its weights, and by itself.
+
+        There are several if `adapt` was called and then the weights of another layer were set.
+        """
+        number, noise_multiplier = self._release_made()
+        made = {number: noise_multiplier, self._released_here: self.noise_multiplier}
+        return {int(n): dp_accounting.GaussianDpEvent(z) for n, z in made.items() if n}
+
+    def resume_with(self, weights: Sequence[np.ndarray]) -> None:
+        """Sets the weights that a run began with, before anything was trained behind others.
+
+        Args:
+          weights: of `get_weights`. What this layer released itself has met no gradient and counts
+            no more; nobody may have looked at it.
+        """
+        self.set_weights(weights)
+        self._released_here = 0.0
+
+    def _release_made(self) -> tuple[float, float]:
+        """The number of the release and its σ; zeros before it."""
+        if not self.built:
+            return 0.0, 0.0
+        with tf.init_scope():
+            number, noise_multiplier = np.asarray(tf.convert_to_tensor(self.released)).tolist()
+        return number, noise_multiplier
+
+    def build(self, input_shape: Any) -> None:
+        """Creates the mean and the deviation; see `keras.layers.Layer`."""
+        self._keep, size = kept_shape(tuple(input_shape), self.axis)
+        add = self.add_weight
+        self.mean = add(name="mean", shape=[size], initializer="zeros", trainable=False)
+        self.stddev = add(name="stddev", shape=[size], initializer="ones", trainable=False)
+        # Not an attribute of Python, which a copy or a loaded model would not have.
+        kind = {"dtype": "float64", "initializer": "zeros", "trainable": False}
+        self.released = add(name="released", shape=[2], **kind)
+        super().build(input_shape)
+
+    def call(self, inputs: Any) -> Any:
+        """(inputs - mean) / stddev."""
+        mean, stddev = (tf.reshape(v, self._keep) for v in (self.mean, self.stddev))
+        return (tf.cast(inputs, self.compute_dtype) - mean) / stddev
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """That of the inputs."""
+        return input_shape
+
+    def adapt(self, x: Any, user_ids: Any = None) -> None:
+        """Releases means and deviations of the training inputs.
+
+        Args:
+          x: [n, ...], an array of all training inputs as the layer will see them.
+          user_ids: [n], whose each example is, if users are protected; or their `UserRecords`. Each
+            user then counts once, in equal parts for each of their examples.
+
+        Raises:
+          NotPrivateError: if TensorFlow must be deterministic, as secret noise is not.
+          TypeError, ValueError: if the inputs are not an array of numbers, or do not fit.
+          RuntimeError: if the layer was adapted before, or is a copy of one that was, since that
+            would be another release.
+        """
+        x = input_array(x)
+        if not self.built:
+            self.build((None, *x.shape[1:]))  # which may restore a checkpoint's values
+        if self.release_id:
+            raise RuntimeError(
+                "`adapt` has been called, of this layer or of the one that it is a copy of. To "
+                "call it again would release more about the same examples than `dp_event` says: "
+                "make another layer, and account for both."
+            )
+        examples = Examples(x, self.axis, user_ids)
+        if examples.num_features != self.mean.shape[0]:
+            raise ValueError(
+                f"`x` must have the {self.mean.shape[0]} features that the layer was built for. "
+                f"Received: shape {x.shape} with axis={self.axis!r}"
+            )
+        if graphs.must_be_deterministic():
+            raise NotPrivateError(
+                "`tf.config.experimental.enable_op_determinism` forbids secret noise. Nothing was "
+                "released: call `adapt` before it, or train without it."
+            )
+        # Before the first sum: what fails after it has been released all the same.
+        self._released_here = 1.0 + secrets.randbits(_ID_BITS)
+        self.released.assign([self._released_here, self.noise_multiplier])
+        noise = self.noise_multiplier * math.sqrt(NUM_RELEASES)
+        mean, stddev, is_clear = released_statistics(examples, noise)
+        self.mean.assign(mean.astype(np.float32))
+        self.stddev.assign(stddev.astype(np.float32))
+        if not is_clear:  # last, since a warning may be an error
+            warnings.warn(
+                "The private normalization found nothing that stands out of its noise, and leaves "
+                "inputs as they are from here on. It takes more examples, or less noise. Received: "
+                f"{examples.num_units} of them, noise with standard deviation {noise:.3g}",
+                stacklevel=level_of_caller(),
+            )
+
+    def get_config(self) -> dict:
+        """The arguments; means and deviations are weights."""
+        own = {"noise_multiplier": self.noise_multiplier, "axis": self.axis}
+        return {**super().get_config(), **own}

@@ -1,0 +1,59 @@
+"""Which releases of normalizations a budget or a ledger counts, and which it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import dp_accounting
+import tensorflow as tf
+
+from tf_adaptive_dp._keras.layers import layers_within
+from tf_adaptive_dp.accounting.ledger import missing_events
+from tf_adaptive_dp.normalization.layer import PrivateNormalization
+from tf_adaptive_dp.side_information import provenance
+
+
+def normalizations_in(model: tf.keras.Model) -> list[PrivateNormalization]:
+    """The `PrivateNormalization` layers in a model, those inside of other layers too."""
+    return [layer for layer in layers_within(model) if isinstance(layer, PrivateNormalization)]
+
+
+def first_unpaid(
+    layers: Sequence[PrivateNormalization],
+    optimizer: tf.keras.optimizers.Optimizer,
+    events: Sequence[dp_accounting.DpEvent],
+    known: dict[int, dp_accounting.DpEvent] | None = None,
+) -> PrivateNormalization | None:
+    """The first layer whose release no event is left to pay for; `None` if all are paid for.
+
+    Each event pays for one release: of side information, or of the statistics of one layer and its
+    copies.
+
+    Args:
+      layers: what the optimizer trains behind; layers without statistics will need an event, too.
+      optimizer: the one whose side information is paid for first.
+      events: what is paid for.
+      known: releases that are paid for already, by their numbers.
+    """
+    information = optimizer.side_information
+    of_information = () if information is None else provenance.events(information.provenance)
+    known = dict(known or {})
+    left = missing_events(events, among=[*of_information, *known.values()])
+    for layer in layers:
+        for number, event in layer.releases.items() or [(0, layer.dp_event)]:
+            if number in known:
+                continue  # it has been paid for, or is a copy of one that has
+            if missing_events([event], among=left):
+                return layer
+            left = missing_events(left, among=[event])
+            if number:
+                known[number] = event
+    return None
+
+
+def unpaid_in(
+    model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer
+) -> PrivateNormalization | None:
+    """A layer in a model whose statistics the optimizer's ledger does not count; see above."""
+    adapted = [layer for layer in normalizations_in(model) if layer.release_id]
+    return first_unpaid(adapted, optimizer, optimizer.ledger.other_events)
