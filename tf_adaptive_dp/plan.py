@@ -38,8 +38,11 @@ __all__ = ["PlanOffer", "PrivacyPlan"]
 
 # What the plan decides, so that those who call `optimizer` and `fit` must not.
 _OF_THE_OPTIMIZER = {
-    *("noise", "noise_multiplier", "expected_batch_size"),
-    *("num_microbatches", "examples_per_user"),
+    "noise",
+    "noise_multiplier",
+    "expected_batch_size",
+    "num_microbatches",
+    "examples_per_user",
 }
 # The part of ε that the normalization of inputs alone would spend; composed, it is far less.
 _FOR_NORMALIZATION = 0.2
@@ -407,12 +410,16 @@ class PrivacyPlan:
             # The plan has warned of it already.
             warnings.filterwarnings("ignore", message="`delta` should be")
             monitor = PrivacyMonitor(
-                *(self._num_units, self.delta, None if log_dir is None else str(log_dir)),
+                self._num_units,
+                self.delta,
+                log_dir=None if log_dir is None else str(log_dir),
                 sampling=self.sampling,
                 accountant=self.accountant,
             )
         budget = PrivacyBudget(
-            *(self.epsilon, self.delta, self._num_units),
+            self.epsilon,
+            self.delta,
+            self._num_units,
             sampling=self.sampling,
             accountant=self.accountant,
             steps=self.steps,
@@ -475,7 +482,8 @@ class PrivacyPlan:
                 + ", ".join(f"{name}={fit_arguments[name]!r}" for name in given)
             )
         return self._training.fit(
-            *(model, (x, y, sample_weight)),
+            model,
+            data=(x, y, sample_weight),
             directory=directory,
             settings=self._settings(),
             callbacks=callbacks,
@@ -493,7 +501,9 @@ class PrivacyPlan:
           ValueError: if `fit` has not been called.
         """
         return privacy_statement(
-            *(self._training.optimizer, self._num_units, self.delta),
+            self._training.optimizer,
+            self._num_units,
+            self.delta,
             sampling=self.sampling,
             accountant=self.accountant,
             max_examples_per_user=max_examples_per_user,
@@ -514,7 +524,9 @@ class PrivacyPlan:
           ValueError: if `fit` has not been called.
         """
         data = reports.facts(
-            *(self._training.optimizer, self._num_units, self.delta),
+            self._training.optimizer,
+            self._num_units,
+            self.delta,
             history=self._training.history,
             epsilon=self.epsilon,
             sampling=self.sampling,

@@ -177,7 +177,11 @@ class PlannedTraining:
     ) -> tf.data.Dataset:
         """See `PrivacyPlan.batches`."""
         return as_dataset(
-            *(source, self._plan.sampling, start_step, key, gradient_accumulation_steps),
+            source,
+            self._plan.sampling,
+            start_step,
+            key,
+            gradient_accumulation_steps,
             masked=True,
             users=self._users,
         )

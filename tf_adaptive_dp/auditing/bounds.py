@@ -195,9 +195,13 @@ def many_run_epsilon(
     _, threshold, hits, misses = max(attacks, key=lambda attack: attack[0])
     (bound,) = _rate_bounds(hits, misses, np.array([threshold]), delta, level)
     return ManyRunReport(
-        max(0.0, float(bound)),
-        *(delta, confidence, len(with_[1::2]), len(without[1::2])),
-        *(float(np.mean(hits >= threshold)), float(np.mean(misses >= threshold))),
+        epsilon_lower_bound=max(0.0, float(bound)),
+        delta=delta,
+        confidence=confidence,
+        num_with=len(with_[1::2]),
+        num_without=len(without[1::2]),
+        true_rate=float(np.mean(hits >= threshold)),
+        false_rate=float(np.mean(misses >= threshold)),
     )
 
 

@@ -73,7 +73,10 @@ def epoch_backup(folder: str | os.PathLike) -> keras.callbacks.Callback:
       ...     model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
       ...     model.compile("sgd", loss="mse")
       ...     model.fit(
-      ...         *(tf.ones([12, 2]), tf.ones([12]), 4, epochs),
+      ...         tf.ones([12, 2]),
+      ...         tf.ones([12]),
+      ...         batch_size=4,
+      ...         epochs=epochs,
       ...         verbose=0,
       ...         callbacks=[epoch_backup(folder)],
       ...     )

@@ -343,7 +343,11 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         with tf.init_scope():
             expected_batch_size = self.expected_batch_size
         source = per_example_gradients(
-            *(loss, of_keras, tape, self.gradients, self.num_microbatches),
+            loss,
+            of_keras,
+            tape,
+            method=self.gradients,
+            num_microbatches=self.num_microbatches,
             loss_scale=self._loss_scaling.scale_for(loss, of_keras),
             expected_batch_size=expected_batch_size,
             examples_per_user=self.examples_per_user,
@@ -359,7 +363,11 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                 scale = shift = None
             self._mechanism.doubt_size(rows_without_padding(losses))
             noisy = self._mechanism.release(
-                *(source, tf.shape(losses)[0], scale, shift, layers),
+                source,
+                tf.shape(losses)[0],
+                scale=scale,
+                shift=shift,
+                layers=layers,
                 places=[slot_index(self, v) for v in variables],
                 number=number_of(losses, rows_per_unit),
                 padding=rows_of_padding(losses, rows_per_unit),
@@ -368,9 +376,12 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             # In the graph after the release, whose own reading of A is over then.
             with tf.control_dependencies([g for g in noisy if g is not None]):
                 self._preconditioning.observe(
-                    *(self, variables, noisy, scale),
-                    self._mechanism.noise_stddev(),
-                    self._mechanism.released_gradients(),
+                    self,
+                    variables,
+                    released=noisy,
+                    scales=scale,
+                    noise_stddev=self._mechanism.noise_stddev(),
+                    counts=self._mechanism.released_gradients(),
                 )
         released = _with_penalties(noisy, source.penalty_gradients, scale)
         released = [None if g is None else tf.cast(g, v.dtype) for g, v in zip(released, variables)]

@@ -128,8 +128,9 @@ class Preconditioning:
         totals = [None if g is None else replicas.total(g) for g in released]
         indices = [slot_index(optimizer, variable) for variable in variables]
         each = [1.0] * len(totals) if scales is None else scales
+        may_change = self.may_change(optimizer)
         changed, ratios = self.side_information.observe(
-            *(self.state, indices, totals, each, noise_stddev, counts, self.may_change(optimizer))
+            self.state, indices, totals, each, noise_stddev, counts, may_change
         )
         self.after_change(optimizer, changed, indices, ratios)
 

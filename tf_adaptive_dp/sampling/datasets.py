@@ -127,7 +127,11 @@ def poisson_batches(
         refuse_shuffled(data)
     source = open_source(data, preprocess)
     return as_dataset(
-        *(source, sampling, start_step, key, gradient_accumulation_steps),
+        source,
+        sampling,
+        start_step,
+        key,
+        gradient_accumulation_steps,
         masked=True,
         padding=padding,
         users=None if user_ids is None else UserRecords(user_ids),

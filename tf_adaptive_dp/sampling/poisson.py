@@ -275,7 +275,9 @@ class PoissonSampling(RandomSizes):
         """
         return with_room(
             lambda q, rows: cls(q, rows, steps, seed, examples_per_user, user_reduction),
-            *(batch_size, num_examples, steps),
+            batch_size,
+            num_examples,
+            steps,
             unit="example" if examples_per_user is None else "user",
         )
 

@@ -134,9 +134,17 @@ class DelayedPreconditioner(SideInformation):
         for i, gradient, scale in zip(indices, released, scales):
             ratios.append(tf.ones([2], tf.float64))
             if gradient is not None and len(gradient.shape) == 2:
-                state_of = sums[i], noise[i], own[i]
                 ratios[-1] = _observe_one(
-                    *(*state_of, gradient, scale, noise_stddev, counts, due, since, seen)
+                    sums[i],
+                    noise[i],
+                    own[i],
+                    gradient=gradient,
+                    scale=scale,
+                    noise_stddev=noise_stddev,
+                    counts=counts,
+                    due=due,
+                    since=since,
+                    seen=seen,
                 )
         changed_at.assign(tf.where(due, seen, since))
         observed.assign(seen)

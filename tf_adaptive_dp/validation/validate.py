@@ -291,7 +291,9 @@ def _search(
         with tf.GradientTape() as tape:
             loss = loss_of_step(model, batch, True)
         source = per_example_gradients(
-            *(loss, model.trainable_variables, tape),
+            loss,
+            model.trainable_variables,
+            tape,
             expected_batch_size=expected,
             examples_per_user=examples_per_user,
         )
