@@ -130,8 +130,9 @@ class PrivacyPlan:
         bands, or independent noise, that leaves the least noise in sums of steps at this ε.
         `accounting.TreeNoise(steps_per_tree)` is for comparison: with it each epoch is a pass over
         the data in one order, `FixedOrder`, without amplification by sampling.
-      user_ids: whose each example is: whole numbers or strings, one for each example in the order
-        of the data. `None` protects examples. The plan keeps them, so it is as secret as the data.
+      user_ids: the user each example belongs to: whole numbers or strings, one for each example in
+        the order of the data. `None` protects examples. The plan keeps them, so it is as secret as
+        the data.
       examples_per_user: k, the most examples of one user in a batch, needed with `user_ids`. A
         batch has k rows for each user, so large numbers cost time.
       user_reduction: `"mean"` or `"sum"`: what the gradient of a user, which is clipped, is of
@@ -440,8 +441,8 @@ class PrivacyPlan:
         """Trains a model within the budget, or resumes its training.
 
         With a directory, the call may be repeated after any interruption: it goes on from the last
-        finished epoch, and counts what was released after it. Of a finished run it restores the
-        model. The directory also gets TensorBoard's files (`logs`) and, at the end, the report.
+        finished epoch, and counts what was released after it. If the run is finished, it restores
+        the model. The directory also gets TensorBoard's files (`logs`) and, at the end, the report.
         With `user_ids` it gets a digest of them, by which a changed assignment is refused; with
         correlated noise one of the examples, which must come in the same order whenever the run
         resumes. Do not publish what is marked `NOT_PRIVATE`: the files
@@ -653,8 +654,8 @@ def _users(
     """The records of the users, if users are protected."""
     if (user_ids is None) != (examples_per_user is None):
         raise ValueError(
-            "`user_ids` and `examples_per_user` belong together: whose each example is, and how "
-            "many of one user a batch may hold. Received: "
+            "`user_ids` and `examples_per_user` belong together: the user each example belongs to, "
+            "and how many examples of one user a batch may hold. Received: "
             f"{'no ' if user_ids is None else ''}`user_ids`, examples_per_user="
             f"{examples_per_user!r}"
         )

@@ -165,7 +165,11 @@ FEW = dp.PoissonSampling(0.3, 9, 5, seed=1)
             "`start_step` must be below the `steps`.*start_step=5, steps=5",
         ),
         (lambda: dp.poisson_batches(numbered(), FEW, start_step=-1), ValueError, "`start_step`"),
-        (lambda: dp.poisson_batches(numbered(), FEW, key=b"short"), ValueError, "must be 32 bytes"),
+        (
+            lambda: dp.poisson_batches(numbered(), FEW, key=b"short"),
+            ValueError,
+            "must be 32 bytes.*Received: bytes of length 5",
+        ),
         (
             lambda: dp.poisson_batches(numbered(), FEW, preprocess=to_pair),
             ValueError,

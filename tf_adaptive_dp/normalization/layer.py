@@ -78,10 +78,10 @@ class PrivateNormalization(keras.layers.Layer):
     multiplier, `dp_event`, for adding or removing one example (or one user with all of their
     examples). Each of its seven releases is a sum in which an example has a vector of norm 1 at
     most, with noise of standard deviation σ√7, and the seven compose to one with σ. The number of
-    examples (or users) is public. Examples with a value that is not finite are left out. That there
-    was a release is a weight of the layer like its result, so that a layer which was copied, saved
-    or loaded refuses another one. A layer that `clone_model` makes has the weights of a new layer:
-    what its `adapt` releases costs `dp_event` again.
+    examples (or users) is public. Examples with a value that is not finite are left out. The
+    layer stores as a weight that it has released, so a copied, saved or loaded layer refuses to
+    release again. A layer that `clone_model` makes has the weights of a new layer: what its `adapt`
+    releases costs `dp_event` again.
 
     Args:
       noise_multiplier: σ > 0.
@@ -188,8 +188,8 @@ class PrivateNormalization(keras.layers.Layer):
 
         Args:
           x: [n, ...], an array of all training inputs as the layer will see them.
-          user_ids: [n], whose each example is, if users are protected; or their `UserRecords`. Each
-            user then counts once, in equal parts for each of their examples.
+          user_ids: [n], the user each example belongs to, if users are protected; or their
+            `UserRecords`. Each user then counts once, in equal parts for each of their examples.
 
         Raises:
           NotPrivateError: if TensorFlow must be deterministic, as secret noise is not.

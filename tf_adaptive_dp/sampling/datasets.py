@@ -104,8 +104,8 @@ def poisson_batches(
       preprocess: maps one example of a source to (x, y) or (x, y, sample_weight).
       padding: (x, y) of one public example, to use instead of ones and zeros.
       key: 32 secret bytes, to continue a sequence.
-      user_ids: whose each example is, whole numbers or strings; needed if and only if the sampling
-        has `examples_per_user`. See `users.UserRecords` and docs/how-to/people.md.
+      user_ids: the user each example belongs to: whole numbers or strings. Needed if and only if
+        the sampling has `examples_per_user`. See `users.UserRecords` and docs/how-to/people.md.
 
     Returns:
       A dataset of k · (`sampling.steps` - `start_step`) batches. Pass `steps_per_epoch` to `fit`,
@@ -404,7 +404,11 @@ def _check(sampling: draws.Sampling, start_step: int, key: bytes | None) -> None
     cyclic = isinstance(sampling, CyclicPoissonSampling)
     lengths = (32, 64) if cyclic else (32,)
     if key is not None and not (isinstance(key, bytes) and len(key) in lengths):
-        raise ValueError("`key` must be 32 bytes, see `draws.new_key`. Received: something else")
+        length = f" of length {len(key)}" if hasattr(key, "__len__") else ""
+        raise ValueError(
+            "`key` must be 32 bytes, see `draws.new_key`. Received: "
+            f"{type(key).__name__}{length}"  # not its value, which is secret
+        )
     if sampling.keeps_distance and start_step and key is None and sampling.seed is None:
         raise ValueError(
             "To go on at `start_step`, the groups or the order of the earlier steps are needed: "
@@ -470,11 +474,12 @@ def open_source(data: Any, preprocess: Callable[[Any], tuple] | None) -> Arrays 
 def refuse_shuffled(data: Any) -> None:
     """Raises ValueError for a dataset whose examples come in an order that nobody knows.
 
-    `user_ids` say by its place whose each example is. Of others they would protect somebody else.
+    `user_ids` name the user of each example by its place. In another order, they would protect
+    somebody else.
     """
     if isinstance(data, tf.data.Dataset) and process_state.has_random_order(data):
         raise ValueError(
-            "`user_ids` say by its place whose each example is, so the examples must come in a "
+            "`user_ids` name the user of each example by its place, so the examples must come in a "
             "known order. Received: a `tf.data.Dataset` that is shuffled, or need not be "
             "deterministic. Remove its `shuffle` (batches are drawn at random anyway) and the "
             "option; for `tfds`, `shuffle_files=False`."
@@ -633,9 +638,9 @@ class Records:
 def fingerprint(source: Arrays | Records, salt: bytes) -> str:
     """A digest of examples in their order, to notice that it changed. It is NOT private.
 
-    Guarantee: none. Who has the digest and its salt can test a guess of all examples. It covers
-    all of up to `MOST_COMPARED` examples. Of more it covers so many that lie evenly apart: another
-    shuffling is noticed, and a change of a few examples may not be.
+    Guarantee: none. Anyone who has the digest and its salt can test a guess of all examples. It
+    covers all of up to `MOST_COMPARED` examples. Of more it covers that many, evenly spaced:
+    another shuffling is noticed, and a change of a few examples may not be.
 
     Args:
       source: the examples.
