@@ -82,6 +82,10 @@ def build_adaptive_fed_avg(
 
     A round without examples leaves θ unchanged.
 
+    Guarantee: none; this is not private. The mean and the metrics are exact, without clipping or
+    noise, so everything that `next` returns may reveal a client's data. `build_dp_fed_avg` has
+    user-level privacy.
+
     Args:
       model_fn: A function that returns a new model at each call: a
         `tff.learning.models.VariableModel`, or a Sequential or functional model of Keras, compiled
@@ -103,6 +107,11 @@ def build_adaptive_fed_avg(
     Returns:
       A learning process. Its metrics have `client_work`: `train`, and `optimizer` with the clients'
       learning rates.
+
+    Raises:
+      TypeError: if `model_fn`, `model_aggregator` or an optimizer is something else.
+      ValueError: if a model of Keras has something that TFF's models have not, or
+        `clients_per_group` is impossible.
 
     References:
       Koskela and Honkela (2018), "Learning Rate Adaptation for Federated and Differentially Private
