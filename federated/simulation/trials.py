@@ -106,11 +106,6 @@ def write_results(path: Path, finished: Iterable[Trial]) -> None:
     path.write_text(json.dumps({"trials": [_compact(t) for t in finished]}, **_COMPACT) + "\n")
 
 
-def read_results(path: Path) -> list[Trial]:
-    """Reads what `write_results` wrote. Rounds that were left out have no figures."""
-    return [_expanded(**record) for record in json.loads(path.read_text())["trials"]]
-
-
 def _compact(trial: Trial) -> dict[str, Any]:
     last = max(map(len, trial.figures.values()), default=0)
     evaluated = {
@@ -128,23 +123,6 @@ def _short(value: float) -> float | int | None:
         return None
     short = float(f"{value:.9g}")
     return int(short) if math.isfinite(short) and short.is_integer() else short
-
-
-def _expanded(
-    settings: Settings,
-    rounds: Sequence[int],
-    figures: Mapping[str, Sequence[float | None]],
-    final: Mapping[str, float | None],
-) -> Trial:
-    def number(value: float | None) -> float:
-        return math.nan if value is None else float(value)
-
-    full = {}
-    for name, values in figures.items():
-        full[name] = [math.nan] * max(rounds, default=0)
-        for r, value in zip(rounds, values):
-            full[name][r - 1] = number(value)
-    return Trial(settings, full, {name: number(value) for name, value in final.items()})
 
 
 def run_trials(

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import json
 import math
 import os
 import subprocess
@@ -118,12 +119,21 @@ def test_results_are_one_compact_object_with_the_rounds_that_were_evaluated(tmp_
     path = tmp_path / "results.json"
     trials.write_results(path, [evaluated, never, lost])
     assert path.read_text().count("\n") == 1 and ", " not in path.read_text()
-    first, second, third = trials.read_results(path)
-    assert first.settings == {"rate": 0.5} and first.final == {"epsilon": 4.25}
-    assert first.curve("test/loss") == ([2, 4], [0.12345679, 2.0])
-    assert first.curve("privacy/epsilon") == ([2, 4], [2.0, 4.0])
-    assert second.curve("train/loss") == ([1], [0.5]) and second.final == {"epsilon": math.inf}
-    assert third == lost
+    assert json.loads(path.read_text())["trials"] == [
+        {
+            "settings": {"rate": 0.5},
+            "rounds": [2, 4],
+            "figures": {"test/loss": [0.12345679, 2], "privacy/epsilon": [2, 4]},
+            "final": {"epsilon": 4.25},
+        },
+        {
+            "settings": {"rate": 1.0},
+            "rounds": [1, 2],
+            "figures": {"train/loss": [0.5, None]},
+            "final": {"epsilon": math.inf},
+        },
+        {"settings": {"rate": 2.0}, "rounds": [], "figures": {}, "final": {}},
+    ]
 
 
 def test_a_trial_without_figures_is_never_the_best():
@@ -203,7 +213,7 @@ def test_table_and_results_are_there_after_each_trial(no_worker, tmp_path, capsy
     assert written == [None, text.format(1), text.format(2)]
     folder = tmp_path / "shown" / "smoke"
     assert (folder / "shown.md").read_text() == text.format(3)
-    assert len(trials.read_results(folder / "shown.json")) == 3
+    assert len(json.loads((folder / "shown.json").read_text())["trials"]) == 3
     assert capsys.readouterr().out.startswith(f"smoke with 7 words\nWriting to {folder}\n[1/3]")
 
 
