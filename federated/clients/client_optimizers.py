@@ -104,7 +104,14 @@ def build_adadp(
     w = 0.10, next η = 0.11
     """
     return _ADADP(
-        *(learning_rate, tolerance, alpha_min, alpha_max, discard, keep, shorten, tolerance_decay)
+        learning_rate,
+        tolerance,
+        alpha_min,
+        alpha_max,
+        discard=discard,
+        keep=keep,
+        shorten=shorten,
+        tolerance_decay=tolerance_decay,
     )
 
 

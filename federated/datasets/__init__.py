@@ -13,7 +13,10 @@ from typing import Any
 
 _PLACES = {
     "cifar10": (
-        *("client_data", "dirichlet_partition", "load_cifar10", "normalized_images"),
+        "client_data",
+        "dirichlet_partition",
+        "load_cifar10",
+        "normalized_images",
         "paper_partition",
     ),
     "clients": ("ClientBatches", "in_memory", "random_clients", "subset"),

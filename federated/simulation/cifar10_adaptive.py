@@ -93,37 +93,51 @@ class Scale:
 ALL_SHARES = (0.0, 0.33, 0.67, 1.0)
 SCALES = {
     "smoke": Scale(
-        *(2, 40, 100, (0.0, 1.0)), {"adadp": (0.1,), "adadp_paper": (0.1,), "sgd": (0.01,)}, 1
+        rounds=2,
+        images_per_client=40,
+        test_images=100,
+        randomness=(0.0, 1.0),
+        rates={"adadp": (0.1,), "adadp_paper": (0.1,), "sgd": (0.01,)},
+        seeds=1,
     ),
     "small": Scale(
-        *(5, 4000, 2000, ALL_SHARES),
-        {
+        rounds=5,
+        images_per_client=4000,
+        test_images=2000,
+        randomness=ALL_SHARES,
+        rates={
             "adadp": (0.001, 0.1, 1.0),
             "adadp_paper": (0.001, 0.1, 1.0),
             "sgd": (0.00316, 0.01, 0.0316, 0.1),
             "adam": (0.0001, 0.001),
         },
-        1,
+        seeds=1,
     ),
     "medium": Scale(
-        *(40, 10_000, 10_000, (0.0, 0.33)),
-        {
+        rounds=40,
+        images_per_client=10_000,
+        test_images=10_000,
+        randomness=(0.0, 0.33),
+        rates={
             "adadp": (0.1,),
             "adadp_paper": (0.1,),
             "sgd": (0.01, 0.0316, 0.1),
             "adam": (0.0001, 0.001),
         },
-        1,
+        seeds=1,
     ),
     "paper": Scale(
-        *(200, 10_000, 10_000, ALL_SHARES),
-        {
+        rounds=200,
+        images_per_client=10_000,
+        test_images=10_000,
+        randomness=ALL_SHARES,
+        rates={
             "adadp": (0.001, 0.01, 0.1, 1.0),
             "adadp_paper": (0.001, 0.01, 0.1, 1.0),
             "sgd": (0.001, 0.00316, 0.01, 0.0316, 0.1),
             "adam": (3.16e-6, 1e-5, 3.16e-5, 1e-4, 3.16e-4, 1e-3),
         },
-        3,
+        seeds=3,
     ),
 }
 

@@ -47,16 +47,29 @@ class Scale:
 
 
 SCALES = {
-    "smoke": Scale({"paper": 2, "private": 2}, 300, 20, 50, ((1.0, 1.0),), 1),
+    "smoke": Scale(
+        rounds={"paper": 2, "private": 2},
+        words=300,
+        tags=20,
+        public_users=50,
+        factors=((1.0, 1.0),),
+        seeds=1,
+    ),
     "small": Scale(
-        *({"paper": 200, "private": 100}, 500, 10, 1000),
-        ((1, 1), (0.3, 1), (3, 1), (1, 0.1)),
-        3,
+        rounds={"paper": 200, "private": 100},
+        words=500,
+        tags=10,
+        public_users=1000,
+        factors=((1, 1), (0.3, 1), (3, 1), (1, 0.1)),
+        seeds=3,
     ),
     "paper": Scale(
-        *({"paper": 500, "private": 500}, 10_000, 500, 10_000),
-        tuple(itertools.product((0.3, 1.0, 3.0), (0.3, 1.0, 3.0))),
-        3,
+        rounds={"paper": 500, "private": 500},
+        words=10_000,
+        tags=500,
+        public_users=10_000,
+        factors=tuple(itertools.product((0.3, 1.0, 3.0), (0.3, 1.0, 3.0))),
+        seeds=3,
     ),
 }
 # The paper's setting, and one with a meaningful ε. sigma is for Poisson cohorts, tree_sigma for

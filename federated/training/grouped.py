@@ -361,8 +361,11 @@ def build_grouped_next(
             finalizer=finalized.measurements,
         )
         after = tff.learning.templates.LearningAlgorithmState(
-            *(finalized.result, sent.state, tff.federated_map(following, state.client_work)),
-            *(aggregated.state, finalized.state),
+            global_model_weights=finalized.result,
+            distributor=sent.state,
+            client_work=tff.federated_map(following, state.client_work),
+            aggregator=aggregated.state,
+            finalizer=finalized.state,
         )
         return tff.learning.templates.LearningProcessOutput(
             tff.federated_zip(after), tff.federated_zip(measurements)

@@ -139,10 +139,16 @@ class ProgressBar(tff.program.ReleaseManager):
     """
 
     DEFAULT = (
-        *("train/loss", "not_private/train/loss", "test/loss", "test/accuracy"),
-        *("held_out/loss", "not_private/held_out/loss"),
-        *("held_out/accuracy", "not_private/held_out/accuracy"),
-        *("privacy/epsilon", "privacy/clip_norm"),
+        "train/loss",
+        "not_private/train/loss",
+        "test/loss",
+        "test/accuracy",
+        "held_out/loss",
+        "not_private/held_out/loss",
+        "held_out/accuracy",
+        "not_private/held_out/accuracy",
+        "privacy/epsilon",
+        "privacy/clip_norm",
     )
 
     def __init__(self, num_rounds: int, names: tuple[str, ...] = DEFAULT):
@@ -172,7 +178,9 @@ def monitors(
     directory = Path(directory)
     table = tff.program.CSVFileReleaseManager(
         # TFF rewrites the whole file and renames it, so that no row is ever torn.
-        *(directory / "figures.csv", tff.program.CSVSaveMode.WRITE, "round")
+        directory / "figures.csv",
+        tff.program.CSVSaveMode.WRITE,
+        key_fieldname="round",
     )
     managers = [
         TensorBoard(directory / "tensorboard"),

@@ -147,7 +147,11 @@ def build_adaptive_fed_avg(
     if not in_groups:
         return process
     rounds = grouped.build_grouped_next(
-        *(model_fn, client_optimizer, weighting, process.next, parts),
+        model_fn,
+        client_optimizer,
+        weighting,
+        process.next,
+        parts,
         grouped.mean(parts.update_type),
     )
     return _with_next(process, grouped.GroupedRounds(process.next, rounds, clients_per_group))
@@ -249,7 +253,11 @@ def build_dp_fed_avg(
     if in_groups:
         query = privacy.query_for(parts.update_type)
         rounds = grouped.build_grouped_next(
-            *(model_fn, client_optimizer, weighting, process.next, parts),
+            model_fn,
+            client_optimizer,
+            weighting,
+            process.next,
+            parts,
             grouped.noisy_sum(query, parts.update_type, preconditioner),
             measured=client_metrics,
         )

@@ -80,7 +80,7 @@ def test_rounds_equal_those_of_tffs_wrapping(context, clients, make):
 def test_a_private_process_takes_a_compiled_model(context, clients):
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     process = build_dp_fed_avg(
-        *(compiled(loss=loss), SGD, UserLevelPrivacy(1.0, 2, 4, clip=1.0)), input_spec=SPEC
+        compiled(loss=loss), SGD, UserLevelPrivacy(1.0, 2, 4, clip=1.0), input_spec=SPEC
     )
     state = process.next(process.initialize(), clients).state
     assert [w.shape for w in process.get_model_weights(state).trainable] == [(3, 4), (4,)]

@@ -78,7 +78,10 @@ def test_the_package_offers_its_loaders_and_imports_them_when_they_are_used():
         )
         assert made is getattr(module, name) and made.__module__ == module.__name__
     assert {n for n in federated.datasets.__all__ if n.startswith("load_")} == {
-        *("load_cifar10", "load_counts", "load_digits", "load_stackoverflow")
+        "load_cifar10",
+        "load_counts",
+        "load_digits",
+        "load_stackoverflow",
     }
     assert set(federated.datasets.__all__) <= set(dir(federated.datasets))
     with pytest.raises(AttributeError, match="has no attribute 'load_mnist'"):

@@ -368,7 +368,7 @@ def test_the_statement_says_what_was_released():
 @pytest.mark.parametrize("clients", [60, 59])
 def test_passes_in_one_order_keep_the_rounds_of_a_client_apart(clients):
     privacy = UserLevelPrivacy(
-        *(1.0, 6, clients), clip=1.0, mechanism="banded", bands=4, max_participations=5
+        1.0, 6, clients, clip=1.0, mechanism="banded", bands=4, max_participations=5
     )
     separation = clients // 6
     assert privacy.min_separation == separation

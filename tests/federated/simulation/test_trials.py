@@ -144,10 +144,16 @@ def test_a_trial_without_figures_is_never_the_best():
 
 def run_program(folder, plan, train, plot):
     trials.run_program(
-        *("shown", "description", "data", ["smoke"], plan, train),
-        lambda scale, data_dir: f"{scale} with 7 words",
-        lambda done: f"{len(done)} trials",
-        *(plot, ["--output_dir", str(folder)]),
+        "shown",
+        "description",
+        "data",
+        ["smoke"],
+        plan,
+        train,
+        describe=lambda scale, data_dir: f"{scale} with 7 words",
+        table=lambda done: f"{len(done)} trials",
+        plot=plot,
+        argv=["--output_dir", str(folder)],
     )
     return folder / "shown" / "smoke"
 
@@ -183,8 +189,16 @@ def test_a_program_without_workers_ends_in_words(tmp_path, monkeypatch, workers,
     monkeypatch.setattr("federated.runtime.worker.answers", nobody)
     with pytest.raises(SystemExit, match=message):
         trials.run_program(
-            *("shown", "description", "data", ["smoke"], None, None, None, None, None),
-            ["--output_dir", str(tmp_path), "--workers", workers],
+            "shown",
+            "description",
+            "data",
+            ["smoke"],
+            plan=None,
+            train=None,
+            describe=None,
+            table=None,
+            plot=None,
+            argv=["--output_dir", str(tmp_path), "--workers", workers],
         )
 
 

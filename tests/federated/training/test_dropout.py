@@ -104,8 +104,14 @@ def train(folder, num_rounds, mechanism="gaussian", **options):
     ledger = rounds.ledger(mechanism)
     sampler = rounds.Sampler(["a"], rounds.Sampling())
     return program.train(
-        *(rounds.Process(folder), str, sampler, num_rounds, folder / "run"),
-        **{"ledger": ledger, "release_managers": [rounds.witness(folder)], **options},
+        rounds.Process(folder),
+        str,
+        sampler,
+        num_rounds,
+        folder / "run",
+        ledger=ledger,
+        release_managers=[rounds.witness(folder)],
+        **options,
     )
 
 
@@ -184,7 +190,11 @@ def test_the_rest_is_divided_by_the_size_that_was_expected(noiseless, tmp_path):
     sampler = ClientSampler(ids, EveryClient())
     for gone in (ids[:1], ids[1:3], ids):
         trained = program.train(
-            *(noiseless, real_rounds.dataset, sampler, 1, tmp_path / str(len(gone))),
+            noiseless,
+            real_rounds.dataset,
+            sampler,
+            1,
+            tmp_path / str(len(gone)),
             dropout=lambda client, number, gone=gone: client in gone,
         )
         expected = sum(alone[c] for c in ids if c not in gone) + 0 * alone[ids[0]]

@@ -83,7 +83,9 @@ def test_rounds_between_evaluations_have_no_figures(tmp_path):
 def test_the_last_state_is_evaluated_if_the_last_round_is_lost(tmp_path):
     with pytest.warns(UserWarning, match="failed: ConnectionError"):
         trained = rounds.train(
-            *(tmp_path, 3, "gaussian", [False, False, True]),
+            tmp_path,
+            3,
+            failing=[False, False, True],
             evaluation=rounds.evaluation(every=4),
             max_failures=1,
         )
@@ -93,7 +95,9 @@ def test_the_last_state_is_evaluated_if_the_last_round_is_lost(tmp_path):
     assert again.best.number == 2 and sorted(held_out(tmp_path)) == [2]
     with pytest.warns(UserWarning, match="failed: ConnectionError"):
         none = rounds.train(
-            *(tmp_path / "none", 1, "gaussian", [True]),
+            tmp_path / "none",
+            1,
+            failing=[True],
             evaluation=rounds.evaluation(every=4),
             max_failures=1,
         )
@@ -125,8 +129,11 @@ def test_a_round_that_is_released_again_is_not_evaluated_again(tmp_path, monkeyp
     for _ in range(3):
         with pytest.raises(OSError, match="disk full"):
             program.train(
-                *(rounds.Process(tmp_path), str, rounds.Sampler(["a"], rounds.Sampling()), 1),
-                *(tmp_path / "run",),
+                rounds.Process(tmp_path),
+                str,
+                rounds.Sampler(["a"], rounds.Sampling()),
+                1,
+                tmp_path / "run",
                 ledger=rounds.ledger("gaussian"),
                 evaluation=rounds.evaluation(),
                 release_managers=[Full()],

@@ -252,7 +252,7 @@ def test_side_information_is_in_one_place_and_in_the_ledger():
         with pytest.raises(ValueError, match="in one of .* client_optimizer with 'fixed precond"):
             build_dp_fed_avg(model_fn, at_clients, privacy, **places)
     with pytest.raises(ValueError, match="preconditioner with .*, server_optimizer with"):
-        build_dp_fed_avg(*(model_fn, SGD, privacy, at_clients), preconditioner=preconditioner)
+        build_dp_fed_avg(model_fn, SGD, privacy, at_clients, preconditioner=preconditioner)
     with pytest.raises(TypeError, match="`preconditioner` must be a `ClientPreconditioner`"):
         build_dp_fed_avg(model_fn, SGD, privacy, preconditioner=[2.0])
     for wrong in (tf.keras.optimizers.SGD(1.0), lambda: SGD):

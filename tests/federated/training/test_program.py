@@ -224,8 +224,12 @@ def test_each_step_of_a_round_is_on_the_disk_before_the_next_one(tmp_path, monke
     assert steps[:4] == ['{"begun": ', "sync journal", "began", "ended"]
     # First the array that changed, named by a hash, then the state that needs it.
     saved = [
-        *("sync states/HASH.new", "rename HASH.array", "sync states"),
-        *("sync states/round_2.new", "rename round_2.state", "sync states"),
+        "sync states/HASH.new",
+        "rename HASH.array",
+        "sync states",
+        "sync states/round_2.new",
+        "rename round_2.state",
+        "sync states",
     ]
     assert [re.sub("[0-9a-f]{32}", "HASH", step) for step in steps[4:-3]] == saved
     assert steps[-3:] == ["released", '{"released', "sync journal"]
@@ -320,7 +324,11 @@ def test_a_run_may_have_more_rounds_than_it_was_begun_with(tmp_path):
     def train(steps):
         sampler = rounds.Sampler(["a"], rounds.Sampling(steps))
         return program.train(
-            *(rounds.Process(tmp_path), str, sampler, steps, tmp_path / "run"),
+            rounds.Process(tmp_path),
+            str,
+            sampler,
+            steps,
+            tmp_path / "run",
             ledger=rounds.ledger("gaussian"),
         )
 
@@ -376,7 +384,7 @@ def test_a_round_that_could_not_be_released_is_released_again(tmp_path):
     ledger = rounds.ledger("gaussian")
     with pytest.raises(OSError, match="disk full"):
         program.train(
-            *(process, str, sampler, 2, tmp_path / "run"), ledger=ledger, release_managers=[Full()]
+            process, str, sampler, 2, tmp_path / "run", ledger=ledger, release_managers=[Full()]
         )
     assert ledger.num_releases == 0  # what is passed is not changed
     trained = rounds.train(tmp_path, 2)
@@ -447,7 +455,11 @@ def test_a_second_run_in_the_directory_is_refused(tmp_path):
     refused = []
     sampler = rounds.Sampler(["a"], rounds.Sampling())
     program.train(
-        *(rounds.Process(tmp_path), str, sampler, 1, tmp_path / "run"),
+        rounds.Process(tmp_path),
+        str,
+        sampler,
+        1,
+        tmp_path / "run",
         ledger=rounds.ledger("gaussian"),
         release_managers=[Second()],
     )
@@ -457,7 +469,7 @@ def test_a_second_run_in_the_directory_is_refused(tmp_path):
 def test_a_second_process_in_the_directory_is_refused(injector, tmp_path):
     run = opened(tmp_path)
     holding = Run(
-        *(run.process, run.sampler, tmp_path / "run", rounds.ledger("gaussian")), max_failures=0
+        run.process, run.sampler, tmp_path / "run", rounds.ledger("gaussian"), max_failures=0
     )
     assert injector.run(tmp_path, rounds=1) == 1
     assert not rounds.record(tmp_path)
@@ -742,8 +754,13 @@ def test_data_that_cannot_be_made_cost_no_round(tmp_path):
     def run():
         sampler = rounds.Sampler(["a"], rounds.Sampling())
         return program.train(
-            *(rounds.Process(tmp_path), datasets, sampler, 2, tmp_path / "run"),
-            **{"ledger": rounds.ledger("gaussian"), "max_failures": 9},
+            rounds.Process(tmp_path),
+            datasets,
+            sampler,
+            2,
+            tmp_path / "run",
+            ledger=rounds.ledger("gaussian"),
+            max_failures=9,
         )
 
     with pytest.raises(FileNotFoundError):
@@ -1043,7 +1060,7 @@ def test_another_side_information_is_another_release(tmp_path):
     def train(number, folder, ledger=None):
         one = ClientPreconditioner.from_arrays([[[number], [1.0]], None], provenance=event)
         process = build_dp_fed_avg(
-            *(real_rounds.model_fn, build_adadps(one), real_rounds.privacy("gaussian")),
+            real_rounds.model_fn, build_adadps(one), real_rounds.privacy("gaussian")
         )
         sampler = real_rounds.sampler("gaussian", rounds.KEY)
         arguments = (process, real_rounds.dataset, sampler, 1, tmp_path / folder)
