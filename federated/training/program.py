@@ -259,6 +259,96 @@ class _Figures:
             )
 
 
+class _Evaluator(NamedTuple):
+    """Evaluates the model after some of the rounds.
+
+    Attributes:
+      every: The number of finished rounds between evaluations.
+      figures: Maps the model weights to figures.
+      prefix: What the names of these figures begin with where they are released.
+    """
+
+    every: int
+    figures: Callable[[Any], Mapping[str, float]]
+    prefix: str
+
+    def is_due(self, finished: int) -> bool:
+        """Whether to evaluate the model of so many finished rounds."""
+        return finished % self.every == 0
+
+
+def _held_out(evaluation: Evaluation, kept: BestState, run: Run) -> _Evaluator:
+    """Evaluates a run on held-out clients, and keeps its best state."""
+
+    def figures(weights: Any) -> Mapping[str, float]:
+        found = kept.figures(run.number, weights)
+        kept.consider(run.number, run.state, found)
+        return found
+
+    prefix = "held_out/" if run.ledger is None else "not_private/held_out/"
+    return _Evaluator(evaluation.every, figures, prefix)
+
+
+class _Releases:
+    """What a run releases after a round, and after its last one.
+
+    Args:
+      run: The run.
+      num_rounds: See `train`.
+      evaluators: Those of the model, in the order of their figures.
+      managers: The release managers.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        num_rounds: int,
+        evaluators: Sequence[_Evaluator],
+        managers: Sequence[tff.program.ReleaseManager],
+    ):
+        self._run, self._num_rounds = run, num_rounds
+        self._evaluators, self._managers = evaluators, managers
+
+    def is_last(self) -> bool:
+        """Whether no round is left. In a private run those that were lost are used up, too."""
+        used = self._run.finished if self._run.ledger is None else self._run.journal.begun
+        return used >= self._num_rounds
+
+    def release(self) -> None:
+        """Releases the figures of the last finished round, and those of its model."""
+        # TFF would take a list apart.
+        released = OrderedDict(
+            (name, np.array(value) if isinstance(value, list) else value)
+            for name, value in self._run.figures.items()
+        )
+        for evaluator in self._evaluators:
+            if evaluator.is_due(self._run.finished) or self.is_last():
+                found = evaluator.figures(self._run.process.get_model_weights(self._run.state))
+                released.update(
+                    (f"{evaluator.prefix}{name}", float(x)) for name, x in found.items()
+                )
+        self._publish(released, self._run.number)
+
+    def release_what_was_saved(self) -> None:
+        """Releases a round that an earlier call saved, but perhaps did not release."""
+        if self._run.journal.released < self._run.number:
+            self.release()
+
+    def release_what_was_lost(self, of_privacy: _PrivacyFigures) -> None:
+        """Releases counts and ε if the last rounds were lost: the last ε would be too small."""
+        run = self._run
+        if run.journal.released < run.journal.begun and run.ledger is not None:
+            all_were_due = all(evaluator.is_due(run.finished) for evaluator in self._evaluators)
+            if run.finished and not all_were_due:
+                self.release()  # with the evaluation that no later round has had
+            self._publish(OrderedDict(of_privacy(run.ledger)), run.journal.begun)
+
+    def _publish(self, released: Mapping, number: int) -> None:
+        for manager in self._managers:
+            wait(manager.release(released, number))
+        self._run.journal.note("released", number)
+
+
 def train(
     process: tff.learning.templates.LearningProcess,
     client_data: tff.simulation.datasets.ClientData | Callable[[str], tf.data.Dataset],
@@ -377,53 +467,29 @@ def train(
 
     figures = _Figures(of_privacy)
     run = Run(
-        *(process, sampler, directory, ledger, max_failures),
+        process,
+        sampler,
+        directory,
+        ledger,
+        max_failures,
         dropout=dropout,
         on_client_error=on_client_error,
         min_clients=min_clients,
     )
-    with contextlib.closing(run.journal) as journal:
-        kept = None if evaluation is None else BestState(run.folder, evaluation, run.state)
-        if evaluation is not None and ledger is not None:
-            warn_of_choice(evaluation, sampler.client_ids, stacklevel=2)
-
-        def is_last() -> bool:
-            return (run.finished if ledger is None else journal.begun) >= num_rounds
-
-        def release() -> None:
-            # TFF would take a list apart.
-            released = OrderedDict(
-                (name, np.array(value) if isinstance(value, list) else value)
-                for name, value in run.figures.items()
-            )
-            if evaluate is not None and (run.finished % evaluate_every == 0 or is_last()):
-                results = evaluate(process.get_model_weights(run.state))
-                released.update((f"test/{name}", float(x)) for name, x in results.items())
-            if evaluation is not None and kept is not None:
-                if run.finished % evaluation.every == 0 or is_last():
-                    found = kept.figures(run.number, process.get_model_weights(run.state))
-                    kept.consider(run.number, run.state, found)
-                    place = "held_out/" if ledger is None else "not_private/held_out/"
-                    released.update((f"{place}{name}", value) for name, value in found.items())
-            publish(released, run.number)
-
-        def publish(released: Mapping, number: int) -> None:
-            for manager in release_managers:
-                wait(manager.release(released, number))
-            journal.note("released", number)
-
-        if journal.released < run.number:
-            release()
-        while not is_last():
+    with contextlib.closing(run.journal):
+        evaluators = [] if evaluate is None else [_Evaluator(evaluate_every, evaluate, "test/")]
+        kept = None
+        if evaluation is not None:
+            kept = BestState(run.folder, evaluation, run.state)
+            if ledger is not None:
+                warn_of_choice(evaluation, sampler.client_ids, stacklevel=2)
+            evaluators.append(_held_out(evaluation, kept, run))
+        releases = _Releases(run, num_rounds, evaluators, release_managers)
+        releases.release_what_was_saved()
+        while not releases.is_last():
             if run.next(datasets, figures):
-                release()
-        if journal.released < journal.begun and run.ledger is not None:
-            every = [evaluate_every] if evaluate is not None else []
-            every += [] if evaluation is None else [evaluation.every]
-            if run.finished and any(run.finished % n for n in every):
-                release()  # with the evaluation that no later round has had
-            # The last rounds were lost: without this the last released ε would be too small.
-            publish(OrderedDict(of_privacy(run.ledger)), journal.begun)
+                releases.release()
+        releases.release_what_was_lost(of_privacy)
         figures.warn_if_no_step_was_accepted(stacklevel=3)
         best = None if kept is None else kept.best()
-        return Trained(run.state, run.ledger, run.finished, journal.begun, run.sampler, best)
+        return Trained(run.state, run.ledger, run.finished, run.journal.begun, run.sampler, best)
