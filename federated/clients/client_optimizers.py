@@ -72,14 +72,14 @@ def build_adadp(
       tolerance: tol of the first round, in the units of the weights; 0.1 in the paper. Ours lies
         between 0.2 and 0.4, which did equally well on held-out training images of CIFAR-10 (see
         docs/results.md).
-      alpha_min: The smallest factor of one adaptation.
-      alpha_max: The largest factor of one adaptation.
-      discard: Whether to return to the earlier weights when err > tol, as the paper does on
+      alpha_min: the smallest factor of one adaptation.
+      alpha_max: the largest factor of one adaptation.
+      discard: whether to return to the earlier weights when err > tol, as the paper does on
         clients.
-      keep: The point after a whole step: `"half_steps"` for θ̃, or `"euler"` for θ̂.
-      shorten: Whether to shorten steps with err > tol. Without it, and without `discard`, they are
+      keep: the point after a whole step: `"half_steps"` for θ̃, or `"euler"` for θ̂.
+      shorten: whether to shorten steps with err > tol. Without it, and without `discard`, they are
         taken whole, even if err is infinite or NaN. It means nothing with `discard`.
-      tolerance_decay: How fast the tolerance falls; 0 keeps it, as in the paper. The processes of
+      tolerance_decay: how fast the tolerance falls; 0 keeps it, as in the paper. The processes of
         this package count the rounds (`next_hparams`). In one that does not, such as
         `tff.learning.algorithms.build_weighted_fed_avg`, every round is the first.
 
@@ -88,7 +88,7 @@ def build_adadp(
       the same names; `tolerance` is that of the coming round.
 
     Raises:
-      TypeError, ValueError: If an argument is invalid.
+      TypeError, ValueError: if an argument is invalid.
 
     References:
       Koskela and Honkela (2018), "Learning Rate Adaptation for Federated and Differentially Private
@@ -135,7 +135,7 @@ def build_adadps(
 
     Args:
       preconditioner: A; see `ClientPreconditioner`.
-      base: The optimizer that makes the step; `None` takes
+      base: the optimizer that makes the step; `None` takes
         `tff.learning.optimizers.build_sgdm(learning_rate=0.1)`.
 
     Returns:
@@ -143,8 +143,8 @@ def build_adadps(
       `report` if it has one.
 
     Raises:
-      TypeError: If `preconditioner` is not a `ClientPreconditioner`, or `base` is not an optimizer.
-      ValueError: If `base` has side information already; in the first step, if A does not fit.
+      TypeError: if `preconditioner` is not a `ClientPreconditioner`, or `base` is not an optimizer.
+      ValueError: if `base` has side information already; in the first step, if A does not fit.
 
     References:
       Li et al. (2022), "Private Adaptive Optimization with Side Information", arXiv:2202.05963,

@@ -50,22 +50,22 @@ def build_client_work(
     Releasing them is outside the privacy statement. They never affect the weights.
 
     Args:
-      model_fn: A function that returns a new model at each call: a
+      model_fn: a function that returns a new model at each call: a
         `tff.learning.models.VariableModel`, or a Sequential or functional model of Keras, compiled
         with its loss and metrics. Or a `tff.learning.models.FunctionalModel`.
-      client_optimizer: The optimizer of local training.
-      weighting: The weight of a client's update: `NUM_EXAMPLES` or `UNIFORM`.
-      metrics_aggregator: Maps a model's metric finalizers to a computation that aggregates its
+      client_optimizer: the optimizer of local training.
+      weighting: the weight of a client's update: `NUM_EXAMPLES` or `UNIFORM`.
+      metrics_aggregator: maps a model's metric finalizers to a computation that aggregates its
         metrics; `None` takes `tff.learning.metrics.sum_then_finalize`.
-      loop_implementation: How the training loop iterates over a client's data set.
-      input_spec: The `element_spec` of a client's batches, (x, y), such as
+      loop_implementation: how the training loop iterates over a client's data set.
+      input_spec: the `element_spec` of a client's batches, (x, y), such as
         `client_data.element_type_structure`; only for compiled models of Keras.
 
     Returns:
       A `tff.learning.templates.ClientWorkProcess`. Its state is the optimizer's hyperparameters.
 
     Raises:
-      TypeError: If an argument has the wrong type.
+      TypeError: if an argument has the wrong type.
     """
     check_optimizer("client_optimizer", client_optimizer)
     _check_enums(weighting, loop_implementation)
@@ -94,8 +94,8 @@ def next_hparams(
     """What follows the hyperparameters of a round: the same ones, unless the optimizer says more.
 
     Args:
-      optimizer: The optimizer of local training.
-      hparams_type: The TFF type of its hyperparameters.
+      optimizer: the optimizer of local training.
+      hparams_type: the TFF type of its hyperparameters.
     """
     following = getattr(optimizer, "next_hparams", lambda hparams: hparams)
     return tff.tensorflow.computation(following, hparams_type)
@@ -105,9 +105,9 @@ class ModelDescription(NamedTuple):
     """What the computations around a model need to know of it.
 
     Attributes:
-      weights_type: The TFF type of its weights, as `tff.learning.models.ModelWeights`.
-      batch_type: The TFF type of a batch.
-      measure: Called inside a federated computation with the clients' metrics and their parts of
+      weights_type: the TFF type of its weights, as `tff.learning.models.ModelWeights`.
+      batch_type: the TFF type of a batch.
+      measure: called inside a federated computation with the clients' metrics and their parts of
         the report (see `build_update`); returns the measurements of the round.
     """
 
@@ -139,10 +139,10 @@ def build_update(
     """Builds what one client computes; called in the graph that computes it.
 
     Args:
-      model: The model, made in this graph.
-      optimizer: The optimizer of local training.
-      weighting: The weight of a client's update.
-      loop: Runs a step on each batch of a data set, from a start, and returns the last state.
+      model: the model, made in this graph.
+      optimizer: the optimizer of local training.
+      weighting: the weight of a client's update.
+      loop: runs a step on each batch of a data set, from a start, and returns the last state.
 
     Returns:
       A `tf.function` of the optimizer's hyperparameters, the weights that the client received, and
@@ -386,9 +386,9 @@ def contribution(report: Any, counts: tf.Tensor) -> collections.OrderedDict:
     and positive.
 
     Args:
-      report: The result of `optimizer.report(state)`: the scalars `learning_rate`, `judged_steps`
+      report: the result of `optimizer.report(state)`: the scalars `learning_rate`, `judged_steps`
         and `discarded_steps`.
-      counts: Scalar; whether the client's update counts.
+      counts: scalar; whether the client's update counts.
 
     Returns:
       Tensors to sum over clients.
@@ -415,7 +415,7 @@ def summary(sums: Any) -> collections.OrderedDict:
     """The measurements of a round.
 
     Args:
-      sums: The sum of each entry of `contribution` over the clients of the round.
+      sums: the sum of each entry of `contribution` over the clients of the round.
 
     Returns:
       `clients`, the number of clients that judged a step; `log10_learning_rate_mean` and

@@ -26,8 +26,8 @@ def with_tff_models(model_fn: Any, input_spec: Any = None) -> Any:
     used: clients and server have optimizers of TFF.
 
     Args:
-      model_fn: What was passed for it. A function is called once.
-      input_spec: The `element_spec` of a client's batches, (x, y).
+      model_fn: what was passed for it. A function is called once.
+      input_spec: the `element_spec` of a client's batches, (x, y).
 
     Returns:
       A function that makes a `tff.learning.models.VariableModel`, with the attribute
@@ -35,7 +35,7 @@ def with_tff_models(model_fn: Any, input_spec: Any = None) -> Any:
       is no function that returns a compiled model of Keras: `model_fn` itself.
 
     Raises:
-      TypeError, ValueError: If the compiled model has something that TFF's models have not.
+      TypeError, ValueError: if the compiled model has something that TFF's models have not.
     """
     if isinstance(model_fn, (tff.learning.models.FunctionalModel, tf.keras.Model)):
         return model_fn

@@ -30,10 +30,10 @@ class ClientPreconditioner:
       scales: 1/A for each trainable weight, in a shape that broadcasts to the weight's; `None` for
         A = 1.
       provenance: `"public"`, or the `dp_accounting.DpEvent` by which A was released.
-      description: What A was computed from, for the privacy statement.
+      description: what A was computed from, for the privacy statement.
 
     Raises:
-      NotPrivateError: If `provenance` is missing.
+      NotPrivateError: if `provenance` is missing.
     """
 
     scales: tuple[np.ndarray | None, ...]
@@ -56,12 +56,12 @@ class ClientPreconditioner:
         Args:
           arrays: A, positive, in the order of the model's trainable weights. An array of shape
             [V, 1], one number per row of a kernel, is far cheaper than one of shape [V, K].
-          provenance: See the class.
-          description: See the class.
+          provenance: see the class.
+          description: see the class.
 
         Raises:
-          NotPrivateError: If `provenance` is missing.
-          TypeError, ValueError: If an array is not positive and finite.
+          NotPrivateError: if `provenance` is missing.
+          TypeError, ValueError: if an array is not positive and finite.
 
         >>> made = ClientPreconditioner.from_arrays([[[0.5], [2.0]], None], provenance="public")
         >>> made.scales[0].tolist(), made.scales[1]
@@ -86,13 +86,13 @@ class ClientPreconditioner:
         """Makes a preconditioner from side information for Keras, such as `token_frequencies`.
 
         Args:
-          side_information: A `tf_adaptive_dp.side_information.FixedPreconditioner`.
-          variables: A Keras model, its trainable variables, or, for a model without variables, a
+          side_information: a `tf_adaptive_dp.side_information.FixedPreconditioner`.
+          variables: a Keras model, its trainable variables, or, for a model without variables, a
             named `tf.TensorSpec` per trainable weight.
 
         Raises:
-          TypeError: For other side information. `PublicGradients` changes from step to step.
-          ValueError: If its names or shapes do not fit the variables.
+          TypeError: for other side information. `PublicGradients` changes from step to step.
+          ValueError: if its names or shapes do not fit the variables.
 
         >>> import tf_adaptive_dp
         >>> tokens = tf_adaptive_dp.side_information.token_frequencies([3, 0], provenance="public")
@@ -130,10 +130,10 @@ class ClientPreconditioner:
         """g / A for each of a model's gradients.
 
         Args:
-          gradients: Dense gradients in the order of the trainable weights; `None` stays `None`.
+          gradients: dense gradients in the order of the trainable weights; `None` stays `None`.
 
         Raises:
-          ValueError: If their number or a shape does not fit A.
+          ValueError: if their number or a shape does not fit A.
         """
         if len(gradients) != len(self.scales):
             raise ValueError(

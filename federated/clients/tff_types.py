@@ -15,11 +15,11 @@ def check_optimizer(name: str, value: Any) -> None:
     """Checks that an optimizer is one of TFF's.
 
     Args:
-      name: The argument.
-      value: What was passed for it.
+      name: the argument.
+      value: what was passed for it.
 
     Raises:
-      TypeError: If it is something else. For an optimizer of Keras the error shows TFF's.
+      TypeError: if it is something else. For an optimizer of Keras the error shows TFF's.
     """
     if isinstance(value, tff.learning.optimizers.Optimizer):
         return
@@ -46,14 +46,14 @@ def made_model(model_fn: Any) -> Any:
     """Makes the model, and checks that it is one of TFF's.
 
     Args:
-      model_fn: A function that makes a `tff.learning.models.VariableModel`, or a
+      model_fn: a function that makes a `tff.learning.models.VariableModel`, or a
         `tff.learning.models.FunctionalModel`.
 
     Returns:
       The new `VariableModel`, in the default graph, or the `FunctionalModel` itself.
 
     Raises:
-      TypeError: If it is something else. For a model of Keras the error shows how to wrap it.
+      TypeError: if it is something else. For a model of Keras the error shows how to wrap it.
     """
     if isinstance(model_fn, tff.learning.models.FunctionalModel):
         return model_fn

@@ -28,14 +28,14 @@ def load_cifar10(data_dir: str | None = None) -> tuple[Arrays, Arrays]:
     """Loads images and classes of the training and the test set without downloading anything.
 
     Args:
-      data_dir: The folder of tensorflow-datasets; `None` takes the environment's `TFDS_DATA_DIR`.
+      data_dir: the folder of tensorflow-datasets; `None` takes the environment's `TFDS_DATA_DIR`.
 
     Returns:
       (images, labels) for training and for testing: uint8 [N, 32, 32, 3] and int32 [N], with 50,000
       and 10,000 images (184 MB together).
 
     Raises:
-      FileNotFoundError: If CIFAR-10 is not there.
+      FileNotFoundError: if CIFAR-10 is not there.
     """
     how = "Prepare CIFAR-10 in it with `tfds build cifar10 --data_dir=FOLDER`."
     path = folder("data_dir", data_dir, "TFDS_DATA_DIR", how)
@@ -65,14 +65,14 @@ def paper_partition(labels: np.ndarray, randomness: float, seed: int) -> dict[st
 
     Args:
       labels: [N]; the class of each image.
-      randomness: The share of images to redistribute, in [0, 1]; 1 is a uniform division.
-      seed: The seed of the choice.
+      randomness: the share of images to redistribute, in [0, 1]; 1 is a uniform division.
+      seed: the seed of the choice.
 
     Returns:
       The rows of each client's images.
 
     Raises:
-      TypeError, ValueError: If `labels` are not classes, or an argument is out of range.
+      TypeError, ValueError: if `labels` are not classes, or an argument is out of range.
 
     >>> paper_partition(np.arange(10), randomness=0, seed=0)["client_1"].tolist()
     [1, 9]
@@ -109,16 +109,16 @@ def dirichlet_partition(
 
     Args:
       labels: [N]; the class of each image, at least 0.
-      num_clients: The number of clients, from 1 to N.
-      alpha: Greater than 0. Small values give each client about one class, large ones give all
+      num_clients: the number of clients, from 1 to N.
+      alpha: greater than 0. Small values give each client about one class, large ones give all
         clients the same shares.
-      seed: The seed of the choice.
+      seed: the seed of the choice.
 
     Returns:
       The rows of each client's images, for "client_1" and so on.
 
     Raises:
-      TypeError, ValueError: If `labels` are not classes, or an argument is out of range.
+      TypeError, ValueError: if `labels` are not classes, or an argument is out of range.
 
     References:
       Hsu, Qi and Brown (2019), "Measuring the Effects of Non-Identical Data Distribution for

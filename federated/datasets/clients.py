@@ -24,16 +24,16 @@ class ClientBatches:
     client. The guarantee for a user does not depend on it, but on clipping the whole update.
 
     Attributes:
-      batch_size: The number of examples in a batch, at least 1.
-      epochs: The number of passes over the examples in a round, at least 1.
-      max_examples: The largest number of examples in an epoch, chosen at random; `None` for all.
-      max_batches: The largest number of batches in a round; `None` for all.
-      shuffle_buffer: The size of the shuffle buffer; 1 keeps the order.
-      seed: The seed of the shuffling, for the same order in every round; `None` for a new order in
+      batch_size: the number of examples in a batch, at least 1.
+      epochs: the number of passes over the examples in a round, at least 1.
+      max_examples: the largest number of examples in an epoch, chosen at random; `None` for all.
+      max_batches: the largest number of batches in a round; `None` for all.
+      shuffle_buffer: the size of the shuffle buffer; 1 keeps the order.
+      seed: the seed of the shuffling, for the same order in every round; `None` for a new order in
         each round.
 
     Raises:
-      TypeError, ValueError: If an attribute is invalid.
+      TypeError, ValueError: if an attribute is invalid.
 
     >>> batches = ClientBatches(batch_size=2, epochs=2, max_batches=3, shuffle_buffer=1)
     >>> [batch.tolist() for batch in batches(tf.data.Dataset.range(3)).as_numpy_iterator()]
@@ -63,8 +63,8 @@ class ClientBatches:
         """The batches of a client.
 
         Args:
-          examples: The client's examples, unbatched.
-          choose: A filter for the shuffled examples, applied before they are cut.
+          examples: the client's examples, unbatched.
+          choose: a filter for the shuffled examples, applied before they are cut.
         """
         if self.shuffle_buffer > 1:
             examples = examples.shuffle(self.shuffle_buffer, seed=self.seed)
@@ -85,15 +85,15 @@ def random_clients(client_ids: Sequence[str], num_clients: int, seed: int) -> li
     examples would use private data that no ledger counts.
 
     Args:
-      client_ids: The ids of all clients, in any order.
-      num_clients: The number of clients to choose.
-      seed: The seed of the choice.
+      client_ids: the ids of all clients, in any order.
+      num_clients: the number of clients to choose.
+      seed: the seed of the choice.
 
     Returns:
       The sorted ids of the chosen clients.
 
     Raises:
-      TypeError, ValueError: If `num_clients` is invalid or exceeds the number of clients.
+      TypeError, ValueError: if `num_clients` is invalid or exceeds the number of clients.
 
     >>> random_clients(["d", "b", "a", "c"], 2, seed=1)
     ['b', 'c']
@@ -114,8 +114,8 @@ def subset(client_data: Any, client_ids: Sequence[str]) -> Any:
     """Restricts data to some of the clients.
 
     Args:
-      client_data: A `tff.simulation.datasets.ClientData`.
-      client_ids: The clients to keep, at least one.
+      client_data: a `tff.simulation.datasets.ClientData`.
+      client_ids: the clients to keep, at least one.
 
     Returns:
       A `tff.simulation.datasets.ClientData`. Only the structure of one client is read.
@@ -140,16 +140,16 @@ def in_memory(
     """Caches local data that are slow to read or to prepare; each client is read once.
 
     Args:
-      client_data: A `tff.simulation.datasets.ClientData` whose datasets are batches of any size,
+      client_data: a `tff.simulation.datasets.ClientData` whose datasets are batches of any size,
         such as bags of words from `stackoverflow.bags_of_words`.
-      batches: How a client reads its examples in a round.
-      max_clients: The number of clients to keep in memory; the least recently used are dropped.
+      batches: how a client reads its examples in a round.
+      max_clients: the number of clients to keep in memory; the least recently used are dropped.
 
     Returns:
       A function from a client id to the batches of a round, for `federated.train`.
 
     Raises:
-      TypeError, ValueError: If `max_clients` is not an integer of at least 1.
+      TypeError, ValueError: if `max_clients` is not an integer of at least 1.
     """
     checks.integer("max_clients", max_clients, 1)
     spec = client_data.element_type_structure

@@ -20,10 +20,10 @@ def load_digits(num_clients: int = 200, *, alpha: float = 10.0, seed: int = 0) -
     statistics of the data set.
 
     Args:
-      num_clients: The number of clients to train on, from 5 to 1,438.
-      alpha: Greater than 0. Small values give each client about one digit, large ones give all
+      num_clients: the number of clients to train on, from 5 to 1,438.
+      alpha: greater than 0. Small values give each client about one digit, large ones give all
         clients the same shares.
-      seed: The seed of the division.
+      seed: the seed of the division.
 
     Returns:
       Two `tff.simulation.datasets.ClientData` of examples, float32 [64] and int32: `num_clients`
@@ -31,8 +31,8 @@ def load_digits(num_clients: int = 200, *, alpha: float = 10.0, seed: int = 0) -
       and so on, with the rest.
 
     Raises:
-      TypeError, ValueError: If an argument is out of range.
-      ImportError: If scikit-learn is not installed.
+      TypeError, ValueError: if an argument is out of range.
+      ImportError: if scikit-learn is not installed.
 
     >>> train, held_out = load_digits(num_clients=100)
     >>> len(train.client_ids), len(held_out.client_ids)

@@ -10,13 +10,13 @@ def folder(name: str, value: str | None, variable: str, how: str) -> pathlib.Pat
     """The folder of a data set.
 
     Args:
-      name: The name of the caller's argument, for the error.
-      value: The value of that argument; `None` takes the environment's `variable`.
-      variable: The environment variable to fall back to.
-      how: What the folder must hold and how to get it, for the error.
+      name: the name of the caller's argument, for the error.
+      value: the value of that argument; `None` takes the environment's `variable`.
+      variable: the environment variable to fall back to.
+      how: what the folder must hold and how to get it, for the error.
 
     Raises:
-      FileNotFoundError: If neither names a folder that exists.
+      FileNotFoundError: if neither names a folder that exists.
     """
     path = value or os.environ.get(variable)
     if not path or not pathlib.Path(path).is_dir():

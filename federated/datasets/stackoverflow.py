@@ -29,7 +29,7 @@ def load_stackoverflow(cache_dir: str | None = None) -> tuple[Any, Any, Any]:
     """Loads the posts of each user without downloading anything.
 
     Args:
-      cache_dir: The folder of `stackoverflow.sqlite`; `None` takes the environment's
+      cache_dir: the folder of `stackoverflow.sqlite`; `None` takes the environment's
         `TFF_CACHE_DIR`.
 
     Returns:
@@ -37,8 +37,8 @@ def load_stackoverflow(cache_dir: str | None = None) -> tuple[Any, Any, Any]:
       Their datasets refer to the file, so a worker on another machine needs it at the same path.
 
     Raises:
-      FileNotFoundError: If there is no such file.
-      ValueError: If it is not in TFF's format, or a split has no users.
+      FileNotFoundError: if there is no such file.
+      ValueError: if it is not in TFF's format, or a split has no users.
     """
     path = folder("cache_dir", cache_dir, "TFF_CACHE_DIR", _HOW)
     # Checked first, since TFF would download a missing file.
@@ -72,8 +72,8 @@ def bags_of_words(
     times as long.)
 
     Args:
-      vocabulary: The V known words and T known tags.
-      batches: How a client reads its examples. For testing: `ClientBatches(500, shuffle_buffer=1)`.
+      vocabulary: the V known words and T known tags.
+      batches: how a client reads its examples. For testing: `ClientBatches(500, shuffle_buffer=1)`.
       labels: `"multi_hot"`: float32 [B, T], 1 for each known tag, as in TFF's task. Or
         `"most_frequent"`: int32 [B], the most frequent of the post's known tags, the classification
         of AdaDPS. Posts without a known tag are dropped, independently of other posts.
@@ -82,7 +82,7 @@ def bags_of_words(
       A function of a dataset of posts, for `ClientData.preprocess`; x is float32 [B, V].
 
     Raises:
-      ValueError: If `labels` is neither of these.
+      ValueError: if `labels` is neither of these.
     """
     checks.choice("labels", labels, LABELS)
     num_words, num_tags = len(vocabulary.words), len(vocabulary.tags)

@@ -28,11 +28,11 @@ class Vocabulary:
     """The known words and tags; all others are ignored.
 
     Attributes:
-      words: The columns of the bags of words, the most frequent first.
-      tags: The classes, the most frequent first.
+      words: the columns of the bags of words, the most frequent first.
+      tags: the classes, the most frequent first.
 
     Raises:
-      ValueError: If one of them is empty or has duplicates.
+      ValueError: if one of them is empty or has duplicates.
     """
 
     words: tuple[str, ...]
@@ -58,10 +58,10 @@ class UserCounts:
     `require_other_users(training_clients)` has passed.
 
     Attributes:
-      words: The number of users of each word.
-      tags: The number of users of each tag.
-      source: A description of the counted users.
-      users: The counted users; `None` if unknown.
+      words: the number of users of each word.
+      tags: the number of users of each tag.
+      source: a description of the counted users.
+      users: the counted users; `None` if unknown.
 
     >>> counts = UserCounts({"the": 2, "qubit": 1}, {"physics": 2}, "two users", ("a", "b"))
     >>> counts.vocabulary(num_words=1)
@@ -86,10 +86,10 @@ class UserCounts:
         asserts that the counted users agreed to be public.
 
         Args:
-          private_client_ids: The clients of the training.
+          private_client_ids: the clients of the training.
 
         Raises:
-          NotPrivateError: If one of them was counted, or the counted users are unknown.
+          NotPrivateError: if one of them was counted, or the counted users are unknown.
         """
         if self.users is None:
             raise NotPrivateError(
@@ -112,13 +112,13 @@ def count_users(client_data: Any, client_ids: Sequence[str], source: str = "held
     users of the heldout split may have by declaration. No other users are read.
 
     Args:
-      client_data: Posts, such as the heldout part of `load_stackoverflow`.
-      client_ids: The users to count. All their posts are read, so choose a sample of a large split
+      client_data: posts, such as the heldout part of `load_stackoverflow`.
+      client_ids: the users to count. All their posts are read, so choose a sample of a large split
         (`random_clients`).
-      source: The name of the split, for the description.
+      source: the name of the split, for the description.
 
     Raises:
-      ValueError: If `client_ids` is empty or names an unknown user.
+      ValueError: if `client_ids` is empty or names an unknown user.
     """
     unknown = sorted(set(client_ids) - set(client_data.client_ids))
     if unknown or not client_ids:
@@ -159,13 +159,13 @@ def load_counts(cache_dir: str | None = None) -> UserCounts:
     literature commonly uses them as a vocabulary and treats them as public knowledge.
 
     Args:
-      cache_dir: The folder of `stackoverflow.word_count` and `stackoverflow.tag_count`, of both as
+      cache_dir: the folder of `stackoverflow.word_count` and `stackoverflow.tag_count`, of both as
         `.tar.bz2`, or of a folder `datasets` with them, where TFF's `load_word_counts` and
         `load_tag_counts` leave them. `None` takes the environment's `TFF_CACHE_DIR`.
 
     Raises:
-      FileNotFoundError: If one of them is missing.
-      ValueError: If one is not in TFF's format.
+      FileNotFoundError: if one of them is missing.
+      ValueError: if one is not in TFF's format.
     """
     words, tags = (_read(cache_dir, what) for what in _FILES)
     return UserCounts(words, tags, "TFF's published counts of all users of the train split", None)

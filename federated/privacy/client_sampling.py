@@ -85,8 +85,8 @@ def check_sampling(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> None:
     """Checks that a sampling draws the cohorts that the privacy is stated for.
 
     Raises:
-      TypeError: If an argument has the wrong type.
-      ValueError: If the expected size of a cohort is not `privacy.clients_per_round`, if a client
+      TypeError: if an argument has the wrong type.
+      ValueError: if the expected size of a cohort is not `privacy.clients_per_round`, if a client
         could take part twice in a pass of the tree mechanism, or sooner or more often than banded
         noise is stated for.
     """
@@ -159,8 +159,8 @@ class ClientSampler:
     any other.
 
     Args:
-      client_ids: The ids of all clients.
-      sampling: A `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs`, `FixedOrder` or
+      client_ids: the ids of all clients.
+      sampling: a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs`, `FixedOrder` or
         `EveryClient`.
       key: 32 secret bytes. `None` creates a new key (from the sampling's seed if it has one), and
         `federated.train` creates a new key for each run. To continue with your own rounds, pass the
@@ -168,12 +168,12 @@ class ClientSampler:
         another key could draw a client twice in one pass.
 
     Attributes:
-      client_ids: The sorted ids, a tuple.
-      sampling: The sampling.
-      key: The key. Anyone who knows it knows which clients took part in which round.
+      client_ids: the sorted ids, a tuple.
+      sampling: the sampling.
+      key: the key. Anyone who knows it knows which clients took part in which round.
 
     Raises:
-      TypeError, ValueError: If the ids are not distinct strings, or another argument is invalid.
+      TypeError, ValueError: if the ids are not distinct strings, or another argument is invalid.
 
     >>> sampler = ClientSampler(["b", "c", "a"], FixedSizeSampling(2, steps=10, seed=1))
     >>> sampler.cohort(0)
@@ -223,11 +223,11 @@ class ClientSampler:
         """Makes a sampler of Poisson cohorts with q = clients_per_round / total_clients.
 
         Args:
-          client_ids: See the class.
-          privacy: The privacy of the rounds.
-          num_rounds: The number of rounds of the whole run, failed rounds included.
-          key: See the class.
-          max_clients: The largest cohort; larger draws are subsampled uniformly to this size, and δ
+          client_ids: see the class.
+          privacy: the privacy of the rounds.
+          num_rounds: the number of rounds of the whole run, failed rounds included.
+          key: see the class.
+          max_clients: the largest cohort; larger draws are subsampled uniformly to this size, and δ
             accounts for that (see `PoissonSampling`). With a large ε almost nothing may be cut.
             `None` keeps all drawn clients.
 
@@ -258,10 +258,10 @@ class ClientSampler:
         `checked`).
 
         Args:
-          client_ids: See the class.
-          privacy: The privacy of the rounds, of whole `clients_per_round`.
-          num_rounds: The number of rounds of the whole run.
-          key: See the class. ε does not need it to be secret.
+          client_ids: see the class.
+          privacy: the privacy of the rounds, of whole `clients_per_round`.
+          num_rounds: the number of rounds of the whole run.
+          key: see the class. ε does not need it to be secret.
 
         >>> privacy = UserLevelPrivacy(1.0, 2, 4, clip=1.0, mechanism="banded", bands=2)
         >>> sampler = ClientSampler.fixed_order("abcd", privacy, num_rounds=10, key=bytes(32))
@@ -290,7 +290,7 @@ class ClientSampler:
         """Returns this sampler if it draws the cohorts that the privacy is stated for.
 
         Raises:
-          TypeError, ValueError: If it does not (see `check_sampling`), or if the number of clients
+          TypeError, ValueError: if it does not (see `check_sampling`), or if the number of clients
             is not `privacy.total_clients`. With banded noise, all cohorts are drawn to see that
             each client comes as seldom as the privacy says.
         """
@@ -335,7 +335,7 @@ class ClientSampler:
         """Returns the clients of a round.
 
         Args:
-          round_num: The number of the round, from 0 and below `sampling.steps`. With the Gaussian
+          round_num: the number of the round, from 0 and below `sampling.steps`. With the Gaussian
             mechanism, never use a number twice: a failed round counts, and the next round takes the
             next number. With the tree mechanism and with banded noise, pass the number of rounds
             that the process's state results from.
@@ -344,7 +344,7 @@ class ClientSampler:
           Distinct client ids; the empty list if no client was drawn.
 
         Raises:
-          TypeError, ValueError: If there is no such round.
+          TypeError, ValueError: if there is no such round.
         """
         if isinstance(round_num, bool) or not isinstance(round_num, (int, np.integer)):
             raise TypeError(

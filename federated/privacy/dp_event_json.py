@@ -30,7 +30,7 @@ def from_plain(value: Any) -> Any:
     """Converts the result of `to_plain` back.
 
     Raises:
-      ValueError: If a dict does not describe an event.
+      ValueError: if a dict does not describe an event.
     """
     if isinstance(value, Mapping):
         kind = getattr(dp_accounting.dp_event, value["event"], None)

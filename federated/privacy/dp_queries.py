@@ -46,8 +46,8 @@ def clipped(record: Any, clip: tf.Tensor) -> tuple[Any, tf.Tensor]:
     too, since the norm would miss them.
 
     Args:
-      record: A nest of float32 tensors.
-      clip: Scalar.
+      record: a nest of float32 tensors.
+      clip: scalar.
 
     Returns:
       The clipped nest, and the norm before clipping; infinity if the update became zeros.
@@ -108,7 +108,7 @@ class SumOfGroups(tfp.SumAggregationDPQuery):
     same noise, added once. The number of groups enters nowhere.
 
     Args:
-      inner: A query for sums, which makes no difference between clients.
+      inner: a query for sums, which makes no difference between clients.
     """
 
     def __init__(self, inner: tfp.SumAggregationDPQuery):
@@ -184,11 +184,11 @@ class TreeState(NamedTuple):
     """The state of `TreeSum`. It holds the noise that protects the releases: keep it secret.
 
     Attributes:
-      rounds: The number of finished rounds.
-      period: The number of rounds in a tree.
-      clip: The largest norm of an update after clipping.
-      stddev: The standard deviation of a node's noise.
-      nodes: For each level, [d], the estimated noise (unscaled) of the node of that level which is
+      rounds: the number of finished rounds.
+      period: the number of rounds in a tree.
+      clip: the largest norm of an update after clipping.
+      stddev: the standard deviation of a node's noise.
+      nodes: for each level, [d], the estimated noise (unscaled) of the node of that level which is
         part of the sum so far; [0] if none is.
     """
 
@@ -219,10 +219,10 @@ class TreeSum(tfp.SumAggregationDPQuery):
     nodes that it finishes, so an abandoned sequence of rounds counts as one more tree.
 
     Args:
-      clip: The largest norm of an update after clipping.
-      noise_multiplier: The noise multiplier of each node.
-      period: The number of rounds in a tree, at least 1.
-      size: The number of values in an update.
+      clip: the largest norm of an update after clipping.
+      noise_multiplier: the noise multiplier of each node.
+      period: the number of rounds in a tree, at least 1.
+      size: the number of values in an update.
     """
 
     def __init__(self, clip: float, noise_multiplier: float, period: int, size: int):
@@ -333,13 +333,13 @@ def without_idle_nodes(state: TreeState) -> TreeState:
     not be sent to where it is computed.
 
     Args:
-      state: The state before the round, of NumPy arrays.
+      state: the state before the round, of NumPy arrays.
 
     Returns:
       A state from which the round gives the same result.
 
     Raises:
-      ValueError: If the state does not have the nodes of its round, such as one of an earlier
+      ValueError: if the state does not have the nodes of its round, such as one of an earlier
         version of this library.
     """
     leaf = int(state.rounds) % int(state.period)
@@ -363,8 +363,8 @@ def with_idle_nodes(before: TreeState, after: TreeState) -> TreeState:
     Guarantee: it is the state that the round returns for `before` (with the same fresh noise).
 
     Args:
-      before: The whole state before the round.
-      after: What the round returned.
+      before: the whole state before the round.
+      after: what the round returned.
     """
     leaf, period = int(before.rounds) % int(before.period), int(before.period)
     level = int(_level_finished_by(leaf))
@@ -378,9 +378,9 @@ class BandedState(NamedTuple):
     """The state of `BandedSum`. It holds the noise that protects the releases: keep it secret.
 
     Attributes:
-      rounds: The number of finished rounds.
-      clip: The largest norm of an update after clipping.
-      stddev: The standard deviation of the fresh noise z of a round.
+      rounds: the number of finished rounds.
+      clip: the largest norm of an update after clipping.
+      stddev: the standard deviation of the fresh noise z of a round.
       coefficients: [b], c_0, ..., c_{b-1}, of norm 1.
       past: [b - 1, d]; the noises of the last rounds, latest first; zeros before the first one.
     """
@@ -417,10 +417,10 @@ class BandedSum(tfp.SumAggregationDPQuery):
     successive rows by at most as much as the first m rounds of a run. `UserLedger` counts them so.
 
     Args:
-      clip: The largest norm of an update after clipping.
-      noise_multiplier: That of one participation.
+      clip: the largest norm of an update after clipping.
+      noise_multiplier: that of one participation.
       bands: b, at least 2.
-      size: The number of values in an update.
+      size: the number of values in an update.
     """
 
     def __init__(self, clip: float, noise_multiplier: float, bands: int, size: int):

@@ -16,9 +16,9 @@ class SideInformation:
     """The provenance of a run's side information, without its values.
 
     Attributes:
-      description: What it is, in words.
+      description: what it is, in words.
       provenance: `"public"`, or the `dp_accounting.DpEvent` by which it was released.
-      digest: Distinguishes it from another release with the same description; empty if unknown.
+      digest: distinguishes it from another release with the same description; empty if unknown.
     """
 
     description: str
@@ -30,11 +30,11 @@ class SideInformation:
         """Records the side information of an optimizer or a process; `None` for `None`.
 
         Args:
-          used: Any object with `provenance`, and optionally `description` and `digest`.
+          used: any object with `provenance`, and optionally `description` and `digest`.
 
         Raises:
-          NotPrivateError: If it does not state its provenance.
-          ValueError: If dp_accounting does not know the event that released it.
+          NotPrivateError: if it does not state its provenance.
+          ValueError: if dp_accounting does not know the event that released it.
         """
         if used is None:
             return None
@@ -52,7 +52,7 @@ class SideInformation:
         """Converts the result of `to_plain` back.
 
         Raises:
-          ValueError: If `plain` does not describe side information.
+          ValueError: if `plain` does not describe side information.
         """
         description, provenance, digest = plain
         return cls(description, dp_event_json.from_plain(provenance), digest)

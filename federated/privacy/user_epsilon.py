@@ -84,9 +84,9 @@ def epsilon_spent(
       rounds, rounds that were run again) are one with √(Σ s²).
 
     Args:
-      ledger: The ledger of the run.
+      ledger: the ledger of the run.
       delta: δ, in (0, 1); should be well below 1 / number of users.
-      sampling: The sampling of the cohorts, such as `ClientSampler.sampling`.
+      sampling: the sampling of the cohorts, such as `ClientSampler.sampling`.
       accountant: `"rdp"`, `"pld"`, or `"tightest"`, the smaller ε of both. Each is a bound, so the
         smaller one is too. PLD knows all samplings and trees; where it would take minutes, for δ
         below 1e-9, and for side information released by an event that it does not support, the ε of
@@ -96,9 +96,9 @@ def epsilon_spent(
       ε ≥ 0; 0.0 before the first round, `math.inf` if something was released without noise.
 
     Raises:
-      TypeError, ValueError: If an argument is invalid, or the sampling contradicts the ledger's
+      TypeError, ValueError: if an argument is invalid, or the sampling contradicts the ledger's
         privacy.
-      dp_accounting.UnsupportedEventError: If the accountant does not support the release of the
+      dp_accounting.UnsupportedEventError: if the accountant does not support the release of the
         side information.
 
     Example:
@@ -151,16 +151,16 @@ def privacy_statement(
     the side information with its provenance.
 
     Args:
-      ledger: The ledger of the run.
+      ledger: the ledger of the run.
       delta: δ, in (0, 1).
-      sampling: The sampling of the cohorts.
-      accountant: See `epsilon_spent`. The text names the one whose ε it states.
+      sampling: the sampling of the cohorts.
+      accountant: see `epsilon_spent`. The text names the one whose ε it states.
 
     Returns:
       Paragraphs of at most 80 columns.
 
     Raises:
-      TypeError, ValueError, dp_accounting.UnsupportedEventError: As `epsilon_spent`.
+      TypeError, ValueError, dp_accounting.UnsupportedEventError: as `epsilon_spent`.
 
     Example:
       >>> from federated.privacy.user_level import UserLevelPrivacy

@@ -34,22 +34,22 @@ class UserLedger:
     are further rows of noise in a row (`sequences`), and a lost round is one such row.
 
     Args:
-      privacy: The privacy that the aggregator was made from.
-      side_information: That of the client optimizer or of the process, if any
+      privacy: the privacy that the aggregator was made from.
+      side_information: that of the client optimizer or of the process, if any
         (`optimizer.side_information`): any object with `provenance`, see `SideInformation.of`. If
         it was released from private data, that event is part of ε.
 
     Attributes:
-      privacy: The privacy.
-      side_information: The record of the side information, or `None`.
-      sampling: How the cohorts were drawn, as `federated.train` records it
+      privacy: the privacy.
+      side_information: the record of the side information, or `None`.
+      sampling: how the cohorts were drawn, as `federated.train` records it
         (`federated.privacy.client_sampling.described`). No ε is computed for another sampling.
         `None` if it is unknown; then the ledger trusts the caller.
-      clients_may_drop_out: Whether drawn clients could drop out of rounds, as `federated.train`
+      clients_may_drop_out: whether drawn clients could drop out of rounds, as `federated.train`
         records it. Each counts as one that sends zeros, so ε is that of the drawn cohorts.
 
     Raises:
-      TypeError, NotPrivateError: If an argument is invalid.
+      TypeError, NotPrivateError: if an argument is invalid.
 
     >>> ledger = UserLedger(UserLevelPrivacy(1.0, 100, 3400))
     >>> ledger.record_lost(2)
@@ -159,12 +159,12 @@ class UserLedger:
         """Counts the round that a state results from.
 
         Args:
-          state: The state that a round of a process of `federated.training.processes`, or of its
+          state: the state that a round of a process of `federated.training.processes`, or of its
             aggregator, returned.
 
         Raises:
-          TypeError: If the state has no differentially private aggregator.
-          ValueError: If it is an initial state, or if the release contradicts `privacy`. The round
+          TypeError: if the state has no differentially private aggregator.
+          ValueError: if it is an initial state, or if the release contradicts `privacy`. The round
             is then counted as what it was; if that is unknown, ε becomes infinite.
         """
         state = self.aggregator_of(state)
@@ -183,7 +183,7 @@ class UserLedger:
         """The part of a process's state that describes the release.
 
         Raises:
-          TypeError: If the state has no differentially private aggregator, or one that is wrapped
+          TypeError: if the state has no differentially private aggregator, or one that is wrapped
             in another aggregator.
         """
         state = getattr(state, "aggregator", state)
@@ -204,7 +204,7 @@ class UserLedger:
         state's next round.
 
         Args:
-          rounds: The number of lost rounds, at least 0.
+          rounds: the number of lost rounds, at least 0.
         """
         rounds = checks.integer("rounds", rounds, 0)
         if not rounds:
@@ -329,12 +329,12 @@ class UserLedger:
         """Restores a ledger.
 
         Args:
-          plain: The result of `to_dict`.
-          privacy: The privacy of that run. Rounds under the Gaussian mechanism keep their own noise
+          plain: the result of `to_dict`.
+          privacy: the privacy of that run. Rounds under the Gaussian mechanism keep their own noise
             multipliers.
 
         Raises:
-          TypeError, ValueError, KeyError: If `plain` is not the result of `to_dict`, or belongs to
+          TypeError, ValueError, KeyError: if `plain` is not the result of `to_dict`, or belongs to
             another mechanism, or to trees or banded noise of other settings.
         """
         information = plain["side_information"]

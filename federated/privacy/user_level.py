@@ -60,22 +60,22 @@ class UserLevelPrivacy:
 
     Attributes:
       noise_multiplier: z, at least 0; with 0 nothing is protected and ε is infinite.
-      clients_per_round: The expected number of clients in a cohort, a public constant; an integer
+      clients_per_round: the expected number of clients in a cohort, a public constant; an integer
         for "tree" and "banded".
-      total_clients: The number of clients, a public constant.
+      total_clients: the number of clients, a public constant.
       clip: C in L2 norm, or `"adaptive"`: C follows the median of the updates' norms, by a factor
         of at most exp(±0.1) per round.
       mechanism: `"gaussian"`, `"tree"` or `"banded"`.
       initial_clip: C of the first round if the clip is adaptive.
       bands: b, from 2 to `min_separation`; only for "banded", which needs it.
-      min_separation: How many rounds lie between two rounds of a client, at least: t and
+      min_separation: how many rounds lie between two rounds of a client, at least: t and
         t + `min_separation` may be both its own. Only for "banded"; `None` becomes
         `rounds_per_pass`, which is the most that the clients are enough for.
-      max_participations: The number of rounds of a run that a client takes part in, at most; only
+      max_participations: the number of rounds of a run that a client takes part in, at most; only
         for "banded". `None` for as many as the separation allows.
 
     Raises:
-      TypeError, ValueError: If an argument is invalid, or incompatible with another one.
+      TypeError, ValueError: if an argument is invalid, or incompatible with another one.
 
     References:
       McMahan et al. (2018), "Learning Differentially Private Recurrent Language Models",
@@ -221,10 +221,10 @@ class UserLevelPrivacy:
         stated; the noise multiplier divided by it is that of one Gaussian mechanism.
 
         Args:
-          rounds: The number of rounds, at least 1.
+          rounds: the number of rounds, at least 1.
 
         Raises:
-          ValueError: If the noise is not banded.
+          ValueError: if the noise is not banded.
         """
         if self.bands is None or self.min_separation is None:
             raise ValueError(f"`mechanism` must be 'banded'. Received: {self!r}")
@@ -256,8 +256,8 @@ class UserLevelPrivacy:
         """The TF Privacy query for updates of a TFF type.
 
         Raises:
-          TypeError: If updates are not float32, or their shapes are unknown.
-          ValueError: If the model has no trainable weights.
+          TypeError: if updates are not float32, or their shapes are unknown.
+          ValueError: if the model has no trainable weights.
         """
         specs = tf.nest.flatten(tff.types.type_to_tf_tensor_specs(value_type))
         if not specs:

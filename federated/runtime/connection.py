@@ -33,7 +33,7 @@ class WorkerLostError(RuntimeError):
     released all the same.
 
     Attributes:
-      addresses: The workers that do not answer, `"host:port"`.
+      addresses: the workers that do not answer, `"host:port"`.
     """
 
     def __init__(self, message: str, addresses: Sequence[str] = ()):
@@ -45,7 +45,7 @@ class WorkerMismatchError(RuntimeError):
     """What answers at an address is no worker, or a worker of another TFF.
 
     Attributes:
-      addresses: Where it answers, `"host:port"`.
+      addresses: where it answers, `"host:port"`.
     """
 
     def __init__(self, message: str, addresses: Sequence[str] = ()):
@@ -187,12 +187,12 @@ def check_versions(address: str, found: Mapping[str, str], ours: Mapping[str, st
     compute: their versions are for the message.
 
     Args:
-      address: The worker, `"host:port"`.
-      found: Its versions, from `worker.versions`; empty if it does not say them.
-      ours: The versions on this machine.
+      address: the worker, `"host:port"`.
+      found: its versions, from `worker.versions`; empty if it does not say them.
+      ours: the versions on this machine.
 
     Raises:
-      WorkerMismatchError: If the versions of TFF differ.
+      WorkerMismatchError: if the versions of TFF differ.
     """
     name = "tensorflow-federated"
     if found and found.get(name) != ours[name]:
@@ -215,8 +215,8 @@ class Worker(tff.framework.AsyncContext):
 
     Args:
       address: `"host:port"`.
-      timeout: Seconds of silence after which the worker is checked for life.
-      open_executors: The number of executors to keep open; each costs the worker memory.
+      timeout: seconds of silence after which the worker is checked for life.
+      open_executors: the number of executors to keep open; each costs the worker memory.
     """
 
     def __init__(self, address: str, timeout: float, open_executors: int):
@@ -249,7 +249,7 @@ class Worker(tff.framework.AsyncContext):
         """What the worker says of its versions, see `worker.versions`; empty if it says nothing.
 
         Raises:
-          WorkerLostError, WorkerMismatchError: If it does not answer, or is no worker.
+          WorkerLostError, WorkerMismatchError: if it does not answer, or is no worker.
         """
         try:
             said = json.loads(self.invoke_and_wait(_said_versions(), None))
@@ -278,7 +278,7 @@ class Pool:
     the sums of two of these. The part of a round that follows is run once, or raises.
 
     Args:
-      workers: The connections, at least two.
+      workers: the connections, at least two.
     """
 
     def __init__(self, workers: Sequence[Worker]):
@@ -298,7 +298,7 @@ class Pool:
         """Runs a computation, its clients divided equally between the workers that are left.
 
         Raises:
-          WorkerLostError: See there.
+          WorkerLostError: see there.
         """
         with self._lock:
             if comp not in self._forms:

@@ -52,11 +52,11 @@ class Runtime(tff.framework.SyncContext):
     As a context manager it closes at the end of its block and restores the previous default.
 
     Attributes:
-      addresses: The addresses of the workers, `"host:port"`.
-      versions: For each worker of `remote_context`, what it said of its versions when it was
+      addresses: the addresses of the workers, `"host:port"`.
+      versions: for each worker of `remote_context`, what it said of its versions when it was
         connected: those of `tf_adaptive_dp`, `tensorflow-federated`, `tensorflow` and `python`.
         Empty for a worker that was not started by `python -m federated.runtime.worker`.
-      reads_own_files: Whether workers can read the files that this process has open.
+      reads_own_files: whether workers can read the files that this process has open.
     """
 
     reads_own_files = False
@@ -107,7 +107,7 @@ class Runtime(tff.framework.SyncContext):
         """Runs a computation; called by TFF.
 
         Raises:
-          WorkerLostError: If a worker is gone, or this context was closed.
+          WorkerLostError: if a worker is gone, or this context was closed.
         """
         if not self._finalizer.alive:
             raise WorkerLostError(
@@ -264,7 +264,7 @@ def unreachable(addresses: Sequence[str], timeout: float) -> list[str]:
 
     Args:
       addresses: `"host:port"` of each worker.
-      timeout: Seconds to wait.
+      timeout: seconds to wait.
     """
     with concurrent.futures.ThreadPoolExecutor(max(1, len(addresses))) as threads:
         found = threads.map(lambda address: worker.answers(address, timeout), addresses)
@@ -289,17 +289,17 @@ def local_context(max_concurrency: int | None = None, *, timeout: float = 60.0) 
     ```
 
     Args:
-      max_concurrency: The number of clients to compute in parallel. More clients need more memory,
+      max_concurrency: the number of clients to compute in parallel. More clients need more memory,
         and more than the number of cores bring nothing. `None` takes the number of cores.
-      timeout: Seconds for the worker to start, and seconds of silence after which it is checked for
+      timeout: seconds for the worker to start, and seconds of silence after which it is checked for
         life. A computation may take longer.
 
     Returns:
       The context, now TFF's default.
 
     Raises:
-      ValueError: If an argument is out of range.
-      federated.WorkerStartError: If the worker does not start. A computation raises it if the
+      ValueError: if an argument is out of range.
+      federated.WorkerStartError: if the worker does not start. A computation raises it if the
         replacement of a worker does not start.
     """
     _check_timeout(timeout)
@@ -318,16 +318,16 @@ def remote_context(addresses: Sequence[str], *, timeout: float = 30.0) -> Runtim
 
     Args:
       addresses: `"host:port"` of each worker.
-      timeout: Seconds for a worker to answer, at the start and whenever it has been silent for as
+      timeout: seconds for a worker to answer, at the start and whenever it has been silent for as
         long. A computation may take longer.
 
     Returns:
       The context, now TFF's default.
 
     Raises:
-      ValueError: If an argument is out of range, or an address is not like `"host:port"`.
-      WorkerLostError: If a worker does not answer; it names all of them.
-      WorkerMismatchError: If something else than a worker answers, or a worker of another version
+      ValueError: if an argument is out of range, or an address is not like `"host:port"`.
+      WorkerLostError: if a worker does not answer; it names all of them.
+      WorkerMismatchError: if something else than a worker answers, or a worker of another version
         of TFF.
     """
     _check_timeout(timeout)

@@ -63,7 +63,7 @@ def binary() -> str:
     """The path of the worker binary in TFF's package, found without importing TFF.
 
     Raises:
-      WorkerStartError: If there is none.
+      WorkerStartError: if there is none.
     """
     found = importlib.util.find_spec("tensorflow_federated")
     folders = found.submodule_search_locations if found else None
@@ -106,7 +106,7 @@ def answers(address: str, timeout: float) -> bool:
 
     Args:
       address: `"host:port"`.
-      timeout: Seconds to wait.
+      timeout: seconds to wait.
     """
     options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(address, options) as channel:
@@ -146,14 +146,14 @@ class WorkerProcess:
     goes to this process's stderr; error messages quote its last lines.
 
     Args:
-      port: The port to listen on; `None` takes a free one.
-      max_concurrency: The number of clients to compute in parallel; `None` takes the number of
+      port: the port to listen on; `None` takes a free one.
+      max_concurrency: the number of clients to compute in parallel; `None` takes the number of
         cores that this process may use.
-      timeout: Seconds to wait for the start.
+      timeout: seconds to wait for the start.
 
     Raises:
-      ValueError: If an argument is out of range.
-      WorkerStartError: If the port is taken, or the worker does not answer in time.
+      ValueError: if an argument is out of range.
+      WorkerStartError: if the port is taken, or the worker does not answer in time.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ def main(args: list[str] | None = None) -> int:
     """Runs a worker until it is told to end; see `--help`.
 
     Args:
-      args: The command line; `None` takes the program's.
+      args: the command line; `None` takes the program's.
 
     Returns:
       The exit status: 0 after a signal, 1 if the worker did not start or ended by itself.

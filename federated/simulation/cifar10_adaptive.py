@@ -74,12 +74,12 @@ class Scale:
     """The size of the experiment.
 
     Attributes:
-      rounds: The number of rounds of each trial.
-      images_per_client: The number of training images per client, of 10,000.
-      test_images: The number of test images, of 10,000.
-      randomness: The shares of images that are redistributed at random.
-      rates: The learning rates of each method; ADADP's are initial rates.
-      seeds: The number of runs of each setting.
+      rounds: the number of rounds of each trial.
+      images_per_client: the number of training images per client, of 10,000.
+      test_images: the number of test images, of 10,000.
+      randomness: the shares of images that are redistributed at random.
+      rates: the learning rates of each method; ADADP's are initial rates.
+      seeds: the number of runs of each setting.
     """
 
     rounds: int

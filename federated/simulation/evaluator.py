@@ -12,8 +12,8 @@ def evaluator(model: tf.keras.Model, test: tf.data.Dataset) -> Callable[[Any], d
     """Makes the `evaluate` of `federated.train`: loss and accuracy on test data.
 
     Args:
-      model: A model of the trained network, which returns logits; its weights are overwritten.
-      test: Batches of inputs and classes.
+      model: a model of the trained network, which returns logits; its weights are overwritten.
+      test: batches of inputs and classes.
     """
     model.compile(
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]

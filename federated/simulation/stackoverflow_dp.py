@@ -76,9 +76,9 @@ def build_process(
     """Builds the process of a method.
 
     Args:
-      settings: The settings of the trial.
-      data: The data, with public words, tags and counts.
-      total_clients: The number of clients.
+      settings: the settings of the trial.
+      data: the data, with public words, tags and counts.
+      total_clients: the number of clients.
     """
     method = settings["method"]
     shape = len(data.known.words), len(data.known.tags)

@@ -23,13 +23,13 @@ class Data(NamedTuple):
     """The posts, and the public knowledge of their words.
 
     Attributes:
-      client_ids: The clients of the training split.
-      posts: The number of posts in the training split, including those that are dropped later.
-      batches: Maps a client id to the batches of a round.
-      spec: The structure of a batch.
-      test: Batches of test posts.
-      counts: The public counts.
-      known: The known words and tags.
+      client_ids: the clients of the training split.
+      posts: the number of posts in the training split, including those that are dropped later.
+      batches: maps a client id to the batches of a round.
+      spec: the structure of a batch.
+      test: batches of test posts.
+      counts: the public counts.
+      known: the known words and tags.
     """
 
     client_ids: list[str]
@@ -46,11 +46,11 @@ def load(data_dir: str | None, public_users: int, words: int, tags: int, max_pos
     """Loads training posts by client, test posts, and public counts.
 
     Args:
-      data_dir: See `federated.datasets.stackoverflow.load_stackoverflow`.
-      public_users: The largest number of counted users of the held-out split.
-      words: The largest number of words.
-      tags: The largest number of classes.
-      max_posts: The largest number of posts of a client: the first ones with a known tag. It bounds
+      data_dir: see `federated.datasets.stackoverflow.load_stackoverflow`.
+      public_users: the largest number of counted users of the held-out split.
+      words: the largest number of words.
+      tags: the largest number of classes.
+      max_posts: the largest number of posts of a client: the first ones with a known tag. It bounds
         a client's work, message and memory; no guarantee depends on it.
     """
     train, held_out, test = stackoverflow.load_stackoverflow(data_dir)

@@ -29,13 +29,13 @@ class Scale:
     """The size of the experiment.
 
     Attributes:
-      rounds: The number of rounds of each trial, by setting.
-      words: The largest number of words.
-      tags: The largest number of classes.
-      public_users: The largest number of counted users of the held-out split.
-      factors: The factors of the step length and of the client rate in the grid. The length of a
+      rounds: the number of rounds of each trial, by setting.
+      words: the largest number of words.
+      tags: the largest number of classes.
+      public_users: the largest number of counted users of the held-out split.
+      factors: the factors of the step length and of the client rate in the grid. The length of a
         step is the clip norm, or Adam's own rate.
-      seeds: The number of runs of each method with its best pair.
+      seeds: the number of runs of each method with its best pair.
     """
 
     rounds: Mapping[str, int]

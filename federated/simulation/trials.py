@@ -27,10 +27,10 @@ class Trial(NamedTuple):
     """A finished run.
 
     Attributes:
-      settings: The arguments of the run.
-      figures: Each figure of `federated.scalars` by name, one value per round; NaN in rounds
+      settings: the arguments of the run.
+      figures: each figure of `federated.scalars` by name, one value per round; NaN in rounds
         without one. Empty if all rounds were lost.
-      final: Figures of the whole trial, such as its ε, lost rounds included.
+      final: figures of the whole trial, such as its ε, lost rounds included.
     """
 
     settings: Settings
@@ -41,8 +41,8 @@ class Trial(NamedTuple):
         """The mean of the last values of a figure. Rounds without one do not count.
 
         Args:
-          name: The name of the figure.
-          values: The number of values to average.
+          name: the name of the figure.
+          values: the number of values to average.
 
         Returns:
           The mean; NaN if no round has the figure.
@@ -134,13 +134,13 @@ def run_trials(
     """Runs the trials of a plan that are not finished yet.
 
     Args:
-      plan: Maps the finished trials to the settings of every trial that is wanted. It is called
+      plan: maps the finished trials to the settings of every trial that is wanted. It is called
         again until nothing is missing, so it can search first and then repeat the best candidate.
-      train: Runs one trial in a folder, where `federated.monitors` leaves `figures.csv`, and
+      train: runs one trial in a folder, where `federated.monitors` leaves `figures.csv`, and
         returns `Trial.final`. Called again, it resumes the trial.
-      folder: Gets one folder per trial. The saved states of `federated.train` are deleted as soon
+      folder: gets one folder per trial. The saved states of `federated.train` are deleted as soon
         as a trial is finished; its journal and figures are kept.
-      report: Called with all finished trials each time one more is finished.
+      report: called with all finished trials each time one more is finished.
 
     Returns:
       The finished trials, in the order of the plan.
@@ -203,10 +203,10 @@ def parse_arguments(
     """Parses the command line that the programs share.
 
     Args:
-      description: The program's docstring.
-      scales: The choices of `--scale`.
-      data_help: Where the program looks for its data.
-      argv: The command line. `None` takes the program's.
+      description: the program's docstring.
+      scales: the choices of `--scale`.
+      data_help: where the program looks for its data.
+      argv: the command line. `None` takes the program's.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -276,17 +276,17 @@ def run_program(
     data or a worker is missing, it ends with a message and status 1.
 
     Args:
-      name: The name of its folder and files.
-      description: See `parse_arguments`.
-      data_help: See `parse_arguments`.
-      scales: See `parse_arguments`.
-      plan: Maps the scale and the finished trials to settings, see `run_trials`.
-      train: Gets the settings, the trial's folder and `--data_dir`, see `run_trials`.
-      describe: Maps the scale and `--data_dir` to what a reader of the table needs to know, such as
+      name: the name of its folder and files.
+      description: see `parse_arguments`.
+      data_help: see `parse_arguments`.
+      scales: see `parse_arguments`.
+      plan: maps the scale and the finished trials to settings, see `run_trials`.
+      train: gets the settings, the trial's folder and `--data_dir`, see `run_trials`.
+      describe: maps the scale and `--data_dir` to what a reader of the table needs to know, such as
         the sizes of the data. It is printed first, and raises `FileNotFoundError` without data.
-      table: Maps the finished trials to a table in Markdown.
-      plot: Maps all trials to a matplotlib figure.
-      argv: See `parse_arguments`.
+      table: maps the finished trials to a table in Markdown.
+      plot: maps all trials to a matplotlib figure.
+      argv: see `parse_arguments`.
     """
     args = parse_arguments(description, scales, data_help, argv)
     folder = args.output_dir / name / args.scale

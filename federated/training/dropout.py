@@ -37,15 +37,15 @@ class Dropping:
     them depends on how fast the others are, so one client more would change two terms.)
 
     Args:
-      dropout: The probability of dropping out of a round, in [0, 1), independently of everything;
+      dropout: the probability of dropping out of a round, in [0, 1), independently of everything;
         or a function from a client's id and the number of a round to whether it drops out, which
         must not look at other clients; `None` for nobody.
       on_client_error: `"raise"`, or `"drop"`: a client whose data set raises while it is made or
         read drops out. For that each data set is read once before the round.
-      key: The secret key of the run.
+      key: the secret key of the run.
 
     Raises:
-      TypeError, ValueError: If an argument is invalid.
+      TypeError, ValueError: if an argument is invalid.
 
     >>> dropping = Dropping(0.5, "raise", bytes(32))
     >>> dropping.left(["a", "b", "c", "d"], number=1, datasets=str.upper)
@@ -69,9 +69,9 @@ class Dropping:
         """The clients of a cohort that take part, and their data sets.
 
         Args:
-          cohort: The drawn clients.
-          number: The number of the round.
-          datasets: The data set of a client.
+          cohort: the drawn clients.
+          number: the number of the round.
+          datasets: the data set of a client.
         """
         clients, data = [], []
         for client in cohort:

@@ -25,9 +25,9 @@ class Best(NamedTuple):
     """The best state of a run, by an `Evaluation`.
 
     Attributes:
-      state: The state of the process, for `federated.export` or to train on.
-      number: The round that it was saved with, which counts lost rounds.
-      figures: The figures of its evaluation.
+      state: the state of the process, for `federated.export` or to train on.
+      number: the round that it was saved with, which counts lost rounds.
+      figures: the figures of its evaluation.
     """
 
     state: Any
@@ -43,17 +43,17 @@ def export(state: Any, model_fn: Callable[[], tf.keras.Model]) -> tf.keras.Model
     or "banded" the state must stay secret, and the model need not.
 
     Args:
-      state: The state of a process of `federated.training.processes` or of TFF's own algorithms,
+      state: the state of a process of `federated.training.processes` or of TFF's own algorithms,
         such as `Trained.state`; or its weights, `process.get_model_weights(state)`.
-      model_fn: A function that returns a model of Keras with the layers of the trained one, such as
+      model_fn: a function that returns a model of Keras with the layers of the trained one, such as
         the `model_fn` of the process if that returns compiled models.
 
     Returns:
       The new model.
 
     Raises:
-      TypeError: If an argument is something else.
-      ValueError: If the weights do not fit the model.
+      TypeError: if an argument is something else.
+      ValueError: if the weights do not fit the model.
 
     >>> def model_fn():
     ...     return tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
@@ -95,16 +95,16 @@ class Evaluation:
     was released and from other people's data. `federated.train` warns if that is not so.
 
     Args:
-      model_fn: A function that returns a new model of Keras, compiled with its loss and metrics.
-      client_data: The held-out clients' data: a `tff.simulation.datasets.ClientData`, or a function
+      model_fn: a function that returns a new model of Keras, compiled with its loss and metrics.
+      client_data: the held-out clients' data: a `tff.simulation.datasets.ClientData`, or a function
         from a client id to batches (x, y), with `client_ids`.
-      client_ids: The held-out clients; `None` takes all clients of `client_data`.
-      every: The number of finished rounds between evaluations. The last round is always evaluated.
-      best: The name of the figure to choose the best state by; `None` keeps no best state.
+      client_ids: the held-out clients; `None` takes all clients of `client_data`.
+      every: the number of finished rounds between evaluations. The last round is always evaluated.
+      best: the name of the figure to choose the best state by; `None` keeps no best state.
       mode: `"min"` if less of it is better, `"max"` if more is, `"auto"` to tell by the name.
 
     Raises:
-      TypeError, ValueError: If an argument is invalid.
+      TypeError, ValueError: if an argument is invalid.
 
     >>> def model_fn():
     ...     model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
@@ -157,13 +157,13 @@ class Evaluation:
         """Loss and metrics of a model on the held-out clients.
 
         Args:
-          weights: The weights of the model, `process.get_model_weights(state)`.
+          weights: the weights of the model, `process.get_model_weights(state)`.
 
         Returns:
           Each figure by its name in Keras.
 
         Raises:
-          ValueError: If the held-out clients have no examples, or no figure is named `best`.
+          ValueError: if the held-out clients have no examples, or no figure is named `best`.
         """
         weights.assign_weights_to(self._model)
         self._model.reset_metrics()
@@ -183,8 +183,8 @@ class Evaluation:
         """Whether a value of the figure `best` is better than another; NaN never is.
 
         Args:
-          figure: The value.
-          than: The other value.
+          figure: the value.
+          than: the other value.
         """
         if math.isnan(figure):
             return False
@@ -194,7 +194,7 @@ class Evaluation:
         """A compiled model of Keras with the weights of a state; see `federated.export`.
 
         Args:
-          state: The state of the process, or its weights.
+          state: the state of the process, or its weights.
         """
         return export(state, self._model_fn)
 
@@ -206,9 +206,9 @@ class BestState:
     between, the same figures are released and compared when the run resumes.
 
     Args:
-      folder: The run's folder `secret`.
-      evaluation: The evaluation.
-      initial_state: A state of the process, for its structure.
+      folder: the run's folder `secret`.
+      evaluation: the evaluation.
+      initial_state: a state of the process, for its structure.
     """
 
     def __init__(self, folder: Path, evaluation: Evaluation, initial_state: Any):
@@ -233,8 +233,8 @@ class BestState:
         """The figures of a round, which are computed once.
 
         Args:
-          number: The number of the round.
-          weights: The weights of its model.
+          number: the number of the round.
+          weights: the weights of its model.
         """
         if self._file.exists():
             known = json.loads(self._file.read_text())
@@ -269,9 +269,9 @@ def warn_of_choice(evaluation: Evaluation, client_ids: Sequence[str], stacklevel
     """Warns what ε does not cover when the best state of a private run is chosen.
 
     Args:
-      evaluation: The evaluation.
-      client_ids: The clients that are trained on.
-      stacklevel: See `warnings.warn`.
+      evaluation: the evaluation.
+      client_ids: the clients that are trained on.
+      stacklevel: see `warnings.warn`.
     """
     if evaluation.best is None:
         return

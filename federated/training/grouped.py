@@ -47,13 +47,13 @@ class GroupSum(NamedTuple):
     """How a group adds up what its clients send, and what the server does with the sums.
 
     Attributes:
-      process: The server's part. `next` takes its state, and a value and a weight of each group.
-      derive: Called inside a federated computation with the state of `process`; returns what `add`
+      process: the server's part. `next` takes its state, and a value and a weight of each group.
+      derive: called inside a federated computation with the state of `process`; returns what `add`
         needs from the server.
-      zero: Returns the sums of no clients.
-      add: Maps what `derive` returned, the sums so far and a client's
+      zero: returns the sums of no clients.
+      add: maps what `derive` returned, the sums so far and a client's
         `tff.learning.templates.ClientResult` to the sums with this client.
-      finish: Maps the sums of a group to its value and weight.
+      finish: maps the sums of a group to its value and weight.
     """
 
     process: tff.templates.AggregationProcess
@@ -67,9 +67,9 @@ class ServerParts(NamedTuple):
     """The parts of a composed process that are the same with and without groups.
 
     Attributes:
-      distributor: Sends the weights.
-      finalizer: Applies the aggregated update.
-      update_type: The TFF type of a client's update.
+      distributor: sends the weights.
+      finalizer: applies the aggregated update.
+      update_type: the TFF type of a client's update.
     """
 
     distributor: tff.learning.templates.DistributionProcess
@@ -83,7 +83,7 @@ def mean(update_type: tff.Type) -> GroupSum:
     A group sends the mean of its clients with the sum of their weights, and zeros if that is 0.
 
     Args:
-      update_type: The TFF type of an update.
+      update_type: the TFF type of an update.
     """
     factory = tff.aggregators.MeanFactory(no_nan_division=True)
 
@@ -120,9 +120,9 @@ def noisy_sum(
     zeros if it is not finite, as if it had been sent alone. See `SumOfGroups` for the noise.
 
     Args:
-      query: A query for sums.
-      update_type: The TFF type of an update.
-      preconditioner: Divides each update before it is clipped.
+      query: a query for sums.
+      update_type: the TFF type of an update.
+      preconditioner: divides each update before it is clipped.
     """
     specs = tff.types.type_to_tf_tensor_specs(update_type)
 
@@ -171,7 +171,7 @@ class GroupedRounds(tff.Computation):
     Args:
       single: `next` without groups.
       grouped: `next` with the serialized data sets of groups in place of the clients' data sets.
-      clients_per_group: The largest number of clients of a group, or `"auto"`.
+      clients_per_group: the largest number of clients of a group, or `"auto"`.
     """
 
     def __init__(
@@ -292,8 +292,8 @@ def message(group: Sequence[bytes], files: contextlib.ExitStack | None = None) -
     which lives in memory alone, and ends with this process at the latest.
 
     Args:
-      group: The serialized data sets of its clients.
-      files: If given, they go to a file, which `files` closes.
+      group: the serialized data sets of its clients.
+      files: if given, they go to a file, which `files` closes.
 
     >>> content, path, sizes = message([b"ab", b"c"])
     >>> content, path, np.frombuffer(sizes, np.int64)
@@ -321,13 +321,13 @@ def build_grouped_next(
     """Builds `next` of a composed learning process for groups.
 
     Args:
-      model_fn: See `federated.build_client_work`.
-      client_optimizer: The clients' optimizer.
-      weighting: The weight of a client's update.
+      model_fn: see `federated.build_client_work`.
+      client_optimizer: the clients' optimizer.
+      weighting: the weight of a client's update.
       single: `next` of the process without groups.
-      parts: The other parts of the process.
-      group_sum: How updates are added up.
-      measured: Whether to return the measurements of the clients' training.
+      parts: the other parts of the process.
+      group_sum: how updates are added up.
+      measured: whether to return the measurements of the clients' training.
 
     Returns:
       A computation from a state, and a `message` to each group, to a
@@ -430,8 +430,8 @@ def _require_resettable(
     Its share of the sum would then depend on the data of others, whom no clip bounds.
 
     Args:
-      client_update: What a client computes.
-      variables: Those that are reset before each client.
+      client_update: what a client computes.
+      variables: those that are reset before each client.
     """
     reset = {id(v.handle) for v in variables}
     constant = ("HashTableV2",)  # whose content cannot change

@@ -51,8 +51,8 @@ def scalars(
     noisy results alone, and no figure is a count of clients, examples or batches.
 
     Args:
-      metrics: The metrics of the process's output.
-      privacy: The privacy of the clients; `None` without privacy.
+      metrics: the metrics of the process's output.
+      privacy: the privacy of the clients; `None` without privacy.
 
     Returns:
       Numbers, which may be NaN, and lists for histograms, which are released as arrays.
@@ -121,7 +121,7 @@ class TensorBoard(tff.program.TensorBoardReleaseManager):
     """TFF's manager, but flushes the figures to the file as soon as they are released.
 
     Args:
-      summary_dir: The folder for TensorBoard's `--logdir`.
+      summary_dir: the folder for TensorBoard's `--logdir`.
     """
 
     async def release(self, value: Any, key: int) -> None:
@@ -134,8 +134,8 @@ class ProgressBar(tff.program.ReleaseManager):
     """A progress bar of the rounds with some of their figures, on standard output.
 
     Args:
-      num_rounds: The number of rounds of the whole run.
-      names: The names of the figures; a round's missing ones are left out.
+      num_rounds: the number of rounds of the whole run.
+      names: the names of the figures; a round's missing ones are left out.
     """
 
     DEFAULT = (
@@ -169,8 +169,8 @@ def monitors(
     round, which is replaced if the round is released again.
 
     Args:
-      directory: Gets a folder `tensorboard` and a file `figures.csv`, without histograms.
-      num_rounds: If given, a progress bar of this many rounds is shown too.
+      directory: gets a folder `tensorboard` and a file `figures.csv`, without histograms.
+      num_rounds: if given, a progress bar of this many rounds is shown too.
 
     Returns:
       TFF's release managers.

@@ -30,8 +30,8 @@ class PrivateLearningProcess(tff.learning.templates.LearningProcess):
     """A learning process that knows the privacy of its rounds.
 
     Attributes:
-      privacy: The `UserLevelPrivacy` of each round.
-      side_information: The side information of an optimizer or of the preconditioner, with its
+      privacy: the `UserLevelPrivacy` of each round.
+      side_information: the side information of an optimizer or of the preconditioner, with its
         provenance; or `None`.
     """
 
@@ -87,21 +87,21 @@ def build_adaptive_fed_avg(
     user-level privacy.
 
     Args:
-      model_fn: A function that returns a new model at each call: a
+      model_fn: a function that returns a new model at each call: a
         `tff.learning.models.VariableModel`, or a Sequential or functional model of Keras, compiled
         with its loss and metrics. Or a `tff.learning.models.FunctionalModel`.
-      client_optimizer: The clients' optimizer; `None` takes `build_adadp()`.
-      server_optimizer: Applied to the mean update; `None` takes SGD with learning rate 1.
-      weighted: Whether to weight clients by their number of examples.
+      client_optimizer: the clients' optimizer; `None` takes `build_adadp()`.
+      server_optimizer: applied to the mean update; `None` takes SGD with learning rate 1.
+      weighted: whether to weight clients by their number of examples.
       model_distributor: `None` takes a plain broadcast.
       model_aggregator: `None` takes the mean.
-      metrics_aggregator: The aggregator of the clients' metrics; `None` takes
+      metrics_aggregator: the aggregator of the clients' metrics; `None` takes
         `tff.learning.metrics.sum_then_finalize`.
-      clients_per_group: The largest number of clients that are trained one after another in one
+      clients_per_group: the largest number of clients that are trained one after another in one
         computation of TFF, which costs far less than a computation of each; the result is the same
         up to rounding. `"auto"` chooses it by the size of the cohort, and 1 if `model_aggregator`,
         `model_distributor` or `metrics_aggregator` is given, which may tell clients apart.
-      input_spec: The `element_spec` of a client's batches, (x, y), such as
+      input_spec: the `element_spec` of a client's batches, (x, y), such as
         `client_data.element_type_structure`; only for compiled models of Keras.
 
     Returns:
@@ -192,27 +192,27 @@ def build_dp_fed_avg(
     round that is run again counts again.
 
     Args:
-      model_fn: A function that returns a new model at each call: a
+      model_fn: a function that returns a new model at each call: a
         `tff.learning.models.VariableModel`, or a Sequential or functional model of Keras, compiled
         with its loss and metrics. Or a `tff.learning.models.FunctionalModel`. Initial weights must
         not come from the private data.
-      client_optimizer: The clients' optimizer, such as `build_adadps(...)` or `build_adadp()`.
-      privacy: The privacy of each round. Draw the cohorts with
+      client_optimizer: the clients' optimizer, such as `build_adadps(...)` or `build_adadp()`.
+      privacy: the privacy of each round. Draw the cohorts with
         `federated.privacy.client_sampling`.
       server_optimizer: `None` takes SGD with learning rate 1 and momentum 0.9, as in the AdaDPS
         paper.
       preconditioner: A for whole updates.
-      client_metrics: Whether to return the metrics of the clients' training too (`client_work`:
+      client_metrics: whether to return the metrics of the clients' training too (`client_work`:
         `train`, and `optimizer` if the client optimizer reports). These are exact averages over the
         cohort without noise, so they are NOT private: for experiments on public data only. By
         default `client_work` has an empty `train`.
       model_distributor: `None` takes a plain broadcast.
-      metrics_aggregator: The aggregator of the clients' metrics; `None` takes
+      metrics_aggregator: the aggregator of the clients' metrics; `None` takes
         `tff.learning.metrics.sum_then_finalize`.
-      clients_per_group: See `build_adaptive_fed_avg`. Each client's update is still clipped on its
+      clients_per_group: see `build_adaptive_fed_avg`. Each client's update is still clipped on its
         own, and the noise is the same. `"auto"` takes 1 if `model_distributor` is given, or
         `metrics_aggregator` with `client_metrics`.
-      input_spec: The `element_spec` of a client's batches, (x, y), such as
+      input_spec: the `element_spec` of a client's batches, (x, y), such as
         `client_data.element_type_structure`; only for compiled models of Keras.
 
     Returns:
@@ -270,7 +270,7 @@ def _in_groups(clients_per_group: int | str, **given: Any) -> bool:
     """Whether to compute clients in groups, where `given` may tell them apart unless it is `None`.
 
     Raises:
-      TypeError, ValueError: If `clients_per_group` is neither `"auto"` nor an integer above 0, or
+      TypeError, ValueError: if `clients_per_group` is neither `"auto"` nor an integer above 0, or
         if there shall be groups and cannot be.
     """
     automatic = isinstance(clients_per_group, str)

@@ -28,14 +28,14 @@ class Trained(NamedTuple):
     """The result of `train`.
 
     Attributes:
-      state: The state of the process after the last finished round.
-      ledger: The ledger with all rounds that were begun; `None` in a run without privacy.
-      num_finished: The number of rounds that the state results from.
-      num_begun: The number of rounds that were begun. The difference was lost.
-      sampler: The sampler with the key of this run. To continue with your own rounds, take its
+      state: the state of the process after the last finished round.
+      ledger: the ledger with all rounds that were begun; `None` in a run without privacy.
+      num_finished: the number of rounds that the state results from.
+      num_begun: the number of rounds that were begun. The difference was lost.
+      sampler: the sampler with the key of this run. To continue with your own rounds, take its
         cohorts, starting with number `ledger.num_releases` under the Gaussian mechanism and
         `num_finished` under the tree mechanism and with banded noise.
-      best: The best state by `evaluation`; `None` without one.
+      best: the best state by `evaluation`; `None` without one.
     """
 
     state: Any
@@ -138,8 +138,8 @@ def rounds_covered(counted: int, planned: int) -> int:
     about 8 log₂(N) - 32 of these numbers.
 
     Args:
-      counted: The rounds counted so far.
-      planned: Those at the end of the run.
+      counted: the rounds counted so far.
+      planned: those at the end of the run.
 
     >>> [rounds_covered(n, 1000) for n in (0, 1, 5, 32, 65, 500, 999)], rounds_covered(1001, 1000)
     ([0, 4, 8, 32, 72, 512, 1000], 1001)
@@ -159,10 +159,10 @@ class _PrivacyFigures:
     after the last planned round.
 
     Args:
-      ledger: The ledger as it is before the run; `None` without privacy.
-      delta: See `train`.
-      sampling: That of the sampler.
-      num_rounds: The rounds of the run.
+      ledger: the ledger as it is before the run; `None` without privacy.
+      delta: see `train`.
+      sampling: that of the sampler.
+      num_rounds: the rounds of the run.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class _PrivacyFigures:
         """The figures of a ledger.
 
         Args:
-          ledger: That of the run; `None` without privacy.
+          ledger: that of the run; `None` without privacy.
         """
         if ledger is None:
             if self._delta is not None:
@@ -218,7 +218,7 @@ class _Figures:
     """Makes the figures of each round, and remembers what share of ADADP's steps was discarded.
 
     Args:
-      of_privacy: Makes the figures of a ledger.
+      of_privacy: makes the figures of a ledger.
     """
 
     def __init__(self, of_privacy: _PrivacyFigures):
@@ -263,9 +263,9 @@ class _Evaluator(NamedTuple):
     """Evaluates the model after some of the rounds.
 
     Attributes:
-      every: The number of finished rounds between evaluations.
-      figures: Maps the model weights to figures.
-      prefix: What the names of these figures begin with where they are released.
+      every: the number of finished rounds between evaluations.
+      figures: maps the model weights to figures.
+      prefix: what the names of these figures begin with where they are released.
     """
 
     every: int
@@ -293,10 +293,10 @@ class _Releases:
     """What a run releases after a round, and after its last one.
 
     Args:
-      run: The run.
-      num_rounds: See `train`.
-      evaluators: Those of the model, in the order of their figures.
-      managers: The release managers.
+      run: the run.
+      num_rounds: see `train`.
+      evaluators: those of the model, in the order of their figures.
+      managers: the release managers.
     """
 
     def __init__(
@@ -395,38 +395,38 @@ def train(
     `evaluate` computes from data of the clients.
 
     Args:
-      process: A process of `federated.training.processes`, or any other whose `next` takes a state
+      process: a process of `federated.training.processes`, or any other whose `next` takes a state
         and a list of datasets. TFF's context must be synchronous, such as the default; a notebook's
         running event loop does no harm.
-      client_data: The datasets by client id.
-      sampler: A `federated.ClientSampler`. Each run creates its own key unless one was passed to
+      client_data: the datasets by client id.
+      sampler: a `federated.ClientSampler`. Each run creates its own key unless one was passed to
         the sampler; `directory` keeps it for when the run resumes.
-      num_rounds: The total number of rounds, earlier calls included.
-      directory: The directory of this run alone; created if missing. Its folder `secret` holds
+      num_rounds: the total number of rounds, earlier calls included.
+      directory: the directory of this run alone; created if missing. Its folder `secret` holds
         everything that must stay secret.
-      ledger: The ledger as it was when the run began, with the privacy of the process; it is not
+      ledger: the ledger as it was when the run began, with the privacy of the process; it is not
         modified. The sampling continues after its rounds, which must be of the same sampling, and
         whole passes with `ShuffledEpochs`. If the sampler was given a key, never start two runs
         from one ledger: they would draw the same cohorts. `None` takes `process.new_ledger()`, or
         no ledger in a run without privacy.
-      delta: If given, the figures include ε at this δ, and `privacy/NOT_PRIVATE` if ε is infinite;
+      delta: if given, the figures include ε at this δ, and `privacy/NOT_PRIVATE` if ε is infinite;
         needs a ledger. Under the Gaussian mechanism `privacy/epsilon` is that of
         `privacy/epsilon_covers_rounds` rounds, up to three or an eighth more than were counted. So
         it is too large in the first rounds, a little later on, and exact after the last one.
         `epsilon_spent` and `privacy_statement` are exact at any time.
-      evaluate: Maps the model weights to figures, released as `test/…`; called again for a round
+      evaluate: maps the model weights to figures, released as `test/…`; called again for a round
         that is released again.
-      evaluate_every: The number of finished rounds between evaluations. The last round is always
+      evaluate_every: the number of finished rounds between evaluations. The last round is always
         evaluated. If the last rounds are lost, the one before them is released again for that.
-      evaluation: Evaluates the model on held-out clients, and keeps the best state (see
+      evaluation: evaluates the model on held-out clients, and keeps the best state (see
         `federated.Evaluation`, which says what ε does not cover). A round's figures are on the disk
         before they are released or compared, so they are the same whenever it is released again.
-      release_managers: Receive the figures of each round, see `federated.scalars`, under the number
+      release_managers: receive the figures of each round, see `federated.scalars`, under the number
         of the round, which counts lost rounds.
-      max_failures: The number of rounds of this call that may end with an exception; they are lost.
+      max_failures: the number of rounds of this call that may end with an exception; they are lost.
         One more exception is raised, and counted when the run resumes. `WorkerLostError` is always
         raised.
-      dropout: For simulations: which clients that were drawn do not take part. A probability in
+      dropout: for simulations: which clients that were drawn do not take part. A probability in
         [0, 1), or a function from a client's id and the number of the round to whether it drops
         out, which must not look at other clients. The round goes on without them, and its sum is
         divided by `clients_per_round` as ever: a client that dropped out is like one that sends
@@ -437,7 +437,7 @@ def train(
         among them depends on other clients, and no ε here holds for that.
       on_client_error: `"raise"`, or `"drop"`: a client whose data set raises while it is made or
         read drops out too, with a warning. For that each data set is read once before the round.
-      min_clients: The smallest number of clients to run a round with; a smaller one is a failure
+      min_clients: the smallest number of clients to run a round with; a smaller one is a failure
         (see `max_failures`). Only without privacy: whether a round is run must not depend on who is
         there, so a private round is released, with all of its noise, even if nobody is left.
 
@@ -445,9 +445,9 @@ def train(
       The last state, the ledger with all rounds, and the numbers of rounds.
 
     Raises:
-      TypeError, ValueError: If an argument is invalid, or if the directory is damaged or holds a
+      TypeError, ValueError: if an argument is invalid, or if the directory is damaged or holds a
         run with other arguments.
-      RuntimeError: If the run is in progress elsewhere.
+      RuntimeError: if the run is in progress elsewhere.
     """
     checks.integer("num_rounds", num_rounds, 1)
     checks.integer("evaluate_every", evaluate_every, 1)

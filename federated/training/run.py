@@ -57,13 +57,13 @@ class Run:
     """A run of `federated.train`; it implements that function's guarantee.
 
     Attributes:
-      folder: The folder of what must stay secret.
-      journal: The rounds that were begun and released.
-      number: The round that `state` was saved with; 0 for the initial state.
-      state: The state of the process.
-      finished: The number of rounds that the state results from.
-      figures: The figures of the last of these.
-      ledger: All rounds that were begun, or `None`.
+      folder: the folder of what must stay secret.
+      journal: the rounds that were begun and released.
+      number: the round that `state` was saved with; 0 for the initial state.
+      state: the state of the process.
+      finished: the number of rounds that the state results from.
+      figures: the figures of the last of these.
+      ledger: all rounds that were begun, or `None`.
     """
 
     def __init__(

@@ -28,10 +28,10 @@ class Journal(journal.Journal):
     compares the journal with the saved states, in case its last lines were lost.
 
     Attributes:
-      run: The description of the run.
-      begun: The number of the last round that was begun; 0 if there was none.
-      released: The number of the last round whose figures went to the release managers.
-      sampler_key: The hash of the sampler's key; `None` if it was not noted yet.
+      run: the description of the run.
+      begun: the number of the last round that was begun; 0 if there was none.
+      released: the number of the last round whose figures went to the release managers.
+      sampler_key: the hash of the sampler's key; `None` if it was not noted yet.
     """
 
     _OWNER = "The run's directory"
@@ -48,12 +48,12 @@ class Journal(journal.Journal):
         """Opens the journal of a run, or creates it.
 
         Args:
-          path: The file; its folder exists.
+          path: the file; its folder exists.
           run: JSON values that must be the same whenever the run resumes.
 
         Raises:
-          RuntimeError: If it is open already, here or in another process.
-          ValueError: If the file is not a journal, is damaged, or belongs to another run. It is
+          RuntimeError: if it is open already, here or in another process.
+          ValueError: if the file is not a journal, is damaged, or belongs to another run. It is
             left unchanged.
         """
         self.run = json.loads(json.dumps(run))
@@ -110,8 +110,8 @@ class Journal(journal.Journal):
         Guarantee: that of the class.
 
         Raises:
-          ValueError: If one is recorded already.
-          OSError: If it cannot be written; then it was not recorded.
+          ValueError: if one is recorded already.
+          OSError: if it cannot be written; then it was not recorded.
         """
         self._append({"sampler_key": digest})
 
@@ -122,11 +122,11 @@ class Journal(journal.Journal):
 
         Args:
           event: `"begun"` or `"released"`.
-          number: The number of the round.
+          number: the number of the round.
 
         Raises:
-          ValueError: If this event cannot follow the recorded ones.
-          OSError: If it cannot be written; then it was not recorded.
+          ValueError: if this event cannot follow the recorded ones.
+          OSError: if it cannot be written; then it was not recorded.
         """
         if not self._may_follow({event: number}):
             raise ValueError(
