@@ -13,10 +13,11 @@ class CrashInjector:
 
     Args:
       program: its module in `tests.helpers`.
+      kill: `os.killpg` if each job leads a group of processes, which then end together.
     """
 
-    def __init__(self, program):
-        self._program = program
+    def __init__(self, program, kill=os.kill):
+        self._program, self._kill = program, kill
 
     def __enter__(self):
         self._server = subprocess.Popen(
@@ -38,7 +39,7 @@ class CrashInjector:
         pid = int(self._ask(json.dumps(job)))
         if kill_when:
             kill_when()
-            os.kill(pid, 9)
+            self._kill(pid, 9)
         return int(self._ask(""))
 
     def _ask(self, line):

@@ -11,6 +11,7 @@ import os
 import pathlib
 import signal
 import sys
+import warnings
 from collections import OrderedDict
 from types import SimpleNamespace
 
@@ -32,6 +33,11 @@ def record(folder):
     """What was written, oldest first."""
     path = folder / "record"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def contents(folder):
+    """All files under a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 class Process:
@@ -181,6 +187,63 @@ def train(folder, rounds, mechanism="gaussian", failing=(), evaluated=False, **k
         release_managers=[witness(folder)],
         **kwargs,
     )
+
+
+def opened(folder, mechanism="gaussian"):
+    """The run in a folder, as another program would find it."""
+    from federated.training.run import Run
+
+    sampler = Sampler(["a"], Sampling())
+    run = Run(Process(folder), sampler, folder / "run", ledger(mechanism), max_failures=0)
+    run.journal.close()
+    return run
+
+
+def check_record(record, mechanism):
+    """What the run did, against what it said at that time."""
+    models, began, released, clients = [0.0], 0, {}, []
+    for entry in record:
+        if entry["event"] == "began":
+            began += 1
+            # A round goes on from the last model that was released, or a later one.
+            newest = list(released.values())[-1]["test/model"] if released else 0.0
+            assert models.index(entry["model"]) >= models.index(newest)
+            clients += entry["clients"]
+            if mechanism != "gaussian":
+                assert entry["clients"] == [f"client {entry['rounds']}"]
+        elif entry["event"] == "ended":
+            models.append(entry["model"])
+        else:
+            number, figures = entry["number"], entry["figures"]
+            assert not released or number >= max(released)
+            # A round that is released again is released as it was.
+            assert released.setdefault(number, figures) == figures
+            assert figures["test/model"] in models
+            if mechanism is not None:
+                assert figures["privacy/rounds_counted"] == number >= began
+    if mechanism == "gaussian":
+        assert len(set(clients)) == len(clients)
+    return models, began, released
+
+
+def check(folder, mechanism):
+    """Counts and model of a run that was ended, against its record."""
+    models, began, released = check_record(record(folder), mechanism)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of rounds that were lost
+        run = opened(folder, mechanism)
+    assert began <= run.journal.begun
+    if mechanism is not None:
+        assert run.ledger.num_releases == run.journal.begun
+        assert run.ledger.lost == run.journal.begun - run.finished
+    assert max(released, default=0) <= run.number
+    model = float(run.state["model"])
+    assert model == released.get(run.number, {"test/model": model})["test/model"]
+    assert model in models
+    assert int(run.state["rounds"]) == run.finished
+    # Its arrays are of the same round, wherever they were written.
+    assert (run.state["copies"] == model).all() and (run.state["same"] == 1.0).all()
+    return run
 
 
 def kill_at(moment, also=()):

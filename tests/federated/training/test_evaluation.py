@@ -13,20 +13,17 @@ from federated.privacy.client_sampling import ClientSampler, EveryClient
 from federated.training import program
 from federated.training.evaluation import Evaluation, export
 from federated.training.processes import build_adaptive_fed_avg
-from tests.federated.training.test_program import CrashInjector, check
 from tests.helpers import killable_rounds as rounds
 from tests.helpers import real_rounds
+from tests.helpers.crash_injection import CrashInjector
 
 pytestmark = pytest.mark.filterwarnings("ignore:The best state is chosen", "ignore:.*were begun")
 
 
 @pytest.fixture(scope="module")
 def injector():
-    injector = CrashInjector()
-    yield injector
-    injector.server.stdin.close()
-    injector.server.wait()
-    injector.errors.close()
+    with CrashInjector("killable_rounds") as injector:
+        yield injector
 
 
 def model_fn():
@@ -108,9 +105,10 @@ def test_the_last_state_is_evaluated_if_the_last_round_is_lost(tmp_path):
 @pytest.mark.parametrize("moments", [range(0, 34, 3), range(1, 34, 3), range(2, 34, 3)])
 def test_a_run_that_evaluates_may_be_killed_at_every_moment(injector, tmp_path, moments):
     for moment in moments:
-        code = injector.run(tmp_path, rounds=1000, kill_at=moment, evaluated=True)
+        job = {"what": "train", "rounds": 1000, "kill_at": moment, "evaluated": True}
+        code = injector.run({"folder": str(tmp_path), **job})
         assert code == -signal.SIGKILL
-        before = check(tmp_path, "gaussian")
+        before = rounds.check(tmp_path, "gaussian")
     total = 2 + before.journal.begun
     trained = rounds.train(tmp_path, total, evaluated=True)
     assert trained.num_begun == trained.ledger.num_releases == total

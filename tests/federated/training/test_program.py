@@ -8,12 +8,8 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,117 +27,27 @@ from federated.runtime import contexts, worker
 from federated.runtime.connection import WorkerLostError
 from federated.training import monitor, program
 from federated.training.processes import build_adaptive_fed_avg, build_dp_fed_avg
-from federated.training.run import Run
-from federated.training.saved_states import SavedStates, wait
-from tests.helpers import ROOT, real_rounds
 from tests.helpers import killable_rounds as rounds
+from tests.helpers import real_rounds
+from tests.helpers.crash_injection import CrashInjector
 from tf_adaptive_dp.durable import files
-
-
-class CrashInjector:
-    """Processes that train, one after the other, and are ended at once; see `killable_rounds`."""
-
-    def __init__(self):
-        self.errors = open(os.devnull, "w")
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.server = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.killable_rounds"],
-            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors},
-            **{"text": True, "env": env},
-        )
-
-    def run(self, folder, what="train", after=None, began=1, **job):
-        """Its exit code; it is ended so many seconds after it began that many rounds."""
-        job = {"what": what, "folder": str(folder), **job}
-        print(rounds.json.dumps(job), file=self.server.stdin, flush=True)
-        child = int(self.server.stdout.readline())
-        if after is not None:
-            before, deadline = num_begun(folder), time.monotonic() + 120
-            while num_begun(folder) < before + began and time.monotonic() < deadline:
-                time.sleep(0.02)
-            time.sleep(after)
-            os.killpg(child, signal.SIGKILL)
-        print(file=self.server.stdin, flush=True)
-        return int(self.server.stdout.readline())
-
-
-def num_begun(folder):
-    return [entry["event"] for entry in rounds.record(folder)].count("began")
 
 
 @pytest.fixture(scope="module")
 def injector():
-    injector = CrashInjector()
-    yield injector
-    injector.server.stdin.close()
-    injector.server.wait()
-    injector.errors.close()
-
-
-def opened(folder, mechanism="gaussian"):
-    """The run in a folder, as another program would find it."""
-    sampler = rounds.Sampler(["a"], rounds.Sampling())
-    process = rounds.Process(folder)
-    run = Run(process, sampler, folder / "run", rounds.ledger(mechanism), max_failures=0)
-    run.journal.close()
-    return run
-
-
-def check_record(record, mechanism):
-    """What the run did, against what it said at that time; see `killable_rounds` for the record."""
-    models, began, released, clients = [0.0], 0, {}, []
-    for entry in record:
-        if entry["event"] == "began":
-            began += 1
-            # A round goes on from the last model that was released, or a later one.
-            newest = list(released.values())[-1]["test/model"] if released else 0.0
-            assert models.index(entry["model"]) >= models.index(newest)
-            clients += entry["clients"]
-            if mechanism != "gaussian":
-                assert entry["clients"] == [f"client {entry['rounds']}"]
-        elif entry["event"] == "ended":
-            models.append(entry["model"])
-        else:
-            number, figures = entry["number"], entry["figures"]
-            assert not released or number >= max(released)
-            # A round that is released again is released as it was.
-            assert released.setdefault(number, figures) == figures
-            assert figures["test/model"] in models
-            if mechanism is not None:
-                assert figures["privacy/rounds_counted"] == number >= began
-    if mechanism == "gaussian":
-        assert len(set(clients)) == len(clients)
-    return models, began, released
-
-
-def check(folder, mechanism):
-    """Counts and model of a run that was ended, against its record."""
-    models, began, released = check_record(rounds.record(folder), mechanism)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.warn", lambda *args, **kwargs: None)
-        run = opened(folder, mechanism)
-    assert began <= run.journal.begun
-    if mechanism is not None:
-        assert run.ledger.num_releases == run.journal.begun
-        assert run.ledger.lost == run.journal.begun - run.finished
-    assert max(released, default=0) <= run.number
-    model = float(run.state["model"])
-    assert model == released.get(run.number, {"test/model": model})["test/model"]
-    assert model in models
-    assert int(run.state["rounds"]) == run.finished
-    # Its arrays are of the same round, wherever they were written.
-    assert (run.state["copies"] == model).all() and (run.state["same"] == 1.0).all()
-    return run
+    with CrashInjector("killable_rounds", kill=os.killpg) as injector:
+        yield injector
 
 
 def kill_at_moments(injector, folder, mechanism, moments):
     for moment in moments:
-        code = injector.run(folder, rounds=1000, mechanism=mechanism, kill_at=moment)
+        job = {"what": "train", "rounds": 1000, "mechanism": mechanism, "kill_at": moment}
+        code = injector.run({"folder": str(folder), **job})
         assert code == -signal.SIGKILL
-        before = check(folder, mechanism)
+        before = rounds.check(folder, mechanism)
     total = 2 + (before.finished if mechanism is None else before.journal.begun)
     trained = rounds.train(folder, total, mechanism)
-    after = check(folder, mechanism)
+    after = rounds.check(folder, mechanism)
     assert after.number == after.journal.released == trained.num_begun
     if mechanism is None:
         assert trained.ledger is None and trained.num_finished == total
@@ -149,10 +55,10 @@ def kill_at_moments(injector, folder, mechanism, moments):
         assert trained.ledger.num_releases == trained.num_begun == total
     assert trained.num_finished == int(trained.state["rounds"]) == after.finished
     # None was forgotten: each that is in the model was released.
-    _, _, released = check_record(rounds.record(folder), mechanism)
+    _, _, released = rounds.check_record(rounds.record(folder), mechanism)
     assert len(released) == trained.num_finished
-    left = {path.suffix for path in states(folder).iterdir()}
-    assert left == {".state", ".array"} and len(arrays(states(folder))) == 3
+    left = [path.suffix for path in (folder / "run/secret/states").iterdir()]
+    assert set(left) == {".state", ".array"} and left.count(".array") == 3
 
 
 LOST = pytest.mark.filterwarnings("ignore:.*were begun whose results")
@@ -190,7 +96,7 @@ def test_a_run_goes_on_from_its_last_round(tmp_path):
     trained = rounds.train(tmp_path, 5)
     assert trained[2:4] == (5, 5)
     record = rounds.record(tmp_path)
-    check_record(record, "gaussian")
+    rounds.check_record(record, "gaussian")
     assert [e["number"] for e in record if e["event"] == "released"] == [1, 2, 3, 4, 5]
     assert [e["clients"] for e in record if e["event"] == "began"] == [
         [f"client {index}"] for index in range(5)
@@ -264,7 +170,7 @@ def test_a_failed_round_is_counted_when_the_run_goes_on(tmp_path):
         trained = rounds.train(tmp_path, 5)
     assert trained[2:4] == (4, 5)
     assert (trained.ledger.num_releases, trained.ledger.lost) == (5, 1)
-    check_record(rounds.record(tmp_path), "gaussian")
+    rounds.check_record(rounds.record(tmp_path), "gaussian")
 
 
 @pytest.mark.slow_after(1)
@@ -277,7 +183,7 @@ def test_rounds_may_fail_so_many_times(tmp_path, mechanism, finished):
         trained = rounds.train(tmp_path, 5, mechanism, [False, True, True], max_failures=2)
     assert trained.num_finished == int(trained.state["rounds"]) == finished
     assert trained.num_begun == finished + 2
-    check_record(rounds.record(tmp_path), mechanism)
+    rounds.check_record(rounds.record(tmp_path), mechanism)
 
 
 def test_one_failure_too_many_is_raised(tmp_path):
@@ -333,7 +239,7 @@ def test_a_run_may_have_more_rounds_than_it_was_begun_with(tmp_path):
         )
 
     assert [train(steps).num_finished for steps in (2, 5)] == [2, 5]
-    check_record(rounds.record(tmp_path), "gaussian")
+    rounds.check_record(rounds.record(tmp_path), "gaussian")
 
 
 def test_lost_rounds_at_the_end_are_released_as_counted(tmp_path):
@@ -389,357 +295,8 @@ def test_a_round_that_could_not_be_released_is_released_again(tmp_path):
     assert ledger.num_releases == 0  # what is passed is not changed
     trained = rounds.train(tmp_path, 2)
     assert trained[2:4] == (2, 2)
-    _, began, released = check_record(rounds.record(tmp_path), "gaussian")
+    _, began, released = rounds.check_record(rounds.record(tmp_path), "gaussian")
     assert began == 2 and list(released) == [1, 2]
-
-
-@pytest.fixture(scope="module")
-def one_round(tmp_path_factory):
-    """A folder with a run of one round; copy it."""
-    folder = tmp_path_factory.mktemp("one_round")
-    rounds.train(folder, 1)
-    return folder
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"noise_multiplier": 1.0}, "'noise_multiplier': 2.0.*'noise_multiplier': 1.0"),
-        ({"total_clients": 9}, "'total_clients': 8.*'total_clients': 9"),
-        ({"mechanism": "tree"}, "'mechanism': 'gaussian'.*'mechanism': 'tree'"),
-        ({"ledger": None}, "Changed: ledger at the beginning: .*; privacy: .*, is None"),
-        ({"counted": 1}, "was {.*'num_releases': 0.*is {.*'num_releases': 1"),
-        ({"shape": 3}, r"another form.*more/0: float64\[2, 3\].*more/0: float64\[2, 2\]"),
-        ({"seed": 5}, r"was 'Sampling\(seed=None\)', is 'Sampling\(seed=5\)'"),
-        ({"clients": 2}, "clients: was 1, is 2"),
-        ({"ids": "b"}, "Changed: client ids"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_other_arguments_are_refused(one_round, tmp_path, monkeypatch, changes, message):
-    shutil.copytree(one_round, tmp_path, dirs_exist_ok=True)
-    before = contents(tmp_path)
-    process, changes = rounds.Process(tmp_path), dict(changes)
-    if changes.pop("shape", None):
-        initial = process.initialize() | {"more": (np.zeros([2, 2]),)}
-        monkeypatch.setattr(process, "initialize", lambda: initial)
-    sampling = rounds.Sampling(1000, changes.pop("seed", None))
-    ids = changes.pop("ids", "ab"[: changes.pop("clients", 1)])
-    sampler = rounds.Sampler(ids, sampling)
-    counted = changes.pop("counted", 0)
-    ledger = None
-    if "ledger" not in changes:
-        ledger = rounds.Ledger(rounds.Privacy(**changes))
-        ledger.record_lost(counted)
-    with pytest.raises(ValueError, match=message):
-        program.train(process, str, sampler, 2, tmp_path / "run", ledger=ledger)
-    assert contents(tmp_path) == before
-
-
-def test_a_run_that_was_copied_goes_on(one_round, tmp_path):
-    shutil.copytree(one_round, tmp_path, dirs_exist_ok=True)
-    assert rounds.train(tmp_path, 2).num_begun == 2
-
-
-def test_a_second_run_in_the_directory_is_refused(tmp_path):
-    class Second(tff.program.ReleaseManager):
-        async def release(self, value, key):
-            with pytest.raises(RuntimeError, match="in progress in another process"):
-                rounds.train(tmp_path, 3)
-            refused.append(key)
-
-    refused = []
-    sampler = rounds.Sampler(["a"], rounds.Sampling())
-    program.train(
-        rounds.Process(tmp_path),
-        str,
-        sampler,
-        1,
-        tmp_path / "run",
-        ledger=rounds.ledger("gaussian"),
-        release_managers=[Second()],
-    )
-    assert refused == [1]
-
-
-def test_a_second_process_in_the_directory_is_refused(injector, tmp_path):
-    run = opened(tmp_path)
-    holding = Run(
-        run.process, run.sampler, tmp_path / "run", rounds.ledger("gaussian"), max_failures=0
-    )
-    assert injector.run(tmp_path, rounds=1) == 1
-    assert not rounds.record(tmp_path)
-    holding.journal.close()
-    assert injector.run(tmp_path, rounds=1) == 0
-    assert len(rounds.record(tmp_path)) == 3
-
-
-def states(folder):
-    return folder / "run/secret/states"
-
-
-def test_a_damaged_state_is_an_error(tmp_path):
-    rounds.train(tmp_path, 2)
-    path = states(tmp_path) / "round_2.state"
-    content = path.read_bytes()
-    for wrong in [content[: len(content) // 2], content[:-1], content + b"0", b""]:
-        path.write_bytes(wrong)
-        with pytest.raises(ValueError, match="saved state cannot be read.*round_2"):
-            rounds.train(tmp_path, 3)
-    path.write_bytes(content)
-    assert rounds.train(tmp_path, 3)[2:4] == (3, 3)
-
-
-STATE = {
-    "weights": np.linspace(0, 1, 2000, dtype=np.float32).reshape(2, 1000),
-    "text": "a\0",
-    "n": 3,
-    "half": tf.constant([1.5, -2.0], tf.bfloat16).numpy(),
-    "nothing": (np.zeros([0, 2], np.float64), ()),
-    "flag": np.True_,
-}
-RECORD = {"finished": 1, "ledger": [0.1, None], "figures": {"loss": float("nan")}}
-
-
-def assert_loaded(state, record):
-    assert repr(record) == repr(RECORD)
-    assert (state["text"], state["n"], state["flag"]) == (b"a\0", 3, True)
-    for name in ("weights", "half"):
-        np.testing.assert_array_equal(state[name], STATE[name])
-        assert state[name].dtype == STATE[name].dtype and state[name].flags.writeable
-    assert state["nothing"][0].shape == (0, 2) and state["nothing"][1] == ()
-
-
-def test_a_state_is_as_it_was_saved_or_refused(tmp_path):
-    saved = SavedStates(tmp_path)
-    saved.save(1, STATE, RECORD)
-    path = tmp_path / "round_1.state"
-    assert path.stat().st_mode & 0o777 == 0o600
-    content = path.read_bytes()
-    rng = np.random.default_rng(0)
-    for place in [0, 1, len(content) - 1, *rng.integers(len(content), size=50)]:
-        damaged = bytearray(content)
-        damaged[place] ^= 1 << int(rng.integers(8))
-        path.write_bytes(bytes(damaged))
-        with pytest.raises(ValueError, match="saved state cannot be read"):
-            saved.load(1, STATE)
-    path.write_bytes(content)
-    assert_loaded(*saved.load(1, STATE))
-    with pytest.raises(ValueError, match="saved state cannot be read"):
-        saved.load(1, STATE | {"z": 1})
-    with pytest.raises(TypeError, match="numbers, texts, and arrays of numbers"):
-        saved.save(2, {"what": object()}, RECORD)
-    assert saved.latest() == 1
-
-
-def test_the_two_newest_states_are_kept_and_unfinished_ones_removed(tmp_path):
-    saved = SavedStates(tmp_path)
-    for number in (1, 2, 4):
-        saved.save(number, STATE, RECORD)
-    (tmp_path / "round_5.new").write_bytes(b"unfinished")
-    (tmp_path / "round_5_temp").mkdir()
-    assert SavedStates(tmp_path).latest() == 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["round_2.state", "round_4.state"]
-
-
-def arrays(folder):
-    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.array")}
-
-
-def test_a_large_array_is_written_again_only_if_it_changed(tmp_path):
-    saved = SavedStates(tmp_path)
-    # As TFF returns it: its memory belongs to `bytes`, so nobody can change it.
-    noise = np.frombuffer(np.arange(2.0**18).tobytes())
-    weights = np.ones(2**18, np.float32)
-    state = {"noise": noise, "weights": weights, "n": 3}
-    saved.save(1, state, RECORD)
-    first = arrays(tmp_path)
-    assert len(first) == 2 and all(len(name) == 38 for name in first)
-    assert (tmp_path / "round_1.state").stat().st_size < 1000
-    assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.glob("*.array"))
-    weights[5] = 2.0  # in place: the same object, another content
-    for folder in (saved, SavedStates(tmp_path)):  # also by a process that has just begun
-        folder.save(2, state, RECORD)
-        assert len(arrays(tmp_path)) == 3 and first.items() <= arrays(tmp_path).items()
-    np.testing.assert_array_equal(saved.load(1, state)[0]["weights"], 1.0)
-    loaded = saved.load(2, state)[0]
-    assert loaded["weights"][5] == 2.0 and loaded["n"] == 3
-    np.testing.assert_array_equal(loaded["noise"], noise)
-    saved.save(3, state | {"noise": noise + 1}, RECORD)
-    saved.save(4, state | {"noise": noise + 1}, RECORD)
-    assert len(arrays(tmp_path)) == 2  # that of rounds 1 and 2 is gone
-    np.testing.assert_array_equal(saved.load(4, state)[0]["noise"], noise + 1)
-
-
-@pytest.mark.parametrize("is_view", [True, False])
-def test_an_array_that_cannot_be_written_may_still_change(tmp_path, is_view):
-    saved, base = SavedStates(tmp_path), np.zeros(2**18)
-    noise = base[:] if is_view else base
-    noise.setflags(write=False)
-    saved.save(1, {"noise": noise}, RECORD)
-    base.setflags(write=True)
-    base[7] = 1.0
-    base.setflags(write=False)
-    saved.save(2, {"noise": noise}, RECORD)
-    found = [saved.load(number, {"noise": noise})[0]["noise"][7] for number in (1, 2)]
-    assert found == [0.0, 1.0]
-
-
-def test_a_state_without_one_of_its_arrays_is_refused(tmp_path):
-    saved = SavedStates(tmp_path)
-    state = {"noise": np.arange(2.0**18)}
-    saved.save(1, state, RECORD)
-    (path,) = tmp_path.glob("*.array")
-    content = bytearray(path.read_bytes())
-    content[1000] ^= 1
-    path.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match="saved state cannot be read"):
-        saved.load(1, state)
-    path.unlink()
-    with pytest.raises(ValueError, match="saved state cannot be read"):
-        saved.load(1, state)
-
-
-def test_the_arrays_of_a_damaged_state_are_kept(tmp_path):
-    saved = SavedStates(tmp_path)
-    state = {"noise": np.arange(2.0**18)}
-    saved.save(1, state, RECORD)
-    path = tmp_path / "round_1.state"
-    content = path.read_bytes()
-    path.write_bytes(b"?" + content[1:])
-    saved.save(2, {"noise": state["noise"] + 1}, RECORD)
-    path.write_bytes(content)
-    np.testing.assert_array_equal(saved.load(1, state)[0]["noise"], state["noise"])
-
-
-@pytest.mark.slow
-def test_a_tree_run_of_an_earlier_version_is_refused(context, tmp_path):
-    """Its states had all levels in one array, and the noise of the last sum."""
-    made = real_rounds.process("tree")
-
-    def train(num_rounds):
-        sampler = real_rounds.sampler("tree", rounds.KEY)
-        folder = tmp_path / "run"
-        return program.train(made, real_rounds.dataset, sampler, num_rounds, folder)
-
-    train(2)
-    path = tmp_path / "run/secret/journal"
-    first, _, others = path.read_bytes().partition(b"\n")
-    description = json.loads(files.checked(first + b"\n"))
-    leaves, place = description["run"]["state"], "aggregator/query_state/numerator_state"
-    start = leaves.index(f"{place}/nodes/0: float32[0]")
-    assert leaves[start + 2] == f"{place}/nodes/2: float32[0]"
-    leaves[start : start + 3] = [f"{place}/nodes: float32[3, 6]", f"{place}/previous: float32[6]"]
-    path.write_bytes(files.with_checksum(json.dumps(description, sort_keys=True).encode()) + others)
-    before = contents(tmp_path)
-    message = "an earlier version of this library began the run.*arguments and the version that"
-    with pytest.raises(ValueError, match=message) as error:
-        train(3)
-    # It names these leaves, and none of the twenty that are the same.
-    assert "/previous: float32[6]" in str(error.value) and "finalizer" not in str(error.value)
-    assert contents(tmp_path) == before
-
-
-def test_states_of_earlier_versions_are_read_and_replaced(tmp_path):
-    manager = tff.program.FileProgramStateManager(tmp_path, "round_")
-    old = {key: value for key, value in STATE.items() if key != "half"}
-    wait(manager.save({"state": old, "record": json.dumps(RECORD)}, 3))
-    saved = SavedStates(tmp_path)
-    assert saved.latest() == 3
-    saved.sync(3)
-    state, record = saved.load(3, old)
-    np.testing.assert_array_equal(state["weights"], STATE["weights"])
-    assert repr(record) == repr(RECORD)
-    for number in (4, 5):
-        saved.save(number, state, record)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["round_4.state", "round_5.state"]
-
-
-@pytest.mark.parametrize("mechanism", ["gaussian", "tree", "banded"])
-def test_rounds_whose_state_vanished_stay_counted(tmp_path, mechanism):
-    rounds.train(tmp_path, 3, mechanism)
-    (states(tmp_path) / "round_3.state").unlink()
-    with pytest.warns(UserWarning, match="^1 round was"):
-        trained = rounds.train(tmp_path, 4, mechanism)
-    assert (trained.ledger.num_releases, trained.num_finished) == (4, 3)
-    released = [e["number"] for e in rounds.record(tmp_path) if e["event"] == "released"]
-    assert released == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("mechanism", ["gaussian", None])
-def test_a_run_without_any_of_its_states_is_refused(tmp_path, mechanism):
-    rounds.train(tmp_path, 3, mechanism)
-    shutil.rmtree(states(tmp_path))
-    with pytest.raises(ValueError, match="3 rounds in the journal.*state is missing"):
-        rounds.train(tmp_path, 4, mechanism)
-
-
-def test_a_journal_that_lost_its_end_is_refused(tmp_path):
-    rounds.train(tmp_path, 3)
-    path = tmp_path / "run/secret/journal"
-    lines = path.read_bytes().splitlines(keepends=True)
-    for kept in (0, 1, len(lines) - 3):
-        path.write_bytes(b"".join(lines[:kept]))
-        with pytest.raises(ValueError, match="last saved state is of round 3"):
-            rounds.train(tmp_path, 4)
-    path.write_bytes(b"".join(lines))
-    assert rounds.train(tmp_path, 4).num_begun == 4
-
-
-def test_what_has_to_stay_secret_is_for_the_owner_alone(tmp_path):
-    rounds.train(tmp_path, 1)
-    secret = tmp_path / "run/secret"
-    assert secret.stat().st_mode & 0o777 == 0o700
-    assert (secret / "sampler_key").stat().st_mode & 0o777 == 0o600
-    assert (secret / "journal").stat().st_mode & 0o777 == 0o600
-
-
-def test_a_run_keeps_the_key_of_its_sampler(tmp_path):
-    def key(passed):
-        sampler = rounds.Sampler(["a"], rounds.Sampling(), passed)
-        run = Run(rounds.Process(tmp_path), sampler, tmp_path, None, 0)
-        run.journal.note("begun", run.journal.begun + 1)
-        run.journal.close()
-        return run.sampler.key
-
-    assert key(rounds.KEY) == key(os.urandom(32)) == rounds.KEY
-    (tmp_path / "secret/sampler_key").unlink()
-    with pytest.raises(ValueError, match="key of the run's sampler is missing"):
-        key(rounds.KEY)
-
-
-@pytest.mark.parametrize("bit", [0, 3, 255])
-def test_a_key_with_one_flipped_bit_is_refused(tmp_path, bit):
-    rounds.train(tmp_path, 2)
-    path = tmp_path / "run/secret/sampler_key"
-    key = bytearray(path.read_bytes())
-    key[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(key)
-    journal = (tmp_path / "run/secret/journal").read_bytes()
-    with pytest.raises(ValueError, match="key of the run's sampler is damaged.*sampler_key"):
-        rounds.train(tmp_path, 3)
-    assert (tmp_path / "run/secret/journal").read_bytes() == journal
-    path.write_bytes(rounds.KEY)
-    assert rounds.train(tmp_path, 3).num_begun == 3
-
-
-def test_a_copied_run_is_told_from_a_moved_one(tmp_path):
-    rounds.train(tmp_path, 2)
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    (tmp_path / "run").rename(tmp_path / "moved")
-    (tmp_path / "moved").rename(tmp_path / "run")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rounds.train(tmp_path, 3)
-    (tmp_path / "run").rename(tmp_path / "original")
-    (tmp_path / "copy").rename(tmp_path / "run")
-    for _ in range(2):  # not only the first time
-        with pytest.warns(UserWarning, match="is a copy, or was restored.*ε is too small"):
-            rounds.train(tmp_path, 3)
 
 
 def test_data_that_cannot_be_made_cost_no_round(tmp_path):
@@ -857,20 +414,34 @@ def check_real_record(folder, mechanism):
     return entry
 
 
+def wait_for_rounds(folder, number, seconds):
+    """Waits until so many more rounds of a run in a folder began, and then so many seconds."""
+
+    def num_begun():
+        return [entry["event"] for entry in rounds.record(folder)].count("began")
+
+    def wait():
+        before, deadline = num_begun(), time.monotonic() + 120
+        while num_begun() < before + number and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(seconds)
+
+    return wait
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism, kills", [("gaussian", 12), ("tree", 6), ("banded", 4)])
 def test_real_rounds_may_be_killed_at_any_moment(injector, tmp_path, mechanism, kills):
     moments = random.Random(len(mechanism))
+    began = 4 if mechanism == "banded" else 1  # some rounds to take noise back from
+    job = {"what": "train_really", "folder": str(tmp_path), "mechanism": mechanism}
     for _ in range(kills):
-        moment = moments.uniform(0.0, 3.0)
-        began = 4 if mechanism == "banded" else 1  # some rounds to take noise back from
-        job = {"rounds": 300, "mechanism": mechanism}
-        code = injector.run(tmp_path, "train_really", moment, began, **job)
-        assert code == -signal.SIGKILL
+        wait = wait_for_rounds(tmp_path, began, moments.uniform(0.0, 3.0))
+        assert injector.run({**job, "rounds": 300}, wait) == -signal.SIGKILL
     # From the journal, since the record does not say how far the run came after its last start: on
     # a machine without other work that is more than nine rounds.
     total = (tmp_path / "run/secret/journal").read_text().count('"begun"') + 9
-    injector.run(tmp_path, "train_really", rounds=total, mechanism=mechanism)
+    injector.run({**job, "rounds": total})
     last = check_real_record(tmp_path, mechanism)
     assert last["event"] == "found" and last["begun"] == last["counted"] == total
     assert last["finished"] < last["begun"]
@@ -943,7 +514,7 @@ def test_rounds_of_banded_noise_that_fail_after_their_release_are_counted(contex
     described = json.loads(files.checked(journal.splitlines(keepends=True)[0].encode()))["run"]
     assert "max_participations" not in described["privacy"]  # nor in journals from before it was
     # With noise of other settings ε would be another one, so it does not go on.
-    before = contents(tmp_path)
+    before = rounds.contents(tmp_path)
     for change in (
         {"noise_multiplier": 1.5},
         {"bands": 3},
@@ -960,7 +531,7 @@ def test_rounds_of_banded_noise_that_fail_after_their_release_are_counted(contex
             ValueError, match=f"other arguments.*privacy: was .*{last}.: {change[last]}"
         ):
             train(sampler, 7, Other)
-    assert contents(tmp_path) == before
+    assert rounds.contents(tmp_path) == before
 
 
 def pasts(state):
