@@ -12,7 +12,7 @@ from tf_adaptive_dp._keras.models import allow_tensors_as_logs, steps_per_call
 from tf_adaptive_dp.accounting.ledger import Ledger, Segment
 from tf_adaptive_dp.callbacks.common import PrivateCallback
 from tf_adaptive_dp.durable.ledger_file import SegmentFile
-from tf_adaptive_dp.errors import BudgetExceededError
+from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 
 
 def _require_ledger(optimizer: tf.keras.optimizers.Optimizer) -> None:
@@ -141,7 +141,8 @@ class ReleaseLog(PrivateCallback):
 
         Raises:
           TypeError: if it has no ledger.
-          ValueError: if the ledger holds releases that are not in the log; see the class.
+          NotPrivateError: if steps released something else than was announced.
+          ValueError: if the ledger holds other releases that are not in the log; see the class.
         """
         _require_ledger(optimizer)
         ledger, announced = optimizer.ledger, self._file.segments
@@ -164,7 +165,7 @@ class ReleaseLog(PrivateCallback):
         segments, announced = ledger.segments, self._file.segments
         if self._released is not announced and ledger.extends(segments, self._released):
             self._file.write(segments)  # first, the file must hold the truth
-            raise ValueError(
+            raise NotPrivateError(
                 "The releases differ from those announced. Put callbacks that change the noise or "
                 "the batch size before ReleaseLog, and call `announce` before each step of a "
                 f"custom training loop. Received: ledger={segments}, announced={announced}"

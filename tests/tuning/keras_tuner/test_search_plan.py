@@ -103,6 +103,7 @@ SHOWN = {
     "score": 0.5,
     "error": None,
     "releases": 6,
+    "unchecked": 0,
     "side_information": "Side information: Fixed, public.\n",
     "resumed": 0,
 }
@@ -202,7 +203,8 @@ def test_pld_reaches_a_search_that_shows_the_winner_alone():
     spent = STRATEGIES[2].epsilon(event, 1e-5, accounting=Accounting("pld"))
     assert by_pld.epsilon_spent(9.0) == spent < 0.8 * by_rdp.epsilon_spent(9.0)
     assert plan(STRATEGIES[2], accountant="pld").epsilon_spent(9.0) < spent
-    winner = {"values": {}, "score": 0.5, "releases": 6, "error": None, "resumed": 0}
+    winner = {"values": {}, "score": 0.5, "releases": 6, "error": None}
+    winner |= {"resumed": 0, "unchecked": 0}
     text = results.privacy_statement(by_pld, 9.0, [{**winner, "side_information": ""}])
     text = " ".join(text.split())
     assert "PLD accounting" in text and "Koskela, Redberg and Wang 2024" in text

@@ -242,17 +242,22 @@ def test_a_model_that_releases_twice_in_a_step_is_found_at_once(tmp_path):
         made.compile(tuned.optimizer(), loss, metrics=["accuracy"])
         return made
 
-    with pytest.raises(dp.NotPrivateError, match="2 releases in a call that has 1 steps"):
-        tuned.search(one(tmp_path, build_model=build))
+    # With "repeat_and_select" no log of releases is kept, and the budget finds it.
+    for strategy, found in {
+        "composition": "The releases differ from those announced",
+        "repeat_and_select": "2 releases in a call that has 1 steps",
+    }.items():
+        with pytest.raises(dp.NotPrivateError, match=found):
+            tuned.search(one(tmp_path / strategy, build_model=build, strategy=strategy))
 
 
 @pytest.mark.slow
 def test_batches_of_another_size_are_found_at_once(tmp_path):
     x, y = tuned.data()
     made = one(tmp_path)
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16).repeat()
     with pytest.raises(dp.NotPrivateError, match="batches of 16 rows, .* computed for 8"):
-        made.search(data, validation_data=tuned.data(16, seed=1), verbose=0)
+        made.search(data, steps_per_epoch=2, validation_data=tuned.data(16, seed=1), verbose=0)
 
 
 @pytest.mark.slow
@@ -268,7 +273,6 @@ def test_poisson_batches(tmp_path):
         verbose=0,
     )
     assert made.get_best_models()[0].optimizer.ledger.segments == [(1.5, 8.0, 4)]
-    assert "proven upper bound" in " ".join(made.privacy_statement().split())
 
 
 @pytest.mark.slow
