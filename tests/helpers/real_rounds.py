@@ -73,10 +73,15 @@ def report(folder, mechanism, made):
         past = np.asarray(run.state.aggregator.query_state.numerator_state.past)
         noise["past"] = past[:, : len(model)].tolist()
     killable_rounds.append(
-        *(folder,),
+        folder,
+        event="found",
+        number=run.number,
+        model=model,
+        finished=run.finished,
+        begun=run.journal.begun,
+        counted=run.ledger.num_releases,
+        epsilon=epsilon,
         **noise,
-        **{"event": "found", "number": run.number, "model": model, "finished": run.finished},
-        **{"begun": run.journal.begun, "counted": run.ledger.num_releases, "epsilon": epsilon},
     )
     run.journal.close()
 
@@ -106,7 +111,11 @@ def train(folder, rounds, mechanism, made, release_managers=()):
             return output
 
     return program.train(
-        *(Recorded, asked_for, sampler(mechanism), rounds, folder / "run"),
+        Recorded,
+        asked_for,
+        sampler(mechanism),
+        rounds,
+        folder / "run",
         delta=DELTA,
         evaluate=digest,
         release_managers=[killable_rounds.witness(folder), *release_managers],
