@@ -49,9 +49,10 @@ drawn cohorts, and epsilon is for these."""
 
 _NOT_PROTECTED = """\
 Not protected: what TFF reports about the clients' training without noise ("client_work": losses,
-accuracy, statistics of the client optimizer); the exact size and the members of each cohort; the
-choice of hyperparameters, if they were tuned on the private data; and the number of users, which is
-treated as public. The server adds the noise: nothing protects users from the server or from the
+accuracy, statistics of the client optimizer); the exact size and the members of each cohort;
+statistics and vocabularies computed from the users' data beforehand (`adapt`); the choice of
+hyperparameters, if they were tuned on the private data; and the number of users, which is treated
+as public. The server adds the noise: nothing protects users from the server or from the
 workers that train for the clients."""
 
 _WHOLE_USER = (

@@ -132,8 +132,9 @@ the last epoch and the scores used to compare them; and anything computed from t
 access to the data."""
 
 _NOT_PROTECTED = """\
-Not protected: losses and metrics printed or logged for training data; error messages; and the
-number of examples, which is treated as public. Whether a candidate crashes must not depend on a
+Not protected: losses and metrics printed or logged for training data; statistics and vocabularies
+computed from the data beforehand (`adapt`); error messages; and the number of examples, which is
+treated as public. Whether a candidate crashes must not depend on a
 single example: labels out of range and unreadable rows are not protected. The search space, the
 number of epochs and the strategy must have been chosen without access to the data: this statement
 does not cover a search space that was narrowed by earlier runs on the same data."""
