@@ -205,8 +205,8 @@ class ClientSampler:
                 "A cohort cannot be larger than the number of clients. Received: "
                 f"sampling={sampling!r} and {len(self.client_ids)} clients"
             )
-        if key is not None and not (isinstance(key, bytes) and len(key) == 32):
-            raise ValueError("`key` must be 32 bytes. Received: something else")
+        if key is not None:
+            draws.check_key(key)
         self.sampling = sampling
         self.key = draws.new_key(sampling.seed) if key is None else key
         self._key_was_passed = key is not None

@@ -401,14 +401,9 @@ def _check(sampling: draws.Sampling, start_step: int, key: bytes | None) -> None
             "`start_step` must be below the `steps` of the sampling. Received: "
             f"start_step={start_step!r}, steps={sampling.steps!r}"
         )
-    cyclic = isinstance(sampling, CyclicPoissonSampling)
-    lengths = (32, 64) if cyclic else (32,)
-    if key is not None and not (isinstance(key, bytes) and len(key) in lengths):
-        length = f" of length {len(key)}" if hasattr(key, "__len__") else ""
-        raise ValueError(
-            "`key` must be 32 bytes, see `draws.new_key`. Received: "
-            f"{type(key).__name__}{length}"  # not its value, which is secret
-        )
+    if key is not None:
+        cyclic = isinstance(sampling, CyclicPoissonSampling)
+        draws.check_key(key, (32, 64) if cyclic else (32,))
     if sampling.keeps_distance and start_step and key is None and sampling.seed is None:
         raise ValueError(
             "To go on at `start_step`, the groups or the order of the earlier steps are needed: "

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import math
 import os
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,6 +34,21 @@ def new_key(seed: int | None = None) -> bytes:
     if seed is None:
         return os.urandom(32)
     return hashlib.blake2b(str(seed).encode(), digest_size=32, person=b"dp seed").digest()
+
+
+def check_key(key: Any, lengths: Sequence[int] = (32,)) -> None:
+    """Raises ValueError unless a key has a length that keys have; the message does not show it.
+
+    Args:
+      key: what the caller passed.
+      lengths: in bytes.
+    """
+    if not (isinstance(key, bytes) and len(key) in lengths):
+        length = f" of length {len(key)}" if hasattr(key, "__len__") else ""
+        raise ValueError(
+            "`key` must be 32 bytes, see `tf_adaptive_dp.sampling.draws.new_key`. Received: "
+            f"{type(key).__name__}{length}"
+        )
 
 
 def derived_key(key: bytes, purpose: bytes, number: int) -> bytes:
