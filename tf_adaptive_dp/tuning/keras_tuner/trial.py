@@ -156,6 +156,7 @@ class Trial:
             if log is not None:
                 with contextlib.suppress(ValueError):
                     log.reconcile(optimizer)  # records releases beyond those announced
+            budget.require_planned()  # which knows better than the log what is wrong
             raise
 
     def _score(self, model: tf.keras.Model, data: FitArguments, objective: Any) -> float | None:
