@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -285,6 +286,24 @@ class ClientSampler:
         if self._key_was_passed:
             return self
         return ClientSampler(self.client_ids, self.sampling)
+
+    @property
+    def rounds_per_pass(self) -> int:
+        """The number of rounds after which a pass ends; 1 for samplings without passes."""
+        if isinstance(self.sampling, (ShuffledEpochs, FixedOrder)):
+            return len(self.client_ids) // self.sampling.batch_size
+        return 1
+
+    @property
+    def order(self) -> str | None:
+        """A hash of key and clients, which determine the order of all passes; else `None`.
+
+        It says nothing of the order to anyone who does not know the key.
+        """
+        if not isinstance(self.sampling, (ShuffledEpochs, FixedOrder)):
+            return None
+        clients = "\0".join(self.client_ids).encode()
+        return hashlib.blake2b(clients, key=self.key, digest_size=16, person=b"order").hexdigest()
 
     def checked(self, privacy: UserLevelPrivacy) -> ClientSampler:
         """Returns this sampler if it draws the cohorts that the privacy is stated for.

@@ -45,6 +45,9 @@ class UserLedger:
       sampling: how the cohorts were drawn, as `federated.train` records it
         (`federated.privacy.client_sampling.described`). No ε is computed for another sampling.
         `None` if it is unknown; then the ledger trusts the caller.
+      order: the order of the clients in the last run, as `federated.train` records it
+        (`ClientSampler.order`), if its cohorts were drawn in passes. Only a run with this order may
+        begin in the middle of a pass.
       clients_may_drop_out: whether drawn clients could drop out of rounds, as `federated.train`
         records it. Each counts as one that sends zeros, so ε is that of the drawn cohorts.
 
@@ -65,6 +68,7 @@ class UserLedger:
         self.privacy = privacy
         self.side_information = SideInformation.of(side_information)
         self.sampling: str | None = None
+        self.order: str | None = None
         self.clients_may_drop_out = False
         self._segments: list[Segment] = []
         self._trees: collections.Counter[int] = collections.Counter()
@@ -303,13 +307,15 @@ class UserLedger:
     def to_dict(self) -> dict:
         """The counts as JSON values."""
         information = self.side_information
-        # Only where it is so: runs that were begun before ledgers had it must resume.
+        # Only where it is so: runs that were begun before ledgers had these must resume.
         drops_out = {"clients_may_drop_out": True} if self.clients_may_drop_out else {}
+        order = {} if self.order is None else {"order": self.order}
         banded = {"sequences": [list(item) for item in sorted(self._sequences.items())]}
         # Trees and sequences say nothing of their noise, so ε needs that of the run.
         noise = {} if self.privacy.mechanism == "gaussian" else {"noise": _noise(self.privacy)}
         return (
             drops_out
+            | order
             | noise
             | (banded if self.is_banded else {})
             | {
@@ -340,6 +346,7 @@ class UserLedger:
         information = plain["side_information"]
         ledger = cls(privacy, information and SideInformation.from_plain(information))
         ledger.sampling = plain["sampling"]
+        ledger.order = plain.get("order")
         ledger.clients_may_drop_out = bool(plain.get("clients_may_drop_out"))
         holds = {
             "gaussian": plain["segments"],

@@ -15,7 +15,6 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from federated.privacy import user_epsilon
-from federated.privacy.client_sampling import ShuffledEpochs
 from federated.training import monitor
 from federated.training.dropout import Dropout, check_dropping
 from federated.training.evaluation import Best, BestState, Evaluation, warn_of_choice
@@ -103,15 +102,6 @@ def _check(
         )
     if ledger is not None:
         user_epsilon.check_drawn(ledger, sampling)
-    if isinstance(sampling, ShuffledEpochs):
-        per_pass = len(sampler.client_ids) // sampling.batch_size
-        if before % per_pass:
-            raise ValueError(
-                "`ledger` must end with a whole pass over the clients. A new run begins a new "
-                "pass, so clients of the unfinished pass would take part again without being "
-                "counted. Continue the earlier run in its directory to the end of a pass. "
-                f"Received: {before} rounds in the ledger, {per_pass} rounds per pass"
-            )
     for manager in release_managers:
         if not isinstance(manager, tff.program.ReleaseManager):
             raise TypeError(
@@ -405,9 +395,11 @@ def train(
       directory: the directory of this run alone; created if missing. Its folder `secret` holds
         everything that must stay secret.
       ledger: the ledger as it was when the run began, with the privacy of the process; it is not
-        modified. The sampling continues after its rounds, which must be of the same sampling, and
-        whole passes with `ShuffledEpochs`. If the sampler was given a key, never start two runs
-        from one ledger: they would draw the same cohorts. `None` takes `process.new_ledger()`, or
+        modified. The sampling continues after its rounds, which must be of the same sampling. Under
+        the Gaussian mechanism with `ShuffledEpochs` or `FixedOrder` they must be whole passes,
+        unless the sampler has the key of the run that they are of, as `Trained.sampler` has. If the
+        sampler was given a key, never start two runs from one ledger: they would draw the same
+        cohorts. `None` takes `process.new_ledger()`, or
         no ledger in a run without privacy.
       delta: if given, the figures include ε at this δ, and `privacy/NOT_PRIVATE` if ε is infinite;
         needs a ledger. Under the Gaussian mechanism `privacy/epsilon` is that of

@@ -25,6 +25,8 @@ from federated.training.run_journal import Journal
 from federated.training.saved_states import SavedStates
 from tf_adaptive_dp.durable import files
 
+_KEY = "sampler_key"  # the name of its file
+
 
 def _description(state: Any, sampler: Any, ledger: user_epsilon.UserLedger | None) -> dict:
     """What must not change when a run resumes."""
@@ -51,6 +53,29 @@ def _description(state: Any, sampler: Any, ledger: user_epsilon.UserLedger | Non
 def rounds_before(ledger: user_epsilon.UserLedger | None) -> int:
     """The number of cohorts of the sampling in a ledger; correlated noise begins anew each run."""
     return 0 if ledger is None else sum(s.num_releases for s in ledger.segments)
+
+
+def check_pass(sampler: Any, ledger: user_epsilon.UserLedger) -> None:
+    """Raises ValueError if a new run would give up the pass that a ledger ends in.
+
+    Guarantee: no client takes part in more than ⌈T / s⌉ of T rounds that all have Gaussian noise,
+    with s rounds per pass. Earlier runs end with whole passes, in each of which a client is in one
+    round at most, or the order goes on as if all were one run. ε of the tree mechanism and of
+    banded noise needs none of this: `UserLedger` counts trees and rows of each run separately.
+
+    Args:
+      sampler: the sampler of the new run, with its key.
+      ledger: that of the earlier runs.
+    """
+    before, per_pass = rounds_before(ledger), getattr(sampler, "rounds_per_pass", 1)
+    if before % per_pass and (ledger.order is None or ledger.order != sampler.order):
+        raise ValueError(
+            "`ledger` must end with a whole pass over the clients. A new run begins a new order, "
+            "so clients of the unfinished pass would take part again without being counted. "
+            "Continue the earlier run in its directory to the end of a pass, or pass its sampler, "
+            "`Trained.sampler`, whose key keeps the order. "
+            f"Received: {before} rounds in the ledger, {per_pass} rounds per pass"
+        )
 
 
 class Run:
@@ -94,13 +119,16 @@ class Run:
                 stacklevel=3,
             )
         self.folder = folder = Path(directory) / "secret"
+        if ledger is not None and not (folder / _KEY).exists():
+            check_pass(sampler.for_new_run(), ledger)  # before anything is written
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
         self.journal = Journal(folder / "journal", _description(state, sampler, ledger))
         try:
-            self.sampler = self._with_kept_key(sampler, folder / "sampler_key")
+            self.sampler = self._with_kept_key(sampler, folder / _KEY)
             if ledger is not None:  # its cohorts are those of the kept key
                 self.sampler.checked(ledger.privacy)
+                check_pass(self.sampler, ledger)
             self.states = SavedStates(folder / "states")
             self._restore(state, ledger)
             self._dropping = Dropping(dropout, on_client_error, self.sampler.key)
@@ -157,6 +185,7 @@ class Run:
             if ledger is not None:
                 self.ledger = _copied(ledger.to_dict(), ledger)
                 self.ledger.sampling = described(self.sampler.sampling)
+                self.ledger.order = getattr(self.sampler, "order", None)
             self._save()
             return
         if number is None or number > journal.begun:

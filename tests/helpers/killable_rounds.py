@@ -90,7 +90,7 @@ class Ledger:
 
     def __init__(self, privacy):
         self.privacy, self.num_releases, self.lost = privacy, 0, 0
-        self.sampling = None
+        self.sampling = self.order = None
 
     @property
     def segments(self):
@@ -108,13 +108,14 @@ class Ledger:
         self.lost += rounds
 
     def to_dict(self):
-        return {"num_releases": self.num_releases, "lost": self.lost, "sampling": self.sampling}
+        names = ("num_releases", "lost", "sampling", "order")
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_dict(cls, content, privacy):
         ledger = cls(privacy)
-        ledger.num_releases, ledger.lost = content["num_releases"], content["lost"]
-        ledger.sampling = content["sampling"]
+        for name, value in content.items():
+            setattr(ledger, name, value)
         return ledger
 
 

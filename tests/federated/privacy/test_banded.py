@@ -280,6 +280,20 @@ def test_lost_rounds_and_rounds_that_are_run_again_are_rows_of_their_own():
     assert spent == sorted(spent) and ledger.num_releases == 23
 
 
+def test_runs_that_begin_anywhere_in_a_pass_have_rows_of_their_own():
+    """Each run has an order of its own, and no client moves all rows by more than is counted."""
+    ledger, moved = UserLedger(PRIVACY), np.zeros(len(IDS))
+    for seed, length in enumerate((3, 14, 10, 25)):
+        order = ClientSampler.fixed_order(IDS, PRIVACY, length, key=bytes([seed] * 32))
+        joined = np.array([[c in order.cohort(t) for c in IDS] for t in range(length)], float)
+        moved += np.square(strategy_matrix(PRIVACY.strategy, length) @ joined).sum(axis=0)
+        for number in range(length):
+            ledger.record(banded_state(number + 1))
+    assert ledger.sequences == {3: 1, 10: 1, 14: 1, 25: 1}
+    bound = ledger.banded_sensitivity**2
+    assert 0.8 * bound < moved.max() <= bound * (1 + 1e-6)
+
+
 def test_a_ledger_goes_through_json():
     ledger = ledger_of(12)
     ledger.record_lost(2)

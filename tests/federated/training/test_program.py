@@ -21,7 +21,12 @@ import tensorflow_federated as tff
 
 from federated.clients.client_optimizers import build_adadps
 from federated.clients.preconditioner import ClientPreconditioner
-from federated.privacy.client_sampling import ClientSampler, FixedSizeSampling, ShuffledEpochs
+from federated.privacy.client_sampling import (
+    ClientSampler,
+    FixedOrder,
+    FixedSizeSampling,
+    ShuffledEpochs,
+)
 from federated.privacy.user_epsilon import UserLedger
 from federated.runtime import contexts, worker
 from federated.runtime.connection import WorkerLostError
@@ -258,26 +263,77 @@ def test_lost_rounds_at_the_end_are_released_as_counted(tmp_path):
     assert released()[3:] == [(6, 6)]
 
 
-@pytest.mark.slow
-def test_no_run_begins_in_the_middle_of_another_ones_pass(tmp_path):
-    class Unchecked(ClientSampler):
-        def checked(self, privacy):
-            return self  # `rounds.ledger` has no `UserLevelPrivacy`
+class Unchecked(ClientSampler):
+    """Its privacy may be that of `rounds.ledger`, which is no `UserLevelPrivacy`."""
 
+    def checked(self, privacy):
+        return self
+
+
+@pytest.mark.parametrize("sampling", [ShuffledEpochs(2, 40), FixedOrder(2, 40)])
+def test_no_run_begins_in_the_middle_of_another_ones_pass(tmp_path, sampling):
     def train(earlier, mechanism="gaussian"):
         ledger = rounds.ledger(mechanism)
         ledger.record_lost(earlier)
-        sampler = Unchecked(list("abcdefgh"), ShuffledEpochs(2, 40))
+        sampler = Unchecked(list("abcdefgh"), sampling)
         folder = tmp_path / f"{earlier} {mechanism}"
-        return program.train(rounds.Process(tmp_path), str, sampler, 5, folder, ledger=ledger)
+        return program.train(rounds.Process(tmp_path), str, sampler, 1, folder, ledger=ledger)
 
-    for whole_passes in (0, 4, 8):
-        assert train(whole_passes).num_finished == 5
+    for whole_passes in (0, 4):
+        assert train(whole_passes).num_finished == 1
     for earlier in (3, 5):
         with pytest.raises(ValueError, match=f"{earlier} rounds in the ledger, 4 rounds per pass"):
             train(earlier)
         assert not (tmp_path / f"{earlier} gaussian").exists()
-    assert train(3, "tree").num_finished == 5  # each run has trees of its own
+    assert train(3, "tree").num_finished == 1  # each run has trees of its own
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    "kind, keyed, lengths",
+    [
+        (FixedOrder, False, (4, 8, 3)),
+        (ShuffledEpochs, False, (4, 8, 3)),
+        (FixedOrder, True, (3, 2, 4, 1)),
+        (ShuffledEpochs, True, (3, 2, 4, 1)),
+    ],
+)
+def test_runs_of_one_ledger_have_each_client_as_often_as_is_accounted_for(
+    tmp_path, kind, keyed, lengths
+):
+    """Nine clients, so that one is left out of a pass of four rounds, and not always the same."""
+    ledger, sampler = rounds.ledger("gaussian"), Unchecked(list("abcdefghi"), kind(2, 40))
+    for length in lengths:
+        folder, made = tmp_path / str(ledger.num_releases), rounds.Process(tmp_path)
+        trained = program.train(made, str, sampler, length, folder, ledger=ledger)
+        ledger = trained.ledger
+        sampler = trained.sampler if keyed else Unchecked(sampler.client_ids, sampler.sampling)
+        clients = [c for e in rounds.record(tmp_path) for c in e.get("clients", ())]
+        assert len(clients) == 2 * ledger.num_releases
+        assert max(map(clients.count, clients)) <= -(-ledger.num_releases // 4)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("kind", [FixedOrder, ShuffledEpochs])
+def test_only_the_order_of_the_ledgers_own_run_goes_on(tmp_path, kind):
+    ids = list("abcdefgh")
+
+    def train(folder, num_rounds, sampler, ledger):
+        process = rounds.Process(tmp_path)
+        return program.train(process, str, sampler, num_rounds, tmp_path / folder, ledger=ledger)
+
+    first = train("1", 3, Unchecked(ids, kind(2, 40)), rounds.ledger("gaussian"))
+    others = [
+        Unchecked(ids, kind(2, 40), bytes(32)),  # a key was passed, but another one
+        Unchecked(list("bcdefghi"), kind(2, 40), first.sampler.key),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="or pass its sampler, `Trained.sampler`"):
+            train("2", 2, other, first.ledger)
+    assert not (tmp_path / "2").exists()
+    assert train("2", 2, first.sampler, first.ledger).num_finished == 2
+    # It resumes with its own key, whatever the sampler of that call has.
+    assert train("2", 4, Unchecked(ids, kind(2, 40)), first.ledger).num_finished == 4
 
 
 def test_a_round_that_could_not_be_released_is_released_again(tmp_path):
