@@ -430,8 +430,10 @@ def train(
       on_client_error: `"raise"`, or `"drop"`: a client whose data set raises while it is made or
         read drops out too, with a warning. For that each data set is read once before the round.
       min_clients: the smallest number of clients to run a round with; a smaller one is a failure
-        (see `max_failures`). Only without privacy: whether a round is run must not depend on who is
-        there, so a private round is released, with all of its noise, even if nobody is left.
+        (see `max_failures`), after which another cohort is drawn under Poisson and fixed-size
+        sampling. In passes, and if all clients take part, the same clients are asked again.
+        Only without privacy: whether a round is run must not depend on who is there, so a private
+        round is released, with all of its noise, even if nobody is left.
 
     Returns:
       The last state, the ledger with all rounds, and the numbers of rounds.

@@ -16,7 +16,7 @@ import tensorflow_federated as tff
 import tree
 
 from federated.privacy import user_epsilon
-from federated.privacy.client_sampling import described
+from federated.privacy.client_sampling import FixedSizeSampling, PoissonSampling, described
 from federated.privacy.user_level import BANDED_ARGUMENTS
 from federated.runtime.connection import WorkerLostError
 from federated.training.dropout import Dropout, Dropping
@@ -227,9 +227,29 @@ class Run:
 
     def _index(self) -> int:
         """The number of the next cohort; no round used it before, those of the ledger included."""
-        if self.rounds_can_be_repeated:
+        if not self.rounds_can_be_repeated:
+            return self._rounds_before + self.journal.begun
+        if not self.journal.redrawn:
             return self.finished
-        return self._rounds_before + self.journal.begun
+        # Once all are used, the first ones come again: without privacy that does no harm.
+        return (self.finished + len(self.journal.redrawn)) % self.sampler.sampling.steps
+
+    def _require_clients(self, found: int, drawn: int) -> None:
+        """Raises RuntimeError if a round has too few clients; the next one has others if it can.
+
+        The cohort of a later round is as good if each is drawn independently. In passes it is not:
+        the clients of this one would be left out of the pass.
+        """
+        if found >= self._min_clients:
+            return
+        then = "The next round has the same cohort, since these are drawn in passes"
+        if isinstance(self.sampler.sampling, (PoissonSampling, FixedSizeSampling)):
+            self.journal.note("redrawn", self.journal.begun)
+            then = "Another cohort is drawn for the next round"
+        raise RuntimeError(
+            f"{found} of {drawn} clients are left, and `min_clients` is {self._min_clients}. "
+            f"{then}: allow some `max_failures`, or lower `min_clients`."
+        )
 
     def _data_of(
         self, number: int, cohort: list[str], datasets: Callable[[str], tf.data.Dataset]
@@ -282,12 +302,7 @@ class Run:
         self._require_no_python(data)
         self.journal.note("begun", number)
         try:
-            if len(data) < self._min_clients:
-                raise RuntimeError(
-                    f"{len(data)} of {len(cohort)} clients are left, and `min_clients` is "
-                    f"{self._min_clients}. Other clients may be left in the next round: allow some "
-                    "`max_failures`, or lower `min_clients`."
-                )
+            self._require_clients(len(data), len(cohort))
             output = self.process.next(self.state, data)
         except Exception as error:
             # A worker that is gone stays gone: every further round would be counted and fail.

@@ -21,8 +21,8 @@ class Journal(journal.Journal):
     """The rounds of one run that were begun and released, in a file that only grows.
 
     The first line describes the run, the next one has the hash of the sampler's key, and each other
-    line records that a round was begun or released. Rounds are numbered 1, 2, … in the order in
-    which they begin; a number is never used twice.
+    line records that a round was begun or released, or that another cohort is to be drawn. Rounds
+    are numbered 1, 2, … in the order in which they begin; a number is never used twice.
 
     Guarantee: that of `tf_adaptive_dp.durable.journal.Journal`. `federated.training.program`
     compares the journal with the saved states, in case its last lines were lost.
@@ -31,6 +31,7 @@ class Journal(journal.Journal):
       run: the description of the run.
       begun: the number of the last round that was begun; 0 if there was none.
       released: the number of the last round whose figures went to the release managers.
+      redrawn: the rounds whose cohorts were given up because too few clients were left.
       sampler_key: the hash of the sampler's key; `None` if it was not noted yet.
     """
 
@@ -58,6 +59,7 @@ class Journal(journal.Journal):
         """
         self.run = json.loads(json.dumps(run))
         self.begun = self.released = 0
+        self.redrawn: list[int] = []
         self.sampler_key: str | None = None
         # Without the last brace, since the base class writes more into this line.
         super().__init__(path, json.dumps({"run": self.run}, sort_keys=True)[:-1].encode())
@@ -86,6 +88,8 @@ class Journal(journal.Journal):
             return self.sampler_key is None and isinstance(value, str)
         if event == "begun":
             return value == self.begun + 1
+        if event == "redrawn":
+            return value == self.begun and value not in self.redrawn
         return event == "released" and self.released <= value <= self.begun
 
     def _compare_states(self, before: dict) -> None:
@@ -102,7 +106,10 @@ class Journal(journal.Journal):
 
     def _follow(self, entry: dict) -> None:
         ((event, value),) = entry.items()
-        setattr(self, event, value)
+        if event == "redrawn":
+            self.redrawn.append(value)
+        else:
+            setattr(self, event, value)
 
     def note_sampler_key(self, digest: str) -> None:
         """Records the hash of the sampler's key, once.
@@ -116,12 +123,12 @@ class Journal(journal.Journal):
         self._append({"sampler_key": digest})
 
     def note(self, event: str, number: int) -> None:
-        """Records that a round was begun or released.
+        """Records that a round was begun or released, or that its cohort is given up.
 
         Guarantee: that of the class.
 
         Args:
-          event: `"begun"` or `"released"`.
+          event: `"begun"`, `"released"` or `"redrawn"`.
           number: the number of the round.
 
         Raises:
@@ -131,6 +138,6 @@ class Journal(journal.Journal):
         if not self._may_follow({event: number}):
             raise ValueError(
                 f"Round {number} cannot be {event} now. Received: begun={self.begun}, "
-                f"released={self.released}"
+                f"released={self.released}, redrawn={self.redrawn}"
             )
         self._append({event: number})

@@ -5,7 +5,13 @@ import pytest
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from federated.privacy.client_sampling import ClientSampler, EveryClient, PoissonSampling
+from federated.privacy.client_sampling import (
+    ClientSampler,
+    EveryClient,
+    FixedSizeSampling,
+    PoissonSampling,
+    ShuffledEpochs,
+)
 from federated.privacy.user_epsilon import epsilon_spent, privacy_statement
 from federated.privacy.user_ledger import UserLedger
 from federated.privacy.user_level import UserLevelPrivacy
@@ -135,6 +141,49 @@ def test_a_public_round_with_too_few_clients_is_a_failure(tmp_path):
         trained = train(tmp_path, 3, None, max_failures=1, **options)
     assert (trained.num_finished, trained.num_begun) == (3, 4)
     assert clients_of(tmp_path) == [["client 0"], ["client 1"], ["client 2"]]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("kind", ["poisson", "fixed size", "passes"])
+def test_a_cohort_that_is_too_small_is_drawn_anew_where_rounds_are_independent(
+    tmp_path, kind, resumed
+):
+    sampling = {
+        "poisson": PoissonSampling(0.5, 9, steps=12),
+        "fixed size": FixedSizeSampling(4, steps=12),
+        "passes": ShuffledEpochs(4, steps=12),
+    }[kind]
+    sampler = ClientSampler(CLIENTS[:8], sampling, KEY)
+    gone = sampler.cohort(1)[:3]  # for good, so that this cohort never has enough
+
+    def run(**options):
+        return program.train(
+            *(rounds.Process(tmp_path), str, sampler, 12, tmp_path / "run"),
+            dropout=lambda client, number: client in gone,
+            min_clients=2,
+            **options,
+        )
+
+    if kind == "passes":
+        with pytest.warns(UserWarning, match="The next round has the same cohort"):
+            with pytest.raises(RuntimeError):
+                run(max_failures=5)
+        assert len(clients_of(tmp_path)) == 1
+        return
+    with pytest.warns(UserWarning, match="Round .* failed: .*Another cohort is drawn"):
+        if not resumed:
+            trained = run(max_failures=30)
+        for _ in range(30 if resumed else 0):
+            try:
+                trained = run(max_failures=1)
+                break
+            except RuntimeError:
+                pass
+    assert trained.num_finished == 12 < trained.num_begun
+    cohorts = [[c for c in sampler.cohort(k) if c not in gone] for k in range(12)]
+    usable = [c for c in cohorts if len(c) >= 2]
+    # Then the first ones come again.
+    assert clients_of(tmp_path) == (usable * 12)[:12]
 
 
 def test_a_public_run_shows_how_many_dropped_out(tmp_path):

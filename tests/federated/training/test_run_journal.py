@@ -99,7 +99,9 @@ def test_a_run_whose_states_have_another_form_is_refused_by_its_leaves(path):
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("entry", [("begun", 5), ("begun", 3), ("released", 1), ("released", 4)])
+@pytest.mark.parametrize(
+    "entry", [("begun", 5), ("begun", 3), ("released", 1), ("released", 4), ("redrawn", 2)]
+)
 def test_an_impossible_entry_is_refused(path, entry):
     content = path.read_bytes()
     journal = Journal(path, RUN)
