@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
@@ -73,13 +74,25 @@ def export(state: Any, model_fn: Callable[[], tf.keras.Model]) -> tf.keras.Model
             "`model_fn` must be a function that returns a model of Keras. Received: "
             f"model_fn={model_fn!r}"
         )
-    try:
-        weights.assign_weights_to(model)
-    except ValueError as error:
-        raise ValueError(
-            f"`model_fn` must return a model with the weights of the trained one. Received: {error}"
-        ) from error
+    _assign(weights, model)
     return model
+
+
+def _assign(weights: tff.learning.models.ModelWeights, model: tf.keras.Model) -> None:
+    """Gives a model of Keras all of the weights of another model, or raises ValueError."""
+    for kind, given, own in (
+        ("trainable", weights.trainable, model.trainable_weights),
+        ("non-trainable", weights.non_trainable, model.non_trainable_weights),
+    ):
+        # Otherwise those that one of them has more would be left out without a word.
+        trained, made = ([tuple(np.shape(weight)) for weight in part] for part in (given, own))
+        if trained != made:
+            raise ValueError(
+                "`model_fn` must return a model with the weights of the trained one, such as the "
+                f"`model_fn` of the process. Received: a model with {kind} weights of shapes "
+                f"{made}, the trained one has {trained}"
+            )
+    weights.assign_weights_to(model)
 
 
 class Evaluation:
@@ -163,9 +176,10 @@ class Evaluation:
           Each figure by its name in Keras.
 
         Raises:
-          ValueError: if the held-out clients have no examples, or no figure is named `best`.
+          ValueError: if the weights do not fit the model, the held-out clients have no examples,
+            or no figure is named `best`.
         """
-        weights.assign_weights_to(self._model)
+        _assign(weights, self._model)
         self._model.reset_metrics()
         found: Mapping[str, float] = {}
         for client in self.client_ids:

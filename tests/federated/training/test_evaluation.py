@@ -246,6 +246,32 @@ def test_what_has_no_weights_is_not_exported():
         export(weights(np.zeros([3, 2])), model_fn)
 
 
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([2, 2], r"weights of shapes \[\(2, 2\), \(2,\), \(2, 2\), \(2,\)\], the trained one has"),
+        ([], r"trainable weights of shapes \[\], the trained one has \[\(2, 2\), \(2,\)\]"),
+        ([3], r"trainable weights of shapes \[\(2, 3\), \(3,\)\]"),
+        ([2, "norm"], r"non-trainable weights of shapes \[\(2,\), \(2,\)\], the trained one has"),
+    ],
+)
+def test_a_model_with_more_or_fewer_weights_is_refused(layers, message):
+    def other():
+        model = tf.keras.Sequential([tf.keras.Input([2])])
+        for units in layers:
+            norm = tf.keras.layers.BatchNormalization(center=False, scale=False)
+            model.add(norm if units == "norm" else tf.keras.layers.Dense(units))
+        model.compile(loss="mse")
+        return model
+
+    at = weights(np.eye(2))
+    with pytest.raises(ValueError, match=message):
+        export(at, other)
+    evaluation = Evaluation(other, of_client, ["a"])
+    with pytest.raises(ValueError, match=message):
+        evaluation.figures(at)
+
+
 @pytest.mark.slow
 def test_the_best_state_becomes_a_model_of_keras(context, tmp_path):
     process = build_adaptive_fed_avg(
