@@ -110,7 +110,8 @@ class Evaluation:
     Args:
       model_fn: a function that returns a new model of Keras, compiled with its loss and metrics.
       client_data: the held-out clients' data: a `tff.simulation.datasets.ClientData`, or a function
-        from a client id to batches (x, y), with `client_ids`.
+        from a client id to batches, with `client_ids`. A batch is (x, y), or a mapping with the
+        keys `x` and `y`.
       client_ids: the held-out clients; `None` takes all clients of `client_data`.
       every: the number of finished rounds between evaluations. The last round is always evaluated.
       best: the name of the figure to choose the best state by; `None` keeps no best state.
@@ -176,6 +177,7 @@ class Evaluation:
           Each figure by its name in Keras.
 
         Raises:
+          TypeError: if a batch is not (x, y).
           ValueError: if the weights do not fit the model, the held-out clients have no examples,
             or no figure is named `best`.
         """
@@ -183,8 +185,44 @@ class Evaluation:
         self._model.reset_metrics()
         found: Mapping[str, float] = {}
         for client in self.client_ids:
-            for x, y in self._datasets(client):
-                found = self._model.test_on_batch(x, y, reset_metrics=False, return_dict=True)
+            for batch in self._datasets(client):
+                found = self._of_batch(batch, client)
+        return self._named(found)
+
+    def check(self, weights: tff.learning.models.ModelWeights) -> None:
+        """Evaluates one batch, so that what is wrong shows before the first round.
+
+        Args:
+          weights: see `figures`.
+
+        Raises:
+          TypeError, ValueError: if a batch is not (x, y), or as `figures`.
+        """
+        _assign(weights, self._model)
+        self._model.reset_metrics()
+        batches = ((b, client) for client in self.client_ids for b in self._datasets(client))
+        first = next(batches, None)
+        self._named({} if first is None else self._of_batch(*first))
+
+    def _of_batch(self, batch: Any, client: str) -> Mapping[str, float]:
+        """The figures of all batches since the metrics were reset, with this one."""
+        if isinstance(batch, Mapping) and set(batch) == {"x", "y"}:
+            x, y = batch["x"], batch["y"]
+        elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+            x, y = batch
+        else:
+            received = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            if isinstance(batch, (tuple, list)):
+                received = f"{len(batch)} parts"
+            raise TypeError(
+                "`client_data` must give batches (x, y) or {'x': x, 'y': y} of a held-out client, "
+                "as for training; every example counts with weight 1. Leave other parts out with "
+                f"`dataset.map`. Received: a batch of {received} for client {client!r}"
+            )
+        return self._model.test_on_batch(x, y, reset_metrics=False, return_dict=True)
+
+    def _named(self, found: Mapping[str, float]) -> dict[str, float]:
+        """The figures as plain numbers, or ValueError if `best` is none of them."""
         figures = {name: float(value) for name, value in found.items()}
         if self.best is not None and self.best not in figures:
             raise ValueError(

@@ -413,6 +413,7 @@ def train(
       evaluation: evaluates the model on held-out clients, and keeps the best state (see
         `federated.Evaluation`, which says what ε does not cover). A round's figures are on the disk
         before they are released or compared, so they are the same whenever it is released again.
+        One batch is evaluated before the first round, which shows most mistakes.
       release_managers: receive the figures of each round, see `federated.scalars`, under the number
         of the round, which counts lost rounds.
       max_failures: the number of rounds of this call that may end with an exception; they are lost.
@@ -474,6 +475,7 @@ def train(
         evaluators = [] if evaluate is None else [_Evaluator(evaluate_every, evaluate, "test/")]
         kept = None
         if evaluation is not None:
+            evaluation.check(process.get_model_weights(run.state))
             kept = BestState(run.folder, evaluation, run.state)
             if ledger is not None:
                 warn_of_choice(evaluation, sampler.client_ids, stacklevel=2)

@@ -165,6 +165,9 @@ def evaluation(every=1):
         def __init__(self):
             self.every, self.best, self.client_ids, self._sign = every, "luck", ("b",), 1.0
 
+        def check(self, weights):
+            pass
+
         def figures(self, weights):
             return {"luck": float(np.frombuffer(os.urandom(6) + b"\x00\x40").item())}
 

@@ -26,8 +26,8 @@ def injector():
         yield injector
 
 
-def model_fn():
-    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(2)])
+def model_fn(units=2):
+    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(units)])
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(loss=loss, metrics=["accuracy"])
     return model
@@ -235,6 +235,60 @@ def test_a_figure_that_is_not_there_is_refused():
         Evaluation(model_fn, lambda name: of_client(name).take(0), ["a"]).figures(
             weights(np.zeros([2, 2]))
         )
+
+
+def as_mapping(name):
+    return of_client(name).map(lambda x, y: {"y": y, "x": x})
+
+
+def test_batches_may_be_mappings_as_in_training():
+    at = weights([[-1.0, 0.5], [0.3, 0.2]], [0.1, -0.1])
+    found = [Evaluation(model_fn, d, "ab").figures(at) for d in (of_client, as_mapping)]
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "received"),
+    [
+        (lambda x, y: (x, y, tf.ones_like(y)), "a batch of 3 parts for client 'a'"),
+        (lambda x, y: {"pixels": x, "label": y}, r"a batch of \['label', 'pixels'\]"),
+        (lambda x, y: x, "a batch of EagerTensor"),
+    ],
+)
+def test_other_batches_are_refused_with_a_cure(change, received):
+    evaluation = Evaluation(model_fn, lambda name: of_client(name).map(change), ["a"])
+    for method in (evaluation.check, evaluation.figures):
+        with pytest.raises(TypeError, match=f"must give batches .*`dataset.map`.*{received}"):
+            method(weights(np.eye(2)))
+
+
+class Weights(rounds.Process):
+    """Rounds whose model has the weights of `model_fn`."""
+
+    def get_model_weights(self, state):
+        return weights(np.full([2, 2], state["model"]))
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        (Evaluation(model_fn, of_client, "a", every=9, best="acuracy"), "`best` must name"),
+        (Evaluation(lambda: model_fn(3), of_client, "a", every=9), "`model_fn` must return"),
+        (Evaluation(model_fn, lambda c: of_client(c).map(lambda x, y: x), "a"), "batches"),
+    ],
+    ids=["best", "model", "batches"],
+)
+def test_what_cannot_be_evaluated_is_refused_before_the_first_round(tmp_path, evaluation, message):
+    def train(evaluation):
+        arguments = (Weights(tmp_path), str, rounds.Sampler(["b"], rounds.Sampling()), 9)
+        return program.train(*arguments, tmp_path / "run", evaluation=evaluation)
+
+    with pytest.raises((TypeError, ValueError), match=message):
+        train(evaluation)
+    assert not rounds.record(tmp_path)
+    corrected = Evaluation(model_fn, as_mapping, "a", every=9, best="accuracy")
+    trained = train(corrected)
+    assert trained.num_begun == 9 and set(trained.best.figures) == {"loss", "accuracy"}
 
 
 def test_what_has_no_weights_is_not_exported():
