@@ -34,7 +34,9 @@ class Trained(NamedTuple):
       sampler: the sampler with the key of this run. To continue with your own rounds, take its
         cohorts, starting with number `ledger.num_releases` under the Gaussian mechanism and
         `num_finished` under the tree mechanism and with banded noise.
-      best: the best state by `evaluation`; `None` without one.
+      best: the best state by `evaluation`, of those that were evaluated; the last one always is.
+        `None` without an evaluation that chooses, without a finished round, and (with a warning) if
+        its figure was always NaN.
     """
 
     state: Any
@@ -279,6 +281,23 @@ def _held_out(evaluation: Evaluation, kept: BestState, run: Run) -> _Evaluator:
     return _Evaluator(evaluation.every, figures, prefix)
 
 
+def _best(evaluation: Evaluation, kept: BestState, run: Run, stacklevel: int) -> Best | None:
+    """The best state; the last one, if none was evaluated in earlier calls."""
+    best = kept.best()
+    if best is not None or evaluation.best is None or not run.finished:
+        return best
+    found = kept.figures(run.number, run.process.get_model_weights(run.state))
+    kept.consider(run.number, run.state, found)
+    best = kept.best()
+    if best is None:
+        warnings.warn(
+            f"There is no best state: {evaluation.best!r} was NaN whenever the model was "
+            "evaluated. If the model's weights are finite, check the held-out clients' data.",
+            stacklevel=stacklevel + 1,
+        )
+    return best
+
+
 class _Releases:
     """What a run releases after a round, and after its last one.
 
@@ -487,5 +506,7 @@ def train(
                 releases.release()
         releases.release_what_was_lost(of_privacy)
         figures.warn_if_no_step_was_accepted(stacklevel=3)
-        best = None if kept is None else kept.best()
+        best = None
+        if evaluation is not None and kept is not None:
+            best = _best(evaluation, kept, run, stacklevel=2)
         return Trained(run.state, run.ledger, run.finished, run.journal.begun, run.sampler, best)

@@ -101,6 +101,28 @@ def test_the_last_state_is_evaluated_if_the_last_round_is_lost(tmp_path):
     assert none.num_finished == 0 and none.best is None
 
 
+@pytest.mark.parametrize("before", [None, "unchosen"])
+def test_a_finished_run_that_is_evaluated_afterwards_has_a_best_state(tmp_path, before):
+    if before is not None:
+        before = rounds.evaluation()
+        before.best, before.figures = None, lambda weights: {"other": 1.0}
+    assert rounds.train(tmp_path, 3, evaluation=before).best is None
+    trained = rounds.train(tmp_path, 3, evaluated=True)
+    assert trained.best.number == trained.num_begun == 3
+    assert trained.best.state["model"] == trained.state["model"]
+    again = rounds.train(tmp_path, 3, evaluated=True).best
+    assert again.figures == trained.best.figures  # found once
+
+
+def test_figures_that_are_all_nan_choose_nothing_and_are_warned_of(tmp_path):
+    evaluation = rounds.evaluation()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "figures", lambda weights: {"luck": np.nan})
+        with pytest.warns(UserWarning, match="no best state: 'luck' was NaN whenever"):
+            assert rounds.train(tmp_path, 2, evaluation=evaluation).best is None
+    assert rounds.train(tmp_path, 3, evaluation=evaluation).best.number == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", [range(0, 34, 3), range(1, 34, 3), range(2, 34, 3)])
 def test_a_run_that_evaluates_may_be_killed_at_every_moment(injector, tmp_path, moments):
