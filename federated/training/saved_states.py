@@ -39,11 +39,11 @@ def wait(coroutine: Coroutine) -> Any:
 class SavedStates:
     """The newest two saved states of one run, each in a file, beside the files of large arrays.
 
-    The file of a state begins with a line of JSON, which holds the record and the types of the
-    leaves, and their checksum; then come the numbers of the small leaves. Arrays of at least 1 MiB
-    are in files that are named by a hash of their content. So what did not change since one of
-    these states, such as most of the noise of a tree, is not written again. With hash and checksum
-    a loaded state is the one that was saved.
+    The file of a state begins with a line of JSON, which holds the number, the record and the types
+    of the leaves, and their checksum; then come the numbers of the small leaves. Arrays of at least
+    1 MiB are in files that are named by a hash of their content. So what did not change since one
+    of these states, such as most of the noise of a tree, is not written again. With hash and
+    checksum a loaded state is the one that was saved under this number.
 
     Guarantee: an array is on the disk before the state that needs it, and stays there at least as
     long.
@@ -70,6 +70,7 @@ class SavedStates:
         leaves = [self._plain(leaf, arrays) for leaf in tree.flatten(state)]
         content = b"".join(values for _, values in leaves)
         head = {
+            "number": number,
             "record": record,
             "leaves": [kind for kind, _ in leaves],
             "checksum": zlib.crc32(content),
@@ -117,11 +118,12 @@ class SavedStates:
         try:
             return (_loaded_model if path.is_dir() else _loaded)(path, number, state)
         except Exception as error:
+            why = str(error).partition("\n")[0]
             raise ValueError(
-                "The saved state cannot be read; it is damaged, or of another version of "
+                "The saved state cannot be read; it is damaged, renamed, or of another version of "
                 "TensorFlow Federated. Nothing was changed. Restore it from a copy, or move it "
                 "away to resume from the state before it: its round stays counted. "
-                f"Received: {str(path)!r}"
+                f"Received: {str(path)!r}; {why}"
             ) from error
 
 
@@ -168,11 +170,13 @@ def _plain(leaf: Any) -> tuple[list, Callable[[], bytes]]:
 
 
 def _loaded(path: Path, number: int, state: Any) -> tuple[Any, dict]:
-    del number
     line, _, content = path.read_bytes().partition(b"\n")
     head = json.loads(files.checked(line + b"\n") or b"damaged")
     if zlib.crc32(content) != head["checksum"]:
         raise ValueError("its numbers are damaged")
+    # Earlier versions did not write it.
+    if head.get("number", number) != number:
+        raise ValueError(f"it is the state of round {head['number']}, and was renamed or copied")
     leaves, place = [], 0
     for kind, shape, *names in head["leaves"]:
         if kind == "text":

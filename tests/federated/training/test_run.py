@@ -116,6 +116,15 @@ def test_a_damaged_state_is_an_error(tmp_path):
     assert rounds.train(tmp_path, 3)[2:4] == (3, 3)
 
 
+def test_a_state_that_was_renamed_does_not_lower_the_count(tmp_path):
+    rounds.train(tmp_path, 5)
+    os.replace(states(tmp_path) / "round_4.state", states(tmp_path) / "round_5.state")
+    before = rounds.contents(tmp_path)
+    with pytest.raises(ValueError, match="it is the state of round 4"):
+        rounds.train(tmp_path, 5)
+    assert rounds.contents(tmp_path) == before
+
+
 @pytest.mark.slow
 def test_a_tree_run_of_an_earlier_version_is_refused(context, tmp_path):
     """Its states had all levels in one array, and the noise of the last sum."""

@@ -8,6 +8,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from federated.training.saved_states import SavedStates, wait
+from tf_adaptive_dp.durable import files
 
 STATE = {
     "weights": np.linspace(0, 1, 2000, dtype=np.float32).reshape(2, 1000),
@@ -49,6 +50,28 @@ def test_a_state_is_as_it_was_saved_or_refused(tmp_path):
     with pytest.raises(TypeError, match="numbers, texts, and arrays of numbers"):
         saved.save(2, {"what": object()}, RECORD)
     assert saved.latest() == 1
+
+
+def test_a_state_under_the_name_of_another_one_is_refused(tmp_path):
+    saved = SavedStates(tmp_path)
+    saved.save(4, STATE, RECORD)
+    content = (tmp_path / "round_4.state").read_bytes()
+    (tmp_path / "round_5.state").write_bytes(content)
+    assert saved.latest() == 5
+    with pytest.raises(ValueError, match="renamed.*round_5.state'; it is the state of round 4"):
+        saved.load(5, STATE)
+    assert_loaded(*saved.load(4, STATE))
+
+
+def test_a_state_from_before_its_number_was_written_is_read(tmp_path):
+    saved = SavedStates(tmp_path)
+    saved.save(4, STATE, RECORD)
+    path = tmp_path / "round_4.state"
+    line, _, content = path.read_bytes().partition(b"\n")
+    head = json.loads(files.checked(line + b"\n"))
+    assert head.pop("number") == 4
+    path.write_bytes(files.with_checksum(json.dumps(head).encode()) + content)
+    assert_loaded(*saved.load(4, STATE))
 
 
 def test_the_two_newest_states_are_kept_and_unfinished_ones_removed(tmp_path):
