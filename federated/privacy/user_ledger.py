@@ -179,9 +179,39 @@ class UserLedger:
             self._record_banded(event, _numerator(state))
         else:
             self._record_gaussian(event)
-        divisor = float(getattr(state.query_state, "denominator", math.nan))
-        if not math.isclose(divisor, self.privacy.clients_per_round, rel_tol=_ROUNDING):
-            raise self._contradiction(f"sums divided by {divisor:g}")
+        found = self._other_divisor(state.query_state)
+        if found is not None:
+            raise self._contradiction(found)
+
+    def check_noise(self, state: Any) -> None:
+        """Checks that the next round of a state has the noise that `privacy` says.
+
+        `record` compares what a round released, but then it has been run.
+
+        Args:
+          state: a state of the process, or of its aggregator, such as the initial one.
+
+        Raises:
+          TypeError: if the state has no differentially private aggregator.
+          ValueError: if it contradicts `privacy`.
+        """
+        query_state = getattr(self.aggregator_of(state), "query_state", None)
+        numerator = getattr(query_state, "numerator_state", None)
+        found = None
+        if self.is_tree:
+            found = self._other_tree(numerator)
+        elif self.is_banded:
+            found = self._other_banded(numerator)
+        elif hasattr(numerator, "period") or hasattr(numerator, "coefficients"):
+            found = "noise that is correlated over rounds"
+        else:
+            noise_multiplier = _next_noise_multiplier(numerator)
+            # That of a query which is not known here shows in its first round.
+            if noise_multiplier is not None and not self._is_said(noise_multiplier):
+                found = f"noise multiplier {noise_multiplier:.7g}"
+        found = found or self._other_divisor(query_state)
+        if found is not None:
+            raise self._contradiction(found)
 
     def aggregator_of(self, state: Any) -> Any:
         """The part of a process's state that describes the release.
@@ -226,6 +256,39 @@ class UserLedger:
         self._trees[min(self._behind % period + rounds, period)] += rounds
         self._tree_rounds += rounds
 
+    # What a state says if it contradicts `privacy`; `None` if it does not.
+
+    def _other_divisor(self, query_state: Any) -> str | None:
+        divisor = float(getattr(query_state, "denominator", math.nan))
+        same = math.isclose(divisor, self.privacy.clients_per_round, rel_tol=_ROUNDING)
+        return None if same else f"sums divided by {divisor:g}"
+
+    def _other_tree(self, tree: Any) -> str | None:
+        if not hasattr(tree, "period"):
+            return "no tree"
+        period, found = int(tree.period), float(tree.stddev) / float(tree.clip)
+        if self._is_said(found) and period == self.privacy.rounds_per_pass:
+            return None
+        return f"trees of {period} rounds with noise multiplier {found:.7g} at each node"
+
+    def _other_banded(self, banded: Any) -> str | None:
+        if not hasattr(banded, "coefficients"):
+            return "no banded noise"
+        found, strategy = float(banded.stddev) / float(banded.clip), self.privacy.strategy
+        stated = np.array(strategy.coefficients if strategy else ())
+        used = np.asarray(banded.coefficients, np.float64)
+        same = used.shape == stated.shape and np.allclose(used, stated, rtol=_ROUNDING, atol=0)
+        if same and self._is_said(found):
+            return None
+        return (
+            f"noise of {len(used)} bands with noise multiplier {found:.7g} and coefficients from "
+            f"{used[0]:.7g}"
+        )
+
+    def _is_said(self, noise_multiplier: float) -> bool:
+        said = float(self.privacy.noise_multiplier)
+        return said * (1 - _ROUNDING) <= noise_multiplier <= said * (1 + _MOST_ABOVE)
+
     def _add(self, noise_multiplier: float, rounds: int) -> None:
         clients = float(self.privacy.clients_per_round)
         more = Segment(float(noise_multiplier), clients, rounds)
@@ -233,7 +296,7 @@ class UserLedger:
 
     def _record_gaussian(self, event: dp_accounting.DpEvent) -> None:
         said, found = float(self.privacy.noise_multiplier), effective_noise_multiplier(event)
-        least, most = said * (1 - _ROUNDING), said * (1 + _MOST_ABOVE)
+        least = said * (1 - _ROUNDING)
         if found >= said:
             self._add(said, 1)
         elif found >= least:  # rounding differs from round to round: no segment for each
@@ -242,20 +305,18 @@ class UserLedger:
             self._add(found, 1)
         else:
             self._unknown += 1
-        if not least <= found <= most:
+        if not self._is_said(found):
             raise self._contradiction(f"noise multiplier {found:.7g}, of the event {event}")
 
     def _record_tree(self, event: dp_accounting.DpEvent, tree: Any) -> None:
         if not (isinstance(event, dp_accounting.UnsupportedDpEvent) and hasattr(tree, "rounds")):
             self._unknown += 1
             raise self._contradiction(f"no tree, but the event {event}")
-        said, found = float(self.privacy.noise_multiplier), float(tree.stddev) / float(tree.clip)
-        rounds, period = int(tree.rounds), self.privacy.rounds_per_pass
-        if not said * (1 - _ROUNDING) <= found <= said * (1 + _MOST_ABOVE) or tree.period != period:
+        other = self._other_tree(tree)
+        if other is not None:
             self._unknown += 1
-            raise self._contradiction(
-                f"trees of {int(tree.period)} rounds with noise multiplier {found:.7g} at each node"
-            )
+            raise self._contradiction(other)
+        rounds, period = int(tree.rounds), self.privacy.rounds_per_pass
         if rounds > self._behind + 1:
             self._unknown += 1
             raise self._unrecorded(rounds)
@@ -270,20 +331,10 @@ class UserLedger:
         if not (known and hasattr(banded, "coefficients")):
             self._unknown += 1
             raise self._contradiction(f"no banded noise, but the event {event}")
-        said, found = (
-            float(self.privacy.noise_multiplier),
-            float(banded.stddev) / float(banded.clip),
-        )
-        strategy = self.privacy.strategy
-        stated = np.array(strategy.coefficients if strategy else ())
-        used = np.asarray(banded.coefficients, np.float64)
-        same = used.shape == stated.shape and np.allclose(used, stated, rtol=_ROUNDING, atol=0)
-        if not same or not said * (1 - _ROUNDING) <= found <= said * (1 + _MOST_ABOVE):
+        other = self._other_banded(banded)
+        if other is not None:
             self._unknown += 1
-            raise self._contradiction(
-                f"noise of {len(used)} bands with noise multiplier {found:.7g} and coefficients "
-                f"from {used[0]:.7g}"
-            )
+            raise self._contradiction(other)
         rounds = int(banded.rounds)
         if rounds > self._behind + 1:
             self._unknown += 1
@@ -411,3 +462,15 @@ def effective_noise_multiplier(event: dp_accounting.DpEvent) -> float:
 
 def _numerator(state: Any) -> Any:
     return getattr(state.query_state, "numerator_state", None)
+
+
+def _next_noise_multiplier(numerator: Any) -> float | None:
+    """The z of a query for independent noise, by its state; `None` if it is another query."""
+    parts = [numerator]
+    if hasattr(numerator, "quantile_estimator_state"):  # an adaptive clip
+        counted = getattr(numerator.quantile_estimator_state, "below_estimate_state", None)
+        parts = [getattr(numerator, "sum_state", None), getattr(counted, "numerator_state", None)]
+    if not all(hasattr(part, "stddev") and hasattr(part, "l2_norm_clip") for part in parts):
+        return None
+    events = [dp_accounting.GaussianDpEvent(float(p.stddev) / float(p.l2_norm_clip)) for p in parts]
+    return effective_noise_multiplier(dp_accounting.ComposedDpEvent(events))

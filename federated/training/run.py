@@ -111,7 +111,7 @@ class Run:
             sampler.checked(ledger.privacy)
         state = process.initialize()
         if ledger is not None:
-            ledger.aggregator_of(state)  # fails now rather than after a round of unknown cost
+            ledger.check_noise(state)  # fails now rather than after a round of unknown cost
         elif any("dp_event" in map(str, path) for path, _ in tree.flatten_with_path(state)):
             warnings.warn(
                 "The process adds noise for privacy, but there is no `ledger`: its rounds are not "
@@ -125,6 +125,7 @@ class Run:
         folder.chmod(0o700)
         self.journal = Journal(folder / "journal", _description(state, sampler, ledger))
         try:
+            self._require_no_contradiction()
             self.sampler = self._with_kept_key(sampler, folder / _KEY)
             if ledger is not None:  # its cohorts are those of the kept key
                 self.sampler.checked(ledger.privacy)
@@ -150,6 +151,17 @@ class Run:
         counts as one more cohort of the sampling, so the next round draws a new one.
         """
         return self.privacy is None or self.privacy.mechanism != "gaussian"
+
+    def _require_no_contradiction(self) -> None:
+        """Raises if a round released something else than stated; it would count as stated."""
+        if self.journal.contradicted:
+            raise ValueError(
+                f"Round {self.journal.contradicted} of the run in this directory did not release "
+                "what `privacy` says, so what it cost is unknown, and no ε of this run is. Nothing "
+                "was changed. Build a process whose noise is that of its `UserLevelPrivacy`, and "
+                "begin a new run in another directory. Its ε will not include what this one "
+                f"released. Received: {str(self.folder)!r}"
+            )
 
     def _with_kept_key(self, sampler: Any, path: Path) -> Any:
         """The sampler with the key of the run, which is stored in a file of its owner.
@@ -200,6 +212,7 @@ class Run:
         self.finished, self.figures = record["finished"], record["figures"]
         if record["ledger"] is not None:
             self.ledger = _copied(record["ledger"], ledger)
+            self.ledger.check_noise(self.state)  # a run of earlier versions may have other noise
         # The process may have ended when the state was complete but not yet on the disk.
         self.states.sync(number)
         self.lose(journal.begun - number)
@@ -313,7 +326,11 @@ class Run:
             self.lose(1)
             return False
         if self.ledger is not None:
-            self.ledger.record(output.state)
+            try:
+                self.ledger.record(output.state)
+            except ValueError:
+                self.journal.note("contradicted", number)  # so that it never counts as stated
+                raise
         self.figures = figures(output, self.ledger, len(cohort), len(data))
         self.number, self.state, self.finished = number, output.state, self.finished + 1
         self._save()

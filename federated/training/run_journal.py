@@ -21,8 +21,9 @@ class Journal(journal.Journal):
     """The rounds of one run that were begun and released, in a file that only grows.
 
     The first line describes the run, the next one has the hash of the sampler's key, and each other
-    line records that a round was begun or released, or that another cohort is to be drawn. Rounds
-    are numbered 1, 2, … in the order in which they begin; a number is never used twice.
+    line records that a round was begun or released, that another cohort is to be drawn, or
+    that a release was not as stated. Rounds are numbered 1, 2, … in the order in which they begin;
+    a number is never used twice.
 
     Guarantee: that of `tf_adaptive_dp.durable.journal.Journal`. `federated.training.program`
     compares the journal with the saved states, in case its last lines were lost.
@@ -31,6 +32,7 @@ class Journal(journal.Journal):
       run: the description of the run.
       begun: the number of the last round that was begun; 0 if there was none.
       released: the number of the last round whose figures went to the release managers.
+      contradicted: the number of a round that did not release what its privacy says; 0 without one.
       redrawn: the rounds whose cohorts were given up because too few clients were left.
       sampler_key: the hash of the sampler's key; `None` if it was not noted yet.
     """
@@ -58,7 +60,7 @@ class Journal(journal.Journal):
             left unchanged.
         """
         self.run = json.loads(json.dumps(run))
-        self.begun = self.released = 0
+        self.begun = self.released = self.contradicted = 0
         self.redrawn: list[int] = []
         self.sampler_key: str | None = None
         # Without the last brace, since the base class writes more into this line.
@@ -88,6 +90,8 @@ class Journal(journal.Journal):
             return self.sampler_key is None and isinstance(value, str)
         if event == "begun":
             return value == self.begun + 1
+        if event == "contradicted":
+            return value == self.begun > self.contradicted
         if event == "redrawn":
             return value == self.begun and value not in self.redrawn
         return event == "released" and self.released <= value <= self.begun
@@ -123,12 +127,12 @@ class Journal(journal.Journal):
         self._append({"sampler_key": digest})
 
     def note(self, event: str, number: int) -> None:
-        """Records that a round was begun or released, or that its cohort is given up.
+        """Records that a round was begun, released, given up for another, or not as stated.
 
         Guarantee: that of the class.
 
         Args:
-          event: `"begun"`, `"released"` or `"redrawn"`.
+          event: `"begun"`, `"released"`, `"redrawn"` or `"contradicted"`.
           number: the number of the round.
 
         Raises:

@@ -16,6 +16,7 @@ from tf_adaptive_dp.errors import NotPrivateError
 FIXED = UserLevelPrivacy(1.1, 20, 60, clip=0.3)
 ADAPTIVE = UserLevelPrivacy(0.7, 20, 60)
 TREE = UserLevelPrivacy(1.1, 20, 60, clip=0.3, mechanism="tree")
+BANDED = UserLevelPrivacy(1.1, 20, 60, clip=0.3, mechanism="banded", bands=2)
 PUBLIC = SimpleNamespace(description="word counts", provenance="public")
 EVENT = dp_accounting.ComposedDpEvent(
     [dp_accounting.GaussianDpEvent(30.0), dp_accounting.LaplaceDpEvent(50.0)]
@@ -135,6 +136,38 @@ def test_a_round_of_which_it_is_not_known_what_it_released_voids_epsilon(privacy
     assert ledger.num_releases == 1
     again = UserLedger.from_dict(ledger.to_dict(), privacy)
     assert again.other_events == ledger.other_events
+
+
+STATED = [FIXED, ADAPTIVE, TREE, UserLevelPrivacy(0.0, 20, 60), BANDED]
+
+
+@pytest.mark.parametrize("privacy", STATED, ids=["fixed", "adaptive", "tree", "zero", "banded"])
+def test_the_noise_of_a_state_is_compared_before_a_round(privacy):
+    start = process_of(privacy).initialize()
+    UserLedger(privacy).check_noise(start)
+    z = privacy.noise_multiplier
+    mechanism = {"clip": 0.3, "mechanism": "tree" if privacy is not TREE else "gaussian"}
+    for change in (
+        {"noise_multiplier": z * 2 / 3 if z else 0.1},
+        {"noise_multiplier": z * 3 / 2 if z else 0.2},
+        {"noise_multiplier": z * (1 + 3e-5) if z else 1e-3},
+        {"clients_per_round": 19},
+        {"total_clients": 80} if privacy is TREE else {"clients_per_round": 15},
+        {"bands": 3} if privacy is BANDED else mechanism,
+    ):
+        said = dataclasses.replace(privacy, **change)
+        ledger = UserLedger(said)
+        with pytest.raises(ValueError, match="did not release what `privacy` says. Build process"):
+            ledger.check_noise(start)
+        assert ledger.num_releases == 0  # nothing has been released
+
+
+def test_the_noise_of_rounds_is_compared_as_that_of_the_beginning():
+    process, ledger = process_of(ADAPTIVE), UserLedger(ADAPTIVE)
+    current = process.initialize()
+    for _ in range(20):  # in which the clip moves
+        current = process.next(current, [np.ones(3, np.float32)] * 20).state
+        ledger.check_noise(current)
 
 
 def test_another_divisor_than_stated_is_told():

@@ -638,6 +638,46 @@ def test_a_private_process_is_never_run_without_its_ledger(process, tmp_path):
         program.train(process, real_rounds.dataset, sampler, 2, tmp_path, ledger=known)
 
 
+def with_other_noise(process, noise_multiplier):
+    """A process that says it has the privacy of another one."""
+    privacy = dataclasses.replace(process.privacy, noise_multiplier=noise_multiplier)
+    made = build_dp_fed_avg(real_rounds.model_fn, tff.learning.optimizers.build_sgdm(0.1), privacy)
+    return SimpleNamespace(
+        initialize=made.initialize,
+        next=made.next,
+        get_model_weights=made.get_model_weights,
+        new_ledger=process.new_ledger,
+    )
+
+
+def test_other_noise_than_stated_costs_no_round(process, tmp_path):
+    def train(process, folder, num_rounds=1):
+        arguments = (process, real_rounds.dataset, real_rounds.sampler("gaussian"), num_rounds)
+        return program.train(*arguments, tmp_path / folder)
+
+    for z in (0.1, 0.25):
+        with pytest.raises(ValueError, match="did not release what `privacy` says.*multiplier"):
+            train(with_other_noise(process, z), "new")
+    assert not (tmp_path / "new").exists()
+    # One that shows it after its first round only, and a run of which earlier versions saved that.
+    less, begun = with_other_noise(process, 0.1), []
+    changing = SimpleNamespace(**vars(less) | {"initialize": process.initialize})
+
+    def next_with_less(state, datasets):
+        begun.append(state)
+        return less.next(less.initialize(), datasets)
+
+    changing.next = next_with_less
+    with pytest.raises(ValueError, match="did not release what `privacy` says.*multiplier 0.1"):
+        train(changing, "run")
+    before = rounds.contents(tmp_path)
+    for again in (changing, process):
+        for num_rounds in (1, 2):
+            with pytest.raises(ValueError, match="Round 1 of the run in this directory did not"):
+                train(again, "run", num_rounds)
+    assert len(begun) == 1 and rounds.contents(tmp_path) == before
+
+
 @pytest.mark.parametrize(
     "change, found",
     [
