@@ -43,6 +43,12 @@ def with_tff_models(model_fn: Any, input_spec: Any = None) -> Any:
         return model_fn
     with tf.init_scope():  # not in a graph, where weights have no values
         model = model_fn()
+        if isinstance(model, tff.learning.models.FunctionalModel):
+            raise TypeError(
+                "`model_fn` must be the `tff.learning.models.FunctionalModel` itself, not a "
+                "function that returns it, which TFF would call in a graph: pass what it returns. "
+                f"Received: model_fn={model_fn!r}"
+            )
         if not isinstance(model, tf.keras.Model) or model.optimizer is None:
             return model_fn
         _check(model, input_spec)
@@ -66,10 +72,7 @@ def _check(model: tf.keras.Model, input_spec: Any) -> None:
             "like. Pass `input_spec=client_data.element_type_structure`, the `element_spec` of a "
             f"client's batches, too. Received: input_spec={input_spec!r}"
         )
-    if len(input_spec) != 2:
-        raise ValueError(
-            f"`input_spec` must have two parts, x and y. Received: input_spec={input_spec!r}"
-        )
+    _check_spec(input_spec)
     if hasattr(model.optimizer, "ledger"):
         raise TypeError(
             "The model that `model_fn` returns must not be compiled with an optimizer of "
@@ -90,6 +93,23 @@ def _check(model: tf.keras.Model, input_spec: Any) -> None:
         )
 
 
+def _check_spec(input_spec: Any) -> None:
+    if not isinstance(input_spec, (tuple, Mapping, tff.Type)):
+        raise TypeError(
+            "`input_spec` must be the `element_spec` of a client's batches, a tuple (x, y) or a "
+            "mapping with the keys x and y: `client_data.element_type_structure` of a "
+            "`ClientData`, `dataset.element_spec` of a `tf.data.Dataset`. Received: "
+            f"input_spec={input_spec!r}"
+        )
+    keys = {"x", "y"} if isinstance(input_spec, Mapping) else None
+    if len(input_spec) != 2 or (keys is not None and set(input_spec) != keys):
+        raise ValueError(
+            "`input_spec` must have two parts, x and y. Make such batches, as with "
+            "`client_data.preprocess(lambda dataset: dataset.map(lambda b: (b['pixels'], "
+            f"b['label'])))`. Received: input_spec={input_spec!r}"
+        )
+
+
 def _converted(model: tf.keras.Model, input_spec: Any) -> tff.learning.models.VariableModel:
     """A new model of TFF like a compiled one of Keras, in the default graph."""
     labels = input_spec["y"] if isinstance(input_spec, Mapping) else input_spec[1]
@@ -100,10 +120,13 @@ def _converted(model: tf.keras.Model, input_spec: Any) -> tff.learning.models.Va
     weights = settings["loss_weights"]
     if isinstance(weights, Mapping):
         weights = [weights[name] for name in model.output_names]
-    if settings["weighted_metrics"] or (weights is not None and not isinstance(loss, list)):
+    weighted = settings["weighted_metrics"] or []
+    if weighted or (weights is not None and not isinstance(loss, list)):
+        shown = ", ".join(map(_shown, weighted if isinstance(weighted, list) else [weighted]))
         raise ValueError(
             "`model_fn` must return a model without `weighted_metrics`, and without `loss_weights` "
-            f"if it has one output: compile it without them, {_BY_HAND}. Received: {settings!r}"
+            f"if it has one output: compile it without them, {_BY_HAND}. Received: "
+            f"loss_weights={weights!r}, weighted_metrics=[{shown}]"
         )
     return tff.learning.models.from_keras_model(
         tf.keras.models.clone_model(model),
@@ -185,8 +208,16 @@ def _metric(compiled: Any, model: tf.keras.Model, labels: Any) -> tf.keras.metri
             return made
     raise ValueError(
         "The metrics of the model that `model_fn` returns must be names or objects of "
-        f"`tf.keras.metrics`, in one list; {_BY_HAND}. Received: {compiled!r}"
+        f"`tf.keras.metrics`, in one list; {_BY_HAND}. Received: {_shown(compiled)}"
     )
+
+
+def _shown(compiled: Any) -> str:
+    """A compiled metric in an error; of a function Keras has the bytecode, which says nothing."""
+    kind = compiled.get("class_name") if isinstance(compiled, Mapping) else None
+    if kind == "function":
+        return f"the function {compiled['config']!r}"
+    return "a lambda" if kind == "__lambda__" else repr(compiled)
 
 
 def _kind(predictions: tuple, labels: tf.TensorSpec) -> str:

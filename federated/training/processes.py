@@ -377,6 +377,8 @@ def _composed(
         return tff.learning.models.ModelWeights(trainable, fixed)
 
     weights_type = initial_weights.type_signature.result
+    # Before the finalizer: privacy says which types of weights it takes.
+    aggregator = model_aggregator.create(weights_type.trainable, tff.TensorType(np.float32))
     if model_distributor is None:
         model_distributor = tff.learning.templates.build_broadcast_process(weights_type)
     finalizer = tff.learning.templates.build_apply_optimizer_finalizer(
@@ -386,7 +388,7 @@ def _composed(
         initial_weights,
         model_distributor,
         client_work,
-        model_aggregator.create(weights_type.trainable, tff.TensorType(np.float32)),
+        aggregator,
         finalizer,
     )
     return process, grouped.ServerParts(model_distributor, finalizer, weights_type.trainable)

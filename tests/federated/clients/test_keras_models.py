@@ -161,6 +161,19 @@ def test_several_outputs_keep_their_losses_and_weights():
         np.testing.assert_allclose(model.forward_pass((x, y)).loss, expected)
 
 
+LABEL_AND_PIXELS = {"label": SPEC[1], "pixels": SPEC[0]}
+CLIENT_DATA = tff.simulation.datasets.TestClientData({"a": (np.ones([2, 3]),)})
+
+
+def mean(labels, predictions):
+    return tf.reduce_mean(predictions)
+
+
+def functional_model():
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return tff.learning.models.functional_model_from_keras(layers(), loss, SPEC)
+
+
 class Subclass(tf.keras.Model):
     def call(self, x):
         return x
@@ -177,18 +190,37 @@ def with_a_loss_of_its_own():
     [
         (compiled(loss="mse"), None, TypeError, "Pass `input_spec=client_data.element_type_str"),
         (compiled(loss="mse"), SPEC[:1], ValueError, "`input_spec` must have two parts"),
+        (compiled(loss="mse"), [*SPEC], TypeError, r"`element_spec` .* a tuple .*Received: .*\["),
+        (compiled(loss="mse"), CLIENT_DATA, TypeError, "`client_data.element_type_structure` of a"),
+        (compiled(loss="mse"), LABEL_AND_PIXELS, ValueError, "two parts, x and y. .*dataset.map"),
         (compiled(), SPEC, ValueError, "must be compiled with a loss"),
         (compiled(Subclass, loss="mse"), SPEC, TypeError, "does not say its inputs"),
         (compiled(with_a_loss_of_its_own, loss="mse"), SPEC, TypeError, "call `add_loss` in"),
         (compiled(loss="mse", weighted_metrics=["mae"]), SPEC, ValueError, "weighted_metrics"),
         (compiled(loss="mse", loss_weights=[2.0]), SPEC, ValueError, "loss_weights"),
         (compiled(loss="mse", metrics=[len]), SPEC, ValueError, "metrics .* must be names"),
+        (
+            compiled(loss="mse", metrics=[lambda y, p: p]),
+            SPEC,
+            ValueError,
+            "names or objects of .* not compiled. Received: a lambda$",
+        ),
+        (compiled(loss="mse", metrics=[mean]), SPEC, ValueError, "Received: the function 'mean'$"),
+        (functional_model, None, TypeError, "`model_fn` must be the .* itself.*pass what it ret"),
         (compiled(loss="mse", metrics={"dense": "mae"}), SPEC, ValueError, "must be names"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_with_a_cure(model_fn, spec, error, message):
     with pytest.raises(error, match=message):
         converted(model_fn, spec)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_private_weights_of_other_types_are_refused_with_a_cure(dtype):
+    made = compiled(lambda: layers(dtype=dtype), loss="sparse_categorical_crossentropy")
+    privacy = UserLevelPrivacy(1.0, 2, 4, clip=1.0)
+    with pytest.raises(TypeError, match=f"Build the model with float32 weights.*{dtype}"):
+        build_dp_fed_avg(made, SGD, privacy, input_spec=SPEC)
 
 
 def test_an_optimizer_of_ours_in_the_model_is_refused():
