@@ -152,32 +152,55 @@ class _Search:
             if (frame, id(tensor), only_sizes) in seen or is_released(tensor):
                 continue
             seen.add((frame, id(tensor), only_sizes))
-            op = tensor.op
-            if tensor.dtype == tf.resource:
-                self.read |= frame.handles(tensor)
-            elif only_sizes and tensor.shape.is_fully_defined():
-                continue
-            elif op.type == "Placeholder":
-                places, is_data = frame.origins(tensor)
-                if is_data and not only_sizes:
-                    found = True
-                    self.data[frame, id(tensor)] = tensor
-                stack += [(*place, only_sizes) for place in places]
-            elif op.type in SHAPE_ONLY or op.type == "OptionalHasValue":
-                stack += [(frame, t, True) for t in op.inputs if op.type in SHAPE_ONLY]
-            elif frame.bodies(op):
-                stack += [(*result, only_sizes) for result in frame.results(tensor)]
-            elif only_sizes:
-                if op.type not in ELEMENTS:
-                    stack += [(frame, *asked) for asked in holds_sizes(op)]
-            else:
-                if op.type in ELEMENTS:
-                    found = True
-                    self.data[frame, id(tensor)] = tensor
-                stack += [(frame, t, False) for t in op.inputs]
-                if _kind(op.type) == _OUTSIDE:
-                    self.read.add(_WORLD)
+            if not only_sizes and _is_data(frame, tensor):
+                found = True
+                self.data[frame, id(tensor)] = tensor
+            stack += self._sources(frame, tensor, only_sizes)
         return found
+
+    def _sources(
+        self, frame: Frame, tensor: tf.Tensor, only_sizes: bool
+    ) -> list[tuple[Frame, tf.Tensor, bool]]:
+        """What a tensor is computed from; adds the state that it reads to `read`.
+
+        Args:
+          frame: that of the tensor.
+          tensor: what is computed.
+          only_sizes: whether only the sizes of the tensor matter, and not what it holds.
+
+        Returns:
+          Tensors, each with its frame and whether only its sizes matter.
+        """
+        op = tensor.op
+        if tensor.dtype == tf.resource:
+            self.read |= frame.handles(tensor)
+            return []
+        if only_sizes and tensor.shape.is_fully_defined():
+            return []
+        if op.type == "Placeholder":
+            places, _ = frame.origins(tensor)
+            return [(*place, only_sizes) for place in places]
+        if op.type in SHAPE_ONLY:
+            return [(frame, t, True) for t in op.inputs]
+        if op.type == "OptionalHasValue":  # tells how many batches there are, not what they hold
+            return []
+        if frame.bodies(op):
+            return [(*result, only_sizes) for result in frame.results(tensor)]
+        if only_sizes:
+            return [] if op.type in ELEMENTS else [(frame, *asked) for asked in holds_sizes(op)]
+        if _kind(op.type) == _OUTSIDE:
+            self.read.add(_WORLD)
+        return [(frame, t, False) for t in op.inputs]
+
+
+def _is_data(frame: Frame, tensor: tf.Tensor) -> bool:
+    """Whether a tensor is an input of the step or an element of a data set."""
+    if tensor.dtype == tf.resource:
+        return False
+    if tensor.op.type == "Placeholder":
+        _, enters_here = frame.origins(tensor)
+        return enters_here
+    return tensor.op.type in ELEMENTS
 
 
 def _by_state(root: Frame) -> dict[Hashable, list[_Write]]:
