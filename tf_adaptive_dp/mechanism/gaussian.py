@@ -116,19 +116,8 @@ class GaussianMechanism:
     ):
         """Creates the mechanism.
 
-        Args:
-          l2_norm_clip: see `tf_adaptive_dp.DPSGD` for this and all other arguments but
-            `add_variable`.
-          noise_multiplier: σ.
-          num_microbatches: the number of groups whose mean gradients are clipped, or `None`.
-          expected_batch_size: L, or `None`.
-          clipping: a `Clipping`, or what stands for it.
-          gradient_accumulation_steps: the number of parts in which each batch arrives.
-          secure_noise: whether the noise is `SecureNoise`.
-          seed: of the noise, for tests.
-          add_variable: makes a variable that is saved with the optimizer.
-          noise: how the noise of a release depends on that of earlier ones.
-          examples_per_user: the number of rows of each user, or `None`.
+        The arguments are those of `tf_adaptive_dp.DPSGD`, except for `add_variable`, which makes a
+        variable that is saved with the optimizer.
 
         Raises:
           TypeError, ValueError: if an argument has the wrong type or is out of its range.
@@ -342,22 +331,19 @@ class GaussianMechanism:
         clip = self._l2_norm_clip.read_value()
         with tf.control_dependencies([check] if check is not None else []):
             of_variables, batch = self._clipped_sums(
-                *(source, scale, shift, layers, places, clip, padding)
+                source, scale, shift, layers, places, clip, padding
             )
         search_sums_when_complete([*batch.sums, *batch.within])
         check = _assert(tf.equal(batch.padding, 0), [PADDING_CONTRIBUTES])
         # After the sums, so that a step that fails on its data releases and changes nothing.
         with tf.control_dependencies([*batch.flat(), *([] if check is None else [check])]):
             if self.accumulator is None:
-
-                def draw() -> Draw:
-                    return self.seen.add(number, tf.constant(True))
-
                 complete = tf.constant(True)
-                noisy = self._add_noise(batch, clip, size, draw, lambda: self._check_order(order))
+                noisy = self._release_at_once(batch, clip, size, number, order)
             else:
-                of_part = batch, clip, size, number, order
-                complete, noisy = self._accumulate(self.accumulator, *of_part)
+                complete, noisy = self._accumulate(
+                    self.accumulator, batch, clip, size, number, order
+                )
         self._complete[threading.get_ident()] = complete
         released = iter(noisy)
         return [None if s is None else next(released) for s in of_variables]
@@ -376,40 +362,48 @@ class GaussianMechanism:
         norms = source.variable_norms(scale, shift)
         squared_norms = total_norms(norms)
         weights = self.clipping.weights(norms, layers, clip)
+        each = weights if isinstance(weights, list) else [weights] * len(norms)
         present = squared_norms > 0
         if shift is not None:
             # Without this the shift would let padding contribute.
             unshifted = source.squared_norms()
             present = unshifted > 0
             squared_norms = tf.where(unshifted == 0, 0.0, squared_norms)
-            each = weights if isinstance(weights, list) else [weights] * len(norms)
-            weights = [None if w is None else tf.where(present, w, 0.0) for w in each]
+            each = [None if w is None else tf.where(present, w, 0.0) for w in each]
         self.statistics.record(squared_norms, clip)
         counted = []
         if self.histograms is not None:
             open_now, losses = self.histograms.are_open(), source.unit_losses
-            each = weights if isinstance(weights, list) else [weights] * len(norms)
-            weights = [None if w is None else tf.where(open_now, 0.0, w) for w in each]
+            each = [None if w is None else tf.where(open_now, 0.0, w) for w in each]
             counted.append(self.histograms.sum(open_now & present, norms, places, losses, clip))
-        sums = source.weighted_sum(weights)
-        if shift is not None:
-            parts = zip(sums, weights, shift)
-            sums = [None if s is None else s + tf.reduce_sum(w) * b for s, w, b in parts]
-        if scale is not None:
-            sums = [None if s is None else s * a for s, a in zip(sums, scale)]
-        count = []
+        sums = _weighted_sums(source, each, scale, shift)
+        within = []
         if isinstance(self.clipping, AdaptiveClipping):
-            count.append(self.clipping.count(squared_norms, present, clip))
-        contributes = tf.constant([False])
-        if padding is not None and self.num_microbatches is None:  # σ is halved with them anyway
-            if self.examples_per_user is not None:
-                # Padding among a user's records is that user's own; empty places count.
-                padding = tf.reduce_all(tf.reshape(padding, [-1, self.examples_per_user]), axis=1)
-            contributes = padding & present
-        raw = [tf.cast(s, tf.float32) for s in sums if s is not None]
-        found, none = (_number_of(present), _number_of(contributes)), tf.zeros([])
-        spoilt = _number_of(~tf.math.is_finite(squared_norms)) if source.spoils_others else none
-        return sums, _Sums(raw + counted, count, *found, spoilt, disordered=none, unshown=none)
+            within.append(self.clipping.count(squared_norms, present, clip))
+        none = tf.zeros([])
+        return sums, _Sums(
+            sums=[tf.cast(s, tf.float32) for s in sums if s is not None] + counted,
+            within=within,
+            present=_number_of(present),
+            padding=_number_of(self._contributing_padding(padding, present)),
+            spoilt=_number_of(~tf.math.is_finite(squared_norms)) if source.spoils_others else none,
+            disordered=none,
+            unshown=none,
+        )
+
+    def _contributing_padding(self, padding: tf.Tensor | None, present: tf.Tensor) -> tf.Tensor:
+        """Which rows, or users, are padding with a nonzero gradient; none if nobody can tell.
+
+        Args:
+          padding: [B], bool, the rows that are padding; `None` if nobody can tell.
+          present: bool, the rows, microbatches or users with a nonzero gradient.
+        """
+        if padding is None or self.num_microbatches is not None:  # σ is halved with them anyway
+            return tf.constant([False])
+        if self.examples_per_user is not None:
+            # Padding among a user's records is that user's own; empty places count.
+            padding = tf.reduce_all(tf.reshape(padding, [-1, self.examples_per_user]), axis=1)
+        return padding & present
 
     def _size_seen(
         self, expected: tf.Tensor, per_group: tf.Tensor, rows: tf.Tensor, present: tf.Tensor
@@ -431,6 +425,24 @@ class GaussianMechanism:
         if tf.executing_eagerly() and too_many:
             warnings.warn(wrong_size(float(expected), float(rows)), stacklevel=2)
         return size
+
+    def _release_at_once(
+        self,
+        batch: _Sums,
+        clip: tf.Tensor,
+        size: tf.Tensor,
+        number: Number | None,
+        order: Order | None,
+    ) -> list[tf.Tensor]:
+        """Releases a batch that did not arrive in parts."""
+
+        def record() -> list[tf.Tensor]:
+            checked = self._check_order(order)
+            with tf.control_dependencies([self._remember_batch_size(size), *checked.rejects]):
+                draw = self.seen.add(number, tf.constant(True))
+                return self._record(batch, size, draw, checked)
+
+        return self._add_noise(batch, clip, self._turns.take(record))
 
     def _accumulate(
         self,
@@ -460,52 +472,64 @@ class GaussianMechanism:
         *draw, complete = (made := self._turns.take(add))[:4]
         batch = part.like(made[4:])
 
-        def check_order() -> _OrderCheck:
-            now = self._check_order(None)
-            in_order = now.in_order & tf.equal(batch.disordered, 0)
-            return now._replace(in_order=in_order, shown=tf.equal(batch.unshown, 0))
-
         def release() -> list[tf.Tensor]:
             whole = batch._replace(sums=[s * unit for s in batch.sums])
-            return self._add_noise(whole, clip, size, lambda: Draw(*draw), check_order)
+
+            def record() -> list[tf.Tensor]:
+                now = self._check_order(None)
+                order = now._replace(
+                    in_order=now.in_order & tf.equal(batch.disordered, 0),
+                    shown=tf.equal(batch.unshown, 0),
+                )
+                with tf.control_dependencies([self._remember_batch_size(size), *order.rejects]):
+                    return self._record(whole, size, Draw(*draw), order)
+
+            return self._add_noise(whole, clip, self._turns.take(record))
 
         return complete, tf.cond(complete, release, lambda: [tf.zeros_like(s) for s in part.sums])
 
-    def _add_noise(
-        self,
-        batch: _Sums,
-        clip: tf.Tensor,
-        size: tf.Tensor,
-        draw: Callable[[], Draw],
-        check_order: Callable[[], _OrderCheck],
+    def _record(
+        self, batch: _Sums, size: tf.Tensor, draw: Draw, order: _OrderCheck
     ) -> list[tf.Tensor]:
-        """Records the release in the ledger, and then adds its noise."""
+        """Records a release in the ledger. Call it when its turn comes, after all checks.
 
-        def enter() -> list[tf.Tensor]:
-            order = check_order()
-            with tf.control_dependencies([self._remember_batch_size(size), *order.rejects]):
-                per_group, expected = self._examples_per_group(), self._divisor_in_examples()
-                sigma, drawn = self._noise_multiplier.read_value(), draw()
-                # An example may take the place of another one, or of padding that contributes.
-                twice = (per_group > 1) | (batch.padding > 0)
-                # An example in 1 + c parts of a batch moves the sum by up to (1 + c)·C.
-                counted = tf.where(twice, sigma / 2, sigma) / (1 + drawn.copies)
-                # One more example that is not finite would make the sum zero.
-                private = order.in_order & (batch.spoilt <= 1)
-                recorded = self.ledger.record(
-                    *(tf.where(private, counted, tf.zeros_like(counted)), expected),
-                    checked=drawn.checked & order.shown,
-                    distance=drawn.distance,
-                    size_seen=self._size_seen(expected, per_group, size, batch.present),
-                )
-            # The noise must have the number of the release, so it is drawn in the same turn.
-            correlated: list[tf.Tensor] = []
-            if isinstance(self.noise, CorrelatedNoise):
-                with tf.control_dependencies([recorded]):
-                    correlated = self.noise.draw(batch.sums)
-            return [recorded, per_group, expected, sigma, *correlated]
+        Args:
+          batch: the sums over the whole batch.
+          size: the rows of the batch, or of its last part.
+          draw: whether the batch was released before.
+          order: whether the batch and the noise were drawn for this release.
 
-        recorded, per_group, expected, sigma, *correlated = self._turns.take(enter)
+        Returns:
+          What `_add_noise` takes: the record, available when the ledger is written; the examples
+          that are clipped together, L and σ, as they were then; and correlated noise, if any.
+        """
+        per_group, expected = self._examples_per_group(), self._divisor_in_examples()
+        sigma = self._noise_multiplier.read_value()
+        # An example may take the place of another one, or of padding that contributes.
+        twice = (per_group > 1) | (batch.padding > 0)
+        # An example in 1 + c parts of a batch moves the sum by up to (1 + c)·C.
+        counted = tf.where(twice, sigma / 2, sigma) / (1 + draw.copies)
+        # One more example that is not finite would make the sum zero.
+        private = order.in_order & (batch.spoilt <= 1)
+        recorded = self.ledger.record(
+            tf.where(private, counted, tf.zeros_like(counted)),
+            expected,
+            checked=draw.checked & order.shown,
+            distance=draw.distance,
+            size_seen=self._size_seen(expected, per_group, size, batch.present),
+        )
+        # The noise must have the number of the release, so it is drawn in the same turn.
+        correlated: list[tf.Tensor] = []
+        if isinstance(self.noise, CorrelatedNoise):
+            with tf.control_dependencies([recorded]):
+                correlated = self.noise.draw(batch.sums)
+        return [recorded, per_group, expected, sigma, *correlated]
+
+    def _add_noise(
+        self, batch: _Sums, clip: tf.Tensor, record: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Adds the noise to a batch, given what `_record` returned for its release."""
+        recorded, per_group, expected, sigma, *correlated = record
         share = replicas.num_replicas() ** -0.5
         stddev = share * self._gradient_noise(sigma, expected) * clip
         divisor = tf.cast(expected / per_group, tf.float32)
@@ -674,6 +698,25 @@ def _assert(condition: tf.Tensor, data: Sequence) -> tf.Operation | None:
     """As `tf.debugging.Assert`, which makes a branch and two functions in each graph."""
     data = [tf.convert_to_tensor(part) for part in data]
     return tf.raw_ops.Assert(condition=condition, data=data, summarize=3)
+
+
+def _weighted_sums(
+    source: PerExampleGradients,
+    weights: Sequence[tf.Tensor | None],
+    scale: Sequence[tf.Tensor] | None,
+    shift: Sequence[tf.Tensor] | None,
+) -> list[tf.Tensor | None]:
+    """Σᵢ wᵢ·((gᵢ + shift) ∘ scale) of each variable; `None` if it has no gradient.
+
+    As the source sums gradients only, shift and scale are applied to the sum.
+    """
+    sums = source.weighted_sum(weights)
+    if shift is not None:
+        parts = zip(sums, weights, shift)
+        sums = [None if s is None else s + tf.reduce_sum(w) * b for s, w, b in parts]
+    if scale is not None:
+        sums = [None if s is None else s * a for s, a in zip(sums, scale)]
+    return sums
 
 
 def _number_of(rows: tf.Tensor) -> tf.Tensor:
