@@ -452,7 +452,8 @@ def test_batches_without_their_weights_have_no_epsilon_by_their_sampling():
     for x, y, weights in batches:
         with_weights.step(x, y, weights)
         without.step(x, y, tf.ones_like(weights))
-    assert with_weights.optimizer.seen == (6, 6) and without.optimizer.seen == (6, 0)
+    assert with_weights.optimizer.batches_seen == (6, 6)
+    assert without.optimizer.batches_seen == (6, 0)
     assert SAMPLING.epsilon_spent(with_weights.optimizer, N, DELTA) > 0
     match = "6 of 6 batches reached the optimizer without the sample weights"
     with pytest.raises(dp.NotPrivateError, match=match):
@@ -495,7 +496,7 @@ def test_weights_of_tokens_show_their_marks_in_a_step_of_ones_own():
 
     for x, y, weights in dp.poisson_batches(data(), SAMPLING).take(4):
         step(x, y, weights[:, None] * [[1.0, 0.0, 2.0]])
-    assert run.optimizer.seen == (4, 4)
+    assert run.optimizer.batches_seen == (4, 4)
 
 
 def test_batches_too_small_to_show_marks_are_not_missed():
@@ -503,5 +504,5 @@ def test_batches_too_small_to_show_marks_are_not_missed():
     run = Run(expected_batch_size=sampling.expected_batch_size(N))
     for x, y, weights in list(dp.poisson_batches(data(), sampling))[:5]:
         run.step(x, y, tf.ones_like(weights))
-    assert run.optimizer.seen == (5, 0)
+    assert run.optimizer.batches_seen == (5, 0)
     assert sampling.epsilon_spent(run.optimizer, N, DELTA) > 0

@@ -34,6 +34,7 @@ from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.gradients.api import check_loss, check_method, per_example_gradients
 from tf_adaptive_dp.gradients.released import completion, mark_released, vouch_for
+from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.watch import note_optimizer
 from tf_adaptive_dp.mechanism.clipping import Clipping, PerLayerClipping, serialize
 from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, NoiseKey
@@ -202,7 +203,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         return self._mechanism.rows_per_batch
 
     @property
-    def seen(self) -> Seen:
+    def batches_seen(self) -> Seen:
         """How many batches, or parts of batches, this process identified; not saved."""
         return self._mechanism.seen.counts()
 
@@ -318,6 +319,32 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
           TypeError: if `loss` is not a tensor.
           ValueError: if `tape` is missing, or the optimizer was built for other variables.
         """
+        self._refuse_before_step()
+        if not callable(loss) and tape is None:
+            raise ValueError("`tape` is required when a `Tensor` loss is passed. Received: None")
+        tape = tf.GradientTape() if tape is None else tape
+        loss, variables = _loss_and_variables(loss, var_list, tape)
+        check_loss(loss)
+        self._build_outside(variables)
+        refusals.refuse_other_variables(self, variables)
+        with tf.init_scope():
+            expected_batch_size = self.expected_batch_size
+        source = per_example_gradients(
+            loss,
+            variables,
+            tape,
+            method=self.gradients,
+            num_microbatches=self.num_microbatches,
+            loss_scale=self._loss_scaling.scale_for(loss, variables),
+            expected_batch_size=expected_batch_size,
+            examples_per_user=self.examples_per_user,
+        )
+        note_optimizer(loss, self)
+        refusals.refuse_counting(self, source)
+        return list(zip(self._release(source, variables), variables))
+
+    def _refuse_before_step(self) -> None:
+        """Rejects steps that cannot be private, whatever their loss is."""
         self.require_known_state()
         refusals.refuse_unsupported_setting(self)
         refusals.require_float32()
@@ -327,34 +354,21 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             self._mechanism.noise.require_fit(num_releases)
         refusals.refuse_smaller_last_batch(self)
         self._loss_scaling.refuse_wrapper(self)
-        if not callable(loss) and tape is None:
-            raise ValueError("`tape` is required when a `Tensor` loss is passed. Received: None")
-        tape = tf.GradientTape() if tape is None else tape
-        if callable(loss):
-            with tape:
-                if not callable(var_list):
-                    tape.watch([native(v) for v in var_list])
-                loss = loss()
-        of_keras = list(var_list() if callable(var_list) else var_list)
+
+    def _release(
+        self, source: PerExampleGradients, of_keras: Sequence[tf.Variable]
+    ) -> list[tf.Tensor | None]:
+        """Releases the gradients of each variable, which `apply_gradients` accepts.
+
+        Args:
+          source: the gradients of the examples.
+          of_keras: the variables.
+
+        Returns:
+          Gradients of the variables' dtypes; `None` where the loss does not depend on the variable.
+        """
         variables = [native(v) for v in of_keras]
-        check_loss(loss)
-        self._build_outside(of_keras)
-        refusals.refuse_other_variables(self, of_keras)
-        with tf.init_scope():
-            expected_batch_size = self.expected_batch_size
-        source = per_example_gradients(
-            loss,
-            of_keras,
-            tape,
-            method=self.gradients,
-            num_microbatches=self.num_microbatches,
-            loss_scale=self._loss_scaling.scale_for(loss, of_keras),
-            expected_batch_size=expected_batch_size,
-            examples_per_user=self.examples_per_user,
-        )
-        note_optimizer(loss, self)
         losses, rows_per_unit = source.example_losses, self.examples_per_user or 1
-        refusals.refuse_counting(self, source)
         scale, shift = self._preconditioning.scale_and_shift(self, variables)
         layers = _layers_of(of_keras, self.clipping)
         # Missing side information must fail the step before anything is released.
@@ -388,7 +402,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         for gradient in released:
             if gradient is not None:
                 mark_released(gradient, self._mechanism.complete)
-        return list(zip(released, of_keras))
+        return released
 
     def build(self, var_list: Sequence[tf.Variable]) -> None:
         """Creates all slots, those of the side information first.
@@ -595,6 +609,20 @@ def _one_at_a_time() -> contextlib.AbstractContextManager:
     if num_replicas() == 1:
         return _building
     return contextlib.nullcontext()
+
+
+def _loss_and_variables(
+    loss: tf.Tensor | Callable[[], tf.Tensor],
+    var_list: Sequence[tf.Variable] | Callable[[], Sequence[tf.Variable]],
+    tape: tf.GradientTape,
+) -> tuple[tf.Tensor, list[tf.Variable]]:
+    """What `compute_gradients` was given; calls functions, that of the loss on the tape."""
+    if callable(loss):
+        with tape:
+            if not callable(var_list):
+                tape.watch([native(v) for v in var_list])
+            loss = loss()
+    return loss, list(var_list() if callable(var_list) else var_list)
 
 
 def _layers_of(variables: Sequence[tf.Variable], clipping: Clipping) -> list[str]:

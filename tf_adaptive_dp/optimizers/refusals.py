@@ -61,7 +61,7 @@ def require_float32() -> None:
         warnings.warn(
             "TensorFloat-32 is off now in this process: it keeps 11 of the 24 bits of float32, and "
             "clipping needs exact norms. `keras.mixed_precision` is fast without it.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

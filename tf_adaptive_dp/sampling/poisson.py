@@ -127,7 +127,7 @@ class RandomSizes(draws.Sampling):
         Their padding counts as examples then, and an example that joins a batch replaces padding,
         which moves the sum by up to 2C.
         """
-        seen = getattr(ledger, "seen", None)
+        seen = getattr(ledger, "batches_seen", None)
         if seen is None or seen.marked == seen.numbered:
             return
         parts, missing = ledger.parts_per_batch, seen.numbered - seen.marked
