@@ -46,7 +46,7 @@ def find_present(
     Returns:
       [B], bool; `None` if all rows are present, or if all terms have sample weights.
     """
-    search = _Search(total, batch_axes)
+    search = _WeightSearch(total, batch_axes)
     weights: dict = {}
     unweighted = False
     for term in _terms(losses, search):
@@ -67,7 +67,7 @@ def find_present(
     return tf.reduce_any(rows, axis=0)
 
 
-class _Search:
+class _WeightSearch:
     """What is known about the sample weights of one step.
 
     Args:
@@ -110,7 +110,7 @@ class _Search:
         return any(tensor is w for w in self._known)
 
 
-def _terms(losses: Iterable[tf.Tensor], search: _Search) -> Iterator[tf.Tensor]:
+def _terms(losses: Iterable[tf.Tensor], search: _WeightSearch) -> Iterator[tf.Tensor]:
     """The terms of losses that depend on the data, without scalar factors."""
     batch_axes = search.batch_axes
     pending = [loss for loss in losses if batch_axes.depends(loss)]

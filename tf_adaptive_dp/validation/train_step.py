@@ -149,7 +149,7 @@ def _stand_in(model: tf.keras.Model, optimizer: Any, findings: list[Finding]) ->
         return wrapper
 
     if not hasattr(optimizer, "ledger"):
-        return _Search(searched(_search))
+        return _SearchingOptimizer(searched(_search))
     copy = copied(optimizer)
     copy.compute_gradients = searched(copy.compute_gradients)
     return copy
@@ -169,7 +169,7 @@ def _search(loss: tf.Tensor, variables: Sequence[Any], tape: Any) -> None:
     per_example_gradients(loss, list(variables), tape).squared_norms()
 
 
-class _Search:
+class _SearchingOptimizer:
     """Takes the place of an optimizer that is not private, and searches the loss of a step."""
 
     def __init__(self, search: Callable[..., None]):
@@ -206,7 +206,7 @@ def _run_eagerly(
         _search(loss, variables, tape)
         raise _Accepted
 
-    stand_in: Any = _Search(search)
+    stand_in: Any = _SearchingOptimizer(search)
     if hasattr(optimizer, "ledger"):
         stand_in = copied(optimizer)
         stand_in.compute_gradients = search

@@ -264,7 +264,7 @@ def _run(subject: _Subject, step: TracedStep, batch: tuple) -> tuple[list[Findin
     return found + differing, f"{probed.probed}; {compared}"
 
 
-class _Search(NamedTuple):
+class _SearchedStep(NamedTuple):
     """What a step shows that computes per-example gradients as training does.
 
     Attributes:
@@ -284,7 +284,7 @@ def _search(
     specs: tuple | None,
     expected: float,
     examples_per_user: int | None,
-) -> _Search:
+) -> _SearchedStep:
     counts: list[bool] = []
 
     def private(batch: tuple) -> tf.Tensor:
@@ -323,7 +323,7 @@ def _search(
         return _seconds(step, batch), _seconds(compiled(ordinary), batch)
 
     norms = np.sqrt(np.maximum(step(batch).numpy(), 0))
-    return _Search(norms, counts[0], seconds)
+    return _SearchedStep(norms, counts[0], seconds)
 
 
 def _seconds(function: Callable[[tuple], tf.Tensor], batch: tuple) -> float:
@@ -337,7 +337,7 @@ def _seconds(function: Callable[[tuple], tf.Tensor], batch: tuple) -> float:
 
 
 def _jacobians(
-    model: tf.keras.Model, variables: list[tf.Variable], search: _Search, num_examples: int
+    model: tf.keras.Model, variables: list[tf.Variable], search: _SearchedStep, num_examples: int
 ) -> list[Finding]:
     """Announces the Jacobian of variables that no rule covers, and says what it costs."""
     if not variables:

@@ -33,7 +33,8 @@ from tf_adaptive_dp.gradients.released import is_released
 
 _SOURCES = ("Placeholder", *sorted(ELEMENTS))
 _OPAQUE_TYPES = (tf.resource, tf.variant)
-_FOREIGN = "does not have the batch as axis 0, has no static shape, or is sparse or ragged"
+# Why data has no batch axis.
+NO_BATCH_AXIS = "does not have the batch as axis 0, has no static shape, or is sparse or ragged"
 
 
 def feeds(ops: Iterable[tf.Operation], graph: tf.Graph) -> list[tf.Tensor]:
@@ -172,7 +173,7 @@ def _sources_entered(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation], bo
         fits = tensor.shape.rank and tensor.shape[0] in (None, size)
         fits = fits and tensor.ref() not in parts and not _computes_more(tensor.op)
         batch_axes.set(
-            tensor, BatchAxis() if fits else CrossExample(tensor.op, _FOREIGN), dependent=True
+            tensor, BatchAxis() if fits else CrossExample(tensor.op, NO_BATCH_AXIS), dependent=True
         )
     # Beside other replicas, an example is not alone: they may exchange activations.
     alone = tf.distribute.get_strategy().num_replicas_in_sync == 1

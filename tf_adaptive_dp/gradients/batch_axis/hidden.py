@@ -92,7 +92,7 @@ def refuse_state_within(root: Frame, losses: Iterable[tuple[Frame, tf.Tensor]]) 
     Raises:
       NotPrivateError: naming the operation that writes.
     """
-    search = _Search(root)
+    search = _DependencySearch(root)
     search.follow(losses, set())
     writes = _by_state(root)
     clean: set = set()
@@ -118,12 +118,12 @@ def data_within(root: Frame, frame: Frame, tensor: tf.Tensor) -> dict[Hashable, 
     Returns:
       The tensors, by keys that are alike for all searches of the same `root`.
     """
-    search = _Search(root)
+    search = _DependencySearch(root)
     search.follow([(frame, tensor)], set())
     return dict(search.data)
 
 
-class _Search:
+class _DependencySearch:
     """Follows values back to the data and the state that they depend on.
 
     Attributes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_adaptive_dp.gradients.batch_axis.operations import (
-    Rule,
+    LayoutRule,
     one_example,
     register_layout,
     unless_cross_example,
@@ -30,7 +30,7 @@ _BY_INDEX = "picks elements by index"
 _BESIDE = "puts examples beside other ones"
 
 
-def _unless_one_example(rule: Rule) -> Rule:
+def _unless_one_example(rule: LayoutRule) -> LayoutRule:
     """Lets `rule` handle only what is not mixed already and does not belong to one example."""
 
     def wrapped(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:

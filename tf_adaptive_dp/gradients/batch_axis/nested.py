@@ -16,7 +16,7 @@ from tf_adaptive_dp._keras.graphs import (
 )
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis import counting, operations, slots
-from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
+from tf_adaptive_dp.gradients.batch_axis.analysis import NO_BATCH_AXIS, feeds
 from tf_adaptive_dp.gradients.batch_axis.functions import join
 from tf_adaptive_dp.gradients.batch_axis.randomness import Draws
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
@@ -29,7 +29,6 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
 from tf_adaptive_dp.gradients.frames import Frame
 from tf_adaptive_dp.gradients.released import is_released
 
-_FOREIGN = "does not have the batch as axis 0, has no static shape, or is sparse or ragged"
 _MIXED = (
     "`minimize` is called in an inner function whose argument mixes the examples of the batch "
     "already, so none has a gradient of its own. Received: {argument} of {function!r}, computed "
@@ -279,7 +278,7 @@ class _Arguments:
 
 
 def _fresh(tensor: tf.Tensor) -> BatchAxis | CrossExample:
-    return BatchAxis() if tensor.shape.rank else CrossExample(tensor.op, _FOREIGN)
+    return BatchAxis() if tensor.shape.rank else CrossExample(tensor.op, NO_BATCH_AXIS)
 
 
 def _takes_rows(op: tf.Operation) -> bool:

@@ -34,10 +34,10 @@ from tf_adaptive_dp.gradients.batch_axis.values import (
 )
 
 # From an operation to the layouts of its outputs, or to one for all of them.
-Rule = Callable[[tf.Operation, BatchAxes], Union[Value, list[Value]]]
-_RULES: dict[str, Rule] = {}
+LayoutRule = Callable[[tf.Operation, BatchAxes], Union[Value, list[Value]]]
+_RULES: dict[str, LayoutRule] = {}
 # For operations on the parts of examples.
-_PART_RULES: dict[str, Rule] = {}
+_PART_RULES: dict[str, LayoutRule] = {}
 
 _UNKNOWN = (
     "is an operation that is not known to keep the examples apart (if it does, say so with "
@@ -45,7 +45,7 @@ _UNKNOWN = (
 )
 
 
-def register_layout(*op_types: str) -> Callable[[Rule], Rule]:
+def register_layout(*op_types: str) -> Callable[[LayoutRule], LayoutRule]:
     """Registers what operations do to the batch axis.
 
     Guarantee: rules decide which operations keep the examples of a batch apart. A rule that returns
@@ -60,14 +60,14 @@ def register_layout(*op_types: str) -> Callable[[Rule], Rule]:
       it only if an input depends on the data.
     """
 
-    def register(rule: Rule) -> Rule:
+    def register(rule: LayoutRule) -> LayoutRule:
         _RULES.update(dict.fromkeys(op_types, rule))
         return rule
 
     return register
 
 
-def register_part_rule(*op_types: str) -> Callable[[Rule], Rule]:
+def register_part_rule(*op_types: str) -> Callable[[LayoutRule], LayoutRule]:
     """Registers what operations do to the parts of examples; without a rule they mix.
 
     Args:
@@ -78,7 +78,7 @@ def register_part_rule(*op_types: str) -> Callable[[Rule], Rule]:
       has the layout `Parts`.
     """
 
-    def register(rule: Rule) -> Rule:
+    def register(rule: LayoutRule) -> LayoutRule:
         _PART_RULES.update(dict.fromkeys(op_types, rule))
         return rule
 
@@ -198,7 +198,7 @@ def _data(op: tf.Operation, batch_axes: BatchAxes) -> list[tf.Tensor]:
     return [t for t in placed if batch_axes.depends(t)] or placed
 
 
-def unless_cross_example(rule: Rule) -> Rule:
+def unless_cross_example(rule: LayoutRule) -> LayoutRule:
     """Keeps mixed inputs mixed, with the first reason, before it asks `rule`."""
 
     def wrapped(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:

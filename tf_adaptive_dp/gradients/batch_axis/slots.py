@@ -41,7 +41,7 @@ _SEEDED = (
 )
 
 
-class Finding(NamedTuple):
+class TiedValue(NamedTuple):
     """An operation that combines data with a value that is tied to rows.
 
     Attributes:
@@ -105,14 +105,14 @@ def refuse_slots(loss: tf.Tensor, batch_axes: BatchAxes) -> Draws:
         origin of the value, and a fix.
     """
     draws = Draws(loss.graph)
-    for finding in find_slots(ancestors([loss, *batch_axes.custom_gradients]), batch_axes, draws):
-        raise NotPrivateError(str(finding))
+    for tied in find_slots(ancestors([loss, *batch_axes.custom_gradients]), batch_axes, draws):
+        raise NotPrivateError(str(tied))
     return draws
 
 
 def find_slots(
     ops: Iterable[tf.Operation], batch_axes: BatchAxes, draws: Draws
-) -> Iterator[Finding]:
+) -> Iterator[TiedValue]:
     """Yields what `refuse_slots` refuses; records random numbers in `draws`."""
     proven: set = set()
     for op, inside in _with_bodies(ops, batch_axes):
@@ -122,12 +122,12 @@ def find_slots(
                 continue
             fix = draws.refusal(op, inside) if op.type in DRAWS else None
             if fix is not None:
-                yield Finding(op, op, fix)
+                yield TiedValue(op, op, fix)
                 continue
             public = [d for d in _demands(op, index, place, inside) or () if not _is_data(d)]
             found = disprove(public, proven, draws)
             if found is not None:
-                yield Finding(op, *found)
+                yield TiedValue(op, *found)
 
 
 def _with_bodies(
@@ -240,8 +240,8 @@ def _demands(
 Sources = list[tuple[tf.Tensor, Optional[BatchAxis]]]
 # Maps an operation and an axis of one output to the inputs and axes that it is computed from.
 # `None` if the entries of the output are tied to rows, or may be.
-Rule = Callable[[tf.Operation, int, BatchAxis, BatchAxes], Optional[Sources]]
-_SOURCES: dict[str, Rule] = {}
+SourceRule = Callable[[tf.Operation, int, BatchAxis, BatchAxes], Optional[Sources]]
+_SOURCES: dict[str, SourceRule] = {}
 
 
 def sources(
@@ -263,8 +263,8 @@ def sources(
     return None if rule is None else rule(op, index, place, batch_axes)
 
 
-def _sources(*op_types: str) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
+def _sources(*op_types: str) -> Callable[[SourceRule], SourceRule]:
+    def register(rule: SourceRule) -> SourceRule:
         _SOURCES.update(dict.fromkeys(op_types, rule))
         return rule
 

@@ -6,6 +6,6 @@ from tf_adaptive_dp.gradients.rules import (  # noqa: F401 (they register themse
     embedding,
     product,
 )
-from tf_adaptive_dp.gradients.rules.registry import RULES, Rule, RuleContext, register_rule
+from tf_adaptive_dp.gradients.rules.registry import RULES, GradientRule, RuleContext, register_rule
 
-__all__ = ["RULES", "Rule", "RuleContext", "register_rule"]
+__all__ = ["RULES", "GradientRule", "RuleContext", "register_rule"]

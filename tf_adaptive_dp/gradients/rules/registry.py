@@ -69,11 +69,11 @@ class RuleContext:
 
 
 # Maps a use of a variable to what it contributes, or to `None` if the rule does not cover it.
-Rule = Callable[[RuleContext], Optional[VariableContribution]]
-RULES: dict[str, Rule] = {}
+GradientRule = Callable[[RuleContext], Optional[VariableContribution]]
+RULES: dict[str, GradientRule] = {}
 
 
-def register_rule(*op_types: str) -> Callable[[Rule], Rule]:
+def register_rule(*op_types: str) -> Callable[[GradientRule], GradientRule]:
     """Registers the per-example gradients of operations, for `gradients="auto"` and `"traced"`.
 
     Guarantee: the library trusts rules with the norms that it clips. A rule must return the
@@ -88,7 +88,7 @@ def register_rule(*op_types: str) -> Callable[[Rule], Rule]:
       for a case that it does not cover. It replaces an earlier rule for the same operation.
     """
 
-    def register(rule: Rule) -> Rule:
+    def register(rule: GradientRule) -> GradientRule:
         RULES.update(dict.fromkeys(op_types, rule))
         return rule
 
