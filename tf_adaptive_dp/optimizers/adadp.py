@@ -188,15 +188,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
         grads_and_vars: Sequence[tuple[tf.Tensor, tf.Variable]],
         update_each: Callable[[Sequence], tf.Tensor],
     ) -> tf.Tensor:
-        """Judges the pair over all variables, then updates variable by variable.
-
-        Args:
-          grads_and_vars: pairs of a noisy mean gradient and its variable.
-          update_each: calls `update_step` for each pair.
-
-        Returns:
-          The next value of `iterations`.
-        """
+        """Judges the pair over all variables, then updates each; see `OwnRuleOptimizer`."""
         odd = self.iterations % 2 == 1
         frozen = self._epochs_frozen(self.iterations) >= 0
         eta = tf.cast(self.learning_rate, tf.float32)
@@ -227,11 +219,9 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
         return iterations
 
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
-        """Moves one variable.
+        """Moves one variable: by half a step while η adapts, by a whole one once it is frozen.
 
-        Args:
-          gradient: its noisy mean gradient.
-          variable: the variable.
+        The second minibatch of a pair ends at the point that `keep` and `discard` say.
         """
         pair = self._pair
         if pair is None:

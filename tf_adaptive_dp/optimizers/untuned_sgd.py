@@ -177,15 +177,7 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
         grads_and_vars: Sequence[tuple[tf.Tensor, tf.Variable]],
         update_each: Callable[[Sequence], tf.Tensor],
     ) -> tf.Tensor:
-        """Sets the step size, then updates variable by variable.
-
-        Args:
-          grads_and_vars: pairs of a noisy mean gradient and its variable.
-          update_each: calls `update_step` for each pair.
-
-        Returns:
-          The next value of `iterations`.
-        """
+        """Sets η_t for all variables, then updates each; see `OwnRuleOptimizer`."""
         histograms = self._histograms()
         moves = ~(histograms.released() | histograms.are_open())
         num_steps = tf.convert_to_tensor(self._num_steps.assign_add(tf.cast(moves, tf.int64)))
@@ -199,12 +191,7 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
         return update_each(grads_and_vars)
 
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
-        """Moves one variable.
-
-        Args:
-          gradient: its noisy mean gradient.
-          variable: the variable.
-        """
+        """Moves one variable by η_t·a_k·p_k, times A if side information learns."""
         (scale,) = self.scale_of([variable])
         information = self.side_information
         if information is not None and information.learns:
