@@ -92,7 +92,8 @@ def bound(side_information=FIXED):
 @pytest.mark.parametrize("discard", [True, False])
 def test_adadp_is_the_keras_optimizer_without_clipping_and_noise(discard, keep):
     arguments = {"learning_rate": 0.35, "tolerance": 0.2, "discard": discard, "keep": keep}
-    keras = dp.ADADP(**NO_PRIVACY, tolerance_decay=0.0, **arguments)
+    paper = {"tolerance_decay": 0.0, "initial_factor": 1.0}
+    keras = dp.ADADP(**NO_PRIVACY, **paper, **arguments)
     points, rates = keras_run(keras)
     client = build_adadp(**arguments, shorten=False)
     client_points, states = client_run(client)
@@ -407,6 +408,7 @@ BASES = {
             learning_rate=0.2,
             tolerance=0.2,
             tolerance_decay=0.0,
+            initial_factor=1.0,
         ),
     ),
 }
