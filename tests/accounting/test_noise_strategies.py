@@ -260,3 +260,13 @@ def test_the_table_of_the_documentation_is_right(passes, expected):
     strategies = (TreeNoise(234), TreeNoise(234 * passes), BandedNoise(16), BandedNoise(234))
     found = [noise_in_sums(s) / noise_in_sums(IndependentNoise()) for s in strategies]
     np.testing.assert_allclose(found, expected, atol=0.005)
+
+
+def test_coefficients_that_were_divided_by_their_norm_stay_what_they_are():
+    generator = np.random.default_rng(0)
+    for bands in [2, 3, 7, 100, 1024] * 20:
+        given = np.sort(generator.uniform(0.01, 1.0, bands))[::-1]
+        once = ToeplitzNoise(tuple(given.tolist()))
+        assert np.linalg.norm(once.coefficients) == pytest.approx(1, abs=1e-14)
+        assert ToeplitzNoise(once.coefficients) == once
+        assert noise_strategies.get_strategy(noise_strategies.serialize(once)) == once

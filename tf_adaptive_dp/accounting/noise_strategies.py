@@ -50,6 +50,8 @@ __all__ = [
     "sensitivity",
 ]
 
+# The norm of coefficients that were divided by it differs from 1 by less.
+_ROUNDING_OF_NORM = 1e-14
 MAX_BANDS = 1024
 
 
@@ -385,7 +387,10 @@ class TreeNoise(NoiseStrategy):
 
 
 def _of_norm_one(coefficients: np.ndarray) -> tuple[float, ...]:
-    return tuple((coefficients / np.linalg.norm(coefficients)).tolist())
+    norm = np.linalg.norm(coefficients)
+    # Those of a saved configuration must stay what they are: another strategy is refused.
+    divided = coefficients if abs(norm - 1) < _ROUNDING_OF_NORM else coefficients / norm
+    return tuple(divided.tolist())
 
 
 def get_strategy(value: Any) -> NoiseStrategy:
