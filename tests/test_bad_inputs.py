@@ -219,7 +219,7 @@ OPTIMIZERS = {
 ACCOUNTING = {
     "q bool": (
         lambda: dp.accounting.epsilon(1, True, 1, 0.1),
-        V,
+        T,
         received("sampling_probability", "True"),
     ),
     "q 2": (lambda: dp.accounting.epsilon(1, 2, 1, 0.1), V, received("sampling_probability", "2")),

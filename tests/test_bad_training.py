@@ -171,7 +171,7 @@ TRAINED = {
         V,
         "Received: tape=None",
     ),
-    "replicas": ({}, on_two_replicas, P, "`gradient_accumulation_steps` must be 1 on several"),
+    "replicas": ({}, on_two_replicas, P, "On several replicas only a compiled step"),
     "weights of Adam": (
         {},
         lambda m: m.optimizer.set_weights(trained("DPAdam").optimizer.variables),

@@ -160,9 +160,9 @@ class PrivacyMonitor(PrivateCallback):
         begin_batches_anew(optimizer)
         self._released = optimizer.ledger.num_releases
         optimizer.statistics.summary(reset=True)  # of training without this callback
-        self._warn_of_fewer_examples(optimizer.ledger)
         self._fed.begin(optimizer, steps_per_epoch(self))
         self._check_sampling(optimizer)
+        self._warn_of_fewer_examples(optimizer.ledger)  # a refused call must leave no note
         if self.log_dir is not None:
             self._board = TensorBoardLog(self.log_dir, self._settings(optimizer))
         self._budget = next(
