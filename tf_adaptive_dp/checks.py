@@ -28,14 +28,18 @@ def number(name: str, value: Any, minimum: float, *, strict: bool = False) -> fl
       TypeError: if `value` is not a number.
       ValueError: if it is NaN, infinite or too small.
     """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"`{name}` must be a number. Received: {name}={value!r}")
+    _require_real(name, value)
     if not math.isfinite(value) or value < minimum or (strict and value == minimum):
         bound = "greater than" if strict else "at least"
         raise ValueError(
             f"`{name}` must be finite and {bound} {minimum:g}. Received: {name}={value!r}"
         )
     return float(value)
+
+
+def _require_real(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"`{name}` must be a number. Received: {name}={value!r}")
 
 
 def integer(name: str, value: Any, minimum: int) -> int:
@@ -64,8 +68,7 @@ def probability(name: str, value: Any, *, or_one: bool = False) -> float:
       TypeError: if `value` is not a number.
       ValueError: if it is not in (0, 1), or with `or_one` in (0, 1].
     """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"`{name}` must be a number. Received: {name}={value!r}")
+    _require_real(name, value)
     if not (0 < value < 1 or (or_one and value == 1)):
         interval = "(0, 1]" if or_one else "(0, 1)"
         raise ValueError(f"`{name}` must be in {interval}. Received: {name}={value!r}")
