@@ -40,8 +40,8 @@ class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
 
     So the units of the inputs do not matter, nor how large the weights of one layer are beside
     those of the next. Nor does it matter by which factor a loss is made smaller. A classification
-    loss made 1,000 times larger keeps steps that are too small: only the spread of the first losses
-    tells. `update_rules.unit_steps` has the formulas.
+    loss made 1,000 times larger keeps steps that are too small, because only the spread of the
+    first losses shows its unit. `update_rules.unit_steps` has the formulas.
 
     With side information, all of this refers to preconditioned gradients. After a
     `DelayedPreconditioner` has changed its A, another W batches measure the norms under it, and
