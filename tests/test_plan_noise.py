@@ -1,5 +1,6 @@
 """Plans with correlated noise: the best strategy, and runs that go on after a kill."""
 
+import collections
 import json
 import random
 import shutil
@@ -29,6 +30,7 @@ from tf_adaptive_dp.accounting.noise_strategies import prefix_error
 from tf_adaptive_dp.callbacks.run_directory import RunDirectory
 from tf_adaptive_dp.durable import key_file
 from tf_adaptive_dp.durable.key_file import KeyFile
+from tf_adaptive_dp.mechanism import draw_numbers
 from tf_adaptive_dp.mechanism.correlated_noise import _recurrence
 from tf_adaptive_dp.mechanism.noise import normal_numbers
 from tf_adaptive_dp.sampling import CyclicPoissonSampling, FixedOrder, draws
@@ -171,10 +173,12 @@ def learn(folder, noise, stop_before=None, epochs=3, parts=1):
 def test_an_interrupted_run_ends_at_the_weights_of_an_uninterrupted_one(
     tmp_path, monkeypatch, noise, parts
 ):
-    # Processes have keys of their own, so without this the noise would be another one.
+    # Processes have keys of their own, so without this the noise would be another one. The batches
+    # are the same, too, so none may know what another released, as in a process of its own.
     same = types.SimpleNamespace(urandom=lambda size: bytes(range(1, size + 1)))
     monkeypatch.setattr(key_file, "os", same)
     monkeypatch.setattr(draws, "new_key", lambda: bytes(32))
+    monkeypatch.setattr(draw_numbers, "_OF_PROCESS", collections.deque(maxlen=0))
     whole = learn(tmp_path / "whole", noise, parts=parts)
     for stops in ([2], [1, 2]):
         folder = tmp_path / "-".join(map(str, stops))
