@@ -15,9 +15,9 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     REDUCTIONS,
     SHAPE_ONLY,
 )
+from tf_adaptive_dp.gradients.batch_axis.origins import sources
 from tf_adaptive_dp.gradients.batch_axis.reshaping import source_axis, whole_axes
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, product
-from tf_adaptive_dp.gradients.batch_axis.slots import sources
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis
 
