@@ -52,7 +52,7 @@ from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.validation.layer_findings import adapted_findings
 
 
-class Plan(Protocol):
+class PrivacyPlanLike(Protocol):
     """What training needs of a `PrivacyPlan`, where all of it is described."""
 
     num_examples: int
@@ -90,7 +90,7 @@ class PlannedTraining:
       model: the model that was trained last, or `None`.
     """
 
-    def __init__(self, plan: Plan, users: UserRecords | None):
+    def __init__(self, plan: PrivacyPlanLike, users: UserRecords | None):
         self._plan, self._users = plan, users
         self.model: keras.Model | None = None
         self._history: RunHistory | None = None

@@ -21,7 +21,7 @@ from federated.privacy.user_level import BANDED_ARGUMENTS
 from federated.runtime.connection import WorkerLostError
 from federated.training.dropout import Dropout, Dropping
 from federated.training.grouped import nodes_of, serialized_dataset
-from federated.training.run_journal import Journal
+from federated.training.run_journal import RunJournal
 from federated.training.saved_states import SavedStates
 from tf_adaptive_dp.durable import files
 
@@ -123,7 +123,7 @@ class Run:
             check_pass(sampler.for_new_run(), ledger)  # before anything is written
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
-        self.journal = Journal(folder / "journal", _description(state, sampler, ledger))
+        self.journal = RunJournal(folder / "journal", _description(state, sampler, ledger))
         try:
             self._require_no_contradiction()
             self.sampler = self._with_kept_key(sampler, folder / _KEY)

@@ -17,7 +17,7 @@ _OTHER_STATE = (
 )
 
 
-class Journal(journal.Journal):
+class RunJournal(journal.Journal):
     """The rounds of one run that were begun and released, in a file that only grows.
 
     The first line describes the run, the next one has the hash of the sampler's key, and each other

@@ -23,9 +23,10 @@ def search(folder, strategy, num_trials):
     from tf_adaptive_dp.tuning.keras_tuner import oracle, search_plan, trial
 
     process_state.NUMBERS = 1
-    search_plan.Plan.noise_multiplier = lambda plan: 1.0  # seconds, and not what this is about
+    # Takes seconds, and is not what this is about.
+    search_plan.SearchPlan.noise_multiplier = lambda plan: 1.0
     for name in ("epsilon_spent", "epsilon_of_one", "epsilon_without_amplification"):
-        setattr(search_plan.Plan, name, lambda plan, *args: 1.0)
+        setattr(search_plan.SearchPlan, name, lambda plan, *args: 1.0)
     strategies.RepeatAndSelect.draw_num_trials = lambda strategy: num_trials
     draws = oracle.HonestOracle.draws
 
@@ -35,7 +36,7 @@ def search(folder, strategy, num_trials):
         return drawn
 
     oracle.HonestOracle.draws = recorded_draws
-    run = trial.Trial.run
+    run = trial.PrivateTrial.run
 
     def recorded_run(self, model, *args):
         name = self._folder.name
@@ -48,7 +49,7 @@ def search(folder, strategy, num_trials):
         killable.append(folder / "ended", json.dumps([name, outcome, segments, iterations]))
         return outcome
 
-    trial.Trial.run = recorded_run
+    trial.PrivateTrial.run = recorded_run
 
     def build(hp):
         optimizer = dp.DPSGD(

@@ -72,11 +72,11 @@ class Fake:
         monkeypatch.setattr(process_state, "NUMBERS", 1)  # using them up takes a second
         self.results, self.trained, self.folders_seen = list(results), [], []
         self.went_on = []
-        monkeypatch.setattr(trial.Trial, "run", lambda *args: self.run(*args))
-        monkeypatch.setattr(search_plan.Plan, "noise_multiplier", lambda plan: 1.0)
+        monkeypatch.setattr(trial.PrivateTrial, "run", lambda *args: self.run(*args))
+        monkeypatch.setattr(search_plan.SearchPlan, "noise_multiplier", lambda plan: 1.0)
         # Each of them takes a second, and other tests look at them.
         for epsilon in ("epsilon_spent", "epsilon_of_one", "epsilon_without_amplification"):
-            monkeypatch.setattr(search_plan.Plan, epsilon, lambda plan, *args: 1.0)
+            monkeypatch.setattr(search_plan.SearchPlan, epsilon, lambda plan, *args: 1.0)
         if draws is not None:
             monkeypatch.setattr(oracle.HonestOracle, "draws", lambda oracle, strategy: draws)
 

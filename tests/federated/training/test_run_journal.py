@@ -4,20 +4,20 @@ import os
 
 import pytest
 
-from federated.training.run_journal import Journal
+from federated.training.run_journal import RunJournal
 
 RUN = {"noise": 1.5, "state": ["a", "b"]}
 
 
 def opened(path, run=RUN):
-    journal = Journal(path, run)
+    journal = RunJournal(path, run)
     journal.close()
     return journal
 
 
 @pytest.fixture
 def path(tmp_path):
-    journal = Journal(tmp_path / "journal", RUN)
+    journal = RunJournal(tmp_path / "journal", RUN)
     for entry in [("begun", 1), ("begun", 2), ("released", 2), ("begun", 3)]:
         journal.note(*entry)
     journal.close()
@@ -25,7 +25,7 @@ def path(tmp_path):
 
 
 def test_entries_are_there_again(path):
-    journal = Journal(path, RUN)
+    journal = RunJournal(path, RUN)
     assert (journal.begun, journal.released) == (3, 2)
     journal.note("released", 3)
     journal.close()
@@ -40,7 +40,7 @@ def test_a_line_that_was_not_finished_is_as_if_it_had_not_begun(path):
         assert opened(path).begun == 2
         # After a power failure the end may be zeros.
         path.write_bytes(b"".join(before) + last[:length] + b"\0" * 50)
-        journal = Journal(path, RUN)
+        journal = RunJournal(path, RUN)
         journal.note("begun", 3)
         journal.close()
         assert path.read_bytes() == content
@@ -104,7 +104,7 @@ def test_a_run_whose_states_have_another_form_is_refused_by_its_leaves(path):
 )
 def test_an_impossible_entry_is_refused(path, entry):
     content = path.read_bytes()
-    journal = Journal(path, RUN)
+    journal = RunJournal(path, RUN)
     with pytest.raises(ValueError, match=f"Round {entry[1]} cannot be {entry[0]} now.*begun=3"):
         journal.note(*entry)
     journal.close()
@@ -113,7 +113,7 @@ def test_an_impossible_entry_is_refused(path, entry):
 
 def test_what_cannot_be_written_was_not_noted(path, monkeypatch):
     content, pwrite = path.read_bytes(), os.pwrite
-    journal = Journal(path, RUN)
+    journal = RunJournal(path, RUN)
     with monkeypatch.context() as full:
         full.setattr(os, "pwrite", lambda file, line, place: pwrite(file, line[:7], place))
         with pytest.raises(OSError, match="Only 7 of"):
@@ -126,8 +126,8 @@ def test_what_cannot_be_written_was_not_noted(path, monkeypatch):
 
 
 def test_a_journal_is_open_once(path):
-    first = Journal(path, RUN)
+    first = RunJournal(path, RUN)
     with pytest.raises(RuntimeError, match="in progress in another process"):
-        Journal(path, RUN)
+        RunJournal(path, RUN)
     first.close()
     opened(path)

@@ -15,9 +15,9 @@ STRATEGIES = ["composition", "repeat_and_select"]
 @pytest.fixture(autouse=True)
 def quick_prices(monkeypatch):
     """Each takes a second, and other tests look at them."""
-    monkeypatch.setattr(plans.Plan, "noise_multiplier", lambda plan: 1.5)
+    monkeypatch.setattr(plans.SearchPlan, "noise_multiplier", lambda plan: 1.5)
     for name in ("epsilon_spent", "epsilon_of_one", "epsilon_without_amplification"):
-        monkeypatch.setattr(plans.Plan, name, lambda plan, *args: 1.0)
+        monkeypatch.setattr(plans.SearchPlan, name, lambda plan, *args: 1.0)
     monkeypatch.setattr(strategies.RepeatAndSelect, "draw_num_trials", lambda strategy: 1)
 
 

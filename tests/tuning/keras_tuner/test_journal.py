@@ -7,14 +7,14 @@ import warnings
 import pytest
 
 from tf_adaptive_dp.tuning.keras_tuner import search_journal as journals
-from tf_adaptive_dp.tuning.keras_tuner.search_journal import Journal
+from tf_adaptive_dp.tuning.keras_tuner.search_journal import SearchJournal
 
 SEARCH, PLAN = {"epsilon": 1.0}, {"draws": [{"a": 1}, {"a": 2}], "noise_multiplier": 1.5}
 OUTCOME = {"score": 0.5}
 
 
 def written(path):
-    journal = Journal(path)
+    journal = SearchJournal(path)
     journal.begin(SEARCH, PLAN)
     journal.note_begun()
     journal.note_ended(OUTCOME)
@@ -24,7 +24,7 @@ def written(path):
 
 
 def read(path):
-    journal = Journal(path)
+    journal = SearchJournal(path)
     journal.close()
     return journal.search, journal.plan, journal.begun, journal.ended
 
@@ -54,7 +54,7 @@ def test_after_a_torn_entry_it_goes_on(tmp_path):
     path = tmp_path / "journal"
     content = written(path)
     path.write_bytes(content[:-5])
-    journal = Journal(path)
+    journal = SearchJournal(path)
     journal.note_begun()
     journal.close()
     assert path.read_bytes() == content
@@ -67,24 +67,24 @@ def test_damage_is_refused_and_left_as_it_was(tmp_path, position):
     content[position] ^= 1
     path.write_bytes(content)
     with pytest.raises(ValueError, match="damaged"):
-        Journal(path)
+        SearchJournal(path)
     assert path.read_bytes() == content
 
 
 def test_another_file_is_refused(tmp_path):
     (tmp_path / "journal").write_text("something else")
     with pytest.raises(ValueError, match="no journal of a search"):
-        Journal(tmp_path / "journal")
+        SearchJournal(tmp_path / "journal")
     assert (tmp_path / "journal").read_text() == "something else"
 
 
 def test_entries_come_in_order_only(tmp_path):
-    journal = Journal(tmp_path / "journal")
+    journal = SearchJournal(tmp_path / "journal")
     with pytest.raises(ValueError, match="cannot be noted now"):
         journal.note_begun()
     journal.close()
     written(tmp_path / "other")
-    journal = Journal(tmp_path / "other")
+    journal = SearchJournal(tmp_path / "other")
     with pytest.raises(ValueError, match="cannot be noted now"):
         journal.note_begun()  # the second trial is in progress
     journal.note_ended(OUTCOME)
@@ -95,11 +95,11 @@ def test_entries_come_in_order_only(tmp_path):
 
 def test_it_counts_how_often_a_trial_was_resumed(tmp_path):
     written(tmp_path / "journal")
-    journal = Journal(tmp_path / "journal")
+    journal = SearchJournal(tmp_path / "journal")
     journal.note_resumed()
     journal.note_resumed()
     journal.close()
-    journal = Journal(tmp_path / "journal")
+    journal = SearchJournal(tmp_path / "journal")
     assert journal.resumed == 2
     journal.note_ended(OUTCOME)
     with pytest.raises(ValueError, match="cannot be noted now"):
@@ -107,7 +107,7 @@ def test_it_counts_how_often_a_trial_was_resumed(tmp_path):
 
 
 def test_no_trial_begins_beyond_the_draws(tmp_path):
-    journal = Journal(tmp_path / "journal")
+    journal = SearchJournal(tmp_path / "journal")
     journal.begin(SEARCH, {"draws": []})
     with pytest.raises(ValueError, match="cannot be noted now"):
         journal.note_begun()
@@ -115,18 +115,18 @@ def test_no_trial_begins_beyond_the_draws(tmp_path):
 
 
 def test_one_process_at_a_time(tmp_path):
-    journal = Journal(tmp_path / "journal")
+    journal = SearchJournal(tmp_path / "journal")
     with pytest.raises(RuntimeError, match="in progress"):
-        Journal(tmp_path / "journal")
+        SearchJournal(tmp_path / "journal")
     journal.close()
-    Journal(tmp_path / "journal").close()
+    SearchJournal(tmp_path / "journal").close()
 
 
 def test_entries_are_on_the_disk_before_a_method_returns(tmp_path, monkeypatch):
     synced = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(file), real(file)))
-    journal = Journal(tmp_path / "journal")
+    journal = SearchJournal(tmp_path / "journal")
     journal.begin(SEARCH, PLAN)
     assert journal._file in synced and len(synced) > 1  # the folder as well
     for note in (journal.note_begun, lambda: journal.note_ended(OUTCOME)):

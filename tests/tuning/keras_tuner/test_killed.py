@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import killable_search
 from tests.helpers.crash_injection import CrashInjector
-from tf_adaptive_dp.tuning.keras_tuner.search_journal import Journal
+from tf_adaptive_dp.tuning.keras_tuner.search_journal import SearchJournal
 
 ALLOWANCE = killable_search.EPOCHS * killable_search.STEPS
 
@@ -49,7 +49,7 @@ def kill_and_finish(injector, folder, kills, job, randomness):
         assert code == -9 and kill < kills, f"run {kill} ended with {code}"
         path = folder / "search" / "secret" / "journal"
         if path.exists():
-            journal = Journal(path)
+            journal = SearchJournal(path)
             journals.append((journal.begun, len(journal.ended), journal.plan))
             journal.close()
     return journals

@@ -14,7 +14,7 @@ from tf_adaptive_dp._keras import process_state
 from tf_adaptive_dp.tuning.keras_tuner import results
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
-from tf_adaptive_dp.tuning.keras_tuner.search_plan import Plan
+from tf_adaptive_dp.tuning.keras_tuner.search_plan import SearchPlan
 
 WINNER, LOSER = {"learning_rate": 0.1}, {"learning_rate": 1.0}
 
@@ -22,9 +22,9 @@ WINNER, LOSER = {"learning_rate": 0.1}, {"learning_rate": 1.0}
 @pytest.fixture
 def forced(monkeypatch):
     """A search of real trials of which the one at a position wins, and with next to no noise."""
-    monkeypatch.setattr(Plan, "noise_multiplier", lambda plan: 1e-6)
+    monkeypatch.setattr(SearchPlan, "noise_multiplier", lambda plan: 1e-6)
     for name in ("epsilon_spent", "epsilon_of_one", "epsilon_without_amplification"):
-        monkeypatch.setattr(Plan, name, lambda plan, *args: 1.0)
+        monkeypatch.setattr(SearchPlan, name, lambda plan, *args: 1.0)
 
     def search(folder, position, number, build=tuned.build, **arguments):
         draws = [WINNER if k == position else LOSER for k in range(number)]

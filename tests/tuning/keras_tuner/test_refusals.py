@@ -112,7 +112,8 @@ def test_statistics_that_the_search_does_not_count(tmp_path):
 @pytest.mark.slow
 def test_a_noise_that_one_optimizer_cannot_have_stops_all_before_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "tf_adaptive_dp.tuning.keras_tuner.search_plan.Plan.noise_multiplier", lambda plan: 1.5
+        "tf_adaptive_dp.tuning.keras_tuner.search_plan.SearchPlan.noise_multiplier",
+        lambda plan: 1.5,
     )
 
     def build(hp, last=0.7):

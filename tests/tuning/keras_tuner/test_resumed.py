@@ -75,7 +75,7 @@ def test_a_search_that_ended_while_it_tidied_up_is_finished(tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_draws_that_a_killed_process_left_go_when_results_are_read(tmp_path, monkeypatch):
-    from tf_adaptive_dp.tuning.keras_tuner.search_journal import Journal
+    from tf_adaptive_dp.tuning.keras_tuner.search_journal import SearchJournal
 
     arguments = {"strategy": "repeat_and_select", "num_trials": 2}
     tuned.Fake(monkeypatch, 0.25, 0.75, draws=DRAWS)
@@ -84,7 +84,7 @@ def test_draws_that_a_killed_process_left_go_when_results_are_read(tmp_path, mon
     with pytest.raises(KeyboardInterrupt):
         tuned.search(made)
     monkeypatch.undo()
-    journal = Journal(tmp_path / "search" / "secret" / "journal")
+    journal = SearchJournal(tmp_path / "search" / "secret" / "journal")
     tuned.tuner(tmp_path, **arguments)  # while the other process is still at it
     assert len(tuned.journal_lines(tmp_path)) == 5
     journal.close()
@@ -132,12 +132,12 @@ def test_other_arguments_are_refused_and_change_nothing(tmp_path, monkeypatch, f
 
 @pytest.mark.slow
 def test_overwrite_forgets_a_search_unless_it_is_in_use(tmp_path, monkeypatch):
-    from tf_adaptive_dp.tuning.keras_tuner.search_journal import Journal
+    from tf_adaptive_dp.tuning.keras_tuner.search_journal import SearchJournal
 
     tuned.Fake(monkeypatch, 0.5, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         tuned.search(tuned.tuner(tmp_path))
-    journal = Journal(tmp_path / "search" / "secret" / "journal")
+    journal = SearchJournal(tmp_path / "search" / "secret" / "journal")
     with pytest.raises(RuntimeError, match="cannot be overwritten"):
         tuned.tuner(tmp_path, overwrite=True)
     with pytest.raises(RuntimeError, match="in progress in another process"):
@@ -248,14 +248,14 @@ def test_a_model_that_changes_between_its_trials_is_refused(tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_a_journal_that_knows_no_models_is_gone_on_with(tmp_path, monkeypatch):
-    from tf_adaptive_dp.tuning.keras_tuner.search_journal import Journal
+    from tf_adaptive_dp.tuning.keras_tuner.search_journal import SearchJournal
 
     tuned.Fake(monkeypatch, KeyboardInterrupt())
-    real = Journal.note_begun
-    monkeypatch.setattr(Journal, "note_begun", lambda journal, models: real(journal))
+    real = SearchJournal.note_begun
+    monkeypatch.setattr(SearchJournal, "note_begun", lambda journal, models: real(journal))
     with pytest.raises(KeyboardInterrupt):
         tuned.search(tuned.tuner(tmp_path))
-    monkeypatch.setattr(Journal, "note_begun", real)
+    monkeypatch.setattr(SearchJournal, "note_begun", real)
     fake = tuned.Fake(monkeypatch, *[0.5] * 3)
     tuned.search(tuned.tuner(tmp_path))
     assert len(fake.trained) == 3

@@ -9,7 +9,7 @@ from tf_adaptive_dp.statement import format_epsilon
 from tf_adaptive_dp.tuning import strategies
 from tf_adaptive_dp.tuning.conversion import Accounting
 from tf_adaptive_dp.tuning.keras_tuner import results
-from tf_adaptive_dp.tuning.keras_tuner.search_plan import Batches, Budget, Plan, Schedule
+from tf_adaptive_dp.tuning.keras_tuner.search_plan import Batches, Budget, Schedule, SearchPlan
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect
 
 PUBLIC = strategies.PublicScore()
@@ -25,7 +25,7 @@ def plan(
     batch_size=100.0,  # all of them, whose price is known in closed form
     **schedule,
 ):
-    return Plan(
+    return SearchPlan(
         strategy,
         score,
         Budget(3.0, 1e-5, accountant),
@@ -182,10 +182,10 @@ def test_of_a_winner_every_epoch_may_have_begun_a_pass(strategy):
 @pytest.mark.slow
 def test_the_tuner_sets_the_noise(tmp_path, monkeypatch):
     for name in ("epsilon_spent", "epsilon_of_one", "epsilon_without_amplification"):
-        monkeypatch.setattr(Plan, name, lambda made, *args: 1.0)
+        monkeypatch.setattr(SearchPlan, name, lambda made, *args: 1.0)
     seen = {}
     monkeypatch.setattr(
-        Plan, "noise_multiplier", lambda made: seen.setdefault("plan", made) and 7.0
+        SearchPlan, "noise_multiplier", lambda made: seen.setdefault("plan", made) and 7.0
     )
     made = tuned.search(tuned.tuner(tmp_path, num_trials=1))
     assert seen["plan"].budget.epsilon == 10.0 and seen["plan"].schedule.releases == 4

@@ -16,10 +16,10 @@ from tf_adaptive_dp.tuning.keras_tuner import trial
 @pytest.fixture(autouse=True)
 def quick_prices(monkeypatch):
     """Each takes a second, and other tests look at them."""
-    monkeypatch.setattr(plans.Plan, "noise_multiplier", lambda plan: 1.5)
+    monkeypatch.setattr(plans.SearchPlan, "noise_multiplier", lambda plan: 1.5)
     monkeypatch.setattr(process_state, "NUMBERS", 1)
     for name in ("epsilon_spent", "epsilon_of_one", "epsilon_without_amplification"):
-        monkeypatch.setattr(plans.Plan, name, lambda plan, *args: 1.0)
+        monkeypatch.setattr(plans.SearchPlan, name, lambda plan, *args: 1.0)
 
 
 def one(folder, **kwargs):

@@ -21,7 +21,7 @@ from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import counted
 from tf_adaptive_dp.statement import format_epsilon, list_item, paragraph
-from tf_adaptive_dp.tuning.keras_tuner.search_plan import Plan
+from tf_adaptive_dp.tuning.keras_tuner.search_plan import SearchPlan
 
 Outcome = dict[str, Any]
 
@@ -140,7 +140,9 @@ number of epochs and the strategy must have been chosen without access to the da
 does not cover a search space that was narrowed by earlier runs on the same data."""
 
 
-def privacy_statement(plan: Plan, noise_multiplier: float, shown: Sequence[dict[str, Any]]) -> str:
+def privacy_statement(
+    plan: SearchPlan, noise_multiplier: float, shown: Sequence[dict[str, Any]]
+) -> str:
     """Describes the privacy of a finished search, in a text to publish with its winner.
 
     Guarantee: the values of epsilon are those of `plan.epsilon_spent` and, for shuffled batches,
@@ -190,7 +192,7 @@ def privacy_statement(plan: Plan, noise_multiplier: float, shown: Sequence[dict[
     )
 
 
-def _strategy(plan: Plan) -> str:
+def _strategy(plan: SearchPlan) -> str:
     strategy = plan.strategy
     if strategy.releases_all:
         return (
@@ -217,7 +219,7 @@ def _strategy(plan: Plan) -> str:
     )
 
 
-def _released(plan: Plan, noise_multiplier: float, shown: Sequence[dict[str, Any]]) -> str:
+def _released(plan: SearchPlan, noise_multiplier: float, shown: Sequence[dict[str, Any]]) -> str:
     each = (
         f"at most {counted(plan.schedule.releases, 'noisy gradient')} with noise multiplier "
         f"{noise_multiplier:g} and expected batch size {plan.batches.batch_size:g} of "

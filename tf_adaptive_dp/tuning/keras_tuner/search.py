@@ -17,8 +17,8 @@ from tf_adaptive_dp.mechanism.draw_numbers import SeenDraws
 from tf_adaptive_dp.tuning.keras_tuner import architecture, results, search_journal, space
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
-from tf_adaptive_dp.tuning.keras_tuner.search_plan import Plan
-from tf_adaptive_dp.tuning.keras_tuner.trial import IN_PROGRESS, Trial, prepare
+from tf_adaptive_dp.tuning.keras_tuner.search_plan import SearchPlan
+from tf_adaptive_dp.tuning.keras_tuner.trial import IN_PROGRESS, PrivateTrial, prepare
 
 
 def delete_trials(folder: str | Path, keep: set[str]) -> None:
@@ -54,7 +54,7 @@ class Search:
         oracle: HonestOracle,
         build: Callable[[Any], tf.keras.Model],
         weights: Callable[[str], str],
-        plan: Plan,
+        plan: SearchPlan,
         data: FitArguments,
     ):
         """Prepares a search.
@@ -83,7 +83,7 @@ class Search:
             "objective": str(self._oracle.objective),
         }
 
-    def run(self, journal: search_journal.Journal) -> dict[str, Any]:
+    def run(self, journal: search_journal.SearchJournal) -> dict[str, Any]:
         """Starts or resumes the search, and finishes it.
 
         Args:
@@ -106,7 +106,7 @@ class Search:
             return contextlib.nullcontext()
         return process_state.hidden(self._plan.strategy.expected_trials)
 
-    def _run(self, journal: search_journal.Journal) -> dict[str, Any]:
+    def _run(self, journal: search_journal.SearchJournal) -> dict[str, Any]:
         if journal.search is None:
             noise_multiplier = self._plan.noise_multiplier()
             draws = self._oracle.draws(self._plan.strategy)
@@ -146,7 +146,7 @@ class Search:
         prepare(model, self._plan, noise_multiplier, self._seen)
         return model
 
-    def _try(self, number: int, journal: search_journal.Journal) -> None:
+    def _try(self, number: int, journal: search_journal.SearchJournal) -> None:
         drawn = journal.drawn
         values, trial_id = drawn["draws"][number], drawn["ids"][number]
         model = self._model(values, drawn["noise_multiplier"])
@@ -157,7 +157,9 @@ class Search:
             journal.note_begun(None if number else self._models)
         else:
             journal.note_resumed()
-        trial = Trial(self._plan, drawn["noise_multiplier"], self._folder / f"trial_{trial_id}")
+        trial = PrivateTrial(
+            self._plan, drawn["noise_multiplier"], self._folder / f"trial_{trial_id}"
+        )
         weights = self._weights(trial_id)
         outcome = trial.run(model, self._data, self._oracle.objective, weights)
         drawn = {"id": trial_id, "values": values}
@@ -169,7 +171,7 @@ class Search:
             of = len(journal.drawn["draws"])
             print(f"Trial {number + 1} of {of}: {values}: {result}")
 
-    def _drop_losers(self, journal: search_journal.Journal) -> None:
+    def _drop_losers(self, journal: search_journal.SearchJournal) -> None:
         """Deletes the trials that have lost, if only the winner may be shown."""
         if self._plan.strategy.releases_all:
             return
@@ -181,7 +183,7 @@ class Search:
     def _failure(self, ended: list[results.Outcome]) -> str:
         return results.failure(ended, is_all=self._plan.strategy.releases_all)
 
-    def _result(self, journal: search_journal.Journal) -> dict[str, Any]:
+    def _result(self, journal: search_journal.SearchJournal) -> dict[str, Any]:
         plan, objective = self._plan, self._oracle.objective
         winner = results.best(journal.ended, objective.direction)
         shown = results.ranked(journal.ended, objective.direction)

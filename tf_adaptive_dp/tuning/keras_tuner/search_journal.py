@@ -19,7 +19,7 @@ def compare(before: dict, now: dict, where: str) -> None:
     )
 
 
-class Journal(journal.Journal):
+class SearchJournal(journal.Journal):
     """The draws of a search and the trials that it began and ended, in an append-only file.
 
     The first line holds the arguments of the search, its noise and its draws. Each trial, in the

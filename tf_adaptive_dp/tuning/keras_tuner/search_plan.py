@@ -97,7 +97,7 @@ class Schedule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SearchPlan:
     """The privacy of a search: trials that are alike, a strategy and a score.
 
     Guarantee: the search is (ε, δ)-DP within `budget`, in the sense of `privacy_statement` for the

@@ -35,7 +35,7 @@ from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.statement import num_unchecked, side_information_paragraph
 from tf_adaptive_dp.tuning.keras_tuner import arguments
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
-from tf_adaptive_dp.tuning.keras_tuner.search_plan import Plan
+from tf_adaptive_dp.tuning.keras_tuner.search_plan import SearchPlan
 
 # The folder with everything that only an unfinished trial needs.
 IN_PROGRESS = "in_progress"
@@ -53,7 +53,7 @@ _INTERRUPTIONS = (
 )
 
 
-class Trial:
+class PrivateTrial:
     """Trains and scores one candidate in a folder of its own, in as many processes as it takes.
 
     Strategies that show all trials count every release that may have happened. Releases that were
@@ -66,7 +66,7 @@ class Trial:
     trial. With `plan.strategy.releases_all`, all processes together do not either.
     """
 
-    def __init__(self, plan: Plan, noise_multiplier: float, folder: str | os.PathLike):
+    def __init__(self, plan: SearchPlan, noise_multiplier: float, folder: str | os.PathLike):
         self._plan, self._noise_multiplier = plan, noise_multiplier
         self._folder = Path(folder)
         self._announced = 0
@@ -166,7 +166,7 @@ class Trial:
 
 
 def prepare(
-    model: tf.keras.Model, plan: Plan, noise_multiplier: float, seen: SeenDraws | None = None
+    model: tf.keras.Model, plan: SearchPlan, noise_multiplier: float, seen: SeenDraws | None = None
 ) -> None:
     """Checks that a model costs what was planned, and sets its noise multiplier.
 
@@ -332,7 +332,7 @@ class TrialBudget(tf.keras.callbacks.Callback):
     with releases left: its length would be another release, whose price is unknown.
     """
 
-    def __init__(self, plan: Plan, noise_multiplier: float):
+    def __init__(self, plan: SearchPlan, noise_multiplier: float):
         super().__init__()
         models.allow_tensors_as_logs(self)
         self._batches, self._schedule = plan.batches, plan.schedule

@@ -18,7 +18,7 @@ from tf_adaptive_dp.tuning.keras_tuner import arguments, results, search_journal
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
 from tf_adaptive_dp.tuning.keras_tuner.search import Search, delete_trials
-from tf_adaptive_dp.tuning.keras_tuner.search_plan import Batches, Budget, Plan, Schedule
+from tf_adaptive_dp.tuning.keras_tuner.search_plan import Batches, Budget, Schedule, SearchPlan
 from tf_adaptive_dp.tuning.keras_tuner.trial import batch_size_and_parts, check_optimizer
 
 
@@ -38,8 +38,8 @@ class HonestTuner(keras_tuner.Tuner):
     until the search is over. Candidates are drawn with the operating system's entropy.
 
     Call an interrupted search again with the same arguments to resume it: a journal, written before
-    anything is spent, keeps its draws and results. See `trial.Trial` for the trial that was in
-    progress. A finished search returns immediately.
+    anything is spent, keeps its draws and results. See `trial.PrivateTrial` for the trial that was
+    in progress. A finished search returns immediately.
 
     Guarantee: (ε, δ)-DP of everything that `privacy_statement` lists, for adding or removing one
     example, under the conditions that it states. The tuner builds all drawn candidates once in
@@ -170,12 +170,12 @@ class HonestTuner(keras_tuner.Tuner):
         self._tidy()
         self._result.shown()  # raises with the reason if there is none
 
-    def _plan(self, data: FitArguments) -> Plan:
+    def _plan(self, data: FitArguments) -> SearchPlan:
         model = self._try_build(self.oracle.get_space())
         check_optimizer(model)
         batch_size, parts = batch_size_and_parts(model)
         arguments.check_rows(data, self._num_examples, batch_size, parts, self._sampling)
-        plan = Plan(
+        plan = SearchPlan(
             self._strategy,
             self._score,
             Budget(self._epsilon, self._delta, self._accountant),
@@ -191,11 +191,11 @@ class HonestTuner(keras_tuner.Tuner):
                 )
         return plan
 
-    def _journal(self) -> search_journal.Journal:
+    def _journal(self) -> search_journal.SearchJournal:
         self._secret.mkdir(exist_ok=True)
         for folder in (self.project_dir, self._secret):
             os.chmod(folder, 0o700)
-        return search_journal.Journal(self._secret / "journal")
+        return search_journal.SearchJournal(self._secret / "journal")
 
     def _is_finished(self, described: dict) -> bool:
         self._read_result()
