@@ -20,7 +20,7 @@ from tf_adaptive_dp.accounting.composition import (
     epsilon_spent,
     epsilon_without_amplification,
 )
-from tf_adaptive_dp.accounting.ledger import Checks, Releases, Segment
+from tf_adaptive_dp.accounting.ledger import BatchChecks, Releases, Segment
 from tf_adaptive_dp.sampling import CyclicPoissonSampling
 from tf_adaptive_dp.statement import privacy_statement
 
@@ -60,7 +60,7 @@ def test_noise_with_a_seed_protects_nobody(sampling, noise):
 
     def said(**kwargs):
         optimizer = dp.DPSGD(1.0, 2.0, expected_batch_size=200.0, **noise, **kwargs)
-        optimizer.ledger.restore([(2.0, 200.0, 600)], [Checks(checked=600)])
+        optimizer.ledger.restore([(2.0, 200.0, 600)], [BatchChecks(checked=600)])
         return words(optimizer, N, DELTA, sampling=sampling)
 
     secret, seeded = said(), said(seed=1234567)
@@ -142,7 +142,7 @@ def test_poisson_sampling_is_a_proof_for_draws_that_were_checked():
     assert "are stated to have been drawn by Poisson sampling; if so, this epsilon is an" in text
     assert "did not verify that the batch was a fresh draw for 6000 of the noisy gradients" in text
     assert "proven" not in text
-    checked = dataclasses.replace(ONE, checks=[Checks(checked=6_000)])
+    checked = dataclasses.replace(ONE, checks=[BatchChecks(checked=6_000)])
     text = words(checked, N, DELTA, sampling="poisson")
     assert "were drawn by Poisson sampling, for which this epsilon is a proven upper bound" in text
     assert "approximation" not in text

@@ -16,7 +16,7 @@ import dp_accounting
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import is_unprotected, unprotected
-from tf_adaptive_dp.accounting.ledger import Checks, Segment
+from tf_adaptive_dp.accounting.ledger import BatchChecks, Segment
 from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.draws import Sampling, counted
@@ -124,8 +124,9 @@ def privacy_statement(
     fixed-size subsets), the sampling, what is protected and what is not, and the side information
     of the optimizer with its provenance. A sampling object is checked against the ledger; a label
     is taken on trust. The text says "proven" only if the ledger verified that the batch of every
-    release was a fresh draw (see `Checks`), and neither the noise of the optimizer nor the sampling
-    has a seed. Noise with a seed is called not private: whoever knows the seed can take it out.
+    release was a fresh draw (see `BatchChecks`), and neither the noise of the optimizer nor the
+    sampling has a seed. Noise with a seed is called not private: whoever knows the seed can take it
+    out.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`. A ledger alone does not know
@@ -152,9 +153,9 @@ def privacy_statement(
 
     Example:
       >>> from tf_adaptive_dp.accounting import Releases
-      >>> from tf_adaptive_dp.accounting.ledger import Checks
+      >>> from tf_adaptive_dp.accounting.ledger import BatchChecks
       >>> from tf_adaptive_dp.statement import privacy_statement
-      >>> ledger = Releases([(2.0, 200.0, 6_000)], checks=[Checks(checked=6_000)])
+      >>> ledger = Releases([(2.0, 200.0, 6_000)], checks=[BatchChecks(checked=6_000)])
       >>> text = privacy_statement(ledger, 60_000, 1e-5, sampling="poisson")
       >>> print("".join(text.splitlines(keepends=True)[:4]))
       Differential privacy with epsilon = 0.5384 and delta = 1e-05 (RDP accounting,
@@ -425,7 +426,7 @@ def _in_words(event: dp_accounting.DpEvent) -> str:
 
 
 def _repetitions(
-    with_checks: Sequence[tuple[Segment, Checks]], num_examples: int, sampling: Sampling | str
+    with_checks: Sequence[tuple[Segment, BatchChecks]], num_examples: int, sampling: Sampling | str
 ) -> str:
     if sampling_epsilon.label_of(sampling) == "fixed_order":
         return ""  # every pass repeats the batches, and epsilon counts that
@@ -524,7 +525,7 @@ def _protection_of_persons(max_examples: int | None) -> str:
 def _tf_privacy_paragraph(
     ledger: Any,
     spent: float,
-    with_checks: Sequence[tuple[Segment, Checks]],
+    with_checks: Sequence[tuple[Segment, BatchChecks]],
     num_examples: int,
     delta: float,
     accountant: str,

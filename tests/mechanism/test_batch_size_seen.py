@@ -13,7 +13,7 @@ from scipy import stats
 import tf_adaptive_dp as dp
 from tests.helpers import zoo
 from tf_adaptive_dp.accounting.composition import epsilon, epsilon_spent
-from tf_adaptive_dp.accounting.ledger import Checks
+from tf_adaptive_dp.accounting.ledger import BatchChecks
 from tf_adaptive_dp.mechanism import gaussian
 
 DELTA = 1e-5
@@ -60,7 +60,7 @@ def test_under_xla_batches_larger_than_the_first_count_with_their_size():
     for rows in (30, 10, 60, 30):
         step(tf.ones([rows, 3]))
     assert mechanism.ledger.segments == [(2.0, 30.0, 2), (2.0, 60.0, 2)]
-    assert mechanism.ledger.checks == [Checks(), Checks(declared=30.0)]
+    assert mechanism.ledger.checks == [BatchChecks(), BatchChecks(declared=30.0)]
     with pytest.warns(UserWarning, match="size of 30, so.*computed for 60 rows"):
         assert epsilon_spent(mechanism.ledger, 1_000, DELTA) > epsilon(2.0, 0.03, 4, DELTA)
 
@@ -68,7 +68,7 @@ def test_under_xla_batches_larger_than_the_first_count_with_their_size():
 def test_what_was_released_before_stays_as_it_was_said():
     mechanism = release([1, 2, 100], expected=1.0)
     assert mechanism.ledger.segments == [(2.0, 1.0, 2), (2.0, 200.0, 1)]
-    assert mechanism.ledger.checks == [Checks(), Checks(declared=1.0)]
+    assert mechanism.ledger.checks == [BatchChecks(), BatchChecks(declared=1.0)]
 
 
 @pytest.mark.slow_after(2)
@@ -93,7 +93,7 @@ def test_padding_is_no_example_and_larger_declarations_are_believed():
     for expected in (20.0, 400.0):
         mechanism = release([20, 30, 0], expected)
         assert mechanism.ledger.segments == [(2.0, expected, 3)]
-        assert mechanism.ledger.checks == [Checks()]
+        assert mechanism.ledger.checks == [BatchChecks()]
 
 
 @pytest.mark.slow

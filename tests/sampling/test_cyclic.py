@@ -14,7 +14,7 @@ import tf_adaptive_dp as dp
 from tests.helpers.sampled import KEY, numbered
 from tests.sampling.test_law import accepts, frequencies_fit, largest_covariance
 from tf_adaptive_dp.accounting import BandedNoise, Releases, ToeplitzNoise, TreeNoise, batch_order
-from tf_adaptive_dp.accounting.ledger import Checks
+from tf_adaptive_dp.accounting.ledger import BatchChecks
 from tf_adaptive_dp.sampling import (
     CyclicPoissonSampling,
     FixedOrder,
@@ -199,7 +199,7 @@ def test_the_accountants_of_independent_noise_refuse_it():
 @pytest.mark.parametrize(
     "ledger, message",
     [
-        (ledger_of((1.5, 50.0, 9), checks=[Checks(9, 2, 5)]), "2 releases on such batches"),
+        (ledger_of((1.5, 50.0, 9), checks=[BatchChecks(9, 2, 5)]), "2 releases on such batches"),
         (ledger_of((1.5, 40.0, 9)), "50.0 examples a batch"),
         (ledger_of((1.5, 50.0, 41)), "draws only 40 batches"),
         (Releases([(1.5, 50.0, 9)]), "as many bands"),
@@ -244,14 +244,14 @@ def test_what_is_no_sampling_is_refused(make, message):
 
 
 def test_the_statement_says_how_the_batches_were_drawn():
-    ledger = ledger_of((1.5, 50.0, 40), checks=[Checks(checked=40)])
+    ledger = ledger_of((1.5, 50.0, 40), checks=[BatchChecks(checked=40)])
     text = " ".join(dp.privacy_statement(ledger, N, DELTA, sampling=sampling_of()).split())
     assert (
         "drawn by cyclic Poisson sampling, for which this epsilon is a proven upper bound" in text
     )
     assert "put into one of 4 groups at random" in text and "BandedNoise(bands=4)" in text
     assert "with probability 0.2" in text
-    unchecked = ledger_of((1.5, 50.0, 40), checks=[Checks(checked=38)])
+    unchecked = ledger_of((1.5, 50.0, 40), checks=[BatchChecks(checked=38)])
     text = " ".join(dp.privacy_statement(unchecked, N, DELTA, sampling=sampling_of()).split())
     assert "did not verify that the batch was a fresh draw for its step for 2 of the" in text
 

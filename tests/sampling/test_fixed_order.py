@@ -14,7 +14,7 @@ import tf_adaptive_dp as dp
 from tests.helpers.sampled import KEY, numbered
 from tests.helpers.strategies import strategy_matrix
 from tf_adaptive_dp.accounting import BandedNoise, IndependentNoise, Releases, TreeNoise
-from tf_adaptive_dp.accounting.ledger import Checks
+from tf_adaptive_dp.accounting.ledger import BatchChecks
 from tf_adaptive_dp.sampling import FixedOrder, sampling_epsilon, shuffled_batches
 
 N, DELTA = 1_000, 1e-3
@@ -125,9 +125,9 @@ def test_what_fits_into_a_budget_fits():
 @pytest.mark.parametrize(
     "checks, message",
     [
-        ([Checks(30, 10, 20)], None),
-        ([Checks(30, 10, 19)], "A batch came back after 19 steps"),
-        ([Checks(30, 1, 1)], "A batch came back after 1 steps"),
+        ([BatchChecks(30, 10, 20)], None),
+        ([BatchChecks(30, 10, 19)], "A batch came back after 19 steps"),
+        ([BatchChecks(30, 1, 1)], "A batch came back after 1 steps"),
     ],
 )
 def test_batches_must_not_come_back_before_the_pass_is_over(checks, message):

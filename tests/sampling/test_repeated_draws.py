@@ -19,7 +19,7 @@ from tf_adaptive_dp.accounting.composition import (
     epsilon_spent,
     epsilon_without_amplification,
 )
-from tf_adaptive_dp.accounting.ledger import Checks, Releases, Segment
+from tf_adaptive_dp.accounting.ledger import BatchChecks, Releases, Segment
 from tf_adaptive_dp.mechanism import draw_numbers
 from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.statement import privacy_statement
@@ -122,7 +122,7 @@ def test_draws_that_come_again_count_without_amplification(way, tmp_path):
 def test_new_draws_are_all_checked_and_cost_what_they_did():
     run = poisson_run()
     ledger = run(dp.poisson_batches(data(), SAMPLING).take(40))
-    assert ledger.checks == [Checks(checked=40)]
+    assert ledger.checks == [BatchChecks(checked=40)]
     assert SAMPLING.epsilon_spent(ledger, N, DELTA) == epsilon(SIGMA, Q, 40, DELTA)
     text = " ".join(privacy_statement(run.optimizer, N, DELTA, sampling=SAMPLING).split())
     assert "were drawn by Poisson sampling, for which this epsilon is a proven upper bound" in text
@@ -139,7 +139,7 @@ def test_two_releases_in_one_step_share_its_batch(jit):
         dp.poisson_batches(data(), SAMPLING).take(3)
     )
     assert ledger.segments == [(SIGMA, SIZE, 6)]
-    assert ledger.checks == [Checks(checked=6, repeated=3, nearest=1)]
+    assert ledger.checks == [BatchChecks(checked=6, repeated=3, nearest=1)]
     assert SAMPLING.epsilon_spent(ledger, N, DELTA) >= true_epsilon(3, 2)
 
 
@@ -156,13 +156,13 @@ def test_numbers_cost_no_second_trace():
         optimizer.minimize(loss, [variable], tape)
 
     step(data(20)[0])
-    assert len(traces) == 1 and optimizer.ledger.checks == [Checks(checked=1)]
+    assert len(traces) == 1 and optimizer.ledger.checks == [BatchChecks(checked=1)]
 
 
 def test_two_optimizers_may_share_their_batches():
     drawn = list(dp.poisson_batches(data(), SAMPLING).take(3))
     for run in (Run(expected_batch_size=SIZE), Run(expected_batch_size=SIZE)):
-        assert run(drawn).checks == [Checks(checked=3)]
+        assert run(drawn).checks == [BatchChecks(checked=3)]
 
 
 @pytest.mark.slow_after(1)
@@ -178,7 +178,7 @@ def test_small_and_empty_batches_that_look_the_same_are_no_repetitions(sampling)
     run = Run(expected_batch_size=1.0)
     ledger = run(dp.poisson_batches(data(4), sampling))
     assert ledger.num_releases == 60
-    assert ledger.checks == [Checks()]
+    assert ledger.checks == [BatchChecks()]
     ledger = Releases([(2.0, 0.5, 60)], checks=ledger.checks)
     text = " ".join(privacy_statement(ledger, 4, 1e-2, sampling="poisson").split())
     assert "stated to have been drawn by Poisson sampling; if so, this epsilon is an upper" in text
@@ -192,10 +192,10 @@ def test_masks_that_are_not_ours_are_no_numbers():
     mask = tf.cast(tf.range(50) < 20, tf.float32)
     batches = [(x[i : i + 50], y[i : i + 50], mask) for i in (0, 10, 20)]
     run = poisson_run()
-    assert run(batches).checks == [Checks(checked=3)]  # by their contents
+    assert run(batches).checks == [BatchChecks(checked=3)]  # by their contents
     assert run([*batches[:1], *batches]).checks[0].repeated == 4
     same_rows = (np.ones([50, 2], np.float32), np.ones(50, np.int64), mask)
-    assert run([same_rows] * 3).checks == [Checks()]
+    assert run([same_rows] * 3).checks == [BatchChecks()]
 
 
 @pytest.mark.slow
@@ -252,8 +252,8 @@ def test_parts_of_a_batch_have_numbers_and_may_not_come_twice_in_one():
     run = Run(expected_batch_size=SIZE, gradient_accumulation_steps=2)
     sampling = dp.PoissonSampling(Q, 2 * N, 50)
     parts = list(dp.poisson_batches(data(), sampling, gradient_accumulation_steps=2).take(6))
-    assert run(parts).checks == [Checks(checked=3)]
-    assert run([parts[0], parts[1]]).checks == [Checks(checked=1, repeated=1, nearest=3)]
+    assert run(parts).checks == [BatchChecks(checked=3)]
+    assert run([parts[0], parts[1]]).checks == [BatchChecks(checked=1, repeated=1, nearest=3)]
     # In other pairs, too.
     new = list(dp.poisson_batches(data(), sampling, gradient_accumulation_steps=2).take(6))
     assert run([*new[:3], new[2]]).checks[0].repeated == 0
@@ -262,7 +262,7 @@ def test_parts_of_a_batch_have_numbers_and_may_not_come_twice_in_one():
     last = new[4:]
     run(last[:1])
     run.optimizer._mechanism.drop_parts()
-    assert run(last).checks == [Checks(checked=1)]
+    assert run(last).checks == [BatchChecks(checked=1)]
     assert run.optimizer.ledger.segments == [(SIGMA, SIZE, 1)]
 
 
@@ -270,9 +270,9 @@ def test_batches_without_padding_are_known_by_their_contents():
     run = Run()
     fixed = dp.sampling.FixedSizeSampling(20, 50)
     drawn = dp.sampling.fixed_size_batches(data(), fixed).take(5)
-    assert run(drawn).checks == [Checks(checked=5)]
+    assert run(drawn).checks == [BatchChecks(checked=5)]
     ledger = run(drawn.cache().repeat(2))
-    assert ledger.checks == [Checks(checked=10, repeated=5, nearest=5)]
+    assert ledger.checks == [BatchChecks(checked=10, repeated=5, nearest=5)]
     spent = fixed.epsilon_spent(ledger, N, DELTA)
     alone = dp_accounting.rdp.RdpAccountant()
     alone.compose(dp_accounting.GaussianDpEvent(SIGMA / 2), 5)
@@ -280,7 +280,7 @@ def test_batches_without_padding_are_known_by_their_contents():
     assert spent > max(alone.get_epsilon(DELTA), fixed.epsilon_spent(fresh, N, DELTA))
     few = dp.sampling.FixedSizeSampling(8, 50)
     assert run.optimizer.ledger.num_releases == 10
-    assert Run()(dp.sampling.fixed_size_batches(data(9), few)).checks == [Checks()]
+    assert Run()(dp.sampling.fixed_size_batches(data(9), few)).checks == [BatchChecks()]
 
 
 def test_passes_over_the_same_batches_are_passes_and_within_one_they_are_not():
@@ -288,7 +288,7 @@ def test_passes_over_the_same_batches_are_passes_and_within_one_they_are_not():
     in_order = tf.data.Dataset.from_tensor_slices((x, y)).batch(20)
     run = Run()
     ledger = run(in_order.repeat(3))
-    assert ledger.checks == [Checks(checked=15, repeated=10, nearest=5)]
+    assert ledger.checks == [BatchChecks(checked=15, repeated=10, nearest=5)]
     plain = Releases(ledger.segments)
     assert epsilon_spent(ledger, N, DELTA) == epsilon_spent(plain, N, DELTA)
     bounds = [epsilon_without_amplification(of, N, DELTA) for of in (ledger, plain)]
@@ -311,12 +311,12 @@ def test_training_on_all_data_in_each_step_costs_what_it_did():
     x, y = data()
     run = Run()
     ledger = run([(x, y)] * 6)
-    assert ledger.checks == [Checks(checked=6, repeated=5, nearest=1)]
+    assert ledger.checks == [BatchChecks(checked=6, repeated=5, nearest=1)]
     assert epsilon_spent(ledger, N, DELTA) == epsilon(SIGMA, 1.0, 6, DELTA)
     whole = dp.PoissonSampling(1.0, N + 1, 9)
     ledger = Run(expected_batch_size=float(N))(dp.poisson_batches((x, y), whole))
     assert whole.epsilon_spent(ledger, N, DELTA) == epsilon(SIGMA, 1.0, 9, DELTA)
-    ledger = Releases(ledger.segments, checks=[Checks()])
+    ledger = Releases(ledger.segments, checks=[BatchChecks()])
     text = privacy_statement(ledger, N, DELTA, sampling="poisson")
     assert "proven upper bound" in " ".join(text.split())  # nothing is amplified
 
@@ -325,7 +325,7 @@ def test_what_was_seen_is_neither_saved_nor_forgotten_in_the_ledger():
     run = poisson_run()
     drawn = dp.poisson_batches(data(), SAMPLING).take(3).cache().repeat(2)
     known = run(drawn).checks
-    assert known == [Checks(checked=6, repeated=3, nearest=3)]
+    assert known == [BatchChecks(checked=6, repeated=3, nearest=3)]
     optimizer = run.optimizer
     assert all(np.prod(v.shape) < 1_000 for v in optimizer.variables)
     copied = dp.DPSGD.from_config(optimizer.get_config())
@@ -338,7 +338,7 @@ def test_what_was_seen_is_neither_saved_nor_forgotten_in_the_ledger():
 
 def test_dp_events_and_budgets_count_repetitions():
     again = SimpleNamespace(
-        segments=[Segment(SIGMA, SIZE, 12)], checks=[Checks(12, 8, 2)], other_events=()
+        segments=[Segment(SIGMA, SIZE, 12)], checks=[BatchChecks(12, 8, 2)], other_events=()
     )
     event = dp_event(again, N)
     assert "GaussianDpEvent(noise_multiplier=4.0), count=8" in str(event)
@@ -351,7 +351,7 @@ def test_dp_events_and_budgets_count_repetitions():
 def test_a_trial_may_not_release_a_batch_twice():
     batches = SimpleNamespace(sampling=SAMPLING, num_examples=N)
     checking = SimpleNamespace(_batches=batches)
-    for known, fits in ((Checks(12, 0, 0), True), (Checks(12, 1, 4), False)):
+    for known, fits in ((BatchChecks(12, 0, 0), True), (BatchChecks(12, 1, 4), False)):
         ledger = SimpleNamespace(segments=[Segment(SIGMA, SIZE, 12)], checks=[known])
         checking.model = SimpleNamespace(optimizer=SimpleNamespace(ledger=ledger))
         if fits:
@@ -390,19 +390,19 @@ def _restored(optimizer, variable, folder):
 def test_an_optimizer_that_goes_on_knows_the_batches_of_the_one_before(successor, tmp_path):
     kept = list(dp.poisson_batches(data(), SAMPLING).take(4))
     first = Run(expected_batch_size=SIZE)
-    assert first(kept).checks == [Checks(checked=4)]
+    assert first(kept).checks == [BatchChecks(checked=4)]
     second = Run()
     second.optimizer = successor(first.optimizer, second.variable, tmp_path)
     for x, y, weights in [*kept, *dp.poisson_batches(data(), SAMPLING).take(2)]:
         second.step(x, y, weights)
     ledger = second.optimizer.ledger
     assert ledger.segments == [(SIGMA, SIZE, 10)]
-    assert ledger.checks == [Checks(checked=10, repeated=4, nearest=4)]
+    assert ledger.checks == [BatchChecks(checked=10, repeated=4, nearest=4)]
     spent = SAMPLING.epsilon_spent(ledger, N, DELTA)
     assert spent == pytest.approx(counted_epsilon(6, 4), rel=1e-9)
     # One that begins anew has an epsilon of its own, in which each of them is a first release.
     third = Run(expected_batch_size=SIZE)
-    assert third(kept).checks == [Checks(checked=4)]
+    assert third(kept).checks == [BatchChecks(checked=4)]
 
 
 def test_a_loaded_model_knows_the_batches_that_trained_it(tmp_path):
@@ -418,7 +418,7 @@ def test_a_loaded_model_knows_the_batches_that_trained_it(tmp_path):
     loaded = tf.keras.models.load_model(f"{tmp_path}/model.keras")
     loaded.fit(drawn, verbose=0)
     ledger = loaded.optimizer.ledger
-    assert ledger.checks == [Checks(checked=8, repeated=4, nearest=4)]
+    assert ledger.checks == [BatchChecks(checked=8, repeated=4, nearest=4)]
     spent = SAMPLING.epsilon_spent(ledger, N, DELTA)
     assert epsilon(SIGMA, Q, 8, DELTA) < spent == pytest.approx(counted_epsilon(4, 4), rel=1e-9)
 

@@ -31,7 +31,7 @@ from dp_accounting import pld, rdp
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting.ledger import (
-    Checks,
+    BatchChecks,
     Ledger,
     Releases,
     Segment,
@@ -324,7 +324,7 @@ def counted_ledger(
     return [s for s in segments if s.num_releases], events
 
 
-def repeated(segment: Segment, known: Checks, num_examples: int, *, in_epochs: bool) -> int:
+def repeated(segment: Segment, known: BatchChecks, num_examples: int, *, in_epochs: bool) -> int:
     """How many releases of a segment count as repetitions; see `epsilon_spent`."""
     if in_epochs and known.nearest >= num_examples // segment.batch_size:
         return 0
@@ -333,7 +333,7 @@ def repeated(segment: Segment, known: Checks, num_examples: int, *, in_epochs: b
 
 def checks_of(
     ledger: Any, num_examples: int, *, correlated: bool = False
-) -> list[tuple[Segment, Checks]]:
+) -> list[tuple[Segment, BatchChecks]]:
     """The segments of a ledger or an optimizer, with what is known about their batches."""
     return _read(ledger, num_examples, correlated)[0]
 
@@ -345,7 +345,7 @@ def noise_of(ledger: Any) -> NoiseStrategy:
 
 def _read(
     ledger: Any, num_examples: int, correlated: bool = False
-) -> tuple[list[tuple[Segment, Checks]], tuple[dp_accounting.DpEvent, ...]]:
+) -> tuple[list[tuple[Segment, BatchChecks]], tuple[dp_accounting.DpEvent, ...]]:
     checks.integer("num_examples", num_examples, 1)
     found = ledger_of(ledger)
     if not (hasattr(found, "segments") and hasattr(found, "other_events")):
@@ -359,8 +359,8 @@ def _read(
             "`FixedOrder` that drew the batches, `sampling.epsilon_spent(ledger, num_examples, "
             f"delta)`; no other accounting is proven. Received: noise={noise_of(found)!r}"
         )
-    known = [Checks(*of_segment) for of_segment in getattr(found, "checks", ())]
-    known += [Checks()] * (len(found.segments) - len(known))
+    known = [BatchChecks(*of_segment) for of_segment in getattr(found, "checks", ())]
+    known += [BatchChecks()] * (len(found.segments) - len(known))
     read = []
     for segment, of_segment in zip(found.segments, known):
         if of_segment.declared:

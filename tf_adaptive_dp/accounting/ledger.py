@@ -48,7 +48,7 @@ class Segment(NamedTuple):
     num_releases: int
 
 
-class Checks(NamedTuple):
+class BatchChecks(NamedTuple):
     """What is known about the batches of a segment.
 
     Attributes:
@@ -86,7 +86,7 @@ class Releases:
 
     segments: Sequence[Segment | tuple[float, float, int]] = ()
     other_events: tuple = ()
-    checks: Sequence[Checks] = ()
+    checks: Sequence[BatchChecks] = ()
     noise: NoiseStrategy = IndependentNoise()
     examples_per_user: int | None = None
 
@@ -197,7 +197,7 @@ class Ledger:
         )
         self._counts = add_variable([self.MAX_SEGMENTS], dtype=tf.int64, name="ledger_counts")
         self._checks = add_variable(
-            [self.MAX_SEGMENTS, len(Checks._fields)], dtype=tf.float64, name="ledger_checks"
+            [self.MAX_SEGMENTS, len(BatchChecks._fields)], dtype=tf.float64, name="ledger_checks"
         )
         self._terms = add_variable([len(Terms._fields)], dtype=tf.int64, name="ledger_terms")
         # The noise multipliers of the `other_events` that are releases of the Gaussian mechanism.
@@ -404,10 +404,10 @@ class Ledger:
         ]
 
     @property
-    def checks(self) -> list[Checks]:
+    def checks(self) -> list[BatchChecks]:
         """What is known about the batches of each segment."""
         return [
-            Checks(int(checked), int(repeated), int(nearest), declared)
+            BatchChecks(int(checked), int(repeated), int(nearest), declared)
             for (checked, repeated, nearest, declared), count in zip(
                 self._checks.numpy().tolist(), self._counts.numpy().tolist()
             )
@@ -447,7 +447,7 @@ class Ledger:
             counts[row] = checks.integer("num_releases", count, 0)
         known = np.zeros(self._checks.shape)
         for row, values in enumerate(checks_of[: len(segments)]):
-            known[row] = [checks.number("checks", value, 0) for value in Checks(*values)]
+            known[row] = [checks.number("checks", value, 0) for value in BatchChecks(*values)]
         self._parameters.assign(parameters)
         self._counts.assign(counts)
         self._checks.assign(known)
@@ -558,7 +558,7 @@ def _moved_on(course: tf.Tensor, counts: tf.Tensor, parameters: tf.Tensor) -> tf
 def _added(
     row: tf.Tensor, checked: tf.Tensor, distance: tf.Tensor, declared: tf.Tensor
 ) -> tf.Tensor:
-    """The `Checks` of a segment, a float64 vector, after one more release."""
+    """The `BatchChecks` of a segment, a float64 vector, after one more release."""
     distance = tf.cast(distance, tf.float64)
     again = distance > 0
     known, repeated, nearest, declared_before = tf.unstack(row)

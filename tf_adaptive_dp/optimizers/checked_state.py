@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp.accounting.ledger import (
-    Checks,
+    BatchChecks,
     Ledger,
     Segment,
     Terms,
@@ -179,7 +179,7 @@ class _SavedLedger(NamedTuple):
     """The ledger in a saved optimizer; `terms` and `other_events` are `None` if not known."""
 
     segments: list[Segment]
-    checks: list[Checks]
+    checks: list[BatchChecks]
     terms: Terms | None = None
     other_events: tuple[dp_accounting.DpEvent, ...] | None = None
 
@@ -219,7 +219,7 @@ def _arrays(store: Mapping[str, Any]) -> list[Any]:
 def _saved_ledger(saved: Sequence[Any]) -> _SavedLedger:
     """The ledger of a saved optimizer; an empty one without terms if it has none."""
     size = Ledger.MAX_SEGMENTS
-    shapes = [(size, 2), (size,), (size, len(Checks._fields))]
+    shapes = [(size, 2), (size,), (size, len(BatchChecks._fields))]
     for k in range(len(saved) - 2):
         if _shapes(saved[k : k + 3]) != shapes:
             continue  # before anything is read, which may be large and in a file
@@ -244,11 +244,13 @@ def _terms(saved: Sequence[np.ndarray]) -> tuple[Terms | None, tuple | None]:
     return terms, events if digest(events) == terms.other_events else None
 
 
-def _checks(checked: float, repeated: float, nearest: float, declared: float) -> Checks:
-    return Checks(int(checked), int(repeated), int(nearest), declared)
+def _checks(checked: float, repeated: float, nearest: float, declared: float) -> BatchChecks:
+    return BatchChecks(int(checked), int(repeated), int(nearest), declared)
 
 
-def _joined(segments: list[Segment], checks: list[Checks]) -> tuple[list[Segment], list[Checks]]:
+def _joined(
+    segments: list[Segment], checks: list[BatchChecks]
+) -> tuple[list[Segment], list[BatchChecks]]:
     """As many segments as a ledger holds: the last ones become one of the worst of all."""
     while len(segments) > Ledger.MAX_SEGMENTS:
         *segments, a, b = segments
@@ -258,5 +260,5 @@ def _joined(segments: list[Segment], checks: list[Checks]) -> tuple[list[Segment
         segments.append(Segment(noise_multiplier, size, a.num_releases + b.num_releases))
         nearest = min((n for n in (c.nearest, d.nearest) if n), default=0)
         repeated, declared = c.repeated + d.repeated, max(c.declared, d.declared)
-        checks.append(Checks(c.checked + d.checked, repeated, nearest, declared))
+        checks.append(BatchChecks(c.checked + d.checked, repeated, nearest, declared))
     return segments, checks
