@@ -88,10 +88,10 @@ class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
         self.order = order
 
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable, *rate: Any) -> None:
-        """Moves one variable.
+        """Takes the SGD step of one variable: θ ← θ − α·G, or θ − α·G / A if noise comes first.
 
         Args:
-          gradient: its noisy mean gradient.
+          gradient: G, its noisy mean gradient; with `"precondition_first"` A is in it already.
           variable: the variable.
           *rate: the learning rate, which Keras 3 passes.
         """

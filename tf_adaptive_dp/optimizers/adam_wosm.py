@@ -128,10 +128,10 @@ class DPAdamWOSM(DPOptimizer, FirstMomentOptimizer):
         self._mechanism.noise_multiplier = value
 
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
-        """Moves one variable.
+        """Moves one variable: θ ← θ − α / (σC/L + ξ) · m / (1 − β₁ᵗ).
 
         Args:
-          gradient: its noisy mean gradient.
+          gradient: G, its noisy mean gradient, which becomes part of m first.
           variable: the variable.
         """
         moment = self.next_moment(gradient, variable)

@@ -155,10 +155,10 @@ class AdaS(FullSignature, tf.keras.optimizers.SGD):
         return super().scale_loss(loss)
 
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable, *rate: Any) -> None:
-        """Moves one variable.
+        """Takes the SGD step of one variable along g / A.
 
         Args:
-          gradient: the gradient of the mean loss.
+          gradient: g, the gradient of the mean loss.
           variable: the variable.
           *rate: the learning rate, which Keras 3 passes.
         """

@@ -145,10 +145,10 @@ class DPAdamPub(DPOptimizer, FirstMomentOptimizer):
         self.set_beta_1(beta_1)
 
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
-        """Moves one variable.
+        """Moves one variable: θ ← θ − α·m / A.
 
         Args:
-          gradient: its noisy mean gradient.
+          gradient: G, its noisy mean gradient, which becomes part of m first.
           variable: the variable.
         """
         moment = self.next_moment(gradient, variable)

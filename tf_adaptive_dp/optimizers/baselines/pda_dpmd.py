@@ -118,10 +118,10 @@ class PDADPMD(DPOptimizer, tf.keras.optimizers.SGD):
         self.mixing = _check_mixing(mixing)
 
     def update_step(self, gradient: tf.Tensor, variable: tf.Variable, *rate: Any) -> None:
-        """Moves one variable.
+        """Takes the SGD step of one variable along αₜ·G + (1 − αₜ)·g.
 
         Args:
-          gradient: its noisy mean gradient.
+          gradient: G, its noisy mean gradient.
           variable: the variable.
           *rate: the learning rate, which Keras 3 passes.
         """
