@@ -89,6 +89,34 @@ def test_no_plausible_draw_is_doubted(expected):
             assert mechanism.ledger.segments == [(2.0, seen, 1)]
 
 
+@pytest.mark.parametrize(
+    "size, detected_at", [(150, 3), (110, 58)], ids=["half too large", "a tenth too large"]
+)
+def test_batches_that_are_too_large_together_are_noticed(size, detected_at):
+    """Each of them may be a draw of 100 examples, as far as its size shows; ε was too small."""
+    ledger = release([size] * (detected_at + 3), 100.0).ledger
+    assert ledger.segments == [(2.0, 100.0, detected_at - 1), (2.0, 200.0, 4)]
+    assert ledger.checks[1].declared == 100.0
+
+
+def test_the_mean_counts_where_the_rows_are_fewer():
+    mechanism = zoo.make_mechanism(l2_norm_clip=1.0, expected_batch_size=100.0)
+    mechanism.noise_multiplier = 2.0
+    for size in (150, 150, 140):  # no padding: the last one is smaller than their mean
+        mechanism.release(zoo.Rows(tf.ones([size, 1])), tf.constant(size))
+    assert mechanism.ledger.segments == [(2.0, 100.0, 2), (2.0, 147.0, 1)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_plausible_run_is_doubted(seed):
+    sizes = np.random.default_rng(seed).poisson(100.0, size=300)
+    assert sizes.sum() != 30_000
+    assert release(sizes, 100.0).ledger.segments == [(2.0, 100.0, 300)]
+    assert release([100] * 300, 100.0).ledger.segments == [(2.0, 100.0, 300)]
+    # The power to fail: the same draws with a declared mean of a tenth less.
+    assert release(sizes, 90.0).ledger.segments[-1].batch_size == 200.0
+
+
 def test_padding_is_no_example_and_larger_declarations_are_believed():
     for expected in (20.0, 400.0):
         mechanism = release([20, 30, 0], expected)

@@ -364,7 +364,7 @@ def test_under_xla_such_a_batch_makes_epsilon_infinite():
 def test_a_batch_in_parts_has_the_noise_of_one_release(strategy, mode):
     steps, size = 11, 32
     gradients = np.random.default_rng(0).normal(size=[steps, 6, size]).astype("float32")
-    kwargs = {"seed": 5, "noise_multiplier": 0.7, "expected_batch_size": 2.0}
+    kwargs = {"seed": 5, "noise_multiplier": 0.7, "expected_batch_size": 6.0}
     whole, in_parts = (
         mechanism_of(strategy, gradient_accumulation_steps=k, **kwargs) for k in (1, 3)
     )
@@ -375,7 +375,7 @@ def test_a_batch_in_parts_has_the_noise_of_one_release(strategy, mode):
         assert not parts[0].any() and not parts[1].any()
         np.testing.assert_allclose(parts[2], zoo.release(whole, batch)[0], atol=1e-5)
         assert in_parts.ledger.num_releases == int(in_parts.noise.number()) == t + 1
-    assert in_parts.ledger.segments == whole.ledger.segments == [(0.7, 2.0, steps)]
+    assert in_parts.ledger.segments == whole.ledger.segments == [(0.7, 6.0, steps)]
 
 
 def test_a_part_that_was_drawn_for_another_step_is_refused():

@@ -480,8 +480,37 @@ def test_a_map_that_drops_the_weights_is_refused_by_fit_and_one_that_keeps_them_
         fit(batches.map(lambda x, y, weights: (x, y)))
     # Several replicas, say, see no marks, but the batches are too large.
     monkeypatch.setattr(dp.PoissonSampling, "_refuse_lost_marks", lambda *args: None)
-    with pytest.raises(dp.NotPrivateError, match="on average, but the sampling draws 8"):
+    with pytest.raises(
+        dp.NotPrivateError, match="more examples than the 8 that the sampling draws"
+    ):
         fit(batches.map(lambda x, y, weights: (x, y)))
+
+
+@pytest.mark.parametrize("in_fit", [True, False])
+def test_targets_that_were_rounded_are_no_marks(in_fit):
+    """`np.round` makes -0.0 of small negative numbers, which looked like marks: ε was proven."""
+    x = np.random.default_rng(0).normal(size=[N, 4]).astype("float32")
+    y = np.round(x[:, 0], 1)
+    assert (np.signbit(y) & (y == 0)).sum() > N // 100
+    batches = dp.poisson_batches((x, y), SAMPLING).map(lambda x, y, weights: (x, y))
+    model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(1)])
+    optimizer = dp.DPSGD(1.0, SIGMA, learning_rate=0.01, expected_batch_size=SIZE)
+    model.compile(optimizer, "mse")
+    if in_fit:
+        model.fit(batches, steps_per_epoch=4, verbose=0, shuffle=False)
+    else:
+
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = (tf.squeeze(model(x), 1) - y) ** 2
+            optimizer.minimize(loss, model.trainable_variables, tape)
+
+        for x, y in batches.take(4):
+            step(x, y)
+    assert optimizer.batches_seen == (4, 0)
+    with pytest.raises(dp.NotPrivateError, match="4 of 4 batches reached"):
+        SAMPLING.epsilon_spent(optimizer, N, DELTA)
 
 
 def test_weights_of_tokens_show_their_marks_in_a_step_of_ones_own():

@@ -156,9 +156,11 @@ class Ledger:
 
     A release with other parameters than the previous one opens a new segment.
 
-    Guarantee: every release is counted, with at most the noise multiplier and at least the batch
-    size that were used, so an ε computed from the ledger is never too small. Both are exact for the
-    first `MAX_SEGMENTS` segments. Later segments are merged into the last one, which keeps the
+    Guarantee: every release is counted, with at most the noise multiplier that was used and at
+    least the expected batch size that was declared. If that is right, an ε computed from the ledger
+    is never too small. If the batches turn out larger beyond doubt, the ledger counts with their
+    size from then on (see `GaussianMechanism`). Both numbers are exact for the first
+    `MAX_SEGMENTS` segments. Later segments are merged into the last one, which keeps the
     smallest noise multiplier and the largest batch size. `checks` record repeated batches, which ε
     counts without amplification.
 

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import ancestors
 from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
+from tf_adaptive_dp._keras.weighted_losses import sample_weights_of_step
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.mechanism.padding import (
@@ -159,10 +160,25 @@ def number_of(loss: tf.Tensor, rows_per_unit: int = 1) -> Number | None:
         ours = is_ours(weights, rows_per_unit)
         rows = tf.where(ours, weights, rows)
         known |= ours
-    # Of tokens, too, in steps whose graph does not tell which input holds weights.
-    vectors = [v for v in map(weights_of_rows, fed) if v is not None]
-    marks = [tf.reduce_any(marks_in(tf.cast(v, tf.float32))) for v in vectors]
-    return Number(_digest(rows), known, tf.reduce_any([tf.constant(False), *marks]))
+    return Number(_digest(rows), known, _is_marked(fed, loss.graph))
+
+
+def _is_marked(fed: Sequence[tf.Tensor], graph: tf.Graph) -> tf.Tensor:
+    """Whether the sample weights among the inputs of a step have a mark, a bool scalar.
+
+    Where the graph does not tell which input they are, any may be, but no vector with a negative
+    entry: targets that were rounded have zeros of both signs, too.
+    """
+    known = sample_weights_of_step(graph)
+    candidates = sample_weights_among(fed, graph)
+    told = known is not None or bool(candidates)
+    found = [tf.constant(False)]
+    for tensor in candidates if told else fed:
+        vector = weights_of_rows(tensor)
+        if vector is not None:
+            may_be_weights = told or tf.reduce_all(vector >= 0)
+            found.append(tf.reduce_any(marks_in(tf.cast(vector, tf.float32))) & may_be_weights)
+    return tf.reduce_any(found)
 
 
 def order_of(loss: tf.Tensor) -> Order | None:

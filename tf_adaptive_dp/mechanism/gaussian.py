@@ -163,6 +163,9 @@ class GaussianMechanism:
         self._turns = Turns()
         self._complete: dict[int, tf.Tensor] = {}  # by thread, as each traces a graph of its own
         self._fixed_batch_size = add_variable([], dtype=tf.int64, name="fixed_batch_size")
+        # Examples that were expected, and seen, in all batches of this process together. The sum of
+        # raw sizes is private, so it is not saved.
+        self._examples_expected, self._examples_seen = _hyperparameter(0.0), _hyperparameter(0.0)
 
     def _refuse_beside_correlated_noise(self, strategy: NoiseStrategy) -> None:
         """Raises ValueError for settings whose releases have parts without correlated noise."""
@@ -408,15 +411,24 @@ class GaussianMechanism:
     def _size_seen(
         self, expected: tf.Tensor, per_group: tf.Tensor, rows: tf.Tensor, present: tf.Tensor
     ) -> tf.Tensor:
-        """The rows of a whole batch if it holds too many examples for the expected size, else 0.
+        """The rows of a whole batch if there were too many examples for the expected size, else 0.
 
-        Guarantee: a correct L of Poisson batches is doubted with probability at most 1e-12 per
+        Too many may be in this batch, or in all batches of the process together: a hundred batches
+        of 210 examples are no draws with a mean of 200, although each of them may be one.
+
+        Guarantee: a correct L of Poisson batches is doubted with probability at most 2e-12 per
         step. The recorded number of rows is public if batches are padded or have one size.
         Otherwise it reveals the size of that batch.
         """
         rows = tf.cast(rows * self.gradient_accumulation_steps, tf.float64)
         there = tf.maximum(tf.cast(present, tf.float64) * per_group, tf.constant(1e-9, tf.float64))
-        too_many = (there > expected) & (_log_tail(there, expected, tf.math.log) < _LOG_FALSE_ALARM)
+        in_all = self._examples_expected.assign_add(expected, read_value=True)
+        there_in_all = self._examples_seen.assign_add(there, read_value=True)
+        too_many = tf.reduce_any(
+            _are_too_many(tf.stack([there, there_in_all]), tf.stack([expected, in_all]))
+        )
+        # This batch may be one of the smaller ones.
+        rows = tf.maximum(rows, tf.math.ceil(expected * there_in_all / in_all))
         # Without L all batches have the size of the first. Under XLA a larger one gets here.
         is_first = tf.equal(self._expected_batch_size.read_value(), 0)
         rows = tf.where(is_first, tf.maximum(rows, tf.math.ceil(there)), rows)
@@ -516,7 +528,8 @@ class GaussianMechanism:
             expected,
             checked=draw.checked & order.shown,
             distance=draw.distance,
-            size_seen=self._size_seen(expected, per_group, size, batch.present),
+            # Padding that contributes halves σ already.
+            size_seen=self._size_seen(expected, per_group, size, batch.present - batch.padding),
         )
         # The noise must have the number of the release, so it is drawn in the same turn.
         correlated: list[tf.Tensor] = []
@@ -821,6 +834,12 @@ def _hyperparameter(value: float) -> tf.Variable:
     """A variable for a value that users may change between steps of a compiled function."""
     with tf.init_scope():
         return tf.Variable(value, dtype=tf.float64, trainable=False)
+
+
+def _are_too_many(sizes: tf.Tensor, expected: tf.Tensor) -> tf.Tensor:
+    """Whether no Poisson draws with these means have sizes like these, beyond doubt."""
+    improbable = _log_tail(sizes, expected, tf.math.log) < _LOG_FALSE_ALARM
+    return (sizes > expected) & improbable
 
 
 def _log_tail(size: Any, expected: Any, log: Callable) -> Any:

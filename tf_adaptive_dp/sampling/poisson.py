@@ -119,6 +119,7 @@ class RandomSizes(draws.Sampling):
         refuse_microbatches(ledger)
         # Padding that counts as examples makes batches look too large as well.
         self._refuse_lost_marks(ledger, num_examples)
+        self._refuse_large_batches(ledger, num_examples)
         super().check_ledger(ledger, num_examples)
 
     def _refuse_lost_marks(self, ledger: Any, num_examples: int) -> None:
@@ -142,6 +143,19 @@ class RandomSizes(draws.Sampling):
                 "batches were drawn in another way, say so by a label, such as "
                 f"`sampling='poisson'`. Received: sampling={self!r}"
             )
+
+    def _refuse_large_batches(self, ledger: Any, num_examples: int) -> None:
+        """Raises if a ledger saw more examples than these batches hold, although L is right."""
+        expected = self.expected_batch_size(num_examples)
+        for segment, known in composition.checks_of(ledger, num_examples, correlated=True):
+            if math.isclose(known.declared, expected):
+                raise NotPrivateError(
+                    f"The batches held more examples than the {expected:g} that the sampling draws "
+                    "on average. Rows of padding have gradients, so epsilon does not hold: pass "
+                    "the sample weights of `poisson_batches` on unchanged, and let all terms of "
+                    "the loss be multiplied by them. Received: batches of "
+                    f"{segment.batch_size:g} rows, sampling={self!r}"
+                )
 
     def _probability_of_no_marks(self, num_examples: int, parts: int) -> float:
         """How likely it is at most that some part of a batch has no mark."""
