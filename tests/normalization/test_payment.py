@@ -332,3 +332,30 @@ def test_a_release_that_the_ledger_does_not_count_is_noticed_without_a_plan():
     assert dp.validate(model, (x[:4], y[:4])).ok
     model.fit(x, y, epochs=1, callbacks=[budget, monitor], verbose=0)
     assert model.optimizer.ledger.num_releases
+
+
+def test_statistics_of_examples_do_not_pay_for_users(tmp_path):
+    """A user with 400 records moved sums by 400 whose noise was for 1; ε called it proven."""
+    x, y = data()
+    ids = np.arange(N) // 2
+    layer = adapted(x, 20.0)
+    kwargs = {"num_examples": None, "user_ids": ids, "examples_per_user": 2, "batch_size": 100}
+    plan, model = by_hand([layer], **kwargs)
+    released_for_examples = "were released for examples, but the optimizer protects users"
+    with pytest.raises(dp.NotPrivateError, match=released_for_examples):
+        plan.fit(model, x, y, verbose=0)
+    (finding,) = dp.validate(model, (x[:4], y[:4])).findings
+    assert finding.kind == "statistics" and finding.where == layer.name
+    monitor = dp.PrivacyMonitor(len(set(ids)), 1e-4, sampling="poisson")
+    with pytest.raises(dp.NotPrivateError, match=released_for_examples):
+        model.fit(x, y, callbacks=[monitor], verbose=0)
+    # Copies and saved layers are no better, and those of users are accepted.
+    model.save(tmp_path / "model.keras")
+    assert not keras.models.load_model(tmp_path / "model.keras").layers[0].protects_users
+    of_users = adapted(x, 20.0, user_ids=ids)
+    assert of_users.protects_users and not layer.protects_users
+    plan, model = by_hand([of_users], **kwargs)
+    plan.fit(model, x, y, verbose=0)
+    of_users.set_weights(layer.get_weights())  # which were released for examples
+    with pytest.raises(dp.NotPrivateError, match=released_for_examples):
+        plan.fit(model, x, y, verbose=0)

@@ -2,8 +2,10 @@
 
 from tf_adaptive_dp.normalization.estimator import input_array as input_array
 from tf_adaptive_dp.normalization.layer import PrivateNormalization
+from tf_adaptive_dp.normalization.payment import OF_OTHER_UNIT as OF_OTHER_UNIT
 from tf_adaptive_dp.normalization.payment import first_unpaid as first_unpaid
 from tf_adaptive_dp.normalization.payment import normalizations_in as normalizations_in
+from tf_adaptive_dp.normalization.payment import of_other_unit as of_other_unit
 from tf_adaptive_dp.normalization.payment import unpaid_in as unpaid_in
 
 # The other names are for plans, callbacks and validation.

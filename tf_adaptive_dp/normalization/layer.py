@@ -92,7 +92,8 @@ class PrivateNormalization(keras.layers.Layer):
     Attributes:
       mean: [features], the weight that holds the means; zeros before `adapt`.
       stddev: [features], the weight that holds the deviations; ones before `adapt`.
-      released: [2], the weight that says which release they came from: a random number, and σ.
+      released: [3], the weight that says which release they came from: a random number, σ, and 1 if
+        it protects users, 0 if examples.
         Zeros before `adapt`.
 
     Raises:
@@ -122,12 +123,12 @@ class PrivateNormalization(keras.layers.Layer):
             )
         self.axis = axis
         # Beside the weight, which can be set to what it was before.
-        self._released_here = 0.0
+        self._released_here, self._of_users_here = 0.0, False
 
     @property
     def dp_event(self) -> dp_accounting.DpEvent:
         """What `adapt` costs, or did cost: one release of the Gaussian mechanism."""
-        _, noise_multiplier = self._release_made()
+        _, noise_multiplier, _ = self._release_made()
         return dp_accounting.GaussianDpEvent(noise_multiplier or self.noise_multiplier)
 
     @property
@@ -141,9 +142,16 @@ class PrivateNormalization(keras.layers.Layer):
 
         There are several if `adapt` was called and then the weights of another layer were set.
         """
-        number, noise_multiplier = self._release_made()
+        number, noise_multiplier, _ = self._release_made()
         made = {number: noise_multiplier, self._released_here: self.noise_multiplier}
         return {int(n): dp_accounting.GaussianDpEvent(z) for n, z in made.items() if n}
+
+    @property
+    def protects_users(self) -> bool:
+        """Whether all that was released counts each user once, not each example."""
+        number, _, of_users = self._release_made()
+        units = ((number, of_users), (self._released_here, self._of_users_here))
+        return all(of_users for number, of_users in units if number)
 
     def resume_with(self, weights: Sequence[np.ndarray]) -> None:
         """Sets the weights that a run began with, before anything was trained behind others.
@@ -155,13 +163,14 @@ class PrivateNormalization(keras.layers.Layer):
         self.set_weights(weights)
         self._released_here = 0.0
 
-    def _release_made(self) -> tuple[float, float]:
-        """The number of the release and its σ; zeros before it."""
+    def _release_made(self) -> tuple[float, float, bool]:
+        """The number of the release, its σ and whether it protects users; zeros before it."""
         if not self.built:
-            return 0.0, 0.0
+            return 0.0, 0.0, False
         with tf.init_scope():
-            number, noise_multiplier = np.asarray(tf.convert_to_tensor(self.released)).tolist()
-        return number, noise_multiplier
+            made = np.asarray(tf.convert_to_tensor(self.released)).tolist()
+        number, noise_multiplier, of_users = made
+        return number, noise_multiplier, bool(of_users)
 
     def build(self, input_shape: Any) -> None:
         """Creates the mean and the deviation; see `keras.layers.Layer`."""
@@ -171,7 +180,7 @@ class PrivateNormalization(keras.layers.Layer):
         self.stddev = add(name="stddev", shape=[size], initializer="ones", trainable=False)
         # Not an attribute of Python, which a copy or a loaded model would not have.
         kind = {"dtype": "float64", "initializer": "zeros", "trainable": False}
-        self.released = add(name="released", shape=[2], **kind)
+        self.released = add(name="released", shape=[3], **kind)
         super().build(input_shape)
 
     def call(self, inputs: Any) -> Any:
@@ -219,7 +228,10 @@ class PrivateNormalization(keras.layers.Layer):
             )
         # Before the first sum: what fails after it has been released all the same.
         self._released_here = 1.0 + secrets.randbits(_ID_BITS)
-        self.released.assign([self._released_here, self.noise_multiplier])
+        self._of_users_here = user_ids is not None
+        self.released.assign(
+            [self._released_here, self.noise_multiplier, float(self._of_users_here)]
+        )
         noise = self.noise_multiplier * math.sqrt(NUM_RELEASES)
         mean, stddev, is_clear = released_statistics(examples, noise)
         self.mean.assign(mean.astype(np.float32))

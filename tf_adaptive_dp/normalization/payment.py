@@ -9,13 +9,31 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import layers_within
 from tf_adaptive_dp.accounting.ledger import missing_events
+from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization.layer import PrivateNormalization
 from tf_adaptive_dp.side_information import provenance
+
+OF_OTHER_UNIT = (
+    "The statistics of a `PrivateNormalization` were released for examples, but the optimizer "
+    "protects users: those of a user with many examples would not be covered by epsilon."
+)
 
 
 def normalizations_in(model: tf.keras.Model) -> list[PrivateNormalization]:
     """The `PrivateNormalization` layers in a model, those inside of other layers too."""
     return [layer for layer in layers_within(model) if isinstance(layer, PrivateNormalization)]
+
+
+def of_other_unit(
+    layers: Sequence[PrivateNormalization], optimizer: tf.keras.optimizers.Optimizer
+) -> PrivateNormalization | None:
+    """The first layer whose release protects examples where the optimizer protects users.
+
+    A user with many examples moves its sums by far more than its event says.
+    """
+    if optimizer.examples_per_user is None:
+        return None
+    return next((x for x in layers if x.release_id and not x.protects_users), None)
 
 
 def first_unpaid(
@@ -34,7 +52,17 @@ def first_unpaid(
       optimizer: the one whose side information is paid for first.
       events: what is paid for.
       known: releases that are paid for already, by their numbers.
+
+    Raises:
+      NotPrivateError: if a release protects examples and the optimizer users.
     """
+    other = of_other_unit(layers, optimizer)
+    if other is not None:
+        raise NotPrivateError(
+            f"{OF_OTHER_UNIT} Adapt a new layer by `layer.adapt(x, user_ids)`, or let the plan do "
+            f"it: `plan.normalization(x)`. Received: {other.name!r}, examples_per_user="
+            f"{optimizer.examples_per_user!r}"
+        )
     information = optimizer.side_information
     of_information = () if information is None else provenance.events(information.provenance)
     known = dict(known or {})

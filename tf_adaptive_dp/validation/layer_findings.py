@@ -11,7 +11,12 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import BATCH_NORMALIZATIONS, inner_layers, was_adapted
 from tf_adaptive_dp._keras.variables import native, path_of
-from tf_adaptive_dp.normalization import unpaid_in
+from tf_adaptive_dp.normalization import (
+    OF_OTHER_UNIT,
+    normalizations_in,
+    of_other_unit,
+    unpaid_in,
+)
 from tf_adaptive_dp.validation.findings import Finding
 
 _LAYERS = tf.keras.layers
@@ -127,7 +132,14 @@ def statistics_findings(model: tf.keras.Model, optimizer: Any) -> list[Finding]:
       model: a built model; it is not called.
       optimizer: the one to train with.
     """
-    unpaid = unpaid_in(model, optimizer) if hasattr(optimizer, "ledger") else None
+    if not hasattr(optimizer, "ledger"):
+        return []
+    other = of_other_unit(normalizations_in(model), optimizer)
+    if other is not None:
+        path = next(path for path, layer in named_layers(model) if layer is other)
+        fix = "Adapt a new layer by `layer.adapt(x, user_ids)`, or by a plan with `user_ids`."
+        return [Finding("statistics", path, OF_OTHER_UNIT, fix)]
+    unpaid = unpaid_in(model, optimizer)
     if unpaid is None:
         return []
     path = next(path for path, layer in named_layers(model) if layer is unpaid)
