@@ -9,11 +9,13 @@ import re
 import types
 
 import dp_accounting
+import numpy as np
 import pytest
 
 import tf_adaptive_dp as dp
 from tests.helpers import HAS_TF_PRIVACY, tf_privacy
 from tf_adaptive_dp import statement
+from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting import BandedNoise
 from tf_adaptive_dp.accounting.composition import (
     epsilon,
@@ -21,7 +23,13 @@ from tf_adaptive_dp.accounting.composition import (
     epsilon_without_amplification,
 )
 from tf_adaptive_dp.accounting.ledger import BatchChecks, Releases, Segment
-from tf_adaptive_dp.sampling import CyclicPoissonSampling
+from tf_adaptive_dp.sampling import (
+    CyclicPoissonSampling,
+    FixedOrder,
+    FixedSizeSampling,
+    fixed_size_batches,
+    shuffled_batches,
+)
 from tf_adaptive_dp.statement import privacy_statement
 
 N, DELTA = 60_000, 1e-5
@@ -333,3 +341,20 @@ def test_refuses(change, error, message):
             epsilon_without_amplification(
                 **{**dict(ledger=ONE, num_examples=N, delta=DELTA), **change}
             )
+
+
+@pytest.mark.parametrize("kind", [FixedSizeSampling, FixedOrder])
+def test_a_sampling_that_drew_nothing_proves_nothing(kind):
+    """ε was called proven for any batches of the right size, such as those of `fit(x, y)`."""
+    sampling = kind(100, 20 if kind is FixedOrder else 21)
+    x, y = np.ones([2_000, 2], "float32"), np.ones([2_000, 1], "float32")
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile(dp.DPSGD(1.0, 8.0, expected_batch_size=100, learning_rate=0.1), "mse")
+    monitor = dp.PrivacyMonitor(2_000, DELTA, sampling=sampling)
+    x += np.random.default_rng(0).normal(size=x.shape).astype("float32")
+    model.fit(x, y, batch_size=100, shuffle=False, verbose=0, callbacks=[monitor])
+    said = " ".join(monitor.statement().split())
+    assert "are stated to have been drawn" in said and "proven" not in said
+    make = shuffled_batches if kind is FixedOrder else fixed_size_batches
+    make((x, y), sampling)  # whether it is these that are trained on, nobody can tell
+    assert "proven upper bound" in " ".join(monitor.statement().split())

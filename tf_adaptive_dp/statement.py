@@ -16,10 +16,10 @@ import dp_accounting
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import is_unprotected, unprotected
-from tf_adaptive_dp.accounting.ledger import BatchChecks, Segment
+from tf_adaptive_dp.accounting.ledger import BatchChecks, Segment, ledger_of
 from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
-from tf_adaptive_dp.sampling.draws import Sampling, counted
+from tf_adaptive_dp.sampling.draws import FullBatches, Sampling, counted
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 
 __all__ = ["privacy_statement"]
@@ -212,7 +212,7 @@ def privacy_statement(
                 sampling=sampling,
                 num_examples=num_examples,
                 unit=unit,
-                num_unchecked=num_unchecked(ledger, num_examples),
+                num_unchecked=num_unchecked(ledger, num_examples, sampling),
                 seeded_noise=seeded,
             ),
             delta_warning(delta, num_examples, unit),
@@ -440,13 +440,19 @@ def _repetitions(
     )
 
 
-def num_unchecked(ledger: Any, num_examples: int) -> int:
+def num_unchecked(ledger: Any, num_examples: int, sampling: Sampling | str) -> int:
     """Counts releases that claim amplification but whose batch may not be a fresh draw.
+
+    Batches without padding do not show who drew them. So none counts as drawn by a sampling object
+    that has made no data set in this process.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
       num_examples: number of units in the training set, a public constant.
+      sampling: how the batches were drawn, as for `claim`.
     """
+    if isinstance(sampling, FullBatches) and not draws.has_drawn(sampling):
+        return sum(segment.num_releases for segment in ledger_of(ledger).segments)
     with_checks = composition.checks_of(ledger, num_examples, correlated=True)
     sampled = [(s, known) for s, known in with_checks if s.batch_size < num_examples]
     return sum(max(s.num_releases - known.checked, 0) for s, known in sampled)

@@ -74,6 +74,11 @@ def remember_num_examples(sampling: Sampling, num_examples: int) -> None:
     _num_examples_of.setdefault(sampling, set()).add(num_examples)
 
 
+def has_drawn(sampling: Sampling) -> bool:
+    """Whether this process has made a data set of batches that a sampling draws."""
+    return sampling in _num_examples_of
+
+
 def check_num_examples(sampling: Sampling, num_examples: int) -> None:
     """Raises ValueError if a sampling has drawn from data sets of other sizes only."""
     known = _num_examples_of.get(sampling)

@@ -106,7 +106,10 @@ class PrivateTrial:
         self._budget_of(model).require_planned()
         # After a crash the log may have more releases than the ledger.
         outcome["releases"] = max(optimizer.ledger.num_releases, self._announced)
-        outcome["unchecked"] = num_unchecked(optimizer.ledger, self._plan.batches.num_examples)
+        batches = self._plan.batches
+        outcome["unchecked"] = num_unchecked(
+            optimizer.ledger, batches.num_examples, batches.sampling
+        )
         return outcome
 
     def _budget_of(self, model: tf.keras.Model) -> TrialBudget:
