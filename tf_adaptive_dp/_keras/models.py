@@ -287,6 +287,18 @@ def metric_variables(model: tf.keras.Model) -> list[tf.Variable]:
     return [native(v) for metric in model.metrics for v in metric.variables]
 
 
+def forget_saved_metrics(model: tf.keras.Model) -> None:
+    """Resets metrics where saved models hold their state: raw sums over the last epoch.
+
+    Keras 2 saves it in `.keras` and `.weights.h5` files and in SavedModels, Keras 3 nowhere.
+
+    Args:
+      model: one whose epoch is over, so that the logs have the values of its metrics.
+    """
+    if GENERATION == 2:
+        model.reset_metrics()
+
+
 def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int] | None:
     """The size of the batches of the `fit` that is running, and that of its last one if it differs.
 

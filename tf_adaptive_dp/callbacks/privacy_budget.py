@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.models import steps_per_call
+from tf_adaptive_dp._keras.models import forget_saved_metrics, steps_per_call
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import MAX_RELEASES, unprotected
 from tf_adaptive_dp.callbacks.common import (
@@ -175,5 +175,10 @@ class PrivacyBudget(PrivateCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Rejects an accumulated batch that reaches into the next epoch; called by Keras."""
+        forget_saved_metrics(self.model)
         refuse_batch_over_two_passes(self.optimizer, self.sampling)
         self._fed.end_epoch(self.optimizer, self.model.stop_training)
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """Forgets the metrics of an epoch that ended early; called by Keras."""
+        forget_saved_metrics(self.model)

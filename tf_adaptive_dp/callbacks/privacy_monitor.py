@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.models import callbacks_beside
+from tf_adaptive_dp._keras.models import callbacks_beside, forget_saved_metrics
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.callbacks.common import (
@@ -175,6 +175,7 @@ class PrivacyMonitor(PrivateCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Reports; called by Keras."""
+        forget_saved_metrics(self.model)
         optimizer = self.optimizer
         refuse_batch_over_two_passes(optimizer, self.sampling)
         self._fed.end_epoch(optimizer, self.model.stop_training)
@@ -214,6 +215,7 @@ class PrivacyMonitor(PrivateCallback):
 
     def on_train_end(self, logs: dict | None = None) -> None:
         """Closes TensorBoard's file, and raises if the ledger went back; called by Keras."""
+        forget_saved_metrics(self.model)
         if self._board is not None:
             self._board.close()
             self._board = None
