@@ -568,3 +568,16 @@ def test_accumulated_batches_count_once(tmp_path):
     history = plan.fit(model, X, Y, directory=tmp_path, verbose=0)
     assert model.optimizer.ledger.segments == [(1.0, 8.0, 16)]
     assert history.epoch == [0, 1]
+
+
+def test_training_outside_of_the_plan_is_noticed_at_the_first_step():
+    """900 steps went by in silence, and `statement` then advised to train again."""
+    plan = planned()
+    model = model_of(plan)
+    with pytest.warns(
+        UserWarning, match=r"made by a plan.*Train by `plan.fit\(model, x, y\)`"
+    ) as w:
+        model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
+    assert len([one for one in w if "made by a plan" in str(one.message)]) == 1
+    with pytest.raises(ValueError, match="trained outside the plan.*none of them by the plan"):
+        plan.statement()

@@ -351,6 +351,7 @@ class PrivacyPlan:
             # The budget pays for all of them, whatever released them.
             made.ledger.other_events = self.other_events
         self._training.check_optimizer(made)
+        self._training.note_optimizer(made)
         return made
 
     def normalization(self, x: Any, axis: int | None = -1) -> PrivateNormalization:

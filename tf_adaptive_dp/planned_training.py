@@ -48,8 +48,14 @@ from tf_adaptive_dp.sampling.datasets import (
 )
 from tf_adaptive_dp.sampling.draws import check_unit
 from tf_adaptive_dp.sampling.noise_budget import SamplingOfPlan
+from tf_adaptive_dp.sampling.poisson import RandomSizes
 from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.validation.layer_findings import adapted_findings
+
+_OUTSIDE = (
+    "The model was trained outside the plan, by `model.fit` for example, so the plan cannot say "
+    "what all of it has cost. `privacy_statement(model.optimizer, num_examples, delta)` can."
+)
 
 
 class PrivacyPlanLike(Protocol):
@@ -99,13 +105,20 @@ class PlannedTraining:
         self._is_adapted = False
         # The releases of statistics behind each optimizer's gradients so far, by their numbers.
         self._statistics: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._made: weakref.WeakSet = weakref.WeakSet()  # optimizers that the plan made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the statistics behind optimizers, which copies are not."""
-        return {**vars(self), "_statistics": None}
+        """Without what is known about optimizers, which copies are not."""
+        return {**vars(self), "_statistics": None, "_made": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _statistics=weakref.WeakKeyDictionary())
+        vars(self).update(state, _statistics=weakref.WeakKeyDictionary(), _made=weakref.WeakSet())
+
+    def note_optimizer(self, optimizer: Any) -> None:
+        """Lets an optimizer that the plan made warn if it is used outside of the plan."""
+        self._made.add(optimizer)
+        if isinstance(self._plan.sampling, RandomSizes):
+            optimizer.expect_padding()
 
     @property
     def optimizer(self) -> tf.keras.optimizers.Optimizer:
@@ -115,6 +128,11 @@ class PlannedTraining:
           ValueError: if there is none, or it was used outside the plan.
         """
         if self._optimizer is None:
+            outside = max((made.ledger.num_releases for made in self._made), default=0)
+            if outside:
+                raise ValueError(
+                    f"{_OUTSIDE} Received: {outside} releases, none of them by the plan"
+                )
             raise ValueError(
                 "The plan has trained no model yet. Call `plan.fit` first, or use "
                 "`privacy_statement` and `report.facts` with an optimizer of your own."
@@ -122,10 +140,8 @@ class PlannedTraining:
         released = self._optimizer.ledger.num_releases
         if released > self._plan.steps:
             raise ValueError(
-                "The model was trained outside the plan, by `model.fit` for example, so the plan "
-                "cannot say what all of it has cost. "
-                "`privacy_statement(model.optimizer, num_examples, delta)` can. Received: "
-                f"{released} releases, of which the plan made at most {self._plan.steps}"
+                f"{_OUTSIDE} Received: {released} releases, of which the plan made at most "
+                f"{self._plan.steps}"
             )
         return self._optimizer
 

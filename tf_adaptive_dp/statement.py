@@ -16,7 +16,7 @@ import dp_accounting
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import is_unprotected, unprotected
-from tf_adaptive_dp.accounting.ledger import BatchChecks, Segment, ledger_of
+from tf_adaptive_dp.accounting.ledger import BatchChecks, Segment
 from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.draws import FullBatches, Sampling, counted
@@ -451,9 +451,9 @@ def num_unchecked(ledger: Any, num_examples: int, sampling: Sampling | str) -> i
       num_examples: number of units in the training set, a public constant.
       sampling: how the batches were drawn, as for `claim`.
     """
-    if isinstance(sampling, FullBatches) and not draws.has_drawn(sampling):
-        return sum(segment.num_releases for segment in ledger_of(ledger).segments)
     with_checks = composition.checks_of(ledger, num_examples, correlated=True)
+    if isinstance(sampling, FullBatches) and not draws.has_drawn(sampling):
+        return sum(segment.num_releases for segment, _ in with_checks)
     sampled = [(s, known) for s, known in with_checks if s.batch_size < num_examples]
     return sum(max(s.num_releases - known.checked, 0) for s, known in sampled)
 

@@ -338,7 +338,7 @@ def test_a_number_of_examples_that_fit_does_not_feed_is_refused(
     numbers = {"num_examples": 60_000, "delta": DELTA, **size}
     if kind is dp.PrivacyBudget:
         numbers["epsilon"] = 99.0
-    with pytest.raises(ValueError, match="4 batches of 8 examples, 32 in all.*=60000"):
+    with pytest.raises(ValueError, match="4 batches.*these are 32 examples.*=60000"):
         catalogue.fit(model, callbacks=[kind(**numbers)])
     assert model.optimizer.ledger.num_releases == released
 
@@ -376,3 +376,20 @@ def test_the_budget_can_end_after_a_number_of_steps():
     assert model.optimizer.ledger.num_releases == 5
     with pytest.raises(dp.BudgetExceededError, match="steps=5, with 5 releases"):
         train(callbacks=[budget], model=model)
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: dp.PrivacyMonitor(64, DELTA),
+        lambda: dp.PrivacyBudget(100.0, DELTA, 64),
+    ],
+    ids=["monitor", "budget"],
+)
+def test_a_batch_size_that_differs_from_the_expected_one_is_named(callback):
+    x, y = catalogue.data(64)
+    model = catalogue.mlp()
+    model.compile(dp.DPSGD(1.0, 1.0, expected_batch_size=16, learning_rate=0.1), catalogue.loss())
+    match = "`expected_batch_size=16`.*are 8 in a batch.*pass it `batch_size=16`"
+    with pytest.raises(ValueError, match=match):
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[callback()])

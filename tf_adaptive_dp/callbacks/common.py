@@ -208,8 +208,11 @@ class FedExamples:
         slack = size if optimizer.parts_per_batch == 1 else 2 * size
         if abs(fed - self._num_examples) >= slack:
             raise ValueError(
-                f"An epoch of `fit` has {releases} batches of {size:g} examples, {fed:g} in all, "
-                "and `num_examples` differs: ε would be wrong. Pass the number of examples in the "
+                f"An epoch of `fit` has {releases} batches. With `expected_batch_size={size:g}` "
+                f"these are {fed:g} examples, but `num_examples` says {self._num_examples}, which "
+                f"are {self._num_examples / releases:.6g} in a batch, so ε would be wrong. If that "
+                f"is the batch size of `fit`, pass it `batch_size={size:g}`, or the optimizer "
+                "another `expected_batch_size`. If not, pass the number of examples in the "
                 "training set as `num_examples`. If an epoch of `fit` is not one pass over the "
                 "data, because `steps_per_epoch` says so, pass `full_passes=False`. Received: "
                 f"num_examples={self._num_examples!r}"

@@ -113,11 +113,15 @@ def _weights(fed: Sequence[tf.Tensor], loss: tf.Tensor) -> list[tf.Tensor]:
     return [fit_to_rows(tf.cast(v, tf.float32), loss) for v in vectors if v is not None]
 
 
+def lacks_weights(loss: tf.Tensor) -> bool:
+    """Whether a step receives nothing that may be sample weights; false if nobody can tell."""
+    unknown = tf.executing_eagerly() or num_replicas() > 1
+    return not unknown and not has_weights(_fed(loss), loss.graph)
+
+
 def rows_without_padding(loss: tf.Tensor) -> int | None:
     """The number of examples in a batch, if it is known before the step runs."""
-    if tf.executing_eagerly() or num_replicas() > 1 or has_weights(_fed(loss), loss.graph):
-        return None
-    return loss.shape[0]
+    return loss.shape[0] if lacks_weights(loss) else None
 
 
 class Number(NamedTuple):

@@ -21,7 +21,7 @@ from tf_adaptive_dp._keras.optimizers import (
     is_built,
     slot_index,
 )
-from tf_adaptive_dp._keras.tracebacks import short_traceback
+from tf_adaptive_dp._keras.tracebacks import level_of_caller, short_traceback
 from tf_adaptive_dp._keras.variables import (
     layer_path_of,
     native,
@@ -41,6 +41,7 @@ from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, NoiseKey
 from tf_adaptive_dp.mechanism.draw_numbers import (
     Seen,
     SeenDraws,
+    lacks_weights,
     number_of,
     order_of,
     rows_without_padding,
@@ -56,6 +57,11 @@ from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_sid
 from tf_adaptive_dp.optimizers.registration import FullSignature, require_arguments
 from tf_adaptive_dp.side_information.provenance import SideInformation, events
 
+_OUTSIDE_OF_PLAN = (
+    "The optimizer was made by a plan, but the step receives no sample weights, which the plan's "
+    "batches have. Train by `plan.fit(model, x, y)`, or on `plan.batches(x, y)`: `model.fit(x, y)` "
+    "forms other batches and may take more steps, so the plan's epsilon does not hold for it."
+)
 _building = threading.RLock()  # not an attribute: optimizers can be copied, locks cannot
 
 
@@ -112,6 +118,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         self.gradients = check_method(gradients)
         self._loss_scaling = LossScaling(loss_scale)
         self._refused_state = checked_state.RefusedState()
+        self._expects_padding = False
         self._mechanism = GaussianMechanism(
             l2_norm_clip=l2_norm_clip,
             noise_multiplier=noise_multiplier,
@@ -177,6 +184,10 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
           seen: the batches that were released by any of them.
         """
         self._mechanism.seen = seen
+
+    def expect_padding(self) -> None:
+        """Lets a step warn if it receives no sample weights, as those of a plan's batches."""
+        self._expects_padding = True
 
     @property
     def parts_per_batch(self) -> int:
@@ -376,6 +387,9 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             if not self._preconditioning.before_clipping:
                 scale = shift = None
             self._mechanism.doubt_size(rows_without_padding(losses))
+            if self._expects_padding and lacks_weights(losses):
+                self._expects_padding = False  # a step may be traced several times
+                warnings.warn(_OUTSIDE_OF_PLAN, stacklevel=level_of_caller())
             noisy = self._mechanism.release(
                 source,
                 tf.shape(losses)[0],

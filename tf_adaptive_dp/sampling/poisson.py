@@ -139,9 +139,10 @@ class RandomSizes(draws.Sampling):
                 f"{missing} of {seen.numbered} batches reached the optimizer without the sample "
                 "weights that `poisson_batches` gives them, so their padding would count as "
                 "examples, and epsilon does not hold. Pass the weights on unchanged: a `map` must "
-                "return them, and a step of your own must multiply the losses by them. If these "
-                "batches were drawn in another way, say so by a label, such as "
-                f"`sampling='poisson'`. Received: sampling={self!r}"
+                "return them, and a step of your own must multiply the losses by them. If the "
+                "batches were drawn in another way, say so by a label: `sampling='shuffled'` for "
+                "those of `model.fit(x, y)`. A model that is trained by a plan needs `plan.fit`, "
+                f"from new weights. Received: sampling={self!r}"
             )
 
     def _refuse_large_batches(self, ledger: Any, num_examples: int) -> None:
