@@ -15,7 +15,7 @@ from tests.helpers.sampled import KEY, numbered
 from tests.helpers.strategies import strategy_matrix
 from tf_adaptive_dp.accounting import BandedNoise, IndependentNoise, Releases, TreeNoise
 from tf_adaptive_dp.accounting.ledger import BatchChecks
-from tf_adaptive_dp.sampling import FixedOrder, sampling_epsilon, shuffled_batches
+from tf_adaptive_dp.sampling import FixedOrder, draws, sampling_epsilon, shuffled_batches
 
 N, DELTA = 1_000, 1e-3
 STRATEGIES = (IndependentNoise(), BandedNoise(4), BandedNoise(30))
@@ -135,6 +135,7 @@ def test_batches_must_not_come_back_before_the_pass_is_over(checks, message):
     sampling = FixedOrder(50, steps=100)
     if message is None:
         sampling.epsilon_spent(ledger, N, DELTA)
+        draws.remember_num_examples(sampling, N)  # as if it had made a data set
         text = " ".join(dp.privacy_statement(ledger, N, DELTA, sampling=sampling).split())
         assert "one example is blank or not" in text
         assert "drawn in one order that every pass over the data repeats, for which this" in text
