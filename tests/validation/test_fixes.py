@@ -1,5 +1,7 @@
 """A repaired model trains privately, its report is clean, with the other weights as before."""
 
+import importlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -38,6 +40,14 @@ def functional(x):
     h = h + layers.Conv2D(8, 1, name="skip")(inputs)
     block = tf.keras.Sequential([layers.Conv2D(6, 3), layers.BatchNormalization()], name="block")
     return tf.keras.Model(inputs, layers.Dense(3)(layers.GlobalMaxPooling2D()(block(h))))
+
+
+def functional_in_a_sequential(x):
+    """Keras calls the normalization inside with a mask, and a group normalization takes none."""
+    inputs = tf.keras.Input(x.shape[1:])
+    h = layers.BatchNormalization()(layers.Conv2D(4, 3)(inputs))
+    base = tf.keras.Model(inputs, layers.GlobalMaxPooling2D()(h))
+    return tf.keras.Sequential([tf.keras.Input(x.shape[1:]), base, layers.Dense(3)])
 
 
 class Block(layers.Layer):
@@ -90,6 +100,7 @@ MODELS = {
         (36,),
     ),
     "functional and nested": (functional, (6, 6, 2)),
+    "functional in a Sequential": (functional_in_a_sequential, (6, 6, 2)),
     "in TimeDistributed": (
         of_layers(
             lambda: [layers.TimeDistributed(layers.BatchNormalization()), layers.GRU(4)],
@@ -207,6 +218,24 @@ def test_what_cannot_be_copied_stays_with_its_findings():
     kinds = {f.kind for f in report.findings}
     assert {"batch statistics", "not repaired"} <= kinds
     assert "could not be copied" in str(report) and "GroupNormalization" in str(report)
+    assert "`get_config` of `Needy`" in fix_of(report, "not repaired")
+
+
+def fix_of(report, kind):
+    (found,) = (f for f in report.findings if f.kind == kind)
+    return found.fix
+
+
+def test_the_hint_speaks_of_get_config_only_if_that_failed(monkeypatch):
+    def fails(model, inputs):
+        raise ValueError("Layers share weights.")
+
+    x = floats(6, 5)
+    model = shaken(of_layers(lambda: [layers.Dense(6), layers.BatchNormalization()])(x), x)
+    module = importlib.import_module("tf_adaptive_dp.validation.validate")
+    monkeypatch.setattr(module, "repaired_model", fails)
+    report = dp.validate(model, (x, Y), loss=LOSS, optimizer=dp.DPSGD(1.0, 1.0), fix=True)
+    assert "get_config" not in fix_of(report, "not repaired")
 
 
 def test_shared_weights_are_not_torn_apart():

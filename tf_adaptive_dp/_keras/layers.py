@@ -57,8 +57,7 @@ def clone(
 ) -> tf.keras.Model:
     """Copies a model that `is_clonable`. The copy is not compiled.
 
-    Keras 3 also copies the layers of models inside, so that shared layers stay shared, and would
-    compile the copy.
+    Keras 3 also copies the layers of models inside, so that shared layers stay shared.
 
     Args:
       model: a Sequential or functional model.
@@ -66,15 +65,32 @@ def clone(
     """
     if GENERATION == 2:
         return keras.models.clone_model(model, clone_function=clone_function)
-    is_sequential = isinstance(model, keras.Sequential)
+    return _cloned(model, clone_function, {})
+
+
+def _cloned(
+    model: tf.keras.Model,
+    clone_function: Callable[[tf.keras.layers.Layer], Any],
+    copies: dict[int, Any],
+) -> tf.keras.Model:
+    """Copies a model and the models inside, which `recursive=True` would not call by `_call`.
+
+    Args:
+      model: a Sequential or functional model, which Keras would compile again.
+      clone_function: copies anything else.
+      copies: the copies so far, by the identity of what was copied.
+    """
+
+    def copied(layer: Any) -> Any:
+        if id(layer) not in copies:
+            copy = _cloned(layer, clone_function, copies) if is_clonable(layer) else None
+            copies[id(layer)] = clone_function(layer) if copy is None else copy
+        return copies[id(layer)]
+
+    call = None if isinstance(model, keras.Sequential) else _call
     was_compiled, model.compiled = model.compiled, False
     try:
-        return keras.models.clone_model(
-            model,
-            clone_function=clone_function,
-            call_function=None if is_sequential else _call,
-            recursive=True,
-        )
+        return keras.models.clone_model(model, clone_function=copied, call_function=call)
     finally:
         model.compiled = was_compiled
 

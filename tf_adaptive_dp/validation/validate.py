@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import traceback
 import warnings
 from typing import Any, Callable, NamedTuple
 
@@ -149,13 +150,30 @@ def _repair(report: ValidationReport, optimizer: Any, batch: tuple) -> Validatio
 
 
 def _not_copied(error: Exception) -> Finding:
+    fix = "Replace the layers named here yourself."
+    uncopied = _class_in_copying(error)
+    if uncopied is not None:
+        fix = (
+            f"Let `get_config` of `{uncopied.__name__}` return all arguments of its `__init__`, or "
+            "replace the layers named here yourself."
+        )
     return Finding(
         "not repaired",
         "model",
         f"It could not be copied: {type(error).__name__}: {error}",
-        "Define `get_config` in your layers, or replace the layers named here yourself.",
+        fix,
         "warning",
     )
+
+
+def _class_in_copying(error: Exception) -> type | None:
+    """The class whose `get_config` or `from_config` raised an error; `None` if none did."""
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name in ("get_config", "from_config"):
+            names = frame.f_locals
+            found = names["cls"] if "cls" in names else type(names.get("self"))
+    return found
 
 
 def _sorted(findings: list[Finding]) -> tuple[Finding, ...]:
