@@ -91,3 +91,30 @@ def test_a_hidden_variable_is_in_no_list_of_variables_and_lives_with_its_graph()
     step(1.0)
     assert step.get_concrete_function(1.0).variables == ()
     np.testing.assert_array_equal(made[0], [1, 2, 3])
+
+
+class Centered(tf.keras.layers.Layer):
+    def call(self, x):
+        return x - tf.nn.moments(x, 0)[0]
+
+
+def test_layers_are_named_as_the_user_named_them():
+    inner = tf.keras.Sequential([tf.keras.Input([3]), Centered(name="dense_1")], name="block")
+    layers = [tf.keras.Input([3]), Centered(name="dense"), Centered(name="dense_1"), inner]
+    model = tf.keras.Sequential(layers, name="model_2")
+
+    @tf.function(autograph=False)
+    def called(x):
+        return inner(model(x))
+
+    graph = called.get_concrete_function(tf.TensorSpec([None, 3])).graph
+    means = [op for op in graph.get_operations() if op.type == "Mean"]
+    assert list(dict.fromkeys(graphs.layer_path(op.name) for op in means)) == [
+        "model_2/dense",
+        "model_2/dense_1",
+        "model_2/block/dense_1",
+        "block/dense_1",
+    ]
+    assert graphs.place_of(means[0]) == "in layer 'model_2/dense'"
+    other = operations(tf.sin, tf.TensorSpec([]))["Sin"]
+    assert graphs.place_of(other) == "outside of layers"

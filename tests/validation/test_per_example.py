@@ -44,7 +44,7 @@ class Dilation(layers.Layer):
 def test_a_model_that_no_rule_covers_passes_and_says_so():
     report = dp.validation.check_per_example(model(Dilation()), BATCH, loss=LOSS)
     assert report.norm_error < 1e-5
-    assert "read by Dilation2D in layer sequential" in report.without_rules[0]
+    assert "read by Dilation2D in layer 'sequential" in report.without_rules[0]
 
 
 def test_random_layers_are_compared_without_their_randomness():

@@ -530,3 +530,12 @@ def test_the_report_says_what_it_is():
     assert "Fit for private training" in str(clean)
     assert dataclasses.is_dataclass(clean) and clean.repaired == ()
     clean.raise_errors()
+
+
+def test_of_two_layers_with_like_names_the_one_that_mixes_is_named():
+    layers = tf.keras.layers
+    hidden = [layers.Softmax(axis=0, name="soft"), layers.Softmax(name="soft_1")]
+    model = tf.keras.Sequential([tf.keras.Input([5]), *hidden, layers.Dense(3)])
+    model.compile(dp.DPSGD(1.0, 1.0), tf.keras.losses.SparseCategoricalCrossentropy(True))
+    report = dp.validate(model, (np.ones([6, 5], "float32"), np.arange(6) % 3))
+    assert [f.where for f in report.errors] == ["soft"]

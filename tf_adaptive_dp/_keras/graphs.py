@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import control_flow_util_v2, custom_gradient, resource_variable_ops
 from tensorflow.python.util import object_identity
 
+from tf_adaptive_dp._keras.generation import GENERATION
+
 # Operations that run functions.
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
@@ -22,6 +25,9 @@ LOOPS = frozenset({"While", "StatelessWhile"})
 DATA_SET_LOOPS = frozenset({"ReduceDataset", "ScanDataset", "ExperimentalScanDataset"})
 
 _COMPOSITES = (tf.SparseTensorSpec, tf.RaggedTensorSpec, tf.IndexedSlicesSpec)
+# Scopes of TensorFlow's functions in layers, and the number of a scope.
+_OF_FUNCTIONS = re.compile(r"(moments|batchnorm)(_\d+)?")
+_NUMBER = re.compile(r"_\d+$")
 # What `tensor.ref()` returns.
 TensorReference = object_identity.Reference
 
@@ -131,9 +137,43 @@ def replace_body(call: tf.Operation, role: str, body: tf.Graph) -> None:
 # --- walks over the operations of one graph ----------------------------------------------------
 
 
-def layer_name(op: tf.Operation) -> str:
-    """The name of the layer that made an operation, from the operation's name scope."""
-    return "/".join(op.name.split("/")[:-1]) or op.name
+def scope_of(op: tf.Operation) -> str:
+    """The name scope in which an operation was made; its name if there is none."""
+    return op.name.rpartition("/")[0] or op.name
+
+
+def layer_path(name: str) -> str | None:
+    """The names of the layers in whose scope an operation lies, joined by "/".
+
+    Keras 3 opens the scope of a layer twice, to build and to call it, so the scope of a call ends
+    in a number that the layer's name lacks. Other scopes, such as those of TensorFlow's functions,
+    have no number unless they are repeated.
+
+    Args:
+      name: the name of the operation.
+
+    Returns:
+      The path, beginning with the outermost model; `None` outside of layers, as in a loss. In
+      Keras 2 a model and a loss cannot be told apart, so the path has at least two names.
+    """
+    scopes = name.split("/")[:-1]
+    while scopes and _OF_FUNCTIONS.fullmatch(scopes[-1]):
+        scopes.pop()
+    if GENERATION == 2:
+        return "/".join(scopes) if len(scopes) > 1 else None
+    if scopes[:1] == ["compile_loss"]:
+        return None
+    while scopes and not _NUMBER.search(scopes[-1]):
+        scopes.pop()
+    return "/".join(_NUMBER.sub("", scope) for scope in scopes) or None
+
+
+def place_of(op: tf.Operation) -> str:
+    """Where an operation was made, such as "in layer 'model/dense'", or "at 'scope'" in a loss."""
+    path = layer_path(op.name)
+    if path is not None:
+        return f"in layer {path!r}"
+    return f"at {scope_of(op)!r}" if "/" in op.name else "outside of layers"
 
 
 def ancestors(

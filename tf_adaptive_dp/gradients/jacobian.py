@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import bodies, layer_name, static_value
+from tf_adaptive_dp._keras.graphs import bodies, place_of, static_value
 from tf_adaptive_dp._keras.tracing import in_xla
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.contributions import dense_norms, weigh_rows
@@ -15,7 +15,7 @@ from tf_adaptive_dp.gradients.source import PerExampleGradients
 
 _BATCH_NORMALIZATION = (
     "BatchNormalization in training mode mixes the examples of a batch, so no example has a "
-    "gradient of its own. Received: layer {layer!r}. Replace it by "
+    "gradient of its own. Received: {op} {place}. Replace it by "
     "`tf.keras.layers.GroupNormalization` or `LayerNormalization`, or freeze it "
     "(`layer.trainable = False`)."
 )
@@ -167,7 +167,7 @@ def refuse_mixed_rows(cotangent: tf.Tensor, batch_size: int) -> None:
     bare: dict[tf.Operation, bool] = {cotangent.op: True}
     for op in cotangent.graph.get_operations():
         if op.type.startswith("FusedBatchNormGrad") and _normalizes_batch(op, op.inputs[1]):
-            raise NotPrivateError(_BATCH_NORMALIZATION.format(layer=layer_name(op)))
+            raise NotPrivateError(_BATCH_NORMALIZATION.format(op=op.name, place=place_of(op)))
         sources = [t for t in op.inputs if t.op in bare]
         if not sources or op in bare:
             continue

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import ancestors, layer_name, static_value
+from tf_adaptive_dp._keras.graphs import ancestors, place_of, static_value
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis import operations
 from tf_adaptive_dp.gradients.batch_axis.analysis import refuse_independent, refuse_mixed
@@ -27,7 +27,7 @@ _JOINS = {"Pack", "ConcatV2"}
 
 _NO_SUM = (
     "The loss is not a sum or a mean over examples, so they have no gradients of their own. "
-    "Received: {op} ({type}), which {why}. Layer: {layer!r}. {fix}"
+    "Received: {op} ({type}) {place}, which {why}. {fix}"
 )
 _ONE_PER_EXAMPLE = (
     "Return a sum or a mean of one loss per example, or the losses of the examples themselves "
@@ -179,7 +179,7 @@ def _undone(term: _Term, batch_axes: BatchAxes) -> list[_Term]:
 
 def _no_sum(op: tf.Operation, why: str, fix: str = _ONE_PER_EXAMPLE) -> NotPrivateError:
     return NotPrivateError(
-        _NO_SUM.format(op=op.name, type=op.type, why=why, layer=layer_name(op), fix=fix)
+        _NO_SUM.format(op=op.name, type=op.type, why=why, place=place_of(op), fix=fix)
     )
 
 

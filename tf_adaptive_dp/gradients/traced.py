@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import ancestors, has_custom_gradient, layer_name
+from tf_adaptive_dp._keras.graphs import ancestors, has_custom_gradient, place_of
 from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.gradients.batch_axis.operation_types import ELEMENTWISE
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
@@ -199,8 +199,8 @@ class TracedGradients(PerExampleGradients):
 
 def _describe(path: str, uses: Sequence[VariableUse]) -> str:
     types = sorted({u.op.type for u in uses}) or ["no operation that was found"]
-    layers = sorted({layer_name(u.op) for u in uses}) or ["unknown"]
-    return f"{path}, read by {', '.join(types)} in layer {', '.join(layers)}"
+    places = sorted({place_of(u.op) for u in uses})
+    return " ".join([f"{path}, read by {', '.join(types)}", ", ".join(places)]).rstrip()
 
 
 class _Unconnected(Exception):

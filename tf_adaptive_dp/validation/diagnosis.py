@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import is_symbolic, layer_name
+from tf_adaptive_dp._keras.graphs import is_symbolic, layer_path, scope_of
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis import operations
 from tf_adaptive_dp.gradients.batch_axis.analysis import comes_from_data, prepare
@@ -47,9 +47,8 @@ def refusal(error: Exception, model: tf.keras.Model, kind: str = "refused") -> F
     """
     message = _message(error)
     names = [part for part in message.replace(",", " ").split() if "/" in part]
-    where = next(
-        (p for p in map(path_finder(model), (n.strip("'\".:") for n in names)) if p), "model"
-    )
+    found = map(_finder_of_operations(model), (n.strip("'\".:") for n in names))
+    where = next((path for path in found if path), "model")
     return Finding(kind, where, message, "Follow the message.")
 
 
@@ -66,7 +65,7 @@ def _mixing(loss: tf.Tensor, model: tf.keras.Model) -> list[Finding]:
     batch_axes, ops = prepared
     reductions = _reductions(loss)
     ops = [op for op in ops if op not in reductions]
-    path_of = path_finder(model)
+    path_of = _finder_of_operations(model)
     found: dict[str, Finding] = {}
     for op in ops:
         place = _place(op, path_of)
@@ -102,7 +101,18 @@ def _reductions(loss: tf.Tensor) -> set[tf.Operation]:
 
 
 def _place(op: tf.Operation, path_of: Callable[[str], str | None]) -> str:
-    return path_of(op.name) or layer_name(op)
+    return path_of(op.name) or scope_of(op)
+
+
+def _finder_of_operations(model: tf.keras.Model) -> Callable[[str], str | None]:
+    """Makes a function from the name of an operation to the path of its layer in the model."""
+    find = path_finder(model)
+
+    def of_operation(name: str) -> str | None:
+        path = layer_path(name)
+        return find(name) if path is None else find(f"{path}/") or find(name)
+
+    return of_operation
 
 
 def _hidden_state(loss: tf.Tensor, model: tf.keras.Model) -> list[Finding]:
@@ -130,7 +140,7 @@ def of_model(model: tf.keras.Model, loss: Any, specs: tuple) -> list[Finding]:
         model(x, training=True)
         for term in model.losses:
             if term.shape.rank != 1 and comes_from_data(term):
-                where = _place(term.op, path_finder(model))
+                where = _place(term.op, _finder_of_operations(model))
                 found[where] = Finding(
                     "added loss",
                     where,

@@ -67,10 +67,27 @@ def test_the_message_has_the_layer_and_the_one_fix_that_fits(name):
     error, _ = refusal(Mixes(function, name="the_culprit"))
     message = str(error)
     assert message.startswith("The examples of a batch mix")
-    assert "the_culprit" in message.partition("Layer: ")[2]
+    assert re.search(r"\) in layer '[\w/]+/the_culprit', which ", message)
     (found,) = [text for text in FIXES if text in message]
     assert re.search(fix, found)
     assert message.endswith(found)
+
+
+def test_a_loss_is_not_called_a_layer():
+    def compares(labels, logits):
+        return tf.square(logits[:, 0] - tf.reduce_mean(logits[:, 0]))
+
+    model = tf.keras.Sequential([tf.keras.Input([6]), tf.keras.layers.Dense(3)])
+    model.compile(dp.DPSGD(1.0, 1.0, expected_batch_size=8), loss=compares)
+    with pytest.raises(dp.NotPrivateError, match="at '.*compares', which") as error:
+        catalogue.fit(model)
+    assert "in layer" not in str(error.value)
+
+
+def test_batch_normalization_has_a_fix_of_one_line():
+    error, _ = refusal(tf.keras.layers.BatchNormalization(name="the_culprit"))
+    assert "`tf_adaptive_dp.validate(model, batch, fix=True)`" in str(error)
+    assert re.search(r"in layer '[\w/]+/the_culprit'", str(error))
 
 
 def test_the_sentence_is_not_buried_under_lines_of_the_library():

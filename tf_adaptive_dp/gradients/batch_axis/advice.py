@@ -6,7 +6,8 @@ import tensorflow as tf
 
 NORMALIZE = (
     "Replace the batch normalization by `tf.keras.layers.GroupNormalization` or "
-    "`LayerNormalization`, or freeze it (`layer.trainable = False`)."
+    "`LayerNormalization` (`tf_adaptive_dp.validate(model, batch, fix=True)` replaces each "
+    "`BatchNormalization` in a copy), or freeze it (`layer.trainable = False`)."
 )
 _REDUCE = "Leave the batch axis out of the reduction, as with `axis=-1`."
 _REDUCE_NOTHING = (

@@ -8,7 +8,7 @@ from typing import NoReturn
 import tensorflow as tf
 
 from tf_adaptive_dp._keras import graphs
-from tf_adaptive_dp._keras.graphs import ancestors, layer_name
+from tf_adaptive_dp._keras.graphs import ancestors, place_of
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis import (  # noqa: F401 - they register their rules
     functions,
@@ -216,6 +216,6 @@ def refuse_mixed(layout: CrossExample) -> NoReturn:
     """Raises the error for examples that mix."""
     raise NotPrivateError(
         "The examples of a batch mix, so none has a gradient of its own. Received: "
-        f"{layout.op.name} ({layout.op.type}), which {layout.why}. Layer: "
-        f"{layer_name(layout.op)!r}. {advice(layout.op, layout.why)}"
+        f"{layout.op.name} ({layout.op.type}) {place_of(layout.op)}, which {layout.why}. "
+        f"{advice(layout.op, layout.why)}"
     )

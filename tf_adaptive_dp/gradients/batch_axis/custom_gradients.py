@@ -17,7 +17,7 @@ from tf_adaptive_dp._keras.graphs import (
     gradient_function,
     has_custom_gradient,
     is_recomputation,
-    layer_name,
+    place_of,
     static_value,
 )
 from tf_adaptive_dp.errors import NotPrivateError
@@ -32,7 +32,7 @@ from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, 
 
 _GRADIENT = (
     "A custom gradient mixes the examples of a batch, so none has a gradient of its own. Received: "
-    "{op} in layer {layer!r}, whose gradient {why}. Let it treat each example by itself."
+    "{op} {place}, whose gradient {why}. Let it treat each example by itself."
 )
 _OF_BATCH = (
     "is not known to be 0 for the examples whose incoming gradient is 0, such as padding: {found} "
@@ -103,7 +103,7 @@ def refuse_custom_gradients(ops: Iterable[tf.Operation], batch_axes: BatchAxes) 
 def _compare(op: tf.Operation, expected: Layout, actual: Layout) -> None:
     if actual not in (None, expected):
         why = actual.why if isinstance(actual, CrossExample) else "moves the batch axis"
-        raise NotPrivateError(_GRADIENT.format(op=op.name, layer=layer_name(op), why=why))
+        raise NotPrivateError(_GRADIENT.format(op=op.name, place=place_of(op), why=why))
 
 
 def _check_absence(
@@ -113,7 +113,7 @@ def _check_absence(
     found = gradient.op
     if batch_axes.depends(gradient) and not _vanishes(gradient, {t.ref() for t in upstream}):
         why = _OF_BATCH.format(found=found.name, type=found.type)
-        raise NotPrivateError(_GRADIENT.format(op=op.name, layer=layer_name(op), why=why))
+        raise NotPrivateError(_GRADIENT.format(op=op.name, place=place_of(op), why=why))
 
 
 def _may_be_trained(tensor: tf.Tensor) -> bool:
@@ -139,7 +139,7 @@ def _check_sum(
             terms = _terms(tensor, zero, batch_axes)
         if terms is None:
             why = _OF_VARIABLE.format(found=tensor.op.name, type=tensor.op.type)
-            raise NotPrivateError(_GRADIENT.format(op=op.name, layer=layer_name(op), why=why))
+            raise NotPrivateError(_GRADIENT.format(op=op.name, place=place_of(op), why=why))
         pending += terms
 
 

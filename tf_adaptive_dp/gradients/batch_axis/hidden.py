@@ -11,8 +11,8 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.graphs import (
     function_attributes,
     is_stateful,
-    layer_name,
     line_of,
+    place_of,
     takes_resources,
 )
 from tf_adaptive_dp.errors import NotPrivateError
@@ -36,14 +36,14 @@ _RESOURCE, _OUTSIDE, _FUNCTION = "resource", "outside", "function"
 _STATE = (
     "The step writes data of the batch into a variable (or a table, a queue or the like) that "
     "the loss reads, so an example would change the gradients of others, in this step or in later "
-    "ones. Received: {op} ({type}), in layer {layer!r}{line}. Use a layer without such state "
+    "ones. Received: {op} ({type}), {place}{line}. Use a layer without such state "
     "(stateful=False, no moving averages), or freeze it (`layer.trainable = False`); state of your "
     "own may be computed from weights, released gradients and public data only."
 )
 _FOREIGN = (
     "The step passes data of the batch to Python, to a file or to a staging area, and the loss "
     "depends on what comes back from there, so an example may change the gradients of others. "
-    "Received: {op} ({type}), in layer {layer!r}{line}. Log with `tf.print` or `tf.summary`, and "
+    "Received: {op} ({type}), {place}{line}. Log with `tf.print` or `tf.summary`, and "
     "pass what the loss needs from Python to the step as an argument."
 )
 
@@ -245,7 +245,7 @@ def _kind(op_type: str) -> str | None:
 def _error(op: tf.Operation) -> NotPrivateError:
     text = _FOREIGN if _kind(op.type) == _OUTSIDE else _STATE
     return NotPrivateError(
-        text.format(op=op.name, type=op.type, layer=layer_name(op), line=_line(op))
+        text.format(op=op.name, type=op.type, place=place_of(op), line=_line(op))
     )
 
 

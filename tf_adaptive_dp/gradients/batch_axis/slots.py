@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras import graphs
-from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS, ancestors, layer_name, static_value
+from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS, ancestors, place_of, static_value
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis import origins
 from tf_adaptive_dp.gradients.batch_axis.randomness import DRAWS, Draws
@@ -22,13 +22,13 @@ from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis
 
 _SLOT = (
     "A value depends on which row of the batch an example is in. One more example would move "
-    "others to other rows, and so change their gradients. Received: {op} ({type}) in layer "
-    "{layer!r}, which combines the data with {source} ({source_type}), whose entries differ from "
+    "others to other rows, and so change their gradients. Received: {op} ({type}) {place}, "
+    "which combines the data with {source} ({source_type}), whose entries differ from "
     "row to row, or may. Pass the value as part of the batch, or make it the same for all rows."
 )
 _SEEDED = (
     "Random numbers with a known seed are tied to the row of the batch, and can be predicted. "
-    "Received: {op} ({type}) in layer {layer!r}, which uses the numbers "
+    "Received: {op} ({type}) {place}, which uses the numbers "
     "of {source} ({source_type}). {fix}"
 )
 
@@ -50,7 +50,7 @@ class TiedValue(NamedTuple):
         return (_SLOT if self.fix is None else _SEEDED).format(
             op=self.op.name,
             type=self.op.type,
-            layer=layer_name(self.op),
+            place=place_of(self.op),
             source=self.source.name,
             source_type=self.source.type,
             fix=self.fix,

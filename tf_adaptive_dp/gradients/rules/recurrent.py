@@ -20,8 +20,8 @@ from tf_adaptive_dp._keras.graphs import (
     behind_identities,
     bodies,
     function_attributes,
-    layer_name,
     overrides_gradient,
+    scope_of,
     static_value,
 )
 from tf_adaptive_dp._keras.tracing import in_xla
@@ -313,7 +313,7 @@ def unfold(
         stand_ins = {}
         try:
             if wanted:  # otherwise the loss does not depend on it
-                with tf.name_scope(f"{layer_name(op)}/"):
+                with tf.name_scope(f"{scope_of(op)}/"):
                     stand_ins = _stand_ins(op, wanted, replay, deltas, batch_axes, met)
         except NotReplayable:
             continue
