@@ -118,3 +118,21 @@ def test_layers_are_named_as_the_user_named_them():
     assert graphs.place_of(means[0]) == "in layer 'model_2/dense'"
     other = operations(tf.sin, tf.TensorSpec([]))["Sin"]
     assert graphs.place_of(other) == "outside of layers"
+
+
+class RunningMean(tf.keras.layers.Layer):
+    def build(self, shape):
+        self.mean = self.add_weight(name="mean", shape=[shape[-1]], trainable=False)
+
+    def call(self, x):
+        self.mean.assign(tf.reduce_mean(x, 0))
+        return x - self.mean
+
+
+def test_the_line_of_an_operation_is_that_of_the_user_and_not_of_keras():
+    layer = RunningMean()
+    layer.build([None, 3])
+    op = operations(layer, tf.TensorSpec([None, 3]))["AssignVariableOp"]
+    file, line = graphs.line_of(op)
+    with open(file) as lines:
+        assert "self.mean.assign(" in lines.readlines()[line - 1]

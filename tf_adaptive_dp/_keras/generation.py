@@ -13,7 +13,7 @@ from importlib import metadata
 
 import tensorflow as tf
 
-__all__ = ["GENERATION", "internal_module", "keras", "keras_version"]
+__all__ = ["GENERATION", "PACKAGE", "internal_module", "keras", "keras_version"]
 
 _OTHER_BACKEND = (
     "tf_adaptive_dp needs the TensorFlow backend of Keras 3. Received: {!r}. Set the environment "
@@ -38,12 +38,12 @@ else:
     keras = tf.keras
 
 # "keras" or "tf_keras".
-_PACKAGE = keras.Model.__module__.partition(".")[0]
+PACKAGE = keras.Model.__module__.partition(".")[0]
 
 
 def keras_version() -> str:
     """The version of the Keras in use; that of TensorFlow 2.14 does not say its own."""
-    return metadata.version(_PACKAGE)
+    return metadata.version(PACKAGE)
 
 
 def internal_module(name: str) -> types.ModuleType:
@@ -52,4 +52,4 @@ def internal_module(name: str) -> types.ModuleType:
     Args:
       name: its name in the folder of Keras's sources, such as `"backend"`.
     """
-    return importlib.import_module(f"{_PACKAGE}.src.{name}")
+    return importlib.import_module(f"{PACKAGE}.src.{name}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,7 +17,7 @@ from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import control_flow_util_v2, custom_gradient, resource_variable_ops
 from tensorflow.python.util import object_identity
 
-from tf_adaptive_dp._keras.generation import GENERATION
+from tf_adaptive_dp._keras.generation import GENERATION, PACKAGE
 
 # Operations that run functions.
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
@@ -28,6 +30,11 @@ _COMPOSITES = (tf.SparseTensorSpec, tf.RaggedTensorSpec, tf.IndexedSlicesSpec)
 # Scopes of TensorFlow's functions in layers, and the number of a scope.
 _OF_FUNCTIONS = re.compile(r"(moments|batchnorm)(_\d+)?")
 _NUMBER = re.compile(r"_\d+$")
+# The folders of TensorFlow, Keras and this library, with the separator at the end.
+_NOT_OF_USERS = tuple(
+    os.path.join(os.path.dirname(str(importlib.import_module(name).__file__)), "")
+    for name in ("tensorflow", PACKAGE, __name__.partition(".")[0])
+)
 # What `tensor.ref()` returns.
 TensorReference = object_identity.Reference
 
@@ -247,7 +254,10 @@ def is_recomputation(op: tf.Operation) -> bool:
 def line_of(op: tf.Operation) -> tuple[str, int] | None:
     """The file and the line of the user's program that made an operation, if they are known."""
     frames = [] if op.traceback is None else op.traceback.get_user_frames()
-    return (frames[-1].filename, frames[-1].lineno) if frames else None
+    for frame in reversed(frames):  # TensorFlow takes those of Keras for the user's
+        if not frame.filename.startswith(_NOT_OF_USERS):
+            return frame.filename, frame.lineno
+    return None
 
 
 def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
