@@ -472,6 +472,59 @@ def test_epsilon_of_events_that_cannot_be_hashed():
     assert found == pytest.approx(reference(both, "pld"), rel=1e-9)
 
 
+COMPOSED = {
+    "Gaussian": [dp_accounting.GaussianDpEvent(7.3)],
+    "one subsampled": [dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(2))],
+    "repeated": [dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(9.0), 3)],
+    "a list": [
+        dp_accounting.ComposedDpEvent(
+            [
+                dp_accounting.SelfComposedDpEvent(
+                    dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(4.0)), 2
+                ),
+                dp_accounting.GaussianDpEvent(5.0),
+            ]
+        ),
+        dp_accounting.GaussianDpEvent(6.0),
+    ],
+    "Laplace": [dp_accounting.LaplaceDpEvent(3.0)],
+    "nothing": [dp_accounting.NoOpDpEvent()],
+    "sampled surely": [
+        dp_accounting.PoissonSampledDpEvent(1.0, dp_accounting.GaussianDpEvent(9.0))
+    ],
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_events_and_releases_cost_to_the_last_digit_what_the_accountant_says(name):
+    counts = {(1.1, 0.05): 60, (3.0, 1.0): 2}
+    accountant = composition.composed_pld(counts, COMPOSED[name])
+    for _ in range(2):  # from the caches the second time
+        for delta in (1e-5, 1e-3):
+            found = composition.composed_epsilon(counts, COMPOSED[name], delta, "pld")
+            assert found == accountant.get_epsilon(delta)
+
+
+@pytest.mark.parametrize("name", ["Gaussian", "a list", "Laplace"])
+def test_events_cost_no_second_composition(name, monkeypatch):
+    counts, events = {(1.3, 0.05): 50}, COMPOSED[name]
+    first = composition.composed_epsilon(counts, events, 1e-5, "pld")
+
+    def composes(*args):
+        raise AssertionError("composed again")
+
+    monkeypatch.setattr(composition, "pld_of_releases", composes)
+    monkeypatch.setattr(composition, "composed_pld", composes)
+    assert composition.composed_epsilon(counts, list(events), 1e-5, "pld") == first
+
+
+def test_an_event_whose_list_has_grown_costs_more():
+    grown = dp_accounting.ComposedDpEvent([dp_accounting.LaplaceDpEvent(5.0)])
+    before = composition.composed_epsilon({(1.3, 0.05): 50}, [grown], 1e-5, "pld")
+    grown.events.append(dp_accounting.LaplaceDpEvent(5.0))
+    assert composition.composed_epsilon({(1.3, 0.05): 50}, [grown], 1e-5, "pld") > before
+
+
 def test_orders_that_do_not_converge_are_left_out_in_silence(caplog):
     absl = logging.getLogger("absl")
     absl.addHandler(caplog.handler)

@@ -413,9 +413,46 @@ def composed_epsilon(
     bound = _compose_rdp(counts, events, delta)
     if accountant == "rdp" or pld_is_too_costly(counts, bound) or delta < PLD_MIN_DELTA:
         return bound
-    if events:
-        return min(bound, float(composed_pld(counts, events).get_epsilon(delta)))
-    return min(bound, _pld_epsilon(tuple(sorted(counts.items())), delta))
+    if not events:
+        return min(bound, _pld_epsilon(tuple(sorted(counts.items())), delta))
+    releases, others = tuple(counts.items()), _as_releases(events)
+    if others is not None:
+        return min(bound, _pld_epsilon((*releases, *others), delta))
+    if _are_hashable(events):
+        return min(bound, _pld_epsilon_with(releases, tuple(events), delta))
+    return min(bound, float(composed_pld(counts, events).get_epsilon(delta)))
+
+
+def _as_releases(
+    events: Iterable[dp_accounting.DpEvent],
+) -> list[tuple[tuple[float, float], int]] | None:
+    """Events as the items of `Counts`, in their order; `None` if one is no Gaussian release.
+
+    Composed as releases, they have the privacy loss distribution that `PLDAccountant` computes.
+    """
+    found: list[tuple[tuple[float, float], int]] = []
+    pending = [(event, 1) for event in events][::-1]
+    while pending:
+        event, count = pending.pop()
+        probability = 1.0
+        if isinstance(event, dp_accounting.ComposedDpEvent):
+            pending += [(part, count) for part in event.events][::-1]
+            continue
+        if isinstance(event, dp_accounting.SelfComposedDpEvent):
+            pending.append((event.event, count * event.count))
+            continue
+        if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+            event, probability = event.event, event.sampling_probability
+            if not 0 < probability < 1:
+                return None
+        if not (
+            isinstance(event, dp_accounting.GaussianDpEvent)
+            and 0 < event.noise_multiplier <= MAX_NOISE_MULTIPLIER
+            and count > 0
+        ):
+            return None
+        found.append(((event.noise_multiplier, probability), count))
+    return found
 
 
 # Callbacks ask for the ε of the same releases several times, and for that of a few more after each
@@ -423,6 +460,24 @@ def composed_epsilon(
 @functools.lru_cache(maxsize=1024)
 def _pld_epsilon(counts: tuple[tuple[tuple[float, float], int], ...], delta: float) -> float:
     return float(pld_of_releases(counts, _pld_of_release).get_epsilon_for_delta(delta))
+
+
+@functools.lru_cache(maxsize=1024)
+def _pld_epsilon_with(
+    counts: tuple[tuple[tuple[float, float], int], ...],
+    events: tuple[dp_accounting.DpEvent, ...],
+    delta: float,
+) -> float:
+    return float(composed_pld(dict(counts), events).get_epsilon(delta))
+
+
+def _are_hashable(events: Iterable[dp_accounting.DpEvent]) -> bool:
+    """Whether events can be keys of a cache; one that holds a list cannot, and may change."""
+    try:
+        hash(tuple(events))
+    except TypeError:
+        return False
+    return True
 
 
 # For the δ that truncation leaves, samplings ask for the ε of the same releases at several δ.
