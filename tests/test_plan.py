@@ -499,8 +499,30 @@ def test_statistics_that_keras_adapted_are_warned_of(recwarn):
     model = tf.keras.Sequential([tf.keras.Input(X.shape[1:]), inner, tf.keras.layers.Dense(4)])
     model.compile(plan.optimizer(dp.ADADP), catalogue.loss())
     plan.fit(model, X, Y, verbose=0)
-    (found,) = [w for w in recwarn if "`adapt` computed from data" in str(w.message)]
-    assert "inner/units" in str(found.message) and found.filename == __file__
+    (found,) = [w for w in recwarn if "adapted to data" in str(w.message)]
+    message = str(found.message)
+    assert message.startswith("Layers of the model were adapted to data: inner/units (Normal")
+    assert "`plan.normalization(x)`" in message and found.filename == __file__
+
+
+def test_all_adapted_layers_make_one_warning_and_their_parts_are_not_named(recwarn):
+    plan = planned(epochs=1)
+    layers = tf.keras.layers
+    normal, text = layers.Normalization(), layers.TextVectorization(output_sequence_length=2)
+    normal.adapt(X)
+    text.adapt(["a b", "c"])
+    words = np.array([["a b"]] * len(X))
+    inputs = {"x": tf.keras.Input(X.shape[1:], name="x")}
+    inputs["text"] = tf.keras.Input([1], dtype="string", name="text")
+    embedded = layers.Flatten()(layers.Embedding(9, 2)(text(inputs["text"])))
+    both = layers.Concatenate()([layers.Flatten()(normal(inputs["x"])), embedded])
+    model = tf.keras.Model(inputs, layers.Dense(4)(both))
+    model.compile(plan.optimizer(dp.ADADP), catalogue.loss())
+    plan.fit(model, {"x": X, "text": words}, Y, verbose=0)
+    (found,) = [w for w in recwarn if "adapted to data" in str(w.message)]
+    message = str(found.message)
+    assert f"{text.name} (TextVectorization)" in message and f"{normal.name} (Norm" in message
+    assert "lookup" not in message and "`vocabulary`" in message and "`mean`" in message
 
 
 def test_the_normalization_of_a_plan_is_not_warned_of(recwarn):

@@ -50,7 +50,7 @@ from tf_adaptive_dp.sampling.draws import check_unit
 from tf_adaptive_dp.sampling.noise_budget import SamplingOfPlan
 from tf_adaptive_dp.sampling.poisson import RandomSizes
 from tf_adaptive_dp.sampling.users import UserRecords
-from tf_adaptive_dp.validation.layer_findings import adapted_findings
+from tf_adaptive_dp.validation.layer_findings import adapted_warning
 
 _OUTSIDE = (
     "The model was trained outside the plan, by `model.fit` for example, so the plan cannot say "
@@ -230,8 +230,9 @@ class PlannedTraining:
                 f"train. Received: model={model.name!r}"
             )
         normalizations = self._check_normalization(model)
-        for finding in adapted_findings(model):
-            warnings.warn(str(finding), stacklevel=3)
+        about_statistics = adapted_warning(model)
+        if about_statistics is not None:
+            warnings.warn(about_statistics, stacklevel=3)
         self._check_steps_per_call(model)
         self._warn_of_second_model(model)
         if directory is None:

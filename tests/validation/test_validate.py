@@ -129,7 +129,7 @@ OF_LAYERS = {
         "state",
         "wrapped layer alone",
     ),
-    "adapted Normalization": (lambda: [adapted()], "it", "adapted", "public data"),
+    "adapted Normalization": (lambda: [adapted()], "it", "adapted", "public data, or use `plan.n"),
     "softmax over the batch": (
         lambda: [layers.Softmax(axis=0, name="it")],
         "it",

@@ -103,6 +103,7 @@ def layer_findings(model: tf.keras.Model) -> list[Finding]:
       model: a built model; it is not called.
     """
     found = [finding for path, layer in named_layers(model) for finding in _of_layer(path, layer)]
+    found += adapted_findings(model)
     if not model.trainable_variables:
         found.append(
             Finding(
@@ -182,29 +183,63 @@ def _of_layer(path: str, layer: tf.keras.layers.Layer) -> Iterator[Finding]:
             f"{kind} has stateful=True: the examples of one batch change the losses of the next.",
             "Use stateful=False (`fix=True` does).",
         )
-    if was_adapted(layer):
-        yield _adapted(path, layer)
 
 
 def adapted_findings(model: tf.keras.Model) -> list[Finding]:
-    """Names the layers that hold what Keras's `adapt` computed from data.
+    """Names the layers that hold what Keras's `adapt` computed from data, once for their parts.
 
     Args:
       model: a model; it is not called.
     """
-    return [_adapted(path, layer) for path, layer in named_layers(model) if was_adapted(layer)]
+    return [
+        Finding(
+            "adapted",
+            path,
+            f"This {type(layer).__name__} was adapted to data. If that was the private training "
+            "data, its statistics are released without noise, and ε does not cover them.",
+            f"Adapt it on public data, or {_instead_of_adapting(layer)}.",
+            "warning",
+        )
+        for path, layer in _adapted_layers(model)
+    ]
 
 
-def _adapted(path: str, layer: tf.keras.layers.Layer) -> Finding:
-    return Finding(
-        "adapted",
-        path,
-        f"{type(layer).__name__} holds what `adapt` computed from data. If these were the private "
-        "training data, their statistics are released without noise, and ε does not cover them.",
-        "Adapt it on public data, or pass known values "
-        "(`mean` and `variance`, `vocabulary`, `bin_boundaries`).",
-        "warning",
+def adapted_warning(model: tf.keras.Model) -> str | None:
+    """What to say before training about all layers that were adapted; `None` if there are none.
+
+    Args:
+      model: a model; it is not called.
+    """
+    found = list(_adapted_layers(model))
+    if not found:
+        return None
+    names = ", ".join(f"{path} ({type(layer).__name__})" for path, layer in found)
+    others = ", or ".join(dict.fromkeys(_instead_of_adapting(layer) for _, layer in found))
+    return (
+        f"Layers of the model were adapted to data: {names}. If that was the private training "
+        "data, their statistics are released without noise, and ε does not cover them. Adapt them "
+        f"on public data, or {others}."
     )
+
+
+def _adapted_layers(model: tf.keras.Model) -> Iterator[tuple[str, tf.keras.layers.Layer]]:
+    """The adapted layers, without those inside of other ones, such as the lookup of a text."""
+    inside = None
+    for path, layer in named_layers(model):  # the parts of a layer follow it
+        if was_adapted(layer) and not (inside and path.startswith(inside)):
+            inside = f"{path}/"
+            yield path, layer
+
+
+def _instead_of_adapting(layer: tf.keras.layers.Layer) -> str:
+    if isinstance(layer, _LAYERS.Normalization):
+        return (
+            "use `plan.normalization(x)` of a `PrivacyPlan` with `normalize_inputs=True`, or pass "
+            "known `mean` and `variance`"
+        )
+    if isinstance(layer, _LAYERS.Discretization):
+        return "pass known `bin_boundaries`"
+    return "pass a known `vocabulary`"
 
 
 def _regularizers(path: str, layer: tf.keras.layers.Layer) -> Iterator[Finding]:
