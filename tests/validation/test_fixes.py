@@ -177,6 +177,7 @@ def test_a_state_is_forgotten():
     model = tf.keras.Model(inputs, layers.Dense(3)(h))
     report = dp.validate(model, (x, Y), loss=LOSS, optimizer=dp.DPSGD(1.0, 1.0), fix=True)
     assert report.ok, report
+    assert "Set stateful=False." in {f.fix for f in report.repaired}, report
     assert kept_weights(report.model) == kept_weights(model)
     np.testing.assert_array_equal(report.model(x), report.model(x))
 
@@ -291,6 +292,16 @@ def test_a_compiled_model_is_copied_uncompiled():
     model.compile(optimizer, LOSS, metrics=["accuracy"])
     report = dp.validate(model, (x, Y), loss=LOSS, optimizer=optimizer, fix=True)
     assert report.ok and is_compiled(model) and not is_compiled(report.model)
+
+
+def test_the_report_says_what_replaced_a_layer():
+    x = floats(6, 6, 6, 2)
+    inputs = tf.keras.Input(x.shape[1:])
+    h = layers.BatchNormalization(name="norm")(layers.Conv2D(8, 3)(inputs))
+    h = layers.Reshape([4, 32])(h)
+    model = tf.keras.Model(inputs, layers.Dense(3)(layers.GlobalMaxPooling1D()(h)))
+    report = dp.validate(model, (x, Y), loss=LOSS, optimizer=dp.DPSGD(1.0, 1.0), fix=True)
+    assert str(report).endswith("Repaired:\n  norm: Replaced by GroupNormalization(groups=8).")
 
 
 def test_other_findings_stay():

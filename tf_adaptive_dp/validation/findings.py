@@ -39,7 +39,8 @@ class ValidationReport:
 
     Attributes:
       findings: all problems of this `model` and `loss`; errors come first.
-      repaired: the problems that the repair fixed; empty without `fix=True`.
+      repaired: the problems that the repair fixed, each with what it did as its `fix`; empty
+        without `fix=True`.
       probed: what the numeric probe ran, and in which mode.
       model: the model; with `fix=True` the repaired copy.
       loss: the loss; with `fix=True` the repaired one.
@@ -79,7 +80,7 @@ class ValidationReport:
         ]
         lines += [f"  {finding}" for finding in self.findings]
         if self.repaired:
-            lines += ["Repaired:", *(f"  {f.where}: {f.what}" for f in self.repaired)]
+            lines += ["Repaired:", *(f"  {f.where}: {f.fix}" for f in self.repaired)]
         return "\n".join(lines)
 
     __repr__ = __str__

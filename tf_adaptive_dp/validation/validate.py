@@ -22,6 +22,7 @@ from tf_adaptive_dp.validation.fixes import is_defective, repaired_model
 from tf_adaptive_dp.validation.layer_findings import (
     has_own,
     layer_findings,
+    named_layers,
     path_finder,
     statistics_findings,
 )
@@ -145,8 +146,22 @@ def _repair(report: ValidationReport, optimizer: Any, batch: tuple) -> Validatio
     weights = loss_weights_of(model) if is_compiled(model) else None
     after = _inspect(copy, report.loss, weights, optimizer, batch)
     remaining = {(f.kind, f.where) for f in after.findings}
-    repaired = tuple(f for f in report.findings if (f.kind, f.where) not in remaining)
+    layers = dict(named_layers(copy))
+    repaired = tuple(
+        f._replace(fix=_what_was_done(layers.get(f.where)))
+        for f in report.findings
+        if (f.kind, f.where) not in remaining
+    )
     return dataclasses.replace(after, repaired=repaired)
+
+
+def _what_was_done(repaired: tf.keras.layers.Layer | None) -> str:
+    """What the repair did to a layer, which it may have replaced."""
+    if isinstance(repaired, tf.keras.layers.GroupNormalization):
+        return f"Replaced by GroupNormalization(groups={repaired.groups})."
+    if isinstance(repaired, tf.keras.layers.RNN):
+        return "Set stateful=False."
+    return "Gone with the repair of other layers."
 
 
 def _not_copied(error: Exception) -> Finding:
