@@ -233,13 +233,47 @@ def test_a_run_spends_what_was_planned_and_no_more():
     text = " ".join(plan.statement(max_examples_per_user=1).split())
     assert "drawn by Poisson sampling" in text and "with probability 0.125" in text
     assert "Each person contributed at most one example" in text
-    with pytest.raises(dp.BudgetExceededError, match="No further step fits.*keep the model as it"):
+    with pytest.raises(dp.BudgetExceededError, match="budget is used up.*Keep the model as it is"):
         plan.fit(model, X, Y, verbose=0)
     model.fit(X, Y, 8, verbose=0)
     with pytest.raises(ValueError, match=r"outside the plan.*`privacy_statement\(.*24 releases"):
         plan.statement()
     with pytest.warns(UserWarning, match="already trained another model"):
         plan.fit(model_of(plan), X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["in_memory", "in_a_directory"])
+def test_a_plan_with_the_same_noise_and_more_epochs_trains_longer(kept, tmp_path):
+    first = PrivacyPlan(2.0, **NUMBERS)
+    model = model_of(first)
+    first.fit(model, X, Y, directory=tmp_path / "first" if kept else None, verbose=0)
+    with pytest.raises(dp.BudgetExceededError, match=r"exactly its `epochs`\..*longer") as e:
+        first.fit(model, X, Y, verbose=0)
+    assert f"PrivacyPlan(noise_multiplier={first.noise_multiplier}, " in str(e.value)
+    with pytest.raises(ValueError, match="keep its optimizer.*in place of `epsilon`"):
+        PrivacyPlan(4.0, **NUMBERS).fit(model, X, Y, verbose=0)
+    noise_multiplier = first.noise_multiplier
+    longer = PrivacyPlan(**{**NUMBERS, "noise_multiplier": noise_multiplier, "epochs": 5})
+    if kept:
+        log = dp.ReleaseLog(tmp_path / "longer" / "releases.log", steps=longer.steps)
+        log.adopt(model.optimizer)
+        log.close()
+    history = longer.fit(model, X, Y, directory=tmp_path / "longer" if kept else None, verbose=0)
+    assert model.optimizer.ledger.segments == [(noise_multiplier, 8.0, 40)]
+    assert history.history["epsilon"][-1] == pytest.approx(longer.epsilon)
+    assert longer.epsilon == pytest.approx(epsilon(noise_multiplier, 8 / N, 40, DELTA, "rdp"), 1e-3)
+    assert longer.epsilon > 2.5 and format_epsilon(longer.epsilon) in longer.statement()
+
+
+def test_a_budget_without_a_plan_may_grow():
+    model = catalogue.mlp()
+    model.compile(dp.DPSGD(1.0, 1.0, learning_rate=0.1), "mse")
+    budget = dp.PrivacyBudget(0.1, DELTA, N, batch_size=8)
+    with pytest.raises(dp.BudgetExceededError, match="as it is, or allow a larger `epsilon`. Rec"):
+        model.fit(X, X[:, :3], batch_size=8, callbacks=[budget], verbose=0)
+    budget = dp.PrivacyBudget(1.0, DELTA, N)
+    with pytest.raises(ValueError, match="cost of the first step depends on the batch size"):
+        model.fit(X, X[:, :3], batch_size=8, callbacks=[budget], verbose=0)
 
 
 class StopAfterAnEpoch(tf.keras.callbacks.Callback):

@@ -154,7 +154,7 @@ class PlannedTraining:
         """See `PrivacyPlan.normalization`."""
         if not self._plan.normalize_inputs:
             raise ValueError(
-                "The budget of this plan does not pay for a normalization. Make the plan with "
+                "This plan has no budget for normalizing inputs. Make the plan with "
                 "`normalize_inputs=True`. Received: normalize_inputs=False"
             )
         layer = self._normalization
@@ -359,15 +359,22 @@ class PlannedTraining:
         wanted = (plan.noise_multiplier, plan.expected_batch_size)
         noise_multiplier, size = optimizer.next_release()
         if noise_multiplier != wanted[0] or size is None or not math.isclose(size, wanted[1]):
+            longer = (
+                "To train a model longer, keep its optimizer, whose ledger counts the steps so "
+                f"far, and make the plan with `noise_multiplier={noise_multiplier!r}` in place of "
+                "`epsilon`, the same `batch_size` and more `epochs`. "
+                if optimizer.ledger.num_releases
+                else ""
+            )
             raise ValueError(
-                "The optimizer must have the noise and the batch size of the plan: make it by "
-                "`plan.optimizer(...)`. Received: "
+                "The optimizer must have the noise and the batch size of the plan: create it with "
+                f"`plan.optimizer(...)`. {longer}Received: "
                 f"noise_multiplier={noise_multiplier!r} and expected_batch_size={size!r} instead "
                 f"of {wanted[0]!r} and {wanted[1]!r}"
             )
         if optimizer.noise != plan.noise:
             raise ValueError(
-                "The optimizer must have the noise strategy of the plan: make it by "
+                "The optimizer must have the noise strategy of the plan: create it with "
                 f"`plan.optimizer(...)`. Received: noise={optimizer.noise!r} instead of "
                 f"{plan.noise!r}"
             )
@@ -382,7 +389,7 @@ class PlannedTraining:
         if missing_events(plan.other_events, among=events):
             raise ValueError(
                 "The optimizer's ledger must have every event that the plan's budget pays for, or "
-                "its epsilon is too small: make it by `plan.optimizer(...)`, or set "
+                "its epsilon is too small: create it with `plan.optimizer(...)`, or set "
                 "`optimizer.ledger.other_events = plan.other_events`. Received: "
                 f"{optimizer.ledger.other_events!r} instead of {plan.other_events!r}"
             )
@@ -427,8 +434,9 @@ class PlannedTraining:
             )
         if self._plan.normalize_inputs and not layers:
             warnings.warn(
-                "The plan pays for a normalization of the inputs, and the model has none. Put "
-                "`plan.normalization(x)` first in the model, or leave `normalize_inputs` out.",
+                "The plan reserves budget for normalizing the inputs, but the model has no such "
+                "layer. Put `plan.normalization(x)` first in the model, or leave "
+                "`normalize_inputs` out.",
                 stacklevel=4,
             )
         return all_layers

@@ -155,7 +155,7 @@ def test_of_users_the_plan_protects_users():
 def test_what_nobody_pays_for_is_refused():
     x, y = data()
     without = planned(normalize_inputs=False)
-    with pytest.raises(ValueError, match="does not pay for a normalization"):
+    with pytest.raises(ValueError, match="has no budget for normalizing inputs"):
         without.normalization(x)
     with pytest.raises(TypeError, match="`x` must be an array .* Received: dict"):
         planned().normalization({"x": x})
@@ -165,7 +165,7 @@ def test_what_nobody_pays_for_is_refused():
     with pytest.raises(ValueError, match="that the plan's budget does not pay for"):
         without.fit(model, x, y)
     plan = planned()
-    with pytest.warns(UserWarning, match="pays for a normalization of the inputs, and the model"):
+    with pytest.warns(UserWarning, match="reserves budget for normalizing the inputs, but"):
         plan.fit(model_of(plan, keras.layers.Rescaling(1e-3)), x, y, verbose=0)
 
 
@@ -223,7 +223,7 @@ def test_a_run_goes_on_with_the_layers_that_it_began_with(tmp_path):
         plan.fit(model, x, y, directory=tmp_path / "without", verbose=0)
 
 
-@pytest.mark.filterwarnings("ignore:The plan pays for a normalization")
+@pytest.mark.filterwarnings("ignore:The plan reserves budget for normalizing")
 def test_inputs_normalized_outside_of_the_model_are_not_released_again(tmp_path):
     x, y = data()
 

@@ -34,7 +34,7 @@ class PrivacyBudget(PrivateCallback):
       num_examples: the number of examples in the training set; of users, if the sampling draws
         users.
       batch_size: the batch size; needed if the optimizer has no `expected_batch_size`, since the
-        first step cannot be priced without it.
+        cost of the first step depends on it.
       sampling: how batches are drawn, as for `PrivacyMonitor`; ε depends on it.
       accountant: `"rdp"` or the tighter `"pld"`.
       full_passes: whether an epoch of `fit` on shuffled batches is one pass over the data. It is
@@ -92,7 +92,7 @@ class PrivacyBudget(PrivateCallback):
         size = size or self.batch_size
         if size is None:
             raise ValueError(
-                "The first step cannot be priced without its batch size. Pass "
+                "The cost of the first step depends on the batch size, which is unknown. Pass "
                 "`expected_batch_size` to the optimizer or `batch_size` to PrivacyBudget."
             )
         segments = optimizer.ledger.segments
@@ -138,11 +138,25 @@ class PrivacyBudget(PrivateCallback):
             why = f" NOT PRIVATE: {lost[0]} alone makes epsilon infinite." if lost else ""
             limit = "" if self.steps is None else f", steps={self.steps}"
             raise BudgetExceededError(
-                f"No further step fits into the budget.{why} What was released stays spent: keep "
-                "the model as it is, or allow a larger `epsilon`. The budget of a plan is spent "
-                f"after its `epochs`. Received: epsilon={self.epsilon}, delta={self.delta}{limit}, "
-                f"with {ledger.num_releases} releases in the ledger."
+                f"The privacy budget is used up; no further step is possible.{why} Keep the model "
+                f"as it is{'.' if lost else self._how_to_go_on()} Received: epsilon="
+                f"{self.epsilon}, delta={self.delta}{limit}, with {ledger.num_releases} releases "
+                "in the ledger."
             )
+
+    def _how_to_go_on(self) -> str:
+        """The end of a sentence: what lets the model train longer, if anything does."""
+        if self.steps is None:
+            return ", or allow a larger `epsilon`."
+        covered = ". A plan's budget covers exactly its `epochs`."
+        if not self.optimizer.noise.is_independent:
+            return f"{covered} With correlated noise, no other plan can continue them."
+        noise_multiplier = self.optimizer.next_release()[0]
+        return (
+            f"{covered} To train longer, call `fit` of another plan with this model as it is "
+            f"compiled: `PrivacyPlan(noise_multiplier={noise_multiplier!r}, epochs=...)` without "
+            "`epsilon`, where `epochs` counts those so far. Its epsilon covers all of them."
+        )
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Raises if not even the first step fits; called by Keras."""

@@ -157,8 +157,8 @@ class RunDirectory:
         if changed:
             raise ValueError(
                 "`directory` holds a run of another plan, or of a model that was compiled with "
-                "other `steps_per_execution`. Pass a new directory, or what that run had to resume "
-                "it. Received: "
+                "other `steps_per_execution`. Use a new directory, or resume with the settings of "
+                "the original run. Received: "
                 + ", ".join(f"{n}={settings[n]!r} instead of {before.get(n)!r}" for n in changed)
             )
 
