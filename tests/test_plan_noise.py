@@ -444,7 +444,7 @@ def test_what_a_plan_with_trees_says_of_its_noise_is_that_at_the_same_epsilon():
         noise_multiplier=1.0, delta=1e-5, num_examples=60_000, batch_size=256, epochs=5,
         noise=TreeNoise(234),
     )  # fmt: skip
-    assert "noise in sums of steps: 0.33 of that of independent noise" in plan.describe()
+    assert "cumulative noise: 0.33 times that of independent noise" in plan.describe()
 
 
 @pytest.mark.parametrize(

@@ -550,7 +550,7 @@ class PrivacyPlan:
         epsilon = 1.4249 at delta = 0.0001 for each of 2000 examples (RDP accounting)
         noise multiplier 1.5
         80 steps: 4 epochs of 20 Poisson batches
-        100 examples are expected in a batch, which has 184 rows
+        Batches average 100 examples, padded to 184 rows
         epsilon after epoch 1: 0.8149, 2: 1.0514, 4: 1.4249
         """
         shown = sorted({1, math.ceil(self.epochs / 4), math.ceil(self.epochs / 2), self.epochs})

@@ -42,7 +42,7 @@ def train(of, weights, steps=1):
 @contextlib.contextmanager
 def silent():
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "These weights were trained")
+        warnings.filterwarnings("error", "These weights come from")
         yield
 
 
@@ -52,8 +52,8 @@ def told(count, *segments):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    (text,) = [str(w.message) for w in caught if "These weights were trained" in str(w.message)]
-    assert f"trained by {count} private releases" in text
+    (text,) = [str(w.message) for w in caught if "These weights come from" in str(w.message)]
+    assert f"come from {count} private steps" in text
     assert f"{list(segments)} (noise multiplier" in text
 
 
@@ -160,12 +160,12 @@ def test_all_releases_are_told_and_of_all_ledgers():
     with told(4, (0.5, 4.0, 3), (0.5, 4.0, 1)):  # of those alike the number counts
         train(third, weights)
     last = optimizer()
-    with pytest.warns(UserWarning, match="trained by 8 private releases"):
+    with pytest.warns(UserWarning, match="come from 8 private steps"):
         train(last, weights)
     last.ledger.restore([(0.5, 4.0, 9)])
     with silent():
         train(carried_by_its_configuration(last), weights)
-    with pytest.warns(UserWarning, match="trained by 10 private releases"):
+    with pytest.warns(UserWarning, match="come from 10 private steps"):
         train(optimizer(), weights)
 
 
@@ -231,8 +231,10 @@ def test_releases_about_another_unit_cannot_be_carried_by_their_segments(of_user
     train(old, weights, steps=3)
     new = optimizer(**{} if of_users else users)
     new.ledger.restore(old.ledger.segments, old.ledger.checks)  # equal numbers mean nothing
-    text = r"about users.*`sampling.dp_event\(old, num_users\)`" if of_users else "about examples"
-    with pytest.warns(UserWarning, match=f"3 private releases.*{text}"):
+    text = (
+        r"protect users.*`sampling.dp_event\(old, num_users\)`" if of_users else "protect examples"
+    )
+    with pytest.warns(UserWarning, match=f"3 private steps.*{text}"):
         train(new, weights)
 
 
@@ -317,7 +319,7 @@ def test_the_statement_says_that_it_counts_one_ledger():
 def test_releases_with_correlated_noise_cannot_be_carried_by_their_segments():
     weights = variables()
     train(optimizer(noise=BandedNoise(2)), weights, steps=3)
-    with pytest.warns(UserWarning, match="trained by 3 private releases.*correlated over steps"):
+    with pytest.warns(UserWarning, match="come from 3 private steps.*correlated over steps"):
         train(optimizer(), weights)
 
 

@@ -153,7 +153,7 @@ def test_the_monitor_warns_of_batches_that_come_back_before_all_others(recwarn, 
     model.compile(dp.DPSGD(1.0, 1.0, learning_rate=0.1), loss=catalogue.loss())
     monitor = dp.PrivacyMonitor(256, 1e-3)
     model.fit(whole, epochs=2, steps_per_epoch=4, callbacks=[monitor], verbose=0)
-    assert any("came back before" in str(w.message) for w in recwarn) == swapped
+    assert any("reused before every batch" in str(w.message) for w in recwarn) == swapped
 
 
 def test_the_monitor_counts_no_examples_of_training_without_it(recwarn):

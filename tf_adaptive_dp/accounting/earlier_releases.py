@@ -15,7 +15,7 @@ from tf_adaptive_dp.accounting.ledger import Ledger, Segment, missing_events
 _ATTRIBUTE = "_ledgers_of_tf_adaptive_dp"
 
 _NOT_COUNTED = (
-    "These weights were trained by {count} that the ledger of this optimizer does not hold: "
+    "These weights come from {count} that this optimizer's ledger does not include: "
     "[{rows}] (noise multiplier, batch size, releases). If both use the same examples, the epsilon "
     "of this optimizer covers only its new releases and is too small. To count all of them, call "
     "`optimizer.ledger.restore([{rows}, *optimizer.ledger.segments], [{checks}, "
@@ -24,22 +24,22 @@ _NOT_COUNTED = (
     "has its own epsilon."
 )
 _NO_SUM = (
-    "These weights were trained by {total} private releases that the ledger of this optimizer does "
-    "not hold, {kind}. No accounting adds them to this ledger. If both use the same examples, add "
+    "These weights come from {total} private steps that this optimizer's ledger does not include, "
+    "{kind}. No accounting adds them to this ledger. If both use the same examples, add "
     "what they cost to `optimizer.ledger.other_events` as a `dp_accounting.DpEvent`: "
     "`sampling.dp_event(old, {number})` of the sampling of those releases. If the examples differ, "
     "nothing is missing: each data set has its own epsilon."
 )
 _EXAMPLES = (
-    "These weights were trained by {total} private releases about examples, and the ledger of this "
-    "optimizer counts users. No accounting adds them: what they cost a user depends on how many "
+    "These weights come from {total} private steps that protect examples, and this optimizer's "
+    "ledger counts users. No accounting adds them: what they cost a user depends on how many "
     "examples the user has. If both use the same data, train on with an optimizer without "
     "`examples_per_user`. If the data differ, nothing is missing: each data set has its own "
     "epsilon."
 )
 _MORE_EVENTS = (
-    "These weights were trained by an optimizer whose ledger has `other_events` that the ledger of "
-    "this optimizer does not hold: {events}. If both use the same examples, the epsilon of this "
+    "These weights come from an optimizer whose ledger has `other_events` that this optimizer's "
+    "ledger does not include: {events}. If both use the same examples, the epsilon of this "
     "optimizer is too small. Call `optimizer.ledger.other_events += {events}` then. If the "
     "examples differ, nothing is missing: each data set has its own epsilon."
 )
@@ -150,7 +150,7 @@ def _warn(ledger: Ledger, ledgers: Sequence[Ledger]) -> None:
         if ledger.examples_per_user is not None and not users:
             warnings.warn(_EXAMPLES.format(total=other.num_releases), stacklevel=3)
             continue
-        kind = "about users" if independent else "with noise that is correlated over steps"
+        kind = "which protect users" if independent else "with noise that is correlated over steps"
         number = "num_users" if users else "num_examples"
         text = _NO_SUM.format(total=other.num_releases, kind=kind, number=number)
         warnings.warn(text, stacklevel=3)
@@ -163,7 +163,7 @@ def _warn(ledger: Ledger, ledgers: Sequence[Ledger]) -> None:
     events = tuple(event for other in alike for event in other.other_events)
     warnings.warn(
         _NOT_COUNTED.format(
-            count="1 private release" if total == 1 else f"{total} private releases",
+            count="1 private step" if total == 1 else f"{total} private steps",
             rows=", ".join(map(str, spent)),
             checks=", ".join(map(str, known)),
             events=_EVENTS.format(events=list(events)) if events else "",

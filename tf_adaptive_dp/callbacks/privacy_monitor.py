@@ -293,7 +293,7 @@ class PrivacyMonitor(PrivateCallback):
             )
 
     def _warn_of_early_returns(self, ledger: Ledger) -> None:
-        """Warns, once, if batches of epochs came back before all others had their turn."""
+        """Warns, once, if batches were reused before every batch had been used once."""
         if self._warned_of_returns or sampling_epsilon.label_of(self.sampling) != "shuffled":
             return
         early = [
@@ -303,10 +303,10 @@ class PrivacyMonitor(PrivateCallback):
         if any(early):
             self._warned_of_returns = True
             warnings.warn(
-                f"{sum(early)} batches came back before all others had their turn, so they count "
-                "as if each held all examples, and ε is far larger than for new batches. `fit` "
-                "changes the order of the batches of a `PyDataset`: pass `shuffle=False`, or form "
-                "new batches in its `on_epoch_end`.",
+                f"{sum(early)} batches were reused before every batch had been used once, so each "
+                "counts as if it held the whole data set, and ε is far larger than for new "
+                "batches. `fit` changes the order of the batches of a `PyDataset`: pass "
+                "`shuffle=False`, or form new batches in its `on_epoch_end`.",
                 stacklevel=2,
             )
 

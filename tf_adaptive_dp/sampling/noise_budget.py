@@ -145,13 +145,13 @@ class NoiseBudget:
             return []
         alone = IndependentNoise()
         left = prefix_error(noise, sampling.steps) / prefix_error(alone, sampling.steps)
-        compared = "of this multiplier"
+        compared = "with this multiplier"
         if noise.bands is None:
             # At the same epsilon the multipliers are proportional to the sensitivities.
             left *= sampling.equivalent_sensitivity(noise, self.num_units)
             left /= sampling.equivalent_sensitivity(alone, self.num_units)
-            compared = "in this order at this epsilon"
-        return [f"noise in sums of steps: {left:.2f} of that of independent noise {compared}"]
+            compared = "at the same epsilon and order"
+        return [f"cumulative noise: {left:.2f} times that of independent noise {compared}"]
 
     def _least_by_rdp(
         self,

@@ -69,12 +69,11 @@ class RandomSizes(draws.Sampling):
     def describe(self, num_examples: int, epochs: int) -> list[str]:
         """See `Sampling.describe`."""
         size = self.expected_batch_size(num_examples)
-        rows = (
-            f"{size:g} {self.unit}{' is' if size == 1 else 's are'} expected in a batch, "
-            f"which has {draws.counted(self.rows, 'row')}"
-        )
+        padded = draws.counted(self.rows, "row")
         if self.examples_per_user is not None:
-            rows += f", {self.examples_per_user} for each of {self.max_batch_size} users"
+            each = draws.counted(self.examples_per_user, "row")
+            padded = f"{draws.counted(self.max_batch_size, 'user')} with {each} each ({padded})"
+        rows = f"Batches average {size:g} {self.unit}{'s' * (size != 1)}, padded to {padded}"
         batches = draws.counted(self.steps // epochs, "Poisson batch", "Poisson batches")
         steps = (
             f"{draws.counted(self.steps, 'step')}: {draws.counted(epochs, 'epoch')} of {batches}"

@@ -354,8 +354,8 @@ class Recommendation:
         lines = [
             f"{self.space_size} candidates{asked}, δ = {self.delta:g}",
             "",
-            "| way to pay | trials on average | at most | shown | best candidate tried "
-            "| noise multiplier | ε |",
+            "| strategy | trials on average | at most | what is published "
+            "| chance of trying the best | noise multiplier | ε |",
             "| --- | --- | --- | --- | --- | --- | --- |",
             *(self._row(offer) for offer in (*self.offers, *self.besides)),
             "",
