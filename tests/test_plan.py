@@ -154,7 +154,7 @@ REFUSED = {
     "class_weight": (
         lambda: fit_with(X, Y, class_weight={0: 2.0}),
         TypeError,
-        "`class_weight`.*pass `sample_weight=weights\\[y\\]`",
+        "`plan.fit` does not support `class_weight`: pass `sample_weight=weights\\[y\\]`",
     ),
     "validation_split": (
         lambda: fit_with(X, Y, validation_split=0.2),
@@ -165,6 +165,31 @@ REFUSED = {
         lambda: fit_with(dataset().batch(8)),
         ValueError,
         "must give single examples: leave `.batch.*Received: 8 examples",
+    ),
+    "batches with a smaller last one": (
+        lambda: fit_with(dataset().batch(10)),
+        ValueError,
+        r"leave `.batch.*Received: elements of shape \(10, .*, and a last one of \(4, ",
+    ),
+    "examples of different shapes": (
+        lambda: fit_with(dataset().map(lambda x, y: (x[: y + 1], y))),
+        ValueError,
+        r"pad or crop them.*Received: shape \(\d,\) after \(\d,\)",
+    ),
+    "a generator": (
+        lambda: fit_with(row for row in zip(X, Y)),
+        TypeError,
+        "`x` must be a tuple .*`tf.data.Dataset.from_generator`. Received: generator",
+    ),
+    "a ragged tensor": (
+        lambda: fit_with(tf.ragged.constant([[1.0]] * N), Y),
+        TypeError,
+        r"`x` must have rows of one shape. Pad a ragged .*`x.to_tensor\(\)`.*a RaggedTensor$",
+    ),
+    "a sparse tensor in a dict": (
+        lambda: fit_with({"a": X, "b": tf.sparse.from_dense(X)}, Y),
+        TypeError,
+        r"`x`.*`tf.sparse.to_dense\(x\)`. Received: a SparseTensor$",
     ),
     "too few": (lambda: fit_with(X[1:], Y[1:]), ValueError, "trained on. Received: 63 examples"),
     "batches of Keras": (
@@ -202,8 +227,16 @@ def test_optimizers_that_are_not_the_plans_are_refused():
     plan, model = planned(), catalogue.mlp()
     with pytest.raises(TypeError, match="`optimizer_class`.*make_dp_optimizer_class.*SGD"):
         plan.optimizer(tf.keras.optimizers.SGD)
-    with pytest.raises(TypeError, match="The plan sets the noise.*noise_multiplier"):
+    with pytest.raises(TypeError, match="set by the plan: pass it to .*: noise_multiplier=2.0"):
         plan.optimizer(dp.ADADP, noise_multiplier=2.0)
+    with pytest.raises(TypeError, match="`expected_batch_size` is set by .*as `batch_size`.*=16"):
+        plan.optimizer(dp.ADADP, expected_batch_size=16)
+    with pytest.raises(TypeError, match="a class, not an instance: pass `ADADP`.*: .*=<ADADP"):
+        plan.optimizer(dp.ADADP(1.0, 1.0))
+    wrapped = tf.keras.mixed_precision.LossScaleOptimizer(plan.optimizer(dp.ADADP))
+    with pytest.raises(dp.NotPrivateError, match="A LossScaleOptimizer around.*optimizer itself"):
+        model.compile(wrapped, "mse")
+        plan.fit(model, X, Y)
     model.compile("sgd", "mse")
     with pytest.raises(TypeError, match="compiled with an optimizer of tf_adaptive_dp"):
         plan.fit(model, X, Y)
@@ -217,8 +250,10 @@ def test_optimizers_that_are_not_the_plans_are_refused():
     model.compile(dp.DPSGD(1.0, 1.0, expected_batch_size=8.0, seed=0), "mse")
     with pytest.raises(dp.NotPrivateError, match="must draw secret noise.*seed=0"):
         plan.fit(model, X, Y)
-    with pytest.raises(TypeError, match="The plan determines batch_size.*batch_size=8"):
+    with pytest.raises(TypeError, match="`batch_size` is set by .*change it in .*batch_size=8"):
         plan.fit(model_of(plan), X, Y, batch_size=8)
+    with pytest.raises(TypeError, match="`epochs` and `shuffle` are set by the plan. .* here. Rec"):
+        plan.fit(model_of(plan), X, Y, epochs=8, shuffle=True)
     with pytest.raises(ValueError, match="has trained no model yet"):
         plan.statement()
 
@@ -238,8 +273,13 @@ def test_a_run_spends_what_was_planned_and_no_more():
     model.fit(X, Y, 8, verbose=0)
     with pytest.raises(ValueError, match=r"outside the plan.*`privacy_statement\(.*24 releases"):
         plan.statement()
-    with pytest.warns(UserWarning, match="already trained another model"):
-        plan.fit(model_of(plan), X, Y, verbose=0)
+    with pytest.warns(UserWarning, match="already trained another model") as caught:
+        with pytest.raises(ValueError, match="single examples"):
+            plan.fit(model_of(plan), dataset().batch(8), verbose=0)
+        assert not [w for w in caught if "already trained" in str(w.message)]  # nothing is trained
+        for _ in range(2):
+            plan.fit(model_of(plan), X, Y, verbose=0)
+    assert len([w for w in caught if "already trained" in str(w.message)]) == 1
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["in_memory", "in_a_directory"])

@@ -38,11 +38,11 @@ __all__ = ["PlanOffer", "PrivacyPlan"]
 
 # What the plan decides, so that those who call `optimizer` and `fit` must not.
 _OF_THE_OPTIMIZER = {
-    "noise",
-    "noise_multiplier",
-    "expected_batch_size",
-    "num_microbatches",
-    "examples_per_user",
+    "noise": "pass it to `PrivacyPlan(...)`",
+    "noise_multiplier": "pass it to `PrivacyPlan(...)`, in place of `epsilon`",
+    "expected_batch_size": "pass it to `PrivacyPlan(...)`, as `batch_size`",
+    "num_microbatches": "leave it out, since its batches have none",
+    "examples_per_user": "pass it to `PrivacyPlan(...)`, with `user_ids`",
 }
 # The part of ε that the normalization of inputs alone would spend; composed, it is far less.
 _FOR_NORMALIZATION = 0.2
@@ -322,16 +322,22 @@ class PrivacyPlan:
           ValueError: if the optimizer releases more about the examples than `other_events` say.
           NotPrivateError: if its noise has a `seed`.
         """
-        given = _OF_THE_OPTIMIZER & set(kwargs)
-        if given:
+        for name, instead in _OF_THE_OPTIMIZER.items():
+            if name in kwargs:
+                raise TypeError(
+                    f"`{name}` is set by the plan: {instead}. Received: {name}={kwargs[name]!r}"
+                )
+        if hasattr(optimizer_class, "ledger") and not isinstance(optimizer_class, type):
             raise TypeError(
-                "The plan sets the noise, the batch size and the unit, and its batches have no "
-                f"microbatches. Received: {', '.join(sorted(given))}"
+                "`optimizer_class` must be a class, not an instance: pass "
+                f"`{type(optimizer_class).__name__}`, and its other arguments by name, as in "
+                "`plan.optimizer(tf_adaptive_dp.ADADP, l2_norm_clip=1.0)`. Received: "
+                f"optimizer_class={optimizer_class!r}"
             )
         if not (isinstance(optimizer_class, type) and hasattr(optimizer_class, "ledger")):
             raise TypeError(
                 "`optimizer_class` must be an optimizer class of tf_adaptive_dp, such as "
-                "`tf_adaptive_dp.UntunedSGD`; `make_dp_optimizer_class` makes one of a Keras "
+                "`tf_adaptive_dp.ADADP`; `make_dp_optimizer_class` makes one of a Keras "
                 f"class. Received: optimizer_class={optimizer_class!r}"
             )
         if l2_norm_clip is not None:
@@ -474,14 +480,17 @@ class PrivacyPlan:
         for name, instead in _NOT_WITH_A_PLAN.items():
             if fit_arguments.get(name) is not None:
                 raise TypeError(
-                    f"`{name}` is not possible with a plan: {instead}. Received: "
+                    f"`plan.fit` does not support `{name}`: {instead}. Received: "
                     f"{name}={fit_arguments[name]!r}"
                 )
         given = [name for name in _OF_THE_PLAN if name in fit_arguments]
         if given:
+            are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+            there = {"batch_size", "epochs"}.issuperset(given)
             raise TypeError(
-                f"The plan determines {', '.join(given)}. Received: "
-                + ", ".join(f"{name}={fit_arguments[name]!r}" for name in given)
+                f"{' and '.join(f'`{name}`' for name in given)} {are} set by the plan. Remove "
+                f"{them} here{f', or change {them} in `PrivacyPlan(...)`' if there else ''}. "
+                "Received: " + ", ".join(f"{name}={fit_arguments[name]!r}" for name in given)
             )
         return self._training.fit(
             model,

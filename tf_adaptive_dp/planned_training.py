@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import reprlib
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,9 @@ from tf_adaptive_dp.normalization import (
     input_array,
     normalizations_in,
 )
+from tf_adaptive_dp.optimizers.loss_scaling import WRAPPED
 from tf_adaptive_dp.sampling.datasets import (
+    SINGLE_EXAMPLES,
     Arrays,
     Records,
     as_dataset,
@@ -180,7 +183,7 @@ class PlannedTraining:
         """The examples in memory, or with random access; see `PrivacyPlan.batches`."""
         if self._users is not None:
             refuse_shuffled(x)
-        source = open_source(_examples(x, y, sample_weight), None)
+        source = open_source(_examples(x, y, sample_weight), None, name="x")
         self._check_num_examples(len(source), isinstance(x, tf.data.Dataset))
         return source
 
@@ -234,7 +237,6 @@ class PlannedTraining:
         if about_statistics is not None:
             warnings.warn(about_statistics, stacklevel=3)
         self._check_steps_per_call(model)
-        self._warn_of_second_model(model)
         if directory is None:
             self._refuse_second_order(model.optimizer)
         source = self.source(*data)
@@ -254,6 +256,7 @@ class PlannedTraining:
             seen = self._statistics.setdefault(model.optimizer, {})
             for layer in normalizations:
                 seen.update(layer.releases)
+            self._warn_of_second_model(model)
             return self._fit(model, source, run, directory, callbacks, fit_arguments)
         finally:
             if run is not None:
@@ -343,6 +346,9 @@ class PlannedTraining:
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises unless an optimizer spends what the plan accounts for."""
+        inside = getattr(optimizer, "inner_optimizer", optimizer)
+        if inside is not optimizer and hasattr(inside, "ledger"):
+            raise NotPrivateError(WRAPPED)
         if not hasattr(optimizer, "ledger"):
             raise TypeError(
                 "The model must be compiled with an optimizer of tf_adaptive_dp, such as "
@@ -398,12 +404,7 @@ class PlannedTraining:
         """Raises if data are not those that the plan is about."""
         if received != self._plan.num_examples:
             name = "num_examples" if self._users is None else "len(user_ids)"
-            single = (
-                "A `tf.data.Dataset` must give single examples: leave `.batch(...)` out, since the "
-                "plan draws the batches. "
-                if of_dataset
-                else ""
-            )
+            single = f"{SINGLE_EXAMPLES} " if of_dataset else ""
             raise ValueError(
                 f"`{name}` must be the number of examples that are trained on. {single}Received: "
                 f"{received} examples, {name}={self._plan.num_examples!r}"
@@ -454,12 +455,16 @@ class PlannedTraining:
                 f"gradient_accumulation_steps={parts}"
             )
 
+    _warned_of_second_model = False
+
     def _warn_of_second_model(self, model: keras.Model) -> None:
+        """Warns, once, that a model of the plan is not its first."""
         before = self._optimizer
-        if before is None or before is model.optimizer:
+        if before is None or before is model.optimizer or self._warned_of_second_model:
             return
         released = before.ledger.segments
         if released and not Ledger.extends(model.optimizer.ledger.segments, released):
+            self._warned_of_second_model = True
             warnings.warn(
                 "This plan has already trained another model on these examples. The statement of "
                 "each model is about that model alone: publishing both, or choosing between them, "
@@ -482,6 +487,13 @@ class PlannedTraining:
                 "and to the one that resumes it; or begin with a new model. Received: "
                 f"directory=None, and an optimizer with {released} releases"
             )
+
+
+# Tensors that NumPy takes for one object, and what makes an array of them.
+_NOT_DENSE = {
+    tf.RaggedTensor: "Pad a ragged tensor by `{name}.to_tensor()`; the model can mask the padding.",
+    tf.SparseTensor: "Convert a sparse tensor by `tf.sparse.to_dense({name})`.",
+}
 
 
 def _examples(x: Any, y: Any, sample_weight: Any) -> Any:
@@ -511,7 +523,7 @@ def _examples(x: Any, y: Any, sample_weight: Any) -> Any:
             f"{sorted(y)}"
         )
     parts = {"x": x, "y": y, "sample_weight": sample_weight}
-    arrays = {name: _arrays(part) for name, part in parts.items() if part is not None}
+    arrays = {name: _arrays(name, part) for name, part in parts.items() if part is not None}
     _check_rows(arrays)
     return tuple(arrays.values())
 
@@ -524,7 +536,7 @@ def _check_rows(arrays: dict[str, Any]) -> None:
         if not all(leaf.shape for leaf in leaves):
             raise TypeError(
                 f"`{name}` must be an array with one row for each example, or a nest of such "
-                f"arrays. Received: {name}={part!r}"
+                f"arrays. Received: {name}={reprlib.repr(part)}"
             )
         lengths[name] = sorted({len(leaf) for leaf in leaves})
     if len({length for of_part in lengths.values() for length in of_part}) > 1:
@@ -534,11 +546,17 @@ def _check_rows(arrays: dict[str, Any]) -> None:
         )
 
 
-def _arrays(part: Any) -> Any:
+def _arrays(name: str, part: Any) -> Any:
     """A nest of NumPy arrays, without lists, which `tf.data` would take for one array each."""
     if isinstance(part, dict):
-        return {name: _arrays(value) for name, value in part.items()}
+        return {key: _arrays(name, value) for key, value in part.items()}
     if isinstance(part, (list, tuple)) and all(hasattr(value, "shape") for value in part):
-        return tuple(_arrays(value) for value in part)
-    checks.not_masked("data", part)
+        return tuple(_arrays(name, value) for value in part)
+    for kind, dense in _NOT_DENSE.items():
+        if isinstance(part, kind):
+            raise TypeError(
+                f"`{name}` must have rows of one shape. {dense.format(name=name)} Received: a "
+                f"{kind.__name__}"
+            )
+    checks.not_masked(name, part)
     return np.asarray(part)

@@ -322,6 +322,10 @@ def test_other_ways_to_apply_are_refused():
         make().stateless_apply([], [], [])
     with pytest.raises(ValueError, match="`loss_scale_factor` must be None.*`loss_scale`"):
         make(loss_scale_factor=2.0)
+    weight, optimizer = keras.Variable([0.0]), make()
+    with pytest.raises(dp.NotPrivateError, match="^`apply` and `apply_gradients` take only") as e:
+        optimizer.apply([tf.ones([1])], [weight])
+    assert str(e.value).endswith("and differentiate what it returns.")  # not with what is unsafe
 
 
 def test_variables_that_keras_sets_to_their_gradient_are_refused():

@@ -211,9 +211,8 @@ def test_a_run_goes_on_with_the_layers_that_it_began_with(tmp_path):
         plan.fit(model, x, y, directory=tmp_path, callbacks=[Stop()], verbose=0)
     for layers in ([], [PrivateNormalization(20.0, axis=None)]):
         other = model_of_layers(plan, layers)
-        with pytest.warns(UserWarning, match="already trained another model"):
-            with pytest.raises(ValueError, match="layers that the run in `directory` began with"):
-                plan.fit(other, x, y, directory=tmp_path, verbose=0)
+        with pytest.raises(ValueError, match="layers that the run in `directory` began with"):
+            plan.fit(other, x, y, directory=tmp_path, verbose=0)
     # Nor does a run begin to normalize.
     plan, model = by_hand([], epochs=1)
     with pytest.raises(InterruptedError):

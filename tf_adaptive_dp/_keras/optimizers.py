@@ -10,6 +10,7 @@ from tf_adaptive_dp._keras.generation import GENERATION
 
 if TYPE_CHECKING or GENERATION == 2:
     from tf_adaptive_dp._keras.optimizers_keras2 import (
+        APPLYING,
         HOW_TO_STEP,
         OwnRuleOptimizer,
         SelfScalingOptimizer,
@@ -23,6 +24,7 @@ if TYPE_CHECKING or GENERATION == 2:
     )
 else:
     from tf_adaptive_dp._keras.optimizers_keras3 import (
+        APPLYING,
         HOW_TO_STEP,
         OwnRuleOptimizer,
         SelfScalingOptimizer,
@@ -36,6 +38,7 @@ else:
     )
 
 __all__ = [
+    "APPLYING",
     "HOW_TO_STEP",
     "OwnRuleOptimizer",
     "SelfScalingOptimizer",

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.own_rule import OwnRule
 
+APPLYING = "`apply_gradients` takes"
 HOW_TO_STEP = "Call `optimizer.minimize(loss, variables, tape)` with a loss vector"
 
 

@@ -24,6 +24,7 @@ from tf_adaptive_dp.errors import NotPrivateError
 _Wrapper = keras.optimizers.LossScaleOptimizer
 _Pairs = list[tuple]
 
+APPLYING = "`apply` and `apply_gradients` take"
 HOW_TO_STEP = (
     "Call `optimizer.minimize(loss, variables, tape)`; or call `optimizer.scale_loss(loss)` under "
     "the tape, and differentiate what it returns"

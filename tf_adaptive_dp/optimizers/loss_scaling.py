@@ -16,6 +16,11 @@ from tf_adaptive_dp.errors import NotPrivateError
 DEFAULT = 1024.0
 # Squares of scaled gradients must neither vanish nor leave float32, or clipping would fail.
 LARGEST = 2.0**24
+WRAPPED = (
+    "A LossScaleOptimizer around this optimizer would scale the loss before gradients are clipped. "
+    "Received: one. Pass the optimizer itself, which scales the loss and undoes that before "
+    "clipping (argument `loss_scale`)."
+)
 
 
 class LossScaling:
@@ -57,8 +62,4 @@ class LossScaling:
           NotPrivateError: if there is one.
         """
         if is_wrapped_by_loss_scaling(optimizer):
-            raise NotPrivateError(
-                "A LossScaleOptimizer around this optimizer would scale the loss before gradients "
-                "are clipped. Received: one. Pass the optimizer itself, which scales the loss and "
-                "undoes that before clipping (argument `loss_scale`)."
-            )
+            raise NotPrivateError(WRAPPED)

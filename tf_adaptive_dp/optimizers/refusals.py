@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.models import sizes_of_batches
-from tf_adaptive_dp._keras.optimizers import HOW_TO_STEP, has_slots_for
+from tf_adaptive_dp._keras.optimizers import APPLYING, HOW_TO_STEP, has_slots_for
 from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 from tf_adaptive_dp.errors import NotPrivateError
@@ -163,10 +163,11 @@ def refuse_foreign_gradients(grads_and_vars: Sequence[tuple]) -> None:
     foreign = [path_of(v) for g, v in grads_and_vars if g is not None and completion(g) is None]
     if foreign:
         raise NotPrivateError(
-            "`apply_gradients` takes gradients that were clipped and noised by this library. "
-            f"Received: other gradients, for {', '.join(foreign)}. {HOW_TO_STEP}; to apply "
-            "gradients that you processed after their release, pass "
-            "`non_private_gradients=True`."
+            f"{APPLYING} only gradients that were clipped and noised by this library. "
+            f"Received: other gradients, for {', '.join(foreign)}. (Only gradients that you "
+            "processed after their release may go to `apply_gradients` with "
+            "`non_private_gradients=True`; with any others there is no privacy.) "
+            f"{HOW_TO_STEP}."
         )
 
 

@@ -33,6 +33,10 @@ from tf_adaptive_dp.sampling.users import UserRecords
 __all__ = ["fixed_size_batches", "poisson_batches", "shuffled_batches"]
 
 _WHAT = "(x, y) or (x, y, sample_weight)"
+SINGLE_EXAMPLES = (
+    "A `tf.data.Dataset` must give single examples: leave `.batch(...)` out, since batches are "
+    "drawn at random."
+)
 
 # Larger arrays are read in place: a copy for TensorFlow would cost too much memory.
 MAX_COPIED_BYTES = 2**31
@@ -433,8 +437,15 @@ def _with_marks(weights: tf.Tensor, marked: tf.Tensor) -> tf.Tensor:
     return tf.where(marked, tf.constant(-0.0, weights.dtype), weights)
 
 
-def open_source(data: Any, preprocess: Callable[[Any], tuple] | None) -> Arrays | Records:
+def open_source(
+    data: Any, preprocess: Callable[[Any], tuple] | None, name: str = "data"
+) -> Arrays | Records:
     """Wraps `data` as arrays or as a random-access source.
+
+    Args:
+      data: see `poisson_batches`, also for `preprocess`.
+      preprocess: maps one example of a source to (x, y) or (x, y, sample_weight).
+      name: the argument that the caller's user passed, for errors.
 
     Raises:
       TypeError, ValueError: if `data` is neither, or is empty.
@@ -442,7 +453,7 @@ def open_source(data: Any, preprocess: Callable[[Any], tuple] | None) -> Arrays 
     if preprocess is not None and not callable(preprocess):
         raise TypeError(f"`preprocess` must be a function. Received: preprocess={preprocess!r}")
     if isinstance(data, tf.data.Dataset):
-        data, preprocess = read_examples(data, preprocess), None
+        data, preprocess = read_examples(data, preprocess, name), None
     if isinstance(data, tuple) and len(data) in (2, 3):
         if preprocess is not None:
             raise ValueError(
@@ -457,12 +468,17 @@ def open_source(data: Any, preprocess: Callable[[Any], tuple] | None) -> Arrays 
     ):
         source = Records(data, preprocess)
     else:
+        generator = (
+            "A generator becomes a dataset by `tf.data.Dataset.from_generator`. "
+            if isinstance(data, Iterator)
+            else ""
+        )
         raise TypeError(
-            f"`data` must be a tuple {_WHAT} of arrays, a `tf.data.Dataset` of single examples, or "
-            f"have `__len__` and `__getitem__`. Received: {type(data).__name__}"
+            f"`{name}` must be a tuple {_WHAT} of arrays, a `tf.data.Dataset` of single examples, "
+            f"or have `__len__` and `__getitem__`. {generator}Received: {type(data).__name__}"
         )
     if not len(source):
-        raise ValueError("`data` must hold at least one example. Received: none")
+        raise ValueError(f"`{name}` must hold at least one example. Received: none")
     return source
 
 
@@ -482,13 +498,16 @@ def refuse_shuffled(data: Any) -> None:
 
 
 def read_examples(
-    dataset: tf.data.Dataset, preprocess: Callable[[Any], tuple] | None = None
+    dataset: tf.data.Dataset,
+    preprocess: Callable[[Any], tuple] | None = None,
+    name: str = "data",
 ) -> tuple:
     """Reads a dataset of single examples into arrays, since a draw needs any example at any time.
 
     Args:
       dataset: a finite dataset whose elements are single examples, not batches.
       preprocess: maps one example, as NumPy arrays, to (x, y) or (x, y, sample_weight).
+      name: the argument that the dataset came by, for errors.
 
     Returns:
       The examples in the structure of an element, one row each.
@@ -499,26 +518,39 @@ def read_examples(
     """
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
-            "`data` must be finite: Poisson sampling draws from all examples. Received: a "
+            f"`{name}` must be finite: Poisson sampling draws from all examples. Received: a "
             "`tf.data.Dataset` that repeats forever. Remove its `repeat()`."
         )
     examples = [preprocess(e) if preprocess else e for e in dataset.as_numpy_iterator()]
     if not examples:
-        raise ValueError("`data` must hold at least one example. Received: an empty dataset")
+        raise ValueError(f"`{name}` must hold at least one example. Received: an empty dataset")
     structure = examples[0]
     if not isinstance(structure, tuple) or len(structure) not in (2, 3):
         raise TypeError(
             f"Each element of the dataset must be one example, {_WHAT}. Received: "
             f"{type(structure).__name__}. Use `dataset.map` to convert it."
         )
-    columns = zip(*(tf.nest.flatten(example) for example in examples))
-    try:
-        return tf.nest.pack_sequence_as(structure, [np.stack(column) for column in columns])
-    except ValueError as error:
+    columns = list(zip(*(tf.nest.flatten(example) for example in examples)))
+    for column in columns:
+        _refuse_other_shapes(column)
+    return tf.nest.pack_sequence_as(structure, [np.stack(column) for column in columns])
+
+
+def _refuse_other_shapes(column: Sequence[np.ndarray]) -> None:
+    """Raises ValueError unless the examples have one shape; the usual cause is a smaller batch."""
+    shapes = [np.shape(leaf) for leaf in column]
+    other = next((k for k, shape in enumerate(shapes) if shape != shapes[0]), None)
+    if other is None:
+        return
+    first, last = shapes[0], shapes[other]
+    if other == len(shapes) - 1 and first[1:] == last[1:] and first[:1] > last[:1]:
         raise ValueError(
-            "All examples of the dataset must have the shapes of the first one. Pad or crop them, "
-            "and pass single examples: a dataset of batches needs `unbatch()`."
-        ) from error
+            f"{SINGLE_EXAMPLES} Received: elements of shape {first}, and a last one of {last}"
+        )
+    raise ValueError(
+        "All examples of the dataset must have the shapes of the first one: pad or crop them. "
+        f"{SINGLE_EXAMPLES} Received: shape {last} after {first}"
+    )
 
 
 class Arrays:
