@@ -149,6 +149,14 @@ def test_settings_and_versions_are_listed():
     assert "| optimizer: class | ADADP |" in card and "| optimizer: l2_norm_clip | 1.0 |" in card
     assert re.search(r"\| version: tf_adaptive_dp \| \d", card)
     assert "ledger" not in card.split("| --- |")[1] and "seed" not in card.split("| --- |")[1]
+    assert "steps_per_epoch" not in card and "decay_after_freeze" not in card  # they do nothing
+
+
+def test_settings_of_a_frozen_rate_are_listed_if_it_freezes():
+    frozen = optimizer(freeze_learning_rate_after=4, steps_per_epoch=10)
+    card = report.model_card(report.facts(frozen, N, DELTA, history=HISTORY, sampling=SAMPLING))
+    assert "| optimizer: freeze_learning_rate_after | 4 |" in card
+    assert "steps_per_epoch | 10 |" in card and "decay_after_freeze | 0.1 |" in card
 
 
 def test_the_noise_is_compared_with_the_largest_signal():

@@ -30,6 +30,8 @@ from tf_adaptive_dp.version import __version__
 
 __all__ = ["facts", "write"]
 
+# Settings of ADADP that act only after `freeze_learning_rate_after`.
+_OF_FREEZING = ("decay_after_freeze", "steps_per_epoch")
 # Which of an optimizer's settings the report leaves out: the statement has what was released.
 _LEFT_OUT = ("fewest_units", "ledger", "ledger_checks", "name", "other_releases", "seed")
 
@@ -176,10 +178,11 @@ def _settings(optimizer: Any) -> dict[str, Any]:
             name: getattr(optimizer, name)
             for name in ("l2_norm_clip", "noise_multiplier", "expected_batch_size")
         }
+    unused = _OF_FREEZING if config.get("freeze_learning_rate_after") is None else ()
     return {
         name: value if isinstance(value, (bool, int, float, str)) else repr(value)
         for name, value in config.items()
-        if value is not None and name not in _LEFT_OUT
+        if value is not None and name not in _LEFT_OUT and name not in unused
     }
 
 
