@@ -14,7 +14,8 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 QUOTES = re.findall(r"^> (.+)$", PAGE, re.M)
 # What Keras says of a regularizer beside a loss with `reduction="none"`.
 FROM_KERAS = "Shapes must be equal rank, but are 1 and 0 …"
-OF_LIBRARY = [quote for quote in QUOTES if quote != FROM_KERAS]
+FROM_PYTHON = "too many values to unpack (expected 2)"
+OF_LIBRARY = [quote for quote in QUOTES if quote not in (FROM_KERAS, FROM_PYTHON)]
 
 
 def text(node):
@@ -65,3 +66,32 @@ def test_keras_says_what_is_quoted_of_it_and_the_fix_helps():
 
 def test_the_page_explains_the_messages_that_users_meet():
     assert len(QUOTES) > 30
+
+
+class UnpacksTwo(tf.keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        return super().train_step((x, y))
+
+
+class UnpacksThree(tf.keras.Sequential):
+    def train_step(self, data):
+        x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
+        return super().train_step((x, y, sample_weight))
+
+
+def test_a_step_that_unpacks_two_parts_fails_as_quoted_and_the_fix_helps():
+    assert FROM_PYTHON in QUOTES
+    plan = dp.PrivacyPlan(
+        noise_multiplier=1.0, delta=1e-3, num_examples=32, batch_size=4, epochs=1, accountant="rdp"
+    )
+    for kind in (UnpacksTwo, UnpacksThree):
+        model = kind([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+        model.compile(plan.optimizer(dp.DPSGD), "mse")
+        arguments = {"x": np.ones([32, 2], "float32"), "y": np.ones([32, 1]), "verbose": 0}
+        if kind is UnpacksTwo:
+            with pytest.raises(ValueError, match=re.escape(FROM_PYTHON)):
+                plan.fit(model, **arguments)
+        else:
+            plan.fit(model, **arguments)
+            assert "drawn by Poisson sampling" in " ".join(plan.statement().split())
