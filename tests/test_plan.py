@@ -186,6 +186,11 @@ REFUSED = {
         TypeError,
         r"`x` must have rows of one shape. Pad a ragged .*`x.to_tensor\(\)`.*a RaggedTensor$",
     ),
+    "a list of different rows": (
+        lambda: fit_with([[1.0, 2.0], [3.0]], Y[:2]),
+        ValueError,
+        "`x` must have rows of one shape: pad or crop.*Received: a list whose rows differ",
+    ),
     "a sparse tensor in a dict": (
         lambda: fit_with({"a": X, "b": tf.sparse.from_dense(X)}, Y),
         TypeError,

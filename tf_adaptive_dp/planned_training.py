@@ -424,7 +424,7 @@ class PlannedTraining:
         if unpaid is not None:
             raise ValueError(
                 "The model has a `PrivateNormalization` that the plan's budget does not pay "
-                "for. Make it by `plan.normalization(x)`, of a plan with "
+                "for. Create it with `plan.normalization(x)`, of a plan with "
                 "`normalize_inputs=True`, or pass its `dp_event` in `other_events`, once for "
                 "each layer that was adapted and beside the events of side information. A "
                 "layer of `clone_model` has no statistics: copy the model by "
@@ -559,4 +559,10 @@ def _arrays(name: str, part: Any) -> Any:
                 f"{kind.__name__}"
             )
     checks.not_masked(name, part)
-    return np.asarray(part)
+    try:
+        return np.asarray(part)
+    except ValueError as error:  # NumPy says that a shape is "inhomogeneous"
+        raise ValueError(
+            f"`{name}` must have rows of one shape: pad or crop them. Received: a "
+            f"{type(part).__name__} whose rows differ in shape"
+        ) from error
