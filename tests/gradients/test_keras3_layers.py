@@ -311,7 +311,7 @@ RANDOM = {
     },
 }
 
-MIX = "examples of a batch mix"
+MIX = "[Ee]xamples in a batch affect each other"
 REFUSED = {
     "BatchNormalization": ((5,), [dense(), of("BatchNormalization")], MIX),
     "MixUp": (IMAGES, [of("MixUp")], f"{MIX}.*picks examples by index"),

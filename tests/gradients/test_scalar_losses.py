@@ -145,24 +145,24 @@ NO_SUMS = {
     ),
     "mean of the batch in a nonlinearity": (
         lambda w, x: mean((each(x, w) - mean(each(x, w))) ** 2),
-        "examples of a batch mix",
+        "[Ee]xamples in a batch affect each other",
     ),
     "normalized by the batch": (
         lambda w, x: mean(each(x / tf.reduce_max(x, axis=0), w)),
-        "examples of a batch mix.*Max",
+        "[Ee]xamples in a batch affect each other.*Max",
     ),
     "one example twice": (
         lambda w, x: mean(tf.concat([each(x, w), each(x[:1], w)], axis=0)),
-        "examples of a batch mix",
+        "[Ee]xamples in a batch affect each other",
     ),
     "the largest": (lambda w, x: tf.reduce_max(each(x, w)), "Max.*not a sum, a mean"),
     "some of them": (
         lambda w, x: mean(tf.boolean_mask(each(x, w), x[:, 0, 0] > 0)),
-        "examples of a batch mix",
+        "[Ee]xamples in a batch affect each other",
     ),
     "segments of unequal length": (
         lambda w, x: mean(tf.math.segment_mean(each(x, w), tf.cast(x[:, 0, 0] * 0, tf.int32))),
-        "examples of a batch mix|not a sum",
+        "[Ee]xamples in a batch affect each other|not a sum",
     ),
     "without data": (lambda w, x: tf.reduce_sum(w), "does not depend on any input"),
 }

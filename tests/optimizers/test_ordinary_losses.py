@@ -206,7 +206,9 @@ def test_weights_of_examples_that_meet_the_tokens_of_others_are_refused():
     """Keras 3 aligns weights [3] with the tokens of losses [3, 3], and not with the examples."""
     args = "sparse_categorical_crossentropy", TOKENS[:3], TOKENS[:3] % 3, WEIGHTS[:3]
     after_a_step(sequences(), plain(), *args)
-    with pytest.raises(dp.NotPrivateError, match="examples of a batch mix.*by broadcasting"):
+    with pytest.raises(
+        dp.NotPrivateError, match="[Ee]xamples in a batch affect each other.*by broadcasting"
+    ):
         after_a_step(sequences(), private(), *args)
 
 
@@ -218,16 +220,16 @@ def test_a_mean_over_the_valid_tokens_of_the_batch_is_refused_with_a_fix():
 
 @pytest.mark.parametrize("loss", [losses.Hinge(), losses.SquaredHinge()])
 def test_hinge_losses_decide_by_the_batch_whether_labels_are_binary_and_are_refused(loss):
-    with pytest.raises(dp.NotPrivateError, match="examples of a batch mix"):
+    with pytest.raises(dp.NotPrivateError, match="[Ee]xamples in a batch affect each other"):
         after_a_step(classifier(), private(), loss, X, np.eye(3)[CLASSES])
 
 
 # The numerator or the denominator is found first.
-QUOTIENT = "divides by numbers that depend on the examples|examples of a batch mix"
+QUOTIENT = "divides by numbers that depend on the examples|[Ee]xamples in a batch affect each other"
 NOT_OF_EXAMPLES = {
     "Dice": QUOTIENT,
     "Tversky": QUOTIENT,
-    "Circle": "examples of a batch mix",
+    "Circle": "[Ee]xamples in a batch affect each other",
 }
 
 

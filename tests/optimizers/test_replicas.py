@@ -328,7 +328,7 @@ def test_one_example_for_each_replica_is_searched_for_what_mixes_them():
     with catalogue.mirrored().scope():
         model = linear(2, [normalization])
         alone = linear(2)
-    with pytest.raises(dp.NotPrivateError, match="The examples of a batch mix"):
+    with pytest.raises(dp.NotPrivateError, match="Examples in a batch affect each other"):
         model.fit(data, verbose=0)
     assert model.optimizer.ledger.num_releases == 0
     alone.fit(data, verbose=0)

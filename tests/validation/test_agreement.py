@@ -50,7 +50,7 @@ def test_kinds_of_models(make):
     model, arguments, x, y = make()
     model.compile(private(), **arguments)
     report = agree(model, x, y)
-    assert report.ok and "compared with batches of one" in report.probed, report
+    assert report.ok and "match those of batches of one" in report.probed, report
 
 
 class OfProblem(tf.keras.Model):

@@ -52,7 +52,7 @@ def test_a_clean_model_has_no_findings(name, policy):
     before = policies(looked_at)
     seen = report(looked_at, name)
     assert seen.ok and not seen.findings, seen
-    assert "gradients of 4 examples compared" in seen.probed
+    assert "gradients of 4 examples match" in seen.probed
     after = policies(looked_at)
     assert all(a is b for a, b in zip(after, before)) and after[0].name == policy
     assert looked_at(floats(2, *SHAPES[name])).dtype == policy.removeprefix("mixed_")

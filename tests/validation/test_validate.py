@@ -327,7 +327,7 @@ def test_a_batch_that_is_none_is_an_error():
 
 def test_one_problem_is_in_the_singular():
     seen = report(optimizer=tf.keras.optimizers.SGD())
-    assert "\n1 error, 0 warnings. Probed" in str(seen)
+    assert "\n1 error, 0 warnings. Checked with " in str(seen)
 
 
 def test_several_defects_are_all_reported():
@@ -343,9 +343,9 @@ def test_several_defects_are_all_reported():
     places = {"mean", "norm", "soft", "sort", "optimizer"}
     assert {f.where for f in seen.findings} == places
     text = str(seen)
-    assert text == repr(seen) and "Not fit" in text and "5 errors, 0 warnings. Probed" in text
+    assert text == repr(seen) and "5 errors, 0 warnings. Not run, because the errors" in text
     assert all(f.what in text and f.fix in text for f in seen.findings)
-    with pytest.raises(dp.NotPrivateError, match="Not fit for private training"):
+    with pytest.raises(dp.NotPrivateError, match="This model cannot be trained privately yet"):
         seen.raise_errors()
 
 
@@ -413,7 +413,7 @@ def test_a_clean_model_has_no_findings(name):
     make, batch = CLEAN[name]
     seen = report(make(), batch=batch)
     assert seen.ok and not seen.findings, seen
-    assert "gradients of 4 examples compared" in seen.probed
+    assert "gradients of 4 examples match" in seen.probed
 
 
 def test_nothing_is_changed_by_looking():
@@ -448,7 +448,9 @@ def test_a_models_own_loss_may_be_one_number():
     private = optimizer()
     reduced.compile(private, LOSS)
     clean = report(reduced)
-    assert clean.ok and not clean.findings and "compared with batches of one" in clean.probed, clean
+    assert clean.ok and not clean.findings and "match those of batches of one" in clean.probed, (
+        clean
+    )
     reduced.fit(*BATCH, verbose=0)
     assert private.ledger.num_releases == 1
     reduced.centered = True
@@ -527,7 +529,7 @@ def test_no_jacobian_is_announced_where_rules_cover_all():
 
 def test_the_report_says_what_it_is():
     clean = report()
-    assert "Fit for private training" in str(clean)
+    assert "This model is ready for private training." in str(clean)
     assert dataclasses.is_dataclass(clean) and clean.repaired == ()
     clean.raise_errors()
 

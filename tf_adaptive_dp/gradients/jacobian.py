@@ -20,8 +20,8 @@ _BATCH_NORMALIZATION = (
     "(`layer.trainable = False`)."
 )
 _REDUCED = (
-    "An operation reduces over the batch axis, so the examples of a batch mix and none has a "
-    "gradient of its own. Received: {op}. If this is batch normalization, replace it by "
+    "An operation reduces over the batch axis, so examples in a batch affect each other and "
+    "none has a gradient of its own. Received: {op}. If this is batch normalization, replace it by "
     "`tf.keras.layers.GroupNormalization` or `LayerNormalization`; otherwise keep axis 0 of the "
     "data out of the reduction."
 )

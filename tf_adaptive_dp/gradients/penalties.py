@@ -17,8 +17,8 @@ UNCHANGED = {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "EnsureShap
 SCALINGS = {"Mul", "RealDiv", "DivNoNan"}
 
 _NOT_ONE_NUMBER = (
-    "A term of the loss depends on variables and not on the data, so it would be clipped with each "
-    "example's gradient. Received: {op}, of shape {shape}. Add it to the loss vector as one "
+    "One term of the loss does not depend on the data but is added to every example's loss, so it "
+    "would be clipped, too. Received: {op}, of shape {shape}. Add it to the loss vector as one "
     "number, so that its gradient is added after the noise, or use the optimizer's `weight_decay`."
 )
 _SCALED = (

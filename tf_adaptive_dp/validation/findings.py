@@ -41,7 +41,7 @@ class ValidationReport:
       findings: all problems of this `model` and `loss`; errors come first.
       repaired: the problems that the repair fixed, each with what it did as its `fix`; empty
         without `fix=True`.
-      probed: what the numeric probe ran, and in which mode.
+      probed: a sentence on what the numeric probe ran, and in which mode.
       model: the model; with `fix=True` the repaired copy.
       loss: the loss; with `fix=True` the repaired one.
     """
@@ -74,9 +74,10 @@ class ValidationReport:
     def __str__(self) -> str:
         num_errors, num_warnings = len(self.errors), len(self.findings) - len(self.errors)
         lines = [
-            "Fit for private training." if self.ok else "Not fit for private training.",
-            f"{counted(num_errors, 'error')}, {counted(num_warnings, 'warning')}. "
-            f"Probed: {self.probed}",
+            "This model is ready for private training."
+            if self.ok
+            else "This model cannot be trained privately yet.",
+            f"{counted(num_errors, 'error')}, {counted(num_warnings, 'warning')}. {self.probed}",
         ]
         lines += [f"  {finding}" for finding in self.findings]
         if self.repaired:

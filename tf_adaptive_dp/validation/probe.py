@@ -15,7 +15,7 @@ from tf_adaptive_dp.validation.repeatable import reset
 
 
 class Probe(NamedTuple):
-    """The findings of the probe, and what it ran."""
+    """The findings of the probe, and what it ran, without a full stop."""
 
     findings: list[Finding]
     probed: str
@@ -52,12 +52,12 @@ def probe(
     if not found:
         found = _position(run, batch, not random)
         found += _size(run, batch, not random, expected_batch_size)
-    modes = f"training={training}"
+    ran = f"Checked with {run.count} forward passes"
     if random and training:
-        modes += " (same random numbers), and training=False for positions and sizes"
+        ran += " (positions and sizes with training=False)"
     elif random:
-        modes += " (two runs in training mode differ)"
-    return Probe(found, "; ".join([f"{run.count} runs with {modes}", *run.left_out]))
+        ran += " (with training=False, because two with training=True differ)"
+    return Probe(found, "; ".join([ran, *run.left_out]))
 
 
 # Half of the distance from 1 to the next larger number.

@@ -38,7 +38,7 @@ from tf_adaptive_dp.validation.probe import counting, probe
 from tf_adaptive_dp.validation.repeatable import unchanged
 from tf_adaptive_dp.validation.train_step import TracedStep, trace_step
 
-_NOTHING_PROBED = "nothing, since the findings leave no losses to compare"
+_NOTHING_PROBED = "Not run, because the errors below must be fixed first."
 
 
 class _Subject(NamedTuple):
@@ -276,7 +276,8 @@ def _run(subject: _Subject, step: TracedStep, batch: tuple) -> tuple[list[Findin
         search = _search(trained, batch, specs, expected or float(num_examples), k)
     except Exception as error:  # noqa: BLE001, whatever a user's model raises is a finding
         if own_step:  # whose loss may be computed in it
-            return [], f"nothing, since `train_step` has a loss of its own ({type(error).__name__})"
+            kind = type(error).__name__
+            return [], f"Not run, because `train_step` has a loss of its own ({kind})."
         return [_failure(error)], _NOTHING_PROBED
     found = argument_findings.loss_value_findings(values, batch)
     if search.counts_batch:
@@ -290,11 +291,11 @@ def _run(subject: _Subject, step: TracedStep, batch: tuple) -> tuple[list[Findin
     found += [f for f in probed.findings if (f.kind, f.where) not in known]
     refused = any(f.severity == "error" for f in found)
     if refused or search.counts_batch:
-        return found, probed.probed
+        return found, f"{probed.probed}."
     if not step.any_size:
-        return found, f"{probed.probed}; gradients not compared, since batches have one size"
+        return found, f"{probed.probed}; gradients not compared, because batches have one size."
     differing, compared = _compare_gradients(trained, make_losses, batch, k)
-    return found + differing, f"{probed.probed}; {compared}"
+    return found + differing, f"{probed.probed}; {compared}."
 
 
 class _SearchedStep(NamedTuple):
@@ -427,11 +428,13 @@ def _compare_gradients(
     try:
         report = compare(model, make_losses, few, examples_per_user=examples_per_user)
     except NotPrivateError as error:
-        return [Finding("gradients", "model", str(error), "Follow the message.")], "gradients"
+        return [
+            Finding("gradients", "model", str(error), "Follow the message.")
+        ], "gradients differ"
     except Exception as error:  # noqa: BLE001, a model may take batches of one size only
         return [], f"gradients not compared ({type(error).__name__})"
     unit = "examples" if examples_per_user is None else "users"
-    return [], f"gradients of {report.num_examples} {unit} compared with batches of one"
+    return [], f"gradients of {report.num_examples} {unit} match those of batches of one"
 
 
 def _joined(found: list[Finding], of_layers: list[Finding], accepted: bool) -> list[Finding]:

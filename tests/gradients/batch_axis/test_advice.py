@@ -66,7 +66,7 @@ def test_the_message_has_the_layer_and_the_one_fix_that_fits(name):
     function, fix = CASES[name]
     error, _ = refusal(Mixes(function, name="the_culprit"))
     message = str(error)
-    assert message.startswith("The examples of a batch mix")
+    assert message.startswith("Examples in a batch affect each other")
     assert re.search(r"\) in layer '[\w/]+/the_culprit', which ", message)
     (found,) = [text for text in FIXES if text in message]
     assert re.search(fix, found)
@@ -93,7 +93,7 @@ def test_batch_normalization_has_a_fix_of_one_line():
 def test_the_sentence_is_not_buried_under_lines_of_the_library():
     error, lines = refusal(tf.keras.layers.BatchNormalization(name="the_culprit"))
     assert "\n" not in str(error) and "in user code" not in str(error)
-    assert lines[-1].startswith("tf_adaptive_dp.errors.NotPrivateError: The examples of a batch")
+    assert lines[-1].startswith("tf_adaptive_dp.errors.NotPrivateError: Examples in a batch")
     own = [line for line in lines if "tf_adaptive_dp/" in line]
     assert len(own) == 1 and "tracebacks.py" in own[0]
 

@@ -392,7 +392,7 @@ def test_a_number_that_the_data_set_made_of_the_batch_is_refused():
             loss = tf.linalg.matvec(x - (mean if center is None else center), w)
         optimizer.minimize(loss, [w], tape)
 
-    with pytest.raises(dp.NotPrivateError, match="The examples of a batch mix"):
+    with pytest.raises(dp.NotPrivateError, match="Examples in a batch affect each other"):
         step(iter(data), None)
     step(iter(data), tf.constant(0.5))  # a number that is passed is a setting
 

@@ -215,7 +215,7 @@ def refuse_independent(loss: tf.Tensor) -> NoReturn:
 def refuse_mixed(layout: CrossExample) -> NoReturn:
     """Raises the error for examples that mix."""
     raise NotPrivateError(
-        "The examples of a batch mix, so none has a gradient of its own. Received: "
+        "Examples in a batch affect each other, so none has a gradient of its own. Received: "
         f"{layout.op.name} ({layout.op.type}) {place_of(layout.op)}, which {layout.why}. "
         f"{advice(layout.op, layout.why)}"
     )
