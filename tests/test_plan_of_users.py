@@ -173,7 +173,7 @@ def test_bad_arguments_are_refused(case):
 
 def test_optimizers_and_data_of_another_unit_are_refused():
     plan, model = planned(), catalogue.mlp()
-    with pytest.raises(TypeError, match="The plan sets .*the unit.*examples_per_user"):
+    with pytest.raises(TypeError, match="`examples_per_user` is set by .*examples_per_user=2"):
         plan.optimizer(dp.DPSGD, examples_per_user=2)
     for of_users in ({}, {"examples_per_user": 2}):
         model.compile(dp.DPSGD(1.0, 1.0, expected_batch_size=8.0, **of_users), LOSS)
