@@ -109,6 +109,7 @@ class PlannedTraining:
         # The releases of statistics behind each optimizer's gradients so far, by their numbers.
         self._statistics: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._made: weakref.WeakSet = weakref.WeakSet()  # optimizers that the plan made
+        self._warned_of_second_model = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is known about optimizers, which copies are not."""
@@ -454,8 +455,6 @@ class PlannedTraining:
                 f"Received: steps_per_execution={calls}, {in_epoch} steps in an epoch, "
                 f"gradient_accumulation_steps={parts}"
             )
-
-    _warned_of_second_model = False
 
     def _warn_of_second_model(self, model: keras.Model) -> None:
         """Warns, once, that a model of the plan is not its first."""
