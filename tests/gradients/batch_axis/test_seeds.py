@@ -340,7 +340,7 @@ class WrittenFromData(Draw):
 
 REFUSED = {
     "a constant": (Constant, "with a known seed.*integer variable"),
-    "the data": (Argument, "mix"),
+    "the data": (Argument, "affect each other"),
     "in a function": (InFunction, "with a known seed.*outside of it"),
     "in a loop": (InLoop, "with a known seed.*outside of it"),
     "known from the second iteration on": (KnownInLoop, "with a known seed"),

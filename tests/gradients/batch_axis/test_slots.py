@@ -31,7 +31,7 @@ def search(problem, mode):
 @pytest.mark.parametrize("name", slots.TIED)
 def test_what_is_tied_to_rows_is_refused(name):
     for mode in MODES:
-        with pytest.raises(dp.NotPrivateError, match="row of the batch|mix"):
+        with pytest.raises(dp.NotPrivateError, match="row of the batch|affect each other|mix"):
             search(problem(slots.TIED[name]), mode)
 
 
