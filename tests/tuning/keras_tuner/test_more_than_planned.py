@@ -121,7 +121,9 @@ STRATEGIES = pytest.mark.parametrize("strategy", [Composition(1), RepeatAndSelec
 
 @STRATEGIES
 def test_batches_without_the_weights_that_mark_their_padding_are_refused(tmp_path, strategy):
-    with pytest.raises(dp.NotPrivateError, match="batches reached the optimizer without the"):
+    # By their marks, or because all rows of padding count as examples.
+    match = "batches reached the optimizer without the|larger batches than planned"
+    with pytest.raises(dp.NotPrivateError, match=match):
         found_by(
             tmp_path, with_16_examples, strategy, change=lambda d: d.map(lambda x, y, w: (x, y))
         )
