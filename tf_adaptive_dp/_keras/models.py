@@ -293,9 +293,10 @@ def forget_saved_metrics(model: tf.keras.Model) -> None:
     Keras 2 saves it in `.keras` and `.weights.h5` files and in SavedModels, Keras 3 nowhere.
 
     Args:
-      model: one whose epoch is over, so that the logs have the values of its metrics.
+      model: one whose epoch is over, so that the logs have the values of its metrics. Callbacks of
+        loops that the user wrote may have an object in its place that has no metrics.
     """
-    if GENERATION == 2:
+    if GENERATION == 2 and isinstance(model, tf.keras.Model):
         model.reset_metrics()
 
 
