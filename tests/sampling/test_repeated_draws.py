@@ -175,7 +175,7 @@ def test_two_optimizers_may_share_their_batches():
     ],
 )
 def test_small_and_empty_batches_that_look_the_same_are_no_repetitions(sampling):
-    run = Run(expected_batch_size=1.0)
+    run = Run(expected_batch_size=max(1.0, sampling.expected_batch_size(4)))
     ledger = run(dp.poisson_batches(data(4), sampling))
     assert ledger.num_releases == 60
     assert ledger.checks == [BatchChecks()]
