@@ -513,6 +513,20 @@ def test_targets_that_were_rounded_are_no_marks(in_fit):
         SAMPLING.epsilon_spent(optimizer, N, DELTA)
 
 
+def test_weights_that_are_an_input_of_the_model_show_their_marks():
+    inputs = tf.keras.Input([2]), tf.keras.Input([1])
+    outputs = tf.keras.layers.Dense(1)(inputs[0]) * inputs[1]
+    model = tf.keras.Model(inputs, outputs)
+    optimizer = dp.DPSGD(1.0, SIGMA, learning_rate=0.01, expected_batch_size=SIZE)
+    model.compile(optimizer, tf.keras.losses.MeanAbsoluteError())
+    x = np.random.default_rng(0).normal(size=[N, 2]).astype("float32")
+    batches = dp.poisson_batches((x, np.zeros(N, "float32")), SAMPLING)
+    batches = batches.map(lambda x, y, w: ((x, w[:, tf.newaxis]), y))
+    model.fit(batches, steps_per_epoch=4, verbose=0, shuffle=False)
+    assert optimizer.batches_seen == (4, 4)
+    assert SAMPLING.epsilon_spent(optimizer, N, DELTA) > 0
+
+
 def test_weights_of_tokens_show_their_marks_in_a_step_of_ones_own():
     run = Run(expected_batch_size=SIZE)
 

@@ -24,7 +24,6 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import ancestors
 from tf_adaptive_dp._keras.variables import local_copies, uncounted_variables
-from tf_adaptive_dp._keras.weighted_losses import sample_weights_of_step
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 from tf_adaptive_dp.mechanism.padding import (
@@ -168,20 +167,19 @@ def number_of(loss: tf.Tensor, rows_per_unit: int = 1) -> Number | None:
 
 
 def _is_marked(fed: Sequence[tf.Tensor], graph: tf.Graph) -> tf.Tensor:
-    """Whether the sample weights among the inputs of a step have a mark, a bool scalar.
+    """Whether something among the inputs of a step has a mark, a bool scalar.
 
-    Where the graph does not tell which input they are, any may be, but no vector with a negative
-    entry: targets that were rounded have zeros of both signs, too.
+    Weights may be an input of the model. But a vector with a negative entry is none unless the
+    graph shows it: targets that were rounded have zeros of both signs, too.
     """
-    known = sample_weights_of_step(graph)
-    candidates = sample_weights_among(fed, graph)
-    told = known is not None or bool(candidates)
+    weights = {tensor.ref() for tensor in sample_weights_among(fed, graph)}
     found = [tf.constant(False)]
-    for tensor in candidates if told else fed:
+    for tensor in fed:
         vector = weights_of_rows(tensor)
         if vector is not None:
-            may_be_weights = told or tf.reduce_all(vector >= 0)
-            found.append(tf.reduce_any(marks_in(tf.cast(vector, tf.float32))) & may_be_weights)
+            marked = tf.reduce_any(marks_in(tf.cast(vector, tf.float32)))
+            may_be_weights = tensor.ref() in weights or tf.reduce_all(vector >= 0)
+            found.append(marked & may_be_weights)
     return tf.reduce_any(found)
 
 
