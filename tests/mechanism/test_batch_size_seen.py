@@ -14,7 +14,7 @@ import tf_adaptive_dp as dp
 from tests.helpers import zoo
 from tf_adaptive_dp.accounting.composition import epsilon, epsilon_spent
 from tf_adaptive_dp.accounting.ledger import BatchChecks
-from tf_adaptive_dp.mechanism import gaussian
+from tf_adaptive_dp.mechanism import batch_sizes
 
 DELTA = 1e-5
 
@@ -76,7 +76,7 @@ def test_what_was_released_before_stays_as_it_was_said():
 def test_no_plausible_draw_is_doubted(expected):
     sizes = np.arange(math.ceil(expected), 400)
     doubted = [
-        gaussian._log_tail(s, expected, math.log) < gaussian._LOG_FALSE_ALARM if s else False
+        batch_sizes.log_tail(s, expected, math.log) < batch_sizes.LOG_FALSE_ALARM if s else False
         for s in sizes
     ]
     first = sizes[doubted.index(True)]

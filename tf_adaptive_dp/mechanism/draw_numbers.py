@@ -118,11 +118,6 @@ def lacks_weights(loss: tf.Tensor) -> bool:
     return not unknown and not has_weights(_fed(loss), loss.graph)
 
 
-def rows_without_padding(loss: tf.Tensor) -> int | None:
-    """The number of examples in a batch, if it is known before the step runs."""
-    return loss.shape[0] if lacks_weights(loss) else None
-
-
 class Number(NamedTuple):
     """The number of a batch.
 

@@ -10,7 +10,7 @@ import math
 import threading
 import warnings
 from collections.abc import Sequence
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
 import tensorflow as tf
 
@@ -22,6 +22,7 @@ from tf_adaptive_dp.gradients.released import mark_released
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.watch import search_sums_when_complete
 from tf_adaptive_dp.mechanism import replicas
+from tf_adaptive_dp.mechanism.batch_sizes import LOG_FALSE_ALARM, SizesSeen, log_tail
 from tf_adaptive_dp.mechanism.clipping import (
     SMALLEST,
     AdaptiveClipping,
@@ -45,8 +46,6 @@ _OUT_OF_ORDER = (
     "`start_step=optimizer.ledger.num_releases`, use each once and in order, and pass "
     "`steps_per_epoch` to `fit`."
 )
-# The largest log probability at which a batch counts as too large for the declared expected size.
-_LOG_FALSE_ALARM = math.log(1e-12)
 
 
 class GaussianMechanism:
@@ -163,9 +162,7 @@ class GaussianMechanism:
         self._turns = Turns()
         self._complete: dict[int, tf.Tensor] = {}  # by thread, as each traces a graph of its own
         self._fixed_batch_size = add_variable([], dtype=tf.int64, name="fixed_batch_size")
-        # Examples that were expected, and seen, in all batches of this process together. The sum of
-        # raw sizes is private, so it is not saved.
-        self._examples_expected, self._examples_seen = _hyperparameter(0.0), _hyperparameter(0.0)
+        self._sizes_seen = SizesSeen()
 
     def _refuse_beside_correlated_noise(self, strategy: NoiseStrategy) -> None:
         """Raises ValueError for settings whose releases have parts without correlated noise."""
@@ -245,7 +242,7 @@ class GaussianMechanism:
         if rows is None or expected is None or self.num_microbatches is not None:
             return
         rows = rows // self._rows_per_unit * self.gradient_accumulation_steps
-        if rows > expected and _log_tail(rows, expected, math.log) < _LOG_FALSE_ALARM:
+        if rows > expected and log_tail(rows, expected, math.log) < LOG_FALSE_ALARM:
             warnings.warn(wrong_size(expected, rows), stacklevel=2)
 
     def drop_parts(self) -> None:
@@ -422,13 +419,8 @@ class GaussianMechanism:
         """
         rows = tf.cast(rows * self.gradient_accumulation_steps, tf.float64)
         there = tf.maximum(tf.cast(present, tf.float64) * per_group, tf.constant(1e-9, tf.float64))
-        in_all = self._examples_expected.assign_add(expected, read_value=True)
-        there_in_all = self._examples_seen.assign_add(there, read_value=True)
-        too_many = tf.reduce_any(
-            _are_too_many(tf.stack([there, there_in_all]), tf.stack([expected, in_all]))
-        )
-        # This batch may be one of the smaller ones.
-        rows = tf.maximum(rows, tf.math.ceil(expected * there_in_all / in_all))
+        too_many, mean = self._sizes_seen.add(there, expected)
+        rows = tf.maximum(rows, tf.math.ceil(mean))  # this batch may be one of the smaller ones
         # Without L all batches have the size of the first. Under XLA a larger one gets here.
         is_first = tf.equal(self._expected_batch_size.read_value(), 0)
         rows = tf.where(is_first, tf.maximum(rows, tf.math.ceil(there)), rows)
@@ -834,14 +826,3 @@ def _hyperparameter(value: float) -> tf.Variable:
     """A variable for a value that users may change between steps of a compiled function."""
     with tf.init_scope():
         return tf.Variable(value, dtype=tf.float64, trainable=False)
-
-
-def _are_too_many(sizes: tf.Tensor, expected: tf.Tensor) -> tf.Tensor:
-    """Whether no Poisson draws with these means have sizes like these, beyond doubt."""
-    improbable = _log_tail(sizes, expected, tf.math.log) < _LOG_FALSE_ALARM
-    return (sizes > expected) & improbable
-
-
-def _log_tail(size: Any, expected: Any, log: Callable) -> Any:
-    """Chernoff's bound on log P[a Poisson batch has at least `size` examples], above the mean."""
-    return size - expected - size * log(size / expected)

@@ -44,7 +44,6 @@ from tf_adaptive_dp.mechanism.draw_numbers import (
     lacks_weights,
     number_of,
     order_of,
-    rows_without_padding,
 )
 from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
 from tf_adaptive_dp.mechanism.padding import rows_of_padding
@@ -386,8 +385,9 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         with tf.control_dependencies([*(scale or ()), *(shift or ())]):
             if not self._preconditioning.before_clipping:
                 scale = shift = None
-            self._mechanism.doubt_size(rows_without_padding(losses))
-            if self._expects_padding and lacks_weights(losses):
+            unweighted = lacks_weights(losses)  # so all rows are examples
+            self._mechanism.doubt_size(losses.shape[0] if unweighted else None)
+            if self._expects_padding and unweighted:
                 self._expects_padding = False  # a step may be traced several times
                 warnings.warn(_OUTSIDE_OF_PLAN, stacklevel=level_of_caller())
             noisy = self._mechanism.release(

@@ -135,19 +135,18 @@ def statistics_findings(model: tf.keras.Model, optimizer: Any) -> list[Finding]:
     """
     if not hasattr(optimizer, "ledger"):
         return []
+    paths = {id(layer): path for path, layer in named_layers(model)}
     other = of_other_unit(normalizations_in(model), optimizer)
     if other is not None:
-        path = next(path for path, layer in named_layers(model) if layer is other)
         fix = "Adapt a new layer by `layer.adapt(x, user_ids)`, or by a plan with `user_ids`."
-        return [Finding("statistics", path, OF_OTHER_UNIT, fix)]
+        return [Finding("statistics", paths[id(other)], OF_OTHER_UNIT, fix)]
     unpaid = unpaid_in(model, optimizer)
     if unpaid is None:
         return []
-    path = next(path for path, layer in named_layers(model) if layer is unpaid)
     return [
         Finding(
             "statistics",
-            path,
+            paths[id(unpaid)],
             f"Its means and deviations were released by {unpaid.dp_event!r}, which is not in the "
             "optimizer's ledger, so epsilon would be too small.",
             "Add it before training (`optimizer.ledger.other_events += (layer.dp_event,)`), or use "
