@@ -40,18 +40,18 @@ from tf_adaptive_dp.normalization import (
     normalizations_in,
 )
 from tf_adaptive_dp.optimizers.loss_scaling import WRAPPED
-from tf_adaptive_dp.sampling.datasets import (
+from tf_adaptive_dp.sampling.datasets import as_dataset
+from tf_adaptive_dp.sampling.draws import check_unit
+from tf_adaptive_dp.sampling.noise_budget import SamplingOfPlan
+from tf_adaptive_dp.sampling.poisson import RandomSizes
+from tf_adaptive_dp.sampling.sources import (
     SINGLE_EXAMPLES,
     Arrays,
     Records,
-    as_dataset,
     fingerprint,
     open_source,
     refuse_shuffled,
 )
-from tf_adaptive_dp.sampling.draws import check_unit
-from tf_adaptive_dp.sampling.noise_budget import SamplingOfPlan
-from tf_adaptive_dp.sampling.poisson import RandomSizes
 from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.validation.layer_findings import adapted_warning
 

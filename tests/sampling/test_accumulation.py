@@ -10,7 +10,7 @@ import pytest
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tests.helpers.sampled import DELTA, N, drawn_ids, numbered, records, to_pair
-from tf_adaptive_dp.sampling import datasets, draws
+from tf_adaptive_dp.sampling import draws, sources
 
 POISSON = dp.PoissonSampling(0.3, 19, 40, seed=5)
 RARE = dp.PoissonSampling(0.02, 9, 40, seed=5)
@@ -109,7 +109,7 @@ def test_large_arrays_are_read_where_they_lie_and_give_the_same(monkeypatch):
         ]
 
     copied = both() + both(padding=padding)
-    monkeypatch.setattr(datasets, "MAX_COPIED_BYTES", 0)
+    monkeypatch.setattr(sources, "MAX_COPIED_BYTES", 0)
     read = both() + both(padding=padding)
     for a, b in zip(copied, read):
         assert a.element_spec == b.element_spec

@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.helpers.killable_plan import Pairs
-from tf_adaptive_dp.sampling.datasets import MOST_COMPARED, fingerprint, open_source
+from tf_adaptive_dp.sampling.sources import MOST_COMPARED, fingerprint, open_source
 
 SALT = bytes(range(16))
 

@@ -11,7 +11,7 @@ from scipy import stats
 import tf_adaptive_dp as dp
 from tests.helpers import zoo
 from tests.helpers.sampled import KEY, numbered, records, to_pair
-from tf_adaptive_dp.sampling import datasets, draws
+from tf_adaptive_dp.sampling import draws, sources
 
 LEVEL = 1e-6  # of all tests below: wrong once in a million
 
@@ -164,11 +164,11 @@ def test_datasets_have_the_rows_of_the_key_from_every_source(make, sampling, k, 
     x, y = numbered()
     placed = np.concatenate([sampling.place(30, step, key, k) for step in range(20)])
     options = {"key": key, "gradient_accumulation_steps": k}
-    sources = [lambda: make((x, y, y + 0.5), sampling, **options)]
-    sources.append(lambda: make(list(zip(x, y, y + 0.5)), sampling, **options))
-    for number, source in enumerate([*sources, sources[0]]):
+    made = [lambda: make((x, y, y + 0.5), sampling, **options)]
+    made.append(lambda: make(list(zip(x, y, y + 0.5)), sampling, **options))
+    for number, source in enumerate([*made, made[0]]):
         if number == 2:
-            monkeypatch.setattr(datasets, "MAX_COPIED_BYTES", 0)
+            monkeypatch.setattr(sources, "MAX_COPIED_BYTES", 0)
         for rows, (bx, by, bw) in zip(placed, source().as_numpy_iterator(), strict=True):
             there = rows < 30
             np.testing.assert_array_equal(by, np.where(there, rows, 0))

@@ -1,8 +1,8 @@
 """Batches drawn by a sampling, as a `tf.data.Dataset` for `fit`.
 
 From top to bottom: the functions that users call, `poisson_batches`, `fixed_size_batches` and
-`shuffled_batches`; `as_dataset`, which turns any sampling into a dataset; the sources it reads
-from, `Arrays` and `Records`; and the padding of batches that are not full.
+`shuffled_batches`; `as_dataset`, which turns any sampling into a dataset; and the padding of
+batches that are not full. `sources` reads the examples.
 
 A sampling is a frozen dataclass of public values. The data, the number of examples and the secret
 key of the draws are passed to the call, so nothing private gets into a configuration.
@@ -10,9 +10,8 @@ key of the draws are passed to the call, so nothing private gets into a configur
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Callable
 
 import numpy as np
@@ -28,25 +27,13 @@ from tf_adaptive_dp.sampling.fixed_order import FixedOrder
 from tf_adaptive_dp.sampling.fixed_size import FixedSizeSampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
+from tf_adaptive_dp.sampling.sources import Arrays, Records, open_source, refuse_shuffled
 from tf_adaptive_dp.sampling.users import UserRecords
 
 __all__ = ["fixed_size_batches", "poisson_batches", "shuffled_batches"]
 
-_WHAT = "(x, y) or (x, y, sample_weight)"
-SINGLE_EXAMPLES = (
-    "A `tf.data.Dataset` must give single examples: leave `.batch(...)` out, since batches are "
-    "drawn at random."
-)
-
-# Larger arrays are read in place: a copy for TensorFlow would cost too much memory.
-MAX_COPIED_BYTES = 2**31
-# How many examples a fingerprint reads, which may have to be decoded from files.
-MOST_COMPARED = 1024
 # Calling Python costs more than drawing a batch, so one call draws the batches of many steps.
 DRAWS_PER_CALL = 16
-
-# Maps indices [R] to the rows of each leaf of a batch. An index of `num_examples` means padding.
-Reader = Callable[[tf.Tensor], list[tf.Tensor]]
 
 
 def poisson_batches(
@@ -435,284 +422,6 @@ def _with_marks(weights: tf.Tensor, marked: tf.Tensor) -> tf.Tensor:
         weights = tf.cast(weights, tf.float32)
     marked = tf.reshape(marked, [-1] + [1] * (weights.shape.rank - 1))
     return tf.where(marked, tf.constant(-0.0, weights.dtype), weights)
-
-
-def open_source(
-    data: Any, preprocess: Callable[[Any], tuple] | None, name: str = "data"
-) -> Arrays | Records:
-    """Wraps `data` as arrays or as a random-access source.
-
-    Args:
-      data: see `poisson_batches`, also for `preprocess`.
-      preprocess: maps one example of a source to (x, y) or (x, y, sample_weight).
-      name: the argument that the caller's user passed, for errors.
-
-    Raises:
-      TypeError, ValueError: if `data` is neither, or is empty.
-    """
-    if preprocess is not None and not callable(preprocess):
-        raise TypeError(f"`preprocess` must be a function. Received: preprocess={preprocess!r}")
-    if isinstance(data, tf.data.Dataset):
-        data, preprocess = read_examples(data, preprocess, name), None
-    if isinstance(data, tuple) and len(data) in (2, 3):
-        if preprocess is not None:
-            raise ValueError(
-                "`preprocess` is for sources of single examples; apply it to the arrays, one row "
-                "at a time. Received: `data` of arrays"
-            )
-        source: Arrays | Records = Arrays(data)
-    elif (
-        hasattr(data, "__len__")
-        and hasattr(data, "__getitem__")
-        and not isinstance(data, (dict, str))
-    ):
-        source = Records(data, preprocess)
-    else:
-        generator = (
-            "A generator becomes a dataset by `tf.data.Dataset.from_generator`. "
-            if isinstance(data, Iterator)
-            else ""
-        )
-        raise TypeError(
-            f"`{name}` must be a tuple {_WHAT} of arrays, a `tf.data.Dataset` of single examples, "
-            f"or have `__len__` and `__getitem__`. {generator}Received: {type(data).__name__}"
-        )
-    if not len(source):
-        raise ValueError(f"`{name}` must hold at least one example. Received: none")
-    return source
-
-
-def refuse_shuffled(data: Any) -> None:
-    """Raises ValueError for a dataset whose examples come in an order that nobody knows.
-
-    `user_ids` name the user of each example by its place. In another order, they would protect
-    somebody else.
-    """
-    if isinstance(data, tf.data.Dataset) and process_state.has_random_order(data):
-        raise ValueError(
-            "`user_ids` name the user of each example by its place, so the examples must come in a "
-            "known order. Received: a `tf.data.Dataset` that is shuffled, or need not be "
-            "deterministic. Remove its `shuffle` (batches are drawn at random anyway) and the "
-            "option; for `tfds`, `shuffle_files=False`."
-        )
-
-
-def read_examples(
-    dataset: tf.data.Dataset,
-    preprocess: Callable[[Any], tuple] | None = None,
-    name: str = "data",
-) -> tuple:
-    """Reads a dataset of single examples into arrays, since a draw needs any example at any time.
-
-    Args:
-      dataset: a finite dataset whose elements are single examples, not batches.
-      preprocess: maps one example, as NumPy arrays, to (x, y) or (x, y, sample_weight).
-      name: the argument that the dataset came by, for errors.
-
-    Returns:
-      The examples in the structure of an element, one row each.
-
-    Raises:
-      TypeError, ValueError: if the dataset is infinite, its elements are not (x, y) or
-        (x, y, sample_weight), or their shapes differ.
-    """
-    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(
-            f"`{name}` must be finite: Poisson sampling draws from all examples. Received: a "
-            "`tf.data.Dataset` that repeats forever. Remove its `repeat()`."
-        )
-    examples = [preprocess(e) if preprocess else e for e in dataset.as_numpy_iterator()]
-    if not examples:
-        raise ValueError(f"`{name}` must hold at least one example. Received: an empty dataset")
-    structure = examples[0]
-    if not isinstance(structure, tuple) or len(structure) not in (2, 3):
-        raise TypeError(
-            f"Each element of the dataset must be one example, {_WHAT}. Received: "
-            f"{type(structure).__name__}. Use `dataset.map` to convert it."
-        )
-    columns = list(zip(*(tf.nest.flatten(example) for example in examples)))
-    for column in columns:
-        _refuse_other_shapes(column)
-    return tf.nest.pack_sequence_as(structure, [np.stack(column) for column in columns])
-
-
-def _refuse_other_shapes(column: Sequence[np.ndarray]) -> None:
-    """Raises ValueError unless the examples have one shape; the usual cause is a smaller batch."""
-    shapes = [np.shape(leaf) for leaf in column]
-    other = next((k for k, shape in enumerate(shapes) if shape != shapes[0]), None)
-    if other is None:
-        return
-    first, last = shapes[0], shapes[other]
-    if other == len(shapes) - 1 and first[1:] == last[1:] and first[:1] > last[:1]:
-        raise ValueError(
-            f"{SINGLE_EXAMPLES} Received: elements of shape {first}, and a last one of {last}"
-        )
-    raise ValueError(
-        "All examples of the dataset must have the shapes of the first one: pad or crop them. "
-        f"{SINGLE_EXAMPLES} Received: shape {last} after {first}"
-    )
-
-
-class Arrays:
-    """Examples in arrays, one row each.
-
-    Attributes:
-      structure: nest (x, y) or (x, y, sample_weight), into which a flat list can be packed.
-      parts: shape and dtype of each part of an example.
-    """
-
-    def __init__(self, data: tuple):
-        """Takes a nest of arrays; raises TypeError or ValueError for anything else."""
-        leaves = tf.nest.flatten(data)
-        if not leaves or not all(getattr(leaf, "shape", ()) for leaf in leaves):
-            raise TypeError(
-                f"`data` must be {_WHAT} of arrays, or nests of them; lists become arrays by "
-                f"`np.asarray`. Received: leaves of {[type(leaf).__name__ for leaf in leaves]}"
-            )
-        for leaf in leaves:
-            checks.not_masked("data", leaf)
-        # Taking rows of any other layout would copy the whole array each time.
-        arrays = [np.asarray(leaf, order="C") for leaf in leaves]
-        for array in arrays:
-            _refuse_mixed(array)
-        self._arrays = [a.astype(_dtype(a), copy=False) for a in arrays]
-        self.structure = data
-        self.parts = [(array.shape[1:], array.dtype) for array in self._arrays]
-        lengths = sorted({len(array) for array in self._arrays})
-        if len(lengths) > 1:
-            raise ValueError(
-                f"The arrays of `data` must share their first axis. Received: lengths {lengths}"
-            )
-
-    def __len__(self) -> int:
-        return len(self._arrays[0])
-
-    def reader(self, padding: Sequence[np.ndarray]) -> Reader:
-        """Gathers rows within TensorFlow, from a copy that ends with the padding."""
-        if sum(array.nbytes for array in self._arrays) > MAX_COPIED_BYTES:
-            return _python_reader(self, padding)
-        with tf.device("CPU:0"):  # where tf.data runs
-            tensors = [tf.concat([a, row[None]], 0) for a, row in zip(self._arrays, padding)]
-        return lambda indices: [tf.gather(tensor, indices) for tensor in tensors]
-
-    def fill(self, indices: np.ndarray, out: Sequence[np.ndarray]) -> None:
-        """Writes each example of `indices` into its row of `out`, and anything into the others."""
-        for array, rows in zip(self._arrays, out):
-            # "clip" saves a copy; the rows that it makes of padding are overwritten.
-            np.take(array, indices, axis=0, out=rows, mode="clip")
-
-
-class Records:
-    """Examples of a random-access source, read singly or in lists, as the source allows.
-
-    Attributes:
-      structure: nest (x, y) or (x, y, sample_weight), into which a flat list can be packed.
-      parts: shape and dtype of each part of an example.
-    """
-
-    def __init__(self, data: Any, preprocess: Callable[[Any], tuple] | None):
-        """Reads the first example to learn the structure."""
-        self._data, self._preprocess = data, preprocess
-        self._takes_lists = False
-        if not hasattr(data, "__getitems__") and len(data):
-            try:
-                data[0]
-            except TypeError:  # older tfds sources take only lists of indices
-                self._takes_lists = True
-        (example,) = self._read([0]) if len(data) else [((), ())]
-        if not isinstance(example, tuple) or len(example) not in (2, 3):
-            raise TypeError(
-                f"Each example must be {_WHAT}; pass `preprocess` to convert it. Received: "
-                f"{type(example).__name__}"
-            )
-        self.structure = example
-        leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(example)]
-        self.parts = [(leaf.shape, _dtype(leaf)) for leaf in leaves]
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def _read(self, indices: list[int]) -> list:
-        if hasattr(self._data, "__getitems__"):
-            examples = self._data.__getitems__(indices)
-        elif self._takes_lists:
-            examples = self._data[indices]
-        else:
-            examples = [self._data[i] for i in indices]
-        return [self._preprocess(e) for e in examples] if self._preprocess else list(examples)
-
-    def reader(self, padding: Sequence[np.ndarray]) -> Reader:
-        """Reads rows with one call of Python per batch."""
-        return _python_reader(self, padding)
-
-    def fill(self, indices: np.ndarray, out: Sequence[np.ndarray]) -> None:
-        """Writes each example of `indices` into its row of `out`, and nothing into the others."""
-        present = np.argsort(indices)[: np.count_nonzero(indices < len(self))]
-        # In ascending order, since files are read fastest that way.
-        examples = self._read(indices[present].tolist()) if len(present) else []
-        for row, example in zip(present, examples):
-            tf.nest.assert_same_structure(self.structure, example)
-            for rows, leaf in zip(out, tf.nest.flatten(example)):
-                leaf = np.asarray(leaf)
-                if leaf.shape != rows.shape[1:]:  # numpy would broadcast
-                    raise ValueError(
-                        "All examples must have the shapes of the first one; pad or crop them in "
-                        f"`preprocess`. Received: shape {leaf.shape} after {rows.shape[1:]}"
-                    )
-                rows[row] = leaf
-
-
-def fingerprint(source: Arrays | Records, salt: bytes) -> str:
-    """A digest of examples in their order, to notice that it changed. It is NOT private.
-
-    Guarantee: none. Anyone who has the digest and its salt can test a guess of all examples. It
-    covers all of up to `MOST_COMPARED` examples. Of more it covers that many, evenly spaced:
-    another shuffling is noticed, and a change of a few examples may not be.
-
-    Args:
-      source: the examples.
-      salt: 16 random bytes.
-    """
-    digest = hashlib.blake2b(repr((len(source), source.parts)).encode(), digest_size=16, salt=salt)
-    places = np.unique(np.linspace(0, len(source) - 1, MOST_COMPARED).astype(np.int64))
-    for some in np.array_split(places, -(-len(places) // 64)):  # a batch, not more, in memory
-        out = [np.zeros((len(some), *shape), dtype) for shape, dtype in source.parts]
-        source.fill(some, out)
-        for rows in out:
-            content = repr(rows.tolist()).encode() if rows.dtype == object else rows.tobytes()
-            digest.update(content)
-    return digest.hexdigest()
-
-
-def _python_reader(source: Arrays | Records, padding: Sequence[np.ndarray]) -> Reader:
-    def read(indices: np.ndarray) -> list[np.ndarray]:
-        absent = indices >= len(source)
-        out = [np.empty((len(indices), *row.shape), row.dtype) for row in padding]
-        source.fill(indices, out)
-        for rows, row in zip(out, padding):
-            rows[absent] = row
-        return out
-
-    dtypes = [tf.string if row.dtype.kind == "O" else tf.as_dtype(row.dtype) for row in padding]
-    return lambda indices: tf.numpy_function(read, [indices], dtypes)
-
-
-def _refuse_mixed(array: np.ndarray) -> None:
-    """Raises TypeError for an array of objects that are not all strings."""
-    if array.dtype.kind != "O":
-        return
-    other = next((v for v in array.flat if not isinstance(v, (str, bytes))), None)
-    if other is not None:
-        raise TypeError(
-            "`data` must be arrays of numbers or of strings. Received: an array with objects of "
-            f"type {type(other).__name__}. Convert a table whose columns differ in type to a dict "
-            "of its columns, `dict(frame)`."
-        )
-
-
-def _dtype(array: np.ndarray) -> np.dtype:
-    # NumPy strings have a fixed length, which the first example would impose on the others.
-    return np.dtype(object) if array.dtype.kind in "SU" else array.dtype
 
 
 def padding_rows(source: Arrays | Records, padding: tuple | None) -> list[np.ndarray]:
