@@ -26,6 +26,7 @@ which every step was discarded.
 | smoke | 2 | 40 | 100 | 0, 1 | 1 |
 | small | 5 | 4,000 | 2,000 | 0, .33, .67, 1 | 1 |
 | medium | 40 | 10,000 | 10,000 | 0, .33 | 1 |
+| long | 200 | 10,000 | 10,000 | 0 | 1 |
 | paper | 200 | 10,000 | 10,000 | 0, .33, .67, 1 | 3 |
 """
 
@@ -124,6 +125,14 @@ SCALES = {
             "sgd": (0.01, 0.0316, 0.1),
             "adam": (0.0001, 0.001),
         },
+        seeds=1,
+    ),
+    "long": Scale(  # the paper's number of rounds for the best of `medium` at 0%
+        rounds=200,
+        images_per_client=10_000,
+        test_images=10_000,
+        randomness=(0.0,),
+        rates={"adadp": (0.1,), "adadp_paper": (0.1,), "sgd": (0.0316,)},
         seeds=1,
     ),
     "paper": Scale(
@@ -350,7 +359,7 @@ def plot(finished: Sequence[Trial]) -> Any:
     trials.draw_baseline(axes[1, 1], CHANCE, "chance")
     axes[1, 1].set(xlabel="share of images dealt out at random", ylabel="test accuracy")
     axes[1, 1].legend()
-    for axis in axes[1, 2:]:
+    for axis in (*axes[0, len(shares) :], *axes[1, 2:]):
         axis.remove()
     figure.tight_layout()
     return figure
