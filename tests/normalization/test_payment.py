@@ -109,6 +109,25 @@ def test_training_in_raw_units_by_the_plan(tmp_path):
     assert loaded.optimizer.ledger.other_events == plan.other_events
 
 
+def test_a_longer_plan_takes_over_the_release_of_the_first():
+    x, y = data()
+    plan = planned(epochs=1)
+    model = model_of(plan, plan.normalization(x))
+    plan.fit(model, x, y, verbose=0)
+
+    def longer(**kwargs):
+        return planned(noise_multiplier=plan.noise_multiplier, epochs=2, **kwargs)
+
+    for other in (longer(), longer(normalize_inputs=False)):  # another release, or none
+        with pytest.raises(ValueError, match="Pass the events as `other_events` to the plan"):
+            other.fit(model, x, y, verbose=0)
+    taken_over = longer(normalize_inputs=False, other_events=plan.other_events)
+    taken_over.fit(model, x, y, verbose=0)
+    assert model.optimizer.ledger.num_releases == taken_over.steps == 2 * plan.steps
+    stated = float(re.search(r"epsilon = ([\d.]+)", taken_over.statement())[1])
+    assert taken_over.epsilon <= stated < taken_over.epsilon + 1e-3  # rounded up
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("stop_after", [0, 1])
 def test_a_resumed_run_keeps_the_statistics_it_began_with(tmp_path, stop_after):
