@@ -85,6 +85,10 @@ def augmented(x, y, weights):
     return x + tf.random.normal(tf.shape(x)), 1 - y, weights
 
 
+def weighted_anew(x, y, weights):
+    return x, y, weights * tf.random.uniform(tf.shape(weights), 0.5, 1.5)
+
+
 def _interleaved(kept):
     return tf.data.Dataset.range(3).interleave(lambda _: kept, cycle_length=1)
 
@@ -93,6 +97,7 @@ WAYS = {
     "cache": lambda drawn, folder: drawn.cache().repeat(3),
     "cache in a file": lambda drawn, folder: drawn.cache(f"{folder}/cache").repeat(3),
     "augmented": lambda drawn, folder: drawn.cache().map(augmented).repeat(3),
+    "weighted anew": lambda drawn, folder: drawn.cache().repeat(3).map(weighted_anew),
     "shuffled": lambda drawn, folder: drawn.cache().repeat(3).shuffle(20),
     "interleaved": lambda drawn, folder: _interleaved(drawn.cache()),
     "flat map": lambda drawn, folder: drawn.flat_map(
@@ -204,20 +209,25 @@ def test_numbers_of_draws_differ_and_their_entropy_is_measured():
     def number(weights, values):
         return draw_numbers.number_of(weights * values)
 
-    values = tf.random.normal([64])
+    def random():
+        return tf.random.uniform([64], 0.5, 1.5)
+
+    values = random()
     weights = [w for _, _, w in dp.poisson_batches(data(), dp.PoissonSampling(0.1, 64, 400))]
     numbers = [number(w, values) for w in weights]
-    assert all(n.known and n.marked for n in numbers)
-    assert len({int(n.digest) for n in numbers}) == 400
-    again = [int(number(w, tf.random.normal([64]))[0]) for w in weights]
-    assert again == [int(n.digest) for n in numbers]  # whatever became of the examples
+    assert all(n.known[0] and not any(n.known[1:]) and n.marked for n in numbers)
+    assert len({int(n.digests[0]) for n in numbers}) == 400
+    # Whatever became of the examples, and of their weights.
+    again = [number(w * random(), random()) for w in weights]
+    assert [int(n.digests[0]) for n in again] == [int(n.digests[0]) for n in numbers]
     for w in weights[:9]:
         np.testing.assert_array_equal(w, tf.cast(w > 0, tf.float32))  # zeros all the same
     short = tf.constant([-0.0] * 10 + [0.0] * 20 + [1.0] * 2)
     full = tf.constant([-0.0] * 10 + [0.0] * 20 + [1.0] * 4)
     same = tf.ones([1])
     # 30 bits and log2 C(32, 2) = 8.95 are too few, log2 C(34, 4) = 15.5 suffice.
-    assert [bool(number(w, same[0] * tf.ones_like(w))[1]) for w in (short, full)] == [False, True]
+    known = [number(w, same[0] * tf.ones_like(w)).known for w in (short, full)]
+    assert [any(k.numpy()) for k in known] == [False, True]
 
 
 def test_what_is_fed_besides_the_batch_may_have_another_size():
@@ -228,7 +238,58 @@ def test_what_is_fed_besides_the_batch_may_have_another_size():
     x = tf.random.normal([20, 2])
     for settings in (tf.ones([3]), tf.ones([40])):
         first, again, other = (number(rows, settings) for rows in (x, x + 0, x[::-1]))
-        assert first[0] == again[0] != other[0] and first[1]
+        assert all(first.digests == again.digests) and first.known[0]
+        assert first.digests[0] != other.digests[0]
+
+
+class TwoTasks(Run):
+    """A step that releases twice on each batch, by losses that read different parts of it."""
+
+    def __init__(self, shared=True, **kwargs):
+        super().__init__(**kwargs)
+
+        @tf.function(reduce_retracing=True)
+        def step(x, labels, weights):
+            for k in range(2):
+                inputs = x if shared else x[k]
+                with tf.GradientTape() as tape:
+                    outputs = tf.linalg.matvec(inputs, self.variable) - labels[k]
+                    loss = outputs**2 * weights[k]
+                self.optimizer.minimize(loss, [self.variable], tape)
+
+        self.step = step
+
+
+def two_labels():
+    x, _ = data()
+    return x, tuple(np.random.default_rng(1).normal(size=[2, N]).astype(np.float32))
+
+
+@pytest.mark.parametrize("weights", ["ours", "one for each task", "none"])
+def test_two_losses_that_share_a_batch_are_releases_on_one_draw(weights):
+    x, labels = two_labels()
+    of_tasks = tuple(np.random.default_rng(2).uniform(0.5, 1.5, [2, N]).astype(np.float32))
+    arrays = (x, labels, of_tasks) if weights == "one for each task" else (x, labels)
+    batches = list(dp.poisson_batches(arrays, SAMPLING).take(3))
+    if weights == "none":  # somebody else's batches
+        batches = [(x[i : i + 20], (labels[0][i : i + 20], labels[1][i : i + 20])) for i in (0, 9)]
+    run = TwoTasks(expected_batch_size=SIZE)
+    run.optimizer.ledger.restore([])
+    for of_batch in batches:
+        x, y, w = of_batch if len(of_batch) == 3 else (*of_batch, tf.ones([20]))
+        run.step(x, y, w if isinstance(w, tuple) else (w, w))
+    twice = len(batches)
+    assert run.optimizer.ledger.checks == [BatchChecks(2 * twice, repeated=twice, nearest=1)]
+
+
+def test_losses_of_different_batches_are_releases_on_different_draws():
+    x, labels = two_labels()
+    run = TwoTasks(shared=False, expected_batch_size=SIZE)
+    for i in range(0, 60, 20):
+        parts = x[i : i + 20], x[i + 20 : i + 40]
+        run.step(parts, (labels[0][i : i + 20], labels[1][i : i + 20]), 2 * (tf.ones([20]),))
+    # The first batch of a step is the second one of the step before.
+    assert run.optimizer.ledger.checks[0].repeated == 2
 
 
 @pytest.mark.slow
@@ -424,7 +485,8 @@ def test_a_loaded_model_knows_the_batches_that_trained_it(tmp_path):
 
 
 def numbered(number):
-    return draw_numbers.Number(tf.constant(number, tf.int64), tf.constant(True), tf.constant(False))
+    numbers = tf.constant([number], tf.int64)
+    return draw_numbers.Number(numbers, tf.constant([True]), tf.constant(False))
 
 
 def test_numbers_of_several_optimizers_keep_their_distance_and_the_newest_of_each_bucket():
@@ -435,7 +497,7 @@ def test_numbers_of_several_optimizers_keep_their_distance_and_the_newest_of_eac
         return seen
 
     # Seventeen numbers of one bucket, of which one has no place; the last two are known to both.
-    one_bucket = [5 + 4096 * k for k in range(1, 18)]
+    one_bucket = [5 + 8192 * k for k in range(1, 18)]
     several = [with_releases(one_bucket), with_releases([7, *one_bucket[-2:]])]
     draw_numbers._OF_PROCESS.clear()
     draw_numbers._OF_PROCESS.extend(several)

@@ -4,9 +4,10 @@ Amplification by sampling requires a fresh draw for each release. A batch that i
 or passed to `minimize` twice is one draw and must be counted as one. So each release determines a
 number for its batch:
 
-- Batches of our Poisson samplers carry a number: a digest of the weights, whose zeros have random
-  signs (see `padding`). It survives whatever `map` does to the examples.
-- Other batches are identified by their contents: a digest of everything that enters the loss.
+- Batches of our Poisson samplers carry a number: a digest of where the weights are zero, and of the
+  signs of these zeros (see `padding`). It survives whatever `map` does to examples and weights.
+- Other batches are identified by their contents: a digest of everything that enters the loss, and
+  one of each input. Two losses may share a batch of which they read different parts.
 
 The numbers reveal something about the batches, so they are neither saved nor returned. Only counts
 go into the ledger.
@@ -42,7 +43,8 @@ from tf_adaptive_dp.mechanism.replicas import num_replicas
 # This many distinct rows in random order repeat the same order once in 15! > 2⁴⁰ times.
 DIFFERENT_ROWS = 15
 _CREATION = threading.Lock()
-_BUCKETS, _PLACES = 4096, 16
+# One more bucket, which stays empty, takes what is not to be remembered.
+_BUCKETS, _PLACES = 8192, 16
 _NEVER = 2**62
 _REMEMBERED = 16
 # Counts of parts without a number and of repeated parts, and the distance to the nearest repeat.
@@ -61,35 +63,38 @@ def _folded(number: tf.Tensor, places: int) -> tf.Tensor:
     return tf.bitwise.bitwise_xor(number, shifted)
 
 
-def _digest(values: tf.Tensor) -> tf.Tensor:
-    """An int64 scalar that depends on the bits of a float32 vector and on their order.
+def _digests(values: tf.Tensor) -> tf.Tensor:
+    """[K], int64: each depends on the bits of a row of [K, B] float32 and on their order.
 
     It sums SplitMix64 hashes of each value and its place; multiplication wraps around.
     """
     bits = tf.cast(tf.bitcast(values, tf.int32), tf.int64)
-    place = (tf.range(tf.size(bits), dtype=tf.int64) + 1) * _GOLDEN
+    place = (tf.range(tf.shape(bits)[1], dtype=tf.int64) + 1) * _GOLDEN
     place = _folded(place * _MIX_2, 29)  # a constant where the size is known
     number = _folded(place + bits, 30) * _MIX_1
-    return tf.reduce_sum(_folded(_folded(number, 27) * _MIX_2, 31))
+    return tf.reduce_sum(_folded(_folded(number, 27) * _MIX_2, 31), axis=1)
 
 
-def _row_contents(tensors: Sequence[tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
-    """[B], a number computed from the contents of each row."""
-    rows = []
-    for place, tensor in enumerate(tensors):
-        tensor = tf.cast(tensor, tf.float32)
-        if tensor.shape.rank == 1:
-            rows.append(fit_to_rows((1 + 0.377 * place) * tensor, loss))
-            continue
-        columns = tensor.shape[1:].num_elements()
-        if columns is None:
-            columns = tf.reduce_prod(tf.shape(tensor)[1:])
-            direction = tf.random.stateless_uniform([columns], [place, 20231], 0.5, 1.5)
-        else:
-            direction = np.random.default_rng(place).uniform(0.5, 1.5, columns).astype(np.float32)
-        flat = tf.reshape(tensor, [tf.shape(tensor)[0], columns])
-        rows.append(fit_to_rows(tf.linalg.matvec(flat, direction), loss))
-    return tf.add_n(rows)
+def _row_contents(tensor: tf.Tensor, loss: tf.Tensor) -> tf.Tensor:
+    """[B], a number computed from the contents of each row of an input."""
+    tensor = tf.cast(tensor, tf.float32)
+    if tensor.shape.rank == 1:
+        return fit_to_rows(tensor, loss)
+    columns = tensor.shape[1:].num_elements()
+    if columns is None:
+        columns = tf.reduce_prod(tf.shape(tensor)[1:])
+        direction = tf.random.stateless_uniform([columns], [0, 20231], 0.5, 1.5)
+    else:
+        direction = np.random.default_rng(0).uniform(0.5, 1.5, columns).astype(np.float32)
+    flat = tf.reshape(tensor, [tf.shape(tensor)[0], columns])
+    return fit_to_rows(tf.linalg.matvec(flat, direction), loss)
+
+
+def _of_contents(tensors: Sequence[tf.Tensor], loss: tf.Tensor) -> tf.Tensor:
+    """[K, B], numbers of the rows: of all inputs together, and of each if there are several."""
+    each = [_row_contents(tensor, loss) for tensor in tensors]
+    together = tf.add_n([(1 + 0.377 * place) * rows for place, rows in enumerate(each)])
+    return tf.stack([together, *each] if len(each) > 1 else [together])
 
 
 def _fed(loss: tf.Tensor) -> list[tf.Tensor]:
@@ -119,23 +124,23 @@ def lacks_weights(loss: tf.Tensor) -> bool:
 
 
 class Number(NamedTuple):
-    """The number of a batch.
+    """The numbers of a batch. It was released before if any of them was.
 
     Attributes:
-      digest: int64 scalar.
-      known: bool scalar, whether it distinguishes this draw from others. It does not if the batch
-        is so small or so uniform that another draw may well look the same.
+      digests: [K], int64.
+      known: [K], bool, whether each distinguishes this draw from others. It does not if what it is
+        the digest of is so small or so uniform that another draw may well look the same.
       marked: bool scalar, whether something among the inputs has a mark of our Poisson samplers:
         a zero with a negative sign. Weights of users, which may be zero, do not hide it.
     """
 
-    digest: tf.Tensor
+    digests: tf.Tensor
     known: tf.Tensor
     marked: tf.Tensor
 
 
 def number_of(loss: tf.Tensor, rows_per_unit: int = 1) -> Number | None:
-    """The number of the batch that a loss is computed from.
+    """The numbers of the batch that a loss is computed from.
 
     Args:
       loss: [B].
@@ -150,15 +155,17 @@ def number_of(loss: tf.Tensor, rows_per_unit: int = 1) -> Number | None:
     fed = _fed(loss)
     if not fed:
         return None
-    rows = _row_contents(fed, loss)
+    rows = _of_contents(fed, loss)
     ordered = tf.sort(rows)
-    different = 1 + tf.math.count_nonzero(ordered[1:] > ordered[:-1])
+    different = 1 + tf.math.count_nonzero(ordered[:, 1:] > ordered[:, :-1], axis=1)
     known = different >= DIFFERENT_ROWS
+    first = tf.equal(tf.range(tf.size(known)), 0)
     for weights in _weights(fed, loss):
         ours = is_ours(weights, rows_per_unit)
-        rows = tf.where(ours, weights, rows)
-        known |= ours
-    return Number(_digest(rows), known, _is_marked(fed, loss.graph))
+        marks = tf.where(tf.equal(weights, 0), weights, tf.ones_like(weights))
+        rows = tf.where(ours, marks, rows)
+        known = tf.where(ours, first, known)  # one number: the marks say it all
+    return Number(_digests(rows), known, _is_marked(fed, loss.graph))
 
 
 def _is_marked(fed: Sequence[tf.Tensor], graph: tf.Graph) -> tf.Tensor:
@@ -224,7 +231,10 @@ class Seen(NamedTuple):
 
 
 class SeenDraws:
-    """The numbers of released batches: all of the last 20,000, and most of the last 60,000.
+    """The numbers of released batches: all of the last 40,000, and most of the last 120,000.
+
+    A batch of our Poisson samplers has one number, as one with a single input; any other has one
+    more than inputs.
 
     They are raw, NOT private. They do not belong to the optimizer's variables, so they are neither
     saved nor restored. But an optimizer that goes on with the ledger of another one, made by
@@ -289,15 +299,16 @@ class SeenDraws:
         if batch is None:
             return Draw(tf.constant(False), tf.constant(0, tf.int64), tf.constant(0.0, tf.float64))
         entries = self._created()
-        number, known, marked = batch
+        digests, known, marked = batch
         release = self._releases.read_value()
-        distance = self._enter(entries, number, known, release)
+        distances = self._enter(entries, digests, known, release)
         unknown, copies, nearest = tf.unstack(self._parts.read_value())
-        unknown += tf.cast(~known, tf.int64)
-        copies += tf.cast(tf.equal(distance, 0), tf.int64)
-        nearest = tf.where((distance > 0) & (distance < nearest), distance, nearest)
+        unknown += tf.cast(~tf.reduce_any(known), tf.int64)
+        copies += tf.cast(tf.reduce_any(tf.equal(distances, 0)), tf.int64)
+        earlier = tf.where(distances > 0, distances, tf.fill(tf.shape(distances), nearest))
+        nearest = tf.minimum(nearest, tf.reduce_min(earlier))
         now = tf.stack([unknown, copies, nearest])
-        with tf.control_dependencies([distance]):
+        with tf.control_dependencies([distances]):
             parts = self._parts.assign(tf.where(complete, tf.constant(_NO_PARTS), now))
             count = self._releases.assign(release + tf.cast(complete, tf.int64))
             seen = self._seen.assign_add(tf.stack([1, tf.cast(marked, tf.int64)]))
@@ -307,25 +318,29 @@ class SeenDraws:
             return Draw(*(tf.identity(tensor) for tensor in draw))
 
     def _enter(
-        self, seen: tf.Variable, number: tf.Tensor, known: tf.Tensor, release: tf.Tensor
+        self, seen: tf.Variable, digests: tf.Tensor, known: tf.Tensor, release: tf.Tensor
     ) -> tf.Tensor:
-        """Adds a number; returns how many releases ago it was added, or -1 if it is new."""
-        bucket = tf.bitwise.bitwise_and(number, tf.constant(_BUCKETS - 1, tf.int64))
-        entries = tf.gather(seen, bucket)
-        numbers, releases = tf.unstack(entries, axis=1)
-        same = tf.equal(numbers, number) & (releases > 0) & known
-        before = tf.reduce_any(same)
-        distance = release - tf.reduce_max(tf.where(same, releases, tf.zeros_like(releases)))
-        # Its own place, or the oldest.
-        place = tf.where(before, tf.argmax(tf.cast(same, tf.int32)), tf.argmin(releases))
-        entry = tf.where(known, tf.stack([number, release]), tf.gather(entries, place))
-        distance = tf.where(before, distance, -tf.ones_like(distance))
-        with tf.control_dependencies([distance]):
+        """Adds numbers; returns how many releases ago each was added, [K], or -1 if it is new."""
+        buckets = tf.bitwise.bitwise_and(digests, tf.constant(_BUCKETS - 1, tf.int64))
+        entries = tf.gather(seen, buckets)
+        numbers, releases = tf.unstack(entries, axis=2)  # [K, _PLACES] each
+        same = tf.equal(numbers, digests[:, tf.newaxis]) & (releases > 0) & known[:, tf.newaxis]
+        before = tf.reduce_any(same, axis=1)
+        distances = release - tf.reduce_max(tf.where(same, releases, tf.zeros_like(releases)), 1)
+        distances = tf.where(before, distances, -tf.ones_like(distances))
+        # Their own places, or the oldest.
+        places = tf.where(
+            before, tf.argmax(tf.cast(same, tf.int32), axis=1), tf.argmin(releases, axis=1)
+        )
+        entered = tf.stack([digests, tf.fill(tf.shape(digests), release)], axis=1)
+        entered = tf.where(known[:, tf.newaxis], entered, tf.zeros_like(entered))
+        into = tf.where(known, buckets, tf.fill(tf.shape(buckets), tf.constant(_BUCKETS, tf.int64)))
+        with tf.control_dependencies([distances]):
             # A `MirroredStrategy` with one replica wraps the variable, and wrappers cannot scatter.
             (own,) = local_copies(seen)
-            written = own.scatter_nd_update([tf.stack([bucket, place])], [entry])
-        with tf.control_dependencies([tf.gather(written, bucket)]):
-            return tf.identity(distance)
+            written = own.scatter_nd_update(tf.stack([into, places], axis=1), entered)
+        with tf.control_dependencies([tf.gather(written, buckets)]):
+            return tf.identity(distances)
 
 
 # A strong reference: what an optimizer released counts when the optimizer is gone.
@@ -336,10 +351,10 @@ def _joined(several: Sequence[SeenDraws]) -> tuple[np.ndarray, int]:
     """The entries of several optimizers, as if one had made all their releases at the same time.
 
     Returns:
-      [_BUCKETS, _PLACES, 2], int64, in which the last releases of all are equally long ago; and the
-      number of the next release.
+      [_BUCKETS + 1, _PLACES, 2], int64, in which the last releases of all are equally long ago; and
+      the number of the next release.
     """
-    entries = np.zeros([_BUCKETS, _PLACES, 2], np.int64)
+    entries = np.zeros([_BUCKETS + 1, _PLACES, 2], np.int64)
     found = [seen.released() for seen in several]
     following = max((number for _, number in found), default=1)
     rows = [of_one + [0, following - number] for of_one, number in found]
