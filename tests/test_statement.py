@@ -78,8 +78,13 @@ def test_noise_with_a_seed_protects_nobody(sampling, noise):
     assert "is a proven upper bound" not in seeded and "TF Privacy's statement" not in seeded
     # The statement is published, and the seed of whoever goes on with it must not be.
     assert "1234567" not in seeded
-    if sampling != "shuffled":
+    other = "only for those who know no seed of the run"
+    if isinstance(sampling, CyclicPoissonSampling):
         assert "is a proven upper bound" in secret
+        assert f"This epsilon is an upper bound {other}." in seeded
+    elif sampling != "shuffled":  # a label
+        assert "if so, this epsilon is an upper bound. The library verified" in secret
+        assert f"if so, this epsilon is an upper bound {other}. The library verified" in seeded
 
 
 # --- ε without amplification -----------------------------------------------------------------
@@ -145,13 +150,18 @@ def test_names_epsilon_delta_unit_and_adjacency(ledger, sampling):
     assert 0 <= shown - epsilon_spent(ledger, N, DELTA) <= 1.001e-4
 
 
-def test_poisson_sampling_is_a_proof_for_draws_that_were_checked():
+def test_poisson_sampling_is_a_proof_for_draws_that_were_checked_and_a_label_is_none():
     text = words(ONE, N, DELTA, sampling="poisson")
     assert "are stated to have been drawn by Poisson sampling; if so, this epsilon is an" in text
     assert "did not verify that the batch was a fresh draw for 6000 of the noisy gradients" in text
     assert "proven" not in text
     checked = dataclasses.replace(ONE, checks=[BatchChecks(checked=6_000)])
     text = words(checked, N, DELTA, sampling="poisson")
+    assert "are stated to have been drawn by Poisson sampling; if so, this epsilon is an" in text
+    assert "The library verified that each batch was a fresh draw, but not how." in text
+    assert "proven" not in text
+    drawn = dp.PoissonSampling.for_batch_size(200, N, steps=6_000)
+    text = words(checked, N, DELTA, sampling=drawn)
     assert "were drawn by Poisson sampling, for which this epsilon is a proven upper bound" in text
     assert "approximation" not in text
     assert "shuffling the data" not in text

@@ -41,6 +41,9 @@ Nothing was released: the ledger is empty, so epsilon = 0. This does not cover w
 trained by other means."""
 
 
+_TO_OTHERS = " only for those who know no seed of the run"
+
+
 @dataclasses.dataclass(frozen=True)
 class Unit:
     """The words that a statement uses for the unit of privacy and the steps of training.
@@ -123,10 +126,10 @@ def privacy_statement(
     example; one user, if the sampling draws users), the adjacency (add/remove; replace-one for
     fixed-size subsets), the sampling, what is protected and what is not, and the side information
     of the optimizer with its provenance. A sampling object is checked against the ledger; a label
-    is taken on trust. The text says "proven" only if the ledger verified that the batch of every
-    release was a fresh draw (see `BatchChecks`), and neither the noise of the optimizer nor the
-    sampling has a seed. Noise with a seed is called not private: whoever knows the seed can take it
-    out.
+    is taken on trust, and the text says so. It says "proven" only of a sampling object, if the
+    ledger verified that the batch of every release was a fresh draw (see `BatchChecks`), and
+    neither the noise of the optimizer nor the sampling has a seed. Noise with a seed is called not
+    private: whoever knows the seed can take it out.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`. A ledger alone does not know
@@ -157,11 +160,12 @@ def privacy_statement(
       >>> from tf_adaptive_dp.statement import privacy_statement
       >>> ledger = Releases([(2.0, 200.0, 6_000)], checks=[BatchChecks(checked=6_000)])
       >>> text = privacy_statement(ledger, 60_000, 1e-5, sampling="poisson")
-      >>> print("".join(text.splitlines(keepends=True)[:4]))
+      >>> print("".join(text.splitlines(keepends=True)[:6]))
       Differential privacy with epsilon = 0.5384 and delta = 1e-05 (RDP accounting,
       rounded up). Unit: one example. Adjacency: data sets that differ by adding or
-      removing one example. The batches were drawn by Poisson sampling, for which this
-      epsilon is a proven upper bound.
+      removing one example. The batches are stated to have been drawn by Poisson
+      sampling; if so, this epsilon is an upper bound. The library verified that each
+      batch was a fresh draw, but not how.
       <BLANKLINE>
     """
     if isinstance(sampling, Sampling):
@@ -264,16 +268,21 @@ def claim(
     if label == "shuffled":
         return _shuffled_claim(spent, unamplified, terms, unit) + seed_warning(sampling, unit)
     text = f"Differential privacy with epsilon = {format_epsilon(spent)} and {terms} "
-    if num_unchecked:
+    secret = "" if not seeded_noise and getattr(sampling, "seed", None) is None else _TO_OTHERS
+    if num_unchecked or isinstance(sampling, str):
         text += (
             f"The {unit.batches} are stated to have been drawn {drawn.how}; if so, this epsilon is "
-            f"an upper bound. The library did not verify that the {unit.batch} {drawn.verified} "
-            f"for {num_unchecked} of the {unit.releases}."
+            f"an upper bound{secret}. "
         )
-    elif seeded_noise or getattr(sampling, "seed", None) is not None:
         text += (
-            f"The {unit.batches} were drawn {drawn.how}. This epsilon is an upper bound only for "
-            "those who know no seed of the run."
+            f"The library did not verify that the {unit.batch} {drawn.verified} for "
+            f"{num_unchecked} of the {unit.releases}."
+            if num_unchecked
+            else f"The library verified that each {unit.batch} {drawn.verified}, but not how."
+        )
+    elif secret:
+        text += (
+            f"The {unit.batches} were drawn {drawn.how}. This epsilon is an upper bound{secret}."
         )
     else:
         text += (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 
@@ -13,8 +14,9 @@ from scipy import stats
 import tf_adaptive_dp as dp
 from tests.helpers import zoo
 from tf_adaptive_dp.accounting.composition import epsilon, epsilon_spent
-from tf_adaptive_dp.accounting.ledger import BatchChecks
+from tf_adaptive_dp.accounting.ledger import BatchChecks, Releases
 from tf_adaptive_dp.mechanism import batch_sizes
+from tf_adaptive_dp.sampling import sampling_epsilon
 
 DELTA = 1e-5
 
@@ -65,10 +67,52 @@ def test_under_xla_batches_larger_than_the_first_count_with_their_size():
         assert epsilon_spent(mechanism.ledger, 1_000, DELTA) > epsilon(2.0, 0.03, 4, DELTA)
 
 
-def test_what_was_released_before_stays_as_it_was_said():
+def test_what_was_released_before_with_the_same_declaration_counts_as_large():
     mechanism = release([1, 2, 100], expected=1.0)
     assert mechanism.ledger.segments == [(2.0, 1.0, 2), (2.0, 200.0, 1)]
     assert mechanism.ledger.checks == [BatchChecks(), BatchChecks(declared=1.0)]
+    mechanism.ledger.restore(
+        [(2.0, 1.0, 2), (2.0, 200.0, 1), (2.0, 50.0, 4)],
+        [BatchChecks(), BatchChecks(declared=1.0), BatchChecks()],
+    )
+    both = Releases([(2.0, 200.0, 3), (2.0, 50.0, 4)])
+    with pytest.warns(UserWarning, match="size of 1, so.*computed for 200 rows") as warned:
+        spent = epsilon_spent(mechanism.ledger, 1_000, DELTA)
+    assert spent == epsilon_spent(both, 1_000, DELTA)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_batches_of_a_fixed_size_have_the_size_that_was_declared(parts):
+    """30 of 26 where 20 were declared passed for draws with a mean of 20."""
+    declared, rows = 20, 26
+    for expected in (declared, rows):
+        optimizer = dp.DPSGD(
+            1.0, 2.0, expected_batch_size=expected, gradient_accumulation_steps=parts
+        )
+        step = tf.function(functools.partial(_one_step, optimizer, tf.Variable([0.1])))
+        for _ in range(3 * parts):
+            step(tf.random.normal([rows // parts, 1]))
+        assert optimizer.ledger.segments == [(2.0, expected, 3)]
+        asks = (
+            lambda o=optimizer: sampling_epsilon.epsilon_spent("fixed", o, 400, DELTA),
+            lambda o=optimizer: sampling_epsilon.releases_left(
+                "fixed", o, 2.0, 20.0, 400, 9.0, DELTA
+            ),
+            lambda o=optimizer: dp.privacy_statement(o, 400, DELTA, sampling="fixed"),
+        )
+        for ask in asks:
+            if expected == rows:
+                assert ask()
+                continue
+            with pytest.raises(ValueError, match="batches of 26 rows, expected_batch_size=20.*=26"):
+                ask()
+
+
+def _one_step(optimizer, variable, x):
+    with tf.GradientTape() as tape:
+        loss = (x[:, 0] * variable[0] - 1.0) ** 2
+    optimizer.minimize(loss, [variable], tape)
 
 
 @pytest.mark.slow_after(2)

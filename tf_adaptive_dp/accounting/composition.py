@@ -134,7 +134,7 @@ def epsilon(
     )
 
 
-def dp_event(ledger: Any, num_examples: int, *, in_epochs: bool = True) -> dp_accounting.DpEvent:
+def dp_event(ledger: Any, num_examples: int, *, in_epochs: bool = False) -> dp_accounting.DpEvent:
     """Converts a ledger to a `DpEvent`, for any accountant.
 
     Guarantee: the event covers everything in the ledger, for adding or removing one example and
@@ -170,7 +170,7 @@ def epsilon_spent(
     delta: float,
     *,
     accountant: str = "rdp",
-    in_epochs: bool = True,
+    in_epochs: bool = False,
 ) -> float:
     """ε of everything in a ledger.
 
@@ -187,8 +187,7 @@ def epsilon_spent(
       delta: δ, in (0, 1).
       accountant: `"rdp"` or `"pld"`, see `epsilon`.
       in_epochs: whether the batches come in epochs, so that a batch that returns after a whole
-        pass over the data is not a repetition. For randomly drawn batches it is one, and
-        `sampling.epsilon_spent` passes `False`.
+        pass over the data is not a repetition. For randomly drawn batches it is one.
 
     Returns:
       ε ≥ 0, `math.inf` if something was released without noise.
@@ -220,7 +219,7 @@ def releases_left(
     delta: float,
     *,
     accountant: str = "rdp",
-    in_epochs: bool = True,
+    in_epochs: bool = False,
     at_most: int = MAX_RELEASES,
 ) -> int:
     """How many more releases a privacy budget allows: the largest n with ε(n) ≤ `epsilon`.
@@ -361,13 +360,32 @@ def _read(
         )
     known = [BatchChecks(*of_segment) for of_segment in getattr(found, "checks", ())]
     known += [BatchChecks()] * (len(found.segments) - len(known))
+    sizes = _sizes_seen(found.segments, known)
+    for declared, seen in sizes.items():
+        warnings.warn(wrong_size(declared, seen), stacklevel=4)
     read = []
     for segment, of_segment in zip(found.segments, known):
-        if of_segment.declared:
-            warnings.warn(wrong_size(of_segment.declared, segment[1]), stacklevel=4)
-            segment = (segment[0], min(segment[1], num_examples), segment[2])
+        noise_multiplier, batch_size, count = segment
+        declared = of_segment.declared or batch_size
+        if declared in sizes:
+            largest = min(max(batch_size, sizes[declared]), num_examples)
+            segment = (noise_multiplier, largest, count)
         read.append((_checked(segment, num_examples), of_segment))
     return [(s, of) for s, of in read if s.num_releases], tuple(found.other_events)
+
+
+def _sizes_seen(segments: Sequence, known: Sequence[BatchChecks]) -> dict[float, float]:
+    """By declared size, that of the batches that turned out larger.
+
+    It takes several batches to notice that they are a little larger than declared. Those before may
+    well have been as large, so all releases with the declared size count with the larger one.
+    """
+    sizes: dict[float, float] = {}
+    for segment, of_segment in zip(segments, known):
+        if of_segment.declared:
+            before = sizes.get(of_segment.declared, 0.0)
+            sizes[of_segment.declared] = max(segment[1], before)
+    return sizes
 
 
 def _checked(segment: tuple[float, float, int], num_examples: int) -> Segment:

@@ -8,7 +8,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
 from tf_adaptive_dp.sampling.draws import Sampling, check_unit, examples_per_user_of
-from tf_adaptive_dp.sampling.fixed_size import fixed_size_epsilon
+from tf_adaptive_dp.sampling.fixed_size import fixed_size_epsilon, refuse_other_sizes
 from tf_adaptive_dp.sampling.poisson import refuse_microbatches
 
 LABELS = ("shuffled", "poisson", "fixed")
@@ -25,8 +25,8 @@ def epsilon_spent(
     """ε of a ledger for the sampling that was used.
 
     Guarantee: that of the sampling's class. A label, one of `LABELS`, is taken on trust. The only
-    checks are that the unit is an example, and that `"poisson"` has no microbatches; the label
-    means that no batch was truncated.
+    checks are that the unit is an example, that `"poisson"` has no microbatches, and that `"fixed"`
+    has batches of the size that was declared; `"poisson"` means that no batch was truncated.
 
     Args:
       sampling: how the batches were drawn: a sampling, or one of `LABELS`.
@@ -43,8 +43,7 @@ def epsilon_spent(
         ledger or the optimizer contradicts it.
     """
     check_unit(check_sampling(sampling), ledger)
-    if sampling == "poisson":
-        refuse_microbatches(ledger)
+    _check_label(sampling, ledger)
     if isinstance(sampling, Sampling):
         return sampling.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
     if sampling == "fixed":
@@ -98,8 +97,7 @@ def releases_left(
         )
         sampling.check_ledger(ledger, num_examples)
         sampling.check_ledger(one, num_examples)
-    if sampling == "poisson":
-        refuse_microbatches(ledger)
+    _check_label(sampling, ledger)
     if label_of(sampling) == "shuffled" or sampling == "poisson":
         return composition.releases_left(
             ledger,
@@ -135,6 +133,14 @@ def check_sampling(sampling: Sampling | str) -> Sampling | str:
     if isinstance(sampling, Sampling):
         return sampling
     return checks.choice("sampling", sampling, LABELS)
+
+
+def _check_label(sampling: Sampling | str, ledger: Any) -> None:
+    """Raises ValueError if a ledger or an optimizer contradicts a label."""
+    if sampling == "poisson":
+        refuse_microbatches(ledger)
+    if sampling == "fixed":
+        refuse_other_sizes(ledger)
 
 
 def label_of(sampling: Sampling | str) -> str:

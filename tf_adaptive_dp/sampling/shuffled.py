@@ -45,7 +45,9 @@ class ShuffledEpochs(draws.FullBatches):
 
     def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
         """ε of a ledger; see the class."""
-        return composition.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
+        return composition.epsilon_spent(
+            ledger, num_examples, delta, accountant=accountant, in_epochs=True
+        )
 
 
 @functools.lru_cache(maxsize=2)

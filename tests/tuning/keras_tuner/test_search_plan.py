@@ -115,7 +115,7 @@ def test_the_statement_says_what_was_spent_and_how():
         f"epsilon = {format_epsilon(made.epsilon_spent(noise))}",
         "delta = 1e-05",
         "adding or removing one example",
-        "by Poisson sampling, for which this epsilon is a proven upper bound",
+        "stated to have been drawn by Poisson sampling; if so, this epsilon is an upper bound",
         "budget was epsilon = 3",
         "secret random number of candidates (Papernot and Steinke 2022), 3 on average",
         f"at most 6 noisy gradients with noise multiplier {noise:g} and expected batch size 100",
