@@ -24,6 +24,7 @@ from tf_adaptive_dp.sampling.draws import Sampling, counted
 from tf_adaptive_dp.statement import (
     format_epsilon,
     noise_is_seeded,
+    num_unchecked,
     privacy_statement,
 )
 from tf_adaptive_dp.version import __version__
@@ -97,6 +98,8 @@ def facts(
         optimizer, num_examples, delta, sampling=sampling, accountant=accountant
     )
     with_checks = composition.checks_of(optimizer, num_examples, correlated=True)
+    releases = sum(segment.num_releases for segment, _ in with_checks)
+    unchecked = num_unchecked(optimizer, num_examples, sampling)
     report = getattr(audit, "report", audit)
     weights = [] if model is None else model.trainable_variables
     figures = {
@@ -113,8 +116,8 @@ def facts(
         "sampling": {
             "kind": sampling_epsilon.label_of(sampling),
             "settings": repr(sampling),
-            "releases": sum(segment.num_releases for segment, _ in with_checks),
-            "checked": sum(known.checked for _, known in with_checks),
+            "releases": releases,
+            "checked": min(sum(known.checked for _, known in with_checks), releases - unchecked),
             "repeated": sum(known.repeated for _, known in with_checks),
         },
         "optimizer": {"class": type(optimizer).__name__, **_settings(optimizer)},
@@ -231,7 +234,7 @@ def _verified(sampling: Mapping[str, Any]) -> tuple[str, str]:
     name, again = "batches verified as fresh draws", sampling["repeated"]
     if sampling["kind"] == "fixed_order":  # each pass repeats them, as it should
         name, again = "batches verified to come in their order", 0
-    return name, f"{sampling['checked'] - again} of {sampling['releases']}"
+    return name, f"{max(sampling['checked'] - again, 0)} of {sampling['releases']}"
 
 
 def _rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ from tf_adaptive_dp.accounting.ledger import BatchChecks, Segment
 from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.draws import FullBatches, Sampling, counted
+from tf_adaptive_dp.sampling.fixed_order import FixedOrder
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 
 __all__ = ["privacy_statement"]
@@ -453,7 +454,8 @@ def num_unchecked(ledger: Any, num_examples: int, sampling: Sampling | str) -> i
     """Counts releases that claim amplification but whose batch may not be a fresh draw.
 
     Batches without padding do not show who drew them. So none counts as drawn by a sampling object
-    that has made no data set in this process.
+    that has made no data set in this process. In another process a `FixedOrder` has another order,
+    so none that this process did not see counts as drawn in it.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
@@ -461,10 +463,14 @@ def num_unchecked(ledger: Any, num_examples: int, sampling: Sampling | str) -> i
       sampling: how the batches were drawn, as for `claim`.
     """
     with_checks = composition.checks_of(ledger, num_examples, correlated=True)
+    released = sum(segment.num_releases for segment, _ in with_checks)
     if isinstance(sampling, FullBatches) and not draws.has_drawn(sampling):
-        return sum(segment.num_releases for segment, _ in with_checks)
+        return released
     sampled = [(s, known) for s, known in with_checks if s.batch_size < num_examples]
-    return sum(max(s.num_releases - known.checked, 0) for s, known in sampled)
+    unchecked = sum(max(s.num_releases - known.checked, 0) for s, known in sampled)
+    if isinstance(sampling, FixedOrder) and sampled:
+        unchecked = max(unchecked, released - sampling.num_in_order(ledger, num_examples))
+    return unchecked
 
 
 def side_information_paragraph(information: Any) -> str:

@@ -177,8 +177,9 @@ def shuffled_batches(
     passes in one order. Resuming `ShuffledEpochs` within a pass requires the same `key` or seed;
     otherwise examples occur twice in that pass. `FixedOrder` requires it wherever a run resumes,
     since all passes have one order, and raises an error without it. Without a `key`, all datasets
-    that a process makes by equal `FixedOrder`s of as many examples have one order. For both, `data`
-    must come in the same order again, which nobody checks here.
+    that a process makes by a `FixedOrder` with one batch size from as many examples have one order,
+    whatever its `steps`. For both, `data` must come in the same order again, which nobody checks
+    here.
 
     Args:
       data: see `poisson_batches`.
@@ -254,6 +255,7 @@ def as_dataset(
     repeatable = key is not None or sampling.seed is not None  # by another process
     num_examples = len(source)
     first_key = sampling.new_key(num_examples) if key is None else key
+    sampling.remember_key(num_examples, first_key)
     draws.remember_num_examples(sampling, num_examples if users is None else users.num_users)
     draw = _drawer(sampling, first_key, num_examples, k, users)
     read = _batch_reader(source, rows, padding)

@@ -175,6 +175,10 @@ class Sampling(abc.ABC):
         del num_examples
         return new_key(self.seed)
 
+    def remember_key(self, num_examples: int, key: bytes) -> None:
+        """Notes the key of a dataset, where batches of another key would not be fresh draws."""
+        del num_examples, key
+
     def key_of_pass(self, key: bytes, number: int) -> bytes:
         """The key of a pass over the batches of a dataset: that of the first pass, or another.
 

@@ -12,6 +12,9 @@ import numpy as np
 from tf_adaptive_dp.accounting import composition, noise_strategies
 from tf_adaptive_dp.sampling import draws
 
+# The orders that this process made, by batch size and number of examples.
+_orders_of: dict[tuple[int, int], set[bytes]] = {}
+
 
 @dataclasses.dataclass(frozen=True)
 class FixedOrder(draws.FullBatches):
@@ -28,8 +31,10 @@ class FixedOrder(draws.FullBatches):
     k = ceil(T / s) of the T steps, any two at least s apart. So it moves C g by at most
     `sensitivity(noise, T, s, k)` divided by the least noise multiplier of all steps, whatever was
     released before. That is one Gaussian mechanism with the inverse as noise multiplier. If
-    the ledger knows of a batch that came back sooner, there is no ε. With correlated noise
-    `privacy_statement` says that the order was not verified: these batches do not show their step.
+    the ledger knows of a batch that came back sooner, there is no ε. `privacy_statement` says
+    "proven" only if one optimizer saw all its batches in this process, which made one order: in
+    another order every batch is a new one, and nothing comes back. With correlated noise it says
+    that the order was not verified: these batches do not show their step.
 
     Attributes:
       batch_size: number of examples in each batch, at least 1.
@@ -56,10 +61,33 @@ class FixedOrder(draws.FullBatches):
     keeps_distance: ClassVar[bool] = True
 
     def new_key(self, num_examples: int) -> bytes:
-        """The same key for all datasets of a process: a run may make one for each pass."""
+        """The same key for all datasets of a process: a run may make one for each pass.
+
+        Nor does it depend on `steps`: a run that is made longer goes on in its order.
+        """
         if self.seed is not None:
             return super().new_key(num_examples)
-        return _key_of_process(self, num_examples)
+        return _key_of_process(self.batch_size, num_examples)
+
+    def remember_key(self, num_examples: int, key: bytes) -> None:
+        """Notes that this process made batches of so many examples in the order of a key."""
+        name = draws.derived_key(key, b"name", 0)  # the key itself ends with the dataset
+        _orders_of.setdefault((self.batch_size, num_examples), set()).add(name)
+
+    def num_in_order(self, ledger: Any, num_examples: int) -> int:
+        """The number of releases, at most, that are known to be on batches of one order.
+
+        Another process had another order, unless it was given the key; and so had a dataset with
+        another key.
+
+        Args:
+          ledger: an optimizer; of a ledger alone nobody knows which process saw its batches.
+          num_examples: number of examples in the training set, a public constant.
+        """
+        seen = getattr(ledger, "batches_seen", None)
+        if seen is None or len(_orders_of.get((self.batch_size, num_examples), ())) > 1:
+            return 0
+        return int(seen.numbered // ledger.parts_per_batch)
 
     def key_of_pass(self, key: bytes, number: int) -> bytes:
         """The same key for all passes, since the order is one for the whole run."""
@@ -153,8 +181,8 @@ class FixedOrder(draws.FullBatches):
 
 
 @functools.cache
-def _key_of_process(sampling: FixedOrder, num_examples: int) -> bytes:
-    del sampling, num_examples
+def _key_of_process(batch_size: int, num_examples: int) -> bytes:
+    del batch_size, num_examples
     return draws.new_key()
 
 
