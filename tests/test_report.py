@@ -138,10 +138,16 @@ def test_an_audit_is_reported():
 
 def test_the_metric_can_be_chosen():
     assert facts()["test_metric"] == "val_accuracy"
-    assert facts(test_metric="loss")["test_metric"] == "loss"
+    losses = [{**row, "logs": {**row["logs"], "val_loss": 1.0}} for row in HISTORY]
+    assert facts(history=losses, test_metric="val_loss")["test_metric"] == "val_loss"
     assert facts(history=[])["test_metric"] is None
     with pytest.raises(ValueError, match="test_metric='f1'; there are val_accuracy"):
         facts(test_metric="f1")
+
+
+def test_a_metric_of_the_training_data_is_not_shown_as_if_it_were_private():
+    with pytest.raises(ValueError, match="begins with 'val_'.*test_metric='loss'; there are val_a"):
+        facts(test_metric="loss")
 
 
 def test_settings_and_versions_are_listed():

@@ -529,10 +529,10 @@ class PrivacyPlan:
           path: the HTML page. The same report as Markdown and as JSON is written beside it, with
             the suffixes `.md` and `.json`.
           audit: the result of an `auditing.PrivacyAudit`, if one was made.
-          test_metric: the metric to show; by default the first one that `validation_data` gave.
+          test_metric: the metric to show, one that `validation_data` gave; by default the first.
 
         Raises:
-          ValueError: if `fit` has not been called.
+          ValueError: if `fit` has not been called, or `test_metric` is not such a metric.
         """
         data = reports.facts(
             self._training.optimizer,

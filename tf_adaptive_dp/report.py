@@ -78,10 +78,12 @@ def facts(
       model: the trained model.
       audit: what an audit proved: a `OneRunReport`, a `ManyRunReport`, or a `PrivacyAudit` after
         training.
-      test_metric: the metric to show; by default the first one of the validation data.
+      test_metric: the metric to show, one of validation data, whose name begins with `val_`; by
+        default the first one.
 
     Raises:
-      TypeError, ValueError: as `privacy_statement`; or if the history has no such metric.
+      TypeError, ValueError: as `privacy_statement`; or if the history has no such metric, or it is
+        one of the training data.
 
     Example:
       >>> import tf_adaptive_dp
@@ -193,10 +195,13 @@ def _test_metric(history: Sequence[Mapping[str, Any]], asked: str | None) -> str
     """The metric to show: the one asked for, or the first one of the validation data."""
     names = [name for row in history for name in row["logs"] if name.startswith("val_")]
     if asked is not None:
-        if asked not in {name for row in history for name in row["logs"]}:
+        if asked not in names:
             raise ValueError(
-                "`test_metric` must be a metric of the history. Received: "
-                f"test_metric={asked!r}; there are {', '.join(dict.fromkeys(names)) or 'none'}"
+                "`test_metric` must be a metric of the history that was computed from validation "
+                "data, and begins with 'val_'. Those of the training data are not private, and "
+                "the report shows it beside figures that are. Pass `validation_data` to `fit`. "
+                f"Received: test_metric={asked!r}; there are "
+                + (", ".join(dict.fromkeys(names)) or "none")
             )
         return asked
     return next((name for name in names if name != "val_loss"), names[0] if names else None)
