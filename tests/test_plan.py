@@ -305,7 +305,9 @@ def test_a_plan_with_the_same_noise_and_more_epochs_trains_longer(kept, tmp_path
         log.close()
     history = longer.fit(model, X, Y, directory=tmp_path / "longer" if kept else None, verbose=0)
     assert model.optimizer.ledger.segments == [(noise_multiplier, 8.0, 40)]
-    assert history.history["epsilon"][-1] == pytest.approx(longer.epsilon)
+    # The first batches had less room, and cost more; it did not take the last step away.
+    assert first.sampling.max_batch_size < longer.sampling.max_batch_size
+    assert longer.epsilon < history.history["epsilon"][-1] <= longer.epsilon * 1.00001
     assert longer.epsilon == pytest.approx(epsilon(noise_multiplier, 8 / N, 40, DELTA, "rdp"), 1e-3)
     assert longer.epsilon > 2.5 and format_epsilon(longer.epsilon) in longer.statement()
 

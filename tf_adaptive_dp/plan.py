@@ -207,6 +207,7 @@ class PrivacyPlan:
         self.noise = self._strategy(noise, known_epsilon=epsilon is not None)
         self.sampling = self._sampling(self.batch_size, self.epochs)
         self.steps, self.steps_per_epoch = self.sampling.steps, self.sampling.steps // self.epochs
+        self._is_of_noise = noise_multiplier is not None
         if noise_multiplier is None:
             self.noise_multiplier = self._budget.least_noise(
                 self.epsilon, self.sampling, self.noise
@@ -640,6 +641,18 @@ class PrivacyPlan:
 
     def _sampling(self, batch_size: int, epochs: int) -> SamplingOfPlan:
         return self._budget.sampling(batch_size, epochs, self.noise)
+
+    def limit_for(self, optimizer: Any) -> float:
+        """The ε that `fit` keeps to with an optimizer.
+
+        It is that of the plan. Where σ was given, to train a model longer, batches that an earlier
+        plan drew may have had less room, and all steps cost a little more.
+        """
+        drawn = self.sampling.as_drawn(optimizer)
+        if not self._is_of_noise or drawn is self.sampling:
+            return self.epsilon
+        of_steps = self._budget.epsilon(drawn, self.noise, self.noise_multiplier)
+        return of_steps if self.epsilon < of_steps < 1.01 * self.epsilon else self.epsilon
 
     def _epsilon_after(self, steps: int) -> float:
         return self._budget.epsilon(self.sampling, self.noise, self.noise_multiplier, steps)

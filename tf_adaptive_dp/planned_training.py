@@ -81,6 +81,9 @@ class PrivacyPlanLike(Protocol):
     def callbacks(self, log_dir: str | None) -> list[keras.callbacks.Callback]:
         """See `PrivacyPlan`."""
 
+    def limit_for(self, optimizer: Any) -> float:
+        """See `PrivacyPlan`."""
+
     def report(self, path: str) -> None:
         """See `PrivacyPlan`."""
 
@@ -321,6 +324,7 @@ class PlannedTraining:
         batches = give_weights_axes_of_losses(model, batches)
         leave_padding_out_of_metrics(model)
         monitor, budget = plan.callbacks(None if directory is None else f"{directory}/logs")
+        budget.epsilon = plan.limit_for(model.optimizer)
         path = None if run is None else run.history_path
         history = RunHistory(lambda: monitor.not_private, path)
         reporting = [monitor, *([] if finished else [budget]), *callbacks, history]

@@ -187,11 +187,17 @@ def privacy_statement(
     segments, other_events = composition.read_ledger(ledger, num_examples, correlated=True)
     if not segments and not other_events:
         return paragraph(NOTHING_RELEASED)
+    drawn: Sampling | str = sampling
+    if isinstance(sampling, Sampling):
+        drawn = sampling.as_drawn(ledger)
     with_checks = composition.checks_of(ledger, num_examples, correlated=True)
     released = list_of_releases(segments, other_events, num_examples, unit)
     if not noise.is_independent:
         released += list_item(f"the noise of each takes back {noise.taken_back}: {noise!r}")
     released += _repetitions(with_checks, num_examples, sampling)
+    if drawn is not sampling:
+        released += _less_room(drawn, sampling, unit)
+        sampling = drawn
     information = side_information_paragraph(getattr(ledger, "side_information", None))
     seeded = noise_is_seeded(ledger)
     if math.isinf(spent):
@@ -450,6 +456,14 @@ def _repetitions(
     )
 
 
+def _less_room(drawn: Any, sampling: Any, unit: Unit) -> str:
+    return list_item(
+        f"the first {unit.batches} had room for {counted(drawn.max_batch_size, unit.one)}, not for "
+        f"{sampling.max_batch_size} as those of the sampling; epsilon counts as if all had the "
+        "smaller room"
+    )
+
+
 def num_unchecked(ledger: Any, num_examples: int, sampling: Sampling | str) -> int:
     """Counts releases that claim amplification but whose batch may not be a fresh draw.
 
@@ -517,7 +531,7 @@ def why_not_private(
     elif not causes and most is not None:
         causes = [
             f"at so large an epsilon, truncating {unit.batches} to {counted(most, unit.one)} costs "
-            f"more than delta; a larger `{unit.largest}` helps"
+            f"more than delta; draw anew with a larger `{unit.largest}`"
         ]
     return paragraph(f"NOT PRIVATE: epsilon is infinite because {' and '.join(causes)}.")
 

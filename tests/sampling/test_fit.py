@@ -53,6 +53,17 @@ def test_fit_counts_truncation():
     assert history["epsilon"][-1] == monitor.epsilon()
 
 
+def test_a_sampling_with_more_room_than_the_one_that_drew_does_not_lower_epsilon():
+    """2.97 was called proven where, as batches were truncated, there was no ε."""
+    drew = dp.PoissonSampling(0.02, 22, steps=10)
+    model, *_ = fit(drew, monitor=dp.PrivacyMonitor(N, DELTA, sampling="poisson"))
+    assert drew.epsilon_spent(model.optimizer, N, DELTA) == math.inf
+    claimed = dp.PoissonSampling.for_batch_size(20, N, steps=10)
+    assert claimed.epsilon_spent(model.optimizer, N, DELTA) == math.inf
+    text = " ".join(dp.privacy_statement(model.optimizer, N, DELTA, sampling=claimed).split())
+    assert "truncating batches to 22 examples costs more than delta" in text
+
+
 def test_empty_batches_are_released_too():
     sampling = dp.PoissonSampling(1e-6, 8, steps=4, seed=1)
     model, _, _ = fit(sampling, steps=2)

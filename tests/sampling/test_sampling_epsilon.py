@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 
 import dp_accounting
 import numpy as np
@@ -13,6 +14,7 @@ from scipy import stats
 
 import tf_adaptive_dp as dp
 from tests.helpers.sampled import DELTA, N, fake_ledger
+from tf_adaptive_dp.accounting import Releases
 from tf_adaptive_dp.accounting.composition import epsilon, releases_left
 from tf_adaptive_dp.sampling import poisson, sampling_epsilon
 
@@ -105,6 +107,57 @@ def test_too_little_room_has_no_epsilon():
     assert dp.PoissonSampling(0.1, 150, 50).epsilon_spent(fake_ledger(), N, DELTA) == 0.0
     silent = fake_ledger((0.0, 100.0, 1))
     assert dp.PoissonSampling(0.1, 150, 50).epsilon_spent(silent, N, DELTA) == math.inf
+
+
+def trained(rows, parts=1, users=None):
+    """An optimizer whose first batch had so many rows, as far as ε needs one."""
+    ledger = Releases([(1.0, 100.0, 50)], examples_per_user=users)
+    return SimpleNamespace(ledger=ledger, rows_per_batch=rows, parts_per_batch=parts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "users", "room"),
+    [
+        (0, 1, None, 200),  # nothing was seen
+        (200, 1, None, 200),
+        (208, 1, None, 200),  # the smaller room costs more
+        (150, 1, None, 150),
+        (67, 3, None, 200),
+        (50, 3, None, 148),  # rounded up from 148 to 150
+        (1, 3, None, 1),
+        (600, 1, 3, 200),
+        (450, 1, 3, 150),
+        (201, 3, 3, 200),
+        (150, 3, 3, 148),
+    ],
+)
+def test_epsilon_is_that_of_the_room_that_batches_had(rows, parts, users, room):
+    """A sampling with more room than the one that drew was believed."""
+    own = {"examples_per_user": users}
+    claimed, drew = (dp.PoissonSampling(0.1, most, 60, **own) for most in (200, room))
+    optimizer = trained(rows, parts, users)
+    assert claimed.as_drawn(optimizer) == drew
+    spent = claimed.epsilon_spent(optimizer, N, DELTA)
+    assert spent == drew.epsilon_spent(optimizer.ledger, N, DELTA)
+    assert claimed.as_drawn(optimizer.ledger) is claimed
+    if room == 150:
+        assert spent > claimed.epsilon_spent(optimizer.ledger, N, DELTA)
+        of_budget = 1.0, 100.0, N, spent + 0.01, DELTA
+        left = sampling_epsilon.releases_left(claimed, optimizer, *of_budget)
+        assert left == sampling_epsilon.releases_left(drew, optimizer.ledger, *of_budget)
+        assert left < sampling_epsilon.releases_left(claimed, optimizer.ledger, *of_budget)
+
+
+def test_the_statement_is_about_the_room_that_batches_had():
+    claimed = dp.PoissonSampling(0.1, 200, 60)
+    for rows, said in (
+        (150, "Draws of more than 150 examples were subsampled uniformly to 150"),
+        (110, "truncating batches to 110 examples costs more than delta; draw anew with a larger"),
+    ):
+        text = dp.privacy_statement(trained(rows), N, DELTA, sampling=claimed)
+        text = " ".join(text.split())
+        assert said in text and f"had room for {rows} examples, not for 200 as those" in text
+    assert "room" not in dp.privacy_statement(trained(200), N, DELTA, sampling=claimed)
 
 
 def test_a_batch_size_finds_room_that_costs_nothing():

@@ -8,7 +8,7 @@ import hashlib
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from tf_adaptive_dp.accounting.ledger import ledger_of
 # How many examples a sampling has drawn from in this process. A sampling is a frozen value, which
 # the data does not belong to; but ε depends on their number.
 _num_examples_of: dict[Sampling, set[int]] = {}
+
+_Kind = TypeVar("_Kind", bound="Sampling")
 
 # Larger than rounding errors, smaller than any change of q that would show in ε.
 _SAME = 1e-9
@@ -257,6 +259,15 @@ class Sampling(abc.ABC):
     def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
         """ε of a ledger, without the checks of `check_ledger`."""
 
+    def as_drawn(self: _Kind, ledger: Any) -> _Kind:
+        """This sampling, or one with less room if an optimizer's batches had less.
+
+        Args:
+          ledger: an optimizer; a ledger alone does not know what its batches looked like.
+        """
+        del ledger  # only truncation depends on the room
+        return self
+
     def epsilon_spent(
         self, ledger: Any, num_examples: int, delta: float, *, accountant: str = "rdp"
     ) -> float:
@@ -278,7 +289,7 @@ class Sampling(abc.ABC):
         checks.probability("delta", delta)
         checks.choice("accountant", accountant, composition.ACCOUNTANTS)
         self.check_ledger(ledger, num_examples)
-        return self.account(ledger, num_examples, delta, accountant)
+        return self.as_drawn(ledger).account(ledger, num_examples, delta, accountant)
 
     def check_delta(self, num_examples: int, delta: float) -> None:
         """Raises ValueError if no ε holds for all steps at this δ, however large the noise."""

@@ -113,6 +113,24 @@ class RandomSizes(draws.Sampling):
                 f"delta={delta!r}, sampling={self!r}"
             )
 
+    def as_drawn(self: _Kind, ledger: Any) -> _Kind:
+        """See `Sampling.as_drawn`.
+
+        A run that is made longer may have more room in its later batches. Those with less room are
+        truncated more often, and ε counts as if all were.
+        """
+        rows = getattr(ledger, "rows_per_batch", 0)  # 0 before the first batch
+        if not rows:
+            return self
+        parts = ledger.parts_per_batch
+        if rows >= self.rows_per_batch(parts):
+            return self
+        # Each part has room for ceil(B / parts), so B was at least this.
+        room = (rows // (self.examples_per_user or 1) - 1) * parts + 1
+        own: Any = self
+        drew: _Kind = dataclasses.replace(own, max_batch_size=max(room, 1))
+        return drew
+
     def check_ledger(self, ledger: Any, num_examples: int) -> None:
         """Raises ValueError if a ledger or an optimizer contradicts the sampling."""
         refuse_microbatches(ledger)
@@ -131,7 +149,8 @@ class RandomSizes(draws.Sampling):
         if seen is None or seen.marked == seen.numbered:
             return
         parts, missing = ledger.parts_per_batch, seen.numbered - seen.marked
-        by_chance = self._probability_of_no_marks(num_examples, parts)
+        # Where there is less room, more batches have no padding that could be marked.
+        by_chance = self.as_drawn(ledger)._probability_of_no_marks(num_examples, parts)
         batches = [-(-count // parts) for count in (missing, seen.numbered)]
         if stats.binom.sf(batches[0] - 1, batches[1], by_chance) < _FALSE_ALARM:
             raise NotPrivateError(

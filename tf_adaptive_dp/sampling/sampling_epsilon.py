@@ -111,7 +111,7 @@ def releases_left(
             at_most=at_most,
         )
     if isinstance(sampling, Sampling):
-        account = sampling.account
+        account = sampling.as_drawn(ledger).account
     else:
         account = fixed_size_epsilon
     noise = composition.noise_of(ledger)
