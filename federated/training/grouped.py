@@ -395,6 +395,7 @@ def _group_update(
         if not isinstance(model, tff.learning.models.FunctionalModel):
             of_weights = tf.nest.flatten(tff.learning.models.ModelWeights.from_model(model))
             variables = [v for v in variables if not any(v is w for w in of_weights)]
+        _require_same_start(variables)
 
         @tf.function
         def over_clients(hparams: Any, params: Any, weights: Any, group: Any) -> tuple:
@@ -460,6 +461,42 @@ def _require_resettable(
             "compute each client on its own, clients_per_group=1. Received: a model with "
             + ", ".join(f"{kind} {name!r}" for kind, name in found)
         )
+
+
+def _require_same_start(variables: Sequence[tf.Variable]) -> None:
+    """Raises if a client on its own would begin with random values of its own.
+
+    The clients of a group would share them: all would get the random numbers of one generator.
+
+    Args:
+      variables: those that are reset before each client.
+    """
+    random = [(v, op) for v in variables for op in _random_ops(v.initial_value)]
+    if random:
+        raise ValueError(
+            "`model_fn` must return a model whose variables begin with values that are not random, "
+            "apart from its weights, if clients are computed in groups: the clients of a group "
+            "would share them, and get the same numbers of a `tf.random.Generator`. Draw with "
+            "`tf.random.uniform` and the like, or compute each client on its own, "
+            "clients_per_group=1. Received: a model with "
+            + ", ".join(f"{v.name!r} from {op.type}" for v, op in random)
+        )
+
+
+def _random_ops(value: tf.Tensor) -> list[tf.Operation]:
+    """The operations behind a tensor that return something else each time."""
+    behind, added = {value.op.name: value.op}, [value.op]
+    while added:
+        inputs = {tensor.op.name: tensor.op for op in added for tensor in op.inputs}
+        added = [op for name, op in inputs.items() if name not in behind]
+        behind.update(inputs)
+    # Others with a state create variables and read them.
+    return [
+        op
+        for op in behind.values()
+        if op.op_def.is_stateful
+        and not any(t.dtype == tf.resource for t in [*op.inputs, *op.outputs])
+    ]
 
 
 class _Recorded:

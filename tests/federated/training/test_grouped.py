@@ -152,7 +152,8 @@ class Counting(tff.learning.models.VariableModel):
         return self._inner.predict_on_batch(x, training)
 
     def __getattribute__(self, name):
-        own = {"forward_pass", "predict_on_batch", "_inner", "_seen", "_new", "_table", "__class__"}
+        own = {"forward_pass", "predict_on_batch", "__class__"}
+        own |= {"_inner", "_seen", "_new", "_table", "_generator"}
         if name in own or name.startswith("__"):
             return object.__getattribute__(self, name)
         return getattr(object.__getattribute__(self, "_inner"), name)
@@ -226,6 +227,33 @@ def test_seeds_that_a_client_would_move_for_others_are_refused_in_groups():
         private(lambda: dropping(seed=1), SGD, "gaussian")
     private(lambda: dropping(seed=1), SGD, "gaussian", clients_per_group=1)
     private(lambda: dropping(seed=None), SGD, "gaussian")
+
+
+class Drawing(Counting):
+    """Multiplies its inputs by random numbers of a generator of its own."""
+
+    def __init__(self, generator):
+        self._inner, self._generator = model_fn(), generator()
+
+    def forward_pass(self, batch, training=True):
+        factor = self._generator.uniform([], 0.5, 1.5)
+        return self._inner.forward_pass((factor * batch[0], batch[1]), training)
+
+
+def test_a_generator_whose_numbers_clients_of_a_group_would_share_is_refused():
+    """Its state was drawn once for the group, and reset before each client."""
+
+    def model():
+        return Drawing(tf.random.Generator.from_non_deterministic_state)
+
+    with pytest.raises(ValueError, match="not random, apart.*clients_per_group=1.*StateVar:0'"):
+        build_adaptive_fed_avg(model, SGD)
+    build_adaptive_fed_avg(model, SGD, clients_per_group=1)
+
+
+def test_a_generator_with_a_seed_is_the_same_in_groups():
+    process = build_adaptive_fed_avg(lambda: Drawing(lambda: tf.random.Generator.from_seed(1)), SGD)
+    assert_groups_change_nothing(process, COHORT[:2] + COHORT[-2:])
 
 
 @pytest.mark.slow
