@@ -188,7 +188,8 @@ def test_examples_that_are_fitted_by_chance_do_not_count_for_the_norm(sigma):
 
 
 def test_they_stay_open_until_something_stands_out():
-    mechanism = mechanism_of(1, noise_multiplier=0.1)
+    # Of other seeds one in some 300 has noise in one of 313 windows that stands out.
+    mechanism = mechanism_of(1, noise_multiplier=0.1, seed=1)
     for _ in range(12):
         release(mechanism, [np.zeros([4, 2], "float32")], np.ones(4))
     assert bool(mechanism.histograms.are_open())
