@@ -356,11 +356,47 @@ def test_metrics_leave_padding_out():
     history = plan.fit(model, X, np.ones(N, int), validation_data=(X, 1 + Y // 2), verbose=0)
     assert history.history["accuracy"] == [1.0]
     assert history.history["val_accuracy"] == [pytest.approx(np.mean(1 + Y // 2 == 1))]
-    again = planned(epochs=1)
-    model.compile(again.optimizer(dp.ADADP), model.loss, metrics=["accuracy"])
-    model.evaluate(X, Y, verbose=0)  # its metrics exist now
-    with pytest.warns(UserWarning, match="count the padding.*weighted_metrics"):
-        again.fit(model, X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_metrics_leave_padding_out_whenever_they_were_made(evaluated, outputs):
+    # As above; the weights of examples are 2, which only `weighted_metrics` may see.
+    plan = planned(epochs=1)
+    inputs = tf.keras.Input([6])
+    bias = tf.keras.initializers.Constant([0.0, 1.0, 0.0])
+    made = [
+        tf.keras.layers.Dense(3, kernel_initializer="zeros", bias_initializer=bias, name=f"out{i}")
+        for i in range(outputs)
+    ]
+    model = tf.keras.Model(inputs, [layer(inputs) for layer in made])
+    counted = [[tf.keras.metrics.SparseCategoricalAccuracy("right")] for _ in made]
+    summed = [[WeightSum(name="sum")] for _ in made]
+    if outputs == 1:
+        model, counted, summed = tf.keras.Model(inputs, made[0](inputs)), counted[0], summed[0]
+    losses = [tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True) for _ in made]
+    model.compile(
+        plan.optimizer(dp.DPSGD, learning_rate=0.0),
+        losses if outputs > 1 else losses[0],
+        metrics=counted,
+        weighted_metrics=summed,
+    )
+    y = [np.ones(N, int)] * outputs if outputs > 1 else np.ones(N, int)
+    if evaluated:
+        model.evaluate(X, y, verbose=0)
+    history = plan.fit(model, X, y, np.full(N, 2.0), verbose=0).history
+    right = [values for name, values in history.items() if name.endswith("right")]
+    sums = [values for name, values in history.items() if name.endswith("sum")]
+    assert right == [[1.0]] * outputs and len(sums) == outputs
+    assert all(total[0] % 2 == 0 and total[0] > 0 for total in sums)
+
+
+class WeightSum(tf.keras.metrics.Sum):
+    """The sum of all weights."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        weight = tf.zeros([]) if sample_weight is None else tf.reduce_sum(sample_weight)
+        return super().update_state(weight)
 
 
 def share_of_ones(y_true, y_pred):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import types
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -117,33 +116,49 @@ def leave_padding_out_of_metrics(model: keras.Model) -> None:
     metrics are weighted.
 
     Args:
-      model: a compiled model. If its metrics exist already, there is a warning instead.
+      model: a compiled model.
     """
     container = model._compile_metrics if GENERATION == 3 else model.compiled_metrics
     if container is None or not container._user_metrics:
         return
-    built = container.built if GENERATION == 3 else container._built
-    names = ("_user_metrics", "_user_weighted_metrics")
-    if built or container._user_weighted_metrics:
-        warnings.warn(
-            "Metrics in `metrics` count the padding of Poisson batches as examples. Pass them as "
-            "`weighted_metrics` to `compile`. Received: "
-            f"metrics={container._user_metrics!r}",
-            stacklevel=4,
-        )
+    if container.built:
+        _give_weights_to_all_metrics(container)
         return
-    if GENERATION == 2:
-        names = ("_metrics", "_weighted_metrics")
-    setattr(container, names[1], getattr(container, names[0]))
-    setattr(container, names[0], None)
     build = container.build
 
-    def build_and_guard(*args: Any, **kwargs: Any) -> None:
+    def build_and_give(*args: Any, **kwargs: Any) -> None:
         build(*args, **kwargs)
-        for metric in container.metrics:
-            _leave_rows_without_weight_out(metric)
+        _give_weights_to_all_metrics(container)
 
-    container.build = build_and_guard
+    container.build = build_and_give
+
+
+def _give_weights_to_all_metrics(container: Any) -> None:
+    """Moves metrics of a built container to those that get weights, where they select rows by them.
+
+    Their names and their order stay the same.
+
+    Args:
+      container: what holds the metrics of a compiled model. It has a list of them for each output.
+    """
+    keras3 = GENERATION == 3
+    names = [f"_flat{kind}" if keras3 else kind for kind in ("_metrics", "_weighted_metrics")]
+    without, weighted = (getattr(container, name) for name in names)
+    for output, (own, others) in enumerate(zip(list(without), list(weighted))):
+        plain, weighing = (_listed(metrics) for metrics in (own, others))
+        if not plain:
+            continue
+        for metric in plain:
+            _leave_rows_without_weight_out(metric)
+        together = [*plain, *weighing]
+        if keras3:
+            together = type(own)(together, name=own.name, output_name=own.output_name)
+        without[output], weighted[output] = None if keras3 else [None], together
+
+
+def _listed(metrics: Any) -> list[keras.metrics.Metric]:
+    """The metrics of one output, without the places of those that are missing."""
+    return [metric for metric in getattr(metrics, "metrics", metrics) or () if metric is not None]
 
 
 def _leave_rows_without_weight_out(metric: keras.metrics.Metric) -> None:
