@@ -151,16 +151,26 @@ def plot(trials: Sequence[Trial]) -> Any:
     """How far the accuracy at each tolerance is from that at the best one."""
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(7, 4.5))
-    for (size, data, inputs, sigma, _), of_tolerance in by_problem(trials).items():
+    found = by_problem(trials)
+    sizes = sorted({size for size, *_ in found})  # a color for each
+    tolerances = sorted({t for of_tolerance in found.values() for t in of_tolerance})
+    figure, axis = plt.subplots(figsize=(9, 4.5))
+    for number, ((size, data, inputs, sigma, _), of_tolerance) in enumerate(found.items()):
         means = {t: float(np.mean(values)) for t, values in sorted(of_tolerance.items())}
         best = max(means.values())
-        label = f"{data}, {inputs}, σ = {sigma:g}, d = {size:,}"
-        axis.plot(list(means), [mean - best for mean in means.values()], "o-", label=label)
-    axis.set(
-        xlabel="first tolerance", ylabel="held-out accuracy minus that of the best", xscale="log"
-    )
-    axis.legend(fontsize=7)
+        axis.plot(
+            list(means),
+            [mean - best for mean in means.values()],
+            color=f"C{sizes.index(size)}",
+            marker="os^Dv"[number % 5],
+            linestyle=("-", "--", ":")[number % 3],
+            label=f"{data}, {inputs}, σ = {sigma:g}, d = {size:,}",
+        )
+    axis.set(xlabel="first tolerance", ylabel="held-out accuracy minus that of the best")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(tolerances, [f"{t:g}" for t in tolerances])
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     return figure
 
