@@ -2,9 +2,10 @@
 
 This experiment is not in the papers, where the tolerance is 1 (ADADP, version 1, algorithm 1). It
 trains the problems of `untuned`, and a wider network, on four fifths of their training data with
-several first tolerances, on inputs that `PrivateNormalization` normalizes, and measures accuracy on
-the last fifth. No test data are used, except that `untuned` takes the words and document
-frequencies of the reviews, and the means of CIFAR-10's features, from test inputs as public ones.
+several first tolerances, on inputs that `PrivateNormalization` normalizes and on some as they are,
+and measures accuracy on the last fifth. No test data are used, except that `untuned` takes the
+words and document frequencies of the reviews, and the means of CIFAR-10's features, from test
+inputs as public ones.
 
 Privacy claim: each run alone is (ε, δ)-DP, δ = 1e-5, for adding or removing one training example.
 Batches are drawn by Poisson sampling. ε does not include the cost of a choice between the runs.
@@ -39,6 +40,7 @@ class Setting:
       seeds: of each tolerance.
       hidden_units: `None` for those of the problem.
       epochs: likewise.
+      normalized: whether the inputs are normalized.
     """
 
     data: str
@@ -48,6 +50,7 @@ class Setting:
     seeds: int = 1
     hidden_units: tuple[int, ...] | None = None
     epochs: int | None = None
+    normalized: bool = True
 
 
 WIDE = (1024, 1024)
@@ -58,8 +61,10 @@ SETTINGS = {
         Setting("digits", "/ 16", 8.0, (0.25, 0.5, 1.0), 4),
         Setting("adult", "in [0, 1]", 2.0, (0.125, 0.25, 0.5, 1.0, 2.0), 2),
         Setting("adult", "in [0, 1]", 8.0, (0.25, 0.5, 1.0), 2),
+        Setting("adult", "in [0, 1]", 2.0, (0.5, 1.0), 2, normalized=False),
         Setting("reviews", "tf-idf", 1.0, (0.125, 0.25, 0.5, 1.0, 2.0)),
         Setting("reviews", "tf-idf", 2.0, (0.25, 0.5, 1.0)),
+        Setting("reviews", "tf-idf", 1.0, (0.5, 1.0), 2, normalized=False),
         Setting("reviews", "counts / 290", 1.0, (0.25, 0.5, 1.0)),
         Setting("mnist", "standardized", 1.0, (0.5, 1.0, 2.0)),
         Setting("mnist", "standardized", 2.0, (0.5, 1.0, 2.0, 4.0)),
@@ -85,6 +90,7 @@ def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
             "noise_multiplier": setting.noise_multiplier,
             "hidden_units": list(setting.hidden_units or problem.hidden_units),
             "epochs": setting.epochs or problem.epochs,
+            "normalized": setting.normalized,
         }
         found += [
             {**common, "tolerance": tolerance, "seed": seed}
@@ -106,7 +112,7 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     """
     del data_dir
     arguments = {"l2_norm_clip": 1.0, "tolerance": settings["tolerance"]}
-    of_untuned = {**settings, "optimizer": "ADADP", "arguments": arguments, "normalized": True}
+    of_untuned = {**settings, "optimizer": "ADADP", "arguments": arguments}
     problem = dataclasses.replace(
         untuned.PROBLEMS[settings["data"]], hidden_units=tuple(settings["hidden_units"])
     )
@@ -119,7 +125,7 @@ def by_problem(trials: Sequence[Trial]) -> dict[tuple, dict[float, list[float]]]
     """Accuracies by problem, with its number of parameters, and by tolerance."""
     found: dict[tuple, dict[float, list[float]]] = {}
     for trial in trials:
-        names = ("data", "inputs", "noise_multiplier", "epochs")
+        names = ("data", "inputs", "noise_multiplier", "epochs", "normalized")
         key = (trial.result["num_parameters"], *(trial.settings[n] for n in names))
         of_tolerance = found.setdefault(key, {})
         accuracy = trial.result["accuracy"][-1]
@@ -132,7 +138,7 @@ def table(trials: Sequence[Trial]) -> str:
     found = by_problem(trials)
     tolerances = sorted({t for of_tolerance in found.values() for t in of_tolerance})
     rows = []
-    for (size, data, inputs, sigma, epochs), of_tolerance in found.items():
+    for (size, data, inputs, sigma, epochs, normalized), of_tolerance in found.items():
         means = {t: np.mean(values) for t, values in of_tolerance.items()}
         best = max(means, key=means.__getitem__)
         marks = {t: "**" if t == best else "" for t in means}
@@ -141,7 +147,9 @@ def table(trials: Sequence[Trial]) -> str:
             for t in tolerances
         ]
         default = tf_adaptive_dp.update_rules.step_doubling.default_tolerance(size)
-        name = f"{data}, {inputs}, σ = {sigma:g}, {epochs} epochs"
+        name = (
+            f"{data}, {inputs}, σ = {sigma:g}, {epochs} epochs{'' if normalized else ', as it is'}"
+        )
         rows.append([name, f"{size:,}", f"{default:.2f}", *cells])
     columns = ["problem", "parameters", "default", *(f"{t:g}" for t in tolerances)]
     return report.table(columns, rows)
@@ -155,7 +163,9 @@ def plot(trials: Sequence[Trial]) -> Any:
     sizes = sorted({size for size, *_ in found})  # a color for each
     tolerances = sorted({t for of_tolerance in found.values() for t in of_tolerance})
     figure, axis = plt.subplots(figsize=(9, 4.5))
-    for number, ((size, data, inputs, sigma, _), of_tolerance) in enumerate(found.items()):
+    for number, (problem, of_tolerance) in enumerate(found.items()):
+        size, data, inputs, sigma, _, normalized = problem
+        as_it_is = "" if normalized else ", not normalized"
         means = {t: float(np.mean(values)) for t, values in sorted(of_tolerance.items())}
         best = max(means.values())
         axis.plot(
@@ -164,7 +174,7 @@ def plot(trials: Sequence[Trial]) -> Any:
             color=f"C{sizes.index(size)}",
             marker="os^Dv"[number % 5],
             linestyle=("-", "--", ":")[number % 3],
-            label=f"{data}, {inputs}, σ = {sigma:g}, d = {size:,}",
+            label=f"{data}, {inputs}{as_it_is}, σ = {sigma:g}, d = {size:,}",
         )
     axis.set(xlabel="first tolerance", ylabel="held-out accuracy minus that of the best")
     axis.set_xscale("log", base=2)
