@@ -158,7 +158,9 @@ def test_poisson_sampling_is_a_proof_for_draws_that_were_checked_and_a_label_is_
     checked = dataclasses.replace(ONE, checks=[BatchChecks(checked=6_000)])
     text = words(checked, N, DELTA, sampling="poisson")
     assert "are stated to have been drawn by Poisson sampling; if so, this epsilon is an" in text
-    assert "The library verified that each batch was a fresh draw, but not how." in text
+    assert (
+        "The library verified that each batch was a fresh draw, but not how it was drawn." in text
+    )
     assert "proven" not in text
     drawn = dp.PoissonSampling.for_batch_size(200, N, steps=6_000)
     text = words(checked, N, DELTA, sampling=drawn)

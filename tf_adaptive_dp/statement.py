@@ -166,7 +166,7 @@ def privacy_statement(
       rounded up). Unit: one example. Adjacency: data sets that differ by adding or
       removing one example. The batches are stated to have been drawn by Poisson
       sampling; if so, this epsilon is an upper bound. The library verified that each
-      batch was a fresh draw, but not how.
+      batch was a fresh draw, but not how it was drawn.
       <BLANKLINE>
     """
     if isinstance(sampling, Sampling):
@@ -275,21 +275,25 @@ def claim(
     if label == "shuffled":
         return _shuffled_claim(spent, unamplified, terms, unit) + seed_warning(sampling, unit)
     text = f"Differential privacy with epsilon = {format_epsilon(spent)} and {terms} "
-    secret = "" if not seeded_noise and getattr(sampling, "seed", None) is None else _TO_OTHERS
+    to_whom = "" if not seeded_noise and getattr(sampling, "seed", None) is None else _TO_OTHERS
     if num_unchecked or isinstance(sampling, str):
         text += (
             f"The {unit.batches} are stated to have been drawn {drawn.how}; if so, this epsilon is "
-            f"an upper bound{secret}. "
+            f"an upper bound{to_whom}. "
         )
+        if num_unchecked:
+            text += (
+                f"The library did not verify that the {unit.batch} {drawn.verified} for "
+                f"{num_unchecked} of the {unit.releases}."
+            )
+        else:
+            text += (
+                f"The library verified that each {unit.batch} {drawn.verified}, but not how it was "
+                "drawn."
+            )
+    elif to_whom:
         text += (
-            f"The library did not verify that the {unit.batch} {drawn.verified} for "
-            f"{num_unchecked} of the {unit.releases}."
-            if num_unchecked
-            else f"The library verified that each {unit.batch} {drawn.verified}, but not how."
-        )
-    elif secret:
-        text += (
-            f"The {unit.batches} were drawn {drawn.how}. This epsilon is an upper bound{secret}."
+            f"The {unit.batches} were drawn {drawn.how}. This epsilon is an upper bound{to_whom}."
         )
     else:
         text += (
