@@ -134,17 +134,17 @@ def leave_padding_out_of_metrics(model: keras.Model) -> None:
 
 
 def _give_weights_to_all_metrics(container: Any) -> None:
-    """Moves metrics of a built container to those that get weights, where they select rows by them.
+    """Moves the metrics of a container to those that get weights, by which they then select rows.
 
     Their names and their order stay the same.
 
     Args:
-      container: what holds the metrics of a compiled model. It has a list of them for each output.
+      container: what holds the metrics of a compiled model, after they have been made.
     """
     keras3 = GENERATION == 3
     names = [f"_flat{kind}" if keras3 else kind for kind in ("_metrics", "_weighted_metrics")]
     without, weighted = (getattr(container, name) for name in names)
-    for output, (own, others) in enumerate(zip(list(without), list(weighted))):
+    for output, (own, others) in enumerate(zip(without, weighted)):
         plain, weighing = (_listed(metrics) for metrics in (own, others))
         if not plain:
             continue

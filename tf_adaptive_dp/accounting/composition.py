@@ -360,7 +360,7 @@ def _read(
         )
     known = [BatchChecks(*of_segment) for of_segment in getattr(found, "checks", ())]
     known += [BatchChecks()] * (len(found.segments) - len(known))
-    sizes = _sizes_seen(found.segments, known)
+    sizes = _larger_sizes(found.segments, known)
     for declared, seen in sizes.items():
         warnings.warn(wrong_size(declared, seen), stacklevel=4)
     read = []
@@ -374,8 +374,8 @@ def _read(
     return [(s, of) for s, of in read if s.num_releases], tuple(found.other_events)
 
 
-def _sizes_seen(segments: Sequence, known: Sequence[BatchChecks]) -> dict[float, float]:
-    """By declared size, that of the batches that turned out larger.
+def _larger_sizes(segments: Sequence, known: Sequence[BatchChecks]) -> dict[float, float]:
+    """The size that batches turned out to have, by the smaller one that was declared for them.
 
     It takes several batches to notice that they are a little larger than declared. Those before may
     well have been as large, so all releases with the declared size count with the larger one.
@@ -383,8 +383,7 @@ def _sizes_seen(segments: Sequence, known: Sequence[BatchChecks]) -> dict[float,
     sizes: dict[float, float] = {}
     for segment, of_segment in zip(segments, known):
         if of_segment.declared:
-            before = sizes.get(of_segment.declared, 0.0)
-            sizes[of_segment.declared] = max(segment[1], before)
+            sizes[of_segment.declared] = max(segment[1], sizes.get(of_segment.declared, 0.0))
     return sizes
 
 

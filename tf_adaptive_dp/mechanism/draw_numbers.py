@@ -128,8 +128,8 @@ class Number(NamedTuple):
 
     Attributes:
       digests: [K], int64.
-      known: [K], bool, whether each distinguishes this draw from others. It does not if what it is
-        the digest of is so small or so uniform that another draw may well look the same.
+      known: [K], bool, whether each distinguishes this draw from others. It does not if it is the
+        digest of something so small or so uniform that another draw may well look the same.
       marked: bool scalar, whether something among the inputs has a mark of our Poisson samplers:
         a zero with a negative sign. Weights of users, which may be zero, do not hide it.
     """
@@ -233,8 +233,8 @@ class Seen(NamedTuple):
 class SeenDraws:
     """The numbers of released batches: all of the last 40,000, and most of the last 120,000.
 
-    A batch of our Poisson samplers has one number, as one with a single input; any other has one
-    more than inputs.
+    A batch of our Poisson samplers has one number, and so does one with a single input. Any other
+    batch has one for each input, and one for all of them.
 
     They are raw, NOT private. They do not belong to the optimizer's variables, so they are neither
     saved nor restored. But an optimizer that goes on with the ledger of another one, made by
@@ -305,8 +305,7 @@ class SeenDraws:
         unknown, copies, nearest = tf.unstack(self._parts.read_value())
         unknown += tf.cast(~tf.reduce_any(known), tf.int64)
         copies += tf.cast(tf.reduce_any(tf.equal(distances, 0)), tf.int64)
-        earlier = tf.where(distances > 0, distances, tf.fill(tf.shape(distances), nearest))
-        nearest = tf.minimum(nearest, tf.reduce_min(earlier))
+        nearest = tf.minimum(nearest, tf.reduce_min(tf.where(distances > 0, distances, nearest)))
         now = tf.stack([unknown, copies, nearest])
         with tf.control_dependencies([distances]):
             parts = self._parts.assign(tf.where(complete, tf.constant(_NO_PARTS), now))
@@ -334,7 +333,7 @@ class SeenDraws:
         )
         entered = tf.stack([digests, tf.fill(tf.shape(digests), release)], axis=1)
         entered = tf.where(known[:, tf.newaxis], entered, tf.zeros_like(entered))
-        into = tf.where(known, buckets, tf.fill(tf.shape(buckets), tf.constant(_BUCKETS, tf.int64)))
+        into = tf.where(known, buckets, tf.constant(_BUCKETS, tf.int64))
         with tf.control_dependencies([distances]):
             # A `MirroredStrategy` with one replica wraps the variable, and wrappers cannot scatter.
             (own,) = local_copies(seen)

@@ -178,7 +178,7 @@ class Sampling(abc.ABC):
         return new_key(self.seed)
 
     def remember_key(self, num_examples: int, key: bytes) -> None:
-        """Notes the key of a dataset, where batches of another key would not be fresh draws."""
+        """Notes the key of a dataset, which some samplings need to tell orders apart."""
         del num_examples, key
 
     def key_of_pass(self, key: bytes, number: int) -> bytes:

@@ -112,7 +112,7 @@ def fixed_size_epsilon(
 
 
 def refuse_other_sizes(ledger: Any) -> None:
-    """Raises ValueError if an optimizer's first batch had a size with which no release counts.
+    """Raises ValueError if no release counts with the size that the first batch had.
 
     Batches that are a little larger than declared pass for draws of random size for a while. Those
     of a fixed size have no such excuse.
@@ -124,7 +124,7 @@ def refuse_other_sizes(ledger: Any) -> None:
     declared = sorted({batch_size for _, batch_size, _ in ledger_of(ledger).segments})
     if rows and declared and rows not in declared:
         raise ValueError(
-            "Batches of a fixed size have the `expected_batch_size` that ε is computed for. "
+            "Batches of a fixed size must have the `expected_batch_size` that ε is computed with. "
             f"Received: batches of {rows} rows, expected_batch_size={declared[-1]:g}. Create the "
             f"optimizer with `expected_batch_size={rows}`. What was released so far costs at most "
             f"what a ledger with that size says, `accounting.Releases([(noise_multiplier, {rows}, "

@@ -147,12 +147,14 @@ def table(trials: Sequence[Trial]) -> str:
             for t in tolerances
         ]
         default = tf_adaptive_dp.update_rules.step_doubling.default_tolerance(size)
-        name = (
-            f"{data}, {inputs}, σ = {sigma:g}, {epochs} epochs{'' if normalized else ', as it is'}"
-        )
+        name = f"{_units(data, inputs, normalized)}, σ = {sigma:g}, {epochs} epochs"
         rows.append([name, f"{size:,}", f"{default:.2f}", *cells])
     columns = ["problem", "parameters", "default", *(f"{t:g}" for t in tolerances)]
     return report.table(columns, rows)
+
+
+def _units(data: str, inputs: str, normalized: bool) -> str:
+    return f"{data}, {inputs}" + ("" if normalized else ", not normalized")
 
 
 def plot(trials: Sequence[Trial]) -> Any:
@@ -165,7 +167,6 @@ def plot(trials: Sequence[Trial]) -> Any:
     figure, axis = plt.subplots(figsize=(9, 4.5))
     for number, (problem, of_tolerance) in enumerate(found.items()):
         size, data, inputs, sigma, _, normalized = problem
-        as_it_is = "" if normalized else ", not normalized"
         means = {t: float(np.mean(values)) for t, values in sorted(of_tolerance.items())}
         best = max(means.values())
         axis.plot(
@@ -174,7 +175,7 @@ def plot(trials: Sequence[Trial]) -> Any:
             color=f"C{sizes.index(size)}",
             marker="os^Dv"[number % 5],
             linestyle=("-", "--", ":")[number % 3],
-            label=f"{data}, {inputs}{as_it_is}, σ = {sigma:g}, d = {size:,}",
+            label=f"{_units(data, inputs, normalized)}, σ = {sigma:g}, d = {size:,}",
         )
     axis.set(xlabel="first tolerance", ylabel="held-out accuracy minus that of the best")
     axis.set_xscale("log", base=2)
