@@ -73,22 +73,35 @@ def test_an_operation_that_was_vouched_for_wrongly_is_found(monkeypatch):
         dp.validation.check_per_example(model(reversing), BATCH, loss=LOSS)
 
 
-def double_biases(monkeypatch):
-    """Makes the rule for biases a wrong one."""
-    right = RULES["BiasAdd"]
+def double_gradients(monkeypatch, operation="BiasAdd"):
+    """Makes the rule for biases, or for another operation, a wrong one."""
+    right = RULES[operation]
 
     def twice(context):
         part = right(context)
         part.tensors[0] *= 2.0
         return part
 
-    monkeypatch.setitem(RULES, "BiasAdd", twice)
+    monkeypatch.setitem(RULES, operation, twice)
 
 
 def test_a_wrong_rule_is_found(monkeypatch):
-    double_biases(monkeypatch)
+    double_gradients(monkeypatch)
     with pytest.raises(dp.NotPrivateError, match="not those of single examples"):
         dp.validation.check_per_example(model(), BATCH, loss=LOSS)
+
+
+@pytest.mark.parametrize("second", [0, 1], ids=["all", "all but one"])
+def test_examples_whose_loss_is_almost_zero_are_no_sign_of_a_wrong_rule(second, monkeypatch):
+    """With raw inputs, the squares of their gradients underflow: `validate` failed by chance."""
+    dense = layers.Dense(3)
+    saturated = tf.keras.Sequential([tf.keras.Input([2]), dense])
+    dense.kernel.assign([[6e-5, 0, 0], [0, 0.1, 0.2]])  # a logit of 60
+    batch = np.array([[1e6, 0.3], [1e6, -1], [1e6, 2]], "float32"), np.array([0, second, 0])
+    assert dp.validation.check_per_example(saturated, batch, loss=LOSS).norm_error < 1e-5
+    double_gradients(monkeypatch, "MatMul")
+    with pytest.raises(dp.NotPrivateError, match="not those of single examples"):
+        dp.validation.check_per_example(saturated, batch, loss=LOSS)
 
 
 @pytest.mark.parametrize("loss", [5, "mse"])
@@ -108,7 +121,7 @@ def test_examples_that_are_not_finite_are_left_out_and_hide_nothing(row, monkeyp
     x[row, 0] = np.nan
     report = dp.validation.check_per_example(model(), (x, BATCH[1]), loss=LOSS)
     assert report.num_examples == 5 and max(report.norm_error, report.sum_error) < 1e-5
-    double_biases(monkeypatch)
+    double_gradients(monkeypatch)
     with pytest.raises(dp.NotPrivateError, match="not those of single examples"):
         dp.validation.check_per_example(model(), (x, BATCH[1]), loss=LOSS)
 

@@ -34,7 +34,8 @@ class PerExampleReport(NamedTuple):
     """How far per-example gradients are from the gradients of one example at a time.
 
     Attributes:
-      norm_error: the largest relative error of a squared norm.
+      norm_error: the largest error of a squared norm, relative to the largest of itself, a
+        ten-thousandth of the largest squared norm and 1e-20.
       sum_error: the largest error of a weighted sum, relative to the larger of its own largest
         entry and a hundredth of the largest entry over all variables.
       num_examples: the number of compared examples, or users. Those whose gradient alone is not
@@ -203,11 +204,14 @@ def _compare(
     true_sums = [
         np.tensordot(weights[finite], np.stack(column)[finite], axes=1) for column in zip(*alone)
     ]
+    # The squares of an example whose loss is almost 0 underflow in float32: with raw inputs, its
+    # norm may be 10^10 times too large, which is safe and no sign of a wrong rule.
+    smallest_norm = max(1e-4 * float(np.max(true_norms[finite])), 1e-20)
     # Some gradients are zero except for rounding, such as that of a bias before a normalization.
     smallest = 0.01 * max(float(np.max(np.abs(b), initial=0.0)) for b in true_sums)
     # `np.max` keeps NaN; `max` may lose it.
     return PerExampleReport(
-        float(np.max([_relative(norms[i], true_norms[i]) for i in finite])),
+        float(np.max([_relative(norms[i], true_norms[i], smallest_norm) for i in finite])),
         float(np.max([_relative(a, b, smallest) for a, b in zip(sums, true_sums)])),
         int(finite.size),
         without_rules,
