@@ -89,6 +89,14 @@ def test_what_the_plan_makes_agrees_with_it():
     assert budget.steps == 16 and budget.epsilon == plan.epsilon
 
 
+def test_a_plan_tells_its_optimizer_that_it_normalizes_the_inputs():
+    assert not planned().optimizer(dp.ADADP).normalized_inputs
+    plan = planned(normalize_inputs=True)
+    assert plan.optimizer(dp.ADADP).normalized_inputs
+    assert not plan.optimizer(dp.ADADP, normalized_inputs=False).normalized_inputs
+    assert not hasattr(plan.optimizer(dp.DPSGD, learning_rate=0.1), "normalized_inputs")
+
+
 BAD = {
     "neither": ({"noise_multiplier": None}, ValueError, "either `epsilon` or `noise_multiplier`"),
     "both": ({"epsilon": 1.0}, ValueError, "either `epsilon` or `noise_multiplier`"),

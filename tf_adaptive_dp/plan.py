@@ -312,6 +312,8 @@ class PrivacyPlan:
     ) -> tf.keras.optimizers.Optimizer:
         """Makes an optimizer with the noise and the batch size of the plan.
 
+        `ADADP` is told whether the plan normalizes the inputs.
+
         Args:
           optimizer_class: `UntunedSGD` or another optimizer class of the library.
           l2_norm_clip: C, the bound on the L2 norm of each example's gradient. `None` means 1, or
@@ -341,10 +343,13 @@ class PrivacyPlan:
                 "`tf_adaptive_dp.ADADP`; `make_dp_optimizer_class` makes one of a Keras "
                 f"class. Received: optimizer_class={optimizer_class!r}"
             )
+        arguments = inspect.signature(optimizer_class).parameters
         if l2_norm_clip is not None:
             kwargs["l2_norm_clip"] = l2_norm_clip
-        elif "l2_norm_clip" in inspect.signature(optimizer_class).parameters:
+        elif "l2_norm_clip" in arguments:
             kwargs["l2_norm_clip"] = 1.0
+        if self.normalize_inputs and "normalized_inputs" in arguments:
+            kwargs.setdefault("normalized_inputs", True)
         if not self.noise.is_independent:
             kwargs["noise"] = self.noise
         if self._users is not None:

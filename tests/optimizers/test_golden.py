@@ -161,6 +161,24 @@ def test_adadp_keeps_a_finite_learning_rate(gradient, initial_factor, up, down):
     assert float(optimizer.learning_rate) == pytest.approx(0.1 * factor, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "arguments, tolerance",
+    [
+        ({}, 1.0),
+        ({"normalized_inputs": True}, 0.5),
+        ({"normalized_inputs": True, "tolerance": 0.6}, 0.6),
+    ],
+)
+def test_adadp_starts_at_half_the_tolerance_if_inputs_are_normalized(arguments, tolerance):
+    optimizer = dp.ADADP.from_config(dp.ADADP(1.0, 0.0, **arguments).get_config())
+    w = tf.Variable(tf.zeros([10_000]))
+    optimizer.build([w])
+    for norm in (0.0, 16.0):  # err = η / 2 · 16 = 0.8
+        g = tf.fill([10_000], norm / 100)
+        optimizer.apply_gradients([(g, w)], non_private_gradients=True)
+    assert float(optimizer.learning_rate) == pytest.approx(0.1 * tolerance / 0.8, rel=1e-5)
+
+
 def test_adadp_decays_weights_once_a_pair():
     def last(weight_decay):
         optimizer = dp.ADADP(1.0, 0.0, learning_rate=0.1, weight_decay=weight_decay)

@@ -151,6 +151,14 @@ def test_the_default_tolerance_is_1_but_for_few_and_for_many_parameters(size, ex
     assert default_tolerance(size) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    "size, expected",
+    [(1, 0.02), (624, 0.4996), (67_500, 0.5), (270_000, 1.0), (1_080_000, 2.0)],
+)
+def test_the_default_tolerance_for_normalized_inputs(size, expected):
+    assert default_tolerance(size, normalized_inputs=True) == pytest.approx(expected, rel=1e-4)
+
+
 def test_the_decayed_tolerance_lets_noise_grow_like_a_logarithm():
     steps = np.arange(200_000)
     tolerances = decayed_tolerance(2.0, tf.constant(steps), 0.01).numpy()

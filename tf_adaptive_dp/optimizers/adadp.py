@@ -59,15 +59,19 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
       {{side_information_args}}
       learning_rate: the first η. The first steps find a suitable rate from almost any value.
       tolerance: tol at the start. `None` uses 1, the value printed in the paper, or √d / 50 if d,
-        the number of parameters, is below 2,500, or √(d / 270,000) if d is above 270,000. The
-        paper's code counted every parameter ten times in err, so its results correspond to 1/√10.
-        See `suggest_tolerance`.
+        the number of parameters, is below 2,500, or √(d / 270,000) if d is above 270,000; with
+        `normalized_inputs` 1/2 in place of 1, if that is more than √(d / 270,000). The paper's code
+        counted every parameter ten times in err, so its results correspond to 1/√10. See
+        `suggest_tolerance`.
       tolerance_decay: how fast tol falls. 0 keeps it constant.
       alpha_min: the smallest factor of one adaptation.
       alpha_max: the largest factor of one adaptation.
       initial_factor: how much larger or smaller one adaptation may make η at first, until there
         have been errors above tol and below it. 1 leaves this to `alpha_min` and `alpha_max`, as
         the paper does.
+      normalized_inputs: whether the model's inputs have mean 0 and variance 1, or nearly so. Only
+        the first tolerance depends on it, and only if `tolerance` is `None`. A `PrivacyPlan` with
+        `normalize_inputs=True` says so to its optimizer.
       keep: which point to keep after two minibatches: `"half_steps"`, θ̃ (the supplement), or
         `"euler"`, θ̂ (version 1).
       discard: whether to return to the point before both minibatches if err > tol.
@@ -114,6 +118,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
         alpha_min: float = 0.9,
         alpha_max: float = 1.1,
         initial_factor: float = 2.0,
+        normalized_inputs: bool = False,
         keep: str = "half_steps",
         discard: bool = False,
         freeze_learning_rate_after: int | None = None,
@@ -150,6 +155,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
         if self.alpha_min > 1:
             raise ValueError(f"`alpha_min` must be at most 1. Received: alpha_min={alpha_min!r}")
         self.initial_factor = checks.number("initial_factor", initial_factor, 1)
+        self.normalized_inputs = checks.boolean("normalized_inputs", normalized_inputs)
         self.keep = checks.choice("keep", keep, ("half_steps", "euler"))
         self.discard = checks.boolean("discard", discard)
         if freeze_learning_rate_after is not None:
@@ -249,7 +255,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
         first = self.tolerance
         if first is None:
             num_parameters = sum(point.shape.num_elements() for point in self._euler_points)
-            first = step_doubling.default_tolerance(num_parameters)
+            first = step_doubling.default_tolerance(num_parameters, self.normalized_inputs)
         return step_doubling.decayed_tolerance(first, self.iterations // 2, self.tolerance_decay)
 
     def _epochs_frozen(self, iterations: tf.Tensor) -> tf.Tensor:
@@ -298,6 +304,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
             "alpha_min": self.alpha_min,
             "alpha_max": self.alpha_max,
             "initial_factor": self.initial_factor,
+            "normalized_inputs": self.normalized_inputs,
             "keep": self.keep,
             "discard": self.discard,
             "freeze_learning_rate_after": self.freeze_learning_rate_after,

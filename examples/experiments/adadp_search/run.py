@@ -97,7 +97,11 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
       See `training.fit`; evaluated once, on held-out training data.
     """
     del data_dir
-    arguments = {"l2_norm_clip": 1.0, "initial_factor": settings["initial_factor"]}
+    arguments = {
+        "l2_norm_clip": 1.0,
+        "initial_factor": settings["initial_factor"],
+        "normalized_inputs": False,  # so that the first tolerance is at least 1, as in the paper
+    }
     of_untuned = {**settings, "optimizer": "ADADP", "arguments": arguments, "normalized": True}
     problem = dataclasses.replace(
         untuned.PROBLEMS[settings["data"]], batch_size=settings["batch_size"]

@@ -316,8 +316,9 @@ def fit(
         tf.keras.Input([train[0].shape[1]]),
         *layers_of(settings["data"], settings["inputs"], settings["factor"]),
     ]
-    noise, others = settings["noise_multiplier"], ()
+    noise, others, arguments = settings["noise_multiplier"], (), settings["arguments"]
     if settings.get("normalized"):
+        arguments = {"normalized_inputs": True, **arguments}
         plan = plan_of_same_epsilon(settings, len(train[1]), problem.batch_size)
         noise, others = plan.noise_multiplier, plan.other_events
         inputs = train[0]
@@ -336,7 +337,7 @@ def fit(
         *known,
         noise_multiplier=noise,
         expected_batch_size=problem.batch_size,
-        **settings["arguments"],
+        **arguments,
     )
     optimizer.ledger.other_events += others
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
