@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -86,6 +87,7 @@ def test_what_was_released_before_with_the_same_declaration_counts_as_large():
 def test_batches_of_a_fixed_size_have_the_size_that_was_declared(parts):
     """30 of 26 where 20 were declared passed for draws with a mean of 20."""
     declared, rows = 20, 26
+    subsets = dp.sampling.FixedSizeSampling(declared, steps=9)
     for expected in (declared, rows):
         optimizer = dp.DPSGD(
             1.0, 2.0, expected_batch_size=expected, gradient_accumulation_steps=parts
@@ -100,6 +102,10 @@ def test_batches_of_a_fixed_size_have_the_size_that_was_declared(parts):
                 "fixed", o, 2.0, 20.0, 400, 9.0, DELTA
             ),
             lambda o=optimizer: dp.privacy_statement(o, 400, DELTA, sampling="fixed"),
+            lambda o=optimizer: _same_size(subsets, o).epsilon_spent(o, 400, DELTA),
+            lambda o=optimizer: dp.privacy_statement(
+                o, 400, DELTA, sampling=_same_size(subsets, o)
+            ),
         )
         for ask in asks:
             if expected == rows:
@@ -107,6 +113,11 @@ def test_batches_of_a_fixed_size_have_the_size_that_was_declared(parts):
                 continue
             with pytest.raises(ValueError, match="batches of 26 rows, expected_batch_size=20.*=26"):
                 ask()
+
+
+def _same_size(sampling, optimizer):
+    """The sampling, of batches of the size that the optimizer was told."""
+    return dataclasses.replace(sampling, batch_size=int(optimizer.expected_batch_size))
 
 
 def _one_step(optimizer, variable, x):

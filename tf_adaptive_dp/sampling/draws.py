@@ -346,6 +346,32 @@ class FullBatches(Sampling):
         del num_examples
         return float(self.batch_size)
 
+    def check_ledger(self, ledger: Any, num_examples: int) -> None:
+        """Raises ValueError if a ledger or an optimizer contradicts the sampling."""
+        super().check_ledger(ledger, num_examples)
+        refuse_other_sizes(ledger)
+
+
+def refuse_other_sizes(ledger: Any) -> None:
+    """Raises ValueError if no release counts with the size that the first batch had.
+
+    Batches that are a little larger than declared pass for draws of random size for a while. Those
+    of a fixed size have no such excuse.
+
+    Args:
+      ledger: an optimizer; a ledger alone does not know the size of its batches.
+    """
+    rows = getattr(ledger, "rows_per_batch", 0) * getattr(ledger, "parts_per_batch", 1)
+    declared = sorted({batch_size for _, batch_size, _ in ledger_of(ledger).segments})
+    if rows and declared and rows not in declared:
+        raise ValueError(
+            "Batches of a fixed size must have the `expected_batch_size` that ε is computed with. "
+            f"Received: batches of {rows} rows, expected_batch_size={declared[-1]:g}. Create the "
+            f"optimizer with `expected_batch_size={rows}`. What was released so far costs at most "
+            f"what a ledger with that size says, `accounting.Releases([(noise_multiplier, {rows}, "
+            "num_releases)])`."
+        )
+
 
 def counted(number: int, one: str, several: str | None = None) -> str:
     """A number with its noun, in the singular or the plural.

@@ -15,7 +15,6 @@ from dp_accounting.pld import pld_pmf, privacy_loss_mechanism
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import unprotected
-from tf_adaptive_dp.accounting.ledger import ledger_of
 from tf_adaptive_dp.sampling import draws
 
 
@@ -109,27 +108,6 @@ def fixed_size_epsilon(
     if accountant == "rdp" or costly or not counts:
         return bound
     return min(bound, _pld_epsilon(tuple(sorted(counts.items())), delta))
-
-
-def refuse_other_sizes(ledger: Any) -> None:
-    """Raises ValueError if no release counts with the size that the first batch had.
-
-    Batches that are a little larger than declared pass for draws of random size for a while. Those
-    of a fixed size have no such excuse.
-
-    Args:
-      ledger: an optimizer; a ledger alone does not know the size of its batches.
-    """
-    rows = getattr(ledger, "rows_per_batch", 0) * getattr(ledger, "parts_per_batch", 1)
-    declared = sorted({batch_size for _, batch_size, _ in ledger_of(ledger).segments})
-    if rows and declared and rows not in declared:
-        raise ValueError(
-            "Batches of a fixed size must have the `expected_batch_size` that ε is computed with. "
-            f"Received: batches of {rows} rows, expected_batch_size={declared[-1]:g}. Create the "
-            f"optimizer with `expected_batch_size={rows}`. What was released so far costs at most "
-            f"what a ledger with that size says, `accounting.Releases([(noise_multiplier, {rows}, "
-            "num_releases)])`."
-        )
 
 
 def privacy_profile(

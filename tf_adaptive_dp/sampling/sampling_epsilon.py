@@ -7,8 +7,13 @@ from typing import Any
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
-from tf_adaptive_dp.sampling.draws import Sampling, check_unit, examples_per_user_of
-from tf_adaptive_dp.sampling.fixed_size import fixed_size_epsilon, refuse_other_sizes
+from tf_adaptive_dp.sampling.draws import (
+    Sampling,
+    check_unit,
+    examples_per_user_of,
+    refuse_other_sizes,
+)
+from tf_adaptive_dp.sampling.fixed_size import fixed_size_epsilon
 from tf_adaptive_dp.sampling.poisson import refuse_microbatches
 
 LABELS = ("shuffled", "poisson", "fixed")
