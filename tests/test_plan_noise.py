@@ -429,7 +429,7 @@ def test_a_plan_with_trees_passes_over_the_data_in_one_order():
     assert plan.sampling == FixedOrder(B, steps=PASS * EPOCHS) and plan.steps_per_epoch == PASS
     assert plan.optimizer(dp.DPAdam).noise == TreeNoise(PASS)
     assert "2 passes of 20 batches, all in one order" in plan.describe()
-    assert "; 3 of the data" in plan.describe() and "noise=TreeNoise(" in repr(plan)
+    assert "; 3 examples are in none" in plan.describe() and "noise=TreeNoise(" in repr(plan)
     assert "Poisson" not in plan.describe()
     x = np.arange(N + 3, dtype="float32")
     batches = [x.ravel() for x, *_ in plan.batches(x[:, None], x).as_numpy_iterator()]

@@ -22,7 +22,7 @@ from tf_adaptive_dp.sampling.poisson import (
 
 @dataclasses.dataclass(frozen=True)
 class CyclicPoissonSampling(RandomSizes):
-    """Poisson sampling from one of b groups of examples after the other, for noise with b bands.
+    """Poisson sampling from b groups of examples in turn, for noise with b bands.
 
     Before the first step each example is put into one of b = `num_groups` groups, uniformly and
     independently of the others. The batch of step t is drawn from group t mod b: each example of
@@ -37,7 +37,7 @@ class CyclicPoissonSampling(RandomSizes):
     gradients of the others once the earlier releases are given. Let x be in group j.
     1. The releases g_t + σ_t·C_t·w_t, with clipping bound C_t and C w = z, determine and are
        determined by y_t = Σ_k c_k·g_{t-k} / (σ_{t-k}·C_{t-k}) + z_t, where z is independent
-       standard noise. Neither σ_t nor C_t depends on the data but through earlier releases.
+       standard noise. σ_t and C_t depend on the data only through earlier releases.
     2. Cut y into blocks that begin at the steps t ≡ j (mod b), when x may join. As c has b
        coefficients, what x adds to step t moves y within the block of t alone.
     3. Given everything before the block, y without x is z plus a part of the others that is a
@@ -216,12 +216,12 @@ class CyclicPoissonSampling(RandomSizes):
         return composition.composed_epsilon(counts, events, delta, accountant)
 
     def _blocks(self, ledger: Any, num_examples: int) -> composition.Counts:
-        """In how many steps of each kind an example may join."""
+        """The number of steps of each kind that an example may join."""
         counts: composition.Counts = {}
         for noise_multiplier, _, releases in composition.read_ledger(
             ledger, num_examples, correlated=True
         )[0]:
-            # Each segment for itself, since the noise of a block is that of its first step.
+            # Segment by segment, since the noise of a block is that of its first step.
             release = (noise_multiplier, self.sampling_probability)
             counts[release] = counts.get(release, 0) - (-releases // self.num_groups)
         return counts

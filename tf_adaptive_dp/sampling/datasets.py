@@ -59,7 +59,7 @@ def poisson_batches(
     would not be: weight 0 times an infinite loss is NaN, which shows. If ones are not valid inputs
     of the model (the index 1 of a table of one row), pass a public example as `padding`.
 
-    With `user_ids`, users are drawn in place of examples. Each of the B = `sampling.max_batch_size`
+    With `user_ids`, users are drawn instead of examples. Each of the B = `sampling.max_batch_size`
     users for whom there is room has k = `sampling.examples_per_user` neighboring rows. A user's
     examples, or a random k of them, are in the first of these; the others are padding. For
     `user_reduction="mean"` the sample weight of each example is divided by the number of examples
@@ -73,9 +73,9 @@ def poisson_batches(
     sequence of draws, so no draw repeats. The sequence of the first iterator is a pure function of
     key and step. Without a seed or `key`, each call makes a new key and stores it nowhere. A
     resumed run of a `PoissonSampling` then draws new batches, which leaves ε valid because batches
-    are independent. That of a `CyclicPoissonSampling` needs the same groups: with a `start_step`
-    above 0 it raises an error unless it has the `key`. Groups follow from the places of examples,
-    so `data` must come in the same order then, which `PrivacyPlan.fit` checks and this does not. To
+    are independent. A resumed run of a `CyclicPoissonSampling` needs the same groups: a
+    `start_step` above 0 without the `key` is an error. Positions in the data determine the groups,
+    so `data` must come in the same order, which `PrivacyPlan.fit` checks and this does not. To
     continue the same sequence, make a key (`draws.new_key()`), pass it to both calls, and keep it
     with the data, not in a checkpoint that others receive.
 
@@ -178,8 +178,8 @@ def shuffled_batches(
     otherwise examples occur twice in that pass. `FixedOrder` requires it wherever a run resumes,
     since all passes have one order, and raises an error without it. Without a `key`, all datasets
     that a process makes by a `FixedOrder` with one batch size from as many examples have one order,
-    whatever its `steps`. For both, `data` must come in the same order again, which nobody checks
-    here.
+    whatever its `steps`. For both, `data` must come in the same order again, which is not
+    checked here.
 
     Args:
       data: see `poisson_batches`.
@@ -399,8 +399,8 @@ def _check(sampling: draws.Sampling, start_step: int, key: bytes | None) -> None
         draws.check_key(key, (32, 64) if cyclic else (32,))
     if sampling.keeps_distance and start_step and key is None and sampling.seed is None:
         raise ValueError(
-            "To go on at `start_step`, the groups or the order of the earlier steps are needed: "
-            "pass the `key` that they were drawn with. Received: "
+            "To continue at `start_step`, pass the `key` with which the groups or the order of the "
+            "earlier steps were drawn. Received: "
             f"start_step={start_step!r}, key=None"
         )
 

@@ -16,8 +16,8 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.ledger import ledger_of
 
-# How many examples a sampling has drawn from in this process. A sampling is a frozen value, which
-# the data does not belong to; but ε depends on their number.
+# The sizes of the data sets that a sampling has drawn from in this process. A sampling is a frozen
+# value without the data, but ε depends on the number of examples.
 _num_examples_of: dict[Sampling, set[int]] = {}
 
 _Kind = TypeVar("_Kind", bound="Sampling")
@@ -72,7 +72,7 @@ def generator(key: bytes, purpose: bytes, number: int) -> np.random.Generator:
 
 
 def remember_num_examples(sampling: Sampling, num_examples: int) -> None:
-    """Notes that batches of a sampling are drawn from so many examples."""
+    """Records that a sampling draws batches from this many examples."""
     _num_examples_of.setdefault(sampling, set()).add(num_examples)
 
 
@@ -122,8 +122,8 @@ class Sampling(abc.ABC):
         at most k examples each are in a batch; then `num_examples` is the number of users wherever
         a method takes it.
       user_reduction: `"mean"` or `"sum"`: how the gradients of a user's examples become one.
-      keeps_distance: whether it keeps two batches with the same example apart, as correlated noise
-        needs it. What keeps them apart must be known to whoever resumes a run.
+      keeps_distance: whether it keeps batches with the same example apart, as correlated noise
+        requires. A process that resumes a run must know what keeps them apart.
     """
 
     label: ClassVar[str]
@@ -173,12 +173,12 @@ class Sampling(abc.ABC):
         """Indices of the examples in the batch of a step: a pure function of its arguments."""
 
     def new_key(self, num_examples: int) -> bytes:
-        """A key for a dataset of batches drawn from so many examples, if none is given."""
+        """The key of a dataset of batches if none is given."""
         del num_examples
         return new_key(self.seed)
 
     def remember_key(self, num_examples: int, key: bytes) -> None:
-        """Notes the key of a dataset, which some samplings need to tell orders apart."""
+        """Records the key of a dataset, which some samplings need to tell orders apart."""
         del num_examples, key
 
     def key_of_pass(self, key: bytes, number: int) -> bytes:
@@ -191,10 +191,10 @@ class Sampling(abc.ABC):
         return derived_key(key, b"pass", number) if number else key
 
     def resumed_key(self, kept: bytes) -> bytes:
-        """The key with which a resumed run goes on.
+        """The key that a resumed run continues with.
 
         Args:
-          kept: 32 bytes of the run's directory, which keep batches with the same example apart.
+          kept: 32 bytes from the run's directory, which keep batches with the same example apart.
 
         Raises:
           TypeError: if the sampling does not keep them apart.
@@ -235,9 +235,9 @@ class Sampling(abc.ABC):
 
         Guarantee: a pure function of its arguments. All assignments of the drawn examples to the
         rows of all k parts are equally likely, whatever was drawn. So the places of some examples
-        have the same distribution whether or not there are others: a uniformly random injection. A
-        loss may depend on the row (position numbers, one number of seeded noise per row), and one
-        additional example moves no other one.
+        have the same distribution whether or not there are others: a uniformly random injection.
+        Therefore a loss may depend on the row (position numbers, one number of seeded noise per
+        row): one additional example moves no other one.
         """
         k = gradient_accumulation_steps
         rows = self.rows_per_batch(k) // (self.examples_per_user or 1)
@@ -355,8 +355,8 @@ class FullBatches(Sampling):
 def refuse_other_sizes(ledger: Any) -> None:
     """Raises ValueError if no release counts with the size that the first batch had.
 
-    Batches that are a little larger than declared pass for draws of random size for a while. Those
-    of a fixed size have no such excuse.
+    Batches of random size may by chance be a little larger than declared. Batches of a fixed size
+    may not.
 
     Args:
       ledger: an optimizer; a ledger alone does not know the size of its batches.

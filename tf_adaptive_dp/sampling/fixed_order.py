@@ -20,7 +20,7 @@ _orders_of: dict[tuple[int, int], set[bytes]] = {}
 class FixedOrder(draws.FullBatches):
     """Passes over the data, all in the same random order; an incomplete batch is dropped.
 
-    An example is in every s-th batch, s = floor(n / batch_size). Correlated noise needs to know no
+    An example is in every s-th batch, s = floor(n / batch_size). Correlated noise requires nothing
     more, and ε assumes no secret randomness of the batches. With few passes and a large ε, noise
     with many bands can beat Poisson sampling.
 
@@ -32,9 +32,10 @@ class FixedOrder(draws.FullBatches):
     `sensitivity(noise, T, s, k)` divided by the least noise multiplier of all steps, whatever was
     released before. That is one Gaussian mechanism with the inverse as noise multiplier. If
     the ledger knows of a batch that came back sooner, there is no ε. `privacy_statement` says
-    "proven" only if one optimizer saw all its batches in this process, which made one order: in
-    another order every batch is a new one, and nothing comes back. With correlated noise it says
-    that the order was not verified: these batches do not show their step.
+    "proven" only if this process made a single order and one optimizer saw all batches here: in a
+    second order the batches would be different ones, so an example that comes back too soon would
+    go unnoticed. With correlated noise it says that the order was not verified, since these batches
+    do not show their step.
 
     Attributes:
       batch_size: number of examples in each batch, at least 1.
@@ -63,25 +64,25 @@ class FixedOrder(draws.FullBatches):
     def new_key(self, num_examples: int) -> bytes:
         """The same key for all datasets of a process: a run may make one for each pass.
 
-        Nor does it depend on `steps`: a run that is made longer goes on in its order.
+        Nor does it depend on `steps`: a run that is made longer continues in its order.
         """
         if self.seed is not None:
             return super().new_key(num_examples)
         return _key_of_process(self.batch_size, num_examples)
 
     def remember_key(self, num_examples: int, key: bytes) -> None:
-        """Notes that this process made batches of so many examples in the order of a key."""
+        """Records that this process made batches in the order of a key."""
         name = draws.derived_key(key, b"name", 0)  # the key itself ends with the dataset
         _orders_of.setdefault((self.batch_size, num_examples), set()).add(name)
 
     def num_in_order(self, ledger: Any, num_examples: int) -> int:
-        """The number of releases, at most, that are known to be on batches of one order.
+        """How many releases are known to be on batches of one order.
 
-        Another process had another order, unless it was given the key; and so had a dataset with
+        Another process has another order, unless it was given the key. So has a dataset with
         another key.
 
         Args:
-          ledger: an optimizer; of a ledger alone nobody knows which process saw its batches.
+          ledger: an optimizer; a ledger alone does not show which process saw its batches.
           num_examples: number of examples in the training set, a public constant.
         """
         seen = getattr(ledger, "batches_seen", None)
@@ -106,18 +107,19 @@ class FixedOrder(draws.FullBatches):
         return noise_strategies.sensitivity(noise, self.steps, separation)
 
     def resumed_key(self, kept: bytes) -> bytes:
-        """The key of the order, beside which nothing is drawn."""
+        """The key that was kept: the order is all that is drawn."""
         return kept
 
     def describe(self, num_examples: int, epochs: int) -> list[str]:
         """See `Sampling.describe`."""
         per_pass = self.steps // epochs
         left = num_examples - per_pass * self.batch_size
+        others = draws.counted(left, self.unit) + (" is" if left == 1 else " are")
         return [
             f"{self.steps} steps: {epochs} passes of {per_pass} batches, all in one order; batches "
             "are not sampled",
-            f"{self.batch_size} {self.unit}s are in a batch"
-            + (f"; {left} of the data, chosen at random, in none" if left else ""),
+            f"Each batch has {draws.counted(self.batch_size, self.unit)}"
+            + (f"; {others} in none, chosen at random" if left else ""),
         ]
 
     def place(

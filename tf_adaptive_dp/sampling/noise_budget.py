@@ -1,4 +1,4 @@
-"""Which noise a budget leaves room for: the arithmetic behind `PrivacyPlan`."""
+"""Which noise a budget allows: the arithmetic behind `PrivacyPlan`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BANDS = (1, 2, 4, 8, 16, 32)
 
 @dataclasses.dataclass(frozen=True)
 class NoiseBudget:
-    """What is to be spent on whom.
+    """A privacy budget, and the size of the data that it is for.
 
     Attributes:
       delta: δ.
@@ -121,7 +121,7 @@ class NoiseBudget:
         return found
 
     def best_strategy(self, epsilon: float, batch_size: int, epochs: int) -> NoiseStrategy:
-        """The strategy with the least noise in sums of steps, of those with batches by sampling."""
+        """The strategy with the least noise in sums of steps, among those that allow sampling."""
         best: NoiseStrategy = IndependentNoise()
         least, guess = math.inf, None
         for bands in _BANDS:
@@ -140,7 +140,7 @@ class NoiseBudget:
         return best
 
     def describe_noise(self, sampling: SamplingOfPlan, noise: NoiseStrategy) -> list[str]:
-        """What a strategy leaves of independent noise in sums of steps; nothing if it is that."""
+        """Compares the noise in sums of steps with independent noise; empty if that is used."""
         if noise.is_independent:
             return []
         alone = IndependentNoise()

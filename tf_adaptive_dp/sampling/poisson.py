@@ -18,7 +18,7 @@ from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.sampling import draws
 
 REDUCTIONS = ("mean", "sum")
-# How likely a run is at most to be refused because padding had no marks by chance.
+# Upper bound on the probability that a run is refused because padding had no marks by chance.
 _FALSE_ALARM = 1e-12
 _Kind = TypeVar("_Kind", bound="RandomSizes")
 
@@ -116,8 +116,8 @@ class RandomSizes(draws.Sampling):
     def as_drawn(self: _Kind, ledger: Any) -> _Kind:
         """See `Sampling.as_drawn`.
 
-        A run that is made longer may have more room in its later batches. Those with less room are
-        truncated more often, and ε counts as if all were.
+        The later batches of a run that is made longer may have more room than its first ones. Less
+        room means more truncation, and ε counts as if all batches had the smaller room.
         """
         rows = getattr(ledger, "rows_per_batch", 0)  # 0 before the first batch
         if not rows:
@@ -177,7 +177,7 @@ class RandomSizes(draws.Sampling):
                 )
 
     def _probability_of_no_marks(self, num_examples: int, parts: int) -> float:
-        """How likely it is at most that some part of a batch has no mark."""
+        """Upper bound on the probability that some part of a batch has no mark."""
         users = self.examples_per_user or 1
         places = self.rows_per_batch(parts) // users
         empty, drawn = np.arange(places + 1), stats.binom(num_examples, self.share / parts)
@@ -238,11 +238,11 @@ class PoissonSampling(RandomSizes):
 
     Users: with `examples_per_user` k the unit is a user, the person behind an id. Read "user" for
     "example" in all of the above, and `num_examples` as the number of users: users join by
-    themselves, and B is a number of users. Of each user who joins, at most k examples are in the
-    batch, all of them in the user's own k rows; of more examples a uniformly random k. The
+    themselves, and B is a number of users. At most k examples of each user who joins are in the
+    batch, all of them in the user's own k rows; if the user has more, a uniformly random k. The
     optimizer clips the gradient of these rows together to C, so ‖g‖ ≤ C holds for what a whole user
     adds, however many examples the user has. (g depends on the examples taken too, which gives
-    another mixture of such pairs. What is taken of a user depends on nobody else.)
+    another mixture of such pairs. Which examples of a user are taken depends on no other user.)
 
     Attributes:
       sampling_probability: q, in (0, 1].
@@ -251,8 +251,8 @@ class PoissonSampling(RandomSizes):
       seed: `None` for the operating system's entropy. A number makes the draws predictable, so
         sampling does not amplify privacy: for tests only.
       examples_per_user: k, the most examples of one user in a batch; `None` to draw examples.
-      user_reduction: `"mean"` or `"sum"`: what the gradient of a user is of those of the user's
-        examples in the batch.
+      user_reduction: whether a user's gradient is the `"mean"` or the `"sum"` of the gradients of
+        the user's examples in the batch.
 
     Raises:
       TypeError, ValueError: if an argument has the wrong type or is out of range.
@@ -361,7 +361,7 @@ def with_room(
     steps: int,
     unit: str = "example",
 ) -> _Kind:
-    """Makes the sampling with the least room whose truncation costs at most 1e-12.
+    """Makes the sampling with the least room for which η ≤ 1e-12; see `PoissonSampling`.
 
     Args:
       make: makes a sampling, given the share of all examples in a batch and its rows.

@@ -77,10 +77,10 @@ def open_source(
 
 
 def refuse_shuffled(data: Any) -> None:
-    """Raises ValueError for a dataset whose examples come in an order that nobody knows.
+    """Raises ValueError for a dataset whose examples come in an unknown order.
 
-    `user_ids` name the user of each example by its place. In another order, they would protect
-    somebody else.
+    `user_ids` assign users to examples by position. If the order is another one, examples are
+    assigned to the wrong users.
     """
     if isinstance(data, tf.data.Dataset) and process_state.has_random_order(data):
         raise ValueError(
@@ -260,8 +260,8 @@ def fingerprint(source: Arrays | Records, salt: bytes) -> str:
     """A digest of examples in their order, to notice that it changed. It is NOT private.
 
     Guarantee: none. Anyone who has the digest and its salt can test a guess of all examples. It
-    covers all of up to `MOST_COMPARED` examples. Of more it covers that many, evenly spaced:
-    another shuffling is noticed, and a change of a few examples may not be.
+    covers at most `MOST_COMPARED` examples, evenly spaced if there are more: another shuffling is
+    noticed, and a change of a few examples may not be.
 
     Args:
       source: the examples.

@@ -82,7 +82,7 @@ class UserRecords:
     ) -> np.ndarray:
         """The rows of the batch of a step: [parts, rows per part], with indices of examples.
 
-        Each user of the draw has k neighboring rows, of which their records take the first.
+        Each user of the draw has k neighboring rows. The user's records take the first of these.
         Padding is n or n + 1, chosen by a random bit, as for `Sampling.place`.
 
         Guarantee: that of `Sampling.place` for users. The records of a user depend on that user
@@ -108,7 +108,7 @@ class UserRecords:
         return rows.reshape(parts, places * k)
 
     def shares(self) -> np.ndarray:
-        """One over the number of examples of an example's user, [n]: each user's add up to 1.
+        """The share that each example has of its user, [n]: one over the user's number of examples.
 
         >>> UserRecords(["ann", "bob", "ann"]).shares().tolist()
         [0.5, 1.0, 0.5]
