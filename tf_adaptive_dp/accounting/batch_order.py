@@ -6,8 +6,8 @@ than it was drawn for may hold an example too soon after the last time. So the b
 mechanism compares it with the number of the release.
 
 Every row has a fixed pattern of `BITS` bits. The exclusive or of the patterns of all marked rows is
-the code of the step. Sums that are zero in a row of an example, such as a sample weight of 0, carry
-no mark, and do not disturb it.
+the code of the step. A zero in the row of an example, such as a sample weight of 0, carries no mark
+and does not disturb it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BITS = 20
 
 
 def code_of_period(period: int) -> int:
-    """What the number of a step is combined with by exclusive or: other periods, other codes.
+    """The number that is combined with that of a step by exclusive or, so that periods differ.
 
     Args:
       period: b, the number of groups of the sampling.

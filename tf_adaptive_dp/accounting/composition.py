@@ -75,10 +75,11 @@ Counts = dict[tuple[float, float], int]
 
 
 def _concerns_users(record: logging.LogRecord) -> bool:
-    """Not that dp_accounting leaves out an order of which a series does not converge.
+    """False for dp_accounting's message that it leaves out a Rényi order.
 
-    It does so at every evaluation with much sampling and little noise, dozens of times in one
-    search for σ. ε is the smallest bound of all other orders then, which holds as well.
+    It leaves out orders whose series do not converge: with much sampling and little noise at every
+    evaluation, dozens of times in one search for σ. ε is then the smallest bound of the other
+    orders, which is valid too.
     """
     return "_compute_log_a_frac failed to converge" not in record.getMessage()
 
@@ -272,7 +273,7 @@ def releases_left(
 
 
 def in_units(ledger: Any) -> Any:
-    """A ledger of users as one of nameless units, for callers that know the number of users."""
+    """A ledger without its unit of privacy, for callers that pass the number of users."""
     found = ledger_of(ledger)
     if getattr(found, "examples_per_user", None) is None:
         return ledger
@@ -300,8 +301,8 @@ def read_ledger(
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
       num_examples: number of examples in the training set.
-      correlated: whether the caller knows what correlated noise costs. Otherwise such a ledger is
-        an error, since releases with it are no composition of independent ones.
+      correlated: whether the caller accounts for correlated noise. Otherwise a ledger with such
+        noise is an error, since its releases are not a composition of independent ones.
     """
     read, events = _read(ledger, num_examples, correlated)
     return [segment for segment, _ in read], events
@@ -377,8 +378,8 @@ def _read(
 def _larger_sizes(segments: Sequence, known: Sequence[BatchChecks]) -> dict[float, float]:
     """The size that batches turned out to have, by the smaller one that was declared for them.
 
-    It takes several batches to notice that they are a little larger than declared. Those before may
-    well have been as large, so all releases with the declared size count with the larger one.
+    It takes several batches to notice that they are a little larger than declared. Earlier ones may
+    have been as large, so all releases with the declared size count with the larger one.
     """
     sizes: dict[float, float] = {}
     for segment, of_segment in zip(segments, known):
@@ -472,8 +473,8 @@ def _as_releases(
     return found
 
 
-# Callbacks ask for the ε of the same releases several times, and for that of a few more after each
-# epoch. Constructing the distribution of one release takes most of the time.
+# Callbacks ask several times for the ε of the same releases, and after each epoch for that of a few
+# more. Constructing the distribution of one release takes most of the time.
 @functools.lru_cache(maxsize=1024)
 def _pld_epsilon(counts: tuple[tuple[tuple[float, float], int], ...], delta: float) -> float:
     return float(pld_of_releases(counts, _pld_of_release).get_epsilon_for_delta(delta))
@@ -507,8 +508,9 @@ def pld_of_releases(
 
     Args:
       counts: the items of `Counts`, sorted.
-      of_release: maps the noise multiplier and the sampled share of one release to its own. Without
-        sampling (1), n releases must be one with the noise multiplier divided by √n.
+      of_release: maps the noise multiplier and the sampled share of a release to the privacy loss
+        distribution of that release. Without sampling (a share of 1), n releases must equal one
+        whose noise multiplier is divided by √n.
     """
     total = pld.privacy_loss_distribution.identity(PLD_INTERVAL)
     for (noise_multiplier, probability), count in counts:

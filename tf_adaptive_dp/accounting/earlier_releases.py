@@ -33,14 +33,14 @@ _NO_SUM = (
 _EXAMPLES = (
     "These weights come from {total} private steps that protect examples, and this optimizer's "
     "ledger counts users. No accounting adds them: what they cost a user depends on how many "
-    "examples the user has. If both use the same data, train on with an optimizer without "
+    "examples the user has. If both use the same data, continue with an optimizer without "
     "`examples_per_user`. If the data differ, nothing is missing: each data set has its own "
     "epsilon."
 )
 _MORE_EVENTS = (
     "These weights come from an optimizer whose ledger has `other_events` that this optimizer's "
     "ledger does not include: {events}. If both use the same examples, the epsilon of this "
-    "optimizer is too small. Call `optimizer.ledger.other_events += {events}` then. If the "
+    "optimizer is too small; call `optimizer.ledger.other_events += {events}`. If the "
     "examples differ, nothing is missing: each data set has its own epsilon."
 )
 _EVENTS = " Add {events} to `optimizer.ledger.other_events`."
@@ -103,7 +103,7 @@ class _Noted(NamedTuple):
 
 
 def _without_doubles(spent: dict[int, list[Segment]], earlier: dict[int, _Noted]) -> dict:
-    """Leaves out ledgers whose releases another one took over after it had been noted."""
+    """Leaves out ledgers whose releases another one took over after a variable had noted it."""
     for key, noted in earlier.items():
         if key in spent and noted.ledger.restorations > noted.restorations:
             others = {k: segments for k, segments in spent.items() if k != key}
@@ -112,7 +112,10 @@ def _without_doubles(spent: dict[int, list[Segment]], earlier: dict[int, _Noted]
 
 
 def _not_held(segments: Sequence[Segment], spent: dict[int, list[Segment]]) -> dict:
-    """The ledgers that one ledger with these segments cannot contain, all at once."""
+    """The ledgers whose releases a ledger with these segments does not hold.
+
+    No release counts for two of them.
+    """
     left, missing = _counts(segments), {}
     for key, of_other in spent.items():
         counts = _counts(of_other)
@@ -134,7 +137,7 @@ def _counts(segments: Sequence[Segment]) -> collections.Counter:
 
 
 def _are_alike(ledger: Ledger, other: Ledger) -> bool:
-    """Whether a ledger could hold another one's releases: of its unit and its noise."""
+    """Whether a ledger could hold another one's releases: both have the same unit and noise."""
     same_unit = (ledger.examples_per_user is None) == (other.examples_per_user is None)
     return same_unit and ledger.terms.noise == other.terms.noise
 

@@ -119,7 +119,7 @@ def digest(events: Sequence[dp_accounting.DpEvent]) -> int:
 def missing_events(
     events: Sequence[dp_accounting.DpEvent], among: Sequence[dp_accounting.DpEvent]
 ) -> tuple[dp_accounting.DpEvent, ...]:
-    """The events that are not among others, each of which stands for one of its kind.
+    """The events that another list lacks; equal events must occur in it as often.
 
     >>> noop = dp_accounting.NoOpDpEvent()
     >>> missing_events([noop, noop], [noop])
@@ -135,7 +135,7 @@ def missing_events(
 
 
 def _name(event: dp_accounting.DpEvent) -> str:
-    """The same for equal events, whose numbers may be of different types."""
+    """A name that equal events share, even if the types of their numbers differ."""
     if type(event) is dp_accounting.GaussianDpEvent:
         event = dp_accounting.GaussianDpEvent(float(event.noise_multiplier))
     return repr(event)
@@ -164,14 +164,15 @@ class Ledger:
     smallest noise multiplier and the largest batch size. `checks` record repeated batches, which ε
     counts without amplification.
 
-    `terms` are saved, too. If a state is loaded whose releases had another unit or strategy, or
-    events that cannot be known here, everything that ε depends on raises until that is settled. So
-    it does if variables are set back to a state that lacks releases of this process.
+    `terms` are saved, too. After loading a state whose releases had another unit or noise strategy,
+    or other events that are not known here, every attribute that ε depends on raises an error until
+    that is settled. The same holds if variables are set back to a state that lacks releases of this
+    process.
 
     Attributes:
       restorations: how often `restore` replaced the record; not saved.
-      fewest_units: the smallest number of examples, or users, that a callback was told its releases
-        were drawn from; `None` if none was told. Saved with the optimizer's configuration only.
+      fewest_units: the smallest `num_examples` (or number of users) that a callback was given for
+        these releases; `None` if none was given. Saved with the optimizer's configuration only.
     """
 
     MAX_SEGMENTS = 64
@@ -228,7 +229,7 @@ class Ledger:
     def examples_per_user(self) -> int | None:
         """`None` if the unit of privacy is an example.
 
-        A number means that it is a user, of whom at most so many examples are in a batch; batch
+        A number means that the unit is a user with at most that many examples in a batch; batch
         sizes then count users.
 
         Raises:
@@ -268,7 +269,7 @@ class Ledger:
         return Terms(self._examples_per_user or 0, noise, digest(self._other_events))
 
     def require_nothing_lost(self) -> None:
-        """Raises if the ledger was set back behind releases that this process recorded.
+        """Raises if the ledger was set back and now lacks releases that this process recorded.
 
         Raises:
           NotPrivateError: until `restore` says what counts.
@@ -286,12 +287,12 @@ class Ledger:
     def require_own_terms(self) -> None:
         """Takes over the events of a state that was loaded; raises if the state does not fit.
 
-        If the ledger's own events contain those of the state, or the reverse, the larger ones count
-        from then on: the events of an optimizer that was made anew are those that were saved.
+        If one set of events contains the other, the larger one counts from then on. So a new
+        optimizer takes over the events that were saved.
 
         Raises:
-          ValueError: if the loaded releases had another unit or strategy of their noise, or if
-            their `other_events` and those of the ledger are different ones. Setting `other_events`
+          ValueError: if the loaded releases had another unit or noise strategy, or if neither their
+            `other_events` nor those of the ledger contain the others. Setting `other_events`
             settles the latter.
         """
         with tf.init_scope():
@@ -305,8 +306,9 @@ class Ledger:
         if not known or (more and missing_events(self._other_events, of_state)):
             raise ValueError(
                 "The loaded state records releases that `ledger.other_events` does not list. Set "
-                "`optimizer.ledger.other_events` to everything that was released about the "
-                "examples of this training besides the gradients, then and now. "
+                "`optimizer.ledger.other_events` to everything besides the gradients that was "
+                "released about the examples of this training, before the state was saved and "
+                "since. "
                 f"Received: other_events={self._other_events!r}, and with the state "
                 + (f"{of_state!r}" if known else "unknown ones")
             )
@@ -520,7 +522,7 @@ class _Course(NamedTuple):
     """What shows that a ledger was set back.
 
     Attributes:
-      following: the number of releases after the last one that was recorded.
+      following: the number of releases that the ledger had after it recorded the last one.
       lost: how many were missing when later ones were recorded.
       least_noise: the smallest noise multiplier that the ledger held.
       largest_size: the largest batch size that it held.

@@ -50,7 +50,7 @@ __all__ = [
     "sensitivity",
 ]
 
-# The norm of coefficients that were divided by it differs from 1 by less.
+# The norm of normalized coefficients differs from 1 by less than this.
 _ROUNDING_OF_NORM = 1e-14
 MAX_BANDS = 1024
 
@@ -59,8 +59,8 @@ class NoiseStrategy:
     """The base class of noise strategies.
 
     Attributes:
-      bands: b, if what a step adds to y = C g + z ends after b steps, whenever the step is; `None`
-        if it does not.
+      bands: b, if the gradient of any step changes y = C g + z in that step and the next b - 1
+        only; `None` if there is no such b.
     """
 
     bands: int | None
@@ -71,12 +71,12 @@ class NoiseStrategy:
         return self.bands == 1
 
     def digest(self) -> int:
-        """A number that other strategies do not have, by which saved states are told apart."""
+        """A number that identifies the strategy in saved states."""
         content = np.array(self._numbers()).round(9).tobytes()
         return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "little")
 
     def deviations(self, steps: int) -> np.ndarray:
-        """The standard deviation of w_0, ..., w_{T-1}, where z has 1.
+        """The standard deviations of w_0, ..., w_{T-1}, if z has standard deviation 1.
 
         Args:
           steps: T, at least 1.
@@ -87,7 +87,7 @@ class NoiseStrategy:
         raise NotImplementedError
 
     def sum_deviations(self, steps: int) -> np.ndarray:
-        """The standard deviation of w_0, w_0 + w_1, ..., where z has 1.
+        """The standard deviations of w_0, w_0 + w_1, ..., if z has standard deviation 1.
 
         Args:
           steps: T, at least 1.
@@ -107,7 +107,7 @@ class NoiseStrategy:
         raise NotImplementedError
 
     def _numbers(self) -> list[float]:
-        """What no other strategy has."""
+        """Numbers that no other strategy has."""
         raise NotImplementedError
 
 
@@ -152,10 +152,10 @@ class ToeplitzStrategy(NoiseStrategy):
         return np.sqrt(np.cumsum(np.cumsum(self.noise_coefficients(steps)) ** 2))
 
     def memory(self, steps: int) -> int:
-        """How many earlier steps matter to the noise: the sum of |d_k| beyond is below 1e-9.
+        """How many steps of z matter to w_t: the sum of |d_k| over earlier ones is below 1e-9.
 
         Args:
-          steps: T, at least 1; also the result if all of them matter.
+          steps: T, at least 1. The result is at most T.
         """
         rest = np.cumsum(np.abs(self.noise_coefficients(steps))[::-1])[::-1]
         return int(np.count_nonzero(rest >= 1e-9))
@@ -219,7 +219,7 @@ class BandedNoise(ToeplitzStrategy):
     def __post_init__(self) -> None:
         if checks.integer("bands", self.bands, 2) > MAX_BANDS:
             raise ValueError(
-                f"`bands` must be at most {MAX_BANDS}, since the noise of as many steps is kept. "
+                f"`bands` must be at most {MAX_BANDS}, since the noise of that many steps is kept. "
                 f"Received: bands={self.bands!r}"
             )
         ratios = [1.0, *((2 * k - 1) / (2 * k) for k in range(1, self.bands))]
@@ -280,9 +280,9 @@ class TreeNoise(NoiseStrategy):
     u = z + (u_left + u_right)/2 above it, it is u / v_k at level k, where v_k = 2 - 2⁻ᵏ, and its
     variance is 1 / v_k. w_t is the difference of the noise in two such sums.
 
-    The trees of one pass over the data each (P = steps in a pass) meet every example at most once.
-    One tree for the whole run (P = T) has less noise in the sums of its steps, and an example moves
-    it more.
+    If each tree covers one pass over the data (P = steps in a pass), it meets every example at most
+    once. One tree for the whole run (P = T) has less noise in the sums of its steps, and an example
+    moves it more.
 
     Guarantee: every w_t is a function of the z of nodes whose last step is t or earlier, and the
     estimates are unbiased: B C = A for the matrix A that adds up steps and the decoder B. So the
@@ -388,7 +388,8 @@ class TreeNoise(NoiseStrategy):
 
 def _of_norm_one(coefficients: np.ndarray) -> tuple[float, ...]:
     norm = np.linalg.norm(coefficients)
-    # Those of a saved configuration must stay what they are: another strategy is refused.
+    # Dividing the coefficients of a saved configuration again might change their last bits, and the
+    # state that was saved with it would be refused.
     divided = coefficients if abs(norm - 1) < _ROUNDING_OF_NORM else coefficients / norm
     return tuple(divided.tolist())
 
@@ -431,10 +432,10 @@ def serialize(strategy: NoiseStrategy) -> dict | None:
 
 @functools.lru_cache(maxsize=256)
 def prefix_error(strategy: NoiseStrategy, steps: int) -> float:
-    """The noise in sums over all steps so far, of noise multiplier 1.
+    """The noise in sums over all steps so far, for a noise multiplier of 1.
 
-    It is √(Σ_t Var[w_0 + ... + w_t] / T), where z has variance 1: the error of the weights of SGD
-    with a constant learning rate, as far as the noise causes it. For independent noise it is
+    It is √(Σ_t Var[w_0 + ... + w_t] / T), where z has variance 1: the part of the error of SGD's
+    weights that the noise causes, for a constant learning rate. For independent noise it is
     √((T + 1) / 2).
 
     Args:
@@ -454,7 +455,7 @@ def sensitivity(
 
     See the method `moved` of each class for the formula. If no two participations in a strategy
     with b bands fall within b steps, the columns are orthogonal, and it is √k. For `TreeNoise` it
-    is an upper bound, of which the class says when it is reached.
+    is an upper bound; `TreeNoise.moved` says when it is reached.
 
     Guarantee: the noise multiplier divided by this number is that of one Gaussian mechanism without
     sampling, for an example that is part of at most k steps, any two at least s steps apart,
