@@ -378,7 +378,7 @@ def test_the_table_of_the_documentation_is_right(
 
 
 def test_the_best_noise_needs_a_budget():
-    with pytest.raises(ValueError, match="is the best one for an `epsilon`"):
+    with pytest.raises(ValueError, match="is the best strategy for a given `epsilon`"):
         plan_of(noise="best")
     with pytest.raises(TypeError, match="`noise` must be"):
         plan_of(noise="banded")
@@ -592,7 +592,7 @@ def test_a_run_does_not_go_on_in_another_order_or_in_other_groups(tmp_path, nois
     with pytest.raises(KeyboardInterrupt):
         plan.fit(model, *data, callbacks=[StopAt(5)], verbose=0)
     assert [known.checked for known in model.optimizer.ledger.checks] == [0]
-    with pytest.raises(ValueError, match="known to its directory alone.*with 5 releases"):
+    with pytest.raises(ValueError, match="Only the directory of a run.*with 5 releases"):
         plan.fit(model, *data, verbose=0)
     with pytest.raises(ValueError, match="The log belongs to another run"):
         plan.fit(model, *data, directory=tmp_path, verbose=0)

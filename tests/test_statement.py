@@ -78,7 +78,7 @@ def test_noise_with_a_seed_protects_nobody(sampling, noise):
     assert "is a proven upper bound" not in seeded and "TF Privacy's statement" not in seeded
     # The statement is published, and the seed of whoever goes on with it must not be.
     assert "1234567" not in seeded
-    other = "only for those who know no seed of the run"
+    other = "only against those who know no seed of the run"
     if isinstance(sampling, CyclicPoissonSampling):
         assert "is a proven upper bound" in secret
         assert f"This epsilon is an upper bound {other}." in seeded

@@ -20,9 +20,7 @@ from tf_adaptive_dp.accounting.ledger import missing_events
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
-from tf_adaptive_dp.normalization import (
-    PrivateNormalization,
-)
+from tf_adaptive_dp.normalization import PrivateNormalization
 from tf_adaptive_dp.planned_training import PlannedTraining
 from tf_adaptive_dp.sampling.noise_budget import NoiseBudget, SamplingOfPlan
 from tf_adaptive_dp.sampling.users import UserRecords
@@ -36,7 +34,7 @@ from tf_adaptive_dp.statement import (
 
 __all__ = ["PlanOffer", "PrivacyPlan"]
 
-# What the plan decides, so that those who call `optimizer` and `fit` must not.
+# Arguments that the plan sets, so callers of `optimizer` must not, and what to do instead.
 _OF_THE_OPTIMIZER = {
     "noise": "pass it to `PrivacyPlan(...)`",
     "noise_multiplier": "pass it to `PrivacyPlan(...)`, in place of `epsilon`",
@@ -46,8 +44,9 @@ _OF_THE_OPTIMIZER = {
 }
 # The part of ε that the normalization of inputs alone would spend; composed, it is far less.
 _FOR_NORMALIZATION = 0.2
+# Arguments that the plan sets, so callers of `fit` must not.
 _OF_THE_PLAN = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
-# What Keras computes from arrays, which it does not get, and what to pass instead.
+# Arguments that Keras applies to arrays, which it does not get here, and what to do instead.
 _NOT_WITH_A_PLAN = {
     "class_weight": "pass `sample_weight=weights[y]`, with a weight for each class",
     "validation_split": "split the data beforehand and pass `validation_data`",
@@ -87,7 +86,7 @@ class PrivacyPlan:
     batches, reports ε, stops at the budget, and writes a directory from which the run resumes
     whenever and however its process ends. All its parts are public, and each works alone.
 
-    With `user_ids` the plan protects people in place of examples:
+    With `user_ids` the plan protects people instead of examples:
 
         plan = PrivacyPlan(
             epsilon=3.0, delta=1e-5, user_ids=authors, examples_per_user=8, batch_size=256,
@@ -111,8 +110,8 @@ class PrivacyPlan:
     Args:
       epsilon: the budget ε. Pass this or `noise_multiplier`.
       delta: δ, which should be well below 1 / `num_examples`.
-      num_examples: the number of examples in the training set, a public constant. `user_ids` say
-        it too, and then it is not public.
+      num_examples: the number of examples in the training set, a public constant. With `user_ids`,
+        whose length it is, it may be left out and is not public.
       batch_size: L, the expected number of examples (or users) in a batch. Poisson batches vary in
         size.
       epochs: the number of epochs. Each has round(`num_examples` / `batch_size`) steps, or
@@ -135,8 +134,8 @@ class PrivacyPlan:
         the data.
       examples_per_user: k, the most examples of one user in a batch, needed with `user_ids`. A
         batch has k rows for each user, so large numbers cost time.
-      user_reduction: `"mean"` or `"sum"`: what the gradient of a user, which is clipped, is of
-        those of the user's examples in the batch.
+      user_reduction: whether a user's gradient, which is clipped, is the `"mean"` or the `"sum"` of
+        the gradients of the user's examples in the batch.
 
     Attributes:
       epsilon: ε.
@@ -235,13 +234,14 @@ class PrivacyPlan:
             return noise_strategies.get_strategy(noise)
         if not known_epsilon:
             raise ValueError(
-                '`noise="best"` is the best one for an `epsilon`. Pass that, or a strategy. '
+                '`noise="best"` is the best strategy for a given `epsilon`. Pass `epsilon`, or a '
+                "strategy. "
                 "Received: epsilon=None"
             )
         return self._budget.best_strategy(self.epsilon, self.batch_size, self.epochs)
 
     def _epsilon_of_run(self) -> float:
-        """The ε of all steps with the plan's noise, and of the normalization, for which it pays."""
+        """The ε of all steps with the plan's noise, and of any normalization."""
         of_steps = self._epsilon_after(self.steps)
         if not self.normalize_inputs or math.isinf(of_steps):
             return of_steps
@@ -453,12 +453,12 @@ class PrivacyPlan:
     ) -> keras.callbacks.History:
         """Trains a model within the budget, or resumes its training.
 
-        With a directory, the call may be repeated after any interruption: it goes on from the last
-        finished epoch, and counts what was released after it. If the run is finished, it restores
-        the model. The directory also gets TensorBoard's files (`logs`) and, at the end, the report.
-        With `user_ids` it gets a digest of them, by which a changed assignment is refused; with
-        correlated noise one of the examples, which must come in the same order whenever the run
-        resumes. Do not publish what is marked `NOT_PRIVATE`: the files
+        With a directory, the call may be repeated after any interruption: it continues from the
+        last finished epoch, and counts what was released after it. If the run is finished, it
+        restores the model. The directory also gets TensorBoard's files (`logs`) and, at the end,
+        the report. It holds a digest of `user_ids`, by which a changed assignment is refused; or,
+        with correlated noise, a digest of the examples, which must come in the same order whenever
+        the run resumes. Do not publish what is marked `NOT_PRIVATE`: the files
         `user_ids_NOT_PRIVATE.json`, `examples_NOT_PRIVATE.json` and `history_NOT_PRIVATE.json`, and
         `history_NOT_PRIVATE` in `report.json`.
 
@@ -648,10 +648,11 @@ class PrivacyPlan:
         return self._budget.sampling(batch_size, epochs, self.noise)
 
     def limit_for(self, optimizer: Any) -> float:
-        """The ε that `fit` keeps to with an optimizer.
+        """The ε at which `fit` stops training with an optimizer.
 
-        It is that of the plan. Where σ was given, to train a model longer, batches that an earlier
-        plan drew may have had less room, and all steps cost a little more.
+        It is that of the plan, with one exception: a plan that was made with a given σ, to train a
+        model longer, may have more room in its batches than the earlier plan had. All steps then
+        count with the smaller room, which costs a little more, and `fit` allows that.
         """
         drawn = self.sampling.as_drawn(optimizer)
         if not self._is_of_noise or drawn is self.sampling:
@@ -666,7 +667,7 @@ class PrivacyPlan:
         names = ("delta", "batch_size", "epochs", "noise_multiplier", "accountant")
         return {
             **{name: getattr(self, name) for name in names},
-            # How many examples there are would reveal how many a user has.
+            # The number of examples would reveal something about how many each user has.
             "num_examples": self.num_examples if self._users is None else None,
             "num_users": self.num_users,
             **self._of_users,

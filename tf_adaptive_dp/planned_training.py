@@ -115,14 +115,14 @@ class PlannedTraining:
         self._warned_of_second_model = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is known about optimizers, which copies are not."""
+        """Leaves out what is known about optimizers: a copy of the plan has made none."""
         return {**vars(self), "_statistics": None, "_made": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _statistics=weakref.WeakKeyDictionary(), _made=weakref.WeakSet())
 
     def note_optimizer(self, optimizer: Any) -> None:
-        """Lets an optimizer that the plan made warn if it is used outside of the plan."""
+        """Makes an optimizer of the plan warn if it is used outside of the plan."""
         self._made.add(optimizer)
         if isinstance(self._plan.sampling, RandomSizes):
             optimizer.expect_padding()
@@ -297,8 +297,8 @@ class PlannedTraining:
                 raise ValueError(
                     "The run in `directory` began with other statistics of its inputs, and the "
                     "model does not have the layer `plan.normalization(x)`, so `fit` cannot "
-                    "restore them: inputs that were normalized outside of the model would train "
-                    "on with a second release. Put the layer first in the model. Received: a model "
+                    "restore them: the rest of the training would see inputs that were normalized "
+                    "by a second release. Put the layer first in the model. Received: a model "
                     "without it"
                 )
             layer.resume_with(before)
@@ -416,10 +416,10 @@ class PlannedTraining:
             )
 
     def _check_normalization(self, model: keras.Model) -> list[PrivateNormalization]:
-        """Raises if statistics were released by an event that nobody pays for.
+        """Raises if statistics were released by an event that the plan does not pay for.
 
         Returns:
-          The layers whose statistics the run must go on with: the plan's own, and the model's.
+          The layers whose statistics the run must keep: the plan's own, and the model's.
         """
         layers = normalizations_in(model)
         own = [] if self._normalization is None else [self._normalization]
@@ -448,7 +448,7 @@ class PlannedTraining:
         return all_layers
 
     def _check_steps_per_call(self, model: keras.Model) -> None:
-        """Raises if calls of the training function would end elsewhere than batches and epochs."""
+        """Raises unless calls of the training function end where batches and epochs end."""
         checks.fixed_steps_per_call(model)
         calls, parts = steps_per_call(model), model.optimizer.parts_per_batch
         in_epoch = parts * self._plan.steps_per_epoch
@@ -476,7 +476,7 @@ class PlannedTraining:
             )
 
     def _refuse_second_order(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
-        """Raises if a run with correlated noise would go on in other groups, or in another order.
+        """Raises if a run with correlated noise would continue in other groups or another order.
 
         An example could then be in two batches that are closer to each other than epsilon assumes,
         and nothing else might notice: a batch with little padding does not show its step. After all
@@ -485,8 +485,8 @@ class PlannedTraining:
         released = optimizer.ledger.num_releases
         if not self._plan.noise.is_independent and 0 < released < self._plan.steps:
             raise ValueError(
-                "The groups or the order that the batches of a run with correlated noise come from "
-                "are known to its directory alone. Pass `directory` to the first call of `fit`, "
+                "Only the directory of a run with correlated noise knows the groups or the order "
+                "of its batches. Pass `directory` to the first call of `fit`, "
                 "and to the one that resumes it; or begin with a new model. Received: "
                 f"directory=None, and an optimizer with {released} releases"
             )

@@ -42,7 +42,7 @@ Nothing was released: the ledger is empty, so epsilon = 0. This does not cover w
 trained by other means."""
 
 
-_TO_OTHERS = " only for those who know no seed of the run"
+_TO_OTHERS = " only against those who know no seed of the run"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,7 +361,7 @@ def noise_is_seeded(optimizer: Any) -> bool:
     """Whether whoever knows a seed can compute the noise of an optimizer.
 
     Args:
-      optimizer: an optimizer, or a ledger, of which this is not known.
+      optimizer: an optimizer. A ledger does not know it, so for a ledger the answer is no.
     """
     return getattr(optimizer, "seed", None) is not None
 
@@ -369,7 +369,7 @@ def noise_is_seeded(optimizer: Any) -> bool:
 def _noise_seed_warning(optimizer: Any, unit: Unit) -> str:
     """A paragraph that warns of predictable noise; empty if the noise is secret.
 
-    It does not name the seed, which would take away what protection there is.
+    It does not name the seed: publishing it would end what protection there is.
     """
     if not noise_is_seeded(optimizer):
         return ""
@@ -387,7 +387,7 @@ def is_large_delta(delta: float, num_examples: int) -> bool:
 
 
 def warn_of_large_delta(delta: float, num_examples: int, unit: Unit, stacklevel: int) -> None:
-    """Warns, before training, of a δ of which `delta_warning` will warn in the statement."""
+    """Warns, before training, of a δ that `delta_warning` would warn of in the statement."""
     if is_large_delta(delta, num_examples):
         warnings.warn(
             f"`delta` should be well below 1 / num_{unit.one}s. A delta this large would permit "
@@ -471,9 +471,9 @@ def _less_room(drawn: Any, sampling: Any, unit: Unit) -> str:
 def num_unchecked(ledger: Any, num_examples: int, sampling: Sampling | str) -> int:
     """Counts releases that claim amplification but whose batch may not be a fresh draw.
 
-    Batches without padding do not show who drew them. So none counts as drawn by a sampling object
-    that has made no data set in this process. In another process a `FixedOrder` has another order,
-    so none that this process did not see counts as drawn in it.
+    Batches without padding do not show what drew them. So no release counts as checked if the
+    sampling object has made no data set in this process. A `FixedOrder` has another order in each
+    process, so with it only releases that this process saw count as checked.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`.
@@ -570,7 +570,7 @@ def _tf_privacy_paragraph(
     accountant: str,
     max_examples_per_user: int | None,
 ) -> str:
-    """TF Privacy's statement; empty for runs of which it would state a smaller ε than the true one.
+    """TF Privacy's statement; empty for runs for which it would state too small an ε.
 
     Args:
       ledger: a ledger about examples, with independent noise and no other events.

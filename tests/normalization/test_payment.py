@@ -253,7 +253,7 @@ def test_inputs_normalized_outside_of_the_model_are_not_released_again(tmp_path)
 
     with pytest.raises(InterruptedError):
         run(Stop())
-    with pytest.raises(ValueError, match="outside of the model would train on with a second"):
+    with pytest.raises(ValueError, match="inputs that were normalized by a second release"):
         run()
 
 
