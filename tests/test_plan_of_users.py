@@ -123,7 +123,7 @@ def test_a_run_resumes_with_the_same_users_only(tmp_path):
         run(Interrupt())
     moved = IDS.copy()
     moved[1] = 0
-    with pytest.raises(ValueError, match="whose it is as they did when the run began"):
+    with pytest.raises(ValueError, match="must assign the examples as they did when the run began"):
         run(user_ids=moved)
     with pytest.raises(ValueError, match="another plan.*examples_per_user=2 instead of 3"):
         run(examples_per_user=2)
@@ -132,7 +132,7 @@ def test_a_run_resumes_with_the_same_users_only(tmp_path):
     kept = tmp_path / "user_ids_NOT_PRIVATE.json"
     text = kept.read_text()
     kept.unlink()
-    with pytest.raises(ValueError, match="cannot go on without its `user_ids_NOT_PRIVATE.json`"):
+    with pytest.raises(ValueError, match="cannot continue without its `user_ids_NOT_PRIVATE.json`"):
         run()
     kept.write_text(text)
     # Other names for the same users are the same users.

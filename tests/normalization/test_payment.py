@@ -156,7 +156,7 @@ def test_a_resumed_run_keeps_the_statistics_it_began_with(tmp_path, stop_after):
     assert model.optimizer.ledger.other_events == second.other_events
     (tmp_path / "normalization.json").unlink()
     third = planned(epochs=3)
-    with pytest.raises(ValueError, match="cannot go on without its `normalization.json`"):
+    with pytest.raises(ValueError, match="cannot continue without its `normalization.json`"):
         third.fit(model_of(third, third.normalization(x)), x, y, directory=tmp_path, verbose=0)
 
 

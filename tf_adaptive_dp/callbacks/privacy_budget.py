@@ -139,12 +139,12 @@ class PrivacyBudget(PrivateCallback):
             limit = "" if self.steps is None else f", steps={self.steps}"
             raise BudgetExceededError(
                 f"The privacy budget is used up; no further step is possible.{why} Keep the model "
-                f"as it is{'.' if lost else self._how_to_go_on()} Received: epsilon="
+                f"as it is{'.' if lost else self._how_to_continue()} Received: epsilon="
                 f"{self.epsilon}, delta={self.delta}{limit}, with {ledger.num_releases} releases "
                 "in the ledger."
             )
 
-    def _how_to_go_on(self) -> str:
+    def _how_to_continue(self) -> str:
         """The end of a sentence: what lets the model train longer, if anything does."""
         if self.steps is None:
             return ", or allow a larger `epsilon`."

@@ -162,7 +162,7 @@ class PrivacyMonitor(PrivateCallback):
         optimizer.statistics.summary(reset=True)  # of training without this callback
         self._fed.begin(optimizer, steps_per_epoch(self))
         self._check_sampling(optimizer)
-        self._warn_of_fewer_examples(optimizer.ledger)  # a refused call must leave no note
+        self._warn_of_fewer_examples(optimizer.ledger)  # last: a refused call must record nothing
         if self.log_dir is not None:
             self._board = TensorBoardLog(self.log_dir, self._settings(optimizer))
         self._budget = next(

@@ -1,4 +1,4 @@
-"""A log of releases beside the checkpoints, for those that no checkpoint has recorded."""
+"""A log of releases, including those that no checkpoint has recorded."""
 
 from __future__ import annotations
 

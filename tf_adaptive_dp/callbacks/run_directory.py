@@ -57,15 +57,15 @@ class RunHistory(keras.callbacks.Callback):
 
 
 OTHER_USERS = (
-    "`user_ids` must say of each example whose it is as they did when the run began: a person "
-    "under another id could spend more than epsilon. Received: other `user_ids`. Pass those of the "
+    "`user_ids` must assign the examples as they did when the run began: a person under another id "
+    "could spend more than epsilon. Received: other `user_ids`. Pass those of the "
     "run in `directory`, or a new directory."
 )
 OTHER_EXAMPLES = (
     "The examples must be those that the run began with, in the same order: with correlated noise "
     "an example that changes its place could join batches that are closer to each other than "
-    "epsilon assumes. A `tf.data.Dataset` must not be shuffled, and features that are computed, of "
-    "which the last bits may change, must be computed once and kept. Received: other examples, or "
+    "epsilon assumes. A `tf.data.Dataset` must not be shuffled. Features that you compute must be "
+    "computed once and stored, since their last bits may change. Received: other examples, or "
     "another order. Pass those of the run in `directory`, or a new directory."
 )
 
@@ -100,7 +100,7 @@ class RunDirectory:
       steps: the number of releases of the whole run.
       keeps_keys: whether the noise of the run is correlated.
       fingerprint: the `Fingerprint` of data that must not change either. It is kept in a file that
-        says that it is not private, and which anybody who publishes the directory must leave out.
+        says that it is not private. Leave that file out if you publish the directory.
 
     Attributes:
       log: the `ReleaseLog`.
@@ -175,7 +175,7 @@ class RunDirectory:
             raise ValueError(fingerprint.refusal)
 
     def keep(self, name: str, values: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Values that a run began with and must go on with, whenever it is killed.
+        """Keeps values that a run began with, so that it resumes with the same ones.
 
         Args:
           name: that of the file, which is written if there are values.
@@ -200,8 +200,8 @@ class RunDirectory:
         """Raises if the run has begun, so that a file which is missing was there."""
         if self.log.num_releases:
             raise ValueError(
-                f"The run in `directory` cannot go on without its `{missing}`: {why}. Received: a "
-                "directory without this file. Put it back, or pass a new directory."
+                f"The run in `directory` cannot continue without its `{missing}`: {why}. Received: "
+                "a directory without this file. Put it back, or pass a new directory."
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Gaussian noise that later releases take back in part."""
+"""Gaussian noise that later releases partly take back."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tf_adaptive_dp.mechanism.noise import aligned, normal_numbers
 # Threads that trace steps at the same time have to take back noise from the same variable.
 _CREATION = threading.Lock()
 
-# Those of `TreeNoise`, one for each level.
+# Numbers of draws that each release of `TreeNoise` reserves; it needs one for each level at most.
 _DRAWS_PER_RELEASE = 32
 
 NO_KEY = (
     "The noise of this optimizer takes back noise of earlier releases, which only the process that "
     "drew it knows, or the directory of a `PrivacyPlan`. Without it no epsilon is proven for "
-    "further releases. Call `plan.fit` with the directory of the run to resume it; or train on "
+    "further releases. Call `plan.fit` with the directory of the run to resume it; or continue "
     "with a new optimizer whose `ledger.other_events` hold `sampling.dp_event(old, num_examples)`, "
     "what this one spent."
 )
@@ -208,9 +208,9 @@ class CorrelatedNoise:
 
     Guarantee: w_0, w_1, ... of one object are the noise of one run: each is given once, in order,
     and z is new for each release (see `GaussianNoise`), to float32 rounding. Neither the key nor
-    the noises that later ones take back are saved or shown, so a run can go on in another process
-    only with the keys that `resume` takes. A process draws with a key of its own, so even two
-    processes that go on from the same keys (a copied directory) never draw the same z.
+    the noises that later ones take back are saved or shown, so another process can continue a run
+    only with the keys that `resume` takes. Each process draws with a new key, so even two processes
+    that continue from the same keys (a copied directory) never draw the same z.
 
     Attributes:
       strategy: the `NoiseStrategy`.

@@ -43,7 +43,7 @@ from tf_adaptive_dp.mechanism.replicas import num_replicas
 # This many distinct rows in random order repeat the same order once in 15! > 2⁴⁰ times.
 DIFFERENT_ROWS = 15
 _CREATION = threading.Lock()
-# One more bucket, which stays empty, takes what is not to be remembered.
+# Numbers that are not to be remembered are written to one more bucket, as zeros.
 _BUCKETS, _PLACES = 8192, 16
 _NEVER = 2**62
 _REMEMBERED = 16
@@ -118,7 +118,7 @@ def _weights(fed: Sequence[tf.Tensor], loss: tf.Tensor) -> list[tf.Tensor]:
 
 
 def lacks_weights(loss: tf.Tensor) -> bool:
-    """Whether a step receives nothing that may be sample weights; false if nobody can tell."""
+    """Whether a step receives nothing that may be sample weights; false if that is unknown."""
     unknown = tf.executing_eagerly() or num_replicas() > 1
     return not unknown and not has_weights(_fed(loss), loss.graph)
 
@@ -237,16 +237,16 @@ class SeenDraws:
     batch has one for each input, and one for all of them.
 
     They are raw, NOT private. They do not belong to the optimizer's variables, so they are neither
-    saved nor restored. But an optimizer that goes on with the ledger of another one, made by
-    `from_config` or `load_model`, begins with the numbers of the last 16 optimizers of the process:
-    nobody knows which of them trained what it goes on with.
+    saved nor restored. But an optimizer that continues the ledger of another one, made by
+    `from_config` or `load_model`, begins with the numbers of the last 16 optimizers of the process,
+    since any of them may be the one that it continues.
     """
 
     def __init__(self, ledger: Ledger | None = None) -> None:
         """Creates it empty; variables follow with the first number.
 
         Args:
-          ledger: that of the optimizer; `None` if several begin anew and share the numbers.
+          ledger: that of the optimizer; `None` if several new optimizers share the numbers.
         """
         self._entries: tf.Variable | None = None
         self._ledger = ledger

@@ -312,9 +312,9 @@ class GaussianMechanism:
           layers: the layer that each variable belongs to, for per-layer clipping.
           places: the number of each variable in the `histograms`.
           number: the number of the batch, see `draw_numbers.number_of`; `None` if it has none.
-          padding: [B], bool, the rows that are padding; `None` if nobody can tell.
-          order: which step the batch was drawn for; `None` if nobody can tell. Only correlated
-            noise asks.
+          padding: [B], bool, the rows that are padding; `None` if that is unknown.
+          order: which step the batch was drawn for; `None` if that is unknown. Only correlated
+            noise needs it.
 
         Returns:
           One float32 tensor per variable, or `None` if the loss does not depend on the variable.
@@ -359,7 +359,7 @@ class GaussianMechanism:
         clip: tf.Tensor,
         padding: tf.Tensor | None,
     ) -> tuple[list[tf.Tensor | None], _Sums]:
-        """The clipped sums: for each variable or `None`, and with what is counted beside them."""
+        """The clipped sum of each variable or `None`; and these with what else is counted."""
         norms = source.variable_norms(scale, shift)
         squared_norms = total_norms(norms)
         weights = self.clipping.weights(norms, layers, clip)
@@ -393,10 +393,10 @@ class GaussianMechanism:
         )
 
     def _contributing_padding(self, padding: tf.Tensor | None, present: tf.Tensor) -> tf.Tensor:
-        """Which rows, or users, are padding with a nonzero gradient; none if nobody can tell.
+        """Which rows, or users, are padding with a nonzero gradient; none if that is unknown.
 
         Args:
-          padding: [B], bool, the rows that are padding; `None` if nobody can tell.
+          padding: [B], bool, the rows that are padding; `None` if that is unknown.
           present: bool, the rows, microbatches or users with a nonzero gradient.
         """
         if padding is None or self.num_microbatches is not None:  # σ is halved with them anyway
@@ -411,8 +411,8 @@ class GaussianMechanism:
     ) -> tf.Tensor:
         """The rows of a whole batch if there were too many examples for the expected size, else 0.
 
-        Too many may be in this batch, or in all batches of the process together: a hundred batches
-        of 210 examples are no draws with a mean of 200, although each of them may be one.
+        Too many may be in this batch, or in all batches of the process together: one batch of 210
+        examples may be a draw with a mean of 200, but a hundred such batches are not.
 
         Guarantee: a correct L of Poisson batches is doubted with probability at most 2e-12 per
         step. The recorded number of rows is public if batches are padded or have one size.
@@ -464,7 +464,7 @@ class GaussianMechanism:
 
         def add() -> list[tf.Tensor]:
             checked = self._check_order(order)
-            # A part that was drawn for another step is not added, and under XLA marks its batch.
+            # A part that was drawn for another step fails here; under XLA it marks its batch.
             units = part._replace(
                 sums=[s / unit for s in part.sums],
                 disordered=tf.cast(~checked.in_order, tf.float32),
@@ -524,7 +524,7 @@ class GaussianMechanism:
             # Padding that contributes halves σ already.
             size_seen=self._size_seen(expected, per_group, size, batch.present - batch.padding),
         )
-        # The noise must have the number of the release, so it is drawn in the same turn.
+        # Which noise is drawn depends on the number of the release, so it is drawn in this turn.
         correlated: list[tf.Tensor] = []
         if isinstance(self.noise, CorrelatedNoise):
             with tf.control_dependencies([recorded]):
@@ -660,8 +660,8 @@ class _OrderCheck(NamedTuple):
     """Whether a release is the one that its batch and its noise were drawn for.
 
     Attributes:
-      rejects: what must run before the release, and fails it.
-      in_order: bool scalar, whether the release is that one, as far as anybody can tell.
+      rejects: assertions that must run before the release, and fail it if it is another one.
+      in_order: bool scalar, whether the release is that one, as far as the batch shows.
       shown: bool scalar, whether the batch showed its step.
     """
 
@@ -679,8 +679,8 @@ class _Sums(NamedTuple):
       present: how many rows (or microbatches) on all replicas have a nonzero gradient.
       padding: how many of these rows are padding.
       spoilt: how many rows are not finite, if one of them spoils the others; else 0.
-      disordered: how many parts were drawn for another step; 0 if nobody has asked.
-      unshown: how many parts did not show their step; 0 if nobody has asked.
+      disordered: how many parts were drawn for another step; 0 if that was not checked.
+      unshown: how many parts did not show their step; 0 if that was not checked.
     """
 
     sums: list[tf.Tensor]
@@ -701,7 +701,7 @@ class _Sums(NamedTuple):
 
 
 def _assert(condition: tf.Tensor, data: Sequence) -> tf.Operation | None:
-    """As `tf.debugging.Assert`, which makes a branch and two functions in each graph."""
+    """Like `tf.debugging.Assert`, but without the branch and two functions that it adds."""
     data = [tf.convert_to_tensor(part) for part in data]
     return tf.raw_ops.Assert(condition=condition, data=data, summarize=3)
 

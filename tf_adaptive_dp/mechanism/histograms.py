@@ -1,4 +1,4 @@
-"""Noisy histograms of the sizes of gradients and losses, released in place of first gradients."""
+"""Noisy histograms of the sizes of gradients and losses, which the first batches release."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RANGE = 10 * _PER_OCTAVE
 
 
 class Sizes(NamedTuple):
-    """What histograms tell; all float64, zeros until they are complete.
+    """What is read from histograms; all float64, zeros until the histograms are complete.
 
     Attributes:
       norms: [K], for each variable the upper quartile of its gradients' norms; 0 if no gradient
@@ -47,8 +47,8 @@ class Histograms:
 
     Guarantee: adding or removing one example changes that sum by at most C in L2 norm, as it
     changes the sum of clipped gradients. An example whose gradient is zero or whose gradient or
-    loss is not finite is not counted, so padding counts as absent. What this object keeps, and all
-    that it tells, comes from released counts.
+    loss is not finite is not counted, so padding counts as absent. Everything that this object
+    stores or returns comes from released counts, except the result of `sum`.
 
     The histograms are complete after
 
@@ -76,7 +76,7 @@ class Histograms:
         self._released = add_variable([], dtype=tf.bool, name="histograms_released")
 
     def sizes(self) -> Sizes:
-        """What the histograms tell."""
+        """What is read from the histograms."""
         norms, loss, spread = tf.split(self._sizes.read_value(), [self._num_rows - 1, 1, 1])
         return Sizes(norms, loss[0], spread[0])
 
@@ -105,8 +105,8 @@ class Histograms:
 
         Args:
           when: bool scalar, whether to do so.
-          ratios: [2, K], float64, by which factor each norm has become larger, at least and at
-            most. What is measured is brought between these bounds.
+          ratios: [2, K], float64, the least and the largest factor by which each norm has changed.
+            The new measurement is clipped to these bounds.
         """
         sizes, earlier, complete = (
             v.read_value() for v in (self._sizes, self._earlier, self._complete)
@@ -129,7 +129,7 @@ class Histograms:
         losses: tf.Tensor,
         clip: tf.Tensor,
     ) -> tf.Tensor:
-        """Adds up what counts the examples of a batch.
+        """The histograms of one batch, before the noise: NOT private.
 
         Args:
           counts: bool, [B] or a scalar: which examples may count. None may unless `are_open`, and

@@ -2,8 +2,8 @@
 
 Random bits decide whether a padding row has the weight 0.0 or -0.0 (`draws.Sampling.place`), which
 arithmetic does not distinguish. So a vector of weights shows that it comes from our samplers,
-whatever `map` did to the examples. A step that lets padding contribute replaces its gradient by
-that of an example when one more example joins a batch, which moves the clipped sum by up to 2C.
+whatever `map` did to the examples. If padding contributes to a step, an example that joins the
+batch replaces the gradient of a padding row by its own, which moves the clipped sum by up to 2C.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def rows_of_padding(losses: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor | No
       rows_per_unit: see `is_ours`.
 
     Returns:
-      [B], bool; all false unless the batch comes from our samplers. `None` if nobody can tell:
+      [B], bool; all false unless the batch comes from our samplers. `None` if that is unknown:
       under eager execution, and if the step receives nothing that may be weights.
     """
     if tf.executing_eagerly():

@@ -58,11 +58,10 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
       {{mechanism_args}}
       {{side_information_args}}
       learning_rate: the first η. The first steps find a suitable rate from almost any value.
-      tolerance: tol at the start. `None` uses 1, the value printed in the paper, or √d / 50 if d,
-        the number of parameters, is below 2,500, or √(d / 270,000) if d is above 270,000; with
-        `normalized_inputs` 1/2 in place of 1, if that is more than √(d / 270,000). The paper's code
-        counted every parameter ten times in err, so its results correspond to 1/√10. See
-        `suggest_tolerance`.
+      tolerance: tol at the start. `None` uses min(√d / 50, max(1, √(d / 270,000))) for d
+        parameters: 1, the value printed in the paper, from 2,500 to 270,000 parameters. With
+        `normalized_inputs` it is 1/2 in place of 1. The paper's code counted every parameter ten
+        times in err, so its results correspond to 1/√10. See `suggest_tolerance`.
       tolerance_decay: how fast tol falls. 0 keeps it constant.
       alpha_min: the smallest factor of one adaptation.
       alpha_max: the largest factor of one adaptation.

@@ -55,10 +55,11 @@ def require_same_shapes(variables: Sequence[tf.Variable], weights: Sequence[Any]
 
 
 class RefusedState:
-    """Whether a saved state was refused whose releases nobody has decided on yet.
+    """Remembers a saved state that was refused until somebody decides how its releases count.
 
-    They are in the ledger; or, if it cannot count them, a `NonPrivateDpEvent` stands for them.
-    Loading a state that fits is a decision, and so is `ledger.restore`, or removing that event.
+    Until then they are in the ledger; or, if it cannot count them, a `NonPrivateDpEvent` stands for
+    them. Loading a state that fits is a decision, and so is `ledger.restore`, or removing that
+    event.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class RefusedState:
         self._restorations = ledger.restorations
 
     def settle(self, ledger: Ledger) -> None:
-        """Forgets it, as a state is loaded that fits."""
+        """Forgets the refused state, because one that fits is being loaded."""
         if self._is_unknown(ledger):
             kept = tuple(e for e in ledger.other_events if e is not self._unknown)
             ledger.other_events = kept

@@ -185,7 +185,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         self._mechanism.seen = seen
 
     def expect_padding(self) -> None:
-        """Lets a step warn if it receives no sample weights, as those of a plan's batches."""
+        """Makes a step warn if it receives no sample weights, which a plan's batches have."""
         self._expects_padding = True
 
     @property
@@ -259,7 +259,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         return f"<{type(self).__name__} {', '.join(f'{k}={v}' for k, v in values.items())}>"
 
     def resume_noise(self, keys: Sequence[tuple[int, int]]) -> None:
-        """Goes on with the noise of an earlier process; `PrivacyPlan.fit` calls it.
+        """Continues the noise of an earlier process; `PrivacyPlan.fit` calls it.
 
         Args:
           keys: the keys of correlated noise, each with the number of the first release that it is
@@ -401,7 +401,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                 padding=rows_of_padding(losses, rows_per_unit),
                 order=None if self.noise.is_independent else order_of(losses),
             )
-            # In the graph after the release, whose own reading of A is over then.
+            # After the release, which has read A by then.
             with tf.control_dependencies([g for g in noisy if g is not None]):
                 self._preconditioning.observe(
                     self,
@@ -531,7 +531,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         Raises:
           ValueError: if they do not fit and hold releases that the ledger lacks. The ledger counts
             these from then on, and training raises `NotPrivateError` until a state is loaded that
-            fits or `ledger.restore` says what counts: Keras may only warn and go on.
+            fits or `ledger.restore` says what counts: Keras may turn the error into a warning.
         """
         try:
             fits = checked_state.can_load(self.variables, self.ledger, store)
@@ -546,7 +546,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         """Raises if it is not known what the weights have cost.
 
         Raises:
-          NotPrivateError: if saved state was refused, and nobody has said since what it cost; see
+          NotPrivateError: if saved state was refused and it is still undecided what it cost; see
             `load_own_variables`.
           ValueError: if a checkpoint of another unit of privacy was restored, for example; see
             `Ledger.require_own_terms`.
@@ -568,7 +568,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             raise ValueError(
                 "An optimizer whose ledger has `other_events` cannot be saved with its "
                 "configuration, which would lose them. Save the weights (`tf.train.Checkpoint`), "
-                "create the optimizer anew and set `other_events` before you restore. Received: "
+                "create a new optimizer and set `other_events` before you restore. Received: "
                 f"other_events={others!r}"
             )
         other_releases = [event.noise_multiplier for event in others]

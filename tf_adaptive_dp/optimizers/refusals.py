@@ -75,11 +75,11 @@ def _has_tensor_float_32() -> bool:
 
 
 def refuse_correlated_noise(optimizer: Any, noise: NoiseStrategy) -> None:
-    """Rejects correlated noise for what is derived for independent noise.
+    """Rejects correlated noise for update rules that assume independent noise.
 
     Raises:
-      ValueError: if the optimizer's rule, or its side information, takes the noise of each step for
-        independent.
+      ValueError: if the optimizer's rule, or its side information, assumes that the noise of each
+        step is independent.
     """
     if noise.is_independent:
         return
@@ -93,7 +93,7 @@ def refuse_correlated_noise(optimizer: Any, noise: NoiseStrategy) -> None:
         raise ValueError(
             "`noise` must be IndependentNoise() for side information that learns from released "
             "gradients: it tells them from their noise as if that were independent. Leave out "
-            f"`side_information`, or the noise. Received: noise={noise!r}, side_information="
+            f"`side_information` or `noise`. Received: noise={noise!r}, side_information="
             f"{type(side_information).__name__}"
         )
 
