@@ -48,12 +48,12 @@ def build_adadp(
                          θ ← θ₀ + min(1, tol / err)·(θ̃ − θ₀),  θ₀: θ before both minibatches
                          η ← η · min(max(tol / err, alpha_min), alpha_max)
 
-    A step whose error exceeds the tolerance is shortened, so that its error is tol, and not lost.
-    So every minibatch moves the client, and no η₀ and no single gradient can throw it far. From
-    round to round the tolerance falls: tol = tolerance / √(1 + tolerance_decay·r) after r rounds,
-    so that clients whose data differ drift apart less, the longer training lasts.
+    A step whose error exceeds the tolerance is not lost but shortened, so that its error is tol. So
+    every minibatch moves the client, and no η₀ and no single gradient can throw it far. From round
+    to round the tolerance falls: tol = tolerance / √(1 + tolerance_decay·r) after r rounds. So the
+    longer training lasts, the less clients with different data drift apart.
 
-    The paper returns to θ₀ instead of shortening a step, and keeps the tolerance:
+    The paper returns to θ₀ instead of shortening a step, and keeps the tolerance constant:
     `build_adadp(tolerance=0.1, discard=True, tolerance_decay=0)` is its form. See docs/results.md
     for both.
 
@@ -78,9 +78,9 @@ def build_adadp(
         clients.
       keep: the point after a whole step: `"half_steps"` for θ̃, or `"euler"` for θ̂.
       shorten: whether to shorten steps with err > tol. Without it, and without `discard`, they are
-        taken whole, even if err is infinite or NaN. It means nothing with `discard`.
-      tolerance_decay: how fast the tolerance falls; 0 keeps it, as in the paper. The processes of
-        this package count the rounds (`next_hparams`). In one that does not, such as
+        taken whole, even if err is infinite or NaN. With `discard` it has no effect.
+      tolerance_decay: how fast the tolerance falls; 0 keeps it constant, as in the paper. The
+        processes of this package count the rounds (`next_hparams`). In one that does not, such as
         `tff.learning.algorithms.build_weighted_fed_avg`, every round is the first.
 
     Returns:
@@ -189,7 +189,7 @@ class _ADADP(tff.learning.optimizers.Optimizer):
         self._keep = checks.choice("keep", keep, ("half_steps", "euler"))
         self._shorten = checks.boolean("shorten", shorten) and not discard
         self._tolerance_decay = checks.number("tolerance_decay", tolerance_decay, 0)
-        # Whether a step may end elsewhere than it arrived.
+        # Whether a step may end elsewhere than its second half step does.
         self._limits = self._discard or self._shorten
 
     def initialize(self, specs: Any) -> State:

@@ -51,7 +51,7 @@ def build_client_work(
 
     Args:
       model_fn: a function that returns a new model at each call: a
-        `tff.learning.models.VariableModel`, or a Sequential or functional model of Keras, compiled
+        `tff.learning.models.VariableModel`, or a Sequential or functional Keras model, compiled
         with its loss and metrics. Or a `tff.learning.models.FunctionalModel`.
       client_optimizer: the optimizer of local training.
       weighting: the weight of a client's update: `NUM_EXAMPLES` or `UNIFORM`.
@@ -59,7 +59,7 @@ def build_client_work(
         metrics; `None` takes `tff.learning.metrics.sum_then_finalize`.
       loop_implementation: how the training loop iterates over a client's data set.
       input_spec: the `element_spec` of a client's batches, (x, y), such as
-        `client_data.element_type_structure`; only for compiled models of Keras.
+        `client_data.element_type_structure`; only for compiled Keras models.
 
     Returns:
       A `tff.learning.templates.ClientWorkProcess`. Its state is the optimizer's hyperparameters.

@@ -1,4 +1,4 @@
-"""Compiled models of Keras as the models that TFF's processes train."""
+"""Compiled Keras models as the models that TFF's processes train."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow_federated as tff
 
 _BY_HAND = (
     "or write `tff.learning.models.from_keras_model(new_keras_model(), loss=..., input_spec=..., "
-    "metrics=[...])` in `model_fn`, where the model of Keras is not compiled"
+    "metrics=[...])` in `model_fn`, where the Keras model is not compiled"
 )
 # What Keras means by these depends on the shapes of labels and predictions.
 _SHORT_NAMES = {"accuracy": "Accuracy", "acc": "Accuracy"} | {
@@ -20,7 +20,7 @@ _SHORT_NAMES = {"accuracy": "Accuracy", "acc": "Accuracy"} | {
 
 
 def with_tff_models(model_fn: Any, input_spec: Any = None) -> Any:
-    """Makes a `model_fn` that returns compiled models of Keras return TFF's models.
+    """Makes a `model_fn` that returns compiled Keras models return TFF's models.
 
     A compiled model keeps its layers, its weights, its loss and its metrics. Its optimizer is not
     used: clients and server have optimizers of TFF.
@@ -32,7 +32,7 @@ def with_tff_models(model_fn: Any, input_spec: Any = None) -> Any:
     Returns:
       A function that makes a `tff.learning.models.VariableModel`, with the attribute
       `initial_weights`: the arrays of the model's trainable and of its other weights. If `model_fn`
-      is no function that returns a compiled model of Keras: `model_fn` itself.
+      is no function that returns a compiled Keras model: `model_fn` itself.
 
     Raises:
       TypeError, ValueError: if the compiled model has something that TFF's models have not.
@@ -68,7 +68,7 @@ def with_tff_models(model_fn: Any, input_spec: Any = None) -> Any:
 def _check(model: tf.keras.Model, input_spec: Any) -> None:
     if input_spec is None:
         raise TypeError(
-            "`model_fn` returns a compiled model of Keras, which does not say what its labels are "
+            "`model_fn` returns a compiled Keras model, which does not say what its labels are "
             "like. Pass `input_spec=client_data.element_type_structure`, the `element_spec` of a "
             f"client's batches, too. Received: input_spec={input_spec!r}"
         )

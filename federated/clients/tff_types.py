@@ -53,7 +53,7 @@ def made_model(model_fn: Any) -> Any:
       The new `VariableModel`, in the default graph, or the `FunctionalModel` itself.
 
     Raises:
-      TypeError: if it is something else. For a model of Keras the error shows how to wrap it.
+      TypeError: if it is something else. For a Keras model the error shows how to wrap it.
     """
     if isinstance(model_fn, tff.learning.models.FunctionalModel):
         return model_fn
@@ -71,7 +71,7 @@ def _refused(model_fn: Callable | Any, made: Any) -> TypeError:
     cure = ""
     if isinstance(made, tf.keras.Model):
         cure = (
-            " For a model of Keras, pass a function that makes a new one and compiles it with its "
+            " For a Keras model, pass a function that makes a new one and compiles it with its "
             "loss and metrics, and `input_spec=client_data.element_type_structure`. Or let it "
             "return `tff.learning.models.from_keras_model(new_keras_model(), loss=..., "
             "input_spec=...)`, where the new model is not compiled."
@@ -79,6 +79,6 @@ def _refused(model_fn: Callable | Any, made: Any) -> TypeError:
     found = "" if made is None or made is model_fn else f", which returned {made!r}"
     return TypeError(
         "`model_fn` must be a function that makes a `tff.learning.models.VariableModel` or a "
-        "compiled model of Keras, or a `tff.learning.models.FunctionalModel`."
+        "compiled Keras model, or a `tff.learning.models.FunctionalModel`."
         f"{cure} Received: model_fn={model_fn!r}{found}"
     )

@@ -113,9 +113,9 @@ def check_sampling(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> None:
     expected = sampling.expected_batch_size(privacy.total_clients)
     if not math.isclose(expected, privacy.clients_per_round, rel_tol=1e-9):
         raise ValueError(
-            f"The sampling gives {expected!r} clients a round of {privacy.total_clients}, but the "
-            f"privacy is stated for clients_per_round={privacy.clients_per_round!r}, which divides "
-            f"the noise and determines ε. Received: sampling={sampling!r}"
+            f"The sampling draws {expected!r} of {privacy.total_clients} clients per round, but "
+            f"the privacy is stated for clients_per_round={privacy.clients_per_round!r}, which "
+            f"divides the noise and determines ε. Received: sampling={sampling!r}"
         )
 
 
@@ -154,7 +154,7 @@ def _check_separation(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> No
 class ClientSampler:
     """Draws the cohort of each round.
 
-    Guarantee: that of the sampling, with clients in place of examples, if the key stays secret. The
+    Guarantee: that of the sampling, with clients instead of examples, if the key stays secret. The
     ids are sorted, so their order does not matter: the same ids and key give the same cohorts.
     Cohorts do not depend on data. Under Poisson sampling a cohort may be empty; run that round like
     any other.

@@ -30,8 +30,8 @@ class UserLedger:
     the one used, so the ε computed from the ledger is not too small. A round that is run again
     counts again. Under the tree mechanism, a sequence of rounds that was abandoned for an earlier
     state counts as separate trees from the beginning of the pass, and each lost round counts as one
-    more tree, since running it again draws new noise for its nodes. With banded noise such rounds
-    are further rows of noise in a row (`sequences`), and a lost round is one such row.
+    more tree, since running it again draws new noise for its nodes. With banded noise such a
+    sequence counts as further consecutive rows of noise (`sequences`), and a lost round as one row.
 
     Args:
       privacy: the privacy that the aggregator was made from.
@@ -74,7 +74,7 @@ class UserLedger:
         self._trees: collections.Counter[int] = collections.Counter()
         self._tree_rounds = 0
         self._unknown = 0  # rounds with an unknown release
-        # Banded noise: lost rounds, and rounds in a row that were given up for an earlier state.
+        # Banded noise: lost rounds, and consecutive rounds that an earlier state replaced.
         self._sequences: collections.Counter[int] = collections.Counter()
         # What the next round may continue: how many rounds the last recorded state results from,
         # and how many of them are in its last tree.
@@ -113,8 +113,9 @@ class UserLedger:
         """By how much one user moves all `sequences` together, at a clip of 1; 0 without any.
 
         Each sequence has fresh noise in each of its rows, so the squares of their sensitivities
-        add up. That of m rows in a row from the middle of a run is at most that of its first m:
-        the squares of a client's coefficients fall from one participation to the next one.
+        add up. The sensitivity of m consecutive rows from the middle of a run is at most that of
+        its first m rows: the squares of a client's coefficients fall from one participation to the
+        next.
         """
         squares = (count * self.privacy.sensitivity(m) ** 2 for m, count in self.sequences.items())
         return math.sqrt(sum(squares))
@@ -186,7 +187,7 @@ class UserLedger:
     def check_noise(self, state: Any) -> None:
         """Checks that the next round of a state has the noise that `privacy` says.
 
-        `record` compares what a round released, but then it has been run.
+        `record` checks what a round released, but only after it was run.
 
         Args:
           state: a state of the process, or of its aggregator, such as the initial one.
@@ -351,7 +352,7 @@ class UserLedger:
 
     def _contradiction(self, found: str) -> ValueError:
         return ValueError(
-            "The aggregator did not release what `privacy` says. Build process and ledger of the "
+            "The aggregator did not release what `privacy` says. Build process and ledger from the "
             f"same `UserLevelPrivacy`. Received: {found}; privacy={self.privacy!r}"
         )
 
@@ -407,7 +408,7 @@ class UserLedger:
         holds_its_own = holds.pop(privacy.mechanism)
         if any(holds.values()) or (privacy.mechanism == "banded" and not holds_its_own):
             raise ValueError(
-                "The ledger is of the other mechanism. Received: "
+                "The ledger belongs to another mechanism. Received: "
                 f"mechanism={privacy.mechanism!r}, {dict(plain)}"
             )
         if privacy.mechanism != "gaussian" and plain["noise"] != _noise(privacy):
@@ -441,7 +442,7 @@ def _noise(privacy: UserLevelPrivacy) -> dict[str, Any]:
 
 
 def effective_noise_multiplier(event: dp_accounting.DpEvent) -> float:
-    """The z of the one Gaussian mechanism that several ones on the same cohort amount to.
+    """The noise multiplier z of several Gaussian mechanisms on the same cohort, taken as one.
 
     z = (Σ zᵢ⁻²)^(-1/2): stacked, with each noise scaled to 1, they are one Gaussian mechanism of
     sensitivity (Σ zᵢ⁻²)^(1/2). NaN if an event has any other part.

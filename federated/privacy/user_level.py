@@ -52,10 +52,10 @@ class UserLevelPrivacy:
     - "banded": each round takes back a part of the noise of the last `bands` - 1 rounds, see
       `federated.privacy.dp_queries.BandedSum`. `noise_multiplier` is that of one participation, and
       k participations of a user cost √k times as much. The sampling need not be secret, but a
-      client may take part at most once in any `min_separation` rounds in a row, and in at most
+      client may take part at most once in any `min_separation` consecutive rounds, and in at most
       `max_participations` rounds: use `tf_adaptive_dp.sampling.FixedOrder`, which
-      `ClientSampler.fixed_order` makes. The state holds the last `bands` - 1 noises, as large as
-      the model each: keep it and its checkpoints as secret as the data.
+      `ClientSampler.fixed_order` makes. The state holds the noise of the last `bands` - 1 rounds,
+      each as large as the model: keep it and its checkpoints as secret as the data.
     No seed of TensorFlow or Keras makes noise repeat.
 
     Attributes:
@@ -68,11 +68,11 @@ class UserLevelPrivacy:
       mechanism: `"gaussian"`, `"tree"` or `"banded"`.
       initial_clip: C of the first round if the clip is adaptive.
       bands: b, from 2 to `min_separation`; only for "banded", which needs it.
-      min_separation: how many rounds lie between two rounds of a client, at least: t and
-        t + `min_separation` may be both its own. Only for "banded"; `None` becomes
-        `rounds_per_pass`, which is the most that the clients are enough for.
-      max_participations: the number of rounds of a run that a client takes part in, at most; only
-        for "banded". `None` for as many as the separation allows.
+      min_separation: the smallest distance between two rounds of a client, which may take part in
+        rounds t and t + `min_separation`, but in none between them. Only for "banded"; `None`
+        becomes `rounds_per_pass`, the largest distance for which there are enough clients.
+      max_participations: the largest number of rounds of a run that a client takes part in; only
+        for "banded". `None` means as many as the separation allows.
 
     Raises:
       TypeError, ValueError: if an argument is invalid, or incompatible with another one.
@@ -215,7 +215,7 @@ class UserLevelPrivacy:
         return None if self.bands is None else BandedNoise(self.bands)
 
     def sensitivity(self, rounds: int) -> float:
-        """By how much one client moves rounds in a row with banded noise, at a clip of 1.
+        """By how much one client moves consecutive rounds with banded noise, at a clip of 1.
 
         It is `noise_strategies.sensitivity` for the separation and the participations that are
         stated; the noise multiplier divided by it is that of one Gaussian mechanism.

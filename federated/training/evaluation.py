@@ -1,4 +1,4 @@
-"""Evaluation on held-out clients, the best state of a run, and its model of Keras."""
+"""Evaluation on held-out clients, the best state of a run, and its Keras model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.durable import files
 
 MODES = ("auto", "min", "max")
-# Names of metrics of Keras of which more is better.
+# Parts of the names of Keras metrics for which more is better.
 _MORE_IS_BETTER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "similarity")
 
 
@@ -37,7 +37,7 @@ class Best(NamedTuple):
 
 
 def export(state: Any, model_fn: Callable[[], tf.keras.Model]) -> tf.keras.Model:
-    """Makes a model of Keras with the weights of a process's state, to save or to serve.
+    """Makes a Keras model with the weights of a process's state, to save or to serve.
 
     Guarantee: the model has the state's model weights and nothing else of it, so it is protected as
     they are: by the ε of all rounds that were begun, in a private run. With mechanism="tree"
@@ -46,7 +46,7 @@ def export(state: Any, model_fn: Callable[[], tf.keras.Model]) -> tf.keras.Model
     Args:
       state: the state of a process of `federated.training.processes` or of TFF's own algorithms,
         such as `Trained.state`; or its weights, `process.get_model_weights(state)`.
-      model_fn: a function that returns a model of Keras with the layers of the trained one, such as
+      model_fn: a function that returns a Keras model with the layers of the trained one, such as
         the `model_fn` of the process if that returns compiled models.
 
     Returns:
@@ -71,7 +71,7 @@ def export(state: Any, model_fn: Callable[[], tf.keras.Model]) -> tf.keras.Model
     model = model_fn() if callable(model_fn) else None
     if not isinstance(model, tf.keras.Model):
         raise TypeError(
-            "`model_fn` must be a function that returns a model of Keras. Received: "
+            "`model_fn` must be a function that returns a Keras model. Received: "
             f"model_fn={model_fn!r}"
         )
     _assign(weights, model)
@@ -79,12 +79,12 @@ def export(state: Any, model_fn: Callable[[], tf.keras.Model]) -> tf.keras.Model
 
 
 def _assign(weights: tff.learning.models.ModelWeights, model: tf.keras.Model) -> None:
-    """Gives a model of Keras all of the weights of another model, or raises ValueError."""
+    """Gives a Keras model all of the weights of another model, or raises ValueError."""
     for kind, given, own in (
         ("trainable", weights.trainable, model.trainable_weights),
         ("non-trainable", weights.non_trainable, model.non_trainable_weights),
     ):
-        # Otherwise those that one of them has more would be left out without a word.
+        # Otherwise the excess weights of either would be ignored silently.
         trained, made = ([tuple(np.shape(weight)) for weight in part] for part in (given, own))
         if trained != made:
             raise ValueError(
@@ -96,7 +96,7 @@ def _assign(weights: tff.learning.models.ModelWeights, model: tf.keras.Model) ->
 
 
 class Evaluation:
-    """Evaluates the server's model on held-out clients, every so many rounds.
+    """Evaluates the server's model on held-out clients after every few rounds.
 
     The figures are the model's compiled loss and metrics over all examples of these clients, with
     equal weights for all examples. `federated.train` releases them as `held_out/…`, or as
@@ -108,14 +108,15 @@ class Evaluation:
     was released and from other people's data. `federated.train` warns if that is not so.
 
     Args:
-      model_fn: a function that returns a new model of Keras, compiled with its loss and metrics.
+      model_fn: a function that returns a new Keras model, compiled with its loss and metrics.
       client_data: the held-out clients' data: a `tff.simulation.datasets.ClientData`, or a function
         from a client id to batches, with `client_ids`. A batch is (x, y), or a mapping with the
         keys `x` and `y`.
       client_ids: the held-out clients; `None` takes all clients of `client_data`.
       every: the number of finished rounds between evaluations. The last round is always evaluated.
       best: the name of the figure to choose the best state by; `None` keeps no best state.
-      mode: `"min"` if less of it is better, `"max"` if more is, `"auto"` to tell by the name.
+      mode: `"min"` if a smaller figure is better, `"max"` if a larger one is, `"auto"` to decide by
+        its name.
 
     Raises:
       TypeError, ValueError: if an argument is invalid.
@@ -159,7 +160,7 @@ class Evaluation:
         self._model = model_fn() if callable(model_fn) else None
         if not isinstance(self._model, tf.keras.Model) or self._model.optimizer is None:
             raise TypeError(
-                "`model_fn` must be a function that returns a model of Keras, compiled with its "
+                "`model_fn` must be a function that returns a Keras model, compiled with its "
                 f"loss and metrics. Received: model_fn={model_fn!r}"
             )
         if mode == "auto":
@@ -190,7 +191,7 @@ class Evaluation:
         return self._named(found)
 
     def check(self, weights: tff.learning.models.ModelWeights) -> None:
-        """Evaluates one batch, so that what is wrong shows before the first round.
+        """Evaluates one batch, so that mistakes show before the first round.
 
         Args:
           weights: see `figures`.
@@ -243,7 +244,7 @@ class Evaluation:
         return math.isnan(than) or self._sign * figure > self._sign * than
 
     def export(self, state: Any) -> tf.keras.Model:
-        """A compiled model of Keras with the weights of a state; see `federated.export`.
+        """A compiled Keras model with the weights of a state; see `federated.export`.
 
         Args:
           state: the state of the process, or its weights.
@@ -252,7 +253,7 @@ class Evaluation:
 
 
 class BestState:
-    """What a run knows of its evaluations, on the disk.
+    """What a run stores about its evaluations.
 
     A round's figures are on the disk before anything is done with them. So if the program ends in
     between, the same figures are released and compared when the run resumes.
@@ -338,6 +339,6 @@ def warn_of_choice(evaluation: Evaluation, client_ids: Sequence[str], stacklevel
     )
     warnings.warn(
         f"The best state is chosen by {evaluation.best!r} on {len(evaluation.client_ids)} held-out "
-        f"clients. ε does not cover what this choice reveals of their data. {whom}",
+        f"clients. ε does not cover what this choice reveals about their data. {whom}",
         stacklevel=stacklevel + 1,
     )

@@ -170,7 +170,7 @@ class GroupedRounds(tff.Computation):
 
     Args:
       single: `next` without groups.
-      grouped: `next` with the serialized data sets of groups in place of the clients' data sets.
+      grouped: `next` with the serialized data sets of groups instead of the clients' data sets.
       clients_per_group: the largest number of clients of a group, or `"auto"`.
     """
 
@@ -257,9 +257,9 @@ def _with_tree(state: Any, tree: TreeState) -> Any:
 def num_groups(num_clients: int, clients_per_group: int | str) -> int:
     """The number of groups of a cohort.
 
-    With `"auto"` it is a multiple of the number of cores of all workers, as far as there are
-    clients, taking that of this machine for those of others. So it seldom changes with the size of
-    the cohort, and every worker has something to do.
+    With `"auto"` it is a multiple of the number of cores of all workers, unless there are fewer
+    clients. Other machines are assumed to have as many cores as this one. So the number seldom
+    changes with the size of the cohort, and every worker has something to do.
 
     >>> num_groups(1000, 100), num_groups(3, "auto"), num_groups(0, "auto")
     (10, 3, 0)

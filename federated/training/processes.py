@@ -88,7 +88,7 @@ def build_adaptive_fed_avg(
 
     Args:
       model_fn: a function that returns a new model at each call: a
-        `tff.learning.models.VariableModel`, or a Sequential or functional model of Keras, compiled
+        `tff.learning.models.VariableModel`, or a Sequential or functional Keras model, compiled
         with its loss and metrics. Or a `tff.learning.models.FunctionalModel`.
       client_optimizer: the clients' optimizer; `None` takes `build_adadp()`.
       server_optimizer: applied to the mean update; `None` takes SGD with learning rate 1.
@@ -102,7 +102,7 @@ def build_adaptive_fed_avg(
         up to rounding. `"auto"` chooses it by the size of the cohort, and 1 if `model_aggregator`,
         `model_distributor` or `metrics_aggregator` is given, which may tell clients apart.
       input_spec: the `element_spec` of a client's batches, (x, y), such as
-        `client_data.element_type_structure`; only for compiled models of Keras.
+        `client_data.element_type_structure`; only for compiled Keras models.
 
     Returns:
       A learning process. Its metrics have `client_work`: `train`, and `optimizer` with the clients'
@@ -110,8 +110,8 @@ def build_adaptive_fed_avg(
 
     Raises:
       TypeError: if `model_fn`, `model_aggregator` or an optimizer is something else.
-      ValueError: if a model of Keras has something that TFF's models have not, or
-        `clients_per_group` is impossible.
+      ValueError: if a Keras model has something that TFF's models lack, or `clients_per_group` is
+        impossible.
 
     References:
       Koskela and Honkela (2018), "Learning Rate Adaptation for Federated and Differentially Private
@@ -193,7 +193,7 @@ def build_dp_fed_avg(
 
     Args:
       model_fn: a function that returns a new model at each call: a
-        `tff.learning.models.VariableModel`, or a Sequential or functional model of Keras, compiled
+        `tff.learning.models.VariableModel`, or a Sequential or functional Keras model, compiled
         with its loss and metrics. Or a `tff.learning.models.FunctionalModel`. Initial weights must
         not come from the private data.
       client_optimizer: the clients' optimizer, such as `build_adadps(...)` or `build_adadp()`.
@@ -213,7 +213,7 @@ def build_dp_fed_avg(
         own, and the noise is the same. `"auto"` takes 1 if `model_distributor` is given, or
         `metrics_aggregator` with `client_metrics`.
       input_spec: the `element_spec` of a client's batches, (x, y), such as
-        `client_data.element_type_structure`; only for compiled models of Keras.
+        `client_data.element_type_structure`; only for compiled Keras models.
 
     Returns:
       A learning process. Its metrics have `aggregator`, with the clip of the next round, which is
@@ -271,7 +271,7 @@ def _in_groups(clients_per_group: int | str, **given: Any) -> bool:
 
     Raises:
       TypeError, ValueError: if `clients_per_group` is neither `"auto"` nor an integer above 0, or
-        if there shall be groups and cannot be.
+        asks for groups where there cannot be any.
     """
     automatic = isinstance(clients_per_group, str)
     if automatic:
@@ -366,7 +366,7 @@ def _composed(
 
     @tff.tensorflow.computation
     def initial_weights() -> Any:
-        # Of a `FunctionalModel`, or of a compiled model of Keras.
+        # Of a `FunctionalModel`, or of a compiled Keras model.
         if not hasattr(model_fn, "initial_weights"):
             return tff.learning.models.ModelWeights.from_model(model_fn())
         # The containers are those of the models' variables.

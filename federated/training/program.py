@@ -74,12 +74,12 @@ def _ledger_of(
 def _check_clients(
     ledger: user_epsilon.UserLedger | None, dropout: Dropout, on_client_error: str, min_clients: int
 ) -> None:
-    """Raises for what a round cannot do without clients that were drawn."""
+    """Checks what a round does without clients that were drawn."""
     checks.integer("min_clients", min_clients, 0)
     if min_clients and ledger is not None:
         raise ValueError(
-            "`min_clients` must be 0 in a private run: if a round is not run because few clients "
-            "are left, that tells something of who is there, which ε does not cover. A private "
+            "`min_clients` must be 0 in a private run: skipping a round because few clients are "
+            "left would reveal something about who is there, which ε does not cover. A private "
             "round is released with all of its noise, however few clients are left. Received: "
             f"min_clients={min_clients!r}"
         )
@@ -145,7 +145,8 @@ class _PrivacyFigures:
 
     Composing the privacy losses of a run takes longer than all else that `train` does in a round,
     and longer the more rounds there are. So ε is computed for more rounds than were counted, and
-    remains until there are as many (see `rounds_covered`): more releases never have a smaller ε.
+    stays the same until that many were counted (see `rounds_covered`): more releases never have a
+    smaller ε.
 
     Guarantee: the ε shown is at least that of `epsilon_spent` for the same ledger, and equal to it
     after the last planned round.
@@ -265,7 +266,7 @@ class _Evaluator(NamedTuple):
     prefix: str
 
     def is_due(self, finished: int) -> bool:
-        """Whether to evaluate the model of so many finished rounds."""
+        """Whether to evaluate the model after this many finished rounds."""
         return finished % self.every == 0
 
 
@@ -394,14 +395,13 @@ def train(
     is never too small and never decreases, whatever happened to the round. Under the Gaussian
     mechanism the round after a lost one draws a new cohort. Under the tree mechanism it has the
     cohort of the lost one, since clients must come in the order of the tree's leaves, and the lost
-    round counts as a separate tree. So it is with banded noise, where the lost round counts as one
-    more row of the noise. This assumes that `directory/secret` stays unchanged on a local disk and
-    that nobody else reads it (it holds the sampler's key, exact training figures and, with the tree
-    mechanism or banded noise, noise), that the ledger describes the process, and that no client's
-    data make its training raise, such as a label out of range: that ends the round, which anybody
-    can see. Figures named
-    `not_private/…` are exact averages over clients and outside the guarantee. So is everything that
-    `evaluate` computes from data of the clients.
+    round counts as a separate tree. With banded noise it also has that cohort, and the lost round
+    counts as one more row of the noise. This assumes that `directory/secret` stays unchanged on a
+    local disk and that nobody else reads it (it holds the sampler's key, exact training figures
+    and, with the tree mechanism or banded noise, noise); that the ledger describes the process; and
+    that no client's data make its training raise an error, such as a label out of range: that ends
+    the round, which anybody can see. Figures named `not_private/…` are exact averages over clients
+    and outside the guarantee. So is everything that `evaluate` computes from data of the clients.
 
     Args:
       process: a process of `federated.training.processes`, or any other whose `next` takes a state
@@ -409,17 +409,16 @@ def train(
         running event loop does no harm.
       client_data: the datasets by client id.
       sampler: a `federated.ClientSampler`. Each run creates its own key unless one was passed to
-        the sampler; `directory` keeps it for when the run resumes.
+        the sampler; `directory` keeps it, so that the run can resume.
       num_rounds: the total number of rounds, earlier calls included.
       directory: the directory of this run alone; created if missing. Its folder `secret` holds
         everything that must stay secret.
       ledger: the ledger as it was when the run began, with the privacy of the process; it is not
         modified. The sampling continues after its rounds, which must be of the same sampling. Under
         the Gaussian mechanism with `ShuffledEpochs` or `FixedOrder` they must be whole passes,
-        unless the sampler has the key of the run that they are of, as `Trained.sampler` has. If the
-        sampler was given a key, never start two runs from one ledger: they would draw the same
-        cohorts. `None` takes `process.new_ledger()`, or
-        no ledger in a run without privacy.
+        unless the sampler has the key of the run that they belong to, as `Trained.sampler` has. If
+        the sampler was given a key, never start two runs from one ledger: they would draw the same
+        cohorts. `None` takes `process.new_ledger()`, or no ledger in a run without privacy.
       delta: if given, the figures include ε at this δ, and `privacy/NOT_PRIVATE` if ε is infinite;
         needs a ledger. Under the Gaussian mechanism `privacy/epsilon` is that of
         `privacy/epsilon_covers_rounds` rounds, up to three or an eighth more than were counted. So
@@ -440,13 +439,13 @@ def train(
         raised.
       dropout: for simulations: which clients that were drawn do not take part. A probability in
         [0, 1), or a function from a client's id and the number of the round to whether it drops
-        out, which must not look at other clients. The round goes on without them, and its sum is
-        divided by `clients_per_round` as ever: a client that dropped out is like one that sends
-        zeros. So ε is that of the cohorts that were drawn, of `clients_per_round` expected clients,
-        and dropping out neither raises nor lowers it. The ledger records that clients could drop
-        out. To make up for it, state a larger `clients_per_round` and let the server's learning
-        rate be 1 / (1 - `dropout`). There is no selection of the first clients to answer: who is
-        among them depends on other clients, and no ε here holds for that.
+        out, which must not look at other clients. The round continues without them, and its sum
+        is divided by `clients_per_round` as always: a client that dropped out is like one that
+        sends zeros. So ε is that of the cohorts that were drawn, of `clients_per_round` expected
+        clients, and dropping out neither raises nor lowers it. The ledger records that clients
+        could drop out. To compensate, state a larger `clients_per_round` and set the server's
+        learning rate to 1 / (1 - `dropout`). There is no selection of the first clients to answer:
+        who is among them depends on other clients, and no ε here holds for that.
       on_client_error: `"raise"`, or `"drop"`: a client whose data set raises while it is made or
         read drops out too, with a warning. For that each data set is read once before the round.
       min_clients: the smallest number of clients to run a round with; a smaller one is a failure

@@ -51,17 +51,20 @@ def _description(state: Any, sampler: Any, ledger: user_epsilon.UserLedger | Non
 
 
 def rounds_before(ledger: user_epsilon.UserLedger | None) -> int:
-    """The number of cohorts of the sampling in a ledger; correlated noise begins anew each run."""
+    """The number of cohorts of the sampling in a ledger.
+
+    Correlated noise starts afresh with each run, and its rounds are not counted here.
+    """
     return 0 if ledger is None else sum(s.num_releases for s in ledger.segments)
 
 
 def check_pass(sampler: Any, ledger: user_epsilon.UserLedger) -> None:
-    """Raises ValueError if a new run would give up the pass that a ledger ends in.
+    """Raises ValueError if a new run would abandon the pass that a ledger ends in.
 
     Guarantee: no client takes part in more than ⌈T / s⌉ of T rounds that all have Gaussian noise,
-    with s rounds per pass. Earlier runs end with whole passes, in each of which a client is in one
-    round at most, or the order goes on as if all were one run. ε of the tree mechanism and of
-    banded noise needs none of this: `UserLedger` counts trees and rows of each run separately.
+    with s rounds per pass. Either earlier runs end with whole passes, in each of which a client is
+    in one round at most, or the order continues as if all were one run. ε of the tree mechanism and
+    of banded noise needs none of this: `UserLedger` counts trees and rows of each run separately.
 
     Args:
       sampler: the sampler of the new run, with its key.
@@ -146,14 +149,14 @@ class Run:
         With the tree mechanism clients must come in the order of the leaves in the state, so the
         same leaf has to be filled again. Its noise is fresh (see
         `federated.privacy.dp_queries.TreeSum`) and the lost round counts as a separate tree, so
-        this is sound even if its result was seen. So it is with banded noise, where clients must
-        come in the order of the rounds behind the state. Under the Gaussian mechanism each round
-        counts as one more cohort of the sampling, so the next round draws a new one.
+        this is sound even if its result was seen. The same holds for banded noise, where clients
+        must come in the order of the rounds behind the state. Under the Gaussian mechanism each
+        round counts as one more cohort of the sampling, so the next round draws a new one.
         """
         return self.privacy is None or self.privacy.mechanism != "gaussian"
 
     def _require_no_contradiction(self) -> None:
-        """Raises if a round released something else than stated; it would count as stated."""
+        """Raises if a round did not release what `privacy` states, which its count assumes."""
         if self.journal.contradicted:
             raise ValueError(
                 f"Round {self.journal.contradicted} of the run in this directory did not release "
@@ -244,7 +247,7 @@ class Run:
             return self._rounds_before + self.journal.begun
         if not self.journal.redrawn:
             return self.finished
-        # Once all are used, the first ones come again: without privacy that does no harm.
+        # Once all are used, the first ones are used again: without privacy that does no harm.
         return (self.finished + len(self.journal.redrawn)) % self.sampler.sampling.steps
 
     def _require_clients(self, found: int, drawn: int) -> None:

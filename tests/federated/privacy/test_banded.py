@@ -308,9 +308,9 @@ def test_a_ledger_goes_through_json():
         for mechanism in ("gaussian", "tree")
     ]
     for other in others:
-        with pytest.raises(ValueError, match="of the other mechanism"):
+        with pytest.raises(ValueError, match="belongs to another mechanism"):
             UserLedger.from_dict(plain, other)
-        with pytest.raises(ValueError, match="of the other mechanism"):
+        with pytest.raises(ValueError, match="belongs to another mechanism"):
             UserLedger.from_dict(UserLedger(other).to_dict(), PRIVACY)
         assert "sequences" not in UserLedger(other).to_dict()  # older runs resume
     for change in (

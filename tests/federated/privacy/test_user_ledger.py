@@ -266,9 +266,9 @@ def test_a_ledger_goes_through_json_and_goes_on_alike(number):
 
 def test_a_ledger_of_the_other_mechanism_or_of_nonsense_is_refused():
     *_, fixed, _, _, tree = full_ledgers()
-    with pytest.raises(ValueError, match="of the other mechanism"):
+    with pytest.raises(ValueError, match="belongs to another mechanism"):
         UserLedger.from_dict(fixed.to_dict(), TREE)
-    with pytest.raises(ValueError, match="of the other mechanism"):
+    with pytest.raises(ValueError, match="belongs to another mechanism"):
         UserLedger.from_dict(tree.to_dict(), FIXED)
     with pytest.raises(ValueError, match="their ε would be another one"):
         UserLedger.from_dict(tree.to_dict(), dataclasses.replace(TREE, noise_multiplier=2.2))

@@ -316,7 +316,7 @@ def test_what_cannot_be_evaluated_is_refused_before_the_first_round(tmp_path, ev
 def test_what_has_no_weights_is_not_exported():
     with pytest.raises(TypeError, match="`state` must be the state of a learning process"):
         export({"weights": 1}, model_fn)
-    with pytest.raises(TypeError, match="`model_fn` must be a function that returns a model of K"):
+    with pytest.raises(TypeError, match="`model_fn` must be a function that returns a Keras model"):
         export(weights(np.zeros([2, 2])), real_rounds.model_fn)
     with pytest.raises(ValueError, match="a model with the weights of the trained one"):
         export(weights(np.zeros([3, 2])), model_fn)
