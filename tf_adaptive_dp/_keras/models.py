@@ -63,7 +63,7 @@ def steps_per_call(model: tf.keras.Model) -> int:
 
 
 def overruns_epochs(steps_per_call: int, steps_per_epoch: int) -> bool:
-    """Whether the last call of an epoch makes more steps than are left, if the data go on.
+    """Whether the last call of an epoch makes more steps than are left, if the data allow it.
 
     Args:
       steps_per_call: see the function of that name.

@@ -1,9 +1,9 @@
 """Process-wide counters and seeds, which reveal how much a process trained before.
 
 TensorFlow numbers the functions and the variables of a process, and writes these numbers into
-graphs, profiles and SavedModels. Whoever knows the seed of the process can tell from the initial
-value of a weight how much was drawn before it. Of a search that shows its winner only, both would
-reveal the number of candidates.
+graphs, profiles and SavedModels. Anyone who knows the seed of the process can tell from the initial
+value of a weight how much was drawn before it. If a search shows only its winner, both would reveal
+the number of candidates.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ def multiplies_losses(op: tf.Operation, scope: str, is_known: bool) -> bool:
 
 
 def _is_term_of_loss(op: tf.Operation) -> bool:
-    """Whether the loss goes on adding in its scope: logits times labels, for example.
+    """Whether a product is a term of the loss itself, such as logits times labels.
 
-    Keras multiplies by sample weights last.
+    Then the scope of the loss goes on to add it up; Keras multiplies by sample weights last.
     """
     scope = op.name.rpartition("/")[0]
     users = [u for u in op.outputs[0].consumers() if u.name.startswith(f"{scope}/")]

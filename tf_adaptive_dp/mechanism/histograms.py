@@ -267,7 +267,7 @@ def _full_windows(counts: tf.Tensor, noise: tf.Tensor, is_norm: tf.Tensor) -> tf
 
 
 def _sums_of_windows(x: tf.Tensor) -> tf.Tensor:
-    """Sums over 8 neighbours in each row, [rows, n] → [rows, n - 7]."""
+    """Sums over 8 neighbors in each row, [rows, n] → [rows, n - 7]."""
     sums = tf.pad(tf.cumsum(x, axis=1), [[0, 0], [1, 0]])
     return sums[:, _WINDOW:] - sums[:, :-_WINDOW]
 

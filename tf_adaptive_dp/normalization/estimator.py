@@ -1,4 +1,4 @@
-"""Private means and deviations of features whose units nobody knows.
+"""Private means and deviations of features in unknown units.
 
 `released_statistics` makes seven releases in two rounds, which `PrivateNormalization` describes.
 Each is a sum to which an example (or a user) adds a vector of norm 1 at most.
@@ -33,8 +33,8 @@ _QUARTILE = 0.75
 # In standard deviations of their noise: means below the first count as 0, variances are at least
 # the second, and clear from the third on.
 _LEAST_MEAN, _LEAST_VARIANCE, _CLEAR_VARIANCE = 3.0, 2.0, 5.0
-# How far from its mean the only value of a feature may be: so many errors of the mean, and, since
-# the clip makes means smaller, this part of it.
+# How far the only value of a feature may be from its mean: this many standard errors of the mean,
+# and this fraction of the mean besides, since clipping makes means smaller.
 _ERRORS, _SHRUNK = 4.0, 1 / 16
 # A feature that is lost in the noise is not scaled up beyond this, whatever the noise is.
 _LARGEST_TYPICAL = 10.0
@@ -291,7 +291,7 @@ def _sum_of_magnitudes(seen: _InUnits) -> np.ndarray:
 
     An example has one entry in each row: half of a unit vector along its magnitudes, and half of
     one along those that are not 0. The first shows what is rare and large, the second what is
-    small beside other features.
+    small compared with other features.
     """
     size = seen.examples.num_features
     total = np.zeros(size * _OCTAVES)
@@ -377,7 +377,7 @@ def _typical_unit(counts: np.ndarray, noise: float) -> float | None:
 
 
 def _standing_out(counts: np.ndarray, noise: float, window: int) -> np.ndarray:
-    """Histograms without what may be noise: windows of which the sum stands out, the rest zeros.
+    """Histograms without what may be noise: zeros except in windows whose sums stand out.
 
     Args:
       counts: [rows, bins].

@@ -33,7 +33,7 @@ class PrivateNormalization(keras.layers.Layer):
     """Keras's `Normalization` with means and deviations that are released with noise.
 
     Private training works best where inputs have mean 0 and variance 1, and it suffers in other
-    units: the noise is the same for all weights, so features that are small beside others are lost
+    units: the noise is the same for all weights, so features that are smaller than others are lost
     in it. `adapt` finds the units, whatever they are, and the layer returns
 
         (inputs - mean) / stddev
@@ -154,11 +154,11 @@ class PrivateNormalization(keras.layers.Layer):
         return all(of_users for number, of_users in units if number)
 
     def resume_with(self, weights: Sequence[np.ndarray]) -> None:
-        """Sets the weights that a run began with, before anything was trained behind others.
+        """Sets the weights that a run began with, before anything is trained on other ones.
 
         Args:
-          weights: of `get_weights`. What this layer released itself has met no gradient and counts
-            no more; nobody may have looked at it.
+          weights: of `get_weights`. What this layer released itself then no longer counts, since no
+            gradient was computed with it; nobody may have looked at it.
         """
         self.set_weights(weights)
         self._released_here = 0.0

@@ -50,7 +50,7 @@ def check_provenance(
 
 
 def events(provenance: str | dp_accounting.DpEvent) -> tuple[dp_accounting.DpEvent, ...]:
-    """The releases that produced the side information, beside those of the optimizer itself.
+    """The releases that produced the side information, besides those of the optimizer itself.
 
     There are none if it is public, or if all of them are in the optimizer's own ledger.
     """

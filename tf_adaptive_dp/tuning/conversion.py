@@ -1,6 +1,6 @@
 """From the event of a trial to its Rényi divergences, and from these to ε.
 
-This module uses add/remove adjacency throughout: neighbouring data sets differ by one example.
+This module uses add/remove adjacency throughout: neighboring data sets differ by one example.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def checked_event(name: str, event: dp_accounting.DpEvent) -> dp_accounting.DpEv
 def renyi_divergences(event: dp_accounting.DpEvent, orders: tuple[float, ...]) -> np.ndarray:
     """Upper bounds on the Rényi divergences of an event, one for each order.
 
-    Guarantee: the bounds hold in both directions for neighbours that differ by one example. No
+    Guarantee: the bounds hold in both directions for neighbors that differ by one example. No
     divergence counts for less than `RDP_PRECISION`, the absolute precision of dp_accounting, and a
     divergence that dp_accounting cannot compute (NaN) counts as infinite. All divergences are zero
     only for an event without releases.

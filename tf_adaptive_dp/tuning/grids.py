@@ -83,7 +83,7 @@ def optimal_learning_rate(
     num_parameters: int = 1,
     expected_batch_size: float = 1,
 ) -> float:
-    """The optimal learning rate of DP-SGD on a convex problem: inverse in the clip norm.
+    """The optimal learning rate of DP-SGD on a convex problem, for its clip norm and noise.
 
         α = R / (C·√(T·(1 + d·σ²/L²)))
 

@@ -1,4 +1,4 @@
-"""Running a model for a look at it, and leaving it afterwards as it was before."""
+"""Runs a model to inspect it, and restores its state afterwards."""
 
 from __future__ import annotations
 

@@ -83,9 +83,9 @@ def validate(
       batch: `(x, y)`, `(x, y, sample_weight)` or x, as `fit` takes it; a few examples are enough. x
         and y may be nested, axis 0 is the batch. For an optimizer with `examples_per_user` the rows
         are grouped by user, as in the batches of a plan with `user_ids`.
-      loss: in place of what the model was compiled with. A compiled model that overrides
+      loss: replaces the loss that the model was compiled with. A compiled model that overrides
         `compute_loss` or `train_step` is searched with that instead.
-      optimizer: in place of the model's own; it does not change.
+      optimizer: replaces the model's own; it does not change.
       fix: whether to repair, in a copy of the model, what has a safe replacement.
         BatchNormalization becomes GroupNormalization, and stateful recurrent layers become
         stateless. All other layers keep their weights. The report is then about the copy, which is

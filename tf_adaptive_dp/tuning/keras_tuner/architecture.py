@@ -41,8 +41,9 @@ def compare(before: dict[str, Any], now: dict[str, Any], where: str) -> None:
     journal.compare(
         before,
         now,
-        "`build_model` makes another model of the same hyperparameters than when the search began, "
-        "but all candidates must come from one space. Nothing was trained with it. Undo the change "
-        "to resume, or start over with another `project_name`; what was spent stays spent.",
+        "`build_model` no longer makes the same model from the same hyperparameters as when the "
+        "search began, but all candidates must come from one space. Nothing was trained with it. "
+        "Undo the change to resume, or start over with another `project_name`; what was spent "
+        "stays spent.",
         where,
     )

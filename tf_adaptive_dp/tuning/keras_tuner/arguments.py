@@ -100,9 +100,9 @@ def check_sampling(sampling: Sampling | str) -> Sampling | str:
     sampling_epsilon.check_sampling(sampling)
     if sampling_epsilon.label_of(sampling) not in ("poisson", "shuffled"):
         raise ValueError(
-            "A search accounts for Poisson batches and for shuffled ones: batches of a fixed size "
-            "hold for another adjacency, and others for noise that is correlated. Draw Poisson "
-            f"batches instead. Received: sampling={sampling!r}"
+            "A search accounts for Poisson batches and for shuffled ones only: the epsilon of "
+            "batches of a fixed size has another adjacency, and other samplings are for correlated "
+            f"noise. Draw Poisson batches instead. Received: sampling={sampling!r}"
         )
     if getattr(sampling, "examples_per_user", None) is not None:
         raise ValueError(

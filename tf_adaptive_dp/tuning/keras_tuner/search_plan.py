@@ -38,7 +38,7 @@ class Batches:
 
     Attributes:
       num_examples: the size of the training set, a public constant.
-      sampling: how batches are drawn; see `privacy_statement`, subsets of fixed size excepted.
+      sampling: how batches are drawn; see `privacy_statement`, except for subsets of a fixed size.
       batch_size: L, the expected batch size.
 
     Raises:
@@ -185,7 +185,7 @@ class SearchPlan:
         )
 
     def epsilon_without_amplification(self, noise_multiplier: float, resumed: int = 0) -> float:
-        """ε of the search if all we know of the batches is that a pass has each example once.
+        """ε of the search if all that is known is that a pass has each example once.
 
         See `composition.epsilon_without_amplification` for a single trial.
 
