@@ -172,14 +172,7 @@ def privacy_statement(
     if isinstance(sampling, Sampling):
         draws.check_num_examples(sampling, num_examples)
     unit = unit_of(sampling)
-    if max_examples_per_user is not None:
-        checks.integer("max_examples_per_user", max_examples_per_user, 1)
-        if unit is USER:
-            raise ValueError(
-                "`max_examples_per_user` belongs to a statement about examples. This one is about "
-                "users, however many examples they have. Received: max_examples_per_user="
-                f"{max_examples_per_user!r}, sampling={sampling!r}"
-            )
+    _check_max_examples(max_examples_per_user, sampling)
     spent = sampling_epsilon.epsilon_spent(
         sampling, ledger, num_examples, delta, accountant=accountant
     )
@@ -187,16 +180,15 @@ def privacy_statement(
     segments, other_events = composition.read_ledger(ledger, num_examples, correlated=True)
     if not segments and not other_events:
         return paragraph(NOTHING_RELEASED)
-    drawn: Sampling | str = sampling
-    if isinstance(sampling, Sampling):
-        drawn = sampling.as_drawn(ledger)
     with_checks = composition.checks_of(ledger, num_examples, correlated=True)
     released = list_of_releases(segments, other_events, num_examples, unit)
     if not noise.is_independent:
         released += list_item(f"the noise of each takes back {noise.taken_back}: {noise!r}")
     released += _repetitions(with_checks, num_examples, sampling)
-    if drawn is not sampling:
-        released += _less_room(drawn, sampling, unit)
+    if isinstance(sampling, Sampling):
+        drawn = sampling.as_drawn(ledger)
+        if drawn is not sampling:
+            released += _less_room(drawn, sampling, unit)
         sampling = drawn
     information = side_information_paragraph(getattr(ledger, "side_information", None))
     seeded = noise_is_seeded(ledger)
@@ -231,12 +223,23 @@ def privacy_statement(
             information,
             paragraph(_PROTECTED),
             paragraph(_NOT_PROTECTED.format(units=f"{unit.one}s")),
-            _protection_of_users(sampling.examples_per_user)
-            if isinstance(sampling, Sampling) and sampling.examples_per_user
-            else _protection_of_persons(max_examples_per_user),
+            _protection(sampling, max_examples_per_user),
             tf_privacy,
         ]
     )
+
+
+def _check_max_examples(max_examples_per_user: int | None, sampling: Sampling | str) -> None:
+    """Raises for an invalid `max_examples_per_user`, or one in a statement about users."""
+    if max_examples_per_user is None:
+        return
+    checks.integer("max_examples_per_user", max_examples_per_user, 1)
+    if unit_of(sampling) is USER:
+        raise ValueError(
+            "`max_examples_per_user` belongs to a statement about examples. This one is about "
+            "users, however many examples they have. Received: max_examples_per_user="
+            f"{max_examples_per_user!r}, sampling={sampling!r}"
+        )
 
 
 def claim(
@@ -538,6 +541,13 @@ def why_not_private(
             f"more than delta; draw anew with a larger `{unit.largest}`"
         ]
     return paragraph(f"NOT PRIVATE: epsilon is infinite because {' and '.join(causes)}.")
+
+
+def _protection(sampling: Sampling | str, max_examples_per_user: int | None) -> str:
+    """A paragraph about what epsilon means for a person with several examples."""
+    if isinstance(sampling, Sampling) and sampling.examples_per_user:
+        return _protection_of_users(sampling.examples_per_user)
+    return _protection_of_persons(max_examples_per_user)
 
 
 def _protection_of_users(examples_per_user: int) -> str:
