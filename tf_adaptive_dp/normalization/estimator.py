@@ -1,6 +1,6 @@
 """Private means and deviations of features in unknown units.
 
-`released_statistics` makes seven releases in two rounds, which `PrivateNormalization` describes.
+`released_statistics` makes at most seven releases, which `PrivateNormalization` describes.
 Each is a sum to which an example (or a user) adds a vector of norm 1 at most.
 
 From top to bottom: the examples, as they are and in units of their features; the two rounds, and

@@ -76,12 +76,12 @@ class PrivateNormalization(keras.layers.Layer):
 
     Guarantee: `adapt` is as private as one release of the Gaussian mechanism with this noise
     multiplier, `dp_event`, for adding or removing one example (or one user with all of their
-    examples). Each of its seven releases is a sum in which an example has a vector of norm 1 at
-    most, with noise of standard deviation σ√7, and the seven compose to one with σ. The number of
-    examples (or users) is public. Examples with a value that is not finite are left out. The
-    layer stores as a weight that it has released, so a copied, saved or loaded layer refuses to
-    release again. A layer that `clone_model` makes has the weights of a new layer: what its `adapt`
-    releases costs `dp_event` again.
+    examples). Each of its releases, seven at most, is a sum in which an example has a vector of
+    norm 1 at most, with noise of standard deviation σ√7, and seven of them compose to one with σ.
+    The number of examples (or users) is public. Examples with a value that is not finite are left
+    out. The layer stores as a weight that it has released, so a copied, saved or loaded layer
+    refuses to release again. A layer that `clone_model` makes has the weights of a new layer: what
+    its `adapt` releases costs `dp_event` again.
 
     Args:
       noise_multiplier: σ > 0.

@@ -14,9 +14,9 @@ l2_norm_clip: C, the bound on the L2 norm of each example's gradient; at least 1
   noise_multiplier: σ. Gaussian noise of standard deviation σ·C is added to the sum of the
     clipped gradients. 0 adds none: it gives no privacy and is for tests only.
   num_microbatches: `None` clips the gradient of every example. A number splits each batch into
-    that many groups and clips the mean gradient of each group. This is faster, but replacing
-    one example can change the sum by up to 2C, so the ledger records σ/2. All batches must
-    have the same size.
+    that many groups and clips the mean gradient of each group. This is faster, but adding or
+    removing one example can change the sum by up to 2C, so the ledger records σ/2. All batches
+    must have the same size.
   expected_batch_size: L, the public constant that divides the noisy sum. `None` uses the size
     of the first batch and requires all batches to have that size. Batches of random size
     need a number.
@@ -35,8 +35,8 @@ l2_norm_clip: C, the bound on the L2 norm of each example's gradient; at least 1
     of earlier noise, for batches of a `sampling.CyclicPoissonSampling` with as many groups; or
     `accounting.TreeNoise(steps_per_tree)`, DP-FTRL, for batches of a `sampling.FixedOrder`.
   secure_noise: whether to draw noise from the operating system's cryptographic generator,
-    which resists floating-point attacks (see `mechanism.secure_noise`). It is slower and does
-    not run under XLA.
+    which resists floating-point attacks (see `mechanism.secure_noise`). It is slower, and
+    rejected under XLA and on several replicas.
   seed: seed of the noise, for tests only. `None` uses the operating system's entropy.
   examples_per_user: `None` protects single examples. A number k says that each k neighboring
     rows of a batch belong to one user, whose gradient, the sum over these rows, is clipped as
