@@ -90,7 +90,7 @@ def main() -> None:
     accuracy = best.figures["accuracy"]
     print(f"\nAccuracy on held-out users: {accuracy:.1%}, after round {best.number}.\n")
     print(federated.privacy_statement(trained.ledger, delta, sampling=sampler.sampling))
-    print(f"Run it again to go on; delete {args.out_dir} to train a new model.")
+    print(f"Run it again to continue; delete {args.out_dir} to train a new model.")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def with_tff_models(model_fn: Any, input_spec: Any = None) -> Any:
       is no function that returns a compiled Keras model: `model_fn` itself.
 
     Raises:
-      TypeError, ValueError: if the compiled model has something that TFF's models have not.
+      TypeError, ValueError: if the compiled model has something that TFF's models lack.
     """
     if isinstance(model_fn, (tff.learning.models.FunctionalModel, tf.keras.Model)):
         return model_fn
@@ -111,7 +111,7 @@ def _check_spec(input_spec: Any) -> None:
 
 
 def _converted(model: tf.keras.Model, input_spec: Any) -> tff.learning.models.VariableModel:
-    """A new model of TFF like a compiled one of Keras, in the default graph."""
+    """A new TFF model like a compiled Keras model, in the default graph."""
     labels = input_spec["y"] if isinstance(input_spec, Mapping) else input_spec[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a loss that is a lambda, which is not read from here

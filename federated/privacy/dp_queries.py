@@ -100,8 +100,8 @@ class SumOfGroups(tfp.SumAggregationDPQuery):
     """A query whose records are the sums of whole groups of clients.
 
     A group of clients starts with `inner.initial_sample_state`, adds each client's update to it
-    with `inner.accumulate_record`, which clips, and sends only the end of that. This query adds up
-    what the groups sent, and leaves the rest to `inner`.
+    with `inner.accumulate_record`, which clips, and sends only the result. This query adds up what
+    the groups sent, and leaves the rest to `inner`.
 
     Guarantee: that of `inner`. Its sample state is the sum of what it makes of each record, in
     whatever order they are added; it is released by the same `inner.get_noised_result`, so with the

@@ -26,10 +26,10 @@ from federated.runtime import worker
 class WorkerLostError(RuntimeError):
     """A worker is gone or was restarted; the result of the computation is unknown.
 
-    The clients of a lost worker run again on the other workers, with a warning, and the round goes
-    on. This error is raised if no worker is left, or if the worker was lost in the server's part of
-    a round, which draws the noise: that is never run again. Start the worker again, make a new
-    context, and resume from the last state. The result of a lost private round may have been
+    The clients of a lost worker run again on the other workers, with a warning, and the round
+    continues. This error is raised if no worker is left, or if the worker was lost in the server's
+    part of a round, which draws the noise: that is never run again. Start the worker again, make a
+    new context, and resume from the last state. The result of a lost private round may have been
     released all the same.
 
     Attributes:
@@ -42,7 +42,7 @@ class WorkerLostError(RuntimeError):
 
 
 class WorkerMismatchError(RuntimeError):
-    """What answers at an address is no worker, or a worker of another TFF.
+    """What answers at an address is not a worker, or a worker with another version of TFF.
 
     Attributes:
       addresses: where it answers, `"host:port"`.

@@ -134,8 +134,8 @@ class Runtime(tff.framework.SyncContext):
         whom = "workers" if len(lost) > 1 else "worker"
         return WorkerLostError(
             f"Lost in the middle of a computation: the {whom} at {', '.join(lost)} ({error}). "
-            "Start it again if it does not run, make a new context and go on from the last state. "
-            + " ".join(ended),
+            "Start it again if it does not run, make a new context and continue from the last "
+            "state. " + " ".join(ended),
             lost,
         )
 
@@ -327,8 +327,8 @@ def remote_context(addresses: Sequence[str], *, timeout: float = 30.0) -> Runtim
     Raises:
       ValueError: if an argument is out of range, or an address is not like `"host:port"`.
       WorkerLostError: if a worker does not answer; it names all of them.
-      WorkerMismatchError: if something else than a worker answers, or a worker of another version
-        of TFF.
+      WorkerMismatchError: if something other than a worker answers, or a worker with another
+        version of TFF.
     """
     _check_timeout(timeout)
     if isinstance(addresses, str) or not addresses:

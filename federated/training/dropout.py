@@ -39,7 +39,7 @@ class Dropping:
     Args:
       dropout: the probability of dropping out of a round, in [0, 1), independently of everything;
         or a function from a client's id and the number of a round to whether it drops out, which
-        must not look at other clients; `None` for nobody.
+        must not look at other clients; `None` if no client does.
       on_client_error: `"raise"`, or `"drop"`: a client whose data set raises while it is made or
         read drops out. For that each data set is read once before the round.
       key: the secret key of the run.

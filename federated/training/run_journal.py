@@ -82,7 +82,7 @@ class RunJournal(journal.Journal):
                     value,
                     self.run,
                     "The directory holds a run with other arguments. Nothing was changed. Pass the "
-                    "arguments of that run to go on with it, or a new directory.",
+                    "arguments of that run to continue it, or a new directory.",
                     repr(str(self._path)),
                 )
             return event == "run"

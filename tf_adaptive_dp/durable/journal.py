@@ -51,10 +51,10 @@ class Journal:
     the first part of three messages: `_IN_USE` for a file that is already open, `_REFUSED` for a
     file that cannot be read, and `_OWNER`, what a file that was copied belongs to.
 
-    The first line also has the inode of the file, by which a copy is recognised.
+    The first line also has the inode of the file, by which a copy is recognized.
 
     Guarantee: when a method has returned, its entry survives any signal to the process, and a crash
-    of the machine if the disk honours `fsync`. An entry that was not finished, or could not be
+    of the machine if the disk honors `fsync`. An entry that was not finished, or could not be
     written, counts as absent. A file that is damaged otherwise, or holds an entry out of place, is
     rejected and left unchanged; a file that lost whole lines at its end cannot be told from an
     earlier version of it. A copy is opened with a warning. One process at a time can have the file

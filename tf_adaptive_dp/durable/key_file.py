@@ -14,10 +14,10 @@ _KEY_BYTES, _GROUP_BYTES = 8, 32
 class KeyFile:
     """The keys of noise that a run has to draw again if its process ends.
 
-    Correlated noise takes back noise of earlier steps, so whoever resumes a run needs the keys of
-    all of it, and the groups that its batches are drawn from, or the order they come in. The file
-    holds what nothing else may: with a key anybody can take the noise out of the gradients of the
-    steps that it was used for.
+    Correlated noise takes back noise of earlier steps, so a process that resumes a run needs the
+    keys of all its noise, and the groups that its batches are drawn from, or their order. No other
+    file may hold them: with a key anybody can take the noise out of the gradients of the steps that
+    it was used for.
 
     Guarantee: only its owner can read the file, and it is on disk when a method returns. Each
     process adds a key of its own before its first release, so no two processes draw the same noise,

@@ -39,7 +39,7 @@ class SegmentFile:
     created first, so that a copy is opened with a warning.
 
     Guarantee: when `write` has returned, the segments survive any signal to the process, and with
-    `fsync` also a crash of the machine if its disk honours it. An unfinished `write` has no effect.
+    `fsync` also a crash of the machine if its disk honors it. An unfinished `write` has no effect.
     Damage to the newest record alone cannot be told from an unfinished `write`; any other damage is
     an error.
 

@@ -23,7 +23,7 @@ def mark_released(tensor: tf.Tensor, complete: tf.Tensor | bool = True) -> tf.Te
 
 
 def vouch_for(tensor: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | tf.IndexedSlices | None:
-    """Returns a copy of a tensor that, so the user says, needs no private release.
+    """Returns a copy of a tensor for which the user vouches that it needs no private release.
 
     Args:
       tensor: returned unchanged if it is the result of a release.

@@ -51,8 +51,8 @@ class RowsMet:
 
     A class token is repeated for each example, p ─► [B, 1, D]. Row i of δ, the gradient of the loss
     with respect to the repeated token, then belongs to example i, if row i meets nothing but
-    example i on all ways to the loss. Nothing but these ways tells: B may equal any other size, and
-    rows that were repeated B times may well be transposed or averaged later.
+    example i on all ways to the loss. Only these ways show it: B may equal any other size, and rows
+    that were repeated B times may well be transposed or averaged later.
 
     Guarantee: if `of(tensor)` is a batch axis, then loss i depends on those entries of the tensor
     only that this axis gives to example i. By induction, from the loss backwards: a tensor with
