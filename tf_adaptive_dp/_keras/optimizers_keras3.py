@@ -102,7 +102,7 @@ class SelfScalingOptimizer(keras.optimizers.LossScaleOptimizer):
           variables; without such a loss, what was given.
 
         Raises:
-          NotPrivateError: if there are other gradients beside the loss, or neither.
+          NotPrivateError: if there are other gradients besides the loss, or neither.
         """
         loss = None if tf.executing_eagerly() else _kept_losses().pop(self._step(), None)
         empty = all(g is None for g, _ in grads_and_vars)
