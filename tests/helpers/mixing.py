@@ -256,6 +256,8 @@ MIXING = {
     "FFT": lambda h, y, k: tf.abs(
         tf.transpose(tf.signal.fft(tf.cast(tf.transpose(h), tf.complex64)))
     ),
+    "band of diagonals": lambda h, y, k: tf.linalg.diag(h, k=(0, 3)),
+    "lower band of diagonals": lambda h, y, k: tf.linalg.diag(h, k=(-3, 0)),
     "solve": lambda h, y, k: h @ tf.linalg.inv(tf.matmul(h, h, transpose_a=True) + tf.eye(4)),
     "triangular_solve": lambda h, y, k: solved(h),
     "reverse_sequence": lambda h, y, k: doubled(h, y),
@@ -265,5 +267,10 @@ MIXING = {
     "assigned in a branch": lambda h, y, k: assigned_in_branch(h),
 }
 
-# Keras builds them for a batch of known size only.
-FIXED = {"LayerNormalization over the batch", "GroupNormalization over the batch"}
+# Keras and TensorFlow build them for a batch of known size only.
+FIXED = {
+    "LayerNormalization over the batch",
+    "GroupNormalization over the batch",
+    "band of diagonals",
+    "lower band of diagonals",
+}

@@ -7,6 +7,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tf_adaptive_dp._keras.generation import GENERATION
+from tf_adaptive_dp.side_information.provenance import SideInformation
 
 
 def fixed(values=2.0):
@@ -191,3 +192,59 @@ def test_adas_is_saved_and_loaded(suffix, tmp_path):
     before = loaded.get_weights()
     catalogue.fit(loaded)
     assert all(np.abs(a - b).max() > 0 for a, b in zip(loaded.get_weights(), before))
+
+
+class Shift(SideInformation):
+    """Adds a public constant to each entry of a gradient."""
+
+    provenance = "public"
+    description = "a shift"
+
+    def __init__(self, shift):
+        self.shift = shift
+
+    def build(self, variables, add_slot):
+        return [[]]
+
+    def scale_and_shift(self, state, indices):
+        return [tf.ones([]) for _ in indices], [tf.constant(self.shift) for _ in indices]
+
+    def get_config(self):
+        return {"shift": self.shift}
+
+
+USES = {
+    "sum": lambda x, w: tf.reduce_sum(x * w, [1, 2]),
+    "products": lambda x, w: tf.reduce_sum(
+        tf.matmul(tf.eye(4, batch_shape=tf.shape(x)[:1]) + 0.0 * x, w) * x, [1, 2]
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("gradients", ["auto", "materialized"])
+@pytest.mark.parametrize("shift, clip", [(1e7, 1.0), (1e8, 1.0), (1e4, 1e-4)])
+def test_an_example_that_a_shift_cancels_moves_the_sum_by_no_more_than_the_clip(
+    shift, clip, gradients, use
+):
+    """Its norm was 0, so that it was added as it is: rounding moved the sum by up to 37 C."""
+
+    def sum_of(x):
+        w = tf.Variable(tf.zeros([4, 4]))
+        optimizer = dp.AdaDPS(
+            Shift(-shift), clip, 0.0, expected_batch_size=1, learning_rate=1.0, gradients=gradients
+        )
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 4, 4])])
+        def step(x):
+            with tf.GradientTape() as tape:
+                losses = USES[use](x, w)
+            optimizer.minimize(losses, [w], tape)
+
+        step(x)
+        return -w.numpy().astype("float64")
+
+    others = shift * np.random.default_rng(0).uniform(0.5, 2, [40, 4, 4]).astype("float32")
+    cancelled = np.full([1, 4, 4], shift, "float32")
+    moved = sum_of(np.concatenate([others, cancelled])) - sum_of(others)
+    assert np.linalg.norm(moved) <= 1.001 * clip

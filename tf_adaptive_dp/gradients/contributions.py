@@ -100,10 +100,19 @@ class Contribution(abc.ABC):
 
 
 def dense_norms(rows: tf.Tensor, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
-    """Computes ‖(rowᵢ + shift) ∘ scale‖², [B], from rows [B, ...]."""
-    if shift is not None:
-        rows += shift
-    return _row_sums(tf.square(rows if scale is None else rows * scale))
+    """Computes ‖(rowᵢ + shift) ∘ scale‖², [B], from rows [B, ...].
+
+    Rows and shift may cancel, and are added up in another order in weighted sums. So norms are
+    raised by a part of their squares, see `_ROUNDING`; ‖row‖² is at most twice the sum of the
+    squares of the result and of the shift.
+    """
+    if shift is None:
+        return _row_sums(tf.square(rows if scale is None else rows * scale))
+    rows, shift = rows + shift, tf.broadcast_to(shift, tf.shape(rows)[1:])
+    if scale is not None:
+        rows, shift = rows * scale, shift * scale
+    norms, constant = _row_sums(tf.square(rows)), tf.reduce_sum(tf.square(shift))
+    return norms + _ROUNDING * (2.0 * norms + 3.0 * constant)
 
 
 def in_chunks(

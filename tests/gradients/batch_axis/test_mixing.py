@@ -74,6 +74,45 @@ def test_pooling_that_knows_other_rows_is_refused(name):
         norms(lambda x: losses(x) * scores(x), [[None, 4]], X)
 
 
+def images(x):
+    return tf.reshape(x, [-1, 2, 2, 1])
+
+
+# Each takes x [2, 4] and sizes [2] that are computed from it: of one example, and of the other.
+SIZES_OF_OUTPUTS = {
+    "resize": lambda x, k: tf.raw_ops.ResizeBilinear(images=images(x), size=k),
+    "resize to the nearest": lambda x, k: tf.raw_ops.ResizeNearestNeighbor(
+        images=images(x), size=k
+    ),
+    "projective transform": lambda x, k: tf.raw_ops.ImageProjectiveTransformV3(
+        images=images(x),
+        transforms=tf.constant([[1.0, 0, 0, 0, 1, 0, 0, 0]]),
+        output_shape=k,
+        fill_value=0.0,
+        interpolation="NEAREST",
+        fill_mode="CONSTANT",
+    ),
+    "crops": lambda x, k: tf.raw_ops.BatchToSpaceND(
+        input=tf.pad(x, [[0, 0], [0, 9]])[:, :, None], block_shape=[1], crops=k[None]
+    ),
+    "paddings": lambda x, k: tf.raw_ops.SpaceToBatchND(
+        input=x[:, :, None], block_shape=[1], paddings=k[None]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES_OF_OUTPUTS)
+@pytest.mark.parametrize("rows", [None, 2])
+def test_sizes_that_are_computed_from_two_examples_are_refused(name, rows):
+    def losses(x):
+        sizes = 1 + tf.cast(tf.abs(x[:, 0]), tf.int32)
+        out = SIZES_OF_OUTPUTS[name](x, sizes)
+        return tf.reduce_sum(tf.reshape(out, [tf.shape(x)[0], -1]), 1) * scores(x)
+
+    with pytest.raises(NotPrivateError):
+        norms(losses, [[rows, 4]], X[:2])
+
+
 def test_pooling_within_examples_is_accepted():
     def losses(x):
         pooled = tf.nn.max_pool2d(tf.reshape(x * KERNEL, [-1, 4, 1, 1]), [2, 1], 1, "SAME")

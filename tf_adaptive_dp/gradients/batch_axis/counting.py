@@ -27,6 +27,7 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     SHAPE_ONLY,
     TRAILING,
     product_terms,
+    trailing_axes,
 )
 from tf_adaptive_dp.gradients.batch_axis.operations import is_bound
 from tf_adaptive_dp.gradients.batch_axis.randomness import DRAWS
@@ -197,7 +198,7 @@ class _Counting:
                 term[a] not in result for t, term in zip(op.inputs, terms) for a in self.wide(t)
             )
         if op.type in TRAILING:
-            last = TRAILING[op.type]
+            last = trailing_axes(op)
             return any(a >= t.shape.rank - last for t in op.inputs for a in self.wide(t))
         if op.type == "GatherV2":
             axis = static_value(op.inputs[2])

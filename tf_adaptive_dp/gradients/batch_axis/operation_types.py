@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS
+from tf_adaptive_dp._keras.graphs import BRANCHES, CALLS, LOOPS, static_value
 
 # One entry of the output from one entry of each input, with broadcasting.
 ELEMENTWISE = set(
@@ -45,6 +45,16 @@ TRAILING = {
     **dict.fromkeys("TridiagonalSolve TridiagonalMatMul".split(), 2),
     **dict.fromkeys("AdjustContrastv2 AdjustHue AdjustSaturation FFT3D IFFT3D".split(), 3),
 }
+
+
+def trailing_axes(op: tf.Operation) -> int:
+    """The number of trailing axes on which an operation of `TRAILING` works as a whole."""
+    if op.type in ("MatrixDiagV2", "MatrixDiagV3"):
+        diagonals = static_value(op.inputs[1])
+        if diagonals is None or diagonals.size > 1:
+            return 2  # the rows of its input are the diagonals of a band
+    return TRAILING[op.type]
+
 
 # Axis 0 is the batch, in the first input and in all others that depend on the data.
 AXIS_0 = set(

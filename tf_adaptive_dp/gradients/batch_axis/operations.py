@@ -20,6 +20,7 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     SHAPE_ONLY,
     TRAILING,
     product_terms,
+    trailing_axes,
 )
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, product
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
@@ -295,7 +296,7 @@ def trailing(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     if len(places) > 1 or len(ranks) > 1 or None in ranks:
         return CrossExample(op, "combines examples with other ones")
     layout, rank = places.pop(), ranks.pop()
-    if layout.axis >= rank - TRAILING[op.type]:
+    if layout.axis >= rank - trailing_axes(op):
         return CrossExample(op, "works across the batch axis")
     return layout
 
@@ -311,11 +312,21 @@ def axis_0(op: tf.Operation, batch_axes: BatchAxes) -> Value:
         return CrossExample(op, "works across the batch axis")
     if op.type.startswith(("Conv", "Depthwise", "Dilation")) and batch_axes.depends(op.inputs[1]):
         return CrossExample(op, "has a filter that depends on the data")
+    if op.type in _SIZE_INPUTS and batch_axes.depends(op.inputs[_SIZE_INPUTS[op.type]]):
+        return CrossExample(op, "makes outputs whose size depends on the data")
     if _window_over_axis_0(op):
         return CrossExample(op, "works across the batch axis")
     if op.type == "MaxPoolWithArgmax" and op.get_attr("include_batch_in_index"):
         return CrossExample(op, "returns the place of an example in the batch")
     return layout
+
+
+# Inputs that hold the size of the output. One of two numbers passes for a batch of two.
+_SIZE_INPUTS = {
+    **dict.fromkeys("ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor".split(), 1),
+    **dict.fromkeys("ImageProjectiveTransformV2 ImageProjectiveTransformV3".split(), 2),
+    **dict.fromkeys("Conv2DBackpropInput Conv3DBackpropInputV2".split(), 0),
+}
 
 
 def _window_over_axis_0(op: tf.Operation) -> bool:

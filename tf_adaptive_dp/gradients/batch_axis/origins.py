@@ -17,6 +17,7 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     REDUCTIONS,
     TRAILING,
     product_terms,
+    trailing_axes,
 )
 from tf_adaptive_dp.gradients.batch_axis.reshaping import find_axis, source_axis
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, product
@@ -275,7 +276,7 @@ _BESIDE = {
 @_rule(*TRAILING)
 def _trailing(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     rank = op.inputs[0].shape.rank
-    across = rank is None or place.axis >= rank - TRAILING[op.type]
+    across = rank is None or place.axis >= rank - trailing_axes(op)
     taken = [op.inputs[k] for k in (0, *_BESIDE.get(op.type, ()))]
     return [(t, None if across else place) for t in taken]
 

@@ -323,7 +323,8 @@ def pad(op: tf.Operation, batch_axes: BatchAxes) -> Value:
 def space_to_batch(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Moves blocks of space in front of the batch and back, for dilated convolutions."""
     layout, block = batch_axes[op.inputs[0]], static_value(op.inputs[1])
-    if not isinstance(layout, BatchAxis) or block is None or layout.axis != 0:
+    of_data = any(map(batch_axes.depends, op.inputs[1:]))
+    if not isinstance(layout, BatchAxis) or block is None or layout.axis != 0 or of_data:
         return CrossExample(op, _ACROSS)
     blocks = Size(int(block.prod()))
     outer = (
