@@ -58,7 +58,7 @@ def test_mixture_learns_and_resumes(tmp_path):
 
 def test_tolerances_are_compared_on_held_out_training_data(tmp_path):
     out, trials = run_experiment("adadp_tolerance", tmp_path)
-    assert "| problem | parameters | default | 0.5 | 1 |" in out and "| 650 | 0.51 |" in out
+    assert "| problem | parameters | default | 0.5 | 1 |" in out and "| 650 | 0.50 |" in out
     assert sorted(t["settings"]["tolerance"] for t in trials) == [0.5, 1.0]
     assert all(t["result"]["num_parameters"] == 650 for t in trials)
 

@@ -169,8 +169,8 @@ def test_adadp_keeps_a_finite_learning_rate(gradient, initial_factor, up, down):
         ({"normalized_inputs": True, "tolerance": 0.6}, 0.6),
     ],
 )
-def test_adadp_starts_at_half_the_tolerance_if_inputs_are_normalized(arguments, tolerance):
-    optimizer = dp.ADADP.from_config(dp.ADADP(1.0, 0.0, **arguments).get_config())
+def test_adadp_starts_at_a_smaller_tolerance_if_inputs_are_normalized(arguments, tolerance):
+    optimizer = dp.ADADP.from_config(dp.ADADP(1.0, 2.0, **arguments).get_config())
     w = tf.Variable(tf.zeros([10_000]))
     optimizer.build([w])
     for norm in (0.0, 16.0):  # err = η / 2 · 16 = 0.8

@@ -148,15 +148,26 @@ def test_the_suggested_tolerance_keeps_the_noise_of_a_run_at_1(num_steps, num_pa
     [(1, 0.02), (100, 0.2), (2_500, 1.0), (268_800, 1.0), (1_080_000, 2.0), (27_000_000, 10.0)],
 )
 def test_the_default_tolerance_is_1_but_for_few_and_for_many_parameters(size, expected):
-    assert default_tolerance(size) == pytest.approx(expected)
+    assert float(default_tolerance(size)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
-    "size, expected",
-    [(1, 0.02), (624, 0.4996), (67_500, 0.5), (270_000, 1.0), (1_080_000, 2.0)],
+    "size, sigma, expected",
+    [
+        (1, 8.0, 0.02),
+        (100, 1.0, 0.2),
+        (2_500, 0.5, 0.25),
+        (10_000, 2.0, 0.5),
+        (10_000, 9.0, 1.0),
+        (67_500, 1.0, 0.5),
+        (67_500, 4.5, 0.75),
+        (270_000, 1.0, 1.0),
+        (1_080_000, 8.0, 2.0),
+    ],
 )
-def test_the_default_tolerance_for_normalized_inputs(size, expected):
-    assert default_tolerance(size, normalized_inputs=True) == pytest.approx(expected, rel=1e-4)
+def test_the_default_tolerance_for_normalized_inputs(size, sigma, expected):
+    found = default_tolerance(size, True, tf.constant(sigma))
+    assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_decayed_tolerance_lets_noise_grow_like_a_logarithm():

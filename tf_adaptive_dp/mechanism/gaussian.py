@@ -201,6 +201,10 @@ class GaussianMechanism:
             self.clipping.check_noise(value)
         self._noise_multiplier.assign(value)
 
+    def sigma(self) -> tf.Tensor:
+        """σ as a scalar tensor, for steps that compute with it."""
+        return self._noise_multiplier.read_value()
+
     @property
     def expected_batch_size(self) -> float | None:
         """L, the public divisor, in examples or users; `None` means the size of all batches."""
@@ -509,7 +513,7 @@ class GaussianMechanism:
           that are clipped together, L and σ, as they were then; and correlated noise, if any.
         """
         per_group, expected = self._examples_per_group(), self._divisor_in_examples()
-        sigma = self._noise_multiplier.read_value()
+        sigma = self.sigma()
         # An example may take the place of another one, or of padding that contributes.
         twice = (per_group > 1) | (batch.padding > 0)
         # An example in 1 + c parts of a batch moves the sum by up to (1 + c)·C.
@@ -640,14 +644,14 @@ class GaussianMechanism:
 
     def relative_noise(self) -> tf.Tensor:
         """The noise in a released mean in units of C, σ/L; float64."""
-        sigma, expected = self._noise_multiplier.read_value(), self._divisor_in_examples()
+        sigma, expected = self.sigma(), self._divisor_in_examples()
         return self._gradient_noise(sigma, expected) / (expected / self._examples_per_group())
 
     def batches_to_measure(self) -> tf.Tensor:
         """W, the number of batches that `histograms` take; float64."""
         if self.histograms is None:
             raise RuntimeError("This mechanism has no histograms.")
-        sigma, expected = self._noise_multiplier.read_value(), self._divisor_in_examples()
+        sigma, expected = self.sigma(), self._divisor_in_examples()
         return self.histograms.batches_needed(sigma, expected)
 
     def noise_stddev(self) -> tf.Tensor:

@@ -182,7 +182,11 @@ def decayed_learning_rate(
     return tf.cast(learning_rate, tf.float32) * ratio
 
 
-def default_tolerance(num_parameters: int, normalized_inputs: bool = False) -> float:
+def default_tolerance(
+    num_parameters: int,
+    normalized_inputs: bool = False,
+    noise_multiplier: float | tf.Tensor = 0.0,
+) -> tf.Tensor:
     """min(√d / 50, max(least, √(d / 270,000))): the first tolerance if nothing else is known.
 
     The paper prints 1, for a network of 270,000 parameters. Where noise dominates, a step moves
@@ -190,32 +194,41 @@ def default_tolerance(num_parameters: int, normalized_inputs: bool = False) -> f
     the paper expects a smaller one there (section "Choice of parameter tol"). The bound of 1/50 per
     parameter is our choice. With more than 270,000 parameters, a tolerance of 1 would slow training
     down the more, the larger the network is; so each parameter moves as far as in theirs. Smaller
-    networks have at least 1, as in print, or 1/2 if their inputs are normalized. Of smaller inputs
-    the same step moves the outputs less. Both were chosen on held-out training data
-    (docs/results.md, `adadp_tolerance`).
+    networks have at least 1, as in print.
+
+    If the inputs are normalized, smaller networks have at least √(σ / 8), and at most 1 of it. A
+    step moves the model by tol at random, and along the gradients in proportion to η, that is to
+    tol / σ. So the more noise, the larger tol has to be for these to lead anywhere. Both numbers
+    were chosen on held-out training data (docs/results.md, `adadp_tolerance`), where inputs as they
+    are did worse with less than 1.
 
     Args:
       num_parameters: d.
       normalized_inputs: whether the inputs have mean 0 and variance 1, or nearly so: `least` is
-        then 1/2, and otherwise 1.
+        then min(√(σ / 8), 1), and otherwise 1.
+      noise_multiplier: σ.
 
     Returns:
-      tol, in the units of the parameters.
+      tol, in the units of the parameters: scalar, float32.
 
     Raises:
       ValueError: if `num_parameters` is below 1.
 
-    >>> [default_tolerance(d) for d in (100, 10_000, 270_000, 1_080_000)]
+    >>> [round(float(default_tolerance(d)), 2) for d in (100, 10_000, 270_000, 1_080_000)]
     [0.2, 1.0, 1.0, 2.0]
-    >>> [default_tolerance(d, True) for d in (100, 10_000, 270_000, 1_080_000)]
-    [0.2, 0.5, 1.0, 2.0]
+    >>> [round(float(default_tolerance(10_000, True, sigma)), 2) for sigma in (0.5, 2, 9)]
+    [0.25, 0.5, 1.0]
     """
     root = math.sqrt(checks.integer("num_parameters", num_parameters, 1))
-    least = 0.5 if normalized_inputs else 1.0
-    return min(root / 50, max(least, root / math.sqrt(_PARAMETERS_OF_PAPER)))
+    least = tf.constant(1.0)
+    if normalized_inputs:
+        least = tf.minimum(tf.sqrt(tf.cast(noise_multiplier, tf.float32) / 8.0), 1.0)
+    return tf.minimum(root / 50, tf.maximum(least, root / math.sqrt(_PARAMETERS_OF_PAPER)))
 
 
-def decayed_tolerance(tolerance: float, num_steps: tf.Tensor, decay: float) -> tf.Tensor:
+def decayed_tolerance(
+    tolerance: float | tf.Tensor, num_steps: tf.Tensor, decay: float
+) -> tf.Tensor:
     """tol_t = tol / √(1 + decay·t), the tolerance after t steps of size η.
 
     Where noise dominates, a step moves the parameters by tol in a random direction. T steps with a

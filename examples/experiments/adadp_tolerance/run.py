@@ -57,13 +57,17 @@ WIDE = (1024, 1024)
 SETTINGS = {
     "smoke": [Setting("digits", "/ 16", 2.0, (0.5, 1.0), epochs=2)],
     "small": [
+        Setting("digits", "/ 16", 1.0, (0.125, 0.25, 0.5, 1.0), 4),
         Setting("digits", "/ 16", 2.0, (0.125, 0.25, 0.5, 1.0), 4),
         Setting("digits", "/ 16", 8.0, (0.25, 0.5, 1.0), 4),
+        Setting("adult", "in [0, 1]", 1.0, (0.125, 0.25, 0.5, 1.0), 2),
         Setting("adult", "in [0, 1]", 2.0, (0.125, 0.25, 0.5, 1.0, 2.0), 2),
         Setting("adult", "in [0, 1]", 8.0, (0.25, 0.5, 1.0), 2),
         Setting("adult", "in [0, 1]", 2.0, (0.5, 1.0), 2, normalized=False),
         Setting("reviews", "tf-idf", 1.0, (0.125, 0.25, 0.5, 1.0, 2.0)),
         Setting("reviews", "tf-idf", 2.0, (0.25, 0.5, 1.0)),
+        Setting("reviews", "tf-idf", 8.0, (0.5, 1.0, 2.0)),
+        Setting("reviews", "counts", 8.0, (0.5, 1.0, 2.0)),
         Setting("reviews", "tf-idf", 1.0, (0.5, 1.0), 2, normalized=False),
         Setting("reviews", "counts / 290", 1.0, (0.25, 0.5, 1.0)),
         Setting("mnist", "standardized", 1.0, (0.5, 1.0, 2.0)),
@@ -146,7 +150,9 @@ def table(trials: Sequence[Trial]) -> str:
             f"{marks[t]}{report.mean(of_tolerance[t])}{marks[t]}" if t in means else ""
             for t in tolerances
         ]
-        default = tf_adaptive_dp.update_rules.step_doubling.default_tolerance(size)
+        default = float(
+            tf_adaptive_dp.update_rules.step_doubling.default_tolerance(size, normalized, sigma)
+        )
         name = f"{_units(data, inputs, normalized)}, σ = {sigma:g}, {epochs} epochs"
         rows.append([name, f"{size:,}", f"{default:.2f}", *cells])
     columns = ["problem", "parameters", "default", *(f"{t:g}" for t in tolerances)]
