@@ -58,12 +58,14 @@ SMALL_CIFAR10 = {"adadp": 3, "adadp_normalized": 1, "dp_sgd": 1, "adadp_pixels":
 def _candidates(dataset: str) -> dict[str, list[dict[str, Any]]]:
     """What each method sets; there is nothing to choose from."""
     paper = {"learning_rate": PAPER_RATES[dataset], "momentum": 0.9, "l2_norm_clip": 0.1}
-    normalized = {"optimizer": "ADADP", "arguments": {}, "inputs": "features", "normalized": True}
+    # Each group of channels, and each image's pixels, have mean 0 and variance 1.
+    adadp = {"optimizer": "ADADP", "arguments": {"normalized_inputs": True}}
+    normalized = {**adadp, "inputs": "features", "normalized": True}
     return {
-        "adadp": [{"optimizer": "ADADP", "arguments": {}, "inputs": "features"}],
+        "adadp": [{**adadp, "inputs": "features"}],
         **({"adadp_normalized": [normalized]} if dataset == "cifar10" else {}),
         "dp_sgd": [{"optimizer": "DPSGD", "arguments": paper, "inputs": "features"}],
-        "adadp_pixels": [{"optimizer": "ADADP", "arguments": {}, "inputs": "pixels"}],
+        "adadp_pixels": [{**adadp, "inputs": "pixels"}],
     }
 
 
