@@ -61,8 +61,7 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
       tolerance: tol at the start. `None` uses min(√d / 50, max(1, √(d / 270,000))) for d
         parameters: 1, the value printed in the paper, from 2,500 to 270,000 parameters. With
         `normalized_inputs` it is min(√(σ / 8), 1) in place of 1. The paper's code counted every
-        parameter ten times in err, so its results correspond to 1/√10. See
-        `suggest_tolerance`.
+        parameter ten times in err, so its results correspond to 1/√10. See `suggest_tolerance`.
       tolerance_decay: how fast tol falls. 0 keeps it constant.
       alpha_min: the smallest factor of one adaptation.
       alpha_max: the largest factor of one adaptation.

@@ -194,13 +194,13 @@ def default_tolerance(
     the paper expects a smaller one there (section "Choice of parameter tol"). The bound of 1/50 per
     parameter is our choice. With more than 270,000 parameters, a tolerance of 1 would slow training
     down the more, the larger the network is; so each parameter moves as far as in theirs. Smaller
-    networks have at least 1, as in print.
+    networks get at least 1, as the paper prints.
 
-    If the inputs are normalized, smaller networks have at least √(σ / 8), and at most 1 of it. A
-    step moves the model by tol at random, and along the gradients in proportion to η, that is to
-    tol / σ. So the more noise, the larger tol has to be for these to lead anywhere. Both numbers
-    were chosen on held-out training data (docs/results.md, `adadp_tolerance`), where inputs as they
-    are did worse with less than 1.
+    If the inputs are normalized, smaller networks get at least √(σ / 8), or 1 if that is less. The
+    noise of a step moves the model by about tol, and the gradients move it in proportion to η, so
+    to tol / σ. With more noise tol has to be larger, or the gradients would not get the model
+    anywhere. The law was chosen on held-out training data (docs/results.md, `adadp_tolerance`),
+    where inputs as they are did worse with less than 1.
 
     Args:
       num_parameters: d.
