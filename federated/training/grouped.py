@@ -13,6 +13,7 @@ of this library. The state of a process is the same with and without groups, so 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import os
 from collections.abc import Callable, Sequence
@@ -220,13 +221,13 @@ class GroupedRounds(tff.Computation):
 
     def _serialized(self, datasets: Sequence[tf.data.Dataset]) -> list[bytes]:
         expected = self.type_signature.parameter[1].member
-        found = []
         for dataset in datasets:
             expected.check_assignable_from(
                 tff.SequenceType(tff.types.tensorflow_to_type(dataset.element_spec))
             )
-            found.append(serialized_dataset(dataset))
-        return found
+        # The workers wait for this, and TensorFlow copies without the lock of Python.
+        with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            return list(threads.map(serialized_dataset, datasets))
 
 
 def serialized_dataset(dataset: tf.data.Dataset) -> bytes:

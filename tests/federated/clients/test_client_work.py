@@ -380,3 +380,47 @@ def test_arguments_of_other_types_are_refused():
         build_client_work(model_fn, sgd, "uniform")
     with pytest.raises(TypeError, match="`loop_implementation` must be"):
         build_client_work(model_fn, sgd, UNIFORM, loop_implementation="reduce")
+
+
+ROWS = np.arange(21, dtype=np.float32).reshape(7, 3)
+PAIRS = tf.data.Dataset.from_tensor_slices((ROWS, np.arange(7)))
+LOOPS = {
+    "whole and partial batches": PAIRS.batch(3),
+    "batches of a static size": PAIRS.batch(3, drop_remainder=True),
+    "an unknown number": PAIRS.batch(3).filter(lambda x, y: tf.reduce_sum(y) != 12),
+    "fewer than its cardinality says": (
+        PAIRS.map(lambda x, y: (tf.debugging.check_numerics(x / tf.cast(y, tf.float32), "0"), y))
+        .ignore_errors()
+        .batch(3)
+    ),
+    "several passes": PAIRS.shuffle(7, 3, reshuffle_each_iteration=False).repeat(2).batch(4),
+    "empty batches": PAIRS.batch(3).map(lambda x, y: (x[:0], y[:0])),
+    "no batch": PAIRS.take(0).batch(3),
+    "a mapping of scalars and text": PAIRS.map(
+        lambda x, y: {"y": y, "x": (x[0], tf.strings.as_string(y))}
+    ),
+    "shapes that are not known": tf.data.Dataset.from_generator(
+        lambda: iter([(ROWS, 1), (ROWS[0], 2)]),
+        output_signature=(tf.TensorSpec(None), tf.TensorSpec([], tf.int64)),
+    ),
+    "ragged": PAIRS.map(lambda x, y: (x[: y % 3], y)).ragged_batch(3),
+    "sparse": PAIRS.batch(3).map(lambda x, y: (tf.sparse.from_dense(x), y)),
+}
+
+
+@pytest.mark.parametrize("data", LOOPS.values(), ids=LOOPS)
+def test_the_loop_runs_each_batch_once_and_in_order(data):
+    def described(batch):
+        parts = [getattr(part, "values", part) for part in tf.nest.flatten(batch)]
+        texts = [p if p.dtype == tf.string else tf.strings.as_string(p) for p in parts]
+        flat = tf.concat([tf.reshape(text, [-1]) for text in texts], axis=0)
+        return tf.strings.reduce_join(flat, separator=" ")
+
+    def step(state, batch):
+        seen, count = state
+        return tf.strings.join([seen, described(batch), ";"]), count + 1
+
+    seen, count = tf.function(client_work.iterate)(data, (tf.constant(""), 0), step)
+    expected = [described(batch).numpy() for batch in data]
+    assert seen.numpy() == b"".join(batch + b";" for batch in expected)
+    assert count == len(expected)
