@@ -111,13 +111,29 @@ def test_each_group_has_mean_0_and_variance_1_in_each_example():
         scattering.features(colors, groups=26)
 
 
-def test_no_example_depends_on_the_others():
-    together = scattering.features(PICTURES[..., None])
+@pytest.mark.parametrize("compute", [scattering.features, scattering.mirrored_features])
+def test_no_example_depends_on_the_others(compute):
+    together = compute(PICTURES[..., None])
     for k in range(3):
-        alone = scattering.features(PICTURES[k : k + 1, ..., None])
+        alone = compute(PICTURES[k : k + 1, ..., None])
         np.testing.assert_allclose(alone[0], together[k], atol=1e-5)
     changed = np.concatenate([PICTURES[:1], np.full([2, 8, 8], np.nan)])[..., None]
-    np.testing.assert_allclose(scattering.features(changed)[0], together[0], atol=1e-5)
+    np.testing.assert_allclose(compute(changed)[0], together[0], atol=1e-5)
+
+
+def test_mirrored_features_are_means_of_the_roots_of_both_pictures():
+    colors = np.random.default_rng(3).normal(size=(2, 8, 16, 3))
+    found = scattering.mirrored_features(colors)
+    assert found.shape == (2, 243 * 2 * 2)
+    np.testing.assert_allclose(scattering.mirrored_features(colors[:, :, ::-1]), found, atol=1e-5)
+    planes = colors.transpose(0, 3, 1, 2).reshape(6, 8, 16)
+    roots = [
+        np.sign(c) * abs(c) ** 0.5 for c in map(scattering.scatter, (planes, planes[..., ::-1]))
+    ]
+    whole = (roots[0] + roots[1]) / 2
+    np.testing.assert_allclose(found.reshape(6, 81, 2, 2), whole[..., :2], atol=1e-6)
+    with pytest.raises(ValueError, match=r"multiple of 8.*\(1, 8, 12, 3\)"):
+        scattering.mirrored_features(np.zeros([1, 8, 12, 3]))
 
 
 def test_sizes_that_do_not_fit_are_refused():
@@ -143,6 +159,9 @@ def test_features_are_computed_once_and_kept(tmp_path, monkeypatch):
     np.testing.assert_allclose(x, scattering.features(scaled), rtol=1e-3, atol=2e-3)
     assert y.tolist() == [0, 1, 2, 3, 4]
     assert len(list((tmp_path / "features").iterdir())) == 2
+    x, _ = scattered.load("cifar10", "train[:5]", "/data", tmp_path / "features", mirrored=True)
+    np.testing.assert_allclose(x, scattering.mirrored_features(scaled), rtol=1e-3, atol=2e-3)
+    assert len(list((tmp_path / "features").iterdir())) == 4
 
 
 @pytest.mark.parametrize("dataset", scattered.PAPER)
@@ -163,8 +182,9 @@ def data_dir():
 def test_the_experiment_trains_each_method(tmp_path, monkeypatch, data_dir):
     monkeypatch.setenv("SCATTERING_FEATURES", str(tmp_path))
     out, trials = run_experiment("scattering", tmp_path, "--data_dir", data_dir, dataset="mnist")
-    for method, title in scattering_run.TITLES.items():  # channels are normalized on CIFAR-10 only
-        assert (f"| {title} |" in out) == (method != "adadp_normalized")
+    of_cifar10 = ("adadp_normalized", "adadp_mirrored")
+    for method, title in scattering_run.TITLES.items():
+        assert (f"| {title} |" in out) == (method not in of_cifar10)
     for trial in trials:
         result = trial["result"]
         assert result["epochs"] == [1, 2, 3, 4] and 2.9 < result["epsilon"][-1] <= 3

@@ -63,6 +63,35 @@ def features(images: np.ndarray, groups: int = GROUPS) -> np.ndarray:
     ).reshape(batch, -1)
 
 
+def mirrored_features(images: np.ndarray) -> np.ndarray:
+    """Features that are the same for a picture and its mirror image, left and right exchanged.
+
+    They are the means of both pictures' coefficients, of which square roots were taken (negative
+    numbers keep their sign), so that large coefficients do not outweigh the others. The right half
+    of the columns is left out: up to a shift of 2^J - 1 pixels it repeats the left half.
+
+    Args:
+      images: [B, H, W, C], H a multiple of 4 and W of 8.
+
+    Returns:
+      [B, C·81·H/4·W/8], not normalized, in the order of `features`.
+
+    >>> mirrored_features(np.zeros([2, 32, 32, 3])).shape
+    (2, 7776)
+    """
+    batch, height, width, colors = images.shape
+    if width % (2 * 2**SCALES):
+        raise ValueError(
+            f"`images` must have a width that is a multiple of {2 * 2**SCALES}, so that their "
+            f"features have a middle. Received: shape {images.shape}"
+        )
+    planes = np.moveaxis(images, -1, 1).reshape(batch * colors, height, width)
+    both = [scatter(planes), scatter(planes[..., ::-1])]
+    roots = [np.sign(channels) * np.sqrt(np.abs(channels)) for channels in both]
+    mean = (roots[0] + roots[1]) / 2
+    return mean[..., : mean.shape[-1] // 2].reshape(batch, -1)
+
+
 def normalize_groups(channels: np.ndarray, groups: int = GROUPS) -> np.ndarray:
     """Group normalization without weights: every group of each example gets mean 0 and variance 1.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import time
+from collections.abc import Callable
 
 import numpy as np
 import tqdm
@@ -32,6 +34,7 @@ def load(
     data_dir: str | None,
     cache_dir: pathlib.Path | str,
     groups: int = scattering.GROUPS,
+    mirrored: bool = False,
 ) -> Arrays:
     """Features [N, D] of a data set, and its labels [N].
 
@@ -45,27 +48,36 @@ def load(
       data_dir: tensorflow-datasets' folder; `None` takes the environment's `TFDS_DATA_DIR`.
       cache_dir: The folder of the files, which is created if it is missing.
       groups: See `scattering.normalize_groups`.
+      mirrored: Whether to take `scattering.mirrored_features`, half as many, without groups.
     """
     folder = pathlib.Path(cache_dir)
-    stem = f"{name}_{split}_{groups}_groups".replace("[", "_").replace(":", "-").replace("]", "")
+    kind = "mirrored" if mirrored else f"{groups}_groups"
+    stem = f"{name}_{split}_{kind}".replace("[", "_").replace(":", "-").replace("]", "")
     path, path_of_labels = folder / f"{stem}.npy", folder / f"{stem}_labels.npy"
     if not path.exists():
         pixels, labels = images.load(name, split, data_dir)
         folder.mkdir(parents=True, exist_ok=True)
         np.save(path_of_labels, labels)
-        _write(path, pixels, np.float32(MEAN.get(name, 0)), np.float32(STD.get(name, 1)), groups)
+        compute = scattering.mirrored_features
+        if not mirrored:
+            compute = functools.partial(scattering.features, groups=groups)
+        _write(path, pixels, np.float32(MEAN.get(name, 0)), np.float32(STD.get(name, 1)), compute)
     return np.load(path, mmap_mode="r"), np.load(path_of_labels)
 
 
 def _write(
-    path: pathlib.Path, pixels: np.ndarray, mean: np.ndarray, std: np.ndarray, groups: int
+    path: pathlib.Path,
+    pixels: np.ndarray,
+    mean: np.ndarray,
+    std: np.ndarray,
+    compute: Callable[[np.ndarray], np.ndarray],
 ) -> None:
     start = time.perf_counter()
     unfinished = path.with_suffix(f".{time.time_ns()}.part")
     file = None
     for first in tqdm.trange(0, len(pixels), CHUNK, desc=path.stem, unit="chunk"):
         scaled = (pixels[first : first + CHUNK].astype(np.float32) / 255 - mean) / std
-        rows = scattering.features(scaled, groups)
+        rows = compute(scaled)
         if file is None:
             shape = (len(pixels), rows.shape[1])
             file = np.lib.format.open_memmap(unfinished, "w+", np.float16, shape)
