@@ -52,13 +52,16 @@ def clipped(record: Any, clip: tf.Tensor) -> tuple[Any, tf.Tensor]:
     Returns:
       The clipped nest, and the norm before clipping; infinity if the update became zeros.
     """
-    # By factors of 0, here and below, because `tf.where` takes several times longer.
-    record = tf.nest.map_structure(lambda x: x * tf.cast(~(tf.abs(x) < _UNSEEN), x.dtype), record)
+    record = tf.nest.map_structure(lambda x: tf.where(tf.abs(x) < _UNSEEN, 0.0, x), record)
     norm = tf.linalg.global_norm(tf.nest.flatten(record))
     usable = tf.math.is_finite(norm)
-    scale = tf.where(usable, tf.math.divide_no_nan(clip, tf.maximum(norm, clip)), 0.0)
-    scaled = tf.nest.map_structure(lambda x: tf.math.multiply_no_nan(x, scale), record)
-    return scaled, tf.where(usable, norm, math.inf)
+    scale = tf.math.divide_no_nan(clip, tf.maximum(norm, clip))
+
+    def scaled(values: tf.Tensor) -> tf.Tensor:
+        return tf.where(usable, values, 0.0) * tf.where(usable, scale, 0.0)
+
+    norm = tf.where(usable, norm, math.inf)
+    return tf.nest.map_structure(scaled, record), norm
 
 
 def _flat(record: Any) -> tf.Tensor:
