@@ -55,20 +55,15 @@ def features(images: np.ndarray, groups: int = GROUPS) -> np.ndarray:
     >>> features(np.zeros([2, 28, 28, 1])).shape
     (2, 3969)
     """
-    batch, height, width, colors = images.shape
-    planes = np.moveaxis(images, -1, 1).reshape(batch * colors, height, width)
-    channels = scatter(planes)
-    return normalize_groups(
-        channels.reshape(batch, colors * channels.shape[1], *channels.shape[2:]), groups
-    ).reshape(batch, -1)
+    return normalize_groups(_scatter_colors(images), groups).reshape(len(images), -1)
 
 
 def mirrored_features(images: np.ndarray) -> np.ndarray:
     """Features that are the same for a picture and its mirror image, left and right exchanged.
 
-    They are the means of both pictures' coefficients, of which square roots were taken (negative
-    numbers keep their sign), so that large coefficients do not outweigh the others. The right half
-    of the columns is left out: up to a shift of 2^J - 1 pixels it repeats the left half.
+    The square roots of both pictures' coefficients are averaged; a negative number keeps its sign.
+    Roots keep large coefficients from outweighing the others. The right half of the columns is left
+    out, since it repeats the left half, apart from a shift of 2^J - 1 pixels.
 
     Args:
       images: [B, H, W, C], H a multiple of 4 and W of 8.
@@ -79,17 +74,22 @@ def mirrored_features(images: np.ndarray) -> np.ndarray:
     >>> mirrored_features(np.zeros([2, 32, 32, 3])).shape
     (2, 7776)
     """
-    batch, height, width, colors = images.shape
-    if width % (2 * 2**SCALES):
+    if images.shape[2] % (2 * 2**SCALES):
         raise ValueError(
             f"`images` must have a width that is a multiple of {2 * 2**SCALES}, so that their "
             f"features have a middle. Received: shape {images.shape}"
         )
-    planes = np.moveaxis(images, -1, 1).reshape(batch * colors, height, width)
-    both = [scatter(planes), scatter(planes[..., ::-1])]
+    both = [_scatter_colors(images), _scatter_colors(images[:, :, ::-1])]
     roots = [np.sign(channels) * np.sqrt(np.abs(channels)) for channels in both]
     mean = (roots[0] + roots[1]) / 2
-    return mean[..., : mean.shape[-1] // 2].reshape(batch, -1)
+    return mean[..., : mean.shape[-1] // 2].reshape(len(images), -1)
+
+
+def _scatter_colors(images: np.ndarray) -> np.ndarray:
+    """[B, C·81, H/4, W/4]: the channels of the first color, then those of the next."""
+    batch, height, width, colors = images.shape
+    channels = scatter(np.moveaxis(images, -1, 1).reshape(batch * colors, height, width))
+    return channels.reshape(batch, -1, *channels.shape[2:])
 
 
 def normalize_groups(channels: np.ndarray, groups: int = GROUPS) -> np.ndarray:

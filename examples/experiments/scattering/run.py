@@ -6,8 +6,8 @@ normalized in groups of channels, is trained at ε = 3, δ = 1e-5. The paper cho
 learning rate, batch size and epochs on test data. ADADP takes the paper's batch size and epochs,
 and defaults for the rest. DP-SGD with the paper's rate and C, and ADADP on the pixels, are for
 comparison; so is, on cifar10, ADADP with channels that are also normalized by means and deviations
-released with noise, which the same ε pays for. Mirrored features are our own: roots of the
-coefficients, averaged over an image and its mirror image, with channels normalized in this way.
+released with noise, which the same ε pays for. Mirrored features are our own: square roots of the
+coefficients, averaged over an image and its mirror image, with channels normalized in the same way.
 They were chosen on 10,000 held-out training images.
 
 - mnist: 3,969 features, batches of 4,096, 40 epochs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 import time
 from collections.abc import Callable
@@ -33,7 +32,6 @@ def load(
     split: str,
     data_dir: str | None,
     cache_dir: pathlib.Path | str,
-    groups: int = scattering.GROUPS,
     mirrored: bool = False,
 ) -> Arrays:
     """Features [N, D] of a data set, and its labels [N].
@@ -47,20 +45,18 @@ def load(
       split: `"train"`, `"test"`, or a part such as `"train[:2000]"`.
       data_dir: tensorflow-datasets' folder; `None` takes the environment's `TFDS_DATA_DIR`.
       cache_dir: The folder of the files, which is created if it is missing.
-      groups: See `scattering.normalize_groups`.
-      mirrored: Whether to take `scattering.mirrored_features`, half as many, without groups.
+      mirrored: Whether to take `scattering.mirrored_features`, half as many, in place of
+        `scattering.features`.
     """
     folder = pathlib.Path(cache_dir)
-    kind = "mirrored" if mirrored else f"{groups}_groups"
+    compute = scattering.mirrored_features if mirrored else scattering.features
+    kind = "mirrored" if mirrored else f"{scattering.GROUPS}_groups"
     stem = f"{name}_{split}_{kind}".replace("[", "_").replace(":", "-").replace("]", "")
     path, path_of_labels = folder / f"{stem}.npy", folder / f"{stem}_labels.npy"
     if not path.exists():
         pixels, labels = images.load(name, split, data_dir)
         folder.mkdir(parents=True, exist_ok=True)
         np.save(path_of_labels, labels)
-        compute = scattering.mirrored_features
-        if not mirrored:
-            compute = functools.partial(scattering.features, groups=groups)
         _write(path, pixels, np.float32(MEAN.get(name, 0)), np.float32(STD.get(name, 1)), compute)
     return np.load(path, mmap_mode="r"), np.load(path_of_labels)
 
