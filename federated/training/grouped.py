@@ -225,7 +225,7 @@ class GroupedRounds(tff.Computation):
             expected.check_assignable_from(
                 tff.SequenceType(tff.types.tensorflow_to_type(dataset.element_spec))
             )
-        # The workers wait for this, and TensorFlow copies without the lock of Python.
+        # The workers wait for this, and TensorFlow releases Python's lock while it copies.
         with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             return list(threads.map(serialized_dataset, datasets))
 
