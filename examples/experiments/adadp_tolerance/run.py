@@ -1,11 +1,9 @@
 """The tolerance at which ADADP should start, by the size of the network: the choice of the default.
 
 This experiment is not in the papers, where the tolerance is 1 (ADADP, version 1, algorithm 1). It
-trains the problems of `untuned`, and a wider network, on four fifths of their training data with
+trains problems of `untuned`, and a wider network, on four fifths of their training data with
 several first tolerances, on inputs that `PrivateNormalization` normalizes and on some as they are,
-and measures accuracy on the last fifth. No test data are used, except that `untuned` takes the
-words and document frequencies of the reviews, and the means of CIFAR-10's features, from test
-inputs as public ones.
+and measures accuracy on the last fifth; see `lib/held_out.py`.
 
 Privacy claim: each run alone is (ε, δ)-DP, δ = 1e-5, for adding or removing one training example.
 Batches are drawn by Poisson sampling. ε does not include the cost of a choice between the runs.
@@ -23,35 +21,9 @@ from typing import Any
 import numpy as np
 
 import tf_adaptive_dp
-from examples.experiments.lib import harness, report
+from examples.experiments.lib import harness, held_out, report
 from examples.experiments.lib.harness import Trial
-from examples.experiments.untuned import run as untuned
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """A problem of `untuned`, and the first tolerances to compare on it.
-
-    Attributes:
-      data: its name.
-      inputs: its units.
-      noise_multiplier: σ.
-      tolerances: the first tolerances.
-      seeds: of each tolerance.
-      hidden_units: `None` for those of the problem.
-      epochs: likewise.
-      normalized: whether the inputs are normalized.
-    """
-
-    data: str
-    inputs: str
-    noise_multiplier: float
-    tolerances: tuple[float, ...]
-    seeds: int = 1
-    hidden_units: tuple[int, ...] | None = None
-    epochs: int | None = None
-    normalized: bool = True
-
+from examples.experiments.lib.held_out import Setting
 
 WIDE = (1024, 1024)
 SETTINGS = {
@@ -73,7 +45,7 @@ SETTINGS = {
         Setting("mnist", "standardized", 1.0, (0.5, 1.0, 2.0)),
         Setting("mnist", "standardized", 2.0, (0.5, 1.0, 2.0, 4.0)),
         Setting("mnist", "standardized", 8.0, (0.5, 1.0, 2.0, 4.0)),
-        Setting("mnist", "standardized", 2.0, (1.0, 2.0, 4.0, 8.0), 1, WIDE, 10),
+        Setting("mnist", "standardized", 2.0, (1.0, 2.0, 4.0, 8.0), 1, WIDE, epochs=10),
         Setting("cifar10", "standardized", 2.0, (1.0, 2.0, 4.0)),
         Setting("cifar10", "features", 8.0, (1.0, 2.0, 4.0)),
     ],
@@ -84,65 +56,34 @@ SETTINGS["paper"] = [dataclasses.replace(s, seeds=4) for s in SETTINGS["small"]]
 def plan(scale: str, trials: Sequence[Trial]) -> list[dict[str, Any]]:
     """All first tolerances with all seeds."""
     del trials
-    found = []
-    for setting in SETTINGS[scale]:
-        problem = untuned.PROBLEMS[setting.data]
-        common = {
-            "data": setting.data,
-            "inputs": setting.inputs,
-            "factor": 1.0,
-            "noise_multiplier": setting.noise_multiplier,
-            "hidden_units": list(setting.hidden_units or problem.hidden_units),
-            "epochs": setting.epochs or problem.epochs,
-            "normalized": setting.normalized,
-        }
-        found += [
-            {**common, "tolerance": tolerance, "seed": seed}
-            for tolerance in setting.tolerances
-            for seed in range(setting.seeds)
-        ]
-    return found
+    return held_out.plan(SETTINGS[scale], "tolerance")
 
 
 def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
-    """One run.
-
-    Args:
-      settings: as `plan` makes them; "seed" determines the initial weights.
-      data_dir: not used, since there are several data sets.
-
-    Returns:
-      See `training.fit`, and "num_parameters"; evaluated once, on held-out training data.
-    """
-    del data_dir
-    arguments = {"l2_norm_clip": 1.0, "tolerance": settings["tolerance"]}
-    of_untuned = {**settings, "optimizer": "ADADP", "arguments": arguments}
-    problem = dataclasses.replace(
-        untuned.PROBLEMS[settings["data"]], hidden_units=tuple(settings["hidden_units"])
-    )
-    result, model = untuned.fit_without_test_data(of_untuned, problem)
-    sizes = [int(np.prod(v.shape)) for v in model.trainable_variables]
-    return {**result, "num_parameters": sum(sizes)}
+    """One run; see `held_out.train`."""
+    del data_dir  # there are several data sets
+    return held_out.train(settings, {"tolerance": settings["tolerance"]})
 
 
-def by_problem(trials: Sequence[Trial]) -> dict[tuple, dict[float, list[float]]]:
-    """Accuracies by problem, with its number of parameters, and by tolerance."""
-    found: dict[tuple, dict[float, list[float]]] = {}
-    for trial in trials:
-        names = ("data", "inputs", "noise_multiplier", "epochs", "normalized")
-        key = (trial.result["num_parameters"], *(trial.settings[n] for n in names))
-        of_tolerance = found.setdefault(key, {})
-        accuracy = trial.result["accuracy"][-1]
-        of_tolerance.setdefault(trial.settings["tolerance"], []).append(accuracy)
-    return dict(sorted(found.items()))
+def by_size(trials: Sequence[Trial]) -> list[tuple[int, dict[str, Any], dict[float, list[float]]]]:
+    """Numbers of parameters, in ascending order; problems; and accuracies by tolerance."""
+    found = [
+        (
+            next(iter(by_value.values()))[0].result["num_parameters"],
+            problem,
+            {t: held_out.accuracies(runs) for t, runs in sorted(by_value.items())},
+        )
+        for problem, by_value in held_out.by_problem(trials, "tolerance")
+    ]
+    return sorted(found, key=lambda entry: entry[0])
 
 
 def table(trials: Sequence[Trial]) -> str:
     """Accuracy on held-out training data, by the first tolerance; a column has the default."""
-    found = by_problem(trials)
-    tolerances = sorted({t for of_tolerance in found.values() for t in of_tolerance})
+    found = by_size(trials)
+    tolerances = sorted({t for *_, of_tolerance in found for t in of_tolerance})
     rows = []
-    for (size, data, inputs, sigma, epochs, normalized), of_tolerance in found.items():
+    for size, problem, of_tolerance in found:
         means = {t: np.mean(values) for t, values in of_tolerance.items()}
         best = max(means, key=means.__getitem__)
         marks = {t: "**" if t == best else "" for t in means}
@@ -151,29 +92,26 @@ def table(trials: Sequence[Trial]) -> str:
             for t in tolerances
         ]
         default = float(
-            tf_adaptive_dp.update_rules.step_doubling.default_tolerance(size, normalized, sigma)
+            tf_adaptive_dp.update_rules.step_doubling.default_tolerance(
+                size, problem["normalized"], problem["noise_multiplier"]
+            )
         )
-        name = f"{_units(data, inputs, normalized)}, σ = {sigma:g}, {epochs} epochs"
+        name = f"{held_out.title(problem)}, {problem['epochs']} epochs"
         rows.append([name, f"{size:,}", f"{default:.2f}", *cells])
     columns = ["problem", "parameters", "default", *(f"{t:g}" for t in tolerances)]
     return report.table(columns, rows)
-
-
-def _units(data: str, inputs: str, normalized: bool) -> str:
-    return f"{data}, {inputs}" + ("" if normalized else ", not normalized")
 
 
 def plot(trials: Sequence[Trial]) -> Any:
     """How far the accuracy at each tolerance is from that at the best one."""
     import matplotlib.pyplot as plt
 
-    found = by_problem(trials)
+    found = by_size(trials)
     sizes = sorted({size for size, *_ in found})  # a color for each
-    tolerances = sorted({t for of_tolerance in found.values() for t in of_tolerance})
+    tolerances = sorted({t for *_, of_tolerance in found for t in of_tolerance})
     figure, axis = plt.subplots(figsize=(9, 4.5))
-    for number, (problem, of_tolerance) in enumerate(found.items()):
-        size, data, inputs, sigma, _, normalized = problem
-        means = {t: float(np.mean(values)) for t, values in sorted(of_tolerance.items())}
+    for number, (size, problem, of_tolerance) in enumerate(found):
+        means = {t: float(np.mean(values)) for t, values in of_tolerance.items()}
         best = max(means.values())
         axis.plot(
             list(means),
@@ -181,7 +119,7 @@ def plot(trials: Sequence[Trial]) -> Any:
             color=f"C{sizes.index(size)}",
             marker="os^Dv"[number % 5],
             linestyle=("-", "--", ":")[number % 3],
-            label=f"{_units(data, inputs, normalized)}, σ = {sigma:g}, d = {size:,}",
+            label=f"{held_out.title(problem)}, d = {size:,}",
         )
     axis.set(xlabel="first tolerance", ylabel="held-out accuracy minus that of the best")
     axis.set_xscale("log", base=2)
