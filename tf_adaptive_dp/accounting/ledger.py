@@ -208,8 +208,8 @@ class Ledger:
             [self.MAX_SAVED_EVENTS], dtype=tf.float64, name="ledger_other_events"
         )
         with tf.init_scope():
-            # Not saved: see `_Course`.
-            self._course = tf.Variable(_BEGINNING, dtype=tf.float64, trainable=False)
+            # Not saved: see `_Watermark`.
+            self._watermark = tf.Variable(_AT_THE_START, dtype=tf.float64, trainable=False)
         self.restorations = 0
         self.fewest_units: int | None = None
         self.other_events = ()
@@ -276,10 +276,10 @@ class Ledger:
         """
         with tf.init_scope():
             num_releases = self.num_releases
-            course = _Course(*local_copies(self._course)[0].numpy().tolist())
-        lost = int(course.lost + max(course.following - num_releases, 0))
+            watermark = _Watermark(*local_copies(self._watermark)[0].numpy().tolist())
+        lost = int(watermark.lost + max(watermark.following - num_releases, 0))
         if lost:
-            noise, size = course.least_noise, course.largest_size
+            noise, size = watermark.least_noise, watermark.largest_size
             raise NotPrivateError(
                 _SET_BACK.format(lost=lost, noise=noise, size=size, left=num_releases)
             )
@@ -383,11 +383,11 @@ class Ledger:
         )
         rows = here[:, tf.newaxis]
         parameters_now = tf.where(rows, row, parameters)
-        course = _moved_on(self._course.read_value(), counts, parameters_now)
+        watermark = _advanced(self._watermark.read_value(), counts, parameters_now)
         written = [
             self._parameters.assign(parameters_now),
             self._checks.assign(tf.where(rows, checks_now, checks_before)),
-            self._course.assign(course),
+            self._watermark.assign(watermark),
         ]
         with tf.control_dependencies([tf.convert_to_tensor(variable) for variable in written]):
             return tf.convert_to_tensor(self._counts.assign_add(tf.cast(here, tf.int64)))
@@ -455,7 +455,7 @@ class Ledger:
         self._parameters.assign(parameters)
         self._counts.assign(counts)
         self._checks.assign(known)
-        self._course.assign([float(counts.sum()), *_BEGINNING[1:]])
+        self._watermark.assign([float(counts.sum()), *_AT_THE_START[1:]])
         self.restorations += 1
 
     @classmethod
@@ -518,7 +518,7 @@ def gaussian_events(noise_multipliers: Sequence[float]) -> tuple[dp_accounting.D
     return tuple(dp_accounting.GaussianDpEvent(float(n)) for n in noise_multipliers if n > 0)
 
 
-class _Course(NamedTuple):
+class _Watermark(NamedTuple):
     """What shows that a ledger was set back.
 
     Attributes:
@@ -534,18 +534,18 @@ class _Course(NamedTuple):
     largest_size: float
 
 
-_BEGINNING = _Course(0.0, 0.0, float("inf"), 0.0)
+_AT_THE_START = _Watermark(0.0, 0.0, float("inf"), 0.0)
 
 
-def _moved_on(course: tf.Tensor, counts: tf.Tensor, parameters: tf.Tensor) -> tf.Tensor:
-    """The `_Course` after one more release.
+def _advanced(watermark: tf.Tensor, counts: tf.Tensor, parameters: tf.Tensor) -> tf.Tensor:
+    """The `_Watermark` after one more release.
 
     Args:
-      course: float64 vector, the one before.
+      watermark: float64 vector, the one before.
       counts: [MAX_SEGMENTS], before the release.
       parameters: [MAX_SEGMENTS, 2], after it; zeros where there are no releases.
     """
-    following, lost, least_noise, largest_size = tf.unstack(course)
+    following, lost, least_noise, largest_size = tf.unstack(watermark)
     before = tf.cast(tf.reduce_sum(counts), tf.float64)
     noise, sizes = tf.unstack(parameters, axis=1)
     noise = tf.where(sizes > 0, noise, tf.constant(np.inf, tf.float64))
