@@ -70,6 +70,14 @@ def test_the_search_for_the_rate_is_compared_on_held_out_training_data(tmp_path)
     assert found[1.0] == pytest.approx(0.1 * 1.1**4, rel=1e-3) and found[2.0] > 2 * found[1.0]
 
 
+def test_averages_are_compared_with_the_last_weights_of_the_same_run(tmp_path):
+    out, (trial,) = run_experiment("adadp_averages", tmp_path)
+    name = "| digits, / 16, σ = 2, batches of 32, 2 epochs | 1 |"
+    averaged, last = (trial["result"][f"accuracy{end}"][-1] for end in ("", "_unaveraged"))
+    assert f"{name} {last:.4f} | {averaged:.4f} | {averaged - last:+.4f} |" in out
+    assert trial["result"]["loss"] != trial["result"]["loss_unaveraged"]
+
+
 @pytest.mark.slow
 def test_insensitivity_shows_learning_rates_that_come_together(tmp_path):
     data = ("--data_dir", data_with("mnist"))

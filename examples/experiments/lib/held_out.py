@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from examples.experiments.lib.harness import Trial
 from examples.experiments.untuned import run as untuned
@@ -127,34 +128,54 @@ def title(problem: Mapping[str, Any]) -> str:
     return f"{problem['data']}, {problem['inputs']}{more}, σ = {problem['noise_multiplier']:g}"
 
 
-def plot_gains(trials: Sequence[Trial], argument: str, cause: str) -> Any:
-    """By how much the larger of two values changes accuracy, problem by problem.
+def gains(
+    trials: Sequence[Trial], argument: str
+) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
+    """The accuracies with the smaller and the larger of two values, by problem.
 
     Args:
-      trials: of an experiment with two values.
+      trials: of an experiment with two values; problems that lack one of them are left out.
       argument: the name of the argument.
-      cause: what the larger value brings, for the axis.
+    """
+    found = {}
+    for problem, by_value in by_problem(trials, argument):
+        if len(by_value) == 2:
+            smaller, larger = (accuracies(by_value[value]) for value in sorted(by_value))
+            found[f"{title(problem)}, {length(problem)}"] = smaller, larger
+    return found
+
+
+def length(problem: Mapping[str, Any]) -> str:
+    """The length of a run in words, such as "batches of 32, 40 epochs"."""
+    return f"batches of {problem['batch_size']:,}, {problem['epochs']} epochs"
+
+
+def plot_gains(
+    found: Mapping[str, tuple[Sequence[float], Sequence[float]]], what: str, paired: bool = False
+) -> Any:
+    """How much better the second of two choices is than the first, problem by problem.
+
+    Args:
+      found: the accuracies with both, by problem.
+      what: the axis shows "held-out accuracy with" this.
+      paired: whether the two lists have one entry for each run.
 
     Returns:
       A matplotlib figure; the bars are standard errors.
     """
     import matplotlib.pyplot as plt
 
-    names, gains, errors = [], [], []
-    for problem, by_value in by_problem(trials, argument):
-        if len(by_value) < 2:
-            continue
-        before, after = (accuracies(by_value[value]) for value in sorted(by_value))
-        size = f"batches of {problem['batch_size']:,}, {problem['epochs']} epochs"
-        names.append(f"{title(problem)}, {size}")
-        gains.append(np.mean(after) - np.mean(before))
-        errors.append(np.hypot(*(np.std(v) / np.sqrt(len(v)) for v in (before, after))))
-    figure, axis = plt.subplots(figsize=(8, 1.5 + 0.3 * len(names)))
-    axis.errorbar(gains, range(len(names)), xerr=errors, fmt="o")
+    means, errors = [], []
+    for first, second in found.values():
+        means.append(np.mean(second) - np.mean(first))
+        parts = [np.subtract(second, first)] if paired else [first, second]
+        errors.append(np.hypot.reduce([stats.sem(part) for part in parts]))
+    figure, axis = plt.subplots(figsize=(8, 1.5 + 0.3 * len(found)))
+    axis.errorbar(means, range(len(found)), xerr=errors, fmt="o")
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_yticks(range(len(found)), list(found), fontsize=8)
     axis.invert_yaxis()
-    axis.set(xlabel=f"held-out accuracy with {cause} minus that without")
+    axis.set(xlabel=f"held-out accuracy with\n{what}")
     axis.grid(axis="x", alpha=0.3)
     figure.tight_layout()
     return figure

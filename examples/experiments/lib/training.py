@@ -12,12 +12,25 @@ import tensorflow as tf
 import tf_adaptive_dp
 
 
-class _Judge(tf.keras.callbacks.Callback):
-    """Evaluates on the test set after epochs, also with averaged weights if there are any."""
+class Judge(tf.keras.callbacks.Callback):
+    """Evaluates on the test set after epochs, also with averaged weights if there are any.
 
-    def __init__(self, test: Any, every: int, last: int):
+    Args:
+      test: inputs and labels.
+      every: the number of epochs between evaluations.
+      last: the number of last epochs that are always evaluated.
+
+    Attributes:
+      epochs: those that were evaluated.
+      scores: loss and metrics after each of them. If the optimizer averages weights (`use_ema`),
+        they are those of the averages, and "accuracy_unaveraged" has that of the others.
+    """
+
+    def __init__(self, test: Any, every: int = 1, last: int = 1):
         super().__init__()
-        self.test, self.every, self.last = test, every, last
+        # Keras never frees what it makes of arrays, so each evaluation would leave a copy of them.
+        self.test = tf.data.Dataset.from_tensor_slices(test).batch(1000)
+        self.every, self.last = every, last
         self.epochs, self.scores = [], []
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
@@ -33,8 +46,7 @@ class _Judge(tf.keras.callbacks.Callback):
         self.scores.append(scores)
 
     def _evaluate(self) -> dict[str, float]:
-        x, y = self.test
-        return self.model.evaluate(x, y, batch_size=1000, verbose=0, return_dict=True)
+        return self.model.evaluate(self.test, verbose=0, return_dict=True)
 
     def _evaluate_averaged(self) -> dict[str, float]:
         trained = self.model.trainable_variables
@@ -90,7 +102,7 @@ def fit(
     else:
         sampler = tf_adaptive_dp.sampling.ShuffledEpochs(batch_size, steps=steps * epochs)
         batches = tf_adaptive_dp.sampling.shuffled_batches(train, sampler)
-    judge = _Judge(test, judge_every, judge_last)
+    judge = Judge(test, judge_every, judge_last)
     monitor = tf_adaptive_dp.PrivacyMonitor(num_examples, delta, sampling=sampler)
     start = time.perf_counter()
     history = model.fit(
@@ -130,7 +142,7 @@ def fit_without_privacy(
     Returns:
       See `fit`; all values of "epsilon" are `None`.
     """
-    judge = _Judge(test, judge_every, judge_last)
+    judge = Judge(test, judge_every, judge_last)
     start = time.perf_counter()
     model.fit(
         *train,
@@ -143,7 +155,7 @@ def fit_without_privacy(
     return _result(judge, [None] * len(judge.epochs), [rate] * epochs, start)
 
 
-def _result(judge: _Judge, epsilons: list, rates: Sequence[float], start: float) -> dict[str, Any]:
+def _result(judge: Judge, epsilons: list, rates: Sequence[float], start: float) -> dict[str, Any]:
     return {
         "epochs": judge.epochs,
         "epsilon": epsilons,
