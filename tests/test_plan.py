@@ -457,7 +457,6 @@ class Interrupt(tf.keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.filterwarnings("ignore:.*releases were not in the checkpoint")
 def of_tokens(outputs):
     """A model whose outputs have several predictions per example, one for each token."""
     tf.keras.utils.set_random_seed(1)
@@ -498,6 +497,7 @@ def test_losses_of_tokens_need_no_weights_of_their_own(outputs, weights):
     assert "batches were drawn by Poisson sampling" in " ".join(plan.statement().split())
 
 
+@pytest.mark.filterwarnings("ignore:.*releases were not in the checkpoint")
 def test_a_run_resumes_and_is_restored_when_it_is_finished(tmp_path):
     def run(*callbacks, **kwargs):
         plan = planned(epochs=3, **kwargs)
@@ -534,6 +534,40 @@ def test_a_run_resumes_and_is_restored_when_it_is_finished(tmp_path):
     with pytest.raises(RuntimeError, match="in use"):
         run()
     taken.close()
+
+
+class Steps(tf.keras.callbacks.Callback):
+    """Notes the weights after each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.weights.append(self.model.get_weights())
+
+
+@pytest.mark.filterwarnings("ignore:.*releases were not in the checkpoint")
+def test_averages_of_the_weights_outlive_a_kill_and_a_finished_run(tmp_path):
+    def run(*callbacks):
+        plan, model = planned(epochs=3), catalogue.mlp()
+        model.compile(plan.optimizer(dp.ADADP, use_ema=True, ema_momentum=0.8), catalogue.loss())
+        plan.fit(model, X, Y, directory=tmp_path / "run", callbacks=callbacks, verbose=0)
+        return model.get_weights()
+
+    before, after = Steps(), Steps()
+    with pytest.raises(KeyboardInterrupt):
+        run(before, Interrupt(11))
+    found = run(after)
+    # The last epoch that was finished, of eight steps, and what follows it. Keras 2 averages from
+    # the initial weights on, and Keras 3 from those after the first step.
+    steps = before.weights[:8] + after.weights
+    average, *rest = steps if GENERATION == 3 else [catalogue.mlp().get_weights(), *steps]
+    for weights in rest:
+        average = [0.8 * a + 0.2 * w for a, w in zip(average, weights)]
+    for weights in (found, run()):
+        for a, b in zip(average, weights, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("calls, parts", [(3, 1), (16, 1), (3, 2), (12, 2)])
