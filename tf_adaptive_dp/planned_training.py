@@ -338,8 +338,6 @@ class PlannedTraining:
             **fit_arguments,
         )
         if finished:  # as `fit` does after the last epoch, for averages of the weights
-            # Keras 2 restores them when they are created.
-            model.optimizer.build(model.trainable_variables)
             model.optimizer.finalize_variable_values(model.trainable_variables)
         of_keras.epoch = [row["epoch"] for row in history.rows]
         names = {name: None for row in history.rows for name in row["logs"]}

@@ -88,3 +88,41 @@ def test_a_run_of_another_model_is_refused(tmp_path, units):
         with pytest.raises(ValueError, match="^`directory` holds a run of another model") as error:
             made.fit(model, x, y, directory=tmp_path / "run", verbose=0)
         assert len(str(error.value)) < 500
+
+
+KINDS = {
+    "ADADP": (dp.ADADP, {}),
+    "averages": (dp.ADADP, {"use_ema": True}),
+    "discard": (dp.ADADP, {"discard": True}),
+    "DPAdagrad": (dp.DPAdagrad, {"learning_rate": 0.1}),
+    "DPMomentum": (dp.DPSGD, {"learning_rate": 0.1, "momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize(
+    "first, second, received",
+    [
+        ("ADADP", "averages", "use_ema=True instead of False, a state of other shapes"),
+        ("averages", "ADADP", "use_ema=False instead of True, a state of other shapes"),
+        ("averages", "discard", "discard=True instead of False"),
+        ("DPAdagrad", "DPMomentum", "class='DPSGD' instead of 'DPAdagrad'"),
+    ],
+)
+def test_a_run_of_another_kind_of_optimizer_is_refused(tmp_path, first, second, received):
+    """Also where the state of one would fit into the variables of the other."""
+    x, y = np.ones([16, 2], "float32"), np.zeros([16])
+    plan = dp.PrivacyPlan(noise_multiplier=1.0, delta=1e-2, num_examples=16, batch_size=8, epochs=1)
+
+    def run(kind):
+        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
+        optimizer_class, arguments = KINDS[kind]
+        optimizer = plan.optimizer(optimizer_class, **arguments)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        plan.fit(model, x, y, directory=tmp_path / "run", verbose=0)
+        return model.get_weights()
+
+    trained = run(first)
+    with pytest.raises(ValueError, match=f"^`directory` holds a run of another.*{received}"):
+        run(second)
+    for a, b in zip(trained, run(first), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -218,7 +218,7 @@ class RunDirectory:
           others: callbacks that report or stop; they see the restored model, and what they do at
             the end of an epoch is done before the epoch counts as finished.
         """
-        resume = _Resume(self._backup, self.log, self.keys)
+        resume = _Resume(self._backup, self.log, self.keys, self._path / "optimizer.json")
         return [resume, *others, _SaveEpoch(self._backup)]
 
     def close(self) -> None:
@@ -229,13 +229,27 @@ class RunDirectory:
 
 
 class _Resume(keras.callbacks.Callback):
-    """Restores the last epoch and announces releases, before other callbacks act."""
+    """Restores the last epoch and announces releases, before other callbacks act.
 
-    def __init__(self, backup: keras.callbacks.Callback, log: ReleaseLog, keys: KeyFile | None):
+    Args:
+      backup: what saves epochs, and restores the last one.
+      log: what announces releases.
+      keys: the keys of correlated noise, or `None`.
+      kind_path: the file that says which kind of optimizer the run has.
+    """
+
+    def __init__(
+        self,
+        backup: keras.callbacks.Callback,
+        log: ReleaseLog,
+        keys: KeyFile | None,
+        kind_path: Path,
+    ):
         super().__init__()
         allow_tensors_as_logs(self)
         self._all = (backup, log)
         self._keys = keys
+        self._kind_path = kind_path
 
     def set_model(self, model: keras.Model) -> None:
         """Passes the model on; called by Keras."""
@@ -253,6 +267,7 @@ class _Resume(keras.callbacks.Callback):
         """Restores the model, then the ledger, then the noise; called by Keras."""
         backup, log = self._all
         try:
+            self._check_kind_of_optimizer(begun=log.num_releases > 0)
             backup.on_train_begin(logs)
         except ValueError as error:  # the reason, before Keras shows all values
             reason = str(error).partition("variable.shape=")[0].split("\n\n")[-1].strip()
@@ -264,6 +279,37 @@ class _Resume(keras.callbacks.Callback):
         log.on_train_begin(logs)
         if self._keys is not None:
             self.model.optimizer.resume_noise(self._keys.keys)
+
+    def _check_kind_of_optimizer(self, begun: bool) -> None:
+        """Raises if the state of the run's optimizer would not fit this one.
+
+        Keras 2 would put it into whatever variables come in the same order. Both versions of Keras
+        would take the state of one optimizer for that of another with the same variables.
+
+        Args:
+          begun: whether the run has released anything.
+        """
+        optimizer = self.model.optimizer
+        # An optimizer that has made steps here may have more variables than one that begins.
+        if not self.model.built or optimizer.ledger.num_releases:
+            return
+        optimizer.build(self.model.trainable_variables)
+        found = {
+            "class": type(optimizer).__name__,
+            **_options(optimizer),
+            "shapes_of_state": [list(v.shape) for v in optimizer.variables],
+        }
+        if not begun:
+            files.write(self._kind_path, json.dumps(found).encode())
+        elif self._kind_path.exists():
+            before = json.loads(self._kind_path.read_bytes())
+            changed = [name for name in found if before.get(name) != found[name]]
+            if changed:
+                options = [n for n in changed if n != "shapes_of_state"]
+                differences = [f"{n}={found[n]!r} instead of {before.get(n)!r}" for n in options]
+                if len(options) < len(changed):
+                    differences.append("a state of other shapes")
+                raise ValueError(f"The optimizer has {', '.join(differences)}")
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Called by Keras."""
@@ -288,6 +334,18 @@ class _Resume(keras.callbacks.Callback):
         """Called by Keras."""
         for callback in self._all:
             callback.on_train_end(logs)
+
+
+def _options(optimizer: keras.optimizers.Optimizer) -> dict[str, bool | str]:
+    """What chooses one of several ways to train; not `get_config`, which refuses some functions."""
+    # The name differs from run to run. How gradients are computed changes nothing else; Keras 2
+    # chooses XLA by the machine.
+    others = ("name", "built", "gradients", "jit_compile")
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, (bool, str)) and not name.startswith("_") and name not in others
+    }
 
 
 class _SaveEpoch(keras.callbacks.Callback):
