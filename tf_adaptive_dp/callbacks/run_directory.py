@@ -266,16 +266,12 @@ class _Resume(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Restores the model, then the ledger, then the noise; called by Keras."""
         backup, log = self._all
+        self._check_kind_of_optimizer(begun=log.num_releases > 0)
         try:
-            self._check_kind_of_optimizer(begun=log.num_releases > 0)
             backup.on_train_begin(logs)
         except ValueError as error:  # the reason, before Keras shows all values
             reason = str(error).partition("variable.shape=")[0].split("\n\n")[-1].strip()
-            raise ValueError(
-                "`directory` holds a run of another model, or of another optimizer. Pass a new "
-                "directory, or the model of that run to resume it. Received: "
-                f"model={self.model.name!r}. {reason}"
-            ) from error
+            raise self._refusal(reason) from error
         log.on_train_begin(logs)
         if self._keys is not None:
             self.model.optimizer.resume_noise(self._keys.keys)
@@ -309,7 +305,14 @@ class _Resume(keras.callbacks.Callback):
                 differences = [f"{n}={found[n]!r} instead of {before.get(n)!r}" for n in options]
                 if len(options) < len(changed):
                     differences.append("a state of other shapes")
-                raise ValueError(f"The optimizer has {', '.join(differences)}")
+                raise self._refusal(f"The optimizer has {', '.join(differences)}")
+
+    def _refusal(self, reason: str) -> ValueError:
+        return ValueError(
+            "`directory` holds a run of another model, or of another optimizer. Pass a new "
+            "directory, or the model of that run to resume it. Received: "
+            f"model={self.model.name!r}. {reason}"
+        )
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Called by Keras."""
