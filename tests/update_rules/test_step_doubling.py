@@ -47,10 +47,25 @@ ERRORS = {
 }
 
 
+@pytest.mark.parametrize("others", [0, 2**15], ids=["small", "large"])
 @pytest.mark.parametrize("tilde, hat, expected", ERRORS.values(), ids=ERRORS)
-def test_errors_of_simple_points(tilde, hat, expected):
-    actual = error_estimate([tf.constant(tilde)], [tf.constant(hat)]).numpy()
-    np.testing.assert_allclose(actual, expected)
+def test_errors_of_simple_points(tilde, hat, expected, others):
+    """Also as parts of a large variable, where the division is left out if no weight exceeds 1."""
+    tilde, hat = (tf.constant(np.pad(np.float32(p), [0, others])) for p in (tilde, hat))
+    # TensorFlow's reciprocals of large numbers are off by up to .025%.
+    np.testing.assert_allclose(error_estimate([tilde], [hat]).numpy(), expected, rtol=3e-4)
+
+
+@pytest.mark.parametrize("largest", [0.999, 1.0, 1.001, -1.001, 3.0, -3.0])
+def test_a_large_variable_has_the_error_of_its_parts(largest):
+    generator = np.random.default_rng(0)
+    tilde = np.float32(generator.uniform(-0.99, 0.99, [200, 200]))
+    tilde[3, 5] = largest
+    hat = np.float32(tilde + generator.normal(0, 0.01, tilde.shape))
+    hat[3, 5] = largest - 4
+    whole = error_estimate([tf.constant(tilde)], [tf.constant(hat)])
+    parts = error_estimate(*([tf.constant(row) for row in point] for point in (tilde, hat)))
+    assert float(whole) == pytest.approx(float(parts), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
