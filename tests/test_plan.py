@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import pickle
+import re
 import warnings
 
 import dp_accounting
@@ -498,11 +499,11 @@ def test_losses_of_tokens_need_no_weights_of_their_own(outputs, weights):
 
 
 @pytest.mark.filterwarnings("ignore:.*releases were not in the checkpoint")
-def test_a_run_resumes_and_is_restored_when_it_is_finished(tmp_path):
-    def run(*callbacks, **kwargs):
+def test_a_run_resumes_and_is_restored_when_it_is_finished(tmp_path, capsys):
+    def run(*callbacks, verbose=0, **kwargs):
         plan = planned(epochs=3, **kwargs)
         model = model_of(plan, dp.ADADP)
-        arguments = {"callbacks": callbacks, "directory": tmp_path / "run", "verbose": 0}
+        arguments = {"callbacks": callbacks, "directory": tmp_path / "run", "verbose": verbose}
         return plan, model, plan.fit(model, X, Y, validation_data=(X, Y), **arguments)
 
     with pytest.raises(KeyboardInterrupt):
@@ -518,6 +519,9 @@ def test_a_run_resumes_and_is_restored_when_it_is_finished(tmp_path):
         np.testing.assert_array_equal(a, b)
     assert restored.optimizer.ledger.segments == [(1.0, 8.0, 24)]
     assert "24 noisy gradients" in plan.statement()
+    assert "Nothing was trained" not in capsys.readouterr().out
+    run(verbose=2)
+    assert re.search("Nothing was trained: the run in '.*run' is finished", capsys.readouterr().out)
     # What was computed from raw gradients and losses is in files, or below keys, that say so.
     names = {path.name for path in (tmp_path / "run").glob("*.json")}
     for name in names - {"history_NOT_PRIVATE.json"}:
@@ -662,6 +666,35 @@ def test_statistics_that_keras_adapted_are_warned_of(recwarn):
     message = str(found.message)
     assert message.startswith("Layers of the model were adapted to data: inner/units (Normal")
     assert "`plan.normalization(x)`" in message and found.filename == __file__
+
+
+def test_weights_that_are_not_finite_are_refused_before_a_step():
+    """Every gradient was NaN and counted as zero, and a whole run spent its ε on noise."""
+    plan = planned(epochs=1)
+    layer = tf.keras.layers.Normalization(name="units")
+    with_gap = np.array(X)
+    with_gap[0] = np.nan
+    layer.adapt(with_gap)
+    model = tf.keras.Sequential([tf.keras.Input(X.shape[1:]), layer, tf.keras.layers.Dense(4)])
+    model.compile(plan.optimizer(dp.ADADP), catalogue.loss())
+    with pytest.raises(ValueError, match="weights must be finite.*missing values.*'.*units'"):
+        plan.fit(model, X, Y, verbose=0)
+    assert model.optimizer.ledger.num_releases == 0
+
+
+@pytest.mark.parametrize("padding", ["zeros", "that has no finite gradient"])
+@pytest.mark.parametrize("gaps", [0, 5])
+def test_missing_values_are_warned_of_once_and_padding_is_none(recwarn, gaps, padding):
+    plan = planned()
+    inputs = tf.keras.Input(X.shape[1:])
+    reciprocal = 1.0 / inputs if padding != "zeros" else inputs
+    model = tf.keras.Model(inputs, tf.keras.layers.Dense(4)(reciprocal))
+    model.compile(plan.optimizer(dp.ADADP), catalogue.loss())
+    x = np.where(np.abs(X) < 0.1, 0.1, X).astype("float32")
+    x[:gaps] = np.nan
+    plan.fit(model, x, Y, verbose=0)
+    found = [w for w in recwarn if "NaN or infinite" in str(w.message)]
+    assert len(found) == bool(gaps)
 
 
 def test_all_adapted_layers_make_one_warning_and_their_parts_are_not_named(recwarn):

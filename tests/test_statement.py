@@ -172,7 +172,7 @@ def test_poisson_sampling_is_a_proof_for_draws_that_were_checked_and_a_label_is_
 def test_shuffling_is_an_approximation_with_the_unamplified_epsilon_beside_it():
     text = words(ONE, N, DELTA)
     assert text == words(ONE, N, DELTA, sampling="shuffled")
-    assert "The batches came from shuffling the data, not from Poisson sampling" in text
+    assert "batches are stated to have come from shuffling the data, not from Poisson" in text
     assert "For shuffled batches it is a customary approximation, not a proven bound" in text
     assert "each epoch ended before the next one began" in text
     assert "The bound does not hold if an epoch was cut short." in text

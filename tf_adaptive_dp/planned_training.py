@@ -23,6 +23,7 @@ from tf_adaptive_dp._keras.models import (
     leave_padding_out_of_metrics,
     steps_per_call,
 )
+from tf_adaptive_dp._keras.variables import layer_path_of
 from tf_adaptive_dp.accounting.ledger import Ledger, missing_events
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.callbacks.run_directory import (
@@ -57,7 +58,8 @@ from tf_adaptive_dp.validation.layer_findings import adapted_warning
 
 _OUTSIDE = (
     "The model was trained outside the plan, by `model.fit` for example, so the plan cannot say "
-    "what all of it has cost. `privacy_statement(model.optimizer, num_examples, delta)` can."
+    "what all of it has cost. `privacy_statement(model.optimizer, num_examples, delta)` can; pass "
+    "`sampling=plan.sampling` if it was trained on `plan.batches` only."
 )
 
 
@@ -236,6 +238,7 @@ class PlannedTraining:
                 "The model has no trainable variables. Set `trainable = True` on the layers to "
                 f"train. Received: model={model.name!r}"
             )
+        _require_finite_weights(model)
         normalizations = self._check_normalization(model)
         about_statistics = adapted_warning(model)
         if about_statistics is not None:
@@ -339,6 +342,11 @@ class PlannedTraining:
         )
         if finished:  # as `fit` does after the last epoch, for averages of the weights
             model.optimizer.finalize_variable_values(model.trainable_variables)
+            if fit_arguments.get("verbose", "auto"):
+                print(
+                    f"Nothing was trained: the run in {str(directory)!r} is finished, and "
+                    "the model has its weights now. To train anew, pass a new directory."
+                )
         of_keras.epoch = [row["epoch"] for row in history.rows]
         names = {name: None for row in history.rows for name in row["logs"]}
         of_keras.history = {
@@ -439,12 +447,14 @@ class PlannedTraining:
                 f"{self._plan.other_events!r}"
             )
         if self._plan.normalize_inputs and not layers:
-            warnings.warn(
+            advice = (
                 "The plan reserves budget for normalizing the inputs, but the model has no such "
-                "layer. Put `plan.normalization(x)` first in the model, or leave "
-                "`normalize_inputs` out.",
-                stacklevel=4,
+                "layer. Put `plan.normalization(x)` first in the model, or make the plan without "
+                "`normalize_inputs`."
             )
+            if not own:  # and so nothing was normalized outside of the model either
+                raise ValueError(f"{advice} Received: model={model.name!r}")
+            warnings.warn(advice, stacklevel=4)
         return all_layers
 
     def _check_steps_per_call(self, model: keras.Model) -> None:
@@ -490,6 +500,27 @@ class PlannedTraining:
                 "and to the one that resumes it; or begin with a new model. Received: "
                 f"directory=None, and an optimizer with {released} releases"
             )
+
+
+def _require_finite_weights(model: keras.Model) -> None:
+    """Raises if no example could have a finite gradient, so that epsilon would buy noise alone."""
+    if not model.built:
+        return
+    found = sorted(
+        {
+            layer_path_of(v)
+            for v in model.weights
+            if tf.as_dtype(v.dtype).is_floating
+            and not bool(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(v))))
+        }
+    )
+    if found:
+        raise ValueError(
+            "The model's weights must be finite, or every gradient would count as zero, and all of "
+            "epsilon would be spent on noise. A layer that is adapted to data with missing values "
+            "has NaN for statistics: fill the values in before. Received: NaN or infinity in "
+            f"{', '.join(map(repr, found))}"
+        )
 
 
 # Tensors that NumPy takes for one object, and what makes an array of them.

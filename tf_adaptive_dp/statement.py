@@ -276,7 +276,9 @@ def claim(
         f"Adjacency: data sets {adjacency}."
     )
     if label == "shuffled":
-        return _shuffled_claim(spent, unamplified, terms, unit) + seed_warning(sampling, unit)
+        came = "are stated to have come" if isinstance(sampling, str) else "came"
+        text = _shuffled_claim(spent, unamplified, terms, came, unit)
+        return text + seed_warning(sampling, unit)
     text = f"Differential privacy with epsilon = {format_epsilon(spent)} and {terms} "
     to_whom = "" if not seeded_noise and getattr(sampling, "seed", None) is None else _TO_OTHERS
     if num_unchecked or isinstance(sampling, str):
@@ -328,11 +330,11 @@ def _independent_draws(
     return text
 
 
-def _shuffled_claim(spent: float, unamplified: float, terms: str, unit: Unit) -> str:
+def _shuffled_claim(spent: float, unamplified: float, terms: str, came: str, unit: Unit) -> str:
     return (
         paragraph(
-            f"Differential privacy at {terms} The {unit.batches} came from shuffling the data, not "
-            "from Poisson sampling, so this statement gives two values of epsilon:"
+            f"Differential privacy at {terms} The {unit.batches} {came} from shuffling the data, "
+            "not from Poisson sampling, so this statement gives two values of epsilon:"
         )
         + list_item(
             f"epsilon = {format_epsilon(spent)} holds for Poisson sampling with the same expected "

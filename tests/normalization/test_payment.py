@@ -184,8 +184,13 @@ def test_what_nobody_pays_for_is_refused():
     with pytest.raises(ValueError, match="that the plan's budget does not pay for"):
         without.fit(model, x, y)
     plan = planned()
+    model = model_of(plan, keras.layers.Rescaling(1e-3))
+    with pytest.raises(ValueError, match="reserves budget for normalizing the inputs, but"):
+        plan.fit(model, x, y, verbose=0)
+    # The inputs may be normalized outside of the model.
+    inputs = plan.normalization(x)(x).numpy()
     with pytest.warns(UserWarning, match="reserves budget for normalizing the inputs, but"):
-        plan.fit(model_of(plan, keras.layers.Rescaling(1e-3)), x, y, verbose=0)
+        plan.fit(model, inputs, y, verbose=0)
 
 
 def by_hand(layers, **kwargs):

@@ -130,6 +130,7 @@ class PrivacyMonitor(PrivateCallback):
         self._board: TensorBoardLog | None = None
         self._new_run = False
         self._warned_of_returns = False
+        self._warned_of_non_finite = False
         self.not_private: dict[str, float] = {}
 
     def epsilon(self) -> float:
@@ -188,6 +189,7 @@ class PrivacyMonitor(PrivateCallback):
         }
         self._doubt_large_batches(summary.num_examples)
         self._warn_of_early_returns(optimizer.ledger)
+        self._warn_of_non_finite(summary.num_non_finite)
         if math.isinf(private["epsilon"]) or noise_is_seeded(optimizer):
             private["NOT_PRIVATE"] = 1.0  # appears next to ε wherever logs go
         if logs is not None:
@@ -309,6 +311,20 @@ class PrivacyMonitor(PrivateCallback):
                 "`shuffle=False`, or form new batches in its `on_epoch_end`.",
                 stacklevel=2,
             )
+
+    def _warn_of_non_finite(self, number: int) -> None:
+        """Warns, once, that the model does not learn from examples which epsilon is spent on."""
+        if self._warned_of_non_finite or not number:
+            return
+        self._warned_of_non_finite = True
+        warnings.warn(
+            f"Some {self._unit}s had gradients that are NaN or infinite. They count as zero, so "
+            "the model learns nothing from them, while ε is spent as before; and the loss that "
+            "`fit` prints is NaN. Missing values in the data are one cause, a learning rate that "
+            "is too large is another: `validation.validate(model, batch)` names the examples of a "
+            "batch. Fill missing values in with constants that are public.",
+            stacklevel=2,
+        )
 
     def _doubt_large_batches(self, num_examples: int) -> None:
         """Compares the batches of an epoch with the expected batch size that ε is computed for.

@@ -58,8 +58,9 @@ from tf_adaptive_dp.side_information.provenance import SideInformation, events
 
 _OUTSIDE_OF_PLAN = (
     "The optimizer was made by a plan, but the step receives no sample weights, which the plan's "
-    "batches have. Train by `plan.fit(model, x, y)`, or on `plan.batches(x, y)`: `model.fit(x, y)` "
-    "forms other batches and may take more steps, so the plan's epsilon does not hold for it."
+    "batches have. Train by `plan.fit(model, x, y)`, or in a loop of your own on "
+    "`plan.batches(x, y)`: `model.fit(x, y)` forms other batches and may take more steps, so the "
+    "plan's epsilon does not hold for it."
 )
 _building = threading.RLock()  # not an attribute: optimizers can be copied, locks cannot
 
