@@ -789,7 +789,7 @@ def test_training_outside_of_the_plan_is_noticed_at_the_first_step():
     plan = planned()
     model = model_of(plan)
     with pytest.warns(
-        UserWarning, match=r"made by a plan.*Train by `plan.fit\(model, x, y\)`"
+        UserWarning, match=r"made by a plan.*Train with `plan.fit\(model, x, y\)`"
     ) as w:
         model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
     assert len([one for one in w if "made by a plan" in str(one.message)]) == 1

@@ -633,7 +633,7 @@ def test_a_run_with_correlated_noise_does_not_go_on_with_examples_in_another_ord
         fit(np.roll(same, 1), 5)
     text = kept.read_text()
     kept.unlink()
-    with pytest.raises(ValueError, match="cannot continue without its `examples_NOT_PRIVATE.json`"):
+    with pytest.raises(ValueError, match="cannot continue without `examples_NOT_PRIVATE.json`"):
         fit(same, 5)
     kept.write_text(text)
     with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning):

@@ -132,7 +132,7 @@ def test_a_run_resumes_with_the_same_users_only(tmp_path):
     kept = tmp_path / "user_ids_NOT_PRIVATE.json"
     text = kept.read_text()
     kept.unlink()
-    with pytest.raises(ValueError, match="cannot continue without its `user_ids_NOT_PRIVATE.json`"):
+    with pytest.raises(ValueError, match="cannot continue without `user_ids_NOT_PRIVATE.json`"):
         run()
     kept.write_text(text)
     # Other names for the same users are the same users.

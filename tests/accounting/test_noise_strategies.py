@@ -173,7 +173,7 @@ def test_strategies_are_told_apart_and_can_be_saved():
         (lambda: BandedNoise(2_000), "`bands` must be at most 1024"),
         (lambda: BandedNoise(2.5), "`bands` must be"),
         (lambda: ToeplitzNoise((1.0,)), "2 to 1024 positive numbers"),
-        (lambda: ToeplitzNoise((1.0, 2.0)), "do not increase"),
+        (lambda: ToeplitzNoise((1.0, 2.0)), "non-increasing order"),
         (lambda: ToeplitzNoise((1.0, 0.0)), "`coefficients` must be"),
         (lambda: ToeplitzNoise((1.0, -0.5)), "`coefficients` must be"),
         (lambda: ToeplitzNoise("ab"), "a sequence of numbers"),

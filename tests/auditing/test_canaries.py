@@ -261,7 +261,7 @@ def test_what_the_audit_cannot_use_is_refused():
         PrivacyAudit(CANARIES, DELTA, score="norm")
     with pytest.raises(ValueError, match="`num_guesses` must be from 1"):
         PrivacyAudit(CANARIES, DELTA, num_guesses=41)
-    with pytest.raises(ValueError, match="pass `loss`, a function .*\\['mse'\\]"):
+    with pytest.raises(ValueError, match="pass it `loss`, a function .*\\['mse'\\]"):
         fit(linear(["mse"]), CANARIES, PrivacyAudit(CANARIES, DELTA))
     with pytest.raises(ValueError, match="one number for each canary"):
         loss = tf.keras.losses.MeanSquaredError()

@@ -90,7 +90,7 @@ def test_any_other_damage_is_an_error_and_changes_nothing(tmp_path, damage):
     path = tmp_path / "log"
     content = damage[1](states_of_a_file(path))
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="no release log, or it is damaged.*path="):
+    with pytest.raises(ValueError, match="not a release log, or it is damaged.*path="):
         ReleaseLog(path)
     assert path.read_bytes() == content
 

@@ -275,7 +275,7 @@ def test_a_ledger_without_the_noise_of_its_releases_stops_the_run():
     step(*rows)
     for releases in (0, 3, 5):  # as from a checkpoint, or a log
         run.ledger.restore([(1.0, 1.0, releases)])
-        with pytest.raises(tf.errors.InvalidArgumentError, match="takes back noise"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="cancels noise"):
             step(*rows)
         assert run.ledger.num_releases == releases  # nothing was released
         with pytest.raises(dp.NotPrivateError, match="with the noise of 4 known"):
@@ -432,7 +432,7 @@ def test_batches_that_show_no_step_count_as_unchecked():
         ({"num_microbatches": 2}, "`num_microbatches` out"),
         ({"examples_per_user": 2}, "`examples_per_user` out"),
         ({"clipping": "adaptive"}, "`clipping` out"),
-        ({"secure_noise": True}, "Secure noise is independent"),
+        ({"secure_noise": True}, "Secure noise must be independent"),
         ({"noise": "banded"}, "`noise` must be"),
     ],
 )

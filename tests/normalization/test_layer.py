@@ -19,13 +19,13 @@ from tf_adaptive_dp.validation import check_per_example
 
 def test_too_few_examples_are_left_as_they_are():
     x = 7 + np.random.default_rng(6).normal(size=[5, 3])
-    with pytest.warns(UserWarning, match="nothing that stands out of its noise") as found:
+    with pytest.warns(UserWarning, match="nothing that stands out from its noise") as found:
         layer = adapted(x, 100.0)
     # Of the line in `adapted` that calls `adapt`, not of the one that calls `adapted`.
     first = inspect.getsourcelines(adapted)[1]
     assert [(w.filename, w.lineno) for w in found] == [(inspect.getsourcefile(adapted), first + 2)]
     plan = planned(num_examples=5, batch_size=1, epsilon=0.1)
-    with pytest.warns(UserWarning, match="nothing that stands out of its noise") as found:
+    with pytest.warns(UserWarning, match="nothing that stands out from its noise") as found:
         plan.normalization(x)
     assert [w.filename for w in found] == [__file__]
     np.testing.assert_array_equal(layer.mean, 0)
@@ -34,7 +34,7 @@ def test_too_few_examples_are_left_as_they_are():
 
 def test_a_second_adaptation_is_refused():
     layer = adapted(columns())
-    with pytest.raises(RuntimeError, match="`adapt` has been called"):
+    with pytest.raises(RuntimeError, match="`adapt` has already been called"):
         layer.adapt(columns())
 
 
@@ -62,7 +62,7 @@ def restored_when_built(model, folder):
     layer = PrivateNormalization(1.0)
     path = tf.train.Checkpoint(layer=model.layers[0]).save(folder / "checkpoint")
     tf.train.Checkpoint(layer=layer).restore(path).expect_partial()
-    with pytest.raises(RuntimeError, match="`adapt` has been called"):
+    with pytest.raises(RuntimeError, match="`adapt` has already been called"):
         layer.adapt(columns())
     return of_layer(layer)
 
@@ -98,7 +98,7 @@ def test_a_copy_was_released_as_its_original_was(tmp_path, way):
     # The noise is that of the release, whatever the layer was made with.
     assert layer.dp_event == model.layers[0].dp_event == dp_accounting.GaussianDpEvent(4.0)
     assert layer.release_id == model.layers[0].release_id > 0
-    with pytest.raises(RuntimeError, match="or of the one that it is a copy of"):
+    with pytest.raises(RuntimeError, match="or on the layer that it is a copy of"):
         layer.adapt(columns())
 
 
@@ -110,7 +110,7 @@ def test_weights_from_before_do_not_make_it_forget_its_release():
     made = layer.release_id
     model.set_weights(first)
     assert layer.release_id == made and not layer.mean.numpy().any()
-    with pytest.raises(RuntimeError, match="`adapt` has been called"):
+    with pytest.raises(RuntimeError, match="`adapt` has already been called"):
         layer.adapt(columns())
     # The statistics of another layer and its own are two releases, and each has to be paid for.
     model.set_weights(of_layer(other := adapted(columns(), noise_multiplier=5.0)).get_weights())
@@ -147,7 +147,7 @@ def test_an_adaptation_that_fails_counts(monkeypatch):
     layer = PrivateNormalization(1.0)
     with pytest.raises(MemoryError):
         layer.adapt(columns())
-    with pytest.raises(RuntimeError, match="`adapt` has been called"):
+    with pytest.raises(RuntimeError, match="`adapt` has already been called"):
         layer.adapt(columns())
 
 

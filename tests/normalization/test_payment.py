@@ -59,7 +59,7 @@ def test_a_normalization_of_which_the_user_was_warned_is_the_only_one():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="found nothing that stands out"):
             plan.normalization(x)
-    with pytest.raises(RuntimeError, match="`adapt` has been called"):
+    with pytest.raises(RuntimeError, match="`adapt` has already been called"):
         plan.normalization(x)
 
 
@@ -156,7 +156,7 @@ def test_a_resumed_run_keeps_the_statistics_it_began_with(tmp_path, stop_after):
     assert model.optimizer.ledger.other_events == second.other_events
     (tmp_path / "normalization.json").unlink()
     third = planned(epochs=3)
-    with pytest.raises(ValueError, match="cannot continue without its `normalization.json`"):
+    with pytest.raises(ValueError, match="cannot continue without `normalization.json`"):
         third.fit(model_of(third, third.normalization(x)), x, y, directory=tmp_path, verbose=0)
 
 

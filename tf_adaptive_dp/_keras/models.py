@@ -173,9 +173,9 @@ def _leave_rows_without_weight_out(metric: keras.metrics.Metric) -> None:
                 return update_state(y_true, y_pred, sample_weight=sample_weight)
             except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
                 raise ValueError(
-                    "Under XLA a metric must take one sample weight for each example, as padding "
-                    f"has weight 0. Received: {metric.name!r}, which does not. Let it return one "
-                    "value per example, or compile the model with `jit_compile=False`."
+                    "Under XLA a metric must take one sample weight for each example, since "
+                    f"padding has weight 0. Received: {metric.name!r}, which does not. Let it "
+                    "return one value per example, or compile the model with `jit_compile=False`."
                 ) from error
         weights = tf.convert_to_tensor(sample_weight)
         there = tf.reduce_any(tf.reshape(weights != 0, [tf.shape(weights)[0], -1]), axis=1)

@@ -115,7 +115,8 @@ class SelfScalingOptimizer(keras.optimizers.LossScaleOptimizer):
         if loss is not None and not empty:
             raise NotPrivateError(
                 "`apply_gradients` takes the gradients of what `scale_loss` returned. Received: "
-                "other gradients. Pass that to `tape.gradient`, and not the loss itself."
+                "other gradients. Pass the result of `scale_loss` to `tape.gradient`, not the loss "
+                "itself."
             )
         if loss is None:
             return grads_and_vars
@@ -162,7 +163,7 @@ class SelfScalingOptimizer(keras.optimizers.LossScaleOptimizer):
         """Raises: it would apply gradients without a check."""
         raise NotPrivateError(
             "`stateless_apply` is for other backends of Keras. Received: a call. Use "
-            "`apply_gradients`, which checks that gradients were released."
+            "`apply_gradients`, which checks that the gradients were released by the mechanism."
         )
 
     def _step(self) -> tuple[int, int]:

@@ -284,8 +284,8 @@ def _refuse_users(ledger: Any) -> None:
     """Raises ValueError for a ledger of users, whose ε would be too small for `num_examples`."""
     if in_units(ledger) is not ledger:
         raise ValueError(
-            "This ledger counts releases about users, so ε depends on the number of users and not "
-            "of examples. Ask the sampling that drew the users: "
+            "This ledger counts releases about users, so ε depends on the number of users, not on "
+            "the number of examples. Use the sampling that drew the users: "
             "`sampling.epsilon_spent(ledger, num_users, delta)`, `PrivacyMonitor` or the plan. "
             f"Received: ledger={ledger!r}"
         )

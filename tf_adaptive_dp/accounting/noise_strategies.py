@@ -219,8 +219,8 @@ class BandedNoise(ToeplitzStrategy):
     def __post_init__(self) -> None:
         if checks.integer("bands", self.bands, 2) > MAX_BANDS:
             raise ValueError(
-                f"`bands` must be at most {MAX_BANDS}, since the noise of that many steps is kept. "
-                f"Received: bands={self.bands!r}"
+                f"`bands` must be at most {MAX_BANDS}, since the noise of that many steps has to "
+                f"be kept. Received: bands={self.bands!r}"
             )
         ratios = [1.0, *((2 * k - 1) / (2 * k) for k in range(1, self.bands))]
         object.__setattr__(self, "coefficients", _of_norm_one(np.cumprod(ratios)))
@@ -262,8 +262,8 @@ class ToeplitzNoise(ToeplitzStrategy):
         found = [checks.number("coefficients", c, 0, strict=True) for c in given]
         if not 2 <= len(found) <= MAX_BANDS or sorted(found, reverse=True) != found:
             raise ValueError(
-                f"`coefficients` must be 2 to {MAX_BANDS} positive numbers that do not increase. "
-                f"Received: coefficients={given!r}"
+                f"`coefficients` must be 2 to {MAX_BANDS} positive numbers in non-increasing "
+                f"order. Received: coefficients={given!r}"
             )
         object.__setattr__(self, "coefficients", _of_norm_one(np.array(found)))
         object.__setattr__(self, "bands", len(found))

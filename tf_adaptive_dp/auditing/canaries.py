@@ -215,8 +215,8 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
         loss = self.model.loss
         if not isinstance(loss, str) and not callable(loss):
             raise ValueError(
-                "The loss of a canary must be known: pass `loss`, a function of "
-                f"(y_true, y_pred), to the audit. Received: a model with {loss!r}"
+                "The audit needs the loss of a canary: pass it `loss`, a function of (y_true, "
+                f"y_pred). Received: a model with {loss!r}"
             )
         return loss_of_examples(loss)
 

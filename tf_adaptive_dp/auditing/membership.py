@@ -60,10 +60,10 @@ def membership_inference(
     except ImportError as error:
         raise ImportError(
             "Membership inference needs the attacks of TF Privacy, which are a separate package "
-            "and require scikit-learn before 1.7. Received: "
-            f"{error}. Install them with `pip install 'scikit-learn<1.7' 'pandas<2' immutabledict "
-            "statsmodels==0.14.0` and `pip install --no-deps tensorflow-empirical-privacy==0.1.0` "
-            "(the attacks import no other dependency of it)."
+            f"and require scikit-learn before 1.7. Received: {error}. Install them with `pip "
+            "install 'scikit-learn<1.7' 'pandas<2' immutabledict statsmodels==0.14.0` and `pip "
+            "install --no-deps tensorflow-empirical-privacy==0.1.0` (the attacks import none of "
+            "its other dependencies)."
         ) from error
     inputs = data_structures.AttackInputData()
     for name, (x, y) in (("train", train_data), ("test", test_data)):

@@ -60,9 +60,8 @@ class PrivateCallback(tf.keras.callbacks.Callback):
                 "The model has a `PrivateNormalization` whose release is not in the optimizer's "
                 "ledger, so epsilon would be too small. Before training, add it once for each "
                 "layer that was adapted: `optimizer.ledger.other_events += (layer.dp_event,)`; or "
-                "train by `PrivacyPlan(normalize_inputs=True)`. Received: "
-                f"{layer.name!r} with {layer.dp_event!r}, other_events="
-                f"{optimizer.ledger.other_events!r}"
+                f"train with `PrivacyPlan(normalize_inputs=True)`. Received: {layer.name!r} with "
+                f"{layer.dp_event!r}, other_events={optimizer.ledger.other_events!r}"
             )
 
     def warn_of_steering(self) -> None:
@@ -140,8 +139,7 @@ def begin_batches_anew(optimizer: tf.keras.optimizers.Optimizer) -> None:
     if optimizer.unfinished_parts:
         warnings.warn(
             f"Training stopped in the middle of a batch: {optimizer.unfinished_parts} of "
-            f"{optimizer.parts_per_batch} parts are dropped. Nothing of them was "
-            "released.",
+            f"{optimizer.parts_per_batch} parts are dropped. Nothing from them was released.",
             stacklevel=3,
         )
         optimizer.drop_unfinished_parts()

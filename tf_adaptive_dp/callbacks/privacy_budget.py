@@ -120,7 +120,8 @@ class PrivacyBudget(PrivateCallback):
         if size != self.batch_size:
             raise ValueError(
                 f"`batch_size` must be that of `fit`, which is {size:g}: the first step was "
-                f"checked against the budget with another. Received: batch_size={self.batch_size!r}"
+                "checked against the budget with another batch size. Received: "
+                f"batch_size={self.batch_size!r}"
             )
 
     def _releases_per_call(self) -> int:
@@ -153,9 +154,9 @@ class PrivacyBudget(PrivateCallback):
             return f"{covered} With correlated noise, no other plan can continue them."
         noise_multiplier = self.optimizer.next_release()[0]
         return (
-            f"{covered} To train longer, call `fit` of another plan with this model as it is "
-            f"compiled: `PrivacyPlan(noise_multiplier={noise_multiplier!r}, epochs=...)` without "
-            "`epsilon`, where `epochs` counts those so far. Its epsilon covers all of them."
+            f"{covered} To train longer, call `fit` of another plan with this model, without "
+            f"compiling it again: `PrivacyPlan(noise_multiplier={noise_multiplier!r}, epochs=...)` "
+            "without `epsilon`, where `epochs` counts those so far. Its epsilon covers all of them."
         )
 
     def on_train_begin(self, logs: dict | None = None) -> None:
@@ -180,9 +181,10 @@ class PrivacyBudget(PrivateCallback):
         released = self.optimizer.ledger.num_releases - self._released
         if released > self._releases_per_call():
             raise ValueError(
-                "The training step used the optimizer more often than the budget was told, so it "
-                f"cannot keep it. Received: releases_per_step={self._per_step}, and {released} "
-                f"releases in a call of {steps_per_call(self.model)} steps"
+                "The training step used the optimizer more often than `releases_per_step` says, so "
+                "the callback cannot keep to the budget. Received: "
+                f"releases_per_step={self._per_step}, and {released} releases in a call of "
+                f"{steps_per_call(self.model)} steps"
             )
         if not self._next_call_fits():
             self.model.stop_training = True

@@ -347,16 +347,16 @@ class PrivacyMonitor(PrivateCallback):
         mean = f"{num_examples / steps:.1f} {self._unit}s"
         if has_padding:
             raise NotPrivateError(
-                f"The batches held {mean} on average, but the sampling draws "
-                f"{size:g}. Rows of padding have gradients, so epsilon does not hold: pass the "
-                "sample weights of `poisson_batches` on unchanged, and let all terms of the loss "
-                f"be multiplied by them. Received: sampling={self.sampling!r}"
+                f"The batches held {mean} on average, but the sampling draws {size:g}. Rows of "
+                "padding have gradients, so epsilon does not hold: pass the sample weights of "
+                "`poisson_batches` on unchanged, and multiply all terms of the loss by them. "
+                f"Received: sampling={self.sampling!r}"
             )
         warnings.warn(
             f"The batches held {mean} on average, but ε is computed for "
             f"`expected_batch_size`={size:g}: the ε shown is too small. Pass an "
-            "`expected_batch_size` to the optimizer that is at least the mean of the batches, and "
-            "not computed from private data.",
+            "`expected_batch_size` to the optimizer that is at least the mean size of the batches "
+            "and was not computed from private data.",
             stacklevel=2,
         )
 

@@ -65,8 +65,8 @@ OTHER_EXAMPLES = (
     "The examples must be those that the run began with, in the same order: with correlated noise "
     "an example that changes its place could join batches that are closer to each other than "
     "epsilon assumes. A `tf.data.Dataset` must not be shuffled. Features that you compute must be "
-    "computed once and stored, since their last bits may change. Received: other examples, or "
-    "another order. Pass those of the run in `directory`, or a new directory."
+    "computed once and stored, since their last bits may differ from run to run. Received: other "
+    "examples, or another order. Pass those of the run in `directory`, or a new directory."
 )
 
 
@@ -200,8 +200,8 @@ class RunDirectory:
         """Raises if the run has begun, so that a file which is missing was there."""
         if self.log.num_releases:
             raise ValueError(
-                f"The run in `directory` cannot continue without its `{missing}`: {why}. Received: "
-                "a directory without this file. Put it back, or pass a new directory."
+                f"The run in `directory` cannot continue without `{missing}`: {why}. Received: a "
+                "directory without this file. Put it back, or pass a new directory."
             )
 
     @property

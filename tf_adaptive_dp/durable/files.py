@@ -56,7 +56,7 @@ def warn_if_copied(file: int, before: int, what: str, path: str | os.PathLike) -
     if inode(file) != before:
         warnings.warn(
             f"{what} is a copy, or was restored from one. If the original was also used after it "
-            "was copied, what was released then is missing here and ε is too small. Go on with "
+            "was copied, what was released then is missing here and ε is too small. Continue with "
             f"only one of them. Received: {str(path)!r}",
             stacklevel=5,
         )

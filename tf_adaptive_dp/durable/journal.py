@@ -128,7 +128,7 @@ class Journal:
         line = encoded(entry)
         read = _decoded(line)
         if read is None or not self._may_follow(read):
-            raise ValueError(f"This cannot be noted now. Received: {entry!r}")
+            raise ValueError(f"This entry may not be written now. Received: {entry!r}")
         if not self._end:
             line = encoded({**entry, _INODE: files.inode(self._file)})
         # Written after the last complete line, so that it replaces an unfinished one.

@@ -43,10 +43,10 @@ class KeyFile:
             self._read()
         elif num_releases:
             raise ValueError(
-                "The keys of this run's noise are missing, so nobody can take back the noise of "
-                "its earlier steps, and no epsilon is proven for more of them. Restore the file, "
-                "or begin a new run in a new directory; what this one released stays spent. "
-                f"Received: no file {str(path)!r}, after {num_releases} releases"
+                "The keys of this run's noise are missing, so the noise of its earlier steps "
+                "cannot be canceled, and no epsilon is proven for more steps. Restore the file, or "
+                "begin a new run in a new directory; what this one released stays spent. Received: "
+                f"no file {str(path)!r}, after {num_releases} releases"
             )
         else:
             self.keys: list[tuple[int, int]] = []

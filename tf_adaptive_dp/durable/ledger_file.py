@@ -66,8 +66,8 @@ class SegmentFile:
             files.lock(
                 self._file,
                 "The release log is in use by another process, or by another ReleaseLog of this "
-                "one. End that process or call the other's `close()`; give each training a log of "
-                f"its own. Received: path={str(path)!r}",
+                "one. End that process or call `close()` of the other log; give each training run "
+                f"a log of its own. Received: path={str(path)!r}",
             )
             self._inode = files.inode(self._file)
             self._number, self.segments, inode = self._read()
@@ -100,8 +100,8 @@ class SegmentFile:
             or len(segments) > Ledger.MAX_SEGMENTS
         ):
             raise ValueError(
-                "The file is no release log, or it is damaged: how much was released cannot be "
-                f"told from it. Nothing was changed. Received: path={str(self._path)!r}"
+                "The file is not a release log, or it is damaged: it does not show how much was "
+                f"released. Nothing was changed. Received: path={str(self._path)!r}"
             )
         return newest
 

@@ -19,8 +19,8 @@ from tf_adaptive_dp.gradients.penalties import SCALINGS, SUMS, UNCHANGED
 
 PADDING_CONTRIBUTES = (
     "Padding contributes to the loss: rows of weight 0 have gradients. Epsilon would not hold, "
-    "since an example that joins the batch takes the place of padding. Multiply the finished loss "
-    "vector by the weights, as in `(losses + penalties) * sample_weight`, and pass "
+    "since an example that joins the batch takes the place of a row of padding. Multiply the "
+    "finished loss vector by the weights, as in `(losses + penalties) * sample_weight`, and pass "
     "`sample_weight` on in a `compute_loss` of your own. (The library recognizes weights by "
     "negative zeros. If this vector holds no weights, add 0.0 to it.)"
 )

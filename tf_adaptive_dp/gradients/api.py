@@ -30,9 +30,9 @@ from tf_adaptive_dp.gradients.watch import search_sums_when_complete, search_whe
 
 _UNWEIGHTED = (
     "Terms of the loss have no sample weights, such as those of `add_loss` and activity "
-    "regularizers. They are added up over the examples of a user, also for "
-    '`user_reduction="mean"`, whose shares are sample weights. Epsilon holds. To have their mean, '
-    "add them to the loss that Keras weights, or multiply them by the weights."
+    "regularizers. They are added up over the examples of a user, even with "
+    '`user_reduction="mean"`, which works through the sample weights. Epsilon still holds. To take '
+    "their mean, add them to the loss that Keras weights, or multiply them by the weights."
 )
 METHODS = ("auto", "traced", "materialized")
 

@@ -105,7 +105,7 @@ def _refuse_spoilt_batch(jacobian: list[tf.Tensor]) -> list[tf.Tensor]:
         warnings.warn(
             'Under `jit_compile=True` the source `gradients="materialized"` cannot stop at a '
             "batch in which an example is NaN or infinite. It then counts the whole batch as "
-            "zero, for which noise is no cover, so epsilon becomes infinite. Make sure that all "
+            "zero, which the noise does not hide, so epsilon becomes infinite. Make sure that all "
             "inputs are finite.",
             stacklevel=2,
         )

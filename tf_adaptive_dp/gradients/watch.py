@@ -36,8 +36,8 @@ _SEVERAL_OPTIMIZERS = (
     "Two optimizers release gradients of the same batch. The epsilon of each ledger alone is too "
     "small, and so is that of both added up: there is one draw, so both releases count as one with "
     "noise multiplier 1 / sqrt(1 / a**2 + 1 / b**2). docs/privacy.md, 'Several optimizers on one "
-    "model', shows how to account for it. Received: {names}, whose losses depend on {data}. One "
-    "optimizer for all variables needs no such care."
+    "model', shows how to account for it. Received: {names}, whose losses depend on {data}. With "
+    "one optimizer for all variables, this is not necessary."
 )
 
 

@@ -248,7 +248,7 @@ class AdaptiveClipping(Clipping):
         if count_noise is not None and noise_multiplier >= 2 * count_noise:
             raise ValueError(
                 "`count_noise_multiplier` must be above half of `noise_multiplier`. Otherwise the "
-                "count alone would cost more than both releases may. Received: "
+                "count alone would cost more than both releases are allowed to. Received: "
                 f"count_noise_multiplier={count_noise}, noise_multiplier={noise_multiplier}"
             )
 

@@ -22,11 +22,11 @@ _CREATION = threading.Lock()
 _DRAWS_PER_RELEASE = 32
 
 NO_KEY = (
-    "The noise of this optimizer takes back noise of earlier releases, which only the process that "
-    "drew it knows, or the directory of a `PrivacyPlan`. Without it no epsilon is proven for "
-    "further releases. Call `plan.fit` with the directory of the run to resume it; or continue "
-    "with a new optimizer whose `ledger.other_events` hold `sampling.dp_event(old, num_examples)`, "
-    "what this one spent."
+    "The noise of this optimizer cancels noise of earlier releases, which is known only to the "
+    "process that drew it, or from the directory of a `PrivacyPlan`. Without it, no epsilon is "
+    "proven for further releases. Call `plan.fit` with the directory of the run to resume it; or "
+    "continue with a new optimizer whose `ledger.other_events` hold `sampling.dp_event(old, "
+    "num_examples)`, what this one spent."
 )
 
 
@@ -340,9 +340,9 @@ class CorrelatedNoise:
             with tf.init_scope():
                 if secret.past and int(self.number()):
                     raise ValueError(
-                        "The variables that are trained changed, so that the noise of earlier "
-                        "steps cannot be taken back from them. Train them with a new optimizer. "
-                        f"Received: noise for {size} numbers after {list(secret.past)}"
+                        "The variables that are trained changed, so the noise of earlier steps "
+                        "cannot be canceled in them. Train them with a new optimizer. Received: "
+                        f"noise for {size} numbers after {list(secret.past)}"
                     )
                 start = self._replayed(size)
                 with uncounted_variables():

@@ -42,8 +42,8 @@ from tf_adaptive_dp.mechanism.turns import Turns
 
 _OUT_OF_ORDER = (
     "The batch was drawn for another step, or with another number of groups than the noise has "
-    "bands. With correlated noise each batch must come at its own step, or an example may come too "
-    "soon after the last time. Draw batches by `poisson_batches` with a CyclicPoissonSampling and "
+    "bands. With correlated noise each batch must come at its own step, or an example may return "
+    "too soon. Draw batches with `poisson_batches` and a CyclicPoissonSampling and "
     "`start_step=optimizer.ledger.num_releases`, use each once and in order, and pass "
     "`steps_per_epoch` to `fit`."
 )
@@ -750,8 +750,8 @@ def _noise(
         return SecureNoise(add_variable) if secure else GaussianNoise(add_variable, seed)
     if secure:
         raise ValueError(
-            "Secure noise is independent: the noise of earlier steps would have to be kept on its "
-            f"grid. Received: secure_noise=True, noise={strategy!r}"
+            "Secure noise must be independent: otherwise the noise of earlier steps would have to "
+            f"be kept on its grid. Received: secure_noise=True, noise={strategy!r}"
         )
     return CorrelatedNoise(add_variable, strategy, seed)
 

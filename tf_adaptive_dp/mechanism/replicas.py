@@ -37,7 +37,7 @@ def refuse_unsupported_strategy() -> None:
     if num_replicas() > 1 and tf.executing_eagerly():
         raise NotPrivateError(
             "On several replicas only a compiled step shows whether each replica has examples of "
-            "its own. Received: an eager step. Call `strategy.run` inside of a `tf.function`, or "
+            "its own. Received: an eager step. Call `strategy.run` inside a `tf.function`, or "
             "train without `run_eagerly`."
         )
 

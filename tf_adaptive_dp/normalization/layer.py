@@ -211,9 +211,9 @@ class PrivateNormalization(keras.layers.Layer):
             self.build((None, *x.shape[1:]))  # which may restore a checkpoint's values
         if self.release_id:
             raise RuntimeError(
-                "`adapt` has been called, of this layer or of the one that it is a copy of. To "
-                "call it again would release more about the same examples than `dp_event` says: "
-                "make another layer, and account for both."
+                "`adapt` has already been called, on this layer or on the layer that it is a copy "
+                "of. Calling it again would release more about the same examples than `dp_event` "
+                "says: make another layer, and account for both."
             )
         examples = Examples(x, self.axis, user_ids)
         if examples.num_features != self.mean.shape[0]:
@@ -238,9 +238,10 @@ class PrivateNormalization(keras.layers.Layer):
         self.stddev.assign(stddev.astype(np.float32))
         if not is_clear:  # last, since a warning may be an error
             warnings.warn(
-                "The private normalization found nothing that stands out of its noise, and leaves "
-                "inputs as they are from here on. It takes more examples, or less noise. Received: "
-                f"{examples.num_units} of them, noise with standard deviation {noise:.3g}",
+                "The private normalization found nothing that stands out from its noise, and "
+                "leaves the inputs as they are from now on. It needs more examples, or less "
+                f"noise. Received: {examples.num_units} of them, noise with standard deviation "
+                f"{noise:.3g}",
                 stacklevel=level_of_caller(),
             )
 

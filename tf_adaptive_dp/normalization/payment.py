@@ -59,9 +59,9 @@ def first_unpaid(
     other = of_other_unit(layers, optimizer)
     if other is not None:
         raise NotPrivateError(
-            f"{OF_OTHER_UNIT} Adapt a new layer by `layer.adapt(x, user_ids)`, or let the plan do "
-            f"it: `plan.normalization(x)`. Received: {other.name!r}, examples_per_user="
-            f"{optimizer.examples_per_user!r}"
+            f"{OF_OTHER_UNIT} Adapt a new layer with `layer.adapt(x, user_ids)`, or let the plan "
+            f"do it: `plan.normalization(x)`. Received: {other.name!r}, "
+            f"examples_per_user={optimizer.examples_per_user!r}"
         )
     information = optimizer.side_information
     of_information = () if information is None else provenance.events(information.provenance)

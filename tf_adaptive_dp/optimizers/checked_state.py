@@ -101,12 +101,12 @@ class RefusedState:
         """
         if self._is_unknown(ledger):
             raise NotPrivateError(
-                "The optimizer's saved state was refused when weights were loaded, and this "
-                f"ledger cannot count its releases, so epsilon is infinite. {self._why} Load "
-                "weights whose state fits; or remove the `NonPrivateDpEvent` from "
+                "The optimizer's saved state was refused when weights were loaded, and this ledger "
+                f"cannot count its releases, so epsilon is infinite. {self._why} Load weights "
+                "whose state fits; or remove the `NonPrivateDpEvent` from "
                 "`optimizer.ledger.other_events`, and put in its place what was spent on the data "
-                "of this training: nothing, if all that was loaded was trained on other data. "
-                f"Received: a saved state of {self._num_releases} releases"
+                "of this training: nothing, if everything that was loaded was trained on other "
+                f"data. Received: a saved state of {self._num_releases} releases"
             )
         if self._restorations != ledger.restorations:
             return
@@ -115,8 +115,8 @@ class RefusedState:
             "its releases, but they may belong to other weights. Received: a saved state of "
             f"{self._num_releases} releases. Load weights whose state fits; or say that they count "
             "for this training, `optimizer.ledger.restore(optimizer.ledger.segments, "
-            "optimizer.ledger.checks)`, or, if all that was loaded was trained on other data, that "
-            "nothing does, `optimizer.ledger.restore([])`."
+            "optimizer.ledger.checks)`, or, if everything that was loaded was trained on other "
+            "data, that none do, `optimizer.ledger.restore([])`."
         )
 
     def _is_unknown(self, ledger: Ledger) -> bool:
@@ -192,8 +192,8 @@ def _why_not_added(saved: _SavedLedger, ledger: Ledger) -> str:
     if saved.terms.noise or ledger.terms.noise:
         return (
             "Its noise, or that of this optimizer, is correlated over steps, and no accounting "
-            "joins such releases to others but as an event: `sampling.dp_event(old, num_examples)` "
-            "of the sampling that drew their batches."
+            "combines such releases with others except as an event: `sampling.dp_event(old, "
+            "num_examples)` of the sampling that drew their batches."
         )
     if saved.terms.examples_per_user != ledger.terms.examples_per_user:
         return f"It counts {_unit(saved.terms)}, this optimizer {_unit(ledger.terms)}."

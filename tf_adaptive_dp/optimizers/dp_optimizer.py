@@ -58,7 +58,7 @@ from tf_adaptive_dp.side_information.provenance import SideInformation, events
 
 _OUTSIDE_OF_PLAN = (
     "The optimizer was made by a plan, but the step receives no sample weights, which the plan's "
-    "batches have. Train by `plan.fit(model, x, y)`, or in a loop of your own on "
+    "batches have. Train with `plan.fit(model, x, y)`, or in a loop of your own on "
     "`plan.batches(x, y)`: `model.fit(x, y)` forms other batches and may take more steps, so the "
     "plan's epsilon does not hold for it."
 )
@@ -429,9 +429,9 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         var_list = list(var_list)
         if not var_list:
             warnings.warn(
-                "The optimizer was built without variables, as Keras 3 does when it loads an `.h5` "
-                "file. It keeps its ledger, but its slots and `iterations` begin anew. Save models "
-                "as `.keras`, which keeps all of their state.",
+                "The optimizer was built without variables, as Keras 3 does when it loads an "
+                "`.h5` file. It keeps its ledger, but its slots and `iterations` start from zero. "
+                "Save models as `.keras`, which keeps all of their state.",
                 stacklevel=2,
             )
             return

@@ -118,10 +118,10 @@ def refuse_other_variables(optimizer: Any, variables: Sequence[tf.Variable]) -> 
     if others:
         raise ValueError(
             "`var_list` must hold variables that the optimizer was built for. Received: "
-            f"{', '.join(others)}. Call `optimizer.build(variables)` with all of them before "
-            "the first step. To continue with other variables, as after unfreezing layers, compile "
+            f"{', '.join(others)}. Call `optimizer.build(variables)` with all of them before the "
+            "first step. To continue with other variables, as after unfreezing layers, compile "
             "with `type(optimizer).from_config(optimizer.get_config())`, whose ledger holds the "
-            "releases so far. The ledger of a new optimizer would not."
+            "releases so far. The ledger of a new optimizer would lack them."
         )
 
 

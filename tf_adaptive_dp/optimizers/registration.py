@@ -104,7 +104,7 @@ def require_arguments(cls: type, config: dict) -> None:
         example = ", ".join(f"{name}={_EXAMPLES.get(name, '...')}" for name in needed)
         raise ValueError(
             f"{cls.__name__} has no default for {', '.join(f'`{name}`' for name in missing)}, so "
-            f"its name alone makes no optimizer. Received: config={config!r}. Pass "
+            f"its name alone is not enough to make an optimizer. Received: config={config!r}. Pass "
             f"`optimizer={cls.__name__}({example})` to `compile`; "
             "`tf_adaptive_dp.noise_multiplier_for` finds the noise for an epsilon."
         )

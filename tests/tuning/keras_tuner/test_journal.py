@@ -80,12 +80,12 @@ def test_another_file_is_refused(tmp_path):
 
 def test_entries_come_in_order_only(tmp_path):
     journal = SearchJournal(tmp_path / "journal")
-    with pytest.raises(ValueError, match="cannot be noted now"):
+    with pytest.raises(ValueError, match="may not be written now"):
         journal.note_begun()
     journal.close()
     written(tmp_path / "other")
     journal = SearchJournal(tmp_path / "other")
-    with pytest.raises(ValueError, match="cannot be noted now"):
+    with pytest.raises(ValueError, match="may not be written now"):
         journal.note_begun()  # the second trial is in progress
     journal.note_ended(OUTCOME)
     journal.close()
@@ -102,14 +102,14 @@ def test_it_counts_how_often_a_trial_was_resumed(tmp_path):
     journal = SearchJournal(tmp_path / "journal")
     assert journal.resumed == 2
     journal.note_ended(OUTCOME)
-    with pytest.raises(ValueError, match="cannot be noted now"):
+    with pytest.raises(ValueError, match="may not be written now"):
         journal.note_resumed()
 
 
 def test_no_trial_begins_beyond_the_draws(tmp_path):
     journal = SearchJournal(tmp_path / "journal")
     journal.begin(SEARCH, {"draws": []})
-    with pytest.raises(ValueError, match="cannot be noted now"):
+    with pytest.raises(ValueError, match="may not be written now"):
         journal.note_begun()
     assert journal.begun == 0
 

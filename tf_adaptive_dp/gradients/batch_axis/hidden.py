@@ -43,8 +43,8 @@ _STATE = (
 _FOREIGN = (
     "The step passes data of the batch to Python, to a file or to a staging area, and the loss "
     "depends on what comes back from there, so an example may change the gradients of others. "
-    "Received: {op} ({type}), {place}{line}. Log with `tf.print` or `tf.summary`, and "
-    "pass what the loss needs from Python to the step as an argument."
+    "Received: {op} ({type}), {place}{line}. Log with `tf.print` or `tf.summary`, and pass what "
+    "the loss needs from Python as an argument of the step."
 )
 
 

@@ -43,8 +43,8 @@ _MOVED = (
 _PLACED = (
     "`minimize` is called in an inner function with an argument that depends on the row of an "
     "example in the batch, or on the number of examples. Received: {argument} of {function!r}, "
-    "computed by {op} ({type}). Compute it inside of the function that calls `minimize`, where "
-    "the library can search how it is used."
+    "computed by {op} ({type}). Compute it inside the function that calls `minimize`, where the "
+    "library can see how it is used."
 )
 
 
