@@ -74,7 +74,7 @@ def test_other_events_are_paid_for():
     assert plan.noise_multiplier > 1.02 * PrivacyPlan(3.0, **NUMBERS).noise_multiplier
     fixed = dp.side_information.FixedPreconditioner(catalogue.by_rank, provenance=event)
     plan.optimizer(dp.AdaDPS, side_information=fixed, learning_rate=0.1)
-    with pytest.raises(ValueError, match="`other_events` to the plan.*GaussianDpEvent"):
+    with pytest.raises(ValueError, match="to the plan as `other_events`.*GaussianDpEvent"):
         planned().optimizer(dp.AdaDPS, side_information=fixed, learning_rate=0.1)
 
 

@@ -684,9 +684,9 @@ def _users(
     if (user_ids is None) != (examples_per_user is None):
         raise ValueError(
             "`user_ids` and `examples_per_user` belong together: the user each example belongs to, "
-            "and how many examples of one user a batch may hold. Received: "
-            f"{'no ' if user_ids is None else ''}`user_ids`, examples_per_user="
-            f"{examples_per_user!r}"
+            "and how many examples of one user a batch may contain. Received: "
+            f"{'no ' if user_ids is None else ''}`user_ids`, "
+            f"examples_per_user={examples_per_user!r}"
         )
     if user_ids is None:
         return None

@@ -301,7 +301,7 @@ class PlannedTraining:
                     "The run in `directory` began with other statistics of its inputs, and the "
                     "model does not have the layer `plan.normalization(x)`, so `fit` cannot "
                     "restore them: the rest of the training would see inputs that were normalized "
-                    "by a second release. Put the layer first in the model. Received: a model "
+                    "with a second release. Put the layer first in the model. Received: a model "
                     "without it"
                 )
             layer.resume_with(before)
@@ -369,9 +369,9 @@ class PlannedTraining:
             )
         if optimizer.seed is not None:
             raise NotPrivateError(
-                "The optimizer of a plan must draw secret noise: whoever knows a seed can take the "
-                "noise out. Leave out `seed`; a test with repeatable noise can train without a "
-                f"plan. Received: seed={optimizer.seed!r}"
+                "The optimizer of a plan must draw secret noise: anyone who knows the seed can "
+                "remove the noise. Leave out `seed`; a test with repeatable noise can train "
+                f"without a plan. Received: seed={optimizer.seed!r}"
             )
         plan = self._plan
         check_unit(plan.sampling, optimizer)
@@ -401,8 +401,8 @@ class PlannedTraining:
         if missing_events(events, among=plan.other_events):
             raise ValueError(
                 "The optimizer's ledger, to which side information adds its release, has an event "
-                "that the plan's budget does not pay for. Pass the events as `other_events` to the "
-                f"plan. Received: {optimizer.ledger.other_events!r} instead of "
+                "that the plan's budget does not pay for. Pass the events to the plan as "
+                f"`other_events`. Received: {optimizer.ledger.other_events!r} instead of "
                 f"{plan.other_events!r}"
             )
         if missing_events(plan.other_events, among=events):
@@ -436,15 +436,14 @@ class PlannedTraining:
         unpaid = first_unpaid(all_layers, model.optimizer, self._plan.other_events, known)
         if unpaid is not None:
             raise ValueError(
-                "The model has a `PrivateNormalization` that the plan's budget does not pay "
-                "for. Create it with `plan.normalization(x)`, of a plan with "
-                "`normalize_inputs=True`, or pass its `dp_event` in `other_events`, once for "
-                "each layer that was adapted and beside the events of side information. A "
-                "layer of `clone_model` has no statistics: copy the model by "
-                "`copy.deepcopy(model)`, or set its weights to those of the original. One that was "
-                "adapted and then got the weights of another counts for both. "
-                f"Received: {unpaid.name!r} with {unpaid.dp_event!r}, other_events="
-                f"{self._plan.other_events!r}"
+                "The model has a `PrivateNormalization` that the plan's budget does not pay for. "
+                "Create it with `plan.normalization(x)`, of a plan with `normalize_inputs=True`, "
+                "or pass its `dp_event` in `other_events`, once for each layer that was adapted, "
+                "in addition to the events of side information. A layer of `clone_model` has no "
+                "statistics: copy the model with `copy.deepcopy(model)`, or set its weights to "
+                "those of the original. A layer that was adapted and then given the weights of "
+                f"another counts for both. Received: {unpaid.name!r} with {unpaid.dp_event!r}, "
+                f"other_events={self._plan.other_events!r}"
             )
         if self._plan.normalize_inputs and not layers:
             advice = (
@@ -481,7 +480,7 @@ class PlannedTraining:
             warnings.warn(
                 "This plan has already trained another model on these examples. The statement of "
                 "each model is about that model alone: publishing both, or choosing between them, "
-                "spends more. `HonestTuner` accounts for a choice.",
+                "spends more. `HonestTuner` accounts for such a choice.",
                 stacklevel=4,
             )
 
@@ -496,9 +495,9 @@ class PlannedTraining:
         if not self._plan.noise.is_independent and 0 < released < self._plan.steps:
             raise ValueError(
                 "Only the directory of a run with correlated noise knows the groups or the order "
-                "of its batches. Pass `directory` to the first call of `fit`, "
-                "and to the one that resumes it; or begin with a new model. Received: "
-                f"directory=None, and an optimizer with {released} releases"
+                "of its batches. Pass `directory` to the first call of `fit`, and to the call that "
+                "resumes it; or begin with a new model. Received: directory=None, and an optimizer "
+                f"with {released} releases"
             )
 
 
@@ -525,8 +524,8 @@ def _require_finite_weights(model: keras.Model) -> None:
 
 # Tensors that NumPy takes for one object, and what makes an array of them.
 _NOT_DENSE = {
-    tf.RaggedTensor: "Pad a ragged tensor by `{name}.to_tensor()`; the model can mask the padding.",
-    tf.SparseTensor: "Convert a sparse tensor by `tf.sparse.to_dense({name})`.",
+    tf.RaggedTensor: "Pad a ragged tensor with `{name}.to_tensor()`; the model can mask padding.",
+    tf.SparseTensor: "Convert a sparse tensor with `tf.sparse.to_dense({name})`.",
 }
 
 
@@ -547,14 +546,15 @@ def _examples(x: Any, y: Any, sample_weight: Any) -> Any:
             )
         if hasattr(x, "shape") or isinstance(x, (dict, list)):
             raise ValueError(
-                "`y` is missing. To learn the inputs themselves, pass them twice. Received: y=None"
+                "`y` is missing. To learn to reproduce the inputs, pass them as `y` too. Received: "
+                "y=None"
             )
         return x
     if isinstance(y, dict) and isinstance(sample_weight, dict) and set(y) - set(sample_weight):
         raise ValueError(
             "`sample_weight` must have weights for each output of `y`; `np.ones(num_examples)` "
-            f"weighs all alike. Received: weights for {sorted(sample_weight)}, and targets for "
-            f"{sorted(y)}"
+            f"weights all examples equally. Received: weights for {sorted(sample_weight)}, and "
+            f"targets for {sorted(y)}"
         )
     parts = {"x": x, "y": y, "sample_weight": sample_weight}
     arrays = {name: _arrays(name, part) for name, part in parts.items() if part is not None}

@@ -198,9 +198,9 @@ def _test_metric(history: Sequence[Mapping[str, Any]], asked: str | None) -> str
         if asked not in names:
             raise ValueError(
                 "`test_metric` must be a metric of the history that was computed from validation "
-                "data, and begins with 'val_'. Those of the training data are not private, and "
-                "the report shows it beside figures that are. Pass `validation_data` to `fit`. "
-                f"Received: test_metric={asked!r}; there are "
+                "data, and begins with 'val_'. Metrics of the training data are not private, and "
+                "the report shows the metric beside figures that are. Pass `validation_data` to "
+                f"`fit`. Received: test_metric={asked!r}; there are "
                 + (", ".join(dict.fromkeys(names)) or "none")
             )
         return asked

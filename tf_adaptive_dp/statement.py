@@ -183,7 +183,7 @@ def privacy_statement(
     with_checks = composition.checks_of(ledger, num_examples, correlated=True)
     released = list_of_releases(segments, other_events, num_examples, unit)
     if not noise.is_independent:
-        released += list_item(f"the noise of each takes back {noise.taken_back}: {noise!r}")
+        released += list_item(f"the noise of each cancels {noise.taken_back}: {noise!r}")
     released += _repetitions(with_checks, num_examples, sampling)
     if isinstance(sampling, Sampling):
         drawn = sampling.as_drawn(ledger)
@@ -380,8 +380,8 @@ def _noise_seed_warning(optimizer: Any, unit: Unit) -> str:
         return ""
     return paragraph(
         "NOT PRIVATE unless the seed of the noise is secret: the noise was drawn with a seed, "
-        "which is for tests only. Anyone who knows the seed can compute the noise and take it out "
-        f"of the {unit.releases}, so epsilon protects nobody from them. Saved models and "
+        "which is for tests only. Anyone who knows the seed can compute the noise and remove it "
+        f"from the {unit.releases}, so epsilon protects nobody from them. Saved models and "
         "configurations of the optimizer hold the seed. To protect the data, train without `seed`."
     )
 
@@ -540,7 +540,7 @@ def why_not_private(
     elif not causes and most is not None:
         causes = [
             f"at so large an epsilon, truncating {unit.batches} to {counted(most, unit.one)} costs "
-            f"more than delta; draw anew with a larger `{unit.largest}`"
+            f"more than delta; draw again with a larger `{unit.largest}`"
         ]
     return paragraph(f"NOT PRIVATE: epsilon is infinite because {' and '.join(causes)}.")
 
@@ -554,10 +554,10 @@ def _protection(sampling: Sampling | str, max_examples_per_user: int | None) -> 
 
 def _protection_of_users(examples_per_user: int) -> str:
     return paragraph(
-        "A user is everybody and everything behind one user id. This epsilon is per user: it "
-        "covers all examples of one person together, if all of them have the same id and no "
-        f"example is also about somebody else. At most {counted(examples_per_user, 'example')} of "
-        "a user were in a batch, and their gradients were clipped as one."
+        "A user is everyone and everything behind one user id. This epsilon is per user: it covers "
+        "all examples of one person together, if all of them have the same id and no example is "
+        f"also about somebody else. At most {counted(examples_per_user, 'example')} of a user were "
+        "in a batch, and their gradients were clipped as one."
     )
 
 

@@ -68,7 +68,7 @@ def with_tff_models(model_fn: Any, input_spec: Any = None) -> Any:
 def _check(model: tf.keras.Model, input_spec: Any) -> None:
     if input_spec is None:
         raise TypeError(
-            "`model_fn` returns a compiled Keras model, which does not say what its labels are "
+            "`model_fn` returns a compiled Keras model, which does not say what its labels look "
             "like. Pass `input_spec=client_data.element_type_structure`, the `element_spec` of a "
             f"client's batches, too. Received: input_spec={input_spec!r}"
         )
@@ -83,7 +83,7 @@ def _check(model: tf.keras.Model, input_spec: Any) -> None:
     if not getattr(model, "inputs", None):
         raise TypeError(
             "`model_fn` must return a Sequential model with an `Input`, or a functional one. A "
-            f"subclass of `tf.keras.Model` does not say its inputs. Received: {model!r}"
+            f"subclass of `tf.keras.Model` does not state its inputs. Received: {model!r}"
         )
     same = tf.keras.models.clone_model(model)
     if len(same.weights) != len(model.weights) or len(same.losses) != len(model.losses):

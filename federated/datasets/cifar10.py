@@ -135,7 +135,7 @@ def dirichlet_partition(
     if num_clients > len(labels):
         raise ValueError(
             f"`num_clients` must be at most {len(labels)}, the number of images, so that no client "
-            f"is left without any; ask for fewer. Received: num_clients={num_clients}"
+            f"is left without images; ask for fewer clients. Received: num_clients={num_clients}"
         )
     stock = [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
     left = np.array([len(rows) for rows in stock])
@@ -177,7 +177,7 @@ def _classes(labels: np.ndarray) -> np.ndarray:
     labels = np.asarray(labels)
     if labels.ndim != 1 or not len(labels) or labels.dtype.kind not in "iu" or labels.min() < 0:
         raise ValueError(
-            "`labels` must be whole numbers of at least 0, one an image. Received: "
+            "`labels` must be whole numbers of at least 0, one per image. Received: "
             f"{labels.dtype} of shape {labels.shape}: {labels!r:.80}"
         )
     return labels
@@ -203,8 +203,8 @@ def client_data(images: np.ndarray, labels: np.ndarray, partition: Mapping[str, 
     """
     if len(images) != len(labels):
         raise ValueError(
-            "`images` and `labels` must be of one length. Received: "
-            f"{len(images)} images, {len(labels)} labels"
+            f"`images` and `labels` must have the same length. Received: {len(images)} images, "
+            f"{len(labels)} labels"
         )
     for name, rows in partition.items():
         if not len(rows) or np.min(rows) < 0 or np.max(rows) >= len(images):

@@ -93,14 +93,14 @@ class UserCounts:
         """
         if self.users is None:
             raise NotPrivateError(
-                "Counts must be of users who are known and not trained on; take "
+                "Counts must be of users who are known and not trained on; use "
                 f"`count_users(heldout, ...)`. Received: {self.source}"
             )
         both = sorted(set(self.users) & set(private_client_ids))
         if both:
             raise NotPrivateError(
-                "`private_client_ids` must not have users that were counted; leave them out of "
-                f"the training or of the counts. Received: {len(both)} such users: {both[:5]}"
+                "`private_client_ids` must not contain users that were counted; leave them out of "
+                f"the training or out of the counts. Received: {len(both)} such users: {both[:5]}"
             )
         return self
 

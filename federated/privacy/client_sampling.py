@@ -100,12 +100,12 @@ def check_sampling(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> None:
         )
     if sampling.examples_per_user is not None:
         raise ValueError(
-            "The clients are the users here, and each takes part as a whole: leave out "
+            "Here the clients are the users, and each takes part as a whole: leave out "
             f"`examples_per_user`. Received: sampling={sampling!r}"
         )
     if privacy.mechanism == "tree" and not isinstance(sampling, (ShuffledEpochs, EveryClient)):
         raise ValueError(
-            "With mechanism='tree' each client may take part at most once per pass: use "
+            "With mechanism='tree', each client may take part at most once per pass: use "
             f"`ShuffledEpochs`. Received: sampling={sampling!r}"
         )
     if privacy.mechanism == "banded":
@@ -129,7 +129,7 @@ def _check_separation(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> No
                 "come again in the next round"
             )
         raise ValueError(
-            "With mechanism='banded' each client may take part at most once in any "
+            "With mechanism='banded', each client may take part at most once in any "
             f"{privacy.min_separation} rounds in a row. Use `ClientSampler.fixed_order`, or "
             f"`FixedOrder`, whose passes all have the same order: of this sampling, {why}. "
             f"Received: sampling={sampling!r}"

@@ -40,7 +40,7 @@ The state of the process and its checkpoints are NOT protected: they contain the
 Keep them as secret as the data, and publish only the model weights."""
 _BANDED_STATE_NOT_PROTECTED = """\
 The state of the process and its checkpoints are NOT protected: they contain noise that later rounds
-take back. Keep them as secret as the data, and publish only the model weights."""
+cancel. Keep them as secret as the data, and publish only the model weights."""
 
 _DROPPED = """\
 Users who were drawn could drop out of a round. Their number is not stated, since it depends on who
@@ -265,10 +265,10 @@ def _claim(
             often += ", apart from repetitions of lost rounds, which this epsilon includes"
         return paragraph(
             f"{start} in which one user's updates are replaced by zeros. The noise of each round "
-            f"took back {strategy.taken_back} (banded matrix factorization). This "
-            "epsilon is a proven upper bound for any order of the users if each user was in at "
-            f"most one of any {ledger.privacy.min_separation} cohorts in a row{often}. It does not "
-            "rely on secret sampling."
+            f"canceled {strategy.taken_back} (banded matrix factorization). This epsilon is a "
+            "proven upper bound for any order of the users if each user was in at most one of any "
+            f"{ledger.privacy.min_separation} cohorts in a row{often}. It does not rely on secret "
+            "sampling."
         )
     if isinstance(sampling, EveryClient):
         return paragraph(

@@ -346,7 +346,7 @@ class UserLedger:
 
     def _unrecorded(self, rounds: int) -> ValueError:
         return ValueError(
-            "Rounds were released that this ledger does not know: record each round's state. "
+            "Rounds were released that this ledger does not know of: record each round's state. "
             f"Received: the state after {rounds} rounds, {self._behind} recorded"
         )
 
@@ -413,7 +413,7 @@ class UserLedger:
             )
         if privacy.mechanism != "gaussian" and plain["noise"] != _noise(privacy):
             raise ValueError(
-                "`privacy` must be that of the ledger's rounds: their ε would be another one. "
+                "`privacy` must be that of the ledger's rounds: otherwise their ε would be wrong. "
                 f"Received: {privacy!r}, the rounds had {plain['noise']}"
             )
         for noise_multiplier, clients, rounds in plain["segments"]:

@@ -134,17 +134,17 @@ class UserLevelPrivacy:
     def _check_tree(self) -> None:
         if self.is_adaptive:
             raise ValueError(
-                "The tree mechanism needs one clip for all rounds of a tree: an adaptive one has "
-                "no proven accounting here. Pass a number as `clip`, or use "
-                f"mechanism='gaussian'. Received: clip={self.clip!r}, mechanism='tree'"
+                "The tree mechanism needs one clip for all rounds of a tree: an adaptive clip has "
+                "no proven accounting here. Pass a number as `clip`, or use mechanism='gaussian'. "
+                f"Received: clip={self.clip!r}, mechanism='tree'"
             )
         checks.integer("clients_per_round", self.clients_per_round, 1)
 
     def _check_banded(self) -> None:
         if self.is_adaptive:
             raise ValueError(
-                "Banded noise needs one clip for all rounds: what a round takes back was scaled "
-                "with the clip of earlier rounds, so with an adaptive one there is no proven "
+                "Banded noise needs one clip for all rounds: what a round cancels was scaled with "
+                "the clip of earlier rounds, so with an adaptive clip there is no proven "
                 "accounting here. Pass a number as `clip`, or use mechanism='gaussian'. Received: "
                 f"clip={self.clip!r}, mechanism='banded'"
             )
@@ -173,8 +173,8 @@ class UserLevelPrivacy:
         if bands > separation:
             raise ValueError(
                 "`bands` must be at most `min_separation`: otherwise one row of the noise would "
-                "hide several updates of a client. Take fewer bands, or a larger separation, which "
-                f"needs a smaller `clients_per_round`. Received: bands={self.bands!r}, "
+                "hide several updates of a client. Use fewer bands, or a larger separation, which "
+                f"requires a smaller `clients_per_round`. Received: bands={self.bands!r}, "
                 f"min_separation={self.min_separation!r}"
             )
         BandedNoise(bands)  # it knows the largest number of bands

@@ -109,7 +109,7 @@ class _Stub:
             return WorkerLostError(_CLOSED, [self._address])
         if code == grpc.StatusCode.UNIMPLEMENTED:
             return WorkerMismatchError(
-                f"What answers at {self._address} is no worker of TFF ({details}). {_START}",
+                f"What answers at {self._address} is not a TFF worker ({details}). {_START}",
                 [self._address],
             )
         if code == grpc.StatusCode.UNAVAILABLE or "No executor found" in details:  # restarted

@@ -126,7 +126,7 @@ class Runtime(tff.framework.SyncContext):
         found = unreachable(others, min(self._timeout, _LAST_TRY))
         lost = [a for a in self.addresses if a not in others or a in found]
         ended = [
-            f"Its process {process.pid} ended with status {process.exit_status}; -9 is often for "
+            f"Its process {process.pid} ended with status {process.exit_status}; -9 often means a "
             f"lack of memory. Its last words: {process.last_words or 'none'}"
             for process in self._processes
             if process.wait(1.0) is not None

@@ -450,7 +450,7 @@ def _require_resettable(
     if seeded:
         raise ValueError(
             "`model_fn` must return a model without seeds if clients are computed in groups: which "
-            "random numbers a client gets would depend on how many others had used before. Leave "
+            "random numbers a client gets would depend on how many others had drawn before. Leave "
             "the seed out, as in `Dropout(0.5)`, or compute each client on its own, "
             "clients_per_group=1. Received: a model with " + ", ".join(map(repr, seeded))
         )

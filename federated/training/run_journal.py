@@ -39,12 +39,11 @@ class RunJournal(journal.Journal):
 
     _OWNER = "The run's directory"
     _IN_USE = (
-        "The run is in progress in another process, or in another call of this one. End that one, "
-        "or give this run a directory of its own."
+        "The run is in progress in another process, or in another call of this one. End the other "
+        "one, or give this run its own directory."
     )
     _REFUSED = (
-        "The file is no journal, or it is damaged: how many rounds were begun cannot be told from "
-        "it."
+        "The file is not a journal, or it is damaged: it does not show how many rounds were begun."
     )
 
     def __init__(self, path: str | os.PathLike, run: dict[str, Any]):

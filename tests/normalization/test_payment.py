@@ -119,7 +119,7 @@ def test_a_longer_plan_takes_over_the_release_of_the_first():
         return planned(noise_multiplier=plan.noise_multiplier, epochs=2, **kwargs)
 
     for other in (longer(), longer(normalize_inputs=False)):  # another release, or none
-        with pytest.raises(ValueError, match="Pass the events as `other_events` to the plan"):
+        with pytest.raises(ValueError, match="Pass the events to the plan as `other_events`"):
             other.fit(model, x, y, verbose=0)
     taken_over = longer(normalize_inputs=False, other_events=plan.other_events)
     taken_over.fit(model, x, y, verbose=0)
@@ -258,7 +258,7 @@ def test_inputs_normalized_outside_of_the_model_are_not_released_again(tmp_path)
 
     with pytest.raises(InterruptedError):
         run(Stop())
-    with pytest.raises(ValueError, match="inputs that were normalized by a second release"):
+    with pytest.raises(ValueError, match="inputs that were normalized with a second release"):
         run()
 
 
@@ -308,7 +308,7 @@ def test_an_event_of_side_information_pays_for_nothing_else():
     of_optimizer = {"optimizer_class": dp.AdaDPS, "side_information": fixed}
     plan = planned(normalize_inputs=False, other_events=[event])
     model = model_of_layers(plan, [adapted(x, 20.0)], **of_optimizer)
-    with pytest.raises(ValueError, match="beside the events of side information"):
+    with pytest.raises(ValueError, match="in addition to the events of side information"):
         plan.fit(model, x, y)
     plan = planned(normalize_inputs=False, other_events=[event, event])
     model = model_of_layers(plan, [adapted(x, 20.0)], **of_optimizer)

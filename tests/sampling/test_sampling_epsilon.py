@@ -152,7 +152,7 @@ def test_the_statement_is_about_the_room_that_batches_had():
     claimed = dp.PoissonSampling(0.1, 200, 60)
     for rows, said in (
         (150, "Draws of more than 150 examples were subsampled uniformly to 150"),
-        (110, "truncating batches to 110 examples costs more than delta; draw anew with a larger"),
+        (110, "truncating batches to 110 examples costs more than delta; draw again with a larger"),
     ):
         text = dp.privacy_statement(trained(rows), N, DELTA, sampling=claimed)
         text = " ".join(text.split())

@@ -238,8 +238,8 @@ BAD_IDS = {
         *(np.ma.masked_array(np.array(["a", "?"], object), mask=[False, True]), ValueError),
         "`user_ids` must have no masked values",
     ),
-    "too large": ([2**63, 1], ValueError, "pass larger numbers as strings.*64 bits"),
-    "far too large": ([1, -(2**70)], ValueError, "pass larger numbers as strings.*71 bits"),
+    "too large": ([2**63, 1], ValueError, "pass all ids as strings.*64 bits"),
+    "far too large": ([1, -(2**70)], ValueError, "pass all ids as strings.*71 bits"),
     "an end that NumPy cuts off": (["a\0", "a"], ValueError, "must not end with a character"),
     "a bytes end": ([b"a\0", b"a"], ValueError, "must not end with a character"),
 }
@@ -291,7 +291,7 @@ def test_batches_need_ids_if_and_only_if_users_are_drawn():
     of_users, plain = sampling_of(0.5, 4), dp.PoissonSampling(0.5, 4, 1)
     with pytest.raises(ValueError, match="pass `user_ids` with it.*Received: no `user_ids`"):
         dp.poisson_batches(data, of_users)
-    with pytest.raises(ValueError, match="and not without. Received: `user_ids`"):
+    with pytest.raises(ValueError, match="and with no other. Received: `user_ids`"):
         dp.poisson_batches(data, plain, user_ids=[1, 1, 2, 2])
     with pytest.raises(ValueError, match="3 ids for 4 examples"):
         dp.poisson_batches(data, of_users, user_ids=[1, 1, 2])

@@ -145,4 +145,4 @@ def test_a_step_that_cannot_be_searched_is_not_called_fit():
             return super().make_train_function(force)
 
     assert "does not compile: KeyError" in str(checked(Fails()).errors)
-    assert "`make_train_function` of its own" in str(checked(Makes()).errors)
+    assert "custom `make_train_function`" in str(checked(Makes()).errors)

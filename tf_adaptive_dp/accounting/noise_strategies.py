@@ -163,7 +163,7 @@ class ToeplitzStrategy(NoiseStrategy):
     @property
     def taken_back(self) -> str:
         """See `NoiseStrategy`."""
-        return f"a part of that of up to {self.bands - 1} earlier ones"
+        return f"part of that of up to {self.bands - 1} earlier ones"
 
     def moved(self, steps: int, min_separation: int, max_participations: int) -> float:
         """‖Σ_j C[:, j·s]‖ over j = 0, ..., k - 1.
@@ -357,7 +357,7 @@ class TreeNoise(NoiseStrategy):
     def taken_back(self) -> str:
         """See `NoiseStrategy`."""
         return (
-            f"a part of that of the earlier ones of its tree, and the noise multiplier is that of "
+            f"part of that of the earlier ones of its tree, and the noise multiplier is that of "
             f"a node of the trees, which have {self.steps_per_tree} steps each"
         )
 

@@ -120,9 +120,9 @@ class CyclicPoissonSampling(RandomSizes):
         checks.integer("num_groups", num_groups, 2)
         if num_groups * checks.number("batch_size", batch_size, 0, strict=True) > num_examples:
             raise ValueError(
-                "`num_groups` batches must not be larger than the data: take fewer groups or "
-                f"smaller batches. Received: num_groups={num_groups!r}, batch_size={batch_size!r}, "
-                f"num_examples={num_examples!r}"
+                "`num_groups` batches together must not be larger than the data: use fewer groups "
+                f"or smaller batches. Received: num_groups={num_groups!r}, "
+                f"batch_size={batch_size!r}, num_examples={num_examples!r}"
             )
 
         q = num_groups * batch_size / num_examples

@@ -362,7 +362,7 @@ def _check_users(users: UserRecords | None, sampling: draws.Sampling, num_exampl
     if (users is None) != (sampling.examples_per_user is None):
         raise ValueError(
             "A sampling with `examples_per_user` draws users, and only such a sampling does: pass "
-            "`user_ids` with it, and not without. Received: "
+            "`user_ids` with it, and with no other. Received: "
             f"{'no ' if users is None else ''}`user_ids`, sampling={sampling!r}"
         )
     if users is not None and users.num_records != num_examples:
@@ -411,10 +411,10 @@ def _refuse_several_workers() -> None:
     workers = sum(len(tasks.get(job, ())) for job in ("chief", "worker"))
     if workers > 1:
         raise NotPrivateError(
-            "Each worker would draw batches of its own, so that an example could be in a batch "
-            "twice: the sampling is for one process, with as many replicas as you like "
-            f"(`MirroredStrategy`). Received: {workers} workers in TF_CONFIG. Give each worker its "
-            "share of shuffled batches instead (`tf.data`), with the label 'shuffled'."
+            "Each worker would draw its own batches, so an example could be in a batch twice: the "
+            "sampling is for one process, with as many replicas as you like (`MirroredStrategy`). "
+            f"Received: {workers} workers in TF_CONFIG. Give each worker its share of shuffled "
+            "batches instead (`tf.data`), with the label 'shuffled'."
         )
 
 

@@ -305,8 +305,8 @@ class Sampling(abc.ABC):
                 raise ValueError(
                     f"The optimizer released with batch size {segment.batch_size!r}, but the "
                     f"sampling has {expected!r} {self.unit}s a batch of {num_examples}: pass "
-                    f"`expected_batch_size={expected!r}` to the optimizer, or the sampling that "
-                    f"was used. Received: sampling={self!r}"
+                    f"`expected_batch_size={expected!r}` to the optimizer, or pass the sampling "
+                    f"that was used. Received: sampling={self!r}"
                 )
         released = sum(segment.num_releases for segment in segments)
         if released > self.steps:

@@ -83,8 +83,8 @@ def fixed_size_epsilon(
     if events:
         raise ValueError(
             "The ledger's `other_events` hold for adding or removing an example, and cannot be "
-            "composed with batches of fixed size, which replace one; use PoissonSampling. "
-            f"Received: other_events={events!r}"
+            "composed with batches of fixed size, whose epsilon is for replacing one; use "
+            f"PoissonSampling. Received: other_events={events!r}"
         )
     divergences = np.zeros(len(rdp.RdpAccountant().orders))
     for noise_multiplier, batch_size, count in segments:

@@ -158,7 +158,7 @@ class RandomSizes(draws.Sampling):
                 "weights that `poisson_batches` gives them, so their padding would count as "
                 "examples, and epsilon does not hold. Pass the weights on unchanged: a `map` must "
                 "return them, and a step of your own must multiply the losses by them. If the "
-                "batches were drawn in another way, say so by a label: `sampling='shuffled'` for "
+                "batches were drawn in another way, say so with a label: `sampling='shuffled'` for "
                 "those of `model.fit(x, y)`. A model that is trained by a plan needs `plan.fit`, "
                 f"from new weights. Received: sampling={self!r}"
             )
@@ -171,9 +171,9 @@ class RandomSizes(draws.Sampling):
                 raise NotPrivateError(
                     f"The batches held more examples than the {expected:g} that the sampling draws "
                     "on average. Rows of padding have gradients, so epsilon does not hold: pass "
-                    "the sample weights of `poisson_batches` on unchanged, and let all terms of "
-                    "the loss be multiplied by them. Received: batches of "
-                    f"{segment.batch_size:g} rows, sampling={self!r}"
+                    "the sample weights of `poisson_batches` on unchanged, and multiply all terms "
+                    f"of the loss by them. Received: batches of {segment.batch_size:g} rows, "
+                    f"sampling={self!r}"
                 )
 
     def _probability_of_no_marks(self, num_examples: int, parts: int) -> float:

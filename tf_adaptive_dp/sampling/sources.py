@@ -63,7 +63,7 @@ def open_source(
         source = Records(data, preprocess)
     else:
         generator = (
-            "A generator becomes a dataset by `tf.data.Dataset.from_generator`. "
+            "Turn a generator into a dataset with `tf.data.Dataset.from_generator`. "
             if isinstance(data, Iterator)
             else ""
         )
@@ -86,8 +86,8 @@ def refuse_shuffled(data: Any) -> None:
         raise ValueError(
             "`user_ids` name the user of each example by its place, so the examples must come in a "
             "known order. Received: a `tf.data.Dataset` that is shuffled, or need not be "
-            "deterministic. Remove its `shuffle` (batches are drawn at random anyway) and the "
-            "option; for `tfds`, `shuffle_files=False`."
+            "deterministic. Remove its `shuffle` (batches are drawn at random anyway), or the "
+            "option that it need not be deterministic; for `tfds`, `shuffle_files=False`."
         )
 
 
@@ -160,7 +160,7 @@ class Arrays:
         leaves = tf.nest.flatten(data)
         if not leaves or not all(getattr(leaf, "shape", ()) for leaf in leaves):
             raise TypeError(
-                f"`data` must be {_WHAT} of arrays, or nests of them; lists become arrays by "
+                f"`data` must be {_WHAT} of arrays, or nests of them; turn lists into arrays with "
                 f"`np.asarray`. Received: leaves of {[type(leaf).__name__ for leaf in leaves]}"
             )
         for leaf in leaves:

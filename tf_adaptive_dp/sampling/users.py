@@ -183,8 +183,8 @@ def _refuse_what_numpy_changes(ids: np.ndarray) -> None:
     for one in ids.flat:
         if isinstance(one, int) and not -(2**63) <= one < 2**63:
             raise ValueError(
-                "`user_ids` must be whole numbers of 64 bits with a sign, or strings: pass larger "
-                f"numbers as strings, all of them. Received: an id of {one.bit_length()} bits"
+                "`user_ids` must be whole numbers of 64 bits with a sign, or strings: pass all ids "
+                f"as strings if some are larger. Received: an id of {one.bit_length()} bits"
             )
         if isinstance(one, (str, bytes)) and one[-1:] in ("\0", b"\0"):
             raise ValueError(

@@ -80,10 +80,9 @@ class DelayedPreconditioner(SideInformation):
         for variable in variables:
             if len(variable.shape) == 2 and variable.dtype.size < 4:
                 raise ValueError(
-                    "`DelayedPreconditioner` adds up small numbers, for which trained kernels must "
-                    f"be float32 or float64. Received: {path_of(variable)} of "
-                    f"{variable.dtype.name}. Under a policy of mixed precision variables are "
-                    "float32."
+                    "`DelayedPreconditioner` adds up small numbers, so trained kernels must be "
+                    f"float32 or float64. Received: {path_of(variable)} of {variable.dtype.name}. "
+                    "Under a mixed-precision policy, variables are float32."
                 )
         counters = [add_slot(variables[0], name, shape=[]) for name in ("observed", "changed_at")]
         sums, noise, scales = [], [], []

@@ -138,8 +138,8 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
         check = tf.debugging.Assert(
             num_refreshes > 0,
             [
-                "PublicGradients has seen no public data. Pass the object to "
-                "`fit(callbacks=[...])` as well, or call its `update(model)` before each step."
+                "PublicGradients has seen no public data. Pass it to `fit(callbacks=[...])` as "
+                "well, or call its `update(model)` before each step."
             ],
         )
         with tf.control_dependencies([check] if check is not None else []):

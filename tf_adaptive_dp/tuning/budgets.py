@@ -26,7 +26,7 @@ MAX_TRIALS = composition.MAX_RELEASES
 _NO_NOISE = (
     f"No noise multiplier up to {composition.MAX_NOISE_MULTIPLIER:g} meets the budget; allow more "
     "`epsilon` or `delta`, or fewer trials. Check whether a part of the trial, such as its score, "
-    "costs as much at any noise multiplier. Received: {}"
+    "costs the same at any noise multiplier. Received: {}"
 )
 
 

@@ -138,7 +138,7 @@ def statistics_findings(model: tf.keras.Model, optimizer: Any) -> list[Finding]:
     paths = {id(layer): path for path, layer in named_layers(model)}
     other = of_other_unit(normalizations_in(model), optimizer)
     if other is not None:
-        fix = "Adapt a new layer by `layer.adapt(x, user_ids)`, or by a plan with `user_ids`."
+        fix = "Adapt a new layer with `layer.adapt(x, user_ids)`, or use a plan with `user_ids`."
         return [Finding("statistics", paths[id(other)], OF_OTHER_UNIT, fix)]
     unpaid = unpaid_in(model, optimizer)
     if unpaid is None:

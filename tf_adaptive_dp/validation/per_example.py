@@ -283,9 +283,9 @@ def _step_in_float32(
             return _compiled_step(losses, variables, batch, True, examples_per_user)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                "Models with a mixed policy are compared in float32, in which this one does not "
-                f"run. Received: {type(error).__name__}: {error}. Cast to `layer.compute_dtype`, "
-                "not to float16 or bfloat16."
+                "Models with a mixed policy are compared while they compute in float32, but this "
+                f"one does not run in float32. Received: {type(error).__name__}: {error}. Cast to "
+                "`layer.compute_dtype`, not to float16 or bfloat16."
             ) from error
 
 

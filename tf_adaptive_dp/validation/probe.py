@@ -181,7 +181,7 @@ def _position(run: _Runner, batch: tuple, training: bool) -> list[Finding]:
             "position",
             "model",
             "The loss of an example depends on its position in the batch, so one more example "
-            "changes the gradients of those behind it.",
+            "changes the gradients of the examples after it.",
             "Do not count along axis 0 (`tf.range(batch_size)`, tables with a row per position).",
         )
     ]

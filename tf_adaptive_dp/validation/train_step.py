@@ -65,7 +65,7 @@ def trace_step(
       batch: (x,), (x, y) or (x, y, sample_weight): nests of tensors.
     """
     if has_own(model, "make_train_function"):
-        what = "It has a `make_train_function` of its own, which cannot be searched."
+        what = "It has a custom `make_train_function`, which cannot be searched."
         found = Finding("not searched", "model", what, "Override `train_step` instead.")
         return TracedStep([found], False, False, [])
     if not is_compiled(trained):

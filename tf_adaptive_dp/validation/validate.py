@@ -161,7 +161,7 @@ def _what_was_done(repaired: tf.keras.layers.Layer | None) -> str:
         return f"Replaced by GroupNormalization(groups={repaired.groups})."
     if isinstance(repaired, tf.keras.layers.RNN):
         return "Set stateful=False."
-    return "Gone with the repair of other layers."
+    return "The repair of other layers fixed this too."
 
 
 def _not_copied(error: Exception) -> Finding:

@@ -194,7 +194,7 @@ def with_a_loss_of_its_own():
         (compiled(loss="mse"), CLIENT_DATA, TypeError, "`client_data.element_type_structure` of a"),
         (compiled(loss="mse"), LABEL_AND_PIXELS, ValueError, "two parts, x and y. .*dataset.map"),
         (compiled(), SPEC, ValueError, "must be compiled with a loss"),
-        (compiled(Subclass, loss="mse"), SPEC, TypeError, "does not say its inputs"),
+        (compiled(Subclass, loss="mse"), SPEC, TypeError, "does not state its inputs"),
         (compiled(with_a_loss_of_its_own, loss="mse"), SPEC, TypeError, "call `add_loss` in"),
         (compiled(loss="mse", weighted_metrics=["mae"]), SPEC, ValueError, "weighted_metrics"),
         (compiled(loss="mse", loss_weights=[2.0]), SPEC, ValueError, "loss_weights"),

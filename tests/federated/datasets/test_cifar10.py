@@ -108,7 +108,7 @@ def test_draws_stop_at_what_is_left():
         (lambda: cifar10.paper_partition(LABELS, 0, -1), ValueError, "seed=-1"),
         (lambda: cifar10.paper_partition(LABELS + 1, 0, 0), ValueError, "0 to 9"),
         (lambda: cifar10.paper_partition(LABELS / 2, 0, 0), ValueError, "whole numbers"),
-        (lambda: cifar10.paper_partition(LABELS[:, None], 0, 0), ValueError, "one an image"),
+        (lambda: cifar10.paper_partition(LABELS[:, None], 0, 0), ValueError, "one per image"),
         (lambda: cifar10.dirichlet_partition(LABELS, 0, 1, 0), ValueError, "num_clients=0"),
         (lambda: cifar10.dirichlet_partition(LABELS, 1001, 1, 0), ValueError, "ask for fewer"),
         (lambda: cifar10.dirichlet_partition(LABELS, 5, 0, 0), ValueError, "alpha=0"),

@@ -367,13 +367,13 @@ def test_the_statement_says_what_was_released():
     for part in (
         f"epsilon = {up:.4f} and delta = 0.0001 (PLD accounting, rounded up)",
         "one user's updates are replaced by zeros",
-        "a part of that of up to 3 earlier ones",
+        "part of that of up to 3 earlier ones",
         "at most one of any 10 cohorts in a row, apart from repetitions of lost rounds, which",
         "1 sequence of 25 noisy averages of client updates, with noise of 4 bands, noise "
         "multiplier 1.5 and 6 of 60 users per cohort",
         f"moves it by at most {math.sqrt(3):.4g} times the clip",
         "2 sequences of 1 noisy average of client updates",
-        "checkpoints are NOT protected: they contain noise that later rounds take back",
+        "checkpoints are NOT protected: they contain noise that later rounds cancel",
     ):
         assert part in text
     assert "protected as well" not in text
@@ -448,7 +448,7 @@ def test_the_cohorts_themselves_are_checked(kind):
         ({"min_separation": 3}, ValueError, "`bands` must be at most .*min_separation=3"),
         ({"min_separation": 11}, ValueError, "`min_separation` must be at most total_clients /"),
         ({"max_participations": 0}, ValueError, "`max_participations` must be at least 1"),
-        ({"clip": "adaptive"}, ValueError, "what a round takes back was scaled .* as `clip`"),
+        ({"clip": "adaptive"}, ValueError, "what a round cancels was scaled .* as `clip`"),
         ({"clients_per_round": 5.5}, TypeError, "`clients_per_round` must be a whole number"),
         ({"mechanism": "tree"}, ValueError, "`bands` must be None .*mechanism='banded'.*'tree'"),
         ({"mechanism": "gaussian"}, ValueError, "`bands` must be None unless"),

@@ -100,7 +100,7 @@ def test_a_large_epsilon_is_said_too_and_an_infinite_one_with_its_cause():
     text = " ".join(privacy_statement(ledger, 1 / 400, sampling=capped).split())
     assert "NOT PRIVATE" in text and "truncating cohorts to 64 users costs more than delta" in text
     assert "without noise" not in text
-    assert "draw anew with a larger `max_clients`" in text and "max_batch_size" not in text
+    assert "draw again with a larger `max_clients`" in text and "max_batch_size" not in text
 
 
 def test_cohorts_that_can_be_foreseen_are_named():

@@ -270,7 +270,7 @@ def test_a_ledger_of_the_other_mechanism_or_of_nonsense_is_refused():
         UserLedger.from_dict(fixed.to_dict(), TREE)
     with pytest.raises(ValueError, match="belongs to another mechanism"):
         UserLedger.from_dict(tree.to_dict(), FIXED)
-    with pytest.raises(ValueError, match="their ε would be another one"):
+    with pytest.raises(ValueError, match="otherwise their ε would be wrong"):
         UserLedger.from_dict(tree.to_dict(), dataclasses.replace(TREE, noise_multiplier=2.2))
     with pytest.raises(ValueError, match="`rounds` must be at least 1"):
         UserLedger.from_dict({**fixed.to_dict(), "segments": [[1.0, 20.0, -4]]}, FIXED)

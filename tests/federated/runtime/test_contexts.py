@@ -665,7 +665,8 @@ def test_a_server_that_is_no_worker_is_refused(kept_workers):
     server.start()
     try:
         with pytest.raises(
-            contexts.WorkerMismatchError, match=f"answers at {address} is no worker.*Start one with"
+            contexts.WorkerMismatchError,
+            match=f"answers at {address} is not a TFF worker.*Start one with",
         ) as refused:
             contexts.remote_context([kept_workers[0].address, address], timeout=5)
     finally:

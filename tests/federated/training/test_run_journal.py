@@ -60,7 +60,7 @@ def test_damage_is_an_error_and_nothing_is_changed(path):
         damaged = bytearray(content)
         damaged[place] ^= 4
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="no journal, or it is damaged.*line [1-5]"):
+        with pytest.raises(ValueError, match="not a journal, or it is damaged.*line [1-5]"):
             opened(path)
         assert path.read_bytes() == damaged
 
@@ -78,7 +78,7 @@ def test_a_line_that_is_missing_is_an_error(path, missing):
 def test_another_file_is_refused(tmp_path, content):
     path = tmp_path / "journal"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="no journal"):
+    with pytest.raises(ValueError, match="not a journal"):
         opened(path)
     assert path.read_bytes() == content
 

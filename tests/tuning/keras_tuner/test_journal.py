@@ -73,7 +73,7 @@ def test_damage_is_refused_and_left_as_it_was(tmp_path, position):
 
 def test_another_file_is_refused(tmp_path):
     (tmp_path / "journal").write_text("something else")
-    with pytest.raises(ValueError, match="no journal of a search"):
+    with pytest.raises(ValueError, match="not the journal of a search"):
         SearchJournal(tmp_path / "journal")
     assert (tmp_path / "journal").read_text() == "something else"
 

@@ -228,7 +228,7 @@ def test_a_hypermodel_that_trains_itself(tmp_path):
         def fit(self, hp, model, *args, **kwargs):
             return model.fit(*args, **kwargs)
 
-    with pytest.raises(ValueError, match="leave out the method `fit`"):
+    with pytest.raises(ValueError, match="leave out the hypermodel's method `fit`"):
         tuned.tuner(tmp_path, Own())
 
 
@@ -252,7 +252,7 @@ def test_a_metric_that_the_models_do_not_have(tmp_path):
         ({"initial_epoch": 1}, "initial_epoch=1"),
         ({"epochs": 0}, "`epochs`"),
         ({"batch_size": 4}, "batch_size=4"),
-        ({"shuffle": False}, "leave `shuffle` out. Received: shuffle=False"),
+        ({"shuffle": False}, "leave out `shuffle`. Received: shuffle=False"),
         ({"shuffle": "batch"}, "shuffle='batch'"),
     ],
 )
@@ -351,7 +351,7 @@ def test_batches_that_come_again_in_another_process():
         dp.poisson_batches(tuned.data(), sampling, key=bytes(32)),
         dp.poisson_batches(tuned.data(), seeded),
     ):
-        with pytest.raises(ValueError, match="`key` or a seed come again"):
+        with pytest.raises(ValueError, match="`key` or a seed come back"):
             read(made)
 
 

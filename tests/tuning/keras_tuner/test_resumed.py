@@ -163,7 +163,10 @@ def test_overwrite_deletes_nothing_if_an_argument_is_refused(tmp_path, monkeypat
     def endless(hp):
         return tuned.model(tuned.optimizer(hp.Float("rate", 0.1, 1.0)))
 
-    for build, match in ((Own(), "leave out the method `fit`"), (endless, "not finite")):
+    for build, match in (
+        (Own(), "leave out the hypermodel's method `fit`"),
+        (endless, "not finite"),
+    ):
         with pytest.raises(ValueError, match=match):
             tuned.tuner(tmp_path, build, overwrite=True)
         assert tuned.everything_in(tmp_path) == before

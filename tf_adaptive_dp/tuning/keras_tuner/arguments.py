@@ -122,8 +122,8 @@ def check_objective(objective: keras_tuner.Objective) -> None:
     names = list(getattr(objective, "name_to_direction", {objective.name: None}))
     if not all(name.startswith("val_") for name in names):
         raise NotPrivateError(
-            "Candidates are compared by metrics of the validation data: those of the training data "
-            "are not private. Pass an `objective` that begins with 'val_'. Received: "
+            "Candidates are compared by metrics of the validation data, because those of the "
+            "training data are not private. Pass an `objective` that begins with 'val_'. Received: "
             f"objective={names}"
         )
 
@@ -133,7 +133,7 @@ def check_hypermodel(hypermodel: keras_tuner.HyperModel) -> None:
     if type(hypermodel).fit is not keras_tuner.HyperModel.fit or "fit" in vars(hypermodel):
         raise ValueError(
             "Every candidate is trained with the arguments of `search`, so that all cost the same: "
-            f"leave out the method `fit` of the hypermodel. Received: hypermodel={hypermodel!r}"
+            f"leave out the hypermodel's method `fit`. Received: hypermodel={hypermodel!r}"
         )
 
 
@@ -398,14 +398,14 @@ def _refuse_unsuitable(given: dict[str, Any]) -> None:
         )
     if given.get("shuffle", True) is not True and not _comes_in_batches(given):
         raise ValueError(
-            "The noise is computed for arrays that are shuffled in each epoch: leave `shuffle` "
-            f"out. Received: shuffle={given['shuffle']!r}"
+            "The noise is computed for arrays that are shuffled in each epoch: leave out "
+            f"`shuffle`. Received: shuffle={given['shuffle']!r}"
         )
     if datasets.is_repeatable(given.get("x")):
         raise ValueError(
-            "Batches that were drawn with a `key` or a seed come again when a search is resumed in "
-            "another process, but the noise is computed for independent batches: leave it out. "
-            f"Received: x={given['x']!r}"
+            "Batches that are drawn with a `key` or a seed come back when a search is resumed in "
+            "another process, but the noise is computed for independent batches: leave the `key` "
+            f"or the seed out. Received: x={given['x']!r}"
         )
     for name in ("x", "validation_data"):
         if hasattr(given.get(name), "__next__"):
@@ -549,7 +549,7 @@ def _check_copy(callback: tf.keras.callbacks.Callback) -> None:
     except Exception as error:
         raise ValueError(
             "Every candidate gets copies of the callbacks, so it must be possible to copy them: "
-            "create what cannot be copied in `on_train_begin`, or define `__deepcopy__`. "
+            "create anything that cannot be copied in `on_train_begin`, or define `__deepcopy__`. "
             f"Received: {callback!r}, whose copy failed with {error!r}"
         ) from error
 

@@ -112,7 +112,7 @@ def failure(outcomes: Sequence[Outcome], *, is_all: bool) -> str:
         told = _NUMBERED.sub(r"\1", told)
     return (
         f"Every candidate crashed, or had a score that is not finite. {spent} Correct the model "
-        f"and start another search with another `project_name`. {told if errors else ''}"
+        f"and start a new search with another `project_name`. {told if errors else ''}"
     )
 
 

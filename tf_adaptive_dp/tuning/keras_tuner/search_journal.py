@@ -40,11 +40,12 @@ class SearchJournal(journal.Journal):
 
     _OWNER = "The search's folder"
     _IN_USE = (
-        "The search is in progress in another process, or in another call of this one. End that "
-        "one, or give this search its own `project_name`."
+        "The search is in progress in another process, or in another call of this one. End the "
+        "other one, or give this search its own `project_name`."
     )
     _REFUSED = (
-        "The file is no journal of a search, or it is damaged: it does not tell what was spent."
+        "The file is not the journal of a search, or it is damaged: it does not show what was "
+        "spent."
     )
 
     def __init__(self, path: str | os.PathLike):

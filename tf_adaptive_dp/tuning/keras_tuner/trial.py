@@ -257,7 +257,7 @@ def check_optimizer(model: tf.keras.Model) -> None:
     if optimizer.ledger.other_events:
         _refuse(
             "must not use side information that was itself released with privacy: the search does "
-            "not count that",
+            "not count that release",
             f"{list(optimizer.ledger.other_events)}",
         )
     adapted = [layer for layer in normalizations_in(model) if layer.release_id]
@@ -408,9 +408,9 @@ class TrialBudget(tf.keras.callbacks.Callback):
         released = self.model.optimizer.ledger.num_releases
         if released > self._schedule.releases:
             raise NotPrivateError(
-                "A trial must release what was planned and no more: leave out callbacks, a `fit` "
-                "of the model's own and metrics that train it further. Epsilon does not cover what "
-                f"this trial released, so do not publish it. Received: {released} releases, "
+                "A trial must release what was planned and no more: leave out callbacks, metrics "
+                "and a custom `fit` of the model that train it further. Epsilon does not cover "
+                f"what this trial released, so do not publish it. Received: {released} releases, "
                 f"{self._schedule.releases} were planned"
             )
         self._check_releases()
