@@ -1,7 +1,7 @@
 """Private training for Keras: change the optimizer, keep the rest.
 
 `model.compile(tf_adaptive_dp.ADADP(l2_norm_clip=1.0, noise_multiplier=1.1), loss=...)` trains
-privately. What a first hour needs is here; the rest is in the submodules.
+privately. The names that you need first are here; the rest is in the submodules.
 """
 
 from tf_adaptive_dp import (

@@ -1,4 +1,4 @@
-"""Errors of the library. Each also is a built-in error, so callers can catch either."""
+"""Errors of the library. Each is also a built-in error, so callers can catch either."""
 
 from __future__ import annotations
 

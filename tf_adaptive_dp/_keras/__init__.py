@@ -1,5 +1,5 @@
 """The one seam to what Keras and TensorFlow do not document.
 
-The rest of the library calls the functions of these modules, which say what they answer and not
-how TensorFlow 2.14 with Keras 2 stores it. Another version needs another copy of this folder only.
+The rest of the library calls the functions of these modules, whose names say what they answer and
+not how TensorFlow and Keras store it. To support another version, only this folder has to change.
 """

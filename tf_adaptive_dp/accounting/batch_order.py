@@ -1,7 +1,7 @@
 """Batches that show which step they were drawn for.
 
-With correlated noise ε depends on the order of the releases: a batch that comes at another step
-than it was drawn for may hold an example too soon after the last time. So the batches of
+With correlated noise, ε depends on the order of the releases: a batch that comes at a step other
+than the one it was drawn for may bring an example back too soon. So the batches of
 `CyclicPoissonSampling` show their step in the signs of the zeros that mark their padding, and the
 mechanism compares it with the number of the release.
 

@@ -77,9 +77,9 @@ Counts = dict[tuple[float, float], int]
 def _concerns_users(record: logging.LogRecord) -> bool:
     """False for dp_accounting's message that it leaves out a Rényi order.
 
-    It leaves out orders whose series do not converge: with much sampling and little noise at every
-    evaluation, dozens of times in one search for σ. ε is then the smallest bound of the other
-    orders, which is valid too.
+    It leaves out orders whose series do not converge. With much sampling and little noise, that
+    happens at every evaluation, dozens of times in one search for σ. ε is then the smallest bound
+    of the other orders, which is valid too.
     """
     return "_compute_log_a_frac failed to converge" not in record.getMessage()
 

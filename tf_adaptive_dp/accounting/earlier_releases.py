@@ -51,7 +51,7 @@ def warn_of_earlier_releases(variables: Sequence[tf.Variable], ledger: Ledger) -
 
     This happens after `model.compile` with a new optimizer, for example. It only warns and copies
     nothing, since only the user knows whether the examples are the same. Copying silently would
-    count the releases of another data set, as after private pretraining, against this one.
+    charge the releases of another data set, as after private pretraining, to this one.
 
     Guarantee: each variable remembers its ledgers for as long as it lives. A later ledger is
     compared with the content of the earlier ones at that time. So within a process, the function

@@ -166,8 +166,8 @@ class Ledger:
 
     `terms` are saved, too. After loading a state whose releases had another unit or noise strategy,
     or other events that are not known here, every attribute that ε depends on raises an error until
-    that is settled. The same holds if variables are set back to a state that lacks releases of this
-    process.
+    that is settled. The same holds if variables are set back to a state that lacks releases made by
+    this process.
 
     Attributes:
       restorations: how often `restore` replaced the record; not saved.

@@ -1,12 +1,13 @@
 """How the noise of one step depends on that of earlier steps: strategies, and what they cost.
 
 The noise of step t is w_t with C w = z, where z is independent Gaussian noise and C the *strategy
-matrix*. w_t takes back a part of what earlier steps added, so a sum over many steps has less noise
-than that of independent steps.
+matrix*. w_t cancels part of what earlier steps added, so a sum over many steps has less noise than
+if the noise of the steps were independent.
 
 Privacy: everything that is released, g_t + w_t, can be computed from y = C g + z, so the guarantee
-is that of the Gaussian mechanism on C g. Its rows can be released one after the other, and g_t may
-depend on what was released before, since no row of y that step t needs depends on later gradients.
+is that of the Gaussian mechanism on C g. The rows of y can be released one after the other, and g_t
+may depend on what was released before, since no row of y that step t needs depends on later
+gradients.
 
 - `BandedNoise` and `ToeplitzNoise`: C is a lower triangular Toeplitz matrix with the first column
   c_0 ≥ c_1 ≥ ... ≥ 0, c_0 > 0. One example that is part of step t alone moves y by at most ‖c‖
@@ -281,15 +282,15 @@ class TreeNoise(NoiseStrategy):
     variance is 1 / v_k. w_t is the difference of the noise in two such sums.
 
     If each tree covers one pass over the data (P = steps in a pass), it meets every example at most
-    once. One tree for the whole run (P = T) has less noise in the sums of its steps, and an example
+    once. One tree for the whole run (P = T) has less noise in the sums of its steps, but an example
     moves it more.
 
     Guarantee: every w_t is a function of the z of nodes whose last step is t or earlier, and the
     estimates are unbiased: B C = A for the matrix A that adds up steps and the decoder B. So the
     releases are a function of y = C g + z. `sensitivity` says by how much one example moves C g.
 
-    It exists for comparison, and where memory is short: only log₂P + 2 vectors are kept.
-    `BandedNoise` with as many bands as a pass has steps has less noise at the same ε.
+    Use it for comparison, or where memory is short: only log₂P + 2 vectors are kept. `BandedNoise`
+    with as many bands as there are steps in a pass has less noise at the same ε.
 
     Attributes:
       steps_per_tree: P, at least 1, below 2³⁰.
@@ -330,8 +331,8 @@ class TreeNoise(NoiseStrategy):
     def deviations(self, steps: int) -> np.ndarray:
         """See `NoiseStrategy`.
 
-        A step that finishes a node of level j takes back one estimate of each level below j, and
-        adds the node's, which is made of these and of new noise.
+        A step that finishes a node of level j cancels one estimate of each level below j, and adds
+        the node's, which is made of these and of new noise.
         """
         v, of_level = self.variances, np.zeros(self.levels)
         for j in range(self.levels):
@@ -434,7 +435,7 @@ def serialize(strategy: NoiseStrategy) -> dict | None:
 def prefix_error(strategy: NoiseStrategy, steps: int) -> float:
     """The noise in sums over all steps so far, for a noise multiplier of 1.
 
-    It is √(Σ_t Var[w_0 + ... + w_t] / T), where z has variance 1: the part of the error of SGD's
+    It is √(Σ_t Var[w_0 + ... + w_t] / T), where z has variance 1: the part of the error in SGD's
     weights that the noise causes, for a constant learning rate. For independent noise it is
     √((T + 1) / 2).
 
@@ -454,8 +455,8 @@ def sensitivity(
     """By how much one example can change C g, if each of its gradients has norm at most 1.
 
     See the method `moved` of each class for the formula. If no two participations in a strategy
-    with b bands fall within b steps, the columns are orthogonal, and it is √k. For `TreeNoise` it
-    is an upper bound; `TreeNoise.moved` says when it is reached.
+    with b bands are closer than b steps, the columns are orthogonal, and the result is √k. For
+    `TreeNoise` it is an upper bound; `TreeNoise.moved` says when it is reached.
 
     Guarantee: the noise multiplier divided by this number is that of one Gaussian mechanism without
     sampling, for an example that is part of at most k steps, any two at least s steps apart,

@@ -82,13 +82,13 @@ def one_run_epsilon(
 
     The bound is the largest ε for which this is below 1 - `confidence`.
 
-    Guarantee: if the training is (ε, δ)-DP for adding or removing one example, the bound is at
-    most ε with probability `confidence`, over the noise of the training and the coins of the
-    canaries. This holds for any scores computed from what was released. It requires independent
-    fair coins, scores that depend on the coins only through what was released, and a number of
-    guesses that was chosen in advance. Several columns of scores or numbers of guesses share the
-    probability of error. A low bound does not prove privacy: another attack may prove more, and at
-    a confidence of 0.95 one run never proves more than about log(r / 3).
+    Guarantee: if the training is (ε, δ)-DP for adding or removing one example, the bound is at most
+    ε with probability `confidence`, over the noise of the training and the coins of the canaries.
+    This holds for any scores computed from what was released. It requires independent fair coins,
+    scores that depend on the coins only through what was released, and a number of guesses chosen
+    in advance. Several columns of scores or numbers of guesses share the probability of error. A
+    low bound does not prove privacy: another attack may prove more, and at a confidence of 0.95 one
+    run never proves more than about log(r / 3).
 
     Args:
       scores: [m], higher for canaries that seem to be included; or [m, k] for k attacks at once.

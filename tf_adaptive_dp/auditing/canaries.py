@@ -27,8 +27,8 @@ class Canaries:
     labels and random inputs require no change of the model but prove less.
 
     In training that protects users, each canary is a user with one example: pass
-    `canaries.mix_user_ids(user_ids)` as the `user_ids` of the plan. The bound is then one on the ε
-    of a user.
+    `canaries.mix_user_ids(user_ids)` as the `user_ids` of the plan. The bound is then a bound on
+    the ε of a user.
 
     Attributes:
       x: inputs, an array or a nest of arrays whose first axis has length m.
@@ -141,7 +141,7 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
     Guarantee: the bound of one epoch that was chosen in advance, such as the last, holds with
     probability `confidence` over the run and the inclusion of the canaries. The largest bound of
     several epochs does not. The bound is about the training as a whole, canaries included, at the
-    given δ. It is one on the ε of an example, or of a user if users are protected and each canary
+    given δ. It bounds the ε of an example, or that of a user if users are protected and each canary
     is a user (`Canaries.mix_user_ids`). A low bound does not prove privacy. A bound above
     `claimed_epsilon` refutes the claim; expect one false warning in 1 / (1 - `confidence`) sound
     training runs. Like the training loss, the bound is not covered by ε.

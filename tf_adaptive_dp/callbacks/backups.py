@@ -53,8 +53,8 @@ def load_weights(model: tf.keras.Model, path: str | os.PathLike) -> None:
 def epoch_backup(folder: str | os.PathLike) -> keras.callbacks.Callback:
     """Makes a callback that keeps the last finished epoch, the optimizer's state included.
 
-    Guarantee: a process that is killed at any moment leaves either the epoch before or the new one,
-    whole. The callback deletes nothing when the training ends.
+    Guarantee: a process that is killed at any moment leaves either the previous epoch or the new
+    one complete on disk. The callback deletes nothing when the training ends.
 
     Args:
       folder: what it keeps lies there, and nothing else may.
@@ -98,9 +98,9 @@ def epoch_backup(folder: str | os.PathLike) -> keras.callbacks.Callback:
 class EpochBackup(keras.callbacks.Callback):
     """`BackupAndRestore` of Keras 3, made safe against kills.
 
-    That one overwrites the weights in place, and then the number of the epoch: a process that is
-    killed in between leaves a file that cannot be read, or a number that does not fit. Here a file
-    gets its name, which is the number of the epoch, when it is whole and on disk.
+    Keras's callback overwrites the weights in place, and then the number of the epoch: a process
+    that is killed in between leaves a file that cannot be read, or a number that does not fit. Here
+    a file gets its name, which is the number of the epoch, only when it is complete and on disk.
 
     Args:
       folder: what it keeps lies there, and nothing else may.

@@ -33,16 +33,17 @@ class PrivacyBudget(PrivateCallback):
       delta: δ.
       num_examples: the number of examples in the training set; of users, if the sampling draws
         users.
-      batch_size: the batch size; needed if the optimizer has no `expected_batch_size`, since the
-        cost of the first step depends on it.
+      batch_size: the batch size. It is needed if the optimizer has no `expected_batch_size`, since
+        the cost of the first step depends on it.
       sampling: how batches are drawn, as for `PrivacyMonitor`; ε depends on it.
       accountant: `"rdp"` or the tighter `"pld"`.
       full_passes: whether an epoch of `fit` on shuffled batches is one pass over the data. It is
-        then compared with `num_examples`. Pass `False` if `steps_per_epoch` cuts or joins passes.
+        then compared with `num_examples`. Pass `False` if `steps_per_epoch` makes an epoch shorter
+        or longer than a pass.
       steps: the number of releases after which training stops even if more would fit.
       optimizer: the private optimizer, for models that train with several (GANs) and for custom
         loops, which ask `releases_left` before each step; `None` for that of the model.
-      releases_per_step: how often a step of `fit` uses the optimizer.
+      releases_per_step: how many times a step of `fit` uses the optimizer.
 
     Raises:
       TypeError, ValueError: if an argument has the wrong type or is out of its range; in training,

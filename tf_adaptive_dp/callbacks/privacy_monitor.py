@@ -39,7 +39,7 @@ class PrivacyMonitor(PrivateCallback):
     At the end of each epoch the callback adds `epsilon`, `delta` and `learning_rate` to the logs.
     It also adds `NOT_PRIVATE` with the value 1 if ε is infinite, because something was released
     without noise or side information came from the private data without privacy; and if the noise
-    of the optimizer has a `seed`, with which anybody can take it out.
+    of the optimizer has a `seed`, with which anybody can remove it.
 
     TensorBoard shows these first, in the group `privacy/`, with the ε of a `PrivacyBudget` beside
     it and the norm of a step's noise relative to the largest norm of its signal; its page "Custom
@@ -65,8 +65,8 @@ class PrivacyMonitor(PrivateCallback):
         batches of your own `"poisson"`, `"fixed"` or `"shuffled"`; see `privacy_statement`.
       accountant: `"rdp"` or the tighter `"pld"`.
       full_passes: whether an epoch of `fit` on shuffled batches is one pass over the data. It is
-        then compared with `num_examples`. Pass `False` if `steps_per_epoch` cuts or joins passes,
-        or if a step of `fit` makes several releases.
+        then compared with `num_examples`. Pass `False` if `steps_per_epoch` makes an epoch shorter
+        or longer than a pass, or if a step of `fit` makes several releases.
       optimizer: the private optimizer, for models that train with several (GANs) and for custom
         loops; `None` for that of the model.
 
@@ -82,8 +82,8 @@ class PrivacyMonitor(PrivateCallback):
     >>> monitor.sampling
     'shuffled'
 
-    A custom loop needs three lines: one that stops before the budget is exceeded, one that writes
-    down what is about to be released, and one that reports.
+    A custom loop needs three lines: one that stops before the budget is exceeded, one that records
+    what is about to be released, and one that reports ε.
 
     >>> import tempfile
     >>> import tf_adaptive_dp

@@ -27,25 +27,27 @@ class ReleaseLog(PrivateCallback):
     """Counts releases that a crash would otherwise erase, because no checkpoint has them yet.
 
     A checkpoint restores the ledger as it was saved. Later steps are forgotten, although their
-    gradients may have been seen. So before each call of the training function the log writes to a
+    gradients may have been seen. So before each call of the training function, the log writes to a
     file what may have been released by the time the call returns. When training resumes, the log
-    adds the missing releases to the ledger and warns how many there were.
+    adds the missing releases to the ledger, and a warning says how many there were.
 
     Pass it to `fit` with `tf_adaptive_dp.callbacks.epoch_backup(folder)`, preferably directly after
-    it and before other callbacks; ε is right in any order. With Keras's own `BackupAndRestore` pass
-    `delete_checkpoint=False`, since a process that ends during the deletion could not resume; that
-    of Keras 3 overwrites its files, so a kill may leave a backup that cannot be read. Draw
-    batches with `start_step=log.num_releases`, so that none is drawn twice. Also pass `steps`:
-    Keras may otherwise train longer, because it restarts a dataset of exactly `steps_per_epoch`
-    batches in each epoch and repeats steps from before the backup: with `steps_per_execution` above
-    1, and in Keras 3 always, because it begins the epoch of the backup anew.
+    it and before other callbacks; ε is right in any order. With Keras's own `BackupAndRestore`,
+    pass `delete_checkpoint=False`, since a process that ends during the deletion could not resume.
+    The one of Keras 3 overwrites its files, so a process that is killed may leave a backup that
+    cannot be read. Draw batches with `start_step=log.num_releases`, so that none is drawn twice.
+    Also pass `steps`: Keras may otherwise train longer, because it restarts a dataset of exactly
+    `steps_per_epoch` batches in each epoch and repeats steps from before the backup: with
+    `steps_per_execution` above 1, and in Keras 3 always, because it begins the epoch of the backup
+    anew.
 
     Guarantee: whenever and however often the process ends, by any signal, the ledger holds every
     release that `fit` began, with its noise multiplier and batch size, as soon as the first epoch
-    begins. Each time it may also hold releases of one more call that did not happen. So ε is never
-    understated and never falls. With `fsync` this also covers a failure of the machine. It assumes
-    that the file is kept and belongs to this training alone. A copy of it is opened with a warning,
-    since each of the two counts only its own releases.
+    begins. For each time that the process ended, it may also hold the releases of one more call
+    that did not happen. So ε is never understated and never decreases. With `fsync` this also
+    covers a failure of the machine. It assumes that the file is kept and belongs to this training
+    run alone. Opening a copy of the file gives a warning, since the copy and the original each
+    count only their own releases.
 
     Args:
       path: the path of the log: a new file, or the log of the run to resume. Its directory is
@@ -56,7 +58,7 @@ class ReleaseLog(PrivateCallback):
         failure.
       optimizer: the private optimizer, for models that train with several (GANs); `None` for that
         of the model.
-      releases_per_step: how often a step of `fit` uses the optimizer.
+      releases_per_step: how many times a step of `fit` uses the optimizer.
 
     Raises:
       TypeError, ValueError: if an argument has the wrong type or is out of its range; if the file
@@ -234,7 +236,7 @@ class ReleaseLog(PrivateCallback):
             self.model.stop_training = True
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Takes back announced releases that did not happen; called by Keras."""
+        """Removes announced releases that did not happen; called by Keras."""
         self.reconcile(self._of_training())
         self._file.write(self._released)
         self._released = self._file.segments

@@ -90,7 +90,7 @@ class RunDirectory:
     Guarantee: that of `ReleaseLog`; and a process that is killed at any moment leaves a directory
     from which the run resumes at the last epoch whose end was saved. With correlated noise the
     directory also holds the keys of the noise (`KeyFile`), until the run is finished: without them
-    it cannot be resumed, and with them anybody can take noise out of released gradients. They are
+    it cannot be resumed, and with them anybody can remove noise from released gradients. They are
     deleted after the last release; if the process is killed in between, when the run is opened
     again.
 

@@ -45,7 +45,8 @@ def inode(file: int) -> int:
 def warn_if_copied(file: int, before: int, what: str, path: str | os.PathLike) -> None:
     """Warns that a record of releases is a copy, since nothing else tells a copy from its original.
 
-    Each of the two counts only what is released with it, although both may see the same data.
+    The copy and the original each count only what is released with them, although both may see the
+    same data.
 
     Args:
       file: the descriptor of the record.

@@ -14,10 +14,10 @@ _KEY_BYTES, _GROUP_BYTES = 8, 32
 class KeyFile:
     """The keys of noise that a run has to draw again if its process ends.
 
-    Correlated noise takes back noise of earlier steps, so a process that resumes a run needs the
-    keys of all its noise, and the groups that its batches are drawn from, or their order. No other
-    file may hold them: with a key anybody can take the noise out of the gradients of the steps that
-    it was used for.
+    Correlated noise cancels noise of earlier steps, so a process that resumes a run needs the keys
+    of all its noise, and the groups that its batches are drawn from, or their order. No other file
+    may hold these keys: with a key, anybody can remove the noise from the gradients of the steps
+    that it was used for.
 
     Guarantee: only its owner can read the file, and it is on disk when a method returns. Each
     process adds a key of its own before its first release, so no two processes draw the same noise,
@@ -74,5 +74,5 @@ class KeyFile:
         files.write(self._path, files.with_checksum(json.dumps(content).encode()))
 
     def delete(self) -> None:
-        """Removes the file once the run needs it no longer."""
+        """Removes the file once the run no longer needs it."""
         files.delete(self._path)

@@ -1,4 +1,4 @@
-"""Per-example gradients, and what users need to teach the library operations of their own."""
+"""Per-example gradients, and what users need to teach the library their own operations."""
 
 from tf_adaptive_dp.gradients.api import per_example_gradients
 from tf_adaptive_dp.gradients.batch_axis.operations import register_layout

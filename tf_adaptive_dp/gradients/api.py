@@ -160,17 +160,17 @@ def per_example_gradients(
       loss: [B], one entry per example; in a compiled step also a scalar, a sum or a mean over
         examples.
       variables: the variables to differentiate with respect to.
-      tape: the tape that recorded `loss`; it cannot be used again unless it is persistent.
+      tape: the tape that recorded `loss`; the tape cannot be used again unless it is persistent.
       method: `"auto"` takes the fastest exact method. In a compiled step these are traced
         gradients, with the Jacobian for variables that they do not cover. Eagerly it is the
-        Jacobian. With `"traced"` it is an error if the Jacobian is needed. `"materialized"` takes
-        the Jacobian for all variables.
+        Jacobian. `"traced"` raises an error if the Jacobian is needed. `"materialized"` takes the
+        Jacobian for all variables.
       num_microbatches: if given, the mean gradients of this many groups of neighboring examples
         replace those of examples.
       loss_scale: a power of two that multiplies the loss before it is differentiated. All results
         are those of the loss itself.
       expected_batch_size: the public number by which the sum of gradients will be divided. Only a
-        scalar loss with sums and means over the batch among its terms needs it.
+        scalar loss that has both sums and means over the batch among its terms needs it.
       examples_per_user: if given, the gradients of users replace those of examples: the sum over
         this many neighboring rows, see `user_sums`.
 

@@ -133,8 +133,8 @@ class PerLayerClipping(Clipping):
 
     Attributes:
       shares: the share of each layer by the layer's name, which is the part before the last "/" in
-        the names of its variables (`variable.path` in Keras 3). The last parts of it are enough if
-        no other layer's name ends with them. `None` gives all layers equal shares.
+        the names of its variables (`variable.path` in Keras 3). Its last parts are enough if no
+        other layer's name ends with them. `None` gives all layers equal shares.
 
     Raises:
       TypeError, ValueError: if a share is not a number above 0; in training, if the shares do not
@@ -205,7 +205,7 @@ class AdaptiveClipping(Clipping):
 
         b̃ = 1/2 + (Σᵢ (1[‖gᵢ‖ ≤ C] − 1/2) + N(0, σ_b²)) / L,   C ← C · exp(−η·(b̃ − γ))
 
-    In return the gradients get slightly more noise than σ: σ_Δ = σ / √(1 − (σ / 2σ_b)²).
+    In return, the gradients get slightly more noise than σ: σ_Δ = σ / √(1 − (σ / 2σ_b)²).
 
     Guarantee: the two releases together are one Gaussian mechanism with the noise multiplier σ,
     since 1/σ² = 1/σ_Δ² + 1/(2σ_b)² (Theorem 1 of the paper). The ledger records σ. C depends on

@@ -1,4 +1,4 @@
-"""Gaussian noise that later releases partly take back."""
+"""Gaussian noise that later releases partly cancel."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class _Secret:
     """The key, the number of the next release, and what noise is taken back from, all unsaved.
 
     The noises w_{t-1}, ..., w_{t-b+1}, or those of the nodes of a tree, are as secret as the key:
-    with one of them anybody can take the noise out of a released gradient. They are in variables
+    with one of them, anybody can remove the noise from a released gradient. They are in variables
     that nothing tracks, so no checkpoint and no saved model contains them. Copies and unpickled
     objects start without them.
     """
@@ -208,9 +208,9 @@ class CorrelatedNoise:
 
     Guarantee: w_0, w_1, ... of one object are the noise of one run: each is given once, in order,
     and z is new for each release (see `GaussianNoise`), to float32 rounding. Neither the key nor
-    the noises that later ones take back are saved or shown, so another process can continue a run
-    only with the keys that `resume` takes. Each process draws with a new key, so even two processes
-    that continue from the same keys (a copied directory) never draw the same z.
+    the noises that later ones cancel are saved or shown, so another process can continue a run only
+    with the keys that `resume` takes. Each process draws with a new key, so even two processes that
+    continue from the same keys (a copied directory) never draw the same z.
 
     Attributes:
       strategy: the `NoiseStrategy`.
@@ -254,7 +254,7 @@ class CorrelatedNoise:
         return same & tf.equal(self.number(), num_releases)
 
     def require_fit(self, num_releases: int) -> None:
-        """Raises before a step that could not go on with the noise of earlier releases.
+        """Raises before a step that could not continue the noise of earlier releases.
 
         Args:
           num_releases: how many the ledger holds.
@@ -272,7 +272,7 @@ class CorrelatedNoise:
         )
 
     def resume(self, keys: Sequence[NoiseKey], num_releases: int) -> None:
-        """Goes on after the releases of an earlier process.
+        """Continues after the releases of an earlier process.
 
         Args:
           keys: all keys of the run, in order. The last one is for what is released from now on.
@@ -354,7 +354,7 @@ class CorrelatedNoise:
         """[rows, size], the state before the next release, drawn again with the keys.
 
         The number at a place does not depend on `size`, so other variables may be trained now:
-        whatever stands at that place takes back the noise that was released there.
+        whatever stands at that place cancels the noise that was released there.
         """
         count = int(self.number())
         start = tf.zeros([self._recurrence.rows, size])

@@ -62,9 +62,9 @@ class GaussianMechanism:
     with the noise multiplier that accounts for the sensitivity (σ, or σ/2 with microbatches). A
     row whose gradient is zero or not finite contributes exactly zero, so padding counts as absent.
     - With `examples_per_user` the unit is a user, all of whose rows in a batch are one gradient:
-      adding or removing one user, whatever the number of their examples, changes the sum by at
-      most C. The ledger records σ, and L and the batch size count users. A caller must see to it
-      that the rows of one user are neighbors in one batch, as `sampling.poisson_batches` does.
+      adding or removing one user, whatever the number of their examples, changes the sum by at most
+      C. The ledger records σ, and L and the batch size count users. The caller must ensure that the
+      rows of one user are neighbors in one batch, as `sampling.poisson_batches` does.
     - A step in which the padding of our batches has gradients fails before the release. XLA drops
       assertions; there such a release counts with σ/2.
     - The ledger also records whether the batch of a release was released before (`draw_numbers`).
@@ -77,7 +77,7 @@ class GaussianMechanism:
       noise. C and σ are read once per release, so that clipping and noise agree.
     - `AdaptiveClipping` also releases a noisy count. The noise of the count and that of the
       gradients together amount to σ.
-    - With a `noise` strategy the noise of a release takes back a part of earlier noise (see
+    - With a `noise` strategy, the noise of a release cancels part of earlier noise (see
       `accounting.noise_strategies`). A step whose batch, or part of one, was drawn for another
       step, or whose ledger does not belong to the noise, fails before the release. XLA drops
       assertions; there such a release counts as one without noise.

@@ -1,7 +1,7 @@
 """Private means and deviations of features in unknown units.
 
-`released_statistics` makes at most seven releases, which `PrivateNormalization` describes.
-Each is a sum to which an example (or a user) adds a vector of norm 1 at most.
+`released_statistics` makes at most seven releases, which `PrivateNormalization` describes. Each is
+a sum to which an example (or a user) adds a vector of norm at most 1.
 
 From top to bottom: the examples, as they are and in units of their features; the two rounds, and
 the release between them; the sums that are released; and how histograms with noise are read.

@@ -34,31 +34,31 @@ class PrivateNormalization(keras.layers.Layer):
 
     Private training works best where inputs have mean 0 and variance 1, and it suffers in other
     units: the noise is the same for all weights, so features that are smaller than others are lost
-    in it. `adapt` finds the units, whatever they are, and the layer returns
+    in it. `adapt` finds the units, whatever they are, and the layer then returns
 
         (inputs - mean) / stddev
 
-    `PrivacyPlan(normalize_inputs=True)` decides how much noise that takes, and accounts for it:
+    `PrivacyPlan(normalize_inputs=True)` decides how much noise this takes, and accounts for it:
 
         model = keras.Sequential([plan.normalization(x), keras.layers.Dense(10)])
 
-    Without a plan, the optimizer's ledger must have the release, too:
+    Without a plan, you must add the release to the optimizer's ledger:
 
         layer = PrivateNormalization(noise_multiplier=20.0)
         layer.adapt(x)
         optimizer.ledger.other_events += (layer.dp_event,)
 
-    Where that is forgotten, `validate` says so, and `PrivacyMonitor` and `PrivacyBudget` raise
+    If you forget this, `validate` says so, and `PrivacyMonitor` and `PrivacyBudget` raise
     `NotPrivateError` before training. `HonestTuner` refuses such layers. An optimizer alone does
-    not see them.
+    not notice them.
 
     `adapt` makes two rounds of three releases, with y = (x − mean) / stddev, at first x itself. For
     each example and feature j let m_j be the mean of y over all other axes, and r_j the root of the
     mean of y²; for inputs [n, features] these are y and |y|.
 
     - Of magnitudes: each feature has a histogram of log₂ r_j, in which an example counts with
-      weight (r_j/‖r‖ + 1/√(number of r_j > 0))/2. Of what stands out of the noise, the root mean
-      square is the unit of the feature. A feature in which nothing stands out gets the lower
+      weight (r_j/‖r‖ + 1/√(number of r_j > 0))/2. The root mean square of what stands out from the
+      noise is the unit of the feature. A feature in which nothing stands out gets the lower
       quartile of the magnitudes of all features.
     - Of norms: histograms of ‖m‖ and ‖r²‖, in these units.
     - Of moments: the sums of m and of r², clipped to the upper quartiles of these norms.
@@ -68,33 +68,32 @@ class PrivateNormalization(keras.layers.Layer):
     rounds, one release locates this value: the number of examples near the mean, and their mean. In
     the second round the value counts as 0.
 
-    So features are found that are a million times larger than others, or rare, or far from 0. What
-    is lost in the noise is scaled with care: a variance counts as at least twice its noise, and
-    around a value that nearly all examples have, the deviation is at least about this value. A
+    So the layer finds features that are a million times larger than others, or rare, or far from 0.
+    What is lost in the noise is scaled with care: a variance counts as at least twice its noise,
+    and around a value that nearly all examples have, the deviation is at least about this value. A
     feature far from 0 that varies by less than the error of its located value counts as constant;
     subtract a public start from timestamps.
 
     Guarantee: `adapt` is as private as one release of the Gaussian mechanism with this noise
     multiplier, `dp_event`, for adding or removing one example (or one user with all of their
-    examples). Each of its releases, seven at most, is a sum in which an example has a vector of
-    norm 1 at most, with noise of standard deviation σ√7, and seven of them compose to one with σ.
-    The number of examples (or users) is public. Examples with a value that is not finite are left
-    out. The layer stores as a weight that it has released, so a copied, saved or loaded layer
-    refuses to release again. A layer that `clone_model` makes has the weights of a new layer: what
-    its `adapt` releases costs `dp_event` again.
+    examples). Each of its releases, seven at most, is a sum to which an example contributes a
+    vector of norm at most 1, with noise of standard deviation σ√7, and seven of them compose to one
+    with σ. The number of examples (or users) is public. Examples with a value that is not finite
+    are left out. A weight of the layer records that it has released, so a copied, saved or loaded
+    layer refuses to release again. A layer that `clone_model` makes has the weights of a new layer:
+    what its `adapt` releases costs `dp_event` again.
 
     Args:
       noise_multiplier: σ > 0.
       axis: the axis of the features, not 0. All other axes share the statistics of a feature, as
-        the pixels of a channel should. With `None`, everything shares one mean and one deviation.
+        the pixels of a channel should. With `None`, all values share one mean and one deviation.
       **kwargs: arguments of `keras.layers.Layer`. `dtype` is float32 unless given.
 
     Attributes:
       mean: [features], the weight that holds the means; zeros before `adapt`.
       stddev: [features], the weight that holds the deviations; ones before `adapt`.
-      released: [3], the weight that says which release they came from: a random number, σ, and 1 if
-        it protects users, 0 if examples.
-        Zeros before `adapt`.
+      released: [3], the weight that says which release they came from: a random number, σ, and 1
+        if it protects users or 0 if it protects examples. Zeros before `adapt`.
 
     Raises:
       TypeError, ValueError: if an argument has the wrong type or is out of its range.
