@@ -83,8 +83,8 @@ class PrivacyPlan:
         print(plan.statement())
 
     The plan finds the noise multiplier σ that spends ε in all steps of the run, draws Poisson
-    batches, reports ε, stops at the budget, and writes a directory from which the run resumes
-    whenever and however its process ends. All its parts are public, and each works alone.
+    batches, reports ε, stops at the budget, and writes a directory from which the run resumes,
+    whenever and however its process ends. All its parts are public, and each works on its own.
 
     With `user_ids` the plan protects people instead of examples:
 
@@ -93,8 +93,9 @@ class PrivacyPlan:
             epochs=20,
         )
 
-    Inputs in raw units, such as pixels, counts or columns of a table, train badly with noise. With
-    `normalize_inputs` the plan brings them to mean 0 and variance 1, and pays for it:
+    Private training works badly on inputs in raw units, such as pixels, counts or columns of a
+    table. With `normalize_inputs`, the plan brings them to mean 0 and variance 1, and its budget
+    pays for that:
 
         plan = PrivacyPlan(..., normalize_inputs=True)
         model = keras.Sequential([plan.normalization(x), keras.layers.Dense(10)])
@@ -117,12 +118,12 @@ class PrivacyPlan:
       epochs: the number of epochs. Each has round(`num_examples` / `batch_size`) steps, or
         round(number of users / `batch_size`); with `TreeNoise`, floor(`num_examples` /
         `batch_size`).
-      noise_multiplier: σ. The plan's `epsilon` then is what the run will spend.
+      noise_multiplier: σ. The plan's `epsilon` is then what the run will spend.
       accountant: `"pld"`, the tighter one, or `"rdp"`, the faster one.
-      other_events: what else about these examples the budget pays for, such as the release that
-        side information came from.
+      other_events: what else about these examples the budget pays for, such as the release from
+        which side information was computed.
       normalize_inputs: whether the budget pays for a `PrivateNormalization` of the inputs, which
-        `normalization` makes. Its noise is that with which it would spend ε/5 if it were alone.
+        `normalization` makes. Its noise is chosen so that on its own it would spend ε/5.
       noise: how the noise of a step depends on that of earlier steps: `None` or
         `accounting.IndependentNoise()`; a strategy such as `accounting.BandedNoise(8)`, with which
         batches are drawn by `CyclicPoissonSampling`; or `"best"`, the one of these with 2 to 32
@@ -132,8 +133,8 @@ class PrivacyPlan:
       user_ids: the user each example belongs to: whole numbers or strings, one for each example in
         the order of the data. `None` protects examples. The plan keeps them, so it is as secret as
         the data.
-      examples_per_user: k, the most examples of one user in a batch, needed with `user_ids`. A
-        batch has k rows for each user, so large numbers cost time.
+      examples_per_user: k, the largest number of examples of one user in a batch; needed with
+        `user_ids`. A batch has k rows for each user, so a large k costs time.
       user_reduction: whether a user's gradient, which is clipped, is the `"mean"` or the `"sum"` of
         the gradients of the user's examples in the batch.
 
@@ -454,16 +455,16 @@ class PrivacyPlan:
         """Trains a model within the budget, or resumes its training.
 
         With a directory, the call may be repeated after any interruption: it continues from the
-        last finished epoch, and counts what was released after it. If the run is finished, it
-        restores the model. The directory also gets TensorBoard's files (`logs`) and, at the end,
+        last finished epoch, and counts what was released after that epoch. If the run is finished,
+        it restores the model. The directory also gets TensorBoard's files (`logs`) and, at the end,
         the report. It holds a digest of `user_ids`, by which a changed assignment is refused; or,
         with correlated noise, a digest of the examples, which must come in the same order whenever
         the run resumes. Do not publish what is marked `NOT_PRIVATE`: the files
         `user_ids_NOT_PRIVATE.json`, `examples_NOT_PRIVATE.json` and `history_NOT_PRIVATE.json`, and
         `history_NOT_PRIVATE` in `report.json`.
 
-        Metrics leave the padding of the batches out: those that were compiled without weights get
-        the batches' weights, which mark it.
+        Metrics leave out the padding of the batches: those that were compiled without weights get
+        the batches' weights, which mark padding.
 
         Args:
           model: a model compiled with an optimizer of the plan.
@@ -602,12 +603,12 @@ class PrivacyPlan:
         """Compares ways to spend the ε of the plan, the best signal-to-noise ratio first.
 
         T steps of norm C in one direction add up to T·C, and their noise to a standard deviation of
-        √T·σ·C/L in each weight, or less with correlated noise: a ratio of √T·L/σ. It favors large
-        batches, which cost time, and does not know how many steps the training needs.
+        √T·σ·C/L in each weight, or less with correlated noise: a ratio of √T·L/σ. The ratio favors
+        large batches, which cost time, and does not know how many steps the training needs.
 
-        The noise of each pair takes seconds with `accountant="pld"`: the fifteen of the default,
-        for 60,000 examples, about a minute. A plan with `accountant="rdp"` compares in seconds, by
-        slightly larger noise.
+        Finding the noise for each pair takes seconds with `accountant="pld"`: for the fifteen pairs
+        of the default and 60,000 examples, about a minute. A plan with `accountant="rdp"` compares
+        them in seconds, by slightly larger noise.
 
         Args:
           batch_sizes: expected batch sizes to compare; by default 1/2 to 8 times the plan's.

@@ -63,8 +63,8 @@ def facts(
 
     Guarantee: ε and the statement are those of `privacy_statement`. It does not cover `history`,
     which is `history_NOT_PRIVATE` in the result: its `figures` were computed from gradients without
-    noise, and losses and metrics in its `logs` from examples without noise. Leave them out of what
-    you pass for a report that you publish.
+    noise, and losses and metrics in its `logs` from examples without noise. If you publish the
+    report, leave them out of what you pass.
 
     Args:
       optimizer: the private optimizer of the run.
@@ -147,8 +147,8 @@ def facts(
 def write(path: str | os.PathLike, data: Mapping[str, Any]) -> None:
     """Writes the report of a run as an HTML page, as Markdown for a model card, and as JSON.
 
-    The page needs no other file and loads nothing. It marks the figures that are not private. The
-    JSON file has all of the history under `history_NOT_PRIVATE`.
+    The page needs no other file and loads nothing from elsewhere. It marks the figures that are not
+    private. The JSON file has all of the history under `history_NOT_PRIVATE`.
 
     Guarantee: that of `facts`; the page holds no other data.
 

@@ -130,7 +130,7 @@ def privacy_statement(
     is taken on trust, and the text says so. It says "proven" only of a sampling object, if the
     ledger verified that the batch of every release was a fresh draw (see `BatchChecks`), and
     neither the noise of the optimizer nor the sampling has a seed. Noise with a seed is called not
-    private: whoever knows the seed can take it out.
+    private: anyone who knows the seed can remove it.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`. A ledger alone does not know

@@ -48,10 +48,10 @@ def build_adadp(
                          θ ← θ₀ + min(1, tol / err)·(θ̃ − θ₀),  θ₀: θ before both minibatches
                          η ← η · min(max(tol / err, alpha_min), alpha_max)
 
-    A step whose error exceeds the tolerance is not lost but shortened, so that its error is tol. So
-    every minibatch moves the client, and no η₀ and no single gradient can throw it far. From round
-    to round the tolerance falls: tol = tolerance / √(1 + tolerance_decay·r) after r rounds. So the
-    longer training lasts, the less clients with different data drift apart.
+    A step whose error exceeds the tolerance is not lost but shortened, so that its error equals
+    tol. So every minibatch moves the client, and no η₀ and no single gradient can throw it far off.
+    From round to round the tolerance falls: tol = tolerance / √(1 + tolerance_decay·r) after r
+    rounds. So the longer training lasts, the less do clients with different data drift apart.
 
     The paper returns to θ₀ instead of shortening a step, and keeps the tolerance constant:
     `build_adadp(tolerance=0.1, discard=True, tolerance_decay=0)` is its form. See docs/results.md
@@ -64,8 +64,8 @@ def build_adadp(
 
     `report(state)` returns scalars of one client: the final `learning_rate`, `judged_steps`, and
     `discarded_steps`, the number of judged steps that were discarded. Do not wrap this optimizer in
-    a learning-rate schedule, which would overwrite η. Mime keeps the state at the server, so there
-    is nothing to adapt.
+    a learning-rate schedule, which would overwrite η. TFF's Mime keeps the state at the server, so
+    there is nothing to adapt.
 
     Args:
       learning_rate: η₀, a number or a scalar tensor.

@@ -393,7 +393,7 @@ class BandedState(NamedTuple):
 
 
 class BandedSum(tfp.SumAggregationDPQuery):
-    """Sums of clipped updates whose noise later rounds take back in part.
+    """Sums of clipped updates whose noise later rounds partly cancel.
 
     Round t releases g_t + w_t, where g_t is the sum of the clipped updates and
     w_t = (z_t - c_1 w_{t-1} - ... - c_{b-1} w_{t-b+1}) / c_0, with fresh
@@ -401,20 +401,20 @@ class BandedSum(tfp.SumAggregationDPQuery):
     `tf_adaptive_dp.accounting.BandedNoise`, which have norm 1.
 
     The state keeps the last b - 1 noises, which is (b - 1)·d numbers of 4 bytes: as much memory on
-    the server, and in each saved state, as b - 1 models. To draw them again from stored keys
-    would take memory for one model, but the time of as many draws as the noise remembers, which are
-    more than b - 1, in each round.
+    the server, and in each saved state, as b - 1 models. Drawing them again from stored keys would
+    take memory for one model, but in each round the time of as many draws as the noise remembers,
+    which are more than b - 1.
 
     Guarantee: c_0 times a round's result, plus the c_k times the results before it, is the row
     y_t = c_0 g_t + ... + c_{b-1} g_{t-b+1} + z_t, to float32 rounding, and the results are a
-    function of these rows. z_t is drawn in the round that releases it and used in no other row. A
-    client that takes part in round t alone moves these rows by at most clip·‖c‖ = clip, even if the
-    updates of a round depend on earlier results. A client that takes part several times, any two
-    of them at least b rounds apart, moves each row through one of its updates only. So
-    √k·clip bounds k participations, and `tf_adaptive_dp.accounting.noise_strategies.sensitivity`
-    is exact. A round that is run again from a saved state releases one more row with fresh noise,
-    which takes back the same earlier noise: the client moves it by at most c_0·clip, and m
-    successive rows by at most as much as the first m rounds of a run. `UserLedger` counts them so.
+    function of these rows. z_t is drawn in the round that releases it and used in no other row. A client
+    that takes part in round t alone moves these rows by at most clip·‖c‖ = clip, even if the
+    updates of a round depend on earlier results. A client that takes part several times, any two of
+    them at least b rounds apart, moves each row through one of its updates only. So √k·clip bounds
+    k participations, and `tf_adaptive_dp.accounting.noise_strategies.sensitivity` is exact. A round
+    that is run again from a saved state releases one more row with fresh noise, which cancels the
+    same earlier noise: the client moves it by at most c_0·clip, and m successive rows by at most as
+    much as the first m rounds of a run. `UserLedger` counts them so.
 
     Args:
       clip: the largest norm of an update after clipping.
@@ -430,7 +430,7 @@ class BandedSum(tfp.SumAggregationDPQuery):
         self._size = size
 
     def initial_global_state(self) -> BandedState:
-        """The state before the first round: there is nothing to take back."""
+        """The state before the first round: there is no noise to cancel."""
         return BandedState(
             rounds=tf.constant(0, tf.int64),
             clip=tf.constant(self._clip, tf.float32),

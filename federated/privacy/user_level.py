@@ -49,7 +49,7 @@ class UserLevelPrivacy:
       each node of a tree over the `rounds_per_pass` rounds of a pass. The sampling need not be
       secret, but each client may take part in at most one round per pass: use `ShuffledEpochs`.
       The state holds the noise, so keep it and its checkpoints as secret as the data.
-    - "banded": each round takes back a part of the noise of the last `bands` - 1 rounds, see
+    - "banded": each round cancels part of the noise of the last `bands` - 1 rounds, see
       `federated.privacy.dp_queries.BandedSum`. `noise_multiplier` is that of one participation, and
       k participations of a user cost √k times as much. The sampling need not be secret, but a
       client may take part at most once in any `min_separation` consecutive rounds, and in at most

@@ -290,7 +290,7 @@ def local_context(max_concurrency: int | None = None, *, timeout: float = 60.0) 
 
     Args:
       max_concurrency: the number of clients to compute in parallel. More clients need more memory,
-        and more than the number of cores bring nothing. `None` takes the number of cores.
+        and more than the number of cores gains nothing. `None` takes the number of cores.
       timeout: seconds for the worker to start, and seconds of silence after which it is checked for
         life. A computation may take longer.
 

@@ -38,13 +38,13 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
                          η ← η · min(max(tol / err, alpha_min), alpha_max)
                          θ ← θ̃ (or θ̂, see `keep`)
 
-    The tolerance falls with the number of steps: tol = tolerance / √(1 + tolerance_decay·t) after
-    t pairs of minibatches. Otherwise the noise that accumulates over a long run would undo what
-    the model learned early. At first η may double or halve at once, until errors have been found
-    on both sides of the tolerance: with large batches there are too few steps for a search by
+    The tolerance falls with the number of steps: tol = tolerance / √(1 + tolerance_decay·t) after t
+    pairs of minibatches. Otherwise the noise that accumulates over a long run would undo what the
+    model learned early. At first, one adaptation may double or halve η, until errors have been
+    found on both sides of the tolerance: with large batches there are too few steps for a search by
     tenths. `tolerance_decay=0` and `initial_factor=1` give the paper's form of both.
 
-    With side information, steps go along preconditioned gradients and err compares points of that
+    With side information, steps follow preconditioned gradients, and err compares points of that
     flow. `PublicGradients` stays constant during the two minibatches of a step.
 
     `learning_rate` is the adapted η, so callbacks and TensorBoard see it. Gradients are averages
@@ -65,12 +65,12 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
       tolerance_decay: how fast tol falls. 0 keeps it constant.
       alpha_min: the smallest factor of one adaptation.
       alpha_max: the largest factor of one adaptation.
-      initial_factor: how much larger or smaller one adaptation may make η at first, until there
-        have been errors above tol and below it. 1 leaves this to `alpha_min` and `alpha_max`, as
-        the paper does.
+      initial_factor: the factor by which one adaptation may raise or lower η at first, until there
+        have been errors above tol and below it. With 1, `alpha_min` and `alpha_max` apply from the
+        start, as in the paper.
       normalized_inputs: whether the model's inputs have mean 0 and variance 1, or nearly so. Only
         the first tolerance depends on it, and only if `tolerance` is `None`. A `PrivacyPlan` with
-        `normalize_inputs=True` says so to its optimizer.
+        `normalize_inputs=True` sets it for its optimizer.
       keep: which point to keep after two minibatches: `"half_steps"`, θ̃ (the supplement), or
         `"euler"`, θ̂ (version 1).
       discard: whether to return to the point before both minibatches if err > tol.

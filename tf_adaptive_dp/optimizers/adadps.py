@@ -27,13 +27,13 @@ class AdaDPS(DPOptimizer, tf.keras.optimizers.SGD):
         G = (Σᵢ clip(gᵢ, C) + N(0, σ²C²·I)) / L
         θ ← θ − α·G
 
-    This makes coordinates comparable, so that the noise hits each one in proportion to what it
-    carries. The Adam form also mixes in a public first moment m: gᵢ ← (β·gᵢ + (1 − β)·m) / A.
-    Terms of the loss that belong to no example, such as regularization, are scaled like gradients.
+    This makes coordinates comparable, so that the noise affects each one in proportion to what it
+    carries. The Adam form also mixes in a public first moment m: gᵢ ← (β·gᵢ + (1 − β)·m) / A. Terms
+    of the loss that belong to no example, such as regularization, are scaled like gradients.
 
-    Guarantee: clipping comes after preconditioning, so the sensitivity is C for every A. A must
-    not come from the private data. Side information states its provenance; if that is a private
-    release of its own, ε includes it. With `order="noise_first"` A is applied to the released
+    Guarantee: clipping comes after preconditioning, so the sensitivity is C for every A. A must not
+    come from the private data. Side information states its provenance; if that is a separate
+    private release, ε includes it. With `order="noise_first"` A is applied to the released
     gradient, which is post-processing.
 
     Args:

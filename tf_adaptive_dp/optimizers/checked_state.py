@@ -1,14 +1,14 @@
 """Checks that saved state fits an optimizer, so that loading it never loses releases.
 
-Keras assigns variable after variable until one does not fit, accepts a list that is too short, and
-skips a saved state of another length with a warning.
+Keras assigns one variable after another until one does not fit, accepts a list that is too short,
+and skips a saved state of a different length with a warning.
 
-Guarantee: of state that does not fit nothing is loaded. If it holds releases that the ledger lacks,
-loading it is an error, since the ε of the weights that belong to it would be understated. Keras may
-turn the error into a warning (`skip_mismatch=True`) after it has loaded other weights, so the
-releases are added to the ledger all the same, and training is refused until somebody decides. Where
-they cannot be added, as their unit is another one or their noise is correlated, ε is infinite until
-then.
+Guarantee: nothing is loaded from a state that does not fit. If it holds releases that the ledger
+lacks, loading it is an error, since the ε of the weights that belong to it would be understated.
+Keras may turn the error into a warning (`skip_mismatch=True`) after it has loaded other weights, so
+the releases are added to the ledger all the same, and training is refused until somebody decides.
+Where they cannot be added, because their unit is different or their noise is correlated, ε is
+infinite until then.
 """
 
 from __future__ import annotations

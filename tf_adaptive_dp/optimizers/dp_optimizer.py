@@ -68,20 +68,20 @@ _building = threading.RLock()  # not an attribute: optimizers can be copied, loc
 class DPOptimizer(FullSignature, SelfScalingOptimizer):
     """Mixin that turns a `tf.keras.optimizers.Optimizer` into a private one.
 
-    `Model.fit` calls `compute_gradients` through `minimize`. It returns the noisy mean of the
-    clipped per-example gradients instead of the gradient of the mean loss. Whatever the Keras
+    `Model.fit` calls `compute_gradients` through `minimize`. Instead of the gradient of the mean
+    loss, it returns the noisy mean of the clipped per-example gradients. Whatever the Keras
     optimizer does with that is post-processing.
 
     The shell holds the parts that do the work: the `GaussianMechanism` with its ledger, a
     `Preconditioning` and a `LossScaling`.
 
-    Guarantee: every gradient that `apply_gradients` accepts came out of the `GaussianMechanism`
+    Guarantee: every gradient that `apply_gradients` accepts was released by the `GaussianMechanism`
     and is in the ledger, unless the caller passes `non_private_gradients=True`.
 
     Args:
       l2_norm_clip: see `DPSGD` for this and the other arguments of the mechanism.
-      side_information: as in `DPSGD`; or the `Preconditioning` of a subclass that uses it in a way
-        of its own.
+      side_information: as in `DPSGD`; or the `Preconditioning` of a subclass that uses it in its
+        own way.
       **kwargs: the arguments of the Keras optimizer.
     """
 

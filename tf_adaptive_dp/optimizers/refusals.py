@@ -41,8 +41,8 @@ def require_float32() -> None:
     """Makes sure that products of float32 matrices have the precision of float32.
 
     Norms and clipped sums are such products. TensorFloat-32, TensorFlow's default on newer GPUs,
-    keeps 11 of 24 bits of their factors, so that norms whose terms nearly cancel would be far too
-    small, and the sum would not be that of the gradients whose norms were taken. It is turned off,
+    keeps 11 of the 24 bits of their factors, so norms whose terms nearly cancel would be far too
+    small, and the sum would not be that of the gradients whose norms were taken. It is turned off
     for the whole process, with a warning.
 
     Raises:

@@ -25,8 +25,8 @@ _EXAMPLES = {"l2_norm_clip": "1.0", "noise_multiplier": "1.1"}
 class FullSignature:
     """Shows `inspect.signature` and `help` every argument of a class, like Keras's own optimizers.
 
-    Constructors here pass on to Keras what they do not know as `**kwargs`, and in Keras 2 a
-    metaclass hides the constructor altogether. A class that sets an argument of its base itself
+    Constructors here pass arguments that they do not know on to Keras as `**kwargs`, and in Keras 2
+    a metaclass hides the constructor altogether. A class that sets an argument of its base itself
     names it in its head: `class DPRPub(AdaDPS, sets=("order",))`.
     """
 
@@ -69,8 +69,9 @@ def _full_signature(cls: type, omitted: frozenset[str]) -> inspect.Signature:
 def register(cls: _Class) -> _Class:
     """Registers an optimizer class for saving, and by its bare name for `keras.optimizers.get`.
 
-    It is saved as `tf_adaptive_dp>{name}`. The bare name, also in lower case, serves who writes a
-    configuration by hand. A class of that name in `custom_objects` or registered earlier wins.
+    It is saved as `tf_adaptive_dp>{name}`. The bare name, also in lower case, is for configurations
+    written by hand. A class of that name in `custom_objects`, or registered earlier, takes
+    precedence.
 
     Args:
       cls: the class.

@@ -28,25 +28,25 @@ _STEPS_PER_MEASUREMENT = 8
 class UntunedSGD(DPOptimizer, OwnRuleOptimizer, sets=_FOUND):
     """Private SGD that needs neither a learning rate nor a clip norm, whatever the units are.
 
-    The first W = 5 + ⌊(50·σ/L)²·(K+1)/2⌋ batches move nothing, for K variables and batches of L
-    examples. Instead of gradients they release noisy histograms of the examples' losses and of the
-    norms of their gradients for each variable. From these come a scale a_k for each
-    variable and a unit u of the loss (one nat, or more where the first predictions are far apart).
-    Gradients are multiplied by a_k, which gives most of them a norm of about 10, and clipped to 1.
-    With their noisy mean p, whose noise is s = σ/L, step t after that is
+    The first W = 5 + ⌊(50·σ/L)²·(K+1)/2⌋ batches change no weights, for K variables and batches of
+    L examples. Instead of gradients they release noisy histograms of the examples' losses and of
+    the norms of their gradients for each variable. From these come a scale a_k for each variable
+    and a unit u of the loss (one nat, or more where the first predictions are far apart). Gradients
+    are multiplied by a_k, which gives most of them a norm of about 10, and clipped to 1. With their
+    noisy mean p, whose noise is s = σ/L, step t after that is
 
         η_t = min(κ / (10·s·√(t + 10)), 1) · u
         θ_k ← θ_k − η_t·a_k·p_k
 
     So the units of the inputs do not matter, nor how large the weights of one layer are compared
-    with those of the next. Nor does it matter if a loss is multiplied by a factor below 1. If a
-    classification loss is multiplied by 1,000, steps stay too small, because only the spread of the
-    first losses shows its unit. `update_rules.unit_steps` has the formulas.
+    with those of the next. Nor does it matter if the loss is multiplied by a factor below 1. But if
+    a classification loss is multiplied by 1,000, steps stay too small, because only the spread of
+    the first losses shows its unit. `update_rules.unit_steps` has the formulas.
 
     With side information, all of this refers to preconditioned gradients. After a
     `DelayedPreconditioner` has changed its A, another W batches measure the norms under it, and
-    steps are multiplied by A, too: θ ← θ − η·a·A·p. It may change only when that takes an eighth of
-    the steps at most.
+    steps are multiplied by A, too: θ ← θ − η·a·A·p. It may change only if all measurements together
+    then take at most an eighth of the steps.
 
     `learning_rate` is η_t, and 0 during the first W batches.
 

@@ -59,14 +59,14 @@ def poisson_batches(
     would not be: weight 0 times an infinite loss is NaN, which shows. If ones are not valid inputs
     of the model (the index 1 of a table of one row), pass a public example as `padding`.
 
-    With `user_ids`, users are drawn instead of examples. Each of the B = `sampling.max_batch_size`
-    users for whom there is room has k = `sampling.examples_per_user` neighboring rows. A user's
-    examples, or a random k of them, are in the first of these; the others are padding. For
-    `user_reduction="mean"` the sample weight of each example is divided by the number of examples
-    of its user in the batch. The weights are the only place where the reduction happens, so that no
-    loss can get it wrong: a loss that ignores them is refused, as its padding contributes. Padding
-    with a gradient that is not finite would drop the user whose rows it is among, so pass a public
-    example as `padding` where ones are not valid inputs.
+    With `user_ids`, users are drawn instead of examples. A batch has room for B =
+    `sampling.max_batch_size` users, with k = `sampling.examples_per_user` neighboring rows for
+    each. A user's examples, or a random k of them, are in the first of these rows; the others are
+    padding. For `user_reduction="mean"` the sample weight of each example is divided by the number
+    of examples of its user in the batch. The reduction happens only in the weights, so no loss can
+    get it wrong: a loss that ignores them is refused, since its padding contributes. Padding with a
+    gradient that is not finite would drop the user among whose rows it is, so pass a public example
+    as `padding` where ones are not valid inputs.
 
     Guarantee: every example joins each batch independently with probability q, up to truncation,
     and its row reveals nothing about the others; see `PoissonSampling`. Each iterator has its own
@@ -75,9 +75,9 @@ def poisson_batches(
     resumed run of a `PoissonSampling` then draws new batches, which leaves ε valid because batches
     are independent. A resumed run of a `CyclicPoissonSampling` needs the same groups: a
     `start_step` above 0 without the `key` is an error. Positions in the data determine the groups,
-    so `data` must come in the same order, which `PrivacyPlan.fit` checks and this does not. To
-    continue the same sequence, make a key (`draws.new_key()`), pass it to both calls, and keep it
-    with the data, not in a checkpoint that others receive.
+    so `data` must come in the same order, which `PrivacyPlan.fit` checks and this function does
+    not. To continue the same sequence, make a key (`draws.new_key()`), pass it to both calls, and
+    keep it with the data, not in a checkpoint that others receive.
 
     Args:
       data: `(x, y)` or `(x, y, sample_weight)` of arrays, or nests of arrays, that share their

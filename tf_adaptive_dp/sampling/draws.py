@@ -30,7 +30,7 @@ def new_key(seed: int | None = None) -> bytes:
     """A key for draws: 256 bits of the operating system's entropy, or derived from a seed.
 
     Guarantee: without a seed, nobody without the key can predict or repeat the draws. The key is as
-    secret as the data. Anyone who has it knows which examples were in which batch, and against them
+    secret as the data. Anyone who has it knows which examples were in which batch; against them,
     sampling does not amplify privacy. With a seed, anyone can repeat the draws: for tests only.
     """
     if seed is None:

@@ -250,7 +250,8 @@ class PoissonSampling(RandomSizes):
       steps: number of batches in the whole run, at least 1.
       seed: `None` for the operating system's entropy. A number makes the draws predictable, so
         sampling does not amplify privacy: for tests only.
-      examples_per_user: k, the most examples of one user in a batch; `None` to draw examples.
+      examples_per_user: k, the largest number of examples of one user in a batch; `None` to draw
+        examples.
       user_reduction: whether a user's gradient is the `"mean"` or the `"sum"` of the gradients of
         the user's examples in the batch.
 

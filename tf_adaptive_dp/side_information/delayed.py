@@ -21,9 +21,9 @@ class DelayedPreconditioner(SideInformation):
     """Gives the rows of kernels equal weight, as far as released gradients tell them from noise.
 
     Inputs of very different sizes have gradients of very different sizes, and the noise hides the
-    small ones. This divides the gradient of each input, a row of a kernel of shape
-    [inputs, outputs], by its size before the gradients are clipped. The sizes are those of the mean
-    of earlier noisy gradients, which cost no privacy to look at. Sizes are measured anew after 30,
+    small ones. This divides the gradient of each input, a row of a kernel of shape [inputs,
+    outputs], by its size before the gradients are clipped. The sizes are those of the mean of
+    earlier noisy gradients; looking at these costs no privacy. Sizes are measured anew after 30,
     60, 120, ... gradients, each time over all gradients since the time before, so there is neither
     a delay nor a rate to choose. Rows whose gradients do not stand out from the noise, which is
     known, are treated as if they lay just below it. With the mean m of the n gradients of a window,
@@ -33,13 +33,14 @@ class DelayedPreconditioner(SideInformation):
         v = mean over outputs of m² − b,  or r·max(b, b₀) if that is not above 2·r·b
         A = √(mean over rows of v / v),    gᵢ ← A ∘ gᵢ
 
-    It pays for linear models of inputs that have different units or frequencies, such as raw
-    measurements. It can cost accuracy where inputs are alike, and where there are hidden layers:
-    `docs/concepts/side-information.md` has figures. Variables with other than two axes keep A = 1.
+    It pays off for linear models of inputs with different units or frequencies, such as raw
+    measurements. It can cost accuracy where the inputs are alike, and where there are hidden
+    layers: `docs/concepts/side-information.md` has figures. Variables with other than two axes keep
+    A = 1.
 
     Guarantee: A is computed from released gradients only, so it is post-processing and adds nothing
     to the ledger. Clipping comes after A, so the sensitivity is C for every A. A is the same for
-    all minibatches of a step of the optimizer, also for the two of an `ADADP` step.
+    all minibatches of a step of the optimizer, including the two of an `ADADP` step.
 
     Pass the object to the optimizer; there is no callback. It keeps one tensor of the size of each
     kernel, which is saved with the optimizer.

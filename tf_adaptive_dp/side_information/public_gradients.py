@@ -54,7 +54,7 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
 
     Refreshes happen only between steps of the optimizer: the two minibatches of an `ADADP` step,
     and the parts of an accumulated batch, share A. With `steps_per_execution` > 1 a refresh waits
-    for the next execution. After a delayed refresh the `every` minibatches count anew.
+    for the next execution. After a delayed refresh, the count of `every` minibatches starts again.
 
     Args:
       dataset: a `tf.data.Dataset` of batches, as `fit` takes them. It is repeated.

@@ -416,8 +416,8 @@ def recommend(
     and repeat-and-select with the geometric and the Poisson distribution. The last three draw the
     candidate of each trial uniformly from the whole space. For a chance of 90% they therefore run 9
     times as many trials on average as there are candidates (Poisson: 2.3 times). They save privacy,
-    not time, and save more the more candidates there are. For few candidates composition is
-    cheaper.
+    not time, and the more candidates there are, the more they save. For few candidates, composition
+    is cheaper.
 
     Repeat-and-select with η = 0.1 and with η = 0, the logarithmic distribution, is listed in
     addition, with the mean number of trials of the geometric distribution. These are cheaper still,

@@ -206,14 +206,14 @@ def default_tolerance(
     each parameter by about tol/√d. With few parameters a tolerance of 1 would mean large steps, and
     the paper expects a smaller one there (section "Choice of parameter tol"). The bound of 1/50 per
     parameter is our choice. With more than 270,000 parameters, a tolerance of 1 would slow training
-    down the more, the larger the network is; so each parameter moves as far as in theirs. Smaller
-    networks get at least 1, as the paper prints.
+    down, the more so the larger the network is; so we let each parameter move as far as in the
+    paper's network. Smaller networks get at least 1, as the paper prints.
 
     If the inputs are normalized, smaller networks get at least √(σ / 8), or 1 if that is less. The
     noise of a step moves the model by about tol, and the gradients move it in proportion to η, so
-    to tol / σ. With more noise tol has to be larger, or the gradients would not get the model
-    anywhere. The law was chosen on held-out training data (docs/results.md, `adadp_tolerance`),
-    where inputs as they are did worse with less than 1.
+    to tol / σ. With more noise, tol has to be larger, or the gradients would not move the model far
+    enough. The law was chosen on held-out training data (docs/results.md, `adadp_tolerance`), where
+    inputs that were not normalized did worse with less than 1.
 
     Args:
       num_parameters: d.

@@ -1,4 +1,4 @@
-"""Scales and step sizes in units that the model and its data bring along.
+"""Scales and step sizes in units that come from the model and its data.
 
 Let U_k be the upper quartile of the norms of the examples' gradients for variable k, at the start.
 Gradients are multiplied by a_k before they are clipped, and steps are multiplied by it again:
@@ -16,8 +16,8 @@ The noise of p has the standard deviation s = σ/L. The steps
 
 let the noise of t steps change the loss of an example by about κ·u·√(ln t). Models whose data pass
 D kernels bear less noise than linear ones, since each kernel multiplies the noise of the others. So
-do models with many parameters d, in which examples share less of what is learned. The figures are
-those of held-out training data, for D = 1 to 4; deeper models get the κ of D = 4.
+do models with many parameters d, in which examples share less of what is learned. The figures were
+chosen on held-out training data, for D = 1 to 4; deeper models get the κ of D = 4.
 
 The unit u of the loss is one nat for a model whose first predictions are unsure, as the usual
 initial weights make them. It is larger if they are far from each other, since then only changes of

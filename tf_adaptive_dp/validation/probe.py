@@ -1,4 +1,4 @@
-"""Changes a batch and observes which losses move, without any knowledge of the model."""
+"""Changes a batch and observes which losses change, without any knowledge of the model."""
 
 from __future__ import annotations
 

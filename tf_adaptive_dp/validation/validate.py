@@ -69,9 +69,9 @@ def validate(
 
     It traces the training step of the model as `fit` does, with a copy of its optimizer and without
     running it: `report.ok` says whether `fit` would train on this batch. It names all layers that
-    mix examples, and not only the first one. It announces each Jacobian, with what it costs. It
-    inspects the layers, the optimizer and the batch. And it runs the model on changed batches,
-    where the losses of other examples must not move.
+    mix examples, and not only the first one. It announces each Jacobian and what it costs. It
+    inspects the layers, the optimizer and the batch. And it runs the model on batches with one
+    example changed, on which the losses of the other examples must stay the same.
 
     Guarantee: none by itself. What the search of a training step accepts holds for all batches, as
     in training. The probe can only find mixing, on this batch. The report is not private: do not
@@ -86,7 +86,7 @@ def validate(
       loss: replaces the loss that the model was compiled with. A compiled model that overrides
         `compute_loss` or `train_step` is searched with that instead.
       optimizer: replaces the model's own; it does not change.
-      fix: whether to repair, in a copy of the model, what has a safe replacement.
+      fix: whether to repair, in a copy of the model, everything that has a safe replacement.
         BatchNormalization becomes GroupNormalization, and stateful recurrent layers become
         stateless. All other layers keep their weights. The report is then about the copy, which is
         not compiled.

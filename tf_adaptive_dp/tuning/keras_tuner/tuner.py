@@ -29,7 +29,7 @@ class HonestTuner(keras_tuner.Tuner):
     tuner sets it so that all trials together, their scores and the choice are (ε, δ)-DP. All trials
     make the same number of releases with the same expected batch size. A model is scored once,
     after its last epoch, on `validation_data`. There are no retries: a trial that crashes has spent
-    its share and ranks last, as does a trial whose score is not finite.
+    its share and ranks last, and so does a trial whose score is not finite.
 
     Strategies: `"composition"` tries `num_trials` candidates, or a whole finite space, each once,
     and may show all of them. `"repeat_and_select"` and `"liu_talwar"` try a secret random number of
@@ -43,8 +43,8 @@ class HonestTuner(keras_tuner.Tuner):
 
     Guarantee: (ε, δ)-DP of everything that `privacy_statement` lists, for adding or removing one
     example, under the conditions that it states. The tuner builds all drawn candidates once in
-    advance. As far as this can be seen without training, it rejects a model that would cost
-    something else before any trial is trained.
+    advance. Before any trial is trained, it rejects a model that would cost something else, as far
+    as this can be seen without training.
 
     Args:
       hypermodel: `build_model(hp)`, or a `keras_tuner.HyperModel` that does not override `fit`,
