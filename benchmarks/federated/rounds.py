@@ -164,7 +164,7 @@ class Rounds:
 def before_the_highest_node(state: Any) -> Any:
     """A state of a process with the tree mechanism whose next round costs the most of all.
 
-    That round finishes the node of the highest level, and takes back the noise of one node of each
+    That round finishes the node of the highest level, and cancels the noise of one node of each
     level below it.
 
     Args:

@@ -407,8 +407,8 @@ class BandedSum(tfp.SumAggregationDPQuery):
 
     Guarantee: c_0 times a round's result, plus the c_k times the results before it, is the row
     y_t = c_0 g_t + ... + c_{b-1} g_{t-b+1} + z_t, to float32 rounding, and the results are a
-    function of these rows. z_t is drawn in the round that releases it and used in no other row. A client
-    that takes part in round t alone moves these rows by at most clip·‖c‖ = clip, even if the
+    function of these rows. z_t is drawn in the round that releases it and used in no other row. A
+    client that takes part in round t alone moves these rows by at most clip·‖c‖ = clip, even if the
     updates of a round depend on earlier results. A client that takes part several times, any two of
     them at least b rounds apart, moves each row through one of its updates only. So √k·clip bounds
     k participations, and `tf_adaptive_dp.accounting.noise_strategies.sensitivity` is exact. A round

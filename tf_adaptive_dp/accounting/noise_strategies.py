@@ -100,7 +100,7 @@ class NoiseStrategy:
 
     @property
     def taken_back(self) -> str:
-        """What the noise of a step takes back, in words."""
+        """What the noise of a step cancels, in words."""
         raise NotImplementedError
 
     def moved(self, steps: int, min_separation: int, max_participations: int) -> float:

@@ -15,7 +15,7 @@ from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy, ToeplitzSt
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.mechanism.noise import aligned, normal_numbers
 
-# Threads that trace steps at the same time have to take back noise from the same variable.
+# Threads that trace steps at the same time have to cancel noise from the same variable.
 _CREATION = threading.Lock()
 
 # Numbers of draws that each release of `TreeNoise` reserves; it needs one for each level at most.

@@ -31,8 +31,8 @@ l2_norm_clip: C, the bound on the L2 norm of each example's gradient; at least 1
     differentiation, and gradients are divided by it before clipping. `None` uses 1024 for
     layers with a mixed-precision policy and 1 otherwise.
   noise: how the noise of a step depends on that of earlier steps: `None` or
-    `accounting.IndependentNoise()`; or `accounting.BandedNoise(bands)`, which takes back a part
-    of earlier noise, for batches of a `sampling.CyclicPoissonSampling` with as many groups; or
+    `accounting.IndependentNoise()`; or `accounting.BandedNoise(bands)`, which cancels part of
+    earlier noise, for batches of a `sampling.CyclicPoissonSampling` with as many groups; or
     `accounting.TreeNoise(steps_per_tree)`, DP-FTRL, for batches of a `sampling.FixedOrder`.
   secure_noise: whether to draw noise from the operating system's cryptographic generator,
     which resists floating-point attacks (see `mechanism.secure_noise`). It is slower, and
