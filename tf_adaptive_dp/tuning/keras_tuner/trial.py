@@ -1,8 +1,8 @@
 """One trial of a search: it trains and scores one candidate, and costs what was planned.
 
-`settings` and `prepare` check the model that `build_model` made. `Trial` trains it, in as many
-processes as it takes. `TrialBudget`, its last callback, sees to it that every trial makes exactly
-the planned releases with the planned noise.
+`check_optimizer` and `prepare` check the model that `build_model` made. `PrivateTrial` trains it,
+in as many processes as it takes. `TrialBudget`, its last callback, sees to it that every trial
+makes exactly the planned releases with the planned noise.
 """
 
 from __future__ import annotations
