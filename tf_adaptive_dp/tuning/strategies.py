@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import dp_accounting
 
@@ -18,6 +18,22 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp.mechanism import noise
 from tf_adaptive_dp.tuning import search_epsilon, trial_count_distributions
 from tf_adaptive_dp.tuning.conversion import DEFAULT_ACCOUNTING, Accounting
+
+
+@runtime_checkable
+class Score(Protocol):
+    """What the validation data of a search are, and what the score of a trial costs."""
+
+    @property
+    def event(self) -> dp_accounting.DpEvent:
+        """The event of one released score."""
+
+    def released(self, score: float) -> float:
+        """The score of a trial as it may be released. Call it once per trial."""
+
+    @property
+    def sentence(self) -> str:
+        """The sentence about the score in the privacy statement."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,13 @@ from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.sampling import datasets, draws, sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.tuning.keras_tuner import space
-from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect
+from tf_adaptive_dp.tuning.strategies import (
+    Composition,
+    LiuTalwar,
+    RepeatAndSelect,
+    Score,
+    Strategy,
+)
 
 # --- arguments of the tuner ----------------------------------------------------------------------
 
@@ -34,7 +40,7 @@ from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSe
 _NAMES = ("composition", "liu_talwar", "repeat_and_select")
 
 
-def read_strategy(named: Any, num_trials: float | None) -> Any:
+def read_strategy(named: str | Strategy, num_trials: float | None) -> Strategy | None:
     """The strategy for a name; `None` for the composition of a whole space.
 
     Raises:
@@ -62,13 +68,15 @@ def read_strategy(named: Any, num_trials: float | None) -> Any:
     return LiuTalwar(gamma=1 / mean) if name == "liu_talwar" else RepeatAndSelect(mean)
 
 
-def strategy_for_space(strategy: Any, hyperparameters: keras_tuner.HyperParameters) -> Any:
+def strategy_for_space(
+    strategy: Strategy | None, hyperparameters: keras_tuner.HyperParameters
+) -> Strategy:
     """Fits a strategy to a space: composition has at most one trial per candidate.
 
     Raises:
       ValueError: if the whole of an infinite space is requested.
     """
-    if strategy is not None and not strategy.releases_all:
+    if strategy is not None and not isinstance(strategy, Composition):
         return strategy
     candidates = space.listed(hyperparameters)
     if candidates is None:
@@ -83,11 +91,9 @@ def strategy_for_space(strategy: Any, hyperparameters: keras_tuner.HyperParamete
     return dataclasses.replace(strategy, num_trials=min(strategy.num_trials, len(candidates)))
 
 
-def check_score(score: Any) -> Any:
+def check_score(score: Score) -> Score:
     """Returns `score` if it is a valid score; raises TypeError otherwise."""
-    if isinstance(score, type) or not all(
-        hasattr(score, name) for name in ("event", "released", "sentence")
-    ):
+    if isinstance(score, type) or not isinstance(score, Score):
         raise TypeError(
             "`score` must say what the validation data are: PublicScore(), NoisyScore(...) or "
             f"UnprotectedScore(). Received: score={score!r}"

@@ -8,6 +8,7 @@ import keras_tuner
 
 from tf_adaptive_dp.tuning.keras_tuner import space
 from tf_adaptive_dp.tuning.keras_tuner.results import Outcome
+from tf_adaptive_dp.tuning.strategies import Strategy
 
 
 class HonestOracle(keras_tuner.Oracle):
@@ -21,7 +22,7 @@ class HonestOracle(keras_tuner.Oracle):
         super().__init__(objective=objective, hyperparameters=hyperparameters)
         self.verbose = 0
 
-    def draws(self, strategy: Any) -> list[space.Values]:
+    def draws(self, strategy: Strategy) -> list[space.Values]:
         """Draws the candidates of all trials, once, before the first trial.
 
         Guarantee: as the proof of the strategy requires. Composition draws no candidate twice. The
@@ -29,7 +30,7 @@ class HonestOracle(keras_tuner.Oracle):
         and uniformly with replacement.
 
         Args:
-          strategy: one of `strategies`.
+          strategy: a `Composition`, `LiuTalwar` or `RepeatAndSelect`.
         """
         number = strategy.draw_num_trials()
         if strategy.releases_all:

@@ -22,6 +22,7 @@ from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import counted
 from tf_adaptive_dp.statement import format_epsilon, list_item, paragraph
 from tf_adaptive_dp.tuning.keras_tuner.search_plan import SearchPlan
+from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar
 
 Outcome = dict[str, Any]
 
@@ -194,25 +195,25 @@ def privacy_statement(
 
 def _strategy(plan: SearchPlan) -> str:
     strategy = plan.strategy
-    if strategy.releases_all:
+    if isinstance(strategy, Composition):
         return (
-            f"Strategy: composition of {counted(strategy.max_trials, 'candidate')}, any of which "
+            f"Strategy: composition of {counted(strategy.num_trials, 'candidate')}, any of which "
             "may be shown. Candidates that crashed or were interrupted are counted like the others."
         )
     source = "Papernot and Steinke 2022"
     if plan.budget.accountant == "pld":
         source += ", with the privacy profiles of Koskela, Redberg and Wang 2024"
-    how = {
-        "liu_talwar": (
+    if isinstance(strategy, LiuTalwar):
+        how = (
             "random stopping (Liu and Talwar 2019): after each candidate a secret coin ended the "
-            f"search with probability {getattr(strategy, 'gamma', 0):g}, and it ended after at "
-            f"most {strategy.max_trials} candidates"
-        ),
-        "repeat_and_select": (
+            f"search with probability {strategy.gamma:g}, and it ended after at most "
+            f"{strategy.max_trials} candidates"
+        )
+    else:
+        how = (
             f"the best of a secret random number of candidates ({source}), "
             f"{strategy.expected_trials:g} on average"
-        ),
-    }[strategy.name]
+        )
     return (
         f"Strategy: {how}. Each candidate was drawn uniformly from the search space, with "
         "replacement. A candidate that crashed was ranked last."

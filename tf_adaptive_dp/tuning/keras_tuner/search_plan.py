@@ -15,6 +15,7 @@ from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 from tf_adaptive_dp.tuning import budgets
 from tf_adaptive_dp.tuning.conversion import Accounting
+from tf_adaptive_dp.tuning.strategies import Score, Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +109,8 @@ class SearchPlan:
     E[K]·η, whatever the trials' results. So δ = δ₀ + e^ε·E[K]·η by the argument there.
 
     Attributes:
-      strategy: one of `strategies`.
-      score: one of `scores`.
+      strategy: a `Composition`, `LiuTalwar` or `RepeatAndSelect`.
+      score: a `PublicScore`, `NoisyScore` or `UnprotectedScore`.
       budget: what the search may spend.
       batches: the batches of every trial.
       schedule: the length of every trial.
@@ -118,8 +119,8 @@ class SearchPlan:
       ValueError: if these do not go together.
     """
 
-    strategy: Any
-    score: Any
+    strategy: Strategy
+    score: Score
     budget: Budget
     batches: Batches
     schedule: Schedule

@@ -20,6 +20,7 @@ from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
 from tf_adaptive_dp.tuning.keras_tuner.search import Search, delete_trials
 from tf_adaptive_dp.tuning.keras_tuner.search_plan import Batches, Budget, Schedule, SearchPlan
 from tf_adaptive_dp.tuning.keras_tuner.trial import batch_size_and_parts, check_optimizer
+from tf_adaptive_dp.tuning.strategies import Score, Strategy
 
 
 class HonestTuner(keras_tuner.Tuner):
@@ -83,8 +84,8 @@ class HonestTuner(keras_tuner.Tuner):
         epsilon: float,
         delta: float,
         num_examples: int,
-        score: Any,
-        strategy: Any = "repeat_and_select",
+        score: Score,
+        strategy: str | Strategy = "repeat_and_select",
         num_trials: float | None = None,
         sampling: Sampling | str = "shuffled",
         accountant: str = "rdp",
@@ -101,14 +102,14 @@ class HonestTuner(keras_tuner.Tuner):
         self._accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
         self._score = arguments.check_score(score)
         self._sampling = arguments.check_sampling(sampling)
-        strategy = arguments.read_strategy(strategy, num_trials)
+        asked_for = arguments.read_strategy(strategy, num_trials)
         oracle = HonestOracle(objective, hyperparameters)
         arguments.check_objective(oracle.objective)
         folder = Path(directory or ".") / (project_name or "untitled_project")
         arguments.check_folder(folder, overwrite)
         super().__init__(oracle, hypermodel, directory=directory, project_name=project_name)
         arguments.check_hypermodel(self.hypermodel)
-        self._strategy = arguments.strategy_for_space(strategy, self.oracle.hyperparameters)
+        self._strategy = arguments.strategy_for_space(asked_for, self.oracle.hyperparameters)
         if overwrite:  # all arguments are valid by now
             shutil.rmtree(self.project_dir)
         self._secret = Path(self.project_dir) / "secret"
