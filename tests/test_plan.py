@@ -18,7 +18,7 @@ from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp.accounting import Releases, epsilon
 from tf_adaptive_dp.callbacks import run_directory
 from tf_adaptive_dp.plan import PrivacyPlan
-from tf_adaptive_dp.statement import format_epsilon
+from tf_adaptive_dp.wording import format_epsilon
 
 N, DELTA = 64, 1e-3
 NUMBERS = {"delta": DELTA, "num_examples": N, "batch_size": 8, "epochs": 2, "accountant": "rdp"}

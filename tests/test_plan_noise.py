@@ -34,7 +34,7 @@ from tf_adaptive_dp.mechanism import draw_numbers
 from tf_adaptive_dp.mechanism.correlated_noise import _recurrence
 from tf_adaptive_dp.mechanism.noise import normal_numbers
 from tf_adaptive_dp.sampling import CyclicPoissonSampling, FixedOrder, draws
-from tf_adaptive_dp.statement import format_epsilon
+from tf_adaptive_dp.wording import format_epsilon
 
 N, B, EPOCHS, BANDS = 80, 4, 2, 3
 PASS = N // B

@@ -35,7 +35,7 @@ PUBLIC = [
 RANKS = [
     {"errors"},
     {"_keras"},
-    {"checks", "version"},
+    {"checks", "version", "wording"},
     {"accounting", "gradients", "update_rules"},
     {"durable", "mechanism", "sampling", "side_information"},
     {"normalization"},

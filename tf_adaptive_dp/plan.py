@@ -27,10 +27,10 @@ from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.statement import (
     EXAMPLE,
     USER,
-    format_epsilon,
     privacy_statement,
     warn_of_large_delta,
 )
+from tf_adaptive_dp.wording import format_epsilon
 
 __all__ = ["PlanOffer", "PrivacyPlan"]
 

@@ -20,14 +20,10 @@ from tf_adaptive_dp._keras.generation import keras, keras_version
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.sampling import sampling_epsilon
-from tf_adaptive_dp.sampling.draws import Sampling, counted
-from tf_adaptive_dp.statement import (
-    format_epsilon,
-    noise_is_seeded,
-    num_unchecked,
-    privacy_statement,
-)
+from tf_adaptive_dp.sampling.draws import Sampling
+from tf_adaptive_dp.statement import noise_is_seeded, num_unchecked, privacy_statement
 from tf_adaptive_dp.version import __version__
+from tf_adaptive_dp.wording import counted, format_epsilon
 
 __all__ = ["facts", "write"]
 

@@ -19,9 +19,10 @@ from tf_adaptive_dp.accounting.composition import is_unprotected, unprotected
 from tf_adaptive_dp.accounting.ledger import BatchChecks, Segment
 from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
-from tf_adaptive_dp.sampling.draws import FullBatches, Sampling, counted
+from tf_adaptive_dp.sampling.draws import FullBatches, Sampling
 from tf_adaptive_dp.sampling.fixed_order import FixedOrder
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
+from tf_adaptive_dp.wording import counted, format_epsilon, joined, list_item, paragraph
 
 __all__ = ["privacy_statement"]
 
@@ -648,27 +649,3 @@ def _num_epochs(count: int, batch_size: float, num_examples: int) -> float:
             if same_count and math.ceil(epochs) == math.ceil(exact):
                 return epochs
     return (count - 0.5) * batch_size / num_examples
-
-
-def format_epsilon(epsilon: float) -> str:
-    """ε with four decimals, rounded up.
-
-    >>> format_epsilon(0.53832)
-    '0.5384'
-    """
-    return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}"
-
-
-def paragraph(text: str) -> str:
-    """Wraps a paragraph at 80 columns."""
-    return textwrap.fill(" ".join(text.split()), width=80) + "\n"
-
-
-def list_item(text: str) -> str:
-    """Wraps a list item at 80 columns."""
-    return textwrap.fill(text, width=80, initial_indent="  - ", subsequent_indent="    ") + "\n"
-
-
-def joined(paragraphs: Sequence[str]) -> str:
-    """Joins paragraphs by blank lines and drops empty ones."""
-    return "\n".join(text for text in paragraphs if text)

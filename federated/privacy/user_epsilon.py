@@ -13,7 +13,8 @@ from tf_adaptive_dp.accounting import composition as central
 from tf_adaptive_dp.accounting.composition import epsilon_without_amplification
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
-from tf_adaptive_dp.statement import Unit, format_epsilon, list_item, paragraph
+from tf_adaptive_dp.statement import Unit
+from tf_adaptive_dp.wording import format_epsilon, joined, list_item, paragraph
 
 __all__ = ["UserLedger", "epsilon_spent", "privacy_statement"]
 
@@ -185,11 +186,11 @@ def privacy_statement(
     information = statement.side_information_paragraph(ledger.side_information)
     if math.isinf(spent):
         why = statement.why_not_private(ledger.segments, events, sampling, USER)
-        return statement.joined([why, released, information])
+        return joined([why, released, information])
     state = {"tree": _STATE_NOT_PROTECTED, "banded": _BANDED_STATE_NOT_PROTECTED}.get(
         ledger.privacy.mechanism, _STATE_PROTECTED
     )
-    return statement.joined(
+    return joined(
         [
             _claim(ledger, spent, delta, sampling, accountant),
             statement.delta_warning(delta, clients, USER),

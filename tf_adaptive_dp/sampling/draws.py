@@ -371,17 +371,3 @@ def refuse_other_sizes(ledger: Any) -> None:
             f"what a ledger with that size says, `accounting.Releases([(noise_multiplier, {rows}, "
             "num_releases)])`."
         )
-
-
-def counted(number: int, one: str, several: str | None = None) -> str:
-    """A number with its noun, in the singular or the plural.
-
-    Args:
-      number: how many.
-      one: the noun in the singular.
-      several: its plural, by default with an "s".
-
-    >>> counted(1, "noisy gradient"), counted(2, "noisy gradient")
-    ('1 noisy gradient', '2 noisy gradients')
-    """
-    return f"{number} {one if number == 1 else several or f'{one}s'}"

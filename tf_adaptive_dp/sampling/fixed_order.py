@@ -11,6 +11,7 @@ import numpy as np
 
 from tf_adaptive_dp.accounting import composition, noise_strategies
 from tf_adaptive_dp.sampling import draws
+from tf_adaptive_dp.wording import counted
 
 # The orders that this process made, by batch size and number of examples.
 _orders_of: dict[tuple[int, int], set[bytes]] = {}
@@ -114,11 +115,11 @@ class FixedOrder(draws.FullBatches):
         """See `Sampling.describe`."""
         per_pass = self.steps // epochs
         left = num_examples - per_pass * self.batch_size
-        others = draws.counted(left, self.unit) + (" is" if left == 1 else " are")
+        others = counted(left, self.unit) + (" is" if left == 1 else " are")
         return [
             f"{self.steps} steps: {epochs} passes of {per_pass} batches, all in one order; batches "
             "are not sampled",
-            f"Each batch has {draws.counted(self.batch_size, self.unit)}"
+            f"Each batch has {counted(self.batch_size, self.unit)}"
             + (f"; {others} in none, chosen at random" if left else ""),
         ]
 

@@ -16,6 +16,7 @@ from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.sampling import draws
+from tf_adaptive_dp.wording import counted
 
 REDUCTIONS = ("mean", "sum")
 # Upper bound on the probability that a run is refused because padding had no marks by chance.
@@ -69,15 +70,13 @@ class RandomSizes(draws.Sampling):
     def describe(self, num_examples: int, epochs: int) -> list[str]:
         """See `Sampling.describe`."""
         size = self.expected_batch_size(num_examples)
-        padded = draws.counted(self.rows, "row")
+        padded = counted(self.rows, "row")
         if self.examples_per_user is not None:
-            each = draws.counted(self.examples_per_user, "row")
-            padded = f"{draws.counted(self.max_batch_size, 'user')} with {each} each ({padded})"
+            each = counted(self.examples_per_user, "row")
+            padded = f"{counted(self.max_batch_size, 'user')} with {each} each ({padded})"
         rows = f"Batches average {size:g} {self.unit}{'s' * (size != 1)}, padded to {padded}"
-        batches = draws.counted(self.steps // epochs, "Poisson batch", "Poisson batches")
-        steps = (
-            f"{draws.counted(self.steps, 'step')}: {draws.counted(epochs, 'epoch')} of {batches}"
-        )
+        batches = counted(self.steps // epochs, "Poisson batch", "Poisson batches")
+        steps = f"{counted(self.steps, 'step')}: {counted(epochs, 'epoch')} of {batches}"
         return [steps, rows]
 
     def failure_probability(self, num_examples: int) -> float:

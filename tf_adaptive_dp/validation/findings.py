@@ -8,7 +8,7 @@ from typing import Any, Callable, NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.sampling.draws import counted
+from tf_adaptive_dp.wording import counted
 
 
 class Finding(NamedTuple):

@@ -5,12 +5,12 @@ import pytest
 
 from tests.helpers import tuned
 from tf_adaptive_dp import PoissonSampling
-from tf_adaptive_dp.statement import format_epsilon
 from tf_adaptive_dp.tuning import strategies
 from tf_adaptive_dp.tuning.conversion import Accounting
 from tf_adaptive_dp.tuning.keras_tuner import results
 from tf_adaptive_dp.tuning.keras_tuner.search_plan import Batches, Budget, Schedule, SearchPlan
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect
+from tf_adaptive_dp.wording import format_epsilon
 
 PUBLIC = strategies.PublicScore()
 STRATEGIES = [Composition(5), LiuTalwar(0.5), RepeatAndSelect(3)]

@@ -19,10 +19,9 @@ import tensorflow as tf
 from tf_adaptive_dp import statement
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.sampling import sampling_epsilon
-from tf_adaptive_dp.sampling.draws import counted
-from tf_adaptive_dp.statement import format_epsilon, list_item, paragraph
 from tf_adaptive_dp.tuning.keras_tuner.search_plan import SearchPlan
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar
+from tf_adaptive_dp.wording import counted, format_epsilon, joined, list_item, paragraph
 
 Outcome = dict[str, Any]
 
@@ -166,7 +165,7 @@ def privacy_statement(
     single = format_epsilon(plan.epsilon_of_one(noise_multiplier))
     budget, batches = plan.budget, plan.batches
     information = {outcome["side_information"] for outcome in shown}
-    return statement.joined(
+    return joined(
         [
             statement.claim(
                 spent,
