@@ -21,7 +21,7 @@ from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
-from tf_adaptive_dp.statement import noise_is_seeded, num_unchecked, privacy_statement
+from tf_adaptive_dp.statement import noise_is_seeded, num_unchecked, privacy_statement, unit_of
 from tf_adaptive_dp.version import __version__
 from tf_adaptive_dp.wording import counted, format_epsilon
 
@@ -106,7 +106,7 @@ def facts(
             "delta": delta,
             "budget": epsilon,
             "accountant": accountant,
-            "unit": getattr(sampling, "unit", "example"),
+            "unit": unit_of(sampling).one,
             "num_examples": num_examples,
             "seeded_noise": noise_is_seeded(optimizer),
             "statement": statement,

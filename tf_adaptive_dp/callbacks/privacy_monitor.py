@@ -124,7 +124,7 @@ class PrivacyMonitor(PrivateCallback):
         self.log_dir = log_dir
         self.sampling = sampling_epsilon.check_sampling(sampling)
         self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
-        self._unit = getattr(self.sampling, "unit", "example")
+        self._unit = unit_of(self.sampling).one
         warn_of_large_delta(self.delta, self.num_examples, unit_of(self.sampling), stacklevel=2)
         self._fed = FedExamples(self.num_examples, self.sampling, full_passes)
         self._board: TensorBoardLog | None = None
