@@ -35,7 +35,7 @@ from tf_adaptive_dp.wording import format_epsilon
 __all__ = ["PlanOffer", "PrivacyPlan"]
 
 # Arguments that the plan sets, so callers of `optimizer` must not, and what to do instead.
-_OF_THE_OPTIMIZER = {
+_SET_IN_OPTIMIZER = {
     "noise": "pass it to `PrivacyPlan(...)`",
     "noise_multiplier": "pass it to `PrivacyPlan(...)`, in place of `epsilon`",
     "expected_batch_size": "pass it to `PrivacyPlan(...)`, as `batch_size`",
@@ -45,7 +45,7 @@ _OF_THE_OPTIMIZER = {
 # The part of ε that the normalization of inputs alone would spend; composed, it is far less.
 _FOR_NORMALIZATION = 0.2
 # Arguments that the plan sets, so callers of `fit` must not.
-_OF_THE_PLAN = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
+_SET_IN_FIT = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
 # Arguments that Keras applies to arrays, which it does not get here, and what to do instead.
 _NOT_WITH_A_PLAN = {
     "class_weight": "pass `sample_weight=weights[y]`, with a weight for each class",
@@ -207,7 +207,7 @@ class PrivacyPlan:
         self.noise = self._strategy(noise, known_epsilon=epsilon is not None)
         self.sampling = self._sampling(self.batch_size, self.epochs)
         self.steps, self.steps_per_epoch = self.sampling.steps, self.sampling.steps // self.epochs
-        self._is_of_noise = noise_multiplier is not None
+        self._noise_was_given = noise_multiplier is not None
         if noise_multiplier is None:
             self.noise_multiplier = self._budget.least_noise(
                 self.epsilon, self.sampling, self.noise
@@ -326,7 +326,7 @@ class PrivacyPlan:
           ValueError: if the optimizer releases more about the examples than `other_events` say.
           NotPrivateError: if its noise has a `seed`.
         """
-        for name, instead in _OF_THE_OPTIMIZER.items():
+        for name, instead in _SET_IN_OPTIMIZER.items():
             if name in kwargs:
                 raise TypeError(
                     f"`{name}` is set by the plan: {instead}. Received: {name}={kwargs[name]!r}"
@@ -490,7 +490,7 @@ class PrivacyPlan:
                     f"`plan.fit` does not support `{name}`: {instead}. Received: "
                     f"{name}={fit_arguments[name]!r}"
                 )
-        given = [name for name in _OF_THE_PLAN if name in fit_arguments]
+        given = [name for name in _SET_IN_FIT if name in fit_arguments]
         if given:
             are, them = ("is", "it") if len(given) == 1 else ("are", "them")
             there = {"batch_size", "epochs"}.issuperset(given)
@@ -656,7 +656,7 @@ class PrivacyPlan:
         count with the smaller room, which costs a little more, and `fit` allows that.
         """
         drawn = self.sampling.as_drawn(optimizer)
-        if not self._is_of_noise or drawn is self.sampling:
+        if not self._noise_was_given or drawn is self.sampling:
             return self.epsilon
         of_steps = self._budget.epsilon(drawn, self.noise, self.noise_multiplier)
         return of_steps if self.epsilon < of_steps < 1.01 * self.epsilon else self.epsilon

@@ -26,7 +26,7 @@ def written(path):
 def read(path):
     journal = SearchJournal(path)
     journal.close()
-    return journal.search, journal.plan, journal.begun, journal.ended
+    return journal.search, journal._drawn, journal.begun, journal.ended
 
 
 def test_what_was_noted_is_there_when_it_is_opened_again(tmp_path):

@@ -50,7 +50,7 @@ def kill_and_finish(injector, folder, kills, job, randomness):
         path = folder / "search" / "secret" / "journal"
         if path.exists():
             journal = SearchJournal(path)
-            journals.append((journal.begun, len(journal.ended), journal.plan))
+            journals.append((journal.begun, len(journal.ended), journal._drawn))
             journal.close()
     return journals
 

@@ -162,8 +162,8 @@ class Search:
         )
         weights = self._weights(trial_id)
         outcome = trial.run(model, self._data, self._oracle.objective, weights)
-        drawn = {"id": trial_id, "values": values}
-        journal.note_ended({**outcome, **drawn, "resumed": journal.resumed})
+        which = {"id": trial_id, "values": values}
+        journal.note_ended({**outcome, **which, "resumed": journal.resumed})
         trial.clean()
         self._drop_losers(journal)
         if self._plan.strategy.releases_all and self._data.arguments.get("verbose", 1):

@@ -30,7 +30,6 @@ class SearchJournal(journal.Journal):
 
     Attributes:
       search: the arguments of the search; `None` before `begin`.
-      plan: its noise and its draws; `None` before `begin`.
       models: the structure of the candidates' models, by the JSON of their values; `None` if it is
         unknown.
       begun: number of trials that began.
@@ -59,7 +58,7 @@ class SearchJournal(journal.Journal):
           ValueError: if the file is something else or damaged; it is not changed.
         """
         self.search: dict | None = None
-        self.plan: dict[str, Any] | None = None
+        self._drawn: dict[str, Any] | None = None
         self.models: dict | None = None
         self.begun, self.resumed = 0, 0
         self.ended: list[dict[str, Any]] = []
@@ -67,10 +66,10 @@ class SearchJournal(journal.Journal):
 
     @property
     def drawn(self) -> dict[str, Any]:
-        """The plan of a search that has begun."""
-        if self.plan is None:
+        """The noise of a search that has begun, its draws, and what else was chosen once."""
+        if self._drawn is None:
             raise ValueError("The search has not begun.")
-        return self.plan
+        return self._drawn
 
     def _may_follow(self, entry: dict) -> bool:
         if self.search is None:
@@ -85,7 +84,7 @@ class SearchJournal(journal.Journal):
 
     def _follow(self, entry: dict) -> None:
         if "search" in entry:
-            self.search, self.plan = entry["search"], entry["plan"]
+            self.search, self._drawn = entry["search"], entry["plan"]
         elif "begun" in entry:
             self.begun, self.resumed = entry["begun"], 0
             self.models = entry.get("models", self.models)
@@ -94,14 +93,14 @@ class SearchJournal(journal.Journal):
         else:
             self.ended.append(entry["outcome"])
 
-    def begin(self, search: dict[str, Any], plan: dict[str, Any]) -> None:
+    def begin(self, search: dict[str, Any], drawn: dict[str, Any]) -> None:
         """Records the search and its draws, before any trial.
 
         Args:
           search: everything that must stay the same when the search is resumed; plain JSON.
-          plan: `draws`, a list with one entry per trial, and everything else that was chosen once.
+          drawn: `draws`, a list with one entry per trial, and everything else that was chosen once.
         """
-        self._append({"search": search, "plan": plan})
+        self._append({"search": search, "plan": drawn})
 
     def note_begun(self, models: dict[str, Any] | None = None) -> None:
         """Records that the next trial begins, before it spends anything.
