@@ -106,9 +106,7 @@ def _trace(
                     findings or of_model(model, trained.loss, specs) or [_not_traced(error)]
                 )
     if own_step and private and not releases_within(graph):
-        what = "Its `train_step` releases no gradients of the private optimizer."
-        fix = "Call `self.optimizer.minimize(loss, self.trainable_variables, tape)` in it."
-        return _refused([Finding("not private", "model", what, fix)])
+        return _releases_nothing()
     jacobians = [w.message for w in caught if isinstance(w.message, JacobianWarning)]
     # A step that creates variables, such as those of metrics, is traced twice.
     variables = {id(v): v for warning in jacobians for v in warning.variables}
@@ -117,6 +115,13 @@ def _trace(
 
 def _refused(findings: list[Finding]) -> TracedStep:
     return TracedStep(findings, False, False, [])
+
+
+def _releases_nothing() -> TracedStep:
+    """What is said of a step that does not use the private optimizer's gradients."""
+    what = "Its `train_step` releases no gradients of the private optimizer."
+    fix = "Call `self.optimizer.minimize(loss, self.trainable_variables, tape)` in it."
+    return _refused([Finding("not private", "model", what, fix)])
 
 
 def _not_traced(error: Exception) -> Finding:
@@ -220,9 +225,7 @@ def _run_eagerly(
             return _refused([refusal(error, model)])
         except Exception as error:  # noqa: BLE001, whatever a user's step raises is a finding
             return _refused([_not_traced(error)])
-    what = "Its `train_step` releases no gradients of the private optimizer."
-    fix = "Call `self.optimizer.minimize(loss, self.trainable_variables, tape)` in it."
-    return _refused([Finding("not private", "model", what, fix)])
+    return _releases_nothing()
 
 
 @contextlib.contextmanager
