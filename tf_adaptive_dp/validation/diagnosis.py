@@ -123,7 +123,7 @@ def _hidden_state(loss: tf.Tensor, model: tf.keras.Model) -> list[Finding]:
     return []
 
 
-def of_model(model: tf.keras.Model, loss: Any, specs: tuple) -> list[Finding]:
+def added_loss_findings(model: tf.keras.Model, loss: Any, specs: tuple) -> list[Finding]:
     """Looks for loss terms that Keras cannot add to a vector of losses.
 
     Args:
@@ -134,13 +134,14 @@ def of_model(model: tf.keras.Model, loss: Any, specs: tuple) -> list[Finding]:
     losses = [t for t in tf.nest.flatten(loss) if getattr(t, "reduction", None) == "none"]
     if not losses or has_own(model, "compute_loss"):
         return []
+    path_of = _finder_of_operations(model)
     found: dict[str, Finding] = {}
 
     def look(x: Any) -> tf.Tensor:
         model(x, training=True)
         for term in model.losses:
             if term.shape.rank != 1 and comes_from_data(term):
-                where = _place(term.op, _finder_of_operations(model))
+                where = _place(term.op, path_of)
                 found[where] = Finding(
                     "added loss",
                     where,

@@ -17,7 +17,7 @@ from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import per_example_gradients
 from tf_adaptive_dp.gradients.jacobian import JacobianWarning
 from tf_adaptive_dp.gradients.watch import releases_within
-from tf_adaptive_dp.validation.diagnosis import diagnose, of_model, refusal
+from tf_adaptive_dp.validation.diagnosis import added_loss_findings, diagnose, refusal
 from tf_adaptive_dp.validation.findings import Finding
 from tf_adaptive_dp.validation.layer_findings import has_own
 from tf_adaptive_dp.validation.per_example import batch_specs
@@ -103,7 +103,9 @@ def _trace(
                 return _refused(findings or [refusal(error, model, kind)])
             except Exception as error:  # noqa: BLE001, whatever a user's step raises is a finding
                 return _refused(
-                    findings or of_model(model, trained.loss, specs) or [_not_traced(error)]
+                    findings
+                    or added_loss_findings(model, trained.loss, specs)
+                    or [_not_traced(error)]
                 )
     if own_step and private and not releases_within(graph):
         return _releases_nothing()
