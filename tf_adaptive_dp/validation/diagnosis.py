@@ -10,7 +10,7 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.graphs import is_symbolic, layer_path, scope_of
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis import operations
-from tf_adaptive_dp.gradients.batch_axis.analysis import comes_from_data, prepare
+from tf_adaptive_dp.gradients.batch_axis.analysis import comes_from_data, enter_sources
 from tf_adaptive_dp.gradients.batch_axis.hidden import refuse_state
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample
 from tf_adaptive_dp.validation.findings import Finding
@@ -59,10 +59,9 @@ def _message(error: Exception) -> str:
 
 def _mixing(loss: tf.Tensor, model: tf.keras.Model) -> list[Finding]:
     """One finding per layer: a mixed tensor that leaves its layer counts as clean again."""
-    prepared = prepare(loss)
-    if prepared is None:
+    batch_axes, ops, is_one = enter_sources(loss)
+    if is_one:
         return []
-    batch_axes, ops = prepared
     reductions = _reductions(loss)
     ops = [op for op in ops if op not in reductions]
     path_of = _finder_of_operations(model)

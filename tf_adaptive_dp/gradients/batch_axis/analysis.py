@@ -121,19 +121,6 @@ def _axis_0(tensor: tf.Tensor) -> int | None:
     return tensor.shape[0] if tensor.shape.rank else None
 
 
-def prepare(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation]] | None:
-    """Finds the batch axes of the inputs of the step, and the operations from there to the loss.
-
-    Args:
-      loss: [B], symbolic.
-
-    Returns:
-      Both, or `None` for a batch of one example.
-    """
-    batch_axes, ops, is_one = _sources_entered(loss)
-    return None if is_one else (batch_axes, ops)
-
-
 def follow(loss: tf.Tensor) -> tuple[BatchAxes, bool]:
     """Finds the batch axes of everything that a loss is computed from, and refuses nothing.
 
@@ -147,12 +134,20 @@ def follow(loss: tf.Tensor) -> tuple[BatchAxes, bool]:
     Returns:
       The batch axes, and whether it is a batch of one example.
     """
-    batch_axes, ops, is_one = _sources_entered(loss)
+    batch_axes, ops, is_one = enter_sources(loss)
     operations.run(ops, batch_axes)
     return batch_axes, is_one
 
 
-def _sources_entered(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation], bool]:
+def enter_sources(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation], bool]:
+    """Finds the batch axes of the inputs of the step, and the operations from there to the loss.
+
+    Args:
+      loss: symbolic, of any shape.
+
+    Returns:
+      Both, and whether it is a batch of one example.
+    """
     ops = ancestors([loss])
     sources = feeds(ops, loss.graph)
     if not sources:
