@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.auditing import bounds
+from tf_adaptive_dp.auditing.example_losses import loss_of_examples
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.users import checked_ids
-from tf_adaptive_dp.validation.argument_findings import loss_of_examples
 
 SCORES = ("loss", "gradient")
 _ROWS = 512  # canaries per call of the model
