@@ -31,6 +31,17 @@ each_toeplitz = pytest.mark.parametrize("strategy", TOEPLITZ.values(), ids=TOEPL
 each_tree = pytest.mark.parametrize("strategy", TREES.values(), ids=TREES)
 
 
+def test_a_strategy_without_its_cost_cannot_be_created():
+    class Free(noise_strategies.ToeplitzStrategy):
+        coefficients, bands = (1.0,), 1
+        sensitivity = noise_strategies.NoiseStrategy.sensitivity
+
+    with pytest.raises(TypeError, match="abstract.*sensitivity"):
+        Free()
+    with pytest.raises(TypeError, match="abstract"):
+        noise_strategies.NoiseStrategy()
+
+
 def test_the_bands_are_those_of_the_square_root_of_the_matrix_of_sums():
     steps = 40
     root = strategy_matrix(BandedNoise(steps), steps)

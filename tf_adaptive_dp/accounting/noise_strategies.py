@@ -31,6 +31,7 @@ References:
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import hashlib
@@ -56,7 +57,7 @@ _ROUNDING_OF_NORM = 1e-14
 MAX_BANDS = 1024
 
 
-class NoiseStrategy:
+class NoiseStrategy(abc.ABC):
     """The base class of noise strategies.
 
     Attributes:
@@ -73,9 +74,10 @@ class NoiseStrategy:
 
     def digest(self) -> int:
         """A number that identifies the strategy in saved states."""
-        content = np.array(self._numbers()).round(9).tobytes()
+        content = np.array(self._identity()).round(9).tobytes()
         return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "little")
 
+    @abc.abstractmethod
     def deviations(self, steps: int) -> np.ndarray:
         """The standard deviations of w_0, ..., w_{T-1}, if z has standard deviation 1.
 
@@ -85,8 +87,8 @@ class NoiseStrategy:
         Returns:
           [T], float64.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def sum_deviations(self, steps: int) -> np.ndarray:
         """The standard deviations of w_0, w_0 + w_1, ..., if z has standard deviation 1.
 
@@ -96,20 +98,21 @@ class NoiseStrategy:
         Returns:
           [T], float64.
         """
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def taken_back(self) -> str:
-        """What the noise of a step cancels, in words."""
-        raise NotImplementedError
+    Each strategy has a method of this name with its formula. If no two participations in a strategy
+    with b bands are closer than b steps, the columns are orthogonal, and the result is √k. For
+    `TreeNoise` it is an upper bound; `TreeNoise.sensitivity` says when it is reached.
 
-    def moved(self, steps: int, min_separation: int, max_participations: int) -> float:
-        """See `sensitivity`; the arguments have been checked there."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    def sensitivity(self, steps: int, min_separation: int, max_participations: int) -> float:
+        """See the function `sensitivity`, which has checked the arguments."""
 
-    def _numbers(self) -> list[float]:
+    @abc.abstractmethod
+    def _identity(self) -> list[float]:
         """Numbers that no other strategy has."""
-        raise NotImplementedError
 
 
 class ToeplitzStrategy(NoiseStrategy):
@@ -166,7 +169,7 @@ class ToeplitzStrategy(NoiseStrategy):
         """See `NoiseStrategy`."""
         return f"part of that of up to {self.bands - 1} earlier ones"
 
-    def moved(self, steps: int, min_separation: int, max_participations: int) -> float:
+    def sensitivity(self, steps: int, min_separation: int, max_participations: int) -> float:
         """‖Σ_j C[:, j·s]‖ over j = 0, ..., k - 1.
 
         For coefficients that are not negative and do not increase, no other k steps that lie at
@@ -178,7 +181,7 @@ class ToeplitzStrategy(NoiseStrategy):
             moved[first : first + self.bands] += column
         return float(np.linalg.norm(moved[:steps]))
 
-    def _numbers(self) -> list[float]:
+    def _identity(self) -> list[float]:
         return list(self.coefficients)
 
 
@@ -362,7 +365,7 @@ class TreeNoise(NoiseStrategy):
             f"a node of the trees, which have {self.steps_per_tree} steps each"
         )
 
-    def moved(self, steps: int, min_separation: int, max_participations: int) -> float:
+    def sensitivity(self, steps: int, min_separation: int, max_participations: int) -> float:
         """√(Σ_h n_h·min(k, ceil(2ʰ / s))) over the levels h.
 
         n_h is k, or less if less fits into the whole nodes of the level: the sum over the trees of
@@ -383,7 +386,7 @@ class TreeNoise(NoiseStrategy):
             square += inside * min(max_participations, -(-size // min_separation))
         return math.sqrt(square)
 
-    def _numbers(self) -> list[float]:
+    def _identity(self) -> list[float]:
         return [-1.0, float(self.steps_per_tree)]  # no coefficient is negative
 
 
@@ -454,9 +457,9 @@ def sensitivity(
 ) -> float:
     """By how much one example can change C g, if each of its gradients has norm at most 1.
 
-    See the method `moved` of each class for the formula. If no two participations in a strategy
+    Each strategy has a method of this name with its formula. If no two participations in a strategy
     with b bands are closer than b steps, the columns are orthogonal, and the result is √k. For
-    `TreeNoise` it is an upper bound; `TreeNoise.moved` says when it is reached.
+    `TreeNoise` it is an upper bound; `TreeNoise.sensitivity` says when it is reached.
 
     Guarantee: the noise multiplier divided by this number is that of one Gaussian mechanism without
     sampling, for an example that is part of at most k steps, any two at least s steps apart,
@@ -479,4 +482,4 @@ def sensitivity(
     most = -(-steps // min_separation)
     if max_participations is not None:
         most = min(most, checks.integer("max_participations", max_participations, 1))
-    return strategy.moved(steps, min_separation, most)
+    return strategy.sensitivity(steps, min_separation, most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import json
 import os
 import weakref
@@ -43,7 +44,7 @@ def compare(before: dict, now: dict, refusal: str, where: str) -> None:
         raise ValueError(f"{refusal} Changed: {differences}. Received: {where}")
 
 
-class Journal:
+class Journal(abc.ABC):
     """An append-only file of entries, each of which is complete or absent; a base class.
 
     A subclass defines which entry may follow (`_may_follow`) and what it changes (`_follow`). It
@@ -89,13 +90,13 @@ class Journal:
             self.close()
             raise
 
+    @abc.abstractmethod
     def _may_follow(self, entry: dict) -> bool:
         """Whether an entry may come next; changes nothing."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _follow(self, entry: dict) -> None:
         """Updates the attributes by an entry of the file."""
-        raise NotImplementedError
 
     def _read(self, beginning: bytes) -> None:
         content = os.pread(self._file, os.fstat(self._file).st_size, 0)

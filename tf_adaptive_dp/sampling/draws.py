@@ -114,6 +114,10 @@ def check_unit(sampling: Sampling | str, ledger: Any) -> None:
 class Sampling(abc.ABC):
     """The base class of samplings: steps, seed, draws and accounting.
 
+    A sampling that batches of tensors are drawn with also defines `rows`, and one that a
+    `PrivacyPlan` takes defines `describe` too. The others do without: `federated` draws clients,
+    which have no rows.
+
     Attributes:
       label: `"poisson"`, `"cyclic"`, `"fixed"`, `"fixed_order"` or `"shuffled"`.
       steps: number of batches in the whole run.
