@@ -132,7 +132,11 @@ class SumOfGroups(tfp.SumAggregationDPQuery):
 
 
 class _QuantileEstimator(tfp.QuantileEstimatorQuery):
-    """Counts the norms below an estimate, with the noise of `GaussianSum`."""
+    """Counts the norms below an estimate, with the noise of `GaussianSum`.
+
+    It overrides TF Privacy's `_construct_below_estimate_query` (0.9.0), which its constructor
+    calls. Without that method the count would have the noise of TF Privacy.
+    """
 
     def _construct_below_estimate_query(
         self, stddev: float, expected_num_records: float
@@ -150,6 +154,9 @@ class AdaptiveClipSum(tfp.QuantileAdaptiveClipSumQuery):
     Guarantee: with σ = `clipped_count_stddev`, each round composes two Gaussian mechanisms on the
     same cohort, with multipliers `noise_multiplier` and 2σ. The clip is computed from earlier
     results alone, so it may be published with them.
+
+    It replaces TF Privacy's `_sum_query` and `_quantile_estimator_query` (0.9.0), which all other
+    methods use.
     """
 
     def __init__(

@@ -117,17 +117,23 @@ def _quantiles(counts: np.ndarray) -> list[float]:
     return middles[np.searchsorted(np.cumsum(counts) / counts.sum(), ranks)].tolist()
 
 
-class TensorBoard(tff.program.TensorBoardReleaseManager):
-    """TFF's manager, but flushes the figures to the file as soon as they are released.
+class TensorBoard(tff.program.ReleaseManager):
+    """Writes figures for TensorBoard, which are in its file as soon as they are released.
 
     Args:
       summary_dir: the folder for TensorBoard's `--logdir`.
     """
 
-    async def release(self, value: Any, key: int) -> None:
+    def __init__(self, summary_dir: str | os.PathLike):
+        self._writer = tf.summary.create_file_writer(os.fspath(summary_dir))
+
+    async def release(self, value: Mapping[str, Any], key: int) -> None:
         """Writes a round's figures, see `scalars`; lists as histograms."""
-        await super().release(value, key)
-        self._summary_writer.flush()
+        with self._writer.as_default():
+            for name, figure in value.items():
+                write = tf.summary.histogram if np.ndim(figure) else tf.summary.scalar
+                write(name, figure, step=key)
+        self._writer.flush()
 
 
 class ProgressBar(tff.program.ReleaseManager):

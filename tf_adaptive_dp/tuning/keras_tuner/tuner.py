@@ -118,6 +118,7 @@ class HonestTuner(keras_tuner.Tuner):
         if self._result.is_there and not arguments.is_in_use(folder):
             self._tidy()
 
+    # KerasTuner (1.4.8) calls this method. `_try_build` and `_get_checkpoint_fname` are its own.
     def _get_tuner_fname(self) -> str:
         """A file that never exists, so that KerasTuner always asks the hypermodel for its space.
 
