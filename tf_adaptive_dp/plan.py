@@ -649,7 +649,7 @@ class PrivacyPlan:
         return self._budget.sampling(batch_size, epochs, self.noise)
 
     def limit_for(self, optimizer: Any) -> float:
-        """The ε at which `fit` stops training with an optimizer.
+        """The ε at which `fit`, which calls this, stops training with an optimizer.
 
         It is that of the plan, with one exception: a plan that was made with a given σ, to train a
         model longer, may have more room in its batches than the earlier plan had. All steps then

@@ -82,6 +82,15 @@ def described(sampling: draws.Sampling) -> str:
     return f"{type(sampling).__name__}({said})"
 
 
+def _require_sampling(sampling: Any) -> None:
+    """Raises TypeError if it is no sampling."""
+    if not isinstance(sampling, draws.Sampling):
+        raise TypeError(
+            "`sampling` must be a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs`, "
+            f"`FixedOrder` or `EveryClient`. Received: sampling={sampling!r}"
+        )
+
+
 def check_sampling(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> None:
     """Checks that a sampling draws the cohorts that the privacy is stated for.
 
@@ -93,11 +102,7 @@ def check_sampling(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> None:
     """
     if not isinstance(privacy, UserLevelPrivacy):
         raise TypeError(f"`privacy` must be a `UserLevelPrivacy`. Received: privacy={privacy!r}")
-    if not isinstance(sampling, draws.Sampling):
-        raise TypeError(
-            "`sampling` must be a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs`, "
-            f"`FixedOrder` or `EveryClient`. Received: sampling={sampling!r}"
-        )
+    _require_sampling(sampling)
     if sampling.examples_per_user is not None:
         raise ValueError(
             "Here the clients are the users, and each takes part as a whole: leave out "
@@ -195,11 +200,7 @@ class ClientSampler:
                 f"twice would count twice. Received: {len(self.client_ids)} ids, "
                 f"{len(set(self.client_ids))} distinct"
             )
-        if not isinstance(sampling, draws.Sampling):
-            raise TypeError(
-                "`sampling` must be a `PoissonSampling`, `FixedSizeSampling`, `ShuffledEpochs`, "
-                f"`FixedOrder` or `EveryClient`. Received: sampling={sampling!r}"
-            )
+        _require_sampling(sampling)
         size = getattr(sampling, "batch_size", 0)
         if size > len(self.client_ids):
             raise ValueError(

@@ -85,8 +85,13 @@ class Run:
     """A run of `federated.train`; it implements that function's guarantee.
 
     Attributes:
+      process: the learning process.
+      sampler: draws the cohorts, with the key of the run.
+      privacy: what the users are promised; `None` without a ledger.
+      failures_left: how many more rounds may fail.
       folder: the folder of what must stay secret.
       journal: the rounds that were begun and released.
+      states: the saved states.
       number: the round that `state` was saved with; 0 for the initial state.
       state: the state of the process.
       finished: the number of rounds that the state results from.
@@ -218,7 +223,7 @@ class Run:
             self.ledger.check_noise(self.state)  # a run of earlier versions may have other noise
         # The process may have ended when the state was complete but not yet on the disk.
         self.states.sync(number)
-        self.lose(journal.begun - number)
+        self._lose(journal.begun - number)
 
     def _save(self) -> None:
         record = {
@@ -228,7 +233,7 @@ class Run:
         }
         self.states.save(self.number, self.state, record)
 
-    def lose(self, rounds: int) -> None:
+    def _lose(self, rounds: int) -> None:
         """Counts rounds that were begun but whose result is gone."""
         if rounds and self.ledger is not None:
             self.ledger.record_lost(rounds)
@@ -326,7 +331,7 @@ class Run:
                 raise
             self.failures_left -= 1
             warnings.warn(f"Round {number} failed: {error!r}", stacklevel=3)
-            self.lose(1)
+            self._lose(1)
             return False
         if self.ledger is not None:
             try:

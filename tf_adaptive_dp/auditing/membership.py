@@ -47,6 +47,7 @@ def membership_inference(
 
     Raises:
       ImportError: if the package cannot be imported; the message says how to install it.
+      TypeError: if `attacks` is a text or empty.
       ValueError: if an attack is unknown, or the loss is not one number per example.
     """
     if isinstance(attacks, str) or not attacks:
