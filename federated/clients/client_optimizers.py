@@ -176,19 +176,20 @@ class _ADADP(tff.learning.optimizers.Optimizer):
         shorten: bool,
         tolerance_decay: float,
     ):
-        alpha_min = checks.number("alpha_min", alpha_min, 0, strict=True)
-        if alpha_min > 1:
-            raise ValueError(f"`alpha_min` must be at most 1. Received: alpha_min={alpha_min!r}")
+        # It is a hyperparameter, so it cannot wait for the model.
+        tolerance = checks.number("tolerance", tolerance, 0, strict=True)
+        settings = step_doubling.StepDoublingSettings(
+            tolerance, tolerance_decay, alpha_min, alpha_max, keep, discard
+        )
         self._hparams = {
             LEARNING_RATE: _checked_learning_rate(learning_rate),
-            TOLERANCE: checks.number("tolerance", tolerance, 0, strict=True),
-            ALPHA_MIN: alpha_min,
-            ALPHA_MAX: checks.number("alpha_max", alpha_max, 1),
+            TOLERANCE: tolerance,
+            ALPHA_MIN: settings.alpha_min,
+            ALPHA_MAX: settings.alpha_max,
         }
-        self._discard = checks.boolean("discard", discard)
-        self._keep = checks.choice("keep", keep, ("half_steps", "euler"))
+        self._discard, self._keep = settings.discard, settings.keep
         self._shorten = checks.boolean("shorten", shorten) and not discard
-        self._tolerance_decay = checks.number("tolerance_decay", tolerance_decay, 0)
+        self._tolerance_decay = settings.tolerance_decay
         # Whether a step may end elsewhere than its second half step does.
         self._limits = self._discard or self._shorten
 
@@ -263,13 +264,13 @@ class _ADADP(tff.learning.optimizers.Optimizer):
     def next_hparams(self, hparams: State) -> State:
         """The hyperparameters of the round after that of `hparams`.
 
-        The tolerance of a round tells how many rounds were before it: (first / tol)² is linear in
-        their number. So states hold no counter, and the tolerance may be set at any time.
+        The tolerance of a round tells how many rounds were before it, so states hold no counter,
+        and the tolerance may be set at any time.
         """
         hparams = State(hparams)
-        tolerance = tf.convert_to_tensor(hparams[TOLERANCE])
-        relative = tf.minimum(tolerance / self._hparams[TOLERANCE], 1e18)  # whose square is finite
-        hparams[TOLERANCE] = tolerance / tf.sqrt(1.0 + self._tolerance_decay * relative**2)
+        hparams[TOLERANCE] = step_doubling.next_tolerance(
+            hparams[TOLERANCE], self._hparams[TOLERANCE], self._tolerance_decay
+        )
         return hparams
 
     def report(self, state: State) -> State:

@@ -7,12 +7,14 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 from tf_adaptive_dp.update_rules.step_doubling import (
+    StepDoublingSettings,
     adapted_learning_rate,
     decayed_learning_rate,
     decayed_tolerance,
     default_tolerance,
     error_estimate,
     factor_bounds,
+    next_tolerance,
     share_of_step,
     suggest_tolerance,
 )
@@ -224,3 +226,47 @@ def test_a_search_widens_the_bounds_and_never_narrows_them(
 @pytest.mark.parametrize("judged, accepted", [(2, 1), (9, 1), (9, 8)])
 def test_the_search_ends_once_errors_were_on_both_sides(judged, accepted):
     np.testing.assert_allclose(factor_bounds(judged, accepted, 0.8, 1.3, 2.0), [0.8, 1.3])
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.005, 1.0, 30.0])
+def test_the_tolerance_falls_alike_from_its_start_and_from_the_last_one(decay):
+    tolerance = tf.constant(0.3)
+    for step in range(40):
+        np.testing.assert_allclose(tolerance, decayed_tolerance(0.3, step, decay), rtol=1e-5)
+        tolerance = next_tolerance(tolerance, 0.3, decay)
+    # Both forms decay, if they do, by far more than the rounding that is allowed above.
+    assert float(tolerance) == pytest.approx(0.3 / (1 + 40 * decay) ** 0.5, rel=1e-5)
+
+
+SETTINGS = {
+    "tolerance": 0.3,
+    "tolerance_decay": 1,
+    "alpha_min": 0.9,
+    "alpha_max": 1.1,
+    "keep": "euler",
+    "discard": False,
+}
+
+
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
+        ({"tolerance": 0.0}, ValueError),
+        ({"tolerance_decay": -0.1}, ValueError),
+        ({"alpha_min": 0.0}, ValueError),
+        ({"alpha_min": 1.01}, ValueError),
+        ({"alpha_max": 0.99}, ValueError),
+        ({"keep": "start"}, ValueError),
+        ({"discard": 1}, TypeError),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(wrong, error):
+    (name,) = wrong
+    with pytest.raises(error, match=f"`{name}`.*Received: {name}="):
+        StepDoublingSettings(**{**SETTINGS, **wrong})
+
+
+def test_settings_are_plain_numbers_and_a_tolerance_may_wait_for_the_model():
+    settings = StepDoublingSettings(**{**SETTINGS, "alpha_min": 1, "tolerance": None})
+    assert settings.tolerance is None
+    assert all(isinstance(x, float) for x in (settings.alpha_min, settings.tolerance_decay))

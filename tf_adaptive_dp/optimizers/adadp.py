@@ -145,18 +145,14 @@ class ADADP(DPOptimizer, OwnRuleOptimizer):
             name=name,
             **kwargs,
         )
-        if tolerance is not None:
-            tolerance = checks.number("tolerance", tolerance, 0, strict=True)
-        self.tolerance = tolerance
-        self.tolerance_decay = checks.number("tolerance_decay", tolerance_decay, 0)
-        self.alpha_min = checks.number("alpha_min", alpha_min, 0, strict=True)
-        self.alpha_max = checks.number("alpha_max", alpha_max, 1)
-        if self.alpha_min > 1:
-            raise ValueError(f"`alpha_min` must be at most 1. Received: alpha_min={alpha_min!r}")
+        settings = step_doubling.StepDoublingSettings(
+            tolerance, tolerance_decay, alpha_min, alpha_max, keep, discard
+        )
+        self.tolerance, self.tolerance_decay = settings.tolerance, settings.tolerance_decay
+        self.alpha_min, self.alpha_max = settings.alpha_min, settings.alpha_max
+        self.keep, self.discard = settings.keep, settings.discard
         self.initial_factor = checks.number("initial_factor", initial_factor, 1)
         self.normalized_inputs = checks.boolean("normalized_inputs", normalized_inputs)
-        self.keep = checks.choice("keep", keep, ("half_steps", "euler"))
-        self.discard = checks.boolean("discard", discard)
         if freeze_learning_rate_after is not None:
             checks.integer("freeze_learning_rate_after", freeze_learning_rate_after, 0)
         self.freeze_learning_rate_after = freeze_learning_rate_after

@@ -9,6 +9,7 @@ References:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -24,6 +25,50 @@ _LARGEST_SIZE = 2.0**120
 _WORTH_A_LOOK = 2**14
 # The networks of the paper's figures 4 and 5 for MNIST, for which it prints a tolerance of 1.
 _PARAMETERS_OF_PAPER = 270_000
+
+
+@dataclasses.dataclass(frozen=True)
+class StepDoublingSettings:
+    """The arguments that ADADP has in both its shells, for Keras and for clients, checked.
+
+    Args:
+      tolerance: tol at the start; `None` if it depends on the model, see `default_tolerance`.
+      tolerance_decay: how fast tol falls, see `decayed_tolerance`; 0 keeps it constant.
+      alpha_min: the smallest factor of one adaptation, above 0 and at most 1.
+      alpha_max: the largest factor of one adaptation, at least 1.
+      keep: which point to keep after two minibatches: `"half_steps"`, θ̃, or `"euler"`, θ̂.
+      discard: whether to return to the point before both minibatches if err > tol.
+
+    Raises:
+      TypeError, ValueError: if an argument has the wrong type or is out of range.
+
+    >>> StepDoublingSettings(1, 0, 0.9, 1.1, "euler", False).tolerance
+    1.0
+    """
+
+    tolerance: float | None
+    tolerance_decay: float
+    alpha_min: float
+    alpha_max: float
+    keep: str
+    discard: bool
+
+    def __post_init__(self) -> None:
+        checked = {
+            "tolerance_decay": checks.number("tolerance_decay", self.tolerance_decay, 0),
+            "alpha_min": checks.number("alpha_min", self.alpha_min, 0, strict=True),
+            "alpha_max": checks.number("alpha_max", self.alpha_max, 1),
+            "keep": checks.choice("keep", self.keep, ("half_steps", "euler")),
+            "discard": checks.boolean("discard", self.discard),
+        }
+        if self.tolerance is not None:
+            checked["tolerance"] = checks.number("tolerance", self.tolerance, 0, strict=True)
+        if self.alpha_min > 1:
+            raise ValueError(
+                f"`alpha_min` must be at most 1. Received: alpha_min={self.alpha_min!r}"
+            )
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
 
 def error_estimate(
@@ -262,6 +307,29 @@ def decayed_tolerance(
     0.50
     """
     return tolerance / tf.sqrt(1.0 + decay * tf.cast(num_steps, tf.float32))
+
+
+def next_tolerance(tolerance: float | tf.Tensor, first: float, decay: float) -> tf.Tensor:
+    """tol_{t+1} of `decayed_tolerance` from tol_t, for states without a counter.
+
+    (tol_0 / tol_t)² = 1 + decay·t is linear in t, so tol_t tells t:
+    tol_{t+1} = tol_t / √(1 + decay·(tol_t / tol_0)²). The tolerance may be set at any time, and
+    goes on as if it had fallen to that value.
+
+    Args:
+      tolerance: tol_t.
+      first: tol_0.
+      decay: the decay per step; 0 keeps the tolerance constant.
+
+    Returns:
+      Scalar, of the type of `tolerance`.
+
+    >>> print(f"{next_tolerance(decayed_tolerance(1.0, 599, 0.005), 1.0, 0.005).numpy():.2f}")
+    0.50
+    """
+    tolerance = tf.convert_to_tensor(tolerance)
+    relative = tf.minimum(tolerance / first, 1e18)  # whose square is finite
+    return tolerance / tf.sqrt(1.0 + decay * relative**2)
 
 
 def suggest_tolerance(num_steps: int, num_parameters: int, noise: float = 1.0) -> float:
