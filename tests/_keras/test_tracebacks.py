@@ -1,9 +1,11 @@
 """Errors about a user's model say what is wrong, and nothing around it."""
 
+import warnings
+
 import pytest
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.tracebacks import message_lines
+from tf_adaptive_dp._keras.tracebacks import level_of_caller, message_lines
 
 
 class Fails(tf.keras.layers.Layer):
@@ -15,3 +17,23 @@ def test_what_keras_adds_behind_a_message_is_left_out():
     with pytest.raises(ValueError, match="[Aa]rguments received by") as error:
         Fails()(tf.zeros([2, 3]))
     assert message_lines(error.value)[-2:] == ["`units` must be positive.", "Received: 0"]
+
+
+class Warns(tf.keras.layers.Layer):
+    @tf.autograph.experimental.do_not_convert  # as are all functions of the library that warn
+    def call(self, x, training=None):
+        warnings.warn("of a layer", stacklevel=level_of_caller())
+        return x
+
+
+@pytest.mark.parametrize("autograph", [False, True])
+def test_a_warning_names_the_line_outside_of_keras_and_tensorflow(monkeypatch, autograph):
+    # As if the layer were the library's.
+    monkeypatch.setitem(globals(), "__name__", "tf_adaptive_dp.layers")
+    namespace = {"tf": tf, "layer": Warns(), "__name__": "users"}
+    code = "def call(x):\n    return tf.function(layer, autograph=autograph)(x)\n"
+    exec(compile(code, "users.py", "exec"), {**namespace, "autograph": autograph}, namespace)
+    with pytest.warns(UserWarning, match="of a layer") as found:
+        namespace["call"](tf.zeros([2, 3]))
+    lines = [(w.filename, w.lineno) for w in found if str(w.message) == "of a layer"]
+    assert lines == [("users.py", 2)]

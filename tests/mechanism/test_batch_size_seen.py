@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import warnings
 
 import numpy as np
@@ -41,8 +42,10 @@ def test_a_batch_of_200_is_none_of_one_example():
     # Also the small one between, which nobody can tell from the others by what is recorded.
     assert mechanism.ledger.segments == [(2.0, 200.0, 3)]
     assert mechanism.ledger.checks[0].declared == 1.0
-    with pytest.warns(UserWarning, match="size of 1, so.*computed for 200 rows"):
+    with pytest.warns(UserWarning, match="size of 1, so.*computed for 200 rows") as found:
         spent = epsilon_spent(mechanism.ledger, 60_000, DELTA)
+        assert sampling_epsilon.epsilon_spent("shuffled", mechanism.ledger, 60_000, DELTA)
+    assert {w.filename for w in found} == {__file__}
     assert spent == epsilon(2.0, 200 / 60_000, 3, DELTA) > epsilon(2.0, 1 / 60_000, 3, DELTA)
     assert mechanism.batch_size() == 200.0
     with pytest.warns(UserWarning, match="more examples"):  # more rows than examples
@@ -209,7 +212,9 @@ def test_the_step_warns_when_it_can():
         optimizer.minimize(loss, [variable], tape)
 
     received = "Received: an expected batch size of 1, batches of 200 rows"
-    with pytest.warns(UserWarning, match=received):
+    with pytest.warns(UserWarning, match=received) as eager:
         step(optimizer())
-    with pytest.warns(UserWarning, match=received):  # before it is run
+    with pytest.warns(UserWarning, match=received) as found:  # before it is run
         traced.get_concrete_function(tf.TensorSpec([200, 2]), optimizer())
+    lines = [w.filename for w in [*eager, *found] if re.search(received, str(w.message))]
+    assert lines == [__file__] * len(lines), "warnings name a line of the library"

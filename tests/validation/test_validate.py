@@ -509,7 +509,9 @@ def jacobians_announced(of):
         of.fit(*BATCH, batch_size=3, epochs=2, verbose=0)
     assert seen.ok and of.optimizer.ledger.num_releases == 4
     found = [f for f in seen.findings if f.kind == "Jacobian"]
-    return found, [w.message for w in caught if isinstance(w.message, JacobianWarning)]
+    announced = [w for w in caught if isinstance(w.message, JacobianWarning)]
+    assert {w.filename for w in announced} <= {__file__}, "a warning names the line of `fit`"
+    return found, [w.message for w in announced]
 
 
 def test_a_jacobian_is_announced_once_with_its_price():

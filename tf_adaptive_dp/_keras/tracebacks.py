@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import types
 from typing import Any, Callable, TypeVar
 
 import tensorflow as tf
@@ -16,6 +17,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # Keras lists the arguments of a call behind its message, and Keras 3 prints the message in bold.
 _ARGUMENTS = re.compile("(?:Call a|A)rguments received by")
 _BOLD = re.compile(r"\x1b\[\d*m")
+# The packages between a warning and the user's line: this one, and what calls it or its functions.
+_BETWEEN = {__name__.split(".")[0], "contextlib", "keras", "tensorflow", "tf_keras"}
 
 
 def short_traceback(function: _Function) -> _Function:
@@ -42,14 +45,14 @@ def short_traceback(function: _Function) -> _Function:
 
 
 def level_of_caller() -> int:
-    """The `stacklevel` with which a function warns of the line that called the library.
+    """The `stacklevel` with which a function warns of the user's line, such as that of `fit`.
 
-    It is for functions that are called by users and by other parts of the library.
+    It is for functions that are called by users and by other parts of the library, and for those
+    that Keras and TensorFlow call while a step is traced.
     """
-    library, _, _ = __name__.partition(".")
     here = inspect.currentframe()
     level, frame = 1, here and here.f_back
-    while frame and frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == library:
+    while frame and frame.f_back and _is_between(frame):
         level, frame = level + 1, frame.f_back
     return level
 
@@ -62,6 +65,12 @@ def message_lines(error: Exception) -> list[str]:
     """
     message = _ARGUMENTS.split(_BOLD.sub("", str(error)))[0]
     return [line.strip() for line in message.splitlines() if line.strip()]
+
+
+def _is_between(frame: types.FrameType) -> bool:
+    """Whether a frame belongs to one of these packages, or to AutoGraph's copy of a function."""
+    package, _, _ = frame.f_globals.get("__name__", "").partition(".")
+    return package in _BETWEEN or "__autograph_generated_file" in frame.f_code.co_filename
 
 
 def _is_filtering() -> bool:

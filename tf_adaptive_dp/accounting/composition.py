@@ -30,6 +30,7 @@ import numpy as np
 from dp_accounting import pld, rdp
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting.ledger import (
     BatchChecks,
     Ledger,
@@ -363,7 +364,7 @@ def _read(
     known += [BatchChecks()] * (len(found.segments) - len(known))
     sizes = _larger_sizes(found.segments, known)
     for declared, seen in sizes.items():
-        warnings.warn(wrong_size(declared, seen), stacklevel=4)
+        warnings.warn(wrong_size(declared, seen), stacklevel=level_of_caller())
     read = []
     for segment, of_segment in zip(found.segments, known):
         noise_multiplier, batch_size, count = segment

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.accounting.ledger import Ledger, Segment, missing_events
 
@@ -81,7 +82,7 @@ def warn_of_earlier_releases(variables: Sequence[tf.Variable], ledger: Ledger) -
         ledger.other_events,
     )
     if events:
-        warnings.warn(_MORE_EVENTS.format(events=events), stacklevel=2)
+        warnings.warn(_MORE_EVENTS.format(events=events), stacklevel=level_of_caller())
     for variable in variables:
         noted = getattr(variable, _ATTRIBUTE)
         setattr(variable, _ATTRIBUTE, tuple(o for o in noted if id(o.ledger) not in taken_over))
@@ -151,12 +152,12 @@ def _warn(ledger: Ledger, ledgers: Sequence[Ledger]) -> None:
             alike.append(other)
             continue
         if ledger.examples_per_user is not None and not users:
-            warnings.warn(_EXAMPLES.format(total=other.num_releases), stacklevel=3)
+            warnings.warn(_EXAMPLES.format(total=other.num_releases), stacklevel=level_of_caller())
             continue
         kind = "which protect users" if independent else "with noise that is correlated over steps"
         number = "num_users" if users else "num_examples"
         text = _NO_SUM.format(total=other.num_releases, kind=kind, number=number)
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=level_of_caller())
     if not alike:
         return
     spent = [tuple(segment) for other in alike for segment in other.segments]
@@ -171,5 +172,5 @@ def _warn(ledger: Ledger, ledgers: Sequence[Ledger]) -> None:
             checks=", ".join(map(str, known)),
             events=_EVENTS.format(events=list(events)) if events else "",
         ),
-        stacklevel=3,
+        stacklevel=level_of_caller(),
     )

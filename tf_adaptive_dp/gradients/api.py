@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.graphs import ancestors, is_symbolic
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp._keras.tracing import is_recording
 from tf_adaptive_dp._keras.variables import native, path_of
 from tf_adaptive_dp.errors import NotPrivateError
@@ -201,7 +202,7 @@ def per_example_gradients(
         loss = example_losses
         if present is not None:
             if examples_per_user is not None:
-                warnings.warn(_UNWEIGHTED, stacklevel=3)
+                warnings.warn(_UNWEIGHTED, stacklevel=level_of_caller())
             loss = tf.where(present, loss, tf.zeros_like(loss))
         if num_microbatches is not None:
             loss = microbatch_means(loss, num_microbatches)
@@ -290,6 +291,6 @@ def _not_searched(loss: tf.Tensor, method: str) -> _Searched:
         "Under eager execution only the backward pass can be searched for operations that mix "
         "the examples of a batch. Run one compiled step (without `run_eagerly`) to have the "
         "model checked in full.",
-        stacklevel=4,
+        stacklevel=level_of_caller(),
     )
     return _Searched(loss, None, [], None)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import bodies, place_of, static_value
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp._keras.tracing import in_xla
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.contributions import dense_norms, weigh_rows
@@ -107,7 +108,7 @@ def _refuse_spoilt_batch(jacobian: list[tf.Tensor]) -> list[tf.Tensor]:
             "batch in which an example is NaN or infinite. It then counts the whole batch as "
             "zero, which the noise does not hide, so epsilon becomes infinite. Make sure that all "
             "inputs are finite.",
-            stacklevel=2,
+            stacklevel=level_of_caller(),
         )
         return jacobian
     finite = [tf.reduce_all(tf.math.is_finite(r), axis=range(1, r.shape.rank)) for r in jacobian]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import ancestors, has_custom_gradient, place_of
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.gradients.batch_axis.operation_types import ELEMENTWISE
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
@@ -170,7 +171,8 @@ class TracedGradients(PerExampleGradients):
                 "a rule (`tf_adaptive_dp.gradients.register_rule`)."
             )
         taken = f"{message}Their Jacobian is taken instead, which is slow."
-        warnings.warn(JacobianWarning(taken, [variables[k] for k in left]), stacklevel=2)
+        found = JacobianWarning(taken, [variables[k] for k in left])
+        warnings.warn(found, stacklevel=level_of_caller())
         rows = jacobian_rows(loss, [variables[k] for k in left], penalties)
         for k, part in zip(left, rows):
             if part is None:  # XLA keeps `tf.gradients` from the graph that computed the loss

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import is_symbolic, outer_graph
-from tf_adaptive_dp._keras.tracebacks import short_traceback
+from tf_adaptive_dp._keras.tracebacks import level_of_caller, short_traceback
 from tf_adaptive_dp._keras.tracing import call_when_complete, is_function
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis.hidden import data_within, refuse_state_within
@@ -135,7 +135,7 @@ def _warn_of_several_optimizers(root: Frame, frames: list[Frame]) -> None:
     if shared is not None:
         names = " and ".join(repr(name) for _, name in shared.owners)
         message = _SEVERAL_OPTIMIZERS.format(names=names, data=shared.data.name)
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(message, stacklevel=level_of_caller())
 
 
 def _refuse_shared_data(root: Frame, frames: list[Frame]) -> None:

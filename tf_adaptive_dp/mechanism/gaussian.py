@@ -15,6 +15,7 @@ from typing import Callable, NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting.ledger import Ledger, wrong_size
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy, get_strategy
 from tf_adaptive_dp.gradients.absent_rows import PADDING_CONTRIBUTES
@@ -248,7 +249,7 @@ class GaussianMechanism:
             return
         rows = rows // self._rows_per_unit * self.gradient_accumulation_steps
         if rows > expected and log_tail(rows, expected, math.log) < LOG_FALSE_ALARM:
-            warnings.warn(wrong_size(expected, rows), stacklevel=2)
+            warnings.warn(wrong_size(expected, rows), stacklevel=level_of_caller())
 
     def drop_parts(self) -> None:
         """Forgets the parts of an incomplete batch."""
@@ -432,7 +433,7 @@ class GaussianMechanism:
         too_many |= is_first & (rows > expected)
         size = tf.where(too_many, rows, tf.zeros_like(rows))
         if tf.executing_eagerly() and too_many:
-            warnings.warn(wrong_size(float(expected), float(rows)), stacklevel=2)
+            warnings.warn(wrong_size(float(expected), float(rows)), stacklevel=level_of_caller())
         return size
 
     def _release_at_once(

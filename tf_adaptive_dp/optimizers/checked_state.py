@@ -21,6 +21,7 @@ import dp_accounting
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting.ledger import (
     BatchChecks,
     Ledger,
@@ -145,7 +146,7 @@ def can_load(variables: Sequence[tf.Variable], ledger: Ledger, store: Mapping[st
         warnings.warn(
             "The saved state belongs to another optimizer, or to one that was not built, and is "
             "not loaded. It holds no releases that this ledger lacks.",
-            stacklevel=3,
+            stacklevel=level_of_caller(),
         )
     return False
 

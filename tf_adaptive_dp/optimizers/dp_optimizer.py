@@ -432,7 +432,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                 "The optimizer was built without variables, as Keras 3 does when it loads an "
                 "`.h5` file. It keeps its ledger, but its slots and `iterations` start from zero. "
                 "Save models as `.keras`, which keeps all of their state.",
-                stacklevel=2,
+                stacklevel=level_of_caller(),
             )
             return
         if self.side_information is not None and not is_built(self):
@@ -649,7 +649,7 @@ def _layers_of(variables: Sequence[tf.Variable], clipping: Clipping) -> list[str
             f"Several variables have the name {', '.join(alike)}. Per-layer clipping tells layers "
             "apart by name, so it clips the layers of these variables as one, within the share of "
             "one. The guarantee holds. Give layers different names to clip each on its own.",
-            stacklevel=2,
+            stacklevel=level_of_caller(),
         )
     return [layer_path_of(v) for v in variables]
 

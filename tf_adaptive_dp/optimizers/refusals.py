@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.models import sizes_of_batches
 from tf_adaptive_dp._keras.optimizers import APPLYING, HOW_TO_STEP, has_slots_for
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 from tf_adaptive_dp.errors import NotPrivateError
@@ -61,7 +62,7 @@ def require_float32() -> None:
         warnings.warn(
             "TensorFloat-32 is off now in this process: it keeps 11 of the 24 bits of float32, and "
             "clipping needs exact norms. `keras.mixed_precision` is fast without it.",
-            stacklevel=5,
+            stacklevel=level_of_caller(),
         )
 
 
