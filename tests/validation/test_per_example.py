@@ -59,6 +59,19 @@ def test_sample_weights_and_several_inputs():
     assert dp.validation.check_per_example(both, batch, loss=LOSS).norm_error < 1e-5
 
 
+@pytest.mark.parametrize("reduce", [tf.identity, tf.reduce_mean], ids=["vector", "mean"])
+def test_a_term_that_all_examples_share_is_compared_with_none(reduce):
+    regularized = model()
+    kernel = regularized.layers[0].weights[0]
+
+    def loss(y, z):
+        return reduce(LOSS(y, z) + 3 * tf.reduce_sum(kernel * kernel))
+
+    regularized.compile(dp.DPSGD(1.0, 1.0, expected_batch_size=6.0), loss)
+    report = dp.validation.check_per_example(regularized, BATCH)
+    assert report.norm_error < 1e-5 and report.sum_error < 1e-5
+
+
 def test_mixing_is_refused():
     with pytest.raises(dp.NotPrivateError, match="reduces over the batch axis"):
         dp.validation.check_per_example(model(layers.BatchNormalization()), BATCH, loss=LOSS)

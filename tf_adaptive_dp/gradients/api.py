@@ -24,7 +24,7 @@ from tf_adaptive_dp.gradients.batch_axis.slots import refuse_slots
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.jacobian import MaterializedGradients
 from tf_adaptive_dp.gradients.penalties import Penalty, find_penalties, penalty_gradients
-from tf_adaptive_dp.gradients.scalar_losses import take_apart
+from tf_adaptive_dp.gradients.scalar_losses import example_losses
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.traced import TracedGradients
 from tf_adaptive_dp.gradients.watch import search_sums_when_complete, search_when_complete
@@ -198,8 +198,8 @@ def per_example_gradients(
                 "parts instead."
             )
     with contextlib.nullcontext() if is_recording(tape) else tape:
-        example_losses, batch_axes, penalties, present = _search(loss, method, expected_batch_size)
-        loss = example_losses
+        losses, batch_axes, penalties, present = _search(loss, method, expected_batch_size)
+        loss = losses
         if present is not None:
             if examples_per_user is not None:
                 warnings.warn(_UNWEIGHTED, stacklevel=level_of_caller())
@@ -232,11 +232,9 @@ def per_example_gradients(
     source.loss_scale = loss_scale
     source.penalty_gradients = penalty_gradients(penalties, variables)
     search_sums_when_complete([g for g in source.penalty_gradients if g is not None])
-    source.example_losses, source.unit_losses = example_losses, unit_losses
+    source.example_losses, source.unit_losses = losses, unit_losses
     numbers = [n for p in penalties for n in (p.term, p.factor) if tf.is_tensor(n)]
-    source.counts_batch = batch_axes is not None and counts_batch(
-        example_losses, batch_axes, numbers
-    )
+    source.counts_batch = batch_axes is not None and counts_batch(losses, batch_axes, numbers)
     return source
 
 
@@ -261,10 +259,7 @@ def _search(loss: tf.Tensor, method: str, expected_batch_size: float | None) -> 
     if tf.executing_eagerly():
         return _not_searched(loss, method)
     axes, is_one = follow(loss)
-    if loss.shape.rank == 0:
-        vector, terms, penalties = take_apart(loss, axes, is_one, expected_batch_size)
-    else:
-        vector, terms, penalties = loss, [loss], []
+    vector, terms, penalties = example_losses(loss, axes, is_one, expected_batch_size)
     if not is_one:
         refuse(vector, axes)
     # The loss has terms that all examples share, too, and these have no noise of their own.

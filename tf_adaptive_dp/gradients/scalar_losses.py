@@ -41,12 +41,13 @@ _OWN_COUNT = (
 
 
 class ExampleLosses(NamedTuple):
-    """A scalar loss, taken apart.
+    """The losses of examples, as `example_losses` finds them.
 
     Attributes:
       vector: [B], the loss of each example.
-      terms: the tensors with a batch axis whose entries the scalar adds up.
-      penalties: the terms that all examples share.
+      terms: the tensors with a batch axis whose entries a scalar adds up; else the vector.
+      penalties: the terms of a scalar that all examples share. The vector has none of them, but
+        may have others, see `find_penalties`.
     """
 
     vector: tf.Tensor
@@ -74,6 +75,28 @@ class _Term(NamedTuple):
         for factor in self.factors:
             tensor *= tf.cast(factor, tensor.dtype)
         return -tensor if self.sign < 0 else tensor
+
+
+def example_losses(
+    loss: tf.Tensor,
+    batch_axes: BatchAxes,
+    is_one_example: bool,
+    expected_batch_size: float | None = None,
+) -> ExampleLosses:
+    """The losses of examples in a loss that passed `check_loss`: a vector, or a scalar.
+
+    Args:
+      loss: a symbolic tensor, whose tape is open.
+      batch_axes: the batch axes of everything that the loss is computed from.
+      is_one_example: see `take_apart`.
+      expected_batch_size: see `take_apart`.
+
+    Raises:
+      NotPrivateError: see `take_apart`.
+    """
+    if loss.shape.rank == 0:
+        return take_apart(loss, batch_axes, is_one_example, expected_batch_size)
+    return ExampleLosses(loss, [loss], [])
 
 
 def take_apart(

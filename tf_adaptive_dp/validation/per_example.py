@@ -20,7 +20,7 @@ from tf_adaptive_dp.gradients.api import check_loss, per_example_gradients
 from tf_adaptive_dp.gradients.batch_axis.analysis import follow
 from tf_adaptive_dp.gradients.frames import Frame
 from tf_adaptive_dp.gradients.penalties import find_penalties
-from tf_adaptive_dp.gradients.scalar_losses import take_apart
+from tf_adaptive_dp.gradients.scalar_losses import example_losses
 from tf_adaptive_dp.validation.layer_findings import named_layers
 from tf_adaptive_dp.validation.repeatable import unchanged
 
@@ -376,12 +376,9 @@ def _of_examples(loss: tf.Tensor, divisor: float) -> tf.Tensor:
     """The losses of the examples [B], without terms that all share; 0 for those of weight 0."""
     check_loss(loss)
     batch_axes, is_one = follow(loss)
-    if loss.shape.rank == 0:
-        vector, terms, _ = take_apart(loss, batch_axes, is_one, divisor)
-    else:
-        vector, terms = loss, [loss]
-        for term, factor in find_penalties(loss, batch_axes):
-            vector -= tf.reshape(term, []) * tf.cast(factor, term.dtype)
+    vector, terms, _ = example_losses(loss, batch_axes, is_one, divisor)
+    for term, factor in find_penalties(vector, batch_axes):
+        vector -= tf.reshape(term, []) * tf.cast(factor, term.dtype)
     present = find_present(terms, loss, batch_axes)
     return vector if present is None else tf.where(present, vector, tf.zeros_like(vector))
 
