@@ -19,6 +19,7 @@ from tf_adaptive_dp.gradients.absent_rows import PADDING_CONTRIBUTES, find_prese
 from tf_adaptive_dp.gradients.api import check_loss, per_example_gradients
 from tf_adaptive_dp.gradients.batch_axis.analysis import follow
 from tf_adaptive_dp.gradients.frames import Frame
+from tf_adaptive_dp.gradients.jacobian import JacobianWarning
 from tf_adaptive_dp.gradients.penalties import find_penalties
 from tf_adaptive_dp.gradients.scalar_losses import example_losses
 from tf_adaptive_dp.validation.layer_findings import named_layers
@@ -153,7 +154,7 @@ def compare(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step = _compiled_step(losses, model.trainable_variables, batch, True, k)
-    without_rules = tuple(str(w.message) for w in caught if "No rule covers" in str(w.message))
+    without_rules = tuple(str(w.message) for w in caught if isinstance(w.message, JacobianWarning))
     with _in_float32(model) as changed:
         if changed:
             losses = make_losses()
