@@ -18,6 +18,7 @@ from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp.accounting import Releases, epsilon
 from tf_adaptive_dp.callbacks import run_directory
 from tf_adaptive_dp.plan import PrivacyPlan
+from tf_adaptive_dp.statement import LargeDeltaWarning
 from tf_adaptive_dp.wording import format_epsilon
 
 N, DELTA = 64, 1e-3
@@ -129,6 +130,7 @@ def test_a_large_delta_is_warned_of_once_before_training(recwarn, delta, warns):
     plan = planned(delta=delta)
     found = [w for w in recwarn if "publishing whole examples" in str(w.message)]
     assert [w.filename for w in found] == [__file__] * warns
+    assert [w.category for w in found] == [LargeDeltaWarning] * warns
     plan.callbacks()
     assert len(recwarn) == len(found)
 

@@ -27,6 +27,7 @@ from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.statement import (
     EXAMPLE,
     USER,
+    LargeDeltaWarning,
     privacy_statement,
     warn_of_large_delta,
 )
@@ -423,7 +424,7 @@ class PrivacyPlan:
         """
         with warnings.catch_warnings():
             # The plan has warned of it already.
-            warnings.filterwarnings("ignore", message="`delta` should be")
+            warnings.simplefilter("ignore", LargeDeltaWarning)
             monitor = PrivacyMonitor(
                 self._num_units,
                 self.delta,

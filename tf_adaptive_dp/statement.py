@@ -392,12 +392,17 @@ def is_large_delta(delta: float, num_examples: int) -> bool:
     return delta * num_examples > 1 + 1e-9
 
 
+class LargeDeltaWarning(UserWarning):
+    """Says that δ is so large that it would permit publishing whole examples."""
+
+
 def warn_of_large_delta(delta: float, num_examples: int, unit: Unit, stacklevel: int) -> None:
     """Warns, before training, of a δ that `delta_warning` would warn of in the statement."""
     if is_large_delta(delta, num_examples):
         warnings.warn(
             f"`delta` should be well below 1 / num_{unit.one}s. A delta this large would permit "
             f"publishing {unit.whole}. Received: delta={delta!r}, num_{unit.one}s={num_examples!r}",
+            LargeDeltaWarning,
             stacklevel=stacklevel + 1,
         )
 
