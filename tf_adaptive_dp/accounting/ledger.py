@@ -165,9 +165,10 @@ class Ledger:
     counts without amplification.
 
     `terms` are saved, too. After loading a state whose releases had another unit or noise strategy,
-    or other events that are not known here, every attribute that ε depends on raises an error until
-    that is settled. The same holds if variables are set back to a state that lacks releases made by
-    this process.
+    or other events that are not known here, `noise`, `examples_per_user` and `other_events` raise
+    an error until that is settled. If variables are set back to a state that lacks releases of this
+    process, `noise` and `examples_per_user` do. `segments`, `checks` and `num_releases` can always
+    be read, since callbacks need them, and so does whoever settles it with `restore`.
 
     Attributes:
       restorations: how often `restore` replaced the record; not saved.
