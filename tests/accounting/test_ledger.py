@@ -255,6 +255,30 @@ def test_a_list_of_segments_is_extended_as_the_ledger_records(pairs, count):
     assert segments == recorded([pair for pair in pairs for _ in range(count)])
 
 
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (((0.5, 8.0), True, 0, 0.0), ((1.0, 16.0), False, 7, 0.0)),
+        (((1.0, 16.0), True, 3, 0.0), ((0.5, 8.0), True, 7, 20.0)),
+        (((1.0, 8.0), True, 5, 30.0), ((0.5, 16.0), False, 2, 40.0)),
+    ],
+)
+def test_segments_and_what_is_known_of_them_merge_as_the_ledger_records(one, other):
+    def recorded_in(ledger, release):
+        parameters, checked, distance, size_seen = release
+        ledger.record(*parameters, checked=checked, distance=distance, size_seen=size_seen)
+        return ledger.segments[-1], ledger.checks[-1]
+
+    alone = [recorded_in(Ledger(zoo.add_variable), release) for release in (one, other)]
+    full = SmallLedger(zoo.add_variable)
+    full.restore([(4.0, 1.0, 1), (3.0, 1.0, 1)])
+    recorded_in(full, one)
+    segment, known = recorded_in(full, other)
+    assert segment == alone[0][0].merged(alone[1][0]) == alone[1][0].merged(alone[0][0])
+    assert known == alone[0][1].merged(alone[1][1]) == alone[1][1].merged(alone[0][1])
+    assert len(full.segments) == SmallLedger.MAX_SEGMENTS
+
+
 @pytest.mark.slow
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(releases, releases)

@@ -47,6 +47,14 @@ class Segment(NamedTuple):
     batch_size: float
     num_releases: int
 
+    def merged(self, other: Segment) -> Segment:
+        """All releases of two segments, each with the worse parameters; `record` merges so, too."""
+        return Segment(
+            min(self.noise_multiplier, other.noise_multiplier),
+            max(self.batch_size, other.batch_size),
+            self.num_releases + other.num_releases,
+        )
+
 
 class BatchChecks(NamedTuple):
     """What is known about the batches of a segment.
@@ -64,6 +72,15 @@ class BatchChecks(NamedTuple):
     repeated: int = 0
     nearest: int = 0
     declared: float = 0.0
+
+    def merged(self, other: BatchChecks) -> BatchChecks:
+        """What is known about the batches of two segments that were merged."""
+        return BatchChecks(
+            self.checked + other.checked,
+            self.repeated + other.repeated,
+            min((n for n in (self.nearest, other.nearest) if n), default=0),
+            max(self.declared, other.declared),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -470,13 +487,9 @@ class Ledger:
           more: the releases to add.
         """
         *before, last = segments or [more._replace(num_releases=0)]
-        count = last.num_releases + more.num_releases
-        if last[:2] == more[:2]:
-            return [*before, last._replace(num_releases=count)]
-        if len(segments) < cls.MAX_SEGMENTS:
+        if last[:2] != more[:2] and len(segments) < cls.MAX_SEGMENTS:
             return [*segments, more]
-        noise_multiplier = min(last.noise_multiplier, more.noise_multiplier)
-        return [*before, Segment(noise_multiplier, max(last.batch_size, more.batch_size), count)]
+        return [*before, last.merged(more)]
 
     @classmethod
     def extends(cls, segments: Sequence[Segment], earlier: Sequence[Segment]) -> bool:

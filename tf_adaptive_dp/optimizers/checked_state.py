@@ -255,12 +255,8 @@ def _joined(
 ) -> tuple[list[Segment], list[BatchChecks]]:
     """As many segments as a ledger holds: the last ones become one of the worst of all."""
     while len(segments) > Ledger.MAX_SEGMENTS:
-        *segments, a, b = segments
-        *checks, c, d = checks
-        noise_multiplier = min(a.noise_multiplier, b.noise_multiplier)
-        size = max(a.batch_size, b.batch_size)
-        segments.append(Segment(noise_multiplier, size, a.num_releases + b.num_releases))
-        nearest = min((n for n in (c.nearest, d.nearest) if n), default=0)
-        repeated, declared = c.repeated + d.repeated, max(c.declared, d.declared)
-        checks.append(BatchChecks(c.checked + d.checked, repeated, nearest, declared))
+        *segments, last, one_more = segments
+        segments.append(last.merged(one_more))
+        *checks, known, known_too = checks
+        checks.append(known.merged(known_too))
     return segments, checks
