@@ -537,13 +537,11 @@ def test_a_state_of_another_strategy_is_not_taken_for_one_s_own(tmp_path):
 def test_the_noise_of_one_object_is_that_of_its_seed():
     one, other = (CorrelatedNoise(zoo.add_variable, BandedNoise(3), seed=5) for _ in range(2))
     for _ in range(3):
-        first, second = (n.add_to([tf.zeros([30])], 1.0, 1.0)[0] for n in (one, other))
+        first, second = (n.draw([tf.zeros([30])])[0] for n in (one, other))
         np.testing.assert_array_equal(first, second)
     plain = GaussianNoise(zoo.add_variable, seed=5).add_to([tf.zeros([30])], 1.0, 1.0)[0]
-    first = CorrelatedNoise(zoo.add_variable, BandedNoise(3), seed=5).add_to(
-        [tf.zeros([30])], 1.0, 1
-    )
-    np.testing.assert_allclose(first[0] * BandedNoise(3).coefficients[0], plain, rtol=1e-5)
+    (first,) = CorrelatedNoise(zoo.add_variable, BandedNoise(3), seed=5).draw([tf.zeros([30])])
+    np.testing.assert_allclose(first * BandedNoise(3).coefficients[0], plain, rtol=1e-5)
 
 
 def test_the_noise_of_a_step_is_shown_with_its_true_size():

@@ -289,20 +289,6 @@ class CorrelatedNoise:
         for past in self._secret.past.values():
             past.assign(self._replayed(past.shape[1]))
 
-    def add_to(
-        self, sums: Sequence[tf.Tensor], stddev: tf.Tensor, sensitivity: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """Adds the noise of the next release; see `draw`.
-
-        Args:
-          sums: float32 tensors of known shapes.
-          stddev: scalar, the noise multiplier times the clipping bound.
-          sensitivity: scalar; not used.
-        """
-        del sensitivity
-        scale = tf.cast(stddev, tf.float32)
-        return [s + scale * w for s, w in zip(sums, self.draw(sums))]
-
     def draw(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The noise of the next release; callers take turns.
 

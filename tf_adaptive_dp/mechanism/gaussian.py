@@ -551,10 +551,19 @@ class GaussianMechanism:
                 noisy = [s + scale * w for s, w in zip(batch.sums, correlated)]
             else:
                 noisy = self.noise.add_to(batch.sums, stddev, clip)
+                if isinstance(self.clipping, AdaptiveClipping):
+                    groups = expected / per_group
+                    self._adapt(
+                        self.clipping,
+                        self.noise,
+                        batch.within,
+                        share,
+                        clip,
+                        sigma,
+                        expected,
+                        groups,
+                    )
             noisy = [s / divisor for s in noisy]
-            if isinstance(self.clipping, AdaptiveClipping):
-                groups = expected / per_group
-                self._adapt(self.clipping, batch.within, share, clip, sigma, expected, groups)
             if self.histograms is not None:
                 self._add_to(self.histograms, noisy[-1] * divisor, clip, sigma, expected)
         return noisy
@@ -577,6 +586,7 @@ class GaussianMechanism:
     def _adapt(
         self,
         clipping: AdaptiveClipping,
+        noise: GaussianNoise | SecureNoise,
         count: list[tf.Tensor],
         share: float,
         clip: tf.Tensor,
@@ -586,7 +596,7 @@ class GaussianMechanism:
     ) -> None:
         """Moves C, given how many examples lie within the C that they were clipped to."""
         _, count_noise = clipping.split_noise(sigma, expected)
-        (noisy,) = self.noise.add_to(count, share * count_noise, tf.constant(0.5, tf.float64))
+        (noisy,) = noise.add_to(count, share * count_noise, tf.constant(0.5, tf.float64))
         mark_released(noisy)
         total = replicas.total(noisy)
 
