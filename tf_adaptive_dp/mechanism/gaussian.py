@@ -450,9 +450,9 @@ class GaussianMechanism:
             checked = self._check_order(order)
             with tf.control_dependencies([self._remember_batch_size(size), *checked.rejects]):
                 draw = self.seen.add(number, tf.constant(True))
-                return self._record(batch, size, draw, checked)
+                return self._record(batch, size, draw, checked).flat()
 
-        return self._add_noise(batch, clip, self._turns.take(record))
+        return self._add_noise(batch, clip, _Recorded.of(self._turns.take(record)))
 
     def _accumulate(
         self,
@@ -479,8 +479,9 @@ class GaussianMechanism:
                 totals, complete = accumulator.add(units.flat())
                 return [*self.seen.add(number, complete), complete, *totals]
 
-        *draw, complete = (made := self._turns.take(add))[:4]
-        batch = part.like(made[4:])
+        made = self._turns.take(add)
+        num = len(Draw._fields)
+        draw, complete, batch = Draw(*made[:num]), made[num], part.like(made[num + 1 :])
 
         def release() -> list[tf.Tensor]:
             whole = batch._replace(sums=[s * unit for s in batch.sums])
@@ -492,15 +493,13 @@ class GaussianMechanism:
                     shown=tf.equal(batch.unshown, 0),
                 )
                 with tf.control_dependencies([self._remember_batch_size(size), *order.rejects]):
-                    return self._record(whole, size, Draw(*draw), order)
+                    return self._record(whole, size, draw, order).flat()
 
-            return self._add_noise(whole, clip, self._turns.take(record))
+            return self._add_noise(whole, clip, _Recorded.of(self._turns.take(record)))
 
         return complete, tf.cond(complete, release, lambda: [tf.zeros_like(s) for s in part.sums])
 
-    def _record(
-        self, batch: _Sums, size: tf.Tensor, draw: Draw, order: _OrderCheck
-    ) -> list[tf.Tensor]:
+    def _record(self, batch: _Sums, size: tf.Tensor, draw: Draw, order: _OrderCheck) -> _Recorded:
         """Records a release in the ledger. Call it when its turn comes, after all checks.
 
         Args:
@@ -508,10 +507,6 @@ class GaussianMechanism:
           size: the rows of the batch, or of its last part.
           draw: whether the batch was released before.
           order: whether the batch and the noise were drawn for this release.
-
-        Returns:
-          What `_add_noise` takes: the record, available when the ledger is written; the examples
-          that are clipped together, L and σ, as they were then; and correlated noise, if any.
         """
         per_group, expected = self._examples_per_group(), self._divisor_in_examples()
         sigma = self.sigma()
@@ -534,13 +529,11 @@ class GaussianMechanism:
         if isinstance(self.noise, CorrelatedNoise):
             with tf.control_dependencies([recorded]):
                 correlated = self.noise.draw(batch.sums)
-        return [recorded, per_group, expected, sigma, *correlated]
+        return _Recorded(recorded, per_group, expected, sigma, correlated)
 
-    def _add_noise(
-        self, batch: _Sums, clip: tf.Tensor, record: Sequence[tf.Tensor]
-    ) -> list[tf.Tensor]:
+    def _add_noise(self, batch: _Sums, clip: tf.Tensor, record: _Recorded) -> list[tf.Tensor]:
         """Adds the noise to a batch, given what `_record` returned for its release."""
-        recorded, per_group, expected, sigma, *correlated = record
+        recorded, per_group, expected, sigma, correlated = record
         share = replicas.num_replicas() ** -0.5
         stddev = share * self._gradient_noise(sigma, expected) * clip
         divisor = tf.cast(expected / per_group, tf.float32)
@@ -713,6 +706,33 @@ class _Sums(NamedTuple):
         """Undoes `flat`."""
         num, end = len(self.sums), len(flat) - len(self[2:])
         return _Sums(list(flat[:num]), list(flat[num:end]), *flat[end:])
+
+
+class _Recorded(NamedTuple):
+    """What the noise of a release needs to know, as it was when the ledger recorded it.
+
+    Attributes:
+      ledger: available when the ledger is written.
+      per_group: how many examples are clipped together.
+      expected: L, in examples or users.
+      sigma: σ.
+      correlated: the noise of a strategy, for each sum; or nothing.
+    """
+
+    ledger: tf.Tensor
+    per_group: tf.Tensor
+    expected: tf.Tensor
+    sigma: tf.Tensor
+    correlated: list[tf.Tensor]
+
+    def flat(self) -> list[tf.Tensor]:
+        return [*self[:4], *self.correlated]
+
+    @classmethod
+    def of(cls, flat: Sequence[tf.Tensor]) -> _Recorded:
+        """Undoes `flat`."""
+        ledger, per_group, expected, sigma, *correlated = flat
+        return cls(ledger, per_group, expected, sigma, correlated)
 
 
 def _assert(condition: tf.Tensor, data: Sequence) -> tf.Operation | None:
