@@ -14,8 +14,8 @@ from tf_adaptive_dp._keras.weighted_losses import (
     sample_weights_of_step,
 )
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
+from tf_adaptive_dp.gradients.batch_axis.operation_types import SCALINGS, SUMS, UNCHANGED
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
-from tf_adaptive_dp.gradients.penalties import SCALINGS, SUMS, UNCHANGED
 
 PADDING_CONTRIBUTES = (
     "Padding contributes to the loss: rows of weight 0 have gradients. Epsilon would not hold, "

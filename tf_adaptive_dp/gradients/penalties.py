@@ -9,12 +9,13 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import ancestors
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.gradients.batch_axis.operation_types import VARIABLE_READS
+from tf_adaptive_dp.gradients.batch_axis.operation_types import (
+    SCALINGS,
+    SUMS,
+    UNCHANGED,
+    VARIABLE_READS,
+)
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
-
-SUMS = {"Add", "AddV2", "AddN", "Sub"}
-UNCHANGED = {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "EnsureShape"}
-SCALINGS = {"Mul", "RealDiv", "DivNoNan"}
 
 _NOT_ONE_NUMBER = (
     "One term of the loss does not depend on the data but is added to every example's loss, so it "

@@ -12,6 +12,7 @@ from tf_adaptive_dp._keras.graphs import TensorReference, overrides_gradient, st
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     AXIS_0,
     ELEMENTWISE,
+    PRODUCTS,
     REDUCTIONS,
     SHAPE_ONLY,
 )
@@ -37,8 +38,7 @@ Met = Union[BatchAxis, None, Unclear]
 # The rules of `slots` ask what must be equal in all rows. For these operations they say more: entry
 # i of the input goes to entry i of the output alone. (Others may permute rows or pick some.)
 _IN_PLACE = {
-    *(ELEMENTWISE | REDUCTIONS | AXIS_0),
-    *("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"),
+    *(ELEMENTWISE | REDUCTIONS | AXIS_0 | PRODUCTS),
     *("BiasAdd", "BroadcastTo", "Conv2DBackpropInput", "Conv3DBackpropInputV2", "ConcatV2"),
     *("Cumprod", "Cumsum", "ExpandDims", "FusedBatchNorm", "FusedBatchNormV2"),
     *("FusedBatchNormV3", "GatherV2", "IdentityN", "LogSoftmax", "Pack", "Pad", "PadV2"),

@@ -13,15 +13,16 @@ from tf_adaptive_dp._keras.graphs import ancestors, place_of, static_value
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis import operations
 from tf_adaptive_dp.gradients.batch_axis.analysis import refuse_independent, refuse_mixed
+from tf_adaptive_dp.gradients.batch_axis.operation_types import SCALINGS, SUMS
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Size, product
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, by_example
-from tf_adaptive_dp.gradients.penalties import SCALINGS, Penalty, is_trained
+from tf_adaptive_dp.gradients.penalties import Penalty, is_trained
 
 # Operations that keep the sum over all entries.
 _KEEP = {"Identity", "Cast", "CheckNumerics", "EnsureShape", "Reshape", "Squeeze", "ExpandDims"}
 _KEEP |= {"Transpose"}
-_ADDITIONS = {"Add", "AddV2", "AddN", "Sub", "Neg"}
+_ADDITIONS = SUMS | {"Neg"}
 _REDUCTIONS = {"Sum", "Mean"}
 _JOINS = {"Pack", "ConcatV2"}
 

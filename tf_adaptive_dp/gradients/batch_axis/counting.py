@@ -22,6 +22,7 @@ from tf_adaptive_dp.gradients.batch_axis.analysis import is_element
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     AXIS_0,
     ELEMENTWISE,
+    PRODUCTS,
     RANDOM,
     REDUCTIONS,
     SHAPE_ONLY,
@@ -70,7 +71,6 @@ _ENTRY_BY_ENTRY = {
     *"FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 Unpack".split(),
 }
 _ALONG = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1, "Roll": 2}
-_PRODUCTS = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"}
 _TARGETS = {**dict.fromkeys((*RANDOM, *DRAWS, "Fill"), 0), "BroadcastTo": 1, "Slice": 2}
 
 
@@ -192,7 +192,7 @@ class _Counting:
         if op.type in REDUCTIONS | {"ArgMax", "ArgMin"} | _ALONG.keys():
             axes = static_value(op.inputs[_ALONG.get(op.type, 1)])
             return axes is None or bool(wide & {int(a) % rank for a in axes.reshape(-1)})
-        if op.type in _PRODUCTS:
+        if op.type in PRODUCTS:
             terms, result = product_terms(op)
             return any(
                 term[a] not in result for t, term in zip(op.inputs, terms) for a in self.wide(t)
@@ -246,7 +246,7 @@ class _Counting:
         if op.type in ELEMENTWISE:
             aligned = ((t, axis + (t.shape.rank or 0) - output.shape.rank) for t in op.inputs)
             return any(a in self.wide(t) for t, a in aligned)
-        if op.type in _PRODUCTS:
+        if op.type in PRODUCTS:
             terms, result = product_terms(op)
             return any(t[a] == result[axis] for t, x in zip(terms, op.inputs) for a in self.wide(x))
         if op.type in _TARGETS:

@@ -22,7 +22,9 @@ from tf_adaptive_dp._keras.graphs import (
 )
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
+    PRODUCTS,
     SHAPE_ONLY,
+    SUMS,
     VARIABLE_READS,
     product_terms,
 )
@@ -43,8 +45,6 @@ _OF_VARIABLE = (
     "a multiple of the gradient that arrives for its example: {found} ({type})"
 )
 
-_PRODUCTS = {"BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"}
-_SUMS = {"Add", "AddN", "AddV2", "Sub"}
 _MOVES = set(
     """
     Cast CheckNumerics EnsureShape ExpandDims Identity Neg PreventGradient Reshape Squeeze
@@ -146,7 +146,7 @@ def _check_sum(
 def _terms(tensor: tf.Tensor, zero: set, batch_axes: BatchAxes) -> list[tf.Tensor] | None:
     """What a sum over examples is made of; `None` if it may be no sum."""
     op = tensor.op
-    if op.type in _SUMS:
+    if op.type in SUMS:
         return list(op.inputs)
     if op.type in _MOVES or op.type == "BiasAddGrad":
         return [op.inputs[0]]
@@ -155,7 +155,7 @@ def _terms(tensor: tf.Tensor, zero: set, batch_axes: BatchAxes) -> list[tf.Tenso
     if op.type == "Mul":
         numbers = [_is_number(t, batch_axes) for t in op.inputs]
         return [t for t, number in zip(op.inputs, numbers) if not number] if any(numbers) else None
-    if op.type in _PRODUCTS and all(isinstance(batch_axes[t], BatchAxis) for t in op.inputs):
+    if op.type in PRODUCTS and all(isinstance(batch_axes[t], BatchAxis) for t in op.inputs):
         summed = _pairs_examples(op, batch_axes) and any(_vanishes(t, zero) for t in op.inputs)
         return [] if summed else None
     return None
@@ -200,9 +200,9 @@ def _vanishes(tensor: tf.Tensor, zero: set) -> bool:
         return True
     if op.type in _ZERO_WITH:
         found = _vanishes(op.inputs[_ZERO_WITH[op.type]], zero)
-    elif op.type in _PRODUCTS or op.type == "Mul":
+    elif op.type in PRODUCTS or op.type == "Mul":
         found = any(_vanishes(t, zero) for t in op.inputs)
-    elif op.type in _SUMS or op.type == "Pack":
+    elif op.type in SUMS or op.type == "Pack":
         found = all(_vanishes(t, zero) for t in op.inputs)
     elif op.type in _BOUNDS:
         found = _is_inside(op) and any(_vanishes(t, zero) for t in op.inputs)

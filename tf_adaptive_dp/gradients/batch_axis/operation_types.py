@@ -68,17 +68,25 @@ AXIS_0 = set(
     """.split()
 )
 
+# Products of tensors, see `product_terms`.
+PRODUCTS = frozenset({"BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"})
+
+# Additions of tensors; operations that keep what is added; and multiplications by a factor.
+SUMS = frozenset({"Add", "AddN", "AddV2", "Sub"})
+UNCHANGED = frozenset({"Cast", "EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"})
+SCALINGS = frozenset({"DivNoNan", "Mul", "RealDiv"})
+
 REDUCTIONS = {"All", "Any", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"}
 
 # Only the shape of the input matters.
 SHAPE_ONLY = {"Shape", "ShapeN", "Size", "Rank"}
 
 # The sizes of the output are computed from those of the inputs, whatever these hold.
-_SIZES_OF_INPUTS = ELEMENTWISE | set(TRAILING) | AXIS_0 | REDUCTIONS
+_SIZES_OF_INPUTS = ELEMENTWISE | set(TRAILING) | AXIS_0 | REDUCTIONS | PRODUCTS
 _SIZES_OF_INPUTS |= set(
     """
-    BatchMatMul BatchMatMulV2 BatchMatMulV3 BiasAdd ConcatV2 Cumsum Einsum ExpandDims Gather
-    GatherNd GatherV2 IdentityN MatMul OneHot Pack ReadVariableOp ResourceGather ResourceGatherNd
+    BiasAdd ConcatV2 Cumsum ExpandDims Gather GatherNd GatherV2 IdentityN OneHot Pack
+    ReadVariableOp ResourceGather ResourceGatherNd
     ReverseSequence ReverseV2 Select Split SplitV Squeeze Transpose Unpack
     """.split()
 )

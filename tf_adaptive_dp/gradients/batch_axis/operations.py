@@ -14,6 +14,7 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     FUNCTIONS,
     KEEP_LENGTH,
     LISTS,
+    PRODUCTS,
     RANDOM,
     REDUCTIONS,
     REPEATABLE,
@@ -363,7 +364,7 @@ def fused_batch_norm(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Va
     return [layout, *[layout.at(0)] * (len(op.outputs) - 1)]
 
 
-@register_layout("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
+@register_layout(*PRODUCTS)
 @unless_cross_example
 def tensor_product(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """The letter of the batch must remain, and be the same in all inputs with data."""

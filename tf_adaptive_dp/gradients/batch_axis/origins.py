@@ -14,6 +14,7 @@ from tf_adaptive_dp._keras.graphs import static_value
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     AXIS_0,
     ELEMENTWISE,
+    PRODUCTS,
     REDUCTIONS,
     TRAILING,
     product_terms,
@@ -311,7 +312,7 @@ def _fused_batch_norm(
     return [(data, None if across else place), *((t, place.at(0)) for t in scales if of_channels)]
 
 
-@_rule("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
+@_rule(*PRODUCTS)
 def _product(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxes) -> Sources:
     if any(t.shape.rank is None for t in op.inputs):
         return [(t, None) for t in op.inputs]

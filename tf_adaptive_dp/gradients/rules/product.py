@@ -6,13 +6,13 @@ import math
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.batch_axis.operation_types import product_terms
+from tf_adaptive_dp.gradients.batch_axis.operation_types import PRODUCTS, product_terms
 from tf_adaptive_dp.gradients.batch_axis.values import static_or_dynamic_shape
 from tf_adaptive_dp.gradients.contributions import OuterGradient, VariableContribution
 from tf_adaptive_dp.gradients.rules.registry import RuleContext, register_rule
 
 
-@register_rule("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
+@register_rule(*PRODUCTS)
 def product(context: RuleContext) -> VariableContribution | None:
     """g = Σ_t x_t δ_tᵀ, where t stands for the letters that the kernel lacks.
 
