@@ -16,7 +16,7 @@ import dp_accounting
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import is_unprotected, unprotected
-from tf_adaptive_dp.accounting.ledger import BatchChecks, Segment
+from tf_adaptive_dp.accounting.ledger import BatchChecks, Segment, ledger_of
 from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.draws import FullBatches, Sampling
@@ -178,10 +178,10 @@ def privacy_statement(
         sampling, ledger, num_examples, delta, accountant=accountant
     )
     noise = composition.noise_of(ledger)
-    segments, other_events = composition.read_ledger(ledger, num_examples, correlated=True)
+    with_checks = composition.checks_of(ledger, num_examples, correlated=True)
+    segments, other_events = [s for s, _ in with_checks], ledger_of(ledger).other_events
     if not segments and not other_events:
         return paragraph(NOTHING_RELEASED)
-    with_checks = composition.checks_of(ledger, num_examples, correlated=True)
     released = list_of_releases(segments, other_events, num_examples, unit)
     if not noise.is_independent:
         released += list_item(f"the noise of each cancels {noise.taken_back}: {noise!r}")
