@@ -139,8 +139,8 @@ def privacy_statement(
       num_examples: number of examples in the training set, a public constant; of users, if the
         sampling draws users.
       delta: δ, in (0, 1); should be well below 1 / `num_examples`.
-      sampling: how the batches were drawn: a `PoissonSampling`, `FixedSizeSampling` or
-        `ShuffledEpochs`. For batches from elsewhere pass a label: `"poisson"` (each example joins
+      sampling: how the batches were drawn: any `Sampling`, such as a `PoissonSampling` or a
+        `FixedOrder`. For batches from elsewhere pass a label: `"poisson"` (each example joins
         independently, without truncation), `"fixed"` (random subsets of a fixed size), or
         `"shuffled"`, which is what `dataset.shuffle(...).batch(...)` and `fit(x, y)` do.
       accountant: `"rdp"` or `"pld"`, see `accounting.epsilon`.
@@ -262,8 +262,7 @@ def claim(
       unamplified: ε without amplification by sampling; read for shuffled batches only.
       delta: δ.
       accountant: the accountant that computed both.
-      sampling: `"poisson"`, `"fixed"` or `"shuffled"`, or such a sampling, or a
-        `CyclicPoissonSampling`.
+      sampling: any `Sampling`, or a label: `"poisson"`, `"fixed"` or `"shuffled"`.
       num_examples: number of units in the data set.
       unit: the words for the unit.
       num_unchecked: number of releases whose batch was not verified to be a fresh draw.
