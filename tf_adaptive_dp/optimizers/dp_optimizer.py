@@ -358,7 +358,8 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         """Rejects steps that cannot be private, whatever their loss is."""
         self.require_known_state()
         refusals.refuse_unsupported_setting(self)
-        refusals.require_float32()
+        refusals.refuse_16_bit_rewrites()
+        refusals.turn_off_tensor_float_32()
         if isinstance(self._mechanism.noise, CorrelatedNoise):
             with tf.init_scope():
                 num_releases = self.ledger.num_releases

@@ -1,4 +1,7 @@
-"""Checks that reject what would break the optimizers' guarantee."""
+"""Checks that reject what would break the optimizers' guarantee.
+
+One thing is not rejected but changed, with a warning: TensorFloat-32 is turned off.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +41,8 @@ def refuse_unsupported_setting(optimizer: Any) -> None:
             )
 
 
-def require_float32() -> None:
-    """Makes sure that products of float32 matrices have the precision of float32.
-
-    Norms and clipped sums are such products. TensorFloat-32, TensorFlow's default on newer GPUs,
-    keeps 11 of the 24 bits of their factors, so norms whose terms nearly cancel would be far too
-    small, and the sum would not be that of the gradients whose norms were taken. It is turned off
-    for the whole process, with a warning.
-
-    Raises:
-      NotPrivateError: if TensorFlow is to rewrite operations of float32 in 16 bits.
-    """
+def refuse_16_bit_rewrites() -> None:
+    """Rejects options by which TensorFlow rewrites operations of float32 in 16 bits."""
     options = tf.config.optimizer.get_experimental_options()
     rewritten = [name for name in options if "mixed_precision" in name and options[name]]
     if rewritten:
@@ -57,6 +51,16 @@ def require_float32() -> None:
             f"Received: tf.config.optimizer options {', '.join(rewritten)}. Turn them off, and use "
             "`keras.mixed_precision` for layers that compute in 16 bits."
         )
+
+
+def turn_off_tensor_float_32() -> None:
+    """Gives products of float32 matrices the precision of float32, in the whole process.
+
+    Norms and clipped sums are such products. TensorFloat-32, TensorFlow's default on newer GPUs,
+    keeps 11 of 24 bits of their factors, so that norms whose terms nearly cancel would be far too
+    small, and the sum would not be that of the gradients whose norms were taken. So it is turned
+    off, with a warning.
+    """
     if tf.config.experimental.tensor_float_32_execution_enabled() and _has_tensor_float_32():
         tf.config.experimental.enable_tensor_float_32_execution(False)
         warnings.warn(
