@@ -97,18 +97,3 @@ def turn_off_profiling(callback: tf.keras.callbacks.TensorBoard) -> None:
     """Keeps a TensorBoard callback from writing graphs and profiles, which hold these numbers."""
     callback.write_graph = False
     callback._init_profile_batch(0)
-
-
-def input_datasets(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """The data sets that a data set transforms."""
-    return dataset._inputs()
-
-
-def has_random_order(dataset: tf.data.Dataset) -> bool:
-    """Whether a data set, or one that it transforms, is shuffled, or may be out of order.
-
-    It cannot see what happens within functions, such as those of `interleave` and `from_generator`.
-    """
-    if dataset.options().deterministic is False or "Shuffle" in type(dataset).__name__:
-        return True
-    return any(map(has_random_order, input_datasets(dataset)))

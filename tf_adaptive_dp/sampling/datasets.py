@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras import process_state
+from tf_adaptive_dp._keras.datasets import input_datasets
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
@@ -228,9 +228,7 @@ def is_repeatable(data: Any) -> bool:
     """Whether another process would draw the same batches again."""
     if getattr(data, "is_repeatable", False):
         return True
-    return isinstance(data, tf.data.Dataset) and any(
-        map(is_repeatable, process_state.input_datasets(data))
-    )
+    return isinstance(data, tf.data.Dataset) and any(map(is_repeatable, input_datasets(data)))
 
 
 def as_dataset(

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras import process_state
+from tf_adaptive_dp._keras.datasets import has_random_order
 
 _WHAT = "(x, y) or (x, y, sample_weight)"
 SINGLE_EXAMPLES = (
@@ -82,7 +82,7 @@ def refuse_shuffled(data: Any) -> None:
     `user_ids` assign users to examples by position. If the order is another one, examples are
     assigned to the wrong users.
     """
-    if isinstance(data, tf.data.Dataset) and process_state.has_random_order(data):
+    if isinstance(data, tf.data.Dataset) and has_random_order(data):
         raise ValueError(
             "`user_ids` name the user of each example by its place, so the examples must come in a "
             "known order. Received: a `tf.data.Dataset` that is shuffled, or need not be "

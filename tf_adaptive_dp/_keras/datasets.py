@@ -1,0 +1,20 @@
+"""What `tf.data` keeps to itself about a data set."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+def input_datasets(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The data sets that a data set transforms."""
+    return dataset._inputs()
+
+
+def has_random_order(dataset: tf.data.Dataset) -> bool:
+    """Whether a data set, or one that it transforms, is shuffled, or may be out of order.
+
+    It cannot see what happens within functions, such as those of `interleave` and `from_generator`.
+    """
+    if dataset.options().deterministic is False or "Shuffle" in type(dataset).__name__:
+        return True
+    return any(map(has_random_order, input_datasets(dataset)))
