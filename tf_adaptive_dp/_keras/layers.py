@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import random
 from collections.abc import Iterator
 from typing import Any, Callable
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from tf_adaptive_dp._keras.generation import GENERATION, internal_module, keras
 
@@ -240,14 +238,3 @@ def global_generators() -> list[RandomGenerator]:
         return [SeedGenerator(internal_module("random.seed_generator").global_seed_generator())]
     finally:
         random.setstate(before)
-
-
-@contextlib.contextmanager
-def global_seed_kept() -> Iterator[None]:
-    """Within it `tf.random.set_seed` may be called; the seed and its generator are put back."""
-    eager = context.context()
-    seed, generator = eager._seed, getattr(eager, "_rng", None)
-    try:
-        yield
-    finally:
-        eager._seed, eager._rng = seed, generator

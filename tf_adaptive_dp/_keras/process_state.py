@@ -34,7 +34,8 @@ def hidden(expected_trials: float) -> Iterator[None]:
     Guarantee: within, unseeded randomness of Python, NumPy, TensorFlow and Keras comes from the
     entropy of the operating system, whatever seed was set before. Afterwards, their seeds and
     states are restored, and TensorFlow's counter of functions and variables has advanced by
-    `NUMBERS` for every 8 expected trials, or by a multiple of that if more were needed. Generators
+    `NUMBERS` for every 8 expected trials, or by a multiple of that if more were needed. Eager
+    operations of TensorFlow with a seed of their own begin their numbers again. Generators
     that the caller made (`random.Random`, NumPy's and TensorFlow's) are left alone.
 
     Args:
@@ -58,21 +59,33 @@ def _advance_counter(numbers: int) -> None:
 def _unseeded() -> Iterator[None]:
     of_python, of_numpy = random.getstate(), np.random.get_state()
     of_keras = _swap_seed_generator(None)
-    eager = context.context()
-    of_tensorflow = eager._seed, getattr(eager, "_rng", None)
     random.seed()
     np.random.seed()
-    if eager._seed is not None:
-        tf.random.set_seed(None)
     try:
-        yield
+        with global_seed_kept():
+            tf.random.set_seed(None)
+            yield
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
         _swap_seed_generator(of_keras)
-        if of_tensorflow[0] is not None:
-            tf.random.set_seed(of_tensorflow[0])
-            eager._rng = of_tensorflow[1]
+
+
+@contextlib.contextmanager
+def global_seed_kept() -> Iterator[None]:
+    """Within it `tf.random.set_seed` may be called; the seed and its generator are put back.
+
+    TensorFlow keeps the state of eager random operations in their kernels, which it finds by their
+    seeds. `set_seed` drops them at the end: else an operation with a seed that was used within
+    would go on from there, and show how much was drawn.
+    """
+    eager = context.context()
+    seed, generator = eager._seed, getattr(eager, "_rng", None)
+    try:
+        yield
+    finally:
+        tf.random.set_seed(seed)
+        eager._rng = generator
 
 
 def _swap_seed_generator(generator: object | None) -> object | None:

@@ -10,10 +10,10 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.layers import (
     RandomGenerator,
     global_generators,
-    global_seed_kept,
     random_generators,
 )
 from tf_adaptive_dp._keras.models import metric_variables
+from tf_adaptive_dp._keras.process_state import global_seed_kept
 from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.validation.layer_findings import named_layers
 
