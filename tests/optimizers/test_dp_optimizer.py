@@ -158,7 +158,7 @@ def test_a_loss_given_as_a_function_works():
 
 
 def test_a_tensor_loss_needs_its_tape():
-    with pytest.raises(ValueError, match="`tape` is required"):
+    with pytest.raises(ValueError, match="`tape` must be the tape.*tape=None"):
         catalogue.make("DPSGD").minimize(tf.ones([3]), [tf.Variable(1.0)])
 
 

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.optimizers import (
     SelfScalingOptimizer,
-    add_slot,
     add_state,
     is_built,
     slot_index,
@@ -51,6 +50,7 @@ from tf_adaptive_dp.mechanism.replicas import num_replicas
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.optimizers import checked_state, refusals
+from tf_adaptive_dp.optimizers.given_loss import loss_and_variables
 from tf_adaptive_dp.optimizers.loss_scaling import LossScaling
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
 from tf_adaptive_dp.optimizers.registration import FullSignature, require_arguments
@@ -331,10 +331,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
           ValueError: if `tape` is missing, or the optimizer was built for other variables.
         """
         self._refuse_before_step()
-        if not callable(loss) and tape is None:
-            raise ValueError("`tape` is required when a `Tensor` loss is passed. Received: None")
-        tape = tf.GradientTape() if tape is None else tape
-        loss, variables = _loss_and_variables(loss, var_list, tape)
+        loss, variables, tape = loss_and_variables(loss, var_list, tape)
         check_loss(loss)
         self._build_outside(variables)
         refusals.refuse_other_variables(self, variables)
@@ -436,10 +433,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                 stacklevel=level_of_caller(),
             )
             return
-        if self.side_information is not None and not is_built(self):
-            self._preconditioning.build(var_list, functools.partial(add_slot, self))
-            # Checkpoints know the state by this name.
-            self.side_information_state = self._preconditioning.state
+        self._preconditioning.build_in(self, var_list)
         super().build(var_list)
 
     def _build_outside(self, variables: Sequence[tf.Variable]) -> None:
@@ -625,20 +619,6 @@ def _one_at_a_time() -> contextlib.AbstractContextManager:
     if num_replicas() == 1:
         return _building
     return contextlib.nullcontext()
-
-
-def _loss_and_variables(
-    loss: tf.Tensor | Callable[[], tf.Tensor],
-    var_list: Sequence[tf.Variable] | Callable[[], Sequence[tf.Variable]],
-    tape: tf.GradientTape,
-) -> tuple[tf.Tensor, list[tf.Variable]]:
-    """What `compute_gradients` was given; calls functions, that of the loss on the tape."""
-    if callable(loss):
-        with tape:
-            if not callable(var_list):
-                tape.watch([native(v) for v in var_list])
-            loss = loss()
-    return loss, list(var_list() if callable(var_list) else var_list)
 
 
 def _layers_of(variables: Sequence[tf.Variable], clipping: Clipping) -> list[str]:

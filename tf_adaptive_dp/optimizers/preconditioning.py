@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Callable
+from typing import Any
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.optimizers import slot_index
+from tf_adaptive_dp._keras.optimizers import add_slot, is_built, slot_index
 from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.side_information.provenance import SideInformation, deserialize, serialize
@@ -77,11 +78,19 @@ class Preconditioning:
         self.state: list[list[tf.Variable]] = []
         self._minibatches_per_step = minibatches_per_step
 
-    def build(self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]) -> None:
-        """Creates the state; see `SideInformation.build`."""
-        if self.side_information is not None:
-            variables = [native(v) for v in variables]
-            self.state = self.side_information.build(variables, add_slot)
+    def build_in(self, optimizer: Any, variables: Sequence[tf.Variable]) -> None:
+        """Creates the state in an optimizer that is not built; see `SideInformation.build`.
+
+        Args:
+          optimizer: the one that holds this part. Call it before its own slots are created.
+          variables: those that it will train.
+        """
+        if self.side_information is None or is_built(optimizer):
+            return
+        own = [native(v) for v in variables]
+        self.state = self.side_information.build(own, functools.partial(add_slot, optimizer))
+        # Checkpoints know the state by this name.
+        optimizer.side_information_state = self.state
 
     def is_between_steps(self, iterations: tf.Variable) -> bool:
         """Whether the state may change now: not between the minibatches of one step."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.optimizers import add_slot, is_built
 from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.mechanism import replicas
+from tf_adaptive_dp.optimizers.given_loss import loss_and_variables
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
 from tf_adaptive_dp.optimizers.registration import FullSignature, register
 from tf_adaptive_dp.side_information.provenance import SideInformation
@@ -87,10 +86,7 @@ class AdaS(FullSignature, tf.keras.optimizers.SGD):
         """
         if not var_list:
             return
-        if not is_built(self):
-            self._preconditioning.build(var_list, functools.partial(add_slot, self))
-            # Checkpoints know the state by this name.
-            self.side_information_state = self._preconditioning.state
+        self._preconditioning.build_in(self, var_list)
         super().build(var_list)
 
     def compute_gradients(
@@ -113,18 +109,7 @@ class AdaS(FullSignature, tf.keras.optimizers.SGD):
         Raises:
           ValueError: if `tape` is missing.
         """
-        if callable(loss):
-            tape = tf.GradientTape() if tape is None else tape
-            with tape:
-                if not callable(var_list):
-                    tape.watch([native(v) for v in var_list])
-                loss = loss()
-        elif tape is None:
-            raise ValueError(
-                "`tape` must be the tape that recorded `loss`, unless `loss` is a function. "
-                "Received: tape=None"
-            )
-        variables = list(var_list() if callable(var_list) else var_list)
+        loss, variables, tape = loss_and_variables(loss, var_list, tape)
         gradients = tape.gradient(loss, [native(v) for v in variables])
         if loss.shape.rank:
             # `tape` sums the gradients of a vector, and Keras those of all replicas.
