@@ -14,9 +14,7 @@ from tf_adaptive_dp.optimizers import checked_state
 
 
 def compiled(name="DPMomentum", **kwargs):
-    model = catalogue.mlp()
-    model.compile(catalogue.make(name, **kwargs), loss=catalogue.loss())
-    return model
+    return catalogue.compiled(name, **kwargs)
 
 
 def trained(name="DPMomentum", **kwargs):

@@ -10,15 +10,9 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
+from tests.helpers.catalogue import with_noise_of_1 as compiled
 from tests.helpers.crash_injection import CrashInjector
 from tf_adaptive_dp._keras.generation import GENERATION
-
-
-def compiled(name="DPSGD", compile_with=(), **kwargs):
-    model = catalogue.mlp()
-    kwargs = {"noise_multiplier": 1.0, "expected_batch_size": 8.0, **kwargs}
-    model.compile(catalogue.make(name, **kwargs), loss=catalogue.loss(), **dict(compile_with))
-    return model
 
 
 class Interrupt(tf.keras.callbacks.Callback):

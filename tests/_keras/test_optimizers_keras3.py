@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
-from tests.helpers import ROOT
+from tests.helpers import ROOT, catalogue
 from tests.helpers.catalogue import by_rank, mirrored
 from tests.helpers.gaussianity import assert_gaussian
 from tf_adaptive_dp._keras.generation import GENERATION, keras
@@ -89,8 +89,7 @@ def clipped_mean(model, x, y, scale=by_rank):
 
 
 def assert_same_weights(actual, expected, rtol=1e-5, atol=1e-6):
-    for a, b in zip(actual.get_weights(), expected.get_weights()):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+    catalogue.assert_same_weights(actual, expected, rtol, atol)
 
 
 # ----- exact

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
+from tests.helpers.catalogue import with_noise_of_1 as compiled
 from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp.accounting.ledger import Releases, Segment
 from tf_adaptive_dp.durable import ledger_file as files
@@ -21,13 +22,6 @@ def opened(path):
     file = SegmentFile(path, fsync=False)
     file.close()
     return file.segments
-
-
-def compiled(name="DPSGD", compile_with=(), **kwargs):
-    model = catalogue.mlp()
-    kwargs = {"noise_multiplier": 1.0, "expected_batch_size": 8.0, **kwargs}
-    model.compile(catalogue.make(name, **kwargs), loss=catalogue.loss(), **dict(compile_with))
-    return model
 
 
 def log_of(path, *segments):

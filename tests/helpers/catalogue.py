@@ -157,6 +157,25 @@ def mlp():
     )
 
 
+def compiled(name="DPSGD", compile_with=(), **kwargs):
+    """The network with the optimizer of that name, compiled."""
+    model = mlp()
+    model.compile(make(name, **kwargs), loss=loss(), **dict(compile_with))
+    return model
+
+
+def with_noise_of_1(name="DPSGD", compile_with=(), **kwargs):
+    """`compiled` with a noise multiplier of 1 and batches of 8, as callbacks expect them."""
+    kwargs = {"noise_multiplier": 1.0, "expected_batch_size": 8.0, **kwargs}
+    return compiled(name, compile_with, **kwargs)
+
+
+def assert_same_weights(actual, expected, rtol=1e-4, atol=1e-5):
+    """Compares two models weight by weight."""
+    for a, b in zip(actual.get_weights(), expected.get_weights()):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
 def fit(model, epochs=1, callbacks=(), same_batches=False, **kwargs):
     """Trains on `data` in batches of 8, unshuffled: 4 steps an epoch."""
     x, y = data()

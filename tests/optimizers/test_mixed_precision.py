@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
-from tests.helpers.catalogue import KINDS
+from tests.helpers.catalogue import KINDS, compiled
 from tests.helpers.gaussianity import assert_gaussian
 from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp.gradients.api import per_example_gradients
@@ -27,12 +27,6 @@ def float16():
     tf.keras.mixed_precision.set_global_policy("mixed_float16")
     yield
     tf.keras.mixed_precision.set_global_policy("float32")
-
-
-def compiled(name="DPSGD", **kwargs):
-    model = catalogue.mlp()
-    model.compile(catalogue.make(name, **kwargs), loss=catalogue.loss())
-    return model
 
 
 @pytest.mark.slow

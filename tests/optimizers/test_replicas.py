@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
-from tests.helpers.catalogue import KINDS
+from tests.helpers.catalogue import KINDS, assert_same_weights
 from tests.helpers.gaussianity import (
     assert_gaussian,
     assert_independent,
@@ -28,11 +28,6 @@ def trained(name, strategy, epochs=2, **kwargs):
         model.compile(catalogue.make(name, **kwargs), loss=catalogue.loss())
     catalogue.fit(model, epochs)
     return model
-
-
-def assert_same_weights(actual, expected, rtol=1e-4, atol=1e-5):
-    for a, b in zip(actual.get_weights(), expected.get_weights()):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
 
 @pytest.mark.slow_after(1)

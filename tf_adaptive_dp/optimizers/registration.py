@@ -33,7 +33,7 @@ class FullSignature:
     __signature__: ClassVar[inspect.Signature]
     _not_passed_on: ClassVar[frozenset[str]] = frozenset()
 
-    def __init_subclass__(cls, sets: Sequence[str] = (), **kwargs: Any):
+    def __init_subclass__(cls, sets: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._not_passed_on = cls._not_passed_on.union(sets)
         refused = _REFUSED if issubclass(cls, SelfScalingOptimizer) else frozenset()

@@ -116,11 +116,12 @@ def count_on_clients(numbers):
     return tff.federated_sum(tff.federated_map(count, numbers))
 
 
-@pytest.fixture(scope="module")
-def process():
+def model_of(units, initializer):
+    """Makes the `model_fn` of a linear model of the clients' data."""
+
     def model_fn():
         model = tf.keras.Sequential(
-            [tf.keras.Input([3]), tf.keras.layers.Dense(2, kernel_initializer="ones")]
+            [tf.keras.Input([3]), tf.keras.layers.Dense(units, kernel_initializer=initializer)]
         )
         return tff.learning.models.from_keras_model(
             model,
@@ -128,8 +129,13 @@ def process():
             input_spec=(tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None], tf.int32)),
         )
 
+    return model_fn
+
+
+@pytest.fixture(scope="module")
+def process():
     sgd = tff.learning.optimizers.build_sgdm(0.1)
-    return tff.learning.algorithms.build_weighted_fed_avg(model_fn, sgd)
+    return tff.learning.algorithms.build_weighted_fed_avg(model_of(2, "ones"), sgd)
 
 
 @pytest.fixture(scope="module")
@@ -377,19 +383,10 @@ def test_rounds_over_two_workers_equal_local_ones(process, clients, kept_workers
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
 def test_the_noise_of_a_round_over_two_workers_is_drawn_once(clients, kept_workers, mechanism):
-    def model_fn():
-        return tff.learning.models.from_keras_model(
-            tf.keras.Sequential(
-                [tf.keras.Input([3]), tf.keras.layers.Dense(1000, kernel_initializer="zeros")]
-            ),
-            tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            input_spec=clients[0].element_spec,
-        )
-
     still = tff.learning.optimizers.build_sgdm(1e-9)  # so that all that moves is the noise
     privacy = UserLevelPrivacy(2.0, 5, 5, clip=0.5, mechanism=mechanism)
     with contexts.remote_context([w.address for w in kept_workers]):
-        process = build_dp_fed_avg(model_fn, still, privacy)
+        process = build_dp_fed_avg(model_of(1000, "zeros"), still, privacy)
         state = process.initialize()
         noise = [weights(process, process.next(state, clients).state) for _ in range(2)]
     for drawn in noise:
@@ -503,18 +500,9 @@ def test_a_round_without_a_lost_worker_equals_a_local_one(process, clients, two_
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
 def test_the_noise_is_drawn_once_when_clients_run_again(clients, two_workers, mechanism):
-    def model_fn():
-        return tff.learning.models.from_keras_model(
-            tf.keras.Sequential(
-                [tf.keras.Input([3]), tf.keras.layers.Dense(1000, kernel_initializer="zeros")]
-            ),
-            tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            input_spec=clients[0].element_spec,
-        )
-
     still = tff.learning.optimizers.build_sgdm(1e-9)
     privacy = UserLevelPrivacy(2.0, 5, 5, clip=0.5, mechanism=mechanism)
-    process = build_dp_fed_avg(model_fn, still, privacy)
+    process = build_dp_fed_avg(model_of(1000, "zeros"), still, privacy)
     with contexts.remote_context([w.address for w in two_workers]):
         state = process.initialize()
         two_workers[1].close()
