@@ -1,7 +1,7 @@
 """The work of a client in a round: train on its data and send the change of the weights.
 
-Like TFF's `build_model_delta_client_work`, which discards the optimizer's state at the end of local
-training. Here an optimizer with a `report` method reports on its state first.
+This is like TFF's `build_model_delta_client_work`, which discards the optimizer's state at the end
+of local training. Here, an optimizer with a `report` method reports on its state first.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class ClientBatches:
     The examples are shuffled, cut to `max_examples`, batched, and repeated for `epochs`; then the
     batches are cut to `max_batches`. An epoch may end with a smaller batch, so that no batch has an
     example twice (`tff.simulation.baselines.ClientSpec` allows that). Cutting bounds the work of a
-    client. The guarantee for a user does not depend on it, but on clipping the whole update.
+    client. The guarantee for a user does not depend on this, but on clipping the whole update.
 
     Attributes:
       batch_size: the number of examples in a batch, at least 1.

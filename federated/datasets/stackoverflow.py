@@ -1,8 +1,8 @@
 """Tag prediction on Stack Overflow with one client per user, as in AdaDPS, section 6.2.
 
 TFF's own data set and format: an SQLite file of posts in three splits, "train", "heldout" (other
-users) and "test" (later posts of users who are not held out). Posts are read
-lazily, when a client's dataset is.
+users) and "test" (later posts of users who are not held out). Posts are read lazily, when a
+client's dataset is read.
 """
 
 from __future__ import annotations

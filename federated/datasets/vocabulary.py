@@ -1,7 +1,7 @@
 """Words and tags of Stack Overflow, and the number of users of each.
 
 A vocabulary and side information made from counts must be public, but counts over the users of the
-training split are private. So counts record whose they are.
+training split are private. So counts record which users were counted.
 """
 
 from __future__ import annotations

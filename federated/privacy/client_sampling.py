@@ -230,7 +230,7 @@ class ClientSampler:
           num_rounds: the number of rounds of the whole run, failed rounds included.
           key: see the class.
           max_clients: the largest cohort; larger draws are subsampled uniformly to this size, and δ
-            accounts for that (see `PoissonSampling`). With a large ε almost nothing may be cut.
+            accounts for that (see `PoissonSampling`). If ε is large, hardly any draw may be cut.
             `None` keeps all drawn clients.
 
         >>> privacy = UserLevelPrivacy(1.0, 2, 4, clip=1.0)

@@ -33,15 +33,15 @@ class Dropping:
     and a key, and on no other client. So the sum of a round is over the cohort, with zeros for
     those who dropped out: it has one term for each client, of norm at most C, which no other client
     changes. Sensitivity, noise, divisor and the sampling of the cohorts are as without dropping
-    out, and so is ε. (Taking the first k clients that answer would be another matter: who is among
-    them depends on how fast the others are, so one client more would change two terms.)
+    out, and so is ε. (Taking the first k clients that answer would be a different matter: who is
+    among them depends on how fast the others are, so one client more would change two terms.)
 
     Args:
       dropout: the probability of dropping out of a round, in [0, 1), independently of everything;
         or a function from a client's id and the number of a round to whether it drops out, which
         must not look at other clients; `None` if no client does.
       on_client_error: `"raise"`, or `"drop"`: a client whose data set raises while it is made or
-        read drops out. For that each data set is read once before the round.
+        read drops out. For this, each data set is read once before the round.
       key: the secret key of the run.
 
     Raises:

@@ -39,9 +39,9 @@ class Best(NamedTuple):
 def export(state: Any, model_fn: Callable[[], tf.keras.Model]) -> tf.keras.Model:
     """Makes a Keras model with the weights of a process's state, to save or to serve.
 
-    Guarantee: the model has the state's model weights and nothing else of it, so it is protected as
-    they are: by the ε of all rounds that were begun, in a private run. With mechanism="tree"
-    or "banded" the state must stay secret, and the model need not.
+    Guarantee: the model has the state's model weights and nothing else from it, so it is protected
+    as these are: in a private run, by the ε of all rounds that were begun. With mechanism="tree" or
+    "banded" the state must stay secret, and the model need not.
 
     Args:
       state: the state of a process of `federated.training.processes` or of TFF's own algorithms,
@@ -103,9 +103,9 @@ class Evaluation:
     `not_private/held_out/…` in a private run, and keeps the state whose figure `best` is the best.
 
     Guarantee: none for the held-out clients: the figures are exact, and which state is the best
-    depends on their data, which ε does not cover. For clients that were trained on, ε of all rounds
-    covers the best state too, if none of them is held out: then the choice is computed from what
-    was released and from other people's data. `federated.train` warns if that is not so.
+    depends on their data, which ε does not cover. For clients that were trained on, the ε of all
+    rounds covers the best state too, if none of them is held out: then the choice is computed from
+    what was released and from other people's data. `federated.train` warns if this is not the case.
 
     Args:
       model_fn: a function that returns a new Keras model, compiled with its loss and metrics.

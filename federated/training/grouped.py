@@ -1,12 +1,12 @@
 """Rounds whose clients are computed in groups: the same rounds, for a tenth of the time.
 
 TFF prepares a graph and a data set for each client, which takes ten times as long as the arithmetic
-of a small one. Here a TFF client is a group of clients, whose serialized data sets it receives in
-one string. A loop in its graph trains them one after another, each from the server's weights and
+of a small client. Here a TFF client is a group of clients, whose serialized data sets it receives
+in one string. A loop in its graph trains them one after another, each from the server's weights and
 with a new optimizer state, and adds their updates up. Clipping, dividing by a preconditioner and
 weighting happen in this loop, per client; what leaves a group are sums.
 
-That is possible where the server needs nothing but sums over clients: the mean, and all DP queries
+This is possible where the server needs nothing but sums over clients: the mean, and all DP queries
 of this library. The state of a process is the same with and without groups, so they can take turns.
 """
 
@@ -160,7 +160,7 @@ class GroupedRounds(tff.Computation):
     whose type signature it has, up to the order in which floating-point numbers are added.
 
     Nodes of the tree mechanism that a round neither reads nor writes stay in this process, so the
-    cost of a round hardly depends on the number of levels.
+    cost of a round hardly depends on the number of levels of the tree.
 
     Clients' data that are not a list of `tf.data.Dataset`s (such as lists of elements), and calls
     inside another computation, run without groups.

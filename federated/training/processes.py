@@ -98,9 +98,10 @@ def build_adaptive_fed_avg(
       metrics_aggregator: the aggregator of the clients' metrics; `None` takes
         `tff.learning.metrics.sum_then_finalize`.
       clients_per_group: the largest number of clients that are trained one after another in one
-        computation of TFF, which costs far less than a computation of each; the result is the same
-        up to rounding. `"auto"` chooses it by the size of the cohort, and 1 if `model_aggregator`,
-        `model_distributor` or `metrics_aggregator` is given, which may tell clients apart.
+        computation of TFF, which costs far less than a separate computation for each; the result is
+        the same up to rounding. `"auto"` chooses it by the size of the cohort, but 1 if
+        `model_aggregator`, `model_distributor` or `metrics_aggregator` is given, which may tell
+        clients apart.
       input_spec: the `element_spec` of a client's batches, (x, y), such as
         `client_data.element_type_structure`; only for compiled Keras models.
 

@@ -379,34 +379,35 @@ def train(
 ) -> Trained:
     """Trains for a number of rounds, or resumes an earlier call with the same arguments.
 
-    Each round takes these steps, and each step is on the disk before the next one: the journal
-    records that the round begins; the round is run; the state, the ledger and the figures are saved
-    together; the model is evaluated and the figures are released. The program may therefore be
-    killed at any moment and started again. A round that began but is not in the saved state is
-    lost: the ledger counts it (`record_lost`), with a warning. A round that was saved but perhaps
-    not released is released again, with the same figures and the same number. If the last rounds
-    are lost, the updated counts and ε are released.
+    Each round takes these steps, and each step is on the disk before the next one begins: the
+    journal records that the round begins; the round is run; the state, the ledger and the figures
+    are saved together; the model is evaluated and the figures are released. The program may
+    therefore be killed at any moment and started again. A round that began but is not in the saved
+    state is lost: the ledger counts it (`record_lost`), with a warning. A round that was saved but
+    perhaps not released is released again, with the same figures and the same number. If the last
+    rounds are lost, the updated counts and ε are released.
 
-    `num_rounds` limits the *counted* rounds: in a private run lost rounds use up the budget like
-    others. Without a ledger, lost rounds are repeated until the state results from `num_rounds`
+    `num_rounds` limits the *counted* rounds: in a private run, lost rounds use up the budget like
+    any others. Without a ledger, lost rounds are repeated until the state results from `num_rounds`
     rounds.
 
     Guarantee: with a ledger, every round is counted on the disk before its clients are asked, so ε
-    is never too small and never decreases, whatever happened to the round. Under the Gaussian
+    is never too small and never decreases, whatever happens to the round. Under the Gaussian
     mechanism the round after a lost one draws a new cohort. Under the tree mechanism it has the
-    cohort of the lost one, since clients must come in the order of the tree's leaves, and the lost
-    round counts as a separate tree. With banded noise it also has that cohort, and the lost round
-    counts as one more row of the noise. This assumes that `directory/secret` stays unchanged on a
-    local disk and that nobody else reads it (it holds the sampler's key, exact training figures
-    and, with the tree mechanism or banded noise, noise); that the ledger describes the process; and
-    that no client's data make its training raise an error, such as a label out of range: that ends
-    the round, which anybody can see. Figures named `not_private/…` are exact averages over clients
-    and outside the guarantee. So is everything that `evaluate` computes from data of the clients.
+    same cohort as the lost one, since clients must come in the order of the tree's leaves, and the
+    lost round counts as a separate tree. With banded noise it also has that cohort, and the lost
+    round counts as one more row of the noise. This assumes that `directory/secret` stays unchanged
+    on a local disk and that nobody else reads it (it holds the sampler's key, exact training
+    figures and, with the tree mechanism or banded noise, noise); that the ledger describes the
+    process; and that no client's data make its training raise an error, such as a label out of
+    range: that ends the round, which anybody can see. Figures named `not_private/…` are exact
+    averages over clients and outside the guarantee. So is everything that `evaluate` computes from
+    data of the clients.
 
     Args:
       process: a process of `federated.training.processes`, or any other whose `next` takes a state
-        and a list of datasets. TFF's context must be synchronous, such as the default; a notebook's
-        running event loop does no harm.
+        and a list of datasets. TFF's context must be synchronous, as the default one is; a
+        notebook's running event loop does no harm.
       client_data: the datasets by client id.
       sampler: a `federated.ClientSampler`. Each run creates its own key unless one was passed to
         the sampler; `directory` keeps it, so that the run can resume.
@@ -414,20 +415,22 @@ def train(
       directory: the directory of this run alone; created if missing. Its folder `secret` holds
         everything that must stay secret.
       ledger: the ledger as it was when the run began, with the privacy of the process; it is not
-        modified. The sampling continues after its rounds, which must be of the same sampling. Under
-        the Gaussian mechanism with `ShuffledEpochs` or `FixedOrder` they must be whole passes,
-        unless the sampler has the key of the run that they belong to, as `Trained.sampler` has. If
-        the sampler was given a key, never start two runs from one ledger: they would draw the same
-        cohorts. `None` takes `process.new_ledger()`, or no ledger in a run without privacy.
+        modified. The sampling continues after the ledger's rounds, which must have been drawn by
+        the same sampling. Under the Gaussian mechanism with `ShuffledEpochs` or `FixedOrder` they
+        must be whole passes, unless the sampler has the key of the run that they belong to, as
+        `Trained.sampler` has. If the sampler was given a key, never start two runs from one ledger:
+        both would draw the same cohorts. `None` takes `process.new_ledger()`, or no ledger in a run
+        without privacy.
       delta: if given, the figures include ε at this δ, and `privacy/NOT_PRIVATE` if ε is infinite;
         needs a ledger. Under the Gaussian mechanism `privacy/epsilon` is that of
         `privacy/epsilon_covers_rounds` rounds, up to three or an eighth more than were counted. So
-        it is too large in the first rounds, a little later on, and exact after the last one.
-        `epsilon_spent` and `privacy_statement` are exact at any time.
+        it is too large in the first rounds, a little too large later on, and exact after the last
+        one. `epsilon_spent` and `privacy_statement` are exact at any time.
       evaluate: maps the model weights to figures, released as `test/…`; called again for a round
         that is released again.
       evaluate_every: the number of finished rounds between evaluations. The last round is always
-        evaluated. If the last rounds are lost, the one before them is released again for that.
+        evaluated. If the last rounds are lost, the round before them is released again for that
+        purpose.
       evaluation: evaluates the model on held-out clients, and keeps the best state (see
         `federated.Evaluation`, which says what ε does not cover). A round's figures are on the disk
         before they are released or compared, so they are the same whenever it is released again.
@@ -439,15 +442,15 @@ def train(
         raised.
       dropout: for simulations: which clients that were drawn do not take part. A probability in
         [0, 1), or a function from a client's id and the number of the round to whether it drops
-        out, which must not look at other clients. The round continues without them, and its sum
-        is divided by `clients_per_round` as always: a client that dropped out is like one that
-        sends zeros. So ε is that of the cohorts that were drawn, of `clients_per_round` expected
-        clients, and dropping out neither raises nor lowers it. The ledger records that clients
-        could drop out. To compensate, state a larger `clients_per_round` and set the server's
-        learning rate to 1 / (1 - `dropout`). There is no selection of the first clients to answer:
-        who is among them depends on other clients, and no ε here holds for that.
+        out, which must not look at other clients. The round continues without them, and its sum is
+        divided by `clients_per_round` as always: a client that dropped out is like one that sends
+        zeros. So ε is that of the cohorts that were drawn, of `clients_per_round` expected clients,
+        and dropping out neither raises nor lowers it. The ledger records that clients could drop
+        out. To compensate, choose a larger `clients_per_round` and set the server's learning rate
+        to 1 / (1 - `dropout`). There is no way to select the first clients that answer: who is
+        among them depends on other clients, and no ε here would hold for that.
       on_client_error: `"raise"`, or `"drop"`: a client whose data set raises while it is made or
-        read drops out too, with a warning. For that each data set is read once before the round.
+        read drops out too, with a warning. For this, each data set is read once before the round.
       min_clients: the smallest number of clients to run a round with; a smaller one is a failure
         (see `max_failures`), after which another cohort is drawn under Poisson and fixed-size
         sampling. In passes, and if all clients take part, the same clients are asked again.

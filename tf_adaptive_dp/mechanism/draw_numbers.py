@@ -9,8 +9,8 @@ number for its batch:
 - Other batches are identified by their contents: a digest of everything that enters the loss, and
   one of each input. Two losses may share a batch of which they read different parts.
 
-The numbers reveal something about the batches, so they are neither saved nor returned. Only counts
-go into the ledger.
+The numbers reveal something about the batches, so they are neither saved nor returned; only counts
+enter the ledger.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class Histograms:
     """Counts the examples of the first batches by the norms of their gradients and by their loss.
 
     Each of these batches gives one release. With K variables, an example counts in K histograms by
-    the norm of its gradient for each of them, and in one by its loss. It does so with C/√(K+1) in
-    each, and the sum of all is released in place of the sum of clipped gradients.
+    the norm of its gradient for each of them, and in one by its loss. It counts as C/√(K+1) in
+    each, and the sum over all examples is released in place of the sum of clipped gradients.
 
     Guarantee: adding or removing one example changes that sum by at most C in L2 norm, as it
     changes the sum of clipped gradients. An example whose gradient is zero or whose gradient or

@@ -59,8 +59,8 @@ def poisson_batches(
     would not be: weight 0 times an infinite loss is NaN, which shows. If ones are not valid inputs
     of the model (the index 1 of a table of one row), pass a public example as `padding`.
 
-    With `user_ids`, users are drawn instead of examples. A batch has room for B =
-    `sampling.max_batch_size` users, with k = `sampling.examples_per_user` neighboring rows for
+    With `user_ids`, users are drawn instead of examples. A batch has room for
+    B = `sampling.max_batch_size` users, with k = `sampling.examples_per_user` neighboring rows for
     each. A user's examples, or a random k of them, are in the first of these rows; the others are
     padding. For `user_reduction="mean"` the sample weight of each example is divided by the number
     of examples of its user in the batch. The reduction happens only in the weights, so no loss can

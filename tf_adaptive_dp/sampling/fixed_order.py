@@ -31,12 +31,12 @@ class FixedOrder(draws.FullBatches):
     function of y = C g + z, see `accounting.noise_strategies`. The example is in at most
     k = ceil(T / s) of the T steps, any two at least s apart. So it moves C g by at most
     `sensitivity(noise, T, s, k)` divided by the least noise multiplier of all steps, whatever was
-    released before. That is one Gaussian mechanism with the inverse as noise multiplier. If
-    the ledger knows of a batch that came back sooner, there is no ε. `privacy_statement` says
-    "proven" only if this process made a single order and one optimizer saw all batches here: in a
-    second order the batches would be different ones, so an example that comes back too soon would
-    go unnoticed. With correlated noise it says that the order was not verified, since these batches
-    do not show their step.
+    released before. That is one Gaussian mechanism whose noise multiplier is the inverse of this
+    quotient. If the ledger knows of a batch that came back sooner, there is no ε.
+    `privacy_statement` says "proven" only if this process made a single order and one optimizer saw
+    all batches here: in a second order the batches would differ, so an example that comes back too
+    soon would go unnoticed. With correlated noise it says that the order was not verified, since
+    these batches do not show their step.
 
     Attributes:
       batch_size: number of examples in each batch, at least 1.

@@ -17,11 +17,12 @@ class ShuffledEpochs(draws.FullBatches):
     """Passes over the data, each in a new random order; incomplete batches are dropped.
 
     Guarantee: within an iterator each example is in at most one of the floor(n / batch_size)
-    batches of a pass. `epsilon_spent` is that of Poisson sampling with the same batch size, which
-    is an approximation and not a proven bound. `accounting.epsilon_without_amplification` bounds ε
-    for neighbors that differ in one example, which is blank in one of them. (An additional example
-    would move its successors to other batches.) Both have the same uniformly random permutation and
-    rows, so all other examples keep their places. A new iterator begins a new pass.
+    batches of a pass. `epsilon_spent` returns the ε of Poisson sampling with the same batch size,
+    which is an approximation and not a proven bound. `accounting.epsilon_without_amplification`
+    bounds ε for neighbors that differ in one example, which is blank in one of them. (An additional
+    example would move its successors to other batches.) Both neighbors have the same uniformly
+    random permutation and rows, so all other examples keep their places. A new iterator begins a
+    new pass.
 
     Attributes:
       batch_size: number of examples in each batch, at least 1.

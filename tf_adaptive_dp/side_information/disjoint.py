@@ -84,13 +84,13 @@ def split_public(data: Any, share: float = 0.01, *, seed: int = 0) -> PublicSpli
 def check_disjoint(public: Any, private: Any) -> None:
     """Rejects public data that contain examples of the private data.
 
-    Statistics of public data enter training without noise. For an example in both datasets they
+    Statistics of public data enter training without noise. For an example in both data sets, they
     would reveal what the noise hides.
 
     Guarantee: if the function returns, no private example has exactly the features of a public one,
     byte by byte except for trailing zeros (padding). It does not find examples that were changed,
-    for example by augmentation, or that a dataset did not yield this time. Labels are not compared,
-    and rows with a sample weight of 0 count as absent.
+    for instance by augmentation, or that a dataset did not yield this time. Labels are not
+    compared, and rows with a sample weight of 0 count as absent.
 
     Args:
       public: a `tf.data.Dataset` of batches x, (x, y) or (x, y, sample_weight), as `fit` takes

@@ -200,7 +200,7 @@ class TokenPreconditioner(FixedPreconditioner):
     """One number A_j per token, for the rows of the input layer.
 
     Row j of the variable [V, ...] has A_j. All other variables have A = 1. Memory and time are
-    those of V numbers, not of V·K. `token_frequencies` and `tf_idf` make such preconditioners.
+    those for V numbers, not for V·K. `token_frequencies` and `tf_idf` make such preconditioners.
 
     Guarantee: the same as that of `FixedPreconditioner`.
 

@@ -39,8 +39,8 @@ def default_grid(optimizer: type | str) -> list[dict[str, float]]:
     the authors' released configuration
     (github.com/mshubhankar/The-Role-of-Adaptive-Optimizers-for-Honest-Private-Hyperparameter-Selection,
     CONFIG.py): 0.1, 0.2, 0.5, 1 for C and 0.001, 0.002, 0.005, … 0.5, 1 for α. That DPMomentum has
-    seven momenta follows from the ε in table 1 (3.14 on MNIST and 5.23 on Adult, the cost of 280
-    candidates, not of 240 or 320); the values are our choice.
+    seven momenta follows from the ε in table 1 (3.14 on MNIST and 5.23 on Adult, which is what 280
+    candidates cost, not 240 or 320); the values are our choice.
 
     Learning rates are for gradients averaged over the batch, as in all our optimizers.
 
@@ -102,8 +102,8 @@ def optimal_learning_rate(
     root, as computed here. The paper also has d = 1 and L = 1, the defaults.
 
     The result holds if the clipped gradients are those of a convex function. R is not known in
-    advance, so use the result as a starting point, and search for the product α·C instead of for
-    two numbers.
+    advance, so use the result as a starting point, and search for the product α·C instead of two
+    separate numbers.
 
     Args:
       l2_norm_clip: C.

@@ -1,9 +1,9 @@
 """ε of a search: the cost of training several models and choosing one.
 
 A trial is one training run with its score, given as a `dp_accounting.DpEvent` that composes all its
-releases. Every ε is for adding or removing one example (per example, not per person). It is as good
-as the event: a proven bound under Poisson sampling, the customary approximation for shuffled
-batches.
+releases. Every ε is for adding or removing one example (per example, not per person). It holds as
+firmly as the ε of the event: it is a proven bound under Poisson sampling, and the customary
+approximation for shuffled batches.
 
 References:
   - Liu and Talwar, "Private Selection from Private Candidates" (2019), arXiv:1811.07971.

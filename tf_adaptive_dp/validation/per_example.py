@@ -64,14 +64,14 @@ def check_per_example(
 ) -> PerExampleReport:
     """Tests on one batch that a model's per-example gradients are those of its examples.
 
-    It compares the gradients that a compiled training step would clip with gradients on batches of
-    one. They differ if examples mix, or if a rule for an operation is wrong. Layers with a mixed
+    It compares the gradients that a compiled training step would clip with the gradients on batches
+    of one. They differ if examples mix, or if a rule for an operation is wrong. Layers with a mixed
     policy (`mixed_float16`, `mixed_bfloat16`) are searched as they are, but compared while they
     compute in float32: in the short types, sums over many positions are mostly rounding errors.
     Where a model casts to such a type itself, errors of 5% pass.
 
-    Guarantee: none beyond this batch. But a model that mixes its examples, or a wrong rule of your
-    own, fails this test, unless it goes wrong only in float16 or bfloat16.
+    Guarantee: none beyond this batch. But a model that mixes its examples, or a rule of yours that
+    is wrong, fails this test, unless it goes wrong only in float16 or bfloat16.
 
     Args:
       model: compiled, unless `loss` is given. Its loss is that of a step of `fit`, without the

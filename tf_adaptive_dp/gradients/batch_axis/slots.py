@@ -76,9 +76,9 @@ def refuse_slots(loss: tf.Tensor, batch_axes: BatchAxes) -> Draws:
 
     Guarantee: in an accepted step, example i has the same gradient in every row, for the same
     random numbers. These are drawn independently and alike for all rows, anew in each step, and no
-    one knows them (`Draws.renew` sees to that). So the distribution of the others' gradients does
-    not change if an example joins: each example can take its random numbers along to its new row,
-    where they are equally likely.
+    one knows them (`Draws.renew` sees to that). So the distribution of the other examples'
+    gradients does not change if an example joins: each example can take its random numbers along to
+    its new row, where they are equally likely.
 
     The search asks, for every operation that combines data with public values, which entries of the
     public ones meet the batch axis. It follows these back to their origin. Axes of length 1,

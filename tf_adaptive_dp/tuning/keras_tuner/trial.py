@@ -60,7 +60,8 @@ class PrivateTrial:
     lost with a process are paid for out of the trial's own budget, so the trial ends that many
     steps earlier. Strategies that show only the winner require that all trials follow one
     distribution, which an interruption must not change. There a trial repeats its lost steps with
-    new noise, from its last finished epoch. Nobody sees what was lost, just as nobody sees losers.
+    new noise, from its last finished epoch. Nobody sees what was lost, just as nobody sees the
+    losers.
 
     Guarantee: no process releases more than `plan.schedule.releases` noisy gradients for this
     trial. With `plan.strategy.releases_all`, all processes together do not either.
