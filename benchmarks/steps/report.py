@@ -15,12 +15,12 @@ INTRODUCTION = """\
 
 What a training step costs in time and in memory. `python -m benchmarks.steps.run --report` wrote
 this page from four files: the measurements in `{source}` and `kinds.json`, and the sections in
-`variants.md` and `../federated/report.md`, which are written by hand. Change it there, not here.
+`variants.md` and `../federated/report.md`, which are written by hand. Change those, not this page.
 
 - A step is what `fit` does for one batch: forward, backward and update. Private engines also clip
   each example's gradient to norm 1 and add noise of multiplier 1. The data is random, one batch in
   memory that is used again and again, so reading data costs nothing here.
-- Each engine runs in a process of its own, with the number of threads that its framework chooses.
+- Each engine runs in its own process, with the number of threads that its framework chooses.
   After a warm-up the engines take turns, one computing at a time, so that disturbances on the
   machine affect all of them alike. Times are medians over the steps, with the quartiles beside
   them.
@@ -32,8 +32,8 @@ this page from four files: the measurements in `{source}` and `kinds.json`, and 
 - The table of runs shows how many cores other processes kept busy meanwhile. It should be near 0:
   PyTorch's threads spin while they wait for each other, and become many times slower on a machine
   that is not idle.
-- No GPU was at hand: nothing here was measured on one. Tests with several replicas run on logical
-  CPUs.
+- No GPU was available, so nothing here was measured on one. Tests with several replicas run on
+  logical CPUs.
 """
 ENGINE_NOTES = {
     "adadps_public": "includes the gradient of a public batch of the same size in every step."
