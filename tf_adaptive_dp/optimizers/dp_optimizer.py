@@ -185,6 +185,11 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         """
         self._mechanism.seen = seen
 
+    @property
+    def expects_padding(self) -> bool:
+        """Whether a plan made this optimizer, whose batches are padded with rows of weight 0."""
+        return self._expects_padding
+
     def expect_padding(self) -> None:
         """Makes a step warn if it receives no sample weights, which a plan's batches have."""
         self._expects_padding = True

@@ -26,6 +26,7 @@ from tf_adaptive_dp.validation.layer_findings import (
     path_finder,
     statistics_findings,
 )
+from tf_adaptive_dp.validation.padding import padding_findings
 from tf_adaptive_dp.validation.per_example import (
     Losses,
     batch_specs,
@@ -292,6 +293,8 @@ def _run(subject: _Subject, step: TracedStep, batch: tuple) -> tuple[list[Findin
     refused = any(f.severity == "error" for f in found)
     if refused or search.counts_batch:
         return found, f"{probed.probed}."
+    if not own_step:  # which takes weights in its own way
+        found += padding_findings(trained, optimizer, batch)
     if not step.any_size:
         return found, f"{probed.probed}; gradients not compared, because batches have one size."
     differing, compared = _compare_gradients(trained, make_losses, batch, k)
