@@ -302,6 +302,8 @@ def test_the_report_says_what_replaced_a_layer():
     model = tf.keras.Model(inputs, layers.Dense(3)(layers.GlobalMaxPooling1D()(h)))
     report = dp.validate(model, (x, Y), loss=LOSS, optimizer=dp.DPSGD(1.0, 1.0), fix=True)
     assert str(report).endswith("Repaired:\n  norm: Replaced by GroupNormalization(groups=8).")
+    assert str(report).startswith("The repaired copy, `report.model`, is ready")
+    assert "Compile the copy" in str(report) and "the model that you passed is not" in str(report)
 
 
 def test_other_findings_stay():
@@ -311,3 +313,4 @@ def test_other_findings_stay():
     report = dp.validate(model, (x, Y), loss=LOSS, optimizer=tf.keras.optimizers.SGD(), fix=True)
     assert {f.where for f in report.errors} == {"soft", "optimizer"}
     assert {f.kind for f in report.repaired} == {"batch statistics"}
+    assert str(report).startswith("The repaired copy, `report.model`, cannot be trained")

@@ -71,12 +71,21 @@ class ValidationReport:
         if not self.ok:
             raise NotPrivateError(str(self))
 
+    def _verdict(self) -> str:
+        which = "The repaired copy, `report.model`," if self.repaired else "This model"
+        if not self.ok:
+            return f"{which} cannot be trained privately yet."
+        if not self.repaired:
+            return f"{which} is ready for private training."
+        return (
+            f"{which} is ready for private training; the model that you passed is not. Compile the "
+            "copy before you train it: `report.model.compile(...)`."
+        )
+
     def __str__(self) -> str:
         num_errors, num_warnings = len(self.errors), len(self.findings) - len(self.errors)
         lines = [
-            "This model is ready for private training."
-            if self.ok
-            else "This model cannot be trained privately yet.",
+            self._verdict(),
             f"{counted(num_errors, 'error')}, {counted(num_warnings, 'warning')}. {self.probed}",
         ]
         lines += [f"  {finding}" for finding in self.findings]
