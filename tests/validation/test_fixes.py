@@ -11,7 +11,7 @@ from tests.helpers.zoo import floats
 from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp._keras.layers import is_compiled
 from tf_adaptive_dp.validation.fixes import group_normalization, repaired_model
-from tf_adaptive_dp.validation.layer_findings import named_layers
+from tf_adaptive_dp.validation.layer_findings import named_layers, takes_batch_statistics
 
 layers = tf.keras.layers
 LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
@@ -283,6 +283,25 @@ def test_what_is_frozen_stays_frozen(frozen, how):
     assert len(copy.trainable_variables) == len(model.trainable_variables)
     for old, new in zip(model.trainable_variables, copy.trainable_variables):
         np.testing.assert_array_equal(old.numpy(), new.numpy())
+
+
+@pytest.mark.parametrize("make", [functional_in_a_sequential, lambda x: Subclassed()])
+def test_what_was_trained_before_is_frozen_and_keeps_its_statistics(make):
+    x = floats(6, *((6, 6, 2) if make is functional_in_a_sequential else (5,)))
+    model = shaken(make(x), x)
+    trained = [x for _, x in named_layers(model) if takes_batch_statistics(x)]
+    for k, layer in enumerate(trained):
+        layer.moving_mean.assign_add(floats(*layer.moving_mean.shape, seed=k))
+    before = model(x, training=False).numpy()
+    optimizer = dp.DPSGD(1.0, 1.0, learning_rate=0.1)
+    report = dp.validate(model, (x, Y), loss=LOSS, optimizer=optimizer, fix=True)
+    assert report.ok, report
+    assert len(report.repaired) == len(trained) and "Frozen" in report.repaired[0].fix
+    np.testing.assert_allclose(report.model(x, training=True), before, rtol=1e-5)
+    assert all(layer.trainable for layer in trained)
+    names = [layer.name for layer in trained]
+    copies = [x for _, x in named_layers(report.model) if x.name in names]
+    assert copies and not any(layer.trainable for layer in copies)
 
 
 def test_a_compiled_model_is_copied_uncompiled():

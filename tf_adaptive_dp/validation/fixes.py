@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import (
@@ -29,8 +30,9 @@ _LAYERS = tf.keras.layers
 def repaired_model(model: tf.keras.Model, inputs: Any) -> tf.keras.Model:
     """Copies a model with group instead of batch normalization and without kept states.
 
-    Other layers keep their names and weights. Group normalizations take over gamma and beta. The
-    copy is not compiled.
+    Other layers keep their names and weights. Group normalizations take over gamma and beta. A
+    batch normalization that was trained before is frozen instead: its moving averages are part of
+    what the model has learned. The copy is not compiled.
 
     Args:
       model: a built model; it does not change.
@@ -51,13 +53,27 @@ def repaired_model(model: tf.keras.Model, inputs: Any) -> tf.keras.Model:
     _copy_weights(model, repaired)
     if type(repaired) is not type(model):
         raise TypeError(f"Keras copies a {type(model).__name__} as a {type(repaired).__name__}.")
-    counts = len(model.trainable_variables), len(repaired.trainable_variables)
+    frozen = {
+        id(variable)
+        for _, layer in named_layers(model)
+        if takes_batch_statistics(layer) and was_trained(layer)
+        for variable in layer.trainable_variables
+    }
+    counts = len(model.trainable_variables) - len(frozen), len(repaired.trainable_variables)
     if counts[0] != counts[1]:
         raise ValueError(
             f"Layers share weights that the copy would not share: it has {counts[1]} trainable "
             f"variables instead of {counts[0]}."
         )
     return repaired
+
+
+def was_trained(layer: tf.keras.layers.Layer) -> bool:
+    """Whether the moving averages of a batch normalization are not those it was made with."""
+    if not layer.built:
+        return False
+    mean, variance = layer.moving_mean.numpy(), layer.moving_variance.numpy()
+    return bool(np.any(mean != 0) or np.any(variance != 1))
 
 
 def group_normalization(layer: tf.keras.layers.Layer) -> tf.keras.layers.Layer | None:
@@ -108,7 +124,7 @@ def _copy(layer: Any) -> Any:
     """Copies a layer; an operation that is no layer, as Keras 3 has them, holds nothing to fix."""
     if not isinstance(layer, _LAYERS.Layer):
         return layer.__class__.from_config(layer.get_config())
-    if takes_batch_statistics(layer):
+    if takes_batch_statistics(layer) and not was_trained(layer):
         replacement = group_normalization(layer)
         if replacement is not None:
             return replacement
@@ -159,6 +175,8 @@ def _copy_weights(old: tf.keras.layers.Layer, new: tf.keras.layers.Layer) -> Non
     else:
         for source, target in zip(own_weights(old), own_weights(new)):
             target.assign(source)
+        if takes_batch_statistics(old) and was_trained(old):
+            new.trainable = False
         for name, value in _children(old):
             for source, target in zip(_layers_in(value), _layers_in(getattr(new, name))):
                 _copy_weights(source, target)

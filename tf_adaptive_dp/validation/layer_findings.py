@@ -164,8 +164,9 @@ def _of_layer(path: str, layer: tf.keras.layers.Layer) -> Iterator[Finding]:
             f"{kind} normalizes by the mean and variance of the batch in training, so every "
             "example changes the gradients of all others. Its moving averages are statistics of "
             "private data without noise.",
-            "Replace it by `tf.keras.layers.GroupNormalization` or `LayerNormalization` "
-            "(`fix=True` does), or freeze it (`layer.trainable = False`).",
+            "In a pretrained network, freeze it (`layer.trainable = False`). In a new one, replace "
+            "it by `tf.keras.layers.GroupNormalization` or `LayerNormalization`. `fix=True` does "
+            "either.",
         )
     if isinstance(layer, _LAYERS.SpectralNormalization):
         yield Finding(

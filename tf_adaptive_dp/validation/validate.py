@@ -11,7 +11,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.layers import is_compiled
+from tf_adaptive_dp._keras.layers import BATCH_NORMALIZATIONS, is_compiled
 from tf_adaptive_dp._keras.models import compiled_with, loss_of_step, loss_weights_of
 from tf_adaptive_dp._keras.variables import native, path_of
 from tf_adaptive_dp.errors import NotPrivateError
@@ -87,10 +87,10 @@ def validate(
       loss: replaces the loss that the model was compiled with. A compiled model that overrides
         `compute_loss` or `train_step` is searched with that instead.
       optimizer: replaces the model's own; it does not change.
-      fix: whether to repair, in a copy of the model, everything that has a safe replacement.
-        BatchNormalization becomes GroupNormalization, and stateful recurrent layers become
-        stateless. All other layers keep their weights. The report is then about the copy, which is
-        not compiled.
+      fix: whether to repair, in a copy of the model, what has a safe replacement.
+        BatchNormalization becomes GroupNormalization, or is frozen if it was trained before, and
+        stateful recurrent layers become stateless. All other layers keep their weights. The report
+        is then about the copy, which is not compiled.
 
     Returns:
       A `ValidationReport` with `findings`, `ok`, `repaired`, `model` and `loss`.
@@ -162,6 +162,11 @@ def _what_was_done(repaired: tf.keras.layers.Layer | None) -> str:
         return f"Replaced by GroupNormalization(groups={repaired.groups})."
     if isinstance(repaired, tf.keras.layers.RNN):
         return "Set stateful=False."
+    if isinstance(repaired, BATCH_NORMALIZATIONS):
+        return (
+            "Frozen, with the moving averages of its earlier training, which must not be on the "
+            "private data."
+        )
     return "The repair of other layers fixed this too."
 
 
