@@ -304,6 +304,20 @@ def test_what_was_trained_before_is_frozen_and_keeps_its_statistics(make):
     assert copies and not any(layer.trainable for layer in copies)
 
 
+@pytest.mark.parametrize(
+    "shape, axis, why", [((1,), -1, "a single channel"), ((4, 3), [1, 2], "several axes")]
+)
+def test_a_layer_that_the_repair_left_is_no_reason_to_repair_again(shape, axis, why):
+    if GENERATION == 3 and axis != -1:
+        pytest.skip("Keras 3 normalizes one axis")
+    x = floats(6, *shape)
+    hidden = [layers.BatchNormalization(axis=axis, name="left"), layers.Flatten()]
+    model = of_layers(lambda: hidden)(x)
+    report = dp.validate(model, (x, Y), loss=LOSS, optimizer=dp.DPSGD(1.0, 1.0), fix=True)
+    (found,) = (f for f in report.errors if f.where == "left")
+    assert why in found.fix and "`fix=True` left it" in found.fix
+
+
 def test_a_compiled_model_is_copied_uncompiled():
     x = floats(6, 5)
     model = shaken(of_layers(lambda: [layers.Dense(6), layers.BatchNormalization()])(x), x)

@@ -106,6 +106,21 @@ def group_normalization(layer: tf.keras.layers.Layer) -> tf.keras.layers.Layer |
     return _LAYERS.GroupNormalization(groups=groups, axis=axis, **kept)
 
 
+def why_left(layer: tf.keras.layers.Layer) -> str:
+    """Says why a repaired copy still has a batch normalization, and what to do.
+
+    Args:
+      layer: one that takes batch statistics.
+    """
+    if isinstance(layer.axis, (list, tuple)) and len(layer.axis) > 1:
+        why = "it normalizes several axes, which GroupNormalization cannot"
+    elif layer.built and layer.moving_mean.shape[0] == 1:
+        why = "a single channel without positions would be normalized to 0"
+    else:
+        why = "it found no safe replacement"
+    return f"`fix=True` left it: {why}. Remove the layer, or replace it yourself."
+
+
 def _positions(layer: tf.keras.layers.Layer, axis: int) -> int | None:
     """The number of positions per channel in an example; `None` if it is unknown."""
     shape = input_shape(layer) or [None] * layer.input_spec.ndim

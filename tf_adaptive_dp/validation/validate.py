@@ -18,13 +18,14 @@ from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import per_example_gradients
 from tf_adaptive_dp.validation import argument_findings
 from tf_adaptive_dp.validation.findings import Finding, ValidationReport
-from tf_adaptive_dp.validation.fixes import is_defective, repaired_model
+from tf_adaptive_dp.validation.fixes import is_defective, repaired_model, why_left
 from tf_adaptive_dp.validation.layer_findings import (
     has_own,
     layer_findings,
     named_layers,
     path_finder,
     statistics_findings,
+    takes_batch_statistics,
 )
 from tf_adaptive_dp.validation.padding import padding_findings
 from tf_adaptive_dp.validation.per_example import (
@@ -153,7 +154,13 @@ def _repair(report: ValidationReport, optimizer: Any, batch: tuple) -> Validatio
         for f in report.findings
         if (f.kind, f.where) not in remaining
     )
-    return dataclasses.replace(after, repaired=repaired)
+    findings = tuple(
+        f._replace(fix=why_left(layers[f.where]))
+        if f.kind == "batch statistics" and takes_batch_statistics(layers[f.where])
+        else f
+        for f in after.findings
+    )
+    return dataclasses.replace(after, findings=findings, repaired=repaired)
 
 
 def _what_was_done(repaired: tf.keras.layers.Layer | None) -> str:
