@@ -149,7 +149,7 @@ OF_LAYERS = {
         "mixing",
         "Keep the batch as an axis",
     ),
-    "moving average": (lambda: [Remembers(name="it")], "it", "state", "Follow the message"),
+    "moving average": (lambda: [Remembers(name="it")], "it", "state", ""),
     "activity_regularizer": (
         lambda: [layers.Dense(4, activity_regularizer="l2", name="it")],
         "it",
@@ -185,6 +185,13 @@ def test_what_is_wrong_with_a_layer_is_found(name):
     found = [f for f in seen.findings if (f.kind, f.where) == (kind, where)]
     assert len(found) == 1 and fix in found[0].fix, seen
     assert seen.ok == (kind == "adapted"), seen
+
+
+def test_a_refusal_that_names_its_fix_is_not_followed_by_another():
+    rooted = report(loss=lambda y, z: tf.sqrt(tf.reduce_mean(squares(y, z))))
+    assert "report the root as a metric" in str(rooted)
+    assert "Follow the message" not in str(rooted)
+    assert not any(line.rstrip().endswith("Fix:") for line in str(rooted).splitlines())
 
 
 def test_state_between_batches_is_found():

@@ -40,6 +40,11 @@ _OWN_COUNT = (
     'Keras loss that has `reduction="none"`.'
 )
 
+_OF_ROOT = (
+    "The root of a mean over the batch is no mean over examples: train on the mean itself, such as "
+    '`loss="mse"`, and report the root as a metric (`RootMeanSquaredError`).'
+)
+
 
 class ExampleLosses(NamedTuple):
     """The losses of examples, as `example_losses` finds them.
@@ -198,7 +203,8 @@ def _undone(term: _Term, batch_axes: BatchAxes) -> list[_Term]:
         return []
     if term.tensor.shape.num_elements() != 1:
         _refuse_mixed(term.tensor, batch_axes)
-    raise _no_sum(op, "is not a sum, a mean or a multiplication by a constant")
+    fix = _OF_ROOT if op.type == "Sqrt" else _ONE_PER_EXAMPLE
+    raise _no_sum(op, "is not a sum, a mean or a multiplication by a constant", fix)
 
 
 def _no_sum(op: tf.Operation, why: str, fix: str = _ONE_PER_EXAMPLE) -> NotPrivateError:

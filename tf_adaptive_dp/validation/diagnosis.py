@@ -49,7 +49,7 @@ def refusal(error: Exception, model: tf.keras.Model, kind: str = "refused") -> F
     names = [part for part in message.replace(",", " ").split() if "/" in part]
     found = map(_finder_of_operations(model), (n.strip("'\".:") for n in names))
     where = next((path for path in found if path), "model")
-    return Finding(kind, where, message, "Follow the message.")
+    return Finding(kind, where, message, "")  # the message of a refusal names the fix itself
 
 
 def _message(error: Exception) -> str:

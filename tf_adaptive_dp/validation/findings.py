@@ -18,7 +18,7 @@ class Finding(NamedTuple):
       kind: the kind of problem, a short phrase: "batch statistics", "mixing", "loss", …
       where: the path of a layer, or "model", "loss", "optimizer" or "batch".
       what: what is wrong.
-      fix: how to fix it.
+      fix: how to fix it; empty if `what` says it.
       severity: `"error"` if it voids the guarantee or stops training, `"warning"` if you should
         know about it.
     """
@@ -30,7 +30,8 @@ class Finding(NamedTuple):
     severity: str = "error"
 
     def __str__(self) -> str:
-        return f"[{self.severity}, {self.kind}] {self.where}: {self.what} Fix: {self.fix}"
+        fix = f" Fix: {self.fix}" if self.fix else ""
+        return f"[{self.severity}, {self.kind}] {self.where}: {self.what}{fix}"
 
 
 @dataclasses.dataclass(frozen=True)

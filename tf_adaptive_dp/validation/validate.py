@@ -443,9 +443,7 @@ def _compare_gradients(
     try:
         report = compare(model, make_losses, few, examples_per_user=examples_per_user)
     except NotPrivateError as error:
-        return [
-            Finding("gradients", "model", str(error), "Follow the message.")
-        ], "gradients differ"
+        return [Finding("gradients", "model", str(error), "")], "gradients differ"
     except Exception as error:  # noqa: BLE001, a model may take batches of one size only
         return [], f"gradients not compared ({type(error).__name__})"
     unit = "examples" if examples_per_user is None else "users"
