@@ -101,7 +101,19 @@ def test_nested_inputs_several_targets_and_strings():
         np.testing.assert_array_equal(bx["b"][0][there], ids)
         np.testing.assert_array_equal(by["right"][there], 2 * ids)
         assert [w.decode() for w in bx["b"][1][there]] == [words[i] for i in ids]
-        assert set(bx["b"][1][~there]) <= {b""}
+        assert set(bx["b"][1][~there]) <= {b"[UNK]"}
+
+
+def test_a_padding_of_texts_has_a_token_that_is_not_masked():
+    layers = tf.keras.layers
+    texts = np.array([["one two"], ["two"], ["one"]] * 4)
+    words = layers.TextVectorization(vocabulary=["one", "two"], output_sequence_length=3)
+    sampling = dp.PoissonSampling(0.4, 10, 2, seed=3)
+    embedding = layers.Embedding(4, 2, mask_zero=True)
+    for x, _, weight in dp.poisson_batches((texts, np.zeros(12)), sampling):
+        assert np.any(weight.numpy() == 0)
+        pooled = layers.GlobalAveragePooling1D()(embedding(words(x)))
+        assert np.all(np.isfinite(pooled))
 
 
 def test_rows_of_arrays_in_any_layout():

@@ -34,6 +34,8 @@ __all__ = ["fixed_size_batches", "poisson_batches", "shuffled_batches"]
 
 # Calling Python costs more than drawing a batch, so one call draws the batches of many steps.
 DRAWS_PER_CALL = 16
+# What stands for an unknown word in Keras's lookup layers.
+_UNKNOWN = b"[UNK]"
 
 
 def poisson_batches(
@@ -55,9 +57,9 @@ def poisson_batches(
     the optimizer recognizes a repeated draw. Batches can be empty, and empty batches must be
     released too.
 
-    Padding has inputs of ones (empty strings) and labels of zeros, which are public. A real example
-    would not be: weight 0 times an infinite loss is NaN, which shows. If ones are not valid inputs
-    of the model (the index 1 of a table of one row), pass a public example as `padding`.
+    Padding has inputs of ones (strings are "[UNK]") and labels of zeros, which are public. A real
+    example would not be: weight 0 times an infinite loss is NaN, which shows. If ones are not valid
+    inputs of the model (the index 1 of a table of one row), pass a public example as `padding`.
 
     With `user_ids`, users are drawn instead of examples. A batch has room for
     B = `sampling.max_batch_size` users, with k = `sampling.examples_per_user` neighboring rows for
@@ -428,16 +430,22 @@ def padding_rows(source: Arrays | Records, padding: tuple | None) -> list[np.nda
     """The leaves of one row of padding: the public example `padding`, or inputs of ones.
 
     Zeros would be less often valid inputs: `mask_zero` masks a whole row of them, whose mean is
-    0/0, and Keras's loss shows NaN. Labels are zeros, as there is a class 0.
+    0/0, and Keras's loss shows NaN. An empty string has only such tokens, so strings are Keras's
+    word for an unknown one, which `StringLookup` and `TextVectorization` do not mask. Labels are
+    zeros, as there is a class 0.
 
     Raises:
       ValueError: if the shapes of `padding` differ from those of the data.
     """
     num_inputs = len(tf.nest.flatten(source.structure[0]))
-    rows = [
-        np.full(shape, b"" if dtype.kind == "O" else k < num_inputs, dtype)
-        for k, (shape, dtype) in enumerate(source.parts)
-    ]
+
+    def entry(k: int, dtype: np.dtype) -> Any:
+        is_input = k < num_inputs
+        if dtype.kind == "O":
+            return _UNKNOWN if is_input else b""
+        return is_input
+
+    rows = [np.full(shape, entry(k, dtype), dtype) for k, (shape, dtype) in enumerate(source.parts)]
     if padding is None:
         return rows
     try:
