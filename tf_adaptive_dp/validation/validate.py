@@ -39,6 +39,7 @@ from tf_adaptive_dp.validation.per_example import (
 from tf_adaptive_dp.validation.probe import counting, probe
 from tf_adaptive_dp.validation.repeatable import unchanged
 from tf_adaptive_dp.validation.train_step import TracedStep, trace_step
+from tf_adaptive_dp.validation.unit_findings import unit_findings
 
 _NOTHING_PROBED = "Not run, because the errors below must be fixed first."
 
@@ -231,6 +232,8 @@ def _inspect(
             with unchanged(subject.trained):
                 seen, probed = _run(subject, step, batch)
             found += seen
+    if model.built and comparable:
+        found += unit_findings(model, loss, batch)
     if model.built:
         found = _joined(found, layer_findings(model), accepted)
         found += statistics_findings(model, optimizer)

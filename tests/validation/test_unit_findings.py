@@ -1,0 +1,92 @@
+"""`validate` warns of inputs and targets in raw units, and of nothing that only looks like them."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_adaptive_dp as dp
+from tf_adaptive_dp.validation.unit_findings import unit_findings
+
+layers = tf.keras.layers
+RANDOM = np.random.default_rng(0)
+UNIT = RANDOM.normal(size=[8, 6]).astype("float32")
+PRICES = (300_000 + 80_000 * UNIT[:, 0]).astype("float32")
+ADULT = np.stack([UNIT[:, 0] + 40, 2e5 + 1e4 * UNIT[:, 1], UNIT[:, 2] + 10], 1).astype("float32")
+PIXELS = RANDOM.integers(0, 256, [8, 6, 6, 3]).astype("float32")
+IDS = RANDOM.integers(0, 5_000, [8, 12])
+ONE_HOT = np.eye(6, dtype="float32")[np.arange(8) % 6]
+
+
+def sequential(shape, *hidden, **kwargs):
+    return tf.keras.Sequential([tf.keras.Input(shape, **kwargs), *hidden, layers.Dense(1)])
+
+
+def divided():
+    inputs = tf.keras.Input([6, 6, 3])
+    return tf.keras.Model(inputs, layers.Dense(1)(layers.Flatten()(inputs / 255.0)))
+
+
+def found(model, x, y=None, loss="mse"):
+    y = UNIT[:, 0] if y is None else y
+    seen = unit_findings(model, loss, tuple(map(tf.convert_to_tensor, (x, y))))
+    assert all(f.kind == "units" and f.severity == "warning" for f in seen)
+    return " ".join(f.what for f in seen)
+
+
+@pytest.mark.parametrize("loss", ["mse", "MAE", tf.keras.losses.MeanSquaredError(), "huber"])
+def test_targets_in_raw_units_are_warned_of(loss):
+    model = sequential([6])
+    assert "Targets have magnitudes up to" in found(model, UNIT, PRICES, loss)
+    assert not found(model, UNIT, (PRICES - 300_000) / 80_000, loss)
+
+
+def test_class_numbers_and_losses_of_other_kinds_are_no_units():
+    model = sequential([6])
+    classes = np.arange(8) * 100
+    assert not found(model, UNIT, classes, "sparse_categorical_crossentropy")
+    assert not found(model, UNIT, PRICES, "mean_absolute_percentage_error")
+    assert not found(model, UNIT, PRICES, lambda y, z: tf.reduce_mean(z, axis=1))
+
+
+RAW = {
+    "columns of a table": (lambda: sequential([3]), ADULT, "Features differ"),
+    "pixels": (lambda: sequential([6, 6, 3], layers.Conv2D(2, 3), layers.Flatten()), PIXELS, "up"),
+    "flat pixels": (lambda: sequential([6, 6, 3], layers.Flatten()), PIXELS, "magnitudes up to"),
+}
+SCALED = {
+    "units": (lambda: sequential([6]), UNIT),
+    "one-hot": (lambda: sequential([6]), ONE_HOT),
+    "rescaled": (
+        lambda: sequential([6, 6, 3], layers.Rescaling(1 / 255), layers.Flatten()),
+        PIXELS,
+    ),
+    "divided": (divided, PIXELS),
+    "normalized": (lambda: sequential([3], layers.LayerNormalization()), ADULT),
+    "privately": (lambda: sequential([3], dp.PrivateNormalization(1.0)), ADULT),
+    "token ids": (lambda: sequential([12], layers.Embedding(5_000, 2), layers.Flatten()), IDS),
+    "ids as floats": (
+        lambda: sequential([12], layers.Embedding(5_000, 2), layers.Flatten()),
+        IDS.astype("float32"),
+    ),
+    "rare features": (lambda: sequential([6]), ONE_HOT * np.float32([1e-4, 1, 1, 1, 1, 1e4])),
+    "own layer": (lambda: sequential([3], layers.Lambda(lambda x: x / 1e5)), ADULT),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_inputs_in_raw_units_are_warned_of(name):
+    make, x, says = RAW[name]
+    assert says in found(make(), x)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_inputs_that_are_scaled_or_no_quantities_are_not(name):
+    make, x = SCALED[name]
+    assert not found(make(), x)
+
+
+def test_the_report_has_the_warning_and_is_ready():
+    model = sequential([6])
+    model.compile(dp.ADADP(1.0, 1.0), "mse")
+    report = dp.validate(model, (UNIT, PRICES))
+    assert report.ok and "docs/how-to/units.md" in str(report)

@@ -1,0 +1,148 @@
+"""Findings about inputs and targets in raw units, on which private training learns little.
+
+They are warnings, and they look only where the answer is plain: at losses of Keras by their name,
+and at models whose first trained layer gets the inputs as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_adaptive_dp._keras.layers import is_clonable
+from tf_adaptive_dp.validation.findings import Finding
+
+_LAYERS = tf.keras.layers
+# Losses that grow with the units of the targets.
+_OF_UNITS = {
+    "mse",
+    "meansquarederror",
+    "mae",
+    "meanabsoluteerror",
+    "huber",
+    "huberloss",
+    "logcosh",
+}
+_LARGE = 100.0
+_FAR_APART = 1000.0
+# Layers that leave the units of their inputs as they are.
+_KEEP_UNITS = (
+    _LAYERS.InputLayer,
+    _LAYERS.Flatten,
+    _LAYERS.Reshape,
+    _LAYERS.Permute,
+    _LAYERS.Dropout,
+    _LAYERS.GaussianNoise,
+    _LAYERS.ZeroPadding2D,
+    _LAYERS.MaxPooling2D,
+    _LAYERS.AveragePooling2D,
+)
+_READ_UNITS = (
+    _LAYERS.Dense,
+    _LAYERS.Conv1D,
+    _LAYERS.Conv2D,
+    _LAYERS.Conv3D,
+    _LAYERS.RNN,
+)
+
+
+def unit_findings(model: tf.keras.Model, loss: Any, batch: tuple) -> list[Finding]:
+    """Warns of targets and inputs whose magnitudes leave nothing to learn under noise.
+
+    Args:
+      model: a built model; it is not called.
+      loss: what it is compiled with.
+      batch: x, y and possibly sample weights, each a nest of tensors.
+    """
+    targets = batch[1] if len(batch) > 1 else None
+    return [*_of_targets(loss, targets), *_of_inputs(model, batch[0])]
+
+
+def _of_targets(loss: Any, targets: Any) -> list[Finding]:
+    losses, parts = tf.nest.flatten(loss), tf.nest.flatten(targets)
+    if len(losses) != len(parts) or isinstance(loss, dict) != isinstance(targets, dict):
+        return []
+    sizes = [_largest(part) for of, part in zip(losses, parts) if _grows_with_units(of)]
+    if not sizes or max(sizes) <= _LARGE:
+        return []
+    return [
+        Finding(
+            "units",
+            "batch",
+            f"Targets have magnitudes up to {max(sizes):.2g}, and the loss grows with their units: "
+            "nearly all gradients are clipped, and the steps are far too small for such targets.",
+            "Scale them to a magnitude of about 1 by public constants; see docs/how-to/units.md.",
+            "warning",
+        )
+    ]
+
+
+def _grows_with_units(loss: Any) -> bool:
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+    return name.replace("_", "").lower() in _OF_UNITS
+
+
+def _largest(tensor: Any) -> float:
+    if not tf.is_tensor(tensor) or not (tensor.dtype.is_floating or tensor.dtype.is_integer):
+        return 0.0
+    values = np.abs(tf.cast(tensor, tf.float64).numpy())
+    return float(np.max(values, initial=0.0, where=np.isfinite(values)))
+
+
+def _of_inputs(model: tf.keras.Model, inputs: Any) -> list[Finding]:
+    reader = _first_reader(model)
+    if reader is None or not tf.is_tensor(inputs) or not inputs.dtype.is_floating:
+        return []
+    columns = _magnitudes(tf.cast(inputs, tf.float64).numpy())
+    if not columns.size:
+        return []
+    smallest, largest = float(np.min(columns)), float(np.max(columns))
+    if largest >= _FAR_APART * smallest:
+        what = f"Features differ in magnitude, from {smallest:.2g} to {largest:.2g}, and"
+    elif np.median(columns) > _LARGE:
+        what = f"Inputs have magnitudes up to {largest:.2g}, and"
+    else:
+        return []
+    return [
+        Finding(
+            "units",
+            "batch",
+            f"{what} {reader} gets them as they are. Noise and clipping are the same for all "
+            "weights, so little is learned from inputs in raw units.",
+            "Normalize them privately (`plan.normalization(x)` of a plan with "
+            "`normalize_inputs=True`), or by public constants (`keras.layers.Rescaling`); see "
+            "docs/how-to/units.md.",
+            "warning",
+        )
+    ]
+
+
+def _first_reader(model: tf.keras.Model) -> str | None:
+    """The name of the layer that gets a model's inputs, if it is trained and nothing comes before.
+
+    Anything unknown may normalize: a layer of the user's own, a model inside, or arithmetic.
+    """
+    if not is_clonable(model):  # layers come in no particular order
+        return None
+    steps: Sequence[Any] = getattr(model, "operations", model.layers)  # arithmetic too, on Keras 3
+    for layer in steps:
+        if not isinstance(layer, _KEEP_UNITS):
+            reads = isinstance(layer, _READ_UNITS) and layer.trainable_variables
+            return layer.name if reads else None
+    return None
+
+
+def _magnitudes(inputs: np.ndarray) -> np.ndarray:
+    """The largest magnitude of each feature that is often present; of images, of each channel.
+
+    A rare feature may be small by chance in a few examples.
+    """
+    if inputs.ndim < 2 or len(inputs) < 4:
+        return np.zeros(0)
+    values = np.abs(inputs).reshape(len(inputs), -1, inputs.shape[-1])
+    values = np.where(np.isfinite(values), values, 0.0).max(axis=1)
+    often = np.count_nonzero(values, axis=0) >= len(values) / 2
+    return values.max(axis=0)[often]
