@@ -18,7 +18,9 @@ QUOTES = re.findall(r"^> (.+)$", PAGE, re.M)
 FROM_KERAS = "Shapes must be equal rank, but are 1 and 0 …"
 FROM_PYTHON = "too many values to unpack (expected 2)"
 FROM_TENSORFLOW = "triggered tf.function retracing. Tracing is expensive"
-ELSEWHERE = (FROM_KERAS, FROM_PYTHON, FROM_TENSORFLOW)
+# What Keras says in a process that does not import this library; tests/docs/test_serving.py has it.
+FROM_LOADING = "Could not locate class 'ADADP'"
+ELSEWHERE = (FROM_KERAS, FROM_LOADING, FROM_PYTHON, FROM_TENSORFLOW)
 OF_LIBRARY = [quote for quote in QUOTES if quote not in ELSEWHERE]
 
 
