@@ -210,7 +210,8 @@ def test_other_events_are_named():
     text = words(fake_ledger((2.0, 200.0, 1), other_events=(event,)), N, DELTA)
     assert (
         "in addition to the gradients, and included in epsilon: one release of the Gaussian "
-        "mechanism with noise multiplier 4"
+        "mechanism with noise multiplier 4 (for example the means and deviations of a "
+        "`PrivateNormalization`)"
     ) in text
     other = dp_accounting.LaplaceDpEvent(4.0)
     text = words(fake_ledger((2.0, 200.0, 1), other_events=(other,)), N, DELTA)
@@ -224,7 +225,7 @@ def test_says_what_is_protected_and_what_is_not():
     assert "Protected: every noisy gradient that was released, and therefore the" in text
     assert "all checkpoints" in text
     unprotected = text[text.index("Not protected:") :]
-    computed = "statistics and vocabularies computed from the data beforehand (`adapt`)"
+    computed = "computed from the data beforehand without noise, such as by Keras's `adapt`"
     tuned = "hyperparameters, if they were tuned"
     for what in ["losses and metrics", "gradient norms", computed, tuned]:
         assert what in unprotected

@@ -34,9 +34,9 @@ released about the data, for example in earlier training of the same weights."""
 
 _NOT_PROTECTED = """\
 Not protected: losses and metrics reported on training data; gradient norms and other statistics of
-gradients without noise; statistics and vocabularies computed from the data beforehand (`adapt`);
-the choice of hyperparameters, if they were tuned on the private data; and the number of {units},
-which is treated as public."""
+gradients without noise; statistics and vocabularies computed from the data beforehand without
+noise, such as by Keras's `adapt`; the choice of hyperparameters, if they were tuned on the private
+data; and the number of {units}, which is treated as public."""
 
 NOTHING_RELEASED = """\
 Nothing was released: the ledger is empty, so epsilon = 0. This does not cover weights that were
@@ -450,7 +450,8 @@ def _in_words(event: dp_accounting.DpEvent) -> str:
     if type(event) is dp_accounting.GaussianDpEvent:
         return (
             "one release of the Gaussian mechanism with noise multiplier "
-            f"{event.noise_multiplier:g}"
+            f"{event.noise_multiplier:g} (for example the means and deviations of a "
+            "`PrivateNormalization`)"
         )
     return str(event)
 
