@@ -740,6 +740,7 @@ def test_copies_and_pickles_of_a_plan_are_plans():
 def test_a_plan_describes_itself_before_training():
     text = planned(epochs=4).describe()
     assert "noise multiplier 1\n32 steps: 4 epochs of 8 Poisson batches" in text
+    assert " rows, since their sizes are random\n" in text
     last = f"4: {np.ceil(epsilon(1.0, 1 / 8, 32, DELTA) * 1e4) / 1e4:.4f}"
     assert text.endswith(last)
     text = planned(batch_size=N).describe()

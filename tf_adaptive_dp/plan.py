@@ -567,7 +567,7 @@ class PrivacyPlan:
         epsilon = 1.4249 at delta = 0.0001 for each of 2000 examples (RDP accounting)
         noise multiplier 1.5
         80 steps: 4 epochs of 20 Poisson batches
-        Batches average 100 examples, padded to 184 rows
+        Batches average 100 examples, padded to 184 rows, since their sizes are random
         epsilon after epoch 1: 0.8149, 2: 1.0514, 4: 1.4249
         """
         shown = sorted({1, math.ceil(self.epochs / 4), math.ceil(self.epochs / 2), self.epochs})

@@ -16,13 +16,14 @@ from tf_adaptive_dp.accounting.ledger import Ledger, Segment, missing_events
 _ATTRIBUTE = "_ledgers_of_tf_adaptive_dp"
 
 _NOT_COUNTED = (
-    "These weights come from {count} that this optimizer's ledger does not include: [{rows}] "
-    "(noise multiplier, batch size, releases). If both use the same examples, the epsilon of this "
-    "optimizer covers only its new releases and is too small. To count all of them, call "
+    "These weights come from {count} that this optimizer's ledger does not include. If both use "
+    "the same examples, the epsilon of this optimizer covers only its new releases and is too "
+    "small. To count all of them, compile with `type(old).from_config(old.get_config())`, where "
+    "`old` is the earlier optimizer. For an optimizer with other settings, call "
     "`optimizer.ledger.restore([{rows}, *optimizer.ledger.segments], [{checks}, "
-    "*optimizer.ledger.checks])`, or compile with `type(old).from_config(old.get_config())`, which "
-    "also keeps the settings.{events} If the examples differ, nothing is missing: each data set "
-    "has its own epsilon."
+    "*optimizer.ledger.checks])`, where each tuple of the first list is (noise multiplier, batch "
+    "size, releases).{events} If the examples differ, nothing is missing: each data set has its "
+    "own epsilon."
 )
 _NO_SUM = (
     "These weights come from {total} private steps that this optimizer's ledger does not include, "

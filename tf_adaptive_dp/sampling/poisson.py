@@ -75,6 +75,7 @@ class RandomSizes(draws.Sampling):
             each = counted(self.examples_per_user, "row")
             padded = f"{counted(self.max_batch_size, 'user')} with {each} each ({padded})"
         rows = f"Batches average {size:g} {self.unit}{'s' * (size != 1)}, padded to {padded}"
+        rows += ", since their sizes are random"
         batches = counted(self.steps // epochs, "Poisson batch", "Poisson batches")
         steps = f"{counted(self.steps, 'step')}: {counted(epochs, 'epoch')} of {batches}"
         return [steps, rows]
