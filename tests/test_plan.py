@@ -798,3 +798,38 @@ def test_training_outside_of_the_plan_is_noticed_at_the_first_step():
     assert len([one for one in w if "made by a plan" in str(one.message)]) == 1
     with pytest.raises(ValueError, match="trained outside the plan.*none of them by the plan"):
         plan.statement()
+
+
+class OldStep(tf.keras.Model):
+    """Unpacks batches as those of arrays without weights, which those of a plan are not."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss(y, self(x, training=True))
+        self.optimizer.minimize(loss, self.trainable_variables, tape)
+        return {"loss": loss}
+
+
+class FailsOtherwise(OldStep):
+    def train_step(self, data):
+        raise ValueError("something else")
+
+
+@pytest.mark.parametrize(
+    "kind, says",
+    [
+        (OldStep, r"must take batches of three parts.*Received: .*too many values to unpack"),
+        (FailsOtherwise, "^(?!.*three parts).*something else"),
+    ],
+)
+def test_a_step_that_cannot_unpack_a_batch_is_told_its_parts(kind, says):
+    inputs = tf.keras.Input(X.shape[1:])
+    model = kind(inputs, tf.keras.layers.Dense(3)(inputs))
+    plan = planned()
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), loss)
+    with pytest.raises(ValueError) as failed:
+        plan.fit(model, X, Y, verbose=0)
+    assert re.search(says, str(failed.value), re.S)
+    assert model.optimizer.ledger.num_releases == 0

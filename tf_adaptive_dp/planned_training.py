@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import reprlib
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import dp_accounting
@@ -54,7 +55,7 @@ from tf_adaptive_dp.sampling.sources import (
     refuse_shuffled,
 )
 from tf_adaptive_dp.sampling.users import UserRecords
-from tf_adaptive_dp.validation.layer_findings import adapted_warning
+from tf_adaptive_dp.validation.layer_findings import adapted_warning, has_own
 
 _OUTSIDE = (
     "The model was trained outside the plan, by `model.fit` for example, so the plan cannot say "
@@ -332,14 +333,15 @@ class PlannedTraining:
         history = RunHistory(lambda: monitor.not_private, path)
         reporting = [monitor, *([] if finished else [budget]), *callbacks, history]
         self._optimizer, self.model, self._history = model.optimizer, model, history
-        of_keras = model.fit(
-            batches,
-            epochs=0 if finished else plan.epochs,
-            steps_per_epoch=parts * plan.steps_per_epoch,
-            shuffle=False,  # the batches are drawn already; Keras warns of anything else
-            callbacks=reporting if run is None else run.callbacks(reporting),
-            **fit_arguments,
-        )
+        with _naming_parts_of_batches(model):
+            of_keras = model.fit(
+                batches,
+                epochs=0 if finished else plan.epochs,
+                steps_per_epoch=parts * plan.steps_per_epoch,
+                shuffle=False,  # the batches are drawn already; Keras warns of anything else
+                callbacks=reporting if run is None else run.callbacks(reporting),
+                **fit_arguments,
+            )
         if finished:  # as `fit` does after the last epoch, for averages of the weights
             model.optimizer.finalize_variable_values(model.trainable_variables)
             if fit_arguments.get("verbose", "auto"):
@@ -527,6 +529,24 @@ _NOT_DENSE = {
     tf.RaggedTensor: "Pad a ragged tensor with `{name}.to_tensor()`; the model can mask padding.",
     tf.SparseTensor: "Convert a sparse tensor with `tf.sparse.to_dense({name})`.",
 }
+
+
+@contextlib.contextmanager
+def _naming_parts_of_batches(model: keras.Model) -> Iterator[None]:
+    """Says what a batch is made of if a `train_step` of the model's own fails to unpack one."""
+    try:
+        yield
+    except ValueError as error:
+        said = str(error).rstrip().rpartition("\n")[2].strip()
+        if "too many values to unpack" not in said or not has_own(model, "train_step"):
+            raise
+        raise ValueError(
+            "The `train_step` of the model must take batches of three parts, (x, y, "
+            "sample_weight): the weights mark padding. Write `x, y, sample_weight = "
+            "keras.utils.unpack_x_y_sample_weight(data)`, and pass `sample_weight` to the loss; "
+            f"see docs/troubleshooting.md. Received: model={model.name!r}, whose step failed with: "
+            f"{said}"
+        ) from error
 
 
 def _examples(x: Any, y: Any, sample_weight: Any) -> Any:
