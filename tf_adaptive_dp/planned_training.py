@@ -24,7 +24,6 @@ from tf_adaptive_dp._keras.models import (
     leave_padding_out_of_metrics,
     steps_per_call,
 )
-from tf_adaptive_dp._keras.variables import layer_path_of
 from tf_adaptive_dp.accounting.ledger import Ledger, missing_events
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.callbacks.run_directory import (
@@ -55,7 +54,7 @@ from tf_adaptive_dp.sampling.sources import (
     refuse_shuffled,
 )
 from tf_adaptive_dp.sampling.users import UserRecords
-from tf_adaptive_dp.validation.layer_findings import adapted_warning, has_own
+from tf_adaptive_dp.validation.layer_findings import adapted_warning, has_own, named_layers
 
 _OUTSIDE = (
     "The model was trained outside the plan, by `model.fit` for example, so the plan cannot say "
@@ -505,22 +504,19 @@ class PlannedTraining:
 
 def _require_finite_weights(model: keras.Model) -> None:
     """Raises if no example could have a finite gradient, so that epsilon would buy noise alone."""
-    if not model.built:
-        return
-    found = sorted(
-        {
-            layer_path_of(v)
-            for v in model.weights
-            if tf.as_dtype(v.dtype).is_floating
-            and not bool(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(v))))
-        }
-    )
-    if found:
+
+    def is_finite(layer: keras.layers.Layer) -> bool:
+        return all(np.isfinite(w).all() for w in layer.get_weights() if w.dtype.kind == "f")
+
+    if model.built and not is_finite(model):
+        found = [path for path, layer in named_layers(model) if not is_finite(layer)]
+        # A layer around others has their weights, too.
+        inner = [path for path in found if not any(p.startswith(f"{path}/") for p in found)]
         raise ValueError(
             "The model's weights must be finite, or every gradient would count as zero, and all of "
             "epsilon would be spent on noise. A layer that is adapted to data with missing values "
             "has NaN for statistics: fill the values in before. Received: NaN or infinity in "
-            f"{', '.join(map(repr, found))}"
+            f"{', '.join(map(repr, inner or [model.name]))}"
         )
 
 

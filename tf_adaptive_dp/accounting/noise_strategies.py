@@ -102,9 +102,7 @@ class NoiseStrategy(abc.ABC):
     @property
     @abc.abstractmethod
     def taken_back(self) -> str:
-    Each strategy has a method of this name with its formula. If no two participations in a strategy
-    with b bands are closer than b steps, the columns are orthogonal, and the result is √k. For
-    `TreeNoise` it is an upper bound; `TreeNoise.sensitivity` says when it is reached.
+        """What the noise of a step cancels, in words."""
 
     @abc.abstractmethod
     def sensitivity(self, steps: int, min_separation: int, max_participations: int) -> float:
