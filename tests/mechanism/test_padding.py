@@ -251,6 +251,72 @@ def test_a_compute_loss_that_drops_the_weights_is_refused_in_fit(compile_with):
         assert model.optimizer.ledger.segments == []
 
 
+class Endpoint(tf.keras.layers.Layer):
+    """A loss as a layer; the regularization of the activity before it lacks the weights."""
+
+    def call(self, outputs, y, w):
+        self.add_loss(tf.reduce_mean(squares(y, outputs) * w))
+        return outputs
+
+
+class UnpacksItself(tf.keras.Model):
+    """Takes (x, w, y) or ((x, w), y)."""
+
+    def train_step(self, data):
+        (x, w), y = data if len(data) == 2 else (data[:2], data[2])
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            losses = squares(y, outputs) * w + tf.reduce_sum(outputs**2, axis=1)
+        self.optimizer.minimize(losses, self.trainable_variables, tape)
+        return {"loss": tf.reduce_mean(losses)}
+
+
+def endpoint():
+    inputs = {"x": tf.keras.Input([2], name="x"), "y": tf.keras.Input([1], name="y")}
+    inputs["w"] = tf.keras.Input([], name="w")
+    hidden = tf.keras.layers.Dense(1, activity_regularizer="l2", bias_initializer="ones")
+    return tf.keras.Model(inputs, Endpoint()(hidden(inputs["x"]), inputs["y"], inputs["w"]))
+
+
+def unpacking():
+    inputs = tf.keras.Input([2])
+    return UnpacksItself(inputs, tf.keras.layers.Dense(1, bias_initializer="ones")(inputs))
+
+
+def as_float(y):
+    return tf.cast(y, tf.float32)
+
+
+ELSEWHERE = {
+    "a dict": (endpoint, lambda x, y, w: {"x": x, "y": as_float(y), "w": w}),
+    "inputs and labels": (
+        endpoint,
+        lambda x, y, w: ({"x": x, "y": as_float(y), "w": w}, as_float(y)),
+    ),
+    "inputs of an own step": (unpacking, lambda x, y, w: ((x, w), y)),
+    "in the place of labels": (unpacking, lambda x, y, w: (x, w, y)),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_fit_looks_for_the_weights_wherever_they_are_in_a_batch(place, jit):
+    """With Keras 3, `fit` looked for them in the third place only."""
+    if GENERATION == 2 and place == "inputs and labels":
+        pytest.skip("Keras 2 wants a loss for labels, or multiplies it by the labels here")
+    make, mapping = ELSEWHERE[place]
+    model = make()
+    model.compile(dp.DPSGD(1.0, SIGMA, expected_batch_size=40.0), jit_compile=jit)
+    batches = drawn().map(mapping)
+    if jit:
+        model.fit(batches, verbose=0)
+        assert model.optimizer.ledger.segments == [(SIGMA / 2, 40.0, 3)]
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Padding contributes to the loss"):
+            model.fit(batches, verbose=0)
+        assert model.optimizer.ledger.segments == []
+
+
 OF_TOKENS = np.random.default_rng(1).integers(2, size=[N, 3])
 OTHER_WEIGHTS = {
     "of tokens": OF_TOKENS.astype("float32"),

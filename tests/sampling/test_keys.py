@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers.sampled import drawn_ids, numbered
-from tf_adaptive_dp.sampling import draws
+from tf_adaptive_dp.sampling import datasets, draws
 
 
 def test_keys_come_from_the_operating_system_unless_seeded(monkeypatch):
@@ -52,3 +53,15 @@ def test_start_step_continues_the_same_sequence():
     assert drawn_ids(dp.poisson_batches(numbered(), again, start_step=5)) == whole[5:]
     expected = [again.draw(30, t, draws.new_key(2)).tolist() for t in range(8)]
     assert whole == expected
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_forked_processes_do_not_draw_the_same_batches(monkeypatch, seed):
+    """Two children that had a data set of their parent drew the same batches from it."""
+    batches = dp.poisson_batches(numbered(), dp.PoissonSampling(0.3, 30, 6, seed=seed))
+    monkeypatch.setattr(datasets.os, "getpid", lambda: 1)
+    if seed is None:
+        with pytest.raises(tf.errors.OpError, match="Make the data set in the child"):
+            drawn_ids(batches)
+    else:
+        drawn_ids(batches)

@@ -100,6 +100,16 @@ def callbacks_beside(callback: tf.keras.callbacks.Callback) -> list[tf.keras.cal
     return [callback]
 
 
+def is_in_train_step_of_users() -> bool:
+    """Whether a `train_step` that is not Keras's own is running, and may unpack batches its way."""
+    for caller in _callers():
+        name = caller.f_code.co_name.removeprefix("tf__")  # AutoGraph's copy has this prefix
+        package, _, _ = caller.f_globals.get("__name__", "").partition(".")
+        if name == "train_step" and package not in ("keras", "tf_keras"):
+            return True
+    return False
+
+
 def _callers() -> Iterator[types.FrameType]:
     """The frames of the functions that are running, the innermost first."""
     frame = inspect.currentframe()

@@ -8,6 +8,7 @@ scope of a loss is taken for sample weights.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import tensorflow as tf
 
@@ -90,14 +91,38 @@ def sample_weights_of_step(graph: tf.Graph) -> list[tf.Tensor | None] | None:
 
     Returns:
       One tensor for each output that has weights of its own, or one for all; `None` for each output
-      without. The whole is `None` if the graph is no such step.
+      without. The whole is `None` if the graph is no such step, or its batch is no tuple: weights
+      may be in any part of it then.
     """
+    data = _batch_of_step(graph)
+    if not isinstance(data, tuple):
+        return None
+    return [] if len(data) < 3 else _arguments(graph, data, 2)
+
+
+def labels_of_step(graph: tf.Graph) -> list[tf.Tensor]:
+    """The arguments of Keras 3's train step that Keras takes for labels.
+
+    Args:
+      graph: a graph.
+    """
+    data = _batch_of_step(graph)
+    if not isinstance(data, tuple) or len(data) < 2:
+        return []
+    return [label for label in _arguments(graph, data, 1) if label is not None]
+
+
+def _batch_of_step(graph: tf.Graph) -> Any:
+    """The specifications of a batch; `None` if the graph is no train step of Keras 3."""
     if NAMES_WEIGHTS or _STEP not in getattr(graph, "name", ""):
         return None
     (data, *_), _ = graph.structured_input_signature
-    if not isinstance(data, tuple) or len(data) < 3:
-        return []
-    specs = [data[:2], data[2]]
-    before = [s for s in tf.nest.flatten(specs[0], expand_composites=True) if s is not None]
-    arguments = iter(graph.inputs[len(before) :])
-    return [None if s is None else next(arguments) for s in tf.nest.flatten(specs[1])]
+    return data
+
+
+def _arguments(graph: tf.Graph, data: tuple, part: int) -> list[tf.Tensor | None]:
+    """The tensors of one part of a batch, `None` where its specification is."""
+    before = tf.nest.flatten(data[:part], expand_composites=True)
+    arguments = iter(graph.inputs[sum(spec is not None for spec in before) :])
+    specs = tf.nest.flatten(data[part], expand_composites=True)
+    return [None if spec is None else next(arguments) for spec in specs]

@@ -16,7 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import ancestors
-from tf_adaptive_dp._keras.weighted_losses import sample_weights_of_step, weighs_losses
+from tf_adaptive_dp._keras.models import is_in_train_step_of_users
+from tf_adaptive_dp._keras.weighted_losses import (
+    labels_of_step,
+    sample_weights_of_step,
+    weighs_losses,
+)
 from tf_adaptive_dp.accounting import batch_order
 from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
 
@@ -179,11 +184,14 @@ def rows_of_padding(losses: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor | No
     if tf.executing_eagerly():
         return None
     graph = losses.graph
-    known = sample_weights_of_step(graph)
-    if known is None:
-        if not feeds(ancestors([losses]), graph):  # no data, no examples
+    known = sample_weights_of_step(graph) or []
+    if not known or is_in_train_step_of_users():
+        if not known and not feeds(ancestors([losses]), graph):  # no data, no examples
             return None
-        known = feeds(graph.get_operations(), graph)
+        # The weights may be anything but labels, which can have zeros of both signs.
+        others = known if is_in_train_step_of_users() else [*known, *labels_of_step(graph)]
+        fed = feeds(graph.get_operations(), graph)
+        known = [*known, *(t for t in fed if all(t is not other for other in others))]
     size = losses.shape[0]
     vectors = [weights_of_rows(t) for t in known if t is not None]
     weights = [v for v in vectors if v is not None and v.shape[0] in (size, None)]

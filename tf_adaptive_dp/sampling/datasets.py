@@ -11,6 +11,7 @@ key of the draws are passed to the call, so nothing private gets into a configur
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Any, Callable
 
@@ -300,9 +301,15 @@ def _drawer(
       N batches of R rows: of an example, or at least `num_examples` for padding. Above that, the
       zero weight of the padding gets a sign.
     """
-    rows = sampling.rows_per_batch(k)
+    rows, process = sampling.rows_per_batch(k), os.getpid()
 
     def draw(number: np.ndarray, first: np.ndarray) -> np.ndarray:
+        if os.getpid() != process and getattr(sampling, "seed", None) is None:
+            raise NotPrivateError(
+                "A data set of random batches cannot be used in a process that was forked after it "
+                "was made: all children would draw the same batches, and epsilon holds for "
+                "independent ones. Make the data set in the child."
+            )
         own_key = sampling.key_of_pass(first_key, int(number))
         steps = range(int(first), min(int(first) + DRAWS_PER_CALL, sampling.steps))
         parts = np.empty((len(steps), k, rows), np.int64)
