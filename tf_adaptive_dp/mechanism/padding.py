@@ -185,13 +185,14 @@ def rows_of_padding(losses: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor | No
         return None
     graph = losses.graph
     known = sample_weights_of_step(graph) or []
-    if not known or is_in_train_step_of_users():
-        if not known and not feeds(ancestors([losses]), graph):  # no data, no examples
-            return None
+    unpacks_itself = is_in_train_step_of_users()
+    if not known and not feeds(ancestors([losses]), graph):  # no data, no examples
+        return None
+    if unpacks_itself or not known:
         # The weights may be anything but labels, which can have zeros of both signs.
-        others = known if is_in_train_step_of_users() else [*known, *labels_of_step(graph)]
+        labels = [] if unpacks_itself else labels_of_step(graph)
         fed = feeds(graph.get_operations(), graph)
-        known = [*known, *(t for t in fed if all(t is not other for other in others))]
+        known = [*known, *(t for t in fed if all(t is not other for other in (*known, *labels)))]
     size = losses.shape[0]
     vectors = [weights_of_rows(t) for t in known if t is not None]
     weights = [v for v in vectors if v is not None and v.shape[0] in (size, None)]
