@@ -56,7 +56,7 @@ def repaired_model(model: tf.keras.Model, inputs: Any) -> tf.keras.Model:
     frozen = {
         id(variable)
         for _, layer in named_layers(model)
-        if takes_batch_statistics(layer) and was_trained(layer)
+        if _is_to_freeze(layer)
         for variable in layer.trainable_variables
     }
     counts = len(model.trainable_variables) - len(frozen), len(repaired.trainable_variables)
@@ -68,9 +68,9 @@ def repaired_model(model: tf.keras.Model, inputs: Any) -> tf.keras.Model:
     return repaired
 
 
-def was_trained(layer: tf.keras.layers.Layer) -> bool:
-    """Whether the moving averages of a batch normalization are not those it was made with."""
-    if not layer.built:
+def _is_to_freeze(layer: tf.keras.layers.Layer) -> bool:
+    """Whether a layer takes batch statistics and has moving averages of earlier training."""
+    if not takes_batch_statistics(layer) or not layer.built:
         return False
     mean, variance = layer.moving_mean.numpy(), layer.moving_variance.numpy()
     return bool(np.any(mean != 0) or np.any(variance != 1))
@@ -139,7 +139,7 @@ def _copy(layer: Any) -> Any:
     """Copies a layer; an operation that is no layer, as Keras 3 has them, holds nothing to fix."""
     if not isinstance(layer, _LAYERS.Layer):
         return layer.__class__.from_config(layer.get_config())
-    if takes_batch_statistics(layer) and not was_trained(layer):
+    if takes_batch_statistics(layer) and not _is_to_freeze(layer):
         replacement = group_normalization(layer)
         if replacement is not None:
             return replacement
@@ -190,7 +190,7 @@ def _copy_weights(old: tf.keras.layers.Layer, new: tf.keras.layers.Layer) -> Non
     else:
         for source, target in zip(own_weights(old), own_weights(new)):
             target.assign(source)
-        if takes_batch_statistics(old) and was_trained(old):
+        if _is_to_freeze(old):
             new.trainable = False
         for name, value in _children(old):
             for source, target in zip(_layers_in(value), _layers_in(getattr(new, name))):
