@@ -70,7 +70,9 @@ def build_client_work(
     check_optimizer("client_optimizer", client_optimizer)
     _check_enums(weighting, loop_implementation)
     model_fn = with_tff_models(model_fn, input_spec)
-    loop = _reduce if loop_implementation is REDUCE else iterate
+    loop: Loop = iterate
+    if loop_implementation is REDUCE:
+        loop = _reduce
     described = describe_model(model_fn, metrics_aggregator)
     weights_type, data_type = described.weights_type, tff.SequenceType(described.batch_type)
 
@@ -339,19 +341,59 @@ def _reduce(dataset: tf.data.Dataset, start: tuple, step: Callable[[tuple, Any],
     return dataset.reduce(start, step)
 
 
-def iterate(dataset: tf.data.Dataset, start: tuple, step: Callable[[tuple, Any], tuple]) -> tuple:
+def iterate(
+    dataset: tf.data.Dataset,
+    start: tuple,
+    step: Callable[[tuple, Any], tuple],
+    in_thread: tf.Tensor | None = None,
+) -> tuple:
     """Runs a step on each batch; inside a graph it costs a client far less than `reduce` does.
 
     A `for` over the data set would become a loop with a branch in it, through which each tensor of
     the state goes at each batch.
+
+    Args:
+      dataset: the batches.
+      start: the state before the first one.
+      step: maps a state and a batch to the next state.
+      in_thread: how many of the first batches the thread that trains computes itself, instead of
+        waiting for another one: no more than there are, and none if the data set calls functions.
+
+    Returns:
+      The last state.
     """
     batches = iter(dataset)
-    state = start
-    following = batches.get_next_as_optional()
+    specs = tf.nest.flatten(dataset.element_spec)
+    tensors_only = all(isinstance(spec, tf.TensorSpec) for spec in specs)
+
+    def fetched(k: tf.Tensor) -> tf.experimental.Optional:
+        if in_thread is None or not tensors_only:
+            return batches.get_next_as_optional()
+        return tf.cond(
+            k < in_thread,
+            lambda: tf.experimental.Optional.from_value(_next_in_thread(batches)),
+            batches.get_next_as_optional,
+        )
+
+    state, k = start, tf.constant(0, tf.int64)
+    following = fetched(k)
     while following.has_value():
         state = step(state, following.get_value())
-        following = batches.get_next_as_optional()
+        k += 1
+        following = fetched(k)
     return state
+
+
+def _next_in_thread(batches: tf.data.Iterator) -> Any:
+    """The next batch of tensors, computed by the thread that asks for it."""
+    [resource] = tf.nest.flatten(batches, expand_composites=True)
+    specs = tf.nest.flatten(batches.element_spec)
+    tensors = tf.raw_ops.IteratorGetNextSync(
+        iterator=resource,
+        output_types=[spec.dtype for spec in specs],
+        output_shapes=[spec.shape for spec in specs],
+    )
+    return tf.nest.pack_sequence_as(batches.element_spec, tensors)
 
 
 def _weights_type(model: Any) -> tff.Type:

@@ -27,7 +27,6 @@ import tensorflow_privacy as tfp
 from federated.clients.client_work import (
     build_update,
     describe_model,
-    iterate,
     next_hparams,
 )
 from federated.clients.preconditioner import ClientPreconditioner
@@ -38,10 +37,20 @@ from federated.privacy.dp_queries import (
     with_idle_nodes,
     without_idle_nodes,
 )
+from federated.training.group_data import (
+    MESSAGE,
+    ReceivedClients,
+    SerializedClient,
+    groups_of,
+    iterate_received,
+    message,
+    nodes_of,
+    received_spec,
+    serialized_client,
+)
 
 _MOST_CLIENTS = 64  # of a group, unless asked for more: a group costs as much as 10 such clients
 _GROUPS_PER_CORE = 2  # so that one slow group does not leave the other cores idle for long
-_GROUP = tff.TensorType(np.str_, [3])  # see `message`
 
 
 class GroupSum(NamedTuple):
@@ -199,11 +208,11 @@ class GroupedRounds(tff.Computation):
         usable = isinstance(data, (list, tuple)) and tf.executing_eagerly()
         if len(given) != 2 or not usable or not all(isinstance(d, tf.data.Dataset) for d in data):
             return self.single(*args, **kwargs)
-        serialized = self._serialized(data)
-        number = num_groups(len(serialized), self._clients_per_group)
+        clients = self._serialized(data)
+        number = num_groups(len(clients), self._clients_per_group)
         with contextlib.ExitStack() as files:  # closed when the round is computed
             in_files = files if self._context_reads_files() else None
-            messages = [message(group, in_files) for group in groups_of(serialized, number)]
+            messages = [message(group, in_files) for group in groups_of(clients, number)]
             state: Any = given["state"]
             tree = _tree_of(state)
             if tree is None:
@@ -219,7 +228,7 @@ class GroupedRounds(tff.Computation):
     def _context_reads_files() -> bool:
         return getattr(tff.framework.get_context_stack().current, "reads_own_files", False)
 
-    def _serialized(self, datasets: Sequence[tf.data.Dataset]) -> list[bytes]:
+    def _serialized(self, datasets: Sequence[tf.data.Dataset]) -> list[SerializedClient]:
         expected = self.type_signature.parameter[1].member
         for dataset in datasets:
             expected.check_assignable_from(
@@ -227,18 +236,7 @@ class GroupedRounds(tff.Computation):
             )
         # The workers wait for this, and TensorFlow releases Python's lock while it copies.
         with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-            return list(threads.map(serialized_dataset, datasets))
-
-
-def serialized_dataset(dataset: tf.data.Dataset) -> bytes:
-    """The graph of a data set, as TFF serializes it."""
-    variant = tf.data.experimental.to_variant(dataset)
-    return tf.raw_ops.DatasetToGraphV2(input_dataset=variant).numpy()
-
-
-def nodes_of(graph: Any) -> list[Any]:
-    """The nodes of a `GraphDef`, those of its functions included."""
-    return [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+            return list(threads.map(serialized_client, datasets))
 
 
 def _tree_of(state: Any) -> TreeState | None:
@@ -273,43 +271,6 @@ def num_groups(num_clients: int, clients_per_group: int | str) -> int:
     return min(num_clients, step * -(-num_clients // (step * _MOST_CLIENTS)))
 
 
-def groups_of(serialized: Sequence[bytes], number: int) -> list[list[bytes]]:
-    """Divides serialized data sets into groups of equal numbers and nearly equal sizes.
-
-    >>> groups_of([b"a", b"abc", b"ab", b"abcd"], 2)
-    [[b'abcd', b'ab'], [b'abc', b'a']]
-    """
-    by_size = sorted(serialized, key=len, reverse=True)
-    return [by_size[k::number] for k in range(number)]
-
-
-def message(group: Sequence[bytes], files: contextlib.ExitStack | None = None) -> np.ndarray:
-    """What a group is sent: its clients' data sets in a row, or a path to them; and their sizes.
-
-    These are three strings in a vector, since the contexts of TFF's programs take the parts of a
-    structure for those of a list of clients.
-
-    TFF copies what it sends a dozen times. A worker on this machine reads it from a file instead,
-    which lives in memory alone, and ends with this process at the latest.
-
-    Args:
-      group: the serialized data sets of its clients.
-      files: if given, they go to a file, which `files` closes.
-
-    >>> content, path, sizes = message([b"ab", b"c"])
-    >>> content, path, np.frombuffer(sizes, np.int64)
-    (b'abc', b'', array([2, 1]))
-    """
-    sizes = np.array([len(serialized) for serialized in group], np.int64).tobytes()
-    if files is None:
-        return np.array([b"".join(group), b"", sizes], np.object_)
-    file = files.enter_context(open(os.memfd_create("clients"), "wb"))
-    file.writelines(group)
-    file.flush()
-    path = f"/proc/{os.getpid()}/fd/{file.fileno()}".encode()
-    return np.array([b"", path, sizes], np.object_)
-
-
 def build_grouped_next(
     model_fn: Any,
     client_optimizer: tff.learning.optimizers.Optimizer,
@@ -339,7 +300,7 @@ def build_grouped_next(
     train = _group_update(model_fn, client_optimizer, weighting, described.batch_type, group_sum)
     following = next_hparams(client_optimizer, state_type.member.client_work)
 
-    @tff.federated_computation(state_type, tff.FederatedType(_GROUP, tff.CLIENTS))
+    @tff.federated_computation(state_type, tff.FederatedType(MESSAGE, tff.CLIENTS))
     def next_fn(state: Any, groups: Any) -> Any:
         sent = parts.distributor.next(state.distributor, state.global_model_weights)
         from_server = tff.federated_zip(
@@ -389,9 +350,9 @@ def _group_update(
         hparams, params = from_server
         with _Recorded() as variables:  # also those that are made while the step is traced
             model = made_model(model_fn)
-            client_update = build_update(model, optimizer, weighting, iterate)
+            client_update = build_update(model, optimizer, weighting, iterate_received)
             specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, (hparams, weights))
-            traced = client_update.get_concrete_function(*specs, tf.data.DatasetSpec(batch_spec))
+            traced = client_update.get_concrete_function(*specs, received_spec(batch_spec))
         _require_resettable(traced, variables)
         if not isinstance(model, tff.learning.models.FunctionalModel):
             of_weights = tf.nest.flatten(tff.learning.models.ModelWeights.from_model(model))
@@ -404,16 +365,11 @@ def _group_update(
             start = [v.read_value() for v in variables]
             _, metrics, reports = map(_zeros, traced.structured_outputs)
             sums = group_sum.zero()
-            sent, path, sizes = tf.unstack(group)
-            content = tf.cond(tf.equal(path, ""), lambda: sent, lambda: tf.io.read_file(path))
-            sizes = tf.io.decode_raw(sizes, tf.int64)
-            ends = tf.cumsum(sizes)
-            for k in tf.range(tf.size(ends)):
+            clients = ReceivedClients(group, batch_spec)
+            for k in tf.range(clients.number):
                 for variable, value in zip(variables, start):
                     variable.assign(value)
-                serialized = tf.strings.substr(content, ends[k] - sizes[k], sizes[k])
-                dataset = _dataset(serialized, batch_spec)
-                result, of_metrics, report = client_update(hparams, weights, dataset)
+                result, of_metrics, report = client_update(hparams, weights, clients.data(k))
                 sums = group_sum.add(params, sums, result)
                 metrics = tf.nest.map_structure(tf.add, metrics, of_metrics)
                 reports = tf.nest.map_structure(tf.add, reports, report)
@@ -520,12 +476,3 @@ class _Recorded:
 
 def _zeros(specs: Any) -> Any:
     return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), specs)
-
-
-def _dataset(serialized: tf.Tensor, batch_spec: Any) -> tf.data.Dataset:
-    """A client's data set; preparing its pipeline must not take longer than running it."""
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    options.experimental_optimization.apply_default_optimizations = False
-    variant = tf.raw_ops.DatasetFromGraph(graph_def=serialized)
-    return tf.data.experimental.from_variant(variant, batch_spec).with_options(options)

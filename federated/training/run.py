@@ -20,7 +20,7 @@ from federated.privacy.client_sampling import FixedSizeSampling, PoissonSampling
 from federated.privacy.user_level import BANDED_ARGUMENTS
 from federated.runtime.connection import WorkerLostError
 from federated.training.dropout import Dropout, Dropping
-from federated.training.grouped import nodes_of, serialized_dataset
+from federated.training.group_data import nodes_of, serialized_dataset
 from federated.training.run_journal import RunJournal
 from federated.training.saved_states import SavedStates
 from tf_adaptive_dp.durable import files

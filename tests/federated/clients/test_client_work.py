@@ -13,6 +13,7 @@ from federated.clients import client_work
 from federated.clients.client_optimizers import build_adadp, build_adadps
 from federated.clients.client_work import build_client_work
 from federated.clients.preconditioner import ClientPreconditioner
+from federated.training.group_data import serialized_client
 from tests.helpers.client_updates import linear_data, linear_gradient, numpy_adadp
 
 SPEC = (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1]))
@@ -420,7 +421,12 @@ def test_the_loop_runs_each_batch_once_and_in_order(data):
         seen, count = state
         return tf.strings.join([seen, described(batch), ";"]), count + 1
 
-    seen, count = tf.function(client_work.iterate)(data, (tf.constant(""), 0), step)
     expected = [described(batch).numpy() for batch in data]
-    assert seen.numpy() == b"".join(batch + b";" for batch in expected)
-    assert count == len(expected)
+    in_thread = [None, 0]
+    if serialized_client(data).in_thread:
+        in_thread += [min(1, len(expected)), len(expected)]
+    for number in in_thread:
+        start = (tf.constant(""), 0)
+        seen, count = tf.function(client_work.iterate)(data, start, step, number)
+        assert seen.numpy() == b"".join(batch + b";" for batch in expected)
+        assert count == len(expected)
