@@ -50,7 +50,7 @@ def test_a_batch_of_200_is_none_of_one_example():
     assert mechanism.batch_size() == 200.0
     with pytest.warns(UserWarning, match="more examples"):  # more rows than examples
         assert epsilon_spent(mechanism.ledger, 150, DELTA) == epsilon(2.0, 1.0, 3, DELTA)
-    mechanism.expected_batch_size = 250.0
+    mechanism.sizes.expected = 250.0
     assert mechanism.batch_size() == 250.0
 
 

@@ -194,7 +194,7 @@ def test_without_expected_batch_size_the_size_that_batches_share_divides(mode):
         released = zoo.release(mechanism, rows * (np.arange(4) < present)[:, None], mode=mode)
         np.testing.assert_allclose(released[0], [present / 4])
     assert mechanism.batch_size() == 4.0
-    assert mechanism.expected_batch_size is None
+    assert mechanism.sizes.expected is None
     assert mechanism.ledger.segments == [(0.0, 4.0, 2)]
 
 
@@ -214,7 +214,7 @@ def test_batches_that_vary_without_expected_batch_size_are_an_error(mode, second
     assert mechanism.ledger.segments == [(1.0, 4.0, 1)]
     run(rows[:4])
     assert mechanism.ledger.segments == [(1.0, 4.0, 2)]
-    mechanism.expected_batch_size = 4
+    mechanism.sizes.expected = 4
     run(rows[:second])
     assert mechanism.ledger.segments == [(1.0, 4.0, 3)]
 
@@ -345,13 +345,13 @@ def test_values_that_are_set_between_steps_take_effect_in_a_traced_step(mode):
     assert norm([run(rows).numpy()]) == pytest.approx(3.0)
     # The bound is no parameter of the guarantee: noise goes along with it.
     assert mechanism.ledger.segments == [(0.0, 4.0, 2)]
-    mechanism.expected_batch_size = 12
+    mechanism.sizes.expected = 12
     assert norm([run(rows).numpy()]) == pytest.approx(1.0)
     mechanism.noise_multiplier = 2.0
     assert np.std(run(rows)) == pytest.approx(2.0 * 3.0 / 12, rel=0.15)
     mechanism.noise_multiplier = 0.7
     assert np.std(run(rows)) == pytest.approx(0.7 * 3.0 / 12, rel=0.15)
-    mechanism.expected_batch_size = None  # back to the size of the batches
+    mechanism.sizes.expected = None  # back to the size of the batches
     assert np.std(run(rows)) == pytest.approx(0.7 * 3.0 / 4, rel=0.15)
     assert mechanism.ledger.segments == [
         (0.0, 4.0, 2),
@@ -414,10 +414,10 @@ def test_numbers_out_of_range_are_refused_when_passed_and_when_set(name, value, 
         zoo.make_mechanism(**{name: value})
     with pytest.raises(error, match=message):
         dp.DPSGD(**{"l2_norm_clip": 1.0, "noise_multiplier": 1.0, name: value})
-    mechanism = zoo.make_mechanism(expected_batch_size=7.0, noise_multiplier=7.0, l2_norm_clip=7.0)
+    optimizer = dp.DPSGD(l2_norm_clip=7.0, noise_multiplier=7.0, expected_batch_size=7.0)
     with pytest.raises(error, match=message):
-        setattr(mechanism, name, value)
-    assert getattr(mechanism, name) == 7.0
+        setattr(optimizer, name, value)
+    assert getattr(optimizer, name) == 7.0
 
 
 @pytest.mark.parametrize(
@@ -461,7 +461,7 @@ def test_any_kind_of_number_is_taken(cast):
     settings = (
         mechanism.l2_norm_clip,
         mechanism.noise_multiplier,
-        mechanism.expected_batch_size,
+        mechanism.sizes.expected,
     )
     assert settings == (2.0, 3.0, 4.0)
 

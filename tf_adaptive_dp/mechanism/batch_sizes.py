@@ -1,11 +1,17 @@
-"""Whether batches hold more examples than the expected batch size that was declared."""
+"""What the mechanism knows of the sizes of batches: the public divisor, and whether it is right."""
 
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Sequence
 from typing import Any, Callable
 
 import tensorflow as tf
+
+from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
+from tf_adaptive_dp.accounting.ledger import wrong_size
 
 # The largest log probability at which a batch counts as too large for the declared expected size.
 LOG_FALSE_ALARM = math.log(1e-12)
@@ -47,3 +53,160 @@ class SizesSeen:
         improbable = log_tail(sizes, expectations, tf.math.log) < LOG_FALSE_ALARM
         too_many = tf.reduce_any((sizes > expectations) & improbable)
         return too_many, expected * totals[1] / totals[0]
+
+
+class BatchSizes:
+    """The expected batch size L, the size of the first batch, and doubts about either.
+
+    Sizes count examples, or users with `examples_per_user`, except where they are said to be rows.
+    Those of batches are of one part of a batch with gradient accumulation.
+
+    Guarantee: what divides a noisy sum is public, L or the size that all batches share.
+
+    Args:
+      expected_batch_size: L, or `None` if all batches have one size.
+      num_microbatches: the number of groups whose mean gradients are clipped, or `None`.
+      examples_per_user: the rows of each user, or `None` if the unit is an example.
+      parts: in how many parts each batch arrives.
+      add_variable: makes a variable that is saved with the optimizer.
+
+    Raises:
+      TypeError, ValueError: if `expected_batch_size` is not a positive number.
+    """
+
+    def __init__(
+        self,
+        expected_batch_size: float | None,
+        num_microbatches: int | None,
+        examples_per_user: int | None,
+        parts: int,
+        add_variable: Callable[..., tf.Variable],
+    ):
+        self._num_microbatches = num_microbatches
+        self._rows_per_unit = examples_per_user or 1
+        self._parts = parts
+        self._expected = hyperparameter(0.0)  # 0 stands for None
+        self._first = add_variable([], dtype=tf.int64, name="fixed_batch_size")
+        self._seen = SizesSeen()
+        self.expected = expected_batch_size
+
+    @property
+    def expected(self) -> float | None:
+        """L, as it was given; `None` means the size of all batches. It may be set between steps."""
+        return float(self._expected.numpy()) or None
+
+    @expected.setter
+    def expected(self, value: float | None) -> None:
+        if value is not None:
+            value = checks.number("expected_batch_size", value, 0, strict=True)
+        self._expected.assign(value or 0.0)
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows of the first batch, or of the largest with microbatches; 0 before any batch."""
+        return int(self._first.numpy()) * self._rows_per_unit
+
+    @property
+    def first(self) -> float:
+        """The size of the first batch, all its parts together; 0 before it."""
+        return float(int(self._first.numpy()) * self._parts)
+
+    def units(self, rows: Any) -> Any:
+        """How many examples, or users, these rows are."""
+        return rows // self._rows_per_unit
+
+    def examples_share_groups(self) -> bool:
+        """Whether a microbatch may hold several examples, which halves σ in the ledger."""
+        groups = self._num_microbatches
+        return groups is not None and not 0 < self.rows_per_batch <= groups
+
+    def doubt(self, rows: int | None) -> None:
+        """Warns, before a step, if batches of this many rows cannot have the expected size L."""
+        with tf.init_scope():
+            expected = self.expected
+        if rows is None or expected is None or self._num_microbatches is not None:
+            return
+        size = self.units(rows) * self._parts
+        if size > expected and log_tail(size, expected, math.log) < LOG_FALSE_ALARM:
+            warnings.warn(wrong_size(expected, size), stacklevel=level_of_caller())
+
+    def check(self, size: tf.Tensor) -> tf.Operation | None:
+        """Asserts that all batches have the size of the first, unless the size may vary."""
+        previous = self._first.read_value()
+        may_vary = (self._expected > 0) & (self._num_microbatches is None)
+        return assert_true(
+            may_vary | ((size > 0) & ((previous == 0) | (previous == size))),
+            [
+                "Batches vary in size: received one of",
+                size,
+                "examples after batches of",
+                previous,
+                "examples. The size of a batch that is drawn at random is not public, so it must "
+                "not divide the noisy sum: pass `expected_batch_size` to the optimizer (and no "
+                "`num_microbatches`), or make all batches equal (`drop_remainder=True`).",
+            ],
+        )
+
+    def remember(self, size: tf.Tensor) -> tf.Tensor:
+        """Stores the size of the first batch, and returns the stored size."""
+        previous = self._first.read_value()
+        known = previous > 0
+        if self._num_microbatches is not None:
+            # XLA drops assertions, so a larger batch can follow; its groups hold more examples.
+            known &= size <= previous
+        return tf.convert_to_tensor(self._first.assign(tf.where(known, previous, size)))
+
+    def divisor(self) -> tf.Tensor:
+        """L, a float64 scalar, once a batch has been seen."""
+        expected = self._expected.read_value()
+        fixed = tf.cast(self._first.read_value(), tf.float64)
+        return tf.where(expected > 0, expected, fixed * self._parts)
+
+    def per_group(self) -> tf.Tensor:
+        """How many examples are clipped together: 1, or the size of a microbatch; float64."""
+        if self._num_microbatches is None:
+            return tf.constant(1.0, tf.float64)
+        return tf.cast(self._first.read_value(), tf.float64) / self._num_microbatches
+
+    def too_large(
+        self, expected: tf.Tensor, per_group: tf.Tensor, size: tf.Tensor, present: tf.Tensor
+    ) -> tf.Tensor:
+        """The size of a whole batch if there were too many examples for the expected one, else 0.
+
+        Too many may be in this batch, or in all batches of the process together: one batch of 210
+        examples may be a draw with a mean of 200, but a hundred such batches are not.
+
+        Guarantee: a correct L of Poisson batches is doubted with probability at most 2e-12 per
+        step. The size that is returned is public if batches are padded or have one size. Otherwise
+        it reveals the size of that batch.
+
+        Args:
+          expected: `divisor()`, as it is for this batch.
+          per_group: `per_group()`, as it is for this batch.
+          size: of the batch, or of its last part, padding included.
+          present: how many examples, users or microbatches of the whole batch are not padding.
+        """
+        size = tf.cast(size * self._parts, tf.float64)
+        there = tf.maximum(tf.cast(present, tf.float64) * per_group, tf.constant(1e-9, tf.float64))
+        too_many, mean = self._seen.add(there, expected)
+        size = tf.maximum(size, tf.math.ceil(mean))  # this batch may be one of the smaller ones
+        # Without L all batches have the size of the first. Under XLA a larger one gets here.
+        is_first = tf.equal(self._expected.read_value(), 0)
+        size = tf.where(is_first, tf.maximum(size, tf.math.ceil(there)), size)
+        too_many |= is_first & (size > expected)
+        size = tf.where(too_many, size, tf.zeros_like(size))
+        if tf.executing_eagerly() and too_many:
+            warnings.warn(wrong_size(float(expected), float(size)), stacklevel=level_of_caller())
+        return size
+
+
+def hyperparameter(value: float) -> tf.Variable:
+    """A variable for a value that users may change between steps of a compiled function."""
+    with tf.init_scope():
+        return tf.Variable(value, dtype=tf.float64, trainable=False)
+
+
+def assert_true(condition: tf.Tensor, data: Sequence) -> tf.Operation | None:
+    """Like `tf.debugging.Assert`, but without the branch and two functions that it adds."""
+    data = [tf.convert_to_tensor(part) for part in data]
+    return tf.raw_ops.Assert(condition=condition, data=data, summarize=3)

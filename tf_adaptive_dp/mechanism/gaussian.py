@@ -6,17 +6,14 @@ a step that fails later is still counted; a step that fails on its data before t
 
 from __future__ import annotations
 
-import math
 import threading
-import warnings
 from collections.abc import Sequence
 from typing import Callable, NamedTuple
 
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.tracebacks import level_of_caller
-from tf_adaptive_dp.accounting.ledger import Ledger, wrong_size
+from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy, get_strategy
 from tf_adaptive_dp.gradients.absent_rows import PADDING_CONTRIBUTES
 from tf_adaptive_dp.gradients.released import mark_released
@@ -24,7 +21,7 @@ from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.watch import search_sums_when_complete
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.accumulation import Accumulator
-from tf_adaptive_dp.mechanism.batch_sizes import LOG_FALSE_ALARM, SizesSeen, log_tail
+from tf_adaptive_dp.mechanism.batch_sizes import BatchSizes, assert_true, hyperparameter
 from tf_adaptive_dp.mechanism.clipping import (
     SMALLEST,
     AdaptiveClipping,
@@ -96,6 +93,7 @@ class GaussianMechanism:
       noise: the `GaussianNoise`, the `SecureNoise` with `secure_noise=True`, or the
         `CorrelatedNoise` of a strategy.
       seen: the `SeenDraws`, with which batches are compared.
+      sizes: the `BatchSizes`, with the public divisor.
       histograms: the `Histograms` of the first batches, which an optimizer may set before its first
         step; or `None`.
     """
@@ -129,12 +127,10 @@ class GaussianMechanism:
             self._l2_norm_clip = add_variable([], dtype=tf.float64, name="l2_norm_clip")
             self._released_clip = add_variable([], dtype=tf.float64, name="released_clip")
         else:
-            self._l2_norm_clip = _hyperparameter(1.0)
-        self._noise_multiplier = _hyperparameter(0.0)
-        self._expected_batch_size = _hyperparameter(0.0)  # 0 stands for None
+            self._l2_norm_clip = hyperparameter(1.0)
+        self._noise_multiplier = hyperparameter(0.0)
         self.l2_norm_clip = l2_norm_clip
         self.noise_multiplier = noise_multiplier
-        self.expected_batch_size = expected_batch_size
         if num_microbatches is not None:
             num_microbatches = checks.integer("num_microbatches", num_microbatches, 1)
         self.num_microbatches = num_microbatches
@@ -163,8 +159,9 @@ class GaussianMechanism:
         self.histograms: Histograms | None = None
         self._turns = Turns()
         self._complete: dict[int, tf.Tensor] = {}  # by thread, as each traces a graph of its own
-        self._fixed_batch_size = add_variable([], dtype=tf.int64, name="fixed_batch_size")
-        self._sizes_seen = SizesSeen()
+        self.sizes = BatchSizes(
+            expected_batch_size, num_microbatches, examples_per_user, steps, add_variable
+        )
 
     def _refuse_beside_correlated_noise(self, strategy: NoiseStrategy) -> None:
         """Raises ValueError for settings whose releases have parts without correlated noise."""
@@ -206,29 +203,6 @@ class GaussianMechanism:
         """σ as a scalar tensor, for steps that compute with it."""
         return self._noise_multiplier.read_value()
 
-    @property
-    def expected_batch_size(self) -> float | None:
-        """L, the public divisor, in examples or users; `None` means the size of all batches."""
-        return float(self._expected_batch_size.numpy()) or None
-
-    @expected_batch_size.setter
-    def expected_batch_size(self, value: float | None) -> None:
-        if value is None:
-            self._expected_batch_size.assign(0.0)
-        else:
-            self._expected_batch_size.assign(
-                checks.number("expected_batch_size", value, 0, strict=True)
-            )
-
-    @property
-    def rows_per_batch(self) -> int:
-        """Rows of the first batch, or of the largest with microbatches; 0 before any batch."""
-        return int(self._fixed_batch_size.numpy()) * self._rows_per_unit
-
-    @property
-    def _rows_per_unit(self) -> int:
-        return self.examples_per_user or 1
-
     def batch_size(self) -> float | None:
         """The batch size that the next release will be recorded with.
 
@@ -236,20 +210,8 @@ class GaussianMechanism:
           L, as given or taken from the first batch; more, if batches turned out to be larger; or
           `None` if L is not given and no batch has been seen.
         """
-        units = self.rows_per_batch // self._rows_per_unit
-        fixed = float(units * self.gradient_accumulation_steps)
-        size = self.expected_batch_size or fixed
+        size = self.sizes.expected or self.sizes.first
         return self.ledger.size_that_counts(size) if size else None
-
-    def doubt_size(self, rows: int | None) -> None:
-        """Warns, before a step, if batches of this many rows cannot have the expected size L."""
-        with tf.init_scope():
-            expected = self.expected_batch_size
-        if rows is None or expected is None or self.num_microbatches is not None:
-            return
-        rows = rows // self._rows_per_unit * self.gradient_accumulation_steps
-        if rows > expected and log_tail(rows, expected, math.log) < LOG_FALSE_ALARM:
-            warnings.warn(wrong_size(expected, rows), stacklevel=level_of_caller())
 
     def drop_parts(self) -> None:
         """Forgets the parts of an incomplete batch."""
@@ -261,37 +223,6 @@ class GaussianMechanism:
     def complete(self) -> tf.Tensor | None:
         """Whether this thread's last `release` completed a batch: a bool tensor in its graph."""
         return self._complete.get(threading.get_ident())
-
-    def examples_share_groups(self) -> bool:
-        """Whether a microbatch may hold several examples, which halves σ in the ledger."""
-        groups = self.num_microbatches
-        return groups is not None and not 0 < self.rows_per_batch <= groups
-
-    def _check_batch_size(self, size: tf.Tensor) -> tf.Operation | None:
-        """Asserts that all batches have the size of the first, unless the size may vary."""
-        previous = self._fixed_batch_size.read_value()
-        may_vary = (self._expected_batch_size > 0) & (self.num_microbatches is None)
-        return _assert(
-            may_vary | ((size > 0) & ((previous == 0) | (previous == size))),
-            [
-                "Batches vary in size: received one of",
-                size,
-                "examples after batches of",
-                previous,
-                "examples. The size of a batch that is drawn at random is not public, so it must "
-                "not divide the noisy sum: pass `expected_batch_size` to the optimizer (and no "
-                "`num_microbatches`), or make all batches equal (`drop_remainder=True`).",
-            ],
-        )
-
-    def _remember_batch_size(self, size: tf.Tensor) -> tf.Tensor:
-        """Stores the size of the first batch, and returns the stored size."""
-        previous = self._fixed_batch_size.read_value()
-        known = previous > 0
-        if self.num_microbatches is not None:
-            # XLA drops assertions, so a larger batch can follow; its groups hold more examples.
-            known &= size <= previous
-        return tf.convert_to_tensor(self._fixed_batch_size.assign(tf.where(known, previous, size)))
 
     @tf.autograph.experimental.do_not_convert
     def release(
@@ -332,15 +263,15 @@ class GaussianMechanism:
             it was not drawn for. Nothing is released then. XLA does not raise such errors; there
             the size of the first batch stays the divisor.
         """
-        size = replicas.total(tf.cast(batch_size, tf.int64)) // self._rows_per_unit
-        check = self._check_batch_size(size)
+        size = self.sizes.units(replicas.total(tf.cast(batch_size, tf.int64)))
+        check = self.sizes.check(size)
         clip = self._l2_norm_clip.read_value()
         with tf.control_dependencies([check] if check is not None else []):
             of_variables, batch = self._clipped_sums(
                 source, scale, shift, layers, places, clip, padding
             )
         search_sums_when_complete([*batch.sums, *batch.within])
-        check = _assert(tf.equal(batch.padding, 0), [PADDING_CONTRIBUTES])
+        check = assert_true(tf.equal(batch.padding, 0), [PADDING_CONTRIBUTES])
         # After the sums, so that a step that fails on its data releases and changes nothing.
         with tf.control_dependencies([*batch.flat(), *([] if check is None else [check])]):
             if self.accumulator is None:
@@ -411,31 +342,6 @@ class GaussianMechanism:
             padding = tf.reduce_all(tf.reshape(padding, [-1, self.examples_per_user]), axis=1)
         return padding & present
 
-    def _size_seen(
-        self, expected: tf.Tensor, per_group: tf.Tensor, rows: tf.Tensor, present: tf.Tensor
-    ) -> tf.Tensor:
-        """The rows of a whole batch if there were too many examples for the expected size, else 0.
-
-        Too many may be in this batch, or in all batches of the process together: one batch of 210
-        examples may be a draw with a mean of 200, but a hundred such batches are not.
-
-        Guarantee: a correct L of Poisson batches is doubted with probability at most 2e-12 per
-        step. The recorded number of rows is public if batches are padded or have one size.
-        Otherwise it reveals the size of that batch.
-        """
-        rows = tf.cast(rows * self.gradient_accumulation_steps, tf.float64)
-        there = tf.maximum(tf.cast(present, tf.float64) * per_group, tf.constant(1e-9, tf.float64))
-        too_many, mean = self._sizes_seen.add(there, expected)
-        rows = tf.maximum(rows, tf.math.ceil(mean))  # this batch may be one of the smaller ones
-        # Without L all batches have the size of the first. Under XLA a larger one gets here.
-        is_first = tf.equal(self._expected_batch_size.read_value(), 0)
-        rows = tf.where(is_first, tf.maximum(rows, tf.math.ceil(there)), rows)
-        too_many |= is_first & (rows > expected)
-        size = tf.where(too_many, rows, tf.zeros_like(rows))
-        if tf.executing_eagerly() and too_many:
-            warnings.warn(wrong_size(float(expected), float(rows)), stacklevel=level_of_caller())
-        return size
-
     def _release_at_once(
         self,
         batch: _Sums,
@@ -448,7 +354,7 @@ class GaussianMechanism:
 
         def record() -> list[tf.Tensor]:
             checked = self._check_order(order)
-            with tf.control_dependencies([self._remember_batch_size(size), *checked.rejects]):
+            with tf.control_dependencies([self.sizes.remember(size), *checked.rejects]):
                 draw = self.seen.add(number, tf.constant(True))
                 return self._record(batch, size, draw, checked).flat()
 
@@ -475,7 +381,7 @@ class GaussianMechanism:
                 disordered=tf.cast(~checked.in_order, tf.float32),
                 unshown=tf.cast(~checked.shown, tf.float32),
             )
-            with tf.control_dependencies([self._remember_batch_size(size), *checked.rejects]):
+            with tf.control_dependencies([self.sizes.remember(size), *checked.rejects]):
                 totals, complete = accumulator.add(units.flat())
                 return [*self.seen.add(number, complete), complete, *totals]
 
@@ -492,7 +398,7 @@ class GaussianMechanism:
                     in_order=now.in_order & tf.equal(batch.disordered, 0),
                     shown=tf.equal(batch.unshown, 0),
                 )
-                with tf.control_dependencies([self._remember_batch_size(size), *order.rejects]):
+                with tf.control_dependencies([self.sizes.remember(size), *order.rejects]):
                     return self._record(whole, size, draw, order).flat()
 
             return self._add_noise(whole, clip, _Recorded.of(self._turns.take(record)))
@@ -508,7 +414,7 @@ class GaussianMechanism:
           draw: whether the batch was released before.
           order: whether the batch and the noise were drawn for this release.
         """
-        per_group, expected = self._examples_per_group(), self._divisor_in_examples()
+        per_group, expected = self.sizes.per_group(), self.sizes.divisor()
         sigma = self.sigma()
         # An example may take the place of another one, or of padding that contributes.
         twice = (per_group > 1) | (batch.padding > 0)
@@ -522,7 +428,9 @@ class GaussianMechanism:
             checked=draw.checked & order.shown,
             distance=draw.distance,
             # Padding that contributes halves σ already.
-            size_seen=self._size_seen(expected, per_group, size, batch.present - batch.padding),
+            size_seen=self.sizes.too_large(
+                expected, per_group, size, batch.present - batch.padding
+            ),
         )
         # Which noise is drawn depends on the number of the release, so it is drawn in this turn.
         correlated: list[tf.Tensor] = []
@@ -533,32 +441,20 @@ class GaussianMechanism:
 
     def _add_noise(self, batch: _Sums, clip: tf.Tensor, record: _Recorded) -> list[tf.Tensor]:
         """Adds the noise to a batch, given what `_record` returned for its release."""
-        recorded, per_group, expected, sigma, correlated = record
-        share = replicas.num_replicas() ** -0.5
-        stddev = share * self._gradient_noise(sigma, expected) * clip
-        divisor = tf.cast(expected / per_group, tf.float32)
+        stddev = replicas.share(self._gradient_noise(record.sigma, record.expected)) * clip
+        divisor = tf.cast(record.groups, tf.float32)
         # Recorded first, since weights may move before another operation of the step fails.
-        with tf.control_dependencies([recorded]):
+        with tf.control_dependencies([record.ledger]):
             if isinstance(self.noise, CorrelatedNoise):
                 scale = tf.cast(stddev, tf.float32)
-                noisy = [s + scale * w for s, w in zip(batch.sums, correlated)]
+                noisy = [s + scale * w for s, w in zip(batch.sums, record.correlated)]
             else:
                 noisy = self.noise.add_to(batch.sums, stddev, clip)
                 if isinstance(self.clipping, AdaptiveClipping):
-                    groups = expected / per_group
-                    self._adapt(
-                        self.clipping,
-                        self.noise,
-                        batch.within,
-                        share,
-                        clip,
-                        sigma,
-                        expected,
-                        groups,
-                    )
+                    self._adapt(self.clipping, self.noise, batch.within, clip, record)
             noisy = [s / divisor for s in noisy]
             if self.histograms is not None:
-                self._add_to(self.histograms, noisy[-1] * divisor, clip, sigma, expected)
+                self._add_to(self.histograms, noisy[-1] * divisor, clip, record)
         return noisy
 
     def _check_order(self, order: Order | None) -> _OrderCheck:
@@ -567,13 +463,13 @@ class GaussianMechanism:
             return _OrderCheck([], tf.constant(True), tf.constant(True))
         count = self.ledger.count()
         fits = self.noise.fits(count)
-        rejects = [_assert(fits, [NO_KEY, "Received: releases in the ledger:", count])]
+        rejects = [assert_true(fits, [NO_KEY, "Received: releases in the ledger:", count])]
         shown, in_order = tf.constant(False), tf.constant(True)
         bands = self.noise.strategy.bands
         if order is not None and bands is not None:
             shown = order.shown
             in_order = ~shown | order.is_of(count, bands)
-            rejects.append(_assert(in_order, [_OUT_OF_ORDER, "Received: step", count]))
+            rejects.append(assert_true(in_order, [_OUT_OF_ORDER, "Received: step", count]))
         return _OrderCheck([r for r in rejects if r is not None], fits & in_order, shown)
 
     def _adapt(
@@ -581,21 +477,19 @@ class GaussianMechanism:
         clipping: AdaptiveClipping,
         noise: GaussianNoise | SecureNoise,
         count: list[tf.Tensor],
-        share: float,
         clip: tf.Tensor,
-        sigma: tf.Tensor,
-        expected: tf.Tensor,
-        groups: tf.Tensor,
+        record: _Recorded,
     ) -> None:
         """Moves C, given how many examples lie within the C that they were clipped to."""
-        _, count_noise = clipping.split_noise(sigma, expected)
-        (noisy,) = noise.add_to(count, share * count_noise, tf.constant(0.5, tf.float64))
+        _, count_noise = clipping.split_noise(record.sigma, record.expected)
+        stddev = replicas.share(count_noise)
+        (noisy,) = noise.add_to(count, stddev, tf.constant(0.5, tf.float64))
         mark_released(noisy)
         total = replicas.total(noisy)
 
         def move() -> list[tf.Tensor]:
             now = self._l2_norm_clip.read_value()  # other threads may have moved it since
-            to = clipping.next_clip(now, total, groups)
+            to = clipping.next_clip(now, total, record.groups)
             written = (self._released_clip.assign(clip), self._l2_norm_clip.assign(to))
             return [tf.convert_to_tensor(variable) for variable in written]
 
@@ -603,36 +497,19 @@ class GaussianMechanism:
             self._turns.take(move)
 
     def _add_to(
-        self,
-        histograms: Histograms,
-        released: tf.Tensor,
-        clip: tf.Tensor,
-        sigma: tf.Tensor,
-        expected: tf.Tensor,
+        self, histograms: Histograms, released: tf.Tensor, clip: tf.Tensor, record: _Recorded
     ) -> None:
         """Keeps what was released for the histograms."""
         mark_released(released)
         total = replicas.total(released)
         with tf.control_dependencies([total]):
-            self._turns.take(lambda: histograms.add(total, clip, sigma, expected))
+            self._turns.take(lambda: histograms.add(total, clip, record.sigma, record.expected))
 
     def _gradient_noise(self, sigma: tf.Tensor, expected: tf.Tensor) -> tf.Tensor:
         """The noise of the gradients in units of C: σ, or σ_Δ with `AdaptiveClipping`; float64."""
         if isinstance(self.clipping, AdaptiveClipping):
             return self.clipping.split_noise(sigma, expected)[0]
         return sigma
-
-    def _divisor_in_examples(self) -> tf.Tensor:
-        """L, a float64 scalar, once a batch has been seen."""
-        expected = self._expected_batch_size.read_value()
-        fixed = tf.cast(self._fixed_batch_size.read_value(), tf.float64)
-        return tf.where(expected > 0, expected, fixed * self.gradient_accumulation_steps)
-
-    def _examples_per_group(self) -> tf.Tensor:
-        """How many examples are clipped together: 1, or the size of a microbatch; float64."""
-        if self.num_microbatches is None:
-            return tf.constant(1.0, tf.float64)
-        return tf.cast(self._fixed_batch_size.read_value(), tf.float64) / self.num_microbatches
 
     def released_gradients(self) -> tf.Tensor:
         """Whether this thread's last `release` released gradients; a bool scalar.
@@ -648,14 +525,14 @@ class GaussianMechanism:
 
     def relative_noise(self) -> tf.Tensor:
         """The noise in a released mean in units of C, σ/L; float64."""
-        sigma, expected = self.sigma(), self._divisor_in_examples()
-        return self._gradient_noise(sigma, expected) / (expected / self._examples_per_group())
+        sigma, expected = self.sigma(), self.sizes.divisor()
+        return self._gradient_noise(sigma, expected) / (expected / self.sizes.per_group())
 
     def batches_to_measure(self) -> tf.Tensor:
         """W, the number of batches that `histograms` take; float64."""
         if self.histograms is None:
             raise RuntimeError("This mechanism has no histograms.")
-        sigma, expected = self.sigma(), self._divisor_in_examples()
+        sigma, expected = self.sigma(), self.sizes.divisor()
         return self.histograms.batches_needed(sigma, expected)
 
     def noise_stddev(self) -> tf.Tensor:
@@ -725,6 +602,11 @@ class _Recorded(NamedTuple):
     sigma: tf.Tensor
     correlated: list[tf.Tensor]
 
+    @property
+    def groups(self) -> tf.Tensor:
+        """How many clipped gradients L amounts to."""
+        return self.expected / self.per_group
+
     def flat(self) -> list[tf.Tensor]:
         return [*self[:4], *self.correlated]
 
@@ -733,12 +615,6 @@ class _Recorded(NamedTuple):
         """Undoes `flat`."""
         ledger, per_group, expected, sigma, *correlated = flat
         return cls(ledger, per_group, expected, sigma, correlated)
-
-
-def _assert(condition: tf.Tensor, data: Sequence) -> tf.Operation | None:
-    """Like `tf.debugging.Assert`, but without the branch and two functions that it adds."""
-    data = [tf.convert_to_tensor(part) for part in data]
-    return tf.raw_ops.Assert(condition=condition, data=data, summarize=3)
 
 
 def _weighted_sums(
@@ -785,9 +661,3 @@ def _noise(
             f"be kept on its grid. Received: secure_noise=True, noise={strategy!r}"
         )
     return CorrelatedNoise(add_variable, strategy, seed)
-
-
-def _hyperparameter(value: float) -> tf.Variable:
-    """A variable for a value that users may change between steps of a compiled function."""
-    with tf.init_scope():
-        return tf.Variable(value, dtype=tf.float64, trainable=False)

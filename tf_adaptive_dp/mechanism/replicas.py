@@ -53,3 +53,8 @@ def total(value: tf.Tensor) -> tf.Tensor:
     if num_replicas() == 1:
         return value
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
+
+
+def share(stddev: tf.Tensor) -> tf.Tensor:
+    """The standard deviation of each replica's noise, if their sum has this one."""
+    return stddev * num_replicas() ** -0.5

@@ -156,11 +156,11 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
     @property
     def expected_batch_size(self) -> float | None:
         """L, the public divisor, or `None`. Setting it opens a new segment of the ledger."""
-        return self._mechanism.expected_batch_size
+        return self._mechanism.sizes.expected
 
     @expected_batch_size.setter
     def expected_batch_size(self, value: float | None) -> None:
-        self._mechanism.expected_batch_size = value
+        self._mechanism.sizes.expected = value
 
     @property
     def num_microbatches(self) -> int | None:
@@ -216,7 +216,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
     @property
     def rows_per_batch(self) -> int:
         """Rows of the first batch, padding included; 0 before it. With microbatches, the most."""
-        return self._mechanism.rows_per_batch
+        return self._mechanism.sizes.rows_per_batch
 
     @property
     def batches_seen(self) -> Seen:
@@ -286,7 +286,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         Returns:
           The noise multiplier, and the batch size or `None` if no batch has been seen yet.
         """
-        halved = self._mechanism.examples_share_groups()
+        halved = self._mechanism.sizes.examples_share_groups()
         return self.noise_multiplier / (2 if halved else 1), self._mechanism.batch_size()
 
     def noise_to_signal(self, variables: Sequence[tf.Variable]) -> float | None:
@@ -390,7 +390,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             if not self._preconditioning.before_clipping:
                 scale = shift = None
             unweighted = lacks_weights(losses)  # so all rows are examples
-            self._mechanism.doubt_size(losses.shape[0] if unweighted else None)
+            self._mechanism.sizes.doubt(losses.shape[0] if unweighted else None)
             if self._expects_padding and unweighted:
                 self._expects_padding = False  # a step may be traced several times
                 warnings.warn(_OUTSIDE_OF_PLAN, stacklevel=level_of_caller())
