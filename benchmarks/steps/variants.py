@@ -1,11 +1,12 @@
-"""CPU time of a DPSGD step that protects users, or has correlated noise, relative to a plain one.
+"""CPU time of a DPSGD step that is not plain, relative to a plain one.
 
 No privacy claim: the data is random. Two compiled steps of one model take turns on batches of the
 same rows; one of them clips the gradient of each row and adds independent noise, the other is
 
 - "users=4": clips the gradient of each four neighboring rows (`examples_per_user=4`);
 - "bands=8": with `BandedNoise(8)`;
-- "tree=1024": with `TreeNoise(1024)`.
+- "tree=1024": with `TreeNoise(1024)`;
+- "normalized": with a `PrivateNormalization` as the first layer (not for the model of words).
 
 CPU time is that of all threads of this process. The ratio of each round is that of neighboring
 turns; its quartiles over the rounds are shown. With `--memory` it shows the peak memory of
@@ -42,6 +43,7 @@ KINDS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "bands": lambda rows, bands: {"noise": BandedNoise(bands)},
     "tree": lambda rows, steps: {"noise": TreeNoise(steps)},
 }
+NORMALIZED = "normalized"
 VARIANTS = ["users=4", "users=8", "bands=2", "bands=8", "bands=32", "tree=1024"]
 
 
@@ -98,24 +100,28 @@ def data(name: str, rows: int) -> Data:
 
 
 def arguments_of(variant: str, rows: int) -> dict[str, Any]:
-    """The arguments of the optimizer: "plain", or as in the docstring of this file.
+    """The arguments of the optimizer of a variant; "plain" is one, too.
 
     >>> arguments_of("users=4", rows=256)
     {'expected_batch_size': 64.0, 'examples_per_user': 4}
     """
     plain = {"expected_batch_size": float(rows)}
-    if variant == "plain":
+    if variant in ("plain", NORMALIZED):
         return plain
     kind, _, number = variant.partition("=")
     return {**plain, **KINDS[kind](rows, int(number))}
 
 
-def private_model(name: str, arguments: dict[str, Any]) -> tf.keras.Model:
+def private_model(name: str, variant: str, rows: int) -> tf.keras.Model:
     """A model that is ready to train."""
     make, shape, are_words = MODELS[name]
-    inputs = tf.keras.Input(shape, dtype="int32" if are_words else "float32")
-    model = tf.keras.Sequential([inputs, *make()])
-    optimizer = dp.DPSGD(1.0, 1.0, learning_rate=0.01, **arguments)
+    layers = [tf.keras.Input(shape, dtype="int32" if are_words else "float32"), *make()]
+    if variant == NORMALIZED:
+        normalization = dp.PrivateNormalization(noise_multiplier=20.0)
+        normalization.adapt(data(name, rows)[0])
+        layers.insert(1, normalization)
+    model = tf.keras.Sequential(layers)
+    optimizer = dp.DPSGD(1.0, 1.0, learning_rate=0.01, **arguments_of(variant, rows))
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss=loss)
     model.make_train_function()
@@ -135,7 +141,7 @@ def turn(model: tf.keras.Model, batches: Iterator, steps: int) -> float:
 def compare(name: str, rows: int, variant: str, rounds: int, steps: int) -> list[float]:
     """The ratios of the rounds."""
     batch = tf.data.Dataset.from_tensors(data(name, rows)).repeat()
-    models = {v: private_model(name, arguments_of(v, rows)) for v in ("plain", variant)}
+    models = {v: private_model(name, v, rows) for v in ("plain", variant)}
     batches = {v: iter(batch) for v in models}
     times: dict[str, list[float]] = {v: [] for v in models}
     for number in range(rounds + 1):
@@ -156,7 +162,7 @@ def compare(name: str, rows: int, variant: str, rounds: int, steps: int) -> list
 def _own_peak_mib(name: str, rows: int, variant: str) -> float:
     """The peak resident size of this process, after it has trained a model."""
     batches = iter(tf.data.Dataset.from_tensors(data(name, rows)).repeat())
-    turn(private_model(name, arguments_of(variant, rows)), batches, 5)
+    turn(private_model(name, variant, rows), batches, 5)
     status = pathlib.Path("/proc/self/status").read_text(encoding="utf-8")
     return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE).group(1)) / 1024
 
@@ -181,8 +187,8 @@ def compare_memory(name: str, rows: int, variants: list[str], processes: int) ->
 def checked_variant(text: str) -> str:
     """A variant as the command line has it."""
     kind, _, number = text.partition("=")
-    if kind not in KINDS or not number.isdigit():
-        wanted = ", ".join(f"{kind}=<number>" for kind in KINDS)
+    if text != NORMALIZED and (kind not in KINDS or not number.isdigit()):
+        wanted = ", ".join([*(f"{kind}=<number>" for kind in KINDS), NORMALIZED])
         raise argparse.ArgumentTypeError(f"must be one of {wanted}, not {text!r}")
     return text
 
@@ -198,6 +204,8 @@ def main() -> None:
     arguments.add_argument("--memory", action="store_true", help="measure memory instead of time")
     arguments.add_argument("--processes", type=int, default=3, help="for the memory of each (3)")
     args = arguments.parse_args()
+    if NORMALIZED in args.variants and any(MODELS[name][2] for name in args.models):
+        arguments.error(f"numbers of words are not normalized: leave out {NORMALIZED}, or text")
     if args.memory:
         print(f"{args.rows} rows; peak MiB of a process, medians of {args.processes}")
         print(f"{'model':5} {'variant':10} {'plain':>9} {'variant':>9}    more")

@@ -10,7 +10,8 @@ from benchmarks.steps import variants
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, variant", [("text", "users=2"), ("cnn", "bands=3"), ("mlp", "tree=4")]
+    "name, variant",
+    [("text", "users=2"), ("cnn", "bands=3"), ("mlp", "tree=4"), ("cnn", "normalized")],
 )
 def test_a_small_run_prints_the_ratios(monkeypatch, capsys, name, variant):
     small = ["--models", name, "--rows", "8", "--variants", variant]
@@ -33,8 +34,15 @@ def test_the_memory_of_many_bands_shows(monkeypatch, capsys):
     assert more and 150 < int(more.group(1)) < 1_000
 
 
-def test_an_unknown_variant_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["variants", "--variants", "rows=3"])
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["rows=3"], "must be one of users=<number>, bands=<number>, tree=<number>, normalized"),
+        (["normalized", "--models", "mlp", "text"], "numbers of words are not normalized"),
+    ],
+)
+def test_an_unknown_variant_is_refused(monkeypatch, capsys, given, message):
+    monkeypatch.setattr(sys, "argv", ["variants", "--variants", *given])
     with pytest.raises(SystemExit):
         variants.main()
-    assert "must be one of users=<number>, bands=<number>, tree=<number>" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
