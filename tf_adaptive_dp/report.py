@@ -217,8 +217,8 @@ def _for_json(value: Any) -> Any:
 
 
 def _unit(data: Mapping[str, Any]) -> str:
-    """The unit of privacy; reports of earlier versions are about examples."""
-    return data["privacy"].get("unit", "example")
+    """The unit of privacy."""
+    return data["privacy"]["unit"]
 
 
 def _epsilon(data: Mapping[str, Any]) -> str:
@@ -226,7 +226,7 @@ def _epsilon(data: Mapping[str, Any]) -> str:
     spent = float(data["privacy"]["epsilon"])
     if math.isinf(spent):
         return "infinite: NOT PRIVATE"
-    seeded = data["privacy"].get("seeded_noise")  # which earlier versions did not say
+    seeded = data["privacy"]["seeded_noise"]
     return f"{format_epsilon(spent)}{': NOT PRIVATE, the noise had a seed' if seeded else ''}"
 
 
@@ -274,9 +274,7 @@ def _rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _series(data: Mapping[str, Any], name: str, part: str = "logs") -> tuple[list, list[float]]:
     """The releases after each epoch, and a value of each."""
-    # Earlier versions did not say what the history is.
-    rows = data.get("history_NOT_PRIVATE", data.get("history", []))
-    known = [row for row in rows if name in row[part]]
+    known = [row for row in data["history_NOT_PRIVATE"] if name in row[part]]
     return [row["releases"] for row in known], [float(row[part][name]) for row in known]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import math
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +21,6 @@ from federated.training import monitor
 from federated.training.dropout import Dropout, check_dropping
 from federated.training.evaluation import Best, BestState, Evaluation, warn_of_choice
 from federated.training.run import Run, rounds_before
-from federated.training.saved_states import wait
 from tf_adaptive_dp import checks
 
 
@@ -355,8 +356,14 @@ class _Releases:
 
     def _publish(self, released: Mapping, number: int) -> None:
         for manager in self._managers:
-            wait(manager.release(released, number))
+            _wait(manager.release(released, number))
         self._run.journal.note("released", number)
+
+
+def _wait(coroutine: Coroutine) -> Any:
+    """Runs a coroutine in a separate thread, so that it works inside a notebook too."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 def train(

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import concurrent.futures
 import hashlib
 import json
 import re
-import shutil
 import zlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorflow_federated as tff
 import tree
 
 from tf_adaptive_dp.durable import files
@@ -25,15 +21,8 @@ _PREFIX = "round_"
 _ENDING = ".state"
 _ARRAY_ENDING = ".array"
 _LARGE = 2**20  # bytes of an array that gets a file of its own
-# A folder is a SavedModel of TFF, which earlier versions wrote, in 0.7 s.
-_NAME = re.compile(rf"{_PREFIX}(\d+)(?:{re.escape(_ENDING)})?")
+_NAME = re.compile(rf"{_PREFIX}(\d+){re.escape(_ENDING)}")
 _KINDS = "biufcV"  # V: bfloat16
-
-
-def wait(coroutine: Coroutine) -> Any:
-    """Runs a coroutine in a separate thread, so that it works inside a notebook too."""
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()
 
 
 class SavedStates:
@@ -53,8 +42,8 @@ class SavedStates:
         self._folder = folder
         self._known: list[tuple[np.ndarray, str]] = []  # arrays of the last state, and their files
         folder.mkdir(mode=0o700, exist_ok=True)
-        for unfinished in [*folder.glob(f"{_PREFIX}*_temp*"), *folder.glob("*.new")]:
-            _remove(unfinished)
+        for unfinished in folder.glob("*.new"):
+            unfinished.unlink()
 
     def _paths(self) -> dict[int, Path]:
         found = ((_NAME.fullmatch(path.name), path) for path in sorted(self._folder.iterdir()))
@@ -80,7 +69,7 @@ class SavedStates:
         self._known = arrays
         paths = self._paths()
         for old in sorted(paths)[:-_KEPT]:
-            _remove(paths.pop(old))
+            paths.pop(old).unlink()
         self._remove_all_arrays_but([_arrays_of(path) for path in paths.values()])
 
     def _remove_all_arrays_but(self, needed: list[list[str] | None]) -> None:
@@ -108,15 +97,14 @@ class SavedStates:
 
     def sync(self, number: int) -> None:
         """Waits until a saved state is on the disk."""
-        path = self._paths()[number]
-        for part in [*path.rglob("*"), path, self._folder]:
+        for part in (self._paths()[number], self._folder):
             files.sync(part)
 
     def load(self, number: int, state: Any) -> tuple[Any, dict]:
         """Loads a saved state in the structure of `state`, and its record."""
         path = self._paths()[number]
         try:
-            return (_loaded_model if path.is_dir() else _loaded)(path, number, state)
+            return _loaded(path, number, state)
         except Exception as error:
             why = str(error).partition("\n")[0]
             raise ValueError(
@@ -145,8 +133,6 @@ def _name_of(content: bytes) -> str:
 
 def _arrays_of(path: Path) -> list[str] | None:
     """The names of the files of the arrays of a saved state; `None` if it is damaged."""
-    if path.is_dir():
-        return []
     with open(path, "rb") as file:
         line = files.checked(file.readline())
     if line is None:
@@ -174,8 +160,7 @@ def _loaded(path: Path, number: int, state: Any) -> tuple[Any, dict]:
     head = json.loads(files.checked(line + b"\n") or b"damaged")
     if zlib.crc32(content) != head["checksum"]:
         raise ValueError("its numbers are damaged")
-    # Earlier versions did not write it.
-    if head.get("number", number) != number:
+    if head["number"] != number:
         raise ValueError(f"it is the state of round {head['number']}, and was renamed or copied")
     leaves, place = [], 0
     for kind, shape, *names in head["leaves"]:
@@ -193,16 +178,3 @@ def _loaded(path: Path, number: int, state: Any) -> tuple[Any, dict]:
         leaves.append(array if shape else array[()])
         place += 0 if names else array.nbytes
     return tree.unflatten_as(state, leaves), head["record"]
-
-
-def _loaded_model(path: Path, number: int, state: Any) -> tuple[Any, dict]:
-    manager = tff.program.FileProgramStateManager(path.parent, _PREFIX, 0)
-    saved = wait(manager.load(number, {"state": state, "record": ""}))
-    return saved["state"], json.loads(saved["record"])
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
