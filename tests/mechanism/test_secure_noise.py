@@ -1,5 +1,7 @@
 """Secure noise: Gaussian, from the operating system, and on a grid that tells nothing."""
 
+import math
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -98,9 +100,9 @@ def test_a_single_number_and_an_adaptive_count_work():
 
 
 def test_more_noise_than_the_grid_can_hold_is_refused():
-    mechanism = mechanism_of(noise_multiplier=1e9)
+    mechanism = mechanism_of(noise_multiplier=1e12)
     step = tf.function(lambda: mechanism.release(zoo.Rows(np.zeros([4, SIZE])), 4)[0])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="cannot represent this much noise"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="No grid .* can hold this much noise"):
         step()
 
 
@@ -134,3 +136,22 @@ def test_the_noise_covers_what_rounding_adds_to_the_sensitivity():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secure_noise, "_normal_numbers", np.ones)
         assert secure_noise._release(np.float32([-1.0]), 1.0, 1.0) == 2.0**-26
+
+
+@pytest.mark.parametrize("multiplier", [0.0, 1.0, 1e4, 1e9])
+def test_the_grid_is_coarser_where_there_is_more_noise(multiplier):
+    size = 999
+    released = secure_noise.on_grid(np.full([size, 3], 1 / 3), multiplier, sensitivity=1.0)
+    largest = max(multiplier * math.sqrt(3 * size) * 8.66, 1.0)
+    fineness = min(26, 51 - math.ceil(math.log2(largest)))
+    grid = 2.0 ** math.floor(math.log2(2.0**-fineness / math.sqrt(3 * size)))
+    np.testing.assert_array_equal(released / grid, np.rint(released / grid))
+    if multiplier:
+        assert_gaussian((released - 1 / 3).ravel(), multiplier)
+        assert np.any(released / (2 * grid) != np.rint(released / (2 * grid)))
+
+
+def test_what_exceeds_the_integers_is_cut_off():
+    # A conversion that overflows would make neighbors differ by as much as integers can.
+    large, larger = (secure_noise.on_grid(np.array([x]), 0.0, 1.0) for x in (1e30, 2e30))
+    assert large == larger == 2.0**62 * 2.0**-26

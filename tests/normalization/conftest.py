@@ -2,15 +2,12 @@
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
-from tf_adaptive_dp.normalization import estimator
+from tf_adaptive_dp.mechanism import secure_noise
 
 
 @pytest.fixture
 def usual_noise(monkeypatch):
     """The same noise every time, for what holds for nearly all noise."""
     random = np.random.default_rng(11)
-    monkeypatch.setattr(
-        estimator, "fresh_normal_numbers", lambda size: tf.constant(random.normal(size=size))
-    )
+    monkeypatch.setattr(secure_noise, "_normal_numbers", lambda size: random.normal(size=size))

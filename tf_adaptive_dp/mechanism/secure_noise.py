@@ -15,8 +15,9 @@ from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.released import mark_released
 from tf_adaptive_dp.mechanism import replicas
 
-# The grid has steps of 2⁻²⁶ in units of C/√d.
+# The grid has steps of 2⁻²⁶ in units of C/√d, or coarser ones if there is too much noise for them.
 _FINENESS = 26
+_COARSEST = 10
 # √(-2 log 2⁻⁵⁴), the largest number that the Box-Muller method gives.
 _LARGEST_NUMBER = 8.66
 
@@ -36,14 +37,8 @@ class SecureNoise:
     Guarantee:
     - The bits come from `os.urandom`, the cryptographic generator of the operating system. Nobody
       can predict or repeat them. There is no seed, and nothing to save.
-    - Released values lie on a grid of step g = 2^⌊log₂(C·2⁻²⁶/√d)⌋ for d numbers, whatever the
-      data. The sum s and the noise z are both rounded to the grid and added exactly, as int64
-      multiples of g. Noise beyond 2⁵³·g, where float64 no longer holds every multiple, is rejected.
-      Since s is on the grid, s + round(z) = round(s + z): post-processing of the Gaussian mechanism
-      in real numbers. So is rounding the result to float32. The set of possible results therefore
-      reveals nothing, while the attack of Mironov (2012) relies on it.
-    - Rounding moves s by up to g/2 per coordinate, which raises the sensitivity to at most
-      C + g·√d. The noise grows by the same factor, 1 + 2⁻²⁶.
+    - Released values lie on a grid that does not depend on the data, see `on_grid`. Rounding the
+      result to float32 is post-processing.
 
     Not covered: float32 rounding while the clipped sum is computed, and timing differences. The
     logarithm and the sine of the C library are exact to about 2⁻⁵², not perfectly.
@@ -100,19 +95,50 @@ class SecureNoise:
 
 
 def _release(flat: np.ndarray, stddev: float, sensitivity: float) -> np.ndarray:
-    """Rounds sums and noise to the grid and adds them exactly; float32."""
-    if not flat.size:
-        return flat
-    fineness = 2.0**-_FINENESS
-    grid = 2.0 ** math.floor(math.log2(float(sensitivity) * fineness / math.sqrt(flat.size)))
-    unit = float(stddev) * (1 + fineness) / grid
-    if unit * _LARGEST_NUMBER >= 2.0**53:
+    """`on_grid` in float32."""
+    return on_grid(flat, float(stddev), float(sensitivity)).astype(np.float32)
+
+
+def on_grid(values: np.ndarray, stddev: float, sensitivity: float) -> np.ndarray:
+    """Adds Gaussian noise whose bits, and those of the result, reveal nothing.
+
+    Guarantee: the Gaussian mechanism with noise multiplier stddev / sensitivity, in computer
+    arithmetic, too.
+
+    - The noise comes from `os.urandom`.
+    - The result lies on a grid of step g = 2^⌊log₂(sensitivity·2⁻ᶠ/√d)⌋ for d numbers, whatever
+      the data; f is 26, or as small as 10 where there is so much noise that float64 would not hold
+      every multiple of g. The values s and the noise z are both rounded to the grid and added
+      exactly, as int64 multiples of g. Since s is on the grid, s + round(z) = round(s + z), which is
+      post-processing of the Gaussian mechanism in real numbers. The set of possible results
+      therefore reveals nothing, while the attack of Mironov (2012) relies on it.
+    - Rounding moves s by up to g/2 per coordinate, which raises the sensitivity by at most g·√d.
+      The noise grows by the same factor, 1 + 2⁻ᶠ.
+
+    Args:
+      values: floats, of any shape.
+      stddev: the standard deviation of each one's noise.
+      sensitivity: by how much one example can change the values in L2 norm.
+
+    Returns:
+      float64, of the same shape.
+
+    Raises:
+      ValueError: if no such grid holds this much noise.
+    """
+    if not values.size:
+        return values
+    largest = stddev / sensitivity * math.sqrt(values.size) * _LARGEST_NUMBER
+    fineness = min(_FINENESS, 51 - math.ceil(math.log2(max(largest, 1.0))))
+    if fineness < _COARSEST:
         raise ValueError(
-            "The grid of secure noise cannot represent this much noise exactly. Received: a "
-            f"standard deviation of {float(stddev):g} for a sensitivity of {float(sensitivity):g} "
-            f"and {flat.size} numbers. Use less noise, or train without `secure_noise`."
+            "No grid of secure noise can hold this much noise exactly. Received: a standard "
+            f"deviation of {stddev:g} for a sensitivity of {sensitivity:g} and {values.size} "
+            "numbers. Use less noise, or train without `secure_noise`."
         )
-    # Dividing by a power of two is exact; so are sums of int64.
-    steps = np.rint(flat.astype(np.float64) / grid).astype(np.int64)
-    steps += np.rint(unit * _normal_numbers(flat.size)).astype(np.int64)
-    return (steps * grid).astype(np.float32)
+    grid = 2.0 ** math.floor(math.log2(sensitivity * 2.0**-fineness / math.sqrt(values.size)))
+    unit = stddev * (1 + 2.0**-fineness) / grid
+    # Dividing by a power of two is exact; so are sums of int64. The bound moves neighbors together.
+    steps = np.rint(np.clip(values.astype(np.float64) / grid, -(2.0**62), 2.0**62)).astype(np.int64)
+    steps += np.rint(unit * _normal_numbers(values.size)).astype(np.int64).reshape(values.shape)
+    return steps * grid

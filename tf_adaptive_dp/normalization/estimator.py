@@ -17,7 +17,7 @@ import numpy as np
 from scipy import stats
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.mechanism.noise import fresh_normal_numbers
+from tf_adaptive_dp.mechanism.secure_noise import on_grid
 from tf_adaptive_dp.sampling.users import UserRecords
 
 NUM_RELEASES = 7  # two rounds of three, and one between them
@@ -283,7 +283,7 @@ def _release(total: np.ndarray, noise: float) -> np.ndarray:
       total: a sum to which no example (or user) adds a vector of a norm above 1.
       noise: the standard deviation.
     """
-    return total + noise * fresh_normal_numbers(total.size).numpy().reshape(total.shape)
+    return on_grid(total, noise, sensitivity=1.0)
 
 
 def _sum_of_magnitudes(seen: _InUnits) -> np.ndarray:

@@ -13,9 +13,10 @@ import math
 from typing import ClassVar, Protocol, runtime_checkable
 
 import dp_accounting
+import numpy as np
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.mechanism import noise
+from tf_adaptive_dp.mechanism.secure_noise import on_grid
 from tf_adaptive_dp.tuning import search_epsilon, trial_count_distributions
 from tf_adaptive_dp.tuning.conversion import DEFAULT_ACCOUNTING, Accounting
 
@@ -67,7 +68,8 @@ class PublicScore:
 class NoisyScore:
     """Scores on private validation data, each released with independent Gaussian noise.
 
-    released = score + N(0, (noise_multiplier · sensitivity)²).
+    released = score + N(0, (noise_multiplier · sensitivity)²), on a grid that does not depend on
+    the score (see `mechanism.secure_noise.on_grid`), since it is published in full precision.
 
     Guarantee: each released score is the Gaussian mechanism `event`, for adding or removing one
     validation example, provided that this changes a score by at most `sensitivity`. The score must
@@ -114,8 +116,8 @@ class NoisyScore:
                 "is not finite. Clip the contribution of each example to the score. Received: "
                 f"score={score!r}"
             )
-        drawn = float(noise.fresh_normal_numbers(1)[0])
-        return float(score) + self.noise_multiplier * self.sensitivity * drawn
+        stddev = self.noise_multiplier * self.sensitivity
+        return float(on_grid(np.array([score], np.float64), stddev, self.sensitivity)[0])
 
     @property
     def sentence(self) -> str:
