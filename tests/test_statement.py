@@ -55,6 +55,11 @@ ONE = fake_ledger((2.0, 200.0, 6_000))
 TWO = fake_ledger((2.0, 200.0, 6_000), (1.5, 100.0, 31))
 
 
+def test_the_printed_delta_is_not_below_the_one_that_epsilon_is_for():
+    text = words(ONE, N, 1.000004999e-5, sampling="poisson")
+    assert "delta = 1.00001e-05" in text and "delta = 1e-05" in words(ONE, N, DELTA)
+
+
 # --- noise with a seed ------------------------------------------------------------------------
 
 

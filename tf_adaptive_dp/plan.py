@@ -31,7 +31,7 @@ from tf_adaptive_dp.statement import (
     privacy_statement,
     warn_of_large_delta,
 )
-from tf_adaptive_dp.wording import format_epsilon
+from tf_adaptive_dp.wording import format_delta, format_epsilon
 
 __all__ = ["PlanOffer", "PrivacyPlan"]
 
@@ -582,8 +582,9 @@ class PrivacyPlan:
         )
         return "\n".join(
             [
-                f"epsilon = {format_epsilon(self.epsilon)} at delta = {self.delta:g} for each of "
-                f"{self._num_units} {self._unit}s ({self.accountant.upper()} accounting)",
+                f"epsilon = {format_epsilon(self.epsilon)} at delta = {format_delta(self.delta)} "
+                f"for each of {self._num_units} {self._unit}s "
+                f"({self.accountant.upper()} accounting)",
                 *([unspent] if total < 0.95 * self.epsilon else []),
                 f"noise multiplier {self.noise_multiplier:g}",
                 *self._budget.describe_noise(self.sampling, self.noise),

@@ -23,7 +23,7 @@ from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.statement import noise_is_seeded, num_unchecked, privacy_statement, unit_of
 from tf_adaptive_dp.version import __version__
-from tf_adaptive_dp.wording import counted, format_epsilon
+from tf_adaptive_dp.wording import counted, format_delta, format_epsilon
 
 __all__ = ["facts", "write"]
 
@@ -243,7 +243,7 @@ def _rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     sampling, privacy = data["sampling"], data["privacy"]
     rows = [
         ("epsilon", _epsilon(data)),
-        ("delta", f"{privacy['delta']:g}"),
+        ("delta", format_delta(privacy["delta"])),
         ("budget", "none" if privacy["budget"] is None else f"epsilon = {privacy['budget']:g}"),
         (f"training {_unit(data)}s", str(privacy["num_examples"])),
         ("unit of privacy", f"one {_unit(data)}"),
@@ -314,7 +314,7 @@ def page(data: Mapping[str, Any]) -> str:
     )
     return _PAGE.format(
         epsilon=html.escape(_epsilon(data)),
-        delta=f"{data['privacy']['delta']:g}",
+        delta=format_delta(data["privacy"]["delta"]),
         releases=counted(data["sampling"]["releases"], "noisy gradient"),
         examples=counted(data["privacy"]["num_examples"], _unit(data)),
         statement=statement,

@@ -22,7 +22,14 @@ from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.draws import FullBatches, Sampling
 from tf_adaptive_dp.sampling.fixed_order import FixedOrder
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
-from tf_adaptive_dp.wording import counted, format_epsilon, joined, list_item, paragraph
+from tf_adaptive_dp.wording import (
+    counted,
+    format_delta,
+    format_epsilon,
+    joined,
+    list_item,
+    paragraph,
+)
 
 __all__ = ["privacy_statement"]
 
@@ -272,8 +279,8 @@ def claim(
     drawn = _DRAWN.get(label, _POISSON)
     adjacency = drawn.adjacency.format(one=unit.one)
     terms = (
-        f"delta = {delta:g} ({accountant.upper()} accounting, rounded up). Unit: one {unit.one}. "
-        f"Adjacency: data sets {adjacency}."
+        f"delta = {format_delta(delta)} ({accountant.upper()} accounting, rounded up). "
+        f"Unit: one {unit.one}. Adjacency: data sets {adjacency}."
     )
     if label == "shuffled":
         came = "are stated to have come" if isinstance(sampling, str) else "came"

@@ -30,6 +30,19 @@ def format_epsilon(epsilon: float) -> str:
     return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}"
 
 
+def format_delta(delta: float) -> str:
+    """δ with six digits, rounded up: the pair of ε and δ holds as it is printed.
+
+    >>> format_delta(1e-5), format_delta(1.000004999e-5), format_delta(1 / 60_000)
+    ('1e-05', '1.00001e-05', '1.66667e-05')
+    """
+    printed = f"{delta:g}"
+    if float(printed) >= delta:
+        return printed
+    digits, _, exponent = f"{delta:.5e}".partition("e")
+    return f"{float(f'{float(digits) + 1e-5:.5f}e{exponent}'):g}"
+
+
 def paragraph(text: str) -> str:
     """Wraps a paragraph at 80 columns."""
     return textwrap.fill(" ".join(text.split()), width=80) + "\n"

@@ -64,6 +64,42 @@ def clipped(record: Any, clip: tf.Tensor) -> tuple[Any, tf.Tensor]:
     return tf.nest.map_structure(scaled, record), norm
 
 
+class _WideSum(tfp.SumAggregationDPQuery):
+    """A query that adds up records in float64.
+
+    In float32 a client could change how the numbers of all later clients are rounded, and so the
+    sum by several times its clip: the guarantees of the queries allow for less (`MARGIN`). With
+    float64 n clients change it by at most 2·n²·2⁻⁵³·clip more, 2⁻¹⁸·clip for 100,000 of them.
+    """
+
+    def initial_sample_state(self, template: Any = None) -> Any:
+        """Zeros of the shapes of a record."""
+        return tf.nest.map_structure(lambda t: tf.zeros_like(t, tf.float64), _as_tensors(template))
+
+    def accumulate_preprocessed_record(self, sample_state: Any, preprocessed_record: Any) -> Any:
+        """The sum with one more record."""
+        return tf.nest.map_structure(tf.add, sample_state, _wide(preprocessed_record))
+
+
+def _as_tensors(template: Any) -> Any:
+    """A nest of tensors, of which some may be given by their specifications."""
+
+    def as_tensor(part: Any) -> tf.Tensor:
+        return tf.zeros(part.shape, part.dtype) if isinstance(part, tf.TensorSpec) else part
+
+    return tf.nest.map_structure(as_tensor, template)
+
+
+def _wide(record: Any) -> Any:
+    return tf.nest.map_structure(lambda t: tf.cast(t, tf.float64), record)
+
+
+def _with_noise(sums: Any, noise: tf.Tensor) -> Any:
+    """Sums in float64 plus the noise of all their numbers in a row, in float32."""
+    noisy = _flat(sums) + tf.cast(noise, tf.float64)
+    return _like(sums, tf.cast(noisy, tf.float32))
+
+
 def _flat(record: Any) -> tf.Tensor:
     return tf.concat([tf.reshape(values, [-1]) for values in tf.nest.flatten(record)], axis=0)
 
@@ -75,7 +111,7 @@ def _like(record: Any, flat: tf.Tensor) -> Any:
     return tf.nest.pack_sequence_as(record, shaped)
 
 
-class GaussianSum(tfp.GaussianSumQuery):
+class GaussianSum(_WideSum, tfp.GaussianSumQuery):
     """The sum of clipped updates plus Gaussian noise: N(0, (`MARGIN`·stddev)²) for each number.
 
     Guarantee: the Gaussian mechanism with noise multiplier stddev / clip for adding or removing one
@@ -84,14 +120,15 @@ class GaussianSum(tfp.GaussianSumQuery):
     """
 
     def preprocess_record_impl(self, params: tf.Tensor, record: Any) -> tuple[Any, tf.Tensor]:
-        """The clipped update and its norm."""
-        return clipped(record, params)
+        """The clipped update, in float64, and its norm."""
+        update, norm = clipped(record, params)
+        return _wide(update), norm
 
     def get_noised_result(self, sample_state: Any, global_state: Any) -> tuple:
         """The sum with noise, the unchanged state, and the event."""
         stddev = MARGIN * global_state.stddev
-        sums = _flat(sample_state)
-        noisy = _like(sample_state, sums + stddev * fresh_normal_numbers(sums.shape[0]))
+        size = _flat(sample_state).shape[0]
+        noisy = _with_noise(sample_state, stddev * fresh_normal_numbers(size))
         event = dp_accounting.GaussianDpEvent(stddev / global_state.l2_norm_clip)
         return noisy, global_state, event
 
@@ -206,7 +243,7 @@ class TreeState(NamedTuple):
     nodes: tuple[tf.Tensor, ...]
 
 
-class TreeSum(tfp.SumAggregationDPQuery):
+class TreeSum(_WideSum):
     """Sums of clipped updates whose noise cancels over rounds: DP-FTRL (Kairouz et al. 2021).
 
     Each `period` rounds are the leaves of a binary tree, and every node has independent noise
@@ -255,8 +292,8 @@ class TreeSum(tfp.SumAggregationDPQuery):
         return global_state.clip
 
     def preprocess_record(self, params: tf.Tensor, record: Any) -> Any:
-        """The clipped update."""
-        return clipped(record, params)[0]
+        """The clipped update, in float64."""
+        return _wide(clipped(record, params)[0])
 
     def derive_metrics(self, global_state: TreeState) -> collections.OrderedDict:
         """The clip."""
@@ -302,7 +339,7 @@ class TreeSum(tfp.SumAggregationDPQuery):
         leaf = global_state.rounds % self._period
         level = _level_finished_by(leaf)
         node, added, taken_back = self._finished_node(global_state, level)
-        result = _like(sample_state, _flat(sample_state) + (added - taken_back))
+        result = _with_noise(sample_state, added - taken_back)
         is_last = tf.equal(leaf + 1, self._period)
 
         def next_node(k: int, stored: tf.Tensor) -> tf.Tensor:
@@ -399,7 +436,7 @@ class BandedState(NamedTuple):
     past: tf.Tensor
 
 
-class BandedSum(tfp.SumAggregationDPQuery):
+class BandedSum(_WideSum):
     """Sums of clipped updates whose noise later rounds partly cancel.
 
     Round t releases g_t + w_t, where g_t is the sum of the clipped updates and
@@ -451,8 +488,8 @@ class BandedSum(tfp.SumAggregationDPQuery):
         return global_state.clip
 
     def preprocess_record(self, params: tf.Tensor, record: Any) -> Any:
-        """The clipped update."""
-        return clipped(record, params)[0]
+        """The clipped update, in float64."""
+        return _wide(clipped(record, params)[0])
 
     def derive_metrics(self, global_state: BandedState) -> collections.OrderedDict:
         """The clip."""
@@ -462,7 +499,7 @@ class BandedSum(tfp.SumAggregationDPQuery):
         """The noisy sum of the round, the next state, and an event that says nothing."""
         fresh = global_state.stddev * fresh_normal_numbers(self._size)
         noise, past = take_back(global_state.coefficients, fresh, global_state.past)
-        result = _like(sample_state, _flat(sample_state) + noise)
+        result = _with_noise(sample_state, noise)
         state = global_state._replace(rounds=global_state.rounds + 1, past=past)
         # One round has no event of its own; `UserLedger` counts the rounds in a row.
         return result, state, dp_accounting.UnsupportedDpEvent()

@@ -14,7 +14,7 @@ from tf_adaptive_dp.accounting.composition import epsilon_without_amplification
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
 from tf_adaptive_dp.statement import Unit
-from tf_adaptive_dp.wording import format_epsilon, joined, list_item, paragraph
+from tf_adaptive_dp.wording import format_delta, format_epsilon, joined, list_item, paragraph
 
 __all__ = ["UserLedger", "epsilon_spent", "privacy_statement"]
 
@@ -248,8 +248,9 @@ def _claim(
     ledger: UserLedger, spent: float, delta: float, sampling: draws.Sampling, accountant: str
 ) -> str:
     start = (
-        f"Differential privacy with epsilon = {format_epsilon(spent)} and delta = {delta:g} "
-        f"({accountant.upper()} accounting, rounded up). Unit: one user. Adjacency: data sets "
+        f"Differential privacy with epsilon = {format_epsilon(spent)} and delta = "
+        f"{format_delta(delta)} ({accountant.upper()} accounting, rounded up). Unit: one user. "
+        "Adjacency: data sets "
     )
     if ledger.is_tree:
         return paragraph(

@@ -414,3 +414,33 @@ def test_rewriting_float32_in_16_bits_is_refused(monkeypatch):
         one_step()
     monkeypatch.setitem(options, "auto_mixed_precision", False)
     assert one_step().ledger.num_releases == 1
+
+
+def test_traces_for_batches_of_several_sizes_are_refused():
+    # In each the size is a constant, so a loss that depends on it cannot be told from others.
+    def step_of(optimizer, w, **kwargs):
+        @tf.function(**kwargs)
+        def step(x):
+            with tf.GradientTape() as tape:
+                losses = tf.reduce_sum(x * w, axis=1)
+            optimizer.minimize(losses, [w], tape)
+
+        return step
+
+    batches = [np.ones([n, 2], np.float32) for n in (8, 9)]
+    optimizer, w = dp.DPSGD(1.0, 0.0, expected_batch_size=8), tf.Variable([1.0, 1.0])
+    step = step_of(optimizer, w)
+    step(batches[0])
+    step(batches[0])
+    with pytest.raises(dp.NotPrivateError, match="Received: batches of 8 and of 9 rows"):
+        step(batches[1])
+    assert optimizer.ledger.num_releases == 2
+    optimizer.expected_batch_size = 9  # a public number, as is the size of batches of one size
+    step_of(optimizer, w)(batches[1])
+    signature = [tf.TensorSpec([None, 2])]
+    for kwargs in ({"input_signature": signature}, {"reduce_retracing": True}):
+        other = dp.DPSGD(1.0, 0.0, expected_batch_size=8)
+        step = step_of(other, tf.Variable([1.0, 1.0]), **kwargs)
+        for batch in batches:
+            step(batch)
+        assert other.ledger.num_releases == 2

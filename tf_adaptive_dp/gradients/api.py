@@ -19,6 +19,7 @@ from tf_adaptive_dp.gradients.absent_rows import find_present
 from tf_adaptive_dp.gradients.batch_axis.analysis import follow, refuse
 from tf_adaptive_dp.gradients.batch_axis.counting import counts_batch
 from tf_adaptive_dp.gradients.batch_axis.custom_gradients import refuse_custom_gradients
+from tf_adaptive_dp.gradients.batch_axis.gathers import rows_outside
 from tf_adaptive_dp.gradients.batch_axis.hidden import refuse_state
 from tf_adaptive_dp.gradients.batch_axis.slots import refuse_slots
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
@@ -155,7 +156,8 @@ def per_example_gradients(
     only the backward pass, where some mixing leaves no trace; a warning says so. Loss terms that
     depend on no example are not part of gᵢ, but of `penalty_gradients`. In a compiled step, an
     example whose sample weights are all 0 has gradient 0, even from terms that Keras does not
-    weight.
+    weight, and so has one with an index outside of its row in a gather with `batch_dims` (where the
+    forward pass does not fail: on GPUs and under XLA).
 
     Args:
       loss: [B], one entry per example; in a compiled step also a scalar, a sum or a mean over
@@ -198,8 +200,10 @@ def per_example_gradients(
                 "parts instead."
             )
     with contextlib.nullcontext() if is_recording(tape) else tape:
-        losses, batch_axes, penalties, present = _search(loss, method, expected_batch_size)
+        losses, batch_axes, penalties, present, outside = _search(loss, method, expected_batch_size)
         loss = losses
+        if outside is not None:
+            loss = tf.where(outside, tf.zeros_like(loss), loss)
         if present is not None:
             if examples_per_user is not None:
                 warnings.warn(_UNWEIGHTED, stacklevel=level_of_caller())
@@ -233,6 +237,7 @@ def per_example_gradients(
     source.penalty_gradients = penalty_gradients(penalties, variables)
     search_sums_when_complete([g for g in source.penalty_gradients if g is not None])
     source.example_losses, source.unit_losses = losses, unit_losses
+    source.outside = outside
     numbers = [n for p in penalties for n in (p.term, p.factor) if tf.is_tensor(n)]
     source.counts_batch = batch_axes is not None and counts_batch(losses, batch_axes, numbers)
     return source
@@ -246,12 +251,14 @@ class _Searched(NamedTuple):
       batch_axes: `None` for one example, or under eager execution.
       penalties: the terms that all examples share.
       present: [B], bool, which rows are examples; `None` for all.
+      outside: see `gathers.rows_outside`.
     """
 
     losses: tf.Tensor
     batch_axes: BatchAxes | None
     penalties: list[Penalty]
     present: tf.Tensor | None
+    outside: tf.Tensor | None = None
 
 
 def _search(loss: tf.Tensor, method: str, expected_batch_size: float | None) -> _Searched:
@@ -270,9 +277,11 @@ def _search(loss: tf.Tensor, method: str, expected_batch_size: float | None) -> 
     present = find_present(terms, loss, axes)
     if is_one:
         return _Searched(vector, None, penalties, present)
-    refuse_custom_gradients(ancestors([vector]), axes)
+    ops = ancestors([vector])
+    refuse_custom_gradients(ops, axes)
+    outside = rows_outside(ops, axes)
     refuse_slots(vector, axes).renew()
-    return _Searched(vector, axes, penalties, present)
+    return _Searched(vector, axes, penalties, present, outside)
 
 
 def _not_searched(loss: tf.Tensor, method: str) -> _Searched:

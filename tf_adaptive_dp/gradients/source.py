@@ -20,6 +20,9 @@ class PerExampleGradients(abc.ABC):
       example_losses: [B], the loss of each example.
       unit_losses: [R], the loss whose gradient is clipped as one: that of an example, the mean over
         a microbatch, or the sum over a user's rows.
+      outside: [B], bool, the examples without a gradient because of an index outside of their row
+        (see `gathers.rows_outside`), which makes gradients of others NaN if one of theirs would not
+        be finite; `None` if there are no such indices.
       spoils_others: whether one gradient that is not finite may make those of other examples NaN,
         and no error stops such a batch: the Jacobian under XLA.
       loss_scale: the power of two by which the loss was multiplied to keep float16 gradients from
@@ -32,6 +35,7 @@ class PerExampleGradients(abc.ABC):
     counts_batch: bool
     example_losses: tf.Tensor
     unit_losses: tf.Tensor
+    outside: tf.Tensor | None = None
     spoils_others: bool = False
     loss_scale: float = 1.0
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting.ledger import wrong_size
+from tf_adaptive_dp.errors import NotPrivateError
 
 # The largest log probability at which a batch counts as too large for the declared expected size.
 LOG_FALSE_ALARM = math.log(1e-12)
@@ -88,6 +89,7 @@ class BatchSizes:
         self._expected = hyperparameter(0.0)  # 0 stands for None
         self._first = add_variable([], dtype=tf.int64, name="fixed_batch_size")
         self._seen = SizesSeen()
+        self._traced: dict[float, int] = {}  # rows, by L
         self.expected = expected_batch_size
 
     @property
@@ -129,6 +131,32 @@ class BatchSizes:
         size = self.units(rows) * self._parts
         if size > expected and log_tail(size, expected, math.log) < LOG_FALSE_ALARM:
             warnings.warn(wrong_size(expected, size), stacklevel=level_of_caller())
+
+    def refuse_another_trace(self, rows: int | None) -> None:
+        """Refuses to trace a step for batches of one size after one for batches of another size.
+
+        In such a trace the size is a constant. So nothing shows whether the loss depends on it, as
+        in `loss / x.shape[0]`, and one more example would change all gradients.
+
+        Args:
+          rows: of the batch that is traced; `None` if the trace is for any number.
+
+        Raises:
+          NotPrivateError: if the size is random, and an earlier trace had another one.
+        """
+        with tf.init_scope():
+            expected = self.expected
+        if rows is None or expected is None or self._num_microbatches is not None:
+            return
+        before = self._traced.setdefault(expected, rows)
+        if before != rows:
+            raise NotPrivateError(
+                "A step that is traced for batches of each size may depend on the size, which is "
+                "not public here. Trace it once for all, `@tf.function(input_signature=[tf."
+                "TensorSpec([None, ...]), ...])`, or pad batches to one size "
+                "(`tf_adaptive_dp.poisson_batches` does). Received: batches of "
+                f"{before} and of {rows} rows, expected_batch_size={expected}"
+            )
 
     def check(self, size: tf.Tensor) -> tf.Operation | None:
         """Asserts that all batches have the size of the first, unless the size may vary."""

@@ -46,6 +46,12 @@ _OUT_OF_ORDER = (
     "`steps_per_epoch` to `fit`."
 )
 
+_ASTRAY = (
+    "An example has an index outside of its row, and gradients are not finite: in a gather with "
+    "`batch_dims`, one of its own may have made others so. Clip the indices, as in "
+    "`tf.clip_by_value(indices, 0, tf.shape(x)[1] - 1)`."
+)
+
 
 class GaussianMechanism:
     """Releases the noisy mean of clipped per-example gradients.
@@ -65,6 +71,8 @@ class GaussianMechanism:
       rows of one user are neighbors in one batch, as `sampling.poisson_batches` does.
     - A step in which the padding of our batches has gradients fails before the release. XLA drops
       assertions; there such a release counts with σ/2.
+    - A step in which an index outside of its row may have made gradients of others NaN fails before
+      the release; under XLA it counts as one without noise.
     - The ledger also records whether the batch of a release was released before (`draw_numbers`).
     - With `gradient_accumulation_steps` a batch arrives in parts. Their clipped sums are added, and
       the last part causes the one release.
@@ -271,9 +279,12 @@ class GaussianMechanism:
                 source, scale, shift, layers, places, clip, padding
             )
         search_sums_when_complete([*batch.sums, *batch.within])
-        check = assert_true(tf.equal(batch.padding, 0), [PADDING_CONTRIBUTES])
+        rejects = [
+            assert_true(tf.equal(batch.padding, 0), [PADDING_CONTRIBUTES]),
+            assert_true(tf.equal(batch.astray, 0), [_ASTRAY]),
+        ]
         # After the sums, so that a step that fails on its data releases and changes nothing.
-        with tf.control_dependencies([*batch.flat(), *([] if check is None else [check])]):
+        with tf.control_dependencies([*batch.flat(), *(r for r in rejects if r is not None)]):
             if self.accumulator is None:
                 complete = tf.constant(True)
                 noisy = self._release_at_once(batch, clip, size, number, order)
@@ -324,6 +335,7 @@ class GaussianMechanism:
             present=_number_of(present),
             padding=_number_of(self._contributing_padding(padding, present)),
             spoilt=_number_of(~tf.math.is_finite(squared_norms)) if source.spoils_others else none,
+            astray=none if source.outside is None else _astray(source.outside, squared_norms),
             disordered=none,
             unshown=none,
         )
@@ -421,7 +433,7 @@ class GaussianMechanism:
         # An example in 1 + c parts of a batch moves the sum by up to (1 + c)·C.
         counted = tf.where(twice, sigma / 2, sigma) / (1 + draw.copies)
         # One more example that is not finite would make the sum zero.
-        private = order.in_order & (batch.spoilt <= 1)
+        private = order.in_order & (batch.spoilt <= 1) & tf.equal(batch.astray, 0)
         recorded = self.ledger.record(
             tf.where(private, counted, tf.zeros_like(counted)),
             expected,
@@ -564,6 +576,7 @@ class _Sums(NamedTuple):
       present: how many rows (or microbatches) on all replicas have a nonzero gradient.
       padding: how many of these rows are padding.
       spoilt: how many rows are not finite, if one of them spoils the others; else 0.
+      astray: how many rows are not finite, if an index outside of a row may be the reason; else 0.
       disordered: how many parts were drawn for another step; 0 if that was not checked.
       unshown: how many parts did not show their step; 0 if that was not checked.
     """
@@ -573,6 +586,7 @@ class _Sums(NamedTuple):
     present: tf.Tensor
     padding: tf.Tensor
     spoilt: tf.Tensor
+    astray: tf.Tensor
     disordered: tf.Tensor
     unshown: tf.Tensor
 
@@ -634,6 +648,12 @@ def _weighted_sums(
     if scale is not None:
         sums = [None if s is None else s * a for s, a in zip(sums, scale)]
     return sums
+
+
+def _astray(outside: tf.Tensor, squared_norms: tf.Tensor) -> tf.Tensor:
+    """How many rows are not finite, if an example has an index outside of its row; else 0."""
+    spoilt = _number_of(~tf.math.is_finite(squared_norms))
+    return tf.where(_number_of(outside) > 0, spoilt, tf.zeros_like(spoilt))
 
 
 def _number_of(rows: tf.Tensor) -> tf.Tensor:

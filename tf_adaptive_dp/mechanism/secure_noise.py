@@ -109,7 +109,7 @@ def on_grid(values: np.ndarray, stddev: float, sensitivity: float) -> np.ndarray
     - The result lies on a grid of step g = 2^⌊log₂(sensitivity·2⁻ᶠ/√d)⌋ for d numbers, whatever
       the data; f is 26, or as small as 10 where there is so much noise that float64 would not hold
       every multiple of g. The values s and the noise z are both rounded to the grid and added
-      exactly, as int64 multiples of g. Since s is on the grid, s + round(z) = round(s + z), which is
+      exactly, as int64 multiples of g. Since s is on the grid, round(s + z) = s + round(z) is
       post-processing of the Gaussian mechanism in real numbers. The set of possible results
       therefore reveals nothing, while the attack of Mironov (2012) relies on it.
     - Rounding moves s by up to g/2 per coordinate, which raises the sensitivity by at most g·√d.

@@ -394,6 +394,9 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             if self._expects_padding and unweighted:
                 self._expects_padding = False  # a step may be traced several times
                 warnings.warn(_OUTSIDE_OF_PLAN, stacklevel=level_of_caller())
+            number = number_of(losses, rows_per_unit)
+            if number is None and not tf.executing_eagerly():  # ours have the rows of their plan
+                self._mechanism.sizes.refuse_another_trace(losses.shape[0])
             noisy = self._mechanism.release(
                 source,
                 tf.shape(losses)[0],
@@ -401,7 +404,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                 shift=shift,
                 layers=layers,
                 places=[slot_index(self, v) for v in variables],
-                number=number_of(losses, rows_per_unit),
+                number=number,
                 padding=rows_of_padding(losses, rows_per_unit),
                 order=None if self.noise.is_independent else order_of(losses),
             )

@@ -15,6 +15,7 @@ from tf_adaptive_dp.accounting import calibration, composition
 from tf_adaptive_dp.tuning import search_epsilon, trial_count_distributions
 from tf_adaptive_dp.tuning.conversion import DEFAULT_ACCOUNTING, Accounting, checked_event
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect, Strategy
+from tf_adaptive_dp.wording import format_delta
 
 # The strategies whose distribution of trials is known.
 KnownStrategy = Union[Composition, LiuTalwar, RepeatAndSelect]
@@ -352,7 +353,7 @@ class Recommendation:
     def __str__(self) -> str:
         asked = "" if self.chance is None else f", the best one tried with {self.chance:.0%} chance"
         lines = [
-            f"{self.space_size} candidates{asked}, δ = {self.delta:g}",
+            f"{self.space_size} candidates{asked}, δ = {format_delta(self.delta)}",
             "",
             "| strategy | trials on average | at most | what is published "
             "| chance of trying the best | noise multiplier | ε |",
@@ -395,7 +396,7 @@ class Recommendation:
         )
         axes.invert_yaxis()
         axes.set_xlabel(f"noise multiplier of a trial for ε = {self.budget:g}" if by_noise else "ε")
-        axes.set_title(f"{self.space_size} candidates, δ = {self.delta:g}")
+        axes.set_title(f"{self.space_size} candidates, δ = {format_delta(self.delta)}")
         return figure
 
 

@@ -75,6 +75,27 @@ def test_the_clip_bounds_large_updates_to_less_than_the_margin():
     np.testing.assert_allclose(norm, np.linalg.norm(update.astype(np.float64)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", queries(0.0))
+def test_how_sums_are_rounded_depends_on_no_client(name):
+    # In float32 a client who lifts the sum over 2**13 has the small updates after it vanish.
+    query = queries(0.0, clip=1.0, size=1)[name]
+    state = query.initial_global_state()
+    params = query.derive_sample_params(state)
+
+    @tf.function
+    def summed(updates):
+        total = query.initial_sample_state([tf.zeros([1])])
+        for k in tf.range(tf.size(updates)):
+            total = query.accumulate_record(params, total, [tf.reshape(updates[k], [1])])
+        return query.get_noised_result(total, state)[0][0][0]
+
+    others = np.concatenate([np.full(8191, 1.0), np.full(11_000, -0.0004)])
+    with_it, without = (
+        summed(tf.constant([0.5, *one, *others], tf.float32)) for one in ([1.0], [])
+    )
+    assert abs(float(with_it - without)) <= 1 + 1e-3
+
+
 @pytest.mark.parametrize("tiny", [1e-18, 1.1e-19, 1e-20, 1e-24, 1e-38])
 def test_the_clip_holds_for_numbers_whose_squares_are_no_float32(tiny):
     cut, _ = dp_queries.clipped(

@@ -11,6 +11,7 @@ from typing import Callable, Optional
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import static_value
+from tf_adaptive_dp.gradients.batch_axis.gathers import batch_dims_of
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     AXIS_0,
     ELEMENTWISE,
@@ -340,7 +341,7 @@ def _gather(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAxe
     if axis is None or indices.shape.rank is None or table.shape.rank is None:
         return [(t, None) for t in (table, indices)]
     axis = int(axis) % table.shape.rank if op.type == "GatherV2" else 0
-    shared = op.get_attr("batch_dims") if op.type != "Gather" else 0
+    shared = batch_dims_of(op)
     rows = batch_axes[table]
     if not shared and batch_axes.depends(table) and rows == BatchAxis(axis):
         return []  # rows of the batch at indices 0 to B - 1; others are refused
