@@ -60,6 +60,12 @@ def test_the_printed_delta_is_not_below_the_one_that_epsilon_is_for():
     assert "delta = 1.00001e-05" in text and "delta = 1e-05" in words(ONE, N, DELTA)
 
 
+def test_a_delta_that_the_end_of_the_noise_may_exceed_is_pointed_out():
+    said = "it ends at 8.24 standard deviations"
+    assert said in words(ONE, N, 1e-9, sampling="poisson")
+    assert said not in words(ONE, N, 1e-8, sampling="poisson")
+
+
 # --- noise with a seed ------------------------------------------------------------------------
 
 

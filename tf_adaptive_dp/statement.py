@@ -50,6 +50,8 @@ Nothing was released: the ledger is empty, so epsilon = 0. This does not cover w
 trained by other means."""
 
 
+# Noise that ends costs 3e-9 of δ for 10⁸ weights and 100 releases at σ = 1, see docs/privacy.md.
+_SMALL_DELTA = 1e-8
 _TO_OTHERS = " only against those who know no seed of the run"
 
 
@@ -414,7 +416,13 @@ def warn_of_large_delta(delta: float, num_examples: int, unit: Unit, stacklevel:
 
 
 def delta_warning(delta: float, num_examples: int, unit: Unit = EXAMPLE) -> str:
-    """A paragraph that warns of δ above 1 / `num_examples`; empty if δ is not."""
+    """A paragraph that warns of δ above 1 / `num_examples`, or of a very small one; else empty."""
+    if 0 < delta < _SMALL_DELTA:
+        return paragraph(
+            "Warning: unless the noise is secure (`secure_noise=True`), it ends at 8.24 standard "
+            "deviations. For large models and many releases this can cost more than a delta as "
+            "small as this one, and epsilon does not include it (docs/privacy.md, Secure noise)."
+        )
     if not is_large_delta(delta, num_examples):
         return ""
     return paragraph(

@@ -25,6 +25,8 @@ GATHERS = {
         tf.ones_like(ROWS) * tf.reduce_sum(h, [1, 2])[:, None, None], ids, axis=1, batch_dims=1
     ),
 }
+if hasattr(keras, "ops"):
+    GATHERS["take_along_axis"] = lambda h, ids: keras.ops.take_along_axis(h, ids[:, :, None], 1)
 
 
 def released(losses_of, present, ids=FAR, rows=ROWS, optimizer=None, jit_compile=True, **kwargs):
