@@ -56,6 +56,13 @@ def test_an_example_moves_the_sum_by_the_clip_at_most(gather, gradients):
     np.testing.assert_allclose(with_it, [-5, 0], atol=1e-5)  # it has no gradient of its own
 
 
+def test_who_is_left_out_is_counted_with_those_whose_gradient_is_not_finite():
+    optimizer = dp.DPSGD(1.0, 0.0, expected_batch_size=1)
+    released(GATHERS["batch_dims"], 1, optimizer=optimizer)
+    summary = optimizer.statistics.summary()
+    assert (summary.num_examples, summary.num_non_finite) == (B - 1, 1)
+
+
 def test_indices_within_their_rows_change_nothing():
     ids = np.random.default_rng(0).integers(T, size=[B, 5]).astype(np.int32)
     x = np.random.default_rng(1).normal(size=ROWS.shape)

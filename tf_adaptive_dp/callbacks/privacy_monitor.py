@@ -318,11 +318,12 @@ class PrivacyMonitor(PrivateCallback):
             return
         self._warned_of_non_finite = True
         warnings.warn(
-            f"Some {self._unit}s had gradients that are NaN or infinite. They count as zero, so "
-            "the model learns nothing from them, while ε is spent as before; and the loss that "
-            "`fit` prints is NaN. Missing values in the data are one cause, a learning rate that "
-            "is too large is another: `validation.validate(model, batch)` names the examples of a "
-            "batch. Fill missing values in with constants that are public.",
+            f"Some {self._unit}s had gradients that are NaN or infinite, or an index outside of "
+            "its row in `tf.gather(..., batch_dims=...)`. They count as zero, so the model learns "
+            "nothing from them, while ε is spent as before. If the loss that `fit` prints is NaN, "
+            "missing values in the data are one cause, a learning rate that is too large is "
+            "another: `validation.validate(model, batch)` names the examples of a batch. Fill "
+            "missing values in with constants that are public, and clip indices.",
             stacklevel=2,
         )
 

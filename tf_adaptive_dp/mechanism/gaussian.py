@@ -318,7 +318,10 @@ class GaussianMechanism:
             present = unshifted > 0
             squared_norms = tf.where(unshifted == 0, 0.0, squared_norms)
             each = [None if w is None else tf.where(present, w, 0.0) for w in each]
-        self.statistics.record(squared_norms, clip)
+        left_out = source.outside
+        if left_out is not None and padding is not None:
+            left_out &= ~padding
+        self.statistics.record(squared_norms, clip, left_out)
         counted = []
         if self.histograms is not None:
             open_now, losses = self.histograms.are_open(), source.unit_losses

@@ -20,7 +20,8 @@ class GradientSummary(NamedTuple):
       num_examples: the number of examples with a nonzero gradient; padding has gradient zero.
       clipped_share: the share of these whose norm exceeded `l2_norm_clip`.
       norm_quantiles: the quantiles 0.1, 0.5 and 0.9 of their norms, to about 4%.
-      num_non_finite: the number of examples whose gradient was NaN or infinite. They count as zero.
+      num_non_finite: the number of examples whose gradient was NaN or infinite, or left out because
+        of an index outside of its row (see `PerExampleGradients.outside`). They count as zero.
     """
 
     num_examples: int
@@ -40,12 +41,18 @@ class GradientStatistics:
             self._histogram = tf.Variable(tf.zeros([_BINS], tf.int64), trainable=False)
             self._counts = tf.Variable(tf.zeros([2], tf.int64), trainable=False)
 
-    def record(self, squared_norms: tf.Tensor, l2_norm_clip: tf.Tensor) -> None:
+    def record(
+        self,
+        squared_norms: tf.Tensor,
+        l2_norm_clip: tf.Tensor,
+        left_out: tf.Tensor | None = None,
+    ) -> None:
         """Adds the examples of one batch.
 
         Args:
           squared_norms: [B], ‖gᵢ‖² before clipping.
           l2_norm_clip: scalar.
+          left_out: bool, the examples whose gradient was left out; `None` for nobody.
         """
         finite = tf.math.is_finite(squared_norms)
         counted = finite & (squared_norms > 0)
@@ -57,7 +64,10 @@ class GradientStatistics:
             tf.math.unsorted_segment_sum(tf.cast(counted, tf.int64), bins, _BINS)
         )
         clipped = counted & (norms > tf.cast(l2_norm_clip, norms.dtype))
-        self._counts.assign_add(tf.math.count_nonzero(tf.stack([clipped, ~finite]), axis=1))
+        counts = tf.math.count_nonzero(tf.stack([clipped, ~finite]), axis=1)
+        if left_out is not None:
+            counts += tf.stack([tf.constant(0, tf.int64), tf.math.count_nonzero(left_out)])
+        self._counts.assign_add(counts)
 
     def summary(self, *, reset: bool = False) -> GradientSummary:
         """The statistics since the last reset.
