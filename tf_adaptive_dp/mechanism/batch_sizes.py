@@ -139,7 +139,8 @@ class BatchSizes:
         in `loss / x.shape[0]`, and one more example would change all gradients.
 
         Args:
-          rows: of the batch that is traced; `None` if the trace is for any number.
+          rows: of the batch that is traced; `None` if the trace is for any number, or if rows have
+            weights, as padded batches have, whose size is public.
 
         Raises:
           NotPrivateError: if the size is random, and an earlier trace had another one.

@@ -390,13 +390,13 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             if not self._preconditioning.before_clipping:
                 scale = shift = None
             unweighted = lacks_weights(losses)  # so all rows are examples
-            self._mechanism.sizes.doubt(losses.shape[0] if unweighted else None)
+            num_examples = losses.shape[0] if unweighted else None  # padding has weights
+            self._mechanism.sizes.doubt(num_examples)
+            if not tf.executing_eagerly():
+                self._mechanism.sizes.refuse_another_trace(num_examples)
             if self._expects_padding and unweighted:
                 self._expects_padding = False  # a step may be traced several times
                 warnings.warn(_OUTSIDE_OF_PLAN, stacklevel=level_of_caller())
-            number = number_of(losses, rows_per_unit)
-            if number is None and not tf.executing_eagerly():  # ours have the rows of their plan
-                self._mechanism.sizes.refuse_another_trace(losses.shape[0])
             noisy = self._mechanism.release(
                 source,
                 tf.shape(losses)[0],
@@ -404,7 +404,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                 shift=shift,
                 layers=layers,
                 places=[slot_index(self, v) for v in variables],
-                number=number,
+                number=number_of(losses, rows_per_unit),
                 padding=rows_of_padding(losses, rows_per_unit),
                 order=None if self.noise.is_independent else order_of(losses),
             )
