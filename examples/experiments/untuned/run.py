@@ -117,8 +117,8 @@ def parts(scale: str) -> list[grids.Part]:
     """What is compared at a scale.
 
     All methods meet at σ = 2. At the scale "small", only those with nothing to tune run with more
-    noise, σ = 8, or on reviews with less, σ = 1, where the others join them for TF-IDF rows; and at
-    any scale only they run with rescaled inputs.
+    noise, σ = 4 and 8, or on reviews with less, σ = 1, where the others join them for TF-IDF rows;
+    and at any scale only they run with rescaled inputs.
     """
     if scale == "smoke":
         methods = PROBLEMS["digits"].methods
@@ -128,7 +128,7 @@ def parts(scale: str) -> list[grids.Part]:
         made += [_part(name, inputs, 1.0, 2.0, scale, problem.methods) for inputs in problem.inputs]
         usual = problem.inputs[0]
         made += [_part(name, usual, factor, 2.0, scale, NOTHING_TO_TUNE) for factor in RESCALED]
-    for sigma in (1.0, 8.0) if scale == "small" else (1.0, 4.0, 8.0):
+    for sigma in (1.0, 4.0, 8.0):
         for name, problem in PROBLEMS.items():
             if scale == "small" and sigma == 1 and name != "reviews":
                 continue
