@@ -325,6 +325,18 @@ def forget_saved_metrics(model: tf.keras.Model) -> None:
         model.reset_metrics()
 
 
+def is_in_fit() -> bool:
+    """Whether a model's `fit` is among the callers.
+
+    Its batches have a public size in the trace of a step (`batch_size`, or that of a data set with
+    `drop_remainder=True`), or the trace leaves their size open.
+    """
+    return any(
+        caller.f_code.co_name == "fit" and isinstance(caller.f_locals.get("self"), keras.Model)
+        for caller in _callers()
+    )
+
+
 def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int] | None:
     """The size of the batches of the `fit` that is running, and that of its last one if it differs.
 

@@ -14,6 +14,7 @@ from typing import Any, Callable, ClassVar
 import dp_accounting
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.models import is_in_fit
 from tf_adaptive_dp._keras.optimizers import (
     SelfScalingOptimizer,
     add_state,
@@ -392,7 +393,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             unweighted = lacks_weights(losses)  # so all rows are examples
             num_examples = losses.shape[0] if unweighted else None  # padding has weights
             self._mechanism.sizes.doubt(num_examples)
-            if not tf.executing_eagerly():
+            if not tf.executing_eagerly() and not is_in_fit():
                 self._mechanism.sizes.refuse_another_trace(num_examples)
             if self._expects_padding and unweighted:
                 self._expects_padding = False  # a step may be traced several times
