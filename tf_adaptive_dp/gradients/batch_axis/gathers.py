@@ -166,6 +166,8 @@ def _both_ways(op: tf.Operation) -> list[tuple[tf.Tensor, tf.Tensor]]:
 
 def _at_most(tensor: tf.Tensor, bound: int) -> bool:
     """Whether numbers are static, or a minimum with static ones, and at most a bound."""
+    if tensor.op.type in _SAME_NUMBERS:
+        return _at_most(tensor.op.inputs[0], bound)
     value = static_value(tensor)
     if value is not None:
         return bool((value <= bound).all())
@@ -174,6 +176,8 @@ def _at_most(tensor: tf.Tensor, bound: int) -> bool:
 
 def _at_least_0(tensor: tf.Tensor) -> bool:
     """Whether numbers are static, or a maximum with static ones, and not negative."""
+    if tensor.op.type in _SAME_NUMBERS:
+        return _at_least_0(tensor.op.inputs[0])
     value = static_value(tensor)
     if value is not None:
         return bool((value >= 0).all())
