@@ -115,6 +115,10 @@ INNER = {
     "places of maxima": (lambda ids: tf.argmax(tf.one_hot(ids, T), -1, tf.int32), True),
     "places of maxima of more": (lambda ids: tf.argmax(tf.one_hot(ids, 9), -1, tf.int32), False),
     "cast": (lambda ids: tf.cast(tf.clip_by_value(ids, 0, 2), tf.int64)[..., None][..., 0], False),
+    "cast after a minimum": (
+        lambda ids: tf.maximum(tf.cast(tf.minimum(tf.cast(ids, tf.int64), 2), tf.int32), 0),
+        False,  # a cast of large negative numbers may make them positive
+    ),
     "expanded": (lambda ids: tf.squeeze(tf.expand_dims(ids % T, 1), [1]), True),
     "cumulative": (lambda ids: tf.cumsum(ids % T, 1), False),
 }

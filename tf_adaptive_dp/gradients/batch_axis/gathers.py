@@ -13,7 +13,7 @@ from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, Value
 
 _SAME_NUMBERS = frozenset(
-    {"BroadcastTo", "Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "Tile", "Transpose"}
+    {"BroadcastTo", "ExpandDims", "Identity", "Reshape", "Squeeze", "Tile", "Transpose"}
 )
 _MAY_STRAY = (
     "may reach other examples in the backward pass, where an index outside of its row leads to "
@@ -135,7 +135,7 @@ def _are_below(indices: tf.Tensor, size: int) -> bool:
     value, op = static_value(indices), indices.op
     if value is not None:
         return bool(((value >= 0) & (value < size)).all())
-    if op.type in _SAME_NUMBERS:
+    if op.type in _SAME_NUMBERS or op.type == "Cast":  # which keeps numbers below a size
         return _are_below(op.inputs[0], size)
     if op.type in ("ArgMax", "ArgMin"):
         source, axis = op.inputs[0], static_value(op.inputs[1])
