@@ -65,7 +65,7 @@ def clipped(record: Any, clip: tf.Tensor) -> tuple[Any, tf.Tensor]:
 
 
 class _WideSum(tfp.SumAggregationDPQuery):
-    """A query that adds up records in float64.
+    """A query that adds up records in float64, to which subclasses bring them (`_wide`).
 
     In float32 a client could change how the numbers of all later clients are rounded, and so the
     sum by several times its clip: the guarantees of the queries allow for less (`MARGIN`). With
@@ -75,10 +75,6 @@ class _WideSum(tfp.SumAggregationDPQuery):
     def initial_sample_state(self, template: Any = None) -> Any:
         """Zeros of the shapes of a record."""
         return tf.nest.map_structure(lambda t: tf.zeros_like(t, tf.float64), _as_tensors(template))
-
-    def accumulate_preprocessed_record(self, sample_state: Any, preprocessed_record: Any) -> Any:
-        """The sum with one more record."""
-        return tf.nest.map_structure(tf.add, sample_state, _wide(preprocessed_record))
 
 
 def _as_tensors(template: Any) -> Any:

@@ -331,10 +331,17 @@ def is_in_fit() -> bool:
     Its batches have a public size in the trace of a step (`batch_size`, or that of a data set with
     `drop_remainder=True`), or the trace leaves their size open.
     """
-    return any(
-        caller.f_code.co_name == "fit" and isinstance(caller.f_locals.get("self"), keras.Model)
-        for caller in _callers()
-    )
+    return next(_running_fits(), None) is not None
+
+
+def _running_fits() -> Iterator[Mapping[str, Any]]:
+    """The local variables of each model's `fit` among the callers, the innermost first."""
+    for caller in _callers():
+        # Reading the variables of a frame copies them; those of the user's functions would live on.
+        if caller.f_code.co_name == "fit":
+            found = caller.f_locals
+            if isinstance(found.get("self"), keras.Model):
+                yield found
 
 
 def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int] | None:
@@ -350,12 +357,8 @@ def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int
       `None` if all batches have one size, or if that is unknown: without `fit`, for data that are
       no arrays, and with `steps_per_epoch`, which may end epochs before the last batch.
     """
-    for caller in _callers():
-        # Reading the variables of a frame copies them; those of the user's functions would live on.
-        if caller.f_code.co_name != "fit":
-            continue
-        found = caller.f_locals
-        if isinstance(found.get("self"), keras.Model) and found["self"].optimizer is optimizer:
+    for found in _running_fits():
+        if found["self"].optimizer is optimizer:
             return None if found.get("steps_per_epoch") is not None else _sizes_in(found)
     return None
 
