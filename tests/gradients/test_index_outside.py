@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
+from tf_adaptive_dp.gradients.batch_axis.rows_outside import stays_within
 
 B, T = 6, 3
 ROWS = np.ones([B, T, 2], np.float32) * np.float32([1, 0])
@@ -119,9 +120,28 @@ INNER = {
         lambda ids: tf.maximum(tf.cast(tf.minimum(tf.cast(ids, tf.int64), 2), tf.int32), 0),
         False,  # a cast of large negative numbers may make them positive
     ),
+    "cast to more bits": (lambda ids: tf.cast(tf.clip_by_value(ids, 0, T - 1), tf.int64), True),
+    "cast from floats": (  # NaN may become any number
+        lambda ids: tf.cast(tf.clip_by_value(tf.cast(ids, tf.float32), 0, 2), tf.int32),
+        False,
+    ),
     "expanded": (lambda ids: tf.squeeze(tf.expand_dims(ids % T, 1), [1]), True),
     "cumulative": (lambda ids: tf.cumsum(ids % T, 1), False),
 }
+
+
+@pytest.mark.parametrize("size, is_known", [(128, True), (129, False)])
+def test_a_cast_to_8_bits_may_make_indices_negative(size, is_known):
+    @tf.function
+    def gather(h, ids):
+        small = tf.cast(tf.clip_by_value(ids, 0, size - 1), tf.int8)
+        return tf.gather(h, tf.cast(small, tf.int32), axis=1, batch_dims=1)
+
+    graph = gather.get_concrete_function(
+        tf.TensorSpec([B, size]), tf.TensorSpec([B, 5], tf.int32)
+    ).graph
+    (op,) = [op for op in graph.get_operations() if op.type == "GatherV2"]
+    assert stays_within(op) == is_known
 
 
 @pytest.mark.parametrize("indices, is_known", INNER.values(), ids=INNER)

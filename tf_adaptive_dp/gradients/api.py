@@ -19,8 +19,8 @@ from tf_adaptive_dp.gradients.absent_rows import find_present
 from tf_adaptive_dp.gradients.batch_axis.analysis import follow, refuse
 from tf_adaptive_dp.gradients.batch_axis.counting import counts_batch
 from tf_adaptive_dp.gradients.batch_axis.custom_gradients import refuse_custom_gradients
-from tf_adaptive_dp.gradients.batch_axis.gathers import rows_outside
 from tf_adaptive_dp.gradients.batch_axis.hidden import refuse_state
+from tf_adaptive_dp.gradients.batch_axis.rows_outside import rows_outside
 from tf_adaptive_dp.gradients.batch_axis.slots import refuse_slots
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.jacobian import MaterializedGradients
@@ -251,7 +251,7 @@ class _Searched(NamedTuple):
       batch_axes: `None` for one example, or under eager execution.
       penalties: the terms that all examples share.
       present: [B], bool, which rows are examples; `None` for all.
-      outside: see `gathers.rows_outside`.
+      outside: see `rows_outside`.
     """
 
     losses: tf.Tensor

@@ -21,7 +21,7 @@ class PerExampleGradients(abc.ABC):
       unit_losses: [R], the loss whose gradient is clipped as one: that of an example, the mean over
         a microbatch, or the sum over a user's rows.
       outside: [B], bool, the examples without a gradient because of an index outside of their row
-        (see `gathers.rows_outside`), which makes gradients of others NaN if one of theirs would not
+        (see `rows_outside`), which makes gradients of others NaN if one of theirs would not
         be finite; `None` if there are no such indices.
       spoils_others: whether one gradient that is not finite may make those of other examples NaN,
         and no error stops such a batch: the Jacobian under XLA.

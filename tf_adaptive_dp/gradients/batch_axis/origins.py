@@ -11,7 +11,6 @@ from typing import Callable, Optional
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import static_value
-from tf_adaptive_dp.gradients.batch_axis.gathers import batch_dims_of
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     AXIS_0,
     ELEMENTWISE,
@@ -22,6 +21,7 @@ from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     trailing_axes,
 )
 from tf_adaptive_dp.gradients.batch_axis.reshaping import find_axis, source_axis
+from tf_adaptive_dp.gradients.batch_axis.rows_outside import batch_dims_of
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, product
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis
