@@ -186,6 +186,9 @@ SHARED = {
     "a penalty, then scaled": lambda loss, w: 3.0 * (loss + tf.nn.l2_loss(w)) / 2.0,
     "two penalties": lambda loss, w: loss + tf.nn.l2_loss(w) - (0.5 - 2.0 * tf.norm(w)),
     "a learned number": lambda loss, w: loss * tf.exp(-w[0, 0]) + w[0, 0],
+    "one that is told apart": lambda loss, w: (
+        lambda number: loss * tf.exp(-number) + tf.identity(number)
+    )(w[0, 0]),
 }
 NOT_APART = {
     "the mean of the losses": (
@@ -200,6 +203,10 @@ NOT_APART = {
     "a penalty that a variable scales": (
         lambda loss, w: (loss + tf.nn.l2_loss(w)) * tf.exp(w[0, 0]),
         "multiplied by a variable.* Add the term to the loss after",
+    ),
+    "a penalty that scales the loss": (
+        lambda loss, w: (lambda number: loss * tf.exp(-number) + number)(w[0, 0]),
+        r"also used otherwise, by Neg.* add `tf.identity\(term\)` to the loss",
     ),
 }
 linear = functools.cache(first(layers.Dense(3)))

@@ -153,6 +153,9 @@ MIXING = {
     "einsum of pairs": lambda h, y, k: tf.einsum("bi,cj->bij", h, h),
     "einsum with ellipsis": lambda h, y, k: tf.einsum("...i,cj->...j", h, h),
     "tensordot": lambda h, y, k: tf.tensordot(h, h, [[0], [0]]),
+    "a shape from the data": lambda h, y, k: tf.broadcast_to(
+        h[:, None, None, :1], tf.cast(k, tf.int32) * [0, 1, 1, 1] + [4, 1, 1, 1]
+    ),
     "reverse": lambda h, y, k: h * tf.reverse(h, [0]),
     "roll": lambda h, y, k: h * tf.roll(h, 1, 0),
     "roll by a step of the data": lambda h, y, k: tf.roll(h, k, axis=[1, 1, 1, 1]) * GLOBAL,

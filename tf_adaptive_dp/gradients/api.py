@@ -16,7 +16,7 @@ from tf_adaptive_dp._keras.tracing import is_recording
 from tf_adaptive_dp._keras.variables import native, path_of
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.absent_rows import find_present
-from tf_adaptive_dp.gradients.batch_axis.analysis import follow, refuse
+from tf_adaptive_dp.gradients.batch_axis.analysis import follow, refuse, repeats_examples
 from tf_adaptive_dp.gradients.batch_axis.counting import counts_batch
 from tf_adaptive_dp.gradients.batch_axis.custom_gradients import refuse_custom_gradients
 from tf_adaptive_dp.gradients.batch_axis.hidden import refuse_state
@@ -200,7 +200,8 @@ def per_example_gradients(
                 "parts instead."
             )
     with contextlib.nullcontext() if is_recording(tape) else tape:
-        losses, batch_axes, penalties, present, outside = _search(loss, method, expected_batch_size)
+        searched = _search(loss, method, expected_batch_size)
+        losses, batch_axes, penalties, present, outside, repeated = searched
         loss = losses
         if outside is not None:
             loss = tf.where(outside, tf.zeros_like(loss), loss)
@@ -237,7 +238,7 @@ def per_example_gradients(
     source.penalty_gradients = penalty_gradients(penalties, variables)
     search_sums_when_complete([g for g in source.penalty_gradients if g is not None])
     source.example_losses, source.unit_losses = losses, unit_losses
-    source.outside = outside
+    source.outside, source.repeated = outside, repeated
     numbers = [n for p in penalties for n in (p.term, p.factor) if tf.is_tensor(n)]
     source.counts_batch = batch_axes is not None and counts_batch(losses, batch_axes, numbers)
     return source
@@ -252,6 +253,7 @@ class _Searched(NamedTuple):
       penalties: the terms that all examples share.
       present: [B], bool, which rows are examples; `None` for all.
       outside: see `rows_outside`.
+      repeated: see `repeats_examples`.
     """
 
     losses: tf.Tensor
@@ -259,6 +261,7 @@ class _Searched(NamedTuple):
     penalties: list[Penalty]
     present: tf.Tensor | None
     outside: tf.Tensor | None = None
+    repeated: tf.Tensor | None = None
 
 
 def _search(loss: tf.Tensor, method: str, expected_batch_size: float | None) -> _Searched:
@@ -281,7 +284,8 @@ def _search(loss: tf.Tensor, method: str, expected_batch_size: float | None) -> 
     refuse_custom_gradients(ops, axes)
     outside = rows_outside(ops, axes)
     refuse_slots(vector, axes).renew()
-    return _Searched(vector, axes, penalties, present, outside)
+    repeated = repeats_examples(vector, axes)
+    return _Searched(vector, axes, penalties, present, outside, repeated)
 
 
 def _not_searched(loss: tf.Tensor, method: str) -> _Searched:

@@ -11,6 +11,7 @@ from tf_adaptive_dp._keras.graphs import ancestors
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     SCALINGS,
+    SHAPE_ONLY,
     SUMS,
     UNCHANGED,
     VARIABLE_READS,
@@ -25,6 +26,11 @@ _NOT_ONE_NUMBER = (
 _SCALED = (
     "A term of the loss that does not depend on the data is multiplied by a variable. Received: "
     "{op}. Add the term to the loss after the multiplication."
+)
+_USED_TWICE = (
+    "A term of the loss that does not depend on the data is also used otherwise, by {use}, and its "
+    "gradient is added after the noise, that of the other use before. Received: {op}. Tell both "
+    "uses apart: add `tf.identity(term)` to the loss."
 )
 
 
@@ -55,9 +61,11 @@ def find_penalties(loss: tf.Tensor, batch_axes: BatchAxes) -> list[Penalty]:
       batch_axes: the batch axes of everything that the loss is computed from.
 
     Raises:
-      NotPrivateError: if such a term is not one number, or if a variable scales it.
+      NotPrivateError: if such a term is not one number, if a variable scales it, or if the loss
+        depends on it in another way, too.
     """
     found: list[Penalty] = []
+    added: set[tuple[tf.Operation, int]] = set()
     pending: list = [(loss, 1.0, True)] if batch_axes.depends(loss) else []
     while pending:
         tensor, factor, exact = pending.pop()
@@ -70,6 +78,7 @@ def find_penalties(loss: tf.Tensor, batch_axes: BatchAxes) -> list[Penalty]:
                 elif is_trained(term):
                     _check(term, exact)
                     found.append(Penalty(term, signed))
+                    added.add((op, k))
         elif op.type in UNCHANGED:
             pending.append((op.inputs[0], factor, exact))
         elif op.type in SCALINGS and op.inputs[1].shape.rank == 0:
@@ -81,6 +90,11 @@ def find_penalties(loss: tf.Tensor, batch_axes: BatchAxes) -> list[Penalty]:
         elif op.type == "Mul" and op.inputs[0].shape.rank == 0:
             number = tf.cast(op.inputs[0], tf.float32)
             pending.append((op.inputs[1], factor * number, exact and not is_trained(number)))
+    terms = {p.term.ref() for p in found}
+    for op in ancestors([loss]) if terms else ():
+        for k, tensor in enumerate(op.inputs):
+            if tensor.ref() in terms and (op, k) not in added and op.type not in SHAPE_ONLY:
+                raise NotPrivateError(_USED_TWICE.format(op=tensor.op.name, use=op.name))
     return found
 
 

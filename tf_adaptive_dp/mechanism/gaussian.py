@@ -52,6 +52,13 @@ _ASTRAY = (
     "`tf.clip_by_value(indices, 0, tf.shape(x)[1] - 1)`."
 )
 
+_REPEATED = (
+    "The loss has another number of rows than the batch, so an example would count several times: "
+    "a batch of one was combined with a value that has a fixed number of rows, such as "
+    "`tf.random.normal([32, 8])`. Give such a value the rows of the batch, `tf.shape(x)[0]`, or "
+    "one row, or leave incomplete batches out (`drop_remainder=True`)."
+)
+
 
 class GaussianMechanism:
     """Releases the noisy mean of clipped per-example gradients.
@@ -72,7 +79,8 @@ class GaussianMechanism:
     - A step in which the padding of our batches has gradients fails before the release. XLA drops
       assertions; there such a release counts with σ/2.
     - A step in which an index outside of its row may have made gradients of others NaN fails before
-      the release; under XLA it counts as one without noise.
+      the release; under XLA it counts as one without noise. So does a step whose loss has another
+      number of rows than the batch.
     - The ledger also records whether the batch of a release was released before (`draw_numbers`).
     - With `gradient_accumulation_steps` a batch arrives in parts. Their clipped sums are added, and
       the last part causes the one release.
@@ -282,6 +290,7 @@ class GaussianMechanism:
         rejects = [
             assert_true(tf.equal(batch.padding, 0), [PADDING_CONTRIBUTES]),
             assert_true(tf.equal(batch.astray, 0), [_ASTRAY]),
+            assert_true(tf.equal(batch.repeated, 0), [_REPEATED]),
         ]
         # After the sums, so that a step that fails on its data releases and changes nothing.
         with tf.control_dependencies([*batch.flat(), *(r for r in rejects if r is not None)]):
@@ -339,6 +348,7 @@ class GaussianMechanism:
             padding=_number_of(self._contributing_padding(padding, present)),
             spoilt=_number_of(~tf.math.is_finite(squared_norms)) if source.spoils_others else none,
             astray=none if source.outside is None else _astray(source.outside, squared_norms),
+            repeated=none if source.repeated is None else _number_of(source.repeated),
             disordered=none,
             unshown=none,
         )
@@ -436,7 +446,8 @@ class GaussianMechanism:
         # An example in 1 + c parts of a batch moves the sum by up to (1 + c)·C.
         counted = tf.where(twice, sigma / 2, sigma) / (1 + draw.copies)
         # One more example that is not finite would make the sum zero.
-        private = order.in_order & (batch.spoilt <= 1) & tf.equal(batch.astray, 0)
+        private = order.in_order & (batch.spoilt <= 1)
+        private &= tf.equal(batch.astray, 0) & tf.equal(batch.repeated, 0)
         recorded = self.ledger.record(
             tf.where(private, counted, tf.zeros_like(counted)),
             expected,
@@ -580,6 +591,7 @@ class _Sums(NamedTuple):
       padding: how many of these rows are padding.
       spoilt: how many rows are not finite, if one of them spoils the others; else 0.
       astray: how many rows are not finite, if an index outside of a row may be the reason; else 0.
+      repeated: on how many replicas, and in how many parts, the loss had other rows than the batch.
       disordered: how many parts were drawn for another step; 0 if that was not checked.
       unshown: how many parts did not show their step; 0 if that was not checked.
     """
@@ -590,6 +602,7 @@ class _Sums(NamedTuple):
     padding: tf.Tensor
     spoilt: tf.Tensor
     astray: tf.Tensor
+    repeated: tf.Tensor
     disordered: tf.Tensor
     unshown: tf.Tensor
 

@@ -198,6 +198,28 @@ def refuse(loss: tf.Tensor, batch_axes: BatchAxes) -> None:
         )
 
 
+def repeats_examples(loss: tf.Tensor, batch_axes: BatchAxes) -> tf.Tensor | None:
+    """Whether the loss has another number of rows than the data, seen when the step runs.
+
+    While tracing, an axis of unknown length that meets one of N rows counts as one of N. If it
+    turns out to have length 1, the only example is repeated N times.
+
+    Args:
+      loss: [B], symbolic, accepted by `refuse`.
+      batch_axes: the result of `follow`.
+
+    Returns:
+      A bool scalar; `None` if all sizes are known while tracing.
+    """
+    ops = ancestors([loss], stop=lambda tensor: tensor.op.type in SHAPE_ONLY)
+    rows = [
+        tf.shape(tensor)[0]
+        for tensor in feeds(ops, loss.graph)
+        if batch_axes[tensor] == BatchAxis() and None in (tensor.shape[0], loss.shape[0])
+    ]
+    return tf.reduce_any(tf.stack(rows) != tf.shape(loss)[0]) if rows else None
+
+
 def refuse_independent(loss: tf.Tensor) -> NoReturn:
     """Raises the error for a loss that depends on no data."""
     raise NotPrivateError(

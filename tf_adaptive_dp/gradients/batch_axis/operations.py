@@ -327,6 +327,7 @@ _SIZE_INPUTS = {
     **dict.fromkeys("ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor".split(), 1),
     **dict.fromkeys("ImageProjectiveTransformV2 ImageProjectiveTransformV3".split(), 2),
     **dict.fromkeys("Conv2DBackpropInput Conv3DBackpropInputV2".split(), 0),
+    **dict.fromkeys("AvgPoolGrad AvgPool3DGrad DepthwiseConv2dNativeBackpropInput".split(), 0),
 }
 
 
@@ -489,6 +490,8 @@ def new_tensor(op: tf.Operation, batch_axes: BatchAxes) -> Value:
 def spread(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """Repeats along axes; a public value that is repeated B times becomes a batch."""
     layout, tensor = batch_axes[op.inputs[0]], op.inputs[0]
+    if batch_axes.depends(op.inputs[1]):
+        return CrossExample(op, "makes an output whose shape depends on the data")
     target = batch_axes.entries(op.inputs[1])
     if not isinstance(layout, BatchAxis):
         made = batch_axes.in_target(target)

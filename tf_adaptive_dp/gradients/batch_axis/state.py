@@ -111,18 +111,27 @@ class BatchAxes:
                 return reshaped
         if op.type == "Einsum":
             terms, result = product_terms(op)
-            for source, term in zip(op.inputs, terms):
-                if result[axis] in term:
-                    return self.size(source, term.index(result[axis]))
+            letter = result[axis]
+            places = [
+                (t, term.index(letter)) for t, term in zip(op.inputs, terms) if letter in term
+            ]
+            found = self._broadcast(places)
+            if found is not None:
+                return found
         if op.type in ELEMENTWISE | KEEP_SHAPE:
             inputs = op.inputs if op.type in ELEMENTWISE else op.inputs[:1]
             ranks = [t.shape.rank for t in inputs]
             if None not in ranks:
                 places = [(t, axis + r - tensor.shape.rank) for t, r in zip(inputs, ranks)]
-                found = {self.size(t, a) for t, a in places if a >= 0 and t.shape[a] != 1}
-                if len(found) == 1:  # else one of them may be 1, and broadcast
-                    return found.pop()
+                found = self._broadcast([(t, a) for t, a in places if a >= 0])
+                if found is not None:
+                    return found
         return Size(1, (f"{self.number}:{tensor.name}[{axis}]",))
+
+    def _broadcast(self, places: Sequence[tuple[tf.Tensor, int]]) -> Size | None:
+        """The size to which axes are broadcast; `None` if one of several may turn out to be 1."""
+        found = {self.size(t, a) for t, a in places if t.shape[a] != 1}
+        return found.pop() if len(found) == 1 else None
 
     def num_entries(self, tensor: tf.Tensor) -> Size:
         """The number of entries of a tensor of known rank."""
