@@ -298,6 +298,7 @@ def test_a_run_spends_what_was_planned_and_no_more():
     assert len([w for w in caught if "already trained" in str(w.message)]) == 1
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kept", [False, True], ids=["in_memory", "in_a_directory"])
 def test_a_plan_with_the_same_noise_and_more_epochs_trains_longer(kept, tmp_path):
     first = PrivacyPlan(2.0, **NUMBERS)
@@ -474,6 +475,7 @@ def of_tokens(outputs):
 TOKENS = np.arange(5 * N).reshape(N, 5) % 7
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("outputs", ["one", "two"])
 @pytest.mark.parametrize(
     "weights",

@@ -222,7 +222,7 @@ def test_other_events_are_named():
     assert (
         "in addition to the gradients, and included in epsilon: one release of the Gaussian "
         "mechanism with noise multiplier 4 (for example the means and deviations of a "
-        "`PrivateNormalization`)"
+        "`PrivateNormalization`, or the gradients of an earlier optimizer)"
     ) in text
     other = dp_accounting.LaplaceDpEvent(4.0)
     text = words(fake_ledger((2.0, 200.0, 1), other_events=(other,)), N, DELTA)

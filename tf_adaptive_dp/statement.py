@@ -415,13 +415,25 @@ def warn_of_large_delta(delta: float, num_examples: int, unit: Unit, stacklevel:
         )
 
 
-def delta_warning(delta: float, num_examples: int, unit: Unit = EXAMPLE) -> str:
-    """A paragraph that warns of δ above 1 / `num_examples`, or of a very small one; else empty."""
+def delta_warning(
+    delta: float, num_examples: int, unit: Unit = EXAMPLE, may_be_secure: bool = True
+) -> str:
+    """A paragraph that warns of δ above 1 / `num_examples`, or of a very small one; else empty.
+
+    Args:
+      delta: δ.
+      num_examples: number of units in the data set.
+      unit: the words for the unit.
+      may_be_secure: whether the noise may be that of `secure_noise=True`.
+    """
     if 0 < delta < _SMALL_DELTA:
+        noise = "the noise"
+        if may_be_secure:
+            noise = "unless the noise is secure (`secure_noise=True`), it"
         return paragraph(
-            "Warning: unless the noise is secure (`secure_noise=True`), it ends at 8.24 standard "
-            "deviations. For large models and many releases this can cost more than a delta as "
-            "small as this one, and epsilon does not include it (docs/privacy.md, Secure noise)."
+            f"Warning: {noise} ends at 8.24 standard deviations. For large models and many "
+            "releases this can cost more than a delta as small as this one, and epsilon does not "
+            "include it (docs/privacy.md, Secure noise)."
         )
     if not is_large_delta(delta, num_examples):
         return ""
@@ -466,7 +478,7 @@ def _in_words(event: dp_accounting.DpEvent) -> str:
         return (
             "one release of the Gaussian mechanism with noise multiplier "
             f"{event.noise_multiplier:g} (for example the means and deviations of a "
-            "`PrivateNormalization`)"
+            "`PrivateNormalization`, or the gradients of an earlier optimizer)"
         )
     return str(event)
 
@@ -498,7 +510,9 @@ def num_unchecked(ledger: Any, num_examples: int, sampling: Sampling | str) -> i
     """Counts releases that claim amplification but whose batch may not be a fresh draw.
 
     Batches without padding do not show what drew them. So no release counts as checked if the
-    sampling object has made no data set in this process. A `FixedOrder` has another order in each
+    sampling object has made no data set in this process. Batches with padding do not show of how
+    many examples they were drawn. So none counts as checked if this process has drawn such batches
+    with another sampling, and none with this one. A `FixedOrder` has another order in each
     process, so with it only releases that this process saw count as checked.
 
     Args:
@@ -509,6 +523,8 @@ def num_unchecked(ledger: Any, num_examples: int, sampling: Sampling | str) -> i
     with_checks = composition.checks_of(ledger, num_examples, correlated=True)
     released = sum(segment.num_releases for segment, _ in with_checks)
     if isinstance(sampling, FullBatches) and not draws.has_drawn(sampling):
+        return released
+    if isinstance(sampling, Sampling) and draws.drawn_in_its_place(sampling, num_examples):
         return released
     sampled = [(s, known) for s, known in with_checks if s.batch_size < num_examples]
     unchecked = sum(max(s.num_releases - known.checked, 0) for s, known in sampled)

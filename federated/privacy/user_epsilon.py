@@ -193,7 +193,7 @@ def privacy_statement(
     return joined(
         [
             _claim(ledger, spent, delta, sampling, accountant),
-            statement.delta_warning(delta, clients, USER),
+            statement.delta_warning(delta, clients, USER, may_be_secure=False),
             released,
             dropped,
             information,
@@ -289,6 +289,7 @@ def _claim(
         sampling=sampling,
         num_examples=clients,
         unit=USER,
+        num_unchecked=ledger.num_releases if ledger.sampling is None else 0,
     )
 
 

@@ -77,6 +77,7 @@ def test_a_training_goes_on_after_its_last_epoch(tmp_path, built):
     assert again.optimizer.ledger.segments == [(1.0, 4.0, 8)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["run [1]", "[", "a[b]/run"])
 def test_a_directory_with_brackets_is_restored_from_or_refused_before_training(tmp_path, name):
     if GENERATION == 3:

@@ -291,6 +291,59 @@ def test_a_step_that_became_too_dear_is_refused():
     assert model.optimizer.ledger.segments == [(1.0, 8.0, 4)]
 
 
+class At(tf.keras.callbacks.Callback):
+    """Does something to the model when an epoch begins or ends."""
+
+    def __init__(self, hook, action):
+        super().__init__()
+        setattr(self, hook, lambda epoch, logs=None: action(self.model))
+
+
+def record_statistics(model):
+    """As one does who has released a noisy statistic of the data."""
+    model.optimizer.ledger.other_events += (dp_accounting.GaussianDpEvent(1.0),)
+
+
+def test_the_budget_pays_for_what_else_is_released_meanwhile():
+    numbers = dict(delta=DELTA, num_examples=N, full_passes=False)
+    monitor = dp.PrivacyMonitor(**numbers)
+    budget = dp.PrivacyBudget(epsilon(1.0, 8 / N, 99, DELTA), batch_size=8, **numbers)
+    with pytest.raises(dp.BudgetExceededError, match="with 4 releases"):
+        train(callbacks=[budget, monitor, At("on_epoch_end", record_statistics)])
+    assert budget.releases_left() == 0 and monitor.epsilon() > budget.epsilon
+
+
+@pytest.mark.parametrize("changed", ["epsilon", "delta", "num_examples"])
+def test_the_budget_forgets_a_price_when_its_numbers_change(changed):
+    optimizer = catalogue.make("DPSGD", noise_multiplier=1.0, expected_batch_size=8.0)
+    numbers = {"epsilon": 1.0, "delta": DELTA, "num_examples": N}
+    budget = dp.PrivacyBudget(**numbers, optimizer=optimizer)
+    before = budget.releases_left()
+    fewer = numbers[changed] // 2 if changed == "num_examples" else numbers[changed] / 2
+    setattr(budget, changed, fewer)
+    new = dp.PrivacyBudget(**{**numbers, changed: fewer}, optimizer=optimizer)
+    assert budget.releases_left() == new.releases_left() < before
+
+
+@pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_epoch_begin"])
+def test_statistics_that_are_released_after_training_began_are_not_left_out(kind, hook):
+    x, y = catalogue.data()
+    layer = dp.PrivateNormalization(1.0)
+    model = tf.keras.Sequential([tf.keras.Input(x.shape[1:]), layer, catalogue.mlp()])
+    model.compile(catalogue.make("DPSGD", noise_multiplier=1.0), loss=catalogue.loss())
+    adapt = At(hook, lambda model: layer.adapt(x))
+    if hook == "on_train_begin":
+        adapt.on_train_begin = lambda logs=None: layer.adapt(x)
+    numbers = dict(delta=DELTA, num_examples=N, full_passes=False)
+    if kind is dp.PrivacyBudget:
+        numbers |= dict(epsilon=99.0, batch_size=8)
+    with pytest.raises(dp.NotPrivateError, match="whose release is not in the optimizer's ledger"):
+        catalogue.fit(model, callbacks=[kind(**numbers), adapt])
+    # The monitor learns of it at the end of the epoch at the latest.
+    assert model.optimizer.ledger.num_releases in ([0] if kind is dp.PrivacyBudget else [0, 4])
+
+
 @pytest.mark.slow
 def test_the_first_step_needs_a_batch_size_to_be_priced():
     with pytest.raises(ValueError, match="expected_batch_size"):
@@ -368,6 +421,31 @@ def test_a_sampling_that_drew_from_other_data_is_refused(kind):
     with pytest.raises(ValueError, match="drawn from: 32. Received: num_examples=1000"):
         model.fit(batches, steps_per_epoch=4, verbose=0, callbacks=[kind(**numbers)])
     assert model.optimizer.ledger.num_releases == 0
+
+
+@pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
+def test_a_sampling_that_drew_nothing_is_not_taken_for_one_whose_batches_look_alike(kind):
+    drawn = dp.sampling.PoissonSampling(8 / 32, steps=4, max_batch_size=32)
+    other = dp.sampling.PoissonSampling(8 / 320, steps=4, max_batch_size=32)
+    batches = dp.poisson_batches(catalogue.data(), drawn)
+    model = catalogue.mlp()
+    model.compile(
+        catalogue.make("DPSGD", expected_batch_size=8.0, noise_multiplier=4.0),
+        loss=catalogue.loss(),
+    )
+    numbers = {"delta": DELTA} | ({} if kind is dp.PrivacyMonitor else {"epsilon": 999.0})
+    wrong = kind(num_examples=320, sampling=other, **numbers)
+    with pytest.raises(ValueError, match="must be the object .*look the same, from 32 examples"):
+        model.fit(batches, steps_per_epoch=4, verbose=0, callbacks=[wrong])
+    assert model.optimizer.ledger.num_releases == 0
+    again = dp.sampling.PoissonSampling(8 / 32, steps=9, max_batch_size=32)
+    right = kind(num_examples=32, sampling=again, **numbers)  # equal but for the number of steps
+    model.fit(batches, steps_per_epoch=4, verbose=0, callbacks=[right])
+    states = [
+        dp.privacy_statement(model.optimizer, n, 1e-4, sampling=s)
+        for n, s in ((32, again), (320, other))
+    ]
+    assert ["if so" in " ".join(s.split()) for s in states] == [False, True]
 
 
 def test_the_budget_can_end_after_a_number_of_steps():

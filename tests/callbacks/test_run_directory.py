@@ -99,6 +99,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "first, second, received",
     [

@@ -192,6 +192,7 @@ def test_callbacks_may_set_the_rate_of_other_optimizers(model, tmp_path):
     assert float(tf.convert_to_tensor(model.optimizer.learning_rate)) == pytest.approx(0.05)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("own_batches", [False, True])
 @pytest.mark.parametrize("inner", [False, True])
 def test_two_optimizers_on_one_batch_are_noticed(recwarn, own_batches, inner):

@@ -63,6 +63,7 @@ def test_tolerances_are_compared_on_held_out_training_data(tmp_path):
     assert all(t["result"]["num_parameters"] == 650 for t in trials)
 
 
+@pytest.mark.slow
 def test_the_search_for_the_rate_is_compared_on_held_out_training_data(tmp_path):
     out, trials = run_experiment("adadp_search", tmp_path)
     assert "| digits, / 16, σ = 2 | 256 | 2 | 1 |" in out
@@ -70,6 +71,7 @@ def test_the_search_for_the_rate_is_compared_on_held_out_training_data(tmp_path)
     assert found[1.0] == pytest.approx(0.1 * 1.1**4, rel=1e-3) and found[2.0] > 2 * found[1.0]
 
 
+@pytest.mark.slow
 def test_averages_are_compared_with_the_last_weights_of_the_same_run(tmp_path):
     out, (trial,) = run_experiment("adadp_averages", tmp_path)
     name = "| digits, / 16, σ = 2, batches of 32, 2 epochs | 1 |"

@@ -308,6 +308,7 @@ class InChunks:
         return contributions.in_chunks([self._outer], scale, shift)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_what_an_example_adds_is_bounded_although_its_terms_cancel(form, jit):

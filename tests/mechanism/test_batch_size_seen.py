@@ -165,6 +165,7 @@ def test_the_mean_counts_where_the_rows_are_fewer():
     assert mechanism.ledger.segments == [(2.0, 100.0, 2), (2.0, 147.0, 1)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_no_plausible_run_is_doubted(seed):
     sizes = np.random.default_rng(seed).poisson(100.0, size=300)

@@ -350,6 +350,7 @@ def test_a_batch_that_was_drawn_for_another_step_is_refused():
     assert [c.checked for c in optimizer.ledger.checks] == [4]
 
 
+@pytest.mark.slow
 def test_under_xla_such_a_batch_makes_epsilon_infinite():
     optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=20, noise=BandedNoise(4))
     step = trained(optimizer, jit_compile=True)
@@ -394,6 +395,7 @@ def test_a_part_that_was_drawn_for_another_step_is_refused():
     assert [c.checked for c in optimizer.ledger.checks] == [3]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_under_xla_such_a_part_makes_epsilon_infinite(wrong):
     kwargs = {"expected_batch_size": 40, "gradient_accumulation_steps": 2}

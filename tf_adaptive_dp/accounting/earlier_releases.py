@@ -29,8 +29,9 @@ _NO_SUM = (
     "These weights come from {total} private steps that this optimizer's ledger does not include, "
     "{kind}. No accounting adds them to this ledger. If both use the same examples, add "
     "what they cost to `optimizer.ledger.other_events` as a `dp_accounting.DpEvent`: "
-    "`sampling.dp_event(old, {number})` of the sampling of those releases. If the examples differ, "
-    "nothing is missing: each data set has its own epsilon."
+    "`sampling.dp_event(old, {number})` of the sampling of those releases; with that of a "
+    "`FixedOrder`, epsilon holds for data sets in which one example is blank or not. If the "
+    "examples differ, nothing is missing: each data set has its own epsilon."
 )
 _EXAMPLES = (
     "These weights come from {total} private steps that protect examples, and this optimizer's "

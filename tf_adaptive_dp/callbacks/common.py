@@ -54,7 +54,7 @@ class PrivateCallback(tf.keras.callbacks.Callback):
           NotPrivateError: if ε would leave their release out.
         """
         optimizer = self.optimizer
-        layer = unpaid_in(self.model, optimizer)
+        layer = None if self.model is None else unpaid_in(self.model, optimizer)
         if layer is not None:
             raise NotPrivateError(
                 "The model has a `PrivateNormalization` whose release is not in the optimizer's "
@@ -178,7 +178,7 @@ class FedExamples:
           ValueError: if they contradict each other.
         """
         if isinstance(self._sampling, Sampling):
-            draws.check_num_examples(self._sampling, self._num_examples)
+            draws.require_drawn(self._sampling, self._num_examples)
         self._released = optimizer.ledger.num_releases
         if steps is not None and self._released == 0:
             self._compare(optimizer, steps // optimizer.parts_per_batch)

@@ -100,7 +100,10 @@ class PrivacyBudget(PrivateCallback):
         released = sum(segment.num_releases for segment in segments)
         if segments and segments[-1][:2] == (noise_multiplier, size):
             segments.pop()  # more releases of the same kind do not change the price
-        price_of = (noise_multiplier, size, segments, [c.repeated for c in optimizer.ledger.checks])
+        ledger = optimizer.ledger
+        released_as = (segments, [c.repeated for c in ledger.checks], ledger.other_events)
+        of_budget = (self.epsilon, self.delta, self.num_examples, self.sampling, self.accountant)
+        price_of = (noise_multiplier, size, released_as, of_budget, self.steps)
         if self._priced[:1] != (price_of,):
             left = sampling_epsilon.releases_left(
                 self.sampling,
@@ -173,6 +176,8 @@ class PrivacyBudget(PrivateCallback):
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Raises if the next step became more expensive since the last check; called by Keras."""
+        if batch == 0:  # other callbacks may have adapted a layer meanwhile
+            self.require_counted_statistics()
         self.optimizer.ledger.require_nothing_lost()
         self._require_room()
         self._released = self.optimizer.ledger.num_releases

@@ -135,6 +135,7 @@ class PrivacyMonitor(PrivateCallback):
 
     def epsilon(self) -> float:
         """The ε that the optimizer has spent so far."""
+        self.require_counted_statistics()
         return sampling_epsilon.epsilon_spent(
             self.sampling,
             self.optimizer,
@@ -145,6 +146,7 @@ class PrivacyMonitor(PrivateCallback):
 
     def statement(self) -> str:
         """The guarantee in words; see `privacy_statement`."""
+        self.require_counted_statistics()
         return privacy_statement(
             self.optimizer,
             self.num_examples,
@@ -171,7 +173,8 @@ class PrivacyMonitor(PrivateCallback):
         )
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Raises if the ledger went back; called by Keras."""
+        """Raises if the ledger went back, or lacks a release; called by Keras."""
+        self.require_counted_statistics()
         self.optimizer.ledger.require_nothing_lost()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:

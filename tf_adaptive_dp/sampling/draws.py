@@ -81,6 +81,51 @@ def has_drawn(sampling: Sampling) -> bool:
     return sampling in _num_examples_of
 
 
+def drawn_in_its_place(sampling: Sampling, num_examples: int) -> list[int]:
+    """The sizes of data sets whose batches look like those of a sampling that has drawn none.
+
+    Nothing in a batch tells with which probability its examples were drawn.
+
+    Args:
+      sampling: what ε is to be computed for.
+      num_examples: the size of the data set that it is said to draw from.
+
+    Returns:
+      Sizes, sorted; empty if the sampling has drawn in this process, or one that draws alike has.
+    """
+    if has_drawn(sampling):
+        return []
+    size, found = sampling.expected_batch_size(num_examples), set()
+    for other, sizes in _num_examples_of.items():
+        alike = (other.label, other.unit, other.rows) == (
+            sampling.label,
+            sampling.unit,
+            sampling.rows,
+        )
+        if alike:
+            same = (math.isclose(other.expected_batch_size(n), size, rel_tol=_SAME) for n in sizes)
+            found |= {n for n, is_same in zip(sizes, same) if is_same}
+    return [] if num_examples in found else sorted(found)
+
+
+def require_drawn(sampling: Sampling, num_examples: int) -> None:
+    """Raises ValueError if batches that this process draws cannot be those of a sampling.
+
+    Args:
+      sampling: what ε is to be computed for.
+      num_examples: the size of the data set that it is said to draw from.
+    """
+    check_num_examples(sampling, num_examples)
+    sizes = drawn_in_its_place(sampling, num_examples)
+    if sizes:
+        raise ValueError(
+            "`sampling` must be the object that the batches were made with. In this process it has "
+            "drawn none, but another sampling has, with batches that look the same, from "
+            f"{', '.join(map(str, sizes))} {sampling.unit}s. "
+            f"Received: sampling={sampling!r}, for {num_examples} {sampling.unit}s"
+        )
+
+
 def check_num_examples(sampling: Sampling, num_examples: int) -> None:
     """Raises ValueError if a sampling has drawn from data sets of other sizes only."""
     known = _num_examples_of.get(sampling)

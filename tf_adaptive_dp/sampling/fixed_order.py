@@ -157,7 +157,9 @@ class FixedOrder(draws.FullBatches):
     def dp_event(self, ledger: Any, num_examples: int) -> dp_accounting.DpEvent:
         """Converts a ledger to a `DpEvent`, as `accounting.dp_event` does for independent noise.
 
-        Guarantee: that of the class.
+        Guarantee: that of the class, for data sets in which one example is blank or not. In the
+        `other_events` of another ledger it makes the whole epsilon one for such data sets, whatever
+        the adjacency that a statement about that ledger names.
 
         Args:
           ledger: a ledger, or an optimizer with the attribute `ledger`.

@@ -450,6 +450,7 @@ OF_KERAS = {
 }
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.skipif(GENERATION != 3, reason="random layers of Keras 2 have no such seeds")
 @pytest.mark.parametrize("name", OF_KERAS)
 def test_random_layers_of_keras_3_draw_with_secret_seeds(name):

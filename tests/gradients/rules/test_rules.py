@@ -151,7 +151,7 @@ def channels_first_in_xla(x, kernel, stride, dilations, padding):
     return tf.transpose(y, [0, 2, 3, 1])
 
 
-@pytest.mark.slow_after(8)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "convolve, shape",
     [

@@ -129,6 +129,7 @@ def test_batches_without_the_weights_that_mark_their_padding_are_refused(tmp_pat
         )
 
 
+@pytest.mark.slow_after(2)
 @STRATEGIES
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_less_noise_than_planned_is_refused(tmp_path, strategy, steps_per_call):

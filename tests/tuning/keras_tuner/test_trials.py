@@ -1,5 +1,6 @@
 """Trials that are really trained: their allowance, their score, their callbacks, their end."""
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -227,6 +228,15 @@ def test_nothing_may_change_the_noise_of_a_trial(tmp_path):
         tuned.search(made, callbacks=[At(1, change_noise)])
     journal = (tmp_path / "search" / "secret" / "journal").read_text().splitlines()
     assert len(journal) == 2  # the trial is in progress: corrected, it goes on
+
+
+def record_a_release(model):
+    model.optimizer.ledger.other_events += (dp_accounting.GaussianDpEvent(0.5),)
+
+
+def test_a_trial_may_release_nothing_but_gradients(tmp_path):
+    with pytest.raises(dp.NotPrivateError, match="something beside its gradients.*0.5"):
+        tuned.search(one(tmp_path), callbacks=[At(1, record_a_release)])
 
 
 @pytest.mark.slow

@@ -360,7 +360,7 @@ def check_rows(
 ) -> None:
     """Raises ValueError if the data do not fit `num_examples` or the batches of the plan."""
     if isinstance(sampling, Sampling):
-        draws.check_num_examples(sampling, num_examples)
+        draws.require_drawn(sampling, num_examples)
     if data.num_rows is None or data.batch_size is None:
         batches, rows = data.batches_of_pass, batch_size / parts
         # The last batch of a pass may be dropped.

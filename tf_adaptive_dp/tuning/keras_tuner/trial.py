@@ -29,7 +29,7 @@ from tf_adaptive_dp.callbacks.common import private_optimizer
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.mechanism.draw_numbers import SeenDraws
-from tf_adaptive_dp.normalization import normalizations_in
+from tf_adaptive_dp.normalization import normalizations_in, unpaid_in
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.statement import num_unchecked, side_information_paragraph
@@ -426,6 +426,16 @@ class TrialBudget(tf.keras.callbacks.Callback):
                 "epsilon does not cover, so do not publish it. Such batches have more rows than "
                 "declared, or padding with a gradient. Received: (noise multiplier, batch size, "
                 f"releases) {others}, planned: {self._planned}"
+            )
+        beside = optimizer.ledger.other_events
+        uncounted = unpaid_in(self.model, optimizer)
+        if uncounted is not None:
+            beside += (uncounted.dp_event,)
+        if beside:
+            raise NotPrivateError(
+                "A trial released something beside its gradients, which epsilon does not cover, so "
+                "do not publish it. Leave out callbacks that release statistics, and pass what was "
+                f"released before the search to HonestTuner. Received: {beside!r}"
             )
         if isinstance(sampling, Sampling):
             sampling.check_ledger(optimizer, self._batches.num_examples)
