@@ -288,6 +288,8 @@ def said(ledger, sampling, **arguments):
 
 def test_the_statement_of_poisson_cohorts():
     ledger = ledger_of(GAUSSIAN)
+    alone = said(ledger, POISSON)
+    ledger.sampling = described(POISSON)  # as a run records it
     text = said(ledger, POISSON)
     up = math.ceil(epsilon_spent(ledger, DELTA, sampling=POISSON) * 1e4) / 1e4
     for part in (
@@ -304,7 +306,9 @@ def test_the_statement_of_poisson_cohorts():
     ):
         assert part in text
     for word in ("example", "batch", "gradient", "TF Privacy"):
-        assert word not in text
+        assert word not in text + alone
+    assert "are stated to have been drawn by Poisson sampling; if so, this epsilon is" in alone
+    assert "did not verify that the cohort was a fresh draw for 300 of the" in alone
 
 
 def test_the_statement_of_shuffled_cohorts_has_two_epsilons():
