@@ -146,6 +146,25 @@ def test_other_variables_in_the_middle_of_a_batch_are_refused():
     assert mechanism.ledger.num_releases == 1
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_two_sets_of_variables_in_one_step_are_refused(compiled):
+    # Equal shapes: one set would get what was meant for the other.
+    first, second = (tf.Variable(tf.zeros([3])) for _ in range(2))
+    optimizer = dp.DPSGD(1.0, 0.0, gradient_accumulation_steps=2, learning_rate=1.0)
+    optimizer.build([first, second])
+
+    def step(x):
+        for w in (first, second):
+            with tf.GradientTape() as tape:
+                losses = tf.linalg.matvec(x, w)
+            optimizer.minimize(losses, [w], tape)
+
+    why = "must train the same variables" if compiled else "changed in the middle of a batch"
+    with pytest.raises(ValueError, match=why):
+        (tf.function(step) if compiled else step)(tf.ones([4, 3]))
+    assert not optimizer.ledger.num_releases
+
+
 def test_parts_of_different_sizes_need_an_expected_batch_size():
     mechanism = zoo.make_mechanism(gradient_accumulation_steps=2)
     mechanism.release(zoo.Rows(np.ones([2, 3])), 2)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import tensorflow as tf
+
+_TWO_SETS = (
+    "With `gradient_accumulation_steps`, an optimizer must train the same variables with all parts "
+    "of a batch. Received: two calls of `minimize` in a step, for different variables. "
+    "Differentiate the sum of the losses once, or give each set of variables an optimizer of its "
+    "own."
+)
 
 
 class Accumulator:
@@ -25,8 +33,9 @@ class Accumulator:
           steps: the number of parts in a batch, at least 2.
         """
         self.steps = steps
-        # Count and sums, by shapes: a step function that was traced earlier keeps its own.
+        # Count and sums, by variables: a step function that was traced earlier keeps its own.
         self._held: dict[tuple, tuple[tf.Variable, list[tf.Variable]]] = {}
+        self._used_in: weakref.WeakKeyDictionary[tf.Graph, tuple] = weakref.WeakKeyDictionary()
 
     @property
     def num_parts(self) -> int:
@@ -39,17 +48,29 @@ class Accumulator:
             for variable in (parts, *sums):
                 variable.assign(tf.zeros_like(variable))
 
-    def add(self, sums: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def add(
+        self, sums: Sequence[tf.Tensor], places: Sequence[int] = ()
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Adds the sums of one part. After the last part it starts another batch.
 
         Args:
           sums: float32 tensors of known shapes.
+          places: numbers of the variables that they belong to.
 
         Returns:
           The sums over all parts so far, and whether the batch is complete, a bool scalar. They
           become available only when every variable has been written.
+
+        Raises:
+          ValueError: if a step trains one set of variables after another, since both sets would be
+            parts of one batch.
         """
-        count, held = self._variables(tuple(tuple(s.shape) for s in sums))
+        key = (tuple(places), tuple(tuple(s.shape) for s in sums))
+        if not tf.executing_eagerly():
+            graph = tf.compat.v1.get_default_graph()
+            if self._used_in.setdefault(graph, key) != key:
+                raise ValueError(_TWO_SETS)
+        count, held = self._variables(key)
         parts = tf.convert_to_tensor(count.assign_add(1))
         complete = parts >= self.steps
         counted = tf.convert_to_tensor(
@@ -63,16 +84,18 @@ class Accumulator:
         with tf.control_dependencies([counted, *kept]):
             return [tf.identity(total) for total in totals], tf.identity(complete)
 
-    def _variables(self, shapes: tuple) -> tuple[tf.Variable, list[tf.Variable]]:
-        if shapes in self._held:
-            return self._held[shapes]
+    def _variables(self, key: tuple) -> tuple[tf.Variable, list[tf.Variable]]:
+        if key in self._held and not tf.executing_eagerly():
+            return self._held[key]
         with tf.init_scope():
-            if self.num_parts:
+            of_others = sum(int(p.numpy()) for k, (p, _) in self._held.items() if k != key)
+            if of_others:
                 raise ValueError(
                     "The variables that are trained changed in the middle of a batch. Received: "
-                    f"{self.num_parts} of {self.steps} parts. Let the number of steps be a "
+                    f"{of_others} of {self.steps} parts. Let the number of steps be a "
                     "multiple of `gradient_accumulation_steps`."
                 )
-            sums = [tf.Variable(tf.zeros(shape), trainable=False) for shape in shapes]
-            self._held[shapes] = tf.Variable(0, dtype=tf.int64, trainable=False), sums
-        return self._held[shapes]
+            if key not in self._held:
+                sums = [tf.Variable(tf.zeros(shape), trainable=False) for shape in key[1]]
+                self._held[key] = tf.Variable(0, dtype=tf.int64, trainable=False), sums
+        return self._held[key]

@@ -262,7 +262,7 @@ class GaussianMechanism:
           scale: one tensor per variable, which multiplies gradients before clipping.
           shift: one tensor per variable, which is added to each gradient before that.
           layers: the layer that each variable belongs to, for per-layer clipping.
-          places: the number of each variable in the `histograms`.
+          places: the number of each variable among those of the optimizer.
           number: the number of the batch, see `draw_numbers.number_of`; `None` if it has none.
           padding: [B], bool, the rows that are padding; `None` if that is unknown.
           order: which step the batch was drawn for; `None` if that is unknown. Only correlated
@@ -299,7 +299,7 @@ class GaussianMechanism:
                 noisy = self._release_at_once(batch, clip, size, number, order)
             else:
                 complete, noisy = self._accumulate(
-                    self.accumulator, batch, clip, size, number, order
+                    self.accumulator, batch, clip, size, number, order, places
                 )
         self._complete[threading.get_ident()] = complete
         released = iter(noisy)
@@ -393,6 +393,7 @@ class GaussianMechanism:
         size: tf.Tensor,
         number: Number | None,
         order: Order | None,
+        places: Sequence[int],
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Adds one part of a batch. Releases after the last part, and returns zeros before it."""
         # In units of C, since C may be set anew before the batch is complete.
@@ -407,7 +408,7 @@ class GaussianMechanism:
                 unshown=tf.cast(~checked.shown, tf.float32),
             )
             with tf.control_dependencies([self.sizes.remember(size), *checked.rejects]):
-                totals, complete = accumulator.add(units.flat())
+                totals, complete = accumulator.add(units.flat(), places)
                 return [*self.seen.add(number, complete), complete, *totals]
 
         made = self._turns.take(add)
