@@ -325,14 +325,16 @@ def test_products_of_transposed_matrices(flips, n, m, t):
     check(product, zoo.floats(3, t, n), zoo.floats(*kernel, seed=1))
 
 
-@pytest.mark.xfail(
-    reason="product() trusts an axis of unknown length to be as long as the kernel's",
-    raises=tf.errors.InvalidArgumentError,
-)
 @pytest.mark.parametrize("lengths", [(5, 1), (1, 5)])
-def test_products_that_broadcast_an_axis_of_unknown_length(lengths):
-    of_x, of_k = lengths
-    check(tf.matmul, zoo.floats(3, of_x, 2, 3), zoo.floats(of_k, 3, 2, seed=1), free=True)
+@pytest.mark.parametrize("product", ["einsum", "matmul"])
+def test_products_that_broadcast_an_axis_of_unknown_length(product, lengths):
+    def function(x, kernel):
+        return tf.einsum("...ij,...jk->...ik", x, kernel) if einsum else tf.matmul(x, kernel)
+
+    (of_x, of_k), einsum = lengths, product == "einsum"
+    x, kernel = zoo.floats(3, of_x, 2, 3), zoo.floats(of_k, 3, 2, seed=1)
+    with pytest.warns(UserWarning, match="No rule covers"):  # the length of x may be 1, or not
+        check(function, x, kernel, free=True, method="auto")
 
 
 @pytest.mark.slow
@@ -387,6 +389,14 @@ def test_kernels_of_real_and_imaginary_parts():
 
     kernels = zoo.floats(4, 2, seed=1), zoo.floats(4, 2, seed=2)
     check(function, zoo.floats(3, 4), *kernels, method="auto")
+
+
+def test_bounds_of_quantization_are_trained():
+    def function(x, low, high):
+        return tf.quantization.fake_quant_with_min_max_vars(x, -tf.exp(low), tf.exp(high))
+
+    with pytest.warns(UserWarning, match="No rule covers"):
+        check(function, 3 * zoo.floats(3, 4), np.float32(0), np.float32(0), method="auto")
 
 
 def test_a_variable_that_only_a_penalty_reads_has_no_gradients():

@@ -216,6 +216,14 @@ def product_terms(op: tf.Operation) -> tuple[list[str], str]:
     return terms, stack + "nm"
 
 
+def broadcast_terms(op: tf.Operation) -> set[str]:
+    """The letters of `product_terms` along which an input of length 1 is repeated."""
+    terms, result = product_terms(op)
+    if op.type != "Einsum":
+        return set(result[:-2])
+    return set().union(*terms) - set(op.get_attr("equation").decode())  # those of an ellipsis
+
+
 def _einsum_terms(op: tf.Operation) -> tuple[list[str], str]:
     """The letters of an equation, with ellipses spelled out."""
     equation = op.get_attr("equation").decode().replace(" ", "")

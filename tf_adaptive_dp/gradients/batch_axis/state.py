@@ -11,6 +11,7 @@ from tf_adaptive_dp._keras.graphs import TensorReference, behind_identities, sta
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     ELEMENTWISE,
     KEEP_SHAPE,
+    broadcast_terms,
     product_terms,
 )
 from tf_adaptive_dp.gradients.batch_axis.sizes import ONE, Entries, Size, evaluate, product
@@ -112,9 +113,10 @@ class BatchAxes:
         if op.type == "Einsum":
             terms, result = product_terms(op)
             letter = result[axis]
-            places = [
-                (t, term.index(letter)) for t, term in zip(op.inputs, terms) if letter in term
-            ]
+            named = zip(op.inputs, terms)
+            places = [(t, term.index(letter)) for t, term in named if letter in term]
+            if letter not in broadcast_terms(op):
+                places = places[:1]  # the others are as long
             found = self._broadcast(places)
             if found is not None:
                 return found

@@ -73,7 +73,11 @@ def _summed_positions(
     )
 
 
-@register_rule(*(ELEMENTWISE - {"AddN", "IdentityN"}))
+# Bounds of quantization must be single numbers, so they cannot be broadcast.
+_BOUNDS = {t for t in ELEMENTWISE if t.startswith("FakeQuantWithMinMaxVars")}
+
+
+@register_rule(*(ELEMENTWISE - {"AddN", "IdentityN"} - _BOUNDS))
 def elementwise(context: RuleContext) -> VariableContribution | None:
     """The derivative of the operation at each entry, times δ.
 

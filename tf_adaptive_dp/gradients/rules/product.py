@@ -6,7 +6,11 @@ import math
 
 import tensorflow as tf
 
-from tf_adaptive_dp.gradients.batch_axis.operation_types import PRODUCTS, product_terms
+from tf_adaptive_dp.gradients.batch_axis.operation_types import (
+    PRODUCTS,
+    broadcast_terms,
+    product_terms,
+)
 from tf_adaptive_dp.gradients.batch_axis.values import static_or_dynamic_shape
 from tf_adaptive_dp.gradients.contributions import OuterGradient, VariableContribution
 from tf_adaptive_dp.gradients.rules.registry import RuleContext, register_rule
@@ -40,8 +44,10 @@ def product(context: RuleContext) -> VariableContribution | None:
     alone = [c for c in of_x if c not in result and c not in of_kernel]
     size = dict(zip(of_kernel, kernel.shape))
     for tensor, term in ((x, of_x), (op.outputs[0], result)):
-        if any(n is not None and size.get(c, n) != n for c, n in zip(term, tensor.shape)):
-            return None  # broadcast
+        for c, n in zip(term, tensor.shape):
+            # Broadcast; or of a length that is unknown, and may turn out to be 1.
+            if size.get(c, n) != n and (n is not None or c in broadcast_terms(op)):
+                return None
     rows = _arrange(context.rows(x), of_x, batch, [alone, times, groups, summed])
     if alone:
         rows = tf.reduce_sum(rows, axis=2)
