@@ -206,7 +206,7 @@ NOT_APART = {
     ),
     "a penalty that scales the loss": (
         lambda loss, w: (lambda number: loss * tf.exp(-number) + number)(w[0, 0]),
-        r"also used otherwise, by Neg.* add `tf.identity\(term\)` to the loss",
+        r"also used elsewhere in the loss, by Neg.* Add `tf.identity\(term\)` to the loss",
     ),
 }
 linear = functools.cache(first(layers.Dense(3)))

@@ -28,9 +28,10 @@ _SCALED = (
     "{op}. Add the term to the loss after the multiplication."
 )
 _USED_TWICE = (
-    "A term of the loss that does not depend on the data is also used otherwise, by {use}, and its "
-    "gradient is added after the noise, that of the other use before. Received: {op}. Tell both "
-    "uses apart: add `tf.identity(term)` to the loss."
+    "A term of the loss that does not depend on the data is also used elsewhere in the loss, by "
+    "{use}. The gradient of the term is added after the noise, but that of the other use is "
+    "clipped like the examples', so both must be told apart. Received: {op}. Add "
+    "`tf.identity(term)` to the loss instead of the term."
 )
 
 
@@ -91,7 +92,7 @@ def find_penalties(loss: tf.Tensor, batch_axes: BatchAxes) -> list[Penalty]:
             number = tf.cast(op.inputs[0], tf.float32)
             pending.append((op.inputs[1], factor * number, exact and not is_trained(number)))
     terms = {p.term.ref() for p in found}
-    for op in ancestors([loss]) if terms else ():
+    for op in ancestors([loss], stop=lambda tensor: tensor.ref() in terms) if terms else ():
         for k, tensor in enumerate(op.inputs):
             if tensor.ref() in terms and (op, k) not in added and op.type not in SHAPE_ONLY:
                 raise NotPrivateError(_USED_TWICE.format(op=tensor.op.name, use=op.name))

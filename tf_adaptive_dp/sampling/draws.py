@@ -119,8 +119,8 @@ def require_drawn(sampling: Sampling, num_examples: int) -> None:
     sizes = drawn_in_its_place(sampling, num_examples)
     if sizes:
         raise ValueError(
-            "`sampling` must be the object that the batches were made with. In this process it has "
-            "drawn none, but another sampling has, with batches that look the same, from "
+            "`sampling` must be the object that the batches were made with. It has drawn nothing "
+            "in this process, but another sampling has drawn batches that look the same, from "
             f"{', '.join(map(str, sizes))} {sampling.unit}s. "
             f"Received: sampling={sampling!r}, for {num_examples} {sampling.unit}s"
         )

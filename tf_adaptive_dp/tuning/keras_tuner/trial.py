@@ -434,8 +434,8 @@ class TrialBudget(tf.keras.callbacks.Callback):
         if beside:
             raise NotPrivateError(
                 "A trial released something beside its gradients, which epsilon does not cover, so "
-                "do not publish it. Leave out callbacks that release statistics, and pass what was "
-                f"released before the search to HonestTuner. Received: {beside!r}"
+                "do not publish it. Leave out callbacks that release statistics or record other "
+                f"events in the ledger. Received: {beside!r}"
             )
         if isinstance(sampling, Sampling):
             sampling.check_ledger(optimizer, self._batches.num_examples)
