@@ -56,6 +56,7 @@ def test_mixture_learns_and_resumes(tmp_path):
     check_resumes("adadp_mixture", tmp_path, trials)
 
 
+@pytest.mark.slow
 def test_tolerances_are_compared_on_held_out_training_data(tmp_path):
     out, trials = run_experiment("adadp_tolerance", tmp_path)
     assert "| problem | parameters | default | 0.5 | 1 |" in out and "| 650 | 0.50 |" in out

@@ -139,6 +139,7 @@ def test_less_noise_than_planned_is_refused(tmp_path, strategy, steps_per_call):
         found_by(tmp_path, with_step(unweighted_term, **compile_with), strategy)
 
 
+@pytest.mark.slow_after(1)
 @STRATEGIES
 def test_larger_batches_than_planned_are_refused_though_no_step_follows(tmp_path, strategy):
     def larger(batches):
@@ -152,6 +153,7 @@ def test_larger_batches_than_planned_are_refused_though_no_step_follows(tmp_path
         found_by(tmp_path, build, strategy, change=larger, sampling="poisson")
 
 
+@pytest.mark.slow_after(1)
 @STRATEGIES
 def test_only_what_was_checked_is_called_proven(tmp_path, strategy):
     def weighted(model, x, y, weights):
