@@ -212,10 +212,13 @@ def repeats_examples(loss: tf.Tensor, batch_axes: BatchAxes) -> tf.Tensor | None
       A bool scalar; `None` if all sizes are known while tracing.
     """
     ops = ancestors([loss], stop=lambda tensor: tensor.op.type in SHAPE_ONLY)
+    # One element may hold the batches of all replicas; this loss reads its own.
+    read = {t.ref() for op in ops for t in op.inputs}
     rows = [
         tf.shape(tensor)[0]
         for tensor in feeds(ops, loss.graph)
-        if batch_axes[tensor] == BatchAxis() and None in (tensor.shape[0], loss.shape[0])
+        if tensor.ref() in read and batch_axes[tensor] == BatchAxis()
+        if None in (tensor.shape[0], loss.shape[0])
     ]
     return tf.reduce_any(tf.stack(rows) != tf.shape(loss)[0]) if rows else None
 
