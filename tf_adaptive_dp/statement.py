@@ -510,9 +510,9 @@ def num_unchecked(ledger: Any, num_examples: int, sampling: Sampling | str) -> i
     """Counts releases that claim amplification but whose batch may not be a fresh draw.
 
     Batches without padding do not show what drew them. So no release counts as checked if the
-    sampling object has made no data set in this process. Batches with padding do not show of how
-    many examples they were drawn. So none counts as checked if this process has drawn such batches
-    with another sampling, and none with this one. A `FixedOrder` has another order in each
+    sampling object has made no data set in this process. Batches with padding do not show from
+    how many examples they were drawn. So none counts as checked if this process has drawn such
+    batches with another sampling, and none with this one. A `FixedOrder` has another order in each
     process, so with it only releases that this process saw count as checked.
 
     Args:

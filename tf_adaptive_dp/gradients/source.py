@@ -23,8 +23,8 @@ class PerExampleGradients(abc.ABC):
       outside: [B], bool, the examples without a gradient because of an index outside of their row
         (see `rows_outside`), which makes gradients of others NaN if one of theirs would not
         be finite; `None` if there are no such indices.
-      repeated: bool scalar, whether the loss has another number of rows than the data, so that an
-        example may count several times (see `repeats_examples`); `None` if it cannot.
+      repeated: bool scalar, whether the loss has a different number of rows than the data, so that
+        an example may count several times (see `repeats_examples`); `None` if it cannot.
       spoils_others: whether one gradient that is not finite may make those of other examples NaN,
         and no error stops such a batch: the Jacobian under XLA.
       loss_scale: the power of two by which the loss was multiplied to keep float16 gradients from

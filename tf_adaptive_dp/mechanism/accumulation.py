@@ -35,6 +35,7 @@ class Accumulator:
         self.steps = steps
         # Count and sums, by variables: a step function that was traced earlier keeps its own.
         self._held: dict[tuple, tuple[tf.Variable, list[tf.Variable]]] = {}
+        # The key of the variables that a step trains, by its graph.
         self._used_in: weakref.WeakKeyDictionary[tf.Graph, tuple] = weakref.WeakKeyDictionary()
 
     @property

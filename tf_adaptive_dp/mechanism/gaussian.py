@@ -53,8 +53,8 @@ _ASTRAY = (
 )
 
 _REPEATED = (
-    "The loss has another number of rows than the batch, so an example would count several times: "
-    "a batch of one was combined with a value that has a fixed number of rows, such as "
+    "The loss has a different number of rows than the batch, so an example would count several "
+    "times: a batch of one was combined with a value that has a fixed number of rows, such as "
     "`tf.random.normal([32, 8])`. Give such a value the rows of the batch, `tf.shape(x)[0]`, or "
     "one row, or leave incomplete batches out (`drop_remainder=True`)."
 )
@@ -79,8 +79,8 @@ class GaussianMechanism:
     - A step in which the padding of our batches has gradients fails before the release. XLA drops
       assertions; there such a release counts with σ/2.
     - A step in which an index outside of its row may have made gradients of others NaN fails before
-      the release; under XLA it counts as one without noise. So does a step whose loss has another
-      number of rows than the batch.
+      the release; under XLA it counts as one without noise. So does a step whose loss has a
+      different number of rows than the batch.
     - The ledger also records whether the batch of a release was released before (`draw_numbers`).
     - With `gradient_accumulation_steps` a batch arrives in parts. Their clipped sums are added, and
       the last part causes the one release.

@@ -95,16 +95,14 @@ def drawn_in_its_place(sampling: Sampling, num_examples: int) -> list[int]:
     """
     if has_drawn(sampling):
         return []
-    size, found = sampling.expected_batch_size(num_examples), set()
-    for other, sizes in _num_examples_of.items():
-        alike = (other.label, other.unit, other.rows) == (
-            sampling.label,
-            sampling.unit,
-            sampling.rows,
-        )
-        if alike:
-            same = (math.isclose(other.expected_batch_size(n), size, rel_tol=_SAME) for n in sizes)
-            found |= {n for n, is_same in zip(sizes, same) if is_same}
+    size, look = sampling.expected_batch_size(num_examples), (sampling.label, sampling.rows)
+    found = {
+        n
+        for other, sizes in _num_examples_of.items()
+        if (other.label, other.rows) == look and other.unit == sampling.unit
+        for n in sizes
+        if math.isclose(other.expected_batch_size(n), size, rel_tol=_SAME)
+    }
     return [] if num_examples in found else sorted(found)
 
 

@@ -199,7 +199,7 @@ def refuse(loss: tf.Tensor, batch_axes: BatchAxes) -> None:
 
 
 def repeats_examples(loss: tf.Tensor, batch_axes: BatchAxes) -> tf.Tensor | None:
-    """Whether the loss has another number of rows than the data, seen when the step runs.
+    """Whether the loss has a different number of rows than the data, seen when the step runs.
 
     While tracing, an axis of unknown length that meets one of N rows counts as one of N. If it
     turns out to have length 1, the only example is repeated N times.

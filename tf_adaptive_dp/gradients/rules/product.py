@@ -43,10 +43,10 @@ def product(context: RuleContext) -> VariableContribution | None:
     times = [c for c in of_x if c in result and c not in of_kernel and c != batch]
     alone = [c for c in of_x if c not in result and c not in of_kernel]
     size = dict(zip(of_kernel, kernel.shape))
+    may_be_broadcast = broadcast_terms(op)  # where a length is unknown, it may turn out to be 1
     for tensor, term in ((x, of_x), (op.outputs[0], result)):
         for c, n in zip(term, tensor.shape):
-            # Broadcast; or of a length that is unknown, and may turn out to be 1.
-            if size.get(c, n) != n and (n is not None or c in broadcast_terms(op)):
+            if size.get(c, n) != n and (n is not None or c in may_be_broadcast):
                 return None
     rows = _arrange(context.rows(x), of_x, batch, [alone, times, groups, summed])
     if alone:
