@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
+from tests.helpers.label_counts import LabelCounts
 from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp.accounting import Releases, epsilon
 from tf_adaptive_dp.callbacks import run_directory
@@ -296,6 +297,26 @@ def test_a_run_spends_what_was_planned_and_no_more():
         for _ in range(2):
             plan.fit(model_of(plan), X, Y, verbose=0)
     assert len([w for w in caught if "already trained" in str(w.message)]) == 1
+
+
+def test_metrics_with_several_numbers_are_kept_as_lists(tmp_path):
+    def fit():
+        plan = planned()
+        model = model_of(plan, metrics=["accuracy", LabelCounts()])
+        data = {"validation_data": (X, Y), "directory": tmp_path / "run", "verbose": 0}
+        return plan, plan.fit(model, X, Y, **data).history
+
+    _, history = fit()
+    expected = [int(np.sum(Y == label)) for label in (0, 1)]
+    assert len(history["label_counts"]) == 2 and history["val_label_counts"][-1] == expected
+    plan, again = fit()  # restored from the disk
+    assert again == history
+    plan.report(tmp_path / "report.html")
+    facts = json.loads((tmp_path / "report.json").read_text())
+    assert facts["test_metric"] == "val_accuracy"
+    assert facts["history_NOT_PRIVATE"][-1]["logs"]["val_label_counts"] == expected
+    with pytest.raises(ValueError, match="is one number.*there are .*val_accuracy"):
+        plan.report(tmp_path / "report.html", test_metric="val_label_counts")
 
 
 @pytest.mark.slow_after(1)

@@ -148,6 +148,16 @@ def test_a_metric_of_the_training_data_is_not_shown_as_if_it_were_private():
         facts(test_metric="loss")
 
 
+def test_no_file_of_a_report_takes_the_place_of_another(tmp_path):
+    for name in ("report.json", "report.md"):
+        with pytest.raises(ValueError, match=r"`path` must be .* Pass '.*report\.html'"):
+            report.write(tmp_path / name, facts())
+    assert not list(tmp_path.iterdir())
+    report.write(tmp_path / "v1.2", facts())
+    assert {p.name for p in tmp_path.iterdir()} == {"v1.2", "v1.2.json", "v1.2.md"}
+    assert (tmp_path / "v1.2").read_text().startswith("<!doctype html>")
+
+
 def test_settings_and_versions_are_listed():
     card = report.model_card(facts())
     assert "| optimizer: class | ADADP |" in card and "| optimizer: l2_norm_clip | 1.0 |" in card

@@ -152,6 +152,9 @@ def write(path: str | os.PathLike, data: Mapping[str, Any]) -> None:
       path: the page; `.md` and `.json` files of the same name are written beside it.
       data: the result of `facts`.
 
+    Raises:
+      ValueError: if the page would have the name of one of the two other files.
+
     Example:
       >>> import tempfile
       >>> import tf_adaptive_dp
@@ -163,10 +166,16 @@ def write(path: str | os.PathLike, data: Mapping[str, Any]) -> None:
       ['report.html', 'report.json', 'report.md']
     """
     path = Path(path)
+    if path.suffix in (".json", ".md"):
+        raise ValueError(
+            "`path` must be that of the HTML page; the Markdown and the JSON file are written "
+            f"beside it. Pass {str(path.with_suffix('.html'))!r}. Received: path={str(path)!r}"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-    files.write(path.with_suffix(".json"), text.encode())
-    files.write(path.with_suffix(".md"), model_card(data).encode())
+    beside = path.with_suffix("") if path.suffix in (".html", ".htm") else path  # or "v1.2"
+    files.write(beside.with_name(f"{beside.name}.json"), text.encode())
+    files.write(beside.with_name(f"{beside.name}.md"), model_card(data).encode())
     files.write(path, page(data).encode())
 
 
@@ -189,14 +198,19 @@ def _settings(optimizer: Any) -> dict[str, Any]:
 
 def _test_metric(history: Sequence[Mapping[str, Any]], asked: str | None) -> str | None:
     """The metric to show: the one asked for, or the first one of the validation data."""
-    names = [name for row in history for name in row["logs"] if name.startswith("val_")]
+    names = [
+        name
+        for row in history
+        for name, value in row["logs"].items()
+        if name.startswith("val_") and not isinstance(value, list)
+    ]
     if asked is not None:
         if asked not in names:
             raise ValueError(
-                "`test_metric` must be a metric of the history that was computed from validation "
-                "data, and begins with 'val_'. Metrics of the training data are not private, and "
-                "the report shows the metric beside figures that are. Pass `validation_data` to "
-                f"`fit`. Received: test_metric={asked!r}; there are "
+                "`test_metric` must be a metric of the history that is one number, was computed "
+                "from validation data, and begins with 'val_'. Metrics of the training data are "
+                "not private, and the report shows the metric beside figures that are. Pass "
+                f"`validation_data` to `fit`. Received: test_metric={asked!r}; there are "
                 + (", ".join(dict.fromkeys(names)) or "none")
             )
         return asked

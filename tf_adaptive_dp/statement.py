@@ -285,7 +285,8 @@ def claim(
         f"Unit: one {unit.one}. Adjacency: data sets {adjacency}."
     )
     if label == "shuffled":
-        came = "are stated to have come" if isinstance(sampling, str) else "came"
+        is_known = not num_unchecked and not isinstance(sampling, str)
+        came = "came" if is_known else "are stated to have come"
         text = _shuffled_claim(spent, unamplified, terms, came, unit)
         return text + seed_warning(sampling, unit)
     text = f"Differential privacy with epsilon = {format_epsilon(spent)} and {terms} "

@@ -289,7 +289,7 @@ def _claim(
         sampling=sampling,
         num_examples=clients,
         unit=USER,
-        num_unchecked=ledger.num_releases if ledger.sampling is None else 0,
+        num_unchecked=ledger.num_releases - ledger.num_drawn,
     )
 
 

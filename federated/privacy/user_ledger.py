@@ -45,6 +45,8 @@ class UserLedger:
       sampling: how the cohorts were drawn, as `federated.train` records it
         (`federated.privacy.client_sampling.described`). No ε is computed for another sampling.
         `None` if it is unknown; then the ledger trusts the caller.
+      num_drawn: how many of the rounds have cohorts that `federated.train` drew by `sampling`.
+        Statements say of the others that nobody verified how they were drawn.
       order: the order of the clients in the last run, as `federated.train` records it
         (`ClientSampler.order`), if its cohorts were drawn in passes. Only a run with this order may
         begin in the middle of a pass.
@@ -68,6 +70,7 @@ class UserLedger:
         self.privacy = privacy
         self.side_information = SideInformation.of(side_information)
         self.sampling: str | None = None
+        self.num_drawn = 0
         self.order: str | None = None
         self.clients_may_drop_out = False
         self._segments: list[Segment] = []
@@ -230,7 +233,7 @@ class UserLedger:
             )
         return state
 
-    def record_lost(self, rounds: int) -> None:
+    def record_lost(self, rounds: int, state: Any = None) -> None:
         """Counts rounds that began but whose result is unknown, as if it had been released.
 
         Under the Gaussian mechanism the run must continue with the next cohort: a cohort that is
@@ -240,6 +243,13 @@ class UserLedger:
 
         Args:
           rounds: the number of lost rounds, at least 0.
+          state: the state that they began with, of the process or of its aggregator. Under the tree
+            mechanism, ε is smaller if it is known: a round costs up to as many nodes as a tree of
+            all rounds until then has above a leaf, or of a whole pass without it.
+
+        Raises:
+          TypeError: if the state has no differentially private aggregator.
+          ValueError: if it contradicts `privacy`. Nothing is counted then.
         """
         rounds = checks.integer("rounds", rounds, 0)
         if not rounds:
@@ -253,8 +263,11 @@ class UserLedger:
             return
         # They may have been successive rounds, or repetitions of one round. Each finishes at most
         # all nodes above one leaf, of a tree of this many rounds:
-        period = self.privacy.rounds_per_pass
-        self._trees[min(self._behind % period + rounds, period)] += rounds
+        most = period = self.privacy.rounds_per_pass
+        if state is not None:
+            self.check_noise(state)
+            most = int(_numerator(self.aggregator_of(state)).rounds) % period + rounds
+        self._trees[min(most, period)] += rounds
         self._tree_rounds += rounds
 
     # What a state says if it contradicts `privacy`; `None` if it does not.
@@ -362,12 +375,14 @@ class UserLedger:
         # Only where it is so: runs that were begun before ledgers had these must resume.
         drops_out = {"clients_may_drop_out": True} if self.clients_may_drop_out else {}
         order = {} if self.order is None else {"order": self.order}
+        drawn = {} if self.num_drawn == self._drawn_by_default() else {"drawn": self.num_drawn}
         banded = {"sequences": [list(item) for item in sorted(self._sequences.items())]}
         # Trees and sequences say nothing of their noise, so ε needs that of the run.
         noise = {} if self.privacy.mechanism == "gaussian" else {"noise": _noise(self.privacy)}
         return (
             drops_out
             | order
+            | drawn
             | noise
             | (banded if self.is_banded else {})
             | {
@@ -432,7 +447,13 @@ class UserLedger:
         ledger._behind = checks.integer("behind", plain["behind"], 0)
         ledger._in_tree = checks.integer("in_tree", plain["in_tree"], 0)
         ledger._unknown = checks.integer("unknown", plain["unknown"], 0)
+        drawn = plain.get("drawn", ledger._drawn_by_default())
+        ledger.num_drawn = checks.integer("drawn", drawn, 0)
         return ledger
+
+    def _drawn_by_default(self) -> int:
+        """The `num_drawn` of ledgers that do not say: of a run, or of rounds recorded by hand."""
+        return 0 if self.sampling is None else self.num_releases
 
 
 def _noise(privacy: UserLevelPrivacy) -> dict[str, Any]:

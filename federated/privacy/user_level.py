@@ -16,6 +16,7 @@ from federated.privacy import dp_queries
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import noise_strategies
 from tf_adaptive_dp.accounting.noise_strategies import BandedNoise
+from tf_adaptive_dp.mechanism.clipping import LARGEST, SMALLEST
 
 MECHANISMS = ("gaussian", "tree", "banded")
 # They belong to banded noise. A run's journal has them only where they are set, so that runs that
@@ -122,6 +123,7 @@ class UserLevelPrivacy:
             checks.choice("clip", self.clip, ("adaptive",))
         else:
             self._keep(checks.number, "clip", 0, strict=True)
+        self._check_range()
         if self.mechanism == "banded":
             self._check_banded()
         else:
@@ -130,6 +132,20 @@ class UserLevelPrivacy:
             self._check_tree()
         elif self.is_adaptive:
             self._check_adaptive()
+
+    def _check_range(self) -> None:
+        """Clips and noise must not be lost where updates have 32 bits."""
+        for name, least in (
+            ("noise_multiplier", 0.0),
+            ("initial_clip", SMALLEST),
+            ("clip", SMALLEST),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not least <= value <= LARGEST:
+                raise ValueError(
+                    f"`{name}` must be from {least:g} to {LARGEST:g}, since updates are numbers of "
+                    f"32 bits. Rescale the updates. Received: {name}={value!r}"
+                )
 
     def _check_tree(self) -> None:
         if self.is_adaptive:

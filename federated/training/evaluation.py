@@ -175,7 +175,8 @@ class Evaluation:
           weights: the weights of the model, `process.get_model_weights(state)`.
 
         Returns:
-          Each figure by its name in Keras.
+          Each figure by its name in Keras. A metric with several numbers, such as one for each
+          class, is several figures, `f1_score_0`, `f1_score_1` and so on.
 
         Raises:
           TypeError: if a batch is not (x, y).
@@ -224,7 +225,11 @@ class Evaluation:
 
     def _named(self, found: Mapping[str, float]) -> dict[str, float]:
         """The figures as plain numbers, or ValueError if `best` is none of them."""
-        figures = {name: float(value) for name, value in found.items()}
+        figures: dict[str, float] = {}
+        for name, value in found.items():
+            numbers = np.ravel(value)
+            names = [name] if np.ndim(value) == 0 else [f"{name}_{i}" for i in range(len(numbers))]
+            figures.update(zip(names, numbers.astype(float).tolist()))
         if self.best is not None and self.best not in figures:
             raise ValueError(
                 "`best` must name a figure of the evaluation, of clients that have examples. "

@@ -236,7 +236,8 @@ class Run:
     def _lose(self, rounds: int) -> None:
         """Counts rounds that were begun but whose result is gone."""
         if rounds and self.ledger is not None:
-            self.ledger.record_lost(rounds)
+            self.ledger.record_lost(rounds, self.state)
+            self.ledger.num_drawn += rounds
             lost = (
                 "1 round was begun whose result is not in the saved state. It is counted: ε "
                 "includes it."
@@ -336,6 +337,7 @@ class Run:
         if self.ledger is not None:
             try:
                 self.ledger.record(output.state)
+                self.ledger.num_drawn += 1
             except ValueError:
                 self.journal.note("contradicted", number)  # so that it never counts as stated
                 raise

@@ -90,7 +90,7 @@ class Ledger:
 
     def __init__(self, privacy):
         self.privacy, self.num_releases, self.lost = privacy, 0, 0
-        self.sampling = self.order = None
+        self.sampling, self.order, self.num_drawn = None, None, 0
 
     @property
     def segments(self):
@@ -103,12 +103,12 @@ class Ledger:
     def record(self, state):
         self.num_releases += 1
 
-    def record_lost(self, rounds):
+    def record_lost(self, rounds, state=None):
         self.num_releases += rounds
         self.lost += rounds
 
     def to_dict(self):
-        names = ("num_releases", "lost", "sampling", "order")
+        names = ("num_releases", "lost", "sampling", "order", "num_drawn")
         return {name: getattr(self, name) for name in names}
 
     @classmethod

@@ -92,8 +92,11 @@ def test_the_statement_says_which_sampling_was_used():
     # A label is taken on trust, and the statement says so.
     stated = "batches are stated to have come from shuffling"
     assert stated in words("shuffled")
-    of_object = words(dp.sampling.ShuffledEpochs(100, 50))
-    assert of_object.split() == words("shuffled").replace("are stated to have come", "came").split()
+    epochs = dp.sampling.ShuffledEpochs(100, 50)
+    assert words(epochs) == words("shuffled")  # nobody drew by it
+    dp.sampling.shuffled_batches(numbered(N), epochs)
+    came = words("shuffled").replace("are stated to have come", "came")
+    assert words(epochs).split() == came.split()
 
 
 POISSON = dict(sampling_probability=0.1, max_batch_size=150, steps=50)

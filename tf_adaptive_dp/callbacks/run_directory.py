@@ -31,7 +31,8 @@ class RunHistory(keras.callbacks.Callback):
       path: the file that keeps the history, or `None`.
 
     Attributes:
-      rows: one dictionary per epoch: `epoch` (from 0), `releases`, `logs` and `figures`.
+      rows: one dictionary per epoch: `epoch` (from 0), `releases`, `logs` and `figures`. Metrics
+        with several numbers are lists of them.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class RunHistory(keras.callbacks.Callback):
         row = {
             "epoch": epoch,
             "releases": self.model.optimizer.ledger.num_releases,
-            "logs": {name: float(value) for name, value in (logs or {}).items()},
+            # A metric may have several numbers, such as one for each class.
+            "logs": {name: np.asarray(value).tolist() for name, value in (logs or {}).items()},
             "figures": {name: float(value) for name, value in self._figures().items()},
         }
         self.rows = [*(r for r in self.rows if r["epoch"] < epoch), row]

@@ -1,6 +1,7 @@
 """ε of rounds against dp_accounting, and what is claimed in words."""
 
 import dataclasses
+import json
 import math
 from types import SimpleNamespace
 
@@ -175,7 +176,7 @@ def test_trees_are_one_gaussian_mechanism_for_the_tighter_accountant():
 def test_a_lost_round_costs_another_tree():
     whole, lost = ledger_of(TREE, 40), ledger_of(TREE, 40)
     lost.record_lost(1)
-    trees = [dp_accounting.SingleEpochTreeAggregationDpEvent(1.3, n) for n in (40, 1)]
+    trees = [dp_accounting.SingleEpochTreeAggregationDpEvent(1.3, n) for n in (40, 40)]
     blank = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     expected = epsilon_of(dp_accounting.ComposedDpEvent(trees), neighboring_relation=blank)
     spent = epsilon_spent(lost, DELTA, sampling=SHUFFLED, accountant="rdp")
@@ -289,7 +290,7 @@ def said(ledger, sampling, **arguments):
 def test_the_statement_of_poisson_cohorts():
     ledger = ledger_of(GAUSSIAN)
     alone = said(ledger, POISSON)
-    ledger.sampling = described(POISSON)  # as a run records it
+    ledger.sampling, ledger.num_drawn = described(POISSON), 300  # as a run records it
     text = said(ledger, POISSON)
     up = math.ceil(epsilon_spent(ledger, DELTA, sampling=POISSON) * 1e4) / 1e4
     for part in (
@@ -346,6 +347,22 @@ def test_no_epsilon_for_cohorts_that_were_drawn_in_another_way(ask):
     for other in (cut, SHUFFLED, FixedSizeSampling(50, steps=300)):
         with pytest.raises(ValueError, match=r"drawn in another way: .*by PoissonSampling\("):
             ask(ledger, DELTA, sampling=other)
+
+
+def test_rounds_before_a_run_remain_unverified_after_it():
+    ledger = ledger_of(GAUSSIAN, 50)
+    ledger.sampling = described(POISSON)
+    ledger.record_lost(1)
+    ledger.num_drawn = 1  # as a run records it
+    again = UserLedger.from_dict(json.loads(json.dumps(ledger.to_dict())), GAUSSIAN)
+    for one in (ledger, again):
+        text = said(one, POISSON)
+        assert "did not verify that the cohort was a fresh draw for 50 of the" in text
+        assert "proven" not in text
+    ledger.num_drawn = 51
+    assert "drawn" not in ledger.to_dict()  # as those of runs always were
+    assert UserLedger.from_dict(ledger.to_dict(), GAUSSIAN).num_drawn == 51
+    assert "proven upper bound" in said(ledger, POISSON)
 
 
 def test_what_runs_and_ledgers_say_of_their_sampling_does_not_change():

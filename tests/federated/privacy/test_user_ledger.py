@@ -1,7 +1,9 @@
 """The ledger of rounds: what is counted is what was released."""
 
+import collections
 import dataclasses
 import json
+import random
 from types import SimpleNamespace
 
 import dp_accounting
@@ -224,12 +226,53 @@ def test_each_lost_round_counts_as_a_tree_since_it_may_be_the_same_one_each_time
     ledger = UserLedger(TREE)
     for rounds in range(1, before + 1):
         ledger.record(tree_state(rounds))
-    ledger.record_lost(lost)
+    ledger.record_lost(lost, tree_state(before))
     assert ledger.trees == trees
     assert ledger.num_releases == before + lost
     ledger.record(tree_state(before + 1))  # goes on with the tree of the state that is left
     assert sum(ledger.trees.values()) == before // 3 + 1 + lost
     assert ledger.num_releases == before + lost + 1
+
+
+def test_rounds_lost_from_an_unknown_state_may_have_ended_a_pass():
+    ledger = UserLedger(TREE)
+    for rounds in (1, 2, 3):
+        ledger.record(tree_state(rounds))
+    ledger.record_lost(2)
+    assert ledger.trees == {3: 3}
+    with pytest.raises(ValueError, match="did not release what `privacy` says"):
+        ledger.record_lost(1, tree_state(1, period=4))
+    with pytest.raises(TypeError, match="`state` must be that of a learning process"):
+        ledger.record_lost(1, SimpleNamespace())
+    assert ledger.num_releases == 5
+
+
+@pytest.mark.parametrize("says_state", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_all_noise_on_a_user_is_counted_whatever_state_a_round_begins_with(seed, says_state):
+    # Each round draws the noise of the nodes that it finishes, all of which a user at one of their
+    # leaves moves by 1. A user is at one leaf of each pass.
+    period, choose = 11, random.Random(seed)
+    ledger = UserLedger(dataclasses.replace(TREE, total_clients=20 * period))
+    assert ledger.privacy.rounds_per_pass == period
+    drawn, newest, favorite = collections.Counter(), 0, choose.randint(0, period - 1)
+    for number in range(60):
+        goes_on = number < period or choose.random() < 0.1
+        others = [favorite, favorite, choose.randint(0, newest)]
+        begun = newest if goes_on else min(choose.choice(others), newest)
+        leaf = begun % period + 1
+        for level in range(4):
+            if leaf % 2**level == 0:
+                drawn.update((begun // period, x) for x in range(leaf - 2**level, leaf))
+        if number >= period and choose.random() < 0.9:
+            ledger.record_lost(1, tree_state(begun, period=period) if says_state else None)
+        else:
+            ledger.record(tree_state(begun + 1, period=period))
+            newest = begun + 1
+    passes = {number for number, _ in drawn}
+    most = sum(max(n for (of, _), n in drawn.items() if of == number) for number in passes)
+    counted = sum(count * steps.bit_length() for steps, count in ledger.trees.items())
+    assert most <= counted
 
 
 def full_ledgers():

@@ -16,6 +16,7 @@ from federated.training.processes import build_adaptive_fed_avg
 from tests.helpers import killable_rounds as rounds
 from tests.helpers import real_rounds
 from tests.helpers.crash_injection import CrashInjector
+from tests.helpers.label_counts import LabelCounts
 
 pytestmark = pytest.mark.filterwarnings("ignore:The best state is chosen", "ignore:.*were begun")
 
@@ -248,6 +249,20 @@ def test_bad_arguments_are_refused(change, message):
     good = {"model_fn": model_fn, "client_data": of_client, "client_ids": ["a"]}
     with pytest.raises((TypeError, ValueError), match=message):
         Evaluation(**{**good, **change})
+
+
+def test_each_number_of_a_metric_is_a_figure():
+    def counting():
+        model = model_fn()
+        model.compile(loss=model.loss, metrics=[LabelCounts()])
+        return model
+
+    at, labels = weights(np.zeros([2, 2])), np.concatenate([y for _, y in of_client("a")])
+    figures = Evaluation(counting, of_client, ["a"]).figures(at)
+    assert figures["label_counts_1"] == labels.sum()
+    assert figures["label_counts_0"] == len(labels) - labels.sum()
+    with pytest.raises(ValueError, match="'label_counts_0', 'label_counts_1', 'loss'"):
+        Evaluation(counting, of_client, ["a"], best="label_counts").figures(at)
 
 
 def test_a_figure_that_is_not_there_is_refused():

@@ -231,6 +231,19 @@ def test_rounds_that_the_ledger_holds_are_part_of_the_sampling(tmp_path, mechani
         assert train(4, 7).num_finished == 4
 
 
+@pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
+def test_only_rounds_of_the_run_count_as_drawn_by_its_sampler(tmp_path, mechanism):
+    ledger = rounds.ledger(mechanism)
+    ledger.record_lost(7)  # by hand
+    process, sampler = (
+        rounds.Process(tmp_path, [False, True]),
+        rounds.Sampler(["a"], rounds.Sampling(20)),
+    )
+    with pytest.warns(UserWarning, match="^1 round was"):
+        trained = program.train(process, str, sampler, 3, tmp_path, ledger=ledger, max_failures=1)
+    assert trained.ledger.num_releases - trained.ledger.num_drawn == 7
+
+
 def test_a_run_may_have_more_rounds_than_it_was_begun_with(tmp_path):
     def train(steps):
         sampler = rounds.Sampler(["a"], rounds.Sampling(steps))

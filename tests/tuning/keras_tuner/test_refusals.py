@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import tuned
+from tests.helpers.label_counts import LabelCounts
 from tf_adaptive_dp.accounting import BandedNoise
 from tf_adaptive_dp.tuning import strategies
 from tf_adaptive_dp.tuning.keras_tuner import arguments
@@ -240,8 +241,21 @@ def test_parallel_search(tmp_path, monkeypatch):
 
 def test_a_metric_that_the_models_do_not_have(tmp_path):
     objective = keras_tuner.Objective("val_auc", "max")
-    with pytest.raises(ValueError, match=r"no metric.*val_auc.*\['val_accuracy', 'val_loss'\]"):
+    with pytest.raises(
+        ValueError, match=r"a metric of the.*val_auc.*\['val_accuracy', 'val_loss'\]"
+    ):
         tuned.search(tuned.tuner(tmp_path, objective=objective))
+
+
+def test_a_metric_with_several_numbers_is_no_objective(tmp_path):
+    def build(hp):
+        model = tuned.build(hp)
+        model.compile(model.optimizer, model.loss, metrics=["accuracy", LabelCounts()])
+        return model
+
+    objective = keras_tuner.Objective("val_label_counts", "max")
+    with pytest.raises(ValueError, match=r"one number.*\['val_accuracy', 'val_loss'\]"):
+        tuned.search(tuned.tuner(tmp_path, build, objective=objective))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_tuner
+import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
@@ -336,7 +337,10 @@ class FitArguments:
         return {name: value for name, value in self.arguments.items() if name not in left_out}
 
     def scores(self, model: tf.keras.Model) -> dict[str, float]:
-        """The metrics of a model on the validation data, named as in `fit`'s logs."""
+        """The metrics of a model on the validation data, named as in `fit`'s logs.
+
+        Metrics with several numbers, such as one for each class, are left out.
+        """
         given = self.arguments
         data = self.validation
         if isinstance(data, (tuple, list)):
@@ -348,7 +352,8 @@ class FitArguments:
         found = model.evaluate(
             **of_data, steps=given.get("validation_steps"), verbose=0, return_dict=True
         )
-        return {f"val_{name}": float(value) for name, value in found.items()}
+        numbers = {name: value for name, value in found.items() if np.ndim(value) == 0}
+        return {f"val_{name}": float(value) for name, value in numbers.items()}
 
 
 def check_rows(

@@ -188,8 +188,8 @@ class HonestTuner(keras_tuner.Tuner):
             metrics = {name: 0.0 for name in data.scores(model)}
             if not self.oracle.objective.has_value(metrics):
                 raise ValueError(
-                    f"The models have no metric of the objective. Received: {self.oracle.objective}"
-                    f", metrics {sorted(metrics)}"
+                    "The models must have a metric of the objective that is one number. Received: "
+                    f"{self.oracle.objective}, metrics {sorted(metrics)}"
                 )
         return plan
 
