@@ -361,6 +361,7 @@ class StopAfterAnEpoch(tf.keras.callbacks.Callback):
         self.model.stop_training = True
 
 
+@pytest.mark.slow
 def test_layers_may_be_thawed_after_some_epochs_of_a_plan():
     plan = planned()
     model = catalogue.mlp()
@@ -391,6 +392,7 @@ def test_metrics_leave_padding_out():
     assert history.history["val_accuracy"] == [pytest.approx(np.mean(1 + Y // 2 == 1))]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("evaluated", [False, True])
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_metrics_leave_padding_out_whenever_they_were_made(evaluated, outputs):
@@ -576,6 +578,7 @@ class Steps(tf.keras.callbacks.Callback):
         self.weights.append(self.model.get_weights())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*releases were not in the checkpoint")
 def test_averages_of_the_weights_outlive_a_kill_and_a_finished_run(tmp_path):
     def run(*callbacks):
@@ -707,6 +710,7 @@ def test_weights_that_are_not_finite_are_refused_before_a_step():
     assert model.optimizer.ledger.num_releases == 0
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("padding", ["zeros", "that has no finite gradient"])
 @pytest.mark.parametrize("gaps", [0, 5])
 def test_missing_values_are_warned_of_once_and_padding_is_none(recwarn, gaps, padding):

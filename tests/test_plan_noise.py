@@ -111,7 +111,7 @@ def releases(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(2)
 @each
 def test_an_interrupted_run_goes_on_with_the_noise_of_its_past(tmp_path, noise):
     keys = tmp_path / "run" / "noise.key"
@@ -164,7 +164,7 @@ def learn(folder, noise, stop_before=None, epochs=3, parts=1):
     return model.get_weights()
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "noise, parts",
     [(TreeNoise(7), 1), (BandedNoise(BANDS), 1), (TreeNoise(60), 2), (BandedNoise(BANDS), 2)],
@@ -206,6 +206,7 @@ def test_the_keys_are_deleted_after_the_last_release(tmp_path):
     assert keys.exists == [True, False] and not (tmp_path / "run" / "noise.key").exists()
 
 
+@pytest.mark.slow
 def test_the_keys_are_deleted_after_the_last_call_of_several_steps(tmp_path):
     def fit(calls):
         plan = plan_of()
@@ -439,6 +440,7 @@ def test_a_plan_with_trees_passes_over_the_data_in_one_order():
     assert all(offer.signal_to_noise > 0 for offer in plan.recommend())
 
 
+@pytest.mark.slow
 def test_what_a_plan_with_trees_says_of_its_noise_is_that_at_the_same_epsilon():
     plan = dp.PrivacyPlan(
         noise_multiplier=1.0, delta=1e-5, num_examples=60_000, batch_size=256, epochs=5,
@@ -606,7 +608,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("noise", [TreeNoise(7), BandedNoise(2), None], ids=repr)
 def test_a_run_with_correlated_noise_does_not_go_on_with_examples_in_another_order(

@@ -495,7 +495,7 @@ COMPOSED = {
 }
 
 
-@pytest.mark.slow_after(5)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", COMPOSED)
 def test_events_and_releases_cost_to_the_last_digit_what_the_accountant_says(name):
     counts = {(1.1, 0.05): 60, (3.0, 1.0): 2}

@@ -59,6 +59,7 @@ def restored(folder, built=True):
     return made
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("built", [True, False])
 def test_a_training_goes_on_after_its_last_epoch(tmp_path, built):
     with pytest.raises(Killed):

@@ -71,6 +71,7 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
             RunDirectory(path, {}, 10)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("units", [None, 3])
 def test_a_run_of_another_model_is_refused(tmp_path, units):
     x, y = np.ones([16, 2], "float32"), np.zeros([16])
@@ -99,7 +100,7 @@ KINDS = {
 }
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "first, second, received",
     [

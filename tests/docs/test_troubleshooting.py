@@ -89,6 +89,7 @@ for run in (tf.function(step), step):
 """
 
 
+@pytest.mark.slow
 def test_tensorflow_says_what_is_quoted_of_it_and_the_fix_helps():
     assert FROM_TENSORFLOW in QUOTES
     # In a process of its own, since TensorFlow says it only twice in each.

@@ -48,7 +48,7 @@ def released(losses_of, present, ids=FAR, rows=ROWS, optimizer=None, jit_compile
     return 1 - w.numpy().ravel()
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("gradients", ["auto", "materialized"])
 @pytest.mark.parametrize("gather", GATHERS.values(), ids=GATHERS)
 def test_an_example_moves_the_sum_by_the_clip_at_most(gather, gradients):
@@ -146,6 +146,7 @@ def test_a_cast_to_8_bits_may_make_indices_negative(size, is_known):
     assert stays_within(op) == is_known
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("indices, is_known", INNER.values(), ids=INNER)
 def test_inner_functions_need_indices_that_are_known_to_be_within(indices, is_known):
     inner = tf.function(lambda h, ids: tf.gather(h, indices(ids), axis=1, batch_dims=1))

@@ -75,6 +75,7 @@ def test_xla_counts_a_repeated_example_as_released_without_noise():
     assert [s.noise_multiplier for s in optimizer.ledger.segments] == [2, 0]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_keras_reports_the_last_batch_of_one_example(jit_compile):
     class ConstantNoise(keras.layers.Layer):  # a hard-coded batch size

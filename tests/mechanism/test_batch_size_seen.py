@@ -86,6 +86,7 @@ def test_what_was_released_before_with_the_same_declaration_counts_as_large():
     assert len(warned) == 1
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_batches_of_a_fixed_size_have_the_size_that_was_declared(parts):
     """30 of 26 where 20 were declared passed for draws with a mean of 20."""

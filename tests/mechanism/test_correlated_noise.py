@@ -359,7 +359,7 @@ def test_under_xla_such_a_batch_makes_epsilon_infinite():
     assert [s.noise_multiplier for s in optimizer.ledger.segments] == [1.0, 0.0]
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("mode", ["graph of fixed size", "eager", "xla"])
 @each
 def test_a_batch_in_parts_has_the_noise_of_one_release(strategy, mode):

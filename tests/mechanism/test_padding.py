@@ -298,7 +298,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("place", ELSEWHERE)
 def test_fit_looks_for_the_weights_wherever_they_are_in_a_batch(place, jit):

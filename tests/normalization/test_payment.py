@@ -63,6 +63,7 @@ def test_a_normalization_of_which_the_user_was_warned_is_the_only_one():
         plan.normalization(x)
 
 
+@pytest.mark.slow
 def test_the_statistics_behind_an_optimizer_are_not_forgotten_for_another():
     x, y = data()
     plan = planned(normalize_inputs=False, other_events=[dp_accounting.GaussianDpEvent(20.0)])
@@ -109,6 +110,7 @@ def test_training_in_raw_units_by_the_plan(tmp_path):
     assert loaded.optimizer.ledger.other_events == plan.other_events
 
 
+@pytest.mark.slow
 def test_a_longer_plan_takes_over_the_release_of_the_first():
     x, y = data()
     plan = planned(epochs=1)
@@ -206,7 +208,7 @@ class Stop(keras.callbacks.Callback):
             raise InterruptedError
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("noise_multipliers", [[20.0, 30.0], [20.0]])
 def test_layers_made_by_hand_are_kept_with_the_run(tmp_path, noise_multipliers):
     x, y = data()

@@ -221,6 +221,7 @@ USES = {
 }
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("gradients", ["auto", "materialized"])
 @pytest.mark.parametrize("shift, clip", [(1e7, 1.0), (1e8, 1.0), (1e4, 1e-4)])

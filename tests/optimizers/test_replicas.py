@@ -40,6 +40,7 @@ def test_the_step_is_that_of_a_single_device(name):
     assert on_two.optimizer.iterations.numpy() == on_one.optimizer.iterations.numpy() == 8
 
 
+@pytest.mark.slow
 def test_a_plan_trains_on_replicas(tmp_path):
     x, y = catalogue.data(64)
     plan = dp.PrivacyPlan(
@@ -248,6 +249,7 @@ def of_replica_with():
     return of_replica, w, optimizer
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("inner", [as_it_is, in_a_function])
 @pytest.mark.parametrize("own", [False, True])
 def test_every_replica_needs_a_batch_of_its_own(inner, own):

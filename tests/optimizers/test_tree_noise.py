@@ -60,6 +60,7 @@ def assert_released(pairs, expected, v):
         np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_after(2)
 @each
 @pytest.mark.parametrize("optimizer", [dp.DPSGD, dp.DPAdam])
 def test_without_noise_a_loss_function_gives_the_mean_gradient(noise, optimizer):
@@ -124,7 +125,7 @@ def linear_model(optimizer, size=4):
     return model
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @each
 def test_without_noise_a_linear_model_is_learned(noise):
     """testBaselineNoNoise of DPOptimizerGetGradientsTest and DPTreeAggregationGetGradientsTest."""

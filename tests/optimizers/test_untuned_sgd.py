@@ -34,6 +34,7 @@ def accuracy(model, x):
     return float(np.mean(predicted == Y))
 
 
+@pytest.mark.slow
 def test_it_learns():
     assert accuracy(trained(X), X) > 0.93
 

@@ -101,7 +101,7 @@ def trained(model, batches, parts=1):
     return [a - b for a, b in zip(before, model.get_weights())]
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "kind, clipping, user_reduction, parts, clip",
     [

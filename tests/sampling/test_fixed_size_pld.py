@@ -66,6 +66,7 @@ def test_the_distribution_of_one_release_has_the_profile(sigma, fraction):
         assert exact - 1e-12 <= found <= exact + 1e-6
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("steps", [1, 2, 40])
 def test_compositions_lie_between_one_direction_and_the_rdp_bound(steps):
     sigma, size, number, delta = 1.6, 20, 400, 1e-5

@@ -265,6 +265,7 @@ def two_labels():
     return x, tuple(np.random.default_rng(1).normal(size=[2, N]).astype(np.float32))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("weights", ["ours", "one for each task", "none"])
 def test_two_losses_that_share_a_batch_are_releases_on_one_draw(weights):
     x, labels = two_labels()

@@ -253,7 +253,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", CASES)
 def test_ways_to_compile(name):
     make, arguments, x, y, weights, ok = CASES[name]

@@ -285,6 +285,7 @@ def test_what_is_frozen_stays_frozen(frozen, how):
         np.testing.assert_array_equal(old.numpy(), new.numpy())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("make", [functional_in_a_sequential, lambda x: Subclassed()])
 def test_what_was_trained_before_is_frozen_and_keeps_its_statistics(make):
     x = floats(6, *((6, 6, 2) if make is functional_in_a_sequential else (5,)))

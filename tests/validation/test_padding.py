@@ -102,7 +102,7 @@ CLEAN = {
 }
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", CLEAN)
 def test_losses_that_keras_weighs_have_no_finding(name):
     make, loss, x, y = CLEAN[name]

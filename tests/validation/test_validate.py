@@ -449,6 +449,7 @@ class OneNumber(tf.keras.Model):
         return tf.reduce_mean(self.loss(y, y_pred)) + tf.add_n(self.losses)
 
 
+@pytest.mark.slow
 def test_a_models_own_loss_may_be_one_number():
     inputs = tf.keras.Input([5])
     reduced = OneNumber(inputs, layers.Dense(3, kernel_regularizer="l2")(inputs))
@@ -532,6 +533,7 @@ def test_a_jacobian_is_announced_once_with_its_price():
     assert "it/filter, read by Dilation2D in layer" in str(warned)
 
 
+@pytest.mark.slow
 def test_no_jacobian_is_announced_where_rules_cover_all():
     assert jacobians_announced(model(layers.LayerNormalization())) == ([], [])
 

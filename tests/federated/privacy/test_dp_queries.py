@@ -75,6 +75,7 @@ def test_the_clip_bounds_large_updates_to_less_than_the_margin():
     np.testing.assert_allclose(norm, np.linalg.norm(update.astype(np.float64)), rtol=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", queries(0.0))
 def test_how_sums_are_rounded_depends_on_no_client(name):
     # In float32 a client who lifts the sum over 2**13 has the small updates after it vanish.

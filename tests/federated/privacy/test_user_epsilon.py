@@ -184,6 +184,7 @@ def test_a_lost_round_costs_another_tree():
     assert spent > epsilon_spent(whole, DELTA, sampling=SHUFFLED, accountant="rdp")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("sampling", [POISSON, SHUFFLED, FixedSizeSampling(50, steps=300)])
 def test_epsilon_grows_with_every_round_and_falls_with_noise(sampling):
     few, many = ledger_of(GAUSSIAN, 100), ledger_of(GAUSSIAN, 101)

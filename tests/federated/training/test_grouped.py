@@ -186,6 +186,7 @@ def constant_table():
     return tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, values), 0.0)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("late", [False, True])
 def test_what_a_model_remembers_of_one_client_the_next_one_does_not_see(late):
     process = build_adaptive_fed_avg(lambda: Counting(late), SGD)

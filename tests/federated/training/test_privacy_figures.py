@@ -41,6 +41,7 @@ def test_the_covered_rounds_are_few_never_fewer_and_at_most_three_or_an_eighth_m
     assert rounds_covered(120, 100) == 120
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "sampling, clients",
     [

@@ -122,7 +122,7 @@ def test_a_whole_client_moves_the_model_by_the_clip_at_most_and_by_no_less(mecha
     assert 0 < moved(client([[0.1, 0.0]], [[1.0]])) < 0.1
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "tolerance, discard, data, warns",
     [

@@ -146,6 +146,7 @@ def test_each_step_of_a_round_is_on_the_disk_before_the_next_one(tmp_path, monke
     assert steps[-3:] == ["released", '{"released', "sync journal"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("way", ["from_generator", "py_function", "numpy_function in a map"])
 def test_data_that_call_python_are_refused_before_the_round_counts(tmp_path, way):
     def dataset(client):
@@ -638,6 +639,7 @@ def test_real_rounds_go_on(process, tmp_path):
     assert not [name for name in names if "num_" in name or "clients" in name]
 
 
+@pytest.mark.slow_after(1)
 def test_a_private_process_is_never_run_without_its_ledger(process, tmp_path):
     sampler = real_rounds.sampler("gaussian")
     trained = program.train(process, real_rounds.dataset, sampler, 1, tmp_path)
@@ -669,12 +671,12 @@ def test_other_noise_than_stated_costs_no_round(process, tmp_path):
         arguments = (process, real_rounds.dataset, real_rounds.sampler("gaussian"), num_rounds)
         return program.train(*arguments, tmp_path / folder)
 
-    for z in (0.1, 0.25):
+    less, begun = with_other_noise(process, 0.1), []
+    for other in (less, with_other_noise(process, 0.25)):
         with pytest.raises(ValueError, match="did not release what `privacy` says.*multiplier"):
-            train(with_other_noise(process, z), "new")
+            train(other, "new")
     assert not (tmp_path / "new").exists()
     # One that shows it after its first round only, and a run of which earlier versions saved that.
-    less, begun = with_other_noise(process, 0.1), []
     changing = SimpleNamespace(**vars(less) | {"initialize": process.initialize})
 
     def next_with_less(state, datasets):
@@ -692,6 +694,7 @@ def test_other_noise_than_stated_costs_no_round(process, tmp_path):
     assert len(begun) == 1 and rounds.contents(tmp_path) == before
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "change, found",
     [

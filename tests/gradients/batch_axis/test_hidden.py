@@ -138,6 +138,7 @@ class Penalized(layers.Layer):
         return x * self.scale
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "how, options",
     [(how, {}) for how in ("term", "factor", "Python", "constant")]

@@ -119,6 +119,7 @@ def test_a_second_private_optimizer_is_refused(tmp_path, where):
 STRATEGIES = pytest.mark.parametrize("strategy", [Composition(1), RepeatAndSelect(1.5)])
 
 
+@pytest.mark.slow_after(1)
 @STRATEGIES
 def test_batches_without_the_weights_that_mark_their_padding_are_refused(tmp_path, strategy):
     # By their marks, or because all rows of padding count as examples.
@@ -129,7 +130,7 @@ def test_batches_without_the_weights_that_mark_their_padding_are_refused(tmp_pat
         )
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @STRATEGIES
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_less_noise_than_planned_is_refused(tmp_path, strategy, steps_per_call):
