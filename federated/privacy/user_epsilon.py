@@ -289,7 +289,7 @@ def _claim(
         sampling=sampling,
         num_examples=clients,
         unit=USER,
-        num_unchecked=ledger.num_releases - ledger.num_drawn,
+        num_unchecked=ledger.num_releases - ledger.rounds_drawn,
     )
 
 

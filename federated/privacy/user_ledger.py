@@ -45,7 +45,7 @@ class UserLedger:
       sampling: how the cohorts were drawn, as `federated.train` records it
         (`federated.privacy.client_sampling.described`). No ε is computed for another sampling.
         `None` if it is unknown; then the ledger trusts the caller.
-      num_drawn: how many of the rounds have cohorts that `federated.train` drew by `sampling`.
+      rounds_drawn: how many of the rounds have cohorts that `federated.train` drew by `sampling`.
         Statements say of the others that nobody verified how they were drawn.
       order: the order of the clients in the last run, as `federated.train` records it
         (`ClientSampler.order`), if its cohorts were drawn in passes. Only a run with this order may
@@ -70,7 +70,7 @@ class UserLedger:
         self.privacy = privacy
         self.side_information = SideInformation.of(side_information)
         self.sampling: str | None = None
-        self.num_drawn = 0
+        self.rounds_drawn = 0
         self.order: str | None = None
         self.clients_may_drop_out = False
         self._segments: list[Segment] = []
@@ -244,8 +244,8 @@ class UserLedger:
         Args:
           rounds: the number of lost rounds, at least 0.
           state: the state that they began with, of the process or of its aggregator. Under the tree
-            mechanism, ε is smaller if it is known: a round costs up to as many nodes as a tree of
-            all rounds until then has above a leaf, or of a whole pass without it.
+            mechanism a lost round costs the nodes above one leaf of a tree. That is the tree of the
+            rounds up to this state and the lost ones, or of a whole pass if `state` is left out.
 
         Raises:
           TypeError: if the state has no differentially private aggregator.
@@ -375,7 +375,8 @@ class UserLedger:
         # Only where it is so: runs that were begun before ledgers had these must resume.
         drops_out = {"clients_may_drop_out": True} if self.clients_may_drop_out else {}
         order = {} if self.order is None else {"order": self.order}
-        drawn = {} if self.num_drawn == self._drawn_by_default() else {"drawn": self.num_drawn}
+        as_usual = self.rounds_drawn == self._drawn_by_default()
+        drawn = {} if as_usual else {"drawn": self.rounds_drawn}
         banded = {"sequences": [list(item) for item in sorted(self._sequences.items())]}
         # Trees and sequences say nothing of their noise, so ε needs that of the run.
         noise = {} if self.privacy.mechanism == "gaussian" else {"noise": _noise(self.privacy)}
@@ -448,11 +449,11 @@ class UserLedger:
         ledger._in_tree = checks.integer("in_tree", plain["in_tree"], 0)
         ledger._unknown = checks.integer("unknown", plain["unknown"], 0)
         drawn = plain.get("drawn", ledger._drawn_by_default())
-        ledger.num_drawn = checks.integer("drawn", drawn, 0)
+        ledger.rounds_drawn = checks.integer("drawn", drawn, 0)
         return ledger
 
     def _drawn_by_default(self) -> int:
-        """The `num_drawn` of ledgers that do not say: of a run, or of rounds recorded by hand."""
+        """The `rounds_drawn` of ledgers that do not say: those of a run, or those kept by hand."""
         return 0 if self.sampling is None else self.num_releases
 
 

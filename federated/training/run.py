@@ -237,7 +237,7 @@ class Run:
         """Counts rounds that were begun but whose result is gone."""
         if rounds and self.ledger is not None:
             self.ledger.record_lost(rounds, self.state)
-            self.ledger.num_drawn += rounds
+            self.ledger.rounds_drawn += rounds
             lost = (
                 "1 round was begun whose result is not in the saved state. It is counted: ε "
                 "includes it."
@@ -337,7 +337,7 @@ class Run:
         if self.ledger is not None:
             try:
                 self.ledger.record(output.state)
-                self.ledger.num_drawn += 1
+                self.ledger.rounds_drawn += 1
             except ValueError:
                 self.journal.note("contradicted", number)  # so that it never counts as stated
                 raise

@@ -90,7 +90,7 @@ class Ledger:
 
     def __init__(self, privacy):
         self.privacy, self.num_releases, self.lost = privacy, 0, 0
-        self.sampling, self.order, self.num_drawn = None, None, 0
+        self.sampling, self.order, self.rounds_drawn = None, None, 0
 
     @property
     def segments(self):
@@ -108,7 +108,7 @@ class Ledger:
         self.lost += rounds
 
     def to_dict(self):
-        names = ("num_releases", "lost", "sampling", "order", "num_drawn")
+        names = ("num_releases", "lost", "sampling", "order", "rounds_drawn")
         return {name: getattr(self, name) for name in names}
 
     @classmethod

@@ -291,7 +291,7 @@ def said(ledger, sampling, **arguments):
 def test_the_statement_of_poisson_cohorts():
     ledger = ledger_of(GAUSSIAN)
     alone = said(ledger, POISSON)
-    ledger.sampling, ledger.num_drawn = described(POISSON), 300  # as a run records it
+    ledger.sampling, ledger.rounds_drawn = described(POISSON), 300  # as a run records it
     text = said(ledger, POISSON)
     up = math.ceil(epsilon_spent(ledger, DELTA, sampling=POISSON) * 1e4) / 1e4
     for part in (
@@ -354,15 +354,15 @@ def test_rounds_before_a_run_remain_unverified_after_it():
     ledger = ledger_of(GAUSSIAN, 50)
     ledger.sampling = described(POISSON)
     ledger.record_lost(1)
-    ledger.num_drawn = 1  # as a run records it
+    ledger.rounds_drawn = 1  # as a run records it
     again = UserLedger.from_dict(json.loads(json.dumps(ledger.to_dict())), GAUSSIAN)
     for one in (ledger, again):
         text = said(one, POISSON)
         assert "did not verify that the cohort was a fresh draw for 50 of the" in text
         assert "proven" not in text
-    ledger.num_drawn = 51
+    ledger.rounds_drawn = 51
     assert "drawn" not in ledger.to_dict()  # as those of runs always were
-    assert UserLedger.from_dict(ledger.to_dict(), GAUSSIAN).num_drawn == 51
+    assert UserLedger.from_dict(ledger.to_dict(), GAUSSIAN).rounds_drawn == 51
     assert "proven upper bound" in said(ledger, POISSON)
 
 

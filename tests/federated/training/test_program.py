@@ -242,7 +242,7 @@ def test_only_rounds_of_the_run_count_as_drawn_by_its_sampler(tmp_path, mechanis
     )
     with pytest.warns(UserWarning, match="^1 round was"):
         trained = program.train(process, str, sampler, 3, tmp_path, ledger=ledger, max_failures=1)
-    assert trained.ledger.num_releases - trained.ledger.num_drawn == 7
+    assert trained.ledger.num_releases - trained.ledger.rounds_drawn == 7
 
 
 def test_a_run_may_have_more_rounds_than_it_was_begun_with(tmp_path):
