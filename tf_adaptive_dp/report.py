@@ -202,7 +202,7 @@ def _test_metric(history: Sequence[Mapping[str, Any]], asked: str | None) -> str
         name
         for row in history
         for name, value in row["logs"].items()
-        if name.startswith("val_") and not isinstance(value, list)
+        if name.startswith("val_") and isinstance(value, (int, float))
     ]
     if asked is not None:
         if asked not in names:
