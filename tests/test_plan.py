@@ -5,6 +5,7 @@ import functools
 import json
 import pickle
 import re
+import shutil
 import warnings
 
 import dp_accounting
@@ -297,6 +298,78 @@ def test_a_run_spends_what_was_planned_and_no_more():
         for _ in range(2):
             plan.fit(model_of(plan), X, Y, verbose=0)
     assert len([w for w in caught if "already trained" in str(w.message)]) == 1
+
+
+class Fails(tf.keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        raise OSError("no space left")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"validation_data": (X, Y + 99)},
+        {"validation_data": (X[:, :1], Y)},
+        {"callbacks": [Fails()]},
+    ],
+    ids=["label", "features", "callback"],
+)
+def test_what_fails_after_the_steps_of_an_epoch_does_not_lose_it(tmp_path, wrong):
+    def fit(**arguments):
+        plan = planned()
+        model = model_of(plan)
+        plan.fit(model, X, Y, directory=tmp_path / "run", verbose=0, **arguments)
+        return model
+
+    with pytest.raises(Exception, match="."):
+        fit(**wrong)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*were not in the checkpoint")
+        model = fit(validation_data=(X, Y))
+    assert model.optimizer.ledger.segments == [(1.0, 8.0, 16)]
+    assert int(model.optimizer.iterations) == 16
+
+
+def test_a_finished_run_without_an_epoch_is_no_success(tmp_path):
+    def fit():
+        plan = planned()
+        plan.fit(model_of(plan), X, Y, directory=tmp_path / "run", verbose=0)
+
+    fit()
+    shutil.rmtree(tmp_path / "run" / "backup")
+    with pytest.raises(RuntimeError, match="no epoch of it was saved.*directory="):
+        fit()
+
+
+def test_a_directory_that_cannot_keep_epochs_is_refused_before_any_step(tmp_path):
+    plan = planned()
+    model = model_of(plan)
+    (tmp_path / "backup").write_text("")
+    with pytest.raises(ValueError, match="with a file of this name"):
+        plan.fit(model, X, Y, directory=tmp_path, verbose=0)
+    if GENERATION == 3:
+        (tmp_path / "backup").unlink()
+        swap = tf.keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        with pytest.raises(ValueError, match="would go on from the averages"):
+            plan.fit(model, X, Y, directory=tmp_path, callbacks=[swap], verbose=0)
+    assert not model.optimizer.ledger.num_releases
+
+
+class AddsToLogs(tf.keras.callbacks.Callback):
+    """Adds values that are no numbers, and one that NumPy has no type for."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs |= {"half": tf.constant(0.5, tf.bfloat16), "text": "a", "bytes": b"b", "none": None}
+        logs |= {"ragged": [[1], [2, 3]], "complex": 1j, "set": {1}, "tensor": tf.constant("c")}
+
+
+def test_odd_values_in_the_logs_are_kept_as_text(tmp_path):
+    plan = planned(epochs=1)
+    model = model_of(plan)
+    plan.fit(model, X, Y, directory=tmp_path, callbacks=[AddsToLogs()], verbose=0)
+    logs = json.loads((tmp_path / "history_NOT_PRIVATE.json").read_text())[0]["logs"]
+    assert logs["half"] == 0.5 and logs["text"] == "a" and logs["complex"] == "1j"
+    assert logs["ragged"] == "[[1], [2, 3]]"
 
 
 def test_metrics_with_several_numbers_are_kept_as_lists(tmp_path):

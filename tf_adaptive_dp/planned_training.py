@@ -318,6 +318,12 @@ class PlannedTraining:
         """Trains with callbacks around a run's directory."""
         plan, parts = self._plan, model.optimizer.parts_per_batch
         finished = run is not None and run.is_finished
+        if finished and run is not None and not run.has_saved_epoch:
+            raise RuntimeError(
+                "All steps of the run in `directory` were released, but no epoch of it was saved, "
+                "so there are no weights to restore. Pass a new directory to train anew; both runs "
+                f"together cost more than this plan. Received: directory={str(directory)!r}"
+            )
         # A finished run draws nothing more; Keras still looks at the shapes of a batch.
         start = 0 if run is None or finished else run.log.num_releases
         key = None
@@ -346,7 +352,8 @@ class PlannedTraining:
             if fit_arguments.get("verbose", "auto"):
                 print(
                     f"Nothing was trained: the run in {str(directory)!r} is finished, and "
-                    "the model has its weights now. To train anew, pass a new directory."
+                    "the model has the weights that it saved last. To train anew, pass a new "
+                    "directory."
                 )
         of_keras.epoch = [row["epoch"] for row in history.rows]
         names = {name: None for row in history.rows for name in row["logs"]}

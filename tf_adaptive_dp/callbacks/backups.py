@@ -127,7 +127,8 @@ class EpochBackup(keras.callbacks.Callback):
         unfinished.rename(self._path(epoch + 1))
         files.sync(self._folder)
         for old in before:
-            self._path(old).unlink()
+            if old != epoch + 1:  # saved again
+                self._path(old).unlink()
 
     def _path(self, epoch: int) -> Path:
         return self._folder / f"{epoch}{_SUFFIX}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import allow_tensors_as_logs
@@ -49,13 +50,23 @@ class RunHistory(keras.callbacks.Callback):
         row = {
             "epoch": epoch,
             "releases": self.model.optimizer.ledger.num_releases,
-            # A metric may have several numbers, such as one for each class.
-            "logs": {name: np.asarray(value).tolist() for name, value in (logs or {}).items()},
+            "logs": {name: _plain(value) for name, value in (logs or {}).items()},
             "figures": {name: float(value) for name, value in self._figures().items()},
         }
         self.rows = [*(r for r in self.rows if r["epoch"] < epoch), row]
         if self._path is not None:
             files.write(self._path, json.dumps(self.rows, indent=1).encode())
+
+
+def _plain(value: Any) -> Any:
+    """A number, or a list of the numbers of a metric that has several; else a text."""
+    if tf.is_tensor(value) and value.dtype.is_floating:
+        value = tf.cast(value, tf.float64)  # NumPy has no bfloat16
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError):  # such as a ragged list
+        return str(value)
+    return array.tolist() if array.dtype.kind in "biuf" else str(value)
 
 
 OTHER_USERS = (
@@ -90,7 +101,9 @@ class RunDirectory:
     """What a run keeps: its settings, its releases, its last epoch and its history.
 
     Guarantee: that of `ReleaseLog`; and a process that is killed at any moment leaves a directory
-    from which the run resumes at the last epoch whose end was saved. With correlated noise the
+    from which the run resumes at the last epoch that was saved. An epoch is saved after its last
+    step, before anything else that may fail, such as validation or a callback; and once more when
+    all callbacks have finished it. With correlated noise the
     directory also holds the keys of the noise (`KeyFile`), until the run is finished: without them
     it cannot be resumed, and with them anybody can remove noise from released gradients. They are
     deleted after the last release; if the process is killed in between, when the run is opened
@@ -132,6 +145,12 @@ class RunDirectory:
                 "`directory` must be a directory, or one that can be created. Received: "
                 f"directory={str(path)!r}, where there is a file"
             ) from None
+        backup = self._path / "backup"
+        if backup.exists() and not backup.is_dir():  # before an epoch is paid for
+            raise ValueError(
+                "`directory` must hold nothing but its run, which keeps its epochs in the folder "
+                f"'backup'. Received: directory={str(path)!r}, with a file of this name"
+            )
         self.log = ReleaseLog(self._path / "releases.log", steps=steps)
         self.keys: KeyFile | None = None
         try:
@@ -147,7 +166,8 @@ class RunDirectory:
             self.close()
             raise
         self.history_path = self._path / "history_NOT_PRIVATE.json"
-        self._backup = epoch_backup(self._path / "backup")
+        self._backup_path = backup
+        self._backup = epoch_backup(backup)
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         kept = self._path / "plan.json"
@@ -211,15 +231,31 @@ class RunDirectory:
         """Whether all steps of the run may have been released."""
         return self.log.num_releases >= (self.log.steps or 0)
 
+    @property
+    def has_saved_epoch(self) -> bool:
+        """Whether there is an epoch to resume from."""
+        return self._backup_path.exists() and any(self._backup_path.iterdir())
+
     def callbacks(
         self, others: Sequence[keras.callbacks.Callback]
     ) -> list[keras.callbacks.Callback]:
         """The callbacks for `fit`, around the others.
 
         Args:
-          others: callbacks that report or stop; they see the restored model, and what they do at
-            the end of an epoch is done before the epoch counts as finished.
+          others: callbacks that report or stop; they see the restored model. What they do to the
+            weights at the end of an epoch is part of what a resumed run begins with.
+
+        Raises:
+          ValueError: if averages of the weights would be saved as the weights.
         """
+        swaps = getattr(keras.callbacks, "SwapEMAWeights", ())  # Keras 2 has none
+        if any(isinstance(c, swaps) and c.swap_on_epoch for c in others):
+            raise ValueError(
+                "`SwapEMAWeights(swap_on_epoch=True)` cannot be used with `directory`: at the end "
+                "of an epoch it puts the averages in place of the weights, and a resumed run would "
+                "go on from the averages. Leave `swap_on_epoch` out. Validation uses the averages "
+                "without it, too"
+            )
         resume = _Resume(self._backup, self.log, self.keys, self._path / "optimizer.json")
         return [resume, *others, _SaveEpoch(self._backup)]
 
@@ -252,6 +288,7 @@ class _Resume(keras.callbacks.Callback):
         self._all = (backup, log)
         self._keys = keys
         self._kind_path = kind_path
+        self._epoch = 0
 
     def set_model(self, model: keras.Model) -> None:
         """Passes the model on; called by Keras."""
@@ -318,6 +355,7 @@ class _Resume(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Called by Keras."""
+        self._epoch = epoch
         for callback in self._all:
             callback.on_epoch_begin(epoch, logs)
 
@@ -327,9 +365,15 @@ class _Resume(keras.callbacks.Callback):
             callback.on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Stops after the last step, and deletes the keys then; called by Keras."""
+        """Saves the epoch after its last step, and deletes the keys after that of the run.
+
+        Called by Keras. What comes next may fail, and an epoch that is paid for must not be lost.
+        """
         for callback in self._all:
             callback.on_train_batch_end(batch, logs)
+        if batch + 1 >= self.params["steps"] or self.model.stop_training:
+            backup, _ = self._all
+            backup.on_epoch_end(self._epoch)
         if self._keys is not None:
             _, log = self._all
             if self.model.optimizer.ledger.num_releases >= (log.steps or math.inf):
@@ -354,7 +398,7 @@ def _options(optimizer: keras.optimizers.Optimizer) -> dict[str, bool | str]:
 
 
 class _SaveEpoch(keras.callbacks.Callback):
-    """Saves an epoch when all other callbacks have finished it."""
+    """Saves an epoch again when all other callbacks have finished it; they may change weights."""
 
     def __init__(self, backup: keras.callbacks.Callback):
         super().__init__()
