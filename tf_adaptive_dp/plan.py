@@ -456,11 +456,11 @@ class PrivacyPlan:
         """Trains a model within the budget, or resumes its training.
 
         With a directory, the call may be repeated after any interruption: it continues from the
-        last finished epoch, and counts what was released after that epoch. If the run is finished,
-        it restores the model. The directory also gets TensorBoard's files (`logs`) and, at the end,
-        the report. It holds a digest of `user_ids`, by which a changed assignment is refused; or,
-        with correlated noise, a digest of the examples, which must come in the same order whenever
-        the run resumes. Do not publish what is marked `NOT_PRIVATE`: the files
+        last epoch whose steps were made, and counts what was released after that epoch. If the run
+        is finished, it restores the model. The directory also gets TensorBoard's files (`logs`)
+        and, at the end, the report. It holds a digest of `user_ids`, by which a changed assignment
+        is refused; or, with correlated noise, a digest of the examples, which must come in the same
+        order whenever the run resumes. Do not publish what is marked `NOT_PRIVATE`: the files
         `user_ids_NOT_PRIVATE.json`, `examples_NOT_PRIVATE.json` and `history_NOT_PRIVATE.json`, and
         `history_NOT_PRIVATE` in `report.json`.
 
@@ -484,6 +484,7 @@ class PrivacyPlan:
             the directory belongs to another plan.
           NotPrivateError: if the noise of the optimizer has a `seed`.
           BudgetExceededError: if the model has already spent the budget.
+          RuntimeError: if the run in the directory is finished, but none of its epochs was saved.
         """
         for name, instead in _NOT_WITH_A_PLAN.items():
             if fit_arguments.get(name) is not None:
