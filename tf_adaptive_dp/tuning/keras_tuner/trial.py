@@ -143,6 +143,8 @@ class PrivateTrial:
             backup.on_train_begin()
             backup.on_train_end()
             log.reconcile(optimizer)
+            # As `fit` does at its end, for averages of the weights.
+            optimizer.finalize_variable_values(model.trainable_variables)
             return
         information = optimizer.side_information
         own = [information] if isinstance(information, tf.keras.callbacks.Callback) else []
