@@ -433,7 +433,7 @@ def test_a_sampling_that_drew_nothing_is_not_taken_for_one_whose_batches_look_al
     )
     numbers = {"delta": DELTA} | ({} if kind is dp.PrivacyMonitor else {"epsilon": 999.0})
     wrong = kind(num_examples=320, sampling=other, **numbers)
-    with pytest.raises(ValueError, match="must be the object .*look the same, from 32 examples"):
+    with pytest.raises(ValueError, match=r"must be the object .*look the same, from (\d+, )*32\b"):
         model.fit(batches, steps_per_epoch=4, verbose=0, callbacks=[wrong])
     assert model.optimizer.ledger.num_releases == 0
     again = dp.sampling.PoissonSampling(8 / 32, steps=9, max_batch_size=32)
