@@ -318,7 +318,7 @@ class PlannedTraining:
         """Trains with callbacks around a run's directory."""
         plan, parts = self._plan, model.optimizer.parts_per_batch
         finished = run is not None and run.is_finished
-        if finished and run is not None and not run.has_saved_epoch:
+        if run is not None and run.is_finished and not run.has_saved_epoch:
             raise RuntimeError(
                 "All steps of the run in `directory` were released, but no epoch of it was saved, "
                 "so there are no weights to restore. Pass a new directory to train anew; both runs "

@@ -251,10 +251,10 @@ class RunDirectory:
         swaps = getattr(keras.callbacks, "SwapEMAWeights", ())  # Keras 2 has none
         if any(isinstance(c, swaps) and c.swap_on_epoch for c in others):
             raise ValueError(
-                "`SwapEMAWeights(swap_on_epoch=True)` cannot be used with `directory`: at the end "
-                "of an epoch it puts the averages in place of the weights, and a resumed run would "
-                "go on from the averages. Leave `swap_on_epoch` out. Validation uses the averages "
-                "without it, too"
+                "`callbacks` must not swap weights at the end of an epoch if there is a "
+                "`directory`: the averages would be saved as the weights, and a resumed run would "
+                "go on from the averages. Leave `swap_on_epoch` out; validation uses the averages "
+                "all the same. Received: SwapEMAWeights(swap_on_epoch=True)"
             )
         resume = _Resume(self._backup, self.log, self.keys, self._path / "optimizer.json")
         return [resume, *others, _SaveEpoch(self._backup)]
@@ -369,13 +369,12 @@ class _Resume(keras.callbacks.Callback):
 
         Called by Keras. What comes next may fail, and an epoch that is paid for must not be lost.
         """
+        backup, log = self._all
         for callback in self._all:
             callback.on_train_batch_end(batch, logs)
         if batch + 1 >= self.params["steps"] or self.model.stop_training:
-            backup, _ = self._all
             backup.on_epoch_end(self._epoch)
         if self._keys is not None:
-            _, log = self._all
             if self.model.optimizer.ledger.num_releases >= (log.steps or math.inf):
                 self._keys.delete()
 
