@@ -328,8 +328,12 @@ def test_what_is_wrong_with_a_batch_is_found(name):
 
 
 def test_a_batch_that_is_none_is_an_error():
-    with pytest.raises(TypeError, match=r"`batch` must be \(x, y\)"):
+    with pytest.raises(TypeError, match=r"`next\(iter\(dataset\)\)`"):
         report(batch=tf.data.Dataset.from_tensors(BATCH))
+    with pytest.raises(TypeError, match=r"`batch` must be \(x, y\).*Received: batch of type str"):
+        report(batch="train")
+    with pytest.raises(TypeError, match=r"lists of numbers by `numpy.array`. Received: 1.0 in it"):
+        report(batch=([[1.0, 2.0]], [0]))
 
 
 def test_one_problem_is_in_the_singular():

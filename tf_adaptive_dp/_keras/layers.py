@@ -36,6 +36,22 @@ def layers_within(model: tf.keras.Model) -> list[tf.keras.layers.Layer]:
     ]
 
 
+def variables_so_far(model: tf.keras.Model, *, trained: bool = False) -> list[tf.Variable]:
+    """The variables of a model, of which parts may not be built yet.
+
+    Keras 2 raises an error for those of a Sequential model that is not built.
+
+    Args:
+      model: any.
+      trained: whether to list those only that training changes by gradients.
+    """
+    name = "trainable_variables" if trained else "variables"
+    if model.built:
+        return list(getattr(model, name))
+    parts = [p for p in layers_within(model) if p.built or not isinstance(p, keras.Model)]
+    return list({id(v): v for part in parts for v in getattr(part, name)}.values())
+
+
 def is_compiled(model: tf.keras.Model) -> bool:
     """Whether `model.compile` was called."""
     return model.compiled if GENERATION == 3 else model._is_compiled

@@ -308,6 +308,11 @@ def checked_batch(model: tf.keras.Model, batch: Any, loss: Any = None) -> tuple:
         raise TypeError(f"`model` must be a Keras model. Received: model={model!r}")
     if isinstance(batch, (dict, np.ndarray, tf.Tensor)):
         batch = (batch,)
+    if isinstance(batch, tf.data.Dataset):
+        raise TypeError(
+            "`batch` must be one batch, (x, y) or (x, y, sample_weight), or x alone: pass "
+            f"`next(iter(dataset))` of a data set. Received: {batch!r}"
+        )
     if not isinstance(batch, (tuple, list)) or len(batch) not in (1, 2, 3) or batch[0] is None:
         raise TypeError(
             "`batch` must be (x, y) or (x, y, sample_weight), or x alone. Received: batch of type "
@@ -318,6 +323,12 @@ def checked_batch(model: tf.keras.Model, batch: Any, loss: Any = None) -> tuple:
             "`batch` must be (x, y) or (x, y, sample_weight), since `loss` compares with y. "
             f"Received: x alone, of type {type(batch[0]).__name__}"
         )
+    for leaf in tf.nest.flatten(tuple(batch)):
+        if leaf is not None and not getattr(leaf, "shape", None):
+            raise TypeError(
+                "`batch` must hold arrays or tensors with one row for each example, or nests of "
+                f"these: convert lists of numbers by `numpy.array`. Received: {leaf!r} in it"
+            )
     return tf.nest.map_structure(_as_tensor, tuple(batch))
 
 

@@ -11,6 +11,7 @@ from tf_adaptive_dp._keras.layers import (
     RandomGenerator,
     global_generators,
     random_generators,
+    variables_so_far,
 )
 from tf_adaptive_dp._keras.models import metric_variables
 from tf_adaptive_dp._keras.process_state import global_seed_kept
@@ -27,7 +28,7 @@ def unchanged(model: tf.keras.Model) -> Iterator[None]:
     Args:
       model: must be built.
     """
-    before = [(v, tf.identity(v)) for v in _variables(model)]
+    before = [(v, tf.identity(v)) for v in state_of(model)]
     seeds = [(g, g.seed) for g in _generators(model)]
     try:
         with global_seed_kept():
@@ -52,8 +53,16 @@ def reset(model: tf.keras.Model, seed: int) -> None:
         generator.restart(seed)
 
 
-def _variables(model: tf.keras.Model) -> list[tf.Variable]:
-    found = {id(v): v for v in (*model.variables, *metric_variables(model))}
+def state_of(model: tf.keras.Model) -> list[tf.Variable]:
+    """All variables that a run of a model may change, as far as the model tracks them.
+
+    Besides weights and metrics these are the states of its random generators and of its recurrent
+    layers.
+
+    Args:
+      model: those of its variables that are not made yet are left out.
+    """
+    found = {id(v): v for v in (*variables_so_far(model), *metric_variables(model))}
     for generator in _generators(model):
         if generator.state is not None:
             found[id(generator.state)] = generator.state

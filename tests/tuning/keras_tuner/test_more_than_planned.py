@@ -6,7 +6,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import tuned
 from tf_adaptive_dp._keras.generation import GENERATION
-from tf_adaptive_dp.tuning.strategies import Composition, RepeatAndSelect
+from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect
 
 X, Y = tuned.data(64)
 SAMPLING = dp.PoissonSampling(0.25, max_batch_size=40, steps=4)
@@ -169,20 +169,38 @@ def test_only_what_was_checked_is_called_proven(tmp_path, strategy):
 
     compiled = said(with_step(weighted), tmp_path / "compiled")
     assert "proven upper bound" in compiled and "did not verify" not in compiled
-    # Eager steps do not show which batch they got.
+    if not strategy.releases_all:
+        return  # and refuses what does not show which batch it got, see below
     eager = said(with_step(weighted, run_eagerly=True), tmp_path / "eager")
     assert "proven" not in eager and "for 4 of the noisy gradients" in eager
 
 
 def test_layers_that_trials_share_are_refused_where_only_the_winner_is_released(tmp_path):
-    shared = tf.keras.layers.Dense(2)
+    shared = {}
 
     def build(hp):
         of = with_16_examples(hp)
-        model = tf.keras.Sequential([tf.keras.Input(of.input_shape[1:]), shared])
+        model = tf.keras.Sequential([tf.keras.Input(of.input_shape[1:]), shared["layer"]])
         model.compile(of.optimizer, of.loss, metrics=["accuracy"])
         return model
 
+    def refuse(folder):
+        with pytest.raises(dp.NotPrivateError, match="are trained in `build_model`.*Nothing was"):
+            found_by(tmp_path / folder, build, LiuTalwar(gamma=0.5))
+        assert len(tuned.journal_lines(tmp_path / folder)) == 1  # no trial began
+
+    shared["layer"] = tf.keras.layers.Dense(2)
+    refuse("new")
+    shared["layer"] = tf.keras.layers.Dense(2)
     found_by(tmp_path / "all", build)  # all trials together are accounted for, whatever they train
-    with pytest.raises(dp.NotPrivateError, match="layers in `build_model`.*trained before"):
-        found_by(tmp_path / "winner", build, RepeatAndSelect(3.0))
+    refuse("trained")
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, "poisson"])
+def test_steps_that_show_no_batch_are_refused_where_only_the_winner_is_released(tmp_path, sampling):
+    with pytest.raises(dp.NotPrivateError, match="in a compiled step.*run_eagerly=True, 1 rep"):
+        found_by(
+            *(tmp_path, lambda hp: with_16_examples(hp, run_eagerly=True), RepeatAndSelect(3.0)),
+            sampling=sampling,
+        )
+    assert len(tuned.journal_lines(tmp_path)) == 1

@@ -3,6 +3,7 @@
 import random
 import re
 
+import keras_tuner
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -11,6 +12,7 @@ from tensorflow.python.framework import ops
 import tf_adaptive_dp as dp
 from tests.helpers import tuned
 from tf_adaptive_dp._keras import process_state
+from tf_adaptive_dp._keras.layers import random_generators
 from tf_adaptive_dp.tuning.keras_tuner import results
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
@@ -127,6 +129,28 @@ def test_where_the_winner_was_tried_changes_dates_alone(tmp_path, monkeypatch, f
                 np.testing.assert_allclose(found, expected, atol=1e-3)
             else:
                 np.testing.assert_array_equal(found, expected)
+
+
+def test_random_layers_that_models_share_do_not_tell_how_many_there_were(
+    tmp_path, monkeypatch, forced
+):
+    monkeypatch.setattr(process_state, "NUMBERS", 1)
+    drawn = []
+    for position, number in ((0, 1), (1, 3)):
+        shared = [tf.keras.layers.RandomFlip("horizontal")]
+
+        def build(hp, shared=shared):
+            return zeros(hp, tf.keras.layers.Reshape([1, 2, 1]), *shared, tf.keras.layers.Flatten())
+
+        build(keras_tuner.HyperParameters())  # makes the generator
+        (generator,) = random_generators(shared[0])
+        before = generator.state.numpy()
+        folder = tmp_path / str(position)
+        made = forced(folder, position, number, build, batch_size=16, epochs=2)
+        np.testing.assert_array_equal(generator.state.numpy(), before)
+        made.get_best_models()
+        drawn.append(generator.state.numpy() - before)
+    np.testing.assert_array_equal(*drawn)
 
 
 def draw_of_each_generator():

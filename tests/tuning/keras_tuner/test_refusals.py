@@ -275,6 +275,29 @@ def test_arguments_of_search(tmp_path, arguments, match):
         tuned.search(tuned.tuner(tmp_path), **arguments)
 
 
+@pytest.mark.parametrize(
+    "arguments, error, match",
+    [
+        ({"y": None}, ValueError, "`y` is missing.*y=None"),
+        ({"y": [1] * 16}, TypeError, "`y` must be an array.*Received: y of type list"),
+        ({"x": [[1.0, 2.0]] * 16}, TypeError, "`x` must be an array.*Received: x of type list"),
+        ({"y": np.ones(15)}, ValueError, r"one row.*rows x \[16\], y \[15\]$"),
+        ({"sample_weight": np.ones(3)}, ValueError, r"y \[16\], sample_weight \[3\]$"),
+    ],
+)
+def test_data_on_which_every_candidate_would_crash(tmp_path, arguments, error, match):
+    x, y = tuned.data()
+    made = tuned.tuner(tmp_path)
+    with pytest.raises(error, match=match):
+        made.search(**{"x": x, "y": y, "batch_size": 8, "validation_data": (x, y), **arguments})
+    assert not (tmp_path / "search" / "secret").exists()
+
+
+def test_a_model_that_is_not_compiled(tmp_path):
+    with pytest.raises(TypeError, match="must compile the model.*optimizer=None"):
+        tuned.search(tuned.tuner(tmp_path, lambda hp: tf.keras.Sequential([tf.keras.Input([3])])))
+
+
 def test_more_examples_than_there_are(tmp_path):
     with pytest.raises(ValueError, match="num_examples=17, and arrays of 16 rows"):
         tuned.search(tuned.tuner(tmp_path, num_examples=17))

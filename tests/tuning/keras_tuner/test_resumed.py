@@ -1,6 +1,7 @@
 """Searches that are interrupted, called again, called otherwise, or cannot begin."""
 
 import json
+import shutil
 
 import keras_tuner
 import numpy as np
@@ -48,7 +49,7 @@ def test_an_interrupted_search_goes_on_without_drawing_anew(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_finished_search_returns_at_once(tmp_path, monkeypatch):
+def test_a_finished_search_returns_at_once(tmp_path, monkeypatch, capsys):
     tuned.Fake(monkeypatch, *[0.5] * 3)
     statement = tuned.search(tuned.tuner(tmp_path)).privacy_statement()
     before = tuned.everything_in(tmp_path)
@@ -57,6 +58,11 @@ def test_a_finished_search_returns_at_once(tmp_path, monkeypatch):
     assert made.privacy_statement() == statement  # also before `search` is called
     assert tuned.search(made).privacy_statement() == statement
     assert tuned.everything_in(tmp_path) == before
+    assert "was finished before" in capsys.readouterr().out
+    for trial in tuned.folders(tmp_path):
+        shutil.rmtree(tmp_path / "search" / trial)
+    with pytest.raises(FileNotFoundError, match="weights of the candidate are gone.*no file"):
+        made.get_best_models()
 
 
 @pytest.mark.slow
@@ -262,3 +268,16 @@ def test_a_journal_that_knows_no_models_is_gone_on_with(tmp_path, monkeypatch):
     fake = tuned.Fake(monkeypatch, *[0.5] * 3)
     tuned.search(tuned.tuner(tmp_path))
     assert len(fake.trained) == 3
+
+
+def test_a_trial_whose_log_of_releases_is_gone_is_not_gone_on_with(tmp_path, monkeypatch):
+    tuned.Fake(monkeypatch, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(tuned.tuner(tmp_path))
+    (trial,) = tuned.folders(tmp_path)
+    shutil.rmtree(tmp_path / "search" / trial)
+    before = tuned.everything_in(tmp_path)
+    again = tuned.Fake(monkeypatch, *[0.5] * 3)
+    with pytest.raises(ValueError, match="nobody knows what it spent.*Received: no file"):
+        tuned.search(tuned.tuner(tmp_path))
+    assert not again.trained and tuned.everything_in(tmp_path) == before

@@ -277,7 +277,7 @@ class FitArguments:
           releases_all: whether the output of every trial may be seen.
 
         Raises:
-          TypeError: if `fit` does not accept the arguments.
+          TypeError: if `fit` does not accept the arguments, or the data are lists of numbers.
           ValueError: if an argument does not suit a search, or the number of steps is unknown.
         """
         bound = inspect.signature(tf.keras.Model.fit).bind(None, *args, **kwargs)
@@ -294,6 +294,8 @@ class FitArguments:
             given["verbose"] = 0
         epochs = checks.integer("epochs", given.get("epochs", 1), 1)
         in_batches = _comes_in_batches(given)
+        if not in_batches:
+            _require_arrays(given)
         batch_size = None if in_batches else int(given.get("batch_size") or 32)
         steps = _steps_per_epoch(given, batch_size)
         _check_lasts(given.get("x"), epochs, steps)
@@ -425,6 +427,35 @@ def _refuse_unsuitable(given: dict[str, Any]) -> None:
                 "read once only: pass arrays, a `tf.data.Dataset` or a `keras.utils.Sequence`. "
                 f"Received: {name}={given[name]!r}"
             )
+
+
+def _require_arrays(given: dict[str, Any]) -> None:
+    """Raises unless training data that `fit` draws batches from are whole: all trials would crash.
+
+    Raises:
+      TypeError: if they are no arrays.
+      ValueError: if `y` is missing, or an array has another number of rows.
+    """
+    if given.get("y") is None:
+        raise ValueError(
+            "`y` is missing. To learn to reproduce the inputs, pass them as `y` too. Received: "
+            f"x of type {type(given.get('x')).__name__}, y=None"
+        )
+    rows = {}
+    for name in ("x", "y", "sample_weight"):
+        leaves = [leaf for leaf in tf.nest.flatten(given.get(name)) if leaf is not None]
+        if not all(getattr(leaf, "shape", None) for leaf in leaves):
+            raise TypeError(
+                f"`{name}` must be an array with one row for each example, or a nest of such "
+                f"arrays: convert lists of numbers by `numpy.array`. Received: {name} of type "
+                f"{type(given[name]).__name__}"
+            )
+        rows[name] = sorted({int(leaf.shape[0]) for leaf in leaves})
+    if len({number for of_part in rows.values() for number in of_part}) > 1:
+        raise ValueError(
+            "All arrays must have one row for each example. Received: numbers of rows "
+            + ", ".join(f"{name} {of}" for name, of in rows.items() if of)
+        )
 
 
 def _steps_per_epoch(given: dict[str, Any], batch_size: int | None) -> int:

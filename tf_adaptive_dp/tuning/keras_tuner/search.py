@@ -18,6 +18,7 @@ from tf_adaptive_dp.tuning.keras_tuner import architecture, results, search_jour
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 from tf_adaptive_dp.tuning.keras_tuner.oracle import HonestOracle
 from tf_adaptive_dp.tuning.keras_tuner.search_plan import SearchPlan
+from tf_adaptive_dp.tuning.keras_tuner.shared_state import SharedState
 from tf_adaptive_dp.tuning.keras_tuner.trial import IN_PROGRESS, PrivateTrial, prepare
 
 
@@ -44,8 +45,9 @@ class Search:
     drawn again. Each trial is on disk before it spends anything. If only the winner may be shown,
     everything that a trial leaves is deleted once the trial has lost. No remaining file depends on
     the other trials or on their number, except through its date, and neither do the numbers and
-    seeds of the process afterwards (`process_state.hidden`). This does not cover a user's callback
-    that itself writes TensorFlow's numbers, as graphs and profiles contain them.
+    seeds of the process afterwards (`process_state.hidden`), nor what models share (`SharedState`).
+    This does not cover a user's callback that itself writes TensorFlow's numbers, as graphs and
+    profiles contain them.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Search:
         self._folder, self._oracle = Path(folder), oracle
         self._build, self._weights = build, weights
         self._plan, self._data = plan, data
-        self._seen = SeenDraws()
+        self._seen, self._shared = SeenDraws(), SharedState()
         self._space = space.description(oracle.hyperparameters)
 
     def describe(self) -> dict[str, Any]:
@@ -99,7 +101,10 @@ class Search:
           NotPrivateError: if a model would not cost what was planned.
         """
         with self._hidden():
-            return self._run(journal)
+            try:
+                return self._run(journal)
+            finally:
+                self._shared.restore()
 
     def _hidden(self) -> contextlib.AbstractContextManager:
         if self._plan.strategy.releases_all:
@@ -117,14 +122,16 @@ class Search:
             search_journal.compare(journal.search, self.describe(), str(self._folder))
         draws = journal.drawn["draws"]
         self._models = journal.models
-        if not journal.begun:
-            # All models are built and described before the first one is trained.
+        if not journal.begun or not self._plan.strategy.releases_all:
+            # All models are built and described before this process trains the first one.
             distinct = {_name(values): values for values in draws}
             noise_multiplier = journal.drawn["noise_multiplier"]
-            self._models = {
+            models = {
                 name: architecture.described(self._model(values, noise_multiplier))
                 for name, values in distinct.items()
             }
+            if not journal.begun:
+                self._models = models
         self._drop_losers(journal)
         for number in range(len(journal.ended), len(draws)):
             self._try(number, journal)
@@ -144,6 +151,8 @@ class Search:
                 f"had begun, nothing was spent. Received: {new}"
             )
         prepare(model, self._plan, noise_multiplier, self._seen)
+        if not self._plan.strategy.releases_all:
+            self._shared.begin_with(model)
         return model
 
     def _try(self, number: int, journal: search_journal.SearchJournal) -> None:
@@ -153,13 +162,15 @@ class Search:
         if self._models is not None:
             now = architecture.described(model)
             architecture.compare(self._models[_name(values)], now, str(self._folder))
-        if journal.begun == number:
-            journal.note_begun(None if number else self._models)
-        else:
-            journal.note_resumed()
         trial = PrivateTrial(
             self._plan, drawn["noise_multiplier"], self._folder / f"trial_{trial_id}"
         )
+        if journal.begun == number:
+            trial.begin()
+            journal.note_begun(None if number else self._models)
+        else:
+            trial.check_resumable()
+            journal.note_resumed()
         weights = self._weights(trial_id)
         outcome = trial.run(model, self._data, self._oracle.objective, weights)
         which = {"id": trial_id, "values": values}

@@ -22,7 +22,6 @@ import tensorflow as tf
 from tf_adaptive_dp._keras import models
 from tf_adaptive_dp._keras.layers import layers_within
 from tf_adaptive_dp.accounting.composition import repeated
-from tf_adaptive_dp.accounting.earlier_releases import were_trained_privately
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.callbacks.backups import epoch_backup, save_weights
 from tf_adaptive_dp.callbacks.common import private_optimizer
@@ -72,6 +71,21 @@ class PrivateTrial:
         self._folder = Path(folder)
         self._announced = 0
         self._working = self._folder / IN_PROGRESS
+        self._log_path = self._working / "releases"
+
+    def begin(self) -> None:
+        """Creates the log of releases, before the journal notes that the trial began."""
+        with self._log():
+            pass
+
+    def check_resumable(self) -> None:
+        """Raises ValueError if the log of a trial that began is gone, and with it what it spent."""
+        if self._plan.strategy.releases_all and not self._log_path.exists():
+            raise ValueError(
+                "The candidate in progress had a log of what it released, which is gone, so nobody "
+                "knows what it spent. Restore the file, or start over with another `project_name` "
+                f"and count this search as spent. Received: no file {str(self._log_path)!r}"
+            )
 
     def run(
         self, model: tf.keras.Model, data: FitArguments, objective: Any, weights: str
@@ -127,7 +141,7 @@ class PrivateTrial:
         if not self._plan.strategy.releases_all:
             yield None
             return
-        log = ReleaseLog(self._working / "releases", steps=self._plan.schedule.releases, fsync=True)
+        log = ReleaseLog(self._log_path, steps=self._plan.schedule.releases, fsync=True)
         try:
             yield log
         finally:
@@ -202,13 +216,8 @@ def prepare(
             "exceed them in the last call",
             f"steps_per_execution={steps_per_call}, with {steps_per_epoch} steps per epoch",
         )
-    if not plan.strategy.releases_all and were_trained_privately(model.variables):
-        _refuse(
-            "must train variables of its own: only the winner is released, and a layer that was "
-            "made outside of `build_model` would bring the training of other trials into it. Make "
-            "all layers in `build_model`, and load weights from a file",
-            "a model with variables that were trained before",
-        )
+    if not plan.strategy.releases_all and plan.batches.sampling != "shuffled":
+        _check_verifiable(model)
     try:
         model.optimizer.noise_multiplier = noise_multiplier
     except ValueError as error:
@@ -221,6 +230,24 @@ def prepare(
         model.optimizer.compare_draws_with(seen)
 
 
+def _check_verifiable(model: tf.keras.Model) -> None:
+    """Raises NotPrivateError if no step of a model shows how its batch was drawn.
+
+    The statement of a search that shows only the winner says whether the library verified the
+    batches. To name a loser whose batches it could not verify would reveal something about it.
+    """
+    eager = model.run_eagerly or tf.config.functions_run_eagerly()
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    if eager or replicas > 1:
+        _refuse(
+            "must train in a compiled step on one replica: only the winner is shown, and the "
+            "statement cannot say for which candidates the library could not verify how batches "
+            "were drawn. Leave out `run_eagerly` and the distribution strategy, or choose "
+            "'composition' as the `strategy` of the search",
+            f"run_eagerly={eager}, {replicas} replicas",
+        )
+
+
 def check_optimizer(model: tf.keras.Model) -> None:
     """Checks that the ledger of a model's optimizer counts all that the search accounts for.
 
@@ -231,11 +258,11 @@ def check_optimizer(model: tf.keras.Model) -> None:
       TypeError: if the optimizer is not private.
       NotPrivateError: if its ledger would not count what the search accounts for.
     """
-    if not hasattr(model.optimizer, "ledger"):
+    optimizer = getattr(model, "optimizer", None)  # Keras 3 sets it in `compile`
+    if not hasattr(optimizer, "ledger"):
         raise TypeError(
             "`build_model` must compile the model with an optimizer of tf_adaptive_dp, such as "
-            "`tf_adaptive_dp.DPAdamWOSM`. Received: "
-            f"optimizer={model.optimizer!r}"
+            f"`tf_adaptive_dp.DPAdamWOSM`. Received: optimizer={optimizer!r}"
         )
     optimizer = private_optimizer(model)
     if optimizer.expected_batch_size is None:

@@ -162,7 +162,12 @@ class HonestTuner(keras_tuner.Tuner):
             data=data,
         )
         described = search.describe()
-        if not self._is_finished(described):
+        if self._is_finished(described):
+            print(
+                f"The search in {str(self.project_dir)!r} was finished before: it has its results, "
+                "and nothing was trained. For another search pass another `project_name`."
+            )
+        else:
             with contextlib.closing(self._journal()) as journal:
                 if not self._is_finished(described):  # by now
                     self.on_search_begin()
@@ -248,10 +253,19 @@ class HonestTuner(keras_tuner.Tuner):
 
         The search has spent more, see `privacy_statement`. Further training adds to the (ε, δ) of
         the search, which no callback knows.
+
+        Raises:
+          FileNotFoundError: if its weights are gone.
         """
         model = self._try_build(trial.hyperparameters)
         model.optimizer.noise_multiplier = self._result["noise_multiplier"]
-        load_weights(model, self._get_checkpoint_fname(trial.trial_id))
+        path = Path(self._get_checkpoint_fname(trial.trial_id))
+        if not any(path.parent.glob(f"{path.name}*")):
+            raise FileNotFoundError(
+                "The weights of the candidate are gone: `get_best_models` needs the folder that "
+                f"the search kept for it. Received: no file {str(path)!r}"
+            )
+        load_weights(model, str(path))
         return model
 
     def results_summary(self, num_trials: int = 10) -> None:
