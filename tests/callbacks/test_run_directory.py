@@ -13,7 +13,7 @@ from tests.helpers import killable_plan as plan
 from tests.helpers.crash_injection import CrashInjector
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting import epsilon
-from tf_adaptive_dp.callbacks.run_directory import RunDirectory
+from tf_adaptive_dp.callbacks.run_directory import RunDirectory, RunHistory
 
 
 def lines(path):
@@ -69,6 +69,40 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(ValueError, match="`directory` must be a directory.*file"):
             RunDirectory(path, {}, 10)
+
+
+def test_what_is_no_path_is_refused():
+    with pytest.raises(TypeError, match="`directory` must be a path. Received: directory=b'run'"):
+        RunDirectory(b"run", {}, 10)
+
+
+def begun(path):
+    """A run that has released something."""
+    run = RunDirectory(path, {"epsilon": 1.0}, 10)
+    optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=4.0)
+    optimizer.ledger.restore([(1.0, 4.0, 3)])
+    run.log.adopt(optimizer)
+    run.close()
+
+
+def test_a_run_without_its_plan_is_not_continued(tmp_path):
+    begun(tmp_path)
+    RunDirectory(tmp_path, {"epsilon": 1.0}, 10).close()
+    (tmp_path / "plan.json").unlink()
+    with pytest.raises(ValueError, match="cannot continue without `plan.json`.*Put it back"):
+        RunDirectory(tmp_path, {"epsilon": 2.0}, 10)
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize("damaged", [b"", b'{"epsilon": 1', b"\xff"])
+def test_damaged_files_are_named(tmp_path, damaged):
+    begun(tmp_path)
+    (tmp_path / "plan.json").write_bytes(damaged)
+    with pytest.raises(ValueError, match=f"is damaged.*plan.json', of {len(damaged)} bytes"):
+        RunDirectory(tmp_path, {"epsilon": 1.0}, 10)
+    (tmp_path / "history").write_bytes(damaged)
+    with pytest.raises(ValueError, match="Delete it to go on without the figures.*history'"):
+        RunHistory(dict, tmp_path / "history")
 
 
 @pytest.mark.slow_after(1)

@@ -43,7 +43,7 @@ class RunHistory(keras.callbacks.Callback):
         self._figures, self._path = figures, None if path is None else Path(path)
         self.rows: list[dict[str, Any]] = []
         if self._path is not None and self._path.exists():
-            self.rows = json.loads(self._path.read_bytes())
+            self.rows = _read(self._path, "Delete it to go on without the figures of past epochs.")
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Adds the epoch, or replaces it if it was trained again; called by Keras."""
@@ -67,6 +67,17 @@ def _plain(value: Any) -> Any:
     except (TypeError, ValueError):  # such as a ragged list
         return str(value)
     return array.tolist() if array.dtype.kind in "biuf" else str(value)
+
+
+def _read(path: Path, cure: str = "Put back an intact copy, or pass a new directory.") -> Any:
+    """The content of a JSON file of a run; ValueError if it is damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"A file of the run in `directory` is damaged. {cure} Received: {str(path)!r}, of "
+            f"{path.stat().st_size} bytes, which is not JSON"
+        ) from error
 
 
 OTHER_USERS = (
@@ -123,8 +134,9 @@ class RunDirectory:
       history_path: the file for a `RunHistory`, whose name says that it is not private.
 
     Raises:
+      TypeError: if `path` is no path.
       ValueError: if the directory belongs to a run with other settings or another fingerprint, or
-        lacks its keys.
+        one of its files is missing or damaged.
       RuntimeError: if another process uses the directory.
     """
 
@@ -137,6 +149,8 @@ class RunDirectory:
         fingerprint: Fingerprint | None = None,
         keeps_keys: bool = False,
     ):
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"`directory` must be a path. Received: directory={path!r}")
         self._path = Path(path)
         try:
             self._path.mkdir(parents=True, exist_ok=True)
@@ -172,9 +186,12 @@ class RunDirectory:
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         kept = self._path / "plan.json"
         if not kept.exists():
+            self._check_not_begun(
+                kept.name, "it says what the releases of the run were planned for"
+            )
             files.write(kept, json.dumps(settings, indent=1).encode())
             return
-        before = json.loads(kept.read_bytes())
+        before = _read(kept)
         changed = [name for name in settings if before.get(name) != settings[name]]
         if changed:
             raise ValueError(
@@ -192,7 +209,7 @@ class RunDirectory:
             row = {"salt": salt.hex(), "digest": fingerprint.of(salt)}
             files.write(kept, json.dumps(row).encode())
             return
-        before = json.loads(kept.read_bytes())
+        before = _read(kept)
         if fingerprint.of(bytes.fromhex(before["salt"])) != before["digest"]:
             raise ValueError(fingerprint.refusal)
 
@@ -211,7 +228,7 @@ class RunDirectory:
         """
         kept = self._path / f"{name}.json"
         if kept.exists():
-            return [[np.asarray(v) for v in of_one] for of_one in json.loads(kept.read_bytes())]
+            return [[np.asarray(v) for v in of_one] for of_one in _read(kept)]
         if values:
             self._check_not_begun(kept.name, "other values would be another release")
             text = json.dumps([[v.tolist() for v in of_one] for of_one in values])
@@ -337,7 +354,7 @@ class _Resume(keras.callbacks.Callback):
         if not begun:
             files.write(self._kind_path, json.dumps(found).encode())
         elif self._kind_path.exists():
-            before = json.loads(self._kind_path.read_bytes())
+            before = _read(self._kind_path)
             changed = [name for name in found if before.get(name) != found[name]]
             if changed:
                 options = [n for n in changed if n != "shapes_of_state"]
