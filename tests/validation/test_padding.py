@@ -69,6 +69,19 @@ def test_weights_of_the_batch_itself_count():
     assert not findings(own(Weighs), optimizer, (X[:8], Y[:8], weights))
 
 
+class FailsWithWeights(Own):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        if sample_weight is not None:
+            raise ValueError("no weights here")
+        return super().compute_loss(x, y, y_pred)
+
+
+def test_a_loss_that_takes_no_weights_is_not_taken_for_one_that_weighs():
+    (found,) = findings(own(FailsWithWeights), dp.DPSGD(1.0, 1.0, expected_batch_size=8.0))
+    assert found.severity == "warning" and "is not known" in found.what
+    assert found.what.endswith("ValueError: no weights here")
+
+
 class AddsVector(layers.Layer):
     def call(self, x):
         self.add_loss(tf.reduce_mean(x**2, axis=1))

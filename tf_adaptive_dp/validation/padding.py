@@ -8,12 +8,17 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.models import give_weights_axes_of_losses
+from tf_adaptive_dp._keras.tracebacks import message_lines
 from tf_adaptive_dp.validation.findings import Finding
 from tf_adaptive_dp.validation.per_example import losses_of_step
 
 _FIX = (
     "Pass `sample_weight` to `self.loss` in a `compute_loss` of your own, or multiply the finished "
     "loss vector by it."
+)
+_UNKNOWN = (
+    "Whether rows of sample weight 0 have gradients, as padding must not, is not known: the loss "
+    "fails if examples have weights. "
 )
 
 
@@ -35,8 +40,10 @@ def padding_findings(model: tf.keras.Model, optimizer: Any, batch: tuple) -> lis
         contributes = _padding_contributes(
             model, batch, expected, getattr(optimizer, "examples_per_user", None) or 1
         )
-    except Exception:  # noqa: BLE001, whatever a user's model raises on weights; `fit` will say it
-        return []
+    except Exception as error:  # noqa: BLE001, whatever a user's model raises on weights
+        said = "".join(message_lines(error)[-1:])
+        what = f"{_UNKNOWN}{type(error).__name__}: {said}"
+        return [Finding("padding", "loss", what, _FIX, "warning")]
     if not contributes:
         return []
     certain = optimizer.expects_padding
