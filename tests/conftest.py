@@ -10,6 +10,8 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
+from tf_adaptive_dp._keras.generation import GENERATION  # noqa: E402
+
 tf.get_logger().setLevel("ERROR")
 # The suite runs one process a core.
 tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -26,9 +28,14 @@ hypothesis.settings.load_profile("tests")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own hook selects by mark
 def pytest_collection_modifyitems(items):
-    """`slow_after(n)`: of a test with many cases, those after the first n are slow."""
+    """`slow_after(n)`: of a test with many cases, those after the first n are slow.
+
+    `slow_on(2)`: the test is slow with this version of Keras; the quick tests of the other run it.
+    """
     quick_cases = collections.Counter()
     for item in items:
+        if any(GENERATION in mark.args for mark in item.iter_markers("slow_on")):
+            item.add_marker(pytest.mark.slow)
         mark = item.get_closest_marker("slow_after")
         if mark is None or item.get_closest_marker("slow"):
             continue

@@ -45,6 +45,7 @@ def output_of(code, folder, **environment):
     return done.stdout
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("document", "containing", "before", "says"),

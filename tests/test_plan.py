@@ -276,6 +276,7 @@ def test_optimizers_that_are_not_the_plans_are_refused():
         plan.statement()
 
 
+@pytest.mark.slow_on(2)
 def test_a_run_spends_what_was_planned_and_no_more():
     plan = planned()
     model = model_of(plan)
@@ -305,6 +306,8 @@ class Fails(tf.keras.callbacks.Callback):
         raise OSError("no space left")
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -330,6 +333,7 @@ def test_what_fails_after_the_steps_of_an_epoch_does_not_lose_it(tmp_path, wrong
     assert int(model.optimizer.iterations) == 16
 
 
+@pytest.mark.slow_on(2)
 def test_a_finished_run_without_an_epoch_is_no_success(tmp_path):
     def fit():
         plan = planned()
@@ -363,6 +367,7 @@ class AddsToLogs(tf.keras.callbacks.Callback):
         logs |= {"ragged": [[1], [2, 3]], "complex": 1j, "set": {1}, "tensor": tf.constant("c")}
 
 
+@pytest.mark.slow_on(2)
 def test_odd_values_in_the_logs_are_kept_as_text(tmp_path):
     plan = planned(epochs=1)
     model = model_of(plan)
@@ -372,6 +377,7 @@ def test_odd_values_in_the_logs_are_kept_as_text(tmp_path):
     assert logs["ragged"] == "[[1], [2, 3]]"
 
 
+@pytest.mark.slow_on(2)
 def test_metrics_with_several_numbers_are_kept_as_lists(tmp_path):
     def fit():
         plan = planned()
@@ -392,6 +398,7 @@ def test_metrics_with_several_numbers_are_kept_as_lists(tmp_path):
         plan.report(tmp_path / "report.html", test_metric="val_label_counts")
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kept", [False, True], ids=["in_memory", "in_a_directory"])
 def test_a_plan_with_the_same_noise_and_more_epochs_trains_longer(kept, tmp_path):
@@ -598,6 +605,7 @@ def test_losses_of_tokens_need_no_weights_of_their_own(outputs, weights):
     assert "batches were drawn by Poisson sampling" in " ".join(plan.statement().split())
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.filterwarnings("ignore:.*releases were not in the checkpoint")
 def test_a_run_resumes_and_is_restored_when_it_is_finished(tmp_path, capsys):
     def run(*callbacks, verbose=0, **kwargs):
@@ -687,6 +695,7 @@ def test_calls_that_would_leave_out_the_last_steps_are_refused(tmp_path, calls, 
     assert not optimizer.ledger.num_releases and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("calls, parts", [(4, 1), (4, 2), (2, 4)])
 def test_runs_with_several_steps_a_call_are_finished(tmp_path, calls, parts):
@@ -828,6 +837,7 @@ def test_the_normalization_of_a_plan_is_not_warned_of(recwarn):
     assert not [w for w in recwarn if "adapt" in str(w.message)]
 
 
+@pytest.mark.slow_on(2)
 def test_copies_and_pickles_of_a_plan_are_plans():
     plan = planned()
     for copied in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
@@ -849,6 +859,7 @@ def test_a_plan_describes_itself_before_training():
     assert "64 steps: 1 epoch of 64 Poisson batches\nBatches average 1 example," in text
 
 
+@pytest.mark.slow_on(2)
 def test_a_budget_that_cannot_be_spent_is_described():
     plan = PrivacyPlan(1e5, **NUMBERS)
     assert plan.epsilon == 1e5

@@ -36,6 +36,9 @@ from tf_adaptive_dp.mechanism.noise import normal_numbers
 from tf_adaptive_dp.sampling import CyclicPoissonSampling, FixedOrder, draws
 from tf_adaptive_dp.wording import format_epsilon
 
+# The mechanism and its optimizers have quick tests with both versions of Keras.
+pytestmark = pytest.mark.slow_on(2)
+
 N, B, EPOCHS, BANDS = 80, 4, 2, 3
 PASS = N // B
 SIZES = [(0, 12), (16, 20)]  # the kernel and the bias in the vector of all numbers
@@ -111,7 +114,7 @@ def releases(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @each
 def test_an_interrupted_run_goes_on_with_the_noise_of_its_past(tmp_path, noise):
     keys = tmp_path / "run" / "noise.key"

@@ -35,6 +35,7 @@ def model_of(plan, optimizer=dp.DPSGD, **kwargs):
     return model
 
 
+@pytest.mark.slow_on(2)
 def test_the_population_is_the_users():
     plan = planned()
     assert (plan.num_users, plan.num_examples, plan.steps_per_epoch) == (NUM_USERS, N, 5)
@@ -62,6 +63,7 @@ def test_correlated_noise_is_refused(noise):
             dp.DPSGD(1.0, 1.0, expected_batch_size=8, noise=noise, examples_per_user=K)
 
 
+@pytest.mark.slow_on(2)
 def test_what_is_said_of_a_run_is_said_of_users(tmp_path):
     plan = planned()
     model = model_of(plan, learning_rate=0.1)

@@ -535,6 +535,7 @@ def test_batches_without_their_weights_have_no_epsilon_by_their_sampling():
     assert dp.privacy_statement(without.optimizer, N, DELTA, sampling="poisson")
 
 
+@pytest.mark.slow_on(2)
 def test_a_map_that_drops_the_weights_is_refused_by_fit_and_one_that_keeps_them_not(monkeypatch):
     sampling = dp.PoissonSampling.for_batch_size(8, 40, steps=16)
     x, y = catalogue.data()

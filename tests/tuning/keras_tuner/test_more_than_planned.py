@@ -76,6 +76,7 @@ class TrainsOn(tf.keras.callbacks.Callback):
         self.model.train_on_batch(X[:16], Y[:16])
 
 
+@pytest.mark.slow_on(2)
 def test_batches_that_come_again_in_another_trial_are_refused(tmp_path):
     found_by(tmp_path / "fresh", with_16_examples)
     with pytest.raises(dp.NotPrivateError, match="it or an earlier trial had released"):
@@ -140,6 +141,7 @@ def test_less_noise_than_planned_is_refused(tmp_path, strategy, steps_per_call):
         found_by(tmp_path, with_step(unweighted_term, **compile_with), strategy)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @STRATEGIES
 def test_larger_batches_than_planned_are_refused_though_no_step_follows(tmp_path, strategy):
@@ -154,6 +156,7 @@ def test_larger_batches_than_planned_are_refused_though_no_step_follows(tmp_path
         found_by(tmp_path, build, strategy, change=larger, sampling="poisson")
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @STRATEGIES
 def test_only_what_was_checked_is_called_proven(tmp_path, strategy):
@@ -175,6 +178,7 @@ def test_only_what_was_checked_is_called_proven(tmp_path, strategy):
     assert "proven" not in eager and "for 4 of the noisy gradients" in eager
 
 
+@pytest.mark.slow_on(2)
 def test_layers_that_trials_share_are_refused_where_only_the_winner_is_released(tmp_path):
     shared = {}
 
