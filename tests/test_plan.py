@@ -276,6 +276,17 @@ def test_optimizers_that_are_not_the_plans_are_refused():
         plan.statement()
 
 
+def test_callbacks_come_as_keras_takes_them():
+    seen = []
+    one = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: seen.append(True))
+    plan = planned(epochs=1)
+    for given in (None, one, [one], (one,)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of several models
+            plan.fit(model_of(plan), X, Y, callbacks=given, verbose=0)
+    assert len(seen) == 3
+
+
 @pytest.mark.slow_on(2)
 def test_a_run_spends_what_was_planned_and_no_more():
     plan = planned()

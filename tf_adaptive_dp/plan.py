@@ -103,15 +103,15 @@ class PrivacyPlan:
 
     Guarantee: (ε, δ)-DP for adding or removing one example, for everything that one model trained
     by `fit` releases, and for every checkpoint. With `user_ids`, for adding or removing one user
-    with all of their examples, however many they are. With `TreeNoise`, for one example that is
-    blank or not, if no other order of the batches than the plan's is trained on; see `FixedOrder`.
-    σ is the smallest, up to 0.1%, with `sampling.epsilon_spent(σ, L, T) ≤ epsilon`. Training a
-    second model with the plan spends ε again. The number of examples (or of users) is public.
-    Losses, metrics and statistics of the training data are not covered.
+    with all of their examples, however many they are. With `TreeNoise`, neighbors differ in one
+    example, which is blank in one of them, and training must keep the plan's order of batches; see
+    `FixedOrder`. σ is within 0.1% of the smallest value for which `sampling.epsilon_spent(σ, L, T)
+    ≤ epsilon` holds. Training a second model with the plan spends ε again. The number of examples
+    (or of users) is public. Losses, metrics and statistics of the training data are not covered.
 
     Args:
       epsilon: the budget ε. Pass this or `noise_multiplier`.
-      delta: δ, which should be well below 1 / `num_examples`.
+      delta: δ, which should be well below 1 / `num_examples`; above that a warning says so.
       num_examples: the number of examples in the training set, a public constant. With `user_ids`,
         whose length it is, it may be left out and is not public.
       batch_size: L, the expected number of examples (or users) in a batch. Poisson batches vary in
@@ -120,7 +120,8 @@ class PrivacyPlan:
         round(number of users / `batch_size`); with `TreeNoise`, floor(`num_examples` /
         `batch_size`).
       noise_multiplier: σ. The plan's `epsilon` is then what the run will spend.
-      accountant: `"pld"`, the tighter one, or `"rdp"`, the faster one.
+      accountant: `"pld"`, the tighter one, which may compute for ten seconds or more, or `"rdp"`,
+        the faster one.
       other_events: what else about these examples the budget pays for, such as the release from
         which side information was computed.
       normalize_inputs: whether the budget pays for a `PrivateNormalization` of the inputs, which
@@ -132,8 +133,8 @@ class PrivacyPlan:
         `accounting.TreeNoise(steps_per_tree)` is for comparison: with it each epoch is a pass over
         the data in one order, `FixedOrder`, without amplification by sampling.
       user_ids: the user each example belongs to: whole numbers or strings, one for each example in
-        the order of the data. `None` protects examples. The plan keeps them, so it is as secret as
-        the data.
+        the order of the data. `None` protects examples. The plan stores them, so keep it as secret
+        as the data.
       examples_per_user: k, the largest number of examples of one user in a batch; needed with
         `user_ids`. A batch has k rows for each user, so a large k costs time.
       user_reduction: whether a user's gradient, which is clipped, is the `"mean"` or the `"sum"` of
@@ -410,6 +411,10 @@ class PrivacyPlan:
           gradient_accumulation_steps: that of the optimizer.
           key: 32 secret bytes, to continue a sequence of draws.
 
+        Returns:
+          A data set of all `steps` batches of the run. Pass `steps_per_epoch`, which is `steps` /
+          `epochs`, to `model.fit`, or it takes all of them for one epoch.
+
         Raises:
           TypeError, ValueError: if the data have a wrong type, or are not `num_examples` examples.
         """
@@ -418,6 +423,9 @@ class PrivacyPlan:
 
     def callbacks(self, log_dir: str | os.PathLike | None = None) -> list[keras.callbacks.Callback]:
         """The monitor and the budget, for those who call `model.fit` themselves.
+
+        `statement` covers `fit` of the plan only. After `model.fit`, the monitor's `statement` says
+        what the run spent.
 
         Args:
           log_dir: the directory for TensorBoard's files. `None` writes none.
@@ -450,7 +458,7 @@ class PrivacyPlan:
         sample_weight: Any = None,
         *,
         directory: str | os.PathLike | None = None,
-        callbacks: Sequence[keras.callbacks.Callback] = (),
+        callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None = None,
         **fit_arguments: Any,
     ) -> keras.callbacks.History:
         """Trains a model within the budget, or resumes its training.
@@ -465,7 +473,9 @@ class PrivacyPlan:
         `history_NOT_PRIVATE` in `report.json`.
 
         Metrics leave out the padding of the batches: those that were compiled without weights get
-        the batches' weights, which mark padding.
+        the batches' weights, which mark padding. The loss that Keras prints in training is averaged
+        over the rows of padding, too, so it is smaller than `val_loss` by about `batch_size` /
+        rows; this does not affect the gradients.
 
         Args:
           model: a model compiled with an optimizer of the plan.
@@ -473,7 +483,7 @@ class PrivacyPlan:
           y: the targets.
           sample_weight: a weight for each example.
           directory: where the run is kept. It belongs to this run alone. `None` keeps nothing.
-          callbacks: further callbacks.
+          callbacks: further callbacks, or a single one.
           **fit_arguments: other arguments of `model.fit`, such as `validation_data` and `verbose`.
 
         Returns:
@@ -506,7 +516,7 @@ class PrivacyPlan:
             data=(x, y, sample_weight),
             directory=directory,
             settings=self._settings(),
-            callbacks=callbacks,
+            callbacks=_listed(callbacks),
             fit_arguments=fit_arguments,
         )
 
@@ -679,6 +689,13 @@ class PrivacyPlan:
             "other_events": [repr(event) for event in self.other_events],
             "noise": noise_strategies.serialize(self.noise),
         }
+
+
+def _listed(callbacks: Any) -> list[keras.callbacks.Callback]:
+    """Callbacks as `model.fit` takes them: several, a single one, or `None`."""
+    if callbacks is None:
+        return []
+    return [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else list(callbacks)
 
 
 def _users(

@@ -246,6 +246,19 @@ def test_the_budget_stops_before_the_step_that_would_overspend(name, compile_wit
     assert model.optimizer.ledger.num_releases == (5 if step == 1 else 4)
 
 
+@pytest.mark.parametrize("room, verbose, says", [(6, 2, True), (6, 0, False), (99, 2, False)])
+def test_the_budget_says_that_it_stopped(capsys, room, verbose, says):
+    limit = epsilon(1.0, 8 / N, room, DELTA) * (1 + 1e-9)
+    budget = dp.PrivacyBudget(limit, DELTA, N, batch_size=8, full_passes=False)
+    model, (x, y) = catalogue.mlp(), catalogue.data(32)
+    model.compile(catalogue.make("DPSGD", noise_multiplier=1.0), loss=catalogue.loss())
+    model.fit(x, y, batch_size=8, epochs=3, verbose=verbose, callbacks=[budget])
+    stopped = (
+        f"training stopped in epoch 2 of 3, because another step would exceed epsilon = {limit:g}"
+    )
+    assert (stopped in capsys.readouterr().out) == says
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_the_budget_counts_the_parts_of_accumulated_batches_as_one(steps_per_execution):

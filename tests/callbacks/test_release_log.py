@@ -294,6 +294,15 @@ def test_noise_that_changes_after_the_announcement_is_an_error_and_logged(tmp_pa
     assert log.segments == [(0.5, 8.0, 5)]
 
 
+def test_batches_that_are_larger_than_declared_are_named(tmp_path):
+    log, model = dp.ReleaseLog(tmp_path / "log"), compiled()
+    x, y = catalogue.data(64)
+    with pytest.warns(UserWarning, match="more examples than the expected batch size of 8"):
+        with pytest.raises(ValueError, match="Pass the true `expected_batch_size`.*of 64 rows"):
+            model.fit(x, y, batch_size=64, verbose=0, callbacks=[log])
+    assert log.segments == model.optimizer.ledger.segments == [(1.0, 64.0, 1)]
+
+
 def test_a_ledger_that_is_turned_back_during_training_is_corrected(tmp_path):
     log, model = dp.ReleaseLog(tmp_path / "log"), compiled()
     catalogue.fit(model, 1, [log])

@@ -97,6 +97,7 @@ def test_an_optimizer_without_a_ledger_is_refused(kind, tmp_path):
 STEERING = {
     "ReduceLROnPlateau": lambda: keras.callbacks.ReduceLROnPlateau("loss"),
     "EarlyStopping": lambda: keras.callbacks.EarlyStopping("accuracy"),
+    "TerminateOnNaN": lambda: keras.callbacks.TerminateOnNaN(),
     "ModelCheckpoint": lambda: keras.callbacks.ModelCheckpoint(
         "unused.weights.h5", monitor="loss", save_best_only=True, save_weights_only=True
     ),
@@ -107,7 +108,7 @@ HARMLESS = {
     "all weights": lambda: keras.callbacks.ModelCheckpoint(
         "unused.weights.h5", monitor="loss", save_weights_only=True
     ),
-    "no metric": lambda: keras.callbacks.TerminateOnNaN(),
+    "no metric": lambda: keras.callbacks.LambdaCallback(),
 }
 
 

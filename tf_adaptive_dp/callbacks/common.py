@@ -75,7 +75,9 @@ class PrivateCallback(tf.keras.callbacks.Callback):
             return
         _refuse_rates(beside, self.optimizer)
         found = [
-            f"{type(c).__name__}(monitor={c.monitor!r})" for c in beside if _acts_on_training(c)
+            f"{type(c).__name__}(monitor={getattr(c, 'monitor', 'loss')!r})"
+            for c in beside
+            if _acts_on_training(c)
         ]
         if found:
             warnings.warn(
@@ -101,6 +103,8 @@ def _refuse_rates(callbacks: Sequence[tf.keras.callbacks.Callback], optimizer: A
 
 def _acts_on_training(callback: tf.keras.callbacks.Callback) -> bool:
     """Whether a callback decides by a metric that `fit` computes from the training data."""
+    if isinstance(callback, tf.keras.callbacks.TerminateOnNaN):
+        return True  # by the loss, which a single example can make NaN
     monitor = getattr(callback, "monitor", None)
     if not isinstance(monitor, str) or not getattr(callback, "save_best_only", True):
         return False

@@ -71,7 +71,7 @@ class PrivacyBudget(PrivateCallback):
     ):
         super().__init__(optimizer)
         self._per_step = checks.integer("releases_per_step", releases_per_step, 1)
-        self._released = 0
+        self._released, self._epoch, self._stopped = 0, 0, False
         self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
         self.delta = checks.probability("delta", delta)
         self.num_examples = checks.integer("num_examples", num_examples, 1)
@@ -160,7 +160,9 @@ class PrivacyBudget(PrivateCallback):
         return (
             f"{covered} To train longer, call `fit` of another plan with this model, without "
             f"compiling it again: `PrivacyPlan(noise_multiplier={noise_multiplier!r}, epochs=...)` "
-            "without `epsilon`, where `epochs` counts those so far. Its epsilon covers all of them."
+            "without `epsilon`, where `epochs` counts those so far. Its epsilon covers all of "
+            "them. If this is a new model, compile it with a new optimizer, `plan.optimizer(...)`: what "
+            "both models spent adds up."
         )
 
     def on_train_begin(self, logs: dict | None = None) -> None:
@@ -171,8 +173,12 @@ class PrivacyBudget(PrivateCallback):
         self.warn_of_steering()
         begin_batches_anew(optimizer)
         self._fed.begin(optimizer, steps_per_epoch(self))
-        self._priced = ()
+        self._priced, self._stopped = (), False
         self._require_room()
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Notes the epoch; called by Keras."""
+        self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Raises if the next step became more expensive since the last check; called by Keras."""
@@ -193,7 +199,7 @@ class PrivacyBudget(PrivateCallback):
                 f"{steps_per_call(self.model)} steps"
             )
         if not self._next_call_fits():
-            self.model.stop_training = True
+            self.model.stop_training = self._stopped = True
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Rejects an accumulated batch that reaches into the next epoch; called by Keras."""
@@ -202,5 +208,15 @@ class PrivacyBudget(PrivateCallback):
         self._fed.end_epoch(self.optimizer, self.model.stop_training)
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Forgets the metrics of an epoch that ended early; called by Keras."""
+        """Says why training ended before its last epoch; called by Keras.
+
+        It also forgets the metrics of an epoch that ended early.
+        """
         forget_saved_metrics(self.model)
+        params = self.params or {}  # which some users' own loops do not set
+        epochs = params.get("epochs", 0)
+        if self._stopped and self._epoch + 1 < epochs and params.get("verbose"):
+            print(
+                f"PrivacyBudget: training stopped in epoch {self._epoch + 1} of {epochs}, because "
+                f"another step would exceed epsilon = {self.epsilon:g}."
+            )

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import allow_tensors_as_logs, steps_per_call
-from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.accounting.ledger import Ledger, Segment, wrong_size
 from tf_adaptive_dp.callbacks.common import PrivateCallback
 from tf_adaptive_dp.durable.ledger_file import SegmentFile
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
@@ -45,9 +45,10 @@ class ReleaseLog(PrivateCallback):
     release that `fit` began, with its noise multiplier and batch size, as soon as the first epoch
     begins. For each time that the process ended, it may also hold the releases of one more call
     that did not happen. So ε is never understated and never decreases. With `fsync` this also
-    covers a failure of the machine. It assumes that the file is kept and belongs to this training
-    run alone. Opening a copy of the file gives a warning, since the copy and the original each
-    count only their own releases.
+    covers a failure of the machine. It assumes that `expected_batch_size` is right: of batches that
+    turn out to be larger, the log learns when the call has returned. It also assumes that the file
+    is kept and belongs to this training run alone. Opening a copy of the file gives a warning,
+    since the copy and the original each count only their own releases.
 
     Args:
       path: the path of the log: a new file, or the log of the run to resume. Its directory is
@@ -167,6 +168,9 @@ class ReleaseLog(PrivateCallback):
         segments, announced = ledger.segments, self._file.segments
         if self._released is not announced and ledger.extends(segments, self._released):
             self._file.write(segments)  # first, the file must hold the truth
+            declared, counted = announced[-1].batch_size, segments[-1].batch_size
+            if counted > declared:
+                raise NotPrivateError(wrong_size(declared, counted))
             raise NotPrivateError(
                 "The releases differ from those announced. Put callbacks that change the noise or "
                 "the batch size before ReleaseLog, and call `announce` before each step of a "

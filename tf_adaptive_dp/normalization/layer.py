@@ -239,7 +239,9 @@ class PrivateNormalization(keras.layers.Layer):
             warnings.warn(
                 "The private normalization found nothing that stands out from its noise, and "
                 "leaves the inputs as they are from now on. It needs more examples, or less "
-                f"noise. Received: {examples.num_units} of them, noise with standard deviation "
+                "noise, that is, a larger epsilon of the plan. Otherwise scale the inputs by "
+                "public constants (`keras.layers.Rescaling`) and leave this layer out. Received: "
+                f"{examples.num_units} of them, noise with standard deviation "
                 f"{noise:.3g}",
                 stacklevel=level_of_caller(),
             )

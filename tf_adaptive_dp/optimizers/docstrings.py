@@ -17,9 +17,9 @@ l2_norm_clip: C, the bound on the L2 norm of each example's gradient; at least 1
     that many groups and clips the mean gradient of each group. This is faster, but adding or
     removing one example can change the sum by up to 2C, so the ledger records σ/2. All batches
     must have the same size.
-  expected_batch_size: L, the public constant that divides the noisy sum. `None` uses the size
-    of the first batch and requires all batches to have that size. Batches of random size
-    need a number.
+  expected_batch_size: L, the public constant that divides the noisy sum. `None` uses
+    `batch_size` of `fit` for arrays whose last batch is smaller, and otherwise the size of the
+    first batch, which all batches must have. Batches of random size need a number.
   clipping: `"flat"`; `"automatic"`, which normalizes every gradient; `"per_layer"` or a
     `PerLayerClipping`; `"adaptive"` or an `AdaptiveClipping`, whose first bound is
     `l2_norm_clip`.
@@ -51,8 +51,9 @@ side_information: `PublicGradients` or `FixedPreconditioner`. Also pass `PublicG
     `fit` as a callback.""",
     "raises": """\
 TypeError, ValueError: if an argument has the wrong type or is out of range.
-  NotPrivateError: in training, for anything that would void the guarantee: a scalar loss,
-    layers that mix examples, or gradients that did not come from the mechanism.""",
+  NotPrivateError: in training, for anything that would void the guarantee: a loss that is
+    not a sum or a mean over examples, layers that mix examples, or gradients that did not
+    come from the mechanism.""",
 }
 
 

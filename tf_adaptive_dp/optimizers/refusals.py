@@ -146,21 +146,31 @@ def refuse_counting(optimizer: Any, source: PerExampleGradients) -> None:
 def refuse_smaller_last_batch(optimizer: Any) -> None:
     """Rejects arrays in `fit` whose last batch is smaller, before anything is released.
 
-    Without this the step of that batch would fail, at the end of the first epoch.
+    Without this the step of that batch would fail, at the end of the first epoch. If examples are
+    clipped one by one, nothing is rejected: `batch_size` of `fit`, which is public, becomes the
+    expected batch size.
     """
     with tf.init_scope():
-        expected = optimizer.expected_batch_size
-    may_vary = expected is not None and optimizer.num_microbatches is None
+        expected, groups = optimizer.expected_batch_size, optimizer.num_microbatches
+        seen = optimizer.rows_per_batch
+    may_vary = expected is not None and groups is None
     sizes = None if may_vary else sizes_of_batches(optimizer)
-    if sizes is not None:
-        size, last = sizes
-        raise ValueError(
-            f"Batches vary in size: `fit` would make batches of {size} examples, and a last one of "
-            f"{last}. Received: expected_batch_size={expected}, num_microbatches="
-            f"{optimizer.num_microbatches}. Set `expected_batch_size={size}` (and no "
-            "`num_microbatches`), or make all batches equal (a `tf.data.Dataset` with "
-            "`batch(..., drop_remainder=True)`)."
-        )
+    if sizes is None:
+        return
+    size, last = sizes
+    plain = groups is None and optimizer.examples_per_user is None and num_replicas() == 1
+    if plain and seen in (0, size):
+        with tf.init_scope():
+            optimizer.expected_batch_size = size * optimizer.parts_per_batch
+        return
+    given = "" if groups is None else f", num_microbatches={groups}"
+    without = "" if groups is None else " without `num_microbatches`"
+    raise ValueError(
+        f"Batches vary in size: `fit` would make batches of {size} examples, and a last one of "
+        f"{last}. Pass `expected_batch_size` to the optimizer{without}, or make all batches equal "
+        "(a `tf.data.Dataset` with `batch(..., drop_remainder=True)`). Received: "
+        f"expected_batch_size={expected}{given}"
+    )
 
 
 def refuse_foreign_gradients(grads_and_vars: Sequence[tuple]) -> None:
