@@ -789,6 +789,23 @@ def test_statistics_that_keras_adapted_are_warned_of(recwarn):
     assert "`plan.normalization(x)`" in message and found.filename == __file__
 
 
+@pytest.mark.parametrize("units", ["pixels", "prices", "usual"])
+def test_inputs_and_targets_in_raw_units_are_warned_of(units):
+    plan = planned(epochs=1)
+    made = tf.keras.Sequential([tf.keras.Input(X.shape[1:]), tf.keras.layers.Dense(1)])
+    made.compile(plan.optimizer(dp.ADADP), "mse")
+    pixels = np.random.default_rng(0).integers(1, 256, X.shape).astype("uint8")
+    x, scale = (pixels, 1.0) if units == "pixels" else (X, 1e5 if units == "prices" else 1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan.fit(made, x, scale * X[:, 0], verbose=0)
+    about = [w for w in caught if "units" in str(w.message)]
+    says = {"pixels": ["Inputs have magnitudes up to 2"], "prices": ["Targets have"], "usual": []}
+    assert len(about) == len(says[units])
+    for warned, text in zip(about, says[units]):
+        assert text in str(warned.message) and warned.filename == __file__
+
+
 def test_weights_that_are_not_finite_are_refused_before_a_step():
     """Every gradient was NaN and counted as zero, and a whole run spent its ε on noise."""
     plan = planned(epochs=1)

@@ -24,6 +24,7 @@ from tf_adaptive_dp._keras.models import (
     leave_padding_out_of_metrics,
     steps_per_call,
 )
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting.ledger import Ledger, missing_events
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.callbacks.run_directory import (
@@ -55,7 +56,9 @@ from tf_adaptive_dp.sampling.sources import (
 )
 from tf_adaptive_dp.sampling.users import UserRecords
 from tf_adaptive_dp.validation.layer_findings import adapted_warning, has_own, named_layers
+from tf_adaptive_dp.validation.unit_findings import unit_findings
 
+_FEW = 32  # examples that tell their units
 _OUTSIDE = (
     "The model was trained outside the plan, by `model.fit` for example, so the plan cannot say "
     "what all of it has cost. `privacy_statement(model.optimizer, num_examples, delta)` can; pass "
@@ -247,6 +250,7 @@ class PlannedTraining:
         if directory is None:
             self._refuse_second_order(model.optimizer)
         source = self.source(*data)
+        _warn_of_units(model, source)
         run = None
         if directory is not None:
             run = RunDirectory(
@@ -525,6 +529,18 @@ def _require_finite_weights(model: keras.Model) -> None:
             "has NaN for statistics: fill the values in before. Received: NaN or infinity in "
             f"{', '.join(map(repr, inner or [model.name]))}"
         )
+
+
+def _warn_of_units(model: keras.Model, source: Arrays | Records) -> None:
+    """Warns of inputs and targets in raw units, by a few examples, before epsilon is spent."""
+    if not model.built:
+        return
+    some = np.arange(min(_FEW, len(source)))
+    rows = [np.zeros([len(some), *shape], dtype) for shape, dtype in source.parts]
+    source.fill(some, rows)
+    batch = tf.nest.pack_sequence_as(source.structure, [tf.convert_to_tensor(r) for r in rows])
+    for found in unit_findings(model, getattr(model, "loss", None), batch):
+        warnings.warn(f"{found.what} {found.fix}", stacklevel=level_of_caller())
 
 
 # Tensors that NumPy takes for one object, and what makes an array of them.

@@ -161,8 +161,8 @@ class PrivacyBudget(PrivateCallback):
             f"{covered} To train longer, call `fit` of another plan with this model, without "
             f"compiling it again: `PrivacyPlan(noise_multiplier={noise_multiplier!r}, epochs=...)` "
             "without `epsilon`, where `epochs` counts those so far. Its epsilon covers all of "
-            "them. If this is a new model, compile it with a new optimizer, `plan.optimizer(...)`: what "
-            "both models spent adds up."
+            "them. If this is a new model, compile it with a new optimizer, `plan.optimizer(...)`: "
+            "what both models spent adds up."
         )
 
     def on_train_begin(self, logs: dict | None = None) -> None:

@@ -94,7 +94,9 @@ def _largest(tensor: Any) -> float:
 
 def _of_inputs(model: tf.keras.Model, inputs: Any) -> list[Finding]:
     reader = _first_reader(model)
-    if reader is None or not tf.is_tensor(inputs) or not inputs.dtype.is_floating:
+    if reader is None or not tf.is_tensor(inputs):
+        return []
+    if not (inputs.dtype.is_floating or inputs.dtype.is_integer):  # as of pixels
         return []
     columns = _magnitudes(tf.cast(inputs, tf.float64).numpy())
     if not columns.size:
