@@ -122,6 +122,44 @@ def test_padding_does_not_hide_an_example():
         dp.side_information.check_disjoint(short.astype("int32"), ragged)
 
 
+def test_padding_of_inner_axes_does_not_hide_an_example():
+    public = tf.data.Dataset.from_tensors(tf.ragged.constant([[[1, 2], [3]], [[4], [5]]]))
+    private = tf.data.Dataset.from_tensors(tf.ragged.constant([[[1, 2], [3]], [[4], [5, 6, 7]]]))
+    for others in (private, np.array([[[1, 2, 0], [3, 0, 0]], [[8, 0, 0], [9, 0, 0]]], "int32")):
+        with pytest.raises(dp.NotPrivateError, match="1 of 2"):
+            dp.side_information.check_disjoint(public, others)
+    images = np.arange(1, 9).reshape([1, 2, 4]) % 4
+    with pytest.raises(dp.NotPrivateError, match="1 of 1"):
+        dp.side_information.check_disjoint(images, images.reshape([1, 8]))
+    # What follows the same entries in other places is another example.
+    dp.side_information.check_disjoint(np.array([[[1, 2], [3, 4]]]), np.array([[[1, 2, 3, 0]]]))
+    dp.side_information.check_disjoint(np.array([[[1, 2], [0, 3]]]), np.array([[[1, 2], [3, 0]]]))
+
+
+@pytest.mark.parametrize(
+    "public, private",
+    [
+        (np.array([[1, "a"]], object), np.array([[1.0, "a"], [np.nan, "b"]], object)),
+        (np.array([[True, None]], object), np.array([[np.int64(1), -np.nan], [3, 4]], object)),
+        (np.array([[np.nan, 1]]), np.array([[-np.nan, 1], [0, 1]])),
+        (np.array([["2020-01-01"]], "M8[D]"), np.array([["2020-01-01"], ["NaT"]], "M8[D]")),
+    ],
+)
+def test_equal_values_are_equal_whatever_their_bytes(public, private):
+    dp.side_information.check_disjoint(public, private[1:])
+    with pytest.raises(dp.NotPrivateError, match="1 of 2"):
+        dp.side_information.check_disjoint(public, private)
+
+
+def test_objects_that_are_neither_numbers_nor_texts_are_refused():
+    bad = np.empty([2, 1], object)
+    bad[:, 0] = [np.arange(3), np.arange(4)]
+    with pytest.raises(TypeError, match="`public` must hold numbers or texts.*Received.*ndarray"):
+        dp.side_information.check_disjoint(bad, bad)
+    with pytest.raises(TypeError, match="`data` must hold numbers or texts"):
+        dp.side_information.split_public(bad, 0.5)
+
+
 def test_texts_are_compared():
     public = np.array(["a film", "b"])
     dp.side_information.check_disjoint(public, batched(np.array(["a fil", "m b"])))

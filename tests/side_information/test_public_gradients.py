@@ -179,3 +179,130 @@ def test_the_release_waits_for_the_check_of_the_public_data(name):
             todo += [t.op for t in op.inputs] + list(op.control_inputs)
     reads = [op for op in seen if op.type == "ReadVariableOp" and op.inputs[0] is refreshed]
     assert reads
+
+
+ROWS = np.random.default_rng(5).normal(size=(16, 3)).astype("float32")
+TARGETS = ROWS[:, :1] + 1
+
+
+class OwnLoss(tf.keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return 10 * tf.reduce_mean(tf.reduce_sum((y - y_pred) ** 2, axis=-1))
+
+
+class Penalized(tf.keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(tf.reduce_mean(tf.reduce_sum(inputs**2, axis=-1)))
+        return inputs
+
+
+def regression(*layers, model_class=tf.keras.Sequential, **kwargs):
+    return model_class([tf.keras.Input([3]), tf.keras.layers.Dense(1, **kwargs), *layers])
+
+
+def of_two_outputs():
+    inputs = tf.keras.Input([3])
+    return tf.keras.Model(inputs, [tf.keras.layers.Dense(1)(inputs) for _ in range(2)])
+
+
+def with_penalty():
+    return regression(kernel_regularizer=tf.keras.regularizers.L2(0.5))
+
+
+def squared(reduction):
+    return tf.keras.losses.MeanSquaredError(reduction=reduction)
+
+
+MEAN, SUM = "sum_over_batch_size", "sum"
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    "make, loss",
+    [
+        (with_penalty, squared(SUM)),
+        (lambda: regression(Penalized(), model_class=OwnLoss), None),
+        (lambda: regression(Penalized()), squared(MEAN)),
+        (with_penalty, squared(MEAN)),
+        (regression, squared("none")),
+        (lambda: regression(model_class=OwnLoss), squared(MEAN)),
+        (of_two_outputs, [squared(SUM), squared(SUM)]),
+        (of_two_outputs, [squared(MEAN), squared(SUM)]),
+    ],
+)
+def test_public_gradients_are_those_of_a_private_step_without_noise(make, loss):
+    """Whatever the reduction and the added terms. The public batch has each example twice."""
+    model = make()
+    x, y = ROWS[:8], TARGETS[:8]
+    several = len(model.outputs) > 1
+    twice = tf.data.Dataset.from_tensors((ROWS, (TARGETS,) * 2 if several else TARGETS))
+    twice = twice.map(
+        lambda x, y: tf.nest.map_structure(lambda a: tf.concat([a[:8]] * 2, 0), (x, y))
+    )
+    start, steps = model.get_weights(), []
+    for mixing in (0.0, 1.0):
+        information = public(twice, rule="gradient")
+        optimizer = dp.optimizers.baselines.PDADPMD(
+            information, 1e6, 0.0, expected_batch_size=8, mixing=mixing, learning_rate=1.0
+        )
+        model.set_weights(start)
+        model.compile(optimizer, loss=loss)
+        model.fit(x, [y, y] if several else y, 8, verbose=0, callbacks=[information])
+        steps.append([a - b for a, b in zip(start, model.get_weights())])
+    assert np.abs(steps[1][0]).max() > 0.1
+    for of_public, of_private in zip(*steps):
+        np.testing.assert_allclose(of_public, of_private, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_may_be_unbuilt_and_leave_variables_out_of_the_loss():
+    class TwoHeads(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = tf.keras.layers.Dense(1), tf.keras.layers.Dense(1)
+
+        def call(self, inputs):
+            return self.used(inputs) + 0 * tf.stop_gradient(self.unused(inputs))
+
+    information = public(tf.data.Dataset.from_tensors((ROWS, TARGETS)))
+    model = TwoHeads()
+    model.compile(dp.AdaDPS(information, 1.0, 1.0), loss="mse")
+    information.update(model)
+    _, moments = model.optimizer.side_information_state
+    largest = [float(tf.reduce_max(m)) for m in moments]
+    assert len(largest) == 4 and sorted(m > 0 for m in largest) == [False, False, True, True]
+
+
+def test_an_optimizer_inside_of_loss_scaling_is_found():
+    information = public(tf.data.Dataset.from_tensors((ROWS, TARGETS)))
+    optimizer = dp.optimizers.baselines.AdaS(information)
+    model = regression(dtype="mixed_float16")
+    model.compile(tf.keras.mixed_precision.LossScaleOptimizer(optimizer), loss="mse")
+    model.fit(ROWS, TARGETS, 8, verbose=0, callbacks=[information])
+    assert refreshes(optimizer) == 2
+
+
+def test_empty_public_data_is_refused():
+    information = public(tf.data.Dataset.from_tensors((ROWS, TARGETS)).take(0))
+    model = regression()
+    model.compile(dp.AdaDPS(information, 1.0, 1.0), loss="mse")
+    with pytest.raises(ValueError, match="`dataset` must hold at least one batch.*Received: an em"):
+        model.fit(ROWS, TARGETS, 8, verbose=0, callbacks=[information])
+
+
+def test_metrics_do_not_count_public_batches():
+    class Counts(OwnLoss):
+        def compute_loss(self, *args, **kwargs):
+            self.seen.update_state(1.0)
+            return super().compute_loss(*args, **kwargs)
+
+        @property
+        def metrics(self):
+            return [*super().metrics, self.seen]
+
+    information = public(tf.data.Dataset.from_tensors((ROWS, TARGETS)))
+    model = regression(model_class=Counts)
+    model.seen = tf.keras.metrics.Sum(name="seen")
+    model.compile(dp.AdaDPS(information, 1.0, 1.0), loss="mse")
+    information.update(model)
+    assert refreshes(model.optimizer) == 1
+    assert float(model.seen.result()) == 0

@@ -14,31 +14,33 @@ from tf_adaptive_dp._keras.tracing import in_xla
 from tf_adaptive_dp._keras.variables import native
 
 
-def compiled_mean_loss(model: tf.keras.Model, batch: Any) -> tf.Tensor:
-    """The mean loss of a batch in training mode; the model's metrics do not count it.
+def uncounted_loss_of_step(model: tf.keras.Model, batch: Any) -> tf.Tensor:
+    """The loss of a batch in training mode, as `loss_of_step`; the model's metrics do not count it.
 
     Args:
-      model: a compiled model.
+      model: a built and compiled model.
       batch: x, (x, y) or (x, y, sample_weight).
 
     Returns:
-      A scalar.
+      What Keras makes of the losses of examples: their mean, or their sum or [B] if their
+      `reduction` says so.
     """
     x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(batch)
+    before = {id(v): (v, tf.identity(v)) for v in metric_variables(model)}
     outputs = model(x, training=True)
     # The loss keeps running means for the progress line; it creates them when it is built.
     if GENERATION == 3:
         of_model = model._compile_loss
-        if not of_model.built:
+        if of_model is not None and not of_model.built:
             of_model.build(y, outputs)
     else:
         of_model = model.compiled_loss
         if not of_model._built:
             of_model.build(outputs)
-    states = [v for metric in of_model.metrics for v in metric.variables]
-    values = [tf.identity(v) for v in states]
-    loss = tf.reduce_mean(of_model(y, outputs, sample_weight))
-    for state, value in zip(states, values):
+    for v in metric_variables(model):
+        before.setdefault(id(v), (v, tf.identity(v)))
+    loss = _loss_of_outputs(model, (x, y, outputs, sample_weight), training=True)
+    for state, value in before.values():
         state.assign(value)
     return loss
 
@@ -269,6 +271,12 @@ def loss_of_step(model: tf.keras.Model, batch: tuple, training: bool) -> tf.Tens
     """
     x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(batch)
     outputs = model(x, training=training)
+    return _loss_of_outputs(model, (x, y, outputs, sample_weight), training)
+
+
+def _loss_of_outputs(model: tf.keras.Model, values: tuple, training: bool) -> tf.Tensor:
+    """The loss of a training step from (x, y, outputs, sample_weight)."""
+    x, y, outputs, sample_weight = values
     if GENERATION == 3:
         return model._compute_loss(
             x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=training

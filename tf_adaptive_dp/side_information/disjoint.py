@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import numbers
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -34,8 +35,9 @@ def split_public(data: Any, share: float = 0.01, *, seed: int = 0) -> PublicSpli
     Examples that are not chosen but have the same features as a public one belong to neither part.
 
     Guarantee: no private example is public, by its index or by its features (`check_disjoint`).
-    Whether an example is left out depends only on that example and the public ones, so datasets
-    that differ in one private example still do after the split. The public examples are not
+    Whether an example is left out depends only on that example and the public ones. But which
+    ones are public depends on the number of examples. So split first: ε compares private parts
+    after the split that differ in one example, not datasets before it. The public examples are not
     protected at all. Take them from data that may be published, and split only once, since ε is
     for the private part of one split.
 
@@ -66,9 +68,9 @@ def split_public(data: Any, share: float = 0.01, *, seed: int = 0) -> PublicSpli
     count = max(1, round(share * size))
     order = np.random.default_rng(seed).permutation(size)
     chosen, others = np.sort(order[:count]), np.sort(order[count:])
-    digests = np.array(list(_digests(_features(data), None)), object)
-    public = set(digests[chosen])
-    kept = others[[d not in public for d in digests[others]]] if len(others) else others
+    digests = list(_digests("data", _features(data), None))
+    public = set().union(*(digests[i] for i in chosen))
+    kept = np.array([i for i in others if public.isdisjoint(digests[i])], others.dtype)
     if not len(kept):
         raise ValueError(
             f"No private example is left. Use a smaller `share`. Received: share={share!r} of "
@@ -88,9 +90,10 @@ def check_disjoint(public: Any, private: Any) -> None:
     would reveal what the noise hides.
 
     Guarantee: if the function returns, no private example has exactly the features of a public one,
-    byte by byte except for trailing zeros (padding). It does not find examples that were changed,
-    for instance by augmentation, or that a dataset did not yield this time. Labels are not
-    compared, and rows with a sample weight of 0 count as absent.
+    byte by byte except for trailing zeros (padding), along any axis. All NaNs are equal, and so are
+    numbers of the same value in arrays of objects. It does not find examples that were changed, for
+    instance by augmentation, or that a dataset did not yield this time. Labels are not compared,
+    and rows with a sample weight of 0 count as absent.
 
     Args:
       public: a `tf.data.Dataset` of batches x, (x, y) or (x, y, sample_weight), as `fit` takes
@@ -100,7 +103,8 @@ def check_disjoint(public: Any, private: Any) -> None:
     Raises:
       NotPrivateError: if private examples are in the public data. The message contains their
         number, which is not private.
-      TypeError, ValueError: if the data are not comparable, empty or endless.
+      TypeError, ValueError: if the data are not comparable, empty or endless, or hold objects that
+        are neither numbers nor texts.
 
     >>> x = np.arange(10.0)
     >>> check_disjoint((x[:2], x[:2]), (x[2:], x[2:]))
@@ -115,11 +119,11 @@ def check_disjoint(public: Any, private: Any) -> None:
             "`public` and `private` must have features of the same structure and dtypes; otherwise "
             f"equal examples are not found. Received: {public_kind} and {private_kind}"
         )
-    known = set(_all_digests("public", public))
+    known = set().union(*_all_digests("public", public))
     total = found = 0
-    for digest in _all_digests("private", private):
+    for digests in _all_digests("private", private):
         total += 1
-        found += digest in known
+        found += not known.isdisjoint(digests)
     for name, size in (("public", len(known)), ("private", total)):
         if not size:
             raise ValueError(f"`{name}` must hold at least one example. Received: none")
@@ -171,7 +175,7 @@ def _flat_with_paths(nest: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]
         yield from _flat_with_paths(part, (*path, key))
 
 
-def _all_digests(name: str, data: Any) -> Iterator[bytes]:
+def _all_digests(name: str, data: Any) -> Iterator[tuple[bytes, ...]]:
     for batch in data if isinstance(data, tf.data.Dataset) else [data]:
         x, _, weights = tf.keras.utils.unpack_x_y_sample_weight(batch)
         x = tf.nest.map_structure(_dense, x)
@@ -180,7 +184,7 @@ def _all_digests(name: str, data: Any) -> Iterator[bytes]:
         if weights is not None:
             each = [np.asarray(w).reshape(size, -1).any(1) for w in tf.nest.flatten(weights)]
             present = np.any(each, axis=0)
-        yield from _digests(x, present)
+        yield from _digests(name, x, present)
 
 
 def _dense(tensor: Any) -> np.ndarray:
@@ -201,25 +205,78 @@ def _num_examples(name: str, arrays: list[np.ndarray]) -> int:
     return sizes[0]
 
 
-def _digests(x: Any, present: np.ndarray | None) -> Iterator[bytes]:
-    """A hash of the features of each example that is present."""
+def _digests(name: str, x: Any, present: np.ndarray | None) -> Iterator[tuple[bytes, ...]]:
+    """Hashes of the features of each example that is present; equal examples share one of them.
+
+    The first is of all entries in a row, whatever their shape. If an example has several axes, the
+    second is of the entries without padding: inner axes, too, are as long as the batch needs.
+    """
     arrays = tf.nest.flatten(x)
+    several_axes = any(array.ndim > 2 for array in arrays)
     for i in range(len(arrays[0])):
         if present is not None and not present[i]:
             continue
-        hashed = hashlib.blake2b(digest_size=16)
-        for array in arrays:
-            row = _bytes(array[i])
-            hashed.update(len(row).to_bytes(8, "little") + row)
-        yield hashed.digest()
+        rows = [_canonical(name, np.asarray(array[i], array.dtype)) for array in arrays]
+        whole = _hash([_bytes(row) for row in rows])
+        yield (
+            (whole, _hash([_bytes_without_padding(r) for r in rows])) if several_axes else (whole,)
+        )
 
 
-def _bytes(row: Any) -> bytes:
+def _hash(parts: list[bytes]) -> bytes:
+    hashed = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        hashed.update(len(part).to_bytes(8, "little") + part)
+    return hashed.digest()
+
+
+def _canonical(name: str, row: np.ndarray) -> np.ndarray:
+    """One example's features, with the same bytes for equal values; texts are objects of bytes."""
+    kind = row.dtype.kind
+    if kind in "OSU":
+        texts = np.empty(row.size, object)
+        texts[:] = [_text(name, value) for value in row.reshape(-1).tolist()]
+        return texts.reshape(row.shape)
+    if kind in "mM":  # times
+        return row.astype(np.int64)
+    row = row + np.zeros([], row.dtype)  # -0.0 becomes 0.0
+    # NaNs differ in their sign and their last bits.
+    return row if kind in "biu" else np.where(row == row, row, np.array(np.nan, row.dtype))
+
+
+def _text(name: str, value: Any) -> bytes:
+    """An entry of an array of objects. A missing value makes the integers of a table floats."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return value.encode()
+    if value is None or type(value).__name__ == "NAType":  # pandas.NA
+        value = np.nan
+    if not isinstance(value, (numbers.Real, np.bool_)):
+        raise TypeError(
+            f"`{name}` must hold numbers or texts where its arrays have the dtype object: convert "
+            f"other features to arrays of numbers. Received: an entry of type "
+            f"{type(value).__name__}"
+        )
+    as_float = float(value)
+    return b"%d" % int(as_float) if as_float.is_integer() else repr(as_float).encode()
+
+
+def _bytes(row: np.ndarray) -> bytes:
     """The bytes of one example's features, without trailing zeros such as padding."""
-    row = np.asarray(row)
-    if row.dtype.kind not in "OSU":
-        return (row + np.zeros([], row.dtype)).tobytes().rstrip(b"\0")  # -0.0 becomes 0.0
-    texts = [t if isinstance(t, bytes) else str(t).encode() for t in row.reshape(-1).tolist()]
+    if row.dtype != object:
+        return row.tobytes().rstrip(b"\0")
+    texts = row.reshape(-1).tolist()
     while texts and not texts[-1]:
         texts.pop()
     return b"".join(len(t).to_bytes(8, "little") + t for t in texts)
+
+
+def _bytes_without_padding(row: np.ndarray) -> bytes:
+    """The shape and the bytes of features up to the last entry along each axis that is not zero."""
+    filled = row.astype(bool) if row.dtype == object else row != 0
+    for axis in range(row.ndim):
+        others = tuple(k for k in range(row.ndim) if k != axis)
+        used = np.flatnonzero(filled.any(axis=others))
+        row = row.take(range(used[-1] + 1 if len(used) else 0), axis)
+    return repr([n for n in row.shape if n != 1]).encode() + _bytes(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -10,7 +11,11 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
-from tf_adaptive_dp._keras.models import compiled_mean_loss
+from tf_adaptive_dp._keras.models import uncounted_loss_of_step
+from tf_adaptive_dp._keras.variables import native
+from tf_adaptive_dp.gradients.api import check_loss
+from tf_adaptive_dp.gradients.batch_axis.analysis import follow
+from tf_adaptive_dp.gradients.scalar_losses import take_apart
 from tf_adaptive_dp.side_information.disjoint import check_disjoint
 from tf_adaptive_dp.side_information.provenance import SideInformation, check_provenance
 from tf_adaptive_dp.update_rules import effective_step_size, second_moment
@@ -18,14 +23,39 @@ from tf_adaptive_dp.update_rules import effective_step_size, second_moment
 RULES = (*second_moment.RULES, "gradient")
 
 
-def _mean_gradients(model: tf.keras.Model, batch: Any) -> list[tf.Tensor]:
-    """The gradients of the model's mean loss on a batch; its metrics do not count the batch."""
+def _mean_gradients(
+    model: tf.keras.Model, batch: Any, is_private: bool, expected_batch_size: float | None
+) -> list[tf.Tensor]:
+    """The gradients of the model's mean loss on a batch; its metrics do not count the batch.
+
+    Optimizers without privacy follow a scalar as Keras reduces it, and so does this for them.
+    """
     with tf.GradientTape() as tape:
-        loss = compiled_mean_loss(model, batch)
-    return [
-        tf.convert_to_tensor(g)
-        for g in tape.gradient(loss, model.trainable_variables, unconnected_gradients="zero")
-    ]
+        loss = uncounted_loss_of_step(model, batch)
+        if loss.shape.rank != 0:
+            loss = tf.reduce_mean(loss)
+        elif is_private:
+            loss = _mean_over_examples(loss, expected_batch_size)
+    variables = [native(v) for v in model.trainable_variables]
+    gradients = tape.gradient(loss, variables, unconnected_gradients="zero")
+    return [tf.convert_to_tensor(g) for g in gradients]
+
+
+@tf.autograph.experimental.do_not_convert
+def _mean_over_examples(loss: tf.Tensor, expected_batch_size: float | None) -> tf.Tensor:
+    """The mean of the losses of which Keras made a sum or a mean, as private steps take it.
+
+    Sums would grow with the public batch, whose size is not that of the private ones.
+    """
+    check_loss(loss)
+    vector, _, penalties = take_apart(loss, *follow(loss), expected_batch_size)
+    shared = [p.term * tf.cast(p.factor, p.term.dtype) for p in penalties]
+    return tf.add_n([tf.reduce_mean(vector), *(tf.cast(t, vector.dtype) for t in shared)])
+
+
+def _unwrapped(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:
+    """The model's optimizer; Keras may have wrapped it to scale losses in float16."""
+    return getattr(model.optimizer, "inner_optimizer", model.optimizer)
 
 
 @keras.saving.register_keras_serializable("tf_adaptive_dp")
@@ -33,7 +63,8 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
     """Side information from public data, and the callback that refreshes it in `fit`.
 
     Every `every` minibatches the callback computes the gradient g of the model's mean loss on the
-    next public batch, and updates statistics by one of these rules:
+    next public batch, with the penalties and `add_loss` terms of a step of `fit`. With
+    `reduction="sum"`, too, g is that of the mean. It updates statistics by one of these rules:
 
     - `"rmsprop"`: v ← β·v + (1 − β)·g², with A = √(v + ε).
     - `"adagrad"`: v ← v + g², with A = √(v + ε).
@@ -163,37 +194,53 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
           model: the compiled model whose optimizer holds this object.
 
         Raises:
-          ValueError: if there is no dataset, as after loading, or another optimizer holds this.
+          NotPrivateError: if the loss is no sum or mean over examples, so that private steps would
+            be refused, too.
+          ValueError: if there is no dataset, as after loading, or it is empty, or another optimizer
+            holds this.
         """
-        if getattr(model.optimizer, "side_information", None) is not self:
+        optimizer = _unwrapped(model)
+        if getattr(optimizer, "side_information", None) is not self:
             raise ValueError(
                 "The model's optimizer must be the one that holds this PublicGradients: pass it "
-                f"as `side_information`. Received: {model.optimizer!r}"
+                f"as `side_information`. Received: {optimizer!r}"
             )
-        if not model.optimizer.is_between_steps():
+        if not optimizer.is_between_steps():
             return
-        if self._prepared_for is not model.optimizer:
-            self._prepare(model)
+        if self._prepared_for is not optimizer:
+            self._prepare(model, optimizer)
         self._refresh(next(self._batches))
 
-    def _prepare(self, model: tf.keras.Model) -> None:
+    def _prepare(self, model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer) -> None:
         if self.dataset is None:
             raise ValueError(
                 "PublicGradients was loaded without its dataset. Set "
                 "`model.optimizer.side_information.dataset` to the public data first."
             )
+        batches = iter(self.dataset.repeat())
+        first = next(batches, None)
+        if first is None:  # Keras would take the end of the data for that of its own
+            raise ValueError(
+                "`dataset` must hold at least one batch: check its filters, and `drop_remainder`. "
+                f"Received: an empty dataset, {self.dataset!r}"
+            )
+        if not model.built:
+            with model.distribute_strategy.scope():
+                model(tf.keras.utils.unpack_x_y_sample_weight(first)[0], training=False)
         model.optimizer.build(model.trainable_variables)
-        self._prepared_for = model.optimizer
-        self._batches = iter(self.dataset.repeat())
+        self._prepared_for = optimizer
+        self._batches = itertools.chain([first], batches)
 
         strategy = model.distribute_strategy
+        is_private = hasattr(optimizer, "ledger")
+        expected_batch_size = optimizer.expected_batch_size if is_private else None
 
         def refresh(batch: Any) -> None:
-            gradients = _mean_gradients(model, batch)
+            gradients = _mean_gradients(model, batch, is_private, expected_batch_size)
             if strategy.num_replicas_in_sync > 1:  # workers may read the data in different orders
                 context = tf.distribute.get_replica_context()
                 gradients = context.all_reduce(tf.distribute.ReduceOp.MEAN, gradients)
-            self._record(model.optimizer.side_information_state, gradients)
+            self._record(optimizer.side_information_state, gradients)
 
         self._refresh = tf.function(lambda batch: strategy.run(refresh, args=(batch,)))
 
@@ -217,7 +264,7 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
         if batch < self._next_refresh:
             return
         self.update(self.model)
-        optimizer = self.model.optimizer
+        optimizer = _unwrapped(self.model)
         if optimizer.is_between_steps():
             # Keras counts each part of an accumulated batch.
             parts = getattr(optimizer, "parts_per_batch", 1)
