@@ -266,3 +266,72 @@ def test_what_the_audit_cannot_use_is_refused():
     with pytest.raises(ValueError, match="one number for each canary"):
         loss = tf.keras.losses.MeanSquaredError()
         fit(linear(), CANARIES, PrivacyAudit(CANARIES, DELTA, score="loss", loss=loss))
+
+
+def test_types_of_the_data_change_no_canary():
+    words = Canaries(np.array([["horse"]] * 4), np.array([3] * 4), seed=1)
+    x, y = words.mix((np.array([["cat"]] * 3), np.zeros(3, np.uint8)))
+    assert x[-1, 0] == "horse" and y[-1] == 3 and y.dtype == np.uint8
+    large = Canaries(np.full(4, 0.1), np.full(4, 300), seed=1)
+    with pytest.raises(TypeError, match="`y` of the canaries.*Received: .*int64 that differ as i"):
+        large.mix((np.zeros(3, np.float32), np.zeros(3, np.int8)))
+    assert large.mix((np.zeros(3, np.float32), np.zeros(3, int)))[1][-1] == 300
+
+
+def attacked(score, epochs, claimed=1e-9):
+    """Warnings of an audit whose scores are given for each epoch."""
+    scores = iter(score)
+    audit = PrivacyAudit(
+        CANARIES, DELTA, score=lambda *_: next(scores), num_guesses=40, claimed_epsilon=claimed
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(epochs):
+            audit.on_epoch_end(epoch, {})
+        audit.on_train_end()
+    return audit, [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+
+
+def test_only_the_last_epoch_is_warned_of():
+    knows, nothing = CANARIES.included.astype(float), np.zeros(40)
+    assert not attacked([knows, nothing], 2)[1]
+    audit, said = attacked([nothing, knows], 2)
+    assert len(said) == 1 and "not as private as claimed" in said[0]
+    assert audit.report.num_correct > 30
+
+
+def test_scores_that_are_nan_count_as_the_lowest_and_are_warned_of_once():
+    scores = np.where(CANARIES.included, 1.0, np.nan)
+    audit, said = attacked([scores, scores], 2, claimed=None)
+    assert len(said) == 1 and "NaN counts as the lowest" in said[0]
+    assert audit.report == attacked([CANARIES.included], 1)[0].report
+
+
+@pytest.mark.parametrize("score", ["loss", "gradient"])
+def test_labels_without_the_axis_of_the_outputs_and_a_model_that_is_not_built(score):
+    y = np.arange(40, dtype=np.float32) % 3
+    scores = []
+    for labels, inputs in ((y, []), (y[:, np.newaxis], [tf.keras.Input([40])])):
+        canaries = Canaries(CANARIES.x, labels, seed=2)
+        dense = tf.keras.layers.Dense(1, kernel_initializer="zeros")
+        model = tf.keras.Sequential([*inputs, dense])
+        model.compile("sgd", "mse")
+        audit = PrivacyAudit(canaries, DELTA, score=score)
+        data = canaries.mix((CANARIES.x[:4], labels[:4]))
+        model.fit(*data, 64, epochs=2, shuffle=False, verbose=0, callbacks=[audit])
+        scores.append(audit._scores if score == "gradient" else audit._first_losses)
+    np.testing.assert_allclose(*scores, rtol=1e-5, atol=1e-6)
+
+
+def test_a_variable_that_the_loss_does_not_reach_moves_along_no_gradient():
+    inputs = tf.keras.Input([40])
+    first, second = (tf.keras.layers.Dense(1, name=name)(inputs) for name in "ab")
+    model = tf.keras.Model(inputs, {"a": first, "b": second})
+    model.compile("sgd", {"a": "mse", "b": "mse"})
+    audit = PrivacyAudit(
+        CANARIES, DELTA, score="gradient", loss=lambda y, z: tf.reduce_sum((y - z["a"]) ** 2, 1)
+    )
+    x, y = CANARIES.x, CANARIES.y
+    model.fit(x, {"a": y, "b": y}, verbose=0, callbacks=[audit])
+    moved = (audit._scores != 0).any(axis=0)
+    assert list(moved) == [True, True, False, False]

@@ -143,3 +143,23 @@ def test_a_batch_without_finite_gradients_proves_nothing():
     nothing = (np.full_like(BATCH[0], np.nan), BATCH[1])
     with pytest.raises(ValueError, match="an example whose gradient is finite. Received: none"):
         dp.validation.check_per_example(model(), nothing, loss=LOSS)
+
+
+def test_a_variable_that_the_loss_does_not_reach_has_no_gradient():
+    inputs = tf.keras.Input([5])
+    outputs = {name: layers.Dense(3, name=name)(inputs) for name in "ab"}
+    two = tf.keras.Model(inputs, outputs)
+    two.compile("sgd", {"a": tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)})
+    report = dp.validation.check_per_example(two, (BATCH[0], {"a": BATCH[1]}))
+    assert report.norm_error < 1e-5 and report.num_examples == 6
+
+
+def test_batches_that_are_not_dense_are_refused():
+    dense = tf.constant(BATCH[0])
+    for x, how in (
+        (tf.RaggedTensor.from_tensor(dense), "to_tensor"),
+        (tf.sparse.from_dense(dense), "to_dense"),
+    ):
+        for batch in ((x, BATCH[1]), x):
+            with pytest.raises(TypeError, match=f"`batch` must hold dense .*{how}.* Received: "):
+                dp.validation.check_per_example(model(), batch)

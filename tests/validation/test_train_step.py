@@ -1,5 +1,6 @@
 """`validate` searches a `train_step` of the model's own, and says so where it cannot."""
 
+import dp_accounting
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -146,3 +147,42 @@ def test_a_step_that_cannot_be_searched_is_not_called_fit():
 
     assert "does not compile: KeyError" in str(checked(Fails()).errors)
     assert "custom `make_train_function`" in str(checked(Makes()).errors)
+
+
+class OwnSchedule(tf.keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.1 / (1.0 + tf.cast(step, tf.float32))
+
+
+def fixed(provenance):
+    return dp.side_information.FixedPreconditioner(lambda v: 0.5, provenance=provenance)
+
+
+UNSAVED = {
+    "function": lambda: dp.AdaDPS(fixed("public"), 1.0, 1.0),
+    "provenance": lambda: dp.AdaDPS(fixed(dp_accounting.GaussianDpEvent(2.0)), 1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", UNSAVED)
+def test_an_optimizer_that_keras_cannot_save_is_searched_and_stays_as_it_is(name):
+    optimizer = UNSAVED[name]()
+    before = dict(vars(optimizer)), optimizer.side_information, optimizer.ledger.other_events
+    seen = checked(tf.keras.Sequential([tf.keras.Input([5]), layers.Dense(3)]), optimizer)
+    assert seen.ok, seen
+    after = dict(vars(optimizer)), optimizer.side_information, optimizer.ledger.other_events
+    assert after[1:] == before[1:]
+    assert all(after[0][key] is value for key, value in before[0].items())
+
+
+def test_an_optimizer_that_cannot_be_copied_is_a_finding():
+    optimizer = dp.DPSGD(1.0, 1.0, learning_rate=OwnSchedule())  # which has no `get_config`
+    seen = checked(tf.keras.Sequential([tf.keras.Input([5]), layers.Dense(3)]), optimizer)
+    assert not seen.ok and "It could not be copied" in str(seen.errors)
+
+
+def test_a_batch_without_targets_is_a_finding():
+    plain = tf.keras.Sequential([tf.keras.Input([5]), layers.Dense(3)])
+    plain.compile(dp.DPSGD(1.0, 1.0), LOSS)
+    (found,) = dp.validate(plain, BATCH[0]).errors
+    assert "has no targets" in found.what and found.fix == "Pass `(x, y)`."

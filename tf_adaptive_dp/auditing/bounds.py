@@ -176,7 +176,7 @@ def many_run_epsilon(
     delta, confidence = _check_parameters(delta, confidence)
     runs = []
     for name, scores in (("scores_with", scores_with), ("scores_without", scores_without)):
-        scores = _numbers(name, scores)
+        scores = as_numbers(name, scores)
         if scores.ndim != 1 or len(scores) < 2 or np.isnan(scores).any():
             raise ValueError(
                 f"`{name}` must be two or more numbers, one for each run. Received: shape "
@@ -216,7 +216,7 @@ def _check_parameters(delta: float, confidence: float) -> tuple[float, float]:
 
 def _checked_scores(scores: Any, included: Any) -> tuple[np.ndarray, np.ndarray]:
     checks.not_masked("included", included)
-    scores, included = _numbers("scores", scores), np.asarray(included)
+    scores, included = as_numbers("scores", scores), np.asarray(included)
     if included.ndim != 1 or included.dtype != bool or not len(included):
         raise ValueError(
             "`included` must be one bool for each canary. Received: "
@@ -232,7 +232,16 @@ def _checked_scores(scores: Any, included: Any) -> tuple[np.ndarray, np.ndarray]
     return scores.reshape(len(scores), -1), included
 
 
-def _numbers(name: str, scores: Any) -> np.ndarray:
+def as_numbers(name: str, scores: Any) -> np.ndarray:
+    """Converts scores to float64.
+
+    Args:
+      name: the argument that an error names.
+      scores: numbers of any type; NaN stays.
+
+    Raises:
+      TypeError: if they are no numbers, or masked.
+    """
     checks.not_masked(name, scores)
     try:
         return np.asarray(scores, np.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any, Callable
 
@@ -9,10 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.auditing import bounds
 from tf_adaptive_dp.auditing.example_losses import loss_of_examples
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.users import checked_ids
+from tf_adaptive_dp.validation.per_example import labels_for
 
 SCORES = ("loss", "gradient")
 _ROWS = 512  # canaries per call of the model
@@ -75,10 +78,12 @@ class Canaries:
           data: `(x, y)` or `(x, y, sample_weight)` of arrays, or nests of arrays.
 
         Returns:
-          The same structure. Canaries have sample weight 1.
+          The same structure and types; strings get as long as those of the canaries need. Canaries
+          have sample weight 1.
 
         Raises:
-          TypeError, ValueError: if the parts differ in length, or do not match the canaries.
+          TypeError, ValueError: if the parts differ in length or do not match the canaries, or if
+            the type of the data would change the values of the canaries by more than rounding.
         """
         if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
             raise TypeError(
@@ -94,12 +99,12 @@ class Canaries:
         included = [tf.nest.map_structure(lambda a: a[self.included], c) for c in (self.x, self.y)]
         if sample_weight:
             included.append(np.ones(int(self.included.sum()), np.float32))
-
-        def join(ours: Any, canaries: np.ndarray) -> np.ndarray:
-            ours = np.asarray(ours)
-            return np.concatenate([ours, canaries.astype(ours.dtype, casting="same_kind")])
-
-        return tf.nest.map_structure(join, (x, y, *sample_weight), tuple(included))
+        return tuple(
+            tf.nest.map_structure(functools.partial(_join, name), ours, canaries)
+            for name, ours, canaries in zip(
+                ("x", "y", "sample_weight"), (x, y, *sample_weight), included
+            )
+        )
 
     def mix_user_ids(self, user_ids: Any) -> np.ndarray:
         """Appends a user of its own for each included canary, as `mix` appends the canaries.
@@ -126,6 +131,40 @@ def _lengths(arrays: Any) -> list[int]:
     return sorted({leaf.shape[0] if leaf.shape else 0 for leaf in tf.nest.flatten(arrays)})
 
 
+def _join(name: str, ours: Any, canaries: np.ndarray) -> np.ndarray:
+    """Appends canaries to one array of the data; `name` is for errors."""
+    ours = np.asarray(ours)
+    dtype = ours.dtype
+    if dtype.kind == canaries.dtype.kind and dtype.kind in "US":
+        dtype = np.promote_types(dtype, canaries.dtype)  # the shorter type would cut strings
+    # The audit would attack other canaries than those that were trained on.
+    if not _keeps_values(canaries, dtype):
+        raise TypeError(
+            f"`{name}` of the canaries must keep its values in the type of `{name}` of the data. "
+            "Convert either of them before you mix. Received: canaries of type "
+            f"{canaries.dtype} that differ as {dtype}"
+        )
+    return np.concatenate([ours.astype(dtype, copy=False), canaries.astype(dtype, copy=False)])
+
+
+def _keeps_values(array: np.ndarray, dtype: np.dtype) -> bool:
+    """Whether a cast to a type changes no value, except that it may round floats."""
+    if array.dtype == dtype or dtype.kind == "O":
+        return True
+    if array.dtype.kind != dtype.kind and (array.dtype.kind in "US" or dtype.kind in "US"):
+        return False  # a number and its digits
+    try:
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            cast = array.astype(dtype)
+    except (TypeError, ValueError):
+        return False
+    if array.dtype.kind == dtype.kind and dtype.kind in "fc":
+        rounding, smallest = float(np.finfo(dtype).eps), float(np.finfo(dtype).tiny)
+        return np.allclose(cast, array, rtol=rounding, atol=smallest, equal_nan=True)
+    return bool(np.all(cast == array))
+
+
 class PrivacyAudit(tf.keras.callbacks.Callback):
     """Attacks the training run that it is part of, and reports the ε that the attack proves.
 
@@ -142,9 +181,11 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
     probability `confidence` over the run and the inclusion of the canaries. The largest bound of
     several epochs does not. The bound is about the training as a whole, canaries included, at the
     given δ. It bounds the ε of an example, or that of a user if users are protected and each canary
-    is a user (`Canaries.mix_user_ids`). A low bound does not prove privacy. A bound above
-    `claimed_epsilon` refutes the claim; expect one false warning in 1 / (1 - `confidence`) sound
-    training runs. Like the training loss, the bound is not covered by ε.
+    is a user (`Canaries.mix_user_ids`). A low bound does not prove privacy. A bound of the last
+    epoch above `claimed_epsilon` refutes the claim, and `fit` warns of it when it ends. A sound
+    `fit` whose number of epochs was chosen in advance warns falsely with a probability of at most
+    1 - `confidence`. Scores that are NaN count as the lowest, which keeps the bound valid. Like the
+    training loss, the bound is not covered by ε.
 
     Args:
       canaries: the `Canaries` whose `mix` made the training data.
@@ -155,7 +196,8 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
         reduction over the batch.
       confidence: in (0, 1).
       num_guesses: see `one_run_epsilon`.
-      claimed_epsilon: the claimed ε of the training; a larger bound causes a warning.
+      claimed_epsilon: the claimed ε of the training; a larger bound of the last epoch causes a
+        warning when training ends.
 
     Attributes:
       report: the `OneRunReport` of the last epoch, or `None`.
@@ -197,13 +239,17 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
         bounds.one_run_epsilon(np.zeros(len(canaries)), canaries.included, **self._audit)
         self.report: bounds.OneRunReport | None = None
         self._attacked: tf.keras.Model | None = None
+        self._warned_of_nan = False
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Records the state before the training; called by Keras."""
         if self._attacked is not self.model:  # otherwise this `fit` continues the same training
             self._attacked = self.model
             self._scores = np.zeros([])
+            self._warned_of_nan = False
             if not callable(self.score):
+                if not self.model.built:  # without an input layer there are no weights yet
+                    self.model(self._rows(0, _ROWS)[0], training=False)
                 self._loss = self.loss or self._loss_of_model()
                 self._gradients = tf.function(self._one_gradient)
             if self.score == "loss":
@@ -222,11 +268,35 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Attacks and reports; called by Keras."""
-        scores = self._attack()
+        scores = self._without_nan(bounds.as_numbers("scores", self._attack()))
         self.report = bounds.one_run_epsilon(scores, self.canaries.included, **self._audit)
-        bound = self.report.epsilon_lower_bound
         if logs is not None:
-            logs["audit_epsilon"] = bound
+            logs["audit_epsilon"] = self.report.epsilon_lower_bound
+
+    def _without_nan(self, scores: np.ndarray) -> np.ndarray:
+        """Ranks NaN lowest: a rule that does not know the coins keeps the bound valid."""
+        missing = np.isnan(scores)
+        if not missing.any():
+            return scores
+        if not self._warned_of_nan:
+            self._warned_of_nan = True
+            warnings.warn(
+                "Scores of the audit must be numbers: NaN counts as the lowest score, so that the "
+                "bound is valid but may be low. If the losses became NaN, lower the learning rate. "
+                f"Received: {missing.sum()} NaN among {missing.size} scores",
+                stacklevel=3,
+            )
+        return np.where(missing, -np.inf, scores)
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """Warns if the last epoch refutes the claim; called by Keras.
+
+        Each epoch has its own chance of a false bound, so a warning after each would be false more
+        often than 1 - `confidence`.
+        """
+        if self.report is None:
+            return
+        bound = self.report.epsilon_lower_bound
         if self.claimed_epsilon is not None and bound > self.claimed_epsilon:
             warnings.warn(
                 f"With probability {self.report.confidence:g} this training is not as private as "
@@ -264,12 +334,16 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
         for variable, value in zip(self.model.trainable_variables, values):
             variable.assign(value)
 
+    def _losses_of(self, x: Any, y: Any) -> tf.Tensor:
+        outputs = self.model(x, training=False)
+        return self._loss(labels_for(self._loss, y, outputs), outputs)
+
     def _losses(self) -> np.ndarray:
         """[m], the loss of each canary."""
         parts = []
         for start in range(0, len(self.canaries), _ROWS):
             x, y = self._rows(start, start + _ROWS)
-            parts.append(np.atleast_1d(self._loss(y, self.model(x, training=False))))
+            parts.append(np.atleast_1d(self._losses_of(x, y)))
         losses = np.concatenate(parts)
         if losses.shape != (len(self.canaries),):
             raise ValueError(
@@ -291,9 +365,10 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
 
     def _one_gradient(self, x: Any, y: Any, moved: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         """Inner products by variable, and the squared norm, of the gradient of one example."""
-        variables = self.model.trainable_variables
+        # TensorFlow makes zeros only for its own variables, not for those of Keras 3.
+        variables = [native(v) for v in self.model.trainable_variables]
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(self._loss(y, self.model(x, training=False)))
+            loss = tf.reduce_sum(self._losses_of(x, y))
         gradients = tape.gradient(loss, variables, unconnected_gradients="zero")
         gradients = [tf.convert_to_tensor(g) for g in gradients]
         products = tf.stack(

@@ -558,6 +558,23 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         """
         self._refused_state.require_decision(self.ledger)
 
+    def copy_to_inspect(self) -> DPOptimizer:
+        """Another optimizer with the same arguments, with which `validate` traces a step.
+
+        It shares the side information, which Keras may be unable to save, as with a function or a
+        private provenance. Its ledger lacks the `other_events`, so do not train with it.
+        """
+        information, events = self.side_information, self.ledger.other_events
+        self._preconditioning.side_information, self.ledger.other_events = None, ()
+        try:
+            config = self.get_config()
+        finally:
+            self._preconditioning.side_information = information
+            self.ledger.other_events = events
+        if information is not None:
+            config["side_information"] = information
+        return type(self).from_config(config)
+
     def get_config(self) -> dict:
         """The arguments that make the same optimizer, and the ledger.
 

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Callable, NamedTuple
 
 import numpy as np
+import scipy.sparse
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.layers import is_compiled, set_dtype_policy
 from tf_adaptive_dp._keras.models import loss_of_step
+from tf_adaptive_dp._keras.variables import native
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.absent_rows import PADDING_CONTRIBUTES, find_present
 from tf_adaptive_dp.gradients.api import check_loss, per_example_gradients
@@ -27,6 +29,11 @@ from tf_adaptive_dp.validation.repeatable import unchanged
 
 # The error that passes in float16 and bfloat16, where the rounding of one number is up to .4%.
 _ROUNDING = 0.05
+# What `fit` refuses, and what to do instead.
+_NOT_DENSE = {
+    tf.RaggedTensor: "Pad a ragged tensor by its `to_tensor()`; the model can mask padding.",
+    tf.SparseTensor: "Convert a sparse tensor with `tf.sparse.to_dense`.",
+}
 # From a batch, and whether the model trains, to the loss vector.
 Losses = Callable[[tuple, bool], tf.Tensor]
 
@@ -306,7 +313,7 @@ def checked_batch(model: tf.keras.Model, batch: Any, loss: Any = None) -> tuple:
     """
     if not isinstance(model, tf.keras.Model):
         raise TypeError(f"`model` must be a Keras model. Received: model={model!r}")
-    if isinstance(batch, (dict, np.ndarray, tf.Tensor)):
+    if isinstance(batch, (dict, np.ndarray, tf.Tensor, *_NOT_DENSE)):
         batch = (batch,)
     if isinstance(batch, tf.data.Dataset):
         raise TypeError(
@@ -324,6 +331,7 @@ def checked_batch(model: tf.keras.Model, batch: Any, loss: Any = None) -> tuple:
             f"Received: x alone, of type {type(batch[0]).__name__}"
         )
     for leaf in tf.nest.flatten(tuple(batch)):
+        _refuse_not_dense(leaf)
         if leaf is not None and not getattr(leaf, "shape", None):
             raise TypeError(
                 "`batch` must hold arrays or tensors with one row for each example, or nests of "
@@ -332,12 +340,40 @@ def checked_batch(model: tf.keras.Model, batch: Any, loss: Any = None) -> tuple:
     return tf.nest.map_structure(_as_tensor, tuple(batch))
 
 
+def _refuse_not_dense(leaf: Any) -> None:
+    how = next((how for kind, how in _NOT_DENSE.items() if isinstance(leaf, kind)), None)
+    if scipy.sparse.issparse(leaf):
+        how = "Convert a sparse matrix by its `toarray()`."
+    if how is not None:
+        raise TypeError(
+            "`batch` must hold dense arrays or tensors: sparse and ragged ones do not have the "
+            f"batch as axis 0, and `fit` cannot train on them privately. {how} Received: "
+            f"{type(leaf).__name__} of shape {leaf.shape} in it"
+        )
+
+
 def _as_tensor(value: Any) -> tf.Tensor | None:
     if value is None:
         return None
     if isinstance(value, np.ndarray) and value.dtype == np.float64:
         value = value.astype(tf.keras.backend.floatx())
     return tf.convert_to_tensor(value)
+
+
+def labels_for(loss: Any, y: Any, outputs: Any) -> Any:
+    """Gives a Keras loss labels [B] as [B, 1] if the outputs have this shape, as `fit` does.
+
+    Otherwise a loss may compare each output with the labels of all examples.
+
+    Args:
+      loss: functions of the user's own that are no Keras loss get the labels as they are.
+      y: the labels.
+      outputs: what the model returned.
+    """
+    if isinstance(loss, tf.keras.losses.Loss) and tf.is_tensor(outputs) and tf.is_tensor(y):
+        if outputs.shape.rank == 2 and outputs.shape[1] == 1 == y.shape.rank:
+            return y[:, tf.newaxis]
+    return y
 
 
 def batch_specs(batch: tuple) -> tuple[tuple, tuple]:
@@ -412,10 +448,7 @@ def loss_function(model: tf.keras.Model, loss: Callable[..., tf.Tensor]) -> Loss
     def losses(batch: tuple, training: bool) -> tf.Tensor:
         x, y, *sample_weight = batch
         outputs = model(x, training=training)
-        if isinstance(loss, tf.keras.losses.Loss) and tf.is_tensor(outputs):
-            if outputs.shape.rank == 2 and outputs.shape[1] == 1 == y.shape.rank:
-                y = y[:, tf.newaxis]
-        values = loss(y, outputs)
+        values = loss(labels_for(loss, y, outputs), outputs)
         check_loss(values)
         added = [tf.cast(t, values.dtype) for t in model.losses if t.shape.rank == 1]
         if sample_weight:
@@ -465,7 +498,9 @@ def _gradients_alone(
         )
         with tf.GradientTape() as tape:
             value = tf.reduce_sum(losses(one, training))
-        found = tape.gradient(value, variables, unconnected_gradients="zero")
+        # TensorFlow makes zeros only for its own variables, not for those of Keras 3.
+        own = [native(v) for v in variables]
+        found = tape.gradient(value, own, unconnected_gradients="zero")
         gradients.append([tf.convert_to_tensor(g).numpy().astype("float64") for g in found])
     return gradients
 

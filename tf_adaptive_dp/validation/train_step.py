@@ -72,6 +72,11 @@ def trace_step(
         what = "It has a custom `train_step` and is not compiled, so the step was not searched."
         found = Finding("not searched", "model", what, _COMPILE)
         return TracedStep([found], False, False, [])
+    if hasattr(optimizer, "ledger"):
+        try:
+            optimizer.copy_to_inspect()
+        except Exception as error:  # noqa: BLE001, whatever a user's `get_config` raises
+            return _refused([_not_copied(error)])
     if trained.run_eagerly:
         return _run_eagerly(model, trained, optimizer, batch)
     free, fixed = batch_specs(batch)
@@ -126,6 +131,16 @@ def _releases_nothing() -> TracedStep:
     return _refused([Finding("not private", "model", what, fix)])
 
 
+def _not_copied(error: Exception) -> Finding:
+    return Finding(
+        "not searched",
+        "optimizer",
+        f"It could not be copied, so the step was not searched: {type(error).__name__}: {error}",
+        "Let its `get_config` return all arguments of its `__init__`, and register your own "
+        "classes and functions among them by `keras.saving.register_keras_serializable()`.",
+    )
+
+
 def _not_traced(error: Exception) -> Finding:
     lines = message_lines(error)
     said = lines[-1] if lines else ""
@@ -157,19 +172,9 @@ def _stand_in(model: tf.keras.Model, optimizer: Any, findings: list[Finding]) ->
 
     if not hasattr(optimizer, "ledger"):
         return _SearchingOptimizer(searched(_search))
-    copy = copied(optimizer)
+    copy = optimizer.copy_to_inspect()
     copy.compute_gradients = searched(copy.compute_gradients)
     return copy
-
-
-def copied(optimizer: Any) -> Any:
-    """An optimizer with the same arguments; what Keras cannot save is left out of its ledger."""
-    ledger = optimizer.ledger
-    events, ledger.other_events = ledger.other_events, ()
-    try:
-        return type(optimizer).from_config(optimizer.get_config())
-    finally:
-        ledger.other_events = events
 
 
 def _search(loss: tf.Tensor, variables: Sequence[Any], tape: Any) -> None:
@@ -215,7 +220,7 @@ def _run_eagerly(
 
     stand_in: Any = _SearchingOptimizer(search)
     if hasattr(optimizer, "ledger"):
-        stand_in = copied(optimizer)
+        stand_in = optimizer.copy_to_inspect()
         stand_in.compute_gradients = search
     with _compiled_with(trained, stand_in), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # training will say what an eager step cannot search

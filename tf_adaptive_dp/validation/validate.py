@@ -224,6 +224,11 @@ def _inspect(
     elif comparable:
         subject = _subject(model, loss, loss_weights, optimizer)
         loss = subject.loss
+        if _lacks_targets(subject, batch):
+            what = "The batch has no targets, but the model is compiled with a loss."
+            found.append(Finding("no targets", "batch", what, "Pass `(x, y)`."))
+            comparable = False
+    if failed is None and comparable:
         with unchanged(subject.trained):
             step = trace_step(model, subject.trained, optimizer, batch)
         found += [f for f in step.findings if f not in found]
@@ -238,6 +243,16 @@ def _inspect(
         found = _joined(found, layer_findings(model), accepted)
         found += statistics_findings(model, optimizer)
     return ValidationReport(_sorted([*found, *_own_steps(model)]), (), probed, model, loss)
+
+
+def _lacks_targets(subject: _Subject, batch: tuple) -> bool:
+    """Whether Keras's own training step needs targets that are not there."""
+    if len(batch) > 1 and batch[1] is not None:
+        return False
+    methods = ("train_step", "compute_loss", "make_train_function")
+    if not is_compiled(subject.trained) or any(has_own(subject.model, m) for m in methods):
+        return False
+    return any(part is not None for part in tf.nest.flatten(subject.loss))
 
 
 def _build(model: tf.keras.Model, inputs: Any) -> Finding | None:
