@@ -246,6 +246,17 @@ def test_the_budget_stops_before_the_step_that_would_overspend(name, compile_wit
     assert model.optimizer.ledger.num_releases == (5 if step == 1 else 4)
 
 
+# With a smaller last batch, the optimizer finds its size in `fit`.
+@pytest.mark.parametrize("rows", [32, 36])
+def test_a_batch_size_that_is_not_that_of_fit_is_refused(rows):
+    budget = dp.PrivacyBudget(99.0, DELTA, N, batch_size=8, full_passes=False)
+    model, (x, y) = catalogue.mlp(), catalogue.data(rows)
+    model.compile(catalogue.make("DPSGD", noise_multiplier=1.0), loss=catalogue.loss())
+    with pytest.raises(ValueError, match="must be that of `fit`, which is 16.*batch_size=8"):
+        model.fit(x, y, batch_size=16, verbose=0, callbacks=[budget])
+    assert model.optimizer.ledger.num_releases == 1
+
+
 @pytest.mark.parametrize("room, verbose, says", [(6, 2, True), (6, 0, False), (99, 2, False)])
 def test_the_budget_says_that_it_stopped(capsys, room, verbose, says):
     limit = epsilon(1.0, 8 / N, room, DELTA) * (1 + 1e-9)

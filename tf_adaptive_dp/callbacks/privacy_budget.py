@@ -71,7 +71,8 @@ class PrivacyBudget(PrivateCallback):
     ):
         super().__init__(optimizer)
         self._per_step = checks.integer("releases_per_step", releases_per_step, 1)
-        self._released, self._epoch, self._stopped = 0, 0, False
+        self._released, self._epoch = 0, 0
+        self._stopped = self._guessed = False
         self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)
         self.delta = checks.probability("delta", delta)
         self.num_examples = checks.integer("num_examples", num_examples, 1)
@@ -88,8 +89,10 @@ class PrivacyBudget(PrivateCallback):
         """How many more releases fit with the optimizer's current parameters."""
         optimizer = self.optimizer
         noise_multiplier, size = optimizer.next_release()
-        if None not in (size, self.batch_size) and optimizer.expected_batch_size is None:
+        # In `fit` the optimizer may find its size after the first step was priced.
+        if size is not None and (self._guessed or optimizer.expected_batch_size is None):
             self._compare_batch_size(size)
+        self._guessed |= size is None
         size = size or self.batch_size
         if size is None:
             raise ValueError(
@@ -121,7 +124,7 @@ class PrivacyBudget(PrivateCallback):
 
     def _compare_batch_size(self, size: float) -> None:
         """Rejects a wrong `batch_size`, since the first step was priced with it."""
-        if size != self.batch_size:
+        if self.batch_size not in (None, size):
             raise ValueError(
                 f"`batch_size` must be that of `fit`, which is {size:g}: the first step was "
                 "checked against the budget with another batch size. Received: "
@@ -173,7 +176,7 @@ class PrivacyBudget(PrivateCallback):
         self.warn_of_steering()
         begin_batches_anew(optimizer)
         self._fed.begin(optimizer, steps_per_epoch(self))
-        self._priced, self._stopped = (), False
+        self._priced, self._stopped, self._guessed = (), False, False
         self._require_room()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
