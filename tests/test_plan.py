@@ -276,6 +276,26 @@ def test_optimizers_that_are_not_the_plans_are_refused():
         plan.statement()
 
 
+class Stops(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = True
+
+
+@pytest.mark.slow_on(2)
+def test_a_run_that_a_callback_stopped_says_that_it_will_go_on(tmp_path, capsys):
+    plan, said = planned(), "after 8 of 16 steps.*another call of `fit` continues"
+    model = model_of(plan)
+    for kwargs, says in ({"verbose": 0}, False), ({"verbose": 2}, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of several models
+            folder = tmp_path / str(says)
+            plan.fit(model_of(plan), X, Y, directory=folder, callbacks=Stops(), **kwargs)
+        assert bool(re.search(said, capsys.readouterr().out, re.S)) == says
+    plan.fit(model, X, Y, directory=folder, verbose=2)
+    assert model.optimizer.ledger.num_releases == 16
+    assert not re.search(said, capsys.readouterr().out, re.S)
+
+
 def test_callbacks_come_as_keras_takes_them():
     seen = []
     one = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: seen.append(True))

@@ -353,12 +353,8 @@ class PlannedTraining:
             )
         if finished:  # as `fit` does after the last epoch, for averages of the weights
             model.optimizer.finalize_variable_values(model.trainable_variables)
-            if fit_arguments.get("verbose", "auto"):
-                print(
-                    f"Nothing was trained: the run in {str(directory)!r} is finished, and "
-                    "the model has the weights that it saved last. To train anew, pass a new "
-                    "directory."
-                )
+        if run is not None and fit_arguments.get("verbose", "auto"):
+            _say_what_is_left(run, str(directory), finished)
         of_keras.epoch = [row["epoch"] for row in history.rows]
         names = {name: None for row in history.rows for name in row["logs"]}
         of_keras.history = {
@@ -528,6 +524,21 @@ def _require_finite_weights(model: keras.Model) -> None:
             "epsilon would be spent on noise. A layer that is adapted to data with missing values "
             "has NaN for statistics: fill the values in before. Received: NaN or infinity in "
             f"{', '.join(map(repr, inner or [model.name]))}"
+        )
+
+
+def _say_what_is_left(run: RunDirectory, directory: str, was_finished: bool) -> None:
+    """Prints what a call of `fit` did not do, or will do if it is repeated."""
+    if was_finished:
+        print(
+            f"Nothing was trained: the run in {directory!r} is finished, and the model has the "
+            "weights that it saved last. To train anew, pass a new directory."
+        )
+    elif not run.is_finished:
+        print(
+            f"A callback stopped the run in {directory!r} after {run.log.num_releases} of "
+            f"{run.log.steps} steps. Save the model to keep it as it is: another call of `fit` "
+            "continues the run and spends the rest of epsilon."
         )
 
 
