@@ -296,6 +296,7 @@ def test_a_run_that_a_callback_stopped_says_that_it_will_go_on(tmp_path, capsys)
     assert not re.search(said, capsys.readouterr().out, re.S)
 
 
+@pytest.mark.slow_on(2)
 def test_callbacks_come_as_keras_takes_them():
     seen = []
     one = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: seen.append(True))

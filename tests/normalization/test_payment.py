@@ -20,6 +20,9 @@ from tests.helpers.normalized import (
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.normalization import PrivateNormalization
 
+# The layer has quick tests with both versions of Keras.
+pytestmark = pytest.mark.slow_on(2)
+
 
 def epsilon_of(event, delta):
     accountant = dp_accounting.rdp.RdpAccountant()

@@ -88,6 +88,7 @@ def test_a_callback_that_trains_on_after_the_last_step_is_refused(tmp_path):
         found_by(tmp_path, with_16_examples, callbacks=[TrainsOn()])
 
 
+@pytest.mark.slow_on(2)
 def test_a_model_that_trains_twice_is_refused(tmp_path):
     class Twice(tf.keras.Sequential):
         def fit(self, *args, callbacks=(), **kwargs):
@@ -131,6 +132,7 @@ def test_batches_without_the_weights_that_mark_their_padding_are_refused(tmp_pat
         )
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @STRATEGIES
 @pytest.mark.parametrize("steps_per_call", [1, 4])

@@ -131,6 +131,7 @@ def test_where_the_winner_was_tried_changes_dates_alone(tmp_path, monkeypatch, f
                 np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow_on(2)
 def test_random_layers_that_models_share_do_not_tell_how_many_there_were(
     tmp_path, monkeypatch, forced
 ):
