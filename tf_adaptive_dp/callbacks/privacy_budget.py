@@ -216,7 +216,7 @@ class PrivacyBudget(PrivateCallback):
         It also forgets the metrics of an epoch that ended early.
         """
         forget_saved_metrics(self.model)
-        params = self.params or {}  # which some users' own loops do not set
+        params = getattr(self, "params", None) or {}  # loops of one's own may set none
         epochs = params.get("epochs", 0)
         if self._stopped and self._epoch + 1 < epochs and params.get("verbose"):
             print(
