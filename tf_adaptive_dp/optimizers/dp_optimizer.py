@@ -367,7 +367,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             with tf.init_scope():
                 num_releases = self.ledger.num_releases
             self._mechanism.noise.require_fit(num_releases)
-        refusals.refuse_smaller_last_batch(self)
+        refusals.settle_batch_size(self)
         self._loss_scaling.refuse_wrapper(self)
 
     def _release(

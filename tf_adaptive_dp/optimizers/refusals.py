@@ -1,6 +1,7 @@
 """Checks that reject what would break the optimizers' guarantee.
 
-One thing is not rejected but changed, with a warning: TensorFloat-32 is turned off.
+Two things are not rejected but changed: TensorFloat-32 is turned off, with a warning, and the
+batch size of `fit` becomes the expected one where that is what a user would have to pass.
 """
 
 from __future__ import annotations
@@ -143,12 +144,12 @@ def refuse_counting(optimizer: Any, source: PerExampleGradients) -> None:
         )
 
 
-def refuse_smaller_last_batch(optimizer: Any) -> None:
-    """Rejects arrays in `fit` whose last batch is smaller, before anything is released.
+def settle_batch_size(optimizer: Any) -> None:
+    """Takes the expected batch size from `fit` if the last batch of its arrays is smaller.
 
-    Without this the step of that batch would fail, at the end of the first epoch. If examples are
-    clipped one by one, nothing is rejected: `batch_size` of `fit`, which is public, becomes the
-    expected batch size.
+    `batch_size` of `fit` is public. Where it cannot be the expected size, as with microbatches,
+    such arrays are rejected before anything is released; otherwise the step of the last batch would
+    fail, at the end of the first epoch.
     """
     with tf.init_scope():
         expected, groups = optimizer.expected_batch_size, optimizer.num_microbatches
