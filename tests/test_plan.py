@@ -11,6 +11,7 @@ import warnings
 import dp_accounting
 import numpy as np
 import pytest
+import scipy.sparse
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
@@ -197,7 +198,7 @@ REFUSED = {
     "a ragged tensor": (
         lambda: fit_with(tf.ragged.constant([[1.0]] * N), Y),
         TypeError,
-        r"`x` must have rows of one shape. Pad a ragged .*`x.to_tensor\(\)`.*a RaggedTensor$",
+        r"`x` must hold dense .* Pad a ragged .*`to_tensor\(\)`.*a RaggedTensor of shape ",
     ),
     "a list of different rows": (
         lambda: fit_with([[1.0, 2.0], [3.0]], Y[:2]),
@@ -207,7 +208,12 @@ REFUSED = {
     "a sparse tensor in a dict": (
         lambda: fit_with({"a": X, "b": tf.sparse.from_dense(X)}, Y),
         TypeError,
-        r"`x`.*`tf.sparse.to_dense\(x\)`. Received: a SparseTensor$",
+        r"`x` must hold dense .*`tf.sparse.to_dense`. Received: a SparseTensor of shape ",
+    ),
+    "a sparse matrix": (
+        lambda: fit_with(scipy.sparse.csr_matrix(X), Y),
+        TypeError,
+        r"`x` must hold dense .*`toarray\(\)`. Received: a csr_matrix of shape ",
     ),
     "too few": (lambda: fit_with(X[1:], Y[1:]), ValueError, "trained on. Received: 63 examples"),
     "batches of Keras": (

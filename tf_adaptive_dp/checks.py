@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import numpy as np
+import scipy.sparse
+import tensorflow as tf
 
 from tf_adaptive_dp._keras.models import tunes_steps_per_call
 from tf_adaptive_dp._keras.variables import paths_named
 
 _Value = TypeVar("_Value")
+_MADE_DENSE = {
+    tf.RaggedTensor: "Pad a ragged tensor by its `to_tensor()`; the model can mask padding.",
+    tf.SparseTensor: "Convert a sparse tensor with `tf.sparse.to_dense`.",
+}
 
 
 def number(name: str, value: Any, minimum: float, *, strict: bool = False) -> float:
@@ -95,6 +102,57 @@ def not_masked(name: str, value: Any) -> None:
         raise ValueError(
             f"`{name}` must have no masked values, since what lies under a mask is unknown. Drop "
             f"or fill them. Received: {count} masked values of {value.size}"
+        )
+
+
+def dense(name: str, value: Any) -> None:
+    """Raises if a value is sparse or ragged: such values do not have the batch as axis 0.
+
+    Args:
+      name: the argument that holds the value, for the message.
+      value: an array, a tensor, or anything else.
+
+    Raises:
+      TypeError: if it is.
+    """
+    how = next((how for kind, how in _MADE_DENSE.items() if isinstance(value, kind)), None)
+    if scipy.sparse.issparse(value):
+        how = "Convert a sparse matrix by its `toarray()`."
+    if how is not None:
+        raise TypeError(
+            f"`{name}` must hold dense arrays or tensors: sparse and ragged ones do not have the "
+            f"batch as axis 0, and cannot be trained on privately. {how} Received: a "
+            f"{type(value).__name__} of shape {value.shape}"
+        )
+
+
+def equal_rows(arrays: Mapping[str, Any]) -> None:
+    """Raises unless all arrays have one row for each example.
+
+    Args:
+      arrays: nests of arrays by the names of the arguments that hold them. `None` has no rows.
+
+    Raises:
+      TypeError: if something in them is no array, or one without axes.
+      ValueError: if an array has another number of rows.
+
+    >>> equal_rows({"x": np.zeros([5, 2]), "y": np.zeros(5), "sample_weight": None})
+    """
+    lengths = {}
+    for name, part in arrays.items():
+        leaves = [leaf for leaf in tf.nest.flatten(part) if leaf is not None]
+        if not all(getattr(leaf, "shape", None) for leaf in leaves):
+            raise TypeError(
+                f"`{name}` must be an array with one row for each example, or a nest of such "
+                f"arrays: convert lists of numbers by `numpy.array`. Received: {name}="
+                f"{reprlib.repr(part)}"
+            )
+        lengths[name] = sorted({int(leaf.shape[0]) for leaf in leaves})
+    if len({length for of_part in lengths.values() for length in of_part}) > 1:
+        received = {name: " and ".join(map(str, of)) for name, of in lengths.items() if of}
+        raise ValueError(
+            "All arrays must have one row for each example. Received: "
+            + ", ".join(f"`{name}` of {of} rows" for name, of in received.items())
         )
 
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 import os
-import reprlib
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -555,12 +554,6 @@ def _warn_of_units(model: keras.Model, source: Arrays | Records) -> None:
 
 
 # Tensors that NumPy takes for one object, and what makes an array of them.
-_NOT_DENSE = {
-    tf.RaggedTensor: "Pad a ragged tensor with `{name}.to_tensor()`; the model can mask padding.",
-    tf.SparseTensor: "Convert a sparse tensor with `tf.sparse.to_dense({name})`.",
-}
-
-
 @contextlib.contextmanager
 def _naming_parts_of_batches(model: keras.Model) -> Iterator[None]:
     """Says what a batch is made of if a `train_step` of the model's own fails to unpack one."""
@@ -608,26 +601,8 @@ def _examples(x: Any, y: Any, sample_weight: Any) -> Any:
         )
     parts = {"x": x, "y": y, "sample_weight": sample_weight}
     arrays = {name: _arrays(name, part) for name, part in parts.items() if part is not None}
-    _check_rows(arrays)
+    checks.equal_rows(arrays)
     return tuple(arrays.values())
-
-
-def _check_rows(arrays: dict[str, Any]) -> None:
-    """Raises unless all arrays have a row for each example, by the names of the arguments."""
-    lengths = {}
-    for name, part in arrays.items():
-        leaves = tf.nest.flatten(part)
-        if not all(leaf.shape for leaf in leaves):
-            raise TypeError(
-                f"`{name}` must be an array with one row for each example, or a nest of such "
-                f"arrays. Received: {name}={reprlib.repr(part)}"
-            )
-        lengths[name] = sorted({len(leaf) for leaf in leaves})
-    if len({length for of_part in lengths.values() for length in of_part}) > 1:
-        raise ValueError(
-            "All arrays must have one row for each example. Received: "
-            + ", ".join(f"`{n}` of {' and '.join(map(str, of))} rows" for n, of in lengths.items())
-        )
 
 
 def _arrays(name: str, part: Any) -> Any:
@@ -636,12 +611,7 @@ def _arrays(name: str, part: Any) -> Any:
         return {key: _arrays(name, value) for key, value in part.items()}
     if isinstance(part, (list, tuple)) and all(hasattr(value, "shape") for value in part):
         return tuple(_arrays(name, value) for value in part)
-    for kind, dense in _NOT_DENSE.items():
-        if isinstance(part, kind):
-            raise TypeError(
-                f"`{name}` must have rows of one shape. {dense.format(name=name)} Received: a "
-                f"{kind.__name__}"
-            )
+    checks.dense(name, part)
     checks.not_masked(name, part)
     try:
         return np.asarray(part)

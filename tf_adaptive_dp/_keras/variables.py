@@ -52,6 +52,16 @@ def native(variable: Any) -> tf.Variable:
     return variable.value if GENERATION == 3 and isinstance(variable, keras.Variable) else variable
 
 
+def dense_gradients(
+    tape: tf.GradientTape, loss: tf.Tensor, variables: Iterable[Any]
+) -> list[tf.Tensor]:
+    """The gradients of a loss, dense ones, and zero for variables that it does not depend on."""
+    # TensorFlow makes zeros only for its own variables, not for those of Keras 3.
+    own = [native(v) for v in variables]
+    gradients = tape.gradient(loss, own, unconnected_gradients="zero")
+    return [tf.convert_to_tensor(g) for g in gradients]
+
+
 def path_of(variable: Any) -> str:
     """The name of a variable after those of the layers around it, as "dense/kernel".
 

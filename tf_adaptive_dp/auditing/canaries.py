@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.variables import native
+from tf_adaptive_dp._keras.variables import dense_gradients
 from tf_adaptive_dp.auditing import bounds
 from tf_adaptive_dp.auditing.example_losses import loss_of_examples
 from tf_adaptive_dp.sampling import draws
@@ -365,12 +365,9 @@ class PrivacyAudit(tf.keras.callbacks.Callback):
 
     def _one_gradient(self, x: Any, y: Any, moved: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         """Inner products by variable, and the squared norm, of the gradient of one example."""
-        # TensorFlow makes zeros only for its own variables, not for those of Keras 3.
-        variables = [native(v) for v in self.model.trainable_variables]
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(self._losses_of(x, y))
-        gradients = tape.gradient(loss, variables, unconnected_gradients="zero")
-        gradients = [tf.convert_to_tensor(g) for g in gradients]
+        gradients = dense_gradients(tape, loss, self.model.trainable_variables)
         products = tf.stack(
             [tf.cast(tf.reduce_sum(g * d), tf.float32) for g, d in zip(gradients, moved)]
         )

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import uncounted_loss_of_step
-from tf_adaptive_dp._keras.variables import native
+from tf_adaptive_dp._keras.variables import dense_gradients
 from tf_adaptive_dp.gradients.api import check_loss
 from tf_adaptive_dp.gradients.batch_axis.analysis import follow
 from tf_adaptive_dp.gradients.scalar_losses import take_apart
@@ -36,9 +36,7 @@ def _mean_gradients(
             loss = tf.reduce_mean(loss)
         elif is_private:
             loss = _mean_over_examples(loss, expected_batch_size)
-    variables = [native(v) for v in model.trainable_variables]
-    gradients = tape.gradient(loss, variables, unconnected_gradients="zero")
-    return [tf.convert_to_tensor(g) for g in gradients]
+    return dense_gradients(tape, loss, model.trainable_variables)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Callable, NamedTuple
 
 import numpy as np
-import scipy.sparse
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.layers import is_compiled, set_dtype_policy
 from tf_adaptive_dp._keras.models import loss_of_step
-from tf_adaptive_dp._keras.variables import native
+from tf_adaptive_dp._keras.variables import dense_gradients
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.absent_rows import PADDING_CONTRIBUTES, find_present
 from tf_adaptive_dp.gradients.api import check_loss, per_example_gradients
@@ -30,10 +29,6 @@ from tf_adaptive_dp.validation.repeatable import unchanged
 # The error that passes in float16 and bfloat16, where the rounding of one number is up to .4%.
 _ROUNDING = 0.05
 # What `fit` refuses, and what to do instead.
-_NOT_DENSE = {
-    tf.RaggedTensor: "Pad a ragged tensor by its `to_tensor()`; the model can mask padding.",
-    tf.SparseTensor: "Convert a sparse tensor with `tf.sparse.to_dense`.",
-}
 # From a batch, and whether the model trains, to the loss vector.
 Losses = Callable[[tuple, bool], tf.Tensor]
 
@@ -313,7 +308,8 @@ def checked_batch(model: tf.keras.Model, batch: Any, loss: Any = None) -> tuple:
     """
     if not isinstance(model, tf.keras.Model):
         raise TypeError(f"`model` must be a Keras model. Received: model={model!r}")
-    if isinstance(batch, (dict, np.ndarray, tf.Tensor, *_NOT_DENSE)):
+    checks.dense("batch", batch)
+    if isinstance(batch, (dict, np.ndarray, tf.Tensor)):
         batch = (batch,)
     if isinstance(batch, tf.data.Dataset):
         raise TypeError(
@@ -331,25 +327,13 @@ def checked_batch(model: tf.keras.Model, batch: Any, loss: Any = None) -> tuple:
             f"Received: x alone, of type {type(batch[0]).__name__}"
         )
     for leaf in tf.nest.flatten(tuple(batch)):
-        _refuse_not_dense(leaf)
+        checks.dense("batch", leaf)
         if leaf is not None and not getattr(leaf, "shape", None):
             raise TypeError(
                 "`batch` must hold arrays or tensors with one row for each example, or nests of "
                 f"these: convert lists of numbers by `numpy.array`. Received: {leaf!r} in it"
             )
     return tf.nest.map_structure(_as_tensor, tuple(batch))
-
-
-def _refuse_not_dense(leaf: Any) -> None:
-    how = next((how for kind, how in _NOT_DENSE.items() if isinstance(leaf, kind)), None)
-    if scipy.sparse.issparse(leaf):
-        how = "Convert a sparse matrix by its `toarray()`."
-    if how is not None:
-        raise TypeError(
-            "`batch` must hold dense arrays or tensors: sparse and ragged ones do not have the "
-            f"batch as axis 0, and `fit` cannot train on them privately. {how} Received: "
-            f"{type(leaf).__name__} of shape {leaf.shape} in it"
-        )
 
 
 def _as_tensor(value: Any) -> tf.Tensor | None:
@@ -498,10 +482,8 @@ def _gradients_alone(
         )
         with tf.GradientTape() as tape:
             value = tf.reduce_sum(losses(one, training))
-        # TensorFlow makes zeros only for its own variables, not for those of Keras 3.
-        own = [native(v) for v in variables]
-        found = tape.gradient(value, own, unconnected_gradients="zero")
-        gradients.append([tf.convert_to_tensor(g).numpy().astype("float64") for g in found])
+        found = dense_gradients(tape, value, variables)
+        gradients.append([g.numpy().astype("float64") for g in found])
     return gradients
 
 

@@ -279,10 +279,10 @@ def test_arguments_of_search(tmp_path, arguments, match):
     "arguments, error, match",
     [
         ({"y": None}, ValueError, "`y` is missing.*y=None"),
-        ({"y": [1] * 16}, TypeError, "`y` must be an array.*Received: y of type list"),
-        ({"x": [[1.0, 2.0]] * 16}, TypeError, "`x` must be an array.*Received: x of type list"),
-        ({"y": np.ones(15)}, ValueError, r"one row.*rows x \[16\], y \[15\]$"),
-        ({"sample_weight": np.ones(3)}, ValueError, r"y \[16\], sample_weight \[3\]$"),
+        ({"y": [1] * 16}, TypeError, r"`y` must be an array.*Received: y=\[1, 1, "),
+        ({"x": [[1.0, 2.0]] * 16}, TypeError, r"`x` must be an array.*Received: x=\[\[1.0, 2"),
+        ({"y": np.ones(15)}, ValueError, "one row.*: `x` of 16 rows, `y` of 15 rows$"),
+        ({"sample_weight": np.ones(3)}, ValueError, "`y` of 16 rows, `sample_weight` of 3 rows$"),
     ],
 )
 def test_data_on_which_every_candidate_would_crash(tmp_path, arguments, error, match):

@@ -441,21 +441,7 @@ def _require_arrays(given: dict[str, Any]) -> None:
             "`y` is missing. To learn to reproduce the inputs, pass them as `y` too. Received: "
             f"x of type {type(given.get('x')).__name__}, y=None"
         )
-    rows = {}
-    for name in ("x", "y", "sample_weight"):
-        leaves = [leaf for leaf in tf.nest.flatten(given.get(name)) if leaf is not None]
-        if not all(getattr(leaf, "shape", None) for leaf in leaves):
-            raise TypeError(
-                f"`{name}` must be an array with one row for each example, or a nest of such "
-                f"arrays: convert lists of numbers by `numpy.array`. Received: {name} of type "
-                f"{type(given[name]).__name__}"
-            )
-        rows[name] = sorted({int(leaf.shape[0]) for leaf in leaves})
-    if len({number for of_part in rows.values() for number in of_part}) > 1:
-        raise ValueError(
-            "All arrays must have one row for each example. Received: numbers of rows "
-            + ", ".join(f"{name} {of}" for name, of in rows.items() if of)
-        )
+    checks.equal_rows({name: given.get(name) for name in ("x", "y", "sample_weight")})
 
 
 def _steps_per_epoch(given: dict[str, Any], batch_size: int | None) -> int:
