@@ -105,6 +105,7 @@ def test_damaged_files_are_named(tmp_path, damaged):
         RunHistory(dict, tmp_path / "history")
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("units", [None, 3])
 def test_a_run_of_another_model_is_refused(tmp_path, units):
@@ -134,6 +135,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "first, second, received",

@@ -11,6 +11,9 @@ from tests.helpers import catalogue
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting.composition import epsilon
 
+# Which optimizers a callback names hardly depends on the version of Keras.
+pytestmark = pytest.mark.slow_on(2)
+
 N, DELTA = 1_000, 1e-3
 TIMES = 2  # steps of the critic in each step of `fit`
 

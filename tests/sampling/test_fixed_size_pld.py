@@ -17,6 +17,9 @@ from tf_adaptive_dp.sampling.fixed_size import (
     privacy_profile,
 )
 
+# NumPy and dp_accounting alone; both versions of Keras would run the same.
+pytestmark = pytest.mark.slow_on(2)
+
 EPSILONS = np.array([-3.0, -1.0, -0.3, 0.0, 0.2, 0.7, 1.5, 3.0])
 X = np.linspace(-16, 16, 8_001)
 

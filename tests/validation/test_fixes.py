@@ -144,6 +144,7 @@ SLOW = {
 }
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MODELS]
@@ -319,6 +320,7 @@ def test_a_layer_that_the_repair_left_is_no_reason_to_repair_again(shape, axis, 
     assert why in found.fix and "`fix=True` left it" in found.fix
 
 
+@pytest.mark.slow_on(2)
 def test_a_compiled_model_is_copied_uncompiled():
     x = floats(6, 5)
     model = shaken(of_layers(lambda: [layers.Dense(6), layers.BatchNormalization()])(x), x)
@@ -328,6 +330,7 @@ def test_a_compiled_model_is_copied_uncompiled():
     assert report.ok and is_compiled(model) and not is_compiled(report.model)
 
 
+@pytest.mark.slow_on(2)
 def test_the_report_says_what_replaced_a_layer():
     x = floats(6, 6, 6, 2)
     inputs = tf.keras.Input(x.shape[1:])

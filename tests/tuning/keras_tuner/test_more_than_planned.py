@@ -8,6 +8,9 @@ from tests.helpers import tuned
 from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect
 
+# What a search counts hardly depends on the version of Keras.
+pytestmark = pytest.mark.slow_on(2)
+
 X, Y = tuned.data(64)
 SAMPLING = dp.PoissonSampling(0.25, max_batch_size=40, steps=4)
 MORE = "must release what was planned and no more.*Received: "
@@ -76,7 +79,6 @@ class TrainsOn(tf.keras.callbacks.Callback):
         self.model.train_on_batch(X[:16], Y[:16])
 
 
-@pytest.mark.slow_on(2)
 def test_batches_that_come_again_in_another_trial_are_refused(tmp_path):
     found_by(tmp_path / "fresh", with_16_examples)
     with pytest.raises(dp.NotPrivateError, match="it or an earlier trial had released"):
@@ -88,7 +90,6 @@ def test_a_callback_that_trains_on_after_the_last_step_is_refused(tmp_path):
         found_by(tmp_path, with_16_examples, callbacks=[TrainsOn()])
 
 
-@pytest.mark.slow_on(2)
 def test_a_model_that_trains_twice_is_refused(tmp_path):
     class Twice(tf.keras.Sequential):
         def fit(self, *args, callbacks=(), **kwargs):
@@ -132,7 +133,6 @@ def test_batches_without_the_weights_that_mark_their_padding_are_refused(tmp_pat
         )
 
 
-@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @STRATEGIES
 @pytest.mark.parametrize("steps_per_call", [1, 4])
@@ -143,7 +143,6 @@ def test_less_noise_than_planned_is_refused(tmp_path, strategy, steps_per_call):
         found_by(tmp_path, with_step(unweighted_term, **compile_with), strategy)
 
 
-@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @STRATEGIES
 def test_larger_batches_than_planned_are_refused_though_no_step_follows(tmp_path, strategy):
@@ -158,7 +157,6 @@ def test_larger_batches_than_planned_are_refused_though_no_step_follows(tmp_path
         found_by(tmp_path, build, strategy, change=larger, sampling="poisson")
 
 
-@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @STRATEGIES
 def test_only_what_was_checked_is_called_proven(tmp_path, strategy):
@@ -180,7 +178,6 @@ def test_only_what_was_checked_is_called_proven(tmp_path, strategy):
     assert "proven" not in eager and "for 4 of the noisy gradients" in eager
 
 
-@pytest.mark.slow_on(2)
 def test_layers_that_trials_share_are_refused_where_only_the_winner_is_released(tmp_path):
     shared = {}
 
