@@ -82,6 +82,16 @@ def test_averages_are_compared_with_the_last_weights_of_the_same_run(tmp_path):
 
 
 @pytest.mark.slow
+def test_batch_sizes_and_epochs_are_compared_at_the_same_epsilon(tmp_path):
+    out, trials = run_experiment("batch_and_epochs", tmp_path)
+    assert "digits, / 16, ε = 3" in out and "| batches of | 2 epochs |" in out
+    small, large = (trial["result"] for trial in trials)
+    assert all(t["epsilon"][-1] == pytest.approx(3, abs=0.03) for t in (small, large))
+    assert large["noise_multiplier"] > small["noise_multiplier"]
+    assert f"`recommend` puts 256 and 2 first ({large['accuracy'][-1]:.3f})" in out
+
+
+@pytest.mark.slow
 def test_insensitivity_shows_learning_rates_that_come_together(tmp_path):
     data = ("--data_dir", data_with("mnist"))
     out, trials = run_experiment("adadp_insensitivity", tmp_path, *data)
