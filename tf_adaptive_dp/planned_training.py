@@ -553,7 +553,6 @@ def _warn_of_units(model: keras.Model, source: Arrays | Records) -> None:
         warnings.warn(f"{found.what} {found.fix}", stacklevel=level_of_caller())
 
 
-# Tensors that NumPy takes for one object, and what makes an array of them.
 @contextlib.contextmanager
 def _naming_parts_of_batches(model: keras.Model) -> Iterator[None]:
     """Says what a batch is made of if a `train_step` of the model's own fails to unpack one."""

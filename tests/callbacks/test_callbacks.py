@@ -1,6 +1,7 @@
 """PrivacyMonitor and PrivacyBudget in `fit`."""
 
 import glob
+import warnings
 
 import dp_accounting
 import numpy as np
@@ -162,27 +163,77 @@ def test_the_monitor_counts_no_examples_of_training_without_it(recwarn):
     assert not [w for w in recwarn if "on average" in str(w.message)]
 
 
-def test_the_monitor_warns_of_data_that_grew(recwarn):
-    def monitor(num_examples):
-        return dp.PrivacyMonitor(num_examples, DELTA, full_passes=False)
+def counted(kind, num_examples):
+    """A callback that computes ε for a number of examples which nothing compares with the data."""
+    budget = {"epsilon": 1e4} if kind is dp.PrivacyBudget else {}
+    return kind(num_examples=num_examples, delta=DELTA, full_passes=False, **budget)
 
-    model, _ = train(callbacks=[monitor(N)], epochs=1)
-    train(callbacks=[monitor(N)], model=model, epochs=1)
-    assert not [w for w in recwarn if "drawn from" in str(w.message)]
-    old = model.optimizer
-    for optimizer in (old, type(old).from_config(old.get_config())):
-        model.compile(optimizer, catalogue.loss())
-        with pytest.warns(UserWarning, match="drawn from 1000 examples, and ε .* from 5000"):
-            train(callbacks=[monitor(5 * N)], model=model, epochs=1)
-    assert optimizer.ledger.num_releases == 12
-    # The bound of the warning covers the examples of the first part.
+
+@pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
+def test_data_that_grew_are_refused(kind):
+    model, _ = train(callbacks=[counted(kind, N)], epochs=1, expected_batch_size=8.0)
+    train(callbacks=[counted(kind, N)], model=model, epochs=1)
+    optimizer = model.optimizer
+    again = type(optimizer).from_config(optimizer.get_config())
+    loaded = catalogue.make("DPSGD", expected_batch_size=8.0)
+    loaded.build(model.trainable_variables)
+    for variable, value in zip(loaded.variables, optimizer.variables):
+        variable.assign(value)
+    grown = "drawn from 1000 examples.*num_examples=5000"
+    for ledger in (optimizer, again, loaded, loaded.ledger):
+        assert epsilon_spent(ledger, N, DELTA) > 0
+        with pytest.raises(ValueError, match=grown):
+            epsilon_spent(ledger, 5 * N, DELTA)
+        with pytest.raises(ValueError, match=grown):
+            dp.privacy_statement(ledger, 5 * N, DELTA, sampling="poisson")
+    for other in (dp.PrivacyMonitor, dp.PrivacyBudget):
+        with pytest.raises(ValueError, match=grown):
+            train(callbacks=[counted(other, 5 * N)], model=model, epochs=1)
+    assert optimizer.ledger.num_releases == 8
+    # The bound of the message covers the examples of the first part.
     mixed = dp_accounting.rdp.RdpAccountant()
     for num_examples, releases in ((N, 8), (5 * N, 4)):
         released = dp_accounting.GaussianDpEvent(1.0)
         sampled = dp_accounting.PoissonSampledDpEvent(8 / num_examples, released)
         mixed.compose(sampled, releases)
-    bound = epsilon_spent(optimizer, N, DELTA)
-    assert epsilon_spent(optimizer, 5 * N, DELTA) < mixed.get_epsilon(DELTA) < bound
+    optimizer.ledger.fewest_units = 5 * N  # as if the first number had been wrong
+    train(callbacks=[counted(kind, 5 * N)], model=model, epochs=1)
+    too_small = epsilon_spent(optimizer, 5 * N, DELTA)
+    assert too_small < mixed.get_epsilon(DELTA) < epsilon_spent(optimizer, N, DELTA)
+
+
+def test_a_refused_call_and_a_question_note_no_number():
+    model, _ = train(callbacks=[counted(dp.PrivacyMonitor, N)], epochs=1, expected_batch_size=8.0)
+    ledger = model.optimizer.ledger
+    dp.PrivacyMonitor(N // 2, DELTA, optimizer=model.optimizer).epsilon()
+    epsilon_spent(model.optimizer, N // 2, DELTA)
+    with pytest.raises(dp.BudgetExceededError):
+        train(callbacks=[dp.PrivacyBudget(1e-3, DELTA, N // 2, full_passes=False)], model=model)
+    assert ledger.fewest_units == N
+    budget = dp.PrivacyBudget(1e4, DELTA, N // 2, optimizer=model.optimizer)
+    assert budget.releases_left() and ledger.fewest_units == N // 2  # in a loop of one's own
+
+
+@pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
+@pytest.mark.parametrize("length_is_known", [True, False])
+def test_a_later_fit_is_compared_with_the_number_of_examples(kind, length_is_known):
+    def fit(rows, model):
+        data = tf.data.Dataset.from_tensor_slices(tuple(a[:rows] for a in catalogue.data()))
+        data = data.batch(8)
+        if not length_is_known:
+            data = data.filter(lambda *batch: True)
+        budget = {"epsilon": 1e4} if kind is dp.PrivacyBudget else {}
+        with warnings.catch_warnings():  # Keras on an end that it did not know
+            warnings.simplefilter("ignore")
+            model.fit(data, callbacks=[kind(num_examples=32, delta=DELTA, **budget)], verbose=0)
+
+    model = catalogue.mlp()
+    model.compile(catalogue.make("DPSGD", expected_batch_size=8.0), loss=catalogue.loss())
+    fit(32, model)
+    fit(32, model)
+    with pytest.raises(ValueError, match="2 batches.*these are 16 examples.*=32"):
+        fit(16, model)
+    assert model.optimizer.ledger.num_releases == (8 if length_is_known else 10)
 
 
 def test_a_statement_about_more_examples_than_were_drawn_from_is_refused():
@@ -464,6 +515,9 @@ def test_a_sampling_that_drew_nothing_is_not_taken_for_one_whose_batches_look_al
     again = dp.sampling.PoissonSampling(8 / 32, steps=9, max_batch_size=31)
     right = kind(num_examples=32, sampling=again, **numbers)  # equal but for the number of steps
     model.fit(batches, steps_per_epoch=4, verbose=0, callbacks=[right])
+    with pytest.raises(ValueError, match="drawn from 32 examples"):
+        dp.privacy_statement(model.optimizer, 320, 1e-4, sampling=other)
+    model.optimizer.ledger.fewest_units = None  # as if it had trained without the callback
     states = [
         dp.privacy_statement(model.optimizer, n, 1e-4, sampling=s)
         for n, s in ((32, again), (320, other))

@@ -353,6 +353,15 @@ def _read(
         raise TypeError(
             f"`ledger` must be a ledger or an optimizer that has one. Received: ledger={ledger!r}"
         )
+    fewest = getattr(found, "fewest_units", None)
+    if fewest is not None and fewest < num_examples and found.segments:
+        raise ValueError(
+            f"Some of these releases were drawn from {fewest} examples or users, so an epsilon for "
+            f"{num_examples} would be too small for those who took part in all of them. An epsilon "
+            f"for {fewest} holds for all. Before you train on more data, compile with a new "
+            "optimizer: what both spent adds up, and is less. If a callback was given a wrong "
+            f"number, set `optimizer.ledger.fewest_units`. Received: num_examples={num_examples!r}"
+        )
     if not (correlated or noise_of(found).is_independent):
         raise ValueError(
             "The noise of these releases is correlated, so epsilon depends on how far apart the "

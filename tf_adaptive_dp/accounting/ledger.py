@@ -189,8 +189,6 @@ class Ledger:
 
     Attributes:
       restorations: how often `restore` replaced the record; not saved.
-      fewest_units: the smallest `num_examples` (or number of users) that a callback was given for
-        these releases; `None` if none was given. Saved with the optimizer's configuration only.
     """
 
     MAX_SEGMENTS = 64
@@ -225,11 +223,11 @@ class Ledger:
         self._events = add_variable(
             [self.MAX_SAVED_EVENTS], dtype=tf.float64, name="ledger_other_events"
         )
+        self._fewest_units = add_variable([], dtype=tf.int64, name="ledger_fewest_units")
         with tf.init_scope():
             # Not saved: see `_Watermark`.
             self._watermark = tf.Variable(_AT_THE_START, dtype=tf.float64, trainable=False)
         self.restorations = 0
-        self.fewest_units: int | None = None
         self.other_events = ()
 
     @property
@@ -279,6 +277,29 @@ class Ledger:
         with tf.init_scope():
             self._events.assign(saved + [0.0] * (self.MAX_SAVED_EVENTS - len(saved)))
             self._terms.assign(self.terms)
+
+    @property
+    def fewest_units(self) -> int | None:
+        """The smallest number of examples, or users, that the releases were drawn from.
+
+        It is the smallest that a callback was given for them, and `None` if none was. ε of a larger
+        number would be too small for those who took part in all releases, and is an error. Set it
+        only if a callback was given a wrong number; `None` trusts whoever asks for ε.
+        """
+        with tf.init_scope():
+            return int(local_copies(self._fewest_units)[0].numpy()) or None
+
+    @fewest_units.setter
+    def fewest_units(self, number: int | None) -> None:
+        number = 0 if number is None else checks.integer("fewest_units", number, 1)
+        with tf.init_scope():
+            self._fewest_units.assign(number)
+
+    def note_units(self, number: int) -> None:
+        """Notes of how many examples, or users, the following releases are drawn."""
+        known = self.fewest_units if self.num_releases else None
+        if known is None or number < known:
+            self.fewest_units = number
 
     @property
     def terms(self) -> Terms:

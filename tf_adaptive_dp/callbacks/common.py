@@ -169,7 +169,7 @@ class FedExamples:
     def __init__(self, num_examples: int, sampling: Sampling | str, full_passes: bool):
         self._num_examples, self._sampling = num_examples, sampling
         self._full_passes = checks.boolean("full_passes", full_passes)
-        self._released = 0
+        self._before: int | None = None  # releases before the epoch, if it is seen from its start
 
     def begin(self, optimizer: tf.keras.optimizers.Optimizer, steps: int | None) -> None:
         """Compares before training, as far as the numbers are known.
@@ -183,9 +183,19 @@ class FedExamples:
         """
         if isinstance(self._sampling, Sampling):
             draws.require_drawn(self._sampling, self._num_examples)
-        self._released = optimizer.ledger.num_releases
-        if steps is not None and self._released == 0:
+        self._before = None
+        if steps is not None:
             self._compare(optimizer, steps // optimizer.parts_per_batch)
+
+    def begin_batch(self, optimizer: tf.keras.optimizers.Optimizer, batch: int) -> None:
+        """Notes where an epoch begins.
+
+        Args:
+          optimizer: the private optimizer.
+          batch: the number of the batch in its epoch.
+        """
+        if batch == 0:
+            self._before = optimizer.ledger.num_releases
 
     def end_epoch(self, optimizer: tf.keras.optimizers.Optimizer, was_stopped: bool) -> None:
         """Compares after an epoch, unless it was cut short or began in the middle.
@@ -197,9 +207,9 @@ class FedExamples:
         Raises:
           ValueError: if they contradict each other.
         """
-        before, self._released = self._released, optimizer.ledger.num_releases
-        if not was_stopped and before == 0:
-            self._compare(optimizer, self._released)
+        before, self._before = self._before, None
+        if not was_stopped and before is not None:
+            self._compare(optimizer, optimizer.ledger.num_releases - before)
 
     def _compare(self, optimizer: tf.keras.optimizers.Optimizer, releases: int) -> None:
         _, size = optimizer.next_release()

@@ -120,6 +120,8 @@ class PrivacyBudget(PrivateCallback):
                 at_most=MAX_RELEASES if self.steps is None else self.steps - released,
             )
             self._priced = (price_of, released + left)
+            if left:  # what is refused must not be noted
+                ledger.note_units(self.num_examples)
         return self._priced[1] - released
 
     def _compare_batch_size(self, size: float) -> None:
@@ -187,6 +189,7 @@ class PrivacyBudget(PrivateCallback):
         """Raises if the next step became more expensive since the last check; called by Keras."""
         if batch == 0:  # other callbacks may have adapted a layer meanwhile
             self.require_counted_statistics()
+        self._fed.begin_batch(self.optimizer, batch)
         self.optimizer.ledger.require_nothing_lost()
         self._require_room()
         self._released = self.optimizer.ledger.num_releases

@@ -165,12 +165,16 @@ class PrivacyMonitor(PrivateCallback):
         optimizer.statistics.summary(reset=True)  # of training without this callback
         self._fed.begin(optimizer, steps_per_epoch(self))
         self._check_sampling(optimizer)
-        self._warn_of_fewer_examples(optimizer.ledger)  # last: a refused call must record nothing
+        optimizer.ledger.note_units(self.num_examples)  # last: a refused call must record nothing
         if self.log_dir is not None:
             self._board = TensorBoardLog(self.log_dir, self._settings(optimizer))
         self._budget = next(
             (c.epsilon for c in callbacks_beside(self) if isinstance(c, PrivacyBudget)), None
         )
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Notes where an epoch begins; called by Keras."""
+        self._fed.begin_batch(self.optimizer, batch)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Raises if the ledger went back, or lacks a release; called by Keras."""
@@ -268,20 +272,6 @@ class PrivacyMonitor(PrivateCallback):
             )
         self.sampling.check_delta(self.num_examples, self.delta)
         self.epsilon()  # runs the other checks
-
-    def _warn_of_fewer_examples(self, ledger: Ledger) -> None:
-        """Warns if earlier releases were drawn from a smaller part of the data."""
-        fewest = ledger.fewest_units if self._released else None
-        ledger.fewest_units = min(self.num_examples, fewest or self.num_examples)
-        if fewest is not None and fewest < self.num_examples:
-            warnings.warn(
-                f"Earlier releases in the optimizer's ledger were drawn from {fewest} {self._unit}s"
-                f", and ε is computed as if all were drawn from {self.num_examples}: it is too "
-                "small for those that took part before. "
-                f"`accounting.epsilon_spent(optimizer, {fewest}, delta)` holds for all of them; if "
-                "the data have nothing in common, train with an optimizer for each.",
-                stacklevel=3,
-            )
 
     def _check_rows(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         """Rejects batches that cannot come from the sampling, because their shape differs."""
