@@ -645,6 +645,7 @@ def test_losses_of_tokens_need_no_weights_of_their_own(outputs, weights):
 
 @pytest.mark.slow_on(2)
 @pytest.mark.filterwarnings("ignore:.*releases were not in the checkpoint")
+@pytest.mark.filterwarnings("ignore:Nothing was trained")
 def test_a_run_resumes_and_is_restored_when_it_is_finished(tmp_path, capsys):
     def run(*callbacks, verbose=0, **kwargs):
         plan = planned(epochs=3, **kwargs)
@@ -810,10 +811,14 @@ def test_statistics_that_keras_adapted_are_warned_of(recwarn):
     model = tf.keras.Sequential([tf.keras.Input(X.shape[1:]), inner, tf.keras.layers.Dense(4)])
     model.compile(plan.optimizer(dp.ADADP), catalogue.loss())
     plan.fit(model, X, Y, verbose=0)
-    (found,) = [w for w in recwarn if "adapted to data" in str(w.message)]
-    message = str(found.message)
-    assert message.startswith("Layers of the model were adapted to data: inner/units (Normal")
-    assert "`plan.normalization(x)`" in message and found.filename == __file__
+    model.compile(dp.DPSGD(1.0, 1.0, learning_rate=0.1), catalogue.loss())
+    model.fit(X, Y, 8, callbacks=[dp.PrivacyMonitor(N, DELTA)], verbose=0)
+    found = [w for w in recwarn if "adapted to data" in str(w.message)]
+    assert len(found) == 2
+    for warned in found:
+        message = str(warned.message)
+        assert message.startswith("Layers of the model were adapted to data: inner/units (Normal")
+        assert "`plan.normalization(x)`" in message and warned.filename == __file__
 
 
 @pytest.mark.parametrize("units", ["pixels", "prices", "usual"])
@@ -831,6 +836,26 @@ def test_inputs_and_targets_in_raw_units_are_warned_of(units):
     assert len(about) == len(says[units])
     for warned, text in zip(about, says[units]):
         assert text in str(warned.message) and warned.filename == __file__
+
+
+def test_missing_values_are_warned_of_before_a_step():
+    plan = planned(epochs=1)
+    x = X.copy()
+    x[3, 0] = np.nan
+    with pytest.raises(KeyboardInterrupt), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan.fit(model_of(plan), x, Y, verbose=0, callbacks=[Interrupt(1)])
+    (found,) = [w for w in caught if "missing values" in str(w.message)]
+    assert found.filename == __file__
+
+
+def test_a_finished_run_is_never_restored_without_a_word(tmp_path):
+    plan = planned(epochs=1)
+    plan.fit(model_of(plan), X, Y, verbose=0, directory=tmp_path)
+    with pytest.warns(UserWarning, match="Nothing was trained.*finished") as caught:
+        plan.fit(model_of(plan), X, Y, verbose=0, directory=tmp_path)
+    (found,) = [w for w in caught if "Nothing was trained" in str(w.message)]
+    assert found.filename == __file__
 
 
 def test_weights_that_are_not_finite_are_refused_before_a_step():
@@ -859,8 +884,9 @@ def test_missing_values_are_warned_of_once_and_padding_is_none(recwarn, gaps, pa
     x = np.where(np.abs(X) < 0.1, 0.1, X).astype("float32")
     x[:gaps] = np.nan
     plan.fit(model, x, Y, verbose=0)
-    found = [w for w in recwarn if "NaN or infinite" in str(w.message)]
-    assert len(found) == bool(gaps)
+    said = [str(w.message) for w in recwarn if "NaN or infinite" in str(w.message)]
+    about = ["values", "gradients"]  # before the first epoch and after it
+    assert [re.match(r"Some examples ha(ve|d) (\w+)", s)[2] for s in said] == about * bool(gaps)
 
 
 def test_all_adapted_layers_make_one_warning_and_their_parts_are_not_named(recwarn):

@@ -49,7 +49,8 @@ _FOR_NORMALIZATION = 0.2
 _SET_IN_FIT = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
 # Arguments that Keras applies to arrays, which it does not get here, and what to do instead.
 _NOT_WITH_A_PLAN = {
-    "class_weight": "pass `sample_weight=weights[y]`, with a weight for each class",
+    "class_weight": "pass `sample_weight=weights[y]`, with a weight for each class, of which the "
+    "largest is 1: clipping undoes larger ones",
     "validation_split": "split the data beforehand and pass `validation_data`",
 }
 
@@ -381,7 +382,8 @@ class PrivacyPlan:
 
         Raises:
           TypeError, ValueError: if the plan was made without `normalize_inputs`, the inputs are not
-            an array of `num_examples` examples, or an earlier call had another `axis`.
+            an array of `num_examples` examples, or an earlier call had another `axis` or inputs of
+            another shape.
         """
         return self._training.normalization(x, axis)
 

@@ -54,7 +54,7 @@ from tf_adaptive_dp.sampling.sources import (
     refuse_shuffled,
 )
 from tf_adaptive_dp.sampling.users import UserRecords
-from tf_adaptive_dp.validation.layer_findings import adapted_warning, has_own, named_layers
+from tf_adaptive_dp.validation.layer_findings import has_own, named_layers
 from tf_adaptive_dp.validation.unit_findings import unit_findings
 
 _FEW = 32  # examples that tell their units
@@ -112,6 +112,7 @@ class PlannedTraining:
         self._history: RunHistory | None = None
         self._optimizer: tf.keras.optimizers.Optimizer | None = None
         self._normalization: PrivateNormalization | None = None
+        self._normalized: tuple[tuple, np.ndarray] | None = None  # see `_compare_inputs`
         self._is_adapted = False
         # The releases of statistics behind each optimizer's gradients so far, by their numbers.
         self._statistics: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -180,12 +181,32 @@ class PlannedTraining:
                 if layer.release_id:
                     self._normalization = layer
             self._is_adapted = True
+            self._normalized = x.shape[1:], _few_rows(x)
         if layer.axis != axis:
             raise ValueError(
                 "`axis` must be that of the first call: another normalization would be another "
                 f"release. Received: axis={axis!r} after axis={layer.axis!r}"
             )
+        self._compare_inputs(x)
         return layer
+
+    def _compare_inputs(self, x: Any) -> None:
+        """Raises, or warns, if inputs are not those whose statistics were released."""
+        if self._normalized is None:
+            return
+        shape, rows = self._normalized
+        x, new = input_array(x), "For other inputs, make a new plan: it is another release"
+        if x.shape[1:] != shape:
+            raise ValueError(
+                "The statistics of this plan were released for inputs of another shape. "
+                f"{new}. Received: inputs of shape {x.shape[1:]} after {shape}"
+            )
+        if not np.array_equal(_few_rows(x), rows, equal_nan=x.dtype.kind == "f"):
+            warnings.warn(
+                "The layer has the statistics of the first call, whose inputs had other values or "
+                f"another order. {new}.",
+                stacklevel=level_of_caller(),
+            )
 
     def source(self, x: Any, y: Any, sample_weight: Any) -> Arrays | Records:
         """The examples in memory, or with random access; see `PrivacyPlan.batches`."""
@@ -242,14 +263,11 @@ class PlannedTraining:
             )
         _require_finite_weights(model)
         normalizations = self._check_normalization(model)
-        about_statistics = adapted_warning(model)
-        if about_statistics is not None:
-            warnings.warn(about_statistics, stacklevel=3)
         self._check_steps_per_call(model)
         if directory is None:
             self._refuse_second_order(model.optimizer)
         source = self.source(*data)
-        _warn_of_units(model, source)
+        _warn_of_values(model, source)
         run = None
         if directory is not None:
             run = RunDirectory(
@@ -352,8 +370,8 @@ class PlannedTraining:
             )
         if finished:  # as `fit` does after the last epoch, for averages of the weights
             model.optimizer.finalize_variable_values(model.trainable_variables)
-        if run is not None and fit_arguments.get("verbose", "auto"):
-            _say_what_is_left(run, str(directory), finished)
+        if run is not None:
+            _say_what_is_left(run, str(directory), finished, fit_arguments.get("verbose", "auto"))
         of_keras.epoch = [row["epoch"] for row in history.rows]
         names = {name: None for row in history.rows for name in row["logs"]}
         of_keras.history = {
@@ -394,7 +412,8 @@ class PlannedTraining:
             )
             raise ValueError(
                 "The optimizer must have the noise and the batch size of the plan: create it with "
-                f"`plan.optimizer(...)`. {longer}Received: "
+                "`plan.optimizer(...)`, or make the plan with the optimizer's `batch_size` and "
+                f"`noise_multiplier`, without `epsilon`. {longer}Received: "
                 f"noise_multiplier={noise_multiplier!r} and expected_batch_size={size!r} instead "
                 f"of {wanted[0]!r} and {wanted[1]!r}"
             )
@@ -526,14 +545,25 @@ def _require_finite_weights(model: keras.Model) -> None:
         )
 
 
-def _say_what_is_left(run: RunDirectory, directory: str, was_finished: bool) -> None:
-    """Prints what a call of `fit` did not do, or will do if it is repeated."""
+def _few_rows(x: np.ndarray) -> np.ndarray:
+    """Some rows, from everywhere in an array, by which other inputs are recognized."""
+    return x[np.linspace(0, len(x) - 1, min(_FEW, len(x))).astype(int)]
+
+
+def _say_what_is_left(
+    run: RunDirectory, directory: str, was_finished: bool, verbose: int | str
+) -> None:
+    """Says what a call of `fit` did not do, or will do if it is repeated."""
     if was_finished:
-        print(
+        nothing = (
             f"Nothing was trained: the run in {directory!r} is finished, and the model has the "
             "weights that it saved last. To train anew, pass a new directory."
         )
-    elif not run.is_finished:
+        if verbose:
+            print(nothing)
+        else:  # in place of the weights that the model had, without a word
+            warnings.warn(nothing, stacklevel=level_of_caller())
+    elif verbose and not run.is_finished:
         print(
             f"A callback stopped the run in {directory!r} after {run.log.num_releases} of "
             f"{run.log.steps} steps. Save the model to keep it as it is: another call of `fit` "
@@ -541,13 +571,20 @@ def _say_what_is_left(run: RunDirectory, directory: str, was_finished: bool) -> 
         )
 
 
-def _warn_of_units(model: keras.Model, source: Arrays | Records) -> None:
-    """Warns of inputs and targets in raw units, by a few examples, before epsilon is spent."""
-    if not model.built:
-        return
+def _warn_of_values(model: keras.Model, source: Arrays | Records) -> None:
+    """Warns of missing values and raw units, by a few examples, before epsilon is spent."""
     some = np.arange(min(_FEW, len(source)))
     rows = [np.zeros([len(some), *shape], dtype) for shape, dtype in source.parts]
     source.fill(some, rows)
+    if not all(np.isfinite(part).all() for part in rows if part.dtype.kind == "f"):
+        warnings.warn(
+            "Some examples have values that are NaN or infinite. If the model's gradient is not "
+            "finite for them, they count as zero, so that it learns nothing from them while ε is "
+            "spent as before. Fill missing values in with constants that are public.",
+            stacklevel=level_of_caller(),
+        )
+    if not model.built:
+        return
     batch = tf.nest.pack_sequence_as(source.structure, [tf.convert_to_tensor(r) for r in rows])
     for found in unit_findings(model, getattr(model, "loss", None), batch):
         warnings.warn(f"{found.what} {found.fix}", stacklevel=level_of_caller())

@@ -226,6 +226,7 @@ def privacy_statement(
                 num_examples=num_examples,
                 unit=unit,
                 num_unchecked=num_unchecked(ledger, num_examples, sampling),
+                num_returned=composition.num_returned(with_checks, num_examples),
                 seeded_noise=seeded,
             ),
             delta_warning(delta, num_examples, unit),
@@ -262,6 +263,7 @@ def claim(
     num_examples: int,
     unit: Unit = EXAMPLE,
     num_unchecked: int = 0,
+    num_returned: int = 0,
     seeded_noise: bool = False,
 ) -> str:
     """The first paragraph: ε, δ, unit, adjacency and sampling.
@@ -275,6 +277,7 @@ def claim(
       num_examples: number of units in the data set.
       unit: the words for the unit.
       num_unchecked: number of releases whose batch was not verified to be a fresh draw.
+      num_returned: number of releases on a batch of an earlier epoch; read for shuffled batches.
       seeded_noise: whether the noise can be repeated by whoever knows its seed.
     """
     label = sampling_epsilon.label_of(sampling)
@@ -287,7 +290,7 @@ def claim(
     if label == "shuffled":
         is_known = not num_unchecked and not isinstance(sampling, str)
         came = "came" if is_known else "are stated to have come"
-        text = _shuffled_claim(spent, unamplified, terms, came, unit)
+        text = _shuffled_claim(spent, unamplified, terms, came, num_returned, unit)
         return text + seed_warning(sampling, unit)
     text = f"Differential privacy with epsilon = {format_epsilon(spent)} and {terms} "
     to_whom = "" if not seeded_noise and getattr(sampling, "seed", None) is None else _TO_OTHERS
@@ -340,7 +343,15 @@ def _independent_draws(
     return text
 
 
-def _shuffled_claim(spent: float, unamplified: float, terms: str, came: str, unit: Unit) -> str:
+def _shuffled_claim(
+    spent: float, unamplified: float, terms: str, came: str, num_returned: int, unit: Unit
+) -> str:
+    value = f"For shuffled {unit.batches} it is a customary approximation, not a proven bound."
+    if num_returned:
+        value = (
+            f"It is not even an approximation here: {num_returned} of the {unit.releases} were on "
+            f"{unit.batches} of an earlier epoch, so the data were not shuffled for each epoch."
+        )
     return (
         paragraph(
             f"Differential privacy at {terms} The {unit.batches} {came} from shuffling the data, "
@@ -348,8 +359,7 @@ def _shuffled_claim(spent: float, unamplified: float, terms: str, came: str, uni
         )
         + list_item(
             f"epsilon = {format_epsilon(spent)} holds for Poisson sampling with the same expected "
-            f"{unit.batch} size. For shuffled {unit.batches} it is a customary approximation, not "
-            "a proven bound."
+            f"{unit.batch} size. {value}"
         )
         + list_item(
             f"epsilon = {format_epsilon(unamplified)} assumes no amplification by sampling. It is "

@@ -55,6 +55,18 @@ def test_correlated_noise_is_chosen_for_what_is_left():
     assert plan._epsilon_after(plan.steps) <= 3.0
 
 
+@pytest.mark.filterwarnings("ignore:The private normalization found nothing")
+def test_other_inputs_do_not_get_statistics_of_the_first_without_a_word(recwarn):
+    plan, x = planned(), data()[0]
+    layer = plan.normalization(x)
+    assert plan.normalization(x.copy()) is layer and not len(recwarn)
+    with pytest.raises(ValueError, match=r"another shape.*new plan.*Received: .*after \(\d"):
+        plan.normalization(x[..., :-1])
+    with pytest.warns(UserWarning, match="other values or another order.*new plan") as caught:
+        assert plan.normalization(100 * x) is layer
+    assert [w.filename for w in caught] == [__file__]
+
+
 def test_a_normalization_of_which_the_user_was_warned_is_the_only_one():
     plan = planned(num_examples=50, batch_size=10, epsilon=0.1)
     x = columns()[:50]

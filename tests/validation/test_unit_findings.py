@@ -40,6 +40,18 @@ def test_targets_in_raw_units_are_warned_of(loss):
     assert not found(model, UNIT, (PRICES - 300_000) / 80_000, loss)
 
 
+def test_weights_that_clipping_undoes_are_warned_of():
+    model, weights = sequential([6]), np.where(np.arange(len(UNIT)) % 4, 1.0, 8.0)
+
+    def says(*more):
+        batch = tuple(map(tf.convert_to_tensor, (UNIT, UNIT[:, 0], *more)))
+        return [f.what for f in unit_findings(model, "mse", batch)]
+
+    (what,) = says(weights)
+    assert what.startswith("Sample weights go up to 8. ")
+    assert not says(weights / 8) and not says()
+
+
 def test_class_numbers_and_losses_of_other_kinds_are_no_units():
     model = sequential([6])
     classes = np.arange(8) * 100

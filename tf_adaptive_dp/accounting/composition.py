@@ -332,6 +332,21 @@ def repeated(segment: Segment, known: BatchChecks, num_examples: int, *, in_epoc
     return min(known.repeated, segment.num_releases)
 
 
+def num_returned(known: Sequence[tuple[Segment, BatchChecks]], num_examples: int) -> int:
+    """How many releases were on a batch of an earlier epoch, so that the data were not shuffled.
+
+    Args:
+      known: a value of `checks_of`.
+      num_examples: number of examples in the training set.
+    """
+    return sum(
+        repeated(segment, of, num_examples, in_epochs=False)
+        - repeated(segment, of, num_examples, in_epochs=True)
+        for segment, of in known
+        if segment.batch_size < num_examples  # larger ones cannot be another batch
+    )
+
+
 def checks_of(
     ledger: Any, num_examples: int, *, correlated: bool = False
 ) -> list[tuple[Segment, BatchChecks]]:

@@ -10,10 +10,12 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import callbacks_beside
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import unpaid_in
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.draws import Sampling
+from tf_adaptive_dp.validation.layer_findings import adapted_warning
 
 # What the callbacks here add to the logs. It is private, as `val_` metrics are the user's affair.
 _PRIVATE_LOGS = ("epsilon", "delta", "learning_rate", "lr", "NOT_PRIVATE")
@@ -64,8 +66,11 @@ class PrivateCallback(tf.keras.callbacks.Callback):
                 f"{layer.dp_event!r}, other_events={optimizer.ledger.other_events!r}"
             )
 
-    def warn_of_steering(self) -> None:
-        """Warns, once in a call of `fit`, of callbacks that act on metrics without noise.
+    def warn_before_training(self) -> None:
+        """Warns, once in a call of `fit`, of releases that ε does not cover.
+
+        These are the statistics of layers that were adapted to data, and what callbacks do by
+        metrics without noise.
 
         Raises:
           ValueError: if a callback sets the learning rate of an optimizer that adapts its own.
@@ -74,6 +79,9 @@ class PrivateCallback(tf.keras.callbacks.Callback):
         if next(c for c in beside if isinstance(c, PrivateCallback)) is not self:
             return
         _refuse_rates(beside, self.optimizer)
+        about_statistics = adapted_warning(self.model)
+        if about_statistics is not None:
+            warnings.warn(about_statistics, stacklevel=level_of_caller())
         found = [
             f"{type(c).__name__}(monitor={getattr(c, 'monitor', 'loss')!r})"
             for c in beside
@@ -85,7 +93,8 @@ class PrivateCallback(tf.keras.callbacks.Callback):
                 "cover what follows from that: when training stops, which weights are kept, how "
                 f"the learning rate falls. Received: {', '.join(found)}. Monitor a metric of "
                 "public validation data ('val_…'), or decide before training (a fixed number of "
-                "epochs, a `LearningRateSchedule`, ADADP).",
+                "epochs, a `LearningRateSchedule`, ADADP). Leave `TerminateOnNaN` out: padding "
+                "alone can make the loss NaN.",
                 stacklevel=3,
             )
 

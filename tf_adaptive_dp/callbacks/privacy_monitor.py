@@ -159,7 +159,7 @@ class PrivacyMonitor(PrivateCallback):
         """Checks that the optimizer is private; called by Keras."""
         optimizer = self.optimizer
         self.require_counted_statistics()
-        self.warn_of_steering()
+        self.warn_before_training()
         begin_batches_anew(optimizer)
         self._released = optimizer.ledger.num_releases
         optimizer.statistics.summary(reset=True)  # of training without this callback
@@ -288,13 +288,11 @@ class PrivacyMonitor(PrivateCallback):
             )
 
     def _warn_of_early_returns(self, ledger: Ledger) -> None:
-        """Warns, once, if batches were reused before every batch had been used once."""
+        """Warns, once, if batches came again, as a whole, that should have been drawn anew."""
         if self._warned_of_returns or sampling_epsilon.label_of(self.sampling) != "shuffled":
             return
-        early = [
-            composition.repeated(*segment, self.num_examples, in_epochs=True)
-            for segment in composition.checks_of(ledger, self.num_examples, correlated=True)
-        ]
+        known = composition.checks_of(ledger, self.num_examples, correlated=True)
+        early = [composition.repeated(*of, self.num_examples, in_epochs=True) for of in known]
         if any(early):
             self._warned_of_returns = True
             warnings.warn(
@@ -302,6 +300,16 @@ class PrivacyMonitor(PrivateCallback):
                 "counts as if it held the whole data set, and ε is far larger than for new "
                 "batches. `fit` changes the order of the batches of a `PyDataset`: pass "
                 "`shuffle=False`, or form new batches in its `on_epoch_end`.",
+                stacklevel=2,
+            )
+        elif composition.num_returned(known, self.num_examples):
+            self._warned_of_returns = True
+            warnings.warn(
+                "The same batches came again in a later epoch, so the data are not shuffled for "
+                "each epoch, and the ε shown is not even an approximation. After "
+                "`keras.utils.set_random_seed`, `fit` of Keras 3 repeats the order of the first "
+                "epoch. Use a plan, pass `dataset.shuffle(num_examples).batch(batch_size)`, or go "
+                "by the second ε of `privacy_statement`, which assumes no amplification.",
                 stacklevel=2,
             )
 

@@ -414,7 +414,7 @@ def input_array(x: Any) -> np.ndarray:
     """
     hint = (
         "`x` must be an array [n, ...] of all training inputs, as the layer will see them. Join "
-        "several inputs into one, or give each its own layer and account for all of them."
+        "several inputs into one, or normalize one of them: `plan.normalization(x['name'])`."
     )
     if isinstance(x, (dict, list, tuple)) or not hasattr(x, "shape"):
         raise TypeError(f"{hint} Received: {type(x).__name__}")

@@ -27,6 +27,7 @@ _OF_UNITS = {
     "logcosh",
 }
 _LARGE = 100.0
+_LARGE_WEIGHT = 1.001
 _FAR_APART = 1000.0
 # Layers that leave the units of their inputs as they are.
 _KEEP_UNITS = (
@@ -50,7 +51,7 @@ _READ_UNITS = (
 
 
 def unit_findings(model: tf.keras.Model, loss: Any, batch: tuple) -> list[Finding]:
-    """Warns of targets and inputs whose magnitudes leave nothing to learn under noise.
+    """Warns of targets, inputs and weights whose magnitudes leave nothing to learn under noise.
 
     Args:
       model: a built model; it is not called.
@@ -58,7 +59,8 @@ def unit_findings(model: tf.keras.Model, loss: Any, batch: tuple) -> list[Findin
       batch: x, y and possibly sample weights, each a nest of tensors.
     """
     targets = batch[1] if len(batch) > 1 else None
-    return [*_of_targets(loss, targets), *_of_inputs(model, batch[0])]
+    weights = batch[2] if len(batch) > 2 else None
+    return [*_of_targets(loss, targets), *_of_inputs(model, batch[0]), *_of_weights(weights)]
 
 
 def _of_targets(loss: Any, targets: Any) -> list[Finding]:
@@ -73,7 +75,8 @@ def _of_targets(loss: Any, targets: Any) -> list[Finding]:
             "units",
             "batch",
             f"Targets have magnitudes up to {max(sizes):.2g}, and the loss grows with their units: "
-            "nearly all gradients are clipped, and the steps are far too small for such targets.",
+            "nearly all gradients are clipped, so that large offsets are not reached, and other "
+            "outputs of the model learn little.",
             "Scale them to a magnitude of about 1 by public constants; see docs/how-to/units.md.",
             "warning",
         )
@@ -117,6 +120,22 @@ def _of_inputs(model: tf.keras.Model, inputs: Any) -> list[Finding]:
             "Normalize them privately (`plan.normalization(x)` of a plan with "
             "`normalize_inputs=True`), or by public constants (`keras.layers.Rescaling`); see "
             "docs/how-to/units.md.",
+            "warning",
+        )
+    ]
+
+
+def _of_weights(weights: Any) -> list[Finding]:
+    largest = max((_largest(part) for part in tf.nest.flatten(weights)), default=0.0)
+    if largest < _LARGE_WEIGHT:
+        return []
+    return [
+        Finding(
+            "units",
+            "batch",
+            f"Sample weights go up to {largest:.2g}. Gradients are weighted before they are "
+            "clipped, so a weight above 1 has hardly any effect where they are clipped anyway.",
+            "Divide all weights by the largest one, which should not depend on private data.",
             "warning",
         )
     ]

@@ -7,7 +7,9 @@ import tensorflow as tf
 NORMALIZE = (
     "Replace the batch normalization by `tf.keras.layers.GroupNormalization` or "
     "`LayerNormalization` (`tf_adaptive_dp.validate(model, batch, fix=True)` replaces each "
-    "`BatchNormalization` in a copy), or freeze it (`layer.trainable = False`)."
+    "`BatchNormalization` in a copy), or freeze it, as in a pretrained network "
+    "(`layer.trainable = False`; on Keras 3, calling the network with `training=False` is not "
+    "enough)."
 )
 _REDUCE = "Leave the batch axis out of the reduction, as with `axis=-1`."
 _REDUCE_NOTHING = (

@@ -385,7 +385,8 @@ def check_rows(
         )
     if sampling != "shuffled" and getattr(sampling, "label", None) != "shuffled":
         raise ValueError(
-            "`fit` shuffles arrays: pass the data set that the sampling made, or leave out "
+            "`fit` shuffles arrays: pass the data set that the sampling made, such as "
+            "`tuner.search(poisson_batches((x, y), sampling), steps_per_epoch=...)`, or leave out "
             f"`sampling`. Received: sampling={sampling!r}"
         )
     if data.batch_size * parts != batch_size:
