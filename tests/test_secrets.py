@@ -77,8 +77,8 @@ def told(model):
     values = [v.numpy() for v in optimizer.variables]
     yield "\n".join([*texts, repr(values)]).encode()
     yield b"".join(value.tobytes() for value in values)
-    yield pickle.dumps(optimizer._mechanism.noise)
-    yield pickle.dumps(copy.deepcopy(optimizer._mechanism.noise))
+    yield pickle.dumps(optimizer._mechanism.generator)
+    yield pickle.dumps(copy.deepcopy(optimizer._mechanism.generator))
 
 
 ARTEFACTS = {
@@ -105,7 +105,7 @@ def test_nothing_shows_the_key_of_the_noise(arguments, monkeypatch, tmp_path):
 def test_nothing_shows_noise_that_is_still_to_be_taken_back(tmp_path):
     model = compiled(noise=BandedNoise(3))
     model.fit(*BATCH, batch_size=4, epochs=3, verbose=0)
-    (past,) = model.optimizer._mechanism.noise._secret.past.values()
+    (past,) = model.optimizer._mechanism.generator._secret.past.values()
     rows = past.numpy()
     # Of two numbers that follow each other, since a file of a model may hold four bytes by chance.
     secrets = [rows[k, :2].tobytes() for k in range(2)]
@@ -118,7 +118,7 @@ def test_nothing_shows_noise_that_is_still_to_be_taken_back(tmp_path):
 @pytest.mark.slow
 def test_the_search_finds_a_key_that_is_a_constant_of_the_graph(monkeypatch, tmp_path):
     secrets, model = recorded(monkeypatch), compiled()
-    stream = model.optimizer._mechanism.noise._stream
+    stream = model.optimizer._mechanism.generator._stream
 
     class Shown:
         def next(self):
@@ -126,7 +126,7 @@ def test_the_search_finds_a_key_that_is_a_constant_of_the_graph(monkeypatch, tmp
                 key = int(stream._state[2].numpy())
             return tf.constant(key, tf.int64), stream.next()[1]
 
-    model.optimizer._mechanism.noise._stream = Shown()
+    model.optimizer._mechanism.generator._stream = Shown()
     for name in ("logs", "graph"):
         pieces = ARTEFACTS[name](model, tmp_path / name)
         assert any(found(piece, secrets) for piece in pieces), name
@@ -134,7 +134,7 @@ def test_the_search_finds_a_key_that_is_a_constant_of_the_graph(monkeypatch, tmp
 
 def test_the_search_finds_a_key_that_is_saved_or_told(monkeypatch, tmp_path):
     secrets, model = recorded(monkeypatch), compiled()
-    stream = model.optimizer._mechanism.noise._stream
+    stream = model.optimizer._mechanism.generator._stream
     model.optimizer.mine = stream._state  # tracked
     kept = stream._state if GENERATION == 2 else keras.Variable(stream._state, dtype="int64")
     model.optimizer._variables.append(kept)  # saved

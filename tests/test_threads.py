@@ -75,7 +75,7 @@ def test_every_release_of_four_threads_is_counted_and_has_noise_of_its_own(mode,
     noises = sum(all_at_once(*[run] * THREADS), [])
     assert mechanism.ledger.num_releases == THREADS * steps + 1
     assert_all_differ(noises, THREADS * steps)
-    assert int(mechanism.noise._counter) == (1 + mechanism._is_adaptive) * (THREADS * steps + 1)
+    assert int(mechanism.generator._counter) == (1 + mechanism._is_adaptive) * (THREADS * steps + 1)
 
 
 def test_four_threads_train_one_model():

@@ -150,7 +150,7 @@ def test_a_step_that_failed_in_a_graph_is_no_iteration():
 def test_xla_cannot_stop_at_nan_so_it_warns_and_counts_a_release_without_privacy(monkeypatch):
     w = tf.Variable([[1.0], [1.0]])
     mechanism = zoo.make_mechanism(noise_multiplier=1.5)
-    monkeypatch.setattr(mechanism.noise, "add_to", lambda sums, *_: sums)
+    monkeypatch.setattr(mechanism.generator, "add_to", lambda sums, *_: sums)
 
     def step(x):
         with tf.GradientTape() as tape:

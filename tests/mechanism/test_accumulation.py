@@ -72,7 +72,7 @@ def test_nothing_moves_before_the_last_part():
     state = [v.numpy() for v in optimizer.variables]
     assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), start))
     assert optimizer.ledger.num_releases == int(optimizer.iterations) == 0
-    assert int(optimizer._mechanism.noise._counter) == 0
+    assert int(optimizer._mechanism.generator._counter) == 0
     catalogue.fit(model, steps_per_epoch=1)
     assert optimizer.ledger.segments == [(0.5, 24.0, 1)]
     assert int(optimizer.iterations) == 1

@@ -151,7 +151,7 @@ def test_neighbours_differ_by_at_most_the_clipped_gradient_of_one_step_and_its_b
 def resumed(strategy, keys, num_releases, size=SIZE, **kwargs):
     mechanism = mechanism_of(strategy, **kwargs)
     mechanism.ledger.restore([(1.0, 1.0, num_releases)])
-    mechanism.noise.resume(keys, num_releases)
+    mechanism.generator.resume(keys, num_releases)
     return mechanism
 
 
@@ -168,7 +168,7 @@ def test_another_process_goes_on_with_the_same_noise(strategy, traced_before):
     if traced_before:
         released_by(run, 2)
     run.ledger.restore([(1.0, 1.0, 6)])
-    run.noise.resume([first, second, third], 6)
+    run.generator.resume([first, second, third], 6)
     after = released_by(run, 6, "graph of fixed size")
     z = whitened(strategy, np.concatenate([before, between, after]))
     assert_gaussian(z, 1.0)
@@ -261,7 +261,7 @@ def test_a_tree_that_was_begun_by_another_process_is_finished_with_its_noise():
 )
 def test_keys_that_do_not_cover_the_run_are_refused(keys):
     with pytest.raises(ValueError, match="must cover all releases"):
-        mechanism_of(BandedNoise(2)).noise.resume(keys, 4)
+        mechanism_of(BandedNoise(2)).generator.resume(keys, 4)
 
 
 def test_a_ledger_without_the_noise_of_its_releases_stops_the_run():
@@ -279,18 +279,18 @@ def test_a_ledger_without_the_noise_of_its_releases_stops_the_run():
             step(*rows)
         assert run.ledger.num_releases == releases  # nothing was released
         with pytest.raises(dp.NotPrivateError, match="with the noise of 4 known"):
-            run.noise.require_fit(releases)
+            run.generator.require_fit(releases)
     run.ledger.restore([(1.0, 1.0, 4)])
     step(*rows)
-    run.noise.require_fit(5)
+    run.generator.require_fit(5)
 
 
 def test_a_long_run_with_trees_does_not_come_back_to_its_first_draws():
     # Threefry numbers the draws of a key with 32 bits, and a step of a tree has 32 of them.
     first, many = mechanism_of(TreeNoise(4)), 2**27
     later = mechanism_of(TreeNoise(4))
-    first.noise.resume([NoiseKey(0, 17)], 0)
-    later.noise.resume([NoiseKey(0, 17)], many)
+    first.generator.resume([NoiseKey(0, 17)], 0)
+    later.generator.resume([NoiseKey(0, 17)], many)
     later.ledger.restore([(1.0, 1.0, many)])
     assert_independent(released_by(first, 4), released_by(later, 4))
 
@@ -375,7 +375,7 @@ def test_a_batch_in_parts_has_the_noise_of_one_release(strategy, mode):
         parts = [step(batch[i : i + 2]).numpy() for i in (0, 2, 4)]
         assert not parts[0].any() and not parts[1].any()
         np.testing.assert_allclose(parts[2], zoo.release(whole, batch)[0], atol=1e-5)
-        assert in_parts.ledger.num_releases == int(in_parts.noise.number()) == t + 1
+        assert in_parts.ledger.num_releases == int(in_parts.generator.number()) == t + 1
     assert in_parts.ledger.segments == whole.ledger.segments == [(0.7, 6.0, steps)]
 
 
@@ -461,8 +461,8 @@ def test_side_information_that_learns_from_noisy_gradients_refuses_correlated_no
 
 
 def test_independent_noise_is_the_default_and_what_it_was():
-    assert isinstance(zoo.make_mechanism().noise, GaussianNoise)
-    assert isinstance(zoo.make_mechanism(noise=IndependentNoise()).noise, GaussianNoise)
+    assert isinstance(zoo.make_mechanism().generator, GaussianNoise)
+    assert isinstance(zoo.make_mechanism(noise=IndependentNoise()).generator, GaussianNoise)
     assert dp.DPSGD(1.0, 1.0).noise == IndependentNoise()
     assert dp.DPSGD(1.0, 1.0).get_config()["noise"] is None
 
@@ -486,7 +486,7 @@ def test_copies_do_not_go_on_with_the_noise_of_the_original():
     released_by(run, 2)
     copied = copy.deepcopy(run)
     with pytest.raises(dp.NotPrivateError):
-        copied.noise.require_fit(copied.ledger.num_releases)
+        copied.generator.require_fit(copied.ledger.num_releases)
     fresh = mechanism_of(BandedNoise(3))
     assert_independent(released_by(copy.deepcopy(fresh), 1), released_by(fresh, 1))
 
@@ -494,7 +494,7 @@ def test_copies_do_not_go_on_with_the_noise_of_the_original():
 def test_nothing_that_is_saved_or_shown_has_the_key_or_the_noise():
     run = mechanism_of(BandedNoise(3))
     released_by(run, 2, size=64)
-    noise = run.noise
+    noise = run.generator
     key = int(noise._secret.next.numpy()[0])
     past = next(iter(noise._secret.past.values())).numpy()
     shown = repr(noise) + repr(vars(noise)) + repr(noise._secret)
@@ -530,7 +530,7 @@ def test_a_state_of_another_strategy_is_not_taken_for_one_s_own(tmp_path):
     with pytest.raises(ValueError, match="another `noise`"):
         _ = other.ledger.noise
     with pytest.raises(dp.NotPrivateError):
-        other.noise.require_fit(2)
+        other.generator.require_fit(2)
     _, checkpoint = checkpoint_of(None)
     with pytest.raises(ValueError, match="shape"):
         checkpoint.restore(path)
@@ -569,9 +569,9 @@ def test_threads_that_share_an_optimizer_share_its_past():
         thread.start()
     for thread in threads:
         thread.join()
-    assert run.ledger.num_releases == 18 and len(run.noise._secret.past) == 1
+    assert run.ledger.num_releases == 18 and len(run.generator._secret.past) == 1
     # In some order they are the noise of one run: the last three are those that are kept.
-    (past,) = run.noise._secret.past.values()
+    (past,) = run.generator._secret.past.values()
     released = np.concatenate(list(found.values()))
     for kept in past.numpy()[:, :SIZE]:
         assert np.isclose(released, kept, atol=1e-5).all(axis=1).sum() == 1

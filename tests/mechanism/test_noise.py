@@ -472,7 +472,7 @@ def test_a_step_that_fails_uses_no_noise_up(mode):
     first = step(rows)[0].numpy()
     with pytest.raises(tf.errors.InvalidArgumentError):
         step(np.zeros([3, 9], "float32"))
-    assert int(mechanism.noise._counter) == mechanism.ledger.num_releases == 1
+    assert int(mechanism.generator._counter) == mechanism.ledger.num_releases == 1
     second = step(rows)[0].numpy()
     np.testing.assert_allclose(2 * first, numbers(9, seed=2, release=1), rtol=1e-5)
     np.testing.assert_allclose(2 * second, numbers(9, seed=2, release=2), rtol=1e-5)

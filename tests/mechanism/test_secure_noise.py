@@ -128,7 +128,7 @@ def test_xla_is_refused():
 
 def test_an_optimizer_is_saved_with_it():
     config = dp.DPSGD(1.0, 1.0, secure_noise=True).get_config()
-    assert isinstance(dp.DPSGD.from_config(config)._mechanism.noise, SecureNoise)
+    assert isinstance(dp.DPSGD.from_config(config)._mechanism.generator, SecureNoise)
 
 
 def test_the_noise_covers_what_rounding_adds_to_the_sensitivity():

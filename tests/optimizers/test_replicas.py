@@ -149,7 +149,7 @@ def test_the_noise_has_the_scale_that_was_asked_for(seed):
         assert_gaussian(noise, 1.5 * 2.0 / 8)
     assert_independent(first, second)
     assert optimizer.ledger.segments == [(1.5, 8.0, 2)]
-    for variable in (optimizer.ledger._counts, optimizer._mechanism.noise._counter):
+    for variable in (optimizer.ledger._counts, optimizer._mechanism.generator._counter):
         assert [v.numpy().sum() for v in variable.values] == [2, 2]
 
 

@@ -132,7 +132,7 @@ def test_neighbours_move_a_sum_that_is_tied_to_the_rows_by_one_at_most(k):
     n, random = 40, np.random.default_rng(0)
     sampling = dp.PoissonSampling(0.5, 60, 1)
     gradients = 5 * random.normal(size=[n, 3])
-    ties = random.choice([-1.0, 1.0], size=60)  # the slots' own, known to everyone
+    ties = random.choice([-1.0, 1.0], size=60)  # the rows' own, known to everyone
     moved, moved_before = [], []
     for step in range(30):
         placed = np.minimum(sampling.place(n, step, KEY, k).ravel(), n)

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
-from tests.helpers import catalogue, kinds_of_models, mixing, slots, zoo
+from tests.helpers import catalogue, kinds_of_models, mixing, row_ties, zoo
 from tests.helpers.linear_problem import linear
 from tf_adaptive_dp._keras.generation import GENERATION
 
@@ -104,12 +104,12 @@ def test_models_that_mix_examples(name):
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("name", slots.TIED)
+@pytest.mark.parametrize("name", row_ties.TIED)
 def test_models_that_use_the_row(name):
     kernel = tf.Variable(zoo.floats(4, seed=2))
 
     def losses(x):
-        return slots.TIED[name](x, tf.linalg.matvec(x, kernel) ** 2)
+        return row_ties.TIED[name](x, tf.linalg.matvec(x, kernel) ** 2)
 
     of_problem(zoo.Problem([kernel], losses, (zoo.floats(B, 4),)))
 

@@ -23,7 +23,7 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Any, Callable
+from typing import Any, Callable, TypeVar
 
 import dp_accounting
 import numpy as np
@@ -73,6 +73,7 @@ PLD_MIN_DELTA = 1e-9
 
 # (noise multiplier, sampling probability): number of releases
 Counts = dict[tuple[float, float], int]
+_Number = TypeVar("_Number", int, float)
 
 
 def _concerns_users(record: logging.LogRecord) -> bool:
@@ -261,16 +262,57 @@ def releases_left(
     segments, other_events = counted_ledger(ledger, num_examples, in_epochs=in_epochs)
     one = _checked((noise_multiplier, batch_size, 1), num_examples)
 
+    def epsilon_of(then: Sequence[Segment], method: str) -> float:
+        return composed_epsilon(_count(then, num_examples), other_events, delta, method)
+
+    return releases_within(budget, epsilon_of, segments, one, accountant, at_most)
+
+
+def releases_within(
+    budget: float,
+    epsilon_of: Callable[[Sequence[Segment], str], float],
+    segments: Sequence[Segment],
+    one: Segment,
+    accountant: str,
+    at_most: int,
+) -> int:
+    """How many more releases fit a budget, however ε is computed.
+
+    Args:
+      budget: the total ε, including what was already spent.
+      epsilon_of: ε of all segments by an accountant, `"rdp"` or `"pld"`.
+      segments: the releases so far.
+      one: one of the future releases.
+      accountant: `"rdp"` or `"pld"`.
+      at_most: the largest number to consider.
+    """
+
     def fits(n: int, method: str) -> bool:
         then = Ledger.extended(segments, one._replace(num_releases=n))  # a full one merges
-        counts = _count(then, num_examples)
-        return composed_epsilon(counts, other_events, delta, method) <= budget
+        return epsilon_of(then, method) <= budget
 
-    # What fits by RDP also fits by PLD. Starting there saves most of PLD's slow evaluations.
-    by_rdp = largest(lambda n: fits(n, "rdp"), at_most=at_most)
-    if accountant == "rdp":
-        return by_rdp
-    return largest(lambda n: fits(n, accountant), by_rdp, at_most=at_most)
+    return largest_within(fits, accountant, functools.partial(largest, at_most=at_most), 0)
+
+
+def largest_within(
+    fits: Callable[[_Number, str], bool],
+    accountant: str,
+    search: Callable[[Callable[[_Number], bool], _Number], _Number],
+    low: _Number,
+) -> _Number:
+    """The largest number that fits a budget.
+
+    What fits by RDP also fits by PLD. Starting there saves most of PLD's slow evaluations.
+
+    Args:
+      fits: whether a number fits by an accountant.
+      accountant: `"rdp"` or `"pld"`.
+      search: finds the largest number that fits, given whether one does and where to begin.
+      low: where to begin.
+    """
+    checks.choice("accountant", accountant, ACCOUNTANTS)
+    found = search(lambda n: fits(n, "rdp"), low)
+    return found if accountant == "rdp" else search(lambda n: fits(n, accountant), found)
 
 
 def in_units(ledger: Any) -> Any:

@@ -21,8 +21,8 @@ PADDING_CONTRIBUTES = (
     "Padding contributes to the loss: rows of weight 0 have gradients. Epsilon would not hold, "
     "since an example that joins the batch takes the place of a row of padding. Multiply the "
     "finished loss vector by the weights, as in `(losses + penalties) * sample_weight`, and pass "
-    "`sample_weight` on in a `compute_loss` of your own. (The library recognizes weights by "
-    "negative zeros. If this vector holds no weights, add 0.0 to it.)"
+    "`sample_weight` on in a `compute_loss` of your own. If no vector of this step holds sample "
+    "weights, but one contains −0.0, add 0.0 to it: −0.0 is the mark of padding."
 )
 
 

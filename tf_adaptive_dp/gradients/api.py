@@ -16,12 +16,12 @@ from tf_adaptive_dp._keras.tracing import is_recording
 from tf_adaptive_dp._keras.variables import native, path_of
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.absent_rows import find_present
-from tf_adaptive_dp.gradients.batch_axis.analysis import follow, refuse, repeats_examples
+from tf_adaptive_dp.gradients.batch_axis.analysis import follow, has_other_rows, refuse
 from tf_adaptive_dp.gradients.batch_axis.counting import counts_batch
 from tf_adaptive_dp.gradients.batch_axis.custom_gradients import refuse_custom_gradients
 from tf_adaptive_dp.gradients.batch_axis.hidden import refuse_state
+from tf_adaptive_dp.gradients.batch_axis.row_ties import refuse_row_ties
 from tf_adaptive_dp.gradients.batch_axis.rows_outside import rows_outside
-from tf_adaptive_dp.gradients.batch_axis.slots import refuse_slots
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.jacobian import MaterializedGradients
 from tf_adaptive_dp.gradients.penalties import Penalty, find_penalties, penalty_gradients
@@ -201,7 +201,7 @@ def per_example_gradients(
             )
     with contextlib.nullcontext() if is_recording(tape) else tape:
         searched = _search(loss, method, expected_batch_size)
-        losses, batch_axes, penalties, present, outside, repeated = searched
+        losses, batch_axes, penalties, present, outside, rows_differ = searched
         loss = losses
         if outside is not None:
             loss = tf.where(outside, tf.zeros_like(loss), loss)
@@ -238,7 +238,7 @@ def per_example_gradients(
     source.penalty_gradients = penalty_gradients(penalties, variables)
     search_sums_when_complete([g for g in source.penalty_gradients if g is not None])
     source.example_losses, source.unit_losses = losses, unit_losses
-    source.outside, source.repeated = outside, repeated
+    source.outside, source.rows_differ = outside, rows_differ
     numbers = [n for p in penalties for n in (p.term, p.factor) if tf.is_tensor(n)]
     source.counts_batch = batch_axes is not None and counts_batch(losses, batch_axes, numbers)
     return source
@@ -253,7 +253,7 @@ class _Searched(NamedTuple):
       penalties: the terms that all examples share.
       present: [B], bool, which rows are examples; `None` for all.
       outside: see `rows_outside`.
-      repeated: see `repeats_examples`.
+      rows_differ: see `has_other_rows`.
     """
 
     losses: tf.Tensor
@@ -261,7 +261,7 @@ class _Searched(NamedTuple):
     penalties: list[Penalty]
     present: tf.Tensor | None
     outside: tf.Tensor | None = None
-    repeated: tf.Tensor | None = None
+    rows_differ: tf.Tensor | None = None
 
 
 def _search(loss: tf.Tensor, method: str, expected_batch_size: float | None) -> _Searched:
@@ -283,9 +283,9 @@ def _search(loss: tf.Tensor, method: str, expected_batch_size: float | None) -> 
     ops = ancestors([vector])
     refuse_custom_gradients(ops, axes)
     outside = rows_outside(ops, axes)
-    refuse_slots(vector, axes).renew()
-    repeated = repeats_examples(vector, axes)
-    return _Searched(vector, axes, penalties, present, outside, repeated)
+    refuse_row_ties(vector, axes).renew()
+    rows_differ = has_other_rows(vector, axes)
+    return _Searched(vector, axes, penalties, present, outside, rows_differ)
 
 
 def _not_searched(loss: tf.Tensor, method: str) -> _Searched:

@@ -35,8 +35,8 @@ UNCLEAR = Unclear.UNCLEAR
 # all entries.
 Met = Union[BatchAxis, None, Unclear]
 
-# The rules of `slots` ask what must be equal in all rows. For these operations they say more: entry
-# i of the input goes to entry i of the output alone. (Others may permute rows or pick some.)
+# The rules of `row_ties` ask what must be equal in all rows. For these operations they say more:
+# entry i of the input goes to entry i of the output alone. (Others may permute rows or pick some.)
 _IN_PLACE = {
     *(ELEMENTWISE | REDUCTIONS | AXIS_0 | PRODUCTS),
     *("BiasAdd", "BroadcastTo", "Conv2DBackpropInput", "Conv3DBackpropInputV2", "ConcatV2"),

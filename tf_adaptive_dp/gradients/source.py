@@ -23,8 +23,8 @@ class PerExampleGradients(abc.ABC):
       outside: [B], bool, the examples without a gradient because of an index outside of their row
         (see `rows_outside`), which makes gradients of others NaN if one of theirs would not
         be finite; `None` if there are no such indices.
-      repeated: bool scalar, whether the loss has a different number of rows than the data, so that
-        an example may count several times (see `repeats_examples`); `None` if it cannot.
+      rows_differ: bool scalar, whether the loss has a different number of rows than the data, so
+        that an example may count several times (see `has_other_rows`); `None` if it cannot.
       spoils_others: whether one gradient that is not finite may make those of other examples NaN,
         and no error stops such a batch: the Jacobian under XLA.
       loss_scale: the power of two by which the loss was multiplied to keep float16 gradients from
@@ -38,7 +38,7 @@ class PerExampleGradients(abc.ABC):
     example_losses: tf.Tensor
     unit_losses: tf.Tensor
     outside: tf.Tensor | None = None
-    repeated: tf.Tensor | None = None
+    rows_differ: tf.Tensor | None = None
     spoils_others: bool = False
     loss_scale: float = 1.0
 

@@ -122,7 +122,7 @@ class BatchSizes:
         groups = self._num_microbatches
         return groups is not None and not 0 < self.rows_per_batch <= groups
 
-    def doubt(self, rows: int | None) -> None:
+    def warn_if_too_large(self, rows: int | None) -> None:
         """Warns, before a step, if batches of this many rows cannot have the expected size L."""
         with tf.init_scope():
             expected = self.expected

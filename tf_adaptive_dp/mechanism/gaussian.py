@@ -46,13 +46,13 @@ _OUT_OF_ORDER = (
     "`steps_per_epoch` to `fit`."
 )
 
-_ASTRAY = (
+_INDEX_OUTSIDE = (
     "An example has an index outside of its row, and gradients are not finite: in a gather with "
     "`batch_dims`, one of its own may have made others so. Clip the indices, as in "
     "`tf.clip_by_value(indices, 0, tf.shape(x)[1] - 1)`."
 )
 
-_REPEATED = (
+_OTHER_ROWS = (
     "The loss has a different number of rows than the batch, so an example would count several "
     "times: a batch of one was combined with a value that has a fixed number of rows, such as "
     "`tf.random.normal([32, 8])`. Give such a value the rows of the batch, `tf.shape(x)[0]`, or "
@@ -106,8 +106,8 @@ class GaussianMechanism:
       accumulator: the `Accumulator` of these parts; `None` if there is one part.
       ledger: the `Ledger` of all releases.
       statistics: `GradientStatistics`, not private.
-      noise: the `GaussianNoise`, the `SecureNoise` with `secure_noise=True`, or the
-        `CorrelatedNoise` of a strategy.
+      generator: draws the noise: a `GaussianNoise`, a `SecureNoise` with `secure_noise=True`, or
+        the `CorrelatedNoise` of a strategy.
       seen: the `SeenDraws`, with which batches are compared.
       sizes: the `BatchSizes`, with the public divisor.
       histograms: the `Histograms` of the first batches, which an optimizer may set before its first
@@ -166,7 +166,7 @@ class GaussianMechanism:
         strategy = get_strategy(noise)
         self.ledger = Ledger(add_variable, strategy, examples_per_user)
         self.seen = SeenDraws(self.ledger)
-        self.noise = _noise(
+        self.generator = _generator(
             checks.boolean("secure_noise", secure_noise), seed, add_variable, strategy
         )
         if not strategy.is_independent:
@@ -289,8 +289,8 @@ class GaussianMechanism:
         search_sums_when_complete([*batch.sums, *batch.within])
         rejects = [
             assert_true(tf.equal(batch.padding, 0), [PADDING_CONTRIBUTES]),
-            assert_true(tf.equal(batch.astray, 0), [_ASTRAY]),
-            assert_true(tf.equal(batch.repeated, 0), [_REPEATED]),
+            assert_true(tf.equal(batch.index_outside, 0), [_INDEX_OUTSIDE]),
+            assert_true(tf.equal(batch.rows_differ, 0), [_OTHER_ROWS]),
         ]
         # After the sums, so that a step that fails on its data releases and changes nothing.
         with tf.control_dependencies([*batch.flat(), *(r for r in rejects if r is not None)]):
@@ -340,17 +340,17 @@ class GaussianMechanism:
         within = []
         if isinstance(self.clipping, AdaptiveClipping):
             within.append(self.clipping.count(squared_norms, present, clip))
-        none = tf.zeros([])
+        none, outside, differ = tf.zeros([]), source.outside, source.rows_differ
         return sums, _Sums(
             sums=[tf.cast(s, tf.float32) for s in sums if s is not None] + counted,
             within=within,
             present=_number_of(present),
             padding=_number_of(self._contributing_padding(padding, present)),
-            spoilt=_number_of(~tf.math.is_finite(squared_norms)) if source.spoils_others else none,
-            astray=none if source.outside is None else _astray(source.outside, squared_norms),
-            repeated=none if source.repeated is None else _number_of(source.repeated),
-            disordered=none,
-            unshown=none,
+            spoiling=_not_finite(squared_norms) if source.spoils_others else none,
+            index_outside=none if outside is None else _index_outside(outside, squared_norms),
+            rows_differ=none if differ is None else _number_of(differ),
+            out_of_order=none,
+            order_unknown=none,
         )
 
     def _contributing_padding(self, padding: tf.Tensor | None, present: tf.Tensor) -> tf.Tensor:
@@ -404,8 +404,8 @@ class GaussianMechanism:
             # A part that was drawn for another step fails here; under XLA it marks its batch.
             units = part._replace(
                 sums=[s / unit for s in part.sums],
-                disordered=tf.cast(~checked.in_order, tf.float32),
-                unshown=tf.cast(~checked.shown, tf.float32),
+                out_of_order=tf.cast(~checked.in_order, tf.float32),
+                order_unknown=tf.cast(~checked.shown, tf.float32),
             )
             with tf.control_dependencies([self.sizes.remember(size), *checked.rejects]):
                 totals, complete = accumulator.add(units.flat(), places)
@@ -421,8 +421,8 @@ class GaussianMechanism:
             def record() -> list[tf.Tensor]:
                 now = self._check_order(None)
                 order = now._replace(
-                    in_order=now.in_order & tf.equal(batch.disordered, 0),
-                    shown=tf.equal(batch.unshown, 0),
+                    in_order=now.in_order & tf.equal(batch.out_of_order, 0),
+                    shown=tf.equal(batch.order_unknown, 0),
                 )
                 with tf.control_dependencies([self.sizes.remember(size), *order.rejects]):
                     return self._record(whole, size, draw, order).flat()
@@ -447,8 +447,8 @@ class GaussianMechanism:
         # An example in 1 + c parts of a batch moves the sum by up to (1 + c)·C.
         counted = tf.where(twice, sigma / 2, sigma) / (1 + draw.copies)
         # One more example that is not finite would make the sum zero.
-        private = order.in_order & (batch.spoilt <= 1)
-        private &= tf.equal(batch.astray, 0) & tf.equal(batch.repeated, 0)
+        private = order.in_order & (batch.spoiling <= 1)
+        private &= tf.equal(batch.index_outside, 0) & tf.equal(batch.rows_differ, 0)
         recorded = self.ledger.record(
             tf.where(private, counted, tf.zeros_like(counted)),
             expected,
@@ -461,9 +461,9 @@ class GaussianMechanism:
         )
         # Which noise is drawn depends on the number of the release, so it is drawn in this turn.
         correlated: list[tf.Tensor] = []
-        if isinstance(self.noise, CorrelatedNoise):
+        if isinstance(self.generator, CorrelatedNoise):
             with tf.control_dependencies([recorded]):
-                correlated = self.noise.draw(batch.sums)
+                correlated = self.generator.draw(batch.sums)
         return _Recorded(recorded, per_group, expected, sigma, correlated)
 
     def _add_noise(self, batch: _Sums, clip: tf.Tensor, record: _Recorded) -> list[tf.Tensor]:
@@ -472,13 +472,13 @@ class GaussianMechanism:
         divisor = tf.cast(record.groups, tf.float32)
         # Recorded first, since weights may move before another operation of the step fails.
         with tf.control_dependencies([record.ledger]):
-            if isinstance(self.noise, CorrelatedNoise):
+            if isinstance(self.generator, CorrelatedNoise):
                 scale = tf.cast(stddev, tf.float32)
                 noisy = [s + scale * w for s, w in zip(batch.sums, record.correlated)]
             else:
-                noisy = self.noise.add_to(batch.sums, stddev, clip)
+                noisy = self.generator.add_to(batch.sums, stddev, clip)
                 if isinstance(self.clipping, AdaptiveClipping):
-                    self._adapt(self.clipping, self.noise, batch.within, clip, record)
+                    self._adapt(self.clipping, self.generator, batch.within, clip, record)
             noisy = [s / divisor for s in noisy]
             if self.histograms is not None:
                 self._add_to(self.histograms, noisy[-1] * divisor, clip, record)
@@ -486,13 +486,13 @@ class GaussianMechanism:
 
     def _check_order(self, order: Order | None) -> _OrderCheck:
         """Whether the next release is the one that a batch, or a part of one, was drawn for."""
-        if not isinstance(self.noise, CorrelatedNoise):
+        if not isinstance(self.generator, CorrelatedNoise):
             return _OrderCheck([], tf.constant(True), tf.constant(True))
         count = self.ledger.count()
-        fits = self.noise.fits(count)
+        fits = self.generator.fits(count)
         rejects = [assert_true(fits, [NO_KEY, "Received: releases in the ledger:", count])]
         shown, in_order = tf.constant(False), tf.constant(True)
-        bands = self.noise.strategy.bands
+        bands = self.generator.strategy.bands
         if order is not None and bands is not None:
             shown = order.shown
             in_order = ~shown | order.is_of(count, bands)
@@ -502,7 +502,7 @@ class GaussianMechanism:
     def _adapt(
         self,
         clipping: AdaptiveClipping,
-        noise: GaussianNoise | SecureNoise,
+        generator: GaussianNoise | SecureNoise,
         count: list[tf.Tensor],
         clip: tf.Tensor,
         record: _Recorded,
@@ -510,7 +510,7 @@ class GaussianMechanism:
         """Moves C, given how many examples lie within the C that they were clipped to."""
         _, count_noise = clipping.split_noise(record.sigma, record.expected)
         stddev = replicas.share(count_noise)
-        (noisy,) = noise.add_to(count, stddev, tf.constant(0.5, tf.float64))
+        (noisy,) = generator.add_to(count, stddev, tf.constant(0.5, tf.float64))
         mark_released(noisy)
         total = replicas.total(noisy)
 
@@ -590,22 +590,24 @@ class _Sums(NamedTuple):
       within: the count of `AdaptiveClipping`, or nothing.
       present: how many rows (or microbatches) on all replicas have a nonzero gradient.
       padding: how many of these rows are padding.
-      spoilt: how many rows are not finite, if one of them spoils the others; else 0.
-      astray: how many rows are not finite, if an index outside of a row may be the reason; else 0.
-      repeated: on how many replicas, and in how many parts, the loss had other rows than the batch.
-      disordered: how many parts were drawn for another step; 0 if that was not checked.
-      unshown: how many parts did not show their step; 0 if that was not checked.
+      spoiling: how many rows are not finite, if one of them spoils the others; else 0.
+      index_outside: how many rows are not finite, if an index outside of a row may be the reason;
+        else 0.
+      rows_differ: on how many replicas, and in how many parts, the loss has a different number of
+        rows than the batch.
+      out_of_order: how many parts were drawn for another step; 0 if that was not checked.
+      order_unknown: how many parts did not show their step; 0 if that was not checked.
     """
 
     sums: list[tf.Tensor]
     within: list[tf.Tensor]
     present: tf.Tensor
     padding: tf.Tensor
-    spoilt: tf.Tensor
-    astray: tf.Tensor
-    repeated: tf.Tensor
-    disordered: tf.Tensor
-    unshown: tf.Tensor
+    spoiling: tf.Tensor
+    index_outside: tf.Tensor
+    rows_differ: tf.Tensor
+    out_of_order: tf.Tensor
+    order_unknown: tf.Tensor
 
     def flat(self) -> list[tf.Tensor]:
         return [*self.sums, *self.within, *self[2:]]
@@ -667,10 +669,15 @@ def _weighted_sums(
     return sums
 
 
-def _astray(outside: tf.Tensor, squared_norms: tf.Tensor) -> tf.Tensor:
+def _index_outside(outside: tf.Tensor, squared_norms: tf.Tensor) -> tf.Tensor:
     """How many rows are not finite, if an example has an index outside of its row; else 0."""
-    spoilt = _number_of(~tf.math.is_finite(squared_norms))
-    return tf.where(_number_of(outside) > 0, spoilt, tf.zeros_like(spoilt))
+    lost = _not_finite(squared_norms)
+    return tf.where(_number_of(outside) > 0, lost, tf.zeros_like(lost))
+
+
+def _not_finite(squared_norms: tf.Tensor) -> tf.Tensor:
+    """How many rows have a gradient that is not finite."""
+    return _number_of(~tf.math.is_finite(squared_norms))
 
 
 def _number_of(rows: tf.Tensor) -> tf.Tensor:
@@ -678,7 +685,7 @@ def _number_of(rows: tf.Tensor) -> tf.Tensor:
     return replicas.total(tf.reduce_sum(tf.cast(rows, tf.float32)))
 
 
-def _noise(
+def _generator(
     secure: bool, seed: int | None, add_variable: Callable, strategy: NoiseStrategy
 ) -> GaussianNoise | SecureNoise | CorrelatedNoise:
     if seed is not None:

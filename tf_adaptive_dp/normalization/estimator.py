@@ -184,7 +184,7 @@ def _second_round(
       noise: see `released_statistics`.
       found: μ, s and what else is known already.
     """
-    # Around a mean that is a little wrong there is the error, not the feature.
+    # If the mean is slightly off, what is left around it is that error.
     dead_zone = np.where(found.is_constant, _ERRORS * found.error, 0.0)
     seen = _InUnits(examples, found.mean, found.stddev, dead_zone)
     units = _units(_release(_sum_of_magnitudes(seen), noise), noise)

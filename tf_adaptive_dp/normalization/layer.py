@@ -121,7 +121,7 @@ class PrivateNormalization(keras.layers.Layer):
                 f"the examples. Received: axis={axis!r}"
             )
         self.axis = axis
-        # Beside the weight, which can be set to what it was before.
+        # `set_weights` could undo the mark in the weight, so Python remembers the release too.
         self._released_here, self._of_users_here = 0.0, False
 
     @property

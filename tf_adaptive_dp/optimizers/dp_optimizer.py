@@ -50,7 +50,7 @@ from tf_adaptive_dp.mechanism.padding import rows_of_padding
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
-from tf_adaptive_dp.optimizers import checked_state, refusals
+from tf_adaptive_dp.optimizers import checked_state, refusals, step_settings
 from tf_adaptive_dp.optimizers.given_loss import loss_and_variables
 from tf_adaptive_dp.optimizers.loss_scaling import LossScaling
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
@@ -227,7 +227,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
     @property
     def seed(self) -> int | None:
         """The seed of the noise; `None` if the noise is secret, as privacy needs it."""
-        return self._mechanism.noise.seed
+        return self._mechanism.generator.seed
 
     @property
     def noise(self) -> NoiseStrategy:
@@ -276,10 +276,10 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
           TypeError: if the noise is independent, which needs no keys.
           ValueError: if the keys do not cover all releases.
         """
-        if not isinstance(self._mechanism.noise, CorrelatedNoise):
+        if not isinstance(self._mechanism.generator, CorrelatedNoise):
             raise TypeError(f"Only correlated noise has keys. Received: noise={self.noise!r}")
         own = [NoiseKey(*key) for key in keys]
-        self._mechanism.noise.resume(own, self.ledger.num_releases)
+        self._mechanism.generator.resume(own, self.ledger.num_releases)
 
     def next_release(self) -> tuple[float, float | None]:
         """What the ledger will record for one more step.
@@ -336,7 +336,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
           TypeError: if `loss` is not a tensor.
           ValueError: if `tape` is missing, or the optimizer was built for other variables.
         """
-        self._refuse_before_step()
+        self._prepare_step()
         loss, variables, tape = loss_and_variables(loss, var_list, tape)
         check_loss(loss)
         self._build_outside(variables)
@@ -357,17 +357,21 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         refusals.refuse_counting(self, source)
         return list(zip(self._release(source, variables), variables))
 
-    def _refuse_before_step(self) -> None:
-        """Rejects steps that cannot be private, whatever their loss is."""
+    def _prepare_step(self) -> None:
+        """Rejects steps that cannot be private, whatever their loss is, and changes settings.
+
+        It turns TensorFloat-32 off in the whole process, and sets `expected_batch_size` where the
+        last batch of `fit` is smaller than the others.
+        """
         self.require_known_state()
         refusals.refuse_unsupported_setting(self)
         refusals.refuse_16_bit_rewrites()
-        refusals.turn_off_tensor_float_32()
-        if isinstance(self._mechanism.noise, CorrelatedNoise):
+        step_settings.turn_off_tensor_float_32()
+        if isinstance(self._mechanism.generator, CorrelatedNoise):
             with tf.init_scope():
                 num_releases = self.ledger.num_releases
-            self._mechanism.noise.require_fit(num_releases)
-        refusals.settle_batch_size(self)
+            self._mechanism.generator.require_fit(num_releases)
+        step_settings.settle_batch_size(self)
         self._loss_scaling.refuse_wrapper(self)
 
     def _release(
@@ -392,7 +396,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                 scale = shift = None
             unweighted = lacks_weights(losses)  # so all rows are examples
             num_examples = losses.shape[0] if unweighted else None  # padding has weights
-            self._mechanism.sizes.doubt(num_examples)
+            self._mechanism.sizes.warn_if_too_large(num_examples)
             if not tf.executing_eagerly() and not is_in_fit():
                 self._mechanism.sizes.refuse_another_trace(num_examples)
             if self._expects_padding and unweighted:
@@ -608,7 +612,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             "gradient_accumulation_steps": self.parts_per_batch,
             "loss_scale": self._loss_scaling.scale,
             "noise": noise_strategies.serialize(self.noise),
-            "secure_noise": isinstance(self._mechanism.noise, SecureNoise),
+            "secure_noise": isinstance(self._mechanism.generator, SecureNoise),
             "seed": self.seed,
             "ledger": [list(segment) for segment in self.ledger.segments],
             **({"other_releases": other_releases} if other_releases else {}),

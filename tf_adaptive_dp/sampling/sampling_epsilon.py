@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
+from tf_adaptive_dp.accounting.ledger import Releases, Segment
 from tf_adaptive_dp.sampling.draws import (
     Sampling,
     check_unit,
@@ -125,12 +126,11 @@ def releases_left(
     else:
         segments, events = composition.counted_ledger(ledger, num_examples, in_epochs=False)
 
-    def fits(n: int) -> bool:
-        then = Ledger.extended(segments, Segment(noise_multiplier, batch_size, n))
-        planned = Releases(then, events, noise=noise)
-        return account(planned, num_examples, delta, accountant) <= epsilon
+    def epsilon_of(then: Sequence[Segment], method: str) -> float:
+        return account(Releases(then, events, noise=noise), num_examples, delta, method)
 
-    return composition.largest(fits, at_most=at_most)
+    next_one = Segment(noise_multiplier, batch_size, 1)
+    return composition.releases_within(epsilon, epsilon_of, segments, next_one, accountant, at_most)
 
 
 def check_sampling(sampling: Sampling | str) -> Sampling | str:

@@ -147,16 +147,14 @@ def num_trials_for_budget(
     """
     _check_budget(epsilon)
 
-    def fits(num_trials: int, accounting: Accounting) -> bool:
-        spent = search_epsilon.composition_epsilon(trial, num_trials, delta, accounting=accounting)
+    def fits(num_trials: int, accountant: str) -> bool:
+        by = dataclasses.replace(accounting, accountant=accountant)
+        spent = search_epsilon.composition_epsilon(trial, num_trials, delta, accounting=by)
         return spent <= epsilon
 
     alone = search_epsilon.composition_epsilon(trial, 1, delta, accounting=accounting)
     _check_first_trial(alone, epsilon, "composition")
-    # What fits by RDP also fits by PLD. Starting there saves most of PLD's slow evaluations.
-    found = composition.largest(lambda k: fits(max(k, 1), accounting.by_rdp()))
-    if accounting.uses_pld:
-        found = composition.largest(lambda k: fits(k, accounting), found)
+    found = composition.largest_within(fits, accounting.accountant, composition.largest, 0)
     return max(found, 1)
 
 
@@ -244,22 +242,23 @@ def mean_trials_for_budget(
     _check_budget(epsilon)
 
     @functools.cache
-    def spent(mean: float, accounting: Accounting) -> float:
+    def spent(mean: float, accountant: str) -> float:
+        by = dataclasses.replace(accounting, accountant=accountant)
         return search_epsilon.repeat_and_select_epsilon(
-            trial, mean, delta, shape=shape, accounting=accounting
+            trial, mean, delta, shape=shape, accounting=by
         )
 
-    def fits(mean: float) -> bool:
-        return spent(mean, accounting) <= epsilon
+    def fits(mean: float, accountant: str) -> bool:
+        return spent(mean, accountant) <= epsilon
 
-    _check_first_trial(spent(1.0, accounting), epsilon, "repeat-and-select with a mean of 1")
-    found, by_rdp = 1.0, accounting.by_rdp()
-    # What fits by RDP also fits by PLD. Starting there saves most of PLD's slow evaluations.
-    if spent(1.0, by_rdp) <= epsilon:
-        found = _largest_mean(lambda mean: spent(mean, by_rdp) <= epsilon)
-    if accounting.uses_pld:
-        found = _largest_mean(fits, found)
-    return _four_digits(found, math.floor, lambda mean: mean == 1 or fits(mean))
+    def search(fits: Callable[[float], bool], low: float) -> float:
+        # A mean of 1 may fit by PLD only.
+        return _largest_mean(fits, low) if low > 1 or fits(1.0) else low
+
+    chosen = accounting.accountant
+    _check_first_trial(spent(1.0, chosen), epsilon, "repeat-and-select with a mean of 1")
+    found = composition.largest_within(fits, chosen, search, 1.0)
+    return _four_digits(found, math.floor, lambda mean: mean == 1 or fits(mean, chosen))
 
 
 def _check_budget(epsilon: float) -> None:

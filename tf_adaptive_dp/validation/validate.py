@@ -27,7 +27,7 @@ from tf_adaptive_dp.validation.layer_findings import (
     statistics_findings,
     takes_batch_statistics,
 )
-from tf_adaptive_dp.validation.padding import padding_findings
+from tf_adaptive_dp.validation.padding_findings import padding_findings
 from tf_adaptive_dp.validation.per_example import (
     Losses,
     batch_specs,

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
-from tests.helpers import slots, zoo
+from tests.helpers import row_ties, zoo
 
 KERNEL = tf.Variable(zoo.floats(4, seed=2))
 ROTATION = tf.keras.layers.RandomRotation(0.1, seed=1)
@@ -107,7 +107,7 @@ def lengths_in_a_loop(x, loss):
 
 
 NOT_COUNTING = {
-    **slots.SAME,
+    **row_ties.SAME,
     "width": lambda x, loss: loss / floats(tf.shape(x)[1]),
     "unstacked width": lambda x, loss: loss / floats(tf.unstack(tf.shape(x))[1]),
     "predicate of the width": lambda x, loss: tf.cond(
@@ -138,7 +138,7 @@ NOT_COUNTING = {
 }
 
 
-def source(function, x_shape=(None, 4), batch=slots.WEIGHTS):
+def source(function, x_shape=(None, 4), batch=row_ties.WEIGHTS):
     found = []
 
     @tf.function(input_signature=[tf.TensorSpec(x_shape)], autograph=False)

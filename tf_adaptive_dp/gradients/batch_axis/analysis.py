@@ -198,7 +198,7 @@ def refuse(loss: tf.Tensor, batch_axes: BatchAxes) -> None:
         )
 
 
-def repeats_examples(loss: tf.Tensor, batch_axes: BatchAxes) -> tf.Tensor | None:
+def has_other_rows(loss: tf.Tensor, batch_axes: BatchAxes) -> tf.Tensor | None:
     """Whether the loss has a different number of rows than the data, seen when the step runs.
 
     While tracing, an axis of unknown length that meets one of N rows counts as one of N. If it

@@ -15,7 +15,7 @@ from tf_adaptive_dp._keras.graphs import (
     static_value,
 )
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.gradients.batch_axis import counting, operations, slots
+from tf_adaptive_dp.gradients.batch_axis import counting, operations, row_ties
 from tf_adaptive_dp.gradients.batch_axis.analysis import NO_BATCH_AXIS, feeds
 from tf_adaptive_dp.gradients.batch_axis.functions import join
 from tf_adaptive_dp.gradients.batch_axis.randomness import Draws
@@ -79,7 +79,7 @@ def refuse_mixed_arguments(frame: Frame, loss: tf.Tensor) -> None:
     for tensor, value in zip(given, values):
         expects_rows = bool(feeds([tensor.op], frame.graph))
         if isinstance(value, DataIndependent):
-            if slots.constant_of(tensor) is not None:
+            if row_ties.constant_of(tensor) is not None:
                 continue  # the search within the function has seen its rows
             op = arguments.source_of_place(frame, tensor)
             if op is not None:
@@ -190,8 +190,8 @@ class _Arguments:
         if tensor.shape.rank == 0:
             return None
         draws = Draws(frame.graph)
-        demand = slots.Demand(batch_axes, tensor, BatchAxis())
-        found = slots.disprove([demand], set(), draws)
+        demand = row_ties.Demand(batch_axes, tensor, BatchAxis())
+        found = row_ties.disprove([demand], set(), draws)
         return tensor.op if found is not None or draws.replaces_any else None
 
     def _batch_axes(

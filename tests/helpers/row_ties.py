@@ -1,4 +1,4 @@
-"""Values that are tied to rows, and ones that are not; for `gradients/test_slots`.
+"""Values that are tied to rows, and ones that are not; for `gradients/batch_axis/test_row_ties`.
 
 Each function takes x [B, 4] and losses [B] with B = 4, so that sizes say nothing about axes, and
 returns losses.

@@ -20,7 +20,7 @@ from tf_adaptive_dp.gradients.batch_axis.randomness import DRAWS, Draws
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis
 
-_SLOT = (
+_TIED = (
     "A value depends on which row of the batch an example is in. One more example would move "
     "others to other rows, and so change their gradients. Received: {op} ({type}) {place}, "
     "which combines the data with {source} ({source_type}), whose entries differ from "
@@ -47,7 +47,7 @@ class TiedValue(NamedTuple):
     fix: str | None = None
 
     def __str__(self) -> str:
-        return (_SLOT if self.fix is None else _SEEDED).format(
+        return (_TIED if self.fix is None else _SEEDED).format(
             op=self.op.name,
             type=self.op.type,
             place=place_of(self.op),
@@ -71,7 +71,7 @@ class Demand(NamedTuple):
     place: BatchAxis | None
 
 
-def refuse_slots(loss: tf.Tensor, batch_axes: BatchAxes) -> Draws:
+def refuse_row_ties(loss: tf.Tensor, batch_axes: BatchAxes) -> Draws:
     """Refuses public values that are tied to rows and meet the data.
 
     Guarantee: in an accepted step, example i has the same gradient in every row, for the same
@@ -97,15 +97,15 @@ def refuse_slots(loss: tf.Tensor, batch_axes: BatchAxes) -> Draws:
         origin of the value, and a fix.
     """
     draws = Draws(loss.graph)
-    for tied in find_slots(ancestors([loss, *batch_axes.custom_gradients]), batch_axes, draws):
+    for tied in find_row_ties(ancestors([loss, *batch_axes.custom_gradients]), batch_axes, draws):
         raise NotPrivateError(str(tied))
     return draws
 
 
-def find_slots(
+def find_row_ties(
     ops: Iterable[tf.Operation], batch_axes: BatchAxes, draws: Draws
 ) -> Iterator[TiedValue]:
-    """Yields what `refuse_slots` refuses; records random numbers in `draws`."""
+    """Yields what `refuse_row_ties` refuses; records random numbers in `draws`."""
     proven: set = set()
     for op, inside in _with_bodies(ops, batch_axes):
         for index, output in enumerate(op.outputs):

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
-from tests.helpers import slots, zoo
+from tests.helpers import row_ties, zoo
 
 layers = tf.keras.layers
 MODES = ("graph", "graph of fixed size")
@@ -28,17 +28,17 @@ def search(problem, mode):
 
 
 @pytest.mark.slow_after(27)
-@pytest.mark.parametrize("name", slots.TIED)
+@pytest.mark.parametrize("name", row_ties.TIED)
 def test_what_is_tied_to_rows_is_refused(name):
     for mode in MODES:
         with pytest.raises(dp.NotPrivateError, match="row of the batch|affect each other|mix"):
-            search(problem(slots.TIED[name]), mode)
+            search(problem(row_ties.TIED[name]), mode)
 
 
 @pytest.mark.slow_after(7)
-@pytest.mark.parametrize("name", slots.SAME)
+@pytest.mark.parametrize("name", row_ties.SAME)
 def test_what_is_the_same_in_all_rows_is_accepted_and_exact(name):
-    same = problem(slots.SAME[name])
+    same = problem(row_ties.SAME[name])
     expected = (zoo.batch_of_one_gradients(same)[0] ** 2).sum(axis=1)
     for mode in MODES:
         np.testing.assert_allclose(search(same, mode)(tf.constant(X)), expected, rtol=1e-4)
@@ -47,10 +47,10 @@ def test_what_is_the_same_in_all_rows_is_accepted_and_exact(name):
 SIGNS = np.tile([1.0, -1.0], 140).astype("float32")
 # What the issue measured: each multiplies losses by signs that go by row.
 MEASURED = {
-    "range": lambda x: 1.0 - 2.0 * slots.floats(tf.range(slots.size(x)) % 2),
+    "range": lambda x: 1.0 - 2.0 * row_ties.floats(tf.range(row_ties.size(x)) % 2),
     "cumsum of ones": lambda x: tf.cos(np.pi * tf.cumsum(tf.ones_like(x[:, 0]))),
-    "weights by row": lambda x: tf.constant(SIGNS)[: slots.size(x)],
-    "stateless noise": lambda x: tf.sign(tf.random.stateless_normal([slots.size(x)], [1, 2])),
+    "weights by row": lambda x: tf.constant(SIGNS)[: row_ties.size(x)],
+    "stateless noise": lambda x: tf.sign(tf.random.stateless_normal([row_ties.size(x)], [1, 2])),
     "Dropout after set_random_seed": lambda x: tf.nn.dropout(tf.ones_like(x[:, 0]), 0.5),
 }
 
