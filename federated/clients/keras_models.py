@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
@@ -52,9 +55,13 @@ def with_tff_models(model_fn: Any, input_spec: Any = None) -> Any:
         if not isinstance(model, tf.keras.Model) or model.optimizer is None:
             return model_fn
         _check(model, input_spec)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a loss that is a lambda, which is not read there
+            # Here and not in TFF's graph, where the optimizer's numbers have no values.
+            settings = model.get_compile_config()
 
     def of_tff() -> tff.learning.models.VariableModel:
-        return _converted(model, input_spec)
+        return _converted(model, settings, input_spec)
 
     with tf.Graph().as_default():
         of_tff()  # errors come now
@@ -85,12 +92,95 @@ def _check(model: tf.keras.Model, input_spec: Any) -> None:
             "`model_fn` must return a Sequential model with an `Input`, or a functional one. A "
             f"subclass of `tf.keras.Model` does not state its inputs. Received: {model!r}"
         )
-    same = tf.keras.models.clone_model(model)
+    _check_outputs(model, _labels(input_spec))
+    _check_adapted(model)
+    same = _cloned(model)
     if len(same.weights) != len(model.weights) or len(same.losses) != len(model.losses):
         raise TypeError(
             "`model_fn` must return a model whose variables and losses all belong to its layers; "
             f"call `add_loss` in a layer, {_BY_HAND}. Received: {model!r}"
         )
+    _require_equal_outputs(model, same)
+
+
+def _check_outputs(model: tf.keras.Model, labels: Any) -> None:
+    """Raises ValueError unless TFF can pair outputs with labels, which it does by their numbers."""
+    count = len(model.outputs)
+    by_name = isinstance(model.output, Mapping)
+    if by_name or (
+        count > 1
+        and not isinstance(labels, tff.Type)
+        and not (isinstance(labels, (list, tuple)) and len(labels) == count)
+    ):
+        raise ValueError(
+            "A model with several outputs must return them as a list, and `input_spec` must have "
+            "a tuple of labels, one for each output in the same order. Make such batches with "
+            "`client_data.preprocess(lambda dataset: dataset.map(lambda x, y: (x, (y['a'], "
+            f"y['b']))))`. Received: outputs {model.output!r}, labels {labels!r}"
+        )
+
+
+def _check_adapted(model: tf.keras.Model) -> None:
+    """Raises TypeError if a layer was adapted in a way that its configuration does not have."""
+    names = {
+        "StringLookup": "vocabulary",
+        "IntegerLookup": "vocabulary",
+        "TextVectorization": "vocabulary",
+        "Discretization": "bin_boundaries",
+    }
+    for kind, name in names.items():
+        for layer in _layers(model, getattr(tf.keras.layers, kind)):
+            if layer.get_config().get(name) is None:
+                raise TypeError(
+                    f"A `{kind}` must be made with `{name}=`, since every client makes the layer "
+                    f"anew: what `adapt` found is not part of its settings. Pass `{name}=` in "
+                    "`model_fn`, such as what `get_vocabulary()` or `bin_boundaries` of an "
+                    f"adapted layer gives. Received: {name}=None in the layer {layer.name!r}"
+                )
+
+
+def _require_equal_outputs(model: tf.keras.Model, same: tf.keras.Model) -> None:
+    """Raises TypeError if a copy with equal weights computes something else from fixed numbers.
+
+    Nothing is compared where the model is random, or does not take such numbers.
+    """
+    if any(getattr(i, "type_spec", None) is None or _is_composite(i) for i in model.inputs):
+        return
+    batch = tf.nest.pack_sequence_as(model.input, [_fixed_numbers(i) for i in model.inputs])
+    try:
+        expected, again = (tf.nest.flatten(model(batch, training=False)) for _ in range(2))
+    except Exception:  # it may need other shapes, or other words
+        return
+    same.set_weights(model.get_weights())
+    found = tf.nest.flatten(same(batch, training=False))
+    if _are_close(expected, again) and not _are_close(expected, found):
+        raise TypeError(
+            "`model_fn` must return a model that is the same when Keras makes its layers anew from "
+            "their `get_config()` and gives them its weights, since every client makes a new one. "
+            "This one is not: a layer keeps something else, such as what it learned from data "
+            f"(`adapt`). Let `get_config()` of that layer return it, {_BY_HAND}. Received: "
+            f"{model!r}"
+        )
+
+
+def _is_composite(value: Any) -> bool:
+    return not isinstance(value.type_spec, tf.TensorSpec)  # ragged or sparse
+
+
+def _fixed_numbers(of: Any) -> tf.Tensor:
+    """Two rows for an input of a model."""
+    shape = [2, *(8 if size is None else size for size in of.shape[1:])]
+    numbers = np.linspace(0.0, 1.0, math.prod(shape)).reshape(shape)
+    if of.dtype == tf.string:
+        return tf.fill(shape, "a")
+    if not of.dtype.is_floating:  # indices that every embedding has
+        numbers = np.round(numbers)
+    return tf.cast(numbers, of.dtype)
+
+
+def _are_close(first: list[Any], second: list[Any]) -> bool:
+    pairs = zip(first, second)
+    return all(np.allclose(a, b, rtol=1e-3, atol=1e-6, equal_nan=True) for a, b in pairs)
 
 
 def _check_spec(input_spec: Any) -> None:
@@ -101,6 +191,15 @@ def _check_spec(input_spec: Any) -> None:
             "`ClientData`, `dataset.element_spec` of a `tf.data.Dataset`. Received: "
             f"input_spec={input_spec!r}"
         )
+    if not isinstance(input_spec, tff.Type) and not all(
+        isinstance(part, tf.TensorSpec) for part in tf.nest.flatten(input_spec)
+    ):
+        raise TypeError(
+            "`input_spec` must have dense tensors only, since TFF sends no ragged and no sparse "
+            "ones to clients. Fill short rows up, as with `dataset.padded_batch` or "
+            "`dataset.map(lambda x, y: (x.to_tensor(), y))`, and take a model with dense inputs. "
+            f"Received: input_spec={input_spec!r}"
+        )
     keys = {"x", "y"} if isinstance(input_spec, Mapping) else None
     if len(input_spec) != 2 or (keys is not None and set(input_spec) != keys):
         raise ValueError(
@@ -110,12 +209,14 @@ def _check_spec(input_spec: Any) -> None:
         )
 
 
-def _converted(model: tf.keras.Model, input_spec: Any) -> tff.learning.models.VariableModel:
+def _labels(input_spec: Any) -> Any:
+    return input_spec["y"] if isinstance(input_spec, Mapping) else input_spec[1]
+
+
+def _converted(
+    model: tf.keras.Model, settings: Mapping[str, Any], input_spec: Any
+) -> tff.learning.models.VariableModel:
     """A new TFF model like a compiled Keras model, in the default graph."""
-    labels = input_spec["y"] if isinstance(input_spec, Mapping) else input_spec[1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a loss that is a lambda, which is not read from here
-        settings = model.get_compile_config()
     loss = _losses(model)
     weights = settings["loss_weights"]
     if isinstance(weights, Mapping):
@@ -129,12 +230,30 @@ def _converted(model: tf.keras.Model, input_spec: Any) -> tff.learning.models.Va
             f"loss_weights={weights!r}, weighted_metrics=[{shown}]"
         )
     return tff.learning.models.from_keras_model(
-        tf.keras.models.clone_model(model),
+        _cloned(model),
         loss=loss,
         input_spec=input_spec,
         loss_weights=None if weights is None else [float(weight) for weight in weights],
-        metrics=_metrics(settings["metrics"], model, labels),
+        metrics=_metrics(settings["metrics"], model, _labels(input_spec)),
     )
+
+
+def _cloned(model: tf.keras.Model) -> tf.keras.Model:
+    """A new model with these layers, and what `adapt` computed for `Normalization`.
+
+    Keras keeps that outside of the weights: a new layer, whatever weights it gets later, computes
+    with the zeros and ones that it was built with.
+    """
+    clone = tf.keras.models.clone_model(model)
+    for was, new in zip(*(_layers(m, tf.keras.layers.Normalization) for m in (model, clone))):
+        if hasattr(was, "mean"):
+            new.mean, new.variance = was.mean.numpy(), was.variance.numpy()
+    return clone
+
+
+def _layers(model: tf.keras.Model, kind: Any) -> list[Any]:
+    """All layers of a kind, also those inside of other layers."""
+    return [layer for layer in model.submodules if isinstance(layer, kind)]
 
 
 def _losses(model: tf.keras.Model) -> Any:
@@ -173,32 +292,79 @@ class _FunctionLoss(tf.keras.losses.Loss):
 
 
 def _class_of(name: Any, module: Any) -> Any:
-    """The class of Keras of a name such as "mse" or "MeanSquaredError"; else `None`."""
+    """The class of Keras of a name such as "mse" or "MeanSquaredError"; else `None`.
+
+    Names of functions and classes differ in more than underscores: `kl_divergence` is that of
+    `KLDivergence`, and `log_cosh` that of the loss `LogCosh` and of the metric `LogCoshError`.
+    """
     if not isinstance(name, str):
         return None
-    if isinstance(getattr(module, name, None), type):
-        return getattr(module, name)
+    function = getattr(module, name, None)
+    if isinstance(function, type):
+        return function
     try:
-        function = module.get(name)  # which knows the short names
+        function = function or module.get(name)  # which knows the short names
     except ValueError:
         return None
-    words = getattr(function, "__name__", "").split("_")
-    return getattr(module, "".join(word.capitalize() for word in words), None)
+    words = getattr(function, "__name__", "").replace("_", "").lower()
+    classes = {
+        kind.lower(): kind for kind in dir(module) if isinstance(getattr(module, kind), type)
+    }
+    found = classes.get(words) or classes.get(f"{words}error")
+    return None if found is None else getattr(module, found)
 
 
-def _metrics(compiled: Any, model: tf.keras.Model, labels: Any) -> list[tf.keras.metrics.Metric]:
+def _metrics(compiled: Any, model: tf.keras.Model, labels: Any) -> list[Any]:
     """New metrics like the compiled ones, of the names that Keras would show."""
     if compiled is None:
         return []
+    if len(model.outputs) > 1:
+        return _metrics_of_outputs(compiled, model, labels)
     compiled = [compiled] if isinstance(compiled, (str, Mapping)) else list(compiled)
-    return [_metric(one, model, labels) for one in compiled]
+    return [_metric(one, model.outputs[0].shape, labels) for one in compiled]
 
 
-def _metric(compiled: Any, model: tf.keras.Model, labels: Any) -> tf.keras.metrics.Metric:
+def _metrics_of_outputs(compiled: Any, model: tf.keras.Model, labels: Any) -> list[Callable]:
+    """Functions that make the metrics of each output, which TFF gives all outputs together."""
+    names = model.output_names
+    if isinstance(compiled, Mapping) and "class_name" not in compiled:
+        compiled = [compiled.get(name) for name in names]
+    elif isinstance(compiled, (list, tuple)) and any(
+        isinstance(c, (list, tuple)) for c in compiled
+    ):
+        compiled = list(compiled)  # those of each output
+    else:
+        compiled = [compiled] * len(names)
+    made: list[Callable] = []
+    for index, (name, of_output) in enumerate(zip(names, compiled)):
+        several = isinstance(of_output, (list, tuple))
+        for one in of_output if several else [] if of_output is None else [of_output]:
+            metric = _metric(one, model.outputs[index].shape, labels[index])
+            # Keras puts the output's name before that of an object once it was used.
+            shown = f"{name}_{metric.name.removeprefix(f'{name}_')}"
+            settings = {**metric.get_config(), "name": shown}
+            made.append(functools.partial(_of_output(type(metric), index).from_config, settings))
+    return made
+
+
+def _of_output(kind: Any, index: int) -> Any:
+    """The class of a metric that reads one of several outputs."""
+
+    class OfOutput(kind):
+        """See `_of_output`."""
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            return super().update_state(y_true[index], y_pred[index], sample_weight)
+
+    return OfOutput
+
+
+def _metric(compiled: Any, predictions: tf.TensorShape, labels: Any) -> tf.keras.metrics.Metric:
+    """A new metric like a compiled one, for one output."""
     if isinstance(compiled, str):
         name = compiled
-        if name in _SHORT_NAMES and len(model.outputs) == 1:
-            name = _kind(model.output_shape, labels) + _SHORT_NAMES[name]
+        if name in _SHORT_NAMES:
+            name = _kind(predictions, labels) + _SHORT_NAMES[name]
         found = _class_of(name, tf.keras.metrics)
         if found is not None:
             return found(name=compiled)
@@ -220,7 +386,7 @@ def _shown(compiled: Any) -> str:
     return "a lambda" if kind == "__lambda__" else repr(compiled)
 
 
-def _kind(predictions: tuple, labels: tf.TensorSpec) -> str:
+def _kind(predictions: tf.TensorShape, labels: tf.TensorSpec) -> str:
     """Which accuracy or cross-entropy Keras takes for labels and predictions of these shapes."""
     if predictions[-1] == 1:
         return "Binary"

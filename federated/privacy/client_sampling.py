@@ -59,6 +59,7 @@ class EveryClient(draws.Sampling):
         return composition.epsilon_spent(ledger, num_examples, delta, accountant=accountant)
 
 
+_SAMPLINGS = (PoissonSampling, FixedSizeSampling, ShuffledEpochs, FixedOrder, EveryClient)
 # Fields that samplings did not have when the first runs and ledgers were saved.
 _LATER = ("examples_per_user", "user_reduction")
 
@@ -312,7 +313,8 @@ class ClientSampler:
         Raises:
           TypeError, ValueError: if it does not (see `check_sampling`), or if the number of clients
             is not `privacy.total_clients`. With banded noise, all cohorts are drawn to see that
-            each client comes as seldom as the privacy says.
+            each client comes as seldom as the privacy says. With it and with the tree mechanism,
+            only cohorts that this library draws are accepted.
         """
         check_sampling(privacy, self.sampling)
         if len(self.client_ids) != privacy.total_clients:
@@ -323,7 +325,23 @@ class ClientSampler:
             )
         if privacy.mechanism == "banded":
             self._check_cohorts(privacy)
+        if privacy.mechanism != "gaussian" and not self.draws_as_described:
+            raise TypeError(
+                f"With mechanism={privacy.mechanism!r}, ε holds only if each client comes as "
+                "seldom as the sampling says. Use `ClientSampler` and a sampling of this library "
+                "as they are; clients that are not available may drop out of a round. Received: "
+                f"a {type(self).__name__} with sampling={self.sampling!r}"
+            )
         return self
+
+    @property
+    def draws_as_described(self) -> bool:
+        """Whether this library's own code draws the cohorts, as `sampling` describes them.
+
+        Of cohorts that a subclass draws in another way, statements say that nobody verified them.
+        """
+        own = type(self).cohort is ClientSampler.cohort and "cohort" not in vars(self)
+        return own and type(self.sampling) in _SAMPLINGS
 
     def _check_cohorts(self, privacy: UserLevelPrivacy) -> None:
         """Draws all cohorts, and raises ValueError if a client comes too soon or too often."""
@@ -340,9 +358,11 @@ class ClientSampler:
     def _returns(self) -> tuple[float, int]:
         """After how many rounds a client comes back, at least, and how often one comes, at most."""
         count = len(self.client_ids)
+        index = {client: number for number, client in enumerate(self.client_ids)}
         last, times, nearest = np.full(count, -math.inf), np.zeros(count, int), math.inf
         for step in range(self.sampling.steps):
-            drawn = self.sampling.draw(count, step, self.key)
+            # Not `sampling.draw`: a subclass may take other clients.
+            drawn = np.array([index[c] for c in self.cohort(step) if c in index], int)
             # A client that is in one cohort twice comes back at once.
             if len(np.unique(drawn)) < len(drawn):
                 return 0, int(times.max()) + 2

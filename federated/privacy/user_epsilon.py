@@ -48,6 +48,10 @@ Users who were drawn could drop out of a round. Their number is not stated, sinc
 was there. Each counts as a user who sends zeros: the sums were divided by the expected size of the
 drawn cohorts, and epsilon is for these."""
 
+_RELEASES_UNKNOWN = """\
+Nobody verified that the process kept and released nothing else of the users: its rounds were no
+TensorFlow Federated computation that the library could read. This epsilon holds only if so."""
+
 _NOT_PROTECTED = """\
 Not protected: what TFF reports about the clients' training without noise ("client_work": losses,
 accuracy, statistics of the client optimizer); the exact size and the members of each cohort;
@@ -183,6 +187,7 @@ def privacy_statement(
     released = statement.list_of_releases(ledger.segments, events, clients, USER)
     released += _list_of_trees(ledger) + _list_of_sequences(ledger)
     dropped = paragraph(_DROPPED) if ledger.clients_may_drop_out else ""
+    unknown = paragraph(_RELEASES_UNKNOWN) if ledger.releases_unknown else ""
     information = statement.side_information_paragraph(ledger.side_information)
     if math.isinf(spent):
         why = statement.why_not_private(ledger.segments, events, sampling, USER)
@@ -197,6 +202,7 @@ def privacy_statement(
             released,
             dropped,
             information,
+            unknown,
             paragraph(f"{_PROTECTED} {state}"),
             paragraph(_NOT_PROTECTED),
             paragraph(_WHOLE_USER),

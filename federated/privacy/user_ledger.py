@@ -10,11 +10,13 @@ from typing import Any
 import dp_accounting
 import numpy as np
 import tensorflow_federated as tff
+import tree
 
 from federated.privacy.side_information import SideInformation
 from federated.privacy.user_level import BANDED_ARGUMENTS, UserLevelPrivacy
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.side_information import provenance as provenances
 
 # A quotient of float32 numbers deviates from the requested noise multiplier by at most this much.
@@ -52,6 +54,8 @@ class UserLedger:
         begin in the middle of a pass.
       clients_may_drop_out: whether drawn clients could drop out of rounds, as `federated.train`
         records it. Each counts as one that sends zeros, so ε is that of the drawn cohorts.
+      releases_unknown: whether rounds were run by a process of which `federated.train` could not
+        read what else it releases, since its `next` is no computation of TFF. Statements say so.
 
     Raises:
       TypeError, NotPrivateError: if an argument is invalid.
@@ -73,6 +77,7 @@ class UserLedger:
         self.rounds_drawn = 0
         self.order: str | None = None
         self.clients_may_drop_out = False
+        self.releases_unknown = False
         self._segments: list[Segment] = []
         self._trees: collections.Counter[int] = collections.Counter()
         self._tree_rounds = 0
@@ -166,6 +171,10 @@ class UserLedger:
     def record(self, state: Any) -> None:
         """Counts the round that a state results from.
 
+        A state shows what its aggregator released, but hardly what else the process took from its
+        clients. `federated.privacy.process_releases.check_releases(process)` reads that from the
+        process, as `federated.train` does before the first round.
+
         Args:
           state: the state that a round of a process of `federated.training.processes`, or of its
             aggregator, returned.
@@ -174,7 +183,13 @@ class UserLedger:
           TypeError: if the state has no differentially private aggregator.
           ValueError: if it is an initial state, or if the release contradicts `privacy`. The round
             is then counted as what it was; if that is unknown, ε becomes infinite.
+          NotPrivateError: if the state holds gradients of clients, as that of Mime does; then ε
+            becomes infinite.
         """
+        exact = _exact_gradients(state)
+        if exact is not None:
+            self._unknown += 1
+            raise exact
         state = self.aggregator_of(state)
         event = tff.aggregators.differential_privacy.extract_dp_event_from_state(state)
         if self.is_tree:
@@ -198,7 +213,11 @@ class UserLedger:
         Raises:
           TypeError: if the state has no differentially private aggregator.
           ValueError: if it contradicts `privacy`.
+          NotPrivateError: if the process keeps gradients of clients, as Mime does.
         """
+        exact = _exact_gradients(state)
+        if exact is not None:
+            raise exact
         query_state = getattr(self.aggregator_of(state), "query_state", None)
         numerator = getattr(query_state, "numerator_state", None)
         found = None
@@ -373,7 +392,8 @@ class UserLedger:
         """The counts as JSON values."""
         information = self.side_information
         # Only where it is so: runs that were begun before ledgers had these must resume.
-        drops_out = {"clients_may_drop_out": True} if self.clients_may_drop_out else {}
+        flags = ("clients_may_drop_out", "releases_unknown")
+        flagged = {name: True for name in flags if getattr(self, name)}
         order = {} if self.order is None else {"order": self.order}
         as_usual = self.rounds_drawn == self._drawn_by_default()
         drawn = {} if as_usual else {"drawn": self.rounds_drawn}
@@ -381,7 +401,7 @@ class UserLedger:
         # Trees and sequences say nothing of their noise, so ε needs that of the run.
         noise = {} if self.privacy.mechanism == "gaussian" else {"noise": _noise(self.privacy)}
         return (
-            drops_out
+            flagged
             | order
             | drawn
             | noise
@@ -395,8 +415,33 @@ class UserLedger:
                 "unknown": self._unknown,
                 "side_information": information and information.to_plain(),
                 "sampling": self.sampling,
+                **self._population(),
             }
         )
+
+    def _population(self) -> dict[str, Any]:
+        """The population of the cohorts, and their size where segments do not have it."""
+        sizes = () if self.privacy.mechanism == "gaussian" else ("clients_per_round",)
+        return {name: getattr(self.privacy, name) for name in ("total_clients", *sizes)}
+
+    def _require_same_population(self, plain: Mapping[str, Any]) -> None:
+        """Raises ValueError if the restored rounds drew from another number of clients.
+
+        Ledgers of earlier versions do not say how many there were. Of these, only cohorts that are
+        larger than the number of clients are refused.
+        """
+        mine = self._population()
+        were = {name: plain.get(name, value) for name, value in mine.items()}
+        largest = max((clients for _, clients, _ in plain["segments"]), default=0.0)
+        if largest > self.privacy.total_clients:
+            were["clients_per_round"] = largest
+        if were != mine:
+            raise ValueError(
+                "`privacy` must have the number of clients of the ledger's rounds, since their ε "
+                "depends on the share of the clients that each cohort drew. After clients joined "
+                "or left, begin a new ledger; a client of both is protected by the sum of both ε "
+                f"and both δ. Received: {mine}, the rounds had {were}"
+            )
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any], privacy: UserLevelPrivacy) -> UserLedger:
@@ -409,13 +454,15 @@ class UserLedger:
 
         Raises:
           TypeError, ValueError, KeyError: if `plain` is not the result of `to_dict`, or belongs to
-            another mechanism, or to trees or banded noise of other settings.
+            another mechanism, to another number of clients, or to trees or banded noise of other
+            settings.
         """
         information = plain["side_information"]
         ledger = cls(privacy, information and SideInformation.from_plain(information))
         ledger.sampling = plain["sampling"]
         ledger.order = plain.get("order")
         ledger.clients_may_drop_out = bool(plain.get("clients_may_drop_out"))
+        ledger.releases_unknown = bool(plain.get("releases_unknown"))
         holds = {
             "gaussian": plain["segments"],
             "tree": plain["trees"] or plain["in_tree"],
@@ -432,6 +479,7 @@ class UserLedger:
                 "`privacy` must be that of the ledger's rounds: otherwise their ε would be wrong. "
                 f"Received: {privacy!r}, the rounds had {plain['noise']}"
             )
+        ledger._require_same_population(plain)
         for noise_multiplier, clients, rounds in plain["segments"]:
             segment = Segment(
                 checks.number("noise_multiplier", noise_multiplier, 0),
@@ -461,6 +509,26 @@ def _noise(privacy: UserLevelPrivacy) -> dict[str, Any]:
     """What the ε of rounds with trees or banded noise depends on, as JSON values."""
     names = ("noise_multiplier", *(BANDED_ARGUMENTS if privacy.mechanism == "banded" else ()))
     return {name: getattr(privacy, name) for name in names}
+
+
+def _exact_gradients(state: Any) -> NotPrivateError | None:
+    """The error for a state in which the clients' work keeps arrays like those of the model.
+
+    Mime keeps momentum of the clients' exact mean gradients there; other algorithms have only
+    numbers there, such as learning rates.
+    """
+    kept, weights = (getattr(state, n, None) for n in ("client_work", "global_model_weights"))
+    shapes = {np.shape(w) for w in getattr(weights, "trainable", ())} - {()}
+    found = [s for s in map(np.shape, tree.flatten(kept)) if s in shapes]
+    if not found:
+        return None
+    return NotPrivateError(
+        "`state` must be that of a process whose clients send nothing but what the private "
+        "aggregator takes. This one keeps gradients of the clients without clipping or noise in "
+        "`client_work`, as Mime does, so no ε holds. Use `federated.build_dp_fed_avg`, or an "
+        "algorithm of TFF such as `build_unweighted_fed_avg`. Received: arrays of the shapes "
+        f"{found} in `client_work`"
+    )
 
 
 def effective_noise_multiplier(event: dp_accounting.DpEvent) -> float:

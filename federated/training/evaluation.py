@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import warnings
@@ -168,6 +169,11 @@ class Evaluation:
             mode = "max" if more else "min"
         self._sign = 1.0 if mode == "max" else -1.0
 
+    @property
+    def mode(self) -> str:
+        """`"min"` if a smaller figure is better, `"max"` if a larger one is."""
+        return "max" if self._sign > 0 else "min"
+
     def figures(self, weights: tff.learning.models.ModelWeights) -> dict[str, float]:
         """Loss and metrics of a model on the held-out clients.
 
@@ -273,8 +279,10 @@ class BestState:
         self._evaluation = evaluation
         self._initial_state = initial_state
         self._file = folder / "held_out"
+        self._identity = folder / "evaluation"
         self._states = SavedStates(folder / "best")
         self._best = self._record()
+        self._require_same()
         named = self._best and self._best["best"]
         if self._best and evaluation.best not in (None, named):
             raise ValueError(
@@ -282,6 +290,49 @@ class BestState:
                 f"best={named!r}, or start a new run. Nothing was changed. Received: "
                 f"best={evaluation.best!r}"
             )
+
+    def _of_evaluation(self) -> dict[str, Any]:
+        """What figures must have in common to be compared; without a choice, `best` is `None`."""
+        evaluation = self._evaluation
+        clients = "\0".join(sorted(evaluation.client_ids)).encode()
+        chooses = evaluation.best is not None
+        return {
+            "held-out clients": hashlib.blake2b(clients, digest_size=16).hexdigest(),
+            "best": evaluation.best,
+            "mode": evaluation.mode if chooses else None,
+        }
+
+    def _require_same(self) -> None:
+        """Raises ValueError if the run's figures are of another evaluation.
+
+        A run that was evaluated by an earlier version has no note of it.
+        """
+        if not self._identity.exists():
+            return
+        was, now = json.loads(self._identity.read_text()), self._of_evaluation()
+        # A run may begin to choose, or no longer choose.
+        free = ("best", "mode") if None in (was["best"], now["best"]) else ()
+        changed = [name for name in was if name not in free and was[name] != now[name]]
+        if not changed:
+            return
+        if changed[0] == "held-out clients":
+            received = f"{len(self._evaluation.client_ids)} other held-out clients"
+        else:
+            received = f"{changed[0]}={now[changed[0]]!r}"
+        raise ValueError(
+            "`evaluation` must choose the best state as the run in this directory did, on the same "
+            "held-out clients: figures of different evaluations cannot be compared. Pass that "
+            "evaluation, or begin a new run in another directory. To evaluate once more on other "
+            "clients, call `Evaluation.figures` on the result. Nothing was changed. Received: "
+            f"{received}, the run had best={was['best']!r}, mode={was['mode']!r}"
+        )
+
+    def _note(self) -> None:
+        """Writes down what was evaluated, before its first figure."""
+        now = self._of_evaluation()
+        was = json.loads(self._identity.read_text()) if self._identity.exists() else None
+        if was is None or (was["best"] is None and now["best"] is not None):
+            files.write(self._identity, json.dumps(now).encode())
 
     def _record(self) -> dict | None:
         number = self._states.latest()
@@ -296,9 +347,10 @@ class BestState:
         """
         if self._file.exists():
             known = json.loads(self._file.read_text())
-            # Unless an earlier call evaluated something else.
+            # Unless an earlier call did not choose, and its model had no such figure.
             if known["number"] == number and self._evaluation.best in (None, *known["figures"]):
                 return known["figures"]
+        self._note()
         figures = self._evaluation.figures(weights)
         text = json.dumps({"number": number, "figures": figures})
         files.write(self._file, text.encode())

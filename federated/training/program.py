@@ -350,7 +350,9 @@ class _Releases:
         run = self._run
         if run.journal.released < run.journal.begun and run.ledger is not None:
             all_were_due = all(evaluator.is_due(run.finished) for evaluator in self._evaluators)
-            if run.finished and not all_were_due:
+            # If lost rounds were released after it in an earlier call, so was its evaluation.
+            is_newest = run.journal.released <= run.number
+            if run.finished and is_newest and not all_were_due:
                 self.release()  # with the evaluation that no later round has had
             self._publish(OrderedDict(of_privacy(run.ledger)), run.journal.begun)
 
@@ -504,7 +506,7 @@ def train(
         kept = None
         if evaluation is not None:
             evaluation.check(process.get_model_weights(run.state))
-            kept = BestState(run.folder, evaluation, run.state)
+            kept = BestState(run.folder, evaluation, run.state)  # refuses another evaluation
             if ledger is not None:
                 warn_of_choice(evaluation, sampler.client_ids, stacklevel=2)
             evaluators.append(_held_out(evaluation, kept, run))

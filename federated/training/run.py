@@ -17,6 +17,7 @@ import tree
 
 from federated.privacy import user_epsilon
 from federated.privacy.client_sampling import FixedSizeSampling, PoissonSampling, described
+from federated.privacy.process_releases import check_releases
 from federated.privacy.user_level import BANDED_ARGUMENTS
 from federated.runtime.connection import WorkerLostError
 from federated.training.dropout import Dropout, Dropping
@@ -34,15 +35,17 @@ def _description(state: Any, sampler: Any, ledger: user_epsilon.UserLedger | Non
     for path, leaf in tree.flatten_with_path(state):
         array = np.asarray(leaf)
         leaves.append(f"{'/'.join(map(str, path))}: {array.dtype}{list(array.shape)}")
-    privacy = None
+    privacy = spent = None
     if ledger is not None:
         arguments = dataclasses.asdict(ledger.privacy)
         # Runs that were begun before these existed must resume.
         unset = [name for name in BANDED_ARGUMENTS if arguments.get(name) is None]
         privacy = {name: value for name, value in arguments.items() if name not in unset}
+        # What `privacy` has is compared there, and earlier versions wrote it nowhere else.
+        spent = {name: v for name, v in ledger.to_dict().items() if name not in privacy}
     return {
         "privacy": privacy,
-        "ledger at the beginning": None if ledger is None else ledger.to_dict(),
+        "ledger at the beginning": spent,
         "sampling": described(sampler.sampling),
         "clients": len(sampler.client_ids),
         "client ids": hashlib.blake2b("\0".join(sampler.client_ids).encode()).hexdigest(),
@@ -118,8 +121,10 @@ class Run:
         if ledger is not None:
             sampler.checked(ledger.privacy)
         state = process.initialize()
+        self._releases_unknown = False
         if ledger is not None:
             ledger.check_noise(state)  # fails now rather than after a round of unknown cost
+            self._releases_unknown = not check_releases(process)
         elif any("dp_event" in map(str, path) for path, _ in tree.flatten_with_path(state)):
             warnings.warn(
                 "The process adds noise for privacy, but there is no `ledger`: its rounds are not "
@@ -140,6 +145,8 @@ class Run:
                 check_pass(self.sampler, ledger)
             self.states = SavedStates(folder / "states")
             self._restore(state, ledger)
+            if self.ledger is not None and self._releases_unknown:
+                self.ledger.releases_unknown = True
             self._dropping = Dropping(dropout, on_client_error, self.sampler.key)
             if self.ledger is not None and self._dropping.happens:
                 self.ledger.clients_may_drop_out = True
@@ -237,7 +244,7 @@ class Run:
         """Counts rounds that were begun but whose result is gone."""
         if rounds and self.ledger is not None:
             self.ledger.record_lost(rounds, self.state)
-            self.ledger.rounds_drawn += rounds
+            self._count_drawn(rounds)
             lost = (
                 "1 round was begun whose result is not in the saved state. It is counted: ε "
                 "includes it."
@@ -246,6 +253,22 @@ class Run:
                 "are counted: ε includes them."
             )
             warnings.warn(lost, stacklevel=3)
+
+    def _count_drawn(self, rounds: int) -> None:
+        """Counts rounds as drawn, unless a sampler of the caller's drew their cohorts."""
+        if self.ledger is not None and getattr(self.sampler, "draws_as_described", False):
+            self.ledger.rounds_drawn += rounds
+
+    def _cohort(self) -> list[str]:
+        """The clients of the next round: distinct ones, since each is clipped where it appears."""
+        cohort = self.sampler.cohort(self._index())
+        if len(set(cohort)) < len(cohort):
+            raise ValueError(
+                "`sampler` must draw each client at most once for a round: one that comes twice "
+                "would change the sum by twice the clip. The round was not begun and does not "
+                f"count. Received: {cohort!r} from {self.sampler!r}"
+            )
+        return cohort
 
     def _index(self) -> int:
         """The number of the next cohort; no round used it before, those of the ledger included."""
@@ -318,7 +341,7 @@ class Run:
     def next(self, datasets: Callable[[str], tf.data.Dataset], figures: Callable) -> bool:
         """Runs one round; returns true once its result is on the disk, false if it was lost."""
         number = self.journal.begun + 1
-        cohort = self.sampler.cohort(self._index())
+        cohort = self._cohort()
         # Before the round counts: nothing was released yet if this fails.
         data = self._data_of(number, cohort, datasets)
         self._require_no_python(data)
@@ -337,7 +360,7 @@ class Run:
         if self.ledger is not None:
             try:
                 self.ledger.record(output.state)
-                self.ledger.rounds_drawn += 1
+                self._count_drawn(1)
             except ValueError:
                 self.journal.note("contradicted", number)  # so that it never counts as stated
                 raise

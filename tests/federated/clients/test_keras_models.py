@@ -256,3 +256,188 @@ def test_the_weights_of_the_model_are_those_that_the_server_begins_with(context)
     process = build_adaptive_fed_avg(model_fn, SGD, input_spec=SPEC)
     for found, expected in zip(process.get_model_weights(process.initialize()).trainable, loaded):
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("optimizer", [tf.keras.optimizers.Adam, tf.keras.optimizers.legacy.Adam])
+def test_a_model_may_be_compiled_with_an_optimizer_object(optimizer):
+    model = converted(compiled(optimizer=optimizer(1e-3), loss="mse", metrics=["mae"]))
+    assert "mae" in model.metric_finalizers()
+
+
+def normalizing(**options):
+    inner = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Normalization(**options)])
+    if not options:
+        inner.layers[0].adapt(np.random.default_rng(0).normal(1000.0, 50.0, [99, 3]))
+    return tf.keras.Sequential([tf.keras.Input([3]), inner, layers().layers[0]])
+
+
+@pytest.mark.parametrize("options", [{}, {"mean": 1000.0, "variance": 2500.0}], ids=["adapted", ""])
+def test_clients_normalize_as_the_model_was_adapted(context, options):
+    """Also inside of another model. `tff.learning` gives the copy its weights, as here."""
+    made = []
+
+    def model_fn():
+        made.append(compiled(lambda: normalizing(**options), loss="mse")())
+        return made[-1]
+
+    model = with_tff_models(model_fn, SPEC)()
+    tff.learning.models.ModelWeights.from_model(made[0]).assign_weights_to(model)
+    x = np.random.default_rng(1).normal(1000.0, 50.0, [8, 3]).astype(np.float32)
+    expected = made[0].predict(x, verbose=0)
+    assert np.abs(expected).max() < 20  # without the adapted mean it is above 1000
+    np.testing.assert_allclose(model.predict_on_batch(x, training=False), expected, rtol=1e-5)
+
+
+class Offset(tf.keras.layers.Layer):
+    """Keeps what it learned outside of its weights and its configuration."""
+
+    offset = 0.0
+
+    def call(self, x):
+        return x + self.offset
+
+
+class Noisy(tf.keras.layers.Layer):
+    def call(self, x):
+        return x + tf.random.normal(tf.shape(x))
+
+
+def with_a_layer(layer, **attributes):
+    def make():
+        made = layer()
+        for name, value in attributes.items():
+            setattr(made, name, value)
+        return tf.keras.Sequential([tf.keras.Input([3]), made, layers(1).layers[0]])
+
+    return compiled(make, loss="mse")
+
+
+def test_a_layer_that_a_copy_does_not_equal_is_refused():
+    with pytest.raises(TypeError, match="Let `get_config.*` of that layer return it"):
+        converted(with_a_layer(Offset, offset=3.0))
+    converted(with_a_layer(Offset))
+    converted(with_a_layer(Noisy))  # two calls of the model itself differ
+
+
+def words(**options):
+    def make():
+        x = tf.keras.Input([1], dtype=tf.string)
+        lookup = tf.keras.layers.StringLookup(**options)
+        if not options:
+            lookup.adapt(np.array(["a", "b"]))
+        embedded = tf.keras.layers.Embedding(4, 2)(lookup(x))
+        return tf.keras.Model(x, tf.keras.layers.Dense(1)(tf.keras.layers.Flatten()(embedded)))
+
+    return compiled(make, loss="mse")
+
+
+def bins(**options):
+    def make():
+        layer = tf.keras.layers.Discretization(**options)
+        if "num_bins" in options:
+            layer.adapt(np.random.default_rng(0).normal(size=[50, 3]))
+        x = tf.keras.Input([3])
+        return tf.keras.Model(x, tf.keras.layers.CategoryEncoding(5, "multi_hot")(layer(x)))
+
+    return compiled(make, loss="mse")
+
+
+def test_adapted_layers_whose_settings_say_nothing_of_it_are_refused_with_a_cure():
+    spec = (tf.TensorSpec([None, 1], tf.string), tf.TensorSpec([None, 1]))
+    with pytest.raises(TypeError, match="`StringLookup` must be made with `vocabulary=`"):
+        converted(words(), spec)
+    converted(words(vocabulary=["a", "b"]), spec)
+    with pytest.raises(TypeError, match="`Discretization` must be made with `bin_boundaries=`"):
+        converted(bins(num_bins=4), (SPEC[0], tf.TensorSpec([None, 5])))
+    converted(bins(bin_boundaries=[-1.0, 0.0, 1.0]), (SPEC[0], tf.TensorSpec([None, 5])))
+
+
+TWO_LABELS = (SPEC[0], (tf.TensorSpec([None, 2]), tf.TensorSpec([None, 3])))
+
+
+def two_outputs():
+    x = tf.keras.Input([3])
+    a = tf.keras.layers.Dense(2, name="a", activation="softmax")(x)
+    return tf.keras.Model(x, [a, tf.keras.layers.Dense(3, name="b", activation="softmax")(x)])
+
+
+def of_two_outputs(metrics):
+    """A compiled model, a batch for it, and what Keras computes from both."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=[8, 3]).astype(np.float32)
+    y = tuple(np.eye(n, dtype=np.float32)[rng.integers(0, n, 8)] for n in (2, 3))
+    model = compiled(two_outputs, loss="categorical_crossentropy", metrics=metrics)()
+    model.set_weights([rng.normal(size=w.shape) for w in model.get_weights()])
+    figures = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
+    return model, (x, y), {k: v for k, v in figures.items() if not k.endswith("_loss")}
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        ["accuracy"],
+        "mae",
+        {"a": "acc", "b": ["mae", tf.keras.metrics.AUC(name="area", num_thresholds=7)]},
+        [["mse"], ["accuracy", "mae"]],
+        [tf.keras.metrics.CategoricalAccuracy("right")],
+        [],
+    ],
+    ids=["names", "name", "by output", "in lists", "object", "none"],
+)
+def test_metrics_of_several_outputs_are_those_of_keras(metrics):
+    keras, batch, expected = of_two_outputs(metrics)
+    model = with_tff_models(lambda: keras, TWO_LABELS)()
+    tff.learning.models.ModelWeights.from_model(keras).assign_weights_to(model)
+    model.forward_pass(batch, training=False)
+    assert set(model.metric_finalizers()) == {*expected, "num_examples", "num_batches"}
+    found = {metric.name: float(metric.result()) for metric in model.get_metrics()}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_clients_report_the_metrics_of_several_outputs(context):
+    keras, batch, expected = of_two_outputs({"a": "accuracy", "b": ["accuracy", "mae"]})
+    data = tf.data.Dataset.from_tensors(batch)
+    figures = round_of(lambda: keras, [data, data], input_spec=data.element_spec)[1]
+    assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def by_name():
+    x = tf.keras.Input([3])
+    return tf.keras.Model(x, {n: tf.keras.layers.Dense(1, name=n)(x) for n in "ab"})
+
+
+@pytest.mark.parametrize(
+    ("make", "labels"),
+    [
+        (two_outputs, {n: tf.TensorSpec([None, 2]) for n in "ab"}),
+        (two_outputs, tf.TensorSpec([None, 2])),
+        (by_name, (tf.TensorSpec([None, 1]),) * 2),
+    ],
+    ids=["labels by name", "one label", "outputs by name"],
+)
+def test_outputs_that_tff_cannot_pair_with_labels_are_refused(make, labels):
+    with pytest.raises(ValueError, match="return them as a list, .* a tuple of labels"):
+        converted(compiled(make, loss="mse"), (SPEC[0], labels))
+
+
+@pytest.mark.parametrize(
+    "name", ["kld", "kl_divergence", "KLDivergence", "logcosh", "msle", "mape"]
+)
+def test_names_of_keras_are_found_whatever_their_case(name):
+    """Keras itself finds no metric of the names "kld" and "kl_divergence"."""
+    metric = "msle" if name == "msle" else "logcosh"
+    make = compiled(lambda: layers(4, activation="softmax"), loss=name, metrics=[metric])
+    x, y = np.ones([2, 3], np.float32), np.eye(4, dtype=np.float32)[:2]
+    expected = make().evaluate(x, y, verbose=0, return_dict=True)
+    model = converted(make, (SPEC[0], tf.TensorSpec([None, 4])))
+    model.forward_pass((x, y), training=False)
+    by_name = dict(zip(model.metric_finalizers(), model.get_metrics()))
+    assert {n: float(by_name[n].result()) for n in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_ragged_batches_are_refused_as_tff_has_none():
+    ragged = (tf.RaggedTensorSpec([None, None], tf.int32, 1), SPEC[1])
+    with pytest.raises(TypeError):  # if this does not raise, the refusal can go
+        tff.types.to_type(ragged)
+    with pytest.raises(TypeError, match="dense tensors only.*padded_batch"):
+        converted(compiled(loss="mse"), ragged)

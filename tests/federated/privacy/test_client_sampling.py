@@ -7,6 +7,7 @@ import scipy.stats
 from federated.privacy.client_sampling import (
     ClientSampler,
     EveryClient,
+    FixedOrder,
     FixedSizeSampling,
     PoissonSampling,
     ShuffledEpochs,
@@ -145,3 +146,36 @@ def test_samplings_and_rounds_are_checked():
     for wrong in (1.0, True):
         with pytest.raises(TypeError, match="`round_num` must be a whole number"):
             sampler.cohort(wrong)
+
+
+class Available(ClientSampler):
+    """Cohorts of the first clients, whatever the sampling says."""
+
+    def cohort(self, round_num):
+        return list(self.client_ids[:6])
+
+
+BANDED = UserLevelPrivacy(1.0, 6, 60, clip=1.0, mechanism="banded", bands=2, min_separation=3)
+
+
+def test_cohorts_of_a_subclass_are_none_of_this_library():
+    sampler = ClientSampler(IDS, ShuffledEpochs(12, steps=20), KEY)
+    assert sampler.draws_as_described
+    assert not Available(IDS, ShuffledEpochs(12, steps=20), KEY).draws_as_described
+    sampler.cohort = lambda round_num: IDS[:12]
+    assert not sampler.draws_as_described
+
+
+def test_where_clients_must_come_seldom_only_cohorts_of_this_library_are_accepted():
+    with pytest.raises(TypeError, match="Use `ClientSampler` .* as they are.*a Available with"):
+        Available(IDS, ShuffledEpochs(12, steps=20), KEY).checked(TREE)
+    with pytest.raises(ValueError, match="a client comes back after 1.0 rounds"):
+        Available(IDS, FixedOrder(6, steps=20), KEY).checked(BANDED)
+
+    class Same(ClientSampler):
+        def cohort(self, round_num):
+            return super().cohort(round_num)
+
+    with pytest.raises(TypeError, match="mechanism='banded'.*a Same with"):
+        Same(IDS, FixedOrder(6, steps=20), KEY).checked(BANDED)
+    assert Available(IDS, PoissonSampling(0.2, 60, 20), KEY).checked(GAUSSIAN)

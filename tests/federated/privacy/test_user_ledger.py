@@ -344,3 +344,54 @@ def test_gaussian_mechanisms_side_by_side_are_one():
     assert effective_noise_multiplier(gaussian(2.0, 0.0)) == 0.0
     assert np.isnan(effective_noise_multiplier(dp_accounting.LaplaceDpEvent(1.0)))
     assert np.isnan(effective_noise_multiplier(dp_accounting.ComposedDpEvent([])))
+
+
+@pytest.mark.parametrize("privacy", [FIXED, TREE, BANDED], ids=lambda p: p.mechanism)
+def test_a_ledger_is_for_the_clients_that_its_rounds_drew_from(privacy):
+    """With more clients, the rounds of before would seem to have drawn a smaller share of them."""
+    ledger = UserLedger(privacy)
+    ledger.record_lost(2)
+    plain = json.loads(json.dumps(ledger.to_dict()))
+    others = [{"total_clients": 6000}]
+    if privacy.mechanism != "gaussian":  # its segments have the size of their cohorts
+        others.append({"clients_per_round": 10})
+    for changes in others:
+        if privacy.mechanism == "banded":
+            changes = {**changes, "min_separation": 2}
+        other = dataclasses.replace(privacy, **changes)
+        if privacy.mechanism == "banded":
+            plain["noise"]["min_separation"] = 2
+        with pytest.raises(ValueError, match="the number of clients of the ledger's rounds"):
+            UserLedger.from_dict(plain, other)
+
+
+def test_a_ledger_of_an_earlier_version_is_refused_only_if_it_cannot_be_right():
+    ledger = UserLedger(FIXED)
+    ledger.record_lost(2)
+    plain = {k: v for k, v in ledger.to_dict().items() if k != "total_clients"}
+    assert UserLedger.from_dict(plain, FIXED).segments == ledger.segments
+    fewer = dataclasses.replace(FIXED, total_clients=15, clients_per_round=5)
+    with pytest.raises(ValueError, match="the rounds had .*'clients_per_round': 20.0"):
+        UserLedger.from_dict(plain, fewer)
+
+
+def test_gradients_of_clients_in_a_state_are_not_private():
+    """Mime's `client_work` has momentum of them; that of others has numbers such as rates."""
+    weights = SimpleNamespace(trainable=[np.zeros([3, 2]), np.zeros([2])])
+    ledger = UserLedger(FIXED)
+    for kept, is_private in (([0.1, np.zeros([3, 2])], False), ([np.float32(0.1)], True)):
+        whole = SimpleNamespace(
+            client_work=kept,
+            global_model_weights=weights,
+            aggregator=state(gaussian(1.1)),
+        )
+        if is_private:
+            ledger.record(whole)
+            assert ledger.other_events == ()
+            continue
+        other = UserLedger(FIXED)
+        with pytest.raises(NotPrivateError, match="keeps gradients of the clients"):
+            other.check_noise(whole)
+        with pytest.raises(NotPrivateError, match="as Mime does, so no ε holds"):
+            other.record(whole)
+        assert other.other_events == (dp_accounting.NonPrivateDpEvent(),)

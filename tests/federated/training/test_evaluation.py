@@ -172,13 +172,50 @@ def test_another_choice_in_the_same_run_is_refused(tmp_path):
     assert rounds.train(tmp_path, 2, evaluation=other).num_finished == 2
 
 
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("client_ids", ("c", "d"), "Received: 2 other held-out clients, the run had best='luck'"),
+        ("_sign", -1.0, "Received: mode='min', the run had best='luck', mode='max'"),
+    ],
+)
+def test_another_evaluation_in_the_same_run_is_refused_before_a_round(
+    tmp_path, attribute, value, message
+):
+    """Figures of other people, or the other way round, would be compared with those of before."""
+    trained = rounds.train(tmp_path, 2, evaluated=True)
+    other = rounds.evaluation()
+    setattr(other, attribute, value)
+    for number in (2, 3):
+        with pytest.raises(ValueError, match=message):
+            rounds.train(tmp_path, number, evaluation=other)
+    assert len([e for e in rounds.record(tmp_path) if e["event"] == "began"]) == 2
+    again = rounds.train(tmp_path, 2, evaluated=True)
+    assert again.best.figures == trained.best.figures
+    if attribute == "client_ids":
+        other.best = None  # it is the same people who must not change
+        with pytest.raises(ValueError, match="2 other held-out clients"):
+            rounds.train(tmp_path, 3, evaluation=other)
+
+
+def test_a_run_may_begin_to_choose(tmp_path):
+    unchosen = rounds.evaluation()
+    unchosen.best = None
+    assert rounds.train(tmp_path, 1, evaluation=unchosen).best is None
+    assert rounds.train(tmp_path, 2, evaluated=True).best.number == 2
+    other = rounds.evaluation()
+    other._sign = -1.0
+    with pytest.raises(ValueError, match="mode='min'"):  # from now on the choice counts
+        rounds.train(tmp_path, 3, evaluation=other)
+
+
 def test_what_epsilon_does_not_cover_is_said(tmp_path):
     with pytest.warns(UserWarning, match="chosen by 'luck' on 1 held-out clients. ε does not cov"):
         rounds.train(tmp_path, 1, evaluated=True)
     trained_on = rounds.evaluation()
     trained_on.client_ids = ("a",)
     with pytest.warns(UserWarning, match="1 of them are trained on too .*has no ε: hold other"):
-        rounds.train(tmp_path, 1, evaluation=trained_on)
+        rounds.train(tmp_path / "both", 1, evaluation=trained_on)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rounds.train(tmp_path / "public", 1, None, evaluated=True)

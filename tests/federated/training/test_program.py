@@ -27,7 +27,7 @@ from federated.privacy.client_sampling import (
     FixedSizeSampling,
     ShuffledEpochs,
 )
-from federated.privacy.user_epsilon import UserLedger
+from federated.privacy.user_epsilon import UserLedger, privacy_statement
 from federated.runtime import contexts, worker
 from federated.runtime.connection import WorkerLostError
 from federated.training import monitor, program
@@ -36,6 +36,7 @@ from tests.helpers import killable_rounds as rounds
 from tests.helpers import real_rounds
 from tests.helpers.crash_injection import CrashInjector
 from tf_adaptive_dp.durable import files
+from tf_adaptive_dp.errors import NotPrivateError
 
 
 @pytest.fixture(scope="module")
@@ -236,13 +237,92 @@ def test_rounds_that_the_ledger_holds_are_part_of_the_sampling(tmp_path, mechani
 def test_only_rounds_of_the_run_count_as_drawn_by_its_sampler(tmp_path, mechanism):
     ledger = rounds.ledger(mechanism)
     ledger.record_lost(7)  # by hand
-    process, sampler = (
-        rounds.Process(tmp_path, [False, True]),
-        rounds.Sampler(["a"], rounds.Sampling(20)),
-    )
+    sampling = ShuffledEpochs(8, 20) if mechanism == "tree" else FixedSizeSampling(2, 20)
+    process = rounds.Process(tmp_path, [False, True])
+    sampler = Unchecked(list("abcdefgh"), sampling)
     with pytest.warns(UserWarning, match="^1 round was"):
         trained = program.train(process, str, sampler, 3, tmp_path, ledger=ledger, max_failures=1)
     assert trained.ledger.num_releases - trained.ledger.rounds_drawn == 7
+
+
+def with_cohorts(cohort):
+    """A sampler of Poisson cohorts, it says, that draws others."""
+
+    class Other(ClientSampler):
+        def cohort(self, round_num):
+            return cohort(self, round_num)
+
+    made = real_rounds.sampler("gaussian")
+    return Other(made.client_ids, made.sampling)
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstOnes(FixedSizeSampling):
+    def draw(self, num_examples, step, key):
+        return np.arange(self.batch_size)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        with_cohorts(lambda self, number: list(self.client_ids[:3])),
+        ClientSampler(real_rounds.CLIENTS, FirstOnes(3, 400)),
+    ],
+    ids=["sampler", "sampling"],
+)
+def test_cohorts_of_a_callers_own_code_do_not_count_as_drawn(process, tmp_path, sampler):
+    trained = program.train(process, real_rounds.dataset, sampler, 1, tmp_path)
+    assert (trained.ledger.num_releases, trained.ledger.rounds_drawn) == (1, 0)
+    text = " ".join(privacy_statement(trained.ledger, 1e-3, sampling=sampler.sampling).split())
+    assert "are stated to have been drawn" in text and "did not verify" in text
+    assert "proven" not in text
+    again = program.train(process, real_rounds.dataset, sampler, 1, tmp_path)  # and stay so
+    assert again.ledger.rounds_drawn == 0
+
+
+def test_a_client_that_comes_twice_in_a_cohort_is_refused(process, tmp_path):
+    sampler = with_cohorts(lambda self, number: [*self.client_ids[:2], self.client_ids[0]])
+    with pytest.raises(ValueError, match="at most once for a round.*does not count"):
+        program.train(process, real_rounds.dataset, sampler, 1, tmp_path)
+
+
+MIME = tff.learning.algorithms.build_unweighted_mime_lite
+FED_AVG = tff.learning.algorithms.build_unweighted_fed_avg
+
+
+@pytest.mark.parametrize("momentum", [0.9, None], ids=["momentum", "plain"])
+def test_a_process_that_releases_exact_sums_is_refused_before_its_first_round(
+    context, tmp_path, momentum
+):
+    """Mime's state has the exact mean gradient of the cohort beside the private aggregator."""
+    privacy = real_rounds.privacy("gaussian")
+    optimizer = tff.learning.optimizers.build_sgdm(0.1, momentum)
+    made = MIME(real_rounds.model_fn, optimizer, model_aggregator=privacy.aggregator())
+    arguments = (made, real_rounds.dataset, real_rounds.sampler("gaussian"), 1, tmp_path / "run")
+    with pytest.raises(NotPrivateError, match="Mime"):
+        program.train(*arguments, ledger=UserLedger(privacy))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_algorithm_of_tff_with_the_private_aggregator_has_a_ledger(context, tmp_path):
+    privacy = real_rounds.privacy("gaussian")
+    optimizer = tff.learning.optimizers.build_sgdm(0.1)
+    made = FED_AVG(real_rounds.model_fn, optimizer, model_aggregator=privacy.aggregator())
+    sampler = real_rounds.sampler("gaussian")
+
+    def train(process, folder):
+        arguments = (process, real_rounds.dataset, sampler, 1, tmp_path / folder)
+        ledger = program.train(*arguments, ledger=UserLedger(privacy)).ledger
+        return " ".join(privacy_statement(ledger, 1e-3, sampling=sampler.sampling).split())
+
+    text = train(made, "read")
+    assert "proven upper bound" in text and "Nobody verified" not in text
+    hidden = SimpleNamespace(
+        initialize=made.initialize,
+        next=lambda state, data: made.next(state, data),
+        get_model_weights=made.get_model_weights,
+    )
+    assert "Nobody verified that the process kept and released nothing" in train(hidden, "hidden")
 
 
 def test_a_run_may_have_more_rounds_than_it_was_begun_with(tmp_path):
@@ -275,6 +355,39 @@ def test_lost_rounds_at_the_end_are_released_as_counted(tmp_path):
     with pytest.warns(UserWarning, match="^3 rounds"):
         rounds.train(tmp_path, 6)
     assert released()[3:] == [(6, 6)]
+
+
+@LOST
+def test_more_rounds_may_be_lost_at_the_end_of_a_resumed_run(tmp_path):
+    """The evaluation of the last finished round was released with the first of them."""
+    released = []
+
+    class Seen(tff.program.ReleaseManager):
+        async def release(self, value, key):
+            released.append((key, "test/model" in value))
+
+    def train(number, failing):
+        sampler, process = rounds.Sampler(["a"], rounds.Sampling()), rounds.Process(tmp_path)
+        process.failing = failing
+        return program.train(
+            process,
+            str,
+            sampler,
+            number,
+            tmp_path / "run",
+            ledger=rounds.ledger("gaussian"),
+            evaluate=lambda model: {"model": model},
+            evaluate_every=5,
+            max_failures=1,
+            release_managers=[Seen()],
+        )
+
+    train(3, [False, False, True])
+    assert released == [(1, False), (2, False), (2, True), (3, False)]
+    for _ in range(2):
+        assert train(4, [True])[2:4] == (2, 4)
+        assert released[4:] == [(4, False)]
+    assert train(5, []).num_finished == 3 and released[5:] == [(5, True)]
 
 
 class Unchecked(ClientSampler):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import tensorflow_federated as tff
 
+from federated.privacy.user_ledger import UserLedger
 from federated.training import program
-from federated.training.run import Run
+from federated.training.run import Run, _description
 from tests.helpers import killable_rounds as rounds
 from tests.helpers import real_rounds
 from tests.helpers.crash_injection import CrashInjector
@@ -58,6 +59,17 @@ def test_other_arguments_are_refused(one_round, tmp_path, monkeypatch, changes, 
     with pytest.raises(ValueError, match=message):
         program.train(process, str, sampler, 2, tmp_path / "run", ledger=ledger)
     assert rounds.contents(tmp_path) == before
+
+
+def test_a_journal_describes_a_ledger_as_earlier_versions_did():
+    """Or their runs could not resume. The number of clients is compared with that of `privacy`."""
+    ledger = UserLedger(real_rounds.privacy("tree"))
+    described = _description({}, real_rounds.sampler("tree"), ledger)
+    assert set(described["ledger at the beginning"]) == {
+        *("segments", "trees", "tree_rounds", "behind", "in_tree", "unknown"),
+        *("noise", "side_information", "sampling"),
+    }
+    assert described["privacy"]["total_clients"] == 12
 
 
 def test_a_run_that_was_copied_goes_on(one_round, tmp_path):

@@ -1,0 +1,124 @@
+"""What a process takes from its clients beside its private sum is found in its computation."""
+
+import collections
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from federated.clients.client_optimizers import build_adadp
+from federated.privacy.process_releases import check_releases
+from federated.privacy.user_level import UserLevelPrivacy
+from federated.training.processes import build_dp_fed_avg
+from tests.helpers import real_rounds
+from tf_adaptive_dp.errors import NotPrivateError
+
+ALGORITHMS = tff.learning.algorithms
+MOMENTUM = tff.learning.optimizers.build_sgdm(0.1, momentum=0.9)
+PRIVACY = UserLevelPrivacy(1.0, 3, 12, clip=0.5)
+
+
+def weighted(privacy):
+    return tff.aggregators.as_weighted_aggregator(privacy.aggregator())
+
+
+def ours(privacy, **options):
+    return build_dp_fed_avg(real_rounds.model_fn, build_adadp(), privacy, **options)
+
+
+SOUND = {
+    "groups": ours,
+    "metrics": lambda p: ours(p, client_metrics=True, clients_per_group=1),
+    "unweighted": lambda p: ALGORITHMS.build_unweighted_fed_avg(
+        real_rounds.model_fn, MOMENTUM, MOMENTUM, model_aggregator=p.aggregator()
+    ),
+    "weighted": lambda p: ALGORITHMS.build_weighted_fed_avg(
+        real_rounds.model_fn, MOMENTUM, model_aggregator=weighted(p)
+    ),
+    "sgd": lambda p: ALGORITHMS.build_fed_sgd(
+        real_rounds.model_fn, MOMENTUM, model_aggregator=weighted(p)
+    ),
+    "prox": lambda p: ALGORITHMS.build_unweighted_fed_prox(
+        real_rounds.model_fn, 0.1, MOMENTUM, model_aggregator=p.aggregator()
+    ),
+}
+
+
+@pytest.mark.slow_after(6)
+@pytest.mark.parametrize("mechanism", ["gaussian", "tree", "banded"])
+@pytest.mark.parametrize("build", SOUND.values(), ids=SOUND)
+def test_processes_whose_updates_go_through_the_aggregator_are_accepted(context, build, mechanism):
+    assert check_releases(build(real_rounds.privacy(mechanism)))
+
+
+@pytest.mark.parametrize("kind", ["unweighted", "weighted"])
+def test_mime_is_refused_as_it_sends_exact_gradients(context, kind):
+    aggregator = weighted(PRIVACY) if kind == "weighted" else PRIVACY.aggregator()
+    build = getattr(ALGORITHMS, f"build_{kind}_mime_lite")
+    process = build(real_rounds.model_fn, MOMENTUM, model_aggregator=aggregator)
+    with pytest.raises(NotPrivateError, match="Mime.* exact sums in state.client_work$"):
+        check_releases(process)
+
+
+def with_another_sum(where):
+    """A process whose `next` adds up what no aggregator clips, and puts it somewhere."""
+    inner = PRIVACY.aggregator().create(tff.TensorType(np.float32, [2]))
+    weights = tff.tensorflow.computation(lambda: tf.zeros([2]))
+
+    @tff.federated_computation
+    def initialize():
+        model = tff.federated_eval(weights, tff.SERVER)
+        state = collections.OrderedDict(model=model, aggregator=inner.initialize())
+        return tff.federated_zip(state)
+
+    @tff.tensorflow.computation
+    def total(data):
+        return data.reduce(tf.zeros([2]), lambda a, b: a + b)
+
+    add = tff.tensorflow.computation(lambda a, b: a + b)
+    data_type = tff.FederatedType(tff.SequenceType(tff.TensorType(np.float32, [2])), tff.CLIENTS)
+
+    @tff.federated_computation(initialize.type_signature.result, data_type)
+    def next_fn(state, data):
+        update = tff.federated_map(total, data)
+        exact = tff.federated_sum(update)
+        private = inner.next(state.aggregator, update)
+        added = {"model": exact, "both": tff.federated_map(add, (private.result, exact))}
+        model = added.get(where, private.result)
+        state = collections.OrderedDict(model=model, aggregator=private.state)
+        nothing = tff.federated_value(0.0, tff.SERVER)
+        metrics = collections.OrderedDict(
+            client_work=exact, finalizer=exact if where == "finalizer" else nothing
+        )
+        return tff.templates.MeasuredProcessOutput(
+            tff.federated_zip(state), private.result, tff.federated_zip(metrics)
+        )
+
+    @tff.federated_computation(initialize.type_signature.result, data_type)
+    def of_process(state, data):
+        output = next_fn(state, data)
+        return tff.learning.templates.LearningProcessOutput(output.state, output.measurements)
+
+    return collections.namedtuple("Process", "next")(of_process)
+
+
+@pytest.mark.parametrize(
+    ("where", "found"),
+    [("model", "state.model"), ("both", "state.model"), ("finalizer", "metrics.finalizer")],
+)
+def test_an_exact_sum_is_found_wherever_it_goes(context, where, found):
+    with pytest.raises(NotPrivateError, match=f"exact sums in {found}$"):
+        check_releases(with_another_sum(where))
+    assert check_releases(with_another_sum("nowhere"))  # `client_work` is never protected
+
+
+def test_a_process_without_a_private_aggregator_is_refused(context):
+    process = ALGORITHMS.build_unweighted_fed_avg(real_rounds.model_fn, MOMENTUM)
+    with pytest.raises(NotPrivateError, match="exact sums in state.aggregator$"):
+        check_releases(process)
+
+
+def test_of_a_python_function_nothing_is_known():
+    process = collections.namedtuple("Process", "next")(lambda state, data: state)
+    assert not check_releases(process)
