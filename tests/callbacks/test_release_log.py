@@ -40,7 +40,7 @@ def only_an_optimizer(optimizer, steps_per_call=1):
         _steps_per_execution=steps_per_call,
         stop_training=False,
         submodules=(),
-        _flatten_layers=lambda include_self: iter(()),
+        _flatten_layers=lambda **_: iter(()),
     )
 
 
