@@ -52,7 +52,9 @@ def test_a_saved_ledger_is_not_passed_over(build, tmp_path):
 def saved(tmp_path_factory):
     """Weights that were trained by an optimizer with other slots than `compiled()` has."""
     path = tmp_path_factory.mktemp("saved") / "a.weights.h5"
-    trained("DPAdam", noise_multiplier=0.7).save_weights(path)
+    model = trained("DPAdam", noise_multiplier=0.7)
+    model.optimizer.ledger.note_units(32)
+    model.save_weights(path)
     return path
 
 
@@ -87,6 +89,7 @@ def test_training_goes_on_after_a_decision(saved, decision, tmp_path):
     ledger = model.optimizer.ledger
     if decision == "count":
         ledger.restore(ledger.segments, ledger.checks)
+        assert ledger.fewest_units == 32
     elif decision == "discard":
         ledger.restore([])
     else:

@@ -928,6 +928,16 @@ def test_copies_and_pickles_of_a_plan_are_plans():
         assert model.optimizer.ledger.num_releases == plan.steps
 
 
+def test_a_plan_keeps_no_example():
+    plan = planned(normalize_inputs=True, noise_multiplier=4.0)
+    x = X.astype("float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it finds nothing in so few
+        plan.normalization(x)
+        plan.normalization(x.astype("float64"))
+    assert not any(row.tobytes() in pickle.dumps(plan) for row in x)
+
+
 def test_a_plan_describes_itself_before_training():
     text = planned(epochs=4).describe()
     assert "noise multiplier 1\n32 steps: 4 epochs of 8 Poisson batches" in text

@@ -106,7 +106,7 @@ def not_masked(name: str, value: Any) -> None:
 
 
 def dense(name: str, value: Any) -> None:
-    """Raises if a value is sparse or ragged: such values do not have the batch as axis 0.
+    """Raises if a value is sparse or ragged: such values cannot be trained on privately.
 
     Args:
       name: the argument that holds the value, for the message.
@@ -120,9 +120,8 @@ def dense(name: str, value: Any) -> None:
         how = "Convert a sparse matrix by its `toarray()`."
     if how is not None:
         raise TypeError(
-            f"`{name}` must hold dense arrays or tensors: sparse and ragged ones do not have the "
-            f"batch as axis 0, and cannot be trained on privately. {how} Received: a "
-            f"{type(value).__name__} of shape {value.shape}"
+            f"`{name}` must hold dense arrays or tensors: sparse and ragged ones cannot be trained "
+            f"on privately. {how} Received: a {type(value).__name__} of shape {value.shape}"
         )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import math
 import os
+import secrets
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,7 +114,7 @@ class PlannedTraining:
         self._history: RunHistory | None = None
         self._optimizer: tf.keras.optimizers.Optimizer | None = None
         self._normalization: PrivateNormalization | None = None
-        self._normalized: tuple[tuple, np.ndarray] | None = None  # see `_compare_inputs`
+        self._normalized: tuple[tuple, bytes] | None = None  # see `_compare_inputs`
         self._is_adapted = False
         # The releases of statistics behind each optimizer's gradients so far, by their numbers.
         self._statistics: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -121,7 +123,7 @@ class PlannedTraining:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what is known about optimizers: a copy of the plan has made none."""
-        return {**vars(self), "_statistics": None, "_made": None}
+        return {**vars(self), "_statistics": None, "_made": None, "_normalized": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _statistics=weakref.WeakKeyDictionary(), _made=weakref.WeakSet())
@@ -170,7 +172,9 @@ class PlannedTraining:
                 "`normalize_inputs=True`. Received: normalize_inputs=False"
             )
         layer = self._normalization
-        if layer is None or not self._is_adapted:
+        if layer is not None and self._is_adapted:
+            self._compare_inputs(x)
+        else:
             if layer is None:
                 layer = PrivateNormalization(self._plan.other_events[-1].noise_multiplier, axis)
             x = input_array(x)
@@ -181,27 +185,26 @@ class PlannedTraining:
                 if layer.release_id:
                     self._normalization = layer
             self._is_adapted = True
-            self._normalized = x.shape[1:], _few_rows(x)
+            self._normalized = x.shape[1:], _digest_of_some(x)
         if layer.axis != axis:
             raise ValueError(
                 "`axis` must be that of the first call: another normalization would be another "
                 f"release. Received: axis={axis!r} after axis={layer.axis!r}"
             )
-        self._compare_inputs(x)
         return layer
 
     def _compare_inputs(self, x: Any) -> None:
         """Raises, or warns, if inputs are not those whose statistics were released."""
         if self._normalized is None:
             return
-        shape, rows = self._normalized
+        shape, digest = self._normalized
         x, new = input_array(x), "For other inputs, make a new plan: it is another release"
         if x.shape[1:] != shape:
             raise ValueError(
                 "The statistics of this plan were released for inputs of another shape. "
                 f"{new}. Received: inputs of shape {x.shape[1:]} after {shape}"
             )
-        if not np.array_equal(_few_rows(x), rows, equal_nan=x.dtype.kind == "f"):
+        if _digest_of_some(x) != digest:
             warnings.warn(
                 "The layer has the statistics of the first call, whose inputs had other values or "
                 f"another order. {new}.",
@@ -545,9 +548,29 @@ def _require_finite_weights(model: keras.Model) -> None:
         )
 
 
-def _few_rows(x: np.ndarray) -> np.ndarray:
-    """Some rows, from everywhere in an array, by which other inputs are recognized."""
-    return x[np.linspace(0, len(x) - 1, min(_FEW, len(x))).astype(int)]
+_SALT = secrets.token_bytes(16)
+
+
+def _some(count: int) -> np.ndarray:
+    """Indices of a few of `count` examples, from everywhere among them."""
+    return np.linspace(0, count - 1, min(_FEW, count)).astype(int)
+
+
+def _read(source: Arrays | Records, indices: np.ndarray) -> list[np.ndarray]:
+    """Examples of a source, an array for each of its parts."""
+    rows = [np.zeros([len(indices), *shape], dtype) for shape, dtype in source.parts]
+    source.fill(indices, rows)
+    return rows
+
+
+def _are_finite(parts: Sequence[np.ndarray]) -> bool:
+    return all(np.isfinite(part).all() for part in parts if part.dtype.kind == "f")
+
+
+def _digest_of_some(x: np.ndarray) -> bytes:
+    """A number by which this process recognizes inputs, whatever their type."""
+    rows = np.ascontiguousarray(x[_some(len(x))], np.float32)
+    return hashlib.blake2b(rows.tobytes(), key=_SALT).digest()
 
 
 def _say_what_is_left(
@@ -572,11 +595,14 @@ def _say_what_is_left(
 
 
 def _warn_of_values(model: keras.Model, source: Arrays | Records) -> None:
-    """Warns of missing values and raw units, by a few examples, before epsilon is spent."""
-    some = np.arange(min(_FEW, len(source)))
-    rows = [np.zeros([len(some), *shape], dtype) for shape, dtype in source.parts]
-    source.fill(some, rows)
-    if not all(np.isfinite(part).all() for part in rows if part.dtype.kind == "f"):
+    """Warns of missing values and raw units before epsilon is spent.
+
+    Units are judged by a few examples, and so are missing values of a source that is not in memory.
+    """
+    rows = _read(source, _some(len(source)))
+    indices = np.arange(len(source)) if isinstance(source, Arrays) else _some(len(source))
+    chunks = np.array_split(indices, -(-len(indices) // 4096))
+    if not all(_are_finite(_read(source, chunk)) for chunk in chunks):
         warnings.warn(
             "Some examples have values that are NaN or infinite. If the model's gradient is not "
             "finite for them, they count as zero, so that it learns nothing from them while ε is "

@@ -123,9 +123,9 @@ def _check_outputs(model: tf.keras.Model, labels: Any) -> None:
 def _check_adapted(model: tf.keras.Model) -> None:
     """Raises TypeError if a layer was adapted in a way that its configuration does not have."""
     names = {
+        "TextVectorization": "vocabulary",  # first, since it holds a `StringLookup`
         "StringLookup": "vocabulary",
         "IntegerLookup": "vocabulary",
-        "TextVectorization": "vocabulary",
         "Discretization": "bin_boundaries",
     }
     for kind, name in names.items():

@@ -330,7 +330,7 @@ class ClientSampler:
                 f"With mechanism={privacy.mechanism!r}, ε holds only if each client comes as "
                 "seldom as the sampling says. Use `ClientSampler` and a sampling of this library "
                 "as they are; clients that are not available may drop out of a round. Received: "
-                f"a {type(self).__name__} with sampling={self.sampling!r}"
+                f"{type(self).__name__}(sampling={self.sampling!r})"
             )
         return self
 

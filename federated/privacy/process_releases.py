@@ -25,10 +25,11 @@ def check_releases(process: Any) -> bool:
     It follows each sum over clients through the computation `process.next`, to the state and the
     metrics.
 
-    Guarantee: if it returns true, neither the state nor a metric outside `client_work` depends on
-    clients other than through the one sum that `aggregator.dp_event` of the state depends on. What
-    happens to that sum is not checked here; `UserLedger` compares its noise. All results of a
-    TensorFlow graph count as if they depended on all its arguments, so doubt leads to a refusal.
+    Guarantee: if it returns true, nothing that a round returns, except the metrics `client_work`,
+    depends on clients other than through the one sum that `aggregator.dp_event` of the state
+    depends on. What happens to that sum is not checked here; `UserLedger` compares its noise. All
+    results of a TensorFlow graph count as if they depended on all its arguments, so doubt leads to
+    a refusal.
 
     Args:
       process: a learning process.
@@ -45,14 +46,20 @@ def check_releases(process: Any) -> bool:
         return False
     proto = tff.framework.serialize_computation(computation)
     returned = proto.type.function.result, _Reader().called(proto, _NOTHING)
-    state, metrics = (_part(*returned, name) for name in ("state", "metrics"))
+    state = _part(*returned, "state")
     private = _sums(_part(*_part(*state, "aggregator"), "dp_event")[1])
-    places = {f"state.{name}": part for name, part in _named(*state)}
-    places.update(
-        (f"metrics.{name}", part) for name, part in _named(*metrics) if name != "client_work"
-    )
     if len(private) != 1:
-        raise _refused(["state.aggregator"])
+        raise NotPrivateError(
+            "`process` must have one private aggregator, `privacy.aggregator()`. Received: none "
+            "with one clipped sum in `state.aggregator`"
+        )
+    places = {f"state.{name}": part for name, part in _named(*state)}
+    for name, part in _named(*returned):
+        if name == "metrics":
+            metrics = _named(*_part(*returned, name))
+            places.update((f"metrics.{n}", one) for n, one in metrics if n != "client_work")
+        elif name != "state":
+            places[name] = part
     others = [name for name, part in places.items() if not _sums(part) <= private]
     if others:
         raise _refused(others)
@@ -155,6 +162,8 @@ def _named(kind: Any, value: _Value) -> list[tuple[str, _Value]]:
     """The parts of a structure by name; parts of which only the sums are known share these."""
     if kind.HasField("federated"):
         kind = kind.federated.member
+    if not kind.HasField("struct"):
+        return [("", value)]
     parts = kind.struct.element
     values = value if isinstance(value, tuple) else [value] * len(parts)
     return [(part.name, one) for part, one in zip(parts, values)]

@@ -30,6 +30,9 @@ def test_an_adapted_layer_is_known_from_one_with_given_values(name, cases):
 
 def test_other_layers_are_not_adapted():
     assert not layers.was_adapted(keras.layers.Dense(2))
+    built = keras.layers.Normalization()
+    built.build([None, 2])
+    assert not layers.was_adapted(built)
 
 
 def test_a_generator_restarts_with_the_same_numbers():

@@ -1,6 +1,7 @@
 """PrivacyMonitor and PrivacyBudget in `fit`."""
 
 import glob
+import types
 import warnings
 
 import dp_accounting
@@ -239,6 +240,36 @@ def test_a_refused_call_and_a_question_note_no_number():
     assert ledger.fewest_units == N
     budget = dp.PrivacyBudget(1e4, DELTA, N // 2, optimizer=model.optimizer)
     assert budget.releases_left() and ledger.fewest_units == N // 2  # in a loop of one's own
+
+
+@pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
+def test_a_number_is_kept_although_an_earlier_state_is_loaded(kind):
+    class Loads(tf.keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            for variable, value in zip(self.model.optimizer.variables, state):
+                variable.assign(value)
+
+    model, _ = train(callbacks=[counted(kind, N)], epochs=1, expected_batch_size=8.0)
+    ledger, state = model.optimizer.ledger, [np.array(v) for v in model.optimizer.variables]
+    train(callbacks=[counted(kind, N // 2), Loads()], model=model, epochs=1)  # as from a backup
+    assert (ledger.num_releases, ledger.fewest_units) == (8, N // 2)
+    Loads.on_train_begin(types.SimpleNamespace(model=model))
+    assert ledger.fewest_units == N
+    ledger.restore([(1.0, 8.0, 8)])  # as a `ReleaseLog` does
+    with pytest.raises(ValueError, match="drawn from 500"):
+        train(callbacks=[counted(kind, N)], model=model, epochs=1)
+
+
+def test_an_epoch_without_releases_and_one_of_other_batches_are_no_contradiction():
+    optimizer = catalogue.make("DPSGD", expected_batch_size=8.0)
+    fed = FedExamples(32, "shuffled", True)
+    fed.begin(optimizer, None)
+    fed.begin_epoch(optimizer)
+    fed.end_epoch(optimizer, was_stopped=False)  # as of a critic that rests
+    fed.begin_epoch(optimizer)
+    optimizer.ledger.restore([(1.0, 8.0, 4)])
+    optimizer.expected_batch_size = 16  # of the next epoch
+    fed.end_epoch(optimizer, was_stopped=False)
 
 
 @pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, Callable
 
+import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.generation import GENERATION, internal_module, keras
@@ -177,7 +178,10 @@ def was_adapted(layer: tf.keras.layers.Layer) -> bool:
         base = keras.layers.experimental.preprocessing.PreprocessingLayer
         return isinstance(layer, base) and layer.is_adapted
     if isinstance(layer, keras.layers.Normalization):
-        return layer.input_mean is None and layer.mean is not None
+        if layer.input_mean is not None or not layer.built:
+            return False
+        # What `build` makes of them is no statistic.
+        return bool(np.any(layer.adapt_mean) or np.any(np.asarray(layer.adapt_variance) != 1))
     if isinstance(layer, keras.layers.Discretization):
         return layer.num_bins is not None and bool(layer.bin_boundaries)
     lookup = getattr(layer, "_lookup_layer", layer)  # of a TextVectorization

@@ -414,10 +414,11 @@ def _read(
     if fewest is not None and fewest < num_examples and found.segments:
         raise ValueError(
             f"Some of these releases were drawn from {fewest} examples or users, so an epsilon for "
-            f"{num_examples} would be too small for those who took part in all of them. An epsilon "
-            f"for {fewest} holds for all. Before you train on more data, compile with a new "
-            "optimizer: what both spent adds up, and is less. If a callback was given a wrong "
-            f"number, set `optimizer.ledger.fewest_units`. Received: num_examples={num_examples!r}"
+            f"{num_examples} would be too small for those that could be in all of them. An epsilon "
+            f"for {fewest} holds for all. To train on more data, compile with a new optimizer and "
+            "add up what both spent; the sum is smaller. If a callback was given a wrong number, "
+            "set `optimizer.ledger.fewest_units`. Received: num_examples="
+            f"{num_examples!r}"
         )
     if not (correlated or noise_of(found).is_independent):
         raise ValueError(

@@ -228,6 +228,7 @@ class Ledger:
             # Not saved: see `_Watermark`.
             self._watermark = tf.Variable(_AT_THE_START, dtype=tf.float64, trainable=False)
         self.restorations = 0
+        self._fewest_noted: int | None = None  # in this process, whatever was loaded since
         self.other_events = ()
 
     @property
@@ -282,24 +283,24 @@ class Ledger:
     def fewest_units(self) -> int | None:
         """The smallest number of examples, or users, that the releases were drawn from.
 
-        It is the smallest that a callback was given for them, and `None` if none was. ε of a larger
-        number would be too small for those who took part in all releases, and is an error. Set it
-        only if a callback was given a wrong number; `None` trusts whoever asks for ε.
+        It is the smallest that a callback was given for them, and `None` if none was. Computing ε
+        for a larger number is an error: it would be too small for examples that could be in all
+        releases. Set it only if a callback was given a wrong number; `None` trusts whoever asks.
         """
         with tf.init_scope():
             return int(local_copies(self._fewest_units)[0].numpy()) or None
 
     @fewest_units.setter
     def fewest_units(self, number: int | None) -> None:
+        self._fewest_noted = number
         number = 0 if number is None else checks.integer("fewest_units", number, 1)
         with tf.init_scope():
             self._fewest_units.assign(number)
 
     def note_units(self, number: int) -> None:
-        """Notes of how many examples, or users, the following releases are drawn."""
+        """Records the number of examples, or users, that the next releases are drawn from."""
         known = self.fewest_units if self.num_releases else None
-        if known is None or number < known:
-            self.fewest_units = number
+        self.fewest_units = number if known is None else min(number, known)
 
     @property
     def terms(self) -> Terms:
@@ -494,6 +495,9 @@ class Ledger:
         self._parameters.assign(parameters)
         self._counts.assign(counts)
         self._checks.assign(known)
+        if counts.any():  # a state that was loaded may know of fewer releases
+            fewest = [n for n in (self.fewest_units, self._fewest_noted) if n is not None]
+            self.fewest_units = min(fewest, default=None)
         self._watermark.assign([float(counts.sum()), *_AT_THE_START[1:]])
         self.restorations += 1
 

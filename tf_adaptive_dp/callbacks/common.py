@@ -93,8 +93,7 @@ class PrivateCallback(tf.keras.callbacks.Callback):
                 "cover what follows from that: when training stops, which weights are kept, how "
                 f"the learning rate falls. Received: {', '.join(found)}. Monitor a metric of "
                 "public validation data ('val_…'), or decide before training (a fixed number of "
-                "epochs, a `LearningRateSchedule`, ADADP). Leave `TerminateOnNaN` out: padding "
-                "alone can make the loss NaN.",
+                "epochs, a `LearningRateSchedule`, ADADP); leave out `TerminateOnNaN`.",
                 stacklevel=3,
             )
 
@@ -178,7 +177,8 @@ class FedExamples:
     def __init__(self, num_examples: int, sampling: Sampling | str, full_passes: bool):
         self._num_examples, self._sampling = num_examples, sampling
         self._full_passes = checks.boolean("full_passes", full_passes)
-        self._before: int | None = None  # releases before the epoch, if it is seen from its start
+        # Releases before the epoch and the size of a batch, if the epoch is seen from its start.
+        self._before: tuple[int, float | None] | None = None
 
     def begin(self, optimizer: tf.keras.optimizers.Optimizer, steps: int | None) -> None:
         """Compares before training, as far as the numbers are known.
@@ -194,17 +194,12 @@ class FedExamples:
             draws.require_drawn(self._sampling, self._num_examples)
         self._before = None
         if steps is not None:
-            self._compare(optimizer, steps // optimizer.parts_per_batch)
+            _, size = optimizer.next_release()
+            self._compare(optimizer, steps // optimizer.parts_per_batch, size)
 
-    def begin_batch(self, optimizer: tf.keras.optimizers.Optimizer, batch: int) -> None:
-        """Notes where an epoch begins.
-
-        Args:
-          optimizer: the private optimizer.
-          batch: the number of the batch in its epoch.
-        """
-        if batch == 0:
-            self._before = optimizer.ledger.num_releases
+    def begin_epoch(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
+        """Notes what was released before the first batch of an epoch."""
+        self._before = optimizer.ledger.num_releases, optimizer.next_release()[1]
 
     def end_epoch(self, optimizer: tf.keras.optimizers.Optimizer, was_stopped: bool) -> None:
         """Compares after an epoch, unless it was cut short or began in the middle.
@@ -216,13 +211,16 @@ class FedExamples:
         Raises:
           ValueError: if they contradict each other.
         """
-        before, self._before = self._before, None
-        if not was_stopped and before is not None:
-            self._compare(optimizer, optimizer.ledger.num_releases - before)
+        noted, self._before = self._before, None
+        if not was_stopped and noted is not None:
+            before, size = noted
+            size = size or optimizer.next_release()[1]  # which the first batch may have set
+            self._compare(optimizer, optimizer.ledger.num_releases - before, size)
 
-    def _compare(self, optimizer: tf.keras.optimizers.Optimizer, releases: int) -> None:
-        _, size = optimizer.next_release()
-        if self._sampling != "shuffled" or not self._full_passes or size is None:
+    def _compare(
+        self, optimizer: tf.keras.optimizers.Optimizer, releases: int, size: float | None
+    ) -> None:
+        if self._sampling != "shuffled" or not self._full_passes or size is None or not releases:
             return
         fed = releases * size
         # The last batch of a pass may be dropped, or smaller than the others.
@@ -235,6 +233,7 @@ class FedExamples:
                 f"is the batch size of `fit`, pass it `batch_size={size:g}`, or the optimizer "
                 "another `expected_batch_size`. If not, pass the number of examples in the "
                 "training set as `num_examples`. If an epoch of `fit` is not one pass over the "
-                "data, because `steps_per_epoch` says so, pass `full_passes=False`. Received: "
-                f"num_examples={self._num_examples!r}"
+                "data, because `steps_per_epoch` says so, pass `full_passes=False`. If the ledger "
+                "has noted the wrong number already, set `optimizer.ledger.fewest_units`, too. "
+                f"Received: num_examples={self._num_examples!r}"
             )

@@ -120,7 +120,7 @@ class PrivacyBudget(PrivateCallback):
                 at_most=MAX_RELEASES if self.steps is None else self.steps - released,
             )
             self._priced = (price_of, released + left)
-            if left:  # what is refused must not be noted
+            if left and self.model is None:  # in a loop of one's own
                 ledger.note_units(self.num_examples)
         return self._priced[1] - released
 
@@ -189,9 +189,11 @@ class PrivacyBudget(PrivateCallback):
         """Raises if the next step became more expensive since the last check; called by Keras."""
         if batch == 0:  # other callbacks may have adapted a layer meanwhile
             self.require_counted_statistics()
-        self._fed.begin_batch(self.optimizer, batch)
         self.optimizer.ledger.require_nothing_lost()
         self._require_room()
+        if batch == 0:  # what is refused must not be noted
+            self.optimizer.ledger.note_units(self.num_examples)
+            self._fed.begin_epoch(self.optimizer)
         self._released = self.optimizer.ledger.num_releases
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:

@@ -9,7 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.models import callbacks_beside, forget_saved_metrics
+from tf_adaptive_dp._keras.models import (
+    allow_tensors_as_logs,
+    callbacks_beside,
+    forget_saved_metrics,
+)
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.callbacks.common import (
@@ -128,7 +132,8 @@ class PrivacyMonitor(PrivateCallback):
         warn_of_large_delta(self.delta, self.num_examples, unit_of(self.sampling), stacklevel=2)
         self._fed = FedExamples(self.num_examples, self.sampling, full_passes)
         self._board: TensorBoardLog | None = None
-        self._new_run = False
+        self._new_run = self._noted = False
+        allow_tensors_as_logs(self)
         self._warned_of_returns = False
         self._warned_of_non_finite = False
         self.not_private: dict[str, float] = {}
@@ -161,25 +166,30 @@ class PrivacyMonitor(PrivateCallback):
         self.require_counted_statistics()
         self.warn_before_training()
         begin_batches_anew(optimizer)
-        self._released = optimizer.ledger.num_releases
+        self._released, self._noted = optimizer.ledger.num_releases, False
         optimizer.statistics.summary(reset=True)  # of training without this callback
         self._fed.begin(optimizer, steps_per_epoch(self))
         self._check_sampling(optimizer)
-        optimizer.ledger.note_units(self.num_examples)  # last: a refused call must record nothing
         if self.log_dir is not None:
             self._board = TensorBoardLog(self.log_dir, self._settings(optimizer))
         self._budget = next(
             (c.epsilon for c in callbacks_beside(self) if isinstance(c, PrivacyBudget)), None
         )
 
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """Notes where an epoch begins; called by Keras."""
-        self._fed.begin_batch(self.optimizer, batch)
-
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Raises if the ledger went back, or lacks a release; called by Keras."""
         self.require_counted_statistics()
         self.optimizer.ledger.require_nothing_lost()
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Notes where an epoch begins, and of how many examples; called by Keras."""
+        if batch:
+            return
+        if not self._noted:
+            self.epsilon()  # raises for a state that was loaded after training began
+            self.optimizer.ledger.note_units(self.num_examples)
+            self._noted = True
+        self._fed.begin_epoch(self.optimizer)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Reports; called by Keras."""
@@ -194,7 +204,7 @@ class PrivacyMonitor(PrivateCallback):
             "delta": self.delta,
             "learning_rate": _learning_rate(optimizer),
         }
-        self._doubt_large_batches(summary.num_examples)
+        self._compare_mean_size(summary.num_examples)
         self._warn_of_early_returns(optimizer.ledger)
         self._warn_of_non_finite(summary.num_non_finite)
         if math.isinf(private["epsilon"]) or noise_is_seeded(optimizer):
@@ -328,7 +338,7 @@ class PrivacyMonitor(PrivateCallback):
             stacklevel=2,
         )
 
-    def _doubt_large_batches(self, num_examples: int) -> None:
+    def _compare_mean_size(self, num_examples: int) -> None:
         """Compares the batches of an epoch with the expected batch size that ε is computed for.
 
         Raises:

@@ -93,7 +93,7 @@ def jacobian_rows(
         connected[:] = [g is not None for g in gradients]
         return [tf.cast(tf.convert_to_tensor(g), tf.float32) for g in gradients if g is not None]
 
-    jacobian = _refuse_spoilt_batch(list(tf.vectorized_map(row, tf.range(batch_size))))
+    jacobian = _refuse_spoiled_batch(list(tf.vectorized_map(row, tf.range(batch_size))))
     rows = iter(jacobian)
     return [
         tf.reshape(next(rows), tf.concat([[batch_size], tf.shape(v)], 0)) if there else None
@@ -101,7 +101,7 @@ def jacobian_rows(
     ]
 
 
-def _refuse_spoilt_batch(jacobian: list[tf.Tensor]) -> list[tf.Tensor]:
+def _refuse_spoiled_batch(jacobian: list[tf.Tensor]) -> list[tf.Tensor]:
     if in_xla():
         warnings.warn(
             'Under `jit_compile=True` the source `gradients="materialized"` cannot stop at a '
@@ -112,12 +112,12 @@ def _refuse_spoilt_batch(jacobian: list[tf.Tensor]) -> list[tf.Tensor]:
         )
         return jacobian
     finite = [tf.reduce_all(tf.math.is_finite(r), axis=range(1, r.shape.rank)) for r in jacobian]
-    spoilt = tf.math.count_nonzero(~tf.reduce_all(finite, axis=0)) if finite else tf.constant(0)
+    not_finite = tf.math.count_nonzero(~tf.reduce_all(finite, axis=0)) if finite else tf.constant(0)
     check = tf.debugging.Assert(
-        spoilt <= 1,
+        not_finite <= 1,
         [
             "The gradients of",
-            spoilt,
+            not_finite,
             "examples of this batch are NaN or infinite. With materialized gradients one "
             "example that is not finite spoils the others and cannot be dropped alone, so "
             "nothing was released. Remove examples with NaN or infinite values from the data.",

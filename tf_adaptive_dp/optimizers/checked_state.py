@@ -82,6 +82,8 @@ class RefusedState:
         ledger.other_events = (*ledger.other_events, *(saved.other_events or ()))
         segments, checks = [*ledger.segments, *saved.segments], [*ledger.checks, *saved.checks]
         ledger.restore(*_joined(segments, checks))
+        fewest = [n for n in (saved.fewest_units, ledger.fewest_units) if n is not None]
+        ledger.fewest_units = min(fewest, default=None)
         self._restorations = ledger.restorations
 
     def settle(self, ledger: Ledger) -> None:
@@ -178,12 +180,13 @@ def _require_same_terms(ledger: Ledger, saved: _SavedLedger) -> None:
 
 
 class _SavedLedger(NamedTuple):
-    """The ledger in a saved optimizer; `terms` and `other_events` are `None` if not known."""
+    """The ledger in a saved optimizer; the last three are `None` if not known."""
 
     segments: list[Segment]
     checks: list[BatchChecks]
     terms: Terms | None = None
     other_events: tuple[dp_accounting.DpEvent, ...] | None = None
+    fewest_units: int | None = None
 
 
 def _why_not_added(saved: _SavedLedger, ledger: Ledger) -> str:
@@ -234,7 +237,7 @@ def _saved_ledger(saved: Sequence[Any]) -> _SavedLedger:
             for p, n in zip(parameters[used], counts[used])
         ]
         known = [_checks(*checks[row].tolist()) for row in used]
-        return _SavedLedger(segments, known, *_terms(others))
+        return _SavedLedger(segments, known, *_terms(others), _fewest_units(saved[k + 5 : k + 6]))
     return _SavedLedger([], [])
 
 
@@ -244,6 +247,13 @@ def _terms(saved: Sequence[np.ndarray]) -> tuple[Terms | None, tuple | None]:
         return None, None  # a ledger of an earlier version
     terms, events = Terms(*saved[0].tolist()), gaussian_events(saved[1].tolist())
     return terms, events if digest(events) == terms.other_events else None
+
+
+def _fewest_units(saved: Sequence[Any]) -> int | None:
+    """What follows the terms and the events of a ledger."""
+    if _shapes(saved) != [()] or np.asarray(saved[0]).dtype != np.int64:
+        return None  # a ledger of an earlier version
+    return int(np.asarray(saved[0])) or None
 
 
 def _checks(checked: float, repeated: float, nearest: float, declared: float) -> BatchChecks:

@@ -217,8 +217,8 @@ def adapted_warning(model: tf.keras.Model) -> str | None:
     others = ", or ".join(dict.fromkeys(_instead_of_adapting(layer) for _, layer in found))
     return (
         f"Layers of the model were adapted to data: {names}. If that was the private training "
-        "data, their statistics are released without noise, and ε does not cover them. Adapt them "
-        f"on public data, or {others}."
+        "data, their statistics are released without noise, and ε does not cover them; if they "
+        f"came with pretrained weights, this is no concern. Adapt them on public data, or {others}."
     )
 
 

@@ -28,7 +28,6 @@ from tf_adaptive_dp.validation.repeatable import unchanged
 
 # The error that passes in float16 and bfloat16, where the rounding of one number is up to .4%.
 _ROUNDING = 0.05
-# What `fit` refuses, and what to do instead.
 # From a batch, and whether the model trains, to the loss vector.
 Losses = Callable[[tuple, bool], tf.Tensor]
 

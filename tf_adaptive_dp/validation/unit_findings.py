@@ -75,8 +75,8 @@ def _of_targets(loss: Any, targets: Any) -> list[Finding]:
             "units",
             "batch",
             f"Targets have magnitudes up to {max(sizes):.2g}, and the loss grows with their units: "
-            "nearly all gradients are clipped, so that large offsets are not reached, and other "
-            "outputs of the model learn little.",
+            "nearly all gradients are clipped, so the model cannot reach targets of that size in a "
+            "few steps, and its other outputs learn little.",
             "Scale them to a magnitude of about 1 by public constants; see docs/how-to/units.md.",
             "warning",
         )

@@ -91,13 +91,19 @@ def with_another_sum(where):
         metrics = collections.OrderedDict(
             client_work=exact, finalizer=exact if where == "finalizer" else nothing
         )
+        result = exact if where == "result" else private.result
         return tff.templates.MeasuredProcessOutput(
-            tff.federated_zip(state), private.result, tff.federated_zip(metrics)
+            tff.federated_zip(state), result, tff.federated_zip(metrics)
         )
 
     @tff.federated_computation(initialize.type_signature.result, data_type)
     def of_process(state, data):
         output = next_fn(state, data)
+        if where == "result":
+            return output
+        if where == "metrics":
+            exact = tff.federated_sum(tff.federated_map(total, data))
+            return tff.learning.templates.LearningProcessOutput(output.state, exact)
         return tff.learning.templates.LearningProcessOutput(output.state, output.measurements)
 
     return collections.namedtuple("Process", "next")(of_process)
@@ -105,7 +111,13 @@ def with_another_sum(where):
 
 @pytest.mark.parametrize(
     ("where", "found"),
-    [("model", "state.model"), ("both", "state.model"), ("finalizer", "metrics.finalizer")],
+    [
+        ("model", "state.model"),
+        ("both", "state.model"),
+        ("finalizer", "metrics.finalizer"),
+        ("metrics", "metrics."),
+        ("result", "result, measurements"),
+    ],
 )
 def test_an_exact_sum_is_found_wherever_it_goes(context, where, found):
     with pytest.raises(NotPrivateError, match=f"exact sums in {found}$"):
@@ -115,7 +127,7 @@ def test_an_exact_sum_is_found_wherever_it_goes(context, where, found):
 
 def test_a_process_without_a_private_aggregator_is_refused(context):
     process = ALGORITHMS.build_unweighted_fed_avg(real_rounds.model_fn, MOMENTUM)
-    with pytest.raises(NotPrivateError, match="exact sums in state.aggregator$"):
+    with pytest.raises(NotPrivateError, match="one private aggregator.*`state.aggregator`$"):
         check_releases(process)
 
 
