@@ -302,7 +302,8 @@ def largest_within(
 ) -> _Number:
     """The largest number that fits a budget.
 
-    What fits by RDP also fits by PLD. Starting there saves most of PLD's slow evaluations.
+    What fits by RDP also fits by PLD, whose ε is the smaller of both bounds. Starting there saves
+    most of PLD's slow evaluations.
 
     Args:
       fits: whether a number fits by an accountant.
