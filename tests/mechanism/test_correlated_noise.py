@@ -28,7 +28,10 @@ from tf_adaptive_dp.accounting.noise_strategies import (
 from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, NoiseKey, new_noise_key
 from tf_adaptive_dp.mechanism.noise import GaussianNoise, normal_numbers
 
-pytestmark = pytest.mark.filterwarnings("ignore:Under eager execution")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Under eager execution"),
+    pytest.mark.slow_on(2),  # what noise is drawn does not depend on the version of Keras
+]
 SIZE = 5_000
 STRATEGIES = {
     "banded": BandedNoise(4),

@@ -12,6 +12,9 @@ from tf_adaptive_dp.gradients.batch_axis import operations
 from tf_adaptive_dp.gradients.rules import RULES
 from tf_adaptive_dp.validation.layer_findings import named_layers
 
+# What is compared in other types hardly depends on the version of Keras.
+pytestmark = pytest.mark.slow_on(2)
+
 layers = tf.keras.layers
 LOSS = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 Y = np.arange(6) % 3

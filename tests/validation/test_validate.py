@@ -238,6 +238,7 @@ def test_what_is_wrong_with_a_loss_is_found(name):
     assert seen.ok == (severity == "warning")
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "loss",
@@ -526,6 +527,7 @@ def jacobians_announced(of):
     return found, [w.message for w in announced]
 
 
+@pytest.mark.slow_on(2)
 def test_a_jacobian_is_announced_once_with_its_price():
     dilated = model(Dilation(500, name="it"), layers.Dense(2))
     (found,), (warned,) = jacobians_announced(dilated)

@@ -17,6 +17,9 @@ from tf_adaptive_dp.tuning import strategies
 from tf_adaptive_dp.tuning.keras_tuner import arguments
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
 
+# What a search refuses hardly depends on the version of Keras.
+pytestmark = pytest.mark.slow_on(2)
+
 callbacks = tf.keras.callbacks
 
 
