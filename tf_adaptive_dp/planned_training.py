@@ -51,6 +51,7 @@ from tf_adaptive_dp.sampling.sources import (
     SINGLE_EXAMPLES,
     Arrays,
     Records,
+    are_finite,
     fingerprint,
     open_source,
     refuse_shuffled,
@@ -60,6 +61,7 @@ from tf_adaptive_dp.validation.layer_findings import has_own, named_layers
 from tf_adaptive_dp.validation.unit_findings import unit_findings
 
 _FEW = 32  # examples that tell their units
+_SALT = secrets.token_bytes(16)  # of digests, which must show nothing of the examples
 _OUTSIDE = (
     "The model was trained outside the plan, by `model.fit` for example, so the plan cannot say "
     "what all of it has cost. `privacy_statement(model.optimizer, num_examples, delta)` can; pass "
@@ -548,23 +550,9 @@ def _require_finite_weights(model: keras.Model) -> None:
         )
 
 
-_SALT = secrets.token_bytes(16)
-
-
 def _some(count: int) -> np.ndarray:
     """Indices of a few of `count` examples, from everywhere among them."""
     return np.linspace(0, count - 1, min(_FEW, count)).astype(int)
-
-
-def _read(source: Arrays | Records, indices: np.ndarray) -> list[np.ndarray]:
-    """Examples of a source, an array for each of its parts."""
-    rows = [np.zeros([len(indices), *shape], dtype) for shape, dtype in source.parts]
-    source.fill(indices, rows)
-    return rows
-
-
-def _are_finite(parts: Sequence[np.ndarray]) -> bool:
-    return all(np.isfinite(part).all() for part in parts if part.dtype.kind == "f")
 
 
 def _digest_of_some(x: np.ndarray) -> bytes:
@@ -599,10 +587,10 @@ def _warn_of_values(model: keras.Model, source: Arrays | Records) -> None:
 
     Units are judged by a few examples, and so are missing values of a source that is not in memory.
     """
-    rows = _read(source, _some(len(source)))
-    indices = np.arange(len(source)) if isinstance(source, Arrays) else _some(len(source))
-    chunks = np.array_split(indices, -(-len(indices) // 4096))
-    if not all(_are_finite(_read(source, chunk)) for chunk in chunks):
+    some = _some(len(source))
+    rows = [np.zeros([len(some), *shape], dtype) for shape, dtype in source.parts]
+    source.fill(some, rows)
+    if not (source.are_finite() if isinstance(source, Arrays) else are_finite(rows)):
         warnings.warn(
             "Some examples have values that are NaN or infinite. If the model's gradient is not "
             "finite for them, they count as zero, so that it learns nothing from them while ε is "

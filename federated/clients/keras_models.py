@@ -196,7 +196,7 @@ def _check_spec(input_spec: Any) -> None:
     ):
         raise TypeError(
             "`input_spec` must have dense tensors only, since TFF sends no ragged and no sparse "
-            "ones to clients. Fill short rows up, as with `dataset.padded_batch` or "
+            "ones to clients. Pad short rows, as with `dataset.padded_batch` or "
             "`dataset.map(lambda x, y: (x.to_tensor(), y))`, and take a model with dense inputs. "
             f"Received: input_spec={input_spec!r}"
         )

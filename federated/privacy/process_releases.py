@@ -22,8 +22,8 @@ _APPLIES = ("federated_map", "federated_apply")
 def check_releases(process: Any) -> bool:
     """Checks that all that a process keeps of its clients goes through its private aggregator.
 
-    It follows each sum over clients through the computation `process.next`, to the state and the
-    metrics.
+    It follows each sum over clients through the computation `process.next`, to all that a round
+    returns.
 
     Guarantee: if it returns true, nothing that a round returns, except the metrics `client_work`,
     depends on clients other than through the one sum that `aggregator.dp_event` of the state

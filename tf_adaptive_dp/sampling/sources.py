@@ -181,6 +181,10 @@ class Arrays:
     def __len__(self) -> int:
         return len(self._arrays[0])
 
+    def are_finite(self) -> bool:
+        """See the function of that name; it reads the arrays in place."""
+        return are_finite(self._arrays)
+
     def reader(self, padding: Sequence[np.ndarray]) -> Reader:
         """Gathers rows within TensorFlow, from a copy that ends with the padding."""
         if sum(array.nbytes for array in self._arrays) > MAX_COPIED_BYTES:
@@ -289,6 +293,11 @@ def _python_reader(source: Arrays | Records, padding: Sequence[np.ndarray]) -> R
 
     dtypes = [tf.string if row.dtype.kind == "O" else tf.as_dtype(row.dtype) for row in padding]
     return lambda indices: tf.numpy_function(read, [indices], dtypes)
+
+
+def are_finite(arrays: Sequence[np.ndarray]) -> bool:
+    """Whether no number of the arrays is NaN or infinite."""
+    return all(np.isfinite(array).all() for array in arrays if array.dtype.kind == "f")
 
 
 def _refuse_mixed(array: np.ndarray) -> None:
