@@ -27,7 +27,7 @@ def opened(path):
 def log_of(path, *segments):
     """A log that says so, as an earlier process left it."""
     file = SegmentFile(path, fsync=False)
-    file.write([Segment(*segment) for segment in segments])
+    file.write([Segment(*segment) for segment in segments], None)
     file.close()
     return dp.ReleaseLog(path)
 
@@ -207,6 +207,32 @@ def test_a_warning_says_how_many_releases_were_lost(tmp_path):
     with pytest.warns(UserWarning, match="^7 releases were not in the checkpoint"):
         log.reconcile(optimizer)
     assert optimizer.ledger.segments == [(1.0, 8.0, 12)]
+
+
+@pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
+def test_a_run_without_a_checkpoint_keeps_the_number_of_its_examples(tmp_path, kind):
+    def counted(num_examples):
+        more = {"epsilon": 1e4} if kind is dp.PrivacyBudget else {}
+        return kind(num_examples=num_examples, delta=DELTA, full_passes=False, **more)
+
+    class Killed(tf.keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 2:
+                raise KeyboardInterrupt
+
+    log = dp.ReleaseLog(tmp_path / "log")
+    with pytest.raises(KeyboardInterrupt):
+        catalogue.fit(compiled(), 1, [log, counted(N), Killed()])
+    log.close()
+    model, log = compiled(), dp.ReleaseLog(tmp_path / "log")
+    with pytest.warns(UserWarning, match="3 releases were not in the checkpoint"):
+        with pytest.raises(ValueError, match="drawn from 1000 examples.*num_examples=5000"):
+            catalogue.fit(model, 1, [log, counted(5 * N)])
+    assert (model.optimizer.ledger.num_releases, model.optimizer.ledger.fewest_units) == (3, N)
+    catalogue.fit(model, 1, [log, counted(N // 2)])
+    assert model.optimizer.ledger.fewest_units == N // 2
+    log.close()
+    assert dp.ReleaseLog(tmp_path / "log")._file.fewest_units == N // 2
 
 
 def test_noise_may_change_between_runs(tmp_path):

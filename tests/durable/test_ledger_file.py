@@ -29,11 +29,11 @@ def test_a_file_says_what_was_written_last(tmp_path, fsync):
     file = SegmentFile(path, fsync=fsync)
     assert file.segments == []
     many = [Segment(1 / 3 + k, 1e300 / 7, 2**62 + k) for k in range(Ledger.MAX_SEGMENTS)]
-    for segments in (ONE, many, TWO, [], [*ONE, *TWO]):
-        file.write(segments)
+    for segments, fewest in ((ONE, 7), (many, 2**62), (TWO, None), ([], 3), ([*ONE, *TWO], 2)):
+        file.write(segments, fewest)
         file.close()
         file = SegmentFile(path, fsync=fsync)
-        assert file.segments == segments
+        assert (file.segments, file.fewest_units) == (segments, fewest)
     content = path.read_text()
     assert len(content) == 2 * RECORD and content.count("\n") == 2 and "[1.1, 8.0, 2]" in content
 
@@ -43,7 +43,7 @@ def states_of_a_file(path):
     file = SegmentFile(path, fsync=False)
     states = [path.read_bytes()]
     for segments in (ONE, TWO, THREE):
-        file.write(segments)
+        file.write(segments, None)
         states.append(path.read_bytes())
     file.close()
     return states
@@ -81,7 +81,8 @@ def test_a_record_that_was_not_finished_counts_as_not_begun(tmp_path, part, lost
         "records of different files": lambda s: s[3][:RECORD] + s[0],
         "records exchanged": lambda s: s[3][RECORD:] + s[3][:RECORD],
         "too many segments": lambda s: (
-            files._encoded(0, [], 1) + files._encoded(1, [(1.0 + k, 1.0, 1) for k in range(65)], 1)
+            files._Record(0, [], 1, None).encoded()
+            + files._Record(1, [(1.0 + k, 1.0, 1) for k in range(65)], 1, None).encoded()
         ),
     }.items(),
     ids=lambda item: item[0],
@@ -115,14 +116,14 @@ def test_a_log_that_was_closed_writes_to_no_other_file(tmp_path):
     file = SegmentFile(tmp_path / "log", fsync=False)
     file.close()
     with open(tmp_path / "other", "wb"), pytest.raises(OSError, match="Bad file descriptor"):
-        file.write(ONE)
+        file.write(ONE, None)
     assert (tmp_path / "other").read_bytes() == b""
 
 
 def test_a_copy_is_told_from_a_moved_file(tmp_path):
     path, copy, moved = (tmp_path / name for name in ("log", "copy", "moved"))
     file = SegmentFile(path, fsync=False)
-    file.write(ONE)
+    file.write(ONE, None)
     file.close()
     shutil.copy(path, copy)
     path.rename(moved)
@@ -133,27 +134,28 @@ def test_a_copy_is_told_from_a_moved_file(tmp_path):
         with pytest.warns(UserWarning, match="^The release log is a copy.*ε is too small"):
             file = SegmentFile(copy, fsync=False)
         assert file.segments == segments
-        file.write([Segment(1.1, 8.0, segments[0].num_releases + 1)])
+        file.write([Segment(1.1, 8.0, segments[0].num_releases + 1)], None)
         file.close()
 
 
-def test_a_file_without_an_inode_gets_one(tmp_path, monkeypatch):
+def test_a_file_without_an_inode_and_a_number_of_units_gets_them(tmp_path, monkeypatch):
     path = tmp_path / "log"
     with monkeypatch.context() as older:
         whole = files.json.dumps
         older.setattr(
             files.json,
             "dumps",
-            lambda content: whole({k: v for k, v in content.items() if k != "inode"}),
+            lambda content: whole(dict(list(content.items())[:3])),
         )
         file = SegmentFile(path, fsync=False)
-        file.write(ONE)
+        file.write(ONE, None)
         file.close()
     assert "inode" not in path.read_text()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         file = SegmentFile(path, fsync=False)
-    file.write(TWO)
+    assert file.fewest_units is None
+    file.write(TWO, 5)
     file.close()
     shutil.copy(path, tmp_path / "copy")
     with pytest.warns(UserWarning, match="is a copy"):

@@ -133,7 +133,7 @@ class ReleaseLog(PrivateCallback):
                 "Only a new log can adopt an optimizer. Received: a log of "
                 f"{self.num_releases} releases."
             )
-        self._file.write(optimizer.ledger.segments)
+        self._file.write(optimizer.ledger.segments, optimizer.ledger.fewest_units)
         self._released = self._file.segments
 
     def reconcile(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
@@ -157,6 +157,8 @@ class ReleaseLog(PrivateCallback):
             return
         lost = self.num_releases - ledger.num_releases
         ledger.restore(announced, ledger.checks)
+        known = [n for n in (ledger.fewest_units, self._file.fewest_units) if n is not None]
+        ledger.fewest_units = min(known, default=None)
         self._released = announced
         warnings.warn(
             f"{lost} releases were not in the checkpoint, because training ended before they were "
@@ -167,7 +169,8 @@ class ReleaseLog(PrivateCallback):
     def _refuse(self, ledger: Ledger) -> None:
         segments, announced = ledger.segments, self._file.segments
         if self._released is not announced and ledger.extends(segments, self._released):
-            self._file.write(segments)  # first, the file must hold the truth
+            # First, the file must hold the truth.
+            self._file.write(segments, ledger.fewest_units)
             declared, counted = announced[-1].batch_size, segments[-1].batch_size
             if counted > declared:
                 raise NotPrivateError(wrong_size(declared, counted))
@@ -204,7 +207,8 @@ class ReleaseLog(PrivateCallback):
                 "`expected_batch_size` to the optimizer."
             )
         more = Segment(noise_multiplier, batch_size, num_releases)
-        self._file.write(optimizer.ledger.extended(self._released, more))
+        ledger = optimizer.ledger
+        self._file.write(ledger.extended(self._released, more), ledger.fewest_units)
 
     def _of_training(self) -> tf.keras.optimizers.Optimizer:
         return self.model.optimizer if self._optimizer is None else self._optimizer
@@ -241,8 +245,9 @@ class ReleaseLog(PrivateCallback):
 
     def on_train_end(self, logs: dict | None = None) -> None:
         """Removes announced releases that did not happen; called by Keras."""
-        self.reconcile(self._of_training())
-        self._file.write(self._released)
+        optimizer = self._of_training()
+        self.reconcile(optimizer)
+        self._file.write(self._released, optimizer.ledger.fewest_units)
         self._released = self._file.segments
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tf_adaptive_dp.accounting.ledger import Ledger, Segment
 from tf_adaptive_dp.durable import files
@@ -15,20 +16,29 @@ from tf_adaptive_dp.durable import files
 _RECORD_BYTES = 8192
 
 
-def _encoded(number: int, segments: Sequence[Segment], inode: int) -> bytes:
-    """A record as one line of `_RECORD_BYTES` with a checksum."""
-    content = {"release_log": 1, "record": number, "segments": segments, "inode": inode}
-    return files.with_checksum(json.dumps(content).ljust(_RECORD_BYTES - 10).encode())
+class _Record(NamedTuple):
+    """What one line of the file says; the inode and the number of units are new in later files."""
+
+    number: int
+    segments: list[Segment]
+    inode: int | None
+    fewest_units: int | None
+
+    def encoded(self) -> bytes:
+        """One line of `_RECORD_BYTES` with a checksum."""
+        content = {"release_log": 1, "record": self.number, "segments": self.segments}
+        content |= {"inode": self.inode, "fewest_units": self.fewest_units}
+        return files.with_checksum(json.dumps(content).ljust(_RECORD_BYTES - 10).encode())
 
 
-def _decoded(record: bytes) -> tuple[int, list[Segment], int | None] | None:
-    """What `_encoded` got, without an inode in older files; `None` if the record is damaged."""
-    text = files.checked(record)
-    if len(record) != _RECORD_BYTES or text is None:
+def _decoded(line: bytes) -> _Record | None:
+    """What was encoded; `None` if the line is damaged."""
+    text = files.checked(line)
+    if len(line) != _RECORD_BYTES or text is None:
         return None
     content = json.loads(text)
     segments = [Segment(*segment) for segment in content["segments"]]
-    return content["record"], segments, content.get("inode")
+    return _Record(content["record"], segments, content.get("inode"), content.get("fewest_units"))
 
 
 class SegmentFile:
@@ -44,7 +54,8 @@ class SegmentFile:
     an error.
 
     Attributes:
-      segments: the content of the file.
+      segments: the releases that the file holds.
+      fewest_units: `Ledger.fewest_units` as it was when they were written.
     """
 
     def __init__(self, path: str | os.PathLike, *, fsync: bool):
@@ -70,9 +81,9 @@ class SegmentFile:
                 f"a log of its own. Received: path={str(path)!r}",
             )
             self._inode = files.inode(self._file)
-            self._number, self.segments, inode = self._read()
+            self._number, self.segments, inode, self.fewest_units = self._read()
             if self._number < 0:
-                self.write([])
+                self.write([], None)
                 if fsync:
                     files.sync(self._path.parent)  # the name of the new file
             elif inode is not None:
@@ -82,20 +93,20 @@ class SegmentFile:
             self.close()
             raise
 
-    def _read(self) -> tuple[int, list[Segment], int | None]:
+    def _read(self) -> _Record:
         """The newest complete record; number -1 if none was ever finished."""
         content = os.pread(self._file, 2 * _RECORD_BYTES + 1, 0)
-        if _encoded(0, [], self._inode).startswith(content.rstrip(b"\0")):
-            return -1, [], None
+        none = _Record(-1, [], None, None)
+        if _Record(0, [], self._inode, None).encoded().startswith(content.rstrip(b"\0")):
+            return none
         records = [_decoded(content[i : i + _RECORD_BYTES]) for i in (0, _RECORD_BYTES)]
-        number, segments, _ = newest = max(
-            filter(None, records), key=lambda record: record[0], default=(-1, [], None)
-        )
+        newest = max(filter(None, records), key=lambda record: record.number, default=none)
+        number, segments = newest.number, newest.segments
         other = records[(number + 1) % 2]
         length = _RECORD_BYTES * (2 if number > 0 else 1)
         if (
             not (number >= 0 and records[number % 2] == newest)
-            or not (other is None or other[0] == number - 1)
+            or not (other is None or other.number == number - 1)
             or not (length <= len(content) <= 2 * _RECORD_BYTES)
             or len(segments) > Ledger.MAX_SEGMENTS
         ):
@@ -105,20 +116,21 @@ class SegmentFile:
             )
         return newest
 
-    def write(self, segments: Sequence[Segment]) -> None:
+    def write(self, segments: Sequence[Segment], fewest_units: int | None) -> None:
         """Replaces the content of the file.
 
         Raises:
           OSError: if the file cannot be written; its content is then unchanged.
         """
         number = self._number + 1
-        record = _encoded(number, segments, self._inode)
+        record = _Record(number, list(segments), self._inode, fewest_units).encoded()
         written = os.pwrite(self._file, record, number % 2 * _RECORD_BYTES)
         if written != len(record):
             raise OSError(f"Only {written} of {len(record)} bytes were written to {self._path}")
         if self._fsync:
             os.fsync(self._file)
         self._number, self.segments = number, list(segments)
+        self.fewest_units = fewest_units
 
     def close(self) -> None:
         """Releases the file for others; writing is an error from now on."""
