@@ -48,6 +48,7 @@ def released(losses_of, present, ids=FAR, rows=ROWS, optimizer=None, jit_compile
     return 1 - w.numpy().ravel()
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("gradients", ["auto", "materialized"])
 @pytest.mark.parametrize("gather", GATHERS.values(), ids=GATHERS)
@@ -74,6 +75,7 @@ def test_indices_within_their_rows_change_nothing():
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+@pytest.mark.slow_on(2)
 def test_a_gradient_that_is_not_finite_counts_as_one_without_noise():
     # 0 times infinity is NaN, which the index of the last example takes to the others.
     rows = ROWS.copy()
@@ -158,6 +160,7 @@ def test_inner_functions_need_indices_that_are_known_to_be_within(indices, is_kn
             released(inner, 1, jit_compile=False)
 
 
+@pytest.mark.slow_on(2)
 def test_the_last_state_of_an_empty_sequence_moves_nothing_else_in_fit():
     def trained(present):
         inputs = keras.Input([T, 2]), keras.Input([], dtype="int32")

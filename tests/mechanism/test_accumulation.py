@@ -28,6 +28,7 @@ def assert_same_state(actual, expected):
     assert int(actual.optimizer.iterations) == int(expected.optimizer.iterations)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_step_is_that_of_the_whole_batch(name):
@@ -63,6 +64,7 @@ def test_every_clipping_accumulates(clipping):
     assert in_parts.optimizer.l2_norm_clip == pytest.approx(whole.optimizer.l2_norm_clip, rel=1e-5)
 
 
+@pytest.mark.slow_on(2)
 def test_nothing_moves_before_the_last_part():
     model = catalogue.mlp()
     optimizer = catalogue.make("ADADP", gradient_accumulation_steps=3)

@@ -129,6 +129,7 @@ def test_shifted_padding_is_not_counted():
     np.testing.assert_allclose(counts_of(mechanism).sum(axis=1), [1, 1], rtol=1e-5)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize("sigma", [0.0, 4.0])
 @pytest.mark.parametrize("width", [0.05, 1.0])

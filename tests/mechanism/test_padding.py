@@ -91,6 +91,7 @@ def test_where_assertions_are_dropped_it_counts_twice(name):
     assert optimizer.ledger.segments == [(SIGMA / 2, 40.0, 3)]
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", EXACT)
@@ -181,6 +182,7 @@ class LeavesOneOutputUnweighted(tf.keras.Model):
         return tf.reduce_mean(a * sample_weight["a"] + b)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("kind", [tf.keras.Model, LeavesOneOutputUnweighted])
 def test_an_example_without_a_label_for_one_output_is_no_padding(kind):
     random = np.random.default_rng(0)
@@ -202,6 +204,7 @@ def test_an_example_without_a_label_for_one_output_is_no_padding(kind):
             model.fit(batches, verbose=0)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.parametrize("lost", [False, True])
 def test_marks_show_padding_where_another_output_has_lost_its_zeros(lost):
     """Some rows at least, which is enough to refuse the step."""
@@ -327,6 +330,7 @@ OTHER_WEIGHTS = {
 }
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("user_ids", [None, np.arange(N) // 2], ids=["examples", "users"])
 @pytest.mark.parametrize("weights", OTHER_WEIGHTS)
@@ -357,6 +361,7 @@ def test_padding_is_known_by_weights_of_tokens_and_by_whole_numbers(weights, use
         assert optimizer.ledger.segments == []
 
 
+@pytest.mark.slow_on(2)
 def test_validation_says_the_same_as_fit():
     (batch,) = drawn(1)
     inputs = tf.keras.Input([2])

@@ -183,6 +183,7 @@ def test_config_makes_the_same_optimizer(name):
     assert {"noise_multiplier": 0.5, **clipping}.items() <= config.items()
 
 
+@pytest.mark.slow_on(3)
 @pytest.mark.slow_after(1)
 @each_kind
 def test_a_custom_loop_trains_as_fit_does(name):

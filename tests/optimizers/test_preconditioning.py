@@ -221,6 +221,7 @@ USES = {
 }
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(4)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("gradients", ["auto", "materialized"])

@@ -91,6 +91,7 @@ def test_models_of_the_zoo(name):
     assert of_problem(problem).ok
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", mixing.MIXING)
 def test_models_that_mix_examples(name):
@@ -103,6 +104,7 @@ def test_models_that_mix_examples(name):
     assert not report.ok and "mix" in str(report)
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", row_ties.TIED)
 def test_models_that_use_the_row(name):
@@ -114,6 +116,7 @@ def test_models_that_use_the_row(name):
     of_problem(zoo.Problem([kernel], losses, (zoo.floats(B, 4),)))
 
 
+@pytest.mark.slow_on(2)
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", catalogue.OPTIMIZERS)
 def test_optimizers(name):
