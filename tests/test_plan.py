@@ -959,18 +959,25 @@ def test_a_budget_that_cannot_be_spent_is_described():
     assert "of it" not in for_epsilon_2().describe()
 
 
-@pytest.mark.slow
 def test_larger_batches_have_a_better_signal_at_the_same_epsilon():
-    plan = for_epsilon_2()
+    num_examples = 2_400  # which makes 300 steps of 2 epochs in batches of 16
+    plan = planned(noise_multiplier=None, epsilon=2.0, num_examples=num_examples)
     offers = plan.recommend(batch_sizes=[4, 8, 16], epochs=[2, 4])
     ratios = [np.sqrt(o.steps) * o.batch_size / o.noise_multiplier for o in offers]
     assert [o.signal_to_noise for o in offers] == pytest.approx(sorted(ratios, reverse=True))
     for offer in offers:
-        q = offer.batch_size / N
+        q = offer.batch_size / num_examples
         assert epsilon(offer.noise_multiplier, q, offer.steps, DELTA) <= 2.0
         assert epsilon(0.998 * offer.noise_multiplier, q, offer.steps, DELTA) > 2.0
     by_size = [o.batch_size for o in offers if o.epochs == 2]
     assert by_size == [16, 8, 4]
+
+
+def test_too_few_steps_are_not_recommended_however_little_noise_they_have():
+    plan = planned(noise_multiplier=None, epsilon=2.0, num_examples=1_200)
+    offers = plan.recommend(batch_sizes=[4, 8, 16, 300], epochs=[2])
+    assert [(o.batch_size, o.steps) for o in offers] == [(8, 300), (4, 600), (16, 150), (300, 8)]
+    assert offers[-1].signal_to_noise > offers[0].signal_to_noise
 
 
 @pytest.mark.slow

@@ -45,6 +45,9 @@ _SET_IN_OPTIMIZER = {
 }
 # The part of ε that the normalization of inputs alone would spend; composed, it is far less.
 _FOR_NORMALIZATION = 0.2
+# Runs of fewer steps learn less the fewer they have; from here on, little depends on the number
+# (`batch_and_epochs` in docs/results.md; anything from 100 to 1,000 would do).
+_ENOUGH_STEPS = 300
 # Arguments that the plan sets, so callers of `fit` must not.
 _SET_IN_FIT = ("batch_size", "epochs", "initial_epoch", "shuffle", "steps_per_epoch")
 # Arguments that Keras applies to arrays, which it does not get here, and what to do instead.
@@ -65,8 +68,8 @@ class PlanOffer(NamedTuple):
       noise_multiplier: the σ that meets the budget.
       signal_to_noise: √T·L/σ.
 
-    >>> PlanOffer(256, epochs=4, steps=100, noise_multiplier=2.0, signal_to_noise=1280.0).steps
-    100
+    >>> PlanOffer(256, epochs=4, steps=100, noise_multiplier=2.0, signal_to_noise=1280.0).rank
+    (100, 1280.0)
     """
 
     batch_size: int
@@ -74,6 +77,11 @@ class PlanOffer(NamedTuple):
     steps: int
     noise_multiplier: float
     signal_to_noise: float
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """What `PrivacyPlan.recommend` sorts by: steps as far as they are few, then the signal."""
+        return min(self.steps, _ENOUGH_STEPS), self.signal_to_noise
 
 
 class PrivacyPlan:
@@ -615,11 +623,13 @@ class PrivacyPlan:
     def recommend(
         self, batch_sizes: Sequence[int] | None = None, epochs: Sequence[int] | None = None
     ) -> list[PlanOffer]:
-        """Compares ways to spend the ε of the plan, the best signal-to-noise ratio first.
+        """Compares ways to spend the ε of the plan, the best first.
 
         T steps of norm C in one direction add up to T·C, and their noise to a standard deviation of
         √T·σ·C/L in each weight, or less with correlated noise: a ratio of √T·L/σ. The ratio favors
-        large batches, which cost time, and does not know how many steps the training needs.
+        large batches, which cost time. Offers with the best ratio come first, but those of fewer
+        than 300 steps come last, the fewest steps at the end, because a model needs some steps
+        however little noise they have.
 
         Finding the noise for each pair takes seconds with `accountant="pld"`: for the fifteen pairs
         of the default and 60,000 examples, about a minute. A plan with `accountant="rdp"` compares
@@ -642,8 +652,8 @@ class PrivacyPlan:
         ... )
         >>> for offer in plan.recommend(batch_sizes=[50, 200], epochs=[5]):
         ...     print(offer.batch_size, offer.steps, offer.noise_multiplier)
-        200 50 1.6897
         50 200 1.0554
+        200 50 1.6897
         """
         if batch_sizes is None:
             some = (self.batch_size * factor // 2 for factor in (1, 2, 4, 8, 16))
@@ -658,7 +668,7 @@ class PrivacyPlan:
                 noise = self._budget.least_noise(self.epsilon, sampling, self.noise)
                 ratio = self._gain_of_sums(sampling.steps) * size / noise
                 offers.append(PlanOffer(size, number, sampling.steps, noise, ratio))
-        return sorted(offers, key=lambda offer: -offer.signal_to_noise)
+        return sorted(offers, key=lambda offer: offer.rank, reverse=True)
 
     def _sampling(self, batch_size: int, epochs: int) -> SamplingOfPlan:
         return self._budget.sampling(batch_size, epochs, self.noise)

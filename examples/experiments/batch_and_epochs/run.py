@@ -137,6 +137,13 @@ class Pair:
     accuracies: tuple[float, ...]
 
     @property
+    def offer(self) -> PlanOffer:
+        """What `PrivacyPlan.recommend` says of it; its ratio is √T·L/σ, which tells T steps."""
+        steps = (self.signal_to_noise * self.noise_multiplier / self.batch_size) ** 2
+        values = round(steps), self.noise_multiplier, self.signal_to_noise
+        return PlanOffer(self.batch_size, self.epochs, *values)
+
+    @property
     def accuracy(self) -> float:
         """The mean over the seeds."""
         return float(np.mean(self.accuracies))
@@ -181,7 +188,7 @@ def _table(name: str, pairs: Sequence[Pair]) -> str:
         for size in sorted({pair.batch_size for pair in pairs})
     ]
     best = max(pairs, key=lambda pair: pair.accuracy)
-    first = max(pairs, key=lambda pair: pair.signal_to_noise)
+    first = max(pairs, key=lambda pair: pair.offer.rank)
     return (
         f"{name}\n\n"
         + report.table(["batches of", *(f"{number} epochs" for number in epochs)], rows)
