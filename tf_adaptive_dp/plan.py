@@ -16,7 +16,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp import report as reports
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting import calibration, composition, noise_strategies
-from tf_adaptive_dp.accounting.ledger import missing_events
+from tf_adaptive_dp.accounting.ledger import has_ledger, missing_events
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
@@ -342,14 +342,14 @@ class PrivacyPlan:
                 raise TypeError(
                     f"`{name}` is set by the plan: {instead}. Received: {name}={kwargs[name]!r}"
                 )
-        if hasattr(optimizer_class, "ledger") and not isinstance(optimizer_class, type):
+        if has_ledger(optimizer_class) and not isinstance(optimizer_class, type):
             raise TypeError(
                 "`optimizer_class` must be a class, not an instance: pass "
                 f"`{type(optimizer_class).__name__}`, and its other arguments by name, as in "
                 "`plan.optimizer(tf_adaptive_dp.ADADP, l2_norm_clip=1.0)`. Received: "
                 f"optimizer_class={optimizer_class!r}"
             )
-        if not (isinstance(optimizer_class, type) and hasattr(optimizer_class, "ledger")):
+        if not (isinstance(optimizer_class, type) and has_ledger(optimizer_class)):
             raise TypeError(
                 "`optimizer_class` must be an optimizer class of tf_adaptive_dp, such as "
                 "`tf_adaptive_dp.ADADP`; `make_dp_optimizer_class` makes one of a Keras "

@@ -26,7 +26,7 @@ from tf_adaptive_dp._keras.models import (
     steps_per_call,
 )
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
-from tf_adaptive_dp.accounting.ledger import Ledger, missing_events
+from tf_adaptive_dp.accounting.ledger import Ledger, has_ledger, missing_events
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.callbacks.run_directory import (
     OTHER_EXAMPLES,
@@ -390,9 +390,9 @@ class PlannedTraining:
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises unless an optimizer spends what the plan accounts for."""
         inside = getattr(optimizer, "inner_optimizer", optimizer)
-        if inside is not optimizer and hasattr(inside, "ledger"):
+        if inside is not optimizer and has_ledger(inside):
             raise NotPrivateError(WRAPPED)
-        if not hasattr(optimizer, "ledger"):
+        if not has_ledger(optimizer):
             raise TypeError(
                 "The model must be compiled with an optimizer of tf_adaptive_dp, such as "
                 f"`plan.optimizer(tf_adaptive_dp.ADADP)`. Received: optimizer={optimizer!r}"

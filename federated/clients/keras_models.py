@@ -12,6 +12,8 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
+from tf_adaptive_dp.accounting.ledger import has_ledger
+
 _BY_HAND = (
     "or write `tff.learning.models.from_keras_model(new_keras_model(), loss=..., input_spec=..., "
     "metrics=[...])` in `model_fn`, where the Keras model is not compiled"
@@ -80,7 +82,7 @@ def _check(model: tf.keras.Model, input_spec: Any) -> None:
             f"client's batches, too. Received: input_spec={input_spec!r}"
         )
     _check_spec(input_spec)
-    if hasattr(model.optimizer, "ledger"):
+    if has_ledger(model.optimizer):
         raise TypeError(
             "The model that `model_fn` returns must not be compiled with an optimizer of "
             "`tf_adaptive_dp`: clients train with `client_optimizer`, and its privacy would not "

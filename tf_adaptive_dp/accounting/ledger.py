@@ -543,6 +543,11 @@ class Ledger:
         return int(self._counts.numpy().sum())
 
 
+def has_ledger(optimizer: Any) -> bool:
+    """Whether an optimizer, or a class of them, counts what it releases: it is one of ours."""
+    return hasattr(optimizer, "ledger")
+
+
 def ledger_of(ledger: Any) -> Any:
     """The ledger of an optimizer; what has no attribute `ledger` is taken for a ledger itself."""
     return getattr(ledger, "ledger", ledger)

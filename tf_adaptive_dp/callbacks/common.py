@@ -11,6 +11,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import callbacks_beside
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
+from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import unpaid_in
 from tf_adaptive_dp.sampling import draws
@@ -34,7 +35,7 @@ class PrivateCallback(tf.keras.callbacks.Callback):
 
     def __init__(self, optimizer: tf.keras.optimizers.Optimizer | None = None):
         super().__init__()
-        if optimizer is not None and not hasattr(optimizer, "ledger"):
+        if optimizer is not None and not has_ledger(optimizer):
             raise TypeError(
                 "`optimizer` must be an optimizer of tf_adaptive_dp, or None for that of the model."
                 f" Received: optimizer={optimizer!r}"
@@ -122,7 +123,7 @@ def _acts_on_training(callback: tf.keras.callbacks.Callback) -> bool:
 def private_optimizer(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:
     """Returns the optimizer of a model, which must be private, or raises TypeError."""
     optimizer: Any = getattr(model, "optimizer", None)  # before `fit` there is no model
-    if not hasattr(optimizer, "ledger"):
+    if not has_ledger(optimizer):
         raise TypeError(
             "The model must be compiled with an optimizer of tf_adaptive_dp, and the callback must "
             f"be passed to `fit`. Received: optimizer={optimizer!r}. For a custom loop, or a model "

@@ -9,14 +9,14 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import allow_tensors_as_logs, steps_per_call
-from tf_adaptive_dp.accounting.ledger import Ledger, Segment, wrong_size
+from tf_adaptive_dp.accounting.ledger import Ledger, Segment, has_ledger, wrong_size
 from tf_adaptive_dp.callbacks.common import PrivateCallback
 from tf_adaptive_dp.durable.ledger_file import SegmentFile
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 
 
 def _require_ledger(optimizer: tf.keras.optimizers.Optimizer) -> None:
-    if not hasattr(optimizer, "ledger"):
+    if not has_ledger(optimizer):
         raise TypeError(
             f"The log needs an optimizer of tf_adaptive_dp. Received: optimizer={optimizer!r}"
         )

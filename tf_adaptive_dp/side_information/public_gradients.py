@@ -13,6 +13,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import uncounted_loss_of_step
 from tf_adaptive_dp._keras.variables import dense_gradients
+from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.gradients.api import check_loss
 from tf_adaptive_dp.gradients.batch_axis.analysis import follow
 from tf_adaptive_dp.gradients.scalar_losses import take_apart
@@ -230,7 +231,7 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
         self._batches = itertools.chain([first], batches)
 
         strategy = model.distribute_strategy
-        is_private = hasattr(optimizer, "ledger")
+        is_private = has_ledger(optimizer)
         expected_batch_size = optimizer.expected_batch_size if is_private else None
 
         def refresh(batch: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.validation.findings import Finding
 
 
@@ -30,7 +31,7 @@ def optimizer_findings(optimizer: Any, batch_size: int | None) -> list[Finding]:
             "Use the inner optimizer: those of tf_adaptive_dp scale the loss themselves.",
         )
         optimizer = inside
-    if not hasattr(optimizer, "ledger"):
+    if not has_ledger(optimizer):
         add(
             "not private",
             f"{optimizer!r} clips nothing and adds no noise.",

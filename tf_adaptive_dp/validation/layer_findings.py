@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import BATCH_NORMALIZATIONS, inner_layers, was_adapted
 from tf_adaptive_dp._keras.variables import native, path_of
+from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.normalization import (
     OF_OTHER_UNIT,
     normalizations_in,
@@ -133,7 +134,7 @@ def statistics_findings(model: tf.keras.Model, optimizer: Any) -> list[Finding]:
       model: a built model; it is not called.
       optimizer: the one to train with.
     """
-    if not hasattr(optimizer, "ledger"):
+    if not has_ledger(optimizer):
         return []
     paths = {id(layer): path for path, layer in named_layers(model)}
     other = of_other_unit(normalizations_in(model), optimizer)

@@ -13,6 +13,7 @@ from tf_adaptive_dp._keras.layers import is_compiled
 from tf_adaptive_dp._keras.models import step_function
 from tf_adaptive_dp._keras.tracebacks import message_lines
 from tf_adaptive_dp._keras.tracing import GraphTape
+from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import per_example_gradients
 from tf_adaptive_dp.gradients.jacobian import JacobianWarning
@@ -72,7 +73,7 @@ def trace_step(
         what = "It has a custom `train_step` and is not compiled, so the step was not searched."
         found = Finding("not searched", "model", what, _COMPILE)
         return TracedStep([found], False, False, [])
-    if hasattr(optimizer, "ledger"):
+    if has_ledger(optimizer):
         try:
             optimizer.copy_to_inspect()
         except Exception as error:  # noqa: BLE001, whatever a user's `get_config` raises
@@ -97,7 +98,7 @@ def _trace(
 ) -> TracedStep:
     findings: list[Finding] = []
     own_step = has_own(model, "train_step")
-    private = hasattr(optimizer, "ledger")
+    private = has_ledger(optimizer)
     with _compiled_with(trained, _stand_in(model, optimizer, findings)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -170,7 +171,7 @@ def _stand_in(model: tf.keras.Model, optimizer: Any, findings: list[Finding]) ->
 
         return wrapper
 
-    if not hasattr(optimizer, "ledger"):
+    if not has_ledger(optimizer):
         return _SearchingOptimizer(searched(_search))
     copy = optimizer.copy_to_inspect()
     copy.compute_gradients = searched(copy.compute_gradients)
@@ -219,7 +220,7 @@ def _run_eagerly(
         raise _Accepted
 
     stand_in: Any = _SearchingOptimizer(search)
-    if hasattr(optimizer, "ledger"):
+    if has_ledger(optimizer):
         stand_in = optimizer.copy_to_inspect()
         stand_in.compute_gradients = search
     with _compiled_with(trained, stand_in), warnings.catch_warnings():

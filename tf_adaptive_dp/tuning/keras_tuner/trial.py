@@ -22,7 +22,7 @@ import tensorflow as tf
 from tf_adaptive_dp._keras import models
 from tf_adaptive_dp._keras.layers import layers_within
 from tf_adaptive_dp.accounting.composition import repeated
-from tf_adaptive_dp.accounting.ledger import Ledger
+from tf_adaptive_dp.accounting.ledger import Ledger, has_ledger
 from tf_adaptive_dp.callbacks.backups import epoch_backup, save_weights
 from tf_adaptive_dp.callbacks.common import private_optimizer
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
@@ -259,7 +259,7 @@ def check_optimizer(model: tf.keras.Model) -> None:
       NotPrivateError: if its ledger would not count what the search accounts for.
     """
     optimizer = getattr(model, "optimizer", None)  # Keras 3 sets it in `compile`
-    if not hasattr(optimizer, "ledger"):
+    if not has_ledger(optimizer):
         raise TypeError(
             "`build_model` must compile the model with an optimizer of tf_adaptive_dp, such as "
             f"`tf_adaptive_dp.DPAdamWOSM`. Received: optimizer={optimizer!r}"
