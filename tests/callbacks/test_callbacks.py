@@ -583,6 +583,39 @@ def test_a_sampling_that_drew_nothing_is_not_taken_for_one_whose_batches_look_al
     assert ["if so" in " ".join(s.split()) for s in states] == [False, True]
 
 
+def test_metrics_that_count_the_padding_of_poisson_batches_are_named():
+    sampling = dp.PoissonSampling(8 / 32, steps=12, max_batch_size=30)
+
+    def fit(**metrics):
+        model = catalogue.mlp()
+        optimizer = catalogue.make("DPSGD", expected_batch_size=8.0, noise_multiplier=4.0)
+        model.compile(optimizer, loss=catalogue.loss(), **metrics)
+        for part in range(2):  # the metrics are made in the first call
+            batches = dp.poisson_batches(catalogue.data(), sampling, start_step=4 * part)
+            monitor = dp.PrivacyMonitor(32, DELTA, sampling=sampling)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model.fit(batches, steps_per_epoch=4, verbose=0, callbacks=[monitor])
+            yield [str(w.message) for w in caught if "count the padding" in str(w.message)]
+
+    for named in fit(
+        metrics=["accuracy", tf.keras.metrics.SparseTopKCategoricalAccuracy(2, "top")]
+    ):
+        assert len(named) == 1 and "metrics=['accuracy', 'top']" in named[0]
+    assert list(fit(weighted_metrics=["accuracy"])) == [[], []]
+
+
+def test_a_plan_which_leaves_padding_out_does_not_warn_of_it():
+    model, numbers = catalogue.mlp(), {"delta": DELTA, "num_examples": 32, "batch_size": 8}
+    for epochs in (1, 2):
+        plan = dp.PrivacyPlan(noise_multiplier=4.0, epochs=epochs, accountant="rdp", **numbers)
+        if epochs == 1:
+            model.compile(plan.optimizer(dp.ADADP), catalogue.loss(), metrics=["accuracy"])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Metrics that are compiled")
+            plan.fit(model, *catalogue.data(), verbose=0)
+
+
 def test_the_budget_can_end_after_a_number_of_steps():
     budget = dp.PrivacyBudget(99.0, DELTA, 32, batch_size=8, steps=5)
     model, _ = train(callbacks=[budget])

@@ -130,7 +130,7 @@ def leave_padding_out_of_metrics(model: keras.Model) -> None:
     Args:
       model: a compiled model.
     """
-    container = model._compile_metrics if GENERATION == 3 else model.compiled_metrics
+    container = _metrics_of(model)
     if container is None or not container._user_metrics:
         return
     if container.built:
@@ -143,6 +143,28 @@ def leave_padding_out_of_metrics(model: keras.Model) -> None:
         _give_weights_to_all_metrics(container)
 
     container.build = build_and_give
+
+
+def metrics_without_weights(model: keras.Model) -> list[str]:
+    """The names of the metrics that count rows of weight 0.
+
+    Args:
+      model: a compiled model, or what takes its place in a loop of the user's own.
+    """
+    container = _metrics_of(model)
+    if container is None or "build" in vars(container):  # see `leave_padding_out_of_metrics`
+        return []
+    if container.built:
+        of_outputs = container._flat_metrics if GENERATION == 3 else container._metrics
+        return [metric.name for metrics in of_outputs for metric in _listed(metrics)]
+    given = [metric for metric in tf.nest.flatten(container._user_metrics) if metric is not None]
+    return [m if isinstance(m, str) else getattr(m, "name", repr(m)) for m in given]
+
+
+def _metrics_of(model: keras.Model) -> Any:
+    """What holds the metrics of a compiled model; `None` if there is none."""
+    name = "_compile_metrics" if GENERATION == 3 else "compiled_metrics"
+    return getattr(model, name, None)
 
 
 def _give_weights_to_all_metrics(container: Any) -> None:

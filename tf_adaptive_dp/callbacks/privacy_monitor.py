@@ -13,7 +13,9 @@ from tf_adaptive_dp._keras.models import (
     allow_tensors_as_logs,
     callbacks_beside,
     forget_saved_metrics,
+    metrics_without_weights,
 )
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.callbacks.common import (
@@ -282,6 +284,18 @@ class PrivacyMonitor(PrivateCallback):
             )
         self.sampling.check_delta(self.num_examples, self.delta)
         self.epsilon()  # runs the other checks
+        self._warn_of_padding_in_metrics()
+
+    def _warn_of_padding_in_metrics(self) -> None:
+        """Warns if metrics count padding, which has no effect on training but on their values."""
+        counting = metrics_without_weights(self.model)
+        if counting and isinstance(self.sampling, RandomSizes):
+            warnings.warn(
+                "Metrics that are compiled as `metrics` count the padding of Poisson batches, rows "
+                "of weight 0, as if it were examples. Compile them as `weighted_metrics`, or train "
+                f"with `PrivacyPlan.fit`, which leaves padding out. Received: metrics={counting}",
+                stacklevel=level_of_caller(),
+            )
 
     def _check_rows(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         """Rejects batches that cannot come from the sampling, because their shape differs."""
