@@ -285,6 +285,7 @@ class PlannedTraining:
             )
         try:
             if run is not None:
+                run.log.require_run_of(model.optimizer)
                 self._keep_normalizations(run, normalizations, model)
             seen = self._statistics.setdefault(model.optimizer, {})
             for layer in normalizations:

@@ -235,6 +235,31 @@ def test_a_run_without_a_checkpoint_keeps_the_number_of_its_examples(tmp_path, k
     assert dp.ReleaseLog(tmp_path / "log")._file.fewest_units == N // 2
 
 
+def test_a_log_does_not_make_an_optimizer_forget_what_it_released_elsewhere(tmp_path):
+    log, optimizer = log_of(tmp_path / "log", (1.0, 8.0, 12)), compiled().optimizer
+    release(optimizer)
+    with pytest.raises(ValueError, match="do not belong to the run of the log.*recorded 1 rel"):
+        log.reconcile(optimizer)
+    # It set out with the log, went on without it, and was set back.
+    path = tmp_path / "other"
+    log, optimizer = dp.ReleaseLog(path), compiled().optimizer
+    log.announce(optimizer, num_releases=2)
+    for _ in range(2):
+        release(optimizer)
+    log.reconcile(optimizer)
+    state = [tf.identity(v) for v in optimizer.variables]
+    log.close()
+    for _ in range(3):
+        release(optimizer)
+    for variable, value in zip(optimizer.variables, state):
+        variable.assign(value)
+    with pytest.raises(ValueError, match="was set back: it lacks 3 releases"):
+        optimizer.ledger.require_nothing_lost()
+    optimizer.ledger._counts.assign(0 * optimizer.ledger._counts)  # as from an earlier epoch
+    with pytest.raises(ValueError, match="was set back: it lacks 5 releases"):
+        dp.ReleaseLog(path).reconcile(optimizer)
+
+
 def test_noise_may_change_between_runs(tmp_path):
     log, optimizer = log_of(tmp_path / "log", (1.0, 8.0, 5)), compiled(noise_multiplier=2.0)
     optimizer = optimizer.optimizer
@@ -300,8 +325,9 @@ def test_a_new_log_adopts_a_model_if_it_is_told_to(tmp_path):
     log, model = dp.ReleaseLog(tmp_path / "log"), compiled()
     catalogue.fit(model, 1)
     log.adopt(model.optimizer)
+    assert log.num_releases == 4 and not log.has_begun
     catalogue.fit(model, 1, [log])
-    assert log.segments == [(1.0, 8.0, 8)]
+    assert log.segments == [(1.0, 8.0, 8)] and log.has_begun
     with pytest.raises(ValueError, match="Only a new log.*8 releases"):
         log.adopt(model.optimizer)
 

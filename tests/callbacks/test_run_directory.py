@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -80,8 +81,7 @@ def begun(path):
     """A run that has released something."""
     run = RunDirectory(path, {"epsilon": 1.0}, 10)
     optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=4.0)
-    optimizer.ledger.restore([(1.0, 4.0, 3)])
-    run.log.adopt(optimizer)
+    run.log.announce(optimizer, 3)
     run.close()
 
 
@@ -92,6 +92,21 @@ def test_a_run_without_its_plan_is_not_continued(tmp_path):
     with pytest.raises(ValueError, match="cannot continue without `plan.json`.*Put it back"):
         RunDirectory(tmp_path, {"epsilon": 2.0}, 10)
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_run_that_adopts_earlier_releases_begins_with_its_plan(tmp_path):
+    optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=4.0)
+    optimizer.ledger.restore([(1.0, 4.0, 3)])
+    log = dp.ReleaseLog(tmp_path / "releases.log")
+    log.adopt(optimizer)
+    log.close()
+    RunDirectory(tmp_path, {"epsilon": 1.0}, 10).close()
+    run = RunDirectory(tmp_path, {"epsilon": 1.0}, 10)
+    run.log.announce(optimizer)
+    run.close()
+    (tmp_path / "plan.json").unlink()
+    with pytest.raises(ValueError, match="cannot continue without `plan.json`"):
+        RunDirectory(tmp_path, {"epsilon": 1.0}, 10)
 
 
 @pytest.mark.parametrize("damaged", [b"", b'{"epsilon": 1', b"\xff"])
@@ -164,3 +179,88 @@ def test_a_run_of_another_kind_of_optimizer_is_refused(tmp_path, first, second, 
         run(second)
     for a, b in zip(trained, run(first), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow_on(2)
+def test_another_kind_of_optimizer_is_refused_before_the_model_is_built(tmp_path):
+    x, y = np.ones([16, 2], "float32"), np.zeros([16])
+    plan = dp.PrivacyPlan(noise_multiplier=1.0, delta=1e-2, num_examples=16, batch_size=8, epochs=2)
+
+    def run(optimizer_class, callbacks=(), inputs=(), **arguments):
+        model = keras.Sequential([*inputs, keras.layers.Dense(2)])
+        optimizer = plan.optimizer(optimizer_class, **arguments)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of several models
+            plan.fit(model, x, y, directory=tmp_path / "run", verbose=0, callbacks=callbacks)
+        return model.optimizer.ledger.num_releases
+
+    assert run(dp.DPAdamWOSM, [StopsAfter(2)]) == 2
+    with pytest.raises(ValueError, match="class='DPSGD' instead of 'DPAdamWOSM'"):
+        run(dp.DPSGD, learning_rate=0.1, momentum=0.9)
+    assert run(dp.DPAdamWOSM, inputs=[keras.Input([2])]) == 4
+
+
+class StopsAfter(keras.callbacks.Callback):
+    """Stops training after so many releases, wherever that is in an epoch."""
+
+    def __init__(self, releases):
+        super().__init__()
+        self.releases = releases
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.optimizer.ledger.num_releases >= self.releases:
+            self.model.stop_training = True
+
+
+@pytest.mark.parametrize(
+    "stop, epochs", [(1, [0]), pytest.param(5, [0, 1], marks=pytest.mark.slow)]
+)
+def test_a_run_that_was_stopped_within_an_epoch_makes_all_its_steps(tmp_path, stop, epochs):
+    x, y = np.ones([16, 2], "float32"), np.zeros([16])
+    plan = dp.PrivacyPlan(noise_multiplier=1.0, delta=1e-2, num_examples=16, batch_size=4, epochs=2)
+    weights = []
+    for callbacks, released in ([StopsAfter(stop)], stop), ([], 8), ([], 8):
+        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), loss)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of several models
+            history = plan.fit(
+                model, x, y, directory=tmp_path / "run", verbose=0, callbacks=callbacks
+            )
+        assert model.optimizer.ledger.segments == [(1.0, 4.0, released)]
+        assert history.epoch == (epochs if callbacks else [0, 1])
+        weights.append(model.get_weights()[0])
+    np.testing.assert_array_equal(weights[1], weights[2])  # restored from the end of the run
+
+
+@pytest.mark.slow_on(2)
+def test_what_was_trained_elsewhere_is_not_replaced_by_the_run_of_a_directory(tmp_path):
+    x, y = np.ones([16, 2], "float32"), np.zeros([16])
+    plan = dp.PrivacyPlan(noise_multiplier=1.0, delta=1e-2, num_examples=16, batch_size=4, epochs=2)
+
+    def trained(directory, releases):
+        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), loss)
+        fit(model, directory, StopsAfter(releases))
+        return model
+
+    def fit(model, directory, *callbacks):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of several models
+            plan.fit(model, x, y, directory=directory, verbose=0, callbacks=callbacks)
+
+    there = trained(tmp_path / "run", 4)
+    # With more releases than the run, as many, and fewer, which the counts do not tell apart.
+    for releases in (6, 4, 2):
+        model = trained(None, releases)
+        before = model.get_weights()
+        with pytest.raises(ValueError, match="released gradients in this process|another run than"):
+            fit(model, tmp_path / "run")
+        for a, b in zip(before, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert model.optimizer.ledger.num_releases == releases
+    fit(there, tmp_path / "run")
+    assert there.optimizer.ledger.num_releases == 8

@@ -34,6 +34,12 @@ def test_a_file_says_what_was_written_last(tmp_path, fsync):
         file.close()
         file = SegmentFile(path, fsync=fsync)
         assert (file.segments, file.fewest_units) == (segments, fewest)
+    file.write(ONE, None, adopted=True)
+    file.close()
+    file = SegmentFile(path, fsync=fsync)
+    assert file.adopted
+    file.write([*ONE, *TWO], None)
+    assert not file.adopted
     content = path.read_text()
     assert len(content) == 2 * RECORD and content.count("\n") == 2 and "[1.1, 8.0, 2]" in content
 

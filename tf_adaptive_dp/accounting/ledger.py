@@ -308,21 +308,34 @@ class Ledger:
         noise = 0 if self._noise.is_independent else self._noise.digest()
         return Terms(self._examples_per_user or 0, noise, digest(self._other_events))
 
+    @property
+    def num_lost(self) -> int:
+        """How many releases that this process recorded are missing, because it was set back."""
+        with tf.init_scope():
+            watermark = self._read_watermark()
+            return int(watermark.lost + max(watermark.following - self.num_releases, 0))
+
+    @property
+    def num_recorded_here(self) -> int:
+        """How many releases this process recorded, whatever was loaded or restored since."""
+        with tf.init_scope():
+            return int(self._read_watermark().recorded)
+
+    def _read_watermark(self) -> _Watermark:
+        return _Watermark(*local_copies(self._watermark)[0].numpy().tolist())
+
     def require_nothing_lost(self) -> None:
         """Raises if the ledger was set back and now lacks releases that this process recorded.
 
         Raises:
           NotPrivateError: until `restore` says what counts.
         """
-        with tf.init_scope():
-            num_releases = self.num_releases
-            watermark = _Watermark(*local_copies(self._watermark)[0].numpy().tolist())
-        lost = int(watermark.lost + max(watermark.following - num_releases, 0))
+        lost = self.num_lost
         if lost:
+            with tf.init_scope():
+                left, watermark = self.num_releases, self._read_watermark()
             noise, size = watermark.least_noise, watermark.largest_size
-            raise NotPrivateError(
-                _SET_BACK.format(lost=lost, noise=noise, size=size, left=num_releases)
-            )
+            raise NotPrivateError(_SET_BACK.format(lost=lost, noise=noise, size=size, left=left))
 
     def require_own_terms(self) -> None:
         """Takes over the events of a state that was loaded; raises if the state does not fit.
@@ -498,7 +511,9 @@ class Ledger:
         if counts.any():  # a state that was loaded may know of fewer releases
             fewest = [n for n in (self.fewest_units, self._fewest_noted) if n is not None]
             self.fewest_units = min(fewest, default=None)
-        self._watermark.assign([float(counts.sum()), *_AT_THE_START[1:]])
+        recorded = float(self.num_recorded_here)
+        at_the_start = _AT_THE_START._replace(following=float(counts.sum()), recorded=recorded)
+        self._watermark.assign(at_the_start)
         self.restorations += 1
 
     @classmethod
@@ -570,15 +585,17 @@ class _Watermark(NamedTuple):
       lost: how many were missing when later ones were recorded.
       least_noise: the smallest noise multiplier that the ledger held.
       largest_size: the largest batch size that it held.
+      recorded: how many releases it recorded.
     """
 
     following: float
     lost: float
     least_noise: float
     largest_size: float
+    recorded: float
 
 
-_AT_THE_START = _Watermark(0.0, 0.0, float("inf"), 0.0)
+_AT_THE_START = _Watermark(0.0, 0.0, float("inf"), 0.0, 0.0)
 
 
 def _advanced(watermark: tf.Tensor, counts: tf.Tensor, parameters: tf.Tensor) -> tf.Tensor:
@@ -589,7 +606,7 @@ def _advanced(watermark: tf.Tensor, counts: tf.Tensor, parameters: tf.Tensor) ->
       counts: [MAX_SEGMENTS], before the release.
       parameters: [MAX_SEGMENTS, 2], after it; zeros where there are no releases.
     """
-    following, lost, least_noise, largest_size = tf.unstack(watermark)
+    following, lost, least_noise, largest_size, recorded = tf.unstack(watermark)
     before = tf.cast(tf.reduce_sum(counts), tf.float64)
     noise, sizes = tf.unstack(parameters, axis=1)
     noise = tf.where(sizes > 0, noise, tf.constant(np.inf, tf.float64))
@@ -599,6 +616,7 @@ def _advanced(watermark: tf.Tensor, counts: tf.Tensor, parameters: tf.Tensor) ->
             lost + tf.maximum(following - before, 0),
             tf.minimum(least_noise, tf.reduce_min(noise)),
             tf.maximum(largest_size, tf.reduce_max(sizes)),
+            recorded + 1,
         ]
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 
 import tensorflow as tf
 
@@ -13,6 +14,11 @@ from tf_adaptive_dp.accounting.ledger import Ledger, Segment, has_ledger, wrong_
 from tf_adaptive_dp.callbacks.common import PrivateCallback
 from tf_adaptive_dp.durable.ledger_file import SegmentFile
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
+
+# The logs, by their inodes, that announced or adopted the releases of an optimizer of this process.
+_LOGS_OF: weakref.WeakKeyDictionary[tf.keras.optimizers.Optimizer, set[int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _require_ledger(optimizer: tf.keras.optimizers.Optimizer) -> None:
@@ -117,6 +123,11 @@ class ReleaseLog(PrivateCallback):
         """How many gradients may have been released: the `start_step` to resume with."""
         return sum(segment.num_releases for segment in self._file.segments)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether releases were announced, rather than adopted."""
+        return self.num_releases > 0 and not self._file.adopted
+
     def adopt(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         """Starts the log of an optimizer that has released gradients without one.
 
@@ -133,8 +144,46 @@ class ReleaseLog(PrivateCallback):
                 "Only a new log can adopt an optimizer. Received: a log of "
                 f"{self.num_releases} releases."
             )
-        self._file.write(optimizer.ledger.segments, optimizer.ledger.fewest_units)
+        ledger = optimizer.ledger
+        self._file.write(ledger.segments, ledger.fewest_units, adopted=True)
         self._released = self._file.segments
+        self._note_run_of(optimizer)
+
+    def _note_run_of(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
+        _LOGS_OF.setdefault(optimizer, set()).add(self._file.inode)
+
+    def require_run_of(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
+        """Raises if an optimizer has released gradients that are not of this run.
+
+        Call it before a backup is restored, which replaces what they trained.
+
+        Args:
+          optimizer: an optimizer of tf_adaptive_dp.
+
+        Raises:
+          TypeError: if it has no ledger.
+          ValueError: if the ledger holds releases that are not in the log, or the optimizer trained
+            in this process without the log.
+        """
+        _require_ledger(optimizer)
+        ledger = optimizer.ledger
+        if not ledger.extends(self._file.segments, ledger.segments):
+            self._refuse(ledger)
+        self._require_own(optimizer)
+
+    def _require_own(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
+        """Raises if this process trained something else with an optimizer; counts may agree."""
+        if self._file.inode in _LOGS_OF.get(optimizer, ()) or not self.num_releases:
+            return
+        recorded = optimizer.ledger.num_recorded_here
+        if recorded:
+            raise ValueError(
+                "The optimizer has released gradients in this process that do not belong to the "
+                "run of the log. To resume that run, build and compile a new model. To train this "
+                "model on, pass the path of a new log, or a new directory, and call "
+                "`adopt(optimizer)` of the new log once. Received: an optimizer that recorded "
+                f"{recorded} releases, and a log of {self.num_releases} releases of another one"
+            )
 
     def reconcile(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         """Adds releases to the ledger that are in the log but not in the ledger.
@@ -144,10 +193,13 @@ class ReleaseLog(PrivateCallback):
 
         Raises:
           TypeError: if it has no ledger.
-          NotPrivateError: if steps released something else than was announced.
-          ValueError: if the ledger holds other releases that are not in the log; see the class.
+          NotPrivateError: if steps released something else than was announced, or the ledger was
+            set back and lacks more releases than those of the log.
+          ValueError: if the ledger holds other releases that are not in the log, see the class, or
+            the optimizer trained in this process without the log.
         """
         _require_ledger(optimizer)
+        self._require_own(optimizer)
         ledger, announced = optimizer.ledger, self._file.segments
         segments = ledger.segments
         if not ledger.extends(announced, segments):
@@ -156,6 +208,8 @@ class ReleaseLog(PrivateCallback):
             self._released = segments
             return
         lost = self.num_releases - ledger.num_releases
+        if ledger.num_lost > lost:
+            ledger.require_nothing_lost()
         ledger.restore(announced, ledger.checks)
         known = [n for n in (ledger.fewest_units, self._file.fewest_units) if n is not None]
         ledger.fewest_units = min(known, default=None)
@@ -209,6 +263,7 @@ class ReleaseLog(PrivateCallback):
         more = Segment(noise_multiplier, batch_size, num_releases)
         ledger = optimizer.ledger
         self._file.write(ledger.extended(self._released, more), ledger.fewest_units)
+        self._note_run_of(optimizer)
 
     def _of_training(self) -> tf.keras.optimizers.Optimizer:
         return self.model.optimizer if self._optimizer is None else self._optimizer

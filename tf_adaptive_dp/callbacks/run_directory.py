@@ -237,7 +237,7 @@ class RunDirectory:
 
     def _check_not_begun(self, missing: str, why: str) -> None:
         """Raises if the run has begun, so that a file which is missing was there."""
-        if self.log.num_releases:
+        if self.log.has_begun:
             raise ValueError(
                 f"The run in `directory` cannot continue without `{missing}`: {why}. Received: a "
                 "directory without this file. Put it back, or pass a new directory."
@@ -274,7 +274,7 @@ class RunDirectory:
                 "all the same. Received: SwapEMAWeights(swap_on_epoch=True)"
             )
         resume = _Resume(self._backup, self.log, self.keys, self._path / "optimizer.json")
-        return [resume, *others, _SaveEpoch(self._backup)]
+        return [resume, *others, _SaveEpoch(resume)]
 
     def close(self) -> None:
         """Lets another process use the directory; deletes the keys of a run that is finished."""
@@ -305,7 +305,7 @@ class _Resume(keras.callbacks.Callback):
         self._all = (backup, log)
         self._keys = keys
         self._kind_path = kind_path
-        self._epoch = 0
+        self._epoch, self._is_whole = 0, False
 
     def set_model(self, model: keras.Model) -> None:
         """Passes the model on; called by Keras."""
@@ -322,7 +322,7 @@ class _Resume(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Restores the model, then the ledger, then the noise; called by Keras."""
         backup, log = self._all
-        self._check_kind_of_optimizer(begun=log.num_releases > 0)
+        self._check_kind_of_optimizer(begun=log.has_begun)
         try:
             backup.on_train_begin(logs)
         except ValueError as error:  # the reason, before Keras shows all values
@@ -342,20 +342,18 @@ class _Resume(keras.callbacks.Callback):
           begun: whether the run has released anything.
         """
         optimizer = self.model.optimizer
+        found = {"class": type(optimizer).__name__, **_options(optimizer)}
         # An optimizer that has made steps here may have more variables than one that begins.
-        if not self.model.built or optimizer.ledger.num_releases:
-            return
-        optimizer.build(self.model.trainable_variables)
-        found = {
-            "class": type(optimizer).__name__,
-            **_options(optimizer),
-            "shapes_of_state": [list(v.shape) for v in optimizer.variables],
-        }
+        if self.model.built and not optimizer.ledger.num_releases:
+            optimizer.build(self.model.trainable_variables)
+            found["shapes_of_state"] = [list(v.shape) for v in optimizer.variables]
         if not begun:
             files.write(self._kind_path, json.dumps(found).encode())
         elif self._kind_path.exists():
             before = _read(self._kind_path)
             changed = [name for name in found if before.get(name) != found[name]]
+            if "shapes_of_state" not in before:  # of a model that was not built
+                changed = [name for name in changed if name != "shapes_of_state"]
             if changed:
                 options = [n for n in changed if n != "shapes_of_state"]
                 differences = [f"{n}={found[n]!r} instead of {before.get(n)!r}" for n in options]
@@ -386,14 +384,22 @@ class _Resume(keras.callbacks.Callback):
 
         Called by Keras. What comes next may fail, and an epoch that is paid for must not be lost.
         """
-        backup, log = self._all
+        _, log = self._all
         for callback in self._all:
             callback.on_train_batch_end(batch, logs)
-        if batch + 1 >= self.params["steps"] or self.model.stop_training:
-            backup.on_epoch_end(self._epoch)
+        self._is_whole = batch + 1 >= self.params["steps"]
+        if self._is_whole or self.model.stop_training:
+            self.save_epoch()
         if self._keys is not None:
             if self.model.optimizer.ledger.num_releases >= (log.steps or math.inf):
                 self._keys.delete()
+
+    def save_epoch(self) -> None:
+        """Saves the epoch; one that was stopped within it is trained again, by the steps left."""
+        backup, _ = self._all
+        last = self._epoch if self._is_whole else self._epoch - 1
+        backup.on_epoch_begin(last)  # Keras 2 saves the number of the epoch that began last
+        backup.on_epoch_end(last)
 
     def on_train_end(self, logs: dict | None = None) -> None:
         """Called by Keras."""
@@ -416,10 +422,10 @@ def _options(optimizer: keras.optimizers.Optimizer) -> dict[str, bool | str]:
 class _SaveEpoch(keras.callbacks.Callback):
     """Saves an epoch again when all other callbacks have finished it; they may change weights."""
 
-    def __init__(self, backup: keras.callbacks.Callback):
+    def __init__(self, resume: _Resume):
         super().__init__()
-        self._backup = backup
+        self._resume = resume
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Called by Keras."""
-        self._backup.on_epoch_end(epoch, logs)
+        self._resume.save_epoch()

@@ -17,17 +17,18 @@ _RECORD_BYTES = 8192
 
 
 class _Record(NamedTuple):
-    """What one line of the file says; the inode and the number of units are new in later files."""
+    """What one line of the file says; older files lack what comes after the segments."""
 
     number: int
     segments: list[Segment]
-    inode: int | None
-    fewest_units: int | None
+    inode: int | None = None
+    fewest_units: int | None = None
+    adopted: bool = False
 
     def encoded(self) -> bytes:
         """One line of `_RECORD_BYTES` with a checksum."""
         content = {"release_log": 1, "record": self.number, "segments": self.segments}
-        content |= {"inode": self.inode, "fewest_units": self.fewest_units}
+        content |= {name: getattr(self, name) for name in self._fields[2:]}
         return files.with_checksum(json.dumps(content).ljust(_RECORD_BYTES - 10).encode())
 
 
@@ -38,7 +39,8 @@ def _decoded(line: bytes) -> _Record | None:
         return None
     content = json.loads(text)
     segments = [Segment(*segment) for segment in content["segments"]]
-    return _Record(content["record"], segments, content.get("inode"), content.get("fewest_units"))
+    others = {name: content[name] for name in _Record._fields[2:] if name in content}
+    return _Record(content["record"], segments, **others)
 
 
 class SegmentFile:
@@ -56,6 +58,8 @@ class SegmentFile:
     Attributes:
       segments: the releases that the file holds.
       fewest_units: `Ledger.fewest_units` as it was when they were written.
+      adopted: whether all of them happened before there was a file.
+      inode: that of the file that was created first.
     """
 
     def __init__(self, path: str | os.PathLike, *, fsync: bool):
@@ -80,14 +84,14 @@ class SegmentFile:
                 "one. End that process or call `close()` of the other log; give each training run "
                 f"a log of its own. Received: path={str(path)!r}",
             )
-            self._inode = files.inode(self._file)
-            self._number, self.segments, inode, self.fewest_units = self._read()
+            self.inode = files.inode(self._file)
+            self._number, self.segments, inode, self.fewest_units, self.adopted = self._read()
             if self._number < 0:
                 self.write([], None)
                 if fsync:
                     files.sync(self._path.parent)  # the name of the new file
             elif inode is not None:
-                self._inode = inode
+                self.inode = inode
                 files.warn_if_copied(self._file, inode, "The release log", self._path)
         except BaseException:
             self.close()
@@ -96,8 +100,8 @@ class SegmentFile:
     def _read(self) -> _Record:
         """The newest complete record; number -1 if none was ever finished."""
         content = os.pread(self._file, 2 * _RECORD_BYTES + 1, 0)
-        none = _Record(-1, [], None, None)
-        if _Record(0, [], self._inode, None).encoded().startswith(content.rstrip(b"\0")):
+        none = _Record(-1, [])
+        if _Record(0, [], self.inode).encoded().startswith(content.rstrip(b"\0")):
             return none
         records = [_decoded(content[i : i + _RECORD_BYTES]) for i in (0, _RECORD_BYTES)]
         newest = max(filter(None, records), key=lambda record: record.number, default=none)
@@ -116,21 +120,23 @@ class SegmentFile:
             )
         return newest
 
-    def write(self, segments: Sequence[Segment], fewest_units: int | None) -> None:
-        """Replaces the content of the file.
+    def write(
+        self, segments: Sequence[Segment], fewest_units: int | None, *, adopted: bool = False
+    ) -> None:
+        """Replaces the content of the file; see the attributes.
 
         Raises:
           OSError: if the file cannot be written; its content is then unchanged.
         """
         number = self._number + 1
-        record = _Record(number, list(segments), self._inode, fewest_units).encoded()
+        record = _Record(number, list(segments), self.inode, fewest_units, adopted).encoded()
         written = os.pwrite(self._file, record, number % 2 * _RECORD_BYTES)
         if written != len(record):
             raise OSError(f"Only {written} of {len(record)} bytes were written to {self._path}")
         if self._fsync:
             os.fsync(self._file)
         self._number, self.segments = number, list(segments)
-        self.fewest_units = fewest_units
+        self.fewest_units, self.adopted = fewest_units, adopted
 
     def close(self) -> None:
         """Releases the file for others; writing is an error from now on."""
