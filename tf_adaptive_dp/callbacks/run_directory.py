@@ -342,7 +342,7 @@ class _Resume(keras.callbacks.Callback):
           begun: whether the run has released anything.
         """
         optimizer = self.model.optimizer
-        found = {"class": type(optimizer).__name__, **_options(optimizer)}
+        found: dict[str, Any] = {"class": type(optimizer).__name__, **_options(optimizer)}
         # An optimizer that has made steps here may have more variables than one that begins.
         if self.model.built and not optimizer.ledger.num_releases:
             optimizer.build(self.model.trainable_variables)
