@@ -17,7 +17,11 @@ from tf_adaptive_dp.gradients.contributions import (
     SummedContribution,
     VariableContribution,
 )
-from tf_adaptive_dp.gradients.jacobian import JacobianWarning, jacobian_rows
+from tf_adaptive_dp.gradients.jacobian import (
+    JacobianWarning,
+    jacobian_rows,
+    refuse_grouped_convolutions,
+)
 from tf_adaptive_dp.gradients.rows_met import RowsMet
 from tf_adaptive_dp.gradients.rules import RULES, RuleContext
 from tf_adaptive_dp.gradients.rules.recurrent import outputs_of, unfold
@@ -224,15 +228,21 @@ def _through(
     Returns:
       `None` if one of the tensors has no gradient with respect to the variable. The caller then
       needs the Jacobian.
+
+    Raises:
+      NotPrivateError: if TensorFlow would vectorize a gradient wrongly.
     """
     tensors = [tensor for tensor, _ in parts]
 
     @tf.autograph.experimental.do_not_convert
     def back(rows: list[tf.Tensor]) -> tf.Tensor:
         upstream = [tf.cast(tf.reshape(r, tf.shape(t)), t.dtype) for r, t in zip(rows, tensors)]
+        graph = upstream[0].graph
+        before = len(graph.get_operations())
         found = tf.gradients(tensors, handle, grad_ys=upstream)[0]
         if found is None:
             raise _Unconnected
+        refuse_grouped_convolutions(graph.get_operations()[before:])
         return tf.convert_to_tensor(found)
 
     try:

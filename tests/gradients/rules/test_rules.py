@@ -450,6 +450,29 @@ def test_the_jacobian_of_convolutions_in_groups_is_refused_for_tensorflow_gets_i
         zoo.in_mode(mode, step, problem.batch)(*problem.batch)
 
 
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_kernel_that_a_convolution_in_groups_computes_is_refused(groups, mode):
+    table, kernel = (
+        tf.constant(zoo.floats(3, 3, 2, 4)),
+        tf.Variable(zoo.floats(1, 1, 4 // groups, 4)),
+    )
+
+    def losses(x):  # the kernel takes the rows of the table for images
+        computed = tf.nn.conv2d(table, kernel, 1, "SAME")
+        return tf.reduce_sum(tf.nn.conv2d(x, computed, 1, "SAME") ** 2, [1, 2, 3])
+
+    problem = zoo.Problem([kernel], losses, (zoo.floats(3, 5, 5, 2),))
+    ask = zoo.in_mode(mode, lambda x: zoo.source(problem, x).squared_norms(), problem.batch)
+    if groups == 2:
+        with pytest.raises(NotPrivateError, match="grouped convolutions"):
+            ask(*problem.batch)
+        return
+    (rows,) = zoo.batch_of_one_gradients(problem)
+    expected = (rows.reshape(3, -1) ** 2).sum(1)
+    np.testing.assert_allclose(ask(*problem.batch), expected, rtol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:No rule covers")
 @pytest.mark.parametrize("mode", ["graph", "graph of fixed size"])
 def test_convolutions_in_groups_that_keras_hides_in_a_function_are_not_answered_wrongly(mode):
