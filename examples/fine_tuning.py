@@ -7,10 +7,10 @@ ones, a word that they use all the time. `--preset` takes a real backbone by its
 such as `bert_tiny_en_uncased`. Only the LoRA matrices and the classifier's head have gradients to
 clip and receive noise. The frozen weights cost neither time nor accuracy.
 
-Privacy claim: (ε, δ)-DP for adding or removing one of the training texts, δ = 1 / (number of
-texts), for the trained weights and every checkpoint. Batches are drawn by Poisson sampling, as ε
-assumes. The loss of a text is the mean over its words, so a text counts once, whatever its length.
-What the backbone was trained on before is not covered.
+Privacy claim: (ε, δ)-DP for adding or removing one of the n training texts, δ = 1 / (10 n), for the
+trained weights and every checkpoint. Batches are drawn by Poisson sampling, as ε assumes. The loss
+of a text is the mean over its words, so a text counts once, whatever its length. What the backbone
+was trained on before is not covered.
 
     python examples/fine_tuning.py --task classifier
     python examples/fine_tuning.py --task language_model --optimizer dp_adam
@@ -158,7 +158,7 @@ def main() -> None:
     test = make(1_000, words, seed=2)
     plan = tf_adaptive_dp.PrivacyPlan(
         epsilon=args.epsilon,
-        delta=1 / args.num_texts,
+        delta=1 / (10 * args.num_texts),
         num_examples=args.num_texts,
         batch_size=args.batch_size,
         epochs=args.epochs,
