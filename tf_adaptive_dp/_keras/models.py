@@ -112,6 +112,12 @@ def is_in_train_step_of_users() -> bool:
     return False
 
 
+def models_in_training() -> list[keras.Model]:
+    """The models with a method that is running, such as `fit`."""
+    owners = [caller.f_locals.get("self") for caller in _callers()]
+    return list({id(o): o for o in owners if isinstance(o, keras.Model)}.values())
+
+
 def _callers() -> Iterator[types.FrameType]:
     """The frames of the functions that are running, the innermost first."""
     frame = inspect.currentframe()
@@ -335,6 +341,13 @@ def loss_weights_of(model: tf.keras.Model) -> Any:
     """The argument `loss_weights` that a model was compiled with."""
     of_model = model._compile_loss if GENERATION == 3 else model.compiled_loss
     return getattr(of_model, "_user_loss_weights", None)
+
+
+def untrained_weights(model: tf.keras.Model) -> list[tf.Variable]:
+    """The weights that are saved with a model but not trained, without the state of metrics."""
+    of_metrics = {id(v) for v in metric_variables(model)}
+    weights = [native(v) for v in model.non_trainable_weights]
+    return [v for v in weights if id(v) not in of_metrics]
 
 
 def metric_variables(model: tf.keras.Model) -> list[tf.Variable]:

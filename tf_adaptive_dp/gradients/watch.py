@@ -13,10 +13,16 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import is_symbolic, outer_graph
+from tf_adaptive_dp._keras.models import models_in_training, untrained_weights
 from tf_adaptive_dp._keras.tracebacks import level_of_caller, short_traceback
 from tf_adaptive_dp._keras.tracing import call_when_complete, is_function
+from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.gradients.batch_axis.hidden import data_within, refuse_state_within
+from tf_adaptive_dp.gradients.batch_axis.hidden import (
+    data_within,
+    refuse_state_within,
+    written_from_data,
+)
 from tf_adaptive_dp.gradients.batch_axis.nested import refuse_mixed_arguments
 from tf_adaptive_dp.gradients.frames import Frame
 
@@ -38,6 +44,12 @@ _SEVERAL_OPTIMIZERS = (
     "noise multiplier 1 / sqrt(1 / a**2 + 1 / b**2). docs/privacy.md, 'Several optimizers on one "
     "model', shows how to account for it. Received: {names}, whose losses depend on {data}. With "
     "one optimizer for all variables, this is not necessary."
+)
+
+_STATISTICS = (
+    "The training step writes data of its batches into weights that are saved with the model but "
+    "not trained: {names}. They are statistics of private data without noise, and ε does not cover "
+    "them. Leave them out, keep them in a metric, or reset them before you share the model."
 )
 
 
@@ -120,6 +132,17 @@ def _search(graph: tf.Graph) -> None:
             refuse_mixed_arguments(frame, loss)
         _refuse_shared_data(root, frames)
         _warn_of_several_optimizers(root, frames)
+        if losses:
+            _warn_of_statistics(root)
+
+
+def _warn_of_statistics(root: Frame) -> None:
+    """Warns if the step writes data into weights that the model keeps, but does not train."""
+    weights = [v for model in models_in_training() for v in untrained_weights(model)]
+    found = written_from_data(root, weights) if weights else []
+    if found:
+        names = ", ".join(path_of(variable) for variable in found)
+        warnings.warn(_STATISTICS.format(names=names), stacklevel=level_of_caller())
 
 
 def _warn_of_several_optimizers(root: Frame, frames: list[Frame]) -> None:

@@ -10,17 +10,20 @@ from typing import Any, Callable, NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import is_compiled
-from tf_adaptive_dp._keras.models import step_function
+from tf_adaptive_dp._keras.models import step_function, untrained_weights
 from tf_adaptive_dp._keras.tracebacks import message_lines
 from tf_adaptive_dp._keras.tracing import GraphTape
+from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import per_example_gradients
+from tf_adaptive_dp.gradients.batch_axis.hidden import written_from_data
+from tf_adaptive_dp.gradients.frames import Frame
 from tf_adaptive_dp.gradients.jacobian import JacobianWarning
 from tf_adaptive_dp.gradients.watch import releases_within
 from tf_adaptive_dp.validation.diagnosis import added_loss_findings, diagnose, refusal
 from tf_adaptive_dp.validation.findings import Finding
-from tf_adaptive_dp.validation.layer_findings import has_own
+from tf_adaptive_dp.validation.layer_findings import has_own, path_finder
 from tf_adaptive_dp.validation.per_example import batch_specs
 
 _NOT_COMPILED = "not compiled"
@@ -118,7 +121,24 @@ def _trace(
     jacobians = [w.message for w in caught if isinstance(w.message, JacobianWarning)]
     # A step that creates variables, such as those of metrics, is traced twice.
     variables = {id(v): v for warning in jacobians for v in warning.variables}
-    return TracedStep([], True, True, list(variables.values()))
+    statistics = _statistics(graph, model)
+    return TracedStep(statistics, not statistics, True, list(variables.values()))
+
+
+def _statistics(graph: tf.Graph, model: tf.keras.Model) -> list[Finding]:
+    """Names the layers with weights into which the step writes data, though the loss reads none."""
+    fix = "Leave it out, keep it in a metric, or reset it before you share the model."
+    return [
+        Finding(
+            "statistics",
+            path_finder(model)(path_of(variable)) or "model",
+            f"The training step writes data of its batches into {path_of(variable)}, a weight that "
+            "is saved with the model but not trained: a statistic of private data without noise, "
+            "which ε does not cover.",
+            fix,
+        )
+        for variable in written_from_data(Frame(graph), untrained_weights(model))
+    ]
 
 
 def _refused(findings: list[Finding]) -> TracedStep:

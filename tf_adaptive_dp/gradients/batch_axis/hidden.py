@@ -15,6 +15,7 @@ from tf_adaptive_dp._keras.graphs import (
     place_of,
     takes_resources,
 )
+from tf_adaptive_dp._keras.variables import handle_of, local_copies
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.batch_axis.operation_types import (
     COMMUNICATION,
@@ -54,6 +55,11 @@ class _Write(NamedTuple):
     frame: Frame
     op: tf.Operation
     decisions: list[tuple[Frame, tf.Tensor]]
+
+    def sources(self) -> list[tuple[Frame, tf.Tensor]]:
+        """All that the written state may depend on."""
+        values = [t for t in self.op.inputs if t.dtype != tf.resource]
+        return [*((self.frame, t) for t in values), *self.decisions]
 
 
 def refuse_state(loss: tf.Tensor) -> None:
@@ -100,11 +106,29 @@ def refuse_state_within(root: Frame, losses: Iterable[tuple[Frame, tf.Tensor]]) 
     known = set(pending)
     while pending:
         for write in writes.get(pending.pop(), ()):
-            values = [t for t in write.op.inputs if t.dtype != tf.resource]
-            if search.follow([*((write.frame, t) for t in values), *write.decisions], clean):
+            if search.follow(write.sources(), clean):
                 raise _error(write.op)
         pending += search.read - known
         known |= search.read
+
+
+def written_from_data(root: Frame, variables: Iterable[tf.Variable]) -> list[tf.Variable]:
+    """The variables that a step writes from data of the batch, other than by a private release.
+
+    Whether the loss reads them does not matter.
+
+    Args:
+      root: the outermost graph.
+      variables: those to ask about.
+    """
+    search, writes = _DependencySearch(root), _by_state(root)
+
+    def is_written(variable: tf.Variable) -> bool:
+        states = [id(handle_of(copy)) for copy in local_copies(variable)]
+        found = [write for state in states for write in writes.get(state, ())]
+        return any(search.follow(write.sources(), set()) for write in found)
+
+    return [variable for variable in variables if is_written(variable)]
 
 
 def data_within(root: Frame, frame: Frame, tensor: tf.Tensor) -> dict[Hashable, tf.Tensor]:
