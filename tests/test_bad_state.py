@@ -1,6 +1,8 @@
 """What must not get lost or moved when something goes wrong: the ledger, and other examples."""
 
+import copy
 import math
+import pickle
 
 import dp_accounting
 import numpy as np
@@ -194,6 +196,60 @@ def test_releases_beside_the_gradients_travel_with_the_ledger(by, tmp_path):
         model.compile(new, loss=catalogue.loss())
     assert model.optimizer.ledger.other_events == (event,)
     assert epsilon(model.optimizer) == epsilon(old.optimizer) > 1.5
+
+
+def with_optimizer_of_config(model):
+    model.compile(type(model.optimizer).from_config(model.optimizer.get_config()), model.loss)
+    return model
+
+
+def saved_and_loaded(model, path):
+    model.save(path)
+    return tf.keras.models.load_model(path)
+
+
+WITH_THE_MODEL = {
+    "keras": lambda model, tmp_path: saved_and_loaded(model, tmp_path / "m.keras"),
+    "deepcopy": lambda model, _: copy.deepcopy(model),
+    "pickle": lambda model, _: pickle.loads(pickle.dumps(model)),
+    "config": lambda model, _: with_optimizer_of_config(model),
+}
+
+
+@pytest.mark.slow_on(2)
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("by", ["weights", "set_weights", "checkpoint", *WITH_THE_MODEL])
+def test_the_mark_of_a_search_travels_with_the_ledger(by, chosen, tmp_path):
+    old = built()
+    old.optimizer.ledger.restore([(1.0, 8.0, 4)])
+    old.optimizer.ledger.chosen_by_search = chosen
+    assert ("chosen_by_search" in old.optimizer.get_config()) == chosen
+    model = built()
+    if by == "weights":
+        old.save_weights(tmp_path / "m.weights.h5")
+        model.load_weights(tmp_path / "m.weights.h5")
+    elif by == "set_weights":
+        model.optimizer.set_weights([np.asarray(v) for v in old.optimizer.variables])
+    elif by == "checkpoint":
+        path = tf.train.Checkpoint(optimizer=old.optimizer).save(tmp_path / "c")
+        tf.train.Checkpoint(optimizer=model.optimizer).restore(path)
+    else:
+        model = WITH_THE_MODEL[by](old, tmp_path)
+    assert model.optimizer.ledger.num_releases == 4
+    assert model.optimizer.ledger.chosen_by_search == chosen
+
+
+@pytest.mark.parametrize("own", [{}, UNITS["users"]])  # which cannot count its releases
+def test_a_refused_state_brings_the_mark_of_a_search(own, tmp_path):
+    other = compiled("DPAdam", noise_multiplier=0.7)
+    other.optimizer.build(other.trainable_variables)
+    other.optimizer.ledger.restore([(0.7, 8.0, 4)])
+    other.optimizer.ledger.chosen_by_search = True
+    other.save_weights(tmp_path / "a.weights.h5")
+    model = built(**own)
+    with pytest.raises(ValueError, match="discard the ledger"):
+        model.load_weights(tmp_path / "a.weights.h5")
+    assert model.optimizer.ledger.chosen_by_search
 
 
 def test_a_refused_state_brings_its_other_events(tmp_path):

@@ -460,6 +460,11 @@ def test_a_plan_with_the_same_noise_and_more_epochs_trains_longer(kept, tmp_path
     assert longer.epsilon < history.history["epsilon"][-1] <= longer.epsilon * 1.00001
     assert longer.epsilon == pytest.approx(epsilon(noise_multiplier, 8 / N, 40, DELTA, "rdp"), 1e-3)
     assert longer.epsilon > 2.5 and format_epsilon(longer.epsilon) in longer.statement()
+    assert "proven upper bound" in longer.statement()
+    model.optimizer.ledger.chosen_by_search = True
+    assert "proven" not in longer.statement() and "NOT THE WHOLE COST" in longer.statement()
+    with pytest.raises(ValueError, match="keep its opt.*leaves out the search.*HonestTuner"):
+        PrivacyPlan(4.0, **NUMBERS).fit(model, X, Y, verbose=0)
 
 
 def test_a_budget_without_a_plan_may_grow():
@@ -927,6 +932,22 @@ def test_copies_and_pickles_of_a_plan_are_plans():
         assert model.optimizer.ledger.num_releases == plan.steps
 
 
+@pytest.mark.slow_on(2)
+def test_a_pickled_plan_that_has_trained_gives_its_statement(tmp_path):
+    plan = planned()
+    model = model_of(plan)
+    plan.fit(model, X, Y, directory=tmp_path / "run", verbose=0)
+    copied = pickle.loads(pickle.dumps(plan))
+    assert copied.statement() == plan.statement()
+    copied.report(tmp_path / "report.html")
+    of_both = [tmp_path / "report.json", tmp_path / "run" / "report.json"]
+    copy_of_report, report = (json.loads(path.read_text()) for path in of_both)
+    assert copy_of_report["history_NOT_PRIVATE"] == report["history_NOT_PRIVATE"] != []
+    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), catalogue.loss())
+    with pytest.raises(ValueError, match="has trained no model yet"):
+        copy.deepcopy(plan).statement()
+
+
 def test_a_plan_keeps_no_example():
     plan = planned(normalize_inputs=True, noise_multiplier=4.0)
     x = X.astype("float32")
@@ -1004,7 +1025,8 @@ def test_training_outside_of_the_plan_is_noticed_at_the_first_step():
     ) as w:
         model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
     assert len([one for one in w if "made by a plan" in str(one.message)]) == 1
-    with pytest.raises(ValueError, match="trained outside the plan.*none of them by the plan"):
+    outside = "trained outside the plan.*`HonestTuner`.*Otherwise.*none of them by the plan"
+    with pytest.raises(ValueError, match=outside):
         plan.statement()
 
 

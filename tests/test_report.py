@@ -179,3 +179,17 @@ def test_the_noise_is_compared_with_the_largest_signal():
     model = tf.keras.Sequential([tf.keras.Input([24]), tf.keras.layers.Dense(100)])
     card = report.model_card(facts(model=model, noise=2.0))
     assert "largest norm of its signal | 1 |" in card  # 2 · √2500 / 100
+
+
+def test_no_figure_of_a_report_hides_the_search_that_chose_the_model():
+    made = optimizer()
+    made.ledger.chosen_by_search = True
+    data = report.facts(made, N, DELTA, history=HISTORY, sampling=SAMPLING, epsilon=9.0)
+    assert data["privacy"]["chosen_by_search"] and not facts()["privacy"]["chosen_by_search"]
+    assert "chosen_by_search" not in data["optimizer"]
+    said = "for this training alone, without the search that chose the model"
+    epsilon = re.search(r"epsilon = ([\d.]+) ", data["privacy"]["statement"]).group(1)
+    for text in (report.page(data), report.model_card(data)):
+        assert text.count(f"{epsilon} {said}") >= 1 and "NOT THE WHOLE COST" in text
+    assert f"<div>{epsilon} {said}<span>" in report.page(data)
+    assert said not in report.page(facts())

@@ -382,3 +382,41 @@ def test_a_sampling_that_drew_nothing_proves_nothing(kind):
     make = shuffled_batches if kind is FixedOrder else fixed_size_batches
     make((x, y), sampling)  # whether it is these that are trained on, nobody can tell
     assert "proven upper bound" in " ".join(monitor.statement().split())
+
+
+# --- a model that a search chose --------------------------------------------------------------
+
+
+VERIFIED = [BatchChecks(checked=6_000)]
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled", "fixed"])
+def test_the_ledger_of_a_model_that_a_search_chose_bounds_its_training_alone(sampling):
+    chosen = dataclasses.replace(ONE, checks=VERIFIED, chosen_by_search=True)
+    text = words(chosen, N, DELTA, sampling=sampling)
+    assert text.startswith("NOT THE WHOLE COST: this model was chosen by a search")
+    assert "`HonestTuner.privacy_statement()`" in text
+    assert "delta = 1e-05 of this training alone (RDP" in text
+    assert "upper bound for this training alone" in text
+    assert not re.search("upper bound(?! for this training alone)", text)
+    assert "TF Privacy" not in text
+    plain = words(dataclasses.replace(chosen, chosen_by_search=False), N, DELTA, sampling=sampling)
+    assert "search" not in plain and "this training alone" not in plain
+    assert set(re.findall(r"epsilon = [\d.]+", text)) <= set(re.findall(r"epsilon = [\d.]+", plain))
+
+
+def test_an_empty_ledger_of_a_model_that_a_search_chose_is_not_all():
+    text = words(Releases(chosen_by_search=True), N, DELTA)
+    assert text.startswith("NOT THE WHOLE COST") and "Nothing was released" in text
+
+
+def test_what_was_drawn_is_no_proof_for_a_model_that_a_search_chose():
+    sampling = dp.PoissonSampling.for_batch_size(8, 64, 16)
+    data = np.zeros([64, 1], "float32"), np.zeros([64], "int64")
+    next(iter(dp.poisson_batches(data, sampling)))
+    checks_of = [BatchChecks(checked=16)]
+    for chosen in (False, True):
+        ledger = Releases([Segment(1.0, 8.0, 16)], checks=checks_of, chosen_by_search=chosen)
+        text = words(ledger, 64, 1e-3, sampling=sampling)
+        assert ("proven" in text) is not chosen
+        assert ("This epsilon is an upper bound for this training alone." in text) is chosen

@@ -64,7 +64,8 @@ _FEW = 32  # examples that tell their units
 _SALT = secrets.token_bytes(16)  # of digests, which must show nothing of the examples
 _OUTSIDE = (
     "The model was trained outside the plan, by `model.fit` for example, so the plan cannot say "
-    "what all of it has cost. `privacy_statement(model.optimizer, num_examples, delta)` can; pass "
+    "what all of it has cost. If `HonestTuner` trained it, its `privacy_statement()` can, and no "
+    "ledger. Otherwise `privacy_statement(model.optimizer, num_examples, delta)` can; pass "
     "`sampling=plan.sampling` if it was trained on `plan.batches` only."
 )
 
@@ -114,6 +115,7 @@ class PlannedTraining:
         self._plan, self._users = plan, users
         self.model: keras.Model | None = None
         self._history: RunHistory | None = None
+        self._rows: list[dict[str, Any]] = []  # of the model that came with a copied plan
         self._optimizer: tf.keras.optimizers.Optimizer | None = None
         self._normalization: PrivateNormalization | None = None
         self._normalized: tuple[tuple, bytes] | None = None  # see `_compare_inputs`
@@ -124,11 +126,24 @@ class PlannedTraining:
         self._warned_of_second_model = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what is known about optimizers: a copy of the plan has made none."""
-        return {**vars(self), "_statistics": None, "_made": None, "_normalized": None}
+        """Leaves out what is known about optimizers: a copy of the plan has made none.
+
+        The copy has the model that was trained last, with its optimizer, and its history, so that
+        it gives the same statement; but no model that was compiled anew since.
+        """
+        is_kept = self.model is not None and self.model.optimizer is self._optimizer
+        return {
+            **vars(self),
+            "model": self.model if is_kept else None,
+            "_rows": self.history if is_kept else [],
+            # The optimizer comes with the model, which Keras knows how to copy, and the callback
+            # holds files.
+            **dict.fromkeys(("_optimizer", "_history", "_statistics", "_made", "_normalized")),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _statistics=weakref.WeakKeyDictionary(), _made=weakref.WeakSet())
+        self._optimizer = getattr(self.model, "optimizer", None)
 
     def note_optimizer(self, optimizer: Any) -> None:
         """Makes an optimizer of the plan warn if it is used outside of the plan."""
@@ -164,7 +179,7 @@ class PlannedTraining:
     @property
     def history(self) -> list[dict[str, Any]]:
         """The rows of the last model's `RunHistory`, which are NOT private."""
-        return [] if self._history is None else self._history.rows
+        return self._rows if self._history is None else self._history.rows
 
     def normalization(self, x: Any, axis: int | None) -> PrivateNormalization:
         """See `PrivacyPlan.normalization`."""
@@ -416,6 +431,11 @@ class PlannedTraining:
                 if optimizer.ledger.num_releases
                 else ""
             )
+            if optimizer.ledger.chosen_by_search:
+                longer += (
+                    "The plan's epsilon then leaves out the search that chose the model: add what "
+                    "the further steps spend to `HonestTuner.privacy_statement()`. "
+                )
             raise ValueError(
                 "The optimizer must have the noise and the batch size of the plan: create it with "
                 "`plan.optimizer(...)`, or make the plan with the optimizer's `batch_size` and "

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.generation import keras, keras_version
 from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.accounting.ledger import is_chosen_by_search
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
@@ -30,7 +31,15 @@ __all__ = ["facts", "write"]
 # Settings of ADADP that act only after `freeze_learning_rate_after`.
 _OF_FREEZING = ("decay_after_freeze", "steps_per_epoch")
 # Which of an optimizer's settings the report leaves out: the statement has what was released.
-_LEFT_OUT = ("fewest_units", "ledger", "ledger_checks", "name", "other_releases", "seed")
+_LEFT_OUT = (
+    "chosen_by_search",
+    "fewest_units",
+    "ledger",
+    "ledger_checks",
+    "name",
+    "other_releases",
+    "seed",
+)
 
 # The figures that were computed from raw gradients, and what they are.
 _NOT_PRIVATE = {
@@ -109,6 +118,7 @@ def facts(
             "unit": unit_of(sampling).one,
             "num_examples": num_examples,
             "seeded_noise": noise_is_seeded(optimizer),
+            "chosen_by_search": is_chosen_by_search(optimizer),
             "statement": statement,
         },
         "sampling": {
@@ -240,8 +250,12 @@ def _epsilon(data: Mapping[str, Any]) -> str:
     spent = float(data["privacy"]["epsilon"])
     if math.isinf(spent):
         return "infinite: NOT PRIVATE"
-    seeded = data["privacy"]["seeded_noise"]
-    return f"{format_epsilon(spent)}{': NOT PRIVATE, the noise had a seed' if seeded else ''}"
+    text = format_epsilon(spent)
+    if data["privacy"]["chosen_by_search"]:
+        text += " for this training alone, without the search that chose the model"
+    if data["privacy"]["seeded_noise"]:
+        text += ": NOT PRIVATE, the noise had a seed"
+    return text
 
 
 def _verified(sampling: Mapping[str, Any]) -> tuple[str, str]:

@@ -16,7 +16,12 @@ import dp_accounting
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.accounting.composition import is_unprotected, unprotected
-from tf_adaptive_dp.accounting.ledger import BatchChecks, Segment, ledger_of
+from tf_adaptive_dp.accounting.ledger import (
+    BatchChecks,
+    Segment,
+    is_chosen_by_search,
+    ledger_of,
+)
 from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.draws import FullBatches, Sampling
@@ -49,6 +54,11 @@ NOTHING_RELEASED = """\
 Nothing was released: the ledger is empty, so epsilon = 0. This does not cover weights that were
 trained by other means."""
 
+_CHOSEN_BY_SEARCH = """\
+NOT THE WHOLE COST: this model was chosen by a search of its hyperparameters, which used the data
+more often than this ledger shows. The epsilon and delta below are those of this training alone.
+Publish the statement of the search, `HonestTuner.privacy_statement()`. Whatever the model was
+trained further adds to the epsilon and delta of the search."""
 
 # Noise that ends costs 3e-9 of δ for 10⁸ weights and 100 releases at σ = 1, see docs/privacy.md.
 _SMALL_DELTA = 1e-8
@@ -140,7 +150,9 @@ def privacy_statement(
     is taken on trust, and the text says so. It says "proven" only of a sampling object, if the
     ledger verified that the batch of every release was a fresh draw (see `BatchChecks`), and
     neither the noise of the optimizer nor the sampling has a seed. Noise with a seed is called not
-    private: anyone who knows the seed can remove it.
+    private: anyone who knows the seed can remove it. If a search of hyperparameters chose the model
+    (`Ledger.chosen_by_search`), the text claims ε for the training alone, and says that the search
+    has cost more.
 
     Args:
       ledger: a ledger, or an optimizer with the attribute `ledger`. A ledger alone does not know
@@ -189,8 +201,10 @@ def privacy_statement(
     noise = composition.noise_of(ledger)
     with_checks = composition.checks_of(ledger, num_examples, correlated=True)
     segments, other_events = [s for s, _ in with_checks], ledger_of(ledger).other_events
+    chosen = is_chosen_by_search(ledger)
+    search = paragraph(_CHOSEN_BY_SEARCH) if chosen else ""
     if not segments and not other_events:
-        return paragraph(NOTHING_RELEASED)
+        return joined([search, paragraph(NOTHING_RELEASED)])
     released = list_of_releases(segments, other_events, num_examples, unit)
     if not noise.is_independent:
         released += list_item(f"the noise of each cancels {noise.taken_back}: {noise!r}")
@@ -204,18 +218,19 @@ def privacy_statement(
     seeded = noise_is_seeded(ledger)
     if math.isinf(spent):
         causes = why_not_private(segments, other_events, sampling, unit)
-        return joined([causes, _noise_seed_warning(ledger, unit), released, information])
+        return joined([search, causes, _noise_seed_warning(ledger, unit), released, information])
     unamplified, tf_privacy = math.inf, ""
     if noise.is_independent:
         unamplified = composition.epsilon_without_amplification(
             composition.in_units(ledger), num_examples, delta, accountant=accountant
         )
-        if not seeded and not other_events and unit is EXAMPLE:
+        if not (seeded or chosen or other_events) and unit is EXAMPLE:
             tf_privacy = _tf_privacy_paragraph(
                 ledger, spent, with_checks, num_examples, delta, accountant, max_examples_per_user
             )
     return joined(
         [
+            search,
             _noise_seed_warning(ledger, unit),
             claim(
                 spent,
@@ -228,6 +243,7 @@ def privacy_statement(
                 num_unchecked=num_unchecked(ledger, num_examples, sampling),
                 num_returned=composition.num_returned(with_checks, num_examples),
                 seeded_noise=seeded,
+                of_training_alone=chosen,
             ),
             delta_warning(delta, num_examples, unit),
             released,
@@ -265,6 +281,7 @@ def claim(
     num_unchecked: int = 0,
     num_returned: int = 0,
     seeded_noise: bool = False,
+    of_training_alone: bool = False,
 ) -> str:
     """The first paragraph: ε, δ, unit, adjacency and sampling.
 
@@ -279,25 +296,30 @@ def claim(
       num_unchecked: number of releases whose batch was not verified to be a fresh draw.
       num_returned: number of releases on a batch of an earlier epoch; read for shuffled batches.
       seeded_noise: whether the noise can be repeated by whoever knows its seed.
+      of_training_alone: whether the model has cost more than this training.
     """
     label = sampling_epsilon.label_of(sampling)
     drawn = _DRAWN.get(label, _POISSON)
     adjacency = drawn.adjacency.format(one=unit.one)
+    of_what, bounds = "", ""
+    if of_training_alone:
+        of_what, bounds = " of this training alone", " for this training alone"
     terms = (
-        f"delta = {format_delta(delta)} ({accountant.upper()} accounting, rounded up). "
+        f"delta = {format_delta(delta)}{of_what} ({accountant.upper()} accounting, rounded up). "
         f"Unit: one {unit.one}. Adjacency: data sets {adjacency}."
     )
     if label == "shuffled":
         is_known = not num_unchecked and not isinstance(sampling, str)
         came = "came" if is_known else "are stated to have come"
-        text = _shuffled_claim(spent, unamplified, terms, came, num_returned, unit)
+        text = _shuffled_claim(spent, unamplified, terms, came, num_returned, unit, bounds)
         return text + seed_warning(sampling, unit)
     text = f"Differential privacy with epsilon = {format_epsilon(spent)} and {terms} "
     to_whom = "" if not seeded_noise and getattr(sampling, "seed", None) is None else _TO_OTHERS
+    bounds += to_whom
     if num_unchecked or isinstance(sampling, str):
         text += (
             f"The {unit.batches} are stated to have been drawn {drawn.how}; if so, this epsilon is "
-            f"an upper bound{to_whom}. "
+            f"an upper bound{bounds}. "
         )
         if num_unchecked:
             text += (
@@ -309,9 +331,9 @@ def claim(
                 f"The library verified that each {unit.batch} {drawn.verified}, but not how it was "
                 "drawn."
             )
-    elif to_whom:
+    elif bounds:
         text += (
-            f"The {unit.batches} were drawn {drawn.how}. This epsilon is an upper bound{to_whom}."
+            f"The {unit.batches} were drawn {drawn.how}. This epsilon is an upper bound{bounds}."
         )
     else:
         text += (
@@ -344,7 +366,13 @@ def _independent_draws(
 
 
 def _shuffled_claim(
-    spent: float, unamplified: float, terms: str, came: str, num_returned: int, unit: Unit
+    spent: float,
+    unamplified: float,
+    terms: str,
+    came: str,
+    num_returned: int,
+    unit: Unit,
+    bounds: str,
 ) -> str:
     value = f"For shuffled {unit.batches} it is a customary approximation, not a proven bound."
     if num_returned:
@@ -363,9 +391,9 @@ def _shuffled_claim(
         )
         + list_item(
             f"epsilon = {format_epsilon(unamplified)} assumes no amplification by sampling. It is "
-            f"an upper bound for any order of the data if each {unit.one} was in at most one "
-            f"{unit.batch} per epoch (pass over the data), each epoch ended before the next one "
-            f"began, and the other {unit.batches} did not depend on that {unit.one}. The bound "
+            f"an upper bound{bounds} for any order of the data if each {unit.one} was in at most "
+            f"one {unit.batch} per epoch (pass over the data), each epoch ended before the next "
+            f"one began, and the other {unit.batches} did not depend on that {unit.one}. The bound "
             "does not hold if an epoch was cut short."
         )
     )

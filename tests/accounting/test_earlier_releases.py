@@ -329,3 +329,18 @@ class _Ledger:
 
     def __init__(self, segments):
         self.segments = segments
+
+
+@pytest.mark.parametrize("by", ["nothing", "restore", "config"])
+def test_a_search_that_chose_the_weights_is_told_unless_it_was_taken_over(by):
+    weights, old, new = variables(), optimizer(), optimizer()
+    train(old, weights)
+    old.ledger.chosen_by_search = True
+    if by == "restore":
+        new.ledger.restore(old.ledger.segments, old.ledger.checks)
+    elif by == "config":
+        with silent():
+            train(type(old).from_config(old.get_config()), weights)
+        return
+    with pytest.warns(UserWarning, match="`optimizer.ledger.chosen_by_search = True`"):
+        train(new, weights)

@@ -228,9 +228,11 @@ def test_events_that_cannot_be_known_are_asked_for(saved, own, tmp_path):
 )
 def test_releases_of_another_unit_or_noise_have_no_epsilon(kwargs, match, tmp_path):
     ledger = loaded(tmp_path, (), (), **kwargs)
-    for read in ("other_events", "examples_per_user", "noise"):
-        with pytest.raises(ValueError, match=f"another .*{match}"):
-            getattr(ledger, read)
+    for _ in range(2):
+        for read in ("other_events", "examples_per_user", "noise"):
+            with pytest.raises(ValueError, match=f"another .*{match}"):
+                getattr(ledger, read)
+        ledger.other_events = (A,)  # which settles what they are, and nothing else
 
 
 releases = st.lists(
@@ -327,3 +329,37 @@ def test_releases_that_were_loaded_count_among_those_that_a_ledger_loses(tmp_pat
         ledger.require_nothing_lost()
     ledger.restore([])  # all of it was about other examples
     assert epsilon_spent(ledger, 1_000, 1e-5) == 0
+
+
+@pytest.mark.parametrize("events", [(), (A, LAPLACE)])
+@pytest.mark.parametrize("saved, own", [(True, False), (False, True), (False, False)])
+def test_a_state_may_add_the_mark_of_a_search_but_never_removes_it(saved, own, events, tmp_path):
+    def marked(chosen):
+        ledger, checkpoint = with_checkpoint()
+        ledger.other_events, ledger.chosen_by_search = events, chosen
+        return ledger, checkpoint
+
+    path = marked(saved)[1].save(tmp_path / "ledger")
+    ledger, checkpoint = marked(own)
+    checkpoint.restore(path)
+    assert ledger.other_events == events  # the mark is not among what has to agree
+    assert ledger.chosen_by_search == (saved or own)
+    empty, of_empty = with_checkpoint()
+    of_empty.restore(checkpoint.save(tmp_path / "again"))
+    assert empty.chosen_by_search == (saved or own)
+    ledger.restore([(1.0, 8.0, 3)])
+    ledger.other_events = ()
+    assert ledger.chosen_by_search == (saved or own)
+    ledger.chosen_by_search = False  # the search was on other data
+    assert not ledger.chosen_by_search
+    of_empty.restore(checkpoint.save(tmp_path / "at last"))
+    assert empty.chosen_by_search == (saved or own)
+
+
+def test_the_mark_of_a_search_says_nothing_of_the_other_terms(tmp_path):
+    ledger = loaded(tmp_path, (), (), examples_per_user=4)
+    ledger.chosen_by_search = True
+    with pytest.raises(ValueError, match="another unit of privacy"):
+        ledger.examples_per_user  # noqa: B018
+    with pytest.raises(TypeError, match="`chosen_by_search` must be True or False. Received: .*1"):
+        ledger.chosen_by_search = 1

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp._keras.variables import native
-from tf_adaptive_dp.accounting.ledger import Ledger, Segment, missing_events
+from tf_adaptive_dp.accounting.ledger import Ledger, Segment, is_chosen_by_search, missing_events
 
 _ATTRIBUTE = "_ledgers_of_tf_adaptive_dp"
 
@@ -44,6 +44,12 @@ _MORE_EVENTS = (
     "These weights come from an optimizer whose ledger has `other_events` that this optimizer's "
     "ledger does not include: {events}. If both use the same examples, the epsilon of this "
     "optimizer is too small; call `optimizer.ledger.other_events += {events}`. If the "
+    "examples differ, nothing is missing: each data set has its own epsilon."
+)
+_CHOSEN_BY_SEARCH = (
+    "These weights come from a model that a search of hyperparameters chose, which used the data "
+    "more often than any ledger shows. If both use the same examples, set "
+    "`optimizer.ledger.chosen_by_search = True`, so that the privacy statement says so. If the "
     "examples differ, nothing is missing: each data set has its own epsilon."
 )
 _EVENTS = " Add {events} to `optimizer.ledger.other_events`."
@@ -85,6 +91,9 @@ def warn_of_earlier_releases(variables: Sequence[tf.Variable], ledger: Ledger) -
     )
     if events:
         warnings.warn(_MORE_EVENTS.format(events=events), stacklevel=level_of_caller())
+    by_search = any(is_chosen_by_search(earlier[key].ledger) for key in spent)
+    if by_search and not is_chosen_by_search(ledger):
+        warnings.warn(_CHOSEN_BY_SEARCH, stacklevel=level_of_caller())
     for variable in variables:
         noted = getattr(variable, _ATTRIBUTE)
         setattr(variable, _ATTRIBUTE, tuple(o for o in noted if id(o.ledger) not in taken_over))

@@ -96,6 +96,7 @@ class Releases:
         of segments without an entry.
       noise: how the noise of a release depends on that of earlier ones.
       examples_per_user: see `Ledger`.
+      chosen_by_search: see `Ledger`.
 
     >>> Releases([(2.0, 200.0, 6_000)]).segments
     [(2.0, 200.0, 6000)]
@@ -106,6 +107,7 @@ class Releases:
     checks: Sequence[BatchChecks] = ()
     noise: NoiseStrategy = IndependentNoise()
     examples_per_user: int | None = None
+    chosen_by_search: bool = False
 
 
 class Terms(NamedTuple):
@@ -115,11 +117,13 @@ class Terms(NamedTuple):
       examples_per_user: see `Ledger`; 0 if the unit of privacy is an example.
       noise: the digest of the strategy of the noise; 0 if the noise is independent.
       other_events: a digest of all `other_events`; 0 if there are none.
+      chosen_by_search: 1 if a search chose the model, see `Ledger`; otherwise 0.
     """
 
     examples_per_user: int = 0
     noise: int = 0
     other_events: int = 0
+    chosen_by_search: int = 0
 
 
 def digest(events: Sequence[dp_accounting.DpEvent]) -> int:
@@ -229,7 +233,10 @@ class Ledger:
             self._watermark = tf.Variable(_AT_THE_START, dtype=tf.float64, trainable=False)
         self.restorations = 0
         self._fewest_noted: int | None = None  # in this process, whatever was loaded since
-        self.other_events = ()
+        self._chosen_by_search = False
+        self._other_events: tuple[dp_accounting.DpEvent, ...] = ()
+        with tf.init_scope():
+            self._terms.assign(self.terms)
 
     @property
     def noise(self) -> NoiseStrategy:
@@ -277,7 +284,31 @@ class Ledger:
         saved = saved[: self.MAX_SAVED_EVENTS]
         with tf.init_scope():
             self._events.assign(saved + [0.0] * (self.MAX_SAVED_EVENTS - len(saved)))
-            self._terms.assign(self.terms)
+            # Whether unit and noise of a state that was loaded fit is another question.
+            own, loaded = self.terms, Terms(*self._terms.numpy().tolist())
+            self._terms.assign(Terms(*loaded[:2], *own[2:]))
+
+    @property
+    def chosen_by_search(self) -> bool:
+        """Whether a search of hyperparameters chose the model whose releases are counted.
+
+        The ledger then has the releases of one trial, and of what it was trained further, but not
+        those of the other trials. So its ε does not bound what the model has cost, and the privacy
+        statement says so. `HonestTuner.load_model` sets this; it is saved with the ledger, and a
+        state that was loaded can only add it. Set it to `False` if the search was on other data
+        than the training that is counted here.
+        """
+        with tf.init_scope():
+            loaded = Terms(*self._terms.numpy().tolist())
+        self._chosen_by_search |= bool(loaded.chosen_by_search)
+        return self._chosen_by_search
+
+    @chosen_by_search.setter
+    def chosen_by_search(self, chosen: bool) -> None:
+        self._chosen_by_search = checks.boolean("chosen_by_search", chosen)
+        with tf.init_scope():  # whether the other terms fit is another question
+            loaded = Terms(*self._terms.numpy().tolist())
+            self._terms.assign(loaded._replace(chosen_by_search=int(chosen)))
 
     @property
     def fewest_units(self) -> int | None:
@@ -306,7 +337,8 @@ class Ledger:
     def terms(self) -> Terms:
         """What the numbers of this ledger mean, whatever was loaded."""
         noise = 0 if self._noise.is_independent else self._noise.digest()
-        return Terms(self._examples_per_user or 0, noise, digest(self._other_events))
+        events, chosen = digest(self._other_events), int(self.chosen_by_search)
+        return Terms(self._examples_per_user or 0, noise, events, chosen)
 
     @property
     def num_lost(self) -> int:
@@ -349,10 +381,13 @@ class Ledger:
             settles the latter.
         """
         with tf.init_scope():
-            loaded = Terms(*self._terms.numpy().tolist())
-            if loaded == self.terms:
+            own, loaded = self.terms, Terms(*self._terms.numpy().tolist())
+            if loaded == own:
                 return
             self._require_unit_and_noise(loaded)
+            if loaded.other_events == own.other_events:
+                self._terms.assign(own)  # which has the mark that the state lacks
+                return
             of_state = gaussian_events(self._events.numpy())
         known = digest(of_state) == loaded.other_events
         more = missing_events(of_state, self._other_events)
@@ -566,6 +601,15 @@ def has_ledger(optimizer: Any) -> bool:
 def ledger_of(ledger: Any) -> Any:
     """The ledger of an optimizer; what has no attribute `ledger` is taken for a ledger itself."""
     return getattr(ledger, "ledger", ledger)
+
+
+def is_chosen_by_search(ledger: Any) -> bool:
+    """Whether a ledger, or that of an optimizer, lacks the search that chose its model.
+
+    Args:
+      ledger: a ledger, or whatever stands for one; see `Ledger.chosen_by_search`.
+    """
+    return getattr(ledger_of(ledger), "chosen_by_search", False)
 
 
 def gaussian_events(noise_multipliers: Sequence[float]) -> tuple[dp_accounting.DpEvent, ...]:

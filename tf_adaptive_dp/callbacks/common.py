@@ -11,7 +11,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import callbacks_beside
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
-from tf_adaptive_dp.accounting.ledger import has_ledger
+from tf_adaptive_dp.accounting.ledger import has_ledger, is_chosen_by_search
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import unpaid_in
 from tf_adaptive_dp.sampling import draws
@@ -70,8 +70,8 @@ class PrivateCallback(tf.keras.callbacks.Callback):
     def warn_before_training(self) -> None:
         """Warns, once in a call of `fit`, of releases that ε does not cover.
 
-        These are the statistics of layers that were adapted to data, and what callbacks do by
-        metrics without noise.
+        These are the search that chose a model, the statistics of layers that were adapted to data,
+        and what callbacks do by metrics without noise.
 
         Raises:
           ValueError: if a callback sets the learning rate of an optimizer that adapts its own.
@@ -80,6 +80,15 @@ class PrivateCallback(tf.keras.callbacks.Callback):
         if next(c for c in beside if isinstance(c, PrivateCallback)) is not self:
             return
         _refuse_rates(beside, self.optimizer)
+        if is_chosen_by_search(self.optimizer):
+            warnings.warn(
+                "A search of hyperparameters chose this model, and used the data more often than "
+                "the optimizer's ledger shows. The ε of this training does not cover the search, "
+                "and neither does a budget for it: add what you spend now to the epsilon and delta "
+                "of the search, `HonestTuner.privacy_statement()`. If the search was on other "
+                "data, set `optimizer.ledger.chosen_by_search = False`.",
+                stacklevel=level_of_caller(),
+            )
         about_statistics = adapted_warning(self.model)
         if about_statistics is not None:
             warnings.warn(about_statistics, stacklevel=level_of_caller())

@@ -73,6 +73,8 @@ class RefusedState:
         """Adds the releases of a refused state to the ledger, and remembers that it did."""
         saved = _saved_ledger(_arrays(store))
         self.settle(ledger)
+        if saved.terms is not None and saved.terms.chosen_by_search:
+            ledger.chosen_by_search = True
         self._num_releases = sum(segment.num_releases for segment in saved.segments)
         self._why = _why_not_added(saved, ledger)
         if self._why:

@@ -617,6 +617,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             "ledger": [list(segment) for segment in self.ledger.segments],
             **({"other_releases": other_releases} if other_releases else {}),
             **({} if fewest is None else {"fewest_units": fewest}),
+            **({"chosen_by_search": True} if self.ledger.chosen_by_search else {}),
             "ledger_checks": [list(of_segment) for of_segment in self.ledger.checks],
         }
 
@@ -635,12 +636,14 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         require_arguments(cls, config)
         segments, checks_of = config.pop("ledger", None), config.pop("ledger_checks", [])
         others, fewest = config.pop("other_releases", []), config.pop("fewest_units", None)
+        chosen = config.pop("chosen_by_search", False)
         optimizer = super().from_config(config, custom_objects)
         if segments is not None:
             # All of them: the release of the side information is among them.
             optimizer.ledger.other_events = [dp_accounting.GaussianDpEvent(n) for n in others]
             optimizer.ledger.restore(segments, checks_of)
             optimizer.ledger.fewest_units = fewest
+            optimizer.ledger.chosen_by_search = chosen
         return optimizer
 
 

@@ -13,6 +13,7 @@ import tf_adaptive_dp as dp
 from tests.helpers import tuned
 from tests.helpers.label_counts import LabelCounts
 from tf_adaptive_dp.accounting import BandedNoise
+from tf_adaptive_dp.plan import PrivacyPlan
 from tf_adaptive_dp.tuning import strategies
 from tf_adaptive_dp.tuning.keras_tuner import arguments
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
@@ -87,6 +88,23 @@ def test_optimizers_that_would_be_counted_otherwise(tmp_path, monkeypatch, make,
     with pytest.raises(error, match=match):
         tuned.search(made)
     assert not (tmp_path / "search" / "secret").exists()
+
+
+def test_the_normalization_that_the_optimizer_of_a_plan_pays_for_is_named(tmp_path):
+    plan = PrivacyPlan(
+        noise_multiplier=1.0,
+        delta=tuned.DELTA,
+        num_examples=tuned.NUM_EXAMPLES,
+        batch_size=tuned.BATCH,
+        epochs=2,
+        normalize_inputs=True,
+    )
+    made = tuned.tuner(
+        tmp_path, lambda hp: tuned.model(plan.optimizer(dp.DPSGD, learning_rate=0.1))
+    )
+    match = r"`PrivacyPlan\(normalize_inputs=True\)`.*create the optimizer without the plan"
+    with pytest.raises(dp.NotPrivateError, match=match):
+        tuned.search(made)
 
 
 @pytest.mark.parametrize("name, values", [("batch", [8.0, 4.0]), ("seed", [None, 1])])

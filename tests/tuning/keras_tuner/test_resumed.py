@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import tuned
+from tf_adaptive_dp.durable.journal import encoded
 from tf_adaptive_dp.tuning import budgets, strategies
 
 RATES = [0.01, 0.1, 1.0]
@@ -150,8 +151,38 @@ def test_overwrite_forgets_a_search_unless_it_is_in_use(tmp_path, monkeypatch):
         tuned.search(tuned.tuner(tmp_path))
     journal.close()
     fake = tuned.Fake(monkeypatch, *[0.5] * 3)
-    tuned.search(tuned.tuner(tmp_path, epsilon=5.0, overwrite=True))
+    with pytest.warns(UserWarning, match="up to epsilon = 10 and delta = 0.001. What it spent"):
+        made = tuned.tuner(tmp_path, epsilon=5.0, overwrite=True)
+    tuned.search(made)
     assert len(fake.trained) == 3
+    with pytest.warns(UserWarning, match="up to epsilon = 5 and delta = 0.001. What it spent"):
+        tuned.tuner(tmp_path, overwrite=True)
+
+
+DISCARDED = {  # what is in the folder, and whether somebody may have spent something
+    "an empty folder": ({}, False),
+    "other files": ({"notes.txt": b"{}"}, False),
+    "an empty journal": ({"secret/journal": b""}, False),
+    "draws alone": ({"secret/journal": encoded({"search": {"epsilon": 1}, "plan": {}})}, False),
+    "a damaged journal": ({"secret/journal": b"0\n"}, True),
+    "a damaged result": ({"result.json": b"{"}, True),
+    "another result": ({"result.json": b"[1]"}, True),
+    "a result of text": ({"result.json": b'{"search": {"epsilon": "1", "delta": "1"}}'}, True),
+}
+
+
+@pytest.mark.parametrize("case", DISCARDED)
+def test_whatever_is_in_a_folder_may_be_overwritten(case, tmp_path, recwarn):
+    contents, warned = DISCARDED[case]
+    for name, content in contents.items():
+        path = tmp_path / "search" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    tuned.tuner(tmp_path, overwrite=True)
+    assert not list((tmp_path / "search").iterdir())
+    found = [str(w.message) for w in recwarn if "discards a search" in str(w.message)]
+    assert len(found) == warned
+    assert all("an unknown epsilon and delta" in text for text in found)
 
 
 @pytest.mark.slow

@@ -34,6 +34,30 @@ def test_composition_tries_each_candidate_once_and_shows_all(tmp_path, monkeypat
     assert "{'learning_rate': 0.1}: crashed" in made.privacy_statement()
 
 
+def test_the_winner_shows_that_a_search_chose_it(tmp_path, monkeypatch):
+    tuned.Fake(monkeypatch, *[0.5] * 3)
+    made = tuned.search(tuned.tuner(tmp_path))
+    (model,) = made.get_best_models()
+    assert model.optimizer.ledger.chosen_by_search
+    text = dp.privacy_statement(model.optimizer, tuned.NUM_EXAMPLES, tuned.DELTA)
+    assert text.startswith("NOT THE WHOLE COST")
+    assert "NOT THE WHOLE COST" not in made.privacy_statement()
+    model.save(tmp_path / "winner.keras")
+    again = tf.keras.models.load_model(tmp_path / "winner.keras")
+    assert again.optimizer.ledger.chosen_by_search
+
+
+def test_a_trial_is_trained_by_the_search_alone(tmp_path, monkeypatch):
+    tuned.Fake(monkeypatch, *[0.5] * 3)
+    made = tuned.search(tuned.tuner(tmp_path))
+    before = tuned.everything_in(tmp_path)
+    (trial,) = made.oracle.get_best_trials()
+    x, y = tuned.data()
+    with pytest.raises(NotImplementedError, match="trains its trials in `search` alone"):
+        made.run_trial(trial, x, y, validation_data=(x, y))
+    assert tuned.everything_in(tmp_path) == before
+
+
 def test_composition_never_has_more_trials_than_candidates(tmp_path, monkeypatch):
     fake = tuned.Fake(monkeypatch, *[0.5] * 3)
     made = tuned.search(tuned.tuner(tmp_path, strategy=strategies.Composition(40)))

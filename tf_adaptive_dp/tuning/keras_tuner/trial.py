@@ -286,8 +286,10 @@ def check_optimizer(model: tf.keras.Model) -> None:
         )
     if optimizer.ledger.other_events:
         _refuse(
-            "must not use side information that was itself released with privacy: the search does "
-            "not count that release",
+            "must not use side information that was itself released with privacy, nor come from a "
+            "`PrivacyPlan(normalize_inputs=True)`, whose optimizers pay for the plan's "
+            "normalization: the search does not count such a release, so create the optimizer "
+            "without the plan, and normalize by public constants (`tf.keras.layers.Rescaling`)",
             f"{list(optimizer.ledger.other_events)}",
         )
     adapted = [layer for layer in normalizations_in(model) if layer.release_id]

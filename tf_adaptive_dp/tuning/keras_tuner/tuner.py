@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import keras_tuner
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting import composition
 from tf_adaptive_dp.callbacks.backups import load_weights
 from tf_adaptive_dp.sampling.draws import Sampling
@@ -21,6 +23,7 @@ from tf_adaptive_dp.tuning.keras_tuner.search import Search, delete_trials
 from tf_adaptive_dp.tuning.keras_tuner.search_plan import Batches, Budget, Schedule, SearchPlan
 from tf_adaptive_dp.tuning.keras_tuner.trial import batch_size_and_parts, check_optimizer
 from tf_adaptive_dp.tuning.strategies import Score, Strategy
+from tf_adaptive_dp.wording import format_delta
 
 
 class HonestTuner(keras_tuner.Tuner):
@@ -67,7 +70,8 @@ class HonestTuner(keras_tuner.Tuner):
       hyperparameters: the space, if `hypermodel` does not declare it.
       directory: the folder of projects.
       project_name: the folder of this search.
-      overwrite: whether to discard an existing search. What it spent stays spent.
+      overwrite: whether to discard an existing search. What it spent stays spent, and a warning
+        says so if it has begun.
       **of_keras_tuner: not allowed. For arguments of KerasTuner that do not apply here, such as
         `max_trials` and `seed`, the error says what to do instead.
 
@@ -111,6 +115,7 @@ class HonestTuner(keras_tuner.Tuner):
         arguments.check_hypermodel(self.hypermodel)
         self._strategy = arguments.strategy_for_space(asked_for, self.oracle.hyperparameters)
         if overwrite:  # all arguments are valid by now
+            _warn_of_what_is_discarded(Path(self.project_dir))
             shutil.rmtree(self.project_dir)
         self._secret = Path(self.project_dir) / "secret"
         self._read_result()
@@ -176,6 +181,13 @@ class HonestTuner(keras_tuner.Tuner):
         self._read_result()
         self._tidy()
         self._result.shown()  # raises with the reason if there is none
+
+    def run_trial(self, trial: Any, *fit_args: Any, **fit_kwargs: Any) -> NoReturn:
+        """Raises, since such a training would bypass the journal, and have other noise."""
+        raise NotImplementedError(
+            "HonestTuner trains its trials in `search` alone, which counts them. To train a model "
+            "further, take it from `get_best_models()`."
+        )
 
     def _plan(self, data: FitArguments) -> SearchPlan:
         model = self._try_build(self.oracle.get_space())
@@ -252,7 +264,9 @@ class HonestTuner(keras_tuner.Tuner):
         """The model of a trial that may be shown, with the ledger of this trial.
 
         The search has spent more, see `privacy_statement`. Further training adds to the (ε, δ) of
-        the search, which no callback knows.
+        the search, which no callback knows. So the ledger is marked (`Ledger.chosen_by_search`):
+        statements and reports of this optimizer claim ε for its training alone, and say that the
+        search has cost more.
 
         Raises:
           FileNotFoundError: if its weights are gone.
@@ -266,6 +280,7 @@ class HonestTuner(keras_tuner.Tuner):
                 f"the search kept for it. Received: no file {str(path)!r}"
             )
         load_weights(model, str(path))
+        model.optimizer.ledger.chosen_by_search = True
         return model
 
     def results_summary(self, num_trials: int = 10) -> None:
@@ -299,3 +314,30 @@ class HonestTuner(keras_tuner.Tuner):
 
     def reload(self) -> None:
         """Reads nothing; see `save`."""
+
+
+def _warn_of_what_is_discarded(folder: Path) -> None:
+    """Warns before a search that has begun is deleted.
+
+    Args:
+      folder: of a project; whatever it holds may be deleted, damaged files too.
+    """
+    spent = "an unknown epsilon and delta, since its files are damaged"
+    path = folder / "secret" / "journal"
+    try:
+        result = results.Result(folder)
+        search = result["search"] if result.is_there else None
+        if search is None and path.exists():
+            with contextlib.closing(search_journal.SearchJournal(path)) as journal:
+                search = journal.search if journal.begun else None
+        if search is None:
+            return
+        spent = f"epsilon = {search['epsilon']:g} and delta = {format_delta(search['delta'])}"
+    except (OSError, LookupError, TypeError, ValueError):
+        pass  # somebody else's files, or damaged ones
+    warnings.warn(
+        f"`overwrite=True` discards a search that may have spent up to {spent}. What it spent "
+        "stays spent, and the statement of the new search does not include it: if both use the "
+        f"same data, their epsilons and deltas add up. Received: {str(folder)!r}",
+        stacklevel=level_of_caller(),
+    )
