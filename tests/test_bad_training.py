@@ -191,7 +191,18 @@ TRAINED = {
         V,
         "Received: num_releases=-1",
     ),
-    "monitor": ({}, with_callback(dp.PrivacyMonitor(5, DELTA)), V, "batch_size=8, num_examples=5"),
+    "monitor": (
+        {},
+        with_callback(dp.PrivacyMonitor(5, DELTA, full_passes=False)),
+        V,
+        "batch_size=8, num_examples=5",
+    ),
+    "monitor, passes": (
+        {},
+        with_callback(dp.PrivacyMonitor(5, DELTA)),
+        V,
+        "these are 32 examples, but `num_examples` says 5",
+    ),
     "sampling": (
         {},
         with_callback(dp.PrivacyMonitor(32, DELTA, sampling=dp.sampling.ShuffledEpochs(4, 9))),
@@ -200,13 +211,13 @@ TRAINED = {
     ),
     "budget": (
         {},
-        with_callback(dp.PrivacyBudget(1e-3, DELTA, N)),
+        with_callback(dp.PrivacyBudget(1e-3, DELTA, N, full_passes=False)),
         dp.BudgetExceededError,
         "Received: epsilon=0.001, delta=1e-05, with 4 releases",
     ),
     "budget, size": (
         {},
-        with_callback(dp.PrivacyBudget(9.0, DELTA, N, batch_size=2)),
+        with_callback(dp.PrivacyBudget(9.0, DELTA, N, batch_size=2, full_passes=False)),
         V,
         "`batch_size` must be .*Received: batch_size=2",
     ),
