@@ -192,7 +192,7 @@ def test_steps_are_traced_by_several_threads():
     w = tf.Variable(tf.zeros([8]))
     optimizer = dp.DPAdam(1.0, 1.0, expected_batch_size=2)
 
-    def run(rows):
+    def run():
         @tf.function
         def step(x):
             with tf.GradientTape() as tape:
@@ -200,9 +200,9 @@ def test_steps_are_traced_by_several_threads():
             optimizer.minimize(loss, [w], tape)
 
         for _ in range(10):
-            step(tf.ones([rows, 8]))
+            step(tf.ones([2, 8]))
 
-    all_at_once(*[lambda k=k: run(k) for k in range(1, 5)])
+    all_at_once(*[run] * 4)
     assert optimizer.ledger.segments == [(1.0, 2.0, 40)]
     assert len(optimizer.variables) == len(set(map(id, optimizer.variables)))
 
