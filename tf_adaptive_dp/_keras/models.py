@@ -112,7 +112,7 @@ def is_in_train_step_of_users() -> bool:
     return False
 
 
-def models_in_training() -> list[keras.Model]:
+def running_models() -> list[keras.Model]:
     """The models with a method that is running, such as `fit`."""
     owners = [caller.f_locals.get("self") for caller in _callers()]
     return list({id(o): o for o in owners if isinstance(o, keras.Model)}.values())
@@ -345,8 +345,15 @@ def loss_weights_of(model: tf.keras.Model) -> Any:
 
 def untrained_weights(model: tf.keras.Model) -> list[tf.Variable]:
     """The weights that are saved with a model but not trained, without the state of metrics."""
-    of_metrics = {id(v) for v in metric_variables(model)}
-    weights = [native(v) for v in model.non_trainable_weights]
+    if GENERATION == 3:
+        return [native(v) for v in model.non_trainable_weights]
+    try:
+        weights = model.non_trainable_weights
+    except ValueError:  # Keras 2 knows none of a model that is not built
+        return []
+    # Those that the model does not list, too.
+    metrics = [p for p in model.submodules if isinstance(p, keras.metrics.Metric)]
+    of_metrics = {id(v) for metric in metrics for v in metric.variables}
     return [v for v in weights if id(v) not in of_metrics]
 
 

@@ -19,7 +19,7 @@ from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.validation.layer_findings import adapted_warning
 
 # What the callbacks here add to the logs. It is private, as `val_` metrics are the user's affair.
-_PRIVATE_LOGS = ("epsilon", "delta", "learning_rate", "lr", "NOT_PRIVATE")
+_PRIVATE_LOGS = ("epsilon", "delta", "learning_rate", "lr", "NOT_PRIVATE", "WITHOUT_SEARCH")
 _SET_RATES = (
     tf.keras.callbacks.LearningRateScheduler,
     tf.keras.callbacks.ReduceLROnPlateau,

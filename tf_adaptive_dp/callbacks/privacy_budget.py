@@ -182,8 +182,13 @@ class PrivacyBudget(PrivateCallback):
         self._require_room()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Notes the epoch; called by Keras."""
+        """Notes the epoch, and of how many examples its releases are; called by Keras.
+
+        A `ReleaseLog` writes that down with the first release, before the batch begins here.
+        """
         self._epoch = epoch
+        if self._next_call_fits():  # what is refused must not be noted
+            self.optimizer.ledger.note_units(self.num_examples)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Raises if the next step became more expensive since the last check; called by Keras."""

@@ -17,7 +17,7 @@ from tf_adaptive_dp._keras.models import (
 )
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.ledger import Ledger
+from tf_adaptive_dp.accounting.ledger import Ledger, is_chosen_by_search
 from tf_adaptive_dp.callbacks.common import (
     FedExamples,
     PrivateCallback,
@@ -182,15 +182,20 @@ class PrivacyMonitor(PrivateCallback):
         """Raises if the ledger went back, or lacks a release; called by Keras."""
         self.require_counted_statistics()
         self.optimizer.ledger.require_nothing_lost()
+        self._note_units()
+
+    def _note_units(self) -> None:
+        """Notes, before the first release, of how many examples the releases are."""
+        if not self._noted:
+            self.epsilon()  # raises for a state that was loaded after training began
+            self.optimizer.ledger.note_units(self.num_examples)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Notes where an epoch begins, and of how many examples; called by Keras."""
         if batch:
             return
-        if not self._noted:
-            self.epsilon()  # raises for a state that was loaded after training began
-            self.optimizer.ledger.note_units(self.num_examples)
-            self._noted = True
+        self._note_units()  # again, since a log may have restored the ledger meanwhile
+        self._noted = True
         self._fed.begin_epoch(self.optimizer)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
@@ -211,6 +216,8 @@ class PrivacyMonitor(PrivateCallback):
         self._warn_of_non_finite(summary.num_non_finite)
         if math.isinf(private["epsilon"]) or noise_is_seeded(optimizer):
             private["NOT_PRIVATE"] = 1.0  # appears next to ε wherever logs go
+        if is_chosen_by_search(optimizer):
+            private["WITHOUT_SEARCH"] = 1.0  # so does this: ε is of this training alone
         if logs is not None:
             logs.update(private)
         self.not_private = {

@@ -169,9 +169,9 @@ class ReleaseLog(PrivateCallback):
         ledger = optimizer.ledger
         if not ledger.extends(self._file.segments, ledger.segments):
             self._refuse(ledger)
-        self._require_own(optimizer)
+        self._require_not_trained_elsewhere(optimizer)
 
-    def _require_own(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
+    def _require_not_trained_elsewhere(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
         """Raises if this process trained something else with an optimizer; counts may agree."""
         if self._file.inode in _LOGS_OF.get(optimizer, ()) or not self.num_releases:
             return
@@ -182,7 +182,7 @@ class ReleaseLog(PrivateCallback):
                 "run of the log. To resume that run, build and compile a new model. To train this "
                 "model on, pass the path of a new log, or a new directory, and call "
                 "`adopt(optimizer)` of the new log once. Received: an optimizer that recorded "
-                f"{recorded} releases, and a log of {self.num_releases} releases of another one"
+                f"{recorded} releases, and a log with {self.num_releases} of another one"
             )
 
     def reconcile(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
@@ -199,17 +199,17 @@ class ReleaseLog(PrivateCallback):
             the optimizer trained in this process without the log.
         """
         _require_ledger(optimizer)
-        self._require_own(optimizer)
+        self._require_not_trained_elsewhere(optimizer)
         ledger, announced = optimizer.ledger, self._file.segments
         segments = ledger.segments
         if not ledger.extends(announced, segments):
             self._refuse(ledger)
+        lost = self.num_releases - ledger.num_releases
+        if ledger.num_lost > lost:  # of which the log does not know either
+            ledger.require_nothing_lost()
         if ledger.extends(segments, self._released):
             self._released = segments
             return
-        lost = self.num_releases - ledger.num_releases
-        if ledger.num_lost > lost:
-            ledger.require_nothing_lost()
         ledger.restore(announced, ledger.checks)
         known = [n for n in (ledger.fewest_units, self._file.fewest_units) if n is not None]
         ledger.fewest_units = min(known, default=None)
@@ -302,7 +302,8 @@ class ReleaseLog(PrivateCallback):
         """Removes announced releases that did not happen; called by Keras."""
         optimizer = self._of_training()
         self.reconcile(optimizer)
-        self._file.write(self._released, optimizer.ledger.fewest_units)
+        adopted = self._file.adopted and self._file.segments == self._released
+        self._file.write(self._released, optimizer.ledger.fewest_units, adopted=adopted)
         self._released = self._file.segments
 
     def close(self) -> None:

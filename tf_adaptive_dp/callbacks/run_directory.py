@@ -305,7 +305,6 @@ class _Resume(keras.callbacks.Callback):
         self._all = (backup, log)
         self._keys = keys
         self._kind_path = kind_path
-        self._epoch, self._is_whole = 0, False
 
     def set_model(self, model: keras.Model) -> None:
         """Passes the model on; called by Keras."""
@@ -370,7 +369,6 @@ class _Resume(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Called by Keras."""
-        self._epoch = epoch
         for callback in self._all:
             callback.on_epoch_begin(epoch, logs)
 
@@ -387,17 +385,21 @@ class _Resume(keras.callbacks.Callback):
         _, log = self._all
         for callback in self._all:
             callback.on_train_batch_end(batch, logs)
-        self._is_whole = batch + 1 >= self.params["steps"]
-        if self._is_whole or self.model.stop_training:
+        if batch + 1 >= self.params["steps"]:
             self.save_epoch()
         if self._keys is not None:
             if self.model.optimizer.ledger.num_releases >= (log.steps or math.inf):
                 self._keys.delete()
 
     def save_epoch(self) -> None:
-        """Saves the epoch; one that was stopped within it is trained again, by the steps left."""
+        """Saves the training, with the number of whole epochs that were released.
+
+        An epoch that was stopped within begins again when the run resumes.
+        """
         backup, _ = self._all
-        last = self._epoch if self._is_whole else self._epoch - 1
+        optimizer = self.model.optimizer
+        steps = optimizer.ledger.num_releases * optimizer.parts_per_batch
+        last = steps // self.params["steps"] - 1
         backup.on_epoch_begin(last)  # Keras 2 saves the number of the epoch that began last
         backup.on_epoch_end(last)
 
@@ -424,7 +426,13 @@ class _SaveEpoch(keras.callbacks.Callback):
 
     def __init__(self, resume: _Resume):
         super().__init__()
+        allow_tensors_as_logs(self)
         self._resume = resume
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """Saves an epoch that a callback stops, before validation may fail; called by Keras."""
+        if self.model.stop_training:
+            self._resume.save_epoch()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Called by Keras."""

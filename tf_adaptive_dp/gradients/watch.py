@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import is_symbolic, outer_graph
-from tf_adaptive_dp._keras.models import models_in_training, untrained_weights
+from tf_adaptive_dp._keras.models import running_models, untrained_weights
 from tf_adaptive_dp._keras.tracebacks import level_of_caller, short_traceback
 from tf_adaptive_dp._keras.tracing import call_when_complete, is_function
 from tf_adaptive_dp._keras.variables import path_of
@@ -138,7 +138,7 @@ def _search(graph: tf.Graph) -> None:
 
 def _warn_of_statistics(root: Frame) -> None:
     """Warns if the step writes data into weights that the model keeps, but does not train."""
-    weights = [v for model in models_in_training() for v in untrained_weights(model)]
+    weights = [v for model in running_models() for v in untrained_weights(model)]
     found = written_from_data(root, weights) if weights else []
     if found:
         names = ", ".join(path_of(variable) for variable in found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -100,16 +100,9 @@ def refuse_state_within(root: Frame, losses: Iterable[tuple[Frame, tf.Tensor]]) 
     """
     search = _DependencySearch(root)
     search.follow(losses, set())
-    writes = _by_state(root)
-    clean: set = set()
-    pending = list(search.read)
-    known = set(pending)
-    while pending:
-        for write in writes.get(pending.pop(), ()):
-            if search.follow(write.sources(), clean):
-                raise _error(write.op)
-        pending += search.read - known
-        known |= search.read
+    op = _writes_data(search, _by_state(root), search.read)
+    if op is not None:
+        raise _error(op)
 
 
 def written_from_data(root: Frame, variables: Iterable[tf.Variable]) -> list[tf.Variable]:
@@ -121,14 +114,28 @@ def written_from_data(root: Frame, variables: Iterable[tf.Variable]) -> list[tf.
       root: the outermost graph.
       variables: those to ask about.
     """
-    search, writes = _DependencySearch(root), _by_state(root)
+    writes = _by_state(root)
 
     def is_written(variable: tf.Variable) -> bool:
-        states = [id(handle_of(copy)) for copy in local_copies(variable)]
-        found = [write for state in states for write in writes.get(state, ())]
-        return any(search.follow(write.sources(), set()) for write in found)
+        states: set[Hashable] = {id(handle_of(copy)) for copy in local_copies(variable)}
+        return _writes_data(_DependencySearch(root), writes, states) is not None
 
     return [variable for variable in variables if is_written(variable)]
+
+
+def _writes_data(
+    search: _DependencySearch, writes: Mapping[Hashable, list[_Write]], states: set[Hashable]
+) -> tf.Operation | None:
+    """An operation that writes data into one of some states, or into state that these depend on."""
+    clean: set = set()
+    pending, known = list(states), set(states)
+    while pending:
+        for write in writes.get(pending.pop(), ()):
+            if search.follow(write.sources(), clean):
+                return write.op
+        pending += search.read - known
+        known |= search.read
+    return None
 
 
 def data_within(root: Frame, frame: Frame, tensor: tf.Tensor) -> dict[Hashable, tf.Tensor]:
