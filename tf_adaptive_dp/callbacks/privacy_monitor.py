@@ -45,7 +45,8 @@ class PrivacyMonitor(PrivateCallback):
     At the end of each epoch the callback adds `epsilon`, `delta` and `learning_rate` to the logs.
     It also adds `NOT_PRIVATE` with the value 1 if ε is infinite, because something was released
     without noise or side information came from the private data without privacy; and if the noise
-    of the optimizer has a `seed`, with which anybody can remove it.
+    of the optimizer has a `seed`, with which anybody can remove it. `WITHOUT_SEARCH` has the value
+    1 if a search of hyperparameters chose the model, whose cost ε leaves out.
 
     TensorBoard shows these first, in the group `privacy/`, with the ε of a `PrivacyBudget` beside
     it and the norm of a step's noise relative to the largest norm of its signal; its page "Custom
