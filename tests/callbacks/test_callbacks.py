@@ -645,10 +645,12 @@ def test_a_batch_size_that_differs_from_the_expected_one_is_named(callback):
 def test_training_a_model_that_a_search_chose_is_warned_of_once(recwarn):
     numbers = dict(delta=DELTA, num_examples=N, full_passes=False)
     callbacks = [dp.PrivacyMonitor(**numbers), dp.PrivacyBudget(9.0, batch_size=8, **numbers)]
-    model, _ = train(callbacks=callbacks)
+    model, history = train(callbacks=callbacks)
     assert not [w for w in recwarn if "A search of hyperparameters" in str(w.message)]
+    assert "WITHOUT_SEARCH" not in history
     model.optimizer.ledger.chosen_by_search = True
     for _ in range(2):
         with pytest.warns(UserWarning, match="ledger.chosen_by_search = False") as warned:
-            train(model=model, callbacks=callbacks, epochs=1)
+            _, history = train(model=model, callbacks=callbacks, epochs=1)
+        assert history["WITHOUT_SEARCH"] == [1.0]
         assert len([w for w in warned if "A search of hyperpar" in str(w.message)]) == 1
