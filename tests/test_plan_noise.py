@@ -229,11 +229,11 @@ def test_the_keys_are_deleted_after_the_last_call_of_several_steps(tmp_path):
 def test_a_finished_run_that_was_killed_before_it_was_closed_loses_its_keys(tmp_path):
     arguments = {"settings": {"epsilon": 1.0}, "steps": 10, "keeps_keys": True}
     killed = RunDirectory(tmp_path, **arguments)
-    killed.log._file.write([(1.0, 4.0, 9)])  # as `announce` does before a step
+    killed.log._file.write([(1.0, 4.0, 9)], None)  # as `announce` does before a step
     killed.log.close()
     unfinished = RunDirectory(tmp_path, **arguments)
     assert len(unfinished.keys.keys) == 2
-    unfinished.log._file.write([(1.0, 4.0, 10)])
+    unfinished.log._file.write([(1.0, 4.0, 10)], None)
     unfinished.log.close()  # a kill closes files, and calls nothing
     (tmp_path / "noise.new").write_bytes((tmp_path / "noise.key").read_bytes())
     RunDirectory(tmp_path, **arguments).close()

@@ -385,7 +385,7 @@ class _Resume(keras.callbacks.Callback):
         _, log = self._all
         for callback in self._all:
             callback.on_train_batch_end(batch, logs)
-        if batch + 1 >= self.params["steps"]:
+        if batch + 1 >= self.params["steps"] or self.model.stop_training:
             self.save_epoch()
         if self._keys is not None:
             if self.model.optimizer.ledger.num_releases >= (log.steps or math.inf):
