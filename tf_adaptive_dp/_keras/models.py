@@ -95,8 +95,7 @@ def callbacks_beside(callback: tf.keras.callbacks.Callback) -> list[tf.keras.cal
     Args:
       callback: one whose method is running.
     """
-    for caller in _callers():
-        owner = caller.f_locals.get("self")
+    for owner in _owners():
         if isinstance(owner, keras.callbacks.CallbackList) and callback in owner.callbacks:
             return list(owner.callbacks)
     return [callback]
@@ -114,8 +113,16 @@ def is_in_train_step_of_users() -> bool:
 
 def running_models() -> list[keras.Model]:
     """The models with a method that is running, such as `fit`."""
-    owners = [caller.f_locals.get("self") for caller in _callers()]
-    return list({id(o): o for o in owners if isinstance(o, keras.Model)}.values())
+    return list({id(o): o for o in _owners() if isinstance(o, keras.Model)}.values())
+
+
+def _owners() -> Iterator[Any]:
+    """The objects whose methods are running, the innermost first."""
+    for caller in _callers():
+        # Before Python 3.13, a look at the variables of a function keeps what they hold until it
+        # ends. So no other function is looked at.
+        if caller.f_code.co_varnames[:1] == ("self",):
+            yield caller.f_locals.get("self")
 
 
 def _callers() -> Iterator[types.FrameType]:
