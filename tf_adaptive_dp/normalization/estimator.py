@@ -27,8 +27,8 @@ _BINS_OF_NORMS = 4 * _OCTAVES
 _CHUNK = 1 << 22  # numbers
 # What rounding may add to the norm of what one example adds to a sum.
 _ROUNDING = 1 - 1e-6
-# The chance that noise alone stands out anywhere in a histogram.
-_FALSE_ALARM = 1e-3
+# The chance that noise alone stands out anywhere in a histogram, which could spoil a feature.
+_FALSE_ALARM = 1e-5
 _QUARTILE = 0.75
 # In standard deviations of their noise: means below the first count as 0, variances are at least
 # the second, and clear from the third on.
