@@ -361,7 +361,8 @@ def untrained_weights(model: tf.keras.Model) -> list[tf.Variable]:
     # Those that the model does not list, too.
     metrics = [p for p in model.submodules if isinstance(p, keras.metrics.Metric)]
     of_metrics = {id(v) for metric in metrics for v in metric.variables}
-    return [v for v in weights if id(v) not in of_metrics]
+    # A vocabulary is among the weights, but it is no variable.
+    return [v for v in weights if isinstance(v, tf.Variable) and id(v) not in of_metrics]
 
 
 def metric_variables(model: tf.keras.Model) -> list[tf.Variable]:
