@@ -176,65 +176,71 @@ def test_a_checkpoint_of_another_unit_has_no_epsilon(tmp_path):
             call()
 
 
-@pytest.mark.parametrize("by", ["weights", "set_weights", "checkpoint", "config"])
+def by_weights(old, tmp_path):
+    old.save_weights(tmp_path / "m.weights.h5")
+    model = built()
+    model.load_weights(tmp_path / "m.weights.h5")
+    return model
+
+
+def by_set_weights(old, _):
+    model = built()
+    model.optimizer.set_weights([np.asarray(v) for v in old.optimizer.variables])
+    return model
+
+
+def by_checkpoint(old, tmp_path):
+    path = tf.train.Checkpoint(optimizer=old.optimizer).save(tmp_path / "c")
+    model = built()
+    tf.train.Checkpoint(optimizer=model.optimizer).restore(path)
+    return model
+
+
+def by_config(old, _):
+    model = built()
+    new = type(old.optimizer).from_config(old.optimizer.get_config())
+    model.compile(new, loss=catalogue.loss())
+    return model
+
+
+def by_file(old, tmp_path):
+    old.save(tmp_path / "m.keras")
+    return tf.keras.models.load_model(tmp_path / "m.keras")
+
+
+OF_THE_OPTIMIZER = {
+    "weights": by_weights,
+    "set_weights": by_set_weights,
+    "checkpoint": by_checkpoint,
+    "config": by_config,
+}
+OF_THE_MODEL = {
+    "keras": by_file,
+    "deepcopy": lambda old, _: copy.deepcopy(old),
+    "pickle": lambda old, _: pickle.loads(pickle.dumps(old)),
+}
+
+
+@pytest.mark.parametrize("by", OF_THE_OPTIMIZER)
 def test_releases_beside_the_gradients_travel_with_the_ledger(by, tmp_path):
     event = dp_accounting.GaussianDpEvent(2.0)
     old = built()
     old.optimizer.ledger.other_events = (event,)
     old.optimizer.ledger.restore([(1.0, 8.0, 4)])
-    old.save_weights(tmp_path / "m.weights.h5")
-    model = built()
-    if by == "weights":
-        model.load_weights(tmp_path / "m.weights.h5")
-    elif by == "set_weights":
-        model.optimizer.set_weights([np.asarray(v) for v in old.optimizer.variables])
-    elif by == "checkpoint":
-        path = tf.train.Checkpoint(optimizer=old.optimizer).save(tmp_path / "c")
-        tf.train.Checkpoint(optimizer=model.optimizer).restore(path)
-    else:
-        new = type(old.optimizer).from_config(old.optimizer.get_config())
-        model.compile(new, loss=catalogue.loss())
+    model = OF_THE_OPTIMIZER[by](old, tmp_path)
     assert model.optimizer.ledger.other_events == (event,)
     assert epsilon(model.optimizer) == epsilon(old.optimizer) > 1.5
 
 
-def with_optimizer_of_config(model):
-    model.compile(type(model.optimizer).from_config(model.optimizer.get_config()), model.loss)
-    return model
-
-
-def saved_and_loaded(model, path):
-    model.save(path)
-    return tf.keras.models.load_model(path)
-
-
-WITH_THE_MODEL = {
-    "keras": lambda model, tmp_path: saved_and_loaded(model, tmp_path / "m.keras"),
-    "deepcopy": lambda model, _: copy.deepcopy(model),
-    "pickle": lambda model, _: pickle.loads(pickle.dumps(model)),
-    "config": lambda model, _: with_optimizer_of_config(model),
-}
-
-
 @pytest.mark.slow_on(2)
 @pytest.mark.parametrize("chosen", [True, False])
-@pytest.mark.parametrize("by", ["weights", "set_weights", "checkpoint", *WITH_THE_MODEL])
+@pytest.mark.parametrize("by", [*OF_THE_OPTIMIZER, *OF_THE_MODEL])
 def test_the_mark_of_a_search_travels_with_the_ledger(by, chosen, tmp_path):
     old = built()
     old.optimizer.ledger.restore([(1.0, 8.0, 4)])
     old.optimizer.ledger.chosen_by_search = chosen
     assert ("chosen_by_search" in old.optimizer.get_config()) == chosen
-    model = built()
-    if by == "weights":
-        old.save_weights(tmp_path / "m.weights.h5")
-        model.load_weights(tmp_path / "m.weights.h5")
-    elif by == "set_weights":
-        model.optimizer.set_weights([np.asarray(v) for v in old.optimizer.variables])
-    elif by == "checkpoint":
-        path = tf.train.Checkpoint(optimizer=old.optimizer).save(tmp_path / "c")
-        tf.train.Checkpoint(optimizer=model.optimizer).restore(path)
-    else:
-        model = WITH_THE_MODEL[by](old, tmp_path)
+    model = {**OF_THE_OPTIMIZER, **OF_THE_MODEL}[by](old, tmp_path)
     assert model.optimizer.ledger.num_releases == 4
     assert model.optimizer.ledger.chosen_by_search == chosen
 

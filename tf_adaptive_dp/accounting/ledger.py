@@ -285,8 +285,7 @@ class Ledger:
         with tf.init_scope():
             self._events.assign(saved + [0.0] * (self.MAX_SAVED_EVENTS - len(saved)))
             # Whether unit and noise of a state that was loaded fit is another question.
-            own, loaded = self.terms, Terms(*self._terms.numpy().tolist())
-            self._terms.assign(Terms(*loaded[:2], *own[2:]))
+            self._terms.assign(Terms(*self._loaded_terms()[:2], *self.terms[2:]))
 
     @property
     def chosen_by_search(self) -> bool:
@@ -298,17 +297,14 @@ class Ledger:
         state that was loaded can only add it. Set it to `False` if the search was on other data
         than the training that is counted here.
         """
-        with tf.init_scope():
-            loaded = Terms(*self._terms.numpy().tolist())
-        self._chosen_by_search |= bool(loaded.chosen_by_search)
+        self._chosen_by_search |= bool(self._loaded_terms().chosen_by_search)
         return self._chosen_by_search
 
     @chosen_by_search.setter
     def chosen_by_search(self, chosen: bool) -> None:
         self._chosen_by_search = checks.boolean("chosen_by_search", chosen)
         with tf.init_scope():  # whether the other terms fit is another question
-            loaded = Terms(*self._terms.numpy().tolist())
-            self._terms.assign(loaded._replace(chosen_by_search=int(chosen)))
+            self._terms.assign(self._loaded_terms()._replace(chosen_by_search=int(chosen)))
 
     @property
     def fewest_units(self) -> int | None:
@@ -333,12 +329,21 @@ class Ledger:
         known = self.fewest_units if self.num_releases else None
         self.fewest_units = number if known is None else min(number, known)
 
+    def lower_units(self, other: int | None) -> None:
+        """Takes over the number of examples, or users, of another record if it is smaller."""
+        known = [n for n in (self.fewest_units, other) if n is not None]
+        self.fewest_units = min(known, default=None)
+
     @property
     def terms(self) -> Terms:
         """What the numbers of this ledger mean, whatever was loaded."""
         noise = 0 if self._noise.is_independent else self._noise.digest()
         events, chosen = digest(self._other_events), int(self.chosen_by_search)
         return Terms(self._examples_per_user or 0, noise, events, chosen)
+
+    def _loaded_terms(self) -> Terms:
+        with tf.init_scope():
+            return Terms(*self._terms.numpy().tolist())
 
     @property
     def num_lost(self) -> int:
@@ -381,7 +386,7 @@ class Ledger:
             settles the latter.
         """
         with tf.init_scope():
-            own, loaded = self.terms, Terms(*self._terms.numpy().tolist())
+            own, loaded = self.terms, self._loaded_terms()
             if loaded == own:
                 return
             self._require_unit_and_noise(loaded)
@@ -544,8 +549,7 @@ class Ledger:
         self._counts.assign(counts)
         self._checks.assign(known)
         if counts.any():  # a state that was loaded may know of fewer releases
-            fewest = [n for n in (self.fewest_units, self._fewest_noted) if n is not None]
-            self.fewest_units = min(fewest, default=None)
+            self.lower_units(self._fewest_noted)
         recorded = float(self.num_recorded_here)
         at_the_start = _AT_THE_START._replace(following=float(counts.sum()), recorded=recorded)
         self._watermark.assign(at_the_start)

@@ -211,8 +211,7 @@ class ReleaseLog(PrivateCallback):
             self._released = segments
             return
         ledger.restore(announced, ledger.checks)
-        known = [n for n in (ledger.fewest_units, self._file.fewest_units) if n is not None]
-        ledger.fewest_units = min(known, default=None)
+        ledger.lower_units(self._file.fewest_units)
         self._released = announced
         warnings.warn(
             f"{lost} releases were not in the checkpoint, because training ended before they were "

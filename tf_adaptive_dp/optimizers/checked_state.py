@@ -84,8 +84,7 @@ class RefusedState:
         ledger.other_events = (*ledger.other_events, *(saved.other_events or ()))
         segments, checks = [*ledger.segments, *saved.segments], [*ledger.checks, *saved.checks]
         ledger.restore(*_joined(segments, checks))
-        fewest = [n for n in (saved.fewest_units, ledger.fewest_units) if n is not None]
-        ledger.fewest_units = min(fewest, default=None)
+        ledger.lower_units(saved.fewest_units)
         self._restorations = ledger.restorations
 
     def settle(self, ledger: Ledger) -> None:
