@@ -43,8 +43,11 @@ _SET_IN_OPTIMIZER = {
     "num_microbatches": "leave it out, since its batches have none",
     "examples_per_user": "pass it to `PrivacyPlan(...)`, with `user_ids`",
 }
-# The part of ε that the normalization of inputs alone would spend; composed, it is far less.
-_FOR_NORMALIZATION = 0.2
+# The parts of ε that the normalization of inputs alone would spend, the usual one and the largest;
+# composed, they are far less. It gets more than usual if its noise exceeded a thousandth of the
+# number of examples: a feature that is in a twentieth of them is then hardly ever found.
+_FOR_NORMALIZATION, _MOST_FOR_NORMALIZATION = 0.2, 0.4
+_EXAMPLES_PER_NOISE = 1000
 # Runs of fewer steps learn less the fewer they have; from here on, little depends on the number
 # (`batch_and_epochs` in docs/results.md; anything from 100 to 1,000 would do).
 _ENOUGH_STEPS = 300
@@ -134,7 +137,8 @@ class PrivacyPlan:
       other_events: what else about these examples the budget pays for, such as the release from
         which side information was computed.
       normalize_inputs: whether the budget pays for a `PrivateNormalization` of the inputs, which
-        `normalization` makes. Its noise is chosen so that on its own it would spend ε/5.
+        `normalization` makes. Its noise is chosen so that on its own it would spend ε/5, or up to
+        2ε/5 where it exceeded a thousandth of the number of examples (or users).
       noise: how the noise of a step depends on that of earlier steps: `None` or
         `accounting.IndependentNoise()`; a strategy such as `accounting.BandedNoise(8)`, with which
         batches are drawn by `CyclicPoissonSampling`; or `"best"`, the one of these with 2 to 32
@@ -263,8 +267,11 @@ class PrivacyPlan:
     def _pay_for_normalization(self, epsilon: float) -> None:
         """Adds the event of the normalization, a part of ε, to those that the budget pays for."""
         try:
-            noise = calibration.noise_multiplier_for(
-                _FOR_NORMALIZATION * epsilon, self.delta, sampling_probability=1.0, steps=1
+            usual, least = (
+                calibration.noise_multiplier_for(
+                    part * epsilon, self.delta, sampling_probability=1.0, steps=1
+                )
+                for part in (_FOR_NORMALIZATION, _MOST_FOR_NORMALIZATION)
             )
         except ValueError:  # which names arguments that the plan does not have
             raise ValueError(
@@ -272,6 +279,7 @@ class PrivacyPlan:
                 f"{_FOR_NORMALIZATION:g} of epsilon. Allow more `epsilon` or `delta`, or leave "
                 f"`normalize_inputs` out. Received: epsilon={epsilon!r}, delta={self.delta!r}"
             ) from None
+        noise = min(usual, max(least, self._num_units / _EXAMPLES_PER_NOISE))
         self.other_events += (dp_accounting.GaussianDpEvent(noise),)
 
     @property

@@ -87,7 +87,8 @@ def test_the_value_that_nearly_all_examples_have_is_located(monkeypatch):
         *np.array([[5.0, 5.0], [0.1, 0.1]]),
         np.zeros(2, bool),
         np.array([True, False]),
-        0.1,
+        otherwise=np.array([2.0, 3.0]),
+        smallest=0.1,
     )
     located = estimator._located(examples, 1e-6, found)
     np.testing.assert_allclose(located.mean, [5.0, 5.2], rtol=1e-6)
@@ -98,9 +99,34 @@ def test_the_value_that_nearly_all_examples_have_is_located(monkeypatch):
     expected = 20.0 * width * math.sqrt(2) / (0.9 * N)
     # 400 draws: the deviation's own is 3.5%; that of the shares adds a little.
     assert np.std(draws) == pytest.approx(expected, rel=0.25)
-    # Where few are near, the mean remains.
-    x[:, 0] = np.linspace(-1e3, 1e3, N)
-    assert estimator._located(examples, 1e-6, found).mean[0] == 5.2
+    assert located.is_constant.tolist() == [True, False]
+    np.testing.assert_array_equal(located.stddev, found.stddev)
+
+
+@pytest.mark.parametrize(
+    "share, noise, is_constant",
+    [(0.9, 1e-6, True), (0.7, 1e-6, False), (0.7, 0.08, True), (0.4, 0.2, False)],
+)
+def test_what_many_examples_but_not_nearly_all_have_is_no_constant(
+    monkeypatch, share, noise, is_constant
+):
+    """Unless the noise of the share explains what is missing; at most a half is never enough."""
+    x = np.full([N, 1], 5.0)
+    x[round(share * N) :] = 1e3
+    examples = estimator.Examples(x, -1, None)
+    found = estimator._Statistics(
+        *np.array([[5.0], [5.0], [0.1]]),
+        np.zeros(1, bool),
+        np.ones(1, bool),
+        otherwise=np.array([2.0]),
+        smallest=0.1,
+    )
+    monkeypatch.setattr(estimator, "_release", lambda total, noise: total)
+    located = estimator._located(examples, noise * N / math.sqrt(2), found)
+    assert located.is_constant[0] == is_constant
+    assert located.stddev[0] == (5.0 if is_constant else 2.0)
+    if not is_constant:
+        assert (located.mean[0], located.error[0]) == (5.0, 0.1)
 
 
 @pytest.mark.usefixtures("usual_noise")

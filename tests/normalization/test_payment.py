@@ -32,14 +32,24 @@ def epsilon_of(event, delta):
 
 def test_the_plan_pays_for_it():
     plan = planned()
-    (event,) = plan.other_events
-    assert epsilon_of(event, 1e-4) == pytest.approx(3.0 / 5, rel=2e-3)
     assert plan._epsilon_after(plan.steps) <= 3.0
     without = planned(normalize_inputs=False).noise_multiplier
     assert 1.002 * without < plan.noise_multiplier < 1.06 * without
     of_noise = planned(noise_multiplier=plan.noise_multiplier)
     assert of_noise.epsilon == pytest.approx(3.0, rel=0.01)
     assert "normalize_inputs=True" in repr(plan)
+
+
+@pytest.mark.parametrize("num_examples, part", [(10_000_000, 0.2), (20_000, None), (1_000, 0.4)])
+def test_fewer_examples_take_more_of_the_budget(num_examples, part):
+    """ε/5, or what noise of n/1000 would spend, but at most 2ε/5."""
+    plan = planned(epsilon=1.0, delta=1e-6, num_examples=num_examples)
+    (event,) = plan.other_events
+    if part is None:
+        assert event.noise_multiplier == num_examples / 1000
+    else:
+        assert epsilon_of(event, 1e-6) == pytest.approx(part, rel=2e-3)
+    assert plan._epsilon_after(plan.steps) <= 1.0
 
 
 def test_a_budget_that_pays_for_no_normalization_says_so():

@@ -36,6 +36,8 @@ _LEAST_MEAN, _LEAST_VARIANCE, _CLEAR_VARIANCE = 3.0, 2.0, 5.0
 # How far the only value of a feature may be from its mean: this many standard errors of the mean,
 # and this fraction of the mean besides, since clipping makes means smaller.
 _ERRORS, _SHRUNK = 4.0, 1 / 16
+# The share of the examples that must be so close to it, and the least one where that is noisy.
+_NEARLY_ALL, _MOST = 0.8, 0.5
 # A feature that is lost in the noise is not scaled up beyond this, whatever the noise is.
 _LARGEST_TYPICAL = 10.0
 
@@ -50,6 +52,7 @@ class _Statistics(NamedTuple):
       is_clear: [features], whether the deviation stands out of the noise.
       is_constant: [features], whether nearly all examples seem to have the same value. The
         deviation is then the size of this value.
+      otherwise: [features], the deviation of a feature that turns out not to be constant.
       smallest: the deviation that a feature which is lost in the noise has at least.
     """
 
@@ -58,6 +61,7 @@ class _Statistics(NamedTuple):
     error: np.ndarray
     is_clear: np.ndarray
     is_constant: np.ndarray
+    otherwise: np.ndarray
     smallest: float
 
 
@@ -158,9 +162,14 @@ def _first_round(examples: Examples, noise: float) -> _Statistics | None:
     is_clear = variance > _CLEAR_VARIANCE * noise_of_variance
     # A feature that is 0 in half of the examples has a smaller mean, in units of its other values.
     is_constant = ~lost & ~is_clear & (np.abs(shift) > 0.5)
-    deviation = np.where(is_constant, units, deviation)
     return _Statistics(
-        units * shift, deviation, units * noise_of_mean, is_clear, is_constant, smallest
+        mean=units * shift,
+        stddev=np.where(is_constant, units, deviation),
+        error=units * noise_of_mean,
+        is_clear=is_clear,
+        is_constant=is_constant,
+        otherwise=deviation,
+        smallest=smallest,
     )
 
 
@@ -254,7 +263,8 @@ def _located(examples: Examples, noise: float, found: _Statistics) -> _Statistic
         mean = μ + w/share · √(2k)/n · (Σ (m − μ)/(w·√(2k)) + noise)
         error = w/share · √(2k)/n · noise
 
-    up to `_ROUNDING`, as in `_moments`. Where the share is at most a half, the mean remains.
+    up to `_ROUNDING`, as in `_moments`. A feature whose share is less than .8, by more than twice
+    its noise, or at most a half, is not constant, and its mean remains.
 
     Args:
       examples: see `released_statistics`.
@@ -269,11 +279,14 @@ def _located(examples: Examples, noise: float, found: _Statistics) -> _Statistic
     within_window = _release(_sum_within_window(seen, constant), noise)
     of_sums = math.sqrt(2 * constant.sum()) / (_ROUNDING * examples.num_units)
     shares, sums = within_window * of_sums
-    settled = constant & (shares > 0.5)
+    settled = constant & (shares > max(_MOST, _NEARLY_ALL - 2 * noise * of_sums))
     shares = np.where(settled, shares, 1.0)
-    mean = found.mean + np.where(settled, width * sums / shares, 0.0)
-    error = np.where(settled, width * noise * of_sums / shares, found.error)
-    return found._replace(mean=mean, error=error)
+    return found._replace(
+        mean=found.mean + np.where(settled, width * sums / shares, 0.0),
+        stddev=np.where(constant & ~settled, found.otherwise, found.stddev),
+        error=np.where(settled, width * noise * of_sums / shares, found.error),
+        is_constant=settled,
+    )
 
 
 def _release(total: np.ndarray, noise: float) -> np.ndarray:
