@@ -1,5 +1,7 @@
 """On several replicas: the step of a single device, noise of the right scale, one ledger entry."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -18,6 +20,7 @@ from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp.accounting import BandedNoise
 from tf_adaptive_dp.mechanism import replicas
 from tf_adaptive_dp.mechanism.noise import GaussianNoise
+from tf_adaptive_dp.sampling import draws
 
 SIZE = catalogue.SIZE
 
@@ -53,6 +56,99 @@ def test_a_plan_trains_on_replicas(tmp_path):
         model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), loss=catalogue.loss())
     plan.fit(model, x, y, directory=tmp_path, verbose=0)
     assert model.optimizer.ledger.segments == [(1.0, 16.0, 8)]
+
+
+def test_metrics_leave_padding_out_on_replicas():
+    # The model predicts class 1, which all examples have and padding, of class 0, has not.
+    plan = dp.PrivacyPlan(
+        noise_multiplier=1.0, delta=1e-3, num_examples=64, batch_size=16, epochs=1
+    )
+    bias = tf.keras.initializers.Constant([0.0, 1.0])
+    with catalogue.mirrored().scope():
+        dense = tf.keras.layers.Dense(2, kernel_initializer="zeros", bias_initializer=bias)
+        model = tf.keras.Sequential([tf.keras.Input([6]), dense])
+        optimizer = plan.optimizer(dp.DPSGD, learning_rate=0.0)
+        model.compile(optimizer, catalogue.loss(), metrics=["accuracy"])
+    x, _ = catalogue.data(64)
+    assert plan.fit(model, x, np.ones(64, int), verbose=0).history["accuracy"] == [1.0]
+
+
+SAMPLING = dp.PoissonSampling(0.25, max_batch_size=128, steps=3)
+
+
+def of_known_size(batches):
+    return tf.data.Dataset.from_tensor_slices(tuple(tf.stack(part) for part in zip(*batches)))
+
+
+def of_unknown_size(batches):
+    signature = tuple(tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in batches[0])
+    return tf.data.Dataset.from_generator(lambda: batches, output_signature=signature)
+
+
+class WithoutWeights(tf.keras.Sequential):
+    """Drops sample weights, so that padding contributes to its loss."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, **kwargs):
+        return super().compute_loss(x, y, y_pred, None, **kwargs)
+
+
+def trained_on_padded(strategy, sizes=of_known_size, kind=tf.keras.Sequential):
+    """The half of a batch that a replica gets has enough padding to show the marks."""
+    x, y = catalogue.data(256)
+    with strategy.scope():
+        tf.keras.utils.set_random_seed(5)
+        model = kind([tf.keras.Input([6]), tf.keras.layers.Dense(3)])
+        optimizer = catalogue.make("DPSGD", noise_multiplier=0.0, expected_batch_size=64)
+        loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss)
+    # As a list, since Keras 3 begins the data anew on several replicas, and then others are drawn.
+    batches = list(dp.poisson_batches((x, y), SAMPLING, key=draws.new_key(seed=7)))
+    model.fit(sizes(batches), steps_per_epoch=3, shuffle=False, verbose=0)
+    return model
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("sizes", [of_known_size, of_unknown_size])
+def test_the_padding_of_one_replica_is_not_that_of_another(sizes):
+    on_two = trained_on_padded(catalogue.mirrored(), sizes)
+    on_one = trained_on_padded(tf.distribute.get_strategy())
+    assert_same_weights(on_two, on_one)
+    assert on_two.optimizer.ledger.segments == [(0.0, 64.0, 3)]
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("sizes", [of_known_size, of_unknown_size])
+def test_padding_that_contributes_is_refused_on_replicas(sizes):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Padding contributes to the loss"):
+        trained_on_padded(catalogue.mirrored(), sizes, WithoutWeights)
+
+
+@pytest.mark.slow
+def test_padding_is_told_apart_in_loops_of_users():
+    x, y = catalogue.data(256)
+    strategy = catalogue.mirrored()
+    with strategy.scope():
+        weights = tf.Variable(tf.zeros([6]))
+        optimizer = dp.DPSGD(1.0, 0.0, learning_rate=1.0, expected_batch_size=64)
+
+    def of_replica(uses_weights, batch):
+        x, _, w = batch
+        with tf.GradientTape() as tape:
+            loss = tf.linalg.matvec(x, weights)
+            loss = loss * w if uses_weights else loss
+        optimizer.minimize(loss, [weights], tape)
+
+    batches = dp.poisson_batches((x, y), SAMPLING)
+    for uses_weights in (True, False):
+        run = functools.partial(of_replica, uses_weights)
+        step = tf.function(lambda batch, run=run: strategy.run(run, (batch,)))
+        given = iter(strategy.experimental_distribute_dataset(batches))
+        if uses_weights:
+            step(next(given))
+            continue
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Padding contributes"):
+            step(next(given))
+    assert optimizer.ledger.segments == [(0.0, 64.0, 1)]
 
 
 @pytest.mark.slow
@@ -386,6 +482,59 @@ def test_gradients_and_count_of_adaptive_clipping_have_their_noise_once(monkeypa
     count = -np.log(optimizer.l2_norm_clip / 2.0) / 0.1 * 8
     assert count == pytest.approx(2**0.5 * 1.7, rel=1e-4)
     assert optimizer.ledger.segments == [(1.5, 8.0, 1)]
+
+
+def test_an_optimizer_that_replicas_share_is_refused():
+    # They would count each step twice in its one ledger.
+    optimizer = catalogue.make("DPSGD", expected_batch_size=8)
+    with catalogue.mirrored().scope():
+        model = catalogue.mlp()
+        model.compile(optimizer, loss=catalogue.loss())
+    with pytest.raises(dp.NotPrivateError, match=r"must be created within `strategy.scope\(\)`"):
+        catalogue.fit(model)
+    assert optimizer.ledger.num_releases == 0
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_of_16_bits_are_rounded_after_the_sum_over_replicas(dtype):
+    # Just above 1/4, means of 32,768 examples in bfloat16 lie 64 examples apart, in float16 8. If
+    # each replica rounded its own, one example would move a sum halfway between two of them, with
+    # nothing but the noise of that replica to hide it.
+    size, width = 32_768, 2_000
+    apart = {"bfloat16": 64, "float16": 8}[dtype]
+    strategy = catalogue.mirrored()
+    with strategy.scope():
+        weights = tf.Variable(tf.zeros([width], dtype))
+        # Each example has 0 or 1 in every coordinate; the noise of each has a deviation of 1.
+        norm = width**0.5
+        optimizer = dp.DPSGD(norm, 1 / norm, expected_batch_size=size, learning_rate=1.0)
+
+    @tf.function
+    def step(batch):
+        def of_replica(batch):
+            with tf.GradientTape() as tape:
+                loss = batch * tf.reduce_sum(tf.cast(weights, tf.float32))
+            ((gradient, _),) = optimizer.compute_gradients(loss, [weights], tape)
+            return tf.cast(gradient, tf.float32)
+
+        return strategy.run(of_replica, (batch,))
+
+    def released(sums):
+        def rows(context):
+            of_replica = np.zeros(size // 2, "float32")
+            total = sums[context.replica_id_in_sync_group]
+            of_replica[: int(total)], of_replica[int(total)] = 1, total % 1
+            return tf.constant(of_replica)
+
+        found = step(strategy.experimental_distribute_values_from_function(rows))
+        return sum(g.numpy() for g in found.values) * size
+
+    halfway = size // 4 + apart / 2
+    low, high = (released([halfway + d, size // 4]) for d in (-0.5, 0.5))
+    shown = max(abs(np.mean(low > at) - np.mean(high > at)) for at in np.unique([low, high]))
+    # Gaussian noise of deviation 1 allows for 0.383, the total variation of N(0, 1) and N(1, 1).
+    assert shown < 0.383 + 0.05
 
 
 def test_without_expected_batch_size_the_global_batch_divides():

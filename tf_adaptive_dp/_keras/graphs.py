@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.framework import config, op_def_registry, smart_cond
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import control_flow_util_v2, custom_gradient, resource_variable_ops
@@ -68,6 +69,26 @@ def parts_of_composites(graph: tf.Graph) -> list[tf.Tensor]:
         if isinstance(spec, _COMPOSITES):
             found += graph.inputs[place : place + count]
         # A value that is no tensor is part of the signature, but not of the graph.
+        place += count if isinstance(spec, tf.TypeSpec) else 0
+    return found
+
+
+def parts_of_replicas(graph: tf.Graph) -> list[list[list[tf.Tensor]]]:
+    """The arguments of a function that hold one value for each replica.
+
+    Returns:
+      For each such argument, the tensors of the first replica, those of the second and so on.
+    """
+    found, place = [], 0
+    signature = getattr(graph, "structured_input_signature", None)
+    for spec in tf.nest.flatten(signature) if signature else ():
+        count = len(tf.nest.flatten(spec, expand_composites=True))
+        if isinstance(spec, distributed_values.PerReplicaSpec):
+            given, parts = iter(graph.inputs[place : place + count]), []
+            for of_replica in spec._value_specs:
+                leaves = tf.nest.flatten(of_replica, expand_composites=True)
+                parts.append([next(given) for _ in leaves])
+            found.append(parts)
         place += count if isinstance(spec, tf.TypeSpec) else 0
     return found
 

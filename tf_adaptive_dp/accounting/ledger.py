@@ -489,6 +489,14 @@ class Ledger:
         """The number of releases so far, an int64 scalar, in a graph too."""
         return tf.reduce_sum(self._counts.read_value())
 
+    def was_created_in(self, strategy: tf.distribute.Strategy) -> bool:
+        """Whether each replica of a strategy has a ledger of its own; they share others.
+
+        Args:
+          strategy: that of the step.
+        """
+        return strategy.extended.variable_created_in_scope(self._counts)
+
     @property
     def segments(self) -> list[Segment]:
         """The releases so far, oldest first."""

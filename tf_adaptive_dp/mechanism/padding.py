@@ -23,7 +23,7 @@ from tf_adaptive_dp._keras.weighted_losses import (
     weighs_losses,
 )
 from tf_adaptive_dp.accounting import batch_order
-from tf_adaptive_dp.gradients.batch_axis.analysis import feeds
+from tf_adaptive_dp.gradients.batch_axis.analysis import feeds, of_this_replica
 
 # Among 10,000 draws, two share a number with probability at most 5e7 / 2⁴⁰.
 BITS = 40
@@ -194,7 +194,9 @@ def rows_of_padding(losses: tf.Tensor, rows_per_unit: int = 1) -> tf.Tensor | No
         fed = feeds(graph.get_operations(), graph)
         known = [*known, *(t for t in fed if all(t is not other for other in (*known, *labels)))]
     size = losses.shape[0]
-    vectors = [weights_of_rows(t) for t in known if t is not None]
+    # The marks in the batch of another replica say nothing about the rows of this one.
+    known = of_this_replica([t for t in known if t is not None], losses)
+    vectors = [weights_of_rows(t) for t in known]
     weights = [v for v in vectors if v is not None and v.shape[0] in (size, None)]
     if not weights:
         return None

@@ -47,7 +47,7 @@ from tf_adaptive_dp.mechanism.draw_numbers import (
 )
 from tf_adaptive_dp.mechanism.gaussian import GaussianMechanism
 from tf_adaptive_dp.mechanism.padding import rows_of_padding
-from tf_adaptive_dp.mechanism.replicas import num_replicas
+from tf_adaptive_dp.mechanism.replicas import num_replicas, total
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.optimizers import checked_state, refusals, step_settings
@@ -424,7 +424,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                     counts=self._mechanism.released_gradients(),
                 )
         released = _with_penalties(noisy, source.penalty_gradients, scale)
-        released = [None if g is None else tf.cast(g, v.dtype) for g, v in zip(released, variables)]
+        released = [None if g is None else _rounded(g, v) for g, v in zip(released, variables)]
         for gradient in released:
             if gradient is not None:
                 mark_released(gradient, self._mechanism.complete)
@@ -666,6 +666,18 @@ def _layers_of(variables: Sequence[tf.Variable], clipping: Clipping) -> list[str
             stacklevel=level_of_caller(),
         )
     return [layer_path_of(v) for v in variables]
+
+
+def _rounded(gradient: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
+    """Converts a released gradient to the type of its variable.
+
+    Variables of 16 bits have less precision than the noise needs. Rounding the sum over replicas is
+    post-processing of the release, but the gradient of one replica has only a part of the noise. So
+    such gradients are summed before that, and each replica returns an equal part of the sum.
+    """
+    if num_replicas() > 1 and variable.dtype.size < gradient.dtype.size:
+        gradient = total(gradient) / num_replicas()
+    return tf.cast(gradient, variable.dtype)
 
 
 def _with_penalties(

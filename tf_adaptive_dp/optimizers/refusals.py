@@ -17,7 +17,7 @@ from tf_adaptive_dp.mechanism.replicas import num_replicas, refuse_unsupported_s
 
 
 def refuse_unsupported_setting(optimizer: Any) -> None:
-    """Rejects distribution strategies and settings whose guarantee is not proven on replicas."""
+    """Rejects strategies, settings and places of creation for which replicas are not proven."""
     refuse_unsupported_strategy()
     if num_replicas() == 1:
         return
@@ -33,6 +33,13 @@ def refuse_unsupported_setting(optimizer: Any) -> None:
                 f"`{name}` must be {only} on several replicas. Received: {name}={value} on "
                 f"{num_replicas()} replicas"
             )
+    if not optimizer.ledger.was_created_in(tf.distribute.get_strategy()):
+        raise NotPrivateError(
+            "`optimizer` must be created within `strategy.scope()`, so that each replica has a "
+            "ledger of its own: in one ledger, every step would count once for each replica. "
+            f"Received: an optimizer created outside of it, on {num_replicas()} replicas. Create "
+            "and compile both model and optimizer in the scope."
+        )
 
 
 def refuse_16_bit_rewrites() -> None:

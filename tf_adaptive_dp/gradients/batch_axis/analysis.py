@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import tensorflow as tf
@@ -115,6 +115,47 @@ def is_element(op: tf.Operation) -> bool:
     if op.type == "OptionalGetValue":
         return all(o.type != "OptionalFromValue" for o in ancestors(op.inputs))
     return op.type in ELEMENTS or _takes_an_element(op)
+
+
+def of_this_replica(tensors: Sequence[tf.Tensor], loss: tf.Tensor) -> list[tf.Tensor]:
+    """Leaves out the inputs of a step that belong to the batches of other replicas.
+
+    One graph receives the batches of all replicas. Those inputs that a loss reads show which batch
+    is its own. Where they do not, nothing is left out.
+
+    Args:
+      tensors: inputs of the step; this replica may ignore those that are its own.
+      loss: that of this replica.
+    """
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync == 1:
+        return list(tensors)
+    read = {t.ref() for op in ancestors([loss]) for t in op.inputs}
+    num_parts = len(strategy.extended.worker_devices)
+    by_replica = graphs.parts_of_replicas(loss.graph)
+    elements: dict[tuple, list[list[tf.Tensor]]] = {}
+    for op in loss.graph.get_operations():
+        outputs = list(op.outputs)
+        if _takes_an_element(op) and len(outputs) % num_parts == 0:
+            # The parts of an element follow each other, and each is there for every replica.
+            by_replica.append([outputs[k::num_parts] for k in range(num_parts)])
+        elif is_element(op):  # one operation per replica
+            alike = (op.type, *((t.dtype, t.shape.rank) for t in outputs))
+            elements.setdefault(alike, []).append(outputs)
+
+    def is_read(part: Sequence[tf.Tensor]) -> bool:
+        return any(t.ref() in read for t in part)
+
+    others: list[tf.Tensor] = []
+    own = {k for parts in by_replica for k, part in enumerate(parts) if is_read(part)}
+    if len(own) == 1:
+        for parts in by_replica:
+            others += (t for k, part in enumerate(parts) if k not in own for t in part)
+    for parts in elements.values():
+        if any(map(is_read, parts)):
+            others += (t for part in parts if not is_read(part) for t in part)
+    left_out = {t.ref() for t in others}
+    return [t for t in tensors if t.ref() not in left_out]
 
 
 def _axis_0(tensor: tf.Tensor) -> int | None:
