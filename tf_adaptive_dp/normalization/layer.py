@@ -66,7 +66,8 @@ class PrivateNormalization(keras.layers.Layer):
     After the first round a feature may have a mean and nothing around it: nearly all examples seem
     to have the same value, as the pixels of a white or a standardized background do. Between the
     rounds, one release locates this value: the number of examples near the mean, and their mean. In
-    the second round the value counts as 0.
+    the second round the value counts as 0. If clearly fewer than four fifths of the examples are
+    near it, the feature is treated like any other.
 
     So the layer finds features that are a million times larger than others, or rare, or far from 0.
     What is lost in the noise is scaled with care: a variance counts as at least twice its noise,
