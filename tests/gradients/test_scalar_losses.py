@@ -132,6 +132,12 @@ def test_sums_and_means_have_the_gradients_of_batches_of_one(name, dynamic):
     np.testing.assert_array_equal(penalty, 0)
 
 
+def overlap(w, x):
+    """As in `Dice` of Keras."""
+    with tf.name_scope("dice"):
+        return tf.reduce_sum(squares(x, w)) / tf.reduce_sum(squares(x, w) + x[..., 0] ** 2)
+
+
 NO_SUMS = {
     "root of the mean": (
         lambda w, x: tf.sqrt(mean(each(x, w))),
@@ -144,8 +150,9 @@ NO_SUMS = {
     ),
     "mean over valid entries": (
         lambda w, x: tf.reduce_sum(squares(x, w)) / tf.reduce_sum(x[:, 0, 0]),
-        "divides by numbers that depend.*count of its own",
+        'divides by numbers that depend.*mask_zero=True.*reduction="sum".*count of its own',
     ),
+    "an overlap of the whole batch": (overlap, r"divides by numbers.*`Dice\(axis=\(1, 2, 3\)\)`"),
     "mean of the batch in a nonlinearity": (
         lambda w, x: mean((each(x, w) - mean(each(x, w))) ** 2),
         "[Ee]xamples in a batch affect each other",
@@ -177,6 +184,27 @@ def test_what_is_no_sum_over_examples_is_refused(name, dynamic):
     total, match = NO_SUMS[name]
     with pytest.raises(dp.NotPrivateError, match=match):
         traced(total, X, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size"])
+def test_a_loss_of_keras_sums_the_entries_that_a_layer_did_not_mask(reduction):
+    tokens, targets = np.arange(N * T).reshape(N, T) % 4, np.arange(N * T).reshape(N, T) % 2
+    model = tf.keras.Sequential(
+        [
+            tf.keras.Input([T], dtype="int32"),
+            tf.keras.layers.Embedding(4, 3, mask_zero=True),
+            tf.keras.layers.LSTM(3, return_sequences=True),
+            tf.keras.layers.Dense(2, "softmax"),
+        ]
+    )
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
+    model.compile(dp.DPSGD(1.0, 1.0, expected_batch_size=N), loss)
+    if reduction == "sum":
+        model.fit(tokens, targets, batch_size=N, verbose=0)
+        assert model.optimizer.ledger.num_releases == 1
+    else:
+        with pytest.raises(dp.NotPrivateError, match='mask_zero=True.*`reduction="sum"`'):
+            model.fit(tokens, targets, batch_size=N, verbose=0)
 
 
 def test_terms_without_data_are_penalties():

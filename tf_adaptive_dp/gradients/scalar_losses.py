@@ -35,11 +35,15 @@ _ONE_PER_EXAMPLE = (
     '(`reduction="none"`).'
 )
 _OWN_COUNT = (
-    "For a mean over valid entries, divide the losses of each example by a count of its own: "
-    "`tf.reduce_sum(mask * loss, axis=1) / tf.reduce_sum(mask, axis=1)`, with the losses of a "
-    'Keras loss that has `reduction="none"`.'
+    'If a layer masks entries (`mask_zero=True`), give the Keras loss `reduction="sum"`, which '
+    "adds up the valid entries of each example. For a mean over them, divide the losses of each "
+    "example by a count of its own: `tf.reduce_sum(mask * loss, axis=1) / tf.reduce_sum(mask, "
+    'axis=1)`, with the losses of a Keras loss that has `reduction="none"`.'
 )
-
+_DICE = (
+    "Give the Keras loss the axes of one example, such as `Dice(axis=(1, 2, 3))` for images: by "
+    "default it is one number for the whole batch."
+)
 _OF_ROOT = (
     "The root of a mean over the batch is no mean over examples: train on the mean itself, such as "
     '`loss="mse"`, and report the root as a metric (`RootMeanSquaredError`).'
@@ -266,7 +270,7 @@ def _unscaled(term: _Term, batch_axes: BatchAxes) -> _Term:
         if batch_axes[number] == batch_axes[tensor]:  # it is the size of what mixed before
             _refuse_mixed(tensor, batch_axes)
         why = f"{verb} by numbers that depend on the examples of the batch"
-        raise _no_sum(op, why, _OWN_COUNT)
+        raise _no_sum(op, why, _DICE if "dice" in op.name.split("/") else _OWN_COUNT)
     if number.shape.num_elements() != 1:
         raise _no_sum(op, f"{verb} by several numbers after a sum over the batch")
     count = _whole_divisor(number, op.type, batch_axes)

@@ -44,6 +44,10 @@ CASES = {
         "Keep all examples|Concatenate along another",
     ),
     "decision": (branch, "tf.where"),
+    "unknown operation": (
+        lambda h: h * tf.cast(tf.size(tf.unique(tf.reshape(h, [-1]))[0]), h.dtype),
+        "dataset.map",
+    ),
 }
 
 
@@ -71,6 +75,19 @@ def test_the_message_has_the_layer_and_the_one_fix_that_fits(name):
     (found,) = [text for text in FIXES if text in message]
     assert re.search(fix, found)
     assert message.endswith(found)
+
+
+@pytest.mark.parametrize("loss", ["hinge", "squared_hinge"])
+def test_hinge_losses_of_keras_have_a_loss_to_take_their_place(loss):
+    model = tf.keras.Sequential([tf.keras.Input([6]), tf.keras.layers.Dense(1)])
+    model.compile(dp.DPSGD(1.0, 1.0, expected_batch_size=8), loss=loss)
+    x, y = tf.ones([8, 6]), tf.where(tf.range(8) > 3, 1.0, -1.0)[:, None]
+    with pytest.raises(dp.NotPrivateError, match="look at all labels of a batch") as error:
+        model.fit(x, y, batch_size=8, verbose=0)
+    assert str(error.value).endswith(advice._HINGE)
+    own = lambda y, z: tf.reduce_mean(tf.maximum(1.0 - y * z, 0.0), axis=-1)  # noqa: E731
+    model.compile(dp.DPSGD(1.0, 1.0, expected_batch_size=8), loss=own)
+    model.fit(x, y, batch_size=8, verbose=0)
 
 
 def test_a_loss_is_not_called_a_layer():

@@ -25,7 +25,11 @@ _KEEP_ROWS = (
     "Keep all examples, in their order: reorder or split the data set instead (`dataset.shuffle`, "
     "`dataset.filter`), and give examples that must not count a `sample_weight` of 0."
 )
-_JOIN = "Concatenate along another axis, such as `axis=-1`, so that row i stays example i."
+_JOIN = (
+    "Concatenate along another axis, such as `axis=-1`, so that row i stays example i. To train on "
+    "other examples beside those of the batch, such as generated ones, call the model on each of "
+    "the two batches and add the losses."
+)
 _DECIDE = "Decide for each example on its own, with `tf.where`."
 _STATIC = (
     "Write axes and shapes as Python numbers, or give the tensor its shape with `tf.ensure_shape`."
@@ -34,7 +38,14 @@ _RESHAPE = (
     "Keep the batch as axis 0, as `tf.reshape(x, [tf.shape(x)[0], ...])` with fixed sizes after it "
     "does."
 )
-_OWN = "Compute entry i from example i alone, with the batch as an axis of its own."
+_OWN = (
+    "Compute entry i from example i alone, with the batch as an axis of its own; or, if it depends "
+    "on the data only, before training, in `dataset.map`."
+)
+_HINGE = (
+    "Keras's hinge losses look at all labels of a batch. With labels of -1 and 1, use "
+    "`lambda y, z: tf.reduce_mean(tf.maximum(1.0 - y * z, 0.0), axis=-1)`, squared or not."
+)
 
 # By words of what an operation does, the first that fit.
 _BY_WORDS = (
@@ -62,6 +73,8 @@ def advice(op: tf.Operation, why: str) -> str:
     """
     if "moments" in op.name.split("/"):  # of `tf.nn.moments`, as in BatchNormalization
         return NORMALIZE
+    if {"hinge", "squared_hinge"}.intersection(op.name.split("/")):
+        return _HINGE
     fix = next((fix for words, fix in _BY_WORDS if any(w in why for w in words)), _OWN)
     if fix == _REDUCE and op.inputs[0].shape.rank == 1:
         return _REDUCE_NOTHING
