@@ -205,6 +205,21 @@ REFUSED = {
         ValueError,
         "`x` must have rows of one shape: pad or crop.*Received: a list whose rows differ",
     ),
+    "rows in a list": (
+        lambda: fit_with(list(X), Y),
+        ValueError,
+        "A list of arrays stands for several inputs.*`numpy.stack`. Received: `x` of 6 rows",
+    ),
+    "times": (
+        lambda: fit_with({"when": np.full(N, np.datetime64("2024-05-01")), "x": X}, Y),
+        TypeError,
+        r"`x` must be arrays of numbers .*count from a public date.*Received: .*datetime64\[D\]",
+    ),
+    "missing strings": (
+        lambda: fit_with(np.array(["a", None] * (N // 2), dtype=object), Y),
+        TypeError,
+        r"`x` must be .* Fill in missing .*fillna\(''\).*Received: None in place of a string",
+    ),
     "a sparse tensor in a dict": (
         lambda: fit_with({"a": X, "b": tf.sparse.from_dense(X)}, Y),
         TypeError,
@@ -782,9 +797,13 @@ def test_data_come_as_users_have_them():
     x, y = np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6)
     frame = pandas.DataFrame(x, columns=["a", "b"])
     mixed = frame.assign(c=["u", "v"] * 3)
+    truths = pandas.get_dummies(mixed).astype({"c_u": bool, "c_v": bool})
+    gaps = frame.convert_dtypes().astype({"b": "Int64"}).assign(c=pandas.array([1, None] * 3))
     kinds = {
         "arrays": ((x, y), lambda b: b[0][:, 0]),
         "frame": ((frame, pandas.Series(y)), lambda b: b[0][:, 0]),
+        "numbers and truths": ((truths, list(y)), lambda b: b[0][:, 0]),
+        "missing numbers": ((gaps, pandas.Series(y, dtype="Int64")), lambda b: b[0][:, 0]),
         "columns": ((dict(mixed), y), lambda b: b[0]["a"]),
         "list": (([x, y], y), lambda b: b[0][0][:, 0]),
         "dataset": ((tf.data.Dataset.from_tensor_slices((x, y)),), lambda b: b[0][:, 0]),
@@ -844,6 +863,14 @@ def test_inputs_and_targets_in_raw_units_are_warned_of(units):
     assert len(about) == len(says[units])
     for warned, text in zip(about, says[units]):
         assert text in str(warned.message) and warned.filename == __file__
+
+
+def test_prices_are_warned_of_before_a_model_is_built():
+    plan = planned(epochs=1)
+    made = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    made.compile(plan.optimizer(dp.ADADP), "mse")
+    with pytest.warns(UserWarning, match="Targets have magnitudes up to"):
+        plan.fit(made, X, 1e5 * X[:, 0], verbose=0)
 
 
 def test_missing_values_are_warned_of_before_a_step():

@@ -105,6 +105,56 @@ def not_masked(name: str, value: Any) -> None:
         )
 
 
+def array(value: Any) -> np.ndarray:
+    """Returns a value as a NumPy array.
+
+    A pandas table whose columns are numbers or booleans becomes an array of numbers, with NaN for
+    what is missing. NumPy would make one of objects if the columns differ in type, as those of
+    `pandas.get_dummies` do, or may have missing values.
+
+    >>> array([1, 2])
+    array([1, 2])
+    """
+    made = np.asarray(value)
+    if made.dtype != object or not hasattr(value, "dtypes") or not hasattr(value, "isna"):
+        return made
+    types = [value.dtypes] if value.ndim == 1 else list(value.dtypes)
+    if not types or any(of.kind not in "iufb" for of in types):
+        return made
+    if np.any(np.asarray(value.isna())):
+        return value.to_numpy(np.float64, na_value=np.nan)
+    return value.to_numpy(np.result_type(*(getattr(of, "numpy_dtype", of) for of in types)))
+
+
+def numbers_or_strings(name: str, value: np.ndarray) -> None:
+    """Raises TypeError if an array holds anything but numbers or strings.
+
+    Args:
+      name: the argument that holds the array, for the message.
+      value: the array.
+    """
+    must = f"`{name}` must be arrays of numbers or of strings."
+    if value.dtype.kind in "Mm":
+        raise TypeError(
+            f"{must} Convert times to numbers that count from a public date, such as `(times - "
+            'numpy.datetime64("2020-01-01")) / numpy.timedelta64(365, "D")`. Received: an array of '
+            f"{value.dtype}"
+        )
+    if value.dtype.kind != "O":
+        return
+    for other in (v for v in value.flat if not isinstance(v, (str, bytes))):
+        kind = type(other).__name__
+        if value.ndim == 1 and (kind in ("NoneType", "NAType") or other != other):
+            raise TypeError(
+                f"{must} Fill in missing strings by a public constant, as `series.fillna('')` "
+                f"does. Received: {other!r} in place of a string"
+            )
+        raise TypeError(
+            f"{must} Convert a table whose columns differ in type to a dict of its columns, "
+            f"`dict(frame)`. Received: an array with objects of type {kind}"
+        )
+
+
 def dense(name: str, value: Any) -> None:
     """Raises if a value is sparse or ragged: such values cannot be trained on privately.
 
@@ -143,14 +193,20 @@ def equal_rows(arrays: Mapping[str, Any]) -> None:
         if not all(getattr(leaf, "shape", None) for leaf in leaves):
             raise TypeError(
                 f"`{name}` must be an array with one row for each example, or a nest of such "
-                f"arrays: convert lists of numbers by `numpy.array`. Received: {name}="
-                f"{reprlib.repr(part)}"
+                f"arrays: convert lists by `numpy.array`. Received: {name}={reprlib.repr(part)}"
             )
         lengths[name] = sorted({int(leaf.shape[0]) for leaf in leaves})
     if len({length for of_part in lengths.values() for length in of_part}) > 1:
         received = {name: " and ".join(map(str, of)) for name, of in lengths.items() if of}
+        rows = {length for of in lengths.values() for length in of}
+        stack = (
+            "A list of arrays stands for several inputs; join the rows of one input by "
+            "`numpy.stack`. "
+            if any(isinstance(p, (list, tuple)) and len(p) in rows for p in arrays.values())
+            else ""
+        )
         raise ValueError(
-            "All arrays must have one row for each example. Received: "
+            f"All arrays must have one row for each example. {stack}Received: "
             + ", ".join(f"`{name}` of {of} rows" for name, of in received.items())
         )
 

@@ -618,8 +618,6 @@ def _warn_of_values(model: keras.Model, source: Arrays | Records) -> None:
             "spent as before. Fill missing values in with constants that are public.",
             stacklevel=level_of_caller(),
         )
-    if not model.built:
-        return
     batch = tf.nest.pack_sequence_as(source.structure, [tf.convert_to_tensor(r) for r in rows])
     for found in unit_findings(model, getattr(model, "loss", None), batch):
         warnings.warn(f"{found.what} {found.fix}", stacklevel=level_of_caller())
@@ -680,14 +678,16 @@ def _arrays(name: str, part: Any) -> Any:
     """A nest of NumPy arrays, without lists, which `tf.data` would take for one array each."""
     if isinstance(part, dict):
         return {key: _arrays(name, value) for key, value in part.items()}
-    if isinstance(part, (list, tuple)) and all(hasattr(value, "shape") for value in part):
+    if isinstance(part, (list, tuple)) and all(len(getattr(v, "shape", ())) for v in part):
         return tuple(_arrays(name, value) for value in part)
     checks.dense(name, part)
     checks.not_masked(name, part)
     try:
-        return np.asarray(part)
+        array = checks.array(part)
     except ValueError as error:  # NumPy says that a shape is "inhomogeneous"
         raise ValueError(
             f"`{name}` must have rows of one shape: pad or crop them. Received: a "
             f"{type(part).__name__} whose rows differ in shape"
         ) from error
+    checks.numbers_or_strings(name, array)
+    return array

@@ -32,6 +32,27 @@ def test_too_few_examples_are_left_as_they_are():
     np.testing.assert_array_equal(layer.stddev, 1)
 
 
+def test_a_single_column_is_one_feature():
+    x = 50 + 5 * np.random.default_rng(0).normal(size=N)
+    plan = planned()
+    layer = plan.normalization(x)
+    assert layer.mean.shape == (1,) and plan.normalization(x[:, None]) is layer
+    assert abs(np.asarray(layer(x[:, None])).mean()) < 1
+
+
+def test_tables_of_numbers_and_truths_are_numbers():
+    pandas = pytest.importorskip("pandas")
+    x = columns()
+    frame = pandas.DataFrame(x).assign(is_large=x[:, 0] > 0)
+    assert adapted(frame).mean.shape == (x.shape[1] + 1,)
+
+
+def test_a_data_set_is_refused_with_what_to_pass():
+    dataset = tf.data.Dataset.from_tensor_slices((columns(), np.zeros(N)))
+    with pytest.raises(TypeError, match="`numpy.stack.*dataset.as_numpy_iterator"):
+        planned().normalization(dataset)
+
+
 def test_a_second_adaptation_is_refused():
     layer = adapted(columns())
     with pytest.raises(RuntimeError, match="`adapt` has already been called"):
@@ -170,7 +191,7 @@ def test_wrong_arguments(wrong, message):
         ({"a": np.ones([3, 2])}, -1, None, "must be an array.*Received: dict"),
         ([[1.0, 2.0]], -1, None, "must be an array.*Received: list"),
         (np.array([["a"]]), -1, None, "must be an array.*<U1"),
-        (np.ones([3]), -1, None, r"must be an array.*shape \(3,\)"),
+        (np.float64(3), -1, None, r"must be an array.*shape \(\)"),
         (np.ones([0, 3]), -1, None, r"must be an array.*shape \(0, 3\)"),
         (np.ones([3, 2]), 2, None, "`axis` must be an axis of the inputs.*axis=2"),
         (np.ones([3, 2]), -2, None, "`axis` must be an axis of the inputs.*axis=-2"),

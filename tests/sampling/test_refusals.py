@@ -150,7 +150,7 @@ FEW = dp.PoissonSampling(0.3, 9, 5, seed=1)
         (
             lambda: dp.poisson_batches((np.array([1, "a"], object), np.ones(2)), FEW),
             TypeError,
-            "an array with objects of type int. Convert",
+            "Convert a table .* an array with objects of type int",
         ),
         (lambda: dp.poisson_batches([], FEW), ValueError, "`data` must hold at least one example"),
         (lambda: dp.poisson_batches(numbered(0), FEW), ValueError, "at least one example"),

@@ -26,9 +26,20 @@ def divided():
     return tf.keras.Model(inputs, layers.Dense(1)(layers.Flatten()(inputs / 255.0)))
 
 
+def of_columns(*names, scale=None):
+    """A model of named columns, of which `scale` divides the one that is called "income"."""
+    inputs = {name: tf.keras.Input([1], name=name) for name in names}
+    parts = dict(inputs)
+    if scale is not None:
+        parts["income"] = layers.Rescaling(1 / scale)(inputs["income"])
+    joined = layers.Concatenate()(list(parts.values()))
+    return tf.keras.Model(inputs, layers.Dense(1)(layers.Dense(4, name="first")(joined)))
+
+
 def found(model, x, y=None, loss="mse"):
     y = UNIT[:, 0] if y is None else y
-    seen = unit_findings(model, loss, tuple(map(tf.convert_to_tensor, (x, y))))
+    batch = tf.nest.map_structure(tf.convert_to_tensor, (x, y))
+    seen = unit_findings(model, loss, batch)
     assert all(f.kind == "units" and f.severity == "warning" for f in seen)
     return " ".join(f.what for f in seen)
 
@@ -38,6 +49,14 @@ def test_targets_in_raw_units_are_warned_of(loss):
     model = sequential([6])
     assert "Targets have magnitudes up to" in found(model, UNIT, PRICES, loss)
     assert not found(model, UNIT, (PRICES - 300_000) / 80_000, loss)
+
+
+@pytest.mark.parametrize(("scale", "offset", "warns"), [(8e4, 3e5, False), (1.0, 7.0, True)])
+def test_a_last_layer_may_scale_the_predictions_instead(scale, offset, warns):
+    model = tf.keras.Sequential(
+        [tf.keras.Input([6]), layers.Dense(1), layers.Rescaling(scale, offset)]
+    )
+    assert ("Targets" in found(model, UNIT, PRICES)) == warns
 
 
 def test_weights_that_clipping_undoes_are_warned_of():
@@ -95,6 +114,35 @@ def test_inputs_in_raw_units_are_warned_of(name):
 def test_inputs_that_are_scaled_or_no_quantities_are_not(name):
     make, x = SCALED[name]
     assert not found(make(), x)
+
+
+TABLE = {"age": ADULT[:, 0], "income": ADULT[:, 1], "sex": ONE_HOT[:, 0]}
+
+
+def test_columns_by_name_are_judged_where_they_are_read():
+    model = of_columns("age", "income", "sex")
+    assert "from 41 to 2.1e+05, and first gets them as they are" in found(model, TABLE)
+    assert found(model, list(TABLE.values())) == found(model, TABLE)
+    assert not found(of_columns("age", "income", "sex", scale=1e5), TABLE)
+    assert not found(model, {**TABLE, "income": TABLE["income"] / 1e5})
+
+
+def test_columns_that_are_no_numbers_are_not_judged():
+    age = tf.keras.Input([1], name="age")
+    place = tf.keras.Input([1], name="place", dtype="string")
+    one_hot = layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")(place)
+    model = tf.keras.Model(
+        {"age": age, "place": place}, layers.Dense(1)(layers.Concatenate()([age, one_hot]))
+    )
+    x = {"age": ADULT[:, 0], "place": np.array(["a", "b"] * 4)}
+    assert not found(model, x)
+    assert "gets them as they are" in found(model, {**x, "age": 1e3 * x["age"]})
+
+
+def test_a_model_need_not_be_built():
+    model = tf.keras.Sequential([layers.Dense(1)])
+    assert "Features differ" in found(model, ADULT)
+    assert not found(tf.keras.Sequential([layers.LayerNormalization(), layers.Dense(1)]), ADULT)
 
 
 def test_the_report_has_the_warning_and_is_ready():

@@ -67,6 +67,14 @@ def is_clonable(layer: tf.keras.layers.Layer) -> bool:
     return isinstance(layer, keras.Model) and layer._is_graph_network
 
 
+def is_called_once(layer: tf.keras.layers.Layer) -> bool:
+    """Whether a layer, or another operation of a functional model, is called exactly once.
+
+    Then these are `layer.input` and `layer.output`.
+    """
+    return len(layer._inbound_nodes) == 1
+
+
 def clone(
     model: tf.keras.Model, clone_function: Callable[[tf.keras.layers.Layer], Any]
 ) -> tf.keras.Model:

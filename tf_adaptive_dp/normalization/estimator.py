@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 from scipy import stats
 
 from tf_adaptive_dp import checks
@@ -420,7 +421,7 @@ def _bins(values: np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def input_array(x: Any) -> np.ndarray:
-    """The inputs as an array.
+    """The inputs as an array, [n, ...]; of a single column, [n, 1].
 
     Raises:
       TypeError, ValueError: if they are not one array of numbers, [n, ...].
@@ -429,15 +430,20 @@ def input_array(x: Any) -> np.ndarray:
         "`x` must be an array [n, ...] of all training inputs, as the layer will see them. Join "
         "several inputs into one, or normalize one of them: `plan.normalization(x['name'])`."
     )
+    if isinstance(x, tf.data.Dataset):
+        raise TypeError(
+            f"{hint} Read the inputs of a data set into memory: `numpy.stack([x for x, _ in "
+            f"dataset.as_numpy_iterator()])`. Received: {type(x).__name__}"
+        )
     if isinstance(x, (dict, list, tuple)) or not hasattr(x, "shape"):
         raise TypeError(f"{hint} Received: {type(x).__name__}")
     checks.not_masked("x", x)
-    array = np.asarray(x)
+    array = checks.array(x)
     if array.dtype.kind not in "iufb":
         raise TypeError(f"{hint} Received: an array of {array.dtype}")
-    if array.ndim < 2 or not array.size:
+    if not array.ndim or not array.size:
         raise ValueError(f"{hint} Received: shape {array.shape}")
-    return array
+    return array[:, None] if array.ndim == 1 else array
 
 
 def kept_shape(input_shape: tuple, axis: int | None) -> tuple[list[int], int]:

@@ -166,9 +166,9 @@ class Arrays:
         for leaf in leaves:
             checks.not_masked("data", leaf)
         # Taking rows of any other layout would copy the whole array each time.
-        arrays = [np.asarray(leaf, order="C") for leaf in leaves]
+        arrays = [np.asarray(checks.array(leaf), order="C") for leaf in leaves]
         for array in arrays:
-            _refuse_mixed(array)
+            checks.numbers_or_strings("data", array)
         self._arrays = [a.astype(_dtype(a), copy=False) for a in arrays]
         self.structure = data
         self.parts = [(array.shape[1:], array.dtype) for array in self._arrays]
@@ -298,19 +298,6 @@ def _python_reader(source: Arrays | Records, padding: Sequence[np.ndarray]) -> R
 def are_finite(arrays: Sequence[np.ndarray]) -> bool:
     """Whether no number of the arrays is NaN or infinite."""
     return all(np.isfinite(array).all() for array in arrays if array.dtype.kind == "f")
-
-
-def _refuse_mixed(array: np.ndarray) -> None:
-    """Raises TypeError for an array of objects that are not all strings."""
-    if array.dtype.kind != "O":
-        return
-    other = next((v for v in array.flat if not isinstance(v, (str, bytes))), None)
-    if other is not None:
-        raise TypeError(
-            "`data` must be arrays of numbers or of strings. Received: an array with objects of "
-            f"type {type(other).__name__}. Convert a table whose columns differ in type to a dict "
-            "of its columns, `dict(frame)`."
-        )
 
 
 def _dtype(array: np.ndarray) -> np.dtype:

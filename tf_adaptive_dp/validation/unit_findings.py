@@ -1,18 +1,18 @@
 """Findings about inputs and targets in raw units, on which private training learns little.
 
 They are warnings, and they look only where the answer is plain: at losses of Keras by their name,
-and at models whose first trained layer gets the inputs as they are.
+and at models with trained layers that get the inputs as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.layers import is_clonable
+from tf_adaptive_dp._keras.layers import is_called_once, is_clonable
 from tf_adaptive_dp.validation.findings import Finding
 
 _LAYERS = tf.keras.layers
@@ -54,17 +54,19 @@ def unit_findings(model: tf.keras.Model, loss: Any, batch: tuple) -> list[Findin
     """Warns of targets, inputs and weights whose magnitudes leave nothing to learn under noise.
 
     Args:
-      model: a built model; it is not called.
+      model: the model; it is not called, and need not be built.
       loss: what it is compiled with.
       batch: x, y and possibly sample weights, each a nest of tensors.
     """
     targets = batch[1] if len(batch) > 1 else None
     weights = batch[2] if len(batch) > 2 else None
-    return [*_of_targets(loss, targets), *_of_inputs(model, batch[0]), *_of_weights(weights)]
+    return [*_of_targets(model, loss, targets), *_of_inputs(model, batch[0]), *_of_weights(weights)]
 
 
-def _of_targets(loss: Any, targets: Any) -> list[Finding]:
+def _of_targets(model: tf.keras.Model, loss: Any, targets: Any) -> list[Finding]:
     losses, parts = tf.nest.flatten(loss), tf.nest.flatten(targets)
+    if len(parts) == 1:
+        parts = [_before_rescaling(model, parts[0])]
     if len(losses) != len(parts) or isinstance(loss, dict) != isinstance(targets, dict):
         return []
     sizes = [_largest(part) for of, part in zip(losses, parts) if _grows_with_units(of)]
@@ -77,10 +79,23 @@ def _of_targets(loss: Any, targets: Any) -> list[Finding]:
             f"Targets have magnitudes up to {max(sizes):.2g}, and the loss grows with their units: "
             "nearly all gradients are clipped, so the model cannot reach targets of that size in a "
             "few steps, and its other outputs learn little.",
-            "Scale them to a magnitude of about 1 by public constants; see docs/how-to/units.md.",
+            "Scale them to a magnitude of about 1 by public constants, or let the model's last "
+            "layer scale its predictions (`keras.layers.Rescaling`); see docs/how-to/units.md.",
             "warning",
         )
     ]
+
+
+def _before_rescaling(model: tf.keras.Model, target: Any) -> Any:
+    """The target in the units of the layer before the last, if the last one only rescales."""
+    last = model.layers[-1] if is_clonable(model) and model.layers else None
+    if not isinstance(last, _LAYERS.Rescaling) or not tf.is_tensor(target):
+        return target
+    if np.ndim(last.scale) or np.ndim(last.offset) or not last.scale:
+        return target
+    if not (target.dtype.is_floating or target.dtype.is_integer):
+        return target
+    return (tf.cast(target, tf.float64) - last.offset) / last.scale
 
 
 def _grows_with_units(loss: Any) -> bool:
@@ -96,33 +111,31 @@ def _largest(tensor: Any) -> float:
 
 
 def _of_inputs(model: tf.keras.Model, inputs: Any) -> list[Finding]:
-    reader = _first_reader(model)
-    if reader is None or not tf.is_tensor(inputs):
-        return []
-    if not (inputs.dtype.is_floating or inputs.dtype.is_integer):  # as of pixels
-        return []
-    columns = _magnitudes(tf.cast(inputs, tf.float64).numpy())
-    if not columns.size:
-        return []
-    smallest, largest = float(np.min(columns)), float(np.max(columns))
-    if largest >= _FAR_APART * smallest:
-        what = f"Features differ in magnitude, from {smallest:.2g} to {largest:.2g}, and"
-    elif np.median(columns) > _LARGE:
-        what = f"Inputs have magnitudes up to {largest:.2g}, and"
-    else:
-        return []
-    return [
-        Finding(
-            "units",
-            "batch",
-            f"{what} {reader} gets them as they are. Noise and clipping are the same for all "
-            "weights, so little is learned from inputs in raw units.",
-            "Normalize them privately (`plan.normalization(x)` of a plan with "
-            "`normalize_inputs=True`), or by public constants (`keras.layers.Rescaling`); see "
-            "docs/how-to/units.md.",
-            "warning",
+    found = []
+    for reader, read in _read_as_given(model, inputs).items():
+        columns = np.concatenate([_magnitudes(part) for part in read])
+        if not columns.size:
+            continue
+        smallest, largest = float(np.min(columns)), float(np.max(columns))
+        if largest >= _FAR_APART * smallest:
+            what = f"Features differ in magnitude, from {smallest:.2g} to {largest:.2g}, and"
+        elif np.median(columns) > _LARGE:
+            what = f"Inputs have magnitudes up to {largest:.2g}, and"
+        else:
+            continue
+        found.append(
+            Finding(
+                "units",
+                "batch",
+                f"{what} {reader} gets them as they are. Noise and clipping are the same for all "
+                "weights, so little is learned from inputs in raw units.",
+                "Normalize them privately (`plan.normalization(x)` of a plan with "
+                "`normalize_inputs=True`), or by public constants (`keras.layers.Rescaling`); see "
+                "docs/how-to/units.md.",
+                "warning",
+            )
         )
-    ]
+    return found
 
 
 def _of_weights(weights: Any) -> list[Finding]:
@@ -141,19 +154,64 @@ def _of_weights(weights: Any) -> list[Finding]:
     ]
 
 
-def _first_reader(model: tf.keras.Model) -> str | None:
-    """The name of the layer that gets a model's inputs, if it is trained and nothing comes before.
+def _read_as_given(model: tf.keras.Model, inputs: Any) -> dict[str, list[np.ndarray]]:
+    """The inputs that trained layers get as they are, by the names of these layers.
 
     Anything unknown may normalize: a layer of the user's own, a model inside, or arithmetic.
     """
     if not is_clonable(model):  # layers come in no particular order
+        return {}
+    if isinstance(model, tf.keras.Sequential):
+        reader, given = _first_reader(model), _numbers(inputs)
+        return {} if reader is None or given is None else {reader: [given]}
+    # By the tensors of the model that hold them.
+    as_given = {id(of): [part] for of, part in _given_to(model, inputs) if part is not None}
+    read = {}
+    for layer in getattr(model, "operations", model.layers):  # arithmetic too, on Keras 3
+        if not is_called_once(layer) or isinstance(layer, _LAYERS.InputLayer):
+            continue
+        parts = [part for of in tf.nest.flatten(layer.input) for part in as_given.get(id(of), ())]
+        if parts and isinstance(layer, (*_KEEP_UNITS, _LAYERS.Concatenate)):
+            as_given[id(layer.output)] = parts
+        elif parts and _reads_units(layer):
+            read[layer.name] = parts
+    return read
+
+
+def _given_to(model: tf.keras.Model, inputs: Any) -> Iterator[tuple[Any, np.ndarray | None]]:
+    """The inputs of a functional model, and what each of them is given, if it is numbers."""
+    if isinstance(inputs, dict):
+        for of in model.inputs:
+            yield of, _numbers(inputs.get(of.name))
+    else:
+        parts = tf.nest.flatten(inputs)
+        if len(parts) == len(model.inputs):
+            yield from zip(model.inputs, map(_numbers, parts))
+
+
+def _numbers(tensor: Any) -> np.ndarray | None:
+    """The values of a tensor, if they are numbers."""
+    if not tf.is_tensor(tensor) or not (tensor.dtype.is_floating or tensor.dtype.is_integer):
         return None
-    steps: Sequence[Any] = getattr(model, "operations", model.layers)  # arithmetic too, on Keras 3
-    for layer in steps:
+    values = tf.cast(tensor, tf.float64).numpy()
+    return values[:, None] if values.ndim == 1 else values
+
+
+def _first_reader(model: tf.keras.Sequential) -> str | None:
+    """The name of the layer that gets a model's inputs, if it is trained and nothing comes before.
+
+    Anything unknown may normalize.
+    """
+    for layer in model.layers:
         if not isinstance(layer, _KEEP_UNITS):
-            reads = isinstance(layer, _READ_UNITS) and layer.trainable_variables
-            return layer.name if reads else None
+            return layer.name if _reads_units(layer) else None
     return None
+
+
+def _reads_units(layer: tf.keras.layers.Layer) -> bool:
+    if not isinstance(layer, _READ_UNITS) or not layer.trainable:
+        return False
+    return not layer.built or bool(layer.trainable_variables)
 
 
 def _magnitudes(inputs: np.ndarray) -> np.ndarray:

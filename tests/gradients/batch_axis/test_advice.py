@@ -43,6 +43,10 @@ CASES = {
         lambda h: tf.concat([h, h], 0)[: tf.shape(h)[0]],
         "Keep all examples|Concatenate along another",
     ),
+    "generated examples": (
+        lambda h: tf.concat([tf.random.normal([8, 5]), h], 0)[8:],
+        "call the model on each of the two batches and add the losses",
+    ),
     "decision": (branch, "tf.where"),
     "unknown operation": (
         lambda h: h * tf.cast(tf.size(tf.unique(tf.reshape(h, [-1]))[0]), h.dtype),
