@@ -594,7 +594,6 @@ def test_metrics_that_take_no_weight_per_example_leave_padding_out():
     assert history.history["share_of_ones"] == [1.0] == history.history["takes_none"]
 
 
-@pytest.mark.skipif(GENERATION == 2, reason="Keras 2 does not weigh losses of images")
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_images_may_have_the_metric_of_segmentation(jit_compile):
     plan = planned(epochs=1)
@@ -664,6 +663,53 @@ def test_losses_of_tokens_need_no_weights_of_their_own(outputs, weights):
     np.testing.assert_allclose(np.mean(history["loss"]), share * np.ravel(before)[0], rtol=0.3)
     # The zeros of the weights have kept their signs, by which draws are told apart.
     assert "batches were drawn by Poisson sampling" in " ".join(plan.statement().split())
+
+
+def own_mean(y, predicted):
+    return tf.reduce_mean(tf.square(y - predicted), axis=[1, 2, 3])
+
+
+@pytest.mark.parametrize("outputs", ["one", "two"])
+def test_losses_of_images_may_have_no_other_axes(outputs):
+    """A loss [B] of outputs [B, H, W, C] gets the weights [B] as they are."""
+    images = np.random.default_rng(0).normal(size=[N, 4, 4, 1]).astype("float32")
+    plan, inputs = planned(batch_size=24, epochs=1), tf.keras.Input([4, 4, 1])
+    image = tf.keras.layers.Conv2D(1, 3, padding="same", name="image")(inputs)
+    lines = tf.keras.layers.Dense(4, name="lines")(tf.keras.layers.Reshape([4, 4])(inputs))
+    model = tf.keras.Model(inputs, {"one": image, "two": {"image": image, "lines": lines}}[outputs])
+    y, loss = {
+        "one": (images, own_mean),
+        "two": (
+            {"image": images, "lines": images[..., 0]},
+            {"image": own_mean, "lines": "mse"},
+        ),
+    }[outputs]
+    optimizer = plan.optimizer(dp.DPSGD, learning_rate=0.0)
+    model.compile(optimizer, loss)
+    plan.fit(model, images, y, verbose=0)
+    assert optimizer.ledger.segments == [(1.0, 24.0, 3)]
+
+
+class WithoutCall(tf.keras.Model):
+    """Autoencoders are often written like this: the step calls the parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = tf.keras.Sequential([tf.keras.Input(X.shape[1:]), tf.keras.layers.Dense(6)])
+
+    def train_step(self, data):
+        x, _, weights = tf.keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_sum(tf.square(self.part(x) - x), axis=1) * weights
+        self.optimizer.minimize(losses, self.trainable_variables, tape)
+        return {"losses": tf.reduce_mean(losses)}
+
+
+def test_a_model_needs_no_call():
+    plan, model = planned(epochs=1), WithoutCall()
+    model.compile(plan.optimizer(dp.ADADP))
+    plan.fit(model, X, X, verbose=0)
+    assert model.optimizer.ledger.num_releases == plan.steps
 
 
 @pytest.mark.slow_on(2)

@@ -73,6 +73,13 @@ def parts_of_composites(graph: tf.Graph) -> list[tf.Tensor]:
     return found
 
 
+def spec_of_replicas(spec: tf.TypeSpec, num_replicas: int) -> tf.TypeSpec:
+    """What describes a value for each replica, all of which fit one specification."""
+    if num_replicas == 1:
+        return spec
+    return distributed_values.PerReplicaSpec(*[spec] * num_replicas)
+
+
 def parts_of_replicas(graph: tf.Graph) -> list[list[list[tf.Tensor]]]:
     """The arguments of a function that hold one value for each replica.
 

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.generation import GENERATION, internal_module, keras
+from tf_adaptive_dp._keras.graphs import spec_of_replicas
 from tf_adaptive_dp._keras.tracing import in_xla
 from tf_adaptive_dp._keras.variables import native
 
@@ -243,30 +244,26 @@ def _leave_rows_without_weight_out(metric: keras.metrics.Metric) -> None:
 def give_weights_axes_of_losses(model: keras.Model, batches: tf.data.Dataset) -> tf.data.Dataset:
     """Lets one weight per example weigh losses with more axes, such as those of tokens, [B, T].
 
-    Keras 2 does so by itself. Keras 3 would align weights [B] with the last axis.
+    Keras 2 does so by itself for one more axis, but not for those of images. Keras 3 would align
+    weights [B] with the last axis.
 
     Args:
       model: a compiled model.
       batches: (x, y, sample_weight).
 
     Returns:
-      The batches with weights [B, 1, ...] for each output that has several predictions per example.
-      Where structures of targets and outputs differ, the batches are as they were.
+      The batches with weights [B, 1, ...] for each output that has several losses per example.
+      Where structures of targets and outputs differ, or a model has no `call` because its
+      `train_step` calls its parts, the batches are as they were.
     """
     x, y, given = batches.element_spec
-    if GENERATION == 2 or all(len(spec.shape) < 2 for spec in tf.nest.flatten(y)):
+    aligned = 2 if GENERATION == 3 else 3  # axes of targets
+    if all(len(spec.shape) < aligned for spec in tf.nest.flatten(y)):
         return batches
-    inputs = tf.nest.map_structure(
-        lambda spec: keras.KerasTensor(spec.shape, dtype=spec.dtype.name), x
-    )
-    outputs = internal_module("backend").compute_output_spec(model, inputs, training=True)
-    # Losses reduce the last axis of what is predicted.
-    ranks = [len(output.shape) - 1 for output in tf.nest.flatten(outputs)]
-    try:
-        tf.nest.assert_same_structure(y, outputs)
-    except (TypeError, ValueError):
+    if type(model).call is keras.Model.call:
         return batches
-    if max(ranks) < 2:
+    ranks = _ranks_of_losses(model, x, y)
+    if not ranks or max(ranks) < 2:
         return batches
     each_has_own = len(tf.nest.flatten(given)) > 1
 
@@ -281,22 +278,86 @@ def give_weights_axes_of_losses(model: keras.Model, batches: tf.data.Dataset) ->
     return batches.map(expanded)
 
 
-def step_function(model: tf.keras.Model) -> Any:
-    """The function of a batch that `fit` would compile for a model; it is made anew.
+def _ranks_of_losses(model: keras.Model, x: Any, y: Any) -> list[int]:
+    """The number of axes of the loss of each output before Keras reduces it.
 
     Args:
       model: a compiled model.
+      x: specifications of inputs.
+      y: those of targets.
 
     Returns:
-      A `tf.function` of one argument, (x,), (x, y) or (x, y, sample_weight).
+      An empty list where the structures of targets and outputs differ.
     """
 
+    def losses(x: Any, y: Any) -> list[Any]:
+        outputs = model(x, training=True)
+        try:
+            tf.nest.assert_same_structure(y, outputs)
+        except (TypeError, ValueError):
+            return []
+        parts = tf.nest.flatten(outputs)
+        return list(
+            map(_unreduced, _losses_of_outputs(model.loss, outputs), tf.nest.flatten(y), parts)
+        )
+
+    if GENERATION == 2:
+        function = tf.function(losses, autograph=False)
+        return [loss.shape.rank for loss in function.get_concrete_function(x, y).structured_outputs]
+    given = tf.nest.map_structure(
+        lambda spec: keras.KerasTensor(spec.shape, dtype=spec.dtype.name), (x, y)
+    )
+    return [
+        len(loss.shape) for loss in internal_module("backend").compute_output_spec(losses, *given)
+    ]
+
+
+def _losses_of_outputs(loss: Any, outputs: Any) -> list[Any]:
+    """What `model.compile` got as the loss of each output, in the order of the outputs."""
+    count = len(tf.nest.flatten(outputs))
+    if isinstance(loss, dict) and isinstance(outputs, dict):
+        return [loss.get(name) for name in sorted(outputs)]
+    parts = list(loss) if isinstance(loss, (list, tuple)) else [loss]
+    return parts if len(parts) == count else [parts[0] if len(parts) == 1 else None] * count
+
+
+def _unreduced(loss: Any, target: Any, output: Any) -> Any:
+    """The loss of an output as it is before Keras reduces it.
+
+    Most losses reduce the last axis of what is predicted. `Dice`, and functions of the user's own,
+    may reduce all axes but the first.
+    """
+    if len(output.shape) < 3 or loss is None or isinstance(loss, dict):
+        return output[..., 0] if len(output.shape) > 1 else output
+    of_keras = keras.losses.get(loss)
+    if isinstance(of_keras, keras.losses.Loss):
+        return of_keras.call(target, output)
+    if GENERATION == 2:
+        return of_keras(target, output)
+    return internal_module("losses.losses").LossFunctionWrapper(of_keras).call(target, output)
+
+
+def traced_step(model: tf.keras.Model, specs: tuple) -> tf.Graph:
+    """The graph of the function of a batch that `fit` would compile for a model, traced anew.
+
+    Args:
+      model: a compiled model.
+      specs: those of a batch, (x,), (x, y) or (x, y, sample_weight). On several replicas each has
+        a batch of its own.
+    """
+    strategy = model.distribute_strategy
+
     def one_step_on_data(data: tuple) -> Any:
-        return model.distribute_strategy.run(model.train_step, args=(data,))
+        return strategy.run(model.train_step, args=(data,))
 
     if GENERATION == 3:  # which converts nothing by AutoGraph
         one_step_on_data = tf.autograph.experimental.do_not_convert(one_step_on_data)
-    return tf.function(one_step_on_data, jit_compile=model.jit_compile or None)
+    step = tf.function(one_step_on_data, jit_compile=model.jit_compile or None)
+    given = specs
+    if strategy.num_replicas_in_sync > 1:
+        num_here = len(strategy.extended.worker_devices)
+        given = tf.nest.map_structure(lambda spec: spec_of_replicas(spec, num_here), specs)
+    return step.get_concrete_function(given).graph
 
 
 def loss_of_step(model: tf.keras.Model, batch: tuple, training: bool) -> tf.Tensor:
@@ -319,7 +380,12 @@ def _loss_of_outputs(model: tf.keras.Model, values: tuple, training: bool) -> tf
         return model._compute_loss(
             x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=training
         )
-    return model.compute_loss(x, y, outputs, sample_weight)
+    strategy, replica = model.distribute_strategy, tf.distribute.get_replica_context()
+    if strategy.num_replicas_in_sync == 1 or (replica and replica.strategy is strategy):
+        return model.compute_loss(x, y, outputs, sample_weight)
+    # Only a replica may write the running means of the progress line.
+    with tf.distribute.ReplicaContext(strategy, 0):
+        return model.compute_loss(x, y, outputs, sample_weight)
 
 
 class _CompiledLike(tf.keras.Model):

@@ -67,6 +67,19 @@ def message_lines(error: Exception) -> list[str]:
     return [line.strip() for line in message.splitlines() if line.strip()]
 
 
+def raised(error: Exception) -> str:
+    """The type of an error and the line of its message that says most.
+
+    AutoGraph puts the way to the place where it was raised before the message.
+
+    Args:
+      error: see `message_lines`.
+    """
+    lines = message_lines(error)
+    named = [line for line in lines if "Error: " in line]
+    return named[-1] if named else f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
 def _is_between(frame: types.FrameType) -> bool:
     """Whether a frame belongs to one of these packages, or to AutoGraph's copy of a function."""
     package, _, _ = frame.f_globals.get("__name__", "").partition(".")

@@ -10,8 +10,8 @@ from typing import Any, Callable, NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import is_compiled
-from tf_adaptive_dp._keras.models import step_function, untrained_weights
-from tf_adaptive_dp._keras.tracebacks import message_lines
+from tf_adaptive_dp._keras.models import traced_step, untrained_weights
+from tf_adaptive_dp._keras.tracebacks import raised
 from tf_adaptive_dp._keras.tracing import GraphTape
 from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.accounting.ledger import has_ledger
@@ -102,11 +102,13 @@ def _trace(
     findings: list[Finding] = []
     own_step = has_own(model, "train_step")
     private = has_ledger(optimizer)
-    with _compiled_with(trained, _stand_in(model, optimizer, findings)):
+    with trained.distribute_strategy.scope():
+        stand_in = _stand_in(model, optimizer, findings)
+    with _compiled_with(trained, stand_in):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                graph = step_function(trained).get_concrete_function(specs).graph
+                graph = traced_step(trained, specs)
             except NotPrivateError as error:
                 kind = "train_step" if own_step else "refused"
                 return _refused(findings or [refusal(error, model, kind)])
@@ -163,13 +165,10 @@ def _not_copied(error: Exception) -> Finding:
 
 
 def _not_traced(error: Exception) -> Finding:
-    lines = message_lines(error)
-    said = lines[-1] if lines else ""
-    named = [line for line in lines if "Error: " in line]
     return Finding(
         _NOT_COMPILED,
         "model",
-        f"A training step does not compile: {(named or [f'{type(error).__name__}: {said}'])[-1]}",
+        f"A training step does not compile: {raised(error)}",
         "Make the step compile without `run_eagerly`: only compiled steps can be searched in full.",
     )
 

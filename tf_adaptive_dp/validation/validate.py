@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import BATCH_NORMALIZATIONS, is_compiled
 from tf_adaptive_dp._keras.models import compiled_with, loss_of_step, loss_weights_of
+from tf_adaptive_dp._keras.tracebacks import raised
 from tf_adaptive_dp._keras.variables import native, path_of
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import per_example_gradients
@@ -266,12 +267,10 @@ def _build(model: tf.keras.Model, inputs: Any) -> Finding | None:
 
 
 def _failure(error: Exception) -> Finding:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[0] if lines else ""
     return Finding(
         "fails",
         "model",
-        f"The model or the loss fails on the batch: {type(error).__name__}: {said}",
+        f"The model or the loss fails on the batch: {raised(error)}",
         "Make the model and its loss run. A common reason is labels out of range.",
     )
 
