@@ -102,6 +102,7 @@ def validate(
       TypeError: if `model`, `loss` or `batch` has the wrong type.
       ValueError: if the model is not compiled and `loss` or `optimizer` is missing, or if Keras has
         no loss of that name.
+      RuntimeError: if it is called within the scope of a strategy.
 
     >>> model = tf.keras.Sequential(
     ...     [tf.keras.Input([4]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
@@ -113,6 +114,12 @@ def validate(
     >>> [finding.kind for finding in report.repaired]
     ['batch statistics']
     """
+    if tf.distribute.has_strategy() and tf.distribute.in_cross_replica_context():
+        raise RuntimeError(
+            "`validate` runs the model as one replica does: compile the model in the scope of its "
+            "strategy, and call `validate` outside of it. Received: a call within `with "
+            "strategy.scope():`"
+        )
     batch = checked_batch(model, batch, loss)
     if not is_compiled(model) and (loss is None or optimizer is None):
         raise ValueError(
