@@ -4,7 +4,7 @@
 # and Keras 3; .venv-today) and `tff` (TensorFlow 2.14, the last one that TensorFlow Federated accepts,
 # with Keras 2 and TF Privacy; .venv-tff). docs/stacks.md compares them.
 
-.PHONY: help demo docs test test-all bench bench-peers lint lock wheel clean
+.PHONY: help demo docs quick test test-all bench bench-peers lint lock wheel clean
 .ONESHELL:
 .SHELLFLAGS := -ec
 MAKEFLAGS += --no-print-directory
@@ -37,6 +37,7 @@ export KERAS_BACKEND := tensorflow
 help:
 	@echo "make demo      train with differential privacy: examples/quickstart.py"
 	echo "make test      the quick tests and the examples in the docstrings, on both stacks"
+	echo "make quick     one case of each quick test, on the newest stack, while you work"
 	echo "make test-all  all tests, the slow ones too, on both stacks"
 	echo "               demo-today, test-tff, ...: on one stack. today: Keras 3, Python 3.10 to 3.13;"
 	echo "               tff: Keras 2 with TensorFlow Federated and TF Privacy, Python 3.9 to 3.11"
@@ -49,7 +50,7 @@ help:
 	echo "make clean     remove the environments, caches and build files"
 
 # On the newest stack that there is a Python for.
-demo wheel:
+demo quick wheel:
 	@stacks=$$($(STACKS))
 	$(MAKE) $@-$${stacks%% *}
 
@@ -67,6 +68,9 @@ demo-today demo-tff: demo-%: .venv-%/ready
 
 test-today test-tff: test-%: .venv-%/ready
 	.venv-$*/bin/python $(PYTEST) -m "not slow" tests tf_adaptive_dp federated
+
+quick-today quick-tff: quick-%: .venv-%/ready
+	.venv-$*/bin/python $(PYTEST) -m "not slow" --one-case tests tf_adaptive_dp federated
 
 test-all-today test-all-tff: test-all-%: .venv-%/ready
 	@status=0

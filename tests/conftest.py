@@ -26,8 +26,13 @@ hypothesis.settings.register_profile("tests", derandomize=True, database=None, d
 hypothesis.settings.load_profile("tests")
 
 
+def pytest_addoption(parser):
+    """`--one-case` makes a run short; the other cases may still fail."""
+    parser.addoption("--one-case", action="store_true", help="run the first case of each test only")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest's own hook selects by mark
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """`slow_after(n)`: of a test with many cases, those after the first n are slow.
 
     `slow_on(2)`: the test is slow with this version of Keras; the quick tests of the other run it.
@@ -43,6 +48,14 @@ def pytest_collection_modifyitems(items):
         quick_cases[test] += 1
         if quick_cases[test] > mark.args[0]:
             item.add_marker(pytest.mark.slow)
+    if config.getoption("--one-case"):
+        first = {}
+        for item in items:
+            is_slow = item.get_closest_marker("slow") is not None
+            first.setdefault((is_slow, item.nodeid.partition("[")[0]), item)
+        kept = set(first.values())
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(scope="session")
