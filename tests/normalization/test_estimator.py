@@ -129,6 +129,32 @@ def test_what_many_examples_but_not_nearly_all_have_is_no_constant(
         assert (located.mean[0], located.error[0]) == (5.0, 0.1)
 
 
+def test_the_error_of_a_mean_does_not_pass_for_the_size_of_values(monkeypatch):
+    """The mean of 5 is taken for 5.01: no value is divided by a hundredth."""
+    x = np.full([N, 2], 5.0)
+    x[: N // 20, 1] += 2.0
+    found = estimator._Statistics(
+        np.array([5.01, 5.01]),
+        *np.array([[0.5, 0.5], [0.1, 0.1]]),
+        np.zeros(2, bool),
+        np.zeros(2, bool),
+        otherwise=np.array([0.5, 0.5]),
+        smallest=0.05,
+    )
+    monkeypatch.setattr(estimator, "_release", lambda total, noise: total)
+    _, stddev = estimator._second_round(estimator.Examples(x, -1, None), 0.02 * N, found)
+    assert np.all(stddev >= 0.1), stddev
+
+
+def test_a_deviation_that_is_not_clear_is_at_most_the_size_of_the_values():
+    units, variance, floor = np.full(4, 2.0), np.array([3.0, 6.0, 0.1, 0.1]), np.r_[0, 0, 0, 5.0]
+    # Twice and five times the noise are the limits: 2 and 5.
+    deviation = estimator._deviation(units, variance, 1.0, floor)
+    np.testing.assert_allclose(deviation, [2.0, 2 * math.sqrt(6), 2.0, 5.0])
+    deviation = estimator._deviation(units, variance, 0.1, floor)
+    np.testing.assert_allclose(deviation, 2 * np.sqrt([3.0, 6.0, 0.2, 6.25]))
+
+
 @pytest.mark.usefixtures("usual_noise")
 @pytest.mark.parametrize("factor", [1e-4, 1e-2, 1e2, 1e4])
 def test_the_scale_of_the_inputs_does_not_matter(factor):

@@ -138,7 +138,7 @@ def test_training_in_raw_units_by_the_plan(tmp_path):
 @pytest.mark.slow
 def test_a_longer_plan_takes_over_the_release_of_the_first():
     x, y = data()
-    plan = planned(epochs=1)
+    plan = planned(epsilon=8.0, epochs=1)  # the longer one would spend more on its own release
     model = model_of(plan, plan.normalization(x))
     plan.fit(model, x, y, verbose=0)
 

@@ -186,8 +186,10 @@ def _second_round(
         mean = μ + u·E[y]
         stddev = u·√Var[y]
 
-    `_deviation` says what it is where the variance is lost in its noise. If a feature is constant,
-    what is in the dead zone, |x − μ| ≤ 4·error(μ), counts as x = μ.
+    `_deviation` says what it is where the variance is lost in its noise. All values of a feature
+    are off by what μ is off, which must not pass for their size: u ≥ 4·error(μ), and the deviation
+    is at least error(μ). If a feature is constant, what is in the dead zone, |x − μ| ≤ 4·error(μ),
+    counts as x = μ.
 
     Args:
       examples: see `released_statistics`.
@@ -202,28 +204,36 @@ def _second_round(
     units = np.where(lost, 1.0, units)
     # Of a few large values, the histogram may show no more than what is around 0.
     units = found.stddev * np.where(found.is_clear, np.maximum(units, 1.0), units)
+    units = np.maximum(units, _ERRORS * found.error)
     moments = _moments(seen._replace(unit=units), noise)
     if moments is None:
         return None
     shift, variance, _, noise_of_variance = moments
     floor = np.where(found.is_constant, found.stddev, np.minimum(found.smallest, found.stddev))
     deviation = _deviation(units, variance, noise_of_variance, np.where(lost, floor, 0.0))
-    return found.mean + units * shift, deviation
+    return found.mean + units * shift, np.maximum(deviation, found.error)
 
 
 def _deviation(
     units: np.ndarray, variance: np.ndarray, noise_of_variance: float, floor: np.ndarray
 ) -> np.ndarray:
-    """The deviation of each feature; where its variance is lost in the noise, at least the floor.
+    """The deviation of each feature.
+
+    Where the variance is lost in the noise, it is at least the floor. It is at most a unit, the
+    root mean square of the values other than 0, unless the variance is clear: then large values
+    are too rare for the histogram that the unit comes from.
 
     Args:
       units: [features].
       variance: [features], in squares of these units.
       noise_of_variance: the standard deviation of the noise in it.
-      floor: [features].
+      floor: [features], or 0 if the unit of a feature comes from its own values.
     """
     least = _LEAST_VARIANCE * noise_of_variance
-    deviation = units * np.sqrt(np.maximum(variance, least))
+    is_bounded = (floor == 0) & (variance <= _CLEAR_VARIANCE * noise_of_variance)
+    plausible = np.maximum(variance, least)
+    plausible = np.where(is_bounded, np.minimum(plausible, 1.0), plausible)
+    deviation = units * np.sqrt(plausible)
     return np.where(variance < least, np.maximum(deviation, floor), deviation)
 
 
