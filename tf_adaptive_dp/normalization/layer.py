@@ -70,10 +70,10 @@ class PrivateNormalization(keras.layers.Layer):
     near it, the feature is treated like any other.
 
     So the layer finds features that are a million times larger than others, or rare, or far from 0.
-    What is lost in the noise is scaled with care: a variance counts as at least twice its noise,
-    and around a value that nearly all examples have, the deviation is at least about this value. A
-    feature far from 0 that varies by less than the error of its located value counts as constant;
-    subtract a public start from timestamps.
+    What is lost in the noise is scaled with care: a variance counts as at least twice its noise, a
+    deviation is at least the error of the mean, and around a value that nearly all examples have,
+    it is at least about this value. A feature far from 0 that varies by less than the error of its
+    located value counts as constant; subtract a public start from timestamps.
 
     Guarantee: `adapt` is as private as one release of the Gaussian mechanism with this noise
     multiplier, `dp_event`, for adding or removing one example (or one user with all of their
