@@ -143,6 +143,21 @@ def test_weights_from_before_do_not_make_it_forget_its_release():
     assert first_unpaid([layer], optimizer, [others, own]) is None
 
 
+def test_the_noise_of_a_release_is_that_it_had_whatever_is_set_later():
+    layer = PrivateNormalization(4.0)
+    model = of_layer(layer)
+    first = model.get_weights()
+    layer.adapt(columns())
+    layer.noise_multiplier = 40.0
+    made, later = dp_accounting.GaussianDpEvent(4.0), dp_accounting.GaussianDpEvent(40.0)
+    optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=4.0)
+    for weights in (model.get_weights(), first):
+        model.set_weights(weights)
+        assert layer.dp_event == made and list(layer.releases.values()) == [made]
+        assert first_unpaid([layer], optimizer, [later]) is layer
+        assert first_unpaid([layer], optimizer, [made]) is None
+
+
 def test_a_clone_is_a_new_layer():
     model = of_layer(adapted(columns()))
     layer = keras.models.clone_model(model).layers[0]

@@ -123,13 +123,14 @@ class PrivateNormalization(keras.layers.Layer):
             )
         self.axis = axis
         # `set_weights` could undo the mark in the weight, so Python remembers the release too.
-        self._released_here, self._of_users_here = 0.0, False
+        self._released_here, self._noise_here, self._of_users_here = 0.0, 0.0, False
 
     @property
     def dp_event(self) -> dp_accounting.DpEvent:
         """What `adapt` costs, or did cost: one release of the Gaussian mechanism."""
-        _, noise_multiplier, _ = self._release_made()
-        return dp_accounting.GaussianDpEvent(noise_multiplier or self.noise_multiplier)
+        _, of_weights, _ = self._release_made()
+        made = of_weights or self._noise_here
+        return dp_accounting.GaussianDpEvent(made or self.noise_multiplier)
 
     @property
     def release_id(self) -> int:
@@ -143,7 +144,8 @@ class PrivateNormalization(keras.layers.Layer):
         There are several if `adapt` was called and then the weights of another layer were set.
         """
         number, noise_multiplier, _ = self._release_made()
-        made = {number: noise_multiplier, self._released_here: self.noise_multiplier}
+        # Not `self.noise_multiplier`, which may have been set to something else since.
+        made = {number: noise_multiplier, self._released_here: self._noise_here}
         return {int(n): dp_accounting.GaussianDpEvent(z) for n, z in made.items() if n}
 
     @property
@@ -161,7 +163,7 @@ class PrivateNormalization(keras.layers.Layer):
             gradient was computed with it; nobody may have looked at it.
         """
         self.set_weights(weights)
-        self._released_here = 0.0
+        self._released_here = self._noise_here = 0.0
 
     def _release_made(self) -> tuple[float, float, bool]:
         """The number of the release, its σ and whether it protects users; zeros before it."""
@@ -228,10 +230,8 @@ class PrivateNormalization(keras.layers.Layer):
             )
         # Before the first sum: what fails after it has been released all the same.
         self._released_here = 1.0 + secrets.randbits(_ID_BITS)
-        self._of_users_here = user_ids is not None
-        self.released.assign(
-            [self._released_here, self.noise_multiplier, float(self._of_users_here)]
-        )
+        self._noise_here, self._of_users_here = self.noise_multiplier, user_ids is not None
+        self.released.assign([self._released_here, self._noise_here, float(self._of_users_here)])
         noise = self.noise_multiplier * math.sqrt(NUM_RELEASES)
         mean, stddev, is_clear = released_statistics(examples, noise)
         self.mean.assign(mean.astype(np.float32))
