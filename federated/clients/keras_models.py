@@ -355,8 +355,9 @@ def _of_output(kind: Any, index: int) -> Any:
     class OfOutput(kind):
         """See `_of_output`."""
 
-        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            return super().update_state(y_true[index], y_pred[index], sample_weight)
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            # Some metrics return an operation, which a `tf.function` must not.
+            super().update_state(y_true[index], y_pred[index], sample_weight)
 
     return OfOutput
 

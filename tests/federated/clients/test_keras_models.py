@@ -395,7 +395,8 @@ def test_metrics_of_several_outputs_are_those_of_keras(metrics):
 
 
 def test_clients_report_the_metrics_of_several_outputs(context):
-    keras, batch, expected = of_two_outputs({"a": "accuracy", "b": ["accuracy", "mae"]})
+    area = tf.keras.metrics.AUC(name="area", num_thresholds=7)  # which updates by an operation
+    keras, batch, expected = of_two_outputs({"a": "accuracy", "b": ["accuracy", "mae", area]})
     data = tf.data.Dataset.from_tensors(batch)
     figures = round_of(lambda: keras, [data, data], input_spec=data.element_spec)[1]
     assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-5)
