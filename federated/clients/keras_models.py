@@ -65,8 +65,8 @@ def with_tff_models(model_fn: Any, input_spec: Any = None) -> Any:
     def of_tff() -> tff.learning.models.VariableModel:
         return _converted(model, settings, input_spec)
 
-    with tf.Graph().as_default():
-        of_tff()  # errors come now
+    with tf.Graph().as_default():  # errors come now
+        _require_losses_that_tff_finds(of_tff())
     of_tff.initial_weights = (  # type: ignore[attr-defined]
         [weight.numpy() for weight in model.trainable_weights],
         [weight.numpy() for weight in model.non_trainable_weights],
@@ -100,7 +100,8 @@ def _check(model: tf.keras.Model, input_spec: Any) -> None:
     if len(same.weights) != len(model.weights) or len(same.losses) != len(model.losses):
         raise TypeError(
             "`model_fn` must return a model whose variables and losses all belong to its layers; "
-            f"call `add_loss` in a layer, {_BY_HAND}. Received: {model!r}"
+            "call `add_loss` in the `build` of a layer, with a function of its weights, "
+            f"{_BY_HAND}. Received: {model!r}"
         )
     _require_equal_outputs(model, same)
 
@@ -183,6 +184,25 @@ def _fixed_numbers(of: Any) -> tf.Tensor:
 def _are_close(first: list[Any], second: list[Any]) -> bool:
     pairs = zip(first, second)
     return all(np.allclose(a, b, rtol=1e-3, atol=1e-6, equal_nan=True) for a, b in pairs)
+
+
+def _require_losses_that_tff_finds(model: tff.learning.models.VariableModel) -> None:
+    """Raises TypeError if a layer computes a loss from a batch.
+
+    TFF's `forward_pass` adds the losses of the layers outside of the graph that calls these.
+    """
+    try:
+        tf.function(model.forward_pass).get_concrete_function(model.input_spec)
+    except ValueError as error:
+        if type(error).__name__ != "InaccessibleTensorError":  # which has no public name
+            raise
+        raise TypeError(
+            "`model_fn` must return a model whose layers add no losses that depend on a batch, "
+            "which TFF cannot find: leave out `activity_regularizer` and calls of `add_loss` in "
+            "the `call` of a layer. Regularizers of weights are added. Or write a "
+            "`tff.learning.models.VariableModel` whose `forward_pass` adds such a loss. Received: "
+            f"{str(error).strip().splitlines()[-1]}"
+        ) from error
 
 
 def _check_spec(input_spec: Any) -> None:

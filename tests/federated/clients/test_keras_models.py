@@ -179,6 +179,16 @@ class Subclass(tf.keras.Model):
         return x
 
 
+class WithLoss(tf.keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(x))
+        return x
+
+
+def with_a_loss_of_a_batch():
+    return tf.keras.Sequential([tf.keras.Input([3]), WithLoss(), tf.keras.layers.Dense(1)])
+
+
 def with_a_loss_of_its_own():
     model = layers(1)
     model.add_loss(lambda: tf.reduce_sum(model.weights[0]))
@@ -196,6 +206,13 @@ def with_a_loss_of_its_own():
         (compiled(), SPEC, ValueError, "must be compiled with a loss"),
         (compiled(Subclass, loss="mse"), SPEC, TypeError, "does not state its inputs"),
         (compiled(with_a_loss_of_its_own, loss="mse"), SPEC, TypeError, "call `add_loss` in"),
+        (
+            compiled(lambda: layers(1, activity_regularizer="l1"), loss="mse"),
+            SPEC,
+            TypeError,
+            "leave out `activity_regularizer` .* Received: .*ActivityRegularizer",
+        ),
+        (compiled(with_a_loss_of_a_batch, loss="mse"), SPEC, TypeError, "in the `call` of a layer"),
         (compiled(loss="mse", weighted_metrics=["mae"]), SPEC, ValueError, "weighted_metrics"),
         (compiled(loss="mse", loss_weights=[2.0]), SPEC, ValueError, "loss_weights"),
         (compiled(loss="mse", metrics=[len]), SPEC, ValueError, "metrics .* must be names"),
