@@ -95,6 +95,7 @@ def _check(model: tf.keras.Model, input_spec: Any) -> None:
             f"subclass of `tf.keras.Model` does not state its inputs. Received: {model!r}"
         )
     _check_outputs(model, _labels(input_spec))
+    _check_lookups(model)
     _check_adapted(model)
     same = _cloned(model)
     if len(same.weights) != len(model.weights) or len(same.losses) != len(model.losses):
@@ -123,10 +124,30 @@ def _check_outputs(model: tf.keras.Model, labels: Any) -> None:
         )
 
 
+def _check_lookups(model: tf.keras.Model) -> None:
+    """Raises TypeError for layers that Keras cannot make anew in the graph of a client."""
+    for layer in _layers(model, tf.keras.layers.TextVectorization):  # it holds a `StringLookup`
+        raise TypeError(
+            "`model_fn` must return a model without `TextVectorization`, which Keras cannot make "
+            "in the graph of a client. Split texts into words in the clients' data sets, and take "
+            f"a `StringLookup(vocabulary=...)` in the model. Received: the layer {layer.name!r}"
+        )
+    for kind in (tf.keras.layers.StringLookup, tf.keras.layers.IntegerLookup):
+        for layer in _layers(model, kind):
+            config = layer.get_config()
+            if config["output_mode"] != "int" and not config["pad_to_max_tokens"]:
+                raise TypeError(
+                    f"A `{kind.__name__}` whose outputs are as wide as its vocabulary must know "
+                    "this width, since Keras makes the layer anew in the graph of a client: pass "
+                    "`max_tokens` and `pad_to_max_tokens=True`, or leave `output_mode` out and "
+                    "take a `CategoryEncoding` next. Received: "
+                    f"output_mode={config['output_mode']!r} in the layer {layer.name!r}"
+                )
+
+
 def _check_adapted(model: tf.keras.Model) -> None:
     """Raises TypeError if a layer was adapted in a way that its configuration does not have."""
     names = {
-        "TextVectorization": "vocabulary",  # first, since it holds a `StringLookup`
         "StringLookup": "vocabulary",
         "IntegerLookup": "vocabulary",
         "Discretization": "bin_boundaries",

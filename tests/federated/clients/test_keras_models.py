@@ -369,6 +369,28 @@ def test_adapted_layers_whose_settings_say_nothing_of_it_are_refused_with_a_cure
     converted(bins(bin_boundaries=[-1.0, 0.0, 1.0]), (SPEC[0], tf.TensorSpec([None, 5])))
 
 
+def encoded(layer):
+    def make():
+        x = tf.keras.Input([1], dtype=tf.string)
+        return tf.keras.Model(x, tf.keras.layers.Dense(1)(layer(x)))
+
+    return compiled(make, loss="mse")
+
+
+def test_lookups_that_no_client_can_make_are_refused_with_a_cure():
+    spec = (tf.TensorSpec([None, 1], tf.string), tf.TensorSpec([None, 1]))
+    text = tf.keras.layers.TextVectorization(vocabulary=["a"], output_mode="multi_hot")
+    with pytest.raises(TypeError, match="Split texts .* take a `StringLookup"):
+        converted(encoded(text), spec)
+    one_hot = {"vocabulary": ["a", "b"], "output_mode": "one_hot"}
+    with pytest.raises(TypeError, match="`max_tokens` .* `CategoryEncoding` next.*'one_hot'"):
+        converted(encoded(tf.keras.layers.StringLookup(**one_hot)), spec)
+    padded = tf.keras.layers.StringLookup(**one_hot, max_tokens=3, pad_to_max_tokens=True)
+    converted(encoded(padded), spec)
+    made, encoding = tf.keras.layers.StringLookup, tf.keras.layers.CategoryEncoding(3, "one_hot")
+    converted(encoded(tf.keras.Sequential([made(vocabulary=["a", "b"]), encoding])), spec)
+
+
 TWO_LABELS = (SPEC[0], (tf.TensorSpec([None, 2]), tf.TensorSpec([None, 3])))
 
 
