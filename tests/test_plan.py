@@ -690,25 +690,32 @@ def test_losses_of_images_may_have_no_other_axes(outputs):
     assert optimizer.ledger.segments == [(1.0, 24.0, 3)]
 
 
-class WithoutCall(tf.keras.Model):
-    """Autoencoders are often written like this: the step calls the parts."""
+class OwnStep(tf.keras.Model):
+    """Autoencoders are often written like this: the step computes all of the loss."""
 
     def __init__(self):
         super().__init__()
-        self.part = tf.keras.Sequential([tf.keras.Input(X.shape[1:]), tf.keras.layers.Dense(6)])
+        self.part = tf.keras.layers.Conv2D(1, 3, padding="same")
 
     def train_step(self, data):
         x, _, weights = tf.keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
-            losses = tf.reduce_sum(tf.square(self.part(x) - x), axis=1) * weights
+            losses = own_mean(x, self.part(x)) * weights
         self.optimizer.minimize(losses, self.trainable_variables, tape)
         return {"losses": tf.reduce_mean(losses)}
 
 
-def test_a_model_needs_no_call():
-    plan, model = planned(epochs=1), WithoutCall()
+class OwnStepAndCall(OwnStep):
+    def call(self, x):
+        return self.part(x)
+
+
+@pytest.mark.parametrize("kind", [OwnStep, OwnStepAndCall])
+def test_a_step_of_its_own_gets_a_weight_per_example(kind):
+    images = np.random.default_rng(0).normal(size=[N, 4, 4, 1]).astype("float32")
+    plan, model = planned(batch_size=24, epochs=1), kind()
     model.compile(plan.optimizer(dp.ADADP))
-    plan.fit(model, X, X, verbose=0)
+    plan.fit(model, images, images, verbose=0)
     assert model.optimizer.ledger.num_releases == plan.steps
 
 

@@ -253,14 +253,14 @@ def give_weights_axes_of_losses(model: keras.Model, batches: tf.data.Dataset) ->
 
     Returns:
       The batches with weights [B, 1, ...] for each output that has several losses per example.
-      Where structures of targets and outputs differ, or a model has no `call` because its
-      `train_step` calls its parts, the batches are as they were.
+      Where structures of targets and outputs differ, a model was compiled without a loss, or has no
+      `call`, since its `train_step` does all of it, the batches are as they were.
     """
     x, y, given = batches.element_spec
     aligned = 2 if GENERATION == 3 else 3  # axes of targets
     if all(len(spec.shape) < aligned for spec in tf.nest.flatten(y)):
         return batches
-    if type(model).call is keras.Model.call:
+    if not model.loss or type(model).call is keras.Model.call:
         return batches
     ranks = _ranks_of_losses(model, x, y)
     if not ranks or max(ranks) < 2:
