@@ -70,7 +70,7 @@ def is_clonable(layer: tf.keras.layers.Layer) -> bool:
 def is_called_once(layer: tf.keras.layers.Layer) -> bool:
     """Whether a layer, or another operation of a functional model, is called exactly once.
 
-    Then these are `layer.input` and `layer.output`.
+    Then `layer.input` and `layer.output` are those of this call.
     """
     return len(layer._inbound_nodes) == 1
 
