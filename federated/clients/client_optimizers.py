@@ -22,8 +22,6 @@ _HPARAMS = (LEARNING_RATE, TOLERANCE, ALPHA_MIN, ALPHA_MAX)
 # The rest of the state.
 _MINIBATCHES, _DISCARDED, _START = "minibatches", "discarded", "start"
 _BASE = "base"
-# Weights of a model for which leaving out some arithmetic saves more time than a branch takes.
-_WORTH_A_BRANCH = 2**18
 
 State = collections.OrderedDict
 
@@ -239,8 +237,7 @@ class _ADADP(tff.learning.optimizers.Optimizer):
             )
             return adapted, state[_DISCARDED] + tf.cast(discarded, tf.int32), kept
 
-        # One branch for all that only odd minibatches do, and by default none in it if the model is
-        # small: a branch costs more than the arithmetic of its step.
+        # One branch for all that only odd minibatches do: each costs time, even if it is not taken.
         odd = tf.equal(state[_MINIBATCHES] % 2, 1)
         rate, discarded, reached = tf.cond(odd, judged, unjudged)
         state = State(state)
@@ -351,9 +348,7 @@ def _shortened(starts: list, reached: list, share: tf.Tensor) -> list:
             for s, r in zip(starts, reached)
         ]
 
-    sizes = [s.shape.num_elements() for s in starts]
-    if None not in sizes and sum(sizes) < _WORTH_A_BRANCH:
-        return part_of_the_way()
+    # Early steps are whole ones, and a branch costs little even if they are not.
     return tf.cond(share < 1.0, part_of_the_way, lambda: reached)
 
 
