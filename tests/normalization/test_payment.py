@@ -6,6 +6,7 @@ import warnings
 import dp_accounting
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers.normalized import (
@@ -17,7 +18,7 @@ from tests.helpers.normalized import (
     model_of_layers,
     planned,
 )
-from tf_adaptive_dp._keras.generation import keras
+from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp.normalization import PrivateNormalization
 
 # The layer has quick tests with both versions of Keras.
@@ -324,6 +325,80 @@ def test_each_release_is_paid_for_once():
     model.layers[0].set_weights(adapted(x, 20.0).get_weights())
     with pytest.raises(ValueError, match=unpaid):
         plan.fit(model, x, y)
+
+
+def small_model(first, run_eagerly=False):
+    model = keras.Sequential([keras.Input([6]), first, keras.layers.Dense(2)])
+    optimizer = dp.DPSGD(1.0, 1.0, learning_rate=0.1, expected_batch_size=50)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    model.compile(optimizer, loss, run_eagerly=run_eagerly)
+    return model
+
+
+def trained(model, x, y):
+    model.fit(x, y, batch_size=50, steps_per_epoch=2, verbose=0)
+
+
+def trained_in_a_loop(model, x, y):
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = model.loss(y, model(x, training=True))
+        model.optimizer.minimize(loss, model.trainable_variables, tape=tape)
+
+    step(tf.constant(x[:50]), tf.constant(y[:50]))
+
+
+class Wrapped(keras.layers.Layer):
+    """A layer in which Keras finds no other, since it holds a function only."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self._apply = lambda x: layer(x)
+
+    def call(self, x):
+        return self._apply(x)
+
+
+@pytest.mark.parametrize(
+    ("kept_in", "train", "run_eagerly"),
+    [
+        (lambda layer: layer, trained, False),
+        pytest.param(
+            lambda layer: layer,
+            trained,
+            True,
+            marks=pytest.mark.skipif(GENERATION == 3, reason="Keras 3 trains in graphs only"),
+        ),
+        (lambda layer: layer, trained_in_a_loop, False),
+        (Wrapped, trained, False),
+    ],
+    ids=["fit", "eager fit", "loop", "hidden"],
+)
+def test_an_optimizer_alone_refuses_statistics_that_its_ledger_lacks(kept_in, train, run_eagerly):
+    x, y = data()
+    layer = adapted(x, 20.0)
+    model = small_model(kept_in(layer), run_eagerly)
+    weights = model.get_weights()
+    with pytest.raises(dp.NotPrivateError, match="not in the optimizer's ledger.*dp_event"):
+        train(model, x, y)
+    assert model.optimizer.ledger.num_releases == 0
+    for before, after in zip(weights, model.get_weights()):
+        np.testing.assert_array_equal(before, after)
+    if not run_eagerly:
+        (finding,) = dp.validate(model, (x[:4], y[:4])).findings
+        assert layer.name in finding.where + finding.what
+    model.optimizer.ledger.other_events += (layer.dp_event,)
+    train(model, x, y)
+    assert model.optimizer.ledger.num_releases > 0
+
+
+def test_statistics_that_a_loss_does_not_read_need_no_event():
+    x, y = data()
+    adapted(x, 20.0)(x)
+    model = small_model(keras.layers.Dense(3))
+    trained(model, x, y)
+    assert model.optimizer.ledger.num_releases == 2
 
 
 def test_an_event_of_side_information_pays_for_nothing_else():

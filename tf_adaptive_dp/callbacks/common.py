@@ -13,7 +13,7 @@ from tf_adaptive_dp._keras.models import callbacks_beside
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting.ledger import has_ledger, is_chosen_by_search
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.normalization import unpaid_in
+from tf_adaptive_dp.normalization import refuse_unpaid_in
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.validation.layer_findings import adapted_warning
@@ -56,16 +56,8 @@ class PrivateCallback(tf.keras.callbacks.Callback):
         Raises:
           NotPrivateError: if ε would leave their release out.
         """
-        optimizer = self.optimizer
-        layer = None if self.model is None else unpaid_in(self.model, optimizer)
-        if layer is not None:
-            raise NotPrivateError(
-                "The model has a `PrivateNormalization` whose release is not in the optimizer's "
-                "ledger, so epsilon would be too small. Before training, add it once for each "
-                "layer that was adapted: `optimizer.ledger.other_events += (layer.dp_event,)`; or "
-                f"train with `PrivacyPlan(normalize_inputs=True)`. Received: {layer.name!r} with "
-                f"{layer.dp_event!r}, other_events={optimizer.ledger.other_events!r}"
-            )
+        if self.model is not None:
+            refuse_unpaid_in(self.model, self.optimizer)
 
     def warn_before_training(self) -> None:
         """Warns, once in a call of `fit`, of releases that ε does not cover.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,13 @@ from tf_adaptive_dp.normalization.estimator import (
 )
 
 _ID_BITS = 52  # which float64 holds exactly
+# Those that were called, which training steps are searched for.
+_applied: weakref.WeakSet[PrivateNormalization] = weakref.WeakSet()
+
+
+def applied_normalizations() -> list[PrivateNormalization]:
+    """The layers of this process that were applied to something."""
+    return list(_applied)
 
 
 @keras.saving.register_keras_serializable("tf_adaptive_dp")
@@ -48,9 +56,9 @@ class PrivateNormalization(keras.layers.Layer):
         layer.adapt(x)
         optimizer.ledger.other_events += (layer.dp_event,)
 
-    If you forget this, `validate` says so, and `PrivacyMonitor` and `PrivacyBudget` raise
-    `NotPrivateError` before training. `HonestTuner` refuses such layers. An optimizer alone does
-    not notice them.
+    If you forget this, `validate` says so, and the optimizer raises `NotPrivateError` before the
+    first step of a model that contains the layer. `HonestTuner` refuses such layers. Nothing
+    notices a layer that is applied outside the model, in a `map` for example.
 
     `adapt` makes two rounds of three releases, with y = (x − mean) / stddev, at first x itself. For
     each example and feature j let m_j be the mean of y over all other axes, and r_j the root of the
@@ -187,6 +195,7 @@ class PrivateNormalization(keras.layers.Layer):
 
     def call(self, inputs: Any) -> Any:
         """(inputs - mean) / stddev."""
+        _applied.add(self)
         mean, stddev = (tf.reshape(v, self._keep) for v in (self.mean, self.stddev))
         return (tf.cast(inputs, self.compute_dtype) - mean) / stddev
 

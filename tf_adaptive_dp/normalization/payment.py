@@ -7,10 +7,13 @@ from collections.abc import Sequence
 import dp_accounting
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import captures, is_symbolic, outer_graph
 from tf_adaptive_dp._keras.layers import layers_within
+from tf_adaptive_dp._keras.models import running_models
+from tf_adaptive_dp._keras.variables import local_copies, native
 from tf_adaptive_dp.accounting.ledger import missing_events
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.normalization.layer import PrivateNormalization
+from tf_adaptive_dp.normalization.layer import PrivateNormalization, applied_normalizations
 from tf_adaptive_dp.side_information import provenance
 
 OF_OTHER_UNIT = (
@@ -85,3 +88,68 @@ def unpaid_in(
     """A layer in a model whose statistics the optimizer's ledger does not count; see above."""
     adapted = [layer for layer in normalizations_in(model) if layer.release_id]
     return first_unpaid(adapted, optimizer, optimizer.ledger.other_events)
+
+
+def refuse_unpaid_in(model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer) -> None:
+    """Raises if a model holds statistics that the optimizer's ledger does not count.
+
+    Raises:
+      NotPrivateError: if ε would leave their release out.
+    """
+    _refuse_unpaid(normalizations_in(model), optimizer)
+
+
+def refuse_unpaid_behind(
+    loss: tf.Tensor,
+    optimizer: tf.keras.optimizers.Optimizer,
+    apart_from: Sequence[PrivateNormalization] = (),
+) -> None:
+    """Raises if a loss depends on statistics that the optimizer's ledger does not count.
+
+    They are found wherever the layer is, by the variables that the functions around the loss read.
+    For an eager loss, only the layers of the models that are being trained are known.
+
+    Args:
+      loss: what the optimizer was given.
+      optimizer: the optimizer.
+      apart_from: layers that were looked at before.
+
+    Raises:
+      NotPrivateError: if ε would leave their release out.
+    """
+    if not applied_normalizations():
+        return
+    if is_symbolic(loss):
+        layers = _read_around(loss.graph)
+    else:
+        trained = [m for m in running_models() if getattr(m, "optimizer", None) is optimizer]
+        layers = [layer for model in trained for layer in normalizations_in(model)]
+    _refuse_unpaid([x for x in layers if all(x is not y for y in apart_from)], optimizer)
+
+
+def _read_around(graph: tf.Graph | None) -> list[PrivateNormalization]:
+    """The layers whose means a function reads, or one of those that it was made in."""
+    read: set[int] = set()
+    while graph is not None:
+        read.update(id(outside) for outside, _ in captures(graph))
+        graph = outer_graph(graph)
+
+    def is_read(layer: PrivateNormalization) -> bool:
+        return any(id(copy.handle) in read for copy in local_copies(native(layer.mean)))
+
+    return [layer for layer in applied_normalizations() if is_read(layer)]
+
+
+def _refuse_unpaid(
+    layers: Sequence[PrivateNormalization], optimizer: tf.keras.optimizers.Optimizer
+) -> None:
+    adapted = [layer for layer in layers if layer.release_id]
+    layer = first_unpaid(adapted, optimizer, optimizer.ledger.other_events)
+    if layer is not None:
+        raise NotPrivateError(
+            "The model has a `PrivateNormalization` whose release is not in the optimizer's "
+            "ledger, so epsilon would be too small. Before training, add it once for each "
+            "layer that was adapted: `optimizer.ledger.other_events += (layer.dp_event,)`; or "
+            f"train with `PrivacyPlan(normalize_inputs=True)`. Received: {layer.name!r} with "
+            f"{layer.dp_event!r}, other_events={optimizer.ledger.other_events!r}"
+        )

@@ -50,6 +50,7 @@ from tf_adaptive_dp.mechanism.padding import rows_of_padding
 from tf_adaptive_dp.mechanism.replicas import num_replicas, total
 from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
+from tf_adaptive_dp.normalization import refuse_unpaid_behind
 from tf_adaptive_dp.optimizers import checked_state, refusals, step_settings
 from tf_adaptive_dp.optimizers.given_loss import loss_and_variables
 from tf_adaptive_dp.optimizers.loss_scaling import LossScaling
@@ -354,8 +355,17 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             examples_per_user=self.examples_per_user,
         )
         note_optimizer(loss, self)
+        self.refuse_uncounted_statistics(loss)
         refusals.refuse_counting(self, source)
         return list(zip(self._release(source, variables), variables))
+
+    def refuse_uncounted_statistics(self, loss: tf.Tensor) -> None:
+        """Rejects a loss behind a `PrivateNormalization` whose release the ledger lacks.
+
+        Raises:
+          NotPrivateError: see above.
+        """
+        refuse_unpaid_behind(loss, self)
 
     def _prepare_step(self) -> None:
         """Rejects steps that cannot be private, whatever their loss is, and changes settings.

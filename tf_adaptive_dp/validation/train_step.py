@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable, NamedTuple
@@ -21,6 +22,7 @@ from tf_adaptive_dp.gradients.batch_axis.hidden import written_from_data
 from tf_adaptive_dp.gradients.frames import Frame
 from tf_adaptive_dp.gradients.jacobian import JacobianWarning
 from tf_adaptive_dp.gradients.watch import releases_within
+from tf_adaptive_dp.normalization import normalizations_in, refuse_unpaid_behind
 from tf_adaptive_dp.validation.diagnosis import added_loss_findings, diagnose, refusal
 from tf_adaptive_dp.validation.findings import Finding
 from tf_adaptive_dp.validation.layer_findings import has_own, path_finder
@@ -194,6 +196,10 @@ def _stand_in(model: tf.keras.Model, optimizer: Any, findings: list[Finding]) ->
         return _SearchingOptimizer(searched(_search))
     copy = optimizer.copy_to_inspect()
     copy.compute_gradients = searched(copy.compute_gradients)
+    # `statistics_findings` names the layers that Keras lists.
+    copy.refuse_uncounted_statistics = functools.partial(
+        refuse_unpaid_behind, optimizer=copy, apart_from=normalizations_in(model)
+    )
     return copy
 
 
