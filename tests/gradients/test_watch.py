@@ -133,3 +133,80 @@ def test_nothing_is_said_of_metrics_frozen_layers_and_models_that_are_not_built(
     model.build([None, 3])
     model.compile(dp.ADADP(1.0, 1.0), "mse")
     assert not said_by_fit(model)
+
+
+class TwoHeads(tf.keras.Model):
+    """Trains one head privately, and another one, which no private loss reads, without noise.
+
+    Args:
+      data: whether the second head sees the examples, or public numbers.
+    """
+
+    def __init__(self, data=True):
+        super().__init__()
+        self.data = data
+        self.heads = [tf.keras.Sequential([tf.keras.Input([3]), layers.Dense(2)]) for _ in range(2)]
+        self.plain = tf.keras.optimizers.SGD(0.1, momentum=0.9)
+        self.plain.build(self.heads[1].trainable_variables)
+
+    def call(self, x):
+        return self.heads[0](x) + self.heads[1](x)
+
+    def loss_of(self, head, x, y):
+        return tf.reduce_mean((self.heads[head](x) - y) ** 2, -1)
+
+    def step(self, optimizer, x, y):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(0, x, y)
+        optimizer.minimize(loss, self.heads[0].trainable_variables, tape)
+        with tf.GradientTape() as tape:
+            # How many examples there are is no data.
+            given = (x, y) if self.data else (tf.ones_like(x), tf.zeros_like(y))
+            loss = tf.reduce_mean(self.loss_of(1, *given))
+        trained = self.heads[1].trainable_variables
+        self.plain.apply_gradients(zip(tape.gradient(loss, trained), trained))
+
+    def train_step(self, data):
+        x, y, _ = tf.keras.utils.unpack_x_y_sample_weight(data)
+        self.step(self.optimizer, x, y)
+        return {"steps": tf.constant(1)}  # Keras 3 takes no empty logs
+
+
+def said_of_unreleased(function):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [str(w.message) for w in caught if "changes trainable weights by" in str(w.message)]
+
+
+def names_of(head):
+    """The names that a warning or a finding gives to the weights of a head."""
+    return {getattr(v, "path", v.name.split(":")[0]) for v in head.trainable_variables}
+
+
+def test_weights_that_another_optimizer_trains_on_the_data_without_noise_are_named():
+    model = TwoHeads()
+    model.compile(dp.DPSGD(1.0, 1.0, learning_rate=0.1))
+    (said,) = said_of_unreleased(lambda: model.fit(*BATCH, batch_size=4, verbose=0))
+    named = said.partition("gradients: ")[2].partition(". They")[0]
+    assert set(named.split(", ")) == names_of(model.heads[1])
+    report = dp.validate(model, tuple(part[:4] for part in BATCH))
+    found = [f.what for f in report.findings if "by data of its batches" in f.what]
+    assert not report.ok and len(found) == 2
+    assert {what.split(" changes ")[1].split(" by ")[0] for what in found} == names_of(
+        model.heads[1]
+    )
+
+
+def test_weights_trained_without_noise_are_named_in_a_loop_of_ones_own():
+    model, optimizer = TwoHeads(), dp.DPSGD(1.0, 1.0, learning_rate=0.1)
+    step = tf.function(model.step)
+    (said,) = said_of_unreleased(lambda: step(optimizer, *map(tf.constant, BATCH)))
+    assert all(name.rpartition("/")[2] in said for name in names_of(model.heads[1]))
+
+
+@pytest.mark.parametrize("kind", [dp.DPSGD, dp.DPAdam])
+def test_nothing_is_said_of_weights_that_are_trained_on_releases_or_public_data(kind):
+    model = TwoHeads(data=False)
+    model.compile(kind(1.0, 1.0, learning_rate=0.1))
+    assert not said_of_unreleased(lambda: model.fit(*BATCH, batch_size=4, verbose=0))

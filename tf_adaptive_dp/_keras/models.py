@@ -434,6 +434,14 @@ def untrained_weights(model: tf.keras.Model) -> list[tf.Variable]:
     return [v for v in weights if isinstance(v, tf.Variable) and id(v) not in of_metrics]
 
 
+def trained_weights(model: tf.keras.Model) -> list[tf.Variable]:
+    """The weights of a model that are trainable; none of one that is not built."""
+    try:
+        return [native(v) for v in model.trainable_weights]
+    except ValueError:  # as Keras 2 raises
+        return []
+
+
 def metric_variables(model: tf.keras.Model) -> list[tf.Variable]:
     """The state of a model's metrics, those of its loss included."""
     return [native(v) for metric in model.metrics for v in metric.variables]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.graphs import is_symbolic, outer_graph
-from tf_adaptive_dp._keras.models import running_models, untrained_weights
+from tf_adaptive_dp._keras.models import running_models, trained_weights, untrained_weights
 from tf_adaptive_dp._keras.tracebacks import level_of_caller, short_traceback
 from tf_adaptive_dp._keras.tracing import call_when_complete, is_function
 from tf_adaptive_dp._keras.variables import path_of
@@ -50,6 +50,11 @@ _STATISTICS = (
     "The training step writes data of its batches into weights that are saved with the model but "
     "not trained: {names}. They are statistics of private data without noise, and ε does not cover "
     "them. Leave them out, keep them in a metric, or reset them before you share the model."
+)
+_NOT_RELEASED = (
+    "The training step changes trainable weights by data of its batches, and not by released "
+    "gradients: {names}. They are trained without clipping and noise, and ε does not cover them. "
+    "Let the private optimizer train them too, or keep private data out of their loss."
 )
 
 
@@ -133,16 +138,25 @@ def _search(graph: tf.Graph) -> None:
         _refuse_shared_data(root, frames)
         _warn_of_several_optimizers(root, frames)
         if losses:
-            _warn_of_statistics(root)
+            _warn_of_unreleased_data(root)
 
 
-def _warn_of_statistics(root: Frame) -> None:
-    """Warns if the step writes data into weights that the model keeps, but does not train."""
-    weights = [v for model in running_models() for v in untrained_weights(model)]
-    found = written_from_data(root, weights) if weights else []
-    if found:
-        names = ", ".join(path_of(variable) for variable in found)
-        warnings.warn(_STATISTICS.format(names=names), stacklevel=level_of_caller())
+def _warn_of_unreleased_data(root: Frame) -> None:
+    """Warns if the step writes data into weights, other than by a release.
+
+    These are the weights of models that are running, and trainable variables that the step reads.
+    """
+    models = running_models()
+    untrained = [v for model in models for v in untrained_weights(model)]
+    trained = [v for model in models for v in trained_weights(model)]
+    trained += sorted((v for v in root.graph.variables if v.trainable), key=path_of)
+    kept = {id(v) for v in untrained}
+    distinct = {id(v): v for v in trained if id(v) not in kept}
+    for message, weights in (_STATISTICS, untrained), (_NOT_RELEASED, distinct.values()):
+        found = written_from_data(root, weights)
+        if found:
+            names = ", ".join(path_of(variable) for variable in found)
+            warnings.warn(message.format(names=names), stacklevel=level_of_caller())
 
 
 def _warn_of_several_optimizers(root: Frame, frames: list[Frame]) -> None:

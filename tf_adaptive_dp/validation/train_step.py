@@ -11,7 +11,7 @@ from typing import Any, Callable, NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.layers import is_compiled
-from tf_adaptive_dp._keras.models import traced_step, untrained_weights
+from tf_adaptive_dp._keras.models import traced_step, trained_weights, untrained_weights
 from tf_adaptive_dp._keras.tracebacks import raised
 from tf_adaptive_dp._keras.tracing import GraphTape
 from tf_adaptive_dp._keras.variables import path_of
@@ -125,8 +125,8 @@ def _trace(
     jacobians = [w.message for w in caught if isinstance(w.message, JacobianWarning)]
     # A step that creates variables, such as those of metrics, is traced twice.
     variables = {id(v): v for warning in jacobians for v in warning.variables}
-    statistics = _statistics(graph, model)
-    return TracedStep(statistics, not statistics, True, list(variables.values()))
+    unreleased = _statistics(graph, model) + (_not_released(graph, model) if private else [])
+    return TracedStep(unreleased, not unreleased, True, list(variables.values()))
 
 
 def _statistics(graph: tf.Graph, model: tf.keras.Model) -> list[Finding]:
@@ -142,6 +142,22 @@ def _statistics(graph: tf.Graph, model: tf.keras.Model) -> list[Finding]:
             fix,
         )
         for variable in written_from_data(Frame(graph), untrained_weights(model))
+    ]
+
+
+def _not_released(graph: tf.Graph, model: tf.keras.Model) -> list[Finding]:
+    """Names the layers that the step trains without the private optimizer."""
+    fix = "Let the private optimizer train it too, or keep private data out of its loss."
+    return [
+        Finding(
+            "not private",
+            path_finder(model)(path_of(variable)) or "model",
+            f"The training step changes {path_of(variable)} by data of its batches, and not by "
+            "released gradients: it is trained without clipping and noise, and ε does not cover "
+            "it.",
+            fix,
+        )
+        for variable in written_from_data(Frame(graph), trained_weights(model))
     ]
 
 

@@ -116,11 +116,14 @@ def written_from_data(root: Frame, variables: Iterable[tf.Variable]) -> list[tf.
     """
     writes = _by_state(root)
 
-    def is_written(variable: tf.Variable) -> bool:
-        states: set[Hashable] = {id(handle_of(copy)) for copy in local_copies(variable)}
+    def are_written(several: Iterable[tf.Variable]) -> bool:
+        copies = [copy for variable in several for copy in local_copies(variable)]
+        states: set[Hashable] = {id(handle_of(copy)) for copy in copies}
         return _writes_data(_DependencySearch(root), writes, states) is not None
 
-    return [variable for variable in variables if is_written(variable)]
+    variables = list(variables)
+    # One search for all of them is enough for almost every step.
+    return [v for v in variables if are_written([v])] if are_written(variables) else []
 
 
 def _writes_data(
