@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
-from tf_adaptive_dp._keras.generation import GENERATION
+from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp.accounting import BandedNoise
 from tf_adaptive_dp.accounting.ledger import Segment
 
@@ -26,13 +26,13 @@ def optimizer(**kwargs):
     return dp.DPSGD(1.0, 0.5, learning_rate=0.1, **kwargs)
 
 
-def train(of, weights, steps=1):
-    """So many steps in a `tf.function` of its own."""
+def train(of, weights, steps=1, frozen=()):
+    """So many steps in a `tf.function` of its own, whose loss reads frozen weights, too."""
 
     @tf.function
     def step(x):
         with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.linalg.matvec(x, w) for w in weights])
+            loss = tf.add_n([tf.linalg.matvec(x, w) for w in [*weights, *frozen]])
         of.minimize(loss, weights, tape)
 
     for _ in range(steps):
@@ -181,6 +181,45 @@ def test_weights_of_other_optimizers_are_not_meant():
         train(other, base)
     with told(7, (0.5, 4.0, 3), (0.5, 4.0, 4)):  # unfrozen
         train(optimizer(), [*head, *base])
+
+
+def test_releases_on_frozen_weights_that_the_loss_reads_are_told_once():
+    base, head, new = variables(1), variables(1), optimizer()
+    train(optimizer(), base, 3)
+    with told(3, (0.5, 4.0, 3)):
+        train(new, head, 2, frozen=base)
+    with silent():
+        train(new, head, frozen=base)
+        train(optimizer(), variables(1))  # whose loss does not read them
+
+
+def test_nothing_is_told_of_frozen_weights_whose_releases_the_ledger_holds():
+    base, head, old = variables(1), variables(1), optimizer()
+    with silent():
+        train(old, [*base, *head], 3)
+        new = carried_by_its_configuration(old)
+        train(new, head, 2, frozen=base)
+        train(carried_by_its_configuration(new), [*base, *head])
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("kind", ["a new head", "LoRA"])
+def test_a_model_on_a_frozen_base_that_was_trained_privately_is_told(kind):
+    layers = keras.layers
+    if kind == "LoRA" and GENERATION == 2:
+        pytest.skip("Keras 2 has no LoRA")
+    base = layers.Dense(6, activation="tanh")
+    old = compiled(keras.Sequential([keras.Input([6]), base, layers.Dense(3)]))
+    catalogue.fit(old)
+    if kind == "LoRA":
+        base.enable_lora(2)
+        base.bias.trainable = False
+    else:
+        base.trainable = False
+    model = compiled(keras.Sequential([keras.Input([6]), base, layers.Dense(3)]))
+    with told(4, (0.5, 8.0, 4)):
+        catalogue.fit(model)
+    assert model.optimizer.ledger.segments == [(0.5, 8.0, 4)]
 
 
 def test_copies_of_values_and_steps_that_were_only_traced_leave_nothing():

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import collections
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
-from tf_adaptive_dp._keras.variables import native
+from tf_adaptive_dp._keras.variables import local_copies, native
 from tf_adaptive_dp.accounting.ledger import Ledger, Segment, is_chosen_by_search, missing_events
 
 _ATTRIBUTE = "_ledgers_of_tf_adaptive_dp"
+# The variables that have this attribute, by the handles of their copies.
+_NOTED: weakref.WeakValueDictionary[Hashable, tf.Variable] = weakref.WeakValueDictionary()
 
 _NOT_COUNTED = (
     "These weights come from {count} that this optimizer's ledger does not include. If both use "
@@ -55,7 +58,9 @@ _CHOSEN_BY_SEARCH = (
 _EVENTS = " Add {events} to `optimizer.ledger.other_events`."
 
 
-def warn_of_earlier_releases(variables: Sequence[tf.Variable], ledger: Ledger) -> None:
+def warn_of_earlier_releases(
+    variables: Sequence[tf.Variable], ledger: Ledger, read: Iterable[Hashable] = ()
+) -> None:
     """Warns if variables were trained by releases that this ledger lacks.
 
     This happens after `model.compile` with a new optimizer, for example. It only warns and copies
@@ -65,20 +70,29 @@ def warn_of_earlier_releases(variables: Sequence[tf.Variable], ledger: Ledger) -
     Guarantee: each variable remembers its ledgers for as long as it lives. A later ledger is
     compared with the content of the earlier ones at that time. So within a process, the function
     reports all releases on one of the variables that `ledger` does not hold, once for each ledger.
-    It cannot see copied values (`set_weights`, files without the optimizer, clones), other
-    processes, optimizers without a ledger, or an optimizer that continues after its releases were
-    taken over.
+    When training begins, it also reports those on the variables that the loss reads, such as the
+    frozen ones of a model, but not of an eager step. It cannot see copied values (`set_weights`,
+    files without the optimizer, clones), other processes, optimizers without a ledger, or an
+    optimizer that continues after its releases were taken over.
 
     Args:
       variables: the variables to train.
       ledger: the ledger that counts their training from now on. Restore it first.
+      read: the handles that the loss reads, as `frames.Frame.handles` names them.
     """
     earlier: dict[int, _Noted] = {}
+    is_new = False  # the ledger for one of the variables
     for variable in variables:
         noted = getattr(variable, _ATTRIBUTE, ())
         if all(other.ledger is not ledger for other in noted):
             earlier.update((id(other.ledger), other) for other in noted)
             setattr(variable, _ATTRIBUTE, (*noted, _Noted(ledger, ledger.restorations)))
+            _NOTED.update((id(copy.handle), variable) for copy in local_copies(variable))
+            is_new = True
+    others = [_NOTED[handle] for handle in read if is_new and handle in _NOTED]
+    for variable in others:
+        noted = getattr(variable, _ATTRIBUTE)
+        earlier.update((id(o.ledger), o) for o in noted if o.ledger is not ledger)
     spent = {key: other.ledger.segments for key, other in earlier.items()}
     spent = {key: segments for key, segments in spent.items() if segments}
     apart = {key: s for key, s in spent.items() if not _are_alike(ledger, earlier[key].ledger)}
@@ -94,9 +108,12 @@ def warn_of_earlier_releases(variables: Sequence[tf.Variable], ledger: Ledger) -
     by_search = any(is_chosen_by_search(earlier[key].ledger) for key in spent)
     if by_search and not is_chosen_by_search(ledger):
         warnings.warn(_CHOSEN_BY_SEARCH, stacklevel=level_of_caller())
-    for variable in variables:
+    for variable in [*variables, *others]:
         noted = getattr(variable, _ATTRIBUTE)
-        setattr(variable, _ATTRIBUTE, tuple(o for o in noted if id(o.ledger) not in taken_over))
+        kept = tuple(o for o in noted if id(o.ledger) not in taken_over)
+        if len(kept) < len(noted) and all(o.ledger is not ledger for o in kept):
+            kept = (*kept, _Noted(ledger, ledger.restorations))  # which holds them for this one
+        setattr(variable, _ATTRIBUTE, kept)
     if missing:
         _warn(ledger, [earlier[key].ledger for key in missing])
 

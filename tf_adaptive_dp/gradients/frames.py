@@ -155,3 +155,16 @@ class Frame:
         if id(graph) not in self._outside:
             self._outside[id(graph)] = Frame(graph)
         return self._outside[id(graph)]
+
+
+def handles_read(tensor: tf.Tensor) -> set[Hashable]:
+    """The resources that a tensor is computed from, as `Frame.handles` names them.
+
+    Args:
+      tensor: any tensor; of an eager one nothing is known.
+    """
+    if not graphs.is_symbolic(tensor):
+        return set()
+    frame = Frame(tensor.graph)
+    inputs = {id(t): t for op in graphs.ancestors([tensor]) for t in op.inputs}
+    return {name for t in inputs.values() if t.dtype == tf.resource for name in frame.handles(t)}

@@ -33,6 +33,7 @@ from tf_adaptive_dp.accounting.earlier_releases import warn_of_earlier_releases
 from tf_adaptive_dp.accounting.ledger import Ledger
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.gradients.api import check_loss, check_method, per_example_gradients
+from tf_adaptive_dp.gradients.frames import handles_read
 from tf_adaptive_dp.gradients.released import completion, mark_released, vouch_for
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.gradients.watch import note_optimizer
@@ -340,7 +341,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         self._prepare_step()
         loss, variables, tape = loss_and_variables(loss, var_list, tape)
         check_loss(loss)
-        self._build_outside(variables)
+        self._build_outside(variables, loss)
         refusals.refuse_other_variables(self, variables)
         with tf.init_scope():
             expected_batch_size = self.expected_batch_size
@@ -459,12 +460,13 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         self._preconditioning.build_in(self, var_list)
         super().build(var_list)
 
-    def _build_outside(self, variables: Sequence[tf.Variable]) -> None:
+    def _build_outside(self, variables: Sequence[tf.Variable], loss: tf.Tensor) -> None:
         """Creates slots in the first step without having its `tf.function` traced twice."""
+        read = handles_read(loss)
         with _one_at_a_time(), uncounted_variables():
             self.build(variables)
             if tf.executing_eagerly():
-                warn_of_earlier_releases([native(v) for v in variables], self.ledger)
+                warn_of_earlier_releases([native(v) for v in variables], self.ledger, read)
 
     def is_between_steps(self) -> bool:
         """Whether side information may change now: not between the minibatches of one step."""
