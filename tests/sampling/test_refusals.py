@@ -206,6 +206,27 @@ def test_batches_refuse(make, error, message):
         make()
 
 
+SINGLE = tf.data.Dataset.from_tensor_slices(numbered(4))
+GIVING_COPIES = {
+    "repeat": SINGLE.repeat(3),
+    "repeat before other transformations": SINGLE.repeat(2).map(lambda *e: e).shuffle(8),
+    "a part of an endless repetition": SINGLE.repeat().take(10),
+    "concatenated with itself": SINGLE.concatenate(SINGLE),
+}
+
+
+@pytest.mark.parametrize("kind", GIVING_COPIES)
+def test_datasets_that_give_examples_several_times_are_refused(kind):
+    with pytest.raises(ValueError, match="`data` must give each example once.*`repeat`"):
+        dp.poisson_batches(GIVING_COPIES[kind], FEW)
+
+
+def test_datasets_in_parts_are_accepted():
+    parts = SINGLE.take(1).concatenate(SINGLE.skip(1)).repeat(1)
+    (inputs, _, _) = next(iter(dp.poisson_batches(parts, FEW)))
+    assert len(inputs) == 9
+
+
 def test_examples_of_other_shapes_are_refused_and_not_broadcast():
     examples = [(np.ones(4, np.float32), 0)] + [(np.ones(1, np.float32), 0)] * 20
     with pytest.raises(tf.errors.InvalidArgumentError, match="the shapes of the first one"):

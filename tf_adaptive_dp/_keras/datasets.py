@@ -18,3 +18,17 @@ def has_random_order(dataset: tf.data.Dataset) -> bool:
     if dataset.options().deterministic is False or "Shuffle" in type(dataset).__name__:
         return True
     return any(map(has_random_order, input_datasets(dataset)))
+
+
+def gives_copies(dataset: tf.data.Dataset) -> bool:
+    """Whether a data set, or one that it transforms, gives its elements more than once.
+
+    It sees `repeat` and what is concatenated with itself, but not what happens within functions,
+    nor that windows overlap.
+    """
+    kind, inputs = type(dataset).__name__, input_datasets(dataset)
+    if "Repeat" in kind and int(dataset._count) != 1:
+        return True
+    if "Concatenate" in kind and inputs[0] is inputs[1]:
+        return True
+    return any(map(gives_copies, inputs))

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.datasets import has_random_order
+from tf_adaptive_dp._keras.datasets import gives_copies, has_random_order
 
 _WHAT = "(x, y) or (x, y, sample_weight)"
 SINGLE_EXAMPLES = (
@@ -107,13 +107,20 @@ def read_examples(
       The examples in the structure of an element, one row each.
 
     Raises:
-      TypeError, ValueError: if the dataset is infinite, its elements are not (x, y) or
+      TypeError, ValueError: if the dataset is infinite or repeats, its elements are not (x, y) or
         (x, y, sample_weight), or their shapes differ.
     """
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
             f"`{name}` must be finite: Poisson sampling draws from all examples. Received: a "
             "`tf.data.Dataset` that repeats forever. Remove its `repeat()`."
+        )
+    if gives_copies(dataset):
+        raise ValueError(
+            f"`{name}` must give each example once: its copies would count as examples of others, "
+            "so that epsilon would be far too small. Received: a `tf.data.Dataset` with a "
+            "`repeat`, or that is concatenated with itself. Leave that out; the number of epochs "
+            "says how often examples are used."
         )
     examples = [preprocess(e) if preprocess else e for e in dataset.as_numpy_iterator()]
     if not examples:
