@@ -65,12 +65,22 @@ def parts_of_composites(graph: tf.Graph) -> list[tf.Tensor]:
     found, place = [], 0
     signature = getattr(graph, "structured_input_signature", None)
     for spec in tf.nest.flatten(signature) if signature else ():
-        count = len(tf.nest.flatten(spec, expand_composites=True))
-        if isinstance(spec, _COMPOSITES):
-            found += graph.inputs[place : place + count]
         # A value that is no tensor is part of the signature, but not of the graph.
-        place += count if isinstance(spec, tf.TypeSpec) else 0
+        parts = _are_parts(spec) if isinstance(spec, tf.TypeSpec) else []
+        found += [t for t, is_part in zip(graph.inputs[place:], parts) if is_part]
+        place += len(parts)
     return found
+
+
+def _are_parts(spec: tf.TypeSpec) -> list[bool]:
+    """Which of the tensors that make up a value belong to a sparse or ragged tensor in it."""
+    count = len(tf.nest.flatten(spec, expand_composites=True))
+    if isinstance(spec, tf.TensorSpec) or isinstance(spec, _COMPOSITES):
+        return [isinstance(spec, _COMPOSITES)] * count
+    # Such as the fields of an extension type, or the values of the replicas.
+    inside = tf.nest.flatten(spec._component_specs)
+    parts = [p for s in inside if isinstance(s, tf.TypeSpec) for p in _are_parts(s)]
+    return parts if len(parts) == count else [True] * count
 
 
 def spec_of_replicas(spec: tf.TypeSpec, num_replicas: int) -> tf.TypeSpec:

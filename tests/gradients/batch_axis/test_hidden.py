@@ -1,5 +1,7 @@
 """Mixing that does not show on the way from the data to the loss: state, gradients, sizes."""
 
+from typing import Union
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -358,6 +360,65 @@ def test_values_of_sparse_and_ragged_arguments_are_no_examples(kind):
 
     with pytest.raises(dp.NotPrivateError, match="is sparse or ragged"):
         step(SETS[kind](tf.constant(floats(4, 6))))
+
+
+class Rows(tf.experimental.ExtensionType):
+    values: Union[tf.SparseTensor, tf.RaggedTensor]
+    labels: tf.Tensor
+
+
+class Pair(tf.experimental.ExtensionType):
+    rows: Rows
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_values_of_sparse_and_ragged_fields_are_no_examples(kind):
+    w = tf.Variable(1.0)
+
+    @tf.function
+    def step(pair):
+        with tf.GradientTape() as tape:
+            loss = (w * pair.rows.values.values - 1.0) ** 2
+        return zoo.per_example_gradients(loss, [w], tape).squared_norms()
+
+    with pytest.raises(dp.NotPrivateError, match="is sparse or ragged"):
+        step(Pair(Rows(SETS[kind](tf.constant(floats(4, 6))), tf.zeros([4]))))
+
+
+def test_other_fields_hold_the_examples():
+    w = tf.Variable(1.0)
+
+    @tf.function
+    def step(rows):
+        with tf.GradientTape() as tape:
+            loss = (w * rows.labels - 1.0) ** 2
+        return zoo.per_example_gradients(loss, [w], tape).squared_norms()
+
+    labels = tf.constant(floats(4))
+    norms = step(Rows(SETS["ragged"](tf.constant(floats(4, 6))), labels))
+    np.testing.assert_allclose(norms, (2 * (labels - 1) * labels) ** 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", SETS)
+@pytest.mark.parametrize("passed", [True, False], ids=["passed", "captured"])
+def test_values_that_an_inner_function_receives_are_no_examples(kind, passed):
+    w, optimizer = tf.Variable(1.0), dp.DPSGD(1.0, 1.0)
+
+    def minimize(values):
+        with tf.GradientTape() as tape:
+            loss = (w * values - 1.0) ** 2
+        optimizer.minimize(loss, [w], tape)
+
+    @tf.function(autograph=False)
+    def step(rows):
+        if passed:
+            tf.function(minimize, autograph=False)(rows.values)
+        else:
+            tf.function(lambda: minimize(rows.values), autograph=False)()
+
+    with pytest.raises(dp.NotPrivateError, match="is sparse or ragged"):
+        step(SETS[kind](tf.constant(floats(4, 6))))
+    assert optimizer.ledger.num_releases == 0
 
 
 @pytest.mark.parametrize("kind", SETS)

@@ -12,6 +12,7 @@ from tf_adaptive_dp._keras.graphs import (
     DATA_SET_LOOPS,
     LOOPS,
     ancestors,
+    parts_of_composites,
     static_value,
 )
 from tf_adaptive_dp.errors import NotPrivateError
@@ -235,6 +236,8 @@ class _Arguments:
 
     def _fed(self, frame: Frame, tensor: tf.Tensor) -> Value:
         """The layout of an argument of the outermost function, or of what it captures."""
+        if any(tensor is part for part in parts_of_composites(frame.graph)):
+            return CrossExample(tensor.op, NO_BATCH_AXIS)
         _, is_data = frame.origins(tensor)
         return BatchAxis() if is_data or self._is_data(tensor) else DataIndependent()
 
