@@ -222,6 +222,16 @@ def test_a_model_on_a_frozen_base_that_was_trained_privately_is_told(kind):
     assert model.optimizer.ledger.segments == [(0.5, 8.0, 4)]
 
 
+def test_weights_that_were_validated_amid_their_training_remember_all_releases():
+    model = compiled(catalogue.mlp())
+    catalogue.fit(model)
+    dp.validate(model, tuple(part[:8] for part in catalogue.data()))
+    catalogue.fit(model)  # whose step is not traced anew
+    compiled(model)
+    with told(8, (0.5, 8.0, 8)):
+        catalogue.fit(model)
+
+
 def test_copies_of_values_and_steps_that_were_only_traced_leave_nothing():
     weights, copies = variables(), variables()
     train(optimizer(), copies, 2)

@@ -122,6 +122,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         self._loss_scaling = LossScaling(loss_scale)
         self._refused_state = checked_state.RefusedState()
         self._expects_padding = False
+        self._only_inspects = False
         self._mechanism = GaussianMechanism(
             l2_norm_clip=l2_norm_clip,
             noise_multiplier=noise_multiplier,
@@ -465,7 +466,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         read = handles_read(loss)
         with _one_at_a_time(), uncounted_variables():
             self.build(variables)
-            if tf.executing_eagerly():
+            if tf.executing_eagerly() and not self._only_inspects:
                 warn_of_earlier_releases([native(v) for v in variables], self.ledger, read)
 
     def is_between_steps(self) -> bool:
@@ -589,7 +590,10 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             self.ledger.other_events = events
         if information is not None:
             config["side_information"] = information
-        return type(self).from_config(config)
+        copy = type(self).from_config(config)
+        # The weights would remember its ledger in place of this one, and this one goes on.
+        copy._only_inspects = True
+        return copy
 
     def get_config(self) -> dict:
         """The arguments that make the same optimizer, and the ledger.
