@@ -264,8 +264,8 @@ def test_what_fit_cannot_take_is_refused_with_what_to_pass(case):
 
 def test_optimizers_that_are_not_the_plans_are_refused():
     plan, model = planned(), catalogue.mlp()
-    with pytest.raises(TypeError, match="`optimizer_class`.*make_dp_optimizer_class.*SGD"):
-        plan.optimizer(tf.keras.optimizers.SGD)
+    with pytest.raises(TypeError, match="`optimizer_class`.*make_dp_optimizer_class.*None"):
+        plan.optimizer(None)
     with pytest.raises(TypeError, match="set by the plan: pass it to .*: noise_multiplier=2.0"):
         plan.optimizer(dp.ADADP, noise_multiplier=2.0)
     with pytest.raises(TypeError, match="`expected_batch_size` is set by .*as `batch_size`.*=16"):
@@ -295,6 +295,27 @@ def test_optimizers_that_are_not_the_plans_are_refused():
         plan.fit(model_of(plan), X, Y, epochs=8, shuffle=True)
     with pytest.raises(ValueError, match="has trained no model yet"):
         plan.statement()
+
+
+ADAM = tf.keras.optimizers.Adam
+
+
+@pytest.mark.parametrize(
+    "given, private",
+    [
+        ("adam", "tf_adaptive_dp.DPAdam"),
+        (ADAM, "tf_adaptive_dp.DPAdam"),
+        (ADAM(), "tf_adaptive_dp.DPAdam"),
+        ("ADADP", "tf_adaptive_dp.ADADP"),
+        ("Nadam", "tf_adaptive_dp.make_dp_optimizer_class(tf.keras.optimizers.Nadam)"),
+    ],
+)
+def test_an_optimizer_of_keras_is_refused_with_the_private_class_to_pass(given, private):
+    with pytest.raises(TypeError) as error:
+        planned().optimizer(given)
+    assert f"here `{private}`; pass its other arguments" in str(error.value)
+    assert f"Received: optimizer_class={given!r}" in str(error.value)
+    assert planned().optimizer(eval(private, {"tf_adaptive_dp": dp, "tf": tf})).ledger
 
 
 class Stops(keras.callbacks.Callback):

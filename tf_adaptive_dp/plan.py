@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import dp_accounting
 import tensorflow as tf
 
-from tf_adaptive_dp import checks
+from tf_adaptive_dp import checks, optimizers
 from tf_adaptive_dp import report as reports
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting import calibration, composition, noise_strategies
@@ -43,6 +43,8 @@ _SET_IN_OPTIMIZER = {
     "num_microbatches": "leave it out, since its batches have none",
     "examples_per_user": "pass it to `PrivacyPlan(...)`, with `user_ids`",
 }
+# Classes in `keras.optimizers` that have no update rule of their own, in lower case.
+_NO_RULE = ("lossscaleoptimizer", "multioptimizer", "optimizer", "optimizermap")
 # The parts of ε that the normalization of inputs alone would spend, the usual one and the largest;
 # composed, they are far less. It gets more than usual if its noise exceeded a thousandth of the
 # number of examples: a feature that is in a twentieth of them is then hardly ever found.
@@ -359,9 +361,8 @@ class PrivacyPlan:
             )
         if not (isinstance(optimizer_class, type) and has_ledger(optimizer_class)):
             raise TypeError(
-                "`optimizer_class` must be an optimizer class of tf_adaptive_dp, such as "
-                "`tf_adaptive_dp.ADADP`; `make_dp_optimizer_class` makes one of a Keras "
-                f"class. Received: optimizer_class={optimizer_class!r}"
+                "`optimizer_class` must be an optimizer class of tf_adaptive_dp, "
+                f"{_class_to_pass(optimizer_class)}. Received: optimizer_class={optimizer_class!r}"
             )
         arguments = inspect.signature(optimizer_class).parameters
         if l2_norm_clip is not None:
@@ -709,6 +710,23 @@ class PrivacyPlan:
             "other_events": [repr(event) for event in self.other_events],
             "noise": noise_strategies.serialize(self.noise),
         }
+
+
+def _class_to_pass(given: Any) -> str:
+    """Which class to pass in place of a name, or of an optimizer of Keras."""
+    own = [name for name in optimizers.__all__ if has_ledger(getattr(optimizers, name))]
+    named = {name.lower(): f"tf_adaptive_dp.{name}" for name in own}
+    for name in dir(tf.keras.optimizers):
+        if name.lower() not in _NO_RULE and isinstance(getattr(tf.keras.optimizers, name), type):
+            made = f"tf_adaptive_dp.make_dp_optimizer_class(tf.keras.optimizers.{name})"
+            named[name.lower()] = named.get(f"dp{name.lower()}", made)
+    kind = given if isinstance(given, type) else type(given)
+    name = given if isinstance(given, str) else kind.__name__
+    if isinstance(given, str) or issubclass(kind, tf.keras.optimizers.Optimizer):
+        private = named.get(name.lower())
+        if private is not None:
+            return f"here `{private}`; pass its other arguments, such as `learning_rate`, by name"
+    return "such as `tf_adaptive_dp.ADADP`; `make_dp_optimizer_class` makes one of a Keras class"
 
 
 def _listed(callbacks: Any) -> list[keras.callbacks.Callback]:
