@@ -1,10 +1,15 @@
 """Errors about a user's model say what is wrong, and nothing around it."""
 
+import traceback
 import warnings
 
 import pytest
 import tensorflow as tf
 
+import tf_adaptive_dp as dp
+from tests.helpers import catalogue
+from tf_adaptive_dp._keras import tracebacks
+from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp._keras.tracebacks import level_of_caller, message_lines
 
 
@@ -37,3 +42,14 @@ def test_a_warning_names_the_line_outside_of_keras_and_tensorflow(monkeypatch, a
         namespace["call"](tf.zeros([2, 3]))
     lines = [(w.filename, w.lineno) for w in found if str(w.message) == "of a layer"]
     assert lines == [("users.py", 2)]
+
+
+@pytest.mark.skipif(GENERATION == 2, reason="AutoGraph adds its frames in Keras 2")
+def test_an_error_of_the_library_has_few_frames_above_it():
+    x, y = catalogue.data()
+    model = catalogue.mlp()
+    model.compile(dp.DPSGD(1.0, 1.0, num_microbatches=4), loss=catalogue.loss())
+    with pytest.raises(ValueError, match="Batches vary in size: .*Received: ") as error:
+        model.fit(x[:10], y[:10], batch_size=8, verbose=0)
+    frames = traceback.extract_tb(error.value.__traceback__)
+    assert [f.filename for f in frames if "tf_adaptive_dp/" in f.filename] == [tracebacks.__file__]

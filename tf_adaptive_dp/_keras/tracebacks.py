@@ -22,7 +22,9 @@ _BETWEEN = {__name__.split(".")[0], "contextlib", "keras", "tensorflow", "tf_ker
 
 
 def short_traceback(function: _Function) -> _Function:
-    """Leaves out the frames beneath a function from the traceback of a `NotPrivateError`.
+    """Leaves out the frames beneath a function from the traceback of an error of this library.
+
+    These are each `NotPrivateError`, and other errors that say what was received.
 
     `keras.config.disable_traceback_filtering()` in Keras 3, and
     `tf.debugging.disable_traceback_filtering()` in Keras 2, show them, as they show Keras's own.
@@ -35,8 +37,9 @@ def short_traceback(function: _Function) -> _Function:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except NotPrivateError as error:
-            if not _is_filtering():
+        except (NotPrivateError, TypeError, ValueError) as error:
+            is_own = isinstance(error, NotPrivateError) or "Received: " in str(error)
+            if not is_own or not _is_filtering():
                 raise
             found = error.with_traceback(None)
         raise found
