@@ -243,6 +243,12 @@ COMPILED = {
         P,
         NOT_COMPILED or 'Received: a scalar loss.*reduction="none"',
     ),
+    "strings": (
+        {},
+        lambda m: fit(m, y=np.array(["cat", "dog"], object)[Y % 2]),
+        T,
+        "must be numbers. Received: strings.*Number them before training",
+    ),
     "groups": ({"num_microbatches": 3}, fit, V, "`num_microbatches` must divide.*Received: 3"),
     "layer": ({"clipping": dp.PerLayerClipping({"hiden": 1.0})}, fit, V, "`shares` .*for hiden"),
     "eager": (

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.graphs import ancestors, is_symbolic
+from tf_adaptive_dp._keras.graphs import ancestors, is_symbolic, place_of
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp._keras.tracing import is_recording
 from tf_adaptive_dp._keras.variables import native, path_of
@@ -57,7 +57,7 @@ def check_loss(loss: tf.Tensor) -> None:
     Raises:
       NotPrivateError: for a scalar under eager execution, which has lost the losses of examples,
         and for a loss of rank 2 or more, whose entries are not examples.
-      TypeError: if it is not a tensor.
+      TypeError: if it is not a tensor, or its graph takes strings for numbers.
     """
     if not tf.is_tensor(loss):
         raise TypeError(f"`loss` must be a tensor of shape [B]. Received: loss={loss!r}")
@@ -81,6 +81,21 @@ def check_loss(loss: tf.Tensor) -> None:
             f"{loss.shape}. Reduce {axes} in the loss, for example "
             f"`tf.reduce_mean(loss, axis={list(range(1, rank))})`; axis 0 stays."
         )
+    if is_symbolic(loss):
+        _refuse_strings_as_numbers(loss)
+
+
+def _refuse_strings_as_numbers(loss: tf.Tensor) -> None:
+    """Raises TypeError for a conversion that TensorFlow adds to a graph, but cannot run."""
+    for op in ancestors([loss]):
+        if op.type == "Cast" and op.inputs[0].dtype == tf.string:
+            raise TypeError(
+                "Labels and inputs that enter the loss must be numbers. Received: strings, which "
+                f"{op.name} ({op.type}) {place_of(op)} would convert to "
+                f"{op.outputs[0].dtype.name}. Number them before training by a public list, as "
+                '`tf.keras.layers.StringLookup(vocabulary=["cat", "dog"], num_oov_indices=0)(y)` '
+                "does."
+            )
 
 
 def microbatch_means(loss: tf.Tensor, num_microbatches: int) -> tf.Tensor:
