@@ -98,6 +98,16 @@ def test_microbatches_must_divide_the_batch(run_eagerly):
     assert_refused(model, "num_microbatches` must divide the batch", ValueError)
 
 
+def test_a_smaller_last_batch_of_a_data_set_fails_because_of_the_microbatches():
+    model = catalogue.mlp()
+    model.compile(catalogue.make("DPSGD", num_microbatches=4), loss=catalogue.loss())
+    x, y = catalogue.data()
+    batches = tf.data.Dataset.from_tensor_slices((x[:10], y[:10])).batch(8)
+    # Keras does not know its size, and no reshaping into groups may fail first.
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must divide the batch"):
+        model.fit(batches, verbose=0)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("num_microbatches, sigma", [(4, 0.25), (8, 0.5)])
 def test_microbatches_count_with_twice_the_sensitivity(num_microbatches, sigma):

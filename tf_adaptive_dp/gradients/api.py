@@ -114,7 +114,10 @@ def microbatch_means(loss: tf.Tensor, num_microbatches: int) -> tf.Tensor:
       ValueError: if `num_microbatches` does not divide B.
       tf.errors.InvalidArgumentError: likewise when the step runs, if B is unknown before.
     """
-    message = f"`num_microbatches` must divide the batch. Received: {num_microbatches}"
+    message = (
+        "`num_microbatches` must divide the batch. Make all batches of a data set equal "
+        f"(`drop_remainder=True`). Received: {num_microbatches}"
+    )
     if loss.shape[0] is not None and loss.shape[0] % num_microbatches:
         raise ValueError(f"{message} for a batch of {loss.shape[0]} examples")
     size = tf.shape(loss)[0]
@@ -232,20 +235,23 @@ def per_example_gradients(
         if loss_scale != 1:
             loss *= tf.cast(loss_scale, loss.dtype)
     terms = [p.term for p in penalties]
+    # A batch that microbatches do not divide must fail there, not where something is reshaped.
+    checked = [] if num_microbatches is None or not is_symbolic(loss) else [loss.op]
     source: PerExampleGradients
-    if batch_axes is None or method == "materialized":
-        source = MaterializedGradients(loss, variables, tape, terms)
-    else:
-        source = TracedGradients(
-            loss,
-            variables,
-            tape,
-            batch_axes,
-            examples_per_row=(examples_per_user or 1) if num_microbatches is None else None,
-            penalties=terms,
-            only_rules=method == "traced",
-            paths=paths,
-        )
+    with tf.control_dependencies(checked):
+        if batch_axes is None or method == "materialized":
+            source = MaterializedGradients(loss, variables, tape, terms)
+        else:
+            source = TracedGradients(
+                loss,
+                variables,
+                tape,
+                batch_axes,
+                examples_per_row=(examples_per_user or 1) if num_microbatches is None else None,
+                penalties=terms,
+                only_rules=method == "traced",
+                paths=paths,
+            )
     if not any(source.connected):
         names = ", ".join(paths) or "none"
         raise ValueError(f"The loss depends on none of the variables. Received: {names}")
