@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -66,7 +67,9 @@ def with_tff_models(model_fn: Any, input_spec: Any = None) -> Any:
         return _converted(model, settings, input_spec)
 
     with tf.Graph().as_default():  # errors come now
-        _require_losses_that_tff_finds(of_tff())
+        model_of_tff = of_tff()
+        _require_layers_that_tff_calls(model_of_tff)
+        _require_metrics_that_tff_resets(model_of_tff)
     of_tff.initial_weights = (  # type: ignore[attr-defined]
         [weight.numpy() for weight in model.trainable_weights],
         [weight.numpy() for weight in model.non_trainable_weights],
@@ -207,23 +210,64 @@ def _are_close(first: list[Any], second: list[Any]) -> bool:
     return all(np.allclose(a, b, rtol=1e-3, atol=1e-6, equal_nan=True) for a, b in pairs)
 
 
-def _require_losses_that_tff_finds(model: tff.learning.models.VariableModel) -> None:
-    """Raises TypeError if a layer computes a loss from a batch.
+def _require_layers_that_tff_calls(model: tff.learning.models.VariableModel) -> None:
+    """Raises TypeError if TFF cannot compute the loss, or the metrics, of a batch in its graph.
 
-    TFF's `forward_pass` adds the losses of the layers outside of the graph that calls these.
+    Its `forward_pass` adds the losses of the layers outside of the graph that calls these. Keras
+    converts no control flow of its own layers there. And metrics whose variables come with the
+    first batch have none where TFF computes their results.
     """
+    before = {metric.name: len(metric.variables) for metric in model.get_metrics()}
     try:
         tf.function(model.forward_pass).get_concrete_function(model.input_spec)
-    except ValueError as error:
-        if type(error).__name__ != "InaccessibleTensorError":  # which has no public name
+    except (TypeError, ValueError) as error:
+        if type(error).__name__ == "InaccessibleTensorError":  # which has no public name
+            raise TypeError(
+                "`model_fn` must return a model whose layers add no losses that depend on a "
+                "batch, which TFF cannot find: leave out `activity_regularizer` and calls of "
+                "`add_loss` in the `call` of a layer. Regularizers of weights are added. Or write "
+                "a `tff.learning.models.VariableModel` whose `forward_pass` adds such a loss. "
+                f"Received: {str(error).strip().splitlines()[-1]}"
+            ) from error
+        if "Python control flow" not in str(error):
             raise
         raise TypeError(
-            "`model_fn` must return a model whose layers add no losses that depend on a batch, "
-            "which TFF cannot find: leave out `activity_regularizer` and calls of `add_loss` in "
-            "the `call` of a layer. Regularizers of weights are added. Or write a "
-            "`tff.learning.models.VariableModel` whose `forward_pass` adds such a loss. Received: "
-            f"{str(error).strip().splitlines()[-1]}"
-        ) from error
+            "`model_fn` must return a model whose layers decide nothing by the value of a tensor "
+            "with `if` or `while`, which Keras cannot convert in TFF's graph. Leave the layer out "
+            "(`UnitNormalization`, or a `kernel_constraint`, bounds weights too), or write it "
+            f"with `tf.cond` and `tf.where`. Received: {_layer_that_raised(error)}"
+        ) from None
+    late = [m.name for m in model.get_metrics() if len(m.variables) != before[m.name]]
+    if late:
+        raise TypeError(
+            "The metrics of the model that `model_fn` returns must create their variables in "
+            f"`__init__`, since TFF computes their results without a batch; {_BY_HAND}. Received: "
+            f"variables that come with the first batch in the metrics {', '.join(late)}"
+        )
+
+
+def _layer_that_raised(error: BaseException) -> str:
+    """The innermost layer among the calls that led to an error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    owners = [frame.f_locals.get("self") for frame in frames]
+    layers = [owner for owner in owners if isinstance(owner, tf.keras.layers.Layer)]
+    if not layers:
+        return str(error).strip().splitlines()[-1]
+    return f"the layer {layers[-1].name!r}, a `{type(layers[-1]).__name__}`"
+
+
+def _require_metrics_that_tff_resets(model: tff.learning.models.VariableModel) -> None:
+    """Raises TypeError for a metric whose `reset_state` does not work in TFF's graph."""
+    for metric in model.get_metrics():
+        try:
+            tf.function(metric.reset_state).get_concrete_function()
+        except RuntimeError as error:  # of `keras.backend.set_value`, which wants a session
+            raise TypeError(
+                "The metrics of the model that `model_fn` returns must reset their state by "
+                "`variable.assign(tf.zeros_like(variable))`, since TFF does so in a graph; "
+                f"{_BY_HAND}. Received: the metric {metric.name!r}, a `{type(metric).__name__}`, "
+                f"whose `reset_state` raises: {str(error).strip().splitlines()[-1]}"
+            ) from error
 
 
 def _check_spec(input_spec: Any) -> None:
@@ -364,7 +408,48 @@ def _metrics(compiled: Any, model: tf.keras.Model, labels: Any) -> list[Any]:
     if len(model.outputs) > 1:
         return _metrics_of_outputs(compiled, model, labels)
     compiled = [compiled] if isinstance(compiled, (str, Mapping)) else list(compiled)
-    return [_metric(one, model.outputs[0].shape, labels) for one in compiled]
+    predictions = model.outputs[0].shape
+    metrics = [_metric(one, predictions, labels) for one in compiled]
+    if not any(map(_needs_more_than_its_settings, metrics)):
+        return metrics
+    return [
+        functools.partial(_made, _resettable(type(m)), m.get_config(), labels.shape, predictions)
+        for m in metrics
+    ]
+
+
+def _needs_more_than_its_settings(metric: tf.keras.metrics.Metric) -> bool:
+    """Whether `_made` has more to do than to make a metric anew, as TFF would."""
+    return isinstance(metric, tf.keras.metrics.IoU) or not metric.built
+
+
+def _made(kind: Any, settings: dict[str, Any], *shapes: tf.TensorShape) -> tf.keras.metrics.Metric:
+    """A new metric with all of its variables.
+
+    Args:
+      kind: its class.
+      settings: what its `get_config` gave.
+      *shapes: those of a batch's labels and predictions.
+    """
+    metric = kind.from_config(settings)
+    if not metric.built:  # as `F1Score` and `R2Score`
+        metric.build(*shapes)
+    return metric
+
+
+def _resettable(kind: Any) -> Any:
+    """The class of a metric, whose `reset_state` must not need a session in a graph."""
+    if not issubclass(kind, tf.keras.metrics.IoU):
+        return kind
+
+    class Resettable(kind):
+        """See `_resettable`."""
+
+        def reset_state(self) -> None:
+            for variable in self.variables:
+                variable.assign(tf.zeros_like(variable))
+
+    return Resettable
 
 
 def _metrics_of_outputs(compiled: Any, model: tf.keras.Model, labels: Any) -> list[Callable]:
@@ -386,7 +471,9 @@ def _metrics_of_outputs(compiled: Any, model: tf.keras.Model, labels: Any) -> li
             # Keras puts the output's name before that of an object once it was used.
             shown = f"{name}_{metric.name.removeprefix(f'{name}_')}"
             settings = {**metric.get_config(), "name": shown}
-            made.append(functools.partial(_of_output(type(metric), index).from_config, settings))
+            shapes = labels[index].shape, model.outputs[index].shape
+            kind = _of_output(_resettable(type(metric)), index)
+            made.append(functools.partial(_made, kind, settings, *shapes))
     return made
 
 

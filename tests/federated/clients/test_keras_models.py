@@ -195,9 +195,49 @@ def with_a_loss_of_its_own():
     return model
 
 
+def with_spectral_normalization():
+    layer = tf.keras.layers.SpectralNormalization(tf.keras.layers.Dense(2), name="bounded")
+    return tf.keras.Sequential([tf.keras.Input([3]), layer])
+
+
+@tf.keras.saving.register_keras_serializable("test_keras_models")
+class Late(tf.keras.metrics.Metric):
+    """A metric that creates its variable with the first batch."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        if not self.weights:
+            self.add_weight("count", initializer="zeros")
+        self.weights[0].assign_add(1.0)
+
+    def result(self):
+        return tf.identity(self.weights[0])
+
+
+@tf.keras.saving.register_keras_serializable("test_keras_models")
+class InSession(tf.keras.metrics.MeanAbsoluteError):
+    """A metric whose state Keras resets in a session."""
+
+    def reset_state(self):
+        for variable in self.variables:
+            tf.keras.backend.set_value(variable, 0.0)
+
+
 @pytest.mark.parametrize(
     ("model_fn", "spec", "error", "message"),
     [
+        (
+            compiled(with_spectral_normalization, loss="mse"),
+            SPEC,
+            TypeError,
+            "decide nothing by the value.*the layer 'bounded', a `SpectralNormalization`",
+        ),
+        (compiled(loss="mse", metrics=[Late("late")]), SPEC, TypeError, "first batch.* late$"),
+        (
+            compiled(loss="mse", metrics=[InSession("slow")]),
+            SPEC,
+            TypeError,
+            "must reset their state by.*the metric 'slow', a `InSession`",
+        ),
         (compiled(loss="mse"), None, TypeError, "Pass `input_spec=client_data.element_type_str"),
         (compiled(loss="mse"), SPEC[:1], ValueError, "`input_spec` must have two parts"),
         (compiled(loss="mse"), [*SPEC], TypeError, r"`element_spec` .* a tuple .*Received: .*\["),
@@ -419,9 +459,10 @@ def of_two_outputs(metrics):
         {"a": "acc", "b": ["mae", tf.keras.metrics.AUC(name="area", num_thresholds=7)]},
         [["mse"], ["accuracy", "mae"]],
         [tf.keras.metrics.CategoricalAccuracy("right")],
+        {"b": [tf.keras.metrics.F1Score("macro"), tf.keras.metrics.OneHotMeanIoU(3)]},
         [],
     ],
-    ids=["names", "name", "by output", "in lists", "object", "none"],
+    ids=["names", "name", "by output", "in lists", "object", "built late", "none"],
 )
 def test_metrics_of_several_outputs_are_those_of_keras(metrics):
     keras, batch, expected = of_two_outputs(metrics)
@@ -439,6 +480,25 @@ def test_clients_report_the_metrics_of_several_outputs(context):
     data = tf.data.Dataset.from_tensors(batch)
     figures = round_of(lambda: keras, [data, data], input_spec=data.element_spec)[1]
     assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_clients_report_metrics_that_know_their_shapes_from_a_batch(context):
+    metrics = [
+        tf.keras.metrics.F1Score(),
+        tf.keras.metrics.R2Score(name="r2"),
+        tf.keras.metrics.OneHotMeanIoU(4, name="overlap"),
+    ]
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=[8, 3]), np.eye(4)[rng.integers(0, 4, 8)]
+    model_fn = compiled(lambda: layers(activation="sigmoid"), loss="mse", metrics=[*metrics, "mae"])
+    model = model_fn()
+    model.set_weights([rng.normal(size=w.shape) for w in model.get_weights()])
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    batch = tf.cast(x, tf.float32), tf.cast(y, tf.float32)
+    data = tf.data.Dataset.from_tensors(batch)
+    figures = round_of(lambda: model, [data, data], input_spec=data.element_spec)[1]
+    for name in ("f1_score", "r2", "overlap", "mae"):
+        np.testing.assert_allclose(figures[name], expected[name], rtol=1e-4)
 
 
 def by_name():
