@@ -48,8 +48,21 @@ def categories(mode):
     return lambda: layers.CategoryEncoding(num_tokens=10, output_mode=mode)
 
 
+def crossed(**kwargs):
+    """Crosses two columns of the input."""
+
+    def make():
+        layer = layers.HashedCrossing(7, **kwargs)
+        return lambda x: layer((x[:, :1], x[:, 1:]))
+
+    return make
+
+
 # Layers with an input.
 CASES = {
+    "strings, crossed": (crossed(output_mode="one_hot"), STRINGS),
+    "numbers, crossed": (crossed(output_mode="one_hot"), NUMBERS),
+    "strings, crossed, indices": (lambda: embedded(crossed()()), STRINGS),
     "texts, counted": (texts(output_mode="count"), TEXTS),
     "numbers, one hot": (numbers(output_mode="one_hot"), NUMBERS[:, :1]),
     "texts, indices": (
@@ -178,8 +191,40 @@ def of_all_words(x):
     return split(x).with_values(hashed(pairs))
 
 
+def cross(*columns):
+    return tf.sparse.cross_hashed([*columns], 7)
+
+
+def as_numbers(found, **kwargs):
+    return tf.cast(tf.ensure_shape(tf.sparse.to_dense(found, **kwargs), [None, 1]), tf.float32)
+
+
+def crossed_elsewhere(x):
+    """Crossed features in the row of the next example."""
+    found = cross(x, x)
+    indices = tf.roll(found.indices, 1, 0)
+    return as_numbers(
+        tf.SparseTensor(indices, found.values, found.dense_shape), validate_indices=False
+    )
+
+
 # Each returns numbers [B, any]; they look like what is accepted.
 LEAKS = {
+    "crossed with other texts": lambda x: as_numbers(cross(x, tf.reverse(x, [0]))),
+    "crossed with public texts of each row": lambda x: as_numbers(
+        cross(x, tf.constant([["a"], ["b"], ["c"], ["d"]]))
+    ),
+    "crossed, in the next row": crossed_elsewhere,
+    "places of crossed texts": lambda x: (
+        tf.cast(cross(x, x).indices, tf.float32) * dense(ids(x), 2)
+    ),
+    "the number of crossed texts": lambda x: (
+        dense(ids(x)) * tf.cast(cross(x, x).dense_shape[0], tf.float32)
+    ),
+    "crossed, filled up with another": lambda x: as_numbers(
+        cross(x, x), default_value=cross(x, x).values[0]
+    ),
+    "crossed words": lambda x: as_numbers(cross(tf.concat([x, x], 1), x)),
     "padded to the longest text": lambda x: dense(ids(x), None),
     "counted up to the largest of the batch": lambda x: counts(ids(x), minlength=2, maxlength=5),
     "filled up with the largest of the batch": lambda x: dense(
@@ -241,6 +286,7 @@ def test_what_looks_alike_and_leaks_is_refused(name):
 def test_the_same_without_the_leak_is_accepted():
     weight = tf.Variable(0.5)
     for encode in (
+        lambda x: as_numbers(cross(x, x)),
         lambda x: dense(ids(x)),
         lambda x: counts(ids(x), minlength=5, maxlength=5),
         lambda x: counts(ids(x), minlength=5, maxlength=5, binary_output=True),

@@ -181,3 +181,33 @@ def _behind_casts(tensor: tf.Tensor) -> tf.Tensor:
 
 def _is_empty(tensor: tf.Tensor) -> bool:
     return tensor.shape.num_elements() == 0
+
+
+# --- crossed features, as in `HashedCrossing` -----------------------------------------------------
+
+
+@register_layout("SparseCross")
+@unless_cross_example
+def cross(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
+    """Crosses the features of each row; returns the places of the results, these, and a shape.
+
+    Dense inputs [B, 1] give one result per row, in the order of the rows.
+    """
+    columns = [t.shape.rank == 2 and t.shape[1] == 1 for t in op.inputs]
+    rows = [batch_axes[t] == BatchAxis() and batch_axes.depends(t) for t in op.inputs]
+    if op.get_attr("N") or not all((*columns, *rows)):
+        return CrossExample(op, "crosses features that are not dense columns of the batch")
+    places = CrossExample(op, "says where in the batch the crossed features are")
+    return [places, BatchAxis(), places]
+
+
+@register_layout("SparseToDense")
+def to_dense(op: tf.Operation, batch_axes: BatchAxes) -> Value:
+    """Puts crossed features where `cross` says that they are; nothing else is known."""
+    places, shape, values, default = op.inputs
+    made = values.op
+    crossed = made.type == "SparseCross" and batch_axes[values] == BatchAxis()
+    own = crossed and values is made.outputs[1] and not batch_axes.depends(default)
+    if own and places is made.outputs[0] and shape is made.outputs[2]:
+        return BatchAxis()
+    return CrossExample(op, "puts values into rows that may not be those of the examples")

@@ -102,6 +102,8 @@ class BatchAxes:
         if isinstance(layout, BatchAxis) and layout.axis == axis:
             return product([self.batch_size, layout.outer, layout.inner])
         op = tensor.op
+        if op.type == "SparseToDense" and isinstance(layout, BatchAxis):
+            return Size(1)  # a column of crossed features, see `ragged.to_dense`
         if op.type == "Transpose":
             order = static_value(op.inputs[1])
             if order is not None:
