@@ -94,6 +94,19 @@ def test_hinge_losses_of_keras_have_a_loss_to_take_their_place(loss):
     model.fit(x, y, batch_size=8, verbose=0)
 
 
+@pytest.mark.skipif(GENERATION == 2, reason="Keras 2 has no such layers")
+@pytest.mark.parametrize("kind", ["RandAugment", "MixUp", "RandomElasticTransform"])
+def test_layers_that_augment_several_images_are_sent_to_the_data_set(kind):
+    images, labels = tf.random.uniform([4, 6, 6, 3]), tf.range(4)
+    augment = getattr(tf.keras.layers, kind)(name="the_culprit")
+    layers = [augment, tf.keras.layers.Flatten(), tf.keras.layers.Dense(4)]
+    model = tf.keras.Sequential([tf.keras.Input([6, 6, 3]), *layers])
+    model.compile(dp.DPSGD(1.0, 1.0, expected_batch_size=4), loss=catalogue.loss())
+    with pytest.raises(dp.NotPrivateError, match="the_culprit', which .* in the data set") as error:
+        model.fit(images, labels, batch_size=4, verbose=0)
+    assert str(error.value).endswith(advice._PREPROCESS)
+
+
 def test_a_loss_is_not_called_a_layer():
     def compares(labels, logits):
         return tf.square(logits[:, 0] - tf.reduce_mean(logits[:, 0]))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.graphs import ancestors, layer_path
+from tf_adaptive_dp.gradients.batch_axis.operation_types import VARIABLE_READS
+
 NORMALIZE = (
     "Replace the batch normalization by `tf.keras.layers.GroupNormalization` or "
     "`LayerNormalization` (`tf_adaptive_dp.validate(model, batch, fix=True)` replaces each "
@@ -42,6 +45,11 @@ _OWN = (
     "Compute entry i from example i alone, with the batch as an axis of its own; or, if it depends "
     "on the data only, before training, in `dataset.map`."
 )
+_PREPROCESS = (
+    "The layer prepares inputs, and looks at several examples for that, as RandAugment, MixUp and "
+    "CutMix do. Leave it out of the model. If it also makes sense for one example, apply it to "
+    "each on its own in the data set: `dataset.map` before `batch`, or `tf.map_fn` in batches."
+)
 _HINGE = (
     "Keras's hinge losses look at all labels of a batch. With labels of -1 and 1, use "
     "`lambda y, z: tf.reduce_mean(tf.maximum(1.0 - y * z, 0.0), axis=-1)`, squared or not."
@@ -75,7 +83,15 @@ def advice(op: tf.Operation, why: str) -> str:
         return NORMALIZE
     if {"hinge", "squared_hinge"}.intersection(op.name.split("/")):
         return _HINGE
+    if layer_path(op.name) is not None and not _reads_weights(op):
+        return _PREPROCESS
     fix = next((fix for words, fix in _BY_WORDS if any(w in why for w in words)), _OWN)
     if fix == _REDUCE and op.inputs[0].shape.rank == 1:
         return _REDUCE_NOTHING
     return fix
+
+
+def _reads_weights(op: tf.Operation) -> bool:
+    """Whether what an operation does depends on weights; the state of random numbers is integer."""
+    reads = [o for o in ancestors(op.outputs) if o.type in VARIABLE_READS]
+    return any(t.dtype.is_floating for o in reads for t in o.outputs)
