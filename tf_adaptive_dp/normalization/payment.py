@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import dp_accounting
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.graphs import captures, is_symbolic, outer_graph
+from tf_adaptive_dp._keras.graphs import is_symbolic
 from tf_adaptive_dp._keras.layers import layers_within
 from tf_adaptive_dp._keras.models import running_models
 from tf_adaptive_dp._keras.variables import local_copies, native
 from tf_adaptive_dp.accounting.ledger import missing_events
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.frames import handles_read
 from tf_adaptive_dp.normalization.layer import PrivateNormalization, applied_normalizations
 from tf_adaptive_dp.side_information import provenance
 
@@ -106,7 +107,7 @@ def refuse_unpaid_behind(
 ) -> None:
     """Raises if a loss depends on statistics that the optimizer's ledger does not count.
 
-    They are found wherever the layer is, by the variables that the functions around the loss read.
+    They are found wherever the layer is, by the variables that the loss is computed from.
     For an eager loss, only the layers of the models that are being trained are known.
 
     Args:
@@ -120,19 +121,16 @@ def refuse_unpaid_behind(
     if not applied_normalizations():
         return
     if is_symbolic(loss):
-        layers = _read_around(loss.graph)
+        layers = _read_by(loss)
     else:
         trained = [m for m in running_models() if getattr(m, "optimizer", None) is optimizer]
         layers = [layer for model in trained for layer in normalizations_in(model)]
     _refuse_unpaid([x for x in layers if all(x is not y for y in apart_from)], optimizer)
 
 
-def _read_around(graph: tf.Graph | None) -> list[PrivateNormalization]:
-    """The layers whose means a function reads, or one of those that it was made in."""
-    read: set[int] = set()
-    while graph is not None:
-        read.update(id(outside) for outside, _ in captures(graph))
-        graph = outer_graph(graph)
+def _read_by(loss: tf.Tensor) -> list[PrivateNormalization]:
+    """The layers whose means a symbolic loss is computed from."""
+    read = handles_read(loss)
 
     def is_read(layer: PrivateNormalization) -> bool:
         return any(id(copy.handle) in read for copy in local_copies(native(layer.mean)))
