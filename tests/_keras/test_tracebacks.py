@@ -10,7 +10,7 @@ import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tf_adaptive_dp._keras import tracebacks
 from tf_adaptive_dp._keras.generation import GENERATION
-from tf_adaptive_dp._keras.tracebacks import level_of_caller, message_lines
+from tf_adaptive_dp._keras.tracebacks import level_of_caller, message_lines, raised
 
 
 class Fails(tf.keras.layers.Layer):
@@ -22,6 +22,30 @@ def test_what_keras_adds_behind_a_message_is_left_out():
     with pytest.raises(ValueError, match="[Aa]rguments received by") as error:
         Fails()(tf.zeros([2, 3]))
     assert message_lines(error.value)[-2:] == ["`units` must be positive.", "Received: 0"]
+
+
+class HoldsOneThatFails(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = Fails()
+
+    def call(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("make", [Fails, HoldsOneThatFails])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_raised_is_said_without_the_layer_and_the_way_to_it(make, compiled):
+    call = tf.function(make()) if compiled else make()
+    with pytest.raises(ValueError, match="Exception encountered when calling") as error:
+        call(tf.zeros([2, 3]))
+    assert raised(error.value) == "ValueError: `units` must be positive."
+
+
+@pytest.mark.parametrize("message", ["", "One.\nTwo."])
+def test_what_is_raised_is_said_in_one_line(message):
+    assert raised(KeyError()) == "KeyError: "
+    assert raised(ValueError(message)) == f"ValueError: {message[:4]}"
 
 
 class Warns(tf.keras.layers.Layer):

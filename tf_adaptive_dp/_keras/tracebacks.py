@@ -17,6 +17,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # Keras lists the arguments of a call behind its message, and Keras 3 prints the message in bold.
 _ARGUMENTS = re.compile("(?:Call a|A)rguments received by")
 _BOLD = re.compile(r"\x1b\[\d*m")
+# How Keras begins the message of an error that a layer raised.
+_OF_A_LAYER = "Exception encountered when calling"
 # The packages between a warning and the user's line: this one, and what calls it or its functions.
 _BETWEEN = {__name__.split(".")[0], "contextlib", "keras", "tensorflow", "tf_keras"}
 
@@ -73,14 +75,19 @@ def message_lines(error: Exception) -> list[str]:
 def raised(error: Exception) -> str:
     """The type of an error and the line of its message that says most.
 
-    AutoGraph puts the way to the place where it was raised before the message.
+    AutoGraph puts the way to the place where it was raised before the message, and Keras the layer.
 
     Args:
       error: see `message_lines`.
     """
-    lines = message_lines(error)
-    named = [line for line in lines if "Error: " in line]
-    return named[-1] if named else f"{type(error).__name__}: {lines[0] if lines else ''}"
+    kind, lines = type(error).__name__, message_lines(error)
+    for place, line in reversed(list(enumerate(lines))):
+        before, is_named, message = line.partition("Error: ")
+        if is_named:
+            kind, lines = f"{before}Error", [message, *lines[place + 1 :]]
+            break
+    said = (line for line in lines if not line.startswith(_OF_A_LAYER))
+    return f"{kind}: {next(said, '')}"
 
 
 def _is_between(frame: types.FrameType) -> bool:

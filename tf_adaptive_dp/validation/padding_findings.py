@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.models import give_weights_axes_of_losses
-from tf_adaptive_dp._keras.tracebacks import message_lines
+from tf_adaptive_dp._keras.tracebacks import raised
 from tf_adaptive_dp.validation.findings import Finding
 from tf_adaptive_dp.validation.per_example import losses_of_step
 
@@ -41,9 +41,7 @@ def padding_findings(model: tf.keras.Model, optimizer: Any, batch: tuple) -> lis
             model, batch, expected, getattr(optimizer, "examples_per_user", None) or 1
         )
     except Exception as error:  # noqa: BLE001, whatever a user's model raises on weights
-        said = "".join(message_lines(error)[-1:])
-        what = f"{_UNKNOWN}{type(error).__name__}: {said}"
-        return [Finding("padding", "loss", what, _FIX, "warning")]
+        return [Finding("padding", "loss", f"{_UNKNOWN}{raised(error)}", _FIX, "warning")]
     if not contributes:
         return []
     certain = optimizer.expects_padding
