@@ -15,7 +15,7 @@ import tensorflow as tf
 from tf_adaptive_dp import checks, optimizers
 from tf_adaptive_dp import report as reports
 from tf_adaptive_dp._keras.generation import keras
-from tf_adaptive_dp.accounting import calibration, composition, noise_strategies
+from tf_adaptive_dp.accounting import accountants, calibration, noise_strategies
 from tf_adaptive_dp.accounting.ledger import has_ledger, missing_events
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
@@ -214,7 +214,7 @@ class PrivacyPlan:
         warn_of_large_delta(self.delta, self._num_units, unit, stacklevel=2)
         self.batch_size = checks.integer("batch_size", batch_size, 1)
         self.epochs = checks.integer("epochs", epochs, 1)
-        self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
+        self.accountant = checks.choice("accountant", accountant, accountants.ACCOUNTANTS)
         self.other_events = tuple(other_events)
         self.normalize_inputs = checks.boolean("normalize_inputs", normalize_inputs)
         if epsilon is not None:

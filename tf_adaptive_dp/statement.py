@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import dp_accounting
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.composition import is_unprotected, unprotected
+from tf_adaptive_dp.accounting import accountants, composition
+from tf_adaptive_dp.accounting.accountants import is_unprotected, unprotected
 from tf_adaptive_dp.accounting.ledger import (
     BatchChecks,
     Segment,
@@ -609,7 +609,7 @@ def why_not_private(
     causes = [f"the release {event} provides no protection" for event in unprotected(events)]
     # Replace-one adjacency halves the noise multiplier, so it reaches the minimum at twice the
     # value.
-    noiseless = any(s.noise_multiplier < 2 * composition.MIN_NOISE_MULTIPLIER for s in segments)
+    noiseless = any(s.noise_multiplier < 2 * accountants.MIN_NOISE_MULTIPLIER for s in segments)
     most = getattr(sampling, "max_batch_size", None)
     if noiseless or (not causes and most is None):
         causes.insert(0, "something was released without noise")

@@ -9,7 +9,7 @@ import dp_accounting
 from federated.privacy.client_sampling import EveryClient, check_sampling, described
 from federated.privacy.user_ledger import UserLedger
 from tf_adaptive_dp import checks, statement
-from tf_adaptive_dp.accounting import composition as central
+from tf_adaptive_dp.accounting.accountants import Counts, composed_epsilon
 from tf_adaptive_dp.accounting.composition import epsilon_without_amplification
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
@@ -235,19 +235,19 @@ def check_drawn(ledger: UserLedger, sampling: draws.Sampling) -> None:
 
 
 def _epsilon_of_trees(ledger: UserLedger, delta: float, accountant: str) -> float:
-    counts: central.Counts = {}
+    counts: Counts = {}
     for steps, count in ledger.trees.items():
         # ⌈log₂(steps + 1)⌉ nodes, at most, have one leaf of the tree below them.
         release = (ledger.privacy.noise_multiplier / math.sqrt(steps.bit_length()), 1.0)
         counts[release] = counts.get(release, 0) + count
-    return central.composed_epsilon(counts, ledger.non_tree_events, delta, accountant)
+    return composed_epsilon(counts, ledger.non_tree_events, delta, accountant)
 
 
 def _epsilon_of_sequences(ledger: UserLedger, delta: float, accountant: str) -> float:
-    counts: central.Counts = {}
+    counts: Counts = {}
     if ledger.sequences:
         counts[ledger.privacy.noise_multiplier / ledger.banded_sensitivity, 1.0] = 1
-    return central.composed_epsilon(counts, ledger.non_tree_events, delta, accountant)
+    return composed_epsilon(counts, ledger.non_tree_events, delta, accountant)
 
 
 def _claim(

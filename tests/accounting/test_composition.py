@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import math
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ from dp_accounting import pld, rdp
 from scipy.stats import norm
 
 from tests.helpers import tf_privacy
-from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.accounting import accountants
 from tf_adaptive_dp.accounting.composition import dp_event, epsilon, epsilon_spent, releases_left
 from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
 from tf_adaptive_dp.sampling import sampling_epsilon
@@ -130,13 +129,13 @@ def test_pld_promises_nothing_beyond_its_arithmetic():
     for delta in (1e-9, 1e-11, 1e-14):
         by_pld = epsilon(200.0, 1, 10_000, delta, "pld")
         assert delta_of_gaussian(2.0, by_pld) <= delta * (1 + 1e-6), delta
-        if delta < composition.PLD_MIN_DELTA:
+        if delta < accountants.PLD_MIN_DELTA:
             assert by_pld == epsilon(200.0, 1, 10_000, delta)
 
 
 @pytest.mark.parametrize(
     ("noise_multiplier", "sampling_probability", "steps"),
-    [(0.1, 0.9, 3), (1.0, 1e-5, composition.PLD_MAX_RELEASES + 1)],
+    [(0.1, 0.9, 3), (1.0, 1e-5, accountants.PLD_MAX_RELEASES + 1)],
 )
 def test_pld_leaves_to_rdp_what_would_exhaust_the_machine(
     noise_multiplier, sampling_probability, steps
@@ -351,9 +350,9 @@ def test_the_search_stops_at_two_to_the_31(accountant):
 
 
 def test_the_search_computes_the_divergence_of_a_release_once():
-    before = composition._rdp_of_release.cache_info().misses
+    before = accountants._rdp_of_release.cache_info().misses
     releases_left(fake_ledger(), 2.345678, 200, N, 1.0, DELTA)
-    assert composition._rdp_of_release.cache_info().misses == before + 1
+    assert accountants._rdp_of_release.cache_info().misses == before + 1
 
 
 # --- errors ----------------------------------------------------------------------------------
@@ -444,96 +443,3 @@ def test_epsilon_spent_refuses_other_arguments():
         epsilon_spent(fake_ledger(), N, DELTA, accountant="RDP")
     with pytest.raises(TypeError, match="`ledger` must be a ledger or an optimizer .*Received"):
         epsilon_spent(tf.keras.optimizers.SGD(), N, DELTA)
-
-
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize(
-    "counts",
-    [
-        {(1.1, 0.05): 60},
-        {(1.1, 0.05): 61},
-        {(0.9, 1.0): 7},
-        {(1.1, 0.05): 60, (2.0, 0.01): 5, (3.0, 1.0): 2},
-    ],
-)
-def test_distributions_that_are_kept_give_what_the_accountant_gives(counts):
-    accountant = composition.composed_pld(counts, [])
-    for delta in (1e-5, 1e-3):
-        found = composition.composed_epsilon(counts, (), delta, "pld")
-        assert found == pytest.approx(accountant.get_epsilon(delta), rel=1e-12)
-    more = composition.composed_epsilon({**counts, (5.0, 0.02): 1}, (), 1e-5, "pld")
-    assert more > composition.composed_epsilon(counts, (), 1e-5, "pld")
-
-
-def test_epsilon_of_events_that_cannot_be_hashed():
-    event = dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(3.0)])
-    found = composition.composed_epsilon({(1.1, 0.05): 60}, (event,), DELTA, "pld")
-    both = dp_accounting.ComposedDpEvent([subsampled(1.1, 0.05, 60), event])
-    assert found == pytest.approx(reference(both, "pld"), rel=1e-9)
-
-
-COMPOSED = {
-    "Gaussian": [dp_accounting.GaussianDpEvent(7.3)],
-    "one subsampled": [dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(2))],
-    "repeated": [dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(9.0), 3)],
-    "a list": [
-        dp_accounting.ComposedDpEvent(
-            [
-                dp_accounting.SelfComposedDpEvent(
-                    dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(4.0)), 2
-                ),
-                dp_accounting.GaussianDpEvent(5.0),
-            ]
-        ),
-        dp_accounting.GaussianDpEvent(6.0),
-    ],
-    "Laplace": [dp_accounting.LaplaceDpEvent(3.0)],
-    "nothing": [dp_accounting.NoOpDpEvent()],
-    "sampled surely": [
-        dp_accounting.PoissonSampledDpEvent(1.0, dp_accounting.GaussianDpEvent(9.0))
-    ],
-}
-
-
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("name", COMPOSED)
-def test_events_and_releases_cost_to_the_last_digit_what_the_accountant_says(name):
-    counts = {(1.1, 0.05): 60, (3.0, 1.0): 2}
-    accountant = composition.composed_pld(counts, COMPOSED[name])
-    for _ in range(2):  # from the caches the second time
-        for delta in (1e-5, 1e-3):
-            found = composition.composed_epsilon(counts, COMPOSED[name], delta, "pld")
-            assert found == accountant.get_epsilon(delta)
-
-
-@pytest.mark.parametrize("name", ["Gaussian", "a list", "Laplace"])
-def test_events_cost_no_second_composition(name, monkeypatch):
-    counts, events = {(1.3, 0.05): 50}, COMPOSED[name]
-    first = composition.composed_epsilon(counts, events, 1e-5, "pld")
-
-    def composes(*args):
-        raise AssertionError("composed again")
-
-    monkeypatch.setattr(composition, "pld_of_releases", composes)
-    monkeypatch.setattr(composition, "composed_pld", composes)
-    assert composition.composed_epsilon(counts, list(events), 1e-5, "pld") == first
-
-
-def test_an_event_whose_list_has_grown_costs_more():
-    grown = dp_accounting.ComposedDpEvent([dp_accounting.LaplaceDpEvent(5.0)])
-    before = composition.composed_epsilon({(1.3, 0.05): 50}, [grown], 1e-5, "pld")
-    grown.events.append(dp_accounting.LaplaceDpEvent(5.0))
-    assert composition.composed_epsilon({(1.3, 0.05): 50}, [grown], 1e-5, "pld") > before
-
-
-def test_orders_that_do_not_converge_are_left_out_in_silence(caplog):
-    absl = logging.getLogger("absl")
-    absl.addHandler(caplog.handler)
-    try:
-        spent = composition.epsilon(0.95, 0.1, 20, 1e-3)
-        absl.warning("_compute_log_a_frac failed to converge after %d iterations", 1000)
-        absl.warning("something else")
-    finally:
-        absl.removeHandler(caplog.handler)
-    assert {record.getMessage() for record in caplog.records} == {"something else"}
-    assert spent == pytest.approx(3.02, abs=0.01)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
-from tf_adaptive_dp.accounting.composition import is_unprotected
+from tf_adaptive_dp.accounting.accountants import is_unprotected
 
 N, DELTA = 1_000, 1e-4
 IDEAL = dp_accounting.NonPrivateDpEvent()

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from dp_accounting import rdp
 
-from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.composition import RDP_PRECISION
+from tf_adaptive_dp.accounting import accountants
+from tf_adaptive_dp.accounting.accountants import RDP_PRECISION
 from tf_adaptive_dp.tuning import conversion as conversions
 from tf_adaptive_dp.tuning.conversion import (
     CLASSICAL_ORDERS,
@@ -194,14 +194,14 @@ def test_pld_is_the_librarys_and_below_rdp():
     by_pld = epsilon_of(event, 1e-5, PLD)
     counts = {(2.0, 1 / 300): 600}
     others = [dp_accounting.LaplaceDpEvent(20.0)]
-    expected = composition.composed_epsilon(counts, others, 1e-5, "pld")
+    expected = accountants.composed_epsilon(counts, others, 1e-5, "pld")
     assert by_pld == pytest.approx(expected)
     assert by_pld < 0.95 * epsilon_of(event, 1e-5)
 
 
 @pytest.mark.parametrize(("delta", "asked"), [(1.1e-9, True), (0.9e-9, False)])
 def test_pld_is_not_asked_for_a_delta_that_its_arithmetic_does_not_reach(monkeypatch, delta, asked):
-    monkeypatch.setattr(composition, "composed_epsilon", lambda *_: 0.125)
+    monkeypatch.setattr(accountants, "composed_epsilon", lambda *_: 0.125)
     found = epsilon_of(gaussian(1.0), delta, PLD)
     assert (found == 0.125) == asked
     assert asked or found == epsilon_of(gaussian(1.0), delta)

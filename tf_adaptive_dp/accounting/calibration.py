@@ -9,7 +9,7 @@ from typing import Callable
 from scipy import optimize
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.accounting import accountants, composition
 
 __all__ = ["noise_multiplier_for"]
 
@@ -66,7 +66,7 @@ def noise_multiplier_for(
     found = least_noise(spent, epsilon, tolerance, guess=guess)
     if found is None:
         raise ValueError(
-            f"No noise multiplier up to {composition.MAX_NOISE_MULTIPLIER:g} meets the budget; "
+            f"No noise multiplier up to {accountants.MAX_NOISE_MULTIPLIER:g} meets the budget; "
             "allow more `epsilon` or `delta`, or take fewer `steps` or smaller batches. Received: "
             f"epsilon={epsilon!r}, delta={delta!r}, "
             f"sampling_probability={sampling_probability!r}, steps={steps!r}, "
@@ -95,7 +95,7 @@ def least_noise(
       factor: step of the search for a bracket, above 1.
 
     Returns:
-      The noise multiplier, or `None` if none up to `composition.MAX_NOISE_MULTIPLIER` suffices.
+      The noise multiplier, or `None` if none up to `accountants.MAX_NOISE_MULTIPLIER` suffices.
     """
     spent = functools.cache(spent)
 
@@ -121,8 +121,8 @@ def bracket(
 
     If no noise multiplier suffices, the larger one is the maximum and overspends as well.
     """
-    largest = composition.MAX_NOISE_MULTIPLIER
-    high = min(max(guess, composition.MIN_NOISE_MULTIPLIER), largest)
+    largest = accountants.MAX_NOISE_MULTIPLIER
+    high = min(max(guess, accountants.MIN_NOISE_MULTIPLIER), largest)
     while high < largest and overspends(high):
         high = min(factor * high, largest)
     # This ends because ε is infinite below the smallest noise multiplier that is accounted for.

@@ -6,8 +6,9 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import forget_saved_metrics, steps_per_call
-from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.composition import MAX_RELEASES, unprotected
+from tf_adaptive_dp.accounting import accountants
+from tf_adaptive_dp.accounting.accountants import unprotected
+from tf_adaptive_dp.accounting.composition import MAX_RELEASES
 from tf_adaptive_dp.callbacks.common import (
     FedExamples,
     PrivateCallback,
@@ -80,7 +81,7 @@ class PrivacyBudget(PrivateCallback):
             checks.number("batch_size", batch_size, 0, strict=True)
         self.batch_size = batch_size
         self.sampling = sampling_epsilon.check_sampling(sampling)
-        self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
+        self.accountant = checks.choice("accountant", accountant, accountants.ACCOUNTANTS)
         self.steps = None if steps is None else checks.integer("steps", steps, 1)
         self._fed = FedExamples(self.num_examples, self.sampling, full_passes)
         self._priced: tuple = ()

@@ -16,7 +16,7 @@ from tf_adaptive_dp._keras.models import (
     metrics_without_weights,
 )
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
-from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.accounting import accountants, composition
 from tf_adaptive_dp.accounting.ledger import Ledger, is_chosen_by_search
 from tf_adaptive_dp.callbacks.common import (
     FedExamples,
@@ -130,7 +130,7 @@ class PrivacyMonitor(PrivateCallback):
         self.delta = checks.probability("delta", delta)
         self.log_dir = log_dir
         self.sampling = sampling_epsilon.check_sampling(sampling)
-        self.accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
+        self.accountant = checks.choice("accountant", accountant, accountants.ACCOUNTANTS)
         self._unit = unit_of(self.sampling).one
         warn_of_large_delta(self.delta, self.num_examples, unit_of(self.sampling), stacklevel=2)
         self._fed = FedExamples(self.num_examples, self.sampling, full_passes)

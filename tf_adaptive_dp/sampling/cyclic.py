@@ -10,7 +10,7 @@ import dp_accounting
 import numpy as np
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.accounting import batch_order, composition
+from tf_adaptive_dp.accounting import accountants, batch_order, composition
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.poisson import (
     RandomSizes,
@@ -208,16 +208,16 @@ class CyclicPoissonSampling(RandomSizes):
         """
         self.check_ledger(ledger, num_examples)
         _, events = composition.read_ledger(ledger, num_examples, correlated=True)
-        return composition.composed_event(self._blocks(ledger, num_examples).items(), events)
+        return accountants.composed_event(self._blocks(ledger, num_examples).items(), events)
 
     def _epsilon(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
         _, events = composition.read_ledger(ledger, num_examples, correlated=True)
         counts = self._blocks(ledger, num_examples)
-        return composition.composed_epsilon(counts, events, delta, accountant)
+        return accountants.composed_epsilon(counts, events, delta, accountant)
 
-    def _blocks(self, ledger: Any, num_examples: int) -> composition.Counts:
+    def _blocks(self, ledger: Any, num_examples: int) -> accountants.Counts:
         """The number of steps of each kind that an example may join."""
-        counts: composition.Counts = {}
+        counts: accountants.Counts = {}
         for noise_multiplier, _, releases in composition.read_ledger(
             ledger, num_examples, correlated=True
         )[0]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.accounting import accountants, composition
 from tf_adaptive_dp.accounting.ledger import ledger_of
 
 # The sizes of the data sets that a sampling has drawn from in this process. A sampling is a frozen
@@ -334,7 +334,7 @@ class Sampling(abc.ABC):
             optimizer contradicts the sampling.
         """
         checks.probability("delta", delta)
-        checks.choice("accountant", accountant, composition.ACCOUNTANTS)
+        checks.choice("accountant", accountant, accountants.ACCOUNTANTS)
         self.check_ledger(ledger, num_examples)
         return self.as_drawn(ledger).account(ledger, num_examples, delta, accountant)
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import dp_accounting
 import numpy as np
 
-from tf_adaptive_dp.accounting import composition, noise_strategies
+from tf_adaptive_dp.accounting import accountants, composition, noise_strategies
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.wording import counted
 
@@ -152,7 +152,7 @@ class FixedOrder(draws.FullBatches):
     def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
         """ε of a ledger; see the class."""
         counts, events = self._as_one_release(ledger, num_examples)
-        return composition.composed_epsilon(counts, events, delta, accountant)
+        return accountants.composed_epsilon(counts, events, delta, accountant)
 
     def dp_event(self, ledger: Any, num_examples: int) -> dp_accounting.DpEvent:
         """Converts a ledger to a `DpEvent`, as `accounting.dp_event` does for independent noise.
@@ -167,14 +167,14 @@ class FixedOrder(draws.FullBatches):
         """
         self.check_ledger(ledger, num_examples)
         counts, events = self._as_one_release(ledger, num_examples)
-        return composition.composed_event(counts.items(), events)
+        return accountants.composed_event(counts.items(), events)
 
     def _as_one_release(
         self, ledger: Any, num_examples: int
-    ) -> tuple[composition.Counts, tuple[dp_accounting.DpEvent, ...]]:
+    ) -> tuple[accountants.Counts, tuple[dp_accounting.DpEvent, ...]]:
         """The Gaussian mechanism that all releases are, if there are any, and other events."""
         segments, events = composition.read_ledger(ledger, num_examples, correlated=True)
-        counts: composition.Counts = {}
+        counts: accountants.Counts = {}
         if segments:
             steps = sum(segment.num_releases for segment in segments)
             moved = noise_strategies.sensitivity(

@@ -13,8 +13,8 @@ from dp_accounting import pld, rdp
 from dp_accounting.pld import pld_pmf, privacy_loss_mechanism
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.composition import unprotected
+from tf_adaptive_dp.accounting import accountants, composition
+from tf_adaptive_dp.accounting.accountants import unprotected
 from tf_adaptive_dp.sampling import draws
 
 
@@ -93,9 +93,9 @@ def fixed_size_epsilon(
                 "Batches of fixed size have a whole number of examples. Received: "
                 f"batch_size={batch_size!r}"
             )
-        if noise_multiplier < 2 * composition.MIN_NOISE_MULTIPLIER:
+        if noise_multiplier < 2 * accountants.MIN_NOISE_MULTIPLIER:
             return math.inf
-        noise_multiplier = min(noise_multiplier, composition.MAX_NOISE_MULTIPLIER)
+        noise_multiplier = min(noise_multiplier, accountants.MAX_NOISE_MULTIPLIER)
         divergences += count * _rdp_without_replacement(
             noise_multiplier, int(batch_size), num_examples
         )
@@ -104,7 +104,7 @@ def fixed_size_epsilon(
     counts = {(z, batch_size / num_examples): 0 for z, batch_size, _ in segments}
     for z, batch_size, count in segments:
         counts[z, batch_size / num_examples] += count
-    costly = composition.pld_is_too_costly(counts, bound) or delta < composition.PLD_MIN_DELTA
+    costly = accountants.pld_is_too_costly(counts, bound) or delta < accountants.PLD_MIN_DELTA
     if accountant == "rdp" or costly or not counts:
         return bound
     return min(bound, _pld_epsilon(tuple(sorted(counts.items())), delta))
@@ -169,8 +169,8 @@ def _pld_of_release(
     Straight lines between points of a convex profile lie above it, so they are the profile of a
     pair that dominates it (Doroshenko et al. 2022, arXiv:2207.04380).
     """
-    interval = composition.PLD_INTERVAL
-    z = min(noise_multiplier, composition.MAX_NOISE_MULTIPLIER) / 2
+    interval = accountants.PLD_INTERVAL
+    z = min(noise_multiplier, accountants.MAX_NOISE_MULTIPLIER) / 2
     of_whole = 1 / (2 * z * z) + _TAIL / z
     largest = of_whole + math.log(sampling_fraction - (sampling_fraction - 1) * math.exp(-of_whole))
     points = max(1, math.ceil(largest / interval))
@@ -184,7 +184,7 @@ def _pld_of_release(
 
 @functools.lru_cache(maxsize=1024)
 def _pld_epsilon(counts: tuple[tuple[tuple[float, float], int], ...], delta: float) -> float:
-    total = composition.pld_of_releases(counts, _pld_of_release)
+    total = accountants.pld_of_releases(counts, _pld_of_release)
     return float(total.get_epsilon_for_delta(delta))
 
 
@@ -200,7 +200,7 @@ def _rdp_without_replacement(
     if batch_size < num_examples:
         sampled = dp_accounting.SampledWithoutReplacementDpEvent(num_examples, batch_size, event)
         divergences = np.fmin(divergences, _rdp_of_release(sampled))
-    return np.maximum(divergences, composition.RDP_PRECISION)
+    return np.maximum(divergences, accountants.RDP_PRECISION)
 
 
 def _rdp_of_release(event: dp_accounting.DpEvent) -> np.ndarray:

@@ -12,7 +12,7 @@ import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.generation import keras
-from tf_adaptive_dp.accounting.composition import is_unprotected
+from tf_adaptive_dp.accounting.accountants import is_unprotected
 from tf_adaptive_dp.errors import NotPrivateError
 
 

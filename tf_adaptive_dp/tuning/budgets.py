@@ -11,7 +11,7 @@ import dp_accounting
 from scipy import optimize
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.accounting import calibration, composition
+from tf_adaptive_dp.accounting import accountants, calibration, composition
 from tf_adaptive_dp.tuning import search_epsilon, trial_count_distributions
 from tf_adaptive_dp.tuning.conversion import DEFAULT_ACCOUNTING, Accounting, checked_event
 from tf_adaptive_dp.tuning.strategies import Composition, LiuTalwar, RepeatAndSelect, Strategy
@@ -25,7 +25,7 @@ _S = TypeVar("_S", Composition, LiuTalwar, RepeatAndSelect)
 MAX_TRIALS = composition.MAX_RELEASES
 
 _NO_NOISE = (
-    f"No noise multiplier up to {composition.MAX_NOISE_MULTIPLIER:g} meets the budget; allow more "
+    f"No noise multiplier up to {accountants.MAX_NOISE_MULTIPLIER:g} meets the budget; allow more "
     "`epsilon` or `delta`, or fewer trials. Check whether a part of the trial, such as its score, "
     "costs the same at any noise multiplier. Received: {}"
 )
@@ -100,7 +100,7 @@ def _least_noise(
 
     def spent(noise_multiplier: float) -> float:
         # This also bounds the search from below if trials cost nothing.
-        if noise_multiplier < composition.MIN_NOISE_MULTIPLIER:
+        if noise_multiplier < accountants.MIN_NOISE_MULTIPLIER:
             return math.inf
         trial = checked_event("make_trial(noise_multiplier)", make_trial(noise_multiplier))
         return strategy.epsilon(trial, delta, accounting=accounting)

@@ -18,7 +18,7 @@ import numpy as np
 from dp_accounting import pld, rdp
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.accounting import accountants
 
 CONVERSIONS = ("improved", "classical")
 
@@ -64,7 +64,7 @@ class Accounting:
     orders: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        checks.choice("accountant", self.accountant, composition.ACCOUNTANTS)
+        checks.choice("accountant", self.accountant, accountants.ACCOUNTANTS)
         checks.choice("conversion", self.conversion, CONVERSIONS)
         if self.orders is None:
             return
@@ -197,12 +197,12 @@ def epsilon_of(
     """
     divergences = renyi_divergences(event, accounting.renyi_orders)
     bound = epsilon_from(divergences, delta, accounting)
-    too_small = delta < composition.PLD_MIN_DELTA
+    too_small = delta < accountants.PLD_MIN_DELTA
     if not accounting.uses_pld or too_small or not 0 < bound < math.inf:
         return bound
     counts, others = _releases(event)
     composed = [dp_accounting.SelfComposedDpEvent(other, count) for other, count in others]
-    return min(bound, composition.composed_epsilon(counts, composed, delta, "pld"))
+    return min(bound, accountants.composed_epsilon(counts, composed, delta, "pld"))
 
 
 class TrialProfile:
@@ -234,12 +234,12 @@ class TrialProfile:
 
     def delta(self, epsilons: np.ndarray) -> np.ndarray:
         """δ at each ε ≥ 0, in ascending order of ε; δ is decreasing and convex in e^ε."""
-        return np.maximum(self._pld.get_delta(epsilons), composition.PLD_MIN_DELTA)
+        return np.maximum(self._pld.get_delta(epsilons), accountants.PLD_MIN_DELTA)
 
     def epsilon(self, delta: float) -> float:
         """ε ≥ 0 at δ in (0, 1)."""
         bound = epsilon_from(self._divergences, delta, self._accounting)
-        if delta < composition.PLD_MIN_DELTA:
+        if delta < accountants.PLD_MIN_DELTA:
             return bound
         return min(bound, float(self._pld.get_epsilon(delta)))
 
@@ -259,7 +259,7 @@ def profile(
       accounting: the conversion from RDP to ε.
     """
     bound = epsilon_from(divergences, delta, accounting)
-    if not 0 < bound < math.inf or composition.pld_is_too_costly(_releases(event)[0], bound):
+    if not 0 < bound < math.inf or accountants.pld_is_too_costly(_releases(event)[0], bound):
         return None
     try:
         return TrialProfile(event, divergences, accounting)
@@ -273,17 +273,17 @@ def profile(
 
 @functools.lru_cache(maxsize=4)
 def _composed_pld(counts: tuple, others: tuple) -> pld.PLDAccountant:
-    return composition.composed_pld(dict(counts), others)
+    return accountants.composed_pld(dict(counts), others)
 
 
 def _releases(
     event: dp_accounting.DpEvent,
-) -> tuple[composition.Counts, list[tuple[dp_accounting.DpEvent, int]]]:
+) -> tuple[accountants.Counts, list[tuple[dp_accounting.DpEvent, int]]]:
     """Flattens an event into counts of Gaussians by their parameters, and other events with counts.
 
     Events that release nothing are dropped.
     """
-    counts: composition.Counts = collections.Counter()
+    counts: accountants.Counts = collections.Counter()
     others: list[tuple[dp_accounting.DpEvent, int]] = []
 
     def add(part: Any, count: int) -> None:
@@ -313,10 +313,10 @@ def _releases(
 def _gaussian_divergences(
     noise_multiplier: float, sampling_probability: float, orders: tuple[float, ...]
 ) -> np.ndarray:
-    if noise_multiplier < composition.MIN_NOISE_MULTIPLIER:
+    if noise_multiplier < accountants.MIN_NOISE_MULTIPLIER:
         return np.full(len(orders), math.inf)
     return _event_divergences(
-        composition.release_event(noise_multiplier, sampling_probability), orders
+        accountants.release_event(noise_multiplier, sampling_probability), orders
     )
 
 
@@ -325,4 +325,4 @@ def _event_divergences(event: dp_accounting.DpEvent, orders: tuple[float, ...]) 
         known = rdp.RdpAccountant(orders).compose(event).rdp
     except ZeroDivisionError:  # a Laplace mechanism without noise
         known = np.full(len(orders), math.inf)
-    return np.maximum(known, composition.RDP_PRECISION)
+    return np.maximum(known, accountants.RDP_PRECISION)

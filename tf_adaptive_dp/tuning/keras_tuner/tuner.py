@@ -13,7 +13,7 @@ import keras_tuner
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
-from tf_adaptive_dp.accounting import composition
+from tf_adaptive_dp.accounting import accountants
 from tf_adaptive_dp.callbacks.backups import load_weights
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.tuning.keras_tuner import arguments, results, search_journal
@@ -103,7 +103,7 @@ class HonestTuner(keras_tuner.Tuner):
         self._epsilon = checks.number("epsilon", epsilon, 0, strict=True)
         self._delta = checks.probability("delta", delta)
         self._num_examples = checks.integer("num_examples", num_examples, 1)
-        self._accountant = checks.choice("accountant", accountant, composition.ACCOUNTANTS)
+        self._accountant = checks.choice("accountant", accountant, accountants.ACCOUNTANTS)
         self._score = arguments.check_score(score)
         self._sampling = arguments.check_sampling(sampling)
         asked_for = arguments.read_strategy(strategy, num_trials)
