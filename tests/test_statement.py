@@ -14,7 +14,6 @@ import pytest
 
 import tf_adaptive_dp as dp
 from tests.helpers import HAS_TF_PRIVACY, tf_privacy
-from tf_adaptive_dp import statement
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting import BandedNoise
 from tf_adaptive_dp.accounting.composition import (
@@ -321,24 +320,6 @@ def test_tf_privacys_failure_is_told():
     tf_privacy()
     text = words(fake_ledger((1e8, 200.0, 6_000)), N, DELTA)
     assert "TF Privacy cannot produce a statement for this run: " in text
-
-
-def test_tf_privacy_counts_what_the_ledger_counts():
-    batches = [(1.0, 7), (3.0, 10), (200.0, N), (63.5, N), (256.0, 50_000), (10.0, 10), (7.0, N)]
-    for batch_size, num_examples in batches:
-        probability = batch_size / num_examples
-        for count in [1, 2, 3, 7, 10, 29, 300, 6_000, 6_001, 99_991, 1_000_000]:
-            epochs = statement._num_epochs(count, batch_size, num_examples)
-            assert epochs > 0
-            assert math.ceil(epochs / probability) == count, (batch_size, num_examples, count)
-
-
-@pytest.mark.parametrize(
-    ("count", "batch_size", "num_examples", "epochs"),
-    [(6_000, 200.0, N, 20.0), (6_150, 200.0, N, 20.5), (300, 200.0, N, 1.0), (7, 3.0, 10, 2.09)],
-)
-def test_the_number_of_epochs_is_short(count, batch_size, num_examples, epochs):
-    assert statement._num_epochs(count, batch_size, num_examples) == epochs
 
 
 # --- errors ----------------------------------------------------------------------------------
