@@ -20,6 +20,8 @@ from tf_adaptive_dp.callbacks.release_log import ReleaseLog
 from tf_adaptive_dp.durable import files
 from tf_adaptive_dp.durable.key_file import KeyFile
 
+_SHAPES = "shapes_of_state"
+
 
 class RunHistory(keras.callbacks.Callback):
     """The figures of every epoch, including those before the process was killed. NOT private.
@@ -302,32 +304,32 @@ class _Resume(keras.callbacks.Callback):
     ):
         super().__init__()
         allow_tensors_as_logs(self)
-        self._all = (backup, log)
+        self._backup, self._log = backup, log
+        self._held = (backup, log)
         self._keys = keys
         self._kind_path = kind_path
 
     def set_model(self, model: keras.Model) -> None:
         """Passes the model on; called by Keras."""
         super().set_model(model)
-        for callback in self._all:
+        for callback in self._held:
             callback.set_model(model)
 
     def set_params(self, params: dict) -> None:
         """Passes the parameters of `fit` on; called by Keras."""
         super().set_params(params)
-        for callback in self._all:
+        for callback in self._held:
             callback.set_params(params)
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Restores the model, then the ledger, then the noise; called by Keras."""
-        backup, log = self._all
-        self._check_kind_of_optimizer(begun=log.has_begun)
+        self._check_kind_of_optimizer(begun=self._log.has_begun)
         try:
-            backup.on_train_begin(logs)
+            self._backup.on_train_begin(logs)
         except ValueError as error:  # the reason, before Keras shows all values
             reason = str(error).partition("variable.shape=")[0].split("\n\n")[-1].strip()
             raise self._refusal(reason) from error
-        log.on_train_begin(logs)
+        self._log.on_train_begin(logs)
         if self._keys is not None:
             self.model.optimizer.resume_noise(self._keys.keys)
 
@@ -345,19 +347,12 @@ class _Resume(keras.callbacks.Callback):
         # An optimizer that has made steps here may have more variables than one that begins.
         if self.model.built and not optimizer.ledger.num_releases:
             optimizer.build(self.model.trainable_variables)
-            found["shapes_of_state"] = [list(v.shape) for v in optimizer.variables]
+            found[_SHAPES] = [list(v.shape) for v in optimizer.variables]
         if not begun:
             files.write(self._kind_path, json.dumps(found).encode())
         elif self._kind_path.exists():
-            before = _read(self._kind_path)
-            changed = [name for name in found if before.get(name) != found[name]]
-            if "shapes_of_state" not in before:  # of a model that was not built
-                changed = [name for name in changed if name != "shapes_of_state"]
-            if changed:
-                options = [n for n in changed if n != "shapes_of_state"]
-                differences = [f"{n}={found[n]!r} instead of {before.get(n)!r}" for n in options]
-                if len(options) < len(changed):
-                    differences.append("a state of other shapes")
+            differences = _differences(_read(self._kind_path), found)
+            if differences:
                 raise self._refusal(f"The optimizer has {', '.join(differences)}")
 
     def _refusal(self, reason: str) -> ValueError:
@@ -369,12 +364,12 @@ class _Resume(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Called by Keras."""
-        for callback in self._all:
+        for callback in self._held:
             callback.on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Announces releases; called by Keras."""
-        for callback in self._all:
+        for callback in self._held:
             callback.on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
@@ -382,13 +377,12 @@ class _Resume(keras.callbacks.Callback):
 
         Called by Keras. What comes next may fail, and an epoch that is paid for must not be lost.
         """
-        _, log = self._all
-        for callback in self._all:
+        for callback in self._held:
             callback.on_train_batch_end(batch, logs)
         if batch + 1 >= self.params["steps"] or self.model.stop_training:
             self.save_epoch()
         if self._keys is not None:
-            if self.model.optimizer.ledger.num_releases >= (log.steps or math.inf):
+            if self.model.optimizer.ledger.num_releases >= (self._log.steps or math.inf):
                 self._keys.delete()
 
     def save_epoch(self) -> None:
@@ -396,16 +390,15 @@ class _Resume(keras.callbacks.Callback):
 
         An epoch that was stopped within begins again when the run resumes.
         """
-        backup, _ = self._all
         optimizer = self.model.optimizer
         steps = optimizer.ledger.num_releases * optimizer.parts_per_batch
         last = steps // self.params["steps"] - 1
-        backup.on_epoch_begin(last)  # Keras 2 saves the number of the epoch that began last
-        backup.on_epoch_end(last)
+        self._backup.on_epoch_begin(last)  # Keras 2 saves the number of the epoch that began last
+        self._backup.on_epoch_end(last)
 
     def on_train_end(self, logs: dict | None = None) -> None:
         """Called by Keras."""
-        for callback in self._all:
+        for callback in self._held:
             callback.on_train_end(logs)
 
 
@@ -419,6 +412,19 @@ def _options(optimizer: keras.optimizers.Optimizer) -> dict[str, bool | str]:
         for name, value in vars(optimizer).items()
         if isinstance(value, (bool, str)) and not name.startswith("_") and name not in others
     }
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What an optimizer has that the run's optimizer had not, in words."""
+    differences = [
+        f"{name}={value!r} instead of {before.get(name)!r}"
+        for name, value in now.items()
+        if name != _SHAPES and value != before.get(name)
+    ]
+    # They are not known of a model that was not built, or of an optimizer that has made steps.
+    if _SHAPES in before and _SHAPES in now and before[_SHAPES] != now[_SHAPES]:
+        differences.append("a state of other shapes")
+    return differences
 
 
 class _SaveEpoch(keras.callbacks.Callback):
