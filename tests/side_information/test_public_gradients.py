@@ -209,6 +209,15 @@ def with_penalty():
     return regression(kernel_regularizer=tf.keras.regularizers.L2(0.5))
 
 
+def test_penalties_that_keras_cannot_add_to_unreduced_losses_are_refused_with_a_cure():
+    data = tf.data.Dataset.from_tensors((tf.ones([4, 3]), tf.zeros([4, 1])))
+    model, information = with_penalty(), public(data)
+    loss = tf.keras.losses.MeanSquaredError(reduction="none")
+    model.compile(dp.AdaDPS(information, 1.0, 1.0), loss=loss)
+    with pytest.raises(ValueError, match="Leave `reduction` out.*Received: a loss for each"):
+        information.update(model)
+
+
 def squared(reduction):
     return tf.keras.losses.MeanSquaredError(reduction=reduction)
 

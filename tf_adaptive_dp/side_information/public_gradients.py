@@ -32,7 +32,17 @@ def _mean_gradients(
     Optimizers without privacy follow a scalar as Keras reduces it, and so does this for them.
     """
     with tf.GradientTape() as tape:
-        loss = uncounted_loss_of_step(model, batch)
+        try:
+            loss = uncounted_loss_of_step(model, batch)
+        except ValueError as error:
+            if not model.losses or "Shapes must be equal rank" not in str(error):
+                raise
+            raise ValueError(
+                '`model` must not be compiled with a loss of `reduction="none"` if its layers '
+                "have regularizers, whose penalties Keras cannot add to it. Leave `reduction` "
+                "out: private steps find the losses of examples in their mean. Received: "
+                f"a loss for each example, and {len(model.losses)} scalars to add to it"
+            ) from None
         if loss.shape.rank != 0:
             loss = tf.reduce_mean(loss)
         elif is_private:
