@@ -318,6 +318,25 @@ def test_an_optimizer_of_keras_is_refused_with_the_private_class_to_pass(given, 
     assert planned().optimizer(eval(private, {"tf_adaptive_dp": dp, "tf": tf})).ledger
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"batch_sizes": 64}, r"`batch_sizes` must be a list .*`\[64\]`. Received: batch_sizes=64"),
+        ({"epochs": 2}, r"`epochs` must be a list .*Received: epochs=2"),
+        ({"batch_sizes": [0]}, "`batch_sizes` must be at least 1. Received: batch_sizes=0"),
+    ],
+)
+def test_recommend_says_what_it_takes(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        planned().recommend(**arguments)
+
+
+@pytest.mark.parametrize("events", [3, "public", dp_accounting.GaussianDpEvent(2.0)])
+def test_other_events_must_be_a_list(events):
+    with pytest.raises(TypeError, match="`other_events` must be a list of .*Received: other_ev"):
+        planned(other_events=events)
+
+
 class Stops(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self.model.stop_training = True

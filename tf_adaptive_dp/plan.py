@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import dp_accounting
@@ -215,6 +215,14 @@ class PrivacyPlan:
         self.batch_size = checks.integer("batch_size", batch_size, 1)
         self.epochs = checks.integer("epochs", epochs, 1)
         self.accountant = checks.choice("accountant", accountant, accountants.ACCOUNTANTS)
+        if isinstance(other_events, (str, dp_accounting.DpEvent)) or not isinstance(
+            other_events, Iterable
+        ):
+            raise TypeError(
+                "`other_events` must be a list of `dp_accounting.DpEvent`s, such as "
+                "`[dp_accounting.GaussianDpEvent(2.0)]`. Received: "
+                f"other_events={other_events!r}"
+            )
         self.other_events = tuple(other_events)
         self.normalize_inputs = checks.boolean("normalize_inputs", normalize_inputs)
         if epsilon is not None:
@@ -670,8 +678,14 @@ class PrivacyPlan:
             batch_sizes = sorted({min(max(size, 1), largest) for size in some})
         if epochs is None:
             epochs = sorted({max(1, self.epochs // 2), self.epochs, 2 * self.epochs})
+        for name, values in {"batch_sizes": batch_sizes, "epochs": epochs}.items():
+            if not isinstance(values, Iterable):
+                raise TypeError(
+                    f"`{name}` must be a list of whole numbers, such as `[{values!r}]`. Received: "
+                    f"{name}={values!r}"
+                )
         offers = []
-        for size in batch_sizes:
+        for size in (checks.integer("batch_sizes", size, 1) for size in batch_sizes):
             for number in epochs:
                 sampling = self._sampling(size, checks.integer("epochs", number, 1))
                 noise = self._budget.least_noise(self.epsilon, sampling, self.noise)
