@@ -220,3 +220,27 @@ def test_the_step_warns_when_it_can():
         traced.get_concrete_function(tf.TensorSpec([200, 2]), optimizer())
     lines = [w.filename for w in [*eager, *found] if re.search(received, str(w.message))]
     assert lines == [__file__] * len(lines), "warnings name a line of the library"
+
+
+def saved_size(expected, weighted=False, rows=(5, 9, 7)):
+    """What is saved of the sizes of batches, and what the process knows."""
+    w, optimizer = tf.Variable([0.0, 0.0]), dp.DPSGD(1.0, 1.0, expected_batch_size=expected)
+    specs = [tf.TensorSpec([None, 2]), tf.TensorSpec([None])]
+
+    @tf.function(input_signature=specs if weighted else specs[:1], autograph=False)
+    def step(x, weights=1.0):
+        with tf.GradientTape() as tape:
+            loss = weights * tf.linalg.matvec(x, w)
+        optimizer.minimize(loss, [w], tape)
+
+    for size in rows:
+        step(tf.ones([size, 2]), *[tf.ones([size])] * weighted)
+    (saved,) = [int(v.numpy()) for v in optimizer.variables if "fixed_batch_size" in v.name]
+    return saved, optimizer.rows_per_batch
+
+
+def test_a_random_size_which_is_private_is_not_saved_with_the_optimizer():
+    assert saved_size(expected=7) == (0, 5)
+    # The weights may be those of padded batches, and without L all batches have one size.
+    assert saved_size(expected=7, weighted=True, rows=(9, 9)) == (9, 9)
+    assert saved_size(expected=None, rows=(5, 5)) == (5, 5)

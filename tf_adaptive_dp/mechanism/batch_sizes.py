@@ -88,6 +88,9 @@ class BatchSizes:
         self._parts = parts
         self._expected = hyperparameter(0.0)  # 0 stands for None
         self._first = add_variable([], dtype=tf.int64, name="fixed_batch_size")
+        with tf.init_scope():
+            # The size of the first batch if it is random, and so private; not saved.
+            self._random = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._seen = SizesSeen()
         self._traced: dict[float, int] = {}  # rows, by L
         self.expected = expected_batch_size
@@ -106,7 +109,7 @@ class BatchSizes:
     @property
     def rows_per_batch(self) -> int:
         """Rows of the first batch, or of the largest with microbatches; 0 before any batch."""
-        return int(self._first.numpy()) * self._rows_per_unit
+        return int(self._first.numpy() or self._random.numpy()) * self._rows_per_unit
 
     @property
     def first(self) -> float:
@@ -176,13 +179,25 @@ class BatchSizes:
             ],
         )
 
-    def remember(self, size: tf.Tensor) -> tf.Tensor:
-        """Stores the size of the first batch, and returns the stored size."""
+    def remember(self, size: tf.Tensor, is_public: bool = True) -> tf.Tensor:
+        """Stores the size of the first batch, and returns the stored size.
+
+        Guarantee: a random size is not saved with the optimizer, unless it is public.
+
+        Args:
+          size: of the batch.
+          is_public: whether the size is public even if L is given. Without L all batches have it.
+        """
         previous = self._first.read_value()
         known = previous > 0
         if self._num_microbatches is not None:
             # XLA drops assertions, so a larger batch can follow; its groups hold more examples.
             known &= size <= previous
+        elif not is_public:
+            noted = self._random.read_value()
+            noted = self._random.assign(tf.where(noted > 0, noted, size))
+            with tf.control_dependencies([tf.convert_to_tensor(noted)]):
+                known |= self._expected.read_value() > 0
         return tf.convert_to_tensor(self._first.assign(tf.where(known, previous, size)))
 
     def divisor(self) -> tf.Tensor:

@@ -252,6 +252,7 @@ class GaussianMechanism:
         number: Number | None = None,
         padding: tf.Tensor | None = None,
         order: Order | None = None,
+        public_size: bool = True,
     ) -> list[tf.Tensor | None]:
         """Releases one noisy mean gradient and records it in the ledger.
 
@@ -267,6 +268,8 @@ class GaussianMechanism:
           padding: [B], bool, the rows that are padding; `None` if that is unknown.
           order: which step the batch was drawn for; `None` if that is unknown. Only correlated
             noise needs it.
+          public_size: whether `batch_size` is public even if the expected size is given, as that
+            of padded batches is.
 
         Returns:
           One float32 tensor per variable, or `None` if the loss does not depend on the variable.
@@ -296,10 +299,10 @@ class GaussianMechanism:
         with tf.control_dependencies([*batch.flat(), *(r for r in rejects if r is not None)]):
             if self.accumulator is None:
                 complete = tf.constant(True)
-                noisy = self._release_at_once(batch, clip, size, number, order)
+                noisy = self._release_at_once(batch, clip, size, number, order, public_size)
             else:
                 complete, noisy = self._accumulate(
-                    self.accumulator, batch, clip, size, number, order, places
+                    self.accumulator, batch, clip, size, number, order, places, public_size
                 )
         self._complete[threading.get_ident()] = complete
         released = iter(noisy)
@@ -374,12 +377,15 @@ class GaussianMechanism:
         size: tf.Tensor,
         number: Number | None,
         order: Order | None,
+        public_size: bool,
     ) -> list[tf.Tensor]:
         """Releases a batch that did not arrive in parts."""
 
         def record() -> list[tf.Tensor]:
             checked = self._check_order(order)
-            with tf.control_dependencies([self.sizes.remember(size), *checked.rejects]):
+            with tf.control_dependencies(
+                [self.sizes.remember(size, public_size), *checked.rejects]
+            ):
                 draw = self.seen.add(number, tf.constant(True))
                 return self._record(batch, size, draw, checked).flat()
 
@@ -394,6 +400,7 @@ class GaussianMechanism:
         number: Number | None,
         order: Order | None,
         places: Sequence[int],
+        public_size: bool,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Adds one part of a batch. Releases after the last part, and returns zeros before it."""
         # In units of C, since C may be set anew before the batch is complete.
@@ -407,7 +414,9 @@ class GaussianMechanism:
                 out_of_order=tf.cast(~checked.in_order, tf.float32),
                 order_unknown=tf.cast(~checked.shown, tf.float32),
             )
-            with tf.control_dependencies([self.sizes.remember(size), *checked.rejects]):
+            with tf.control_dependencies(
+                [self.sizes.remember(size, public_size), *checked.rejects]
+            ):
                 totals, complete = accumulator.add(units.flat(), places)
                 return [*self.seen.add(number, complete), complete, *totals]
 
@@ -424,7 +433,9 @@ class GaussianMechanism:
                     in_order=now.in_order & tf.equal(batch.out_of_order, 0),
                     shown=tf.equal(batch.order_unknown, 0),
                 )
-                with tf.control_dependencies([self.sizes.remember(size), *order.rejects]):
+                with tf.control_dependencies(
+                    [self.sizes.remember(size, public_size), *order.rejects]
+                ):
                     return self._record(whole, size, draw, order).flat()
 
             return self._add_noise(whole, clip, _Recorded.of(self._turns.take(record)))
