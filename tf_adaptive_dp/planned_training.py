@@ -360,12 +360,8 @@ class PlannedTraining:
         """Trains with callbacks around a run's directory."""
         plan, parts = self._plan, model.optimizer.parts_per_batch
         finished = run is not None and run.is_finished
-        if run is not None and run.is_finished and not run.has_saved_epoch:
-            raise RuntimeError(
-                "All steps of the run in `directory` were released, but no epoch of it was saved, "
-                "so there are no weights to restore. Pass a new directory to train anew; both runs "
-                f"together cost more than this plan. Received: directory={str(directory)!r}"
-            )
+        if run is not None and run.is_finished:
+            _require_saved_epoch(run, str(directory))
         # A finished run draws nothing more; Keras still looks at the shapes of a batch.
         start = 0 if run is None or finished else run.log.num_releases
         key = None
@@ -393,76 +389,65 @@ class PlannedTraining:
             model.optimizer.finalize_variable_values(model.trainable_variables)
         if run is not None:
             _say_what_is_left(run, str(directory), finished, fit_arguments.get("verbose", "auto"))
-        of_keras.epoch = [row["epoch"] for row in history.rows]
-        names = {name: None for row in history.rows for name in row["logs"]}
-        of_keras.history = {
-            name: [row["logs"][name] for row in history.rows if name in row["logs"]]
-            for name in names
-        }
+        _add_earlier_epochs(of_keras, history.rows)
         if directory is not None:
             plan.report(f"{directory}/report.html")
         return of_keras
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises unless an optimizer spends what the plan accounts for."""
-        inside = getattr(optimizer, "inner_optimizer", optimizer)
-        if inside is not optimizer and has_ledger(inside):
-            raise NotPrivateError(WRAPPED)
-        if not has_ledger(optimizer):
-            raise TypeError(
-                "The model must be compiled with an optimizer of tf_adaptive_dp, such as "
-                f"`plan.optimizer(tf_adaptive_dp.ADADP)`. Received: optimizer={optimizer!r}"
+        _require_private(optimizer)
+        check_unit(self._plan.sampling, optimizer)
+        self._check_next_release(optimizer)
+        if optimizer.noise != self._plan.noise:
+            raise ValueError(
+                "The optimizer must have the noise strategy of the plan: create it with "
+                f"`plan.optimizer(...)`. Received: noise={optimizer.noise!r} instead of "
+                f"{self._plan.noise!r}"
             )
-        if optimizer.seed is not None:
-            raise NotPrivateError(
-                "The optimizer of a plan must draw secret noise: anyone who knows the seed can "
-                "remove the noise. Leave out `seed`; a test with repeatable noise can train "
-                f"without a plan. Received: seed={optimizer.seed!r}"
-            )
-        plan = self._plan
-        check_unit(plan.sampling, optimizer)
-        wanted = (plan.noise_multiplier, plan.expected_batch_size)
+        self._check_events(optimizer)
+
+    def _check_next_release(self, optimizer: Any) -> None:
+        """Raises unless the next release has the noise and the batch size of the plan."""
+        wanted = (self._plan.noise_multiplier, self._plan.expected_batch_size)
         noise_multiplier, size = optimizer.next_release()
-        if noise_multiplier != wanted[0] or size is None or not math.isclose(size, wanted[1]):
+        if noise_multiplier == wanted[0] and size is not None and math.isclose(size, wanted[1]):
+            return
+        longer = ""
+        if optimizer.ledger.num_releases:
             longer = (
                 "To train a model longer, keep its optimizer, whose ledger counts the steps so "
                 f"far, and make the plan with `noise_multiplier={noise_multiplier!r}` in place of "
                 "`epsilon`, the same `batch_size` and more `epochs`. "
-                if optimizer.ledger.num_releases
-                else ""
             )
-            if optimizer.ledger.chosen_by_search:
-                longer += (
-                    "The plan's epsilon then leaves out the search that chose the model: add what "
-                    "the further steps spend to `HonestTuner.privacy_statement()`. "
-                )
-            raise ValueError(
-                "The optimizer must have the noise and the batch size of the plan: create it with "
-                "`plan.optimizer(...)`, or make the plan with the optimizer's `batch_size` and "
-                f"`noise_multiplier`, without `epsilon`. {longer}Received: "
-                f"noise_multiplier={noise_multiplier!r} and expected_batch_size={size!r} instead "
-                f"of {wanted[0]!r} and {wanted[1]!r}"
+        if optimizer.ledger.chosen_by_search:
+            longer += (
+                "The plan's epsilon then leaves out the search that chose the model: add what the "
+                "further steps spend to `HonestTuner.privacy_statement()`. "
             )
-        if optimizer.noise != plan.noise:
-            raise ValueError(
-                "The optimizer must have the noise strategy of the plan: create it with "
-                f"`plan.optimizer(...)`. Received: noise={optimizer.noise!r} instead of "
-                f"{plan.noise!r}"
-            )
-        events = optimizer.ledger.other_events
-        if missing_events(events, among=plan.other_events):
+        raise ValueError(
+            "The optimizer must have the noise and the batch size of the plan: create it with "
+            "`plan.optimizer(...)`, or make the plan with the optimizer's `batch_size` and "
+            f"`noise_multiplier`, without `epsilon`. {longer}Received: "
+            f"noise_multiplier={noise_multiplier!r} and expected_batch_size={size!r} instead of "
+            f"{wanted[0]!r} and {wanted[1]!r}"
+        )
+
+    def _check_events(self, optimizer: Any) -> None:
+        """Raises unless the optimizer's ledger has the events that the plan's budget pays for."""
+        events, paid = optimizer.ledger.other_events, self._plan.other_events
+        if missing_events(events, among=paid):
             raise ValueError(
                 "The optimizer's ledger, to which side information adds its release, has an event "
                 "that the plan's budget does not pay for. Pass the events to the plan as "
-                f"`other_events`. Received: {optimizer.ledger.other_events!r} instead of "
-                f"{plan.other_events!r}"
+                f"`other_events`. Received: {events!r} instead of {paid!r}"
             )
-        if missing_events(plan.other_events, among=events):
+        if missing_events(paid, among=events):
             raise ValueError(
                 "The optimizer's ledger must have every event that the plan's budget pays for, or "
                 "its epsilon is too small: create it with `plan.optimizer(...)`, or set "
                 "`optimizer.ledger.other_events = plan.other_events`. Received: "
-                f"{optimizer.ledger.other_events!r} instead of {plan.other_events!r}"
+                f"{events!r} instead of {paid!r}"
             )
 
     def _check_num_examples(self, received: int, of_dataset: bool = False) -> None:
@@ -553,6 +538,24 @@ class PlannedTraining:
             )
 
 
+def _require_private(optimizer: Any) -> None:
+    """Raises unless an optimizer is one of the library's, and its noise is secret."""
+    inside = getattr(optimizer, "inner_optimizer", optimizer)
+    if inside is not optimizer and has_ledger(inside):
+        raise NotPrivateError(WRAPPED)
+    if not has_ledger(optimizer):
+        raise TypeError(
+            "The model must be compiled with an optimizer of tf_adaptive_dp, such as "
+            f"`plan.optimizer(tf_adaptive_dp.ADADP)`. Received: optimizer={optimizer!r}"
+        )
+    if optimizer.seed is not None:
+        raise NotPrivateError(
+            "The optimizer of a plan must draw secret noise: anyone who knows the seed can "
+            "remove the noise. Leave out `seed`; a test with repeatable noise can train "
+            f"without a plan. Received: seed={optimizer.seed!r}"
+        )
+
+
 def _require_finite_weights(model: keras.Model) -> None:
     """Raises if no example could have a finite gradient, so that epsilon would buy noise alone."""
 
@@ -580,6 +583,30 @@ def _digest_of_some(x: np.ndarray) -> bytes:
     """A number by which this process recognizes inputs, whatever their type."""
     rows = np.ascontiguousarray(x[_some(len(x))], np.float32)
     return hashlib.blake2b(rows.tobytes(), key=_SALT).digest()
+
+
+def _require_saved_epoch(run: RunDirectory, directory: str) -> None:
+    """Raises if a run that is finished has no weights that could be restored."""
+    if not run.has_saved_epoch:
+        raise RuntimeError(
+            "All steps of the run in `directory` were released, but no epoch of it was saved, so "
+            "there are no weights to restore. Pass a new directory to train anew; both runs "
+            f"together cost more than this plan. Received: directory={directory!r}"
+        )
+
+
+def _add_earlier_epochs(history: keras.callbacks.History, rows: Sequence[dict[str, Any]]) -> None:
+    """Gives Keras's history the epochs before an interruption, too.
+
+    Args:
+      history: what `model.fit` returned.
+      rows: those of the `RunHistory`.
+    """
+    history.epoch = [row["epoch"] for row in rows]
+    names = {name: None for row in rows for name in row["logs"]}  # in order, unlike a set
+    history.history = {
+        name: [row["logs"][name] for row in rows if name in row["logs"]] for name in names
+    }
 
 
 def _say_what_is_left(
