@@ -210,40 +210,24 @@ def per_example_gradients(
         raise ValueError("`tape` must be the tape that recorded `loss`. Received: tape=None")
     paths = [path_of(v) for v in variables]
     variables = [native(v) for v in variables]
-    for variable, path in zip(variables, paths):
-        if not variable.dtype.is_floating:
-            raise ValueError(
-                "Only gradients of floating-point variables can be clipped. Received: "
-                f"{path} of type {variable.dtype.name}. Train the real and imaginary "
-                "parts instead."
-            )
+    _require_floating(variables, paths)
     with contextlib.nullcontext() if is_recording(tape) else tape:
         searched = _search(loss, method, expected_batch_size)
-        losses, batch_axes, penalties, present, outside, rows_differ = searched
-        loss = losses
-        if outside is not None:
-            loss = tf.where(outside, tf.zeros_like(loss), loss)
-        if present is not None:
-            if examples_per_user is not None:
-                warnings.warn(_UNWEIGHTED, stacklevel=level_of_caller())
-            loss = tf.where(present, loss, tf.zeros_like(loss))
-        if num_microbatches is not None:
-            loss = microbatch_means(loss, num_microbatches)
-        elif examples_per_user is not None:
-            loss = user_sums(loss, examples_per_user)
-        unit_losses = loss
+        unit_losses = _unit_losses(searched, num_microbatches, examples_per_user)
+        scaled = unit_losses
         if loss_scale != 1:
-            loss *= tf.cast(loss_scale, loss.dtype)
+            scaled *= tf.cast(loss_scale, scaled.dtype)
+    batch_axes, penalties = searched.batch_axes, searched.penalties
     terms = [p.term for p in penalties]
     # A batch that microbatches do not divide must fail there, not where something is reshaped.
-    checked = [] if num_microbatches is None or not is_symbolic(loss) else [loss.op]
+    checked = [] if num_microbatches is None or not is_symbolic(scaled) else [scaled.op]
     source: PerExampleGradients
     with tf.control_dependencies(checked):
         if batch_axes is None or method == "materialized":
-            source = MaterializedGradients(loss, variables, tape, terms)
+            source = MaterializedGradients(scaled, variables, tape, terms)
         else:
             source = TracedGradients(
-                loss,
+                scaled,
                 variables,
                 tape,
                 batch_axes,
@@ -258,11 +242,24 @@ def per_example_gradients(
     source.loss_scale = loss_scale
     source.penalty_gradients = penalty_gradients(penalties, variables)
     search_sums_when_complete([g for g in source.penalty_gradients if g is not None])
-    source.example_losses, source.unit_losses = losses, unit_losses
-    source.outside, source.rows_differ = outside, rows_differ
+    source.example_losses, source.unit_losses = searched.losses, unit_losses
+    source.outside, source.rows_differ = searched.outside, searched.rows_differ
     numbers = [n for p in penalties for n in (p.term, p.factor) if tf.is_tensor(n)]
-    source.counts_batch = batch_axes is not None and counts_batch(losses, batch_axes, numbers)
+    source.counts_batch = batch_axes is not None and counts_batch(
+        searched.losses, batch_axes, numbers
+    )
     return source
+
+
+def _require_floating(variables: Sequence[tf.Variable], paths: Sequence[str]) -> None:
+    """Raises for variables whose gradients have no norm in floating-point numbers."""
+    for variable, path in zip(variables, paths):
+        if not variable.dtype.is_floating:
+            raise ValueError(
+                "Only gradients of floating-point variables can be clipped. Received: "
+                f"{path} of type {variable.dtype.name}. Train the real and imaginary "
+                "parts instead."
+            )
 
 
 class _Searched(NamedTuple):
@@ -307,6 +304,27 @@ def _search(loss: tf.Tensor, method: str, expected_batch_size: float | None) -> 
     refuse_row_ties(vector, axes).renew()
     rows_differ = has_other_rows(vector, axes)
     return _Searched(vector, axes, penalties, present, outside, rows_differ)
+
+
+def _unit_losses(
+    searched: _Searched, num_microbatches: int | None, examples_per_user: int | None
+) -> tf.Tensor:
+    """The losses whose gradients are clipped: of examples, microbatches or users.
+
+    Rows that are absent, or have an index outside of their row, have a loss of 0.
+    """
+    losses = searched.losses
+    if searched.outside is not None:
+        losses = tf.where(searched.outside, tf.zeros_like(losses), losses)
+    if searched.present is not None:
+        if examples_per_user is not None:
+            warnings.warn(_UNWEIGHTED, stacklevel=level_of_caller())
+        losses = tf.where(searched.present, losses, tf.zeros_like(losses))
+    if num_microbatches is not None:
+        return microbatch_means(losses, num_microbatches)
+    if examples_per_user is not None:
+        return user_sums(losses, examples_per_user)
+    return losses
 
 
 def _not_searched(loss: tf.Tensor, method: str) -> _Searched:

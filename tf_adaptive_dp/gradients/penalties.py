@@ -67,36 +67,72 @@ def find_penalties(loss: tf.Tensor, batch_axes: BatchAxes) -> list[Penalty]:
     """
     found: list[Penalty] = []
     added: set[tuple[tf.Operation, int]] = set()
-    pending: list = [(loss, 1.0, True)] if batch_axes.depends(loss) else []
+    pending = [_Part(loss, 1.0, True)] if batch_axes.depends(loss) else []
     while pending:
-        tensor, factor, exact = pending.pop()
-        op = tensor.op
-        if op.type in SUMS:
-            for k, term in enumerate(op.inputs):
-                signed = -factor if op.type == "Sub" and k == 1 else factor
-                if batch_axes.depends(term):
-                    pending.append((term, signed, exact))
-                elif is_trained(term):
-                    _check(term, exact)
-                    found.append(Penalty(term, signed))
-                    added.add((op, k))
-        elif op.type in UNCHANGED:
-            pending.append((op.inputs[0], factor, exact))
-        elif op.type in SCALINGS and op.inputs[1].shape.rank == 0:
-            # Only one number for all. A factor per example ends the search: a weight of zero makes
-            # padding absent, and what it multiplies are sums such as ⟨x, w⟩ + b.
-            number = tf.cast(op.inputs[1], tf.float32)
-            factor = factor * number if op.type == "Mul" else factor / number
-            pending.append((op.inputs[0], factor, exact and not is_trained(number)))
-        elif op.type == "Mul" and op.inputs[0].shape.rank == 0:
-            number = tf.cast(op.inputs[0], tf.float32)
-            pending.append((op.inputs[1], factor * number, exact and not is_trained(number)))
-    terms = {p.term.ref() for p in found}
-    for op in ancestors([loss], stop=lambda tensor: tensor.ref() in terms) if terms else ():
+        part = pending.pop()
+        op = part.tensor.op
+        if op.type not in SUMS:
+            pending += _behind_scaling(part)
+            continue
+        for k, term in enumerate(op.inputs):
+            factor = -part.factor if op.type == "Sub" and k == 1 else part.factor
+            if batch_axes.depends(term):
+                pending.append(_Part(term, factor, part.exact))
+            elif is_trained(term):
+                _check(term, part.exact)
+                found.append(Penalty(term, factor))
+                added.add((op, k))
+    if found:
+        _refuse_other_uses(loss, {p.term.ref() for p in found}, added)
+    return found
+
+
+class _Part(NamedTuple):
+    """A part of the loss that depends on the data.
+
+    Attributes:
+      tensor: what may be a sum with penalties among its terms.
+      factor: its factor in the loss, as that of a `Penalty`.
+      exact: whether no variable is among its factors.
+    """
+
+    tensor: tf.Tensor
+    factor: tf.Tensor | float
+    exact: bool
+
+
+def _behind_scaling(part: _Part) -> list[_Part]:
+    """What a part is, up to one factor for all examples; nothing where the search ends.
+
+    A factor for each example ends it: a weight of zero makes padding absent, and what it multiplies
+    are sums such as ⟨x, w⟩ + b.
+    """
+    op = part.tensor.op
+    if op.type in UNCHANGED:
+        return [part._replace(tensor=op.inputs[0])]
+    if op.type in SCALINGS and op.inputs[1].shape.rank == 0:
+        rest, number = op.inputs[0], op.inputs[1]
+    elif op.type == "Mul" and op.inputs[0].shape.rank == 0:
+        number, rest = op.inputs[0], op.inputs[1]
+    else:
+        return []
+    number = tf.cast(number, tf.float32)
+    factor = part.factor * number if op.type == "Mul" else part.factor / number
+    return [_Part(rest, factor, part.exact and not is_trained(number))]
+
+
+def _refuse_other_uses(loss: tf.Tensor, terms: set, added: set[tuple[tf.Operation, int]]) -> None:
+    """Refuses a loss that depends on a penalty in another way than by adding it.
+
+    Args:
+      loss: [B].
+      terms: references to the penalties.
+      added: the operations that add one, and as which of their inputs.
+    """
+    for op in ancestors([loss], stop=lambda tensor: tensor.ref() in terms):
         for k, tensor in enumerate(op.inputs):
             if tensor.ref() in terms and (op, k) not in added and op.type not in SHAPE_ONLY:
                 raise NotPrivateError(_USED_TWICE.format(op=tensor.op.name, use=op.name))
-    return found
 
 
 def _check(term: tf.Tensor, exact: bool) -> None:
