@@ -62,13 +62,51 @@ def captures(graph: tf.Graph) -> Sequence[tuple[tf.Tensor, tf.Tensor]]:
 
 def parts_of_composites(graph: tf.Graph) -> list[tf.Tensor]:
     """The arguments of a function that hold parts of sparse or ragged tensors, such as values."""
-    found, place = [], 0
+    return [
+        tensor
+        for place, spec in _specs_of_inputs(graph).items()
+        for tensor, is_part in zip(graph.inputs[place:], _are_parts(spec))
+        if is_part
+    ]
+
+
+def parts_in_element(op: tf.Operation) -> list[tf.Tensor]:
+    """The outputs of `IteratorGetNext` that hold parts of sparse or ragged tensors.
+
+    It knows what an element consists of if the iterator is an argument of the function, or of one
+    around it. A sparse or ragged tensor that is no part of another value is a `variant` here.
+
+    Args:
+      op: an operation that returns an element of a data set.
+    """
+    handle = op.inputs[0] if op.inputs else None
+    while handle is not None and handle.op.type == "Placeholder":
+        graph = handle.graph
+        place = next((k for k, t in enumerate(graph.inputs) if t is handle), -1)
+        outside = next((t for t, inside in captures(graph) if inside is handle), None)
+        if outside is not None:
+            handle = outside if is_symbolic(outside) else None
+            continue
+        spec = _specs_of_inputs(graph).get(place)
+        if not isinstance(spec, tf.data.IteratorSpec):
+            return []
+        parts = []
+        for of_element in tf.nest.flatten(spec._element_spec):
+            is_variant = isinstance(of_element, _COMPOSITES)
+            parts += [True] if is_variant else _are_parts(of_element)
+        return [t for t, is_part in zip(op.outputs, parts) if is_part]
+    return []
+
+
+def _specs_of_inputs(graph: tf.Graph) -> dict[int, tf.TypeSpec]:
+    """The specifications of the arguments of a function, by the place of their first tensor."""
+    found, place = {}, 0
     signature = getattr(graph, "structured_input_signature", None)
     for spec in tf.nest.flatten(signature) if signature else ():
         # A value that is no tensor is part of the signature, but not of the graph.
-        parts = _are_parts(spec) if isinstance(spec, tf.TypeSpec) else []
-        found += [t for t, is_part in zip(graph.inputs[place:], parts) if is_part]
-        place += len(parts)
+        if isinstance(spec, tf.TypeSpec):
+            found[place] = spec
+            place += len(tf.nest.flatten(spec, expand_composites=True))
     return found
 
 

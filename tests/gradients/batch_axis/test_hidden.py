@@ -385,6 +385,27 @@ def test_values_of_sparse_and_ragged_fields_are_no_examples(kind):
         step(Pair(Rows(SETS[kind](tf.constant(floats(4, 6))), tf.zeros([4]))))
 
 
+@pytest.mark.parametrize("kind", SETS)
+@pytest.mark.parametrize("passed", [False, True], ids=["read", "passed"])
+def test_values_of_fields_in_a_data_set_are_no_examples(kind, passed):
+    w, optimizer = tf.Variable(1.0), dp.DPSGD(1.0, 1.0)
+
+    def minimize(values):
+        with tf.GradientTape() as tape:
+            loss = (w * values - 1.0) ** 2
+        optimizer.minimize(loss, [w], tape)
+
+    @tf.function(autograph=False)
+    def step(iterator):
+        values = next(iterator).values.values
+        (tf.function(minimize, autograph=False) if passed else minimize)(values)
+
+    rows = Rows(SETS[kind](tf.constant(floats(4, 6))), tf.zeros([4]))
+    with pytest.raises(dp.NotPrivateError, match="is sparse or ragged"):
+        step(iter(tf.data.Dataset.from_tensors(rows)))
+    assert optimizer.ledger.num_releases == 0
+
+
 def test_other_fields_hold_the_examples():
     w = tf.Variable(1.0)
 

@@ -205,6 +205,7 @@ def enter_sources(loss: tf.Tensor) -> tuple[BatchAxes, list[tf.Operation], bool]
     known = None if None in sizes else size
     batch_axes = BatchAxes(known)
     parts = {t.ref() for t in graphs.parts_of_composites(loss.graph)}
+    parts |= {t.ref() for op in ops if is_element(op) for t in graphs.parts_in_element(op)}
     for tensor in sources:
         fits = tensor.shape.rank and tensor.shape[0] in (None, size)
         fits = fits and tensor.ref() not in parts and not _computes_more(tensor.op)

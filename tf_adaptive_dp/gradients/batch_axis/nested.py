@@ -12,6 +12,7 @@ from tf_adaptive_dp._keras.graphs import (
     DATA_SET_LOOPS,
     LOOPS,
     ancestors,
+    parts_in_element,
     parts_of_composites,
     static_value,
 )
@@ -281,7 +282,9 @@ class _Arguments:
 
 
 def _fresh(tensor: tf.Tensor) -> BatchAxis | CrossExample:
-    return BatchAxis() if tensor.shape.rank else CrossExample(tensor.op, NO_BATCH_AXIS)
+    in_part = any(tensor is part for part in parts_in_element(tensor.op))
+    fits = tensor.shape.rank and not in_part
+    return BatchAxis() if fits else CrossExample(tensor.op, NO_BATCH_AXIS)
 
 
 def _takes_rows(op: tf.Operation) -> bool:
