@@ -210,4 +210,9 @@ def to_dense(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     own = crossed and values is made.outputs[1] and not batch_axes.depends(default)
     if own and places is made.outputs[0] and shape is made.outputs[2]:
         return BatchAxis()
+    return _put_elsewhere(op, batch_axes)
+
+
+@unless_cross_example
+def _put_elsewhere(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     return CrossExample(op, "puts values into rows that may not be those of the examples")
