@@ -13,7 +13,7 @@ import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tf_adaptive_dp._keras.generation import GENERATION
 from tf_adaptive_dp.accounting.composition import epsilon, epsilon_spent
-from tf_adaptive_dp.callbacks.common import FedExamples
+from tf_adaptive_dp.callbacks.common import NumExamplesCheck
 
 N, DELTA = 1_000, 1e-3
 
@@ -262,14 +262,14 @@ def test_a_number_is_kept_although_an_earlier_state_is_loaded(kind):
 
 def test_an_epoch_without_releases_and_one_of_other_batches_are_no_contradiction():
     optimizer = catalogue.make("DPSGD", expected_batch_size=8.0)
-    fed = FedExamples(32, "shuffled", True)
-    fed.begin(optimizer, None)
-    fed.begin_epoch(optimizer)
-    fed.end_epoch(optimizer, was_stopped=False)  # as of a critic that rests
-    fed.begin_epoch(optimizer)
+    check = NumExamplesCheck(32, "shuffled", True)
+    check.begin(optimizer, None)
+    check.begin_epoch(optimizer)
+    check.end_epoch(optimizer, was_stopped=False)  # as of a critic that rests
+    check.begin_epoch(optimizer)
     optimizer.ledger.restore([(1.0, 8.0, 4)])
     optimizer.expected_batch_size = 16  # of the next epoch
-    fed.end_epoch(optimizer, was_stopped=False)
+    check.end_epoch(optimizer, was_stopped=False)
 
 
 @pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])
@@ -529,15 +529,15 @@ def test_a_number_of_examples_that_fit_does_not_feed_is_refused(
 
 @pytest.mark.parametrize("num_examples, fits", [(24, False), (25, True), (39, True), (40, False)])
 def test_the_last_batch_of_a_pass_may_be_smaller_or_dropped(num_examples, fits):
-    fed = FedExamples(num_examples, "shuffled", True)
+    check = NumExamplesCheck(num_examples, "shuffled", True)
     optimizer = catalogue.make("DPSGD", expected_batch_size=8.0)
     if fits:
-        fed.begin(optimizer, 4)
+        check.begin(optimizer, 4)
     else:
         with pytest.raises(ValueError, match=f"num_examples={num_examples}"):
-            fed.begin(optimizer, 4)
-    FedExamples(num_examples, "shuffled", False).begin(optimizer, 4)
-    FedExamples(num_examples, "poisson", True).begin(optimizer, 4)
+            check.begin(optimizer, 4)
+    NumExamplesCheck(num_examples, "shuffled", False).begin(optimizer, 4)
+    NumExamplesCheck(num_examples, "poisson", True).begin(optimizer, 4)
 
 
 @pytest.mark.parametrize("kind", [dp.PrivacyMonitor, dp.PrivacyBudget])

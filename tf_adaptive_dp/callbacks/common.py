@@ -1,4 +1,4 @@
-"""Checks of a model's optimizer that the callbacks share."""
+"""The base class of the callbacks, and checks of an optimizer and its batches that they share."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def steps_per_epoch(callback: tf.keras.callbacks.Callback) -> int | None:
     return (getattr(callback, "params", None) or {}).get("steps")
 
 
-class FedExamples:
+class NumExamplesCheck:
     """Compares what `fit` feeds with the number of examples that ε is computed for.
 
     With too large a number the sampling probability, and with it ε, would be too small; with too

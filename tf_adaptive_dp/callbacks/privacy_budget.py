@@ -10,7 +10,7 @@ from tf_adaptive_dp.accounting import accountants
 from tf_adaptive_dp.accounting.accountants import unprotected
 from tf_adaptive_dp.accounting.composition import MAX_RELEASES
 from tf_adaptive_dp.callbacks.common import (
-    FedExamples,
+    NumExamplesCheck,
     PrivateCallback,
     begin_batches_anew,
     refuse_batch_over_two_passes,
@@ -83,7 +83,7 @@ class PrivacyBudget(PrivateCallback):
         self.sampling = sampling_epsilon.check_sampling(sampling)
         self.accountant = checks.choice("accountant", accountant, accountants.ACCOUNTANTS)
         self.steps = None if steps is None else checks.integer("steps", steps, 1)
-        self._fed = FedExamples(self.num_examples, self.sampling, full_passes)
+        self._num_examples_check = NumExamplesCheck(self.num_examples, self.sampling, full_passes)
         self._priced: tuple = ()
 
     def releases_left(self) -> int:
@@ -178,7 +178,7 @@ class PrivacyBudget(PrivateCallback):
         self.require_counted_statistics()
         self.warn_before_training()
         begin_batches_anew(optimizer)
-        self._fed.begin(optimizer, steps_per_epoch(self))
+        self._num_examples_check.begin(optimizer, steps_per_epoch(self))
         self._priced, self._stopped, self._guessed = (), False, False
         self._require_room()
 
@@ -199,7 +199,7 @@ class PrivacyBudget(PrivateCallback):
         self._require_room()
         if batch == 0:  # what is refused must not be noted
             self.optimizer.ledger.note_units(self.num_examples)
-            self._fed.begin_epoch(self.optimizer)
+            self._num_examples_check.begin_epoch(self.optimizer)
         self._released = self.optimizer.ledger.num_releases
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
@@ -219,7 +219,7 @@ class PrivacyBudget(PrivateCallback):
         """Rejects an accumulated batch that reaches into the next epoch; called by Keras."""
         forget_saved_metrics(self.model)
         refuse_batch_over_two_passes(self.optimizer, self.sampling)
-        self._fed.end_epoch(self.optimizer, self.model.stop_training)
+        self._num_examples_check.end_epoch(self.optimizer, self.model.stop_training)
 
     def on_train_end(self, logs: dict | None = None) -> None:
         """Says why training ended before its last epoch; called by Keras.

@@ -19,7 +19,7 @@ from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting import accountants, composition
 from tf_adaptive_dp.accounting.ledger import Ledger, is_chosen_by_search
 from tf_adaptive_dp.callbacks.common import (
-    FedExamples,
+    NumExamplesCheck,
     PrivateCallback,
     begin_batches_anew,
     refuse_batch_over_two_passes,
@@ -133,7 +133,7 @@ class PrivacyMonitor(PrivateCallback):
         self.accountant = checks.choice("accountant", accountant, accountants.ACCOUNTANTS)
         self._unit = unit_of(self.sampling).one
         warn_of_large_delta(self.delta, self.num_examples, unit_of(self.sampling), stacklevel=2)
-        self._fed = FedExamples(self.num_examples, self.sampling, full_passes)
+        self._num_examples_check = NumExamplesCheck(self.num_examples, self.sampling, full_passes)
         self._board: TensorBoardLog | None = None
         self._new_run = self._noted = False
         allow_tensors_as_logs(self)
@@ -171,7 +171,7 @@ class PrivacyMonitor(PrivateCallback):
         begin_batches_anew(optimizer)
         self._released, self._noted = optimizer.ledger.num_releases, False
         optimizer.statistics.summary(reset=True)  # of training without this callback
-        self._fed.begin(optimizer, steps_per_epoch(self))
+        self._num_examples_check.begin(optimizer, steps_per_epoch(self))
         self._check_sampling(optimizer)
         if self.log_dir is not None:
             self._board = TensorBoardLog(self.log_dir, self._settings(optimizer))
@@ -197,14 +197,14 @@ class PrivacyMonitor(PrivateCallback):
             return
         self._note_units()  # again, since a log may have restored the ledger meanwhile
         self._noted = True
-        self._fed.begin_epoch(self.optimizer)
+        self._num_examples_check.begin_epoch(self.optimizer)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Reports; called by Keras."""
         forget_saved_metrics(self.model)
         optimizer = self.optimizer
         refuse_batch_over_two_passes(optimizer, self.sampling)
-        self._fed.end_epoch(optimizer, self.model.stop_training)
+        self._num_examples_check.end_epoch(optimizer, self.model.stop_training)
         summary = optimizer.statistics.summary(reset=True)
         self._check_rows(optimizer)
         private = {
@@ -227,20 +227,30 @@ class PrivacyMonitor(PrivateCallback):
         }
         for quantile, norm in summary.norm_quantiles.items():
             self.not_private[f"gradient_norm_quantile_{quantile}"] = norm
-        if self._board is None:
-            return
-        del private["delta"]  # a setting, which it shows among others
+        if self._board is not None:
+            self._show(self._board, epoch, private)
+
+    def _show(self, board: TensorBoardLog, epoch: int, private: dict[str, float]) -> None:
+        """Shows an epoch in TensorBoard.
+
+        Args:
+          board: TensorBoard's files.
+          epoch: the number of the epoch.
+          private: what the logs got; δ is a setting, which TensorBoard shows among others.
+        """
+        optimizer = self.optimizer
+        shown = {name: value for name, value in private.items() if name != "delta"}
         if self._budget is not None:
-            private["epsilon_budget"] = self._budget
+            shown["epsilon_budget"] = self._budget
         # One of several optimizers trains only some of the model's variables.
         if optimizer is self.model.optimizer:
             ratio = optimizer.noise_to_signal(self.model.trainable_variables)
             if ratio is not None:
-                private["noise_to_signal"] = ratio
+                shown["noise_to_signal"] = ratio
         step_size = {}
         if hasattr(optimizer, "acceptance"):
             step_size = {"error": optimizer.last_error, "acceptance": optimizer.acceptance}
-        self._board.write(epoch, private, self.not_private, step_size)
+        board.write(epoch, shown, self.not_private, step_size)
 
     def on_train_end(self, logs: dict | None = None) -> None:
         """Closes TensorBoard's file, and raises if the ledger went back; called by Keras."""
