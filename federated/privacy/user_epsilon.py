@@ -256,7 +256,7 @@ def _claim(
     start = (
         f"Differential privacy with epsilon = {format_epsilon(spent)} and delta = "
         f"{format_delta(delta)} ({accountant.upper()} accounting, rounded up). Unit: one user. "
-        "Adjacency: data sets "
+        "Adjacency: data sets"
     )
     if ledger.is_tree:
         return paragraph(

@@ -87,7 +87,7 @@ def test_the_value_that_nearly_all_examples_have_is_located(monkeypatch):
         *np.array([[5.0, 5.0], [0.1, 0.1]]),
         np.zeros(2, bool),
         np.array([True, False]),
-        otherwise=np.array([2.0, 3.0]),
+        stddev_if_varying=np.array([2.0, 3.0]),
         smallest=0.1,
     )
     located = estimator._located(examples, 1e-6, found)
@@ -118,7 +118,7 @@ def test_what_many_examples_but_not_nearly_all_have_is_no_constant(
         *np.array([[5.0], [5.0], [0.1]]),
         np.zeros(1, bool),
         np.ones(1, bool),
-        otherwise=np.array([2.0]),
+        stddev_if_varying=np.array([2.0]),
         smallest=0.1,
     )
     monkeypatch.setattr(estimator, "_release", lambda total, noise: total)
@@ -138,7 +138,7 @@ def test_the_error_of_a_mean_does_not_pass_for_the_size_of_values(monkeypatch):
         *np.array([[0.5, 0.5], [0.1, 0.1]]),
         np.zeros(2, bool),
         np.zeros(2, bool),
-        otherwise=np.array([0.5, 0.5]),
+        stddev_if_varying=np.array([0.5, 0.5]),
         smallest=0.05,
     )
     monkeypatch.setattr(estimator, "_release", lambda total, noise: total)

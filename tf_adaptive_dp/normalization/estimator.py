@@ -53,7 +53,7 @@ class _Statistics(NamedTuple):
       is_clear: [features], whether the deviation stands out of the noise.
       is_constant: [features], whether nearly all examples seem to have the same value. The
         deviation is then the size of this value.
-      otherwise: [features], the deviation of a feature that turns out not to be constant.
+      stddev_if_varying: [features], the deviation of a feature that turns out not to be constant.
       smallest: the deviation that a feature which is lost in the noise has at least.
     """
 
@@ -62,7 +62,7 @@ class _Statistics(NamedTuple):
     error: np.ndarray
     is_clear: np.ndarray
     is_constant: np.ndarray
-    otherwise: np.ndarray
+    stddev_if_varying: np.ndarray
     smallest: float
 
 
@@ -169,7 +169,7 @@ def _first_round(examples: Examples, noise: float) -> _Statistics | None:
         error=units * noise_of_mean,
         is_clear=is_clear,
         is_constant=is_constant,
-        otherwise=deviation,
+        stddev_if_varying=deviation,
         smallest=smallest,
     )
 
@@ -294,7 +294,7 @@ def _located(examples: Examples, noise: float, found: _Statistics) -> _Statistic
     shares = np.where(settled, shares, 1.0)
     return found._replace(
         mean=found.mean + np.where(settled, width * sums / shares, 0.0),
-        stddev=np.where(constant & ~settled, found.otherwise, found.stddev),
+        stddev=np.where(constant & ~settled, found.stddev_if_varying, found.stddev),
         error=np.where(settled, width * noise * of_sums / shares, found.error),
         is_constant=settled,
     )

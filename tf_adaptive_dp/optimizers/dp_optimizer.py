@@ -406,14 +406,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         with tf.control_dependencies([*(scale or ()), *(shift or ())]):
             if not self._preconditioning.before_clipping:
                 scale = shift = None
-            unweighted = lacks_weights(losses)  # so all rows are examples
-            num_examples = losses.shape[0] if unweighted else None  # padding has weights
-            self._mechanism.sizes.warn_if_too_large(num_examples)
-            if not tf.executing_eagerly() and not is_in_fit():
-                self._mechanism.sizes.refuse_another_trace(num_examples)
-            if self._expects_padding and unweighted:
-                self._expects_padding = False  # a step may be traced several times
-                warnings.warn(_OUTSIDE_OF_PLAN, stacklevel=level_of_caller())
+            self._check_rows(losses)
             noisy = self._mechanism.release(
                 source,
                 tf.shape(losses)[0],
@@ -442,6 +435,21 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             if gradient is not None:
                 mark_released(gradient, self._mechanism.complete)
         return released
+
+    def _check_rows(self, losses: tf.Tensor) -> None:
+        """Rejects, or warns of, batches whose number of rows says that they are not as expected.
+
+        Args:
+          losses: [B], the losses of the examples.
+        """
+        unweighted = lacks_weights(losses)  # so all rows are examples
+        num_examples = losses.shape[0] if unweighted else None  # padding has weights
+        self._mechanism.sizes.warn_if_too_large(num_examples)
+        if not tf.executing_eagerly() and not is_in_fit():
+            self._mechanism.sizes.refuse_another_trace(num_examples)
+        if self._expects_padding and unweighted:
+            self._expects_padding = False  # a step may be traced several times
+            warnings.warn(_OUTSIDE_OF_PLAN, stacklevel=level_of_caller())
 
     def build(self, var_list: Sequence[tf.Variable]) -> None:
         """Creates all slots, those of the side information first.
