@@ -417,7 +417,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                 number=number_of(losses, rows_per_unit),
                 padding=rows_of_padding(losses, rows_per_unit),
                 order=None if self.noise.is_independent else order_of(losses),
-                public_size=not unweighted or losses.shape[0] is not None,
+                public_size=not lacks_weights(losses) or losses.shape[0] is not None,
             )
             # After the release, which has read A by then.
             with tf.control_dependencies([g for g in noisy if g is not None]):
