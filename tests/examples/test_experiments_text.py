@@ -9,6 +9,7 @@ import pytest
 from examples.experiments.adadps_imdb import run as adadps_imdb
 from examples.experiments.adadps_toy import run as adadps_toy
 from examples.experiments.embedding_rows import run as embedding_rows
+from examples.experiments.embeddings import run as embeddings
 from examples.experiments.lib import grids, harness, reviews
 from examples.experiments.lib.datasets import text
 from examples.experiments.public_size import run as public_size
@@ -157,6 +158,22 @@ def test_the_stored_trials_of_embedding_rows_are_those_of_the_plan():
     for trial in results.trials:
         assert 0 < trial.result["epsilon"][-1] <= trial.settings["epsilon"]
     assert "| ε = 8 | 0.8309 ± 0.0010 |" in embedding_rows.EXPERIMENT.table(results.trials)
+
+
+@pytest.mark.parametrize("name", embeddings.ROWS)
+def test_normalized_models_have_the_weights_of_the_others(name):
+    models = [embeddings.build(name, 20, normalized) for normalized in (False, True)]
+    plain, normalized = ([tuple(w.shape) for w in m.weights] for m in models)
+    assert plain == normalized
+    kinds = [type(layer).__name__ for layer in models[1].layers]
+    assert kinds.count("LayerNormalization") == 1 and len(kinds) == len(models[0].layers) + 1
+
+
+@pytest.mark.slow
+def test_embeddings_runs(tmp_path):
+    out, trials = run_experiment("embeddings", tmp_path, "--jobs", 1)
+    assert {t["settings"]["normalized"] for t in trials} == {True, False}
+    assert all(title in out for title in embeddings.TITLES.values())
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ def cross(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
 
 
 @register_layout("SparseToDense")
-def to_dense(op: tf.Operation, batch_axes: BatchAxes) -> Value:
+def to_dense(op: tf.Operation, batch_axes: BatchAxes) -> Value | list[Value]:
     """Puts crossed features where `cross` says that they are; nothing else is known."""
     places, shape, values, default = op.inputs
     made = values.op
