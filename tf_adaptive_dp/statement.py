@@ -442,7 +442,14 @@ class LargeDeltaWarning(UserWarning):
 
 
 def warn_of_large_delta(delta: float, num_examples: int, unit: Unit, stacklevel: int) -> None:
-    """Warns, before training, of a δ that `delta_warning` would warn of in the statement."""
+    """Warns, before training, of a large δ that `delta_warning` would warn of in the statement.
+
+    Args:
+      delta: δ.
+      num_examples: number of units in the data set.
+      unit: the words for the unit.
+      stacklevel: see `warnings.warn`.
+    """
     if is_large_delta(delta, num_examples):
         warnings.warn(
             f"`delta` should be well below 1 / num_{unit.one}s. A delta this large would permit "

@@ -357,7 +357,13 @@ class BestState:
         return figures
 
     def consider(self, number: int, state: Any, figures: Mapping[str, float]) -> None:
-        """Keeps a state if it is the best one so far, on the disk when this returns."""
+        """Keeps a state if it is the best one so far, on the disk when this returns.
+
+        Args:
+          number: the number of its round.
+          state: the state.
+          figures: what its evaluation found.
+        """
         name = self._evaluation.best
         if name is None:
             return

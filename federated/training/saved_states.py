@@ -54,7 +54,13 @@ class SavedStates:
         return max(self._paths(), default=None)
 
     def save(self, number: int, state: Any, record: dict) -> None:
-        """Saves a state and its record; both are on the disk when this returns."""
+        """Saves a state and its record; both are on the disk when this returns.
+
+        Args:
+          number: the number of its round.
+          state: a nest of numbers, texts, and arrays of numbers.
+          record: what else to keep with it, as JSON values.
+        """
         arrays: list[tuple[np.ndarray, str]] = []
         leaves = [self._plain(leaf, arrays) for leaf in tree.flatten(state)]
         content = b"".join(values for _, values in leaves)
@@ -101,7 +107,11 @@ class SavedStates:
             files.sync(part)
 
     def load(self, number: int, state: Any) -> tuple[Any, dict]:
-        """Loads a saved state in the structure of `state`, and its record."""
+        """Loads a saved state in the structure of `state`, and its record.
+
+        Raises:
+          ValueError: if it cannot be read.
+        """
         path = self._paths()[number]
         try:
             return _loaded(path, number, state)

@@ -120,6 +120,12 @@ def bracket(
     """Two noise multipliers, one `factor` times the other; only the smaller one overspends.
 
     If no noise multiplier suffices, the larger one is the maximum and overspends as well.
+
+    Args:
+      overspends: whether a noise multiplier leaves more ε than the budget has; it must if any
+        larger one does, and for one that is near 0.
+      guess: where to begin.
+      factor: above 1.
     """
     largest = accountants.MAX_NOISE_MULTIPLIER
     high = min(max(guess, accountants.MIN_NOISE_MULTIPLIER), largest)
@@ -132,7 +138,13 @@ def bracket(
 
 
 def rounded_up(value: float, part: float, overspends: Callable[[float], bool]) -> float:
-    """Rounds up by at most `part` of `value`, to a decimal number that does not overspend."""
+    """Rounds a noise multiplier up, to a short decimal number that does not overspend.
+
+    Args:
+      value: the smallest one that does not overspend, or just below that.
+      part: how far up, relative to `value`, at most.
+      overspends: see `bracket`.
+    """
     digits = math.ceil(-math.log10(part * value))
     unit = 10.0**-digits
     rounded = round(math.ceil(value / unit) * unit, digits)

@@ -346,7 +346,16 @@ def largest_within(
 
 
 def largest(fits: Callable[[int], bool], low: int = 0, *, at_most: int = MAX_RELEASES) -> int:
-    """Largest n from `low` to `at_most` with `fits(n)`; `low` fits, or is 0."""
+    """The largest number that fits.
+
+    Args:
+      fits: whether a number fits; all smaller ones must if it does.
+      low: one that fits, or 0.
+      at_most: the largest number to consider.
+
+    Returns:
+      A number from `low` to `at_most`; `low` if no larger one fits.
+    """
     if at_most <= low or (at_most < MAX_RELEASES and fits(at_most)):
         return max(at_most, 0)
     high = low + max(1, low // 8)
@@ -401,6 +410,11 @@ def counted_ledger(
     """Like `read_ledger`, with separate segments for releases on repeated batches.
 
     Their batch size is `num_examples`, so they count without amplification by sampling.
+
+    Args:
+      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      num_examples: number of examples in the training set.
+      in_epochs: see `epsilon_spent`.
     """
     read, events = _read(ledger, num_examples)
     segments = []
@@ -412,7 +426,14 @@ def counted_ledger(
 
 
 def repeated(segment: Segment, known: BatchChecks, num_examples: int, *, in_epochs: bool) -> int:
-    """How many releases of a segment count as repetitions; see `epsilon_spent`."""
+    """How many releases of a segment count as repetitions.
+
+    Args:
+      segment: the releases.
+      known: what is known about their batches.
+      num_examples: number of examples in the training set.
+      in_epochs: see `epsilon_spent`.
+    """
     if in_epochs and known.nearest >= num_examples // segment.batch_size:
         return 0
     return min(known.repeated, segment.num_releases)
@@ -436,7 +457,13 @@ def num_returned(known: Sequence[tuple[Segment, BatchChecks]], num_examples: int
 def checks_of(
     ledger: Any, num_examples: int, *, correlated: bool = False
 ) -> list[tuple[Segment, BatchChecks]]:
-    """The segments of a ledger or an optimizer, with what is known about their batches."""
+    """The segments of a ledger, with what is known about their batches.
+
+    Args:
+      ledger: see `read_ledger`.
+      num_examples: see `read_ledger`.
+      correlated: see `read_ledger`.
+    """
     return _read(ledger, num_examples, correlated)[0]
 
 

@@ -87,7 +87,12 @@ class PrivacyBudget(PrivateCallback):
         self._priced: tuple = ()
 
     def releases_left(self) -> int:
-        """How many more releases fit with the optimizer's current parameters."""
+        """How many more releases fit with the optimizer's current parameters.
+
+        Raises:
+          ValueError: if the batch size, and so the cost of the first step, is unknown; or if the
+            ledger contradicts the sampling.
+        """
         optimizer = self.optimizer
         noise_multiplier, size = optimizer.next_release()
         # In `fit` the optimizer may find its size after the first step was priced.

@@ -553,6 +553,9 @@ class GaussianMechanism:
         """Whether this thread's last `release` released gradients; a bool scalar.
 
         It did not if the batch is incomplete, or if the release belonged to the histograms.
+
+        Raises:
+          RuntimeError: before the first `release` of this thread.
         """
         complete = self.complete
         if complete is None:
@@ -567,7 +570,11 @@ class GaussianMechanism:
         return self._gradient_noise(sigma, expected) / (expected / self.sizes.per_group())
 
     def batches_to_measure(self) -> tf.Tensor:
-        """W, the number of batches that `histograms` take; float64."""
+        """W, the number of batches that `histograms` take; float64.
+
+        Raises:
+          RuntimeError: without histograms.
+        """
         if self.histograms is None:
             raise RuntimeError("This mechanism has no histograms.")
         sigma, expected = self.sigma(), self.sizes.divisor()

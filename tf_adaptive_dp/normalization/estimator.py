@@ -457,7 +457,15 @@ def input_array(x: Any) -> np.ndarray:
 
 
 def kept_shape(input_shape: tuple, axis: int | None) -> tuple[list[int], int]:
-    """The shape in which statistics meet inputs, and their number."""
+    """The shape in which statistics meet inputs, and their number.
+
+    Args:
+      input_shape: that of the inputs, the axis of the examples included.
+      axis: that of the features; `None` for one mean and one deviation in all.
+
+    Raises:
+      ValueError: if `axis` is none of the inputs', or has an unknown size.
+    """
     rank = len(input_shape)
     if axis is None:
         return [1] * rank, 1

@@ -248,6 +248,20 @@ def as_dataset(
     """The batches of a sampling; if `masked`, the sample weights mark the padding.
 
     Guarantee: see `sampling.poisson_batches`.
+
+    Args:
+      source: the examples.
+      sampling: how batches are drawn.
+      start_step: the number of draws to skip because an earlier run made them.
+      key: 32 secret bytes, to continue a sequence; `None` for a new one.
+      gradient_accumulation_steps: k, the number of batches that each draw is divided into.
+      masked: whether batches have sample weights, which are 0 for padding.
+      padding: one public example to pad with, see `padding_rows`.
+      users: whom the examples belong to, if users are drawn.
+
+    Raises:
+      TypeError, ValueError: if the arguments do not fit each other.
+      NotPrivateError: if several workers would each draw batches of their own.
     """
     _refuse_several_workers()
     _check_users(users, sampling, len(source))

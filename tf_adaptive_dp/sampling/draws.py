@@ -66,7 +66,13 @@ def derived_key(key: bytes, purpose: bytes, number: int) -> bytes:
 
 
 def generator(key: bytes, purpose: bytes, number: int) -> np.random.Generator:
-    """A separate generator for each (key, purpose, number)."""
+    """A separate generator for each key, purpose and number.
+
+    Args:
+      key: 32 bytes.
+      purpose: at most 16 bytes.
+      number: at least 0, such as that of a step.
+    """
     seed = int.from_bytes(derived_key(key, purpose, number), "little")
     return np.random.Generator(np.random.SFC64(seed))
 
@@ -187,7 +193,11 @@ class Sampling(abc.ABC):
 
     @property
     def rows(self) -> int:
-        """Number of rows of an undivided batch, padding included."""
+        """Number of rows of an undivided batch, padding included.
+
+        Raises:
+          NotImplementedError: for a sampling that draws no batches of tensors.
+        """
         raise NotImplementedError
 
     def _check_common(self) -> None:
@@ -217,7 +227,16 @@ class Sampling(abc.ABC):
 
     @abc.abstractmethod
     def draw(self, num_examples: int, step: int, key: bytes) -> np.ndarray:
-        """Indices of the examples in the batch of a step: a pure function of its arguments."""
+        """Draws the batch of a step: a pure function of its arguments.
+
+        Args:
+          num_examples: number of examples in the training set.
+          step: the number of the step, from 0.
+          key: the secret bytes of a pass, see `key_of_pass`.
+
+        Returns:
+          Indices of the examples, ascending, unless the sampling draws them in an order.
+        """
 
     def new_key(self, num_examples: int) -> bytes:
         """The key of a dataset of batches if none is given."""
@@ -285,6 +304,12 @@ class Sampling(abc.ABC):
         have the same distribution whether or not there are others: a uniformly random injection.
         Therefore a loss may depend on the row (position numbers, one number of seeded noise per
         row): one additional example moves no other one.
+
+        Args:
+          num_examples: number of examples in the training set.
+          step: the number of the step, from 0.
+          key: the secret bytes of a pass, see `key_of_pass`.
+          gradient_accumulation_steps: k, the number of parts.
         """
         k = gradient_accumulation_steps
         rows = self.rows_per_batch(k) // (self.examples_per_user or 1)
@@ -304,7 +329,14 @@ class Sampling(abc.ABC):
 
     @abc.abstractmethod
     def account(self, ledger: Any, num_examples: int, delta: float, accountant: str) -> float:
-        """ε of a ledger, without the checks of `check_ledger`."""
+        """ε of a ledger that `check_ledger` accepts.
+
+        Args:
+          ledger: a ledger, or an optimizer with the attribute `ledger`.
+          num_examples: number of examples in the training set.
+          delta: δ, in (0, 1).
+          accountant: `"rdp"` or `"pld"`.
+        """
 
     def as_drawn(self: _Kind, ledger: Any) -> _Kind:
         """This sampling, or one with less room if an optimizer's batches had less.

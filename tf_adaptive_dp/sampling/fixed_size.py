@@ -72,6 +72,12 @@ def fixed_size_epsilon(
 ) -> float:
     """ε of a ledger whose batches were subsets of a fixed size; see `FixedSizeSampling`.
 
+    Args:
+      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      num_examples: number of examples in the training set.
+      delta: δ, in (0, 1).
+      accountant: `"rdp"` or `"pld"`.
+
     Raises:
       ValueError: if a batch size is not an integer; if there are `other_events`, which hold for
         adding or removing an example.

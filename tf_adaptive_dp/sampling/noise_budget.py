@@ -89,7 +89,15 @@ class NoiseBudget:
         steps: int | None = None,
         accountant: str | None = None,
     ) -> float:
-        """ε after some steps of a sampling, by default after all."""
+        """ε after some steps of a sampling.
+
+        Args:
+          sampling: how batches are drawn.
+          noise: the strategy of the noise.
+          noise_multiplier: σ.
+          steps: the number of steps; `None` for all.
+          accountant: `"rdp"` or `"pld"`; `None` for that of the budget.
+        """
         size = sampling.expected_batch_size(self.num_units)
         planned = Releases(
             [(noise_multiplier, size, sampling.steps if steps is None else steps)],
@@ -102,6 +110,11 @@ class NoiseBudget:
 
     def least_noise(self, epsilon: float, sampling: SamplingOfPlan, noise: NoiseStrategy) -> float:
         """The smallest noise multiplier for a sampling and a noise strategy, up to 0.1%.
+
+        Args:
+          epsilon: ε of all steps, and of the budget's other events.
+          sampling: how batches are drawn.
+          noise: the strategy of the noise.
 
         Raises:
           ValueError: if no noise meets the budget.
@@ -121,7 +134,16 @@ class NoiseBudget:
         return found
 
     def best_strategy(self, epsilon: float, batch_size: int, epochs: int) -> NoiseStrategy:
-        """The strategy with the least noise in sums of steps, among those that allow sampling."""
+        """The strategy with the least noise in sums of steps, among those that allow sampling.
+
+        Args:
+          epsilon: ε of all steps, and of the budget's other events.
+          batch_size: the expected batch size.
+          epochs: the number of epochs.
+
+        Returns:
+          Independent noise, or a `BandedNoise` of 2 to 32 bands.
+        """
         best: NoiseStrategy = IndependentNoise()
         least, guess = math.inf, None
         for bands in _BANDS:

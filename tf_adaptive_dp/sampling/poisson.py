@@ -389,7 +389,16 @@ def with_room(
 
 
 def bernoulli(generator: np.random.Generator, size: int, probability: float) -> np.ndarray:
-    """The successes among `size` independent trials, ascending; see `PoissonSampling.draw`."""
+    """The successes among independent trials; see `PoissonSampling.draw`.
+
+    Args:
+      generator: draws the numbers.
+      size: the number of trials.
+      probability: that of a success.
+
+    Returns:
+      The numbers of the trials, from 0, ascending.
+    """
     likely = math.ceil(probability * 2**8)
     words = generator.bit_generator.random_raw(-(-size // 8)).view(np.uint8)
     # `likely` can be 2⁸, which does not fit in 8 bits.

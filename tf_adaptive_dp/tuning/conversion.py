@@ -177,6 +177,11 @@ def delta_from(divergences: np.ndarray, orders: tuple[float, ...], epsilon: floa
     """δ at ε from Rényi divergences: the "improved" conversion solved for δ.
 
     The minimum over α of exp((α - 1)(r(α) - ε + log(1 - 1/α))) / α and √(1 - exp(-r(α))).
+
+    Args:
+      divergences: r, one for each order.
+      orders: α, above 1.
+      epsilon: ε.
     """
     alpha = np.array(orders)
     exponents = (alpha - 1) * (divergences - epsilon + np.log1p(-1 / alpha)) - np.log(alpha)
@@ -194,6 +199,11 @@ def epsilon_of(
     not reliable.
 
     Guarantee: (ε, δ)-DP for adding or removing one example.
+
+    Args:
+      event: what is released.
+      delta: δ, in (0, 1).
+      accounting: how ε is computed.
     """
     divergences = renyi_divergences(event, accounting.renyi_orders)
     bound = epsilon_from(divergences, delta, accounting)

@@ -63,7 +63,11 @@ class BatchAxes:
         return self._layouts.get(tensor.ref())
 
     def axis_of(self, tensor: tf.Tensor) -> BatchAxis:
-        """The batch axis of a tensor that has one."""
+        """The batch axis of a tensor that has one.
+
+        Raises:
+          ValueError: if it has none.
+        """
         layout = self[tensor]
         if not isinstance(layout, BatchAxis):
             raise ValueError(f"`tensor` must have a batch axis. Received: {tensor} with {layout}.")
@@ -88,7 +92,13 @@ class BatchAxes:
         return self._indices.get(index.ref(), index.ref())
 
     def set(self, tensor: tf.Tensor, layout: Layout, dependent: bool) -> None:
-        """Records a tensor; one that depends on the data must not have the layout `None`."""
+        """Records a tensor.
+
+        Args:
+          tensor: what was computed.
+          layout: where its examples are; not `None` if it depends on the data.
+          dependent: whether its values depend on the data of the batch.
+        """
         if dependent:
             self._dependent.add(tensor.ref())
         if layout is not None:
@@ -195,7 +205,14 @@ class BatchAxes:
         return inside
 
     def remember(self, call: tf.Operation, role: str, graph: tf.Graph, inside: BatchAxes) -> None:
-        """Records the batch axes of a body that an operation of this graph runs in a role."""
+        """Records the batch axes of a body that an operation of this graph runs.
+
+        Args:
+          call: the operation.
+          role: what the body is to it, such as a branch or the condition of a loop.
+          graph: the body.
+          inside: the batch axes found in it.
+        """
         inside.caller = self, call
         self._bodies.setdefault(call, {})[role] = graph, inside
 
