@@ -97,6 +97,8 @@ REFUSED = {
     "mixup": lambda f, x, y, w: f(0.7 * x + 0.3 * tf.reverse(x, [0]), y),
     "labels in another order": lambda f, x, y, w: f(x, tf.reverse(y, [0])),
     "labels of other rows": lambda f, x, y, w: f(x[:2], y[2:4]),
+    "rows of the inputs only": lambda f, x, y, w: f(x[:2], y),
+    "rows of the labels only": lambda f, x, y, w: f(x, y[:2]),
     "rows of some parts only": lambda f, x, y, w: f(x[:2], tf.ones([2]) * y[:2]),
     "two levels": by_way_of_another(lambda x: x - mean(x)),
     "centred in a loop": centred_in_a_loop,

@@ -78,26 +78,39 @@ def refuse_custom_gradients(ops: Iterable[tf.Operation], batch_axes: BatchAxes) 
     for op in ops:
         if not has_custom_gradient(op) or not any(batch_axes.depends(t) for t in op.inputs):
             continue
-        function = gradient_function(op)
-        before = len(op.graph.get_operations())
-        upstream = [tf.identity(tf.zeros_like(t)) for t in op.outputs]
-        for tensor, output in zip(upstream, op.outputs):
-            batch_axes.set(tensor, batch_axes[output], batch_axes.depends(output))
-        found = function(op, *upstream)
-        found = [None if g is None else tf.convert_to_tensor(g) for g in found]
-        batch_axes.trials.update(op.graph.get_operations()[before:])
-        batch_axes.custom_gradients += [g for g in found if g is not None]
-        run(ancestors([g for g in found if g is not None]), batch_axes)
-        for tensor, gradient in zip(op.inputs, found):
-            expected = batch_axes[tensor]
+        upstream, gradients = _tried(op, batch_axes)
+        for tensor, gradient in zip(op.inputs, gradients):
             if gradient is None:
                 continue
+            expected = batch_axes[tensor]
             if isinstance(expected, (BatchAxis, OneExample)):
                 _compare(op, expected, batch_axes[gradient])
                 if not is_recomputation(op):
                     _check_absence(op, gradient, upstream, batch_axes)
             elif _may_be_trained(tensor) and not is_recomputation(op):
                 _check_sum(op, gradient, upstream, batch_axes)
+
+
+def _tried(
+    op: tf.Operation, batch_axes: BatchAxes
+) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
+    """Calls a custom gradient on trial, and follows the batch axis through what it computes.
+
+    Returns:
+      The gradients that arrive, one for each output, and what is computed from them, for each
+      input; `None` if it has no gradient.
+    """
+    before = len(op.graph.get_operations())
+    upstream = [tf.identity(tf.zeros_like(t)) for t in op.outputs]
+    for tensor, output in zip(upstream, op.outputs):
+        batch_axes.set(tensor, batch_axes[output], batch_axes.depends(output))
+    returned = gradient_function(op)(op, *upstream)
+    gradients = [None if g is None else tf.convert_to_tensor(g) for g in returned]
+    found = [g for g in gradients if g is not None]
+    batch_axes.trials.update(op.graph.get_operations()[before:])
+    batch_axes.custom_gradients += found
+    run(ancestors(found), batch_axes)
+    return upstream, gradients
 
 
 def _compare(op: tf.Operation, expected: Layout, actual: Layout) -> None:

@@ -79,24 +79,27 @@ def refuse_mixed_arguments(frame: Frame, loss: tf.Tensor) -> None:
         values = [arguments.value(frame, t) for t in given]
     selections = set()
     for tensor, value in zip(given, values):
-        expects_rows = bool(feeds([tensor.op], frame.graph))
         if isinstance(value, DataIndependent):
-            if row_ties.constant_of(tensor) is not None:
-                continue  # the search within the function has seen its rows
-            op = arguments.source_of_place(frame, tensor)
-            if op is not None:
-                names = {"argument": tensor.op.name, "function": getattr(frame.graph, "name", "")}
-                raise NotPrivateError(_PLACED.format(**names, op=op.name, type=op.type))
+            _refuse_place(frame, tensor, arguments)
             continue
-        if expects_rows and value == BatchAxis():
-            selections.add(())
-            continue
-        selection = arguments.selection(frame, tensor) if expects_rows else None
+        selection: tuple | None = None
+        if feeds([tensor.op], frame.graph):  # the function takes it for rows
+            selection = () if value == BatchAxis() else arguments.selection(frame, tensor)
         if selection is None:
             raise _error(frame, tensor, value)
         selections.add(selection)
         if len(selections) > 1:
             raise _error(frame, tensor, None)
+
+
+def _refuse_place(frame: Frame, tensor: tf.Tensor, arguments: _Arguments) -> None:
+    """Refuses an argument without data that depends on the batch size, or differs by row."""
+    if row_ties.constant_of(tensor) is not None:
+        return  # the search within the function has seen its rows
+    op = arguments.source_of_place(frame, tensor)
+    if op is not None:
+        names = {"argument": tensor.op.name, "function": getattr(frame.graph, "name", "")}
+        raise NotPrivateError(_PLACED.format(**names, op=op.name, type=op.type))
 
 
 def _error(frame: Frame, tensor: tf.Tensor, value: Value | None) -> NotPrivateError:
