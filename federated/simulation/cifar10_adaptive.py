@@ -248,9 +248,13 @@ def train(settings: Settings, folder: Path, data_dir: str | None) -> dict[str, f
     return {}
 
 
-def groups(finished: Sequence[Trial]) -> dict[tuple[float, str, float], list[Trial]]:
+# Trials that differ only in their seed, by randomness, method and rate.
+Groups = dict[tuple[float, str, float], list[Trial]]
+
+
+def groups(finished: Sequence[Trial]) -> Groups:
     """Trials that differ only in their seed, by randomness, method and rate."""
-    found: dict[tuple[float, str, float], list[Trial]] = {}
+    found: Groups = {}
     for trial in finished:
         key = tuple(trial.settings[name] for name in ("randomness", "method", "rate"))
         found.setdefault(key, []).append(trial)
@@ -262,7 +266,7 @@ def accuracies(runs: Sequence[Trial]) -> list[float]:
     return [run.last("test/accuracy") for run in runs]
 
 
-def best_rate(found: Mapping[tuple, list[Trial]], share: float, method: str) -> float | None:
+def best_rate(found: Groups, share: float, method: str) -> float | None:
     """ADADP's default rate, or another method's most accurate one; `None` if nothing was run."""
     rates = {
         rate: float(np.mean(accuracies(runs)))
@@ -322,20 +326,33 @@ def plot(finished: Sequence[Trial]) -> Any:
     shares = sorted({share for share, _, _ in found})
     figure, axes = plt.subplots(2, max(len(shares), 2), figsize=(4 * max(len(shares), 2), 8))
     for axis, share in zip(axes[0], shares):
-        position = 0
-        for method, title in TITLES.items():
-            rates: Sequence[float | None] = [best_rate(found, share, method)]
-            if method == "adam":
-                rates = sorted(rate for at, name, rate in found if (at, name) == (share, method))
-            for rate in rates:
-                if rate is not None:
-                    curve = found[share, method, rate][0].curve("test/accuracy")
-                    axis.plot(*curve, label=f"{title}, {rate:g}", **trials.style(position))
-                    position += 1
-        trials.draw_baseline(axis, CHANCE, "chance")
-        axis.set(title=f"{share:.0%} random", ylabel="test accuracy")
-        trials.by_round(axis)
-        axis.legend(fontsize=8)
+        _draw_by_round(axis, found, share)
+    _draw_by_rate(axes[1, 0], found, shares)
+    _draw_by_randomness(axes[1, 1], found, shares)
+    for axis in (*axes[0, len(shares) :], *axes[1, 2:]):
+        axis.remove()
+    figure.tight_layout()
+    return figure
+
+
+def _draw_by_round(axis: Any, found: Groups, share: float) -> None:
+    position = 0
+    for method, title in TITLES.items():
+        rates: Sequence[float | None] = [best_rate(found, share, method)]
+        if method == "adam":
+            rates = sorted(rate for at, name, rate in found if (at, name) == (share, method))
+        for rate in rates:
+            if rate is not None:
+                curve = found[share, method, rate][0].curve("test/accuracy")
+                axis.plot(*curve, label=f"{title}, {rate:g}", **trials.style(position))
+                position += 1
+    trials.draw_baseline(axis, CHANCE, "chance")
+    axis.set(title=f"{share:.0%} random", ylabel="test accuracy")
+    trials.by_round(axis)
+    axis.legend(fontsize=8)
+
+
+def _draw_by_rate(axis: Any, found: Groups, shares: Sequence[float]) -> None:
     for position, share in enumerate(shares):
         for method, line in (("adadp", "-"), ("sgd", "--")):
             points = sorted(
@@ -344,25 +361,23 @@ def plot(finished: Sequence[Trial]) -> Any:
                 if (at, name) == (share, method)
             )
             if points:
-                of_share = {**trials.style(position), "linestyle": line}
-                label = f"{TITLES[method]}, {share:.0%}"
-                axes[1, 0].semilogx(*zip(*points), label=label, **of_share)
-    trials.draw_baseline(axes[1, 0], CHANCE, "chance")
-    axes[1, 0].set(xlabel="learning rate (ADADP: the initial one)", ylabel="test accuracy")
-    axes[1, 0].set_ylim(bottom=-0.08)
-    axes[1, 0].legend(fontsize=7, loc="lower center", ncol=2)
+                style = {**trials.style(position), "linestyle": line}
+                axis.semilogx(*zip(*points), label=f"{TITLES[method]}, {share:.0%}", **style)
+    trials.draw_baseline(axis, CHANCE, "chance")
+    axis.set(xlabel="learning rate (ADADP: the initial one)", ylabel="test accuracy")
+    axis.set_ylim(bottom=-0.08)
+    axis.legend(fontsize=7, loc="lower center", ncol=2)
+
+
+def _draw_by_randomness(axis: Any, found: Groups, shares: Sequence[float]) -> None:
     for position, method in enumerate(("adadp", "adadp_paper", "sgd")):
         best = [(share, best_rate(found, share, method)) for share in shares]
         points = [(s, np.mean(accuracies(found[s, method, r]))) for s, r in best if r is not None]
         if points:
-            axes[1, 1].plot(*zip(*points), label=TITLES[method], **trials.style(position))
-    trials.draw_baseline(axes[1, 1], CHANCE, "chance")
-    axes[1, 1].set(xlabel="share of images dealt out at random", ylabel="test accuracy")
-    axes[1, 1].legend()
-    for axis in (*axes[0, len(shares) :], *axes[1, 2:]):
-        axis.remove()
-    figure.tight_layout()
-    return figure
+            axis.plot(*zip(*points), label=TITLES[method], **trials.style(position))
+    trials.draw_baseline(axis, CHANCE, "chance")
+    axis.set(xlabel="share of images dealt out at random", ylabel="test accuracy")
+    axis.legend()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
