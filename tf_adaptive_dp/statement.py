@@ -203,19 +203,18 @@ def privacy_statement(
     search = paragraph(_CHOSEN_BY_SEARCH) if chosen else ""
     if not segments and not other_events:
         return joined([search, paragraph(NOTHING_RELEASED)])
+    drawn: Sampling | str = sampling
+    if isinstance(sampling, Sampling):
+        drawn = sampling.as_drawn(ledger)
     released = list_of_releases(segments, other_events, num_examples, unit)
     if not noise.is_independent:
         released += list_item(f"the noise of each cancels {noise.taken_back}: {noise!r}")
     released += _repetitions(with_checks, num_examples, sampling)
-    if isinstance(sampling, Sampling):
-        drawn = sampling.as_drawn(ledger)
-        if drawn is not sampling:
-            released += _less_room(drawn, sampling, unit)
-        sampling = drawn
+    released += _less_room(drawn, sampling, unit)
     information = side_information_paragraph(getattr(ledger, "side_information", None))
     seeded = noise_is_seeded(ledger)
     if math.isinf(spent):
-        causes = why_not_private(segments, other_events, sampling, unit)
+        causes = why_not_private(segments, other_events, drawn, unit)
         return joined([search, causes, _noise_seed_warning(ledger, unit), released, information])
     unamplified, tf_privacy = math.inf, ""
     if noise.is_independent:
@@ -235,10 +234,10 @@ def privacy_statement(
                 unamplified,
                 delta=delta,
                 accountant=accountant,
-                sampling=sampling,
+                sampling=drawn,
                 num_examples=num_examples,
                 unit=unit,
-                num_unchecked=num_unchecked(ledger, num_examples, sampling),
+                num_unchecked=num_unchecked(ledger, num_examples, drawn),
                 num_returned=composition.num_returned(with_checks, num_examples),
                 seeded_noise=seeded,
                 of_training_alone=chosen,
@@ -248,7 +247,7 @@ def privacy_statement(
             information,
             paragraph(_PROTECTED),
             paragraph(_NOT_PROTECTED.format(units=f"{unit.one}s")),
-            _protection(sampling, max_examples_per_user),
+            _protection(drawn, max_examples_per_user),
             tf_privacy,
         ]
     )
@@ -530,6 +529,7 @@ def _in_words(event: dp_accounting.DpEvent) -> str:
 def _repetitions(
     with_checks: Sequence[tuple[Segment, BatchChecks]], num_examples: int, sampling: Sampling | str
 ) -> str:
+    """Says how many releases were on repeated batches; empty if none were."""
     if sampling_epsilon.label_of(sampling) == "fixed_order":
         return ""  # every pass repeats the batches, and epsilon counts that
     in_epochs = sampling_epsilon.label_of(sampling) == "shuffled"
@@ -543,6 +543,9 @@ def _repetitions(
 
 
 def _less_room(drawn: Any, sampling: Any, unit: Unit) -> str:
+    """Says that batches had less room than those of the sampling; empty if they had not."""
+    if drawn is sampling:
+        return ""
     return list_item(
         f"the first {unit.batches} had room for {counted(drawn.max_batch_size, unit.one)}, not for "
         f"{sampling.max_batch_size} as those of the sampling; epsilon counts as if all had the "
