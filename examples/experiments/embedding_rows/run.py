@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,43 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
       Of the end of the run, each a list with one entry: "epochs", "epsilon", "accuracy". Also
       "noise_multiplier" and "seconds".
     """
+    rows = settings["rows"]
+
+    def build(length: int) -> tf.keras.Model:
+        return tf.keras.Sequential(
+            [
+                tf.keras.Input([length], dtype="int32"),
+                tf.keras.layers.Embedding(rows, WIDTH, mask_zero=True),
+                tf.keras.layers.GlobalAveragePooling1D(),
+                tf.keras.layers.Dense(2),
+            ]
+        )
+
+    arguments = {"clipping": "automatic", "learning_rate": settings["learning_rate"]}
+    return fit(settings, data_dir, rows, build, tf_adaptive_dp.DPAdam, arguments)
+
+
+def fit(
+    settings: dict[str, Any],
+    data_dir: str | None,
+    rows: int,
+    build: Callable[[int], tf.keras.Model],
+    optimizer_class: type,
+    arguments: dict[str, Any],
+) -> dict[str, Any]:
+    """Trains a model of reviews under a plan, and judges it once.
+
+    Args:
+      settings: "scale", "epsilon", "epochs", "seed" and "judged_on".
+      data_dir: tensorflow-datasets' folder.
+      rows: words with a row of their own.
+      build: makes a model for texts of some length.
+      optimizer_class: see `PrivacyPlan.optimizer`.
+      arguments: of the optimizer.
+
+    Returns:
+      See `train`.
+    """
     start = time.perf_counter()
     data = load(data_dir, settings["scale"])
     x, y = data["train"]
@@ -108,26 +145,15 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
     )
     tf.keras.backend.clear_session()
     tf.keras.utils.set_random_seed(settings["seed"])
-    model = tf.keras.Sequential(
-        [
-            tf.keras.Input([x.shape[1]], dtype="int32"),
-            tf.keras.layers.Embedding(settings["rows"], WIDTH, mask_zero=True),
-            tf.keras.layers.GlobalAveragePooling1D(),
-            tf.keras.layers.Dense(2),
-        ]
-    )
+    model = build(x.shape[1])
     model.compile(
-        plan.optimizer(
-            tf_adaptive_dp.DPAdam, clipping="automatic", learning_rate=settings["learning_rate"]
-        ),
+        plan.optimizer(optimizer_class, **arguments),
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
         metrics=["accuracy"],
     )
-    history = plan.fit(model, with_rows(x, settings["rows"]), y, verbose=0).history
+    history = plan.fit(model, with_rows(x, rows), y, verbose=0).history
     judged_x, judged_y = data[settings["judged_on"]]
-    judged = model.evaluate(
-        with_rows(judged_x, settings["rows"]), judged_y, batch_size=1000, verbose=0
-    )
+    judged = model.evaluate(with_rows(judged_x, rows), judged_y, batch_size=1000, verbose=0)
     return {
         "epochs": [settings["epochs"]],
         "epsilon": [round(history["epsilon"][-1], 4)],

@@ -26,7 +26,6 @@ The environment's TFDS_DATA_DIR says where the data are; the smoke scale needs n
 from __future__ import annotations
 
 import pathlib
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_adaptive_dp
-from examples.experiments.embedding_rows.run import DELTA, load, with_rows
+from examples.experiments.embedding_rows.run import fit
 from examples.experiments.lib import grids, harness, report
 
 TITLES = {
@@ -114,38 +113,18 @@ def train(settings: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
       Of the end of the run, each a list with one entry: "epochs", "epsilon", "accuracy". Also
       "noise_multiplier" and "seconds".
     """
-    start = time.perf_counter()
-    data, rows = load(data_dir, settings["scale"]), ROWS[settings["model"]]
-    x, y = data["train"]
-    plan = tf_adaptive_dp.PrivacyPlan(
-        settings["epsilon"],
-        delta=DELTA,
-        num_examples=len(x),
-        batch_size=250,
-        epochs=settings["epochs"],
-        accountant="rdp",
-    )
-    tf.keras.backend.clear_session()
-    tf.keras.utils.set_random_seed(settings["seed"])
-    model = build(settings["model"], x.shape[1], settings["normalized"])
+    name = settings["model"]
     arguments = {"l2_norm_clip": 1.0}
     if settings["learning_rate"] is not None:
         arguments = {"clipping": "automatic", "learning_rate": settings["learning_rate"]}
-    model.compile(
-        plan.optimizer(getattr(tf_adaptive_dp, settings["optimizer"]), **arguments),
-        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
-        metrics=["accuracy"],
+    return fit(
+        settings,
+        data_dir,
+        ROWS[name],
+        lambda length: build(name, length, settings["normalized"]),
+        getattr(tf_adaptive_dp, settings["optimizer"]),
+        arguments,
     )
-    history = plan.fit(model, with_rows(x, rows), y, verbose=0).history
-    judged_x, judged_y = data[settings["judged_on"]]
-    judged = model.evaluate(with_rows(judged_x, rows), judged_y, batch_size=1000, verbose=0)
-    return {
-        "epochs": [settings["epochs"]],
-        "epsilon": [round(history["epsilon"][-1], 4)],
-        "accuracy": [round(judged[1], 5)],
-        "noise_multiplier": plan.noise_multiplier,
-        "seconds": round(time.perf_counter() - start, 1),
-    }
 
 
 def table(
@@ -160,7 +139,8 @@ def table(
             runs = finals.get(method, [])
             rate = runs[0].settings["learning_rate"] if runs else None
             chosen = "" if rate is None else f" ({rate:g})"
-            cells.append(report.mean([grids.final(t, "accuracy") for t in runs]) + chosen)
+            mean = report.mean([grids.final(t, "accuracy") for t in runs]) if runs else ""
+            cells.append(mean + chosen)
         rows.append([part.common["part"], *cells])
     return report.table(["", *titles.values()], rows)
 
