@@ -87,7 +87,13 @@ def unpaid_in(
     model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer
 ) -> PrivateNormalization | None:
     """A layer in a model whose statistics the optimizer's ledger does not count; see above."""
-    adapted = [layer for layer in normalizations_in(model) if layer.release_id]
+    return _unpaid_among(normalizations_in(model), optimizer)
+
+
+def _unpaid_among(
+    layers: Sequence[PrivateNormalization], optimizer: tf.keras.optimizers.Optimizer
+) -> PrivateNormalization | None:
+    adapted = [layer for layer in layers if layer.release_id]
     return first_unpaid(adapted, optimizer, optimizer.ledger.other_events)
 
 
@@ -141,8 +147,7 @@ def _read_by(loss: tf.Tensor) -> list[PrivateNormalization]:
 def _refuse_unpaid(
     layers: Sequence[PrivateNormalization], optimizer: tf.keras.optimizers.Optimizer
 ) -> None:
-    adapted = [layer for layer in layers if layer.release_id]
-    layer = first_unpaid(adapted, optimizer, optimizer.ledger.other_events)
+    layer = _unpaid_among(layers, optimizer)
     if layer is not None:
         raise NotPrivateError(
             "The model has a `PrivateNormalization` whose release is not in the optimizer's "

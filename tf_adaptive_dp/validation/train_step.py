@@ -34,6 +34,8 @@ _ONE_SIZE = (
     "Nothing to do if all batches have one static size, as with `drop_remainder=True` or "
     "`poisson_batches`: the step compiles for that size."
 )
+_KEEP_ELSEWHERE = "Leave it out, keep it in a metric, or reset it before you share the model."
+_TRAIN_PRIVATELY = "Let the private optimizer train it too, or keep private data out of its loss."
 
 
 class TracedStep(NamedTuple):
@@ -125,39 +127,30 @@ def _trace(
     jacobians = [w.message for w in caught if isinstance(w.message, JacobianWarning)]
     # A step that creates variables, such as those of metrics, is traced twice.
     variables = {id(v): v for warning in jacobians for v in warning.variables}
-    unreleased = _statistics(graph, model) + (_not_released(graph, model) if private else [])
+    unreleased = _unreleased(graph, model, private)
     return TracedStep(unreleased, not unreleased, True, list(variables.values()))
 
 
-def _statistics(graph: tf.Graph, model: tf.keras.Model) -> list[Finding]:
-    """Names the layers with weights into which the step writes data, though the loss reads none."""
-    fix = "Leave it out, keep it in a metric, or reset it before you share the model."
-    return [
-        Finding(
-            "statistics",
-            path_finder(model)(path_of(variable)) or "model",
+def _unreleased(graph: tf.Graph, model: tf.keras.Model, private: bool) -> list[Finding]:
+    """Names the layers with weights into which the step writes data, other than by a release."""
+    found = []
+    for variable in written_from_data(Frame(graph), untrained_weights(model)):
+        what = (
             f"The training step writes data of its batches into {path_of(variable)}, a weight that "
             "is saved with the model but not trained: a statistic of private data without noise, "
-            "which ε does not cover.",
-            fix,
+            "which ε does not cover."
         )
-        for variable in written_from_data(Frame(graph), untrained_weights(model))
-    ]
-
-
-def _not_released(graph: tf.Graph, model: tf.keras.Model) -> list[Finding]:
-    """Names the layers that the step trains without the private optimizer."""
-    fix = "Let the private optimizer train it too, or keep private data out of its loss."
-    return [
-        Finding(
-            "not private",
-            path_finder(model)(path_of(variable)) or "model",
+        found.append(("statistics", variable, what, _KEEP_ELSEWHERE))
+    for variable in written_from_data(Frame(graph), trained_weights(model) if private else ()):
+        what = (
             f"The training step changes {path_of(variable)} by data of its batches, and not by "
-            "released gradients: it is trained without clipping and noise, and ε does not cover "
-            "it.",
-            fix,
+            "released gradients: it is trained without clipping and noise, and ε does not cover it."
         )
-        for variable in written_from_data(Frame(graph), trained_weights(model))
+        found.append(("not private", variable, what, _TRAIN_PRIVATELY))
+    layer_of = path_finder(model)
+    return [
+        Finding(kind, layer_of(path_of(variable)) or "model", what, fix)
+        for kind, variable, what, fix in found
     ]
 
 

@@ -138,9 +138,7 @@ def table(
         for method in titles:
             runs = finals.get(method, [])
             rate = runs[0].settings["learning_rate"] if runs else None
-            chosen = "" if rate is None else f" ({rate:g})"
-            mean = report.mean([grids.final(t, "accuracy") for t in runs]) if runs else ""
-            cells.append(mean + chosen)
+            cells.append(grids.cell(runs, "accuracy", rate))
         rows.append([part.common["part"], *cells])
     return report.table(["", *titles.values()], rows)
 

@@ -106,6 +106,14 @@ def final(trial: Trial, metric: str) -> float:
     return float(trial.result[metric][-1])
 
 
+def cell(runs: Sequence[Trial], metric: str, rate: float | None) -> str:
+    """The mean over runs ± their standard deviation, with the rate chosen; empty without runs."""
+    if not runs:
+        return ""
+    chosen = "" if rate is None else f" ({rate:g})"
+    return report.mean([final(run, metric) for run in runs]) + chosen
+
+
 def table(parts: Sequence[Part], trials: Sequence[Trial], titles: Mapping[str, str]) -> str:
     """Mean and spread of each method's best candidate, in Markdown."""
     columns = "part, method, chosen, figure, mean, std, best run's epoch, ε, seeds".split(", ")

@@ -380,10 +380,8 @@ def table(
         cells = []
         for method in titles:
             runs = finals.get(method, [])
-            values = [grids.final(run, "accuracy") for run in runs]
             rate = runs[0].settings["arguments"].get("learning_rate") if runs else None
-            chosen = "" if rate is None else f" ({rate:g})"
-            cells.append(f"{report.mean(values)}{chosen}" if runs else "")
+            cells.append(grids.cell(runs, "accuracy", rate))
         ahead = advantage(part, trials)
         epsilon = next(iter(finals.values()))[0].result["epsilon"][-1]
         last = "" if ahead is None else f"{ahead:+.4f}"

@@ -385,15 +385,22 @@ def test_values_of_sparse_and_ragged_fields_are_no_examples(kind):
         step(Pair(Rows(SETS[kind](tf.constant(floats(4, 6))), tf.zeros([4]))))
 
 
-@pytest.mark.parametrize("kind", SETS)
-@pytest.mark.parametrize("passed", [False, True], ids=["read", "passed"])
-def test_values_of_fields_in_a_data_set_are_no_examples(kind, passed):
+def optimizer_of_one_weight():
+    """An optimizer, and a function that takes one of its steps with an entry per value."""
     w, optimizer = tf.Variable(1.0), dp.DPSGD(1.0, 1.0)
 
     def minimize(values):
         with tf.GradientTape() as tape:
             loss = (w * values - 1.0) ** 2
         optimizer.minimize(loss, [w], tape)
+
+    return optimizer, minimize
+
+
+@pytest.mark.parametrize("kind", SETS)
+@pytest.mark.parametrize("passed", [False, True], ids=["read", "passed"])
+def test_values_of_fields_in_a_data_set_are_no_examples(kind, passed):
+    optimizer, minimize = optimizer_of_one_weight()
 
     @tf.function(autograph=False)
     def step(iterator):
@@ -423,12 +430,7 @@ def test_other_fields_hold_the_examples():
 @pytest.mark.parametrize("kind", SETS)
 @pytest.mark.parametrize("passed", [True, False], ids=["passed", "captured"])
 def test_values_that_an_inner_function_receives_are_no_examples(kind, passed):
-    w, optimizer = tf.Variable(1.0), dp.DPSGD(1.0, 1.0)
-
-    def minimize(values):
-        with tf.GradientTape() as tape:
-            loss = (w * values - 1.0) ** 2
-        optimizer.minimize(loss, [w], tape)
+    optimizer, minimize = optimizer_of_one_weight()
 
     @tf.function(autograph=False)
     def step(rows):
