@@ -103,6 +103,7 @@ def sequential(shape, *hidden):
 
 # Model, loss, x, y.
 CLEAN = {
+    "two outputs": (two_outputs, ["mse", LOSS], X, [Y.astype("float32"), Y]),
     "a plain loss": (lambda: sequential([5], layers.Dense(3)), LOSS, X, Y),
     "dropout": (lambda: sequential([5], layers.Dropout(0.5), layers.Dense(3)), LOSS, X, Y),
     "compute_loss with weights": (lambda: own(Weighs), LOSS, X, Y),
@@ -114,7 +115,6 @@ CLEAN = {
         *(lambda: sequential([4], layers.Embedding(7, 3), layers.Dense(3)), LOSS),
         *(np.arange(N * 4).reshape(N, 4) % 7, np.arange(N * 4).reshape(N, 4) % 3),
     ),
-    "two outputs": (two_outputs, ["mse", LOSS], X, [Y.astype("float32"), Y]),
 }
 
 

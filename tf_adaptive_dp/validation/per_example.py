@@ -292,7 +292,7 @@ def _step_in_float32(
 
 
 def checked_batch(model: tf.keras.Model, batch: Any, loss: Any = None) -> tuple:
-    """Converts a batch to tensors, of the types that `fit` gives to arrays.
+    """Converts a batch to tensors, of the types and in the tuples that `fit` makes of arrays.
 
     Args:
       model: the model that it is for.
@@ -332,7 +332,16 @@ def checked_batch(model: tf.keras.Model, batch: Any, loss: Any = None) -> tuple:
                 "`batch` must hold arrays or tensors with one row for each example, or nests of "
                 f"these: convert lists of numbers by `numpy.array`. Received: {leaf!r} in it"
             )
-    return tf.nest.map_structure(_as_tensor, tuple(batch))
+    return tuple(_as_tensors(part) for part in batch)
+
+
+def _as_tensors(part: Any) -> Any:
+    """A part of a batch in tensors. Lists become tuples, since `tf.data` would stack a list."""
+    if isinstance(part, list):
+        return tuple(_as_tensors(each) for each in part)
+    if isinstance(part, dict):
+        return {key: _as_tensors(each) for key, each in part.items()}
+    return tf.nest.map_structure(_as_tensor, part)
 
 
 def _as_tensor(value: Any) -> tf.Tensor | None:
