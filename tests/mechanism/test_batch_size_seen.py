@@ -222,25 +222,35 @@ def test_the_step_warns_when_it_can():
     assert lines == [__file__] * len(lines), "warnings name a line of the library"
 
 
-def saved_size(expected, weighted=False, rows=(5, 9, 7)):
+def saved_size(expected, weights=None, rows=(5, 9, 7), eager=False):
     """What is saved of the sizes of batches, and what the process knows."""
     w, optimizer = tf.Variable([0.0, 0.0]), dp.DPSGD(1.0, 1.0, expected_batch_size=expected)
-    specs = [tf.TensorSpec([None, 2]), tf.TensorSpec([None])]
+    specs = [tf.TensorSpec([None, 2])] + [tf.TensorSpec([None])] * (weights is not None)
 
-    @tf.function(input_signature=specs if weighted else specs[:1], autograph=False)
-    def step(x, weights=1.0):
+    def step(x, of_rows=1.0):
         with tf.GradientTape() as tape:
-            loss = weights * tf.linalg.matvec(x, w)
+            loss = of_rows * tf.linalg.matvec(x, w)
         optimizer.minimize(loss, [w], tape)
 
+    step = step if eager else tf.function(step, input_signature=specs, autograph=False)
     for size in rows:
-        step(tf.ones([size, 2]), *[tf.ones([size])] * weighted)
+        step(tf.ones([size, 2]), *[] if weights is None else [tf.constant(weights[:size])])
     (saved,) = [int(v.numpy()) for v in optimizer.variables if "fixed_batch_size" in v.name]
     return saved, optimizer.rows_per_batch
 
 
+@pytest.mark.filterwarnings("ignore:Under eager execution")
 def test_a_random_size_which_is_private_is_not_saved_with_the_optimizer():
     assert saved_size(expected=7) == (0, 5)
-    # The weights may be those of padded batches, and without L all batches have one size.
-    assert saved_size(expected=7, weighted=True, rows=(9, 9)) == (9, 9)
+    assert saved_size(expected=7, eager=True) == (0, 5)
+    # Weights of classes, say, are no sign of padding.
+    assert saved_size(expected=7, weights=[2.0, 1.0] * 5) == (0, 5)
+    # Our padding is, and the size that it fills is public. Without L all batches have one size.
+    assert saved_size(expected=7, weights=[1.0, -0.0] + [1.0] * 7, rows=(9, 9)) == (9, 9)
     assert saved_size(expected=None, rows=(5, 5)) == (5, 5)
+    assert saved_size(expected=None, rows=(5, 5), eager=True) == (5, 5)
+
+
+def test_the_size_of_padded_batches_is_saved_even_if_the_first_has_no_padding():
+    weights = np.array([1.0] * 9 + [-0.0], np.float32)
+    assert saved_size(expected=7, weights=weights, rows=(9, 10)) == (10, 10)

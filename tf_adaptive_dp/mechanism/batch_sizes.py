@@ -179,25 +179,26 @@ class BatchSizes:
             ],
         )
 
-    def remember(self, size: tf.Tensor, is_public: bool = True) -> tf.Tensor:
+    def remember(self, size: tf.Tensor, is_public: bool | tf.Tensor = True) -> tf.Tensor:
         """Stores the size of the first batch, and returns the stored size.
 
         Guarantee: a random size is not saved with the optimizer, unless it is public.
 
         Args:
           size: of the batch.
-          is_public: whether the size is public even if L is given. Without L all batches have it.
+          is_public: whether the size is public even if L is given, a bool or a bool scalar. Without
+            L all batches have it.
         """
         previous = self._first.read_value()
         known = previous > 0
         if self._num_microbatches is not None:
             # XLA drops assertions, so a larger batch can follow; its groups hold more examples.
             known &= size <= previous
-        elif not is_public:
+        elif is_public is not True:
             noted = self._random.read_value()
             noted = self._random.assign(tf.where(noted > 0, noted, size))
             with tf.control_dependencies([tf.convert_to_tensor(noted)]):
-                known |= self._expected.read_value() > 0
+                known |= (self._expected.read_value() > 0) & ~tf.convert_to_tensor(is_public)
         return tf.convert_to_tensor(self._first.assign(tf.where(known, previous, size)))
 
     def divisor(self) -> tf.Tensor:

@@ -252,7 +252,7 @@ class GaussianMechanism:
         number: Number | None = None,
         padding: tf.Tensor | None = None,
         order: Order | None = None,
-        public_size: bool = True,
+        public_size: bool | tf.Tensor = True,
     ) -> list[tf.Tensor | None]:
         """Releases one noisy mean gradient and records it in the ledger.
 
@@ -269,7 +269,7 @@ class GaussianMechanism:
           order: which step the batch was drawn for; `None` if that is unknown. Only correlated
             noise needs it.
           public_size: whether `batch_size` is public even if the expected size is given, as that
-            of padded batches is.
+            of padded batches is; a bool or a bool scalar.
 
         Returns:
           One float32 tensor per variable, or `None` if the loss does not depend on the variable.
@@ -377,7 +377,7 @@ class GaussianMechanism:
         size: tf.Tensor,
         number: Number | None,
         order: Order | None,
-        public_size: bool,
+        public_size: bool | tf.Tensor,
     ) -> list[tf.Tensor]:
         """Releases a batch that did not arrive in parts."""
 
@@ -400,7 +400,7 @@ class GaussianMechanism:
         number: Number | None,
         order: Order | None,
         places: Sequence[int],
-        public_size: bool,
+        public_size: bool | tf.Tensor,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Adds one part of a batch. Releases after the last part, and returns zeros before it."""
         # In units of C, since C may be set anew before the batch is complete.

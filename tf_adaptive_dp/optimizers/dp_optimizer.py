@@ -40,6 +40,7 @@ from tf_adaptive_dp.gradients.watch import note_optimizer
 from tf_adaptive_dp.mechanism.clipping import Clipping, PerLayerClipping, serialize
 from tf_adaptive_dp.mechanism.correlated_noise import CorrelatedNoise, NoiseKey
 from tf_adaptive_dp.mechanism.draw_numbers import (
+    Number,
     Seen,
     SeenDraws,
     lacks_weights,
@@ -407,6 +408,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             if not self._preconditioning.before_clipping:
                 scale = shift = None
             self._check_rows(losses)
+            number = number_of(losses, rows_per_unit)
             noisy = self._mechanism.release(
                 source,
                 tf.shape(losses)[0],
@@ -414,10 +416,10 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
                 shift=shift,
                 layers=layers,
                 places=[slot_index(self, v) for v in variables],
-                number=number_of(losses, rows_per_unit),
+                number=number,
                 padding=rows_of_padding(losses, rows_per_unit),
                 order=None if self.noise.is_independent else order_of(losses),
-                public_size=not lacks_weights(losses) or losses.shape[0] is not None,
+                public_size=_has_public_size(losses, number),
             )
             # After the release, which has read A by then.
             with tf.control_dependencies([g for g in noisy if g is not None]):
@@ -691,6 +693,18 @@ def _layers_of(variables: Sequence[tf.Variable], clipping: Clipping) -> list[str
             stacklevel=level_of_caller(),
         )
     return [layer_path_of(v) for v in variables]
+
+
+def _has_public_size(losses: tf.Tensor, number: Number | None) -> bool | tf.Tensor:
+    """Whether the number of rows is known to be no random one, a bool or a bool scalar.
+
+    It is public if all batches share it, as those do for which `fit` traces a step of that size,
+    and if our samplers padded the batch to it.
+    """
+    unknown = tf.executing_eagerly() or losses.shape[0] is None
+    if not unknown and (is_in_fit() or lacks_weights(losses)):
+        return True
+    return False if number is None else number.marked
 
 
 def _rounded(gradient: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
