@@ -221,6 +221,43 @@ def test_datasets_that_give_examples_several_times_are_refused(kind):
         dp.poisson_batches(GIVING_COPIES[kind], FEW)
 
 
+def test_examples_that_each_have_a_copy_are_named_wherever_the_copies_come_from():
+    many, drawn = numbered(30), dp.PoissonSampling.for_batch_size(5, num_examples=60, steps=1)
+    single = tf.data.Dataset.from_tensor_slices(many)
+
+    def twice():
+        for _ in range(2):
+            yield from zip(*many)
+
+    several = {
+        "arrays": tuple(np.concatenate([a, a]) for a in many),
+        "generator": tf.data.Dataset.from_generator(
+            twice, output_signature=tuple(tf.TensorSpec(a.shape[1:], a.dtype) for a in many)
+        ),
+        "map": single.concatenate(single.map(lambda *e: e)),
+        "function": single.flat_map(lambda *e: tf.data.Dataset.from_tensors(e).repeat(2)),
+        "batches": single.batch(5).flat_map(
+            lambda *e: tf.data.Dataset.from_tensor_slices(e).repeat(2)
+        ),
+    }
+    for name, data in several.items():
+        with pytest.warns(UserWarning, match="each example 2 times") as found:
+            dp.poisson_batches(data, drawn)
+        assert {w.filename for w in found} == {__file__}, name
+
+
+@pytest.mark.filterwarnings("error")
+def test_examples_that_are_alike_by_chance_are_no_copies():
+    features = np.random.default_rng(0).integers(0, 2, [3_000, 6])
+    alike = (features.astype(np.float32), features[:, 0])  # 64 different rows, each some 47 times
+    few = tuple(np.repeat(a, 2, axis=0) for a in numbered(9))
+    almost = tuple(np.concatenate([a, a[:-1]]) for a in numbered(30))
+    nothing = np.zeros([90, 2]), np.zeros([90, 0])
+    for data in (alike, few, almost, numbered(30), nothing):
+        n = len(data[0])
+        dp.poisson_batches(data, dp.PoissonSampling.for_batch_size(2, num_examples=n, steps=1))
+
+
 def test_datasets_in_parts_are_accepted():
     parts = SINGLE.take(1).concatenate(SINGLE.skip(1)).repeat(1)
     (inputs, _, _) = next(iter(dp.poisson_batches(parts, FEW)))

@@ -28,7 +28,13 @@ from tf_adaptive_dp.sampling.fixed_order import FixedOrder
 from tf_adaptive_dp.sampling.fixed_size import FixedSizeSampling
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
 from tf_adaptive_dp.sampling.shuffled import ShuffledEpochs
-from tf_adaptive_dp.sampling.sources import Arrays, Records, open_source, refuse_shuffled
+from tf_adaptive_dp.sampling.sources import (
+    Arrays,
+    Records,
+    open_source,
+    refuse_shuffled,
+    warn_of_copies,
+)
 from tf_adaptive_dp.sampling.users import UserRecords
 
 __all__ = ["fixed_size_batches", "poisson_batches", "shuffled_batches"]
@@ -267,6 +273,8 @@ def as_dataset(
     _check_users(users, sampling, len(source))
     k, rows = gradient_accumulation_steps, sampling.rows_per_batch(gradient_accumulation_steps)
     _check(sampling, start_step, key)
+    if users is None:
+        warn_of_copies(source)
     repeatable = key is not None or sampling.seed is not None  # by another process
     num_examples = len(source)
     first_key = sampling.new_key(num_examples) if key is None else key

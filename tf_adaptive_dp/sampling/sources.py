@@ -7,6 +7,8 @@ Both have the number of examples as their length, say what an example consists o
 from __future__ import annotations
 
 import hashlib
+import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
 
@@ -15,6 +17,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.datasets import gives_copies, has_random_order
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
 
 _WHAT = "(x, y) or (x, y, sample_weight)"
 SINGLE_EXAMPLES = (
@@ -24,6 +27,9 @@ SINGLE_EXAMPLES = (
 
 # Larger arrays are read in place: a copy for TensorFlow would cost too much memory.
 MAX_COPIED_BYTES = 2**31
+# How many examples are compared with all others, and how many of these must differ: by chance, the
+# numbers of copies of so many have a common divisor once in a million times.
+_LOOKED_UP, _DIFFERENT = 64, 20
 # How many examples a fingerprint reads, which may have to be decoded from files.
 MOST_COMPARED = 1024
 
@@ -154,6 +160,23 @@ def _refuse_other_shapes(column: Sequence[np.ndarray]) -> None:
     )
 
 
+def warn_of_copies(source: Arrays | Records) -> None:
+    """Warns if each example is there several times, as data sets in loops and functions give them.
+
+    Args:
+      source: the examples; records that are read one by one are not searched.
+    """
+    copies = source.copies_of_each() if isinstance(source, Arrays) else 1
+    if copies > 1:
+        warnings.warn(
+            f"The data hold each example {copies} times. Copies count as examples of others, but "
+            f"whoever gave one gave all of them, and for {copies} together epsilon is far larger. "
+            "Leave the copies out: the number of epochs says how often examples are used. If they "
+            "are different examples that happen to be equal, nothing is wrong.",
+            stacklevel=level_of_caller(),
+        )
+
+
 class Arrays:
     """Examples in arrays, one row each.
 
@@ -191,6 +214,34 @@ class Arrays:
     def are_finite(self) -> bool:
         """See the function of that name; it reads the arrays in place."""
         return are_finite(self._arrays)
+
+    def copies_of_each(self) -> int:
+        """k, if each example is there k times, or a multiple of that; 1 if that may be by chance.
+
+        It looks up some examples, evenly spaced, and stops at the first that has no copy.
+        """
+        if sum(array.nbytes for array in self._arrays) > MAX_COPIED_BYTES:
+            return 1  # too slow to search
+        count, different = 0, set()
+        for place in np.unique(np.linspace(0, len(self) - 1, _LOOKED_UP).astype(np.int64)):
+            alike = self._places_of_copies(place)
+            count = math.gcd(count, len(alike))
+            if count == 1:
+                return 1
+            different.update(alike[:1].tolist())
+        return count if len(different) >= _DIFFERENT else 1
+
+    def _places_of_copies(self, place: int) -> np.ndarray:
+        """The places of all examples that equal one; none if it has a NaN."""
+        found = np.arange(len(self))
+        for array in self._arrays:
+            rows = array.reshape(len(array), math.prod(array.shape[1:]))
+            for start in range(0, rows.shape[1], 64):
+                part = slice(start, start + 64)
+                found = found[(rows[found, part] == rows[place, part]).all(axis=1)]
+                if len(found) <= 1:
+                    return found
+        return found
 
     def reader(self, padding: Sequence[np.ndarray]) -> Reader:
         """Gathers rows within TensorFlow, from a copy that ends with the padding."""
