@@ -494,6 +494,21 @@ def test_a_loaded_model_knows_the_batches_that_trained_it(tmp_path):
     assert epsilon(SIGMA, Q, 8, DELTA) < spent == pytest.approx(counted_epsilon(4, 4), rel=1e-9)
 
 
+def test_optimizers_that_only_inspect_displace_no_batches():
+    """After 17 new models were validated, ε of one that trained on was that of new batches."""
+    kept = list(dp.poisson_batches(data(), SAMPLING).take(2))
+    first, second = Run(expected_batch_size=SIZE), Run()
+    first(kept)
+    for _ in range(draw_numbers._REMEMBERED + 1):
+        inspecting = Run(expected_batch_size=SIZE)
+        inspecting.optimizer = inspecting.optimizer.copy_to_inspect()
+        inspecting.step.get_concrete_function(*map(tf.TensorSpec.from_tensor, kept[0]))
+    second.optimizer = type(first.optimizer).from_config(first.optimizer.get_config())
+    for batch in kept:
+        second.step(*batch)
+    assert second.optimizer.ledger.checks == [BatchChecks(checked=4, repeated=2, nearest=2)]
+
+
 def numbered(number):
     numbers = tf.constant([number], tf.int64)
     return draw_numbers.Number(numbers, tf.constant([True]), tf.constant(False))

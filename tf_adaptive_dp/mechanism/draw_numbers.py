@@ -242,14 +242,16 @@ class SeenDraws:
     since any of them may be the one that it continues.
     """
 
-    def __init__(self, ledger: Ledger | None = None) -> None:
+    def __init__(self, ledger: Ledger | None = None, is_remembered: bool = True) -> None:
         """Creates it empty; variables follow with the first number.
 
         Args:
           ledger: that of the optimizer; `None` if several new optimizers share the numbers.
+          is_remembered: whether later optimizers may begin with the numbers. Those of an optimizer
+            whose steps are traced but never run would displace others.
         """
         self._entries: tf.Variable | None = None
-        self._ledger = ledger
+        self._ledger, self._is_remembered = ledger, is_remembered
 
     def _created(self) -> tf.Variable:
         # Threads that trace steps at the same time have to share these variables.
@@ -263,7 +265,8 @@ class SeenDraws:
                     self._seen = tf.Variable(np.zeros(2, np.int64), trainable=False)
                     self._entries = tf.Variable(entries, name="seen_draws", trainable=False)
                 self._ledger = None  # outlives the optimizer otherwise
-                _OF_PROCESS.append(self)
+                if self._is_remembered:
+                    _OF_PROCESS.append(self)
             return self._entries
 
     def released(self) -> tuple[np.ndarray, int]:

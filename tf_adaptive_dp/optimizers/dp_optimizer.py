@@ -602,8 +602,10 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         if information is not None:
             config["side_information"] = information
         copy = type(self).from_config(config)
-        # The weights would remember its ledger in place of this one, and this one goes on.
+        # The weights would remember its ledger in place of this one, and this one goes on. Nor may
+        # its batches, which are none, take the place of those of another optimizer.
         copy._only_inspects = True
+        copy.compare_draws_with(SeenDraws(is_remembered=False))
         return copy
 
     def get_config(self) -> dict:
