@@ -82,6 +82,8 @@ OPTIMIZERS = {
     "clip bool": (lambda: sgd(True), T, received("l2_norm_clip", "True")),
     "clip nan": (lambda: sgd(NAN), V, received("l2_norm_clip", "nan")),
     "clip zero": (lambda: sgd(0), V, received("l2_norm_clip", "0")),
+    "rate negative": (lambda: sgd(learning_rate=-1), V, received("learning_rate", "-1")),
+    "rate nan": (lambda: sgd(learning_rate=NAN), V, received("learning_rate", "nan")),
     "noise negative": (lambda: sgd(1, -1), V, received("noise_multiplier", "-1")),
     "noise inf": (lambda: sgd(1, INF), V, received("noise_multiplier", "inf")),
     "noise tensor": (lambda: sgd(1, tf.ones([])), T, received("noise_multiplier", "<tf.Tensor")),

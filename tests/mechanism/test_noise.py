@@ -78,15 +78,15 @@ def test_noise_is_added_to_the_gradients_not_put_in_their_place():
 
 @pytest.mark.parametrize("through", ["minimize", "compute_gradients"])
 def test_the_noise_of_an_optimizer_has_the_size_asked_for(through):
-    # With a learning rate of -1, plain SGD adds the released gradient to the weights.
-    optimizer = dp.DPSGD(l2_norm_clip=0.5, noise_multiplier=1.3, learning_rate=-1.0)
+    # With a learning rate of 1, plain SGD subtracts the released gradient from the weights.
+    optimizer = dp.DPSGD(l2_norm_clip=0.5, noise_multiplier=1.3, learning_rate=1.0)
     w, b = tf.Variable(tf.zeros([200, 100])), tf.Variable(tf.zeros([100]))
     x = tf.zeros([8, 200])
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(x @ w, axis=1) + 0.0 * tf.reduce_sum(b + x[:, :100], axis=1)
     if through == "minimize":
         optimizer.minimize(loss, [w, b], tape)
-        released = [w.numpy(), b.numpy()]
+        released = [-w.numpy(), -b.numpy()]
     else:
         released = [g.numpy() for g, _ in optimizer.compute_gradients(loss, [w, b], tape)]
     assert_gaussian(8 * np.concatenate([r.ravel() for r in released]), 0.5 * 1.3)

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import math
+import numbers
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Callable, ClassVar
 import dp_accounting
 import tensorflow as tf
 
+from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import is_in_fit
 from tf_adaptive_dp._keras.optimizers import (
     SelfScalingOptimizer,
@@ -112,6 +114,8 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         side_information: SideInformation | Preconditioning | None = None,
         **kwargs: Any,
     ):
+        if isinstance(kwargs.get("learning_rate"), numbers.Real):  # else a schedule or a function
+            checks.number("learning_rate", kwargs["learning_rate"], 0)
         super().__init__(**{"name": type(self).__name__, **kwargs})
         if not isinstance(side_information, Preconditioning):
             if side_information is not None:
