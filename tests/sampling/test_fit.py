@@ -72,6 +72,51 @@ def test_empty_batches_are_released_too():
         assert np.isfinite(weights).all()
 
 
+def is_not_empty(x, y, weights=1.0):
+    del x, y
+    return tf.reduce_any(weights > 0)
+
+
+CHOOSING = {
+    "filter": lambda drawn: drawn.filter(is_not_empty),
+    "filter before other methods": lambda drawn: drawn.filter(is_not_empty).map(lambda *b: b),
+    "take_while": lambda drawn: drawn.take_while(is_not_empty),
+    "ignore_errors": lambda drawn: drawn.apply(tf.data.experimental.ignore_errors()),
+}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("way", CHOOSING)
+def test_batches_may_not_be_left_out_by_what_they_hold(way):
+    """Without the empty batches, one more example makes one more release: epsilon is infinite."""
+    sampling = dp.PoissonSampling.for_batch_size(2, N, steps=10)
+    (of_all, chosen) = (lambda data: dp.poisson_batches(data, sampling)), CHOOSING[way]
+    with pytest.raises(dp.NotPrivateError, match=f"`{way.split()[0]}` after its examples"):
+        fit(sampling, lambda data: chosen(of_all(data)))
+    model, monitor, _ = fit(sampling, of_all, steps=1)
+    trained = model.optimizer.ledger.num_releases
+    x, y = catalogue.data()
+    with pytest.raises(dp.NotPrivateError, match="must not depend on what they hold"):
+        model.fit(chosen(of_all((x, y))), verbose=0, callbacks=[monitor])
+    assert model.optimizer.ledger.num_releases == trained
+
+
+def test_batches_may_be_chosen_by_their_size_and_number_and_examples_by_anything():
+    x, y = catalogue.data()
+    single = tf.data.Dataset.from_tensor_slices((x, y))
+    several = {
+        "size": single.batch(5).filter(lambda x, y: tf.shape(x)[0] == 5),
+        "number": single.batch(5).enumerate().filter(lambda i, b: i == 0).map(lambda i, b: b),
+        "examples": single.filter(lambda x, y: x[0] < 9.0).batch(5, drop_remainder=True),
+    }
+    for dataset in several.values():
+        model = catalogue.mlp()
+        optimizer = dp.DPSGD(1.0, 1.0, learning_rate=0.1, expected_batch_size=5)
+        model.compile(optimizer, loss=catalogue.loss())
+        model.fit(dataset.take(1), verbose=0)
+        assert optimizer.ledger.num_releases == 1
+
+
 def test_padding_changes_no_gradient():
     x, y = catalogue.data()
     results = []

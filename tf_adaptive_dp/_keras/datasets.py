@@ -32,3 +32,32 @@ def gives_copies(dataset: tf.data.Dataset) -> bool:
     if "Concatenate" in kind and inputs[0] is inputs[1]:
         return True
     return any(map(gives_copies, inputs))
+
+
+def choices_of_batches(dataset: tf.data.Dataset) -> list[tuple[str, tf.Tensor | None]]:
+    """What decides which batches a data set gives, after its examples were batched.
+
+    Args:
+      dataset: of batches.
+
+    Returns:
+      The name of each method, with the result of its function, which belongs to a graph of its own,
+      or `None` if it has none.
+    """
+    kind = type(dataset).__name__
+    if any(name in kind for name in ("Batch", "GroupBy")) and "Unbatch" not in kind:
+        return []
+    found: list[tuple[str, tf.Tensor | None]] = []
+    for name, method in _CHOICES.items():
+        if name in kind:
+            function = getattr(dataset, "_predicate", None)
+            found.append((method, function and function.function.graph.outputs[0]))
+    return found + [choice for d in input_datasets(dataset) for choice in choices_of_batches(d)]
+
+
+_CHOICES = {
+    "Filter": "filter",
+    "TakeWhile": "take_while",
+    "Unique": "unique",
+    "IgnoreErrors": "ignore_errors",
+}

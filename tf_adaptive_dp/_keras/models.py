@@ -479,6 +479,19 @@ def _running_fits() -> Iterator[Mapping[str, Any]]:
                 yield found
 
 
+def dataset_of_fit(optimizer: tf.keras.optimizers.Optimizer) -> tf.data.Dataset | None:
+    """The data set that the running `fit` was given, if it was one.
+
+    Args:
+      optimizer: that of the model that is trained.
+    """
+    for found in _running_fits():
+        if found["self"].optimizer is optimizer:
+            data = found.get("x")
+            return data if isinstance(data, tf.data.Dataset) else None
+    return None
+
+
 def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int] | None:
     """The size of the batches of the `fit` that is running, and that of its last one if it differs.
 

@@ -14,6 +14,7 @@ from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting.ledger import has_ledger, is_chosen_by_search
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import refuse_unpaid_in
+from tf_adaptive_dp.optimizers.refusals import refuse_chosen_batches
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.validation.layer_findings import adapted_warning
@@ -67,11 +68,13 @@ class PrivateCallback(tf.keras.callbacks.Callback):
 
         Raises:
           ValueError: if a callback sets the learning rate of an optimizer that adapts its own.
+          NotPrivateError: if the data set of `fit` leaves out batches by what they hold.
         """
         beside = callbacks_beside(self)
         if next(c for c in beside if isinstance(c, PrivateCallback)) is not self:
             return
         _refuse_rates(beside, self.optimizer)
+        refuse_chosen_batches(self.optimizer)  # a second `fit` traces no step, which would do so
         if is_chosen_by_search(self.optimizer):
             warnings.warn(
                 "A search of hyperparameters chose this model, and used the data more often than "

@@ -382,6 +382,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         """
         self.require_known_state()
         refusals.refuse_unsupported_setting(self)
+        refusals.refuse_chosen_batches(self)
         refusals.refuse_16_bit_rewrites()
         step_settings.turn_off_tensor_float_32()
         if isinstance(self._mechanism.generator, CorrelatedNoise):

@@ -7,10 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.datasets import choices_of_batches
+from tf_adaptive_dp._keras.models import dataset_of_fit
 from tf_adaptive_dp._keras.optimizers import APPLYING, HOW_TO_STEP, has_slots_for
 from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.gradients.batch_axis.analysis import comes_from_data
 from tf_adaptive_dp.gradients.released import completion
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.mechanism.replicas import num_replicas, refuse_unsupported_strategy
@@ -40,6 +43,24 @@ def refuse_unsupported_setting(optimizer: Any) -> None:
             f"Received: an optimizer created outside of it, on {num_replicas()} replicas. Create "
             "and compile both model and optimizer in the scope."
         )
+
+
+def refuse_chosen_batches(optimizer: Any) -> None:
+    """Rejects data sets of `fit` that leave out batches by what they hold.
+
+    Whether there is a release would then show what a batch holds. How large a batch is, and its
+    number, are public.
+    """
+    data = dataset_of_fit(optimizer)
+    for method, result in () if data is None else choices_of_batches(data):
+        if result is None or comes_from_data(result):
+            raise NotPrivateError(
+                "Which batches are released must not depend on what they hold: a release that is "
+                "there or missing has no noise, so epsilon does not hold. Received: a "
+                f"`tf.data.Dataset` with `{method}` after its examples were batched. Leave it out: "
+                "an empty batch is a release like any other, and padding in it does no harm. To "
+                "leave out examples, do so before they are batched."
+            )
 
 
 def refuse_16_bit_rewrites() -> None:
