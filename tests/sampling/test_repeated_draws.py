@@ -293,6 +293,38 @@ def test_losses_of_different_batches_are_releases_on_different_draws():
     assert run.optimizer.ledger.checks[0].repeated == 2
 
 
+def cached(budget, epochs=2, **fit):
+    """Trains on four Poisson batches that repeat, with a budget."""
+    model, (x, y) = catalogue.mlp(), catalogue.data()
+    x, y = np.tile(x, [7, 1])[:N], np.tile(y, 7)[:N]
+    optimizer = dp.DPSGD(1.0, SIGMA, learning_rate=0.1, expected_batch_size=SIZE)
+    model.compile(optimizer, loss=catalogue.loss())
+    drawn = dp.poisson_batches((x, y), SAMPLING).take(4).cache().repeat()
+    budget = dp.PrivacyBudget(budget, DELTA, N, sampling=SAMPLING)
+    try:
+        model.fit(drawn, steps_per_epoch=4, epochs=epochs, verbose=0, callbacks=[budget])
+    finally:
+        spent = SAMPLING.epsilon_spent(optimizer, N, DELTA)
+        cached.ledger = optimizer.ledger
+    return spent
+
+
+def test_a_budget_that_a_repeated_batch_exceeds_ends_in_an_error():
+    # There is room for many new draws, but not for a batch without amplification.
+    new = epsilon(SIGMA, Q, 5, DELTA)
+    assert new < counted_epsilon(4, 1)
+    budget = (new + counted_epsilon(4, 1)) / 2
+    with pytest.raises(dp.BudgetExceededError, match="cost more than the budget.*1 of them on"):
+        cached(budget)
+    assert cached.ledger.checks[0][:2] == (5, 1)
+
+
+def test_a_budget_prices_the_next_batch_like_those_that_were_repeated():
+    budget = (counted_epsilon(4, 3) + counted_epsilon(4, 4)) / 2
+    assert counted_epsilon(5, 3) < budget  # if it were new
+    assert cached(budget) == pytest.approx(counted_epsilon(4, 3), rel=1e-9)
+
+
 @pytest.mark.slow
 def test_a_batch_is_counted_however_fit_runs_the_steps():
     x, y = catalogue.data()

@@ -19,6 +19,10 @@ from tf_adaptive_dp.callbacks.common import (
 from tf_adaptive_dp.errors import BudgetExceededError
 from tf_adaptive_dp.sampling import sampling_epsilon
 from tf_adaptive_dp.sampling.draws import Sampling
+from tf_adaptive_dp.wording import format_epsilon
+
+# The order in which segments are added up changes the last digits of ε.
+_ROUNDING = 1 + 1e-9
 
 
 class PrivacyBudget(PrivateCallback):
@@ -27,7 +31,11 @@ class PrivacyBudget(PrivateCallback):
     Guarantee: ε stays at most `epsilon`, in the sense of `PrivacyMonitor`, as long as the ledger
     holds every release. Training stops as soon as the next call of the training function
     (`steps_per_execution` steps) does not fit. If another callback changes the noise or the batch
-    size so that the very next call does not fit, that call raises an error.
+    size so that the very next call does not fit, that call raises an error. There is one exception:
+    that a batch was released before, is larger than declared, or has padding with a gradient shows
+    only when it is released, so such a call may exceed the budget. It counts with what it costs,
+    and if that is too much, an error ends the training. After a call with repeated batches, the
+    next one is priced as if its batches were repeated, too.
 
     Args:
       epsilon: the largest allowed ε, including what the ledger already holds.
@@ -49,7 +57,7 @@ class PrivacyBudget(PrivateCallback):
     Raises:
       TypeError, ValueError: if an argument has the wrong type or is out of its range; in training,
         if `fit` feeds another number of examples than `num_examples`.
-      BudgetExceededError: if no step fits when training begins, and as described above.
+      BudgetExceededError: if no step fits when training begins, and in both cases above.
 
     >>> budget = PrivacyBudget(epsilon=2.0, delta=1e-5, num_examples=60_000)
     >>> budget.epsilon
@@ -85,9 +93,21 @@ class PrivacyBudget(PrivateCallback):
         self.steps = None if steps is None else checks.integer("steps", steps, 1)
         self._num_examples_check = NumExamplesCheck(self.num_examples, self.sampling, full_passes)
         self._priced: tuple = ()
+        self._note_repetitions(None)
+
+    def _note_repetitions(self, optimizer: tf.keras.optimizers.Optimizer | None) -> None:
+        """Begins to watch for repeated batches."""
+        self._again, self._seen = False, (0, 0)
+        if optimizer is not None:
+            self._seen = optimizer.ledger.num_releases, self._num_repeated()
+
+    def _num_repeated(self) -> int:
+        return sampling_epsilon.num_repeated(self.sampling, self.optimizer, self.num_examples)
 
     def releases_left(self) -> int:
         """How many more releases fit with the optimizer's current parameters.
+
+        If a batch was repeated since the last call, the next ones are taken to be repeated, too.
 
         Raises:
           ValueError: if the batch size, and so the cost of the first step, is unknown; or if the
@@ -107,12 +127,15 @@ class PrivacyBudget(PrivateCallback):
             )
         segments = optimizer.ledger.segments
         released = sum(segment.num_releases for segment in segments)
+        if released != self._seen[0]:
+            repeated = self._num_repeated()
+            self._again, self._seen = repeated > self._seen[1], (released, repeated)
         if segments and segments[-1][:2] == (noise_multiplier, size):
             segments.pop()  # more releases of the same kind do not change the price
         ledger = optimizer.ledger
         released_as = (segments, [c.repeated for c in ledger.checks], ledger.other_events)
         of_budget = (self.epsilon, self.delta, self.num_examples, self.sampling, self.accountant)
-        price_of = (noise_multiplier, size, released_as, of_budget, self.steps)
+        price_of = (noise_multiplier, size, self._again, released_as, of_budget, self.steps)
         if self._priced[:1] != (price_of,):
             left = sampling_epsilon.releases_left(
                 self.sampling,
@@ -124,6 +147,7 @@ class PrivacyBudget(PrivateCallback):
                 self.delta,
                 accountant=self.accountant,
                 at_most=MAX_RELEASES if self.steps is None else self.steps - released,
+                again=self._again,
             )
             self._priced = (price_of, released + left)
             if left and self.model is None:  # in a loop of one's own
@@ -160,6 +184,24 @@ class PrivacyBudget(PrivateCallback):
                 "in the ledger."
             )
 
+    def _require_within_budget(self) -> None:
+        """Raises if a call cost more than it was priced with, so that ε exceeds the budget."""
+        spent = sampling_epsilon.epsilon_spent(
+            self.sampling, self.optimizer, self.num_examples, self.delta, accountant=self.accountant
+        )
+        if spent > self.epsilon * _ROUNDING:
+            ledger = self.optimizer.ledger
+            raise BudgetExceededError(
+                "The last step cost more than the budget had left: its batch was released before, "
+                "is larger than `expected_batch_size`, or has padding with a gradient, which shows "
+                "only when it is released. The weights hold what it released. Do not publish them "
+                "under this budget: begin anew with a new model, and feed each batch once (no "
+                "`cache` or `repeat` after it was drawn), of the declared size. Received: "
+                f"epsilon={format_epsilon(spent)} instead of {self.epsilon} at delta={self.delta}, "
+                f"with {ledger.num_releases} releases, {sum(c.repeated for c in ledger.checks)} of "
+                "them on batches that were released before"
+            )
+
     def _how_to_continue(self) -> str:
         """The end of a sentence: what lets the model train longer, if anything does."""
         if self.steps is None:
@@ -185,6 +227,7 @@ class PrivacyBudget(PrivateCallback):
         begin_batches_anew(optimizer)
         self._num_examples_check.begin(optimizer, steps_per_epoch(self))
         self._priced, self._stopped, self._guessed = (), False, False
+        self._note_repetitions(optimizer)
         self._require_room()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -218,6 +261,7 @@ class PrivacyBudget(PrivateCallback):
                 f"{steps_per_call(self.model)} steps"
             )
         if not self._next_call_fits():
+            self._require_within_budget()
             self.model.stop_training = self._stopped = True
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:

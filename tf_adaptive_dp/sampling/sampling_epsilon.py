@@ -7,7 +7,7 @@ from typing import Any
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.ledger import Releases, Segment
+from tf_adaptive_dp.accounting.ledger import Releases, Segment, ledger_of
 from tf_adaptive_dp.sampling.draws import (
     Sampling,
     check_unit,
@@ -70,6 +70,7 @@ def releases_left(
     *,
     accountant: str = "rdp",
     at_most: int = composition.MAX_RELEASES,
+    again: bool = False,
 ) -> int:
     """The number of further releases that a budget allows; `accounting.releases_left` by sampling.
 
@@ -86,6 +87,7 @@ def releases_left(
       delta: δ, in (0, 1).
       accountant: `"rdp"` or `"pld"`.
       at_most: the largest number to consider.
+      again: whether the further releases are on batches that were released before.
 
     Returns:
       The number, from 0 (none fits) to `at_most`.
@@ -104,6 +106,8 @@ def releases_left(
         sampling.check_ledger(ledger, num_examples)
         sampling.check_ledger(one, num_examples)
     _check_label(sampling, ledger)
+    if again:
+        batch_size = float(num_examples)  # as repetitions count
     if label_of(sampling) == "shuffled" or sampling == "poisson":
         return composition.releases_left(
             ledger,
@@ -131,6 +135,23 @@ def releases_left(
 
     next_one = Segment(noise_multiplier, batch_size, 1)
     return composition.releases_within(epsilon, epsilon_of, segments, next_one, accountant, at_most)
+
+
+def num_repeated(sampling: Sampling | str, ledger: Any, num_examples: int) -> int:
+    """How many releases of a ledger count as repetitions of a batch.
+
+    Args:
+      sampling: how the batches were drawn: a sampling, or one of `LABELS`.
+      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      num_examples: number of units in the training set.
+    """
+    if isinstance(sampling, Sampling) and sampling.keeps_distance:
+        return 0  # it has an ε for repetitions in its order, or none
+    found, in_epochs = ledger_of(ledger), label_of(sampling) == "shuffled"
+    return sum(
+        composition.repeated(segment, known, num_examples, in_epochs=in_epochs)
+        for segment, known in zip(found.segments, found.checks)
+    )
 
 
 def check_sampling(sampling: Sampling | str) -> Sampling | str:
