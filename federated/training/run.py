@@ -23,8 +23,8 @@ from federated.runtime.connection import WorkerLostError
 from federated.training.dropout import Dropout, Dropping
 from federated.training.group_data import nodes_of, serialized_dataset
 from federated.training.run_journal import RunJournal
-from federated.training.saved_states import SavedStates
-from tf_adaptive_dp.durable import files
+from federated.training.saved_states import SavedStates, newest
+from tf_adaptive_dp.durable import files, journal
 
 _KEY = "sampler_key"  # the name of its file
 
@@ -51,6 +51,22 @@ def _description(state: Any, sampler: Any, ledger: user_epsilon.UserLedger | Non
         "client ids": hashlib.blake2b("\0".join(sampler.client_ids).encode()).hexdigest(),
         "state": leaves,
     }
+
+
+def _require_journal(folder: Path) -> None:
+    """Raises if a run had a journal, which is written before its first state.
+
+    Args:
+      folder: the run's folder `secret`.
+    """
+    path, saved = folder / "journal", newest(folder / "states")
+    if saved is not None and not journal.has_begun(path):
+        raise ValueError(
+            "The journal of the run in this directory is gone, so nobody knows how many rounds "
+            "were begun. Restore it, or begin a new run in another directory; what this one "
+            f"released stays spent. Nothing was changed. Received: no entries in {str(path)!r}, "
+            f"the last saved state is of round {saved}"
+        )
 
 
 def rounds_before(ledger: user_epsilon.UserLedger | None) -> int:
@@ -136,6 +152,7 @@ class Run:
             check_pass(sampler.for_new_run(), ledger)  # before anything is written
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
+        _require_journal(folder)
         self.journal = RunJournal(folder / "journal", _description(state, sampler, ledger))
         try:
             self._require_no_contradiction()

@@ -25,6 +25,18 @@ _NAME = re.compile(rf"{_PREFIX}(\d+){re.escape(_ENDING)}")
 _KINDS = "biufcV"  # V: bfloat16
 
 
+def newest(folder: Path) -> int | None:
+    """The number of the newest state that a folder has; `None` if there is none."""
+    return max(_paths(folder), default=None)
+
+
+def _paths(folder: Path) -> dict[int, Path]:
+    """The files of states, by their numbers."""
+    files_of = sorted(folder.iterdir()) if folder.exists() else []
+    found = ((_NAME.fullmatch(path.name), path) for path in files_of)
+    return {int(match[1]): path for match, path in found if match}
+
+
 class SavedStates:
     """The newest two saved states of one run, each in a file, beside the files of large arrays.
 
@@ -45,13 +57,9 @@ class SavedStates:
         for unfinished in folder.glob("*.new"):
             unfinished.unlink()
 
-    def _paths(self) -> dict[int, Path]:
-        found = ((_NAME.fullmatch(path.name), path) for path in sorted(self._folder.iterdir()))
-        return {int(match[1]): path for match, path in found if match}
-
     def latest(self) -> int | None:
         """The number of the newest state; `None` if there is none."""
-        return max(self._paths(), default=None)
+        return newest(self._folder)
 
     def save(self, number: int, state: Any, record: dict) -> None:
         """Saves a state and its record; both are on the disk when this returns.
@@ -73,7 +81,7 @@ class SavedStates:
         line = files.with_checksum(json.dumps(head).encode())
         files.write(self._folder / f"{_PREFIX}{number}{_ENDING}", line + content)
         self._known = arrays
-        paths = self._paths()
+        paths = _paths(self._folder)
         for old in sorted(paths)[:-_KEPT]:
             paths.pop(old).unlink()
         self._remove_all_arrays_but([_arrays_of(path) for path in paths.values()])
@@ -103,7 +111,7 @@ class SavedStates:
 
     def sync(self, number: int) -> None:
         """Waits until a saved state is on the disk."""
-        for part in (self._paths()[number], self._folder):
+        for part in (_paths(self._folder)[number], self._folder):
             files.sync(part)
 
     def load(self, number: int, state: Any) -> tuple[Any, dict]:
@@ -112,7 +120,7 @@ class SavedStates:
         Raises:
           ValueError: if it cannot be read.
         """
-        path = self._paths()[number]
+        path = _paths(self._folder)[number]
         try:
             return _loaded(path, number, state)
         except Exception as error:

@@ -94,6 +94,16 @@ def test_a_run_without_its_plan_is_not_continued(tmp_path):
     assert not (tmp_path / "plan.json").exists()
 
 
+@pytest.mark.parametrize("content", [None, b"", bytes(8192)], ids=["gone", "empty", "zeros"])
+def test_a_run_without_its_log_is_not_continued(tmp_path, content):
+    begun(tmp_path)
+    log = tmp_path / "releases.log"
+    log.unlink() if content is None else log.write_bytes(content)
+    for _ in range(2):  # the first call must not leave a log that satisfies the second one
+        with pytest.raises(ValueError, match="cannot continue without `releases.log`"):
+            RunDirectory(tmp_path, {"epsilon": 1.0}, 10)
+
+
 def test_a_run_that_adopts_earlier_releases_begins_with_its_plan(tmp_path):
     optimizer = dp.DPSGD(1.0, 1.0, expected_batch_size=4.0)
     optimizer.ledger.restore([(1.0, 4.0, 3)])

@@ -17,7 +17,7 @@ from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import allow_tensors_as_logs
 from tf_adaptive_dp.callbacks.backups import epoch_backup
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
-from tf_adaptive_dp.durable import files
+from tf_adaptive_dp.durable import files, ledger_file
 from tf_adaptive_dp.durable.key_file import KeyFile
 
 _SHAPES = "shapes_of_state"
@@ -167,6 +167,7 @@ class RunDirectory:
                 "`directory` must hold nothing but its run, which keeps its epochs in the folder "
                 f"'backup'. Received: directory={str(path)!r}, with a file of this name"
             )
+        self._require_log()
         self.log = ReleaseLog(self._path / "releases.log", steps=steps)
         self.keys: KeyFile | None = None
         try:
@@ -184,6 +185,16 @@ class RunDirectory:
         self.history_path = self._path / "history_NOT_PRIVATE.json"
         self._backup_path = backup
         self._backup = epoch_backup(backup)
+
+    def _require_log(self) -> None:
+        """Raises if the run had a log of releases, which is written before all other files."""
+        log = self._path / "releases.log"
+        if (self._path / "plan.json").exists() and not ledger_file.has_begun(log):
+            raise ValueError(
+                "The run in `directory` cannot continue without `releases.log`: nothing else says "
+                "what it has released. Put it back, or pass a new directory; what this run "
+                f"released stays spent. Received: no releases in {str(log)!r}"
+            )
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         kept = self._path / "plan.json"

@@ -26,6 +26,12 @@ def _decoded(line: bytes) -> dict | None:
     return None if text is None else json.loads(text)
 
 
+def has_begun(path: str | os.PathLike) -> bool:
+    """Whether a journal has a whole line; one that is missing or was emptied has none."""
+    path = Path(path)
+    return path.exists() and b"\n" in path.read_bytes()
+
+
 def compare(before: dict, now: dict, refusal: str, where: str) -> None:
     """Raises ValueError if arguments differ from recorded ones; the error names the differences.
 

@@ -32,6 +32,12 @@ class _Record(NamedTuple):
         return files.with_checksum(json.dumps(content).ljust(_RECORD_BYTES - 10).encode())
 
 
+def has_begun(path: str | os.PathLike) -> bool:
+    """Whether a `SegmentFile` was written; one that is missing or was emptied was not."""
+    path = Path(path)
+    return path.exists() and bool(path.read_bytes().strip(b"\0"))
+
+
 def _decoded(line: bytes) -> _Record | None:
     """What was encoded; `None` if the line is damaged."""
     text = files.checked(line)

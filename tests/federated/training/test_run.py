@@ -196,6 +196,23 @@ def test_a_journal_that_lost_its_end_is_refused(tmp_path):
     assert rounds.train(tmp_path, 4).num_begun == 4
 
 
+@pytest.mark.parametrize("content", [None, b"", b'{"run": {'], ids=["gone", "empty", "torn"])
+def test_a_run_whose_journal_is_gone_does_not_forget_its_lost_rounds(tmp_path, content):
+    with pytest.raises(ConnectionError):
+        rounds.train(tmp_path, 3, failing=(True,))
+    path = tmp_path / "run/secret/journal"
+    journal = path.read_bytes()
+    path.unlink() if content is None else path.write_bytes(content)
+    before = rounds.contents(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="journal.*gone.*saved state is of round 0"):
+            rounds.train(tmp_path, 3)
+    assert rounds.contents(tmp_path) == before
+    path.write_bytes(journal)
+    with pytest.warns(UserWarning, match="1 round was begun"):
+        assert rounds.train(tmp_path, 3).ledger.num_releases == 3
+
+
 def test_what_has_to_stay_secret_is_for_the_owner_alone(tmp_path):
     rounds.train(tmp_path, 1)
     secret = tmp_path / "run/secret"

@@ -49,6 +49,22 @@ def test_an_interrupted_search_goes_on_without_drawing_anew(tmp_path, monkeypatc
     assert second.went_on == [True]  # where it was
 
 
+@pytest.mark.parametrize("content", [None, b""], ids=["gone", "empty"])
+@pytest.mark.parametrize("lost", ["journal", "releases"])
+def test_an_interrupted_search_that_lost_its_record_is_refused(
+    tmp_path, monkeypatch, lost, content
+):
+    tuned.Fake(monkeypatch, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        tuned.search(tuned.tuner(tmp_path))
+    (path,) = (tmp_path / "search").rglob(lost)
+    path.unlink() if content is None else path.write_bytes(content)
+    tuned.Fake(monkeypatch)  # which would fail
+    for _ in range(2):
+        with pytest.raises(ValueError, match="gone, so nobody knows what it spent"):
+            tuned.search(tuned.tuner(tmp_path))
+
+
 @pytest.mark.slow
 def test_a_finished_search_returns_at_once(tmp_path, monkeypatch, capsys):
     tuned.Fake(monkeypatch, *[0.5] * 3)
@@ -309,6 +325,6 @@ def test_a_trial_whose_log_of_releases_is_gone_is_not_gone_on_with(tmp_path, mon
     shutil.rmtree(tmp_path / "search" / trial)
     before = tuned.everything_in(tmp_path)
     again = tuned.Fake(monkeypatch, *[0.5] * 3)
-    with pytest.raises(ValueError, match="nobody knows what it spent.*Received: no file"):
+    with pytest.raises(ValueError, match="nobody knows what it spent.*Received: no releases"):
         tuned.search(tuned.tuner(tmp_path))
     assert not again.trained and tuned.everything_in(tmp_path) == before

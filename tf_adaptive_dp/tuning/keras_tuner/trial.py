@@ -26,6 +26,7 @@ from tf_adaptive_dp.accounting.ledger import Ledger, has_ledger
 from tf_adaptive_dp.callbacks.backups import epoch_backup, save_weights
 from tf_adaptive_dp.callbacks.common import private_optimizer
 from tf_adaptive_dp.callbacks.release_log import ReleaseLog
+from tf_adaptive_dp.durable import ledger_file
 from tf_adaptive_dp.errors import BudgetExceededError, NotPrivateError
 from tf_adaptive_dp.mechanism.draw_numbers import SeenDraws
 from tf_adaptive_dp.normalization import normalizations_in, unpaid_in
@@ -80,11 +81,11 @@ class PrivateTrial:
 
     def check_resumable(self) -> None:
         """Raises ValueError if the log of a trial that began is gone, and with it what it spent."""
-        if self._plan.strategy.releases_all and not self._log_path.exists():
+        if self._plan.strategy.releases_all and not ledger_file.has_begun(self._log_path):
             raise ValueError(
                 "The candidate in progress had a log of what it released, which is gone, so nobody "
                 "knows what it spent. Restore the file, or start over with another `project_name` "
-                f"and count this search as spent. Received: no file {str(self._log_path)!r}"
+                f"and count this search as spent. Received: no releases in {str(self._log_path)!r}"
             )
 
     def run(

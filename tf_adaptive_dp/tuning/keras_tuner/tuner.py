@@ -15,6 +15,7 @@ from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting import accountants
 from tf_adaptive_dp.callbacks.backups import load_weights
+from tf_adaptive_dp.durable import journal
 from tf_adaptive_dp.sampling.draws import Sampling
 from tf_adaptive_dp.tuning.keras_tuner import arguments, results, search_journal
 from tf_adaptive_dp.tuning.keras_tuner.arguments import FitArguments
@@ -173,10 +174,10 @@ class HonestTuner(keras_tuner.Tuner):
                 "and nothing was trained. For another search pass another `project_name`."
             )
         else:
-            with contextlib.closing(self._journal()) as journal:
+            with contextlib.closing(self._journal()) as opened:
                 if not self._is_finished(described):  # by now
                     self.on_search_begin()
-                    self._result.write(**search.run(journal))
+                    self._result.write(**search.run(opened))
                     self.on_search_end()
         self._read_result()
         self._tidy()
@@ -211,10 +212,20 @@ class HonestTuner(keras_tuner.Tuner):
         return plan
 
     def _journal(self) -> search_journal.SearchJournal:
+        path = self._secret / "journal"
+        trials = [trial.name for trial in Path(self.project_dir).glob("trial_*")]
+        is_finished = results.Result(self.project_dir).is_there  # by now, in another process
+        if trials and not is_finished and not journal.has_begun(path):
+            raise ValueError(
+                "The project holds candidates of a search whose journal is gone, so nobody knows "
+                "what it spent. Restore the file, or start over with another `project_name`; what "
+                f"that search spent stays spent. Received: no entries in {str(path)!r}, and "
+                f"{len(trials)} candidates"
+            )
         self._secret.mkdir(exist_ok=True)
         for folder in (self.project_dir, self._secret):
             os.chmod(folder, 0o700)
-        return search_journal.SearchJournal(self._secret / "journal")
+        return search_journal.SearchJournal(path)
 
     def _is_finished(self, described: dict) -> bool:
         self._read_result()
