@@ -1,7 +1,8 @@
-"""Arrays whose last batch is smaller train with the batch size of `fit`, or are refused at once."""
+"""Data whose last batch is smaller train with the size of full batches, or are refused at once."""
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
@@ -72,3 +73,75 @@ def test_a_later_fit_goes_on_with_batches_of_the_same_size_only():
     with pytest.raises(ValueError, match="batches of 6 examples, and a last one of 2"):
         fit(made, 20, batch_size=6)
     assert made.optimizer.ledger.num_releases == 2
+
+
+def examples(num_examples=20):
+    return tf.data.Dataset.from_tensor_slices(catalogue.data(num_examples))
+
+
+def doubled(x, y):
+    return tf.repeat(x, 2, axis=0), tf.repeat(y, 2, axis=0)
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        lambda data: data.batch(8),
+        lambda data: data.padded_batch(8),
+        lambda data: data.shuffle(20).batch(8, num_parallel_calls=2).prefetch(2),
+        lambda data: data.batch(8).map(lambda x, y: (x, y)).cache().with_options(tf.data.Options()),
+    ],
+)
+def test_full_batches_of_a_data_set_have_the_expected_size(batches):
+    made = model()
+    made.fit(batches(examples()), epochs=2, verbose=0)
+    assert made.optimizer.ledger.segments == [(1.0, 8.0, 6)]
+    assert made.optimizer.expected_batch_size == 8.0
+
+
+def test_a_data_set_that_repeats_goes_on_after_its_smaller_batch():
+    made = model()
+    made.fit(examples().batch(8).repeat(), steps_per_epoch=4, verbose=0)
+    assert made.optimizer.ledger.segments == [(1.0, 8.0, 4)]
+
+
+@pytest.mark.parametrize(
+    "batches, kwargs",
+    [
+        (lambda data: data.batch(8, drop_remainder=True), {}),
+        (lambda data: data.repeat().batch(8), {"steps_per_epoch": 4}),
+        (lambda data: data.batch(8), {"steps_per_epoch": 2}),
+        (lambda data: data.batch(10), {}),
+    ],
+)
+def test_a_data_set_without_a_smaller_batch_sets_no_size(batches, kwargs):
+    made = model()
+    made.fit(batches(examples()), verbose=0, **kwargs)
+    assert made.optimizer.expected_batch_size is None
+
+
+def test_a_data_set_is_refused_before_anything_is_released():
+    made = model(num_microbatches=2)
+    with pytest.raises(ValueError, match="batches of 8 examples, and a last one of 4"):
+        made.fit(examples().batch(8), verbose=0)
+    assert made.optimizer.ledger.num_releases == 0
+
+
+def test_batches_that_a_map_makes_larger_are_refused():
+    made = model()
+    received = r"one of\] \[16\] \[examples after batches of\] \[8\]"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=received):
+        made.fit(examples().batch(8).map(doubled), verbose=0)
+    assert made.optimizer.ledger.num_releases == 0
+
+
+def test_batches_that_a_map_makes_larger_count_with_their_size_under_xla():
+    made = model()
+    made.compile(made.optimizer, loss=made.loss, jit_compile=True)
+    made.fit(examples().batch(8).map(doubled), verbose=0)
+    ((_, size, releases),) = made.optimizer.ledger.segments
+    with pytest.warns(UserWarning, match="16"):
+        spent = dp.epsilon_spent(made.optimizer, num_examples=100, delta=1e-3)
+    declared = dp.DPSGD(1.0, 1.0, expected_batch_size=16)
+    declared.ledger.restore([(1.0, 16.0, releases)], [])
+    assert spent >= dp.epsilon_spent(declared, num_examples=100, delta=1e-3)

@@ -10,6 +10,44 @@ def input_datasets(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     return dataset._inputs()
 
 
+# What leaves the elements of a data set as they are; `map` changes them, but hardly their rows.
+_LEAVES_BATCHES = ("Cache", "Map", "Options", "Prefetch", "Repeat", "Shuffle")
+_ARGUMENTS_OF_BATCH = ("batch_size", "drop_remainder")
+
+
+def sizes_of_batches(
+    dataset: tf.data.Dataset, num_batches: int | None = None
+) -> tuple[int, int] | None:
+    """The size of the batches that `batch` makes, and that of the last one if it is smaller.
+
+    A `map` after `batch` may still give batches of other sizes.
+
+    Args:
+      dataset: one of batches.
+      num_batches: how many are drawn, if not all of them.
+
+    Returns:
+      `None` if all batches have one size, or if that is unknown: if the number of examples is not
+      known, or if something other than `batch` makes the batches.
+    """
+    while not hasattr(dataset, "_batch_size"):
+        inputs = input_datasets(dataset)
+        name = type(dataset).__name__.removesuffix("Dataset").lstrip("_").removeprefix("Parallel")
+        if len(inputs) != 1 or name not in _LEAVES_BATCHES:
+            return None
+        (dataset,) = inputs
+    if not hasattr(dataset, "_drop_remainder"):
+        return None
+    size, drops = (tf.get_static_value(getattr(dataset, f"_{n}")) for n in _ARGUMENTS_OF_BATCH)
+    with tf.init_scope():  # a step may be traced now
+        num_examples = int(input_datasets(dataset)[0].cardinality())
+    if drops or size is None or num_examples <= size or num_examples % size == 0:
+        return None
+    if num_batches is not None and num_batches <= num_examples // size:
+        return None
+    return int(size), int(num_examples % size)
+
+
 def has_random_order(dataset: tf.data.Dataset) -> bool:
     """Whether a data set, or one that it transforms, is shuffled, or may be out of order.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras import datasets
 from tf_adaptive_dp._keras.generation import GENERATION, internal_module, keras
 from tf_adaptive_dp._keras.graphs import spec_of_replicas
 from tf_adaptive_dp._keras.tracing import in_xla
@@ -496,18 +497,23 @@ def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int
     """The size of the batches of the `fit` that is running, and that of its last one if it differs.
 
     Keras does not tell an optimizer what data it trains on. While a step is built, `fit` is among
-    the callers, and its arrays are in a local variable.
+    the callers, and its data are in a local variable.
 
     Args:
       optimizer: that of the model that is trained.
 
     Returns:
       `None` if all batches have one size, or if that is unknown: without `fit`, for data that are
-      no arrays, and with `steps_per_epoch`, which may end epochs before the last batch.
+      neither arrays nor batches of a `tf.data.Dataset`, and for arrays with `steps_per_epoch`,
+      which may end epochs before the last batch.
     """
     for found in _running_fits():
         if found["self"].optimizer is optimizer:
-            return None if found.get("steps_per_epoch") is not None else _sizes_in(found)
+            steps = found.get("steps_per_epoch")
+            if isinstance(found.get("x"), tf.data.Dataset):
+                drawn = None if steps is None else steps * found["epochs"]
+                return datasets.sizes_of_batches(found["x"], drawn)
+            return None if steps is not None else _sizes_in(found)
     return None
 
 

@@ -87,6 +87,7 @@ class BatchSizes:
         self._rows_per_unit = examples_per_user or 1
         self._parts = parts
         self._expected = hyperparameter(0.0)  # 0 stands for None
+        self._most = hyperparameter(0.0)  # 0 if L was declared, and not taken from full batches
         self._first = add_variable([], dtype=tf.int64, name="fixed_batch_size")
         with tf.init_scope():
             # The size of the first batch if it is random, and so private; not saved.
@@ -105,6 +106,15 @@ class BatchSizes:
         if value is not None:
             value = checks.number("expected_batch_size", value, 0, strict=True)
         self._expected.assign(value or 0.0)
+        self._most.assign(0.0)
+
+    def expect_at_most(self, size: int) -> None:
+        """Makes the size of full batches the expected one: the last of an epoch may be smaller.
+
+        Guarantee: a batch of more examples is refused, or counts with its own size under XLA.
+        """
+        self.expected = size * self._parts
+        self._most.assign(size)
 
     @property
     def rows_per_batch(self) -> int:
@@ -166,13 +176,15 @@ class BatchSizes:
         """Asserts that all batches have the size of the first, unless the size may vary."""
         previous = self._first.read_value()
         may_vary = (self._expected > 0) & (self._num_microbatches is None)
+        most = self._most.read_value()
+        fits = (most == 0) | (tf.cast(size, tf.float64) <= most)
         return assert_true(
-            may_vary | ((size > 0) & ((previous == 0) | (previous == size))),
+            tf.where(may_vary, fits, (size > 0) & ((previous == 0) | (previous == size))),
             [
                 "Batches vary in size: received one of",
                 size,
                 "examples after batches of",
-                previous,
+                tf.maximum(previous, tf.cast(most, tf.int64)),
                 "examples. The size of a batch that is drawn at random is not public, so it must "
                 "not divide the noisy sum: pass `expected_batch_size` to the optimizer (and no "
                 "`num_microbatches`), or make all batches equal (`drop_remainder=True`).",
@@ -235,10 +247,10 @@ class BatchSizes:
         there = tf.maximum(tf.cast(present, tf.float64) * per_group, tf.constant(1e-9, tf.float64))
         too_many, mean = self._seen.add(there, expected)
         size = tf.maximum(size, tf.math.ceil(mean))  # this batch may be one of the smaller ones
-        # Without L all batches have the size of the first. Under XLA a larger one gets here.
-        is_first = tf.equal(self._expected.read_value(), 0)
-        size = tf.where(is_first, tf.maximum(size, tf.math.ceil(there)), size)
-        too_many |= is_first & (size > expected)
+        # Without a declared L no batch is larger than the first. Under XLA a larger one gets here.
+        is_largest = tf.equal(self._expected.read_value(), 0) | (self._most.read_value() > 0)
+        size = tf.where(is_largest, tf.maximum(size, tf.math.ceil(there)), size)
+        too_many |= is_largest & (size > expected)
         size = tf.where(too_many, size, tf.zeros_like(size))
         if tf.executing_eagerly() and too_many:
             warnings.warn(wrong_size(float(expected), float(size)), stacklevel=level_of_caller())

@@ -171,6 +171,10 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
     def expected_batch_size(self, value: float | None) -> None:
         self._mechanism.sizes.expected = value
 
+    def take_batch_size(self, size: int) -> None:
+        """Sets `expected_batch_size` to that of full batches, of which the last may be smaller."""
+        self._mechanism.sizes.expect_at_most(size)
+
     @property
     def num_microbatches(self) -> int | None:
         """The number of groups whose mean gradients are clipped; `None` clips every example's."""

@@ -43,11 +43,11 @@ def _has_tensor_float_32() -> bool:
 
 
 def settle_batch_size(optimizer: Any) -> None:
-    """Takes the expected batch size from `fit` if the last batch of its arrays is smaller.
+    """Takes the expected batch size from the data of `fit` if their last batch is smaller.
 
-    `batch_size` of `fit` is public. Where it cannot be the expected size, as with microbatches,
-    such arrays are rejected before anything is released; otherwise the step of the last batch would
-    fail, at the end of the first epoch.
+    `batch_size` of `fit`, and that of a `tf.data.Dataset`, are public. Where it cannot be the
+    expected size, as with microbatches, such data are rejected before anything is released;
+    otherwise the step of the last batch would fail, at the end of the first epoch.
     """
     with tf.init_scope():
         expected, groups = optimizer.expected_batch_size, optimizer.num_microbatches
@@ -60,12 +60,12 @@ def settle_batch_size(optimizer: Any) -> None:
     plain = groups is None and optimizer.examples_per_user is None and num_replicas() == 1
     if plain and seen in (0, size):
         with tf.init_scope():
-            optimizer.expected_batch_size = size * optimizer.parts_per_batch
+            optimizer.take_batch_size(size)
         return
     given = "" if groups is None else f", num_microbatches={groups}"
     without = "" if groups is None else " without `num_microbatches`"
     raise ValueError(
-        f"Batches vary in size: `fit` would make batches of {size} examples, and a last one of "
+        f"Batches vary in size: `fit` would get batches of {size} examples, and a last one of "
         f"{last}. Pass `expected_batch_size` to the optimizer{without}, or make all batches equal "
         "(a `tf.data.Dataset` with `batch(..., drop_remainder=True)`). Received: "
         f"expected_batch_size={expected}{given}"
