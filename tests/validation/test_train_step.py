@@ -186,3 +186,17 @@ def test_a_batch_without_targets_is_a_finding():
     plain.compile(dp.DPSGD(1.0, 1.0), LOSS)
     (found,) = dp.validate(plain, BATCH[0]).errors
     assert "has no targets" in found.what and found.fix == "Pass `(x, y)`."
+
+
+def test_labels_that_are_strings_are_a_finding_with_its_own_fix():
+    plain = tf.keras.Sequential([tf.keras.Input([5]), layers.Dense(3)])
+    plain.compile(dp.DPSGD(1.0, 1.0), LOSS)
+    (found,) = dp.validate(plain, (BATCH[0], np.array(["cat", "dog"])[[0, 1, 0, 0, 1, 1]])).errors
+    assert "Number them before training" in found.what and not found.fix
+
+
+def test_labels_that_do_not_suit_the_loss_are_not_said_to_need_a_compiled_step():
+    plain = tf.keras.Sequential([tf.keras.Input([5]), layers.Dense(3)])
+    plain.compile(dp.DPSGD(1.0, 1.0), "mse")
+    (found,) = dp.validate(plain, (BATCH[0], np.eye(6, 2))).errors
+    assert "labels whose shape does not suit the loss" in found.fix

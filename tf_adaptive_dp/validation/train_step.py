@@ -180,7 +180,9 @@ def _not_traced(error: Exception) -> Finding:
         _NOT_COMPILED,
         "model",
         f"A training step does not compile: {raised(error)}",
-        "Make the step compile without `run_eagerly`: only compiled steps can be searched in full.",
+        "Ordinary compiled training fails in the same way. The usual reasons are labels whose "
+        "shape does not suit the loss, and NumPy in a loss or a layer, which only runs eagerly: "
+        "use the operations of Keras or TensorFlow.",
     )
 
 
@@ -195,7 +197,7 @@ def _stand_in(model: tf.keras.Model, optimizer: Any, findings: list[Finding]) ->
         def wrapper(loss: Any, var_list: Any, tape: Any = None) -> Any:
             try:
                 return compute(loss, var_list, tape)
-            except (NotPrivateError, ValueError) as error:
+            except (NotPrivateError, TypeError, ValueError) as error:
                 findings[:] = diagnose(loss, model, error)
                 raise
 
