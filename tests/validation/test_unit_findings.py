@@ -67,7 +67,7 @@ def test_weights_that_clipping_undoes_are_warned_of():
         return [f.what for f in unit_findings(model, "mse", batch)]
 
     (what,) = says(weights)
-    assert what.startswith("Sample weights go up to 8. ")
+    assert what.startswith("Sample or class weights go up to 8. ")
     assert not says(weights / 8) and not says()
 
 

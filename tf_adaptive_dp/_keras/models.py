@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp._keras import datasets
@@ -515,6 +516,38 @@ def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int
                 return datasets.sizes_of_batches(found["x"], drawn)
             return None if steps is not None else _sizes_in(found)
     return None
+
+
+def examples_of_fit(
+    optimizer: tf.keras.optimizers.Optimizer, most: int
+) -> tuple[keras.Model, tuple] | None:
+    """Some examples from all over the arrays of the `fit` that is running, and its model.
+
+    Args:
+      optimizer: that of the model that is trained.
+      most: how many examples at most.
+
+    Returns:
+      The model and (x, y, weights), nests of arrays; the weights are those of `class_weight` if
+      there are no others. `None` without `fit`, and for data that are not arrays.
+    """
+    for found in _running_fits():
+        if found["self"].optimizer is optimizer:
+            break
+    else:
+        return None
+    x, y, weights = (found.get(name) for name in ("x", "y", "sample_weight"))
+    parts = [part for part in tf.nest.flatten((x, y, weights)) if part is not None]
+    if not parts or not all(getattr(part, "shape", ()) for part in parts):
+        return None
+
+    def some(part: Any) -> np.ndarray | None:
+        return None if part is None else np.asarray(part[:: -(-len(part) // most) or 1])
+
+    x, y, weights = tf.nest.map_structure(some, (x, y, weights))
+    if weights is None and found.get("class_weight"):
+        weights = np.array(list(found["class_weight"].values()))
+    return found["self"], (x, y, weights)
 
 
 def _sizes_in(variables: Mapping[str, Any]) -> tuple[int, int] | None:

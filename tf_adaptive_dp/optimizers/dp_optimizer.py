@@ -393,6 +393,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             with tf.init_scope():
                 num_releases = self.ledger.num_releases
             self._mechanism.generator.require_fit(num_releases)
+        step_settings.warn_of_units(self)
         step_settings.settle_batch_size(self)
         self._loss_scaling.refuse_wrapper(self)
 

@@ -146,8 +146,8 @@ def _of_weights(weights: Any) -> list[Finding]:
         Finding(
             "units",
             "batch",
-            f"Sample weights go up to {largest:.2g}. Gradients are weighted before they are "
-            "clipped, so a weight above 1 has hardly any effect where they are clipped anyway.",
+            f"Sample or class weights go up to {largest:.2g}. Gradients are weighted before they "
+            "are clipped, so a weight above 1 has hardly any effect where they are clipped anyway.",
             "Divide all weights by the largest one, which should not depend on private data.",
             "warning",
         )
