@@ -65,6 +65,13 @@ class Tied(Wrapper):
         return self.inner(keras.ops.tanh(self.inner(ids)), reverse=True)
 
 
+class InTraining(Wrapper):
+    """Calls a layer that a functional model would leave out, as Keras does with Equalization."""
+
+    def call(self, x):
+        return self.inner(x, training=True)
+
+
 class Recomputed(Wrapper):
     """A layer whose activations are computed again for the gradient."""
 
@@ -258,7 +265,6 @@ TRACED = {
         IDS,
         [of("IntegerLookup", vocabulary=[2, 0, 1], output_mode="multi_hot")],
     ),
-    "Equalization": (IMAGES, [of("Equalization")]),
     "Solarization": (IMAGES, [dense(3), of("Solarization")]),
     "Resizing": (IMAGES, [of("Resizing", 6, 6)]),
     "CenterCrop": (IMAGES, [of("CenterCrop", 2, 2)]),
@@ -326,6 +332,8 @@ REFUSED = {
     "RandomElasticTransform": (IMAGES, [of("RandomElasticTransform")], MIX),
     "RandAugment": (IMAGES, [of("RandAugment")], MIX),
     "AugMix": (IMAGES, [of("AugMix")], MIX),
+    # It counts the pixels of the whole batch.
+    "Equalization": (IMAGES, [lambda: InTraining(layers.Equalization(value_range=(-3, 3)))], MIX),
     "MelSpectrogram": (
         (64,),
         [
