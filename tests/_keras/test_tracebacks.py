@@ -24,6 +24,17 @@ def test_what_keras_adds_behind_a_message_is_left_out():
     assert message_lines(error.value)[-2:] == ["`units` must be positive.", "Received: 0"]
 
 
+@pytest.mark.skipif(GENERATION == 2, reason="Keras 2 builds models by running them")
+def test_what_a_layer_raised_while_its_shape_was_inferred_is_shown():
+    model = tf.keras.Sequential([Fails(), tf.keras.layers.Dense(1)])
+    with pytest.raises(ValueError) as error:
+        model(tf.zeros([2, 3]))
+    assert raised(error.value).endswith("Error encountered: `units` must be positive.")
+    model.compile(dp.DPSGD(1.0, 1.0), "mse")
+    (found,) = dp.validate(model, (tf.zeros([2, 3]), tf.zeros([2, 1]))).errors
+    assert found.what.endswith("`units` must be positive.") and "labels" not in found.fix
+
+
 class HoldsOneThatFails(tf.keras.Model):
     def __init__(self):
         super().__init__()

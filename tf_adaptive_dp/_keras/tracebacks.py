@@ -19,6 +19,8 @@ _ARGUMENTS = re.compile("(?:Call a|A)rguments received by")
 _BOLD = re.compile(r"\x1b\[\d*m")
 # How Keras begins the message of an error that a layer raised.
 _OF_A_LAYER = "Exception encountered when calling"
+# Behind this Keras 3 repeats what a layer raised while its output's shape was inferred.
+_ENCOUNTERED = "Error encountered:"
 # The packages between a warning and the user's line: this one, and what calls it or its functions.
 _BETWEEN = {__name__.split(".")[0], "contextlib", "keras", "tensorflow", "tf_keras"}
 
@@ -86,8 +88,10 @@ def raised(error: Exception) -> str:
         if is_named:
             kind, lines = f"{before}Error", [message, *lines[place + 1 :]]
             break
-    said = (line for line in lines if not line.startswith(_OF_A_LAYER))
-    return f"{kind}: {next(said, '')}"
+    said = [line for line in lines if not line.startswith(_OF_A_LAYER)]
+    if len(said) > 1 and said[0].endswith(_ENCOUNTERED):
+        return f"{kind}: {said[0]} {said[1]}"
+    return f"{kind}: {said[0] if said else ''}"
 
 
 def _is_between(frame: types.FrameType) -> bool:

@@ -269,7 +269,8 @@ def _build(model: tf.keras.Model, inputs: Any) -> Finding | None:
     try:
         model(inputs, training=False)
     except Exception as error:  # noqa: BLE001, whatever a user's model raises is a finding
-        return _failure(error)
+        what = f"The model fails on the batch: {raised(error)}"
+        return Finding("fails", "model", what, "Make `model(x)` run on it.")
     return None
 
 
