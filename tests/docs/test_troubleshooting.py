@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import ROOT
+from tf_adaptive_dp._keras.generation import GENERATION
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 QUOTES = re.findall(r"^> (.+)$", PAGE, re.M)
@@ -20,7 +21,13 @@ FROM_PYTHON = "too many values to unpack (expected 2)"
 FROM_TENSORFLOW = "triggered tf.function retracing. Tracing is expensive"
 # What Keras says in a process that does not import this library; tests/docs/test_serving.py has it.
 FROM_LOADING = "Could not locate class 'ADADP'"
-ELSEWHERE = (FROM_KERAS, FROM_LOADING, FROM_PYTHON, FROM_TENSORFLOW)
+# What Keras 3 says before this library runs.
+OF_STRINGS = "Invalid dtype: str96"
+OF_REMAT = (
+    "The custom_gradient decorator currently supports keywords arguments only when eager execution "
+    "is enabled."
+)
+ELSEWHERE = (FROM_KERAS, FROM_LOADING, FROM_PYTHON, FROM_TENSORFLOW, OF_STRINGS, OF_REMAT)
 OF_LIBRARY = [quote for quote in QUOTES if quote not in ELSEWHERE]
 
 
@@ -68,6 +75,37 @@ def test_keras_says_what_is_quoted_of_it_and_the_fix_helps():
     with pytest.raises(ValueError, match=re.escape(FROM_KERAS.rstrip(" …"))):
         fitted({"reduction": "none"})
     assert fitted({}).ledger.num_releases == 1
+
+
+keras_3 = pytest.mark.skipif(GENERATION == 2, reason="Keras 2 takes strings and has no remat")
+
+
+@keras_3
+def test_keras_takes_strings_as_a_tensor_only():
+    texts = np.array(["cat", "dog", "dog", "cat"])
+    assert texts.dtype.name == OF_STRINGS.rpartition(" ")[2] and OF_STRINGS in QUOTES
+    lookup = tf.keras.layers.StringLookup(vocabulary=["cat", "dog"], output_mode="one_hot")
+    model = tf.keras.Sequential(
+        [tf.keras.Input([], dtype="string"), lookup, tf.keras.layers.Dense(2)]
+    )
+    for optimizer in ("sgd", dp.DPSGD(1.0, 1.0)):
+        model.compile(optimizer, "mse")
+        with pytest.raises(ValueError, match=OF_STRINGS):
+            model.fit(texts, np.ones([4, 2]), verbose=0)
+    model.fit(tf.constant(texts), np.ones([4, 2]), verbose=0)
+    assert model.optimizer.ledger.num_releases == 1
+    assert np.searchsorted(["cat", "dog"], texts).tolist() == [0, 1, 1, 0]
+
+
+@keras_3
+@pytest.mark.parametrize("optimizer", ["sgd", dp.DPSGD(1.0, 1.0)], ids=["keras", "private"])
+def test_keras_recomputes_no_whole_model(optimizer):
+    assert OF_REMAT in QUOTES
+    with tf.keras.RematScope(mode="full"):
+        model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    with pytest.raises(ValueError, match=re.escape(OF_REMAT)):
+        model.fit(np.ones([4, 2], "float32"), np.ones([4, 1]), verbose=0)
 
 
 LOOP = """
