@@ -169,7 +169,10 @@ class Draws:
                 graphs.replace_input(op, _SEED_OF[op.type], drawn)
 
     def _refusal_of_key(self, draw: tf.Operation, batch_axes: BatchAxes) -> str | None:
-        """The same for an operation with a key: `None` if it is made from what is always new."""
+        """`refusal` of an operation that draws with a key.
+
+        The key may be made from several numbers. One that is new in each step is enough.
+        """
         fix = _KNOWN
         pending, seen = [(draw, batch_axes)], set()
         while pending:
@@ -177,23 +180,10 @@ class Draws:
             if (where.number, op) in seen:
                 continue
             seen.add((where.number, op))
-            if op.type == "NonDeterministicInts":
+            found = self._refusal_of_source(op, where, fix)
+            if found is None:
                 return None
-            if op.type in _SEEDED:
-                reason = self.refusal(op, where)
-                if reason is None:
-                    return None
-                fix = reason
-            if op.type == "RngReadAndSkip":
-                if _is_on_trial(op, where):
-                    fix = _IN_GRADIENT
-                elif self._is_renewable(op.inputs[0], where):
-                    return None
-            if op.type in _SEED_OF and _is_of_counters(op.inputs[_SEED_OF[op.type]]):
-                reason = self._refusal_of_seed(op, where)
-                if reason is None:
-                    return None
-                fix = reason
+            fix = found
             if op.type == "Placeholder":
                 pending += [(t.op, outside) for t, outside in _fed(op.outputs[0], where)]
             elif op is draw:
@@ -202,8 +192,28 @@ class Draws:
                 pending += [(t.op, where) for t in op.inputs]
         return fix
 
+    def _refusal_of_source(self, op: tf.Operation, where: BatchAxes, known: str) -> str | None:
+        """`refusal` of an operation that a key is made from.
+
+        Args:
+          op: the operation.
+          where: the batch axes of its graph.
+          known: what to return if the operation says nothing about the key.
+        """
+        if op.type == "NonDeterministicInts":
+            return None
+        if op.type in _SEEDED:
+            return self.refusal(op, where)
+        if op.type == "RngReadAndSkip":
+            if _is_on_trial(op, where):
+                return _IN_GRADIENT
+            return None if self._is_renewable(op.inputs[0], where) else known
+        if op.type in _SEED_OF and _is_of_counters(op.inputs[_SEED_OF[op.type]]):
+            return self._refusal_of_seed(op, where)
+        return known
+
     def _refusal_of_seed(self, op: tf.Operation, where: BatchAxes) -> str | None:
-        """The same for an operation that takes a seed, if that comes from variables."""
+        """`refusal` of an operation that takes a seed, if that comes from variables."""
         if graphs.must_be_deterministic():
             return _DETERMINISM
         if where.caller is not None:
