@@ -475,12 +475,41 @@ def noise_of(ledger: Any) -> NoiseStrategy:
 def _read(
     ledger: Any, num_examples: int, correlated: bool = False
 ) -> tuple[list[tuple[Segment, BatchChecks]], tuple[dp_accounting.DpEvent, ...]]:
+    """The segments of a ledger as they count, each with what is known about it; other events.
+
+    See `read_ledger`. Where batches were larger than declared, segments have the larger size.
+    """
     checks.integer("num_examples", num_examples, 1)
     found = ledger_of(ledger)
     if not (hasattr(found, "segments") and hasattr(found, "other_events")):
         raise TypeError(
             f"`ledger` must be a ledger or an optimizer that has one. Received: ledger={ledger!r}"
         )
+    _refuse_understated_epsilon(found, num_examples, correlated)
+    known = [BatchChecks(*of_segment) for of_segment in getattr(found, "checks", ())]
+    known += [BatchChecks()] * (len(found.segments) - len(known))
+    sizes = _larger_sizes(found.segments, known)
+    for declared, seen in sizes.items():
+        warnings.warn(wrong_size(declared, seen), stacklevel=level_of_caller())
+    read = []
+    for segment, of_segment in zip(found.segments, known):
+        noise_multiplier, batch_size, count = segment
+        declared = of_segment.declared or batch_size
+        if declared in sizes:
+            size = min(max(batch_size, sizes[declared]), num_examples)
+            segment = (noise_multiplier, size, count)
+        read.append((_checked(segment, num_examples), of_segment))
+    return [(s, of) for s, of in read if s.num_releases], tuple(found.other_events)
+
+
+def _refuse_understated_epsilon(found: Any, num_examples: int, correlated: bool) -> None:
+    """Raises ValueError for a ledger whose ε would be too small as it is asked for.
+
+    Args:
+      found: the ledger.
+      num_examples: see `read_ledger`.
+      correlated: see `read_ledger`.
+    """
     fewest = getattr(found, "fewest_units", None)
     if fewest is not None and fewest < num_examples and found.segments:
         raise ValueError(
@@ -498,20 +527,6 @@ def _read(
             "`FixedOrder` that drew the batches, `sampling.epsilon_spent(ledger, num_examples, "
             f"delta)`; no other accounting is proven. Received: noise={noise_of(found)!r}"
         )
-    known = [BatchChecks(*of_segment) for of_segment in getattr(found, "checks", ())]
-    known += [BatchChecks()] * (len(found.segments) - len(known))
-    sizes = _larger_sizes(found.segments, known)
-    for declared, seen in sizes.items():
-        warnings.warn(wrong_size(declared, seen), stacklevel=level_of_caller())
-    read = []
-    for segment, of_segment in zip(found.segments, known):
-        noise_multiplier, batch_size, count = segment
-        declared = of_segment.declared or batch_size
-        if declared in sizes:
-            largest = min(max(batch_size, sizes[declared]), num_examples)
-            segment = (noise_multiplier, largest, count)
-        read.append((_checked(segment, num_examples), of_segment))
-    return [(s, of) for s, of in read if s.num_releases], tuple(found.other_events)
 
 
 def _larger_sizes(segments: Sequence, known: Sequence[BatchChecks]) -> dict[float, float]:
