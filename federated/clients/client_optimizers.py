@@ -216,26 +216,7 @@ class _ADADP(tff.learning.optimizers.Optimizer):
             return rate, tf.identity(state[_DISCARDED]), reached
 
         def judged() -> tuple:
-            starts = tf.nest.flatten(state[_START])
-            # Not kept in the state: what it holds costs time at each minibatch.
-            first_half = [start - point for start, point in zip(starts, points)]
-            reached = [point - h for point, h in zip(points, half_step)]
-            error = _error(first_half, half_step, reached)
-            kept = reached
-            if self._keep == "euler":
-                kept = [point - h for point, h in zip(points, first_half)]
-            discarded = tf.constant(False)
-            if self._limits:
-                share = step_doubling.share_of_step(error, state[TOLERANCE])
-                discarded = share < 1.0 if self._discard else tf.equal(share, 0.0)
-            if self._discard:
-                kept = tf.cond(discarded, lambda: starts, lambda kept=kept: kept)
-            elif self._shorten:
-                kept = _shortened(starts, kept, share)
-            adapted = step_doubling.adapted_learning_rate(
-                rate, error, state[TOLERANCE], state[ALPHA_MIN], state[ALPHA_MAX]
-            )
-            return adapted, state[_DISCARDED] + tf.cast(discarded, tf.int32), kept
+            return self._second_half(state, rate, points, half_step)
 
         # One branch for all that only odd minibatches do: each costs time, even if it is not taken.
         odd = tf.equal(state[_MINIBATCHES] % 2, 1)
@@ -246,6 +227,45 @@ class _ADADP(tff.learning.optimizers.Optimizer):
         # Written at each minibatch, read at odd ones.
         state[_START] = tf.nest.pack_sequence_as(weights, points)
         return state, tf.nest.pack_sequence_as(weights, reached)
+
+    def _second_half(
+        self,
+        state: State,
+        rate: tf.Tensor,
+        points: list[tf.Tensor],
+        half_step: list[tf.Tensor],
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        """Ends a step of two minibatches: judges it, and adapts the learning rate.
+
+        Args:
+          state: the state after the first minibatch.
+          rate: the learning rate of the step.
+          points: the weights after the first half step.
+          half_step: how far the second one goes.
+
+        Returns:
+          The next learning rate, how many steps were discarded so far, and the weights to keep.
+        """
+        starts = tf.nest.flatten(state[_START])
+        # Not kept in the state: what it holds costs time at each minibatch.
+        first_half = [start - point for start, point in zip(starts, points)]
+        reached = [point - h for point, h in zip(points, half_step)]
+        error = _error(first_half, half_step, reached)
+        kept = reached
+        if self._keep == "euler":
+            kept = [point - h for point, h in zip(points, first_half)]
+        discarded = tf.constant(False)
+        if self._limits:
+            share = step_doubling.share_of_step(error, state[TOLERANCE])
+            discarded = share < 1.0 if self._discard else tf.equal(share, 0.0)
+        if self._discard:
+            kept = tf.cond(discarded, lambda: starts, lambda kept=kept: kept)
+        elif self._shorten:
+            kept = _shortened(starts, kept, share)
+        adapted = step_doubling.adapted_learning_rate(
+            rate, error, state[TOLERANCE], state[ALPHA_MIN], state[ALPHA_MAX]
+        )
+        return adapted, state[_DISCARDED] + tf.cast(discarded, tf.int32), kept
 
     def get_hparams(self, state: State) -> State:
         return State((key, state[key]) for key in _HPARAMS)
