@@ -127,6 +127,18 @@ def test_a_gradient_that_is_not_finite_contributes_exactly_zero(bad):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize(("num_bad", "counted"), [(1, 1.0), (2, 0.0)])
+def test_two_that_are_not_finite_void_epsilon_where_one_may_spoil_the_other(num_bad, counted):
+    rows = random_rows(1)
+    for r in rows:
+        r[:num_bad] = np.nan
+    source = zoo.Rows(*rows)
+    source.spoils_others = True  # as that of Jacobians under XLA
+    mechanism = zoo.make_mechanism(noise_multiplier=1.0, expected_batch_size=DIVISOR)
+    mechanism.release(source, tf.shape(rows[0])[0])
+    assert mechanism.ledger.segments == [(counted, DIVISOR, 1)]
+
+
 @both_modes
 def test_sample_weight_zero_contributes_exactly_zero_despite_a_shift(mode):
     problem = zoo.problem("sample weights")  # examples 1 and 4 have weight zero
