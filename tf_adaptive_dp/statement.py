@@ -313,35 +313,44 @@ def claim(
     text = f"Differential privacy with epsilon = {format_epsilon(spent)} and {terms} "
     to_whom = "" if not seeded_noise and getattr(sampling, "seed", None) is None else _TO_OTHERS
     bounds += to_whom
-    if num_unchecked or isinstance(sampling, str):
-        text += (
-            f"The {unit.batches} are stated to have been drawn {drawn.how}; if so, this epsilon is "
-            f"an upper bound{bounds}. "
-        )
-        if num_unchecked:
-            text += (
-                f"The library did not verify that the {unit.batch} {drawn.verified} for "
-                f"{num_unchecked} of the {unit.releases}."
-            )
-        else:
-            text += (
-                f"The library verified that each {unit.batch} {drawn.verified}, but not how it was "
-                "drawn."
-            )
-    elif bounds:
-        text += (
-            f"The {unit.batches} were drawn {drawn.how}. This epsilon is an upper bound{bounds}."
-        )
-    else:
-        text += (
-            f"The {unit.batches} were drawn {drawn.how}, for which this epsilon is a proven upper "
-            "bound."
-        )
+    on_trust = isinstance(sampling, str)
+    text += _how_far_proven(drawn, unit, bounds, num_unchecked, on_trust)
     if label == "fixed":
         text += f" It is not comparable to an epsilon for adding or removing {unit.a}."
     elif isinstance(sampling, (PoissonSampling, CyclicPoissonSampling)):
         text += _independent_draws(sampling, num_examples, unit)
     return paragraph(text) + seed_warning(sampling, unit)
+
+
+def _how_far_proven(
+    drawn: _Drawn, unit: Unit, bounds: str, num_unchecked: int, on_trust: bool
+) -> str:
+    """Sentences about how the batches were drawn, and whether ε is proven for these draws.
+
+    Args:
+      drawn: the words for the sampling.
+      unit: the words for the unit.
+      bounds: what limits the bound, with a space before it; empty if nothing does.
+      num_unchecked: number of releases whose batch was not verified to be a fresh draw.
+      on_trust: whether the caller only named the sampling.
+    """
+    if not num_unchecked and not on_trust:
+        text = f"The {unit.batches} were drawn {drawn.how}"
+        if bounds:
+            return f"{text}. This epsilon is an upper bound{bounds}."
+        return f"{text}, for which this epsilon is a proven upper bound."
+    text = (
+        f"The {unit.batches} are stated to have been drawn {drawn.how}; if so, this epsilon is an "
+        f"upper bound{bounds}. "
+    )
+    if num_unchecked:
+        return text + (
+            f"The library did not verify that the {unit.batch} {drawn.verified} for "
+            f"{num_unchecked} of the {unit.releases}."
+        )
+    return text + (
+        f"The library verified that each {unit.batch} {drawn.verified}, but not how it was drawn."
+    )
 
 
 def _independent_draws(
