@@ -23,14 +23,11 @@ from tf_adaptive_dp.validation.findings import Finding
 _LAYERS = tf.keras.layers
 
 
-def named_layers(
-    model: tf.keras.layers.Layer, prefix: str = ""
-) -> Iterator[tuple[str, tf.keras.layers.Layer]]:
+def named_layers(model: tf.keras.layers.Layer) -> Iterator[tuple[str, tf.keras.layers.Layer]]:
     """Walks over all layers in a model, including nested and wrapped ones, each once.
 
     Args:
       model: a model or a layer.
-      prefix: the beginning of all paths.
 
     Yields:
       The path (names joined by "/") and the layer.
@@ -46,7 +43,7 @@ def named_layers(
                 yield prefix + layer.name, layer
                 yield from walk(layer, f"{prefix}{layer.name}/")
 
-    yield from walk(model, prefix)
+    yield from walk(model, "")
 
 
 def path_finder(model: tf.keras.Model) -> Callable[[str], str | None]:
