@@ -86,7 +86,7 @@ def first_unpaid(
 def unpaid_in(
     model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimizer
 ) -> PrivateNormalization | None:
-    """A layer in a model whose statistics the optimizer's ledger does not count; see above."""
+    """A layer in a model that the optimizer's ledger does not pay for; see `first_unpaid`."""
     return _unpaid_among(normalizations_in(model), optimizer)
 
 

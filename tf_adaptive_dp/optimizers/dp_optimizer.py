@@ -374,7 +374,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         """Rejects a loss behind a `PrivateNormalization` whose release the ledger lacks.
 
         Raises:
-          NotPrivateError: see above.
+          NotPrivateError: if epsilon would leave that release out.
         """
         refuse_unpaid_behind(loss, self)
 
