@@ -320,13 +320,35 @@ def test_what_an_example_adds_is_bounded_although_its_terms_cancel(form, jit):
 
     rng = np.random.default_rng(0)
     n, m = (300, 1) if form == "rows of a table" else (300, 500)
-    for deviation in (1e-2, 1e-3, 1e-4, 0.0):
+    for deviation, clip in itertools.product((1e-2, 1e-3, 1e-4, 1e-7, 0.0), (1e-3, 1e-9)):
         x, delta = (t[np.newaxis] for t in nearly_cancelled(rng, 128, n, m, deviation))
-        norms, total = clipped(tf.constant(x), tf.constant(delta), tf.constant(1e-3))
-        assert np.linalg.norm(total) <= 1e-3 * (1 + 1e-3)
+        norms, total = clipped(tf.constant(x), tf.constant(delta), tf.constant(clip))
+        assert np.linalg.norm(total) <= clip * (1 + 1e-3)
         if form != "rows of a table":
             exact = np.linalg.norm(np.einsum("btn,btm->bnm", np.float64(x), np.float64(delta)))
             assert exact * (1 - 1e-4) <= norms[0] <= exact * 1.01 + 1.5
+
+
+@pytest.mark.parametrize("form", ["dense", "product", "rows of a table"])
+def test_what_an_example_adds_is_bounded_although_a_shift_cancels_it(form):
+    """Rounding in the sum of weighted rows and shift is that of the row, not of what is left."""
+    x, delta = normal(0, 1, 1, 30), normal(1, 1, 1, 40)
+    made = {
+        "dense": lambda: DenseGradient((30, 40), tf.constant(x[:, 0, :, None] * delta)),
+        "product": lambda: OuterGradient(
+            tf.constant(x[:, :, None]), tf.constant(delta[:, :, None])
+        ),
+        "rows of a table": lambda: SparseGradient(
+            (3, 40), tf.ones([1, 1], tf.int32), tf.constant(delta)
+        ),
+    }[form]()
+    (row,) = made.all_rows().numpy()
+    for left in (0.0, 1e-7, 1e-6, 1e-4):
+        shift = (-row * (1 + left)).astype("float32")
+        norm = np.sqrt(made.squared_norms(None, tf.constant(shift)).numpy())
+        weight = (np.float32(1e-7) / norm).astype("float32")
+        total = made.weighted_sum(tf.constant(weight)).numpy() + weight * shift
+        assert np.linalg.norm(total) <= 1e-7 * (1 + 1e-3)
 
 
 @few
