@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+import scipy.sparse
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
@@ -53,6 +54,14 @@ def test_data_in_order_and_data_that_cannot_be_seen_are_not_mentioned():
         warnings.filterwarnings("error", ".*magnitudes")
         model.fit(batches, verbose=0)
         model.fit((part for part in [(PIXELS[:10], LABELS[:10])]), verbose=0)
+
+
+@pytest.mark.parametrize(
+    "sparse", [tf.sparse.from_dense, scipy.sparse.csr_matrix, tf.RaggedTensor.from_tensor]
+)
+def test_data_that_are_not_dense_keep_the_error_that_says_so(sparse):
+    with pytest.raises(dp.NotPrivateError, match="sparse or ragged"):
+        warned(sparse(PIXELS))
 
 
 def test_strings_and_nested_inputs_train():

@@ -529,7 +529,7 @@ def examples_of_fit(
 
     Returns:
       The model and (x, y, weights), nests of arrays; the weights are those of `class_weight` if
-      there are no others. `None` without `fit`, and for data that are not arrays.
+      there are no others. `None` without `fit`, and for data that are not dense arrays.
     """
     for found in _running_fits():
         if found["self"].optimizer is optimizer:
@@ -538,8 +538,8 @@ def examples_of_fit(
         return None
     x, y, weights = (found.get(name) for name in ("x", "y", "sample_weight"))
     parts = [part for part in tf.nest.flatten((x, y, weights)) if part is not None]
-    if not parts or not all(getattr(part, "shape", ()) for part in parts):
-        return None
+    if not parts or not all(hasattr(part, "__array__") and np.ndim(part) for part in parts):
+        return None  # sparse and ragged ones among them
 
     def some(part: Any) -> np.ndarray | None:
         return None if part is None else np.asarray(part[:: -(-len(part) // most) or 1])
