@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_federated as tff
 
+from federated.privacy.user_ledger import effective_noise_multiplier
 from federated.privacy.user_level import UserLevelPrivacy
 from tests.helpers.gaussianity import assert_gaussian, assert_independent
 
@@ -134,6 +135,14 @@ def test_an_adaptive_clip_shares_the_noise_with_its_count():
     assert privacy.value_noise_multiplier**-2 + count**-2 == pytest.approx(1.0, rel=1e-12)
     assert UserLevelPrivacy(0.0, 40, 400).value_noise_multiplier == 0.0
     assert UserLevelPrivacy(1.0, 40, 400, clip=3.0).value_noise_multiplier == 1.0
+
+
+@pytest.mark.parametrize(("clients", "noise"), [(1, 0.05), (40, 1.0)])
+def test_sum_and_count_of_an_adaptive_clip_together_have_the_noise_that_is_stated(clients, noise):
+    query = UserLevelPrivacy(noise, clients, 400).query(3)
+    nothing = query.initial_sample_state(tf.zeros([3]))
+    _, _, event = query.get_noised_result(nothing, query.initial_global_state())
+    assert noise < effective_noise_multiplier(event) < noise * (1 + 1e-4)
 
 
 @pytest.mark.parametrize(
