@@ -331,7 +331,7 @@ def test_recommend_says_what_it_takes(arguments, message):
         planned().recommend(**arguments)
 
 
-@pytest.mark.parametrize("events", [3, "public", dp_accounting.GaussianDpEvent(2.0)])
+@pytest.mark.parametrize("events", [3, "public", [2.0], dp_accounting.GaussianDpEvent(2.0)])
 def test_other_events_must_be_a_list(events):
     with pytest.raises(TypeError, match="`other_events` must be a list of .*Received: other_ev"):
         planned(other_events=events)

@@ -16,7 +16,7 @@ from tf_adaptive_dp import checks, optimizers
 from tf_adaptive_dp import report as reports
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting import accountants, calibration, noise_strategies
-from tf_adaptive_dp.accounting.ledger import has_ledger, missing_events
+from tf_adaptive_dp.accounting.ledger import checked_events, has_ledger, missing_events
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 from tf_adaptive_dp.callbacks.privacy_budget import PrivacyBudget
 from tf_adaptive_dp.callbacks.privacy_monitor import PrivacyMonitor
@@ -215,15 +215,7 @@ class PrivacyPlan:
         self.batch_size = checks.integer("batch_size", batch_size, 1)
         self.epochs = checks.integer("epochs", epochs, 1)
         self.accountant = checks.choice("accountant", accountant, accountants.ACCOUNTANTS)
-        if isinstance(other_events, (str, dp_accounting.DpEvent)) or not isinstance(
-            other_events, Iterable
-        ):
-            raise TypeError(
-                "`other_events` must be a list of `dp_accounting.DpEvent`s, such as "
-                "`[dp_accounting.GaussianDpEvent(2.0)]`. Received: "
-                f"other_events={other_events!r}"
-            )
-        self.other_events = tuple(other_events)
+        self.other_events = checked_events(other_events)
         self.normalize_inputs = checks.boolean("normalize_inputs", normalize_inputs)
         if epsilon is not None:
             self.epsilon = checks.number("epsilon", epsilon, 0, strict=True)

@@ -184,6 +184,19 @@ def loaded(path, saved, own, **kwargs):
     return restored
 
 
+@pytest.mark.parametrize("events", [2.0, "public", [2.0], [A, "public"], A])
+def test_other_events_must_be_a_list_of_events(events):
+    ledger, _ = with_checkpoint()
+    ledger.other_events = [B]
+    with pytest.raises(TypeError, match="`other_events` must be a list of .*Received: other_ev"):
+        ledger.other_events = events
+    assert ledger.other_events == (B,)
+
+
+def test_other_events_that_come_one_by_one_are_saved(tmp_path):
+    assert loaded(tmp_path, iter([A, B]), ()).other_events == (A, B)
+
+
 @pytest.mark.parametrize(
     "saved, own, expected",
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Callable, NamedTuple
 
 import dp_accounting
@@ -278,8 +278,8 @@ class Ledger:
         return self._other_events
 
     @other_events.setter
-    def other_events(self, events: Sequence[dp_accounting.DpEvent]) -> None:
-        self._other_events = tuple(events)
+    def other_events(self, events: Iterable[dp_accounting.DpEvent]) -> None:
+        events = self._other_events = checked_events(events)
         saved = [e.noise_multiplier for e in events if type(e) is dp_accounting.GaussianDpEvent]
         saved = saved[: self.MAX_SAVED_EVENTS]
         with tf.init_scope():
@@ -622,6 +622,25 @@ def is_chosen_by_search(ledger: Any) -> bool:
       ledger: a ledger, or whatever stands for one; see `Ledger.chosen_by_search`.
     """
     return getattr(ledger_of(ledger), "chosen_by_search", False)
+
+
+def checked_events(events: Any) -> tuple[dp_accounting.DpEvent, ...]:
+    """The events of an argument `other_events`.
+
+    Args:
+      events: what the caller passed.
+
+    Raises:
+      TypeError: if it is not a list of events.
+    """
+    is_list = isinstance(events, Iterable) and not isinstance(events, str)
+    found = tuple(events) if is_list else ()
+    if not is_list or not all(isinstance(event, dp_accounting.DpEvent) for event in found):
+        raise TypeError(
+            "`other_events` must be a list of `dp_accounting.DpEvent`s, such as "
+            f"`[dp_accounting.GaussianDpEvent(2.0)]`. Received: other_events={events!r}"
+        )
+    return found
 
 
 def gaussian_events(noise_multipliers: Sequence[float]) -> tuple[dp_accounting.DpEvent, ...]:
