@@ -14,8 +14,14 @@ from scipy.stats import norm
 
 from tests.helpers import tf_privacy
 from tf_adaptive_dp.accounting import accountants
-from tf_adaptive_dp.accounting.composition import dp_event, epsilon, epsilon_spent, releases_left
-from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
+from tf_adaptive_dp.accounting.composition import (
+    dp_event,
+    epsilon,
+    epsilon_spent,
+    releases_left,
+    repeated,
+)
+from tf_adaptive_dp.accounting.ledger import BatchChecks, Ledger, Releases, Segment
 from tf_adaptive_dp.sampling import sampling_epsilon
 
 N, DELTA = 60_000, 1e-5
@@ -443,3 +449,10 @@ def test_epsilon_spent_refuses_other_arguments():
         epsilon_spent(fake_ledger(), N, DELTA, accountant="RDP")
     with pytest.raises(TypeError, match="`ledger` must be a ledger or an optimizer .*Received"):
         epsilon_spent(tf.keras.optimizers.SGD(), N, DELTA)
+
+
+@pytest.mark.parametrize(("nearest", "counted"), [(9, 3), (10, 0), (11, 0)])
+def test_a_batch_that_comes_back_before_the_pass_is_over_is_a_repetition(nearest, counted):
+    segment, known = Segment(1.0, 10.0, 20), BatchChecks(20, repeated=3, nearest=nearest)
+    assert repeated(segment, known, 100, in_epochs=True) == counted
+    assert repeated(segment, known, 100, in_epochs=False) == 3
