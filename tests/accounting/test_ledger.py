@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from tests.helpers import zoo
 from tf_adaptive_dp.accounting import BandedNoise, epsilon_spent
-from tf_adaptive_dp.accounting.ledger import Ledger, Segment
+from tf_adaptive_dp.accounting.ledger import Ledger, Releases, Segment
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.sampling import PoissonSampling
 
 RELEASES = [(1.1, 250.0)] * 3 + [(0.7, 250.0)] * 2 + [(0.7, 100.0)] + [(1.1, 250.0)] * 2
 SEGMENTS = [(1.1, 250.0, 3), (0.7, 250.0, 2), (0.7, 100.0, 1), (1.1, 250.0, 2)]
@@ -19,6 +20,18 @@ class SmallLedger(Ledger):
     """Overflows at once."""
 
     MAX_SEGMENTS = 3
+
+
+def test_what_an_iterator_gives_counts_however_often_it_is_read():
+    events, known = [GaussianDpEvent(2.0)], [(9, 3, 1)]
+    releases = Releases([(2.0, 8.0, 9)], events, known)
+    given = Releases(iter([(2.0, 8.0, 9)]), iter(events), iter(known))
+    for sampling in (epsilon_spent, PoissonSampling(0.02, 401, 9).epsilon_spent):
+        for _ in range(2):
+            assert sampling(given, 400, 1e-3) == sampling(releases, 400, 1e-3)
+    ledger = Ledger(lambda shape, dtype, name: tf.Variable(tf.zeros(shape, dtype)))
+    ledger.other_events = iter(events)
+    assert ledger._events.numpy()[0] == 2.0  # what a saved state has
 
 
 def record_all(ledger, releases, mode):

@@ -109,6 +109,13 @@ class Releases:
     examples_per_user: int | None = None
     chosen_by_search: bool = False
 
+    def __post_init__(self) -> None:
+        # They are read several times for one ε, and an iterator would be empty from then on.
+        for name in ("segments", "other_events", "checks"):
+            value = getattr(self, name)
+            if not isinstance(value, (list, tuple)):
+                object.__setattr__(self, name, tuple(value))
+
 
 class Terms(NamedTuple):
     """What the numbers of a ledger mean, in a form that is saved with them.
