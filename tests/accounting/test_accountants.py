@@ -105,3 +105,12 @@ def test_orders_that_do_not_converge_are_left_out_in_silence(caplog):
         absl.removeHandler(caplog.handler)
     assert {record.getMessage() for record in caplog.records} == {"something else"}
     assert spent == pytest.approx(3.02, abs=0.01)
+
+
+@pytest.mark.parametrize("accountant", accountants.ACCOUNTANTS)
+def test_laplace_noise_that_is_none_is_not_private_and_less_is_refused(accountant):
+    counts, none = {(2.0, 0.01): 100}, dp_accounting.LaplaceDpEvent(0.0)
+    assert composed_epsilon(counts, (none,), 1e-5, accountant) == float("inf")
+    assert accountants.unprotected([none]) == [none]
+    with pytest.raises(ValueError, match="must have noise that is not negative|eps must be"):
+        composed_epsilon(counts, (dp_accounting.LaplaceDpEvent(-1.0),), 1e-5, accountant)

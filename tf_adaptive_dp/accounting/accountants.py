@@ -120,10 +120,9 @@ def is_unprotected(event: dp_accounting.DpEvent) -> bool:
     >>> is_unprotected(dp_accounting.GaussianDpEvent(noise_multiplier=1.0))
     False
     """
-    accountant = rdp.RdpAccountant()
-    if not accountant.supports(event):
+    if not rdp.RdpAccountant().supports(event):
         return False
-    return bool(np.isinf(accountant.compose(event).rdp).all())
+    return bool(np.isinf(_rdp_of_event(event)).all())
 
 
 def unprotected(events: Iterable[dp_accounting.DpEvent]) -> list[dp_accounting.DpEvent]:
@@ -134,14 +133,32 @@ def unprotected(events: Iterable[dp_accounting.DpEvent]) -> list[dp_accounting.D
 def _compose_rdp(counts: Counts, events: Sequence[dp_accounting.DpEvent], delta: float) -> float:
     if any(noise_multiplier < MIN_NOISE_MULTIPLIER for noise_multiplier, _ in counts):
         return math.inf
-    others = rdp.RdpAccountant()
+    orders = rdp.RdpAccountant().orders
+    divergences = np.zeros(len(orders))
     for event in events:
-        others.compose(event)
-    divergences = np.maximum(others.rdp, 0)
+        divergences += _rdp_of_event(event)
     for release, count in counts.items():
         divergences += count * _rdp_of_release(*release)
     divergences[np.isnan(divergences)] = math.inf  # dp_accounting would take NaN for ε = 0
-    return float(rdp.compute_epsilon(others.orders, divergences, delta)[0])
+    return float(rdp.compute_epsilon(orders, divergences, delta)[0])
+
+
+def _rdp_of_event(event: dp_accounting.DpEvent) -> np.ndarray:
+    """Rényi divergences of an event at the default orders, at least 0.
+
+    Raises:
+      dp_accounting.UnsupportedEventError: if RDP does not support the event.
+    """
+    try:
+        found = rdp.RdpAccountant().compose(event).rdp
+    except ZeroDivisionError:  # a Laplace mechanism without noise
+        return np.full(len(rdp.RdpAccountant().orders), math.inf)
+    if np.any(found < -1e-6):  # far below rounding errors: it would pay for other releases
+        raise ValueError(
+            "An event must have noise that is not negative, and counts that are not. Received: "
+            f"event={event!r}"
+        )
+    return np.maximum(found, 0)
 
 
 @functools.lru_cache(maxsize=1024)
