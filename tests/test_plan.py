@@ -324,6 +324,8 @@ def test_an_optimizer_of_keras_is_refused_with_the_private_class_to_pass(given, 
         ({"batch_sizes": 64}, r"`batch_sizes` must be a list .*`\[64\]`. Received: batch_sizes=64"),
         ({"epochs": 2}, r"`epochs` must be a list .*Received: epochs=2"),
         ({"batch_sizes": [0]}, "`batch_sizes` must be at least 1. Received: batch_sizes=0"),
+        ({"batch_sizes": []}, r"`batch_sizes` and `epochs` must not be empty.*batch_sizes=\[\]"),
+        ({"epochs": iter(())}, r"must not be empty.*epochs=\[\]"),
     ],
 )
 def test_recommend_says_what_it_takes(arguments, message):

@@ -676,6 +676,12 @@ class PrivacyPlan:
                     f"`{name}` must be a list of whole numbers, such as `[{values!r}]`. Received: "
                     f"{name}={values!r}"
                 )
+        batch_sizes, epochs = list(batch_sizes), list(epochs)
+        if not batch_sizes or not epochs:
+            raise ValueError(
+                "`batch_sizes` and `epochs` must not be empty; leave them out for the default. "
+                f"Received: batch_sizes={batch_sizes!r}, epochs={epochs!r}"
+            )
         offers = []
         for size in (checks.integer("batch_sizes", size, 1) for size in batch_sizes):
             for number in epochs:

@@ -72,6 +72,14 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
             RunDirectory(path, {}, 10)
 
 
+@pytest.mark.parametrize("name", ["report.html", "report.json"])
+def test_a_folder_in_place_of_the_report_is_refused_before_anything_is_released(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"nothing but its run.*with a folder {name}"):
+        RunDirectory(tmp_path, {"epsilon": 1.0}, 10)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_what_is_no_path_is_refused():
     with pytest.raises(TypeError, match="`directory` must be a path. Received: directory=b'run'"):
         RunDirectory(b"run", {}, 10)

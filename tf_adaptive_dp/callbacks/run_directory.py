@@ -167,6 +167,7 @@ class RunDirectory:
                 "`directory` must hold nothing but its run, which keeps its epochs in the folder "
                 f"'backup'. Received: directory={str(path)!r}, with a file of this name"
             )
+        self._require_names()
         self._require_log()
         self.log = ReleaseLog(self._path / "releases.log", steps=steps)
         self.keys: KeyFile | None = None
@@ -185,6 +186,16 @@ class RunDirectory:
         self.history_path = self._path / "history_NOT_PRIVATE.json"
         self._backup_path = backup
         self._backup = epoch_backup(backup)
+
+    def _require_names(self) -> None:
+        """Raises if folders have the names of files that the run writes after its releases."""
+        reports = ("report.html", "report.md", "report.json", "history_NOT_PRIVATE.json")
+        taken = [name for name in reports if (self._path / name).is_dir()]
+        if taken:
+            raise ValueError(
+                "`directory` must hold nothing but its run, which writes files of these names. "
+                f"Received: directory={str(self._path)!r}, with a folder {', '.join(taken)}"
+            )
 
     def _require_log(self) -> None:
         """Raises if the run had a log of releases, which is written before all other files."""
