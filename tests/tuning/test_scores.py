@@ -18,10 +18,11 @@ def test_scores_without_noise(score):
     assert isinstance(score.released(np.float32(0.5)), float)
 
 
-def test_a_noisy_score_is_a_gaussian_mechanism():
-    score = NoisyScore(noise_multiplier=4.0, sensitivity=0.05)
+@pytest.mark.parametrize("sensitivity", [0.05, 30.0])
+def test_a_noisy_score_is_a_gaussian_mechanism(sensitivity):
+    score = NoisyScore(noise_multiplier=4.0, sensitivity=sensitivity)
     assert score.event == dp_accounting.GaussianDpEvent(4.0)
-    assert_gaussian(np.array([score.released(0.7) - 0.7 for _ in range(5000)]), 4.0 * 0.05)
+    assert_gaussian(np.array([score.released(0.7) - 0.7 for _ in range(5000)]), 4.0 * sensitivity)
 
 
 def test_a_noisy_score_is_shifted_by_the_noise(monkeypatch):
