@@ -212,6 +212,15 @@ def test_weights_of_examples_that_meet_the_tokens_of_others_are_refused():
         after_a_step(sequences(), private(), *args)
 
 
+def test_losses_that_outputs_of_one_number_broadcast_are_refused_with_a_fix():
+    def focal(y, p):
+        return (1 - p) ** 2 * losses.binary_crossentropy(y, p)  # [B, 1] * [B]
+
+    model = tf.keras.Sequential([tf.keras.Input([5]), tf.keras.layers.Dense(1, "sigmoid")])
+    with pytest.raises(dp.NotPrivateError, match=r"by broadcasting.*Drop the last axis"):
+        after_a_step(model, private(), focal, X, np.float32(CLASSES == 0))
+
+
 def test_a_mean_over_the_valid_tokens_of_the_batch_is_refused_with_a_fix():
     model = sequences(mask_zero=True)
     with pytest.raises(dp.NotPrivateError, match='count of its own.*reduction="none"'):

@@ -267,6 +267,9 @@ def _unscaled(term: _Term, batch_axes: BatchAxes) -> _Term:
     if batch_axes.depends(number):
         if term.tensor.shape.num_elements() != 1:
             _refuse_mixed(tensor if batch_axes.depends(tensor) else term.tensor, batch_axes)
+            layout = batch_axes[term.tensor]
+            if isinstance(layout, CrossExample) and layout.op is op:  # not what the number is of
+                refuse_mixed(layout)
         if batch_axes[number] == batch_axes[tensor]:  # it is the size of what mixed before
             _refuse_mixed(tensor, batch_axes)
         why = f"{verb} by numbers that depend on the examples of the batch"

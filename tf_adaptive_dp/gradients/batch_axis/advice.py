@@ -24,6 +24,11 @@ _MULTIPLY = (
     'Multiply within each example, as `tf.einsum("bi,bi->b", x, y)` does. A loss that compares the '
     "examples of a batch with each other has no gradient per example."
 )
+_ALIGN = (
+    "Give both tensors the same axes: with [B, 1], such as the outputs of `Dense(1)`, [B] is "
+    "broadcast to [B, B]. Drop the last axis (`outputs[:, 0]`) or add one (`labels[:, None]`). A "
+    "loss that compares the examples of a batch with each other has no gradient per example."
+)
 _KEEP_ROWS = (
     "Keep all examples, in their order: reorder or split the data set instead (`dataset.shuffle`, "
     "`dataset.filter`), and give examples that must not count a `sample_weight` of 0."
@@ -60,6 +65,7 @@ _BY_WORDS = (
     (("is BatchNormalization",), NORMALIZE),
     (("unknown",), _STATIC),
     (("reduces over", "sums over"), _REDUCE),
+    (("by broadcasting",), _ALIGN),
     (("with every other one",), _MULTIPLY),
     (("takes some examples", "picks examples", "takes the batch apart"), _KEEP_ROWS),
     (("beside other ones", "puts other rows", "adds rows"), _JOIN),
