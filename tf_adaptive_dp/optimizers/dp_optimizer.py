@@ -716,7 +716,8 @@ def _has_public_size(losses: tf.Tensor, number: Number | None) -> bool | tf.Tens
     unknown = tf.executing_eagerly() or losses.shape[0] is None
     if not unknown and (is_in_fit() or lacks_weights(losses)):
         return True
-    return False if number is None else number.marked
+    # That padding fills batches is no secret, so the searches for data may end here.
+    return False if number is None else vouch_for(number.marked)
 
 
 def _rounded(gradient: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
