@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import warnings
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
@@ -12,7 +13,13 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp._keras.variables import local_copies, native
-from tf_adaptive_dp.accounting.ledger import Ledger, Segment, is_chosen_by_search, missing_events
+from tf_adaptive_dp.accounting.ledger import (
+    Ledger,
+    Segment,
+    is_chosen_by_search,
+    joined,
+    missing_events,
+)
 
 _ATTRIBUTE = "_ledgers_of_tf_adaptive_dp"
 # The variables that have this attribute, by the handles of their copies.
@@ -188,17 +195,29 @@ def _warn(ledger: Ledger, ledgers: Sequence[Ledger]) -> None:
         warnings.warn(text, stacklevel=level_of_caller())
     if not alike:
         return
-    spent = [tuple(segment) for other in alike for segment in other.segments]
-    total = sum(count for _, _, count in spent)
+    spent = [segment for other in alike for segment in other.segments]
     # Without the checks, batches that were released again would count as new ones.
-    known = [tuple(of_segment) for other in alike for of_segment in other.checks]
+    known = [of_segment for other in alike for of_segment in other.checks]
+    total = sum(segment.num_releases for segment in spent)
+    # What `restore` takes, together with the segments of this ledger, which has one soon.
+    room = Ledger.MAX_SEGMENTS - max(len(ledger.segments), 1)
+    spent, known = joined(spent, known, max(room, 1))
     events = tuple(event for other in alike for event in other.other_events)
     warnings.warn(
         _NOT_COUNTED.format(
             count="1 private step" if total == 1 else f"{total} private steps",
-            rows=", ".join(map(str, spent)),
-            checks=", ".join(map(str, known)),
+            rows=_listed(spent),
+            checks=_listed(known),
             events=_EVENTS.format(events=list(events)) if events else "",
         ),
         stacklevel=level_of_caller(),
     )
+
+
+def _listed(rows: Iterable[tuple]) -> str:
+    """The items of a list of tuples, as Python reads them; equal neighbors are written once.
+
+    They are not added up: each segment may have begun within a pass over the data.
+    """
+    runs = [(str(tuple(row)), len(list(run))) for row, run in itertools.groupby(rows)]
+    return ", ".join(row if count == 1 else f"*{count} * [{row}]" for row, count in runs)

@@ -612,6 +612,27 @@ class Ledger:
         return int(self._counts.numpy().sum())
 
 
+def joined(
+    segments: Sequence[Segment], checks_of: Sequence[BatchChecks], at_most: int = Ledger.MAX_SEGMENTS
+) -> tuple[list[Segment], list[BatchChecks]]:
+    """As many segments as there is room for: the last ones become one of the worst of all.
+
+    Args:
+      segments: a value of `Ledger.segments`.
+      checks_of: a value of `Ledger.checks`.
+      at_most: how many segments there may be, at least 1.
+
+    >>> joined([Segment(2.0, 10.0, 3), Segment(1.0, 5.0, 1)], [BatchChecks()] * 2, at_most=1)[0]
+    [Segment(noise_multiplier=1.0, batch_size=10.0, num_releases=4)]
+    """
+    kept, known = list(segments[:at_most]), list(checks_of[:at_most])
+    for segment in segments[at_most:]:
+        kept[-1] = kept[-1].merged(segment)
+    for of_segment in checks_of[at_most:]:
+        known[-1] = known[-1].merged(of_segment)
+    return kept, known
+
+
 def has_ledger(optimizer: Any) -> bool:
     """Whether an optimizer, or a class of them, counts what it releases: it is one of ours."""
     return hasattr(optimizer, "ledger")

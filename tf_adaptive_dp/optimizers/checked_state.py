@@ -29,6 +29,7 @@ from tf_adaptive_dp.accounting.ledger import (
     Terms,
     digest,
     gaussian_events,
+    joined,
 )
 from tf_adaptive_dp.errors import NotPrivateError
 
@@ -83,7 +84,7 @@ class RefusedState:
             return
         ledger.other_events = (*ledger.other_events, *(saved.other_events or ()))
         segments, checks = [*ledger.segments, *saved.segments], [*ledger.checks, *saved.checks]
-        ledger.restore(*_joined(segments, checks))
+        ledger.restore(*joined(segments, checks))
         ledger.lower_units(saved.fewest_units)
         self._restorations = ledger.restorations
 
@@ -259,15 +260,3 @@ def _fewest_units(saved: Sequence[Any]) -> int | None:
 
 def _checks(checked: float, repeated: float, nearest: float, declared: float) -> BatchChecks:
     return BatchChecks(int(checked), int(repeated), int(nearest), declared)
-
-
-def _joined(
-    segments: list[Segment], checks: list[BatchChecks]
-) -> tuple[list[Segment], list[BatchChecks]]:
-    """As many segments as a ledger holds: the last ones become one of the worst of all."""
-    while len(segments) > Ledger.MAX_SEGMENTS:
-        *segments, last, one_more = segments
-        segments.append(last.merged(one_more))
-        *checks, known, known_too = checks
-        checks.append(known.merged(known_too))
-    return segments, checks
