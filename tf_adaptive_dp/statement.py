@@ -25,6 +25,7 @@ from tf_adaptive_dp.sampling.cyclic import CyclicPoissonSampling
 from tf_adaptive_dp.sampling.draws import FullBatches, Sampling
 from tf_adaptive_dp.sampling.fixed_order import FixedOrder
 from tf_adaptive_dp.sampling.poisson import PoissonSampling
+from tf_adaptive_dp.side_information.provenance import uncounted_events
 from tf_adaptive_dp.wording import (
     counted,
     format_delta,
@@ -211,7 +212,9 @@ def privacy_statement(
         released += list_item(f"the noise of each cancels {noise.taken_back}: {noise!r}")
     released += _repetitions(with_checks, num_examples, sampling)
     released += _less_room(drawn, sampling, unit)
-    information = side_information_paragraph(getattr(ledger, "side_information", None))
+    information = side_information_paragraph(
+        getattr(ledger, "side_information", None), other_events
+    )
     seeded = noise_is_seeded(ledger)
     if math.isinf(spent):
         causes = why_not_private(segments, other_events, drawn, unit)
@@ -589,11 +592,12 @@ def num_unchecked(ledger: Any, num_examples: int, sampling: Sampling | str) -> i
     return unchecked
 
 
-def side_information_paragraph(information: Any) -> str:
+def side_information_paragraph(information: Any, counted: Sequence[dp_accounting.DpEvent]) -> str:
     """Names the side information and its provenance.
 
     Args:
       information: a `SideInformation`, or `None` if there was none.
+      counted: the `other_events` of the ledger, which epsilon includes.
     """
     if information is None:
         return ""
@@ -604,6 +608,8 @@ def side_information_paragraph(information: Any) -> str:
         origin = "computed from the gradients that were released, which epsilon includes."
     elif is_unprotected(provenance):
         origin = f"NOT PRIVATE: it was released by {provenance}, which provides no protection."
+    elif uncounted_events(information, counted):
+        origin = f"released by {provenance}, which epsilon does NOT include."
     else:
         origin = f"released by {provenance}; included in epsilon."
     return paragraph(f"Side information: {information.description}, {origin}")

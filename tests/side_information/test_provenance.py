@@ -65,8 +65,32 @@ def test_the_statement_names_the_release_of_side_information():
     assert f"{said} included in epsilon." in text
     optimizer.ledger.other_events = ()
     without = dp.epsilon_spent(optimizer, N, DELTA)
+    text = words(dp.privacy_statement(optimizer, N, DELTA))
+    assert "(noise_multiplier=4.0), which epsilon does NOT include." in text
     optimizer.ledger.other_events = (RELEASED,)
     assert dp.epsilon_spent(optimizer, N, DELTA) > without + 0.5
+
+
+@pytest.mark.parametrize("event", [RELEASED, IDEAL])
+def test_a_ledger_that_lost_the_release_of_side_information_is_refused(event):
+    model = catalogue.mlp()
+    optimizer = dp.AdaDPS(tokens(event), 1.0, 2.0)
+    model.compile(optimizer, loss=catalogue.loss())
+    optimizer.ledger.other_events = (dp_accounting.GaussianDpEvent(9.0),)  # where `+=` was meant
+    for callbacks in ([], [dp.PrivacyMonitor(N, DELTA, full_passes=False)]):
+        with pytest.raises(
+            dp.NotPrivateError, match="lacks the release of the .* side information"
+        ):
+            catalogue.fit(model, 2, callbacks)
+    assert not optimizer.ledger.num_releases
+    optimizer.ledger.other_events += (event,)
+    catalogue.fit(model, 2)
+
+
+def test_an_optimizer_can_be_validated_whose_side_information_was_released():
+    model = catalogue.mlp()
+    model.compile(dp.AdaDPS(tokens(RELEASED), 1.0, 2.0), loss=catalogue.loss())
+    assert dp.validation.validate(model, catalogue.data()).ok
 
 
 def test_public_and_released_side_information_raise_no_alarm():

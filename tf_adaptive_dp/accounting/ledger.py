@@ -613,7 +613,9 @@ class Ledger:
 
 
 def joined(
-    segments: Sequence[Segment], checks_of: Sequence[BatchChecks], at_most: int = Ledger.MAX_SEGMENTS
+    segments: Sequence[Segment],
+    checks_of: Sequence[BatchChecks],
+    at_most: int = Ledger.MAX_SEGMENTS,
 ) -> tuple[list[Segment], list[BatchChecks]]:
     """As many segments as there is room for: the last ones become one of the worst of all.
 

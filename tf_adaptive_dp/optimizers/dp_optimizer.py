@@ -589,12 +589,14 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         """Raises if it is not known what the weights have cost.
 
         Raises:
-          NotPrivateError: if saved state was refused and it is still undecided what it cost; see
-            `load_own_variables`.
+          NotPrivateError: if saved state was refused and it is still undecided what it cost, see
+            `load_own_variables`; or if the ledger lacks the release of the side information.
           ValueError: if a checkpoint of another unit of privacy was restored, for example; see
             `Ledger.require_own_terms`.
         """
         self._refused_state.require_decision(self.ledger)
+        if not self._only_inspects:
+            refusals.refuse_uncounted_side_information(self)
 
     def copy_to_inspect(self) -> DPOptimizer:
         """Another optimizer with the same arguments, with which `validate` traces a step.

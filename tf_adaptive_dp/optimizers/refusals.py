@@ -17,6 +17,7 @@ from tf_adaptive_dp.gradients.batch_axis.analysis import comes_from_data
 from tf_adaptive_dp.gradients.released import completion
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.mechanism.replicas import num_replicas, refuse_unsupported_strategy
+from tf_adaptive_dp.side_information.provenance import uncounted_events
 
 
 def refuse_unsupported_setting(optimizer: Any) -> None:
@@ -42,6 +43,22 @@ def refuse_unsupported_setting(optimizer: Any) -> None:
             "ledger of its own: in one ledger, every step would count once for each replica. "
             f"Received: an optimizer created outside of it, on {num_replicas()} replicas. Create "
             "and compile both model and optimizer in the scope."
+        )
+
+
+def refuse_uncounted_side_information(optimizer: Any) -> None:
+    """Rejects a ledger from which the release of the side information was taken away.
+
+    Setting `other_events`, rather than adding to them, does that.
+    """
+    missing = uncounted_events(optimizer.side_information, optimizer.ledger.other_events)
+    if missing:
+        raise NotPrivateError(
+            "The ledger lacks the release of the optimizer's side information, so epsilon would be "
+            "too small. Add it: `optimizer.ledger.other_events += "
+            "(optimizer.side_information.provenance,)`. If it was computed from data that have "
+            "nothing to do with this training, declare it with `provenance='public'`. Received: "
+            f"provenance={missing[0]!r}, other_events={optimizer.ledger.other_events!r}"
         )
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp.accounting.accountants import is_unprotected
+from tf_adaptive_dp.accounting.ledger import missing_events
 from tf_adaptive_dp.errors import NotPrivateError
 
 
@@ -55,6 +56,18 @@ def events(provenance: str | dp_accounting.DpEvent) -> tuple[dp_accounting.DpEve
     There are none if it is public, or if all of them are in the optimizer's own ledger.
     """
     return (provenance,) if isinstance(provenance, dp_accounting.DpEvent) else ()
+
+
+def uncounted_events(
+    information: Any, counted: Sequence[dp_accounting.DpEvent]
+) -> tuple[dp_accounting.DpEvent, ...]:
+    """The releases of side information that a ledger does not count.
+
+    Args:
+      information: a `SideInformation`, or `None` if there is none.
+      counted: the `other_events` of the ledger.
+    """
+    return () if information is None else missing_events(events(information.provenance), counted)
 
 
 def serialize(registered: Any) -> dict:

@@ -108,7 +108,9 @@ class PrivateTrial:
         outcome: dict[str, Any] = {
             "score": None,
             "error": None,
-            "side_information": side_information_paragraph(optimizer.side_information),
+            "side_information": side_information_paragraph(
+                optimizer.side_information, optimizer.ledger.other_events
+            ),
         }
         try:
             with self._log() as log:
