@@ -188,7 +188,7 @@ def privacy_statement(
     released += _list_of_trees(ledger) + _list_of_sequences(ledger)
     dropped = paragraph(_DROPPED) if ledger.clients_may_drop_out else ""
     unknown = paragraph(_RELEASES_UNKNOWN) if ledger.releases_unknown else ""
-    information = statement.side_information_paragraph(ledger.side_information)
+    information = statement.side_information_paragraph(ledger.side_information, events)
     if math.isinf(spent):
         why = statement.why_not_private(ledger.segments, events, sampling, USER)
         return joined([why, released, information])

@@ -214,5 +214,5 @@ def test_where_it_cannot_work_it_says_so():
 
 
 def test_the_statement_says_where_it_comes_from():
-    text = side_information_paragraph(DelayedPreconditioner())
+    text = side_information_paragraph(DelayedPreconditioner(), ())
     assert "computed from the gradients that were released" in " ".join(text.split())
