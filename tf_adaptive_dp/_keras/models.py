@@ -494,6 +494,22 @@ def dataset_of_fit(optimizer: tf.keras.optimizers.Optimizer) -> tf.data.Dataset 
     return None
 
 
+def callbacks_of_fit(
+    optimizer: tf.keras.optimizers.Optimizer,
+) -> tuple[keras.Model, keras.callbacks.CallbackList] | None:
+    """The model of the `fit` that is running, and its callbacks; `None` without `fit`.
+
+    Args:
+      optimizer: that of the model that is trained.
+    """
+    for found in _running_fits():
+        if found["self"].optimizer is optimizer:
+            callbacks = found.get("callbacks")
+            known = isinstance(callbacks, keras.callbacks.CallbackList)
+            return (found["self"], callbacks) if known else None
+    return None
+
+
 def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int] | None:
     """The size of the batches of the `fit` that is running, and that of its last one if it differs.
 

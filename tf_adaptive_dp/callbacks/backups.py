@@ -106,6 +106,8 @@ class EpochBackup(keras.callbacks.Callback):
       folder: what it keeps lies there, and nothing else may.
     """
 
+    restores_backups = True  # and forgets what was released since, as `BackupAndRestore` does
+
     def __init__(self, folder: str | os.PathLike):
         super().__init__()
         self._folder = Path(folder)

@@ -10,17 +10,14 @@ import tensorflow as tf
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.models import callbacks_beside
-from tf_adaptive_dp._keras.tracebacks import level_of_caller
-from tf_adaptive_dp.accounting.ledger import has_ledger, is_chosen_by_search
+from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import refuse_unpaid_in
+from tf_adaptive_dp.optimizers.fit_warnings import warn_of_uncovered
 from tf_adaptive_dp.optimizers.refusals import refuse_chosen_batches
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.draws import Sampling
-from tf_adaptive_dp.validation.layer_findings import adapted_warning
 
-# What the callbacks here add to the logs. It is private, as `val_` metrics are the user's affair.
-_PRIVATE_LOGS = ("epsilon", "delta", "learning_rate", "lr", "NOT_PRIVATE", "WITHOUT_SEARCH")
 _SET_RATES = (
     tf.keras.callbacks.LearningRateScheduler,
     tf.keras.callbacks.ReduceLROnPlateau,
@@ -33,6 +30,8 @@ class PrivateCallback(tf.keras.callbacks.Callback):
     Args:
       optimizer: the optimizer; `None` for that of the model that `fit` trains.
     """
+
+    warns_before_training = True  # so that the optimizer need not
 
     def __init__(self, optimizer: tf.keras.optimizers.Optimizer | None = None):
         super().__init__()
@@ -63,8 +62,7 @@ class PrivateCallback(tf.keras.callbacks.Callback):
     def warn_before_training(self) -> None:
         """Warns, once in a call of `fit`, of releases that ε does not cover.
 
-        These are the search that chose a model, the statistics of layers that were adapted to data,
-        and what callbacks do by metrics without noise.
+        See `fit_warnings`. Without such a callback, the optimizer does it in its first step.
 
         Raises:
           ValueError: if a callback sets the learning rate of an optimizer that adapts its own.
@@ -75,32 +73,7 @@ class PrivateCallback(tf.keras.callbacks.Callback):
             return
         _refuse_rates(beside, self.optimizer)
         refuse_chosen_batches(self.optimizer)  # a second `fit` traces no step, which would do so
-        if is_chosen_by_search(self.optimizer):
-            warnings.warn(
-                "A search of hyperparameters chose this model, and used the data more often than "
-                "the optimizer's ledger shows. The ε of this training does not cover the search, "
-                "and neither does a budget for it: add what you spend now to the epsilon and delta "
-                "of the search, `HonestTuner.privacy_statement()`. If the search was on other "
-                "data, set `optimizer.ledger.chosen_by_search = False`.",
-                stacklevel=level_of_caller(),
-            )
-        about_statistics = adapted_warning(self.model)
-        if about_statistics is not None:
-            warnings.warn(about_statistics, stacklevel=level_of_caller())
-        found = [
-            f"{type(c).__name__}(monitor={getattr(c, 'monitor', 'loss')!r})"
-            for c in beside
-            if _acts_on_training(c)
-        ]
-        if found:
-            warnings.warn(
-                "Callbacks act on metrics of the training data, which have no noise. ε does not "
-                "cover what follows from that: when training stops, which weights are kept, how "
-                f"the learning rate falls. Received: {', '.join(found)}. Monitor a metric of "
-                "public validation data ('val_…'), or decide before training (a fixed number of "
-                "epochs, a `LearningRateSchedule`, ADADP); leave out `TerminateOnNaN`.",
-                stacklevel=3,
-            )
+        warn_of_uncovered(self.model, self.optimizer, beside)
 
 
 def _refuse_rates(callbacks: Sequence[tf.keras.callbacks.Callback], optimizer: Any) -> None:
@@ -112,16 +85,6 @@ def _refuse_rates(callbacks: Sequence[tf.keras.callbacks.Callback], optimizer: A
                 "overwrite. Leave the callback out, or compile with an optimizer that keeps its "
                 f"rate, such as `DPSGD`. Received: {type(callback).__name__}"
             )
-
-
-def _acts_on_training(callback: tf.keras.callbacks.Callback) -> bool:
-    """Whether a callback decides by a metric that `fit` computes from the training data."""
-    if isinstance(callback, tf.keras.callbacks.TerminateOnNaN):
-        return True  # by the loss, which a single example can make NaN
-    monitor = getattr(callback, "monitor", None)
-    if not isinstance(monitor, str) or not getattr(callback, "save_best_only", True):
-        return False
-    return not monitor.startswith("val_") and monitor not in _PRIVATE_LOGS
 
 
 def private_optimizer(model: tf.keras.Model) -> tf.keras.optimizers.Optimizer:

@@ -94,6 +94,8 @@ class ReleaseLog(PrivateCallback):
       (3, 9)
     """
 
+    counts_lost_releases = True
+
     def __init__(
         self,
         path: str | os.PathLike,

@@ -56,6 +56,7 @@ from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.normalization import refuse_unpaid_behind
 from tf_adaptive_dp.optimizers import checked_state, refusals, step_settings
+from tf_adaptive_dp.optimizers.fit_warnings import warn_in_fit
 from tf_adaptive_dp.optimizers.given_loss import loss_and_variables
 from tf_adaptive_dp.optimizers.loss_scaling import LossScaling
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
@@ -393,6 +394,8 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             with tf.init_scope():
                 num_releases = self.ledger.num_releases
             self._mechanism.generator.require_fit(num_releases)
+        if not self._only_inspects:
+            warn_in_fit(self)
         step_settings.warn_of_units(self)
         step_settings.settle_batch_size(self)
         self._loss_scaling.refuse_wrapper(self)

@@ -1,0 +1,100 @@
+"""Warnings, once in a call of `fit`, of what is done with the private data and ε does not cover."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_adaptive_dp._keras.models import callbacks_of_fit
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
+from tf_adaptive_dp.accounting.ledger import is_chosen_by_search
+from tf_adaptive_dp.validation.layer_findings import adapted_warning
+
+# What the callbacks here add to the logs. It is private, as `val_` metrics are the user's affair.
+_PRIVATE_LOGS = ("epsilon", "delta", "learning_rate", "lr", "NOT_PRIVATE", "WITHOUT_SEARCH")
+
+_SEARCH = (
+    "A search of hyperparameters chose this model, and used the data more often than the "
+    "optimizer's ledger shows. The ε of this training does not cover the search, and neither does "
+    "a budget for it: add what you spend now to the epsilon and delta of the search, "
+    "`HonestTuner.privacy_statement()`. If the search was on other data, set "
+    "`optimizer.ledger.chosen_by_search = False`."
+)
+_BY_METRICS = (
+    "Callbacks act on metrics of the training data, which have no noise. ε does not cover what "
+    "follows from that: when training stops, which weights are kept, how the learning rate falls. "
+    "Received: {names}. Monitor a metric of public validation data ('val_…'), or decide before "
+    "training (a fixed number of epochs, a `LearningRateSchedule`, ADADP); leave out "
+    "`TerminateOnNaN`."
+)
+_FORGETS = (
+    "A training that resumes from a backup forgets the releases since that backup, so ε is too "
+    "small after each time that it was killed. Train with `PrivacyPlan.fit(directory=...)`, which "
+    "counts them, or pass a `tf_adaptive_dp.callbacks.ReleaseLog`, too. Received: {name} without a "
+    "`ReleaseLog`"
+)
+
+# The calls of `fit`, by their callbacks, whose step was asked before.
+_SEEN: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def warn_in_fit(optimizer: Any) -> None:
+    """Does for the `fit` that is running what callbacks of the library do where there are some.
+
+    Args:
+      optimizer: the one whose step is being built.
+    """
+    with tf.init_scope():
+        found = callbacks_of_fit(optimizer)
+        if found is None or found[1] in _SEEN:
+            return
+        model, callbacks = found
+        _SEEN.add(callbacks)
+        if not any(getattr(c, "warns_before_training", False) for c in callbacks.callbacks):
+            warn_of_uncovered(model, optimizer, callbacks.callbacks)
+
+
+def warn_of_uncovered(
+    model: tf.keras.Model, optimizer: Any, callbacks: Sequence[tf.keras.callbacks.Callback]
+) -> None:
+    """Warns of the search that chose a model, of layers that `adapt` set, and of callbacks.
+
+    Args:
+      model: the model that is trained.
+      optimizer: its private optimizer.
+      callbacks: all that `fit` calls.
+    """
+    found = [_SEARCH] if is_chosen_by_search(optimizer) else []
+    found += filter(None, [adapted_warning(model)])
+    deciding = [
+        f"{type(c).__name__}(monitor={getattr(c, 'monitor', 'loss')!r})"
+        for c in callbacks
+        if _acts_on_training(c)
+    ]
+    if deciding:
+        found.append(_BY_METRICS.format(names=", ".join(deciding)))
+    backups = [type(c).__name__ for c in callbacks if _restores(c)]
+    if backups and not any(getattr(c, "counts_lost_releases", False) for c in callbacks):
+        found.append(_FORGETS.format(name=backups[0]))
+    for message in found:
+        warnings.warn(message, stacklevel=level_of_caller())
+
+
+def _acts_on_training(callback: tf.keras.callbacks.Callback) -> bool:
+    """Whether a callback decides by a metric that `fit` computes from the training data."""
+    if isinstance(callback, tf.keras.callbacks.TerminateOnNaN):
+        return True  # by the loss, which a single example can make NaN
+    monitor = getattr(callback, "monitor", None)
+    if not isinstance(monitor, str) or not getattr(callback, "save_best_only", True):
+        return False
+    return not monitor.startswith("val_") and monitor not in _PRIVATE_LOGS
+
+
+def _restores(callback: tf.keras.callbacks.Callback) -> bool:
+    """Whether a callback resumes a training from what it saved."""
+    of_keras = isinstance(callback, tf.keras.callbacks.BackupAndRestore)
+    return of_keras or getattr(callback, "restores_backups", False)
