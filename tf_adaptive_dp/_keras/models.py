@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-import types
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp._keras import datasets
 from tf_adaptive_dp._keras.generation import GENERATION, internal_module, keras
 from tf_adaptive_dp._keras.graphs import spec_of_replicas
 from tf_adaptive_dp._keras.tracing import in_xla
@@ -88,52 +83,6 @@ def allow_tensors_as_logs(callback: tf.keras.callbacks.Callback) -> None:
     Keras 3 always waits for a callback that acts on batches.
     """
     callback._supports_tf_logs = True
-
-
-def callbacks_beside(callback: tf.keras.callbacks.Callback) -> list[tf.keras.callbacks.Callback]:
-    """All callbacks of the call of `fit` that is calling one of them; itself alone outside of one.
-
-    Keras does not show a callback the list that it is in, so it is looked for among the callers.
-
-    Args:
-      callback: one whose method is running.
-    """
-    for owner in _owners():
-        if isinstance(owner, keras.callbacks.CallbackList) and callback in owner.callbacks:
-            return list(owner.callbacks)
-    return [callback]
-
-
-def is_in_train_step_of_users() -> bool:
-    """Whether a `train_step` that is not Keras's own is running, and may unpack batches its way."""
-    for caller in _callers():
-        name = caller.f_code.co_name.removeprefix("tf__")  # AutoGraph's copy has this prefix
-        package, _, _ = caller.f_globals.get("__name__", "").partition(".")
-        if name == "train_step" and package not in ("keras", "tf_keras"):
-            return True
-    return False
-
-
-def running_models() -> list[keras.Model]:
-    """The models with a method that is running, such as `fit`."""
-    return list({id(o): o for o in _owners() if isinstance(o, keras.Model)}.values())
-
-
-def _owners() -> Iterator[Any]:
-    """The objects whose methods are running, the innermost first."""
-    for caller in _callers():
-        # Before Python 3.13, a look at the variables of a function keeps what they hold until it
-        # ends. So no other function is looked at.
-        if caller.f_code.co_varnames[:1] == ("self",):
-            yield caller.f_locals.get("self")
-
-
-def _callers() -> Iterator[types.FrameType]:
-    """The frames of the functions that are running, the innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def leave_padding_out_of_metrics(model: keras.Model) -> None:
@@ -460,122 +409,3 @@ def forget_saved_metrics(model: tf.keras.Model) -> None:
     """
     if GENERATION == 2 and isinstance(model, tf.keras.Model):
         model.reset_metrics()
-
-
-def is_in_fit() -> bool:
-    """Whether a model's `fit` is among the callers.
-
-    Its batches have a public size in the trace of a step (`batch_size`, or that of a data set with
-    `drop_remainder=True`), or the trace leaves their size open.
-    """
-    return next(_running_fits(), None) is not None
-
-
-def _running_fits() -> Iterator[Mapping[str, Any]]:
-    """The local variables of each model's `fit` among the callers, the innermost first."""
-    for caller in _callers():
-        # Reading the variables of a frame copies them; those of the user's functions would live on.
-        if caller.f_code.co_name == "fit":
-            found = caller.f_locals
-            if isinstance(found.get("self"), keras.Model):
-                yield found
-
-
-def dataset_of_fit(optimizer: tf.keras.optimizers.Optimizer) -> tf.data.Dataset | None:
-    """The data set that the running `fit` was given, if it was one.
-
-    Args:
-      optimizer: that of the model that is trained.
-    """
-    for found in _running_fits():
-        if found["self"].optimizer is optimizer:
-            data = found.get("x")
-            return data if isinstance(data, tf.data.Dataset) else None
-    return None
-
-
-def callbacks_of_fit(
-    optimizer: tf.keras.optimizers.Optimizer,
-) -> tuple[keras.Model, keras.callbacks.CallbackList] | None:
-    """The model of the `fit` that is running, and its callbacks; `None` without `fit`.
-
-    Args:
-      optimizer: that of the model that is trained.
-    """
-    for found in _running_fits():
-        if found["self"].optimizer is optimizer:
-            callbacks = found.get("callbacks")
-            known = isinstance(callbacks, keras.callbacks.CallbackList)
-            return (found["self"], callbacks) if known else None
-    return None
-
-
-def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int] | None:
-    """The size of the batches of the `fit` that is running, and that of its last one if it differs.
-
-    Keras does not tell an optimizer what data it trains on. While a step is built, `fit` is among
-    the callers, and its data are in a local variable.
-
-    Args:
-      optimizer: that of the model that is trained.
-
-    Returns:
-      `None` if all batches have one size, or if that is unknown: without `fit`, for data that are
-      neither arrays nor batches of a `tf.data.Dataset`, and for arrays with `steps_per_epoch`,
-      which may end epochs before the last batch.
-    """
-    for found in _running_fits():
-        if found["self"].optimizer is optimizer:
-            steps = found.get("steps_per_epoch")
-            if isinstance(found.get("x"), tf.data.Dataset):
-                drawn = None if steps is None else steps * found["epochs"]
-                return datasets.sizes_of_batches(found["x"], drawn)
-            return None if steps is not None else _sizes_in(found)
-    return None
-
-
-def examples_of_fit(
-    optimizer: tf.keras.optimizers.Optimizer, most: int
-) -> tuple[keras.Model, tuple] | None:
-    """Some examples from all over the arrays of the `fit` that is running, and its model.
-
-    Args:
-      optimizer: that of the model that is trained.
-      most: how many examples at most.
-
-    Returns:
-      The model and (x, y, weights), nests of arrays; the weights are those of `class_weight` if
-      there are no others. `None` without `fit`, and for data that are not dense arrays.
-    """
-    for found in _running_fits():
-        if found["self"].optimizer is optimizer:
-            break
-    else:
-        return None
-    x, y, weights = (found.get(name) for name in ("x", "y", "sample_weight"))
-    parts = [part for part in tf.nest.flatten((x, y, weights)) if part is not None]
-    if not parts or not all(hasattr(part, "__array__") and np.ndim(part) for part in parts):
-        return None  # sparse and ragged ones among them
-
-    def some(part: Any) -> np.ndarray | None:
-        return None if part is None else np.asarray(part[:: -(-len(part) // most) or 1])
-
-    x, y, weights = tf.nest.map_structure(some, (x, y, weights))
-    if weights is None and found.get("class_weight"):
-        weights = np.array(list(found["class_weight"].values()))
-    return found["self"], (x, y, weights)
-
-
-def _sizes_in(variables: Mapping[str, Any]) -> tuple[int, int] | None:
-    if GENERATION == 3:
-        data = getattr(variables.get("epoch_iterator"), "data_adapter", None)
-        if not isinstance(data, internal_module("trainers.data_adapters").ArrayDataAdapter):
-            return None
-        size, last, num_batches = data.batch_size, data.partial_batch_size, data.num_batches
-    else:
-        data = getattr(variables.get("data_handler"), "_adapter", None)
-        if data is None or not data.has_partial_batch():
-            return None
-        size, last, num_batches = data.batch_size(), data.partial_batch_size(), data.get_size()
-    several = num_batches is not None and num_batches > 1
-    return (int(size), int(last)) if several and size and last and last != size else None

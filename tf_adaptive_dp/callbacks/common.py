@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.models import callbacks_beside
+from tf_adaptive_dp._keras.callers import callbacks_beside
 from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import refuse_unpaid_in

@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.callers import callbacks_beside
 from tf_adaptive_dp._keras.models import (
     allow_tensors_as_logs,
-    callbacks_beside,
     forget_saved_metrics,
     metrics_without_weights,
 )

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.callers import running_models
 from tf_adaptive_dp._keras.graphs import is_symbolic, outer_graph
-from tf_adaptive_dp._keras.models import running_models, trained_weights, untrained_weights
+from tf_adaptive_dp._keras.models import trained_weights, untrained_weights
 from tf_adaptive_dp._keras.tracebacks import level_of_caller, short_traceback
 from tf_adaptive_dp._keras.tracing import call_when_complete, is_function
 from tf_adaptive_dp._keras.variables import path_of

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.callers import is_in_train_step_of_users
 from tf_adaptive_dp._keras.graphs import ancestors
-from tf_adaptive_dp._keras.models import is_in_train_step_of_users
 from tf_adaptive_dp._keras.weighted_losses import (
     labels_of_step,
     sample_weights_of_step,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import dp_accounting
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.callers import running_models
 from tf_adaptive_dp._keras.graphs import is_symbolic
 from tf_adaptive_dp._keras.layers import layers_within
-from tf_adaptive_dp._keras.models import running_models
 from tf_adaptive_dp._keras.variables import local_copies, native
 from tf_adaptive_dp.accounting.ledger import missing_events
 from tf_adaptive_dp.errors import NotPrivateError

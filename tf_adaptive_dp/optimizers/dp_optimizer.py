@@ -16,7 +16,7 @@ import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.models import is_in_fit
+from tf_adaptive_dp._keras.callers import is_in_fit
 from tf_adaptive_dp._keras.optimizers import (
     SelfScalingOptimizer,
     add_state,
@@ -56,7 +56,7 @@ from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.normalization import refuse_unpaid_behind
 from tf_adaptive_dp.optimizers import checked_state, refusals, step_settings
-from tf_adaptive_dp.optimizers.fit_warnings import warn_in_fit
+from tf_adaptive_dp.optimizers.fit_warnings import warn_in_fit, warn_of_units
 from tf_adaptive_dp.optimizers.given_loss import loss_and_variables
 from tf_adaptive_dp.optimizers.loss_scaling import LossScaling
 from tf_adaptive_dp.optimizers.preconditioning import Preconditioning, check_side_information
@@ -396,7 +396,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             self._mechanism.generator.require_fit(num_releases)
         if not self._only_inspects:
             warn_in_fit(self)
-        step_settings.warn_of_units(self)
+        warn_of_units(self)
         step_settings.settle_batch_size(self)
         self._loss_scaling.refuse_wrapper(self)
 

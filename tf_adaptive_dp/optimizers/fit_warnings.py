@@ -1,4 +1,4 @@
-"""Warnings, once in a call of `fit`, of what is done with the private data and ε does not cover."""
+"""Warnings of the first step of `fit`: of what ε does not cover, and of data in raw units."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.models import callbacks_of_fit
+from tf_adaptive_dp._keras.callers import callbacks_of_fit, examples_of_fit
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting.ledger import is_chosen_by_search
 from tf_adaptive_dp.validation.layer_findings import adapted_warning
+from tf_adaptive_dp.validation.unit_findings import unit_findings
 
 # What the callbacks here add to the logs. It is private, as `val_` metrics are the user's affair.
 _PRIVATE_LOGS = ("epsilon", "delta", "learning_rate", "lr", "NOT_PRIVATE", "WITHOUT_SEARCH")
@@ -38,6 +40,7 @@ _FORGETS = (
     "`ReleaseLog`"
 )
 
+_FEW = 32  # examples that tell their units
 # The calls of `fit`, by their callbacks, whose step was asked before.
 _SEEN: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -84,6 +87,22 @@ def warn_of_uncovered(
         warnings.warn(message, stacklevel=level_of_caller())
 
 
+def warn_of_units(optimizer: Any) -> None:
+    """Warns, before the first step of `fit` on arrays, of data in units that leave little to learn.
+
+    It judges by a few examples, as `plan.fit` and `validate` do.
+    """
+    with tf.init_scope():
+        found = None if optimizer.rows_per_batch else examples_of_fit(optimizer, _FEW)
+        if found is None:
+            return
+        model, batch = found
+        tensors = tf.nest.map_structure(lambda p: None if p is None else _tensor(p), batch)
+        findings = unit_findings(model, getattr(model, "loss", None), tensors)
+    for finding in findings:
+        warnings.warn(f"{finding.what} {finding.fix}", stacklevel=level_of_caller())
+
+
 def _acts_on_training(callback: tf.keras.callbacks.Callback) -> bool:
     """Whether a callback decides by a metric that `fit` computes from the training data."""
     if isinstance(callback, tf.keras.callbacks.TerminateOnNaN):
@@ -98,3 +117,8 @@ def _restores(callback: tf.keras.callbacks.Callback) -> bool:
     """Whether a callback resumes a training from what it saved."""
     of_keras = isinstance(callback, tf.keras.callbacks.BackupAndRestore)
     return of_keras or getattr(callback, "restores_backups", False)
+
+
+def _tensor(part: np.ndarray) -> tf.Tensor | None:
+    """A tensor of numbers; `None` for anything else, which has no units."""
+    return tf.convert_to_tensor(part) if part.dtype.kind in "fiu" else None

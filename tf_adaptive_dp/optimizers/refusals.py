@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras.callers import dataset_of_fit
 from tf_adaptive_dp._keras.datasets import choices_of_batches
-from tf_adaptive_dp._keras.models import dataset_of_fit
 from tf_adaptive_dp._keras.optimizers import APPLYING, HOW_TO_STEP, has_slots_for
 from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy

@@ -1,7 +1,7 @@
 """Settings that a private step changes before it begins, as users would otherwise have to.
 
 TensorFloat-32 is turned off in the whole process, with a warning, and the batch size of `fit`
-becomes the expected one. A warning tells of data in raw units.
+becomes the expected one.
 """
 
 from __future__ import annotations
@@ -9,15 +9,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.models import examples_of_fit, sizes_of_batches
+from tf_adaptive_dp._keras.callers import sizes_of_batches
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.mechanism.replicas import num_replicas
-from tf_adaptive_dp.validation.unit_findings import unit_findings
-
-_FEW = 32  # examples that tell their units
 
 
 def turn_off_tensor_float_32() -> None:
@@ -44,27 +40,6 @@ def _has_tensor_float_32() -> bool:
         if details.get("compute_capability", (8, 0)) >= (8, 0):
             return True
     return False
-
-
-def warn_of_units(optimizer: Any) -> None:
-    """Warns, before the first step of `fit` on arrays, of data in units that leave little to learn.
-
-    It judges by a few examples, as `plan.fit` and `validate` do.
-    """
-    with tf.init_scope():
-        found = None if optimizer.rows_per_batch else examples_of_fit(optimizer, _FEW)
-        if found is None:
-            return
-        model, batch = found
-        tensors = tf.nest.map_structure(lambda p: None if p is None else _tensor(p), batch)
-        findings = unit_findings(model, getattr(model, "loss", None), tensors)
-    for finding in findings:
-        warnings.warn(f"{finding.what} {finding.fix}", stacklevel=level_of_caller())
-
-
-def _tensor(part: np.ndarray) -> tf.Tensor | None:
-    """A tensor of numbers; `None` for anything else, which has no units."""
-    return tf.convert_to_tensor(part) if part.dtype.kind in "fiu" else None
 
 
 def settle_batch_size(optimizer: Any) -> None:
