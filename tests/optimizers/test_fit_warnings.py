@@ -72,6 +72,13 @@ def test_it_is_told_again_only_when_a_step_is_built_anew():
     assert len(said(callback, model=model)) == 1
 
 
+def test_on_replicas_it_is_told_once_too(more):
+    with catalogue.mirrored().scope():
+        model = catalogue.compiled()
+    ((text, _),) = said([CALLBACKS.EarlyStopping("loss"), *more], model=model)
+    assert text.startswith("Callbacks act on metrics of the training data")
+
+
 def test_of_what_needs_no_word_there_is_none(tmp_path):
     allowed = [
         CALLBACKS.EarlyStopping("val_loss"),

@@ -101,6 +101,16 @@ def test_batches_may_not_be_left_out_by_what_they_hold(way):
     assert model.optimizer.ledger.num_releases == trained
 
 
+def test_on_replicas_batches_may_not_be_left_out_either():
+    with catalogue.mirrored().scope():
+        model = catalogue.compiled("DPSGD", expected_batch_size=8)
+    batches = tf.data.Dataset.from_tensor_slices(catalogue.data()).batch(8, drop_remainder=True)
+    chosen = batches.filter(lambda x, y: tf.reduce_sum(x) > 0)
+    with pytest.raises(dp.NotPrivateError, match="`filter` after its examples were batched"):
+        model.fit(chosen, verbose=0)
+    assert not model.optimizer.ledger.num_releases
+
+
 def test_batches_may_be_chosen_by_their_size_and_number_and_examples_by_anything():
     x, y = catalogue.data()
     single = tf.data.Dataset.from_tensor_slices((x, y))

@@ -7,8 +7,11 @@ among the callers, and these are in its local variables.
 from __future__ import annotations
 
 import inspect
+import itertools
+import sys
+import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,7 +56,7 @@ def is_in_fit() -> bool:
     Its batches have a public size in the trace of a step (`batch_size`, or that of a data set with
     `drop_remainder=True`), or the trace leaves their size open.
     """
-    return next(_running_fits(), None) is not None
+    return next(_running_fits(_callers()), None) is not None
 
 
 def dataset_of_fit(optimizer: tf.keras.optimizers.Optimizer) -> tf.data.Dataset | None:
@@ -91,7 +94,7 @@ def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int
       neither arrays nor batches of a `tf.data.Dataset`, and for arrays with `steps_per_epoch`,
       which may end epochs before the last batch.
     """
-    found = _fit_of(optimizer)
+    found = _fit_of(optimizer, on_replicas=False)
     steps = found.get("steps_per_epoch")
     if isinstance(found.get("x"), tf.data.Dataset):
         drawn = None if steps is None else steps * found["epochs"]
@@ -112,7 +115,7 @@ def examples_of_fit(
       The model and (x, y, weights), nests of arrays; the weights are those of `class_weight` if
       there are no others. `None` without `fit`, and for data that are not dense arrays.
     """
-    found = _fit_of(optimizer)
+    found = _fit_of(optimizer, on_replicas=False)
     x, y, weights = (found.get(name) for name in ("x", "y", "sample_weight"))
     parts = [part for part in tf.nest.flatten((x, y, weights)) if part is not None]
     if not parts or not all(hasattr(part, "__array__") and np.ndim(part) for part in parts):
@@ -142,15 +145,23 @@ def _sizes_in(variables: Mapping[str, Any]) -> tuple[int, int] | None:
     return (int(size), int(last)) if several and size and last and last != size else None
 
 
-def _fit_of(optimizer: tf.keras.optimizers.Optimizer) -> Mapping[str, Any]:
-    """The local variables of the `fit` that trains with an optimizer; none if there is no such."""
-    fits = _running_fits()
+def _fit_of(
+    optimizer: tf.keras.optimizers.Optimizer, on_replicas: bool = True
+) -> Mapping[str, Any]:
+    """The local variables of the `fit` that trains with an optimizer; none if there is no such.
+
+    Args:
+      optimizer: that of the model that is trained.
+      on_replicas: whether to find it from a step on several replicas, too, of which each looks.
+    """
+    waiting = _waiting_for_replica() if on_replicas else ()
+    fits = _running_fits(itertools.chain(_callers(), waiting))
     return next((found for found in fits if found["self"].optimizer is optimizer), {})
 
 
-def _running_fits() -> Iterator[Mapping[str, Any]]:
+def _running_fits(callers: Iterable[types.FrameType]) -> Iterator[Mapping[str, Any]]:
     """The local variables of each model's `fit` among the callers, the innermost first."""
-    for caller in _callers():
+    for caller in callers:
         # Reading the variables of a frame copies them; those of the user's functions would live on.
         if caller.f_code.co_name == "fit":
             found = caller.f_locals
@@ -169,7 +180,32 @@ def _owners() -> Iterator[Any]:
 
 def _callers() -> Iterator[types.FrameType]:
     """The frames of the functions that are running, the innermost first."""
-    frame = inspect.currentframe()
+    return _frames_from(inspect.currentframe())
+
+
+def _waiting_for_replica() -> Iterator[types.FrameType]:
+    """The frames of the functions that wait for this replica, the innermost first.
+
+    A step on several replicas is built in a thread for each of them. `fit` is in another one, which
+    waits for these.
+    """
+    thread = threading.current_thread()
+    if not tf.distribute.in_cross_replica_context() and tf.distribute.has_strategy():
+        for innermost in sys._current_frames().values():
+            frame: types.FrameType | None = innermost
+            while frame is not None and not _waits_for(frame, thread):
+                frame = frame.f_back
+            yield from _frames_from(frame)
+
+
+def _waits_for(frame: types.FrameType, thread: threading.Thread) -> bool:
+    """Whether it is the function of TensorFlow that runs replicas in threads, with this one."""
+    if frame.f_code.co_name != "_call_for_each_replica":
+        return False
+    return thread in frame.f_locals.get("threads", ())
+
+
+def _frames_from(frame: types.FrameType | None) -> Iterator[types.FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
