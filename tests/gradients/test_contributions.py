@@ -83,6 +83,24 @@ def test_no_norm_misses_a_huge_number_times_a_tiny_one(times, swapped, scaled):
     assert expected <= norms[0] < 1000 * expected and norms[1] == 0
 
 
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 1), (40, 1), (1, 30), (40, 30)])
+@pytest.mark.parametrize(
+    "x, a, delta", [(1e12, 1e-20, 1e9), (1e17, 1e-30, 1e14), (1e-10, 1e-10, 1e18)]
+)
+def test_no_norm_misses_what_a_tiny_scale_leaves_of_huge_numbers(times, shape, x, a, delta):
+    """The square of the scale is no float32: the norm would be 0, and nothing would clip."""
+    inputs, outputs = (
+        np.zeros([3, times, 1, 40], np.float32),
+        np.zeros([3, times, 1, 30], np.float32),
+    )
+    inputs[:2, 0, 0, 0], outputs[::2, 0, 0, 0] = x, delta  # the others have a gradient of 0
+    made = OuterGradient(tf.constant(inputs), tf.constant(outputs))
+    norms = made.squared_norms(tf.fill([1, *shape], a), None).numpy()
+    assert (x * a * delta) ** 2 * (1 - 1e-5) <= norms[0] < np.inf
+    assert norms[1] == norms[2] == 0
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (5, 1), (5, 1000)])
 def test_no_norm_of_rows_of_a_table_misses_what_a_scale_brings_back(shape):
     made = SparseGradient([5, 1000], tf.constant([[1]]), tf.fill([1, 1, 1000], 1e-20))

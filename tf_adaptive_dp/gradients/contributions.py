@@ -271,6 +271,7 @@ class OuterGradient(Contribution):
                 weighted = tf.matmul(tf.square(x), squares)  # [B, m], or [B, 1]: one number per row
             norms = tf.reduce_sum(weighted * tf.square(delta), axis=1)
             norms += tf.reduce_max(squares) * self._unseen(*lengths)
+            norms += self._unseen_of_scale(*lengths)
         if shift is None:
             return norms
         scaled = shift[0] if scale is None else squares * shift[0]
@@ -293,8 +294,15 @@ class OuterGradient(Contribution):
     def _unseen(self, x_squared: tf.Tensor, delta_squared: tf.Tensor) -> tf.Tensor:
         """The most that underflow can have taken from ‖x‖²·‖δ‖², given the computed factors."""
         *_, n, m = self.shape
-        unseen = m * _UNSEEN * x_squared + n * _UNSEEN * delta_squared
-        # A gradient of exactly 0, such as that of an absent example, keeps the norm 0.
+        return self._unless_zero(m * _UNSEEN * x_squared + n * _UNSEEN * delta_squared)
+
+    def _unseen_of_scale(self, x_squared: tf.Tensor, delta_squared: tf.Tensor) -> tf.Tensor:
+        """The most that underflow of A² and of x²A² can have taken from Σ x²A²δ²."""
+        _, n, _ = self.shape
+        return self._unless_zero((_UNSEEN * x_squared + n * _UNSEEN) * delta_squared)
+
+    def _unless_zero(self, unseen: tf.Tensor) -> tf.Tensor:
+        """Leaves a gradient of exactly 0, such as that of an absent example, with the norm 0."""
         for tensor in self.tensors:
             axes = list(range(1, tensor.shape.rank))
             largest = tf.reduce_max(tf.abs(tensor), axes)  # faster than `tensor != 0`
