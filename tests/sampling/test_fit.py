@@ -96,7 +96,7 @@ def test_batches_may_not_be_left_out_by_what_they_hold(way):
     model, monitor, _ = fit(sampling, of_all, steps=1)
     trained = model.optimizer.ledger.num_releases
     x, y = catalogue.data()
-    with pytest.raises(dp.NotPrivateError, match="must not depend on what they hold"):
+    with pytest.raises(dp.NotPrivateError, match="must not depend on what it holds"):
         model.fit(chosen(of_all((x, y))), verbose=0, callbacks=[monitor])
     assert model.optimizer.ledger.num_releases == trained
 

@@ -34,10 +34,9 @@ _BY_METRICS = (
     "`TerminateOnNaN`."
 )
 _FORGETS = (
-    "A training that resumes from a backup forgets the releases since that backup, so ε is too "
-    "small after each time that it was killed. Train with `PrivacyPlan.fit(directory=...)`, which "
-    "counts them, or pass a `tf_adaptive_dp.callbacks.ReleaseLog`, too. Received: {name} without a "
-    "`ReleaseLog`"
+    "Training that resumes from a backup forgets the releases since that backup, so ε is too small "
+    "if the process was killed. Train with `PrivacyPlan.fit(directory=...)`, which counts them, or "
+    "add a `tf_adaptive_dp.callbacks.ReleaseLog`. Received: {name} without a `ReleaseLog`"
 )
 
 _FEW = 32  # examples that tell their units

@@ -72,11 +72,11 @@ def refuse_chosen_batches(optimizer: Any) -> None:
     for method, result in () if data is None else choices_of_batches(data):
         if result is None or comes_from_data(result):
             raise NotPrivateError(
-                "Which batches are released must not depend on what they hold: a release that is "
-                "there or missing has no noise, so epsilon does not hold. Received: a "
-                f"`tf.data.Dataset` with `{method}` after its examples were batched. Leave it out: "
-                "an empty batch is a release like any other, and padding in it does no harm. To "
-                "leave out examples, do so before they are batched."
+                "Whether a batch is released must not depend on what it holds: no noise hides that "
+                "a release is missing, so epsilon does not hold. Received: a `tf.data.Dataset` "
+                f"with `{method}` after its examples were batched. Remove it: an empty batch is a "
+                "release like any other, and padding does no harm. Filter examples before they "
+                "are batched."
             )
 
 

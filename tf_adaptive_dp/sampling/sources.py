@@ -169,10 +169,10 @@ def warn_of_copies(source: Arrays | Records) -> None:
     copies = source.copies_of_each() if isinstance(source, Arrays) else 1
     if copies > 1:
         warnings.warn(
-            f"The data hold each example {copies} times. Copies count as examples of others, but "
-            f"whoever gave one gave all of them, and for {copies} together epsilon is far larger. "
-            "Leave the copies out: the number of epochs says how often examples are used. If they "
-            "are different examples that happen to be equal, nothing is wrong.",
+            f"The data hold each example {copies} times. Epsilon counts each copy as an example of "
+            f"its own; for the {copies} copies together, which come from one source, it is far "
+            "larger. Remove the copies: the number of epochs sets how often examples are used. If "
+            "they are different examples that happen to be equal, nothing is wrong.",
             stacklevel=level_of_caller(),
         )
 
