@@ -12,7 +12,13 @@ def input_datasets(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 
 # What leaves the elements of a data set as they are; `map` changes them, but hardly their rows.
 _LEAVES_BATCHES = ("Cache", "Map", "Options", "Prefetch", "Repeat", "Shuffle")
-_ARGUMENTS_OF_BATCH = ("batch_size", "drop_remainder")
+# The methods that may leave out elements, by the names of their data sets.
+_CHOICES = {
+    "Filter": "filter",
+    "TakeWhile": "take_while",
+    "Unique": "unique",
+    "IgnoreErrors": "ignore_errors",
+}
 
 
 def sizes_of_batches(
@@ -38,10 +44,11 @@ def sizes_of_batches(
         (dataset,) = inputs
     if not hasattr(dataset, "_drop_remainder"):
         return None
-    size, drops = (tf.get_static_value(getattr(dataset, f"_{n}")) for n in _ARGUMENTS_OF_BATCH)
+    size = tf.get_static_value(dataset._batch_size)
+    drops_remainder = tf.get_static_value(dataset._drop_remainder)
     with tf.init_scope():  # a step may be traced now
         num_examples = int(input_datasets(dataset)[0].cardinality())
-    if drops or size is None or num_examples <= size or num_examples % size == 0:
+    if drops_remainder or size is None or num_examples <= size or num_examples % size == 0:
         return None
     if num_batches is not None and num_batches <= num_examples // size:
         return None
@@ -91,11 +98,3 @@ def choices_of_batches(dataset: tf.data.Dataset) -> list[tuple[str, tf.Tensor | 
             function = getattr(dataset, "_predicate", None)
             found.append((method, function and function.function.graph.outputs[0]))
     return found + [choice for d in input_datasets(dataset) for choice in choices_of_batches(d)]
-
-
-_CHOICES = {
-    "Filter": "filter",
-    "TakeWhile": "take_while",
-    "Unique": "unique",
-    "IgnoreErrors": "ignore_errors",
-}
