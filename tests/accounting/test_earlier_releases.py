@@ -416,3 +416,23 @@ def test_a_search_that_chose_the_weights_is_told_unless_it_was_taken_over(by):
         return
     with pytest.warns(UserWarning, match="`optimizer.ledger.chosen_by_search = True`"):
         train(new, weights)
+
+
+def test_an_optimizer_that_goes_on_hears_once_of_what_another_released_meanwhile():
+    weights, first, second = variables(2), optimizer(), optimizer()
+    train(first, weights, 3)
+    with told(3, (0.5, 4.0, 3)):
+        train(second, weights, 2)
+    with told(2, (0.5, 4.0, 2)):
+        train(first, weights)
+    with silent():
+        train(second, weights)
+        train(first, weights)
+    first.ledger.restore([*second.ledger.segments, *first.ledger.segments])
+    with silent():
+        train(first, weights)
+    other = optimizer()
+    with pytest.warns(UserWarning, match="These weights come from"):
+        train(other, weights, 4)
+    with told(4, (0.5, 4.0, 4)):
+        train(first, weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import warnings
 import weakref
@@ -24,6 +25,8 @@ from tf_adaptive_dp.accounting.ledger import (
 _ATTRIBUTE = "_ledgers_of_tf_adaptive_dp"
 # The variables that have this attribute, by the handles of their copies.
 _NOTED: weakref.WeakValueDictionary[Hashable, tf.Variable] = weakref.WeakValueDictionary()
+# What the optimizer of each ledger was told.
+_TOLD: weakref.WeakKeyDictionary[Ledger, _Told] = weakref.WeakKeyDictionary()
 
 _NOT_COUNTED = (
     "These weights come from {count} that this optimizer's ledger does not include. If both use "
@@ -75,8 +78,9 @@ def warn_of_earlier_releases(
     charge the releases of another data set, as after private pretraining, to this one.
 
     Guarantee: each variable remembers its ledgers for as long as it lives. A later ledger is
-    compared with the content of the earlier ones at that time. So within a process, the function
-    reports all releases on one of the variables that `ledger` does not hold, once for each ledger.
+    compared with the content of the earlier ones at that time, and one that goes on after another
+    has trained the variables hears of it. So within a process, the function reports all releases on
+    one of the variables that `ledger` does not hold, once for each ledger.
     When training begins, it also reports those on the variables that the loss reads, such as the
     frozen ones of a model, but not of an eager step. It cannot see copied values (`set_weights`,
     files without the optimizer, clones), other processes, optimizers without a ledger, or an
@@ -89,6 +93,8 @@ def warn_of_earlier_releases(
     """
     earlier: dict[int, _Noted] = {}
     is_new = False  # the ledger for one of the variables
+    _told(ledger)  # from now on
+    before = [v for v in variables if any(n.ledger is ledger for n in getattr(v, _ATTRIBUTE, ()))]
     for variable in variables:
         noted = getattr(variable, _ATTRIBUTE, ())
         if all(other.ledger is not ledger for other in noted):
@@ -112,7 +118,9 @@ def warn_of_earlier_releases(
     )
     if events:
         warnings.warn(_MORE_EVENTS.format(events=events), stacklevel=level_of_caller())
-    by_search = any(is_chosen_by_search(earlier[key].ledger) for key in spent)
+    since = [other for other in _of_others_since(before, ledger) if id(other) not in earlier]
+    found = [*(earlier[key].ledger for key in spent), *since]
+    by_search = any(map(is_chosen_by_search, found))
     if by_search and not is_chosen_by_search(ledger):
         warnings.warn(_CHOSEN_BY_SEARCH, stacklevel=level_of_caller())
     for variable in [*variables, *others]:
@@ -121,14 +129,45 @@ def warn_of_earlier_releases(
         if len(kept) < len(noted) and all(o.ledger is not ledger for o in kept):
             kept = (*kept, _Noted(ledger, ledger.restorations))  # which holds them for this one
         setattr(variable, _ATTRIBUTE, kept)
-    if missing:
-        _warn(ledger, [earlier[key].ledger for key in missing])
+    untold = [*(earlier[key].ledger for key in missing), *since]
+    if untold:
+        _told(ledger).ledgers.update(untold)
+        _warn(ledger, untold)
+
+
+def _of_others_since(variables: Sequence[tf.Variable], ledger: Ledger) -> list[Ledger]:
+    """The ledgers whose releases trained variables since a ledger first did, and which it lacks.
+
+    A ledger that was restored meanwhile is taken to have what it should.
+    """
+    noted = [n.ledger for v in variables for n in getattr(v, _ATTRIBUTE) if n.ledger is not ledger]
+    others = [other for other in {id(n): n for n in noted}.values() if other.num_releases]
+    told = _told(ledger)
+    if told.restorations != ledger.restorations:
+        told.restorations = ledger.restorations
+        told.ledgers.update(others)
+    return [other for other in others if other not in told.ledgers]
+
+
+def _told(ledger: Ledger) -> _Told:
+    """What the optimizer of a ledger was told."""
+    if ledger not in _TOLD:
+        _TOLD[ledger] = _Told(ledger.restorations)
+    return _TOLD[ledger]
 
 
 def were_trained_privately(variables: Sequence[tf.Variable]) -> bool:
     """Whether releases have trained any of these variables, as far as this process knows."""
     noted = [other for v in variables for other in getattr(native(v), _ATTRIBUTE, ())]
     return any(other.ledger.num_releases for other in noted)
+
+
+@dataclasses.dataclass
+class _Told:
+    """The ledgers that an optimizer was told of, and how often its own had been restored then."""
+
+    restorations: int
+    ledgers: weakref.WeakSet[Ledger] = dataclasses.field(default_factory=weakref.WeakSet)
 
 
 class _Noted(NamedTuple):
