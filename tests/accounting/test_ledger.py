@@ -204,6 +204,8 @@ def test_other_events_must_be_a_list_of_events(events):
     with pytest.raises(TypeError, match="`other_events` must be a list of .*Received: other_ev"):
         ledger.other_events = events
     assert ledger.other_events == (B,)
+    with pytest.raises(TypeError, match="`other_events` must be a list of .*Received: other_ev"):
+        Releases(other_events=events)
 
 
 def test_other_events_that_come_one_by_one_are_saved(tmp_path):

@@ -98,6 +98,9 @@ class Releases:
       examples_per_user: see `Ledger`.
       chosen_by_search: see `Ledger`.
 
+    Raises:
+      TypeError: if `other_events` is not a list of events.
+
     >>> Releases([(2.0, 200.0, 6_000)]).segments
     [(2.0, 200.0, 6000)]
     """
@@ -110,8 +113,9 @@ class Releases:
     chosen_by_search: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "other_events", checked_events(self.other_events))
         # They are read several times for one ε, and an iterator would be empty from then on.
-        for name in ("segments", "other_events", "checks"):
+        for name in ("segments", "checks"):
             value = getattr(self, name)
             if not isinstance(value, (list, tuple)):
                 object.__setattr__(self, name, tuple(value))
