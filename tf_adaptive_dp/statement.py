@@ -541,11 +541,8 @@ def _in_words(event: dp_accounting.DpEvent) -> str:
 def _repetitions(
     with_checks: Sequence[tuple[Segment, BatchChecks]], num_examples: int, sampling: Sampling | str
 ) -> str:
-    """Says how many releases were on repeated batches; empty if none were."""
-    if sampling_epsilon.label_of(sampling) == "fixed_order":
-        return ""  # every pass repeats the batches, and epsilon counts that
-    in_epochs = sampling_epsilon.label_of(sampling) == "shuffled"
-    again = sum(composition.repeated(*of, num_examples, in_epochs=in_epochs) for of in with_checks)
+    """Says how many releases count as repetitions of a batch; empty if none do."""
+    again = sampling_epsilon.num_repeated(sampling, with_checks, num_examples)
     if not again:
         return ""
     return list_item(

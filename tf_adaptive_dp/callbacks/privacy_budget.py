@@ -102,7 +102,9 @@ class PrivacyBudget(PrivateCallback):
             self._seen = optimizer.ledger.num_releases, self._num_repeated()
 
     def _num_repeated(self) -> int:
-        return sampling_epsilon.num_repeated(self.sampling, self.optimizer, self.num_examples)
+        ledger = self.optimizer.ledger
+        known = zip(ledger.segments, ledger.checks)
+        return sampling_epsilon.num_repeated(self.sampling, known, self.num_examples)
 
     def releases_left(self) -> int:
         """How many more releases fit with the optimizer's current parameters.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.accounting import composition
-from tf_adaptive_dp.accounting.ledger import Releases, Segment, ledger_of
+from tf_adaptive_dp.accounting.ledger import BatchChecks, Releases, Segment
 from tf_adaptive_dp.sampling.draws import (
     Sampling,
     check_unit,
@@ -137,21 +137,20 @@ def releases_left(
     return composition.releases_within(epsilon, epsilon_of, segments, next_one, accountant, at_most)
 
 
-def num_repeated(sampling: Sampling | str, ledger: Any, num_examples: int) -> int:
-    """How many releases of a ledger count as repetitions of a batch.
+def num_repeated(
+    sampling: Sampling | str, known: Iterable[tuple[Segment, BatchChecks]], num_examples: int
+) -> int:
+    """How many releases count as repetitions of a batch.
 
     Args:
       sampling: how the batches were drawn: a sampling, or one of `LABELS`.
-      ledger: a ledger, or an optimizer with the attribute `ledger`.
+      known: the segments of a ledger, each with what is known about its batches.
       num_examples: number of units in the training set.
     """
     if isinstance(sampling, Sampling) and sampling.keeps_distance:
         return 0  # it has an ε for repetitions in its order, or none
-    found, in_epochs = ledger_of(ledger), label_of(sampling) == "shuffled"
-    return sum(
-        composition.repeated(segment, known, num_examples, in_epochs=in_epochs)
-        for segment, known in zip(found.segments, found.checks)
-    )
+    in_epochs = label_of(sampling) == "shuffled"
+    return sum(composition.repeated(*of, num_examples, in_epochs=in_epochs) for of in known)
 
 
 def check_sampling(sampling: Sampling | str) -> Sampling | str:
