@@ -69,6 +69,11 @@ def dataset_of_fit(optimizer: tf.keras.optimizers.Optimizer) -> tf.data.Dataset 
     return data if isinstance(data, tf.data.Dataset) else None
 
 
+def model_of_fit(optimizer: tf.keras.optimizers.Optimizer) -> keras.Model | None:
+    """The model of the `fit` that is running with an optimizer; `None` without `fit`."""
+    return _fit_of(optimizer).get("self")
+
+
 def callbacks_of_fit(
     optimizer: tf.keras.optimizers.Optimizer,
 ) -> tuple[keras.Model, keras.callbacks.CallbackList] | None:
@@ -81,6 +86,22 @@ def callbacks_of_fit(
     callbacks = found.get("callbacks")
     is_list = isinstance(callbacks, keras.callbacks.CallbackList)
     return (found["self"], callbacks) if is_list else None
+
+
+def batches_of_passes(optimizer: tf.keras.optimizers.Optimizer) -> int | None:
+    """How many batches each epoch of the running `fit` has, if each is a pass over the data.
+
+    Args:
+      optimizer: that of the model that is trained.
+
+    Returns:
+      `None` if there is one epoch only, or if it is unknown how many there are in a pass.
+    """
+    found = _fit_of(optimizer)
+    several = found and found["epochs"] - found["initial_epoch"] > 1
+    if not several or found["steps_per_epoch"] is not None:
+        return None
+    return (getattr(found.get("callbacks"), "params", None) or {}).get("steps")
 
 
 def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int] | None:

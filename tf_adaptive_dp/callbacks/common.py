@@ -13,6 +13,7 @@ from tf_adaptive_dp._keras.callers import callbacks_beside
 from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import refuse_unpaid_in
+from tf_adaptive_dp.optimizers.compiled_step import refuse_step_of_another
 from tf_adaptive_dp.optimizers.fit_warnings import warn_of_uncovered
 from tf_adaptive_dp.optimizers.refusals import refuse_chosen_batches
 from tf_adaptive_dp.sampling import draws
@@ -66,8 +67,10 @@ class PrivateCallback(tf.keras.callbacks.Callback):
 
         Raises:
           ValueError: if a callback sets the learning rate of an optimizer that adapts its own.
-          NotPrivateError: if the data set of `fit` leaves out batches by what they hold.
+          NotPrivateError: if the data set of `fit` leaves out batches by what they hold, or if the
+            step of the model was built with another optimizer.
         """
+        refuse_step_of_another(self.model, self.optimizer)
         beside = callbacks_beside(self)
         if next(c for c in beside if isinstance(c, PrivateCallback)) is not self:
             return

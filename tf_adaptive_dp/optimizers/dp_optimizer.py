@@ -56,6 +56,7 @@ from tf_adaptive_dp.mechanism.secure_noise import SecureNoise
 from tf_adaptive_dp.mechanism.statistics import GradientStatistics
 from tf_adaptive_dp.normalization import refuse_unpaid_behind
 from tf_adaptive_dp.optimizers import checked_state, refusals, step_settings
+from tf_adaptive_dp.optimizers.compiled_step import check_finished_fit, note_step
 from tf_adaptive_dp.optimizers.fit_warnings import warn_in_fit, warn_of_units
 from tf_adaptive_dp.optimizers.given_loss import loss_and_variables
 from tf_adaptive_dp.optimizers.loss_scaling import LossScaling
@@ -367,6 +368,8 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             examples_per_user=self.examples_per_user,
         )
         note_optimizer(loss, self)
+        if not self._only_inspects:
+            note_step(loss, self)
         self.refuse_uncounted_statistics(loss)
         refusals.refuse_counting(self, source)
         return list(zip(self._release(source, variables), variables))
@@ -388,6 +391,7 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         self.require_known_state()
         refusals.refuse_unsupported_setting(self)
         refusals.refuse_chosen_batches(self)
+        refusals.refuse_batches_over_two_passes(self)
         refusals.refuse_16_bit_rewrites()
         step_settings.turn_off_tensor_float_32()
         if isinstance(self._mechanism.generator, CorrelatedNoise):
@@ -551,6 +555,18 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             lambda: tf.convert_to_tensor(apply()),
             lambda: tf.convert_to_tensor(self.iterations),
         )
+
+    def finalize_variable_values(self, var_list: Sequence[tf.Variable]) -> None:
+        """Ends a `fit`, which calls this: variables may get their moving averages.
+
+        Args:
+          var_list: the variables that were trained.
+
+        Raises:
+          NotPrivateError: if epsilon does not hold for that `fit`; see `check_finished_fit`.
+        """
+        check_finished_fit(self)
+        super().finalize_variable_values(var_list)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Sets all variables of the optimizer, its ledger included.

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.callers import dataset_of_fit
+from tf_adaptive_dp._keras.callers import batches_of_passes, dataset_of_fit
 from tf_adaptive_dp._keras.datasets import choices_of_batches
 from tf_adaptive_dp._keras.optimizers import APPLYING, HOW_TO_STEP, has_slots_for
 from tf_adaptive_dp._keras.variables import path_of
@@ -17,6 +17,7 @@ from tf_adaptive_dp.gradients.batch_axis.analysis import comes_from_data
 from tf_adaptive_dp.gradients.released import completion
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.mechanism.replicas import num_replicas, refuse_unsupported_strategy
+from tf_adaptive_dp.sampling.datasets import is_drawn
 from tf_adaptive_dp.side_information.provenance import uncounted_events
 
 
@@ -78,6 +79,23 @@ def refuse_chosen_batches(optimizer: Any) -> None:
                 "release like any other, and padding does no harm. Filter examples before they "
                 "are batched."
             )
+
+
+def refuse_batches_over_two_passes(optimizer: Any) -> None:
+    """Rejects a `fit` whose accumulated batches reach from one pass over the data into the next.
+
+    An example that is in parts of both moves the sum by 2C. A draw of the samplings holds none
+    twice, however many epochs its parts reach into.
+    """
+    parts, passes = optimizer.parts_per_batch, batches_of_passes(optimizer)
+    if passes is not None and passes % parts and not is_drawn(dataset_of_fit(optimizer)):
+        raise NotPrivateError(
+            "An accumulated batch must not reach from one pass over the data into the next, where "
+            "an example could join it twice. Make the number of batches of an epoch a multiple of "
+            "`gradient_accumulation_steps` (`batch_size`, `steps_per_epoch`, `drop_remainder`), or "
+            f"draw batches with a sampling of tf_adaptive_dp. Received: {passes} batches in each "
+            f"epoch, gradient_accumulation_steps={parts}"
+        )
 
 
 def refuse_16_bit_rewrites() -> None:

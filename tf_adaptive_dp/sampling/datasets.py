@@ -240,6 +240,13 @@ def is_repeatable(data: Any) -> bool:
     return isinstance(data, tf.data.Dataset) and any(map(is_repeatable, input_datasets(data)))
 
 
+def is_drawn(data: Any) -> bool:
+    """Whether a sampling of the library drew the batches of a data set."""
+    if hasattr(data, "is_repeatable"):
+        return True
+    return isinstance(data, tf.data.Dataset) and any(map(is_drawn, input_datasets(data)))
+
+
 def as_dataset(
     source: Arrays | Records,
     sampling: draws.Sampling,

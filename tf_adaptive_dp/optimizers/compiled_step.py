@@ -1,0 +1,109 @@
+"""Which optimizers the compiled training step of a model was built with.
+
+`fit` keeps its step until the model is compiled again. If another optimizer is assigned to
+`model.optimizer`, the step goes on with those that it was built with, and their ledgers count.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any, Callable, NamedTuple
+
+import tensorflow as tf
+
+from tf_adaptive_dp._keras.callers import dataset_of_fit, model_of_fit, running_models
+from tf_adaptive_dp._keras.graphs import is_symbolic, outer_graph
+from tf_adaptive_dp._keras.tracebacks import level_of_caller
+from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.optimizers.refusals import refuse_chosen_batches
+from tf_adaptive_dp.sampling.datasets import is_drawn
+
+_UNFINISHED = (
+    "Training stopped in the middle of a batch: {held} of {parts} parts are held, and nothing of "
+    "them was released. If the same data come next, an example could join the batch twice, and "
+    "epsilon would not hold: call `optimizer.drop_unfinished_parts()` before that."
+)
+
+
+class _Built(NamedTuple):
+    """What is known about a training function.
+
+    Attributes:
+      graph: that of its first trace.
+      optimizers: those whose steps are in this graph.
+    """
+
+    graph: weakref.ref[tf.Graph]
+    optimizers: weakref.WeakSet[Any]
+
+
+# By the training function of a model.
+_BUILT: weakref.WeakKeyDictionary[Callable, _Built] = weakref.WeakKeyDictionary()
+
+
+def note_step(loss: tf.Tensor, optimizer: Any) -> None:
+    """Notes that the training function which is being traced has a step of an optimizer.
+
+    Args:
+      loss: the loss that the optimizer was given; nothing is noted of an eager one.
+      optimizer: the optimizer.
+    """
+    if not is_symbolic(loss):
+        return
+    graph = loss.graph
+    while (around := outer_graph(graph)) is not None and outer_graph(around) is not None:
+        graph = around
+    functions = [getattr(model, "train_function", None) for model in running_models()]
+    for function in (f for f in functions if f is not None):
+        built = _BUILT.get(function)
+        if built is None or built.graph() is None:  # or its first trace failed
+            built = _BUILT[function] = _Built(weakref.ref(graph), weakref.WeakSet())
+        if built.graph() is graph:
+            built.optimizers.add(optimizer)
+
+
+def refuse_step_of_another(model: Any, optimizer: Any) -> None:
+    """Rejects an optimizer whose model has a step that was built with others.
+
+    Guarantee: it knows the steps that this process built outside of replicas.
+
+    Args:
+      model: the model that `fit` trains, or `None`.
+      optimizer: the one whose ledger is to count the training.
+
+    Raises:
+      NotPrivateError: if its ledger would lack the releases.
+    """
+    function = getattr(model, "train_function", None)
+    built = None if function is None else _BUILT.get(function)
+    if built is not None and optimizer not in built.optimizers:
+        raise NotPrivateError(
+            "The training step of the model was built with another optimizer, which goes on to "
+            "train it. This one's ledger lacks these releases, so epsilon would be too small. "
+            "`model.compile` sets an optimizer and has the step built anew; assigning one to "
+            f"`model.optimizer` does not. Received: optimizer={optimizer!r}"
+        )
+
+
+def check_finished_fit(optimizer: Any) -> None:
+    """Does at the end of a `fit` what only the trace of its step would do before.
+
+    A later `fit` traces no step, so what it trains on shows to callbacks alone, and here. It warns
+    of parts of an incomplete batch.
+
+    Args:
+      optimizer: that of the model that was trained.
+
+    Raises:
+      NotPrivateError: if the data set left out batches by what they hold, or if another optimizer
+        trained the model.
+    """
+    model = model_of_fit(optimizer)
+    if model is not None:
+        refuse_chosen_batches(optimizer)
+        refuse_step_of_another(model, optimizer)
+        held = optimizer.unfinished_parts
+        if held and not is_drawn(dataset_of_fit(optimizer)):
+            message = _UNFINISHED.format(held=held, parts=optimizer.parts_per_batch)
+            warnings.warn(message, stacklevel=level_of_caller())
