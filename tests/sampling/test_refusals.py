@@ -212,6 +212,13 @@ GIVING_COPIES = {
     "repeat before other transformations": SINGLE.repeat(2).map(lambda *e: e).shuffle(8),
     "a part of an endless repetition": SINGLE.repeat().take(10),
     "concatenated with itself": SINGLE.concatenate(SINGLE),
+    "repeated beside others": tf.data.Dataset.zip((SINGLE.repeat(2), tf.data.Dataset.range(8))).map(
+        lambda e, i: e
+    ),
+    "one example, repeated": tf.data.Dataset.from_tensors((np.ones(2), 1)).repeat(4),
+    "one example, repeated in parts": tf.data.Dataset.zip(
+        tuple(tf.data.Dataset.from_tensors(part).repeat(4) for part in (np.ones(2), 1))
+    ),
 }
 
 
@@ -256,6 +263,22 @@ def test_examples_that_are_alike_by_chance_are_no_copies():
     for data in (alike, few, almost, numbered(30), nothing):
         n = len(data[0])
         dp.poisson_batches(data, dp.PoissonSampling.for_batch_size(2, num_examples=n, steps=1))
+
+
+@pytest.mark.filterwarnings("error")
+def test_windows_of_a_time_series_are_no_copies():
+    # Keras puts the positions of all windows, one value that is repeated, beside each of them.
+    series = np.arange(30.0)
+    windows = tf.keras.utils.timeseries_dataset_from_array(
+        series, series[3:], sequence_length=3, batch_size=8
+    )
+    batches = dp.poisson_batches(
+        windows.unbatch(), dp.PoissonSampling.for_batch_size(20, num_examples=27, steps=1)
+    )
+    x, y, weight = next(iter(batches))
+    drawn = x.numpy()[weight.numpy() > 0]
+    np.testing.assert_array_equal(drawn, y.numpy()[weight.numpy() > 0, None] - [3, 2, 1])
+    assert len(drawn) == len(set(drawn[:, 0])) > 0
 
 
 def test_datasets_in_parts_are_accepted():

@@ -72,11 +72,21 @@ def gives_copies(dataset: tf.data.Dataset) -> bool:
     nor that windows overlap.
     """
     kind, inputs = type(dataset).__name__, input_datasets(dataset)
+    if "Zip" in kind:
+        # One value beside each element is no copy: `map` could have captured it. The windows of
+        # `timeseries_dataset_from_array` get their positions this way.
+        inputs = [d for d in inputs if not _repeats_one_value(d)] or inputs
     if "Repeat" in kind and int(dataset._count) != 1:
         return True
     if "Concatenate" in kind and inputs[0] is inputs[1]:
         return True
     return any(map(gives_copies, inputs))
+
+
+def _repeats_one_value(dataset: tf.data.Dataset) -> bool:
+    if "Repeat" not in type(dataset).__name__:
+        return False
+    return all("TensorDataset" in type(d).__name__ for d in input_datasets(dataset))
 
 
 def choices_of_batches(dataset: tf.data.Dataset) -> list[tuple[str, tf.Tensor | None]]:
