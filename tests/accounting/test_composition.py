@@ -449,6 +449,10 @@ def test_epsilon_spent_refuses_other_arguments():
         epsilon_spent(fake_ledger(), N, DELTA, accountant="RDP")
     with pytest.raises(TypeError, match="`ledger` must be a ledger or an optimizer .*Received"):
         epsilon_spent(tf.keras.optimizers.SGD(), N, DELTA)
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(TypeError, match=r"pass `model.optimizer`\. Received: ledger=<.*Sequential"):
+        epsilon_spent(model, N, DELTA)
 
 
 @pytest.mark.parametrize(("nearest", "counted"), [(9, 3), (10, 0), (11, 0)])

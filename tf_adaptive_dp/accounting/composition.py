@@ -482,8 +482,11 @@ def _read(
     checks.integer("num_examples", num_examples, 1)
     found = ledger_of(ledger)
     if not (hasattr(found, "segments") and hasattr(found, "other_events")):
+        is_model = hasattr(ledger, "optimizer")
+        hint = ". For a compiled model, pass `model.optimizer`" if is_model else ""
         raise TypeError(
-            f"`ledger` must be a ledger or an optimizer that has one. Received: ledger={ledger!r}"
+            f"`ledger` must be a ledger or an optimizer that has one{hint}. Received: "
+            f"ledger={ledger!r}"
         )
     _refuse_understated_epsilon(found, num_examples, correlated)
     known = [BatchChecks(*of_segment) for of_segment in getattr(found, "checks", ())]

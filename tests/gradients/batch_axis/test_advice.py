@@ -37,6 +37,11 @@ CASES = {
         "Return one loss per example",
     ),
     "product": (lambda h: tf.matmul(h @ tf.transpose(h), h), "Multiply within each example"),
+    # As `tf.tensordot(users, movies, 2)` in Keras's own example of a recommender.
+    "product with a sum": (
+        lambda h: h @ tf.matmul(h, h, transpose_a=True),
+        "Multiply within each example",
+    ),
     "softmax": (lambda h: tf.nn.softmax(h, 0), "out of the reduction|another axis"),
     "order": (lambda h: tf.gather(h, [1, 0, 3, 2, 5, 4, 7, 6]), "Keep all examples"),
     "concatenation": (
@@ -68,7 +73,7 @@ def refusal(layer):
     )
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("name", CASES)
 def test_the_message_has_the_layer_and_the_one_fix_that_fits(name):
     function, fix = CASES[name]

@@ -60,6 +60,8 @@ _HINGE = (
     "`lambda y, z: tf.reduce_mean(tf.maximum(1.0 - y * z, 0.0), axis=-1)`, squared or not."
 )
 
+# They take no axis; `tf.tensordot(x, y, 2)` is one of them.
+_PRODUCTS = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"}
 # By words of what an operation does, the first that fit.
 _BY_WORDS = (
     (("is BatchNormalization",), NORMALIZE),
@@ -92,6 +94,8 @@ def advice(op: tf.Operation, why: str) -> str:
     if layer_path(op.name) is not None and not _reads_weights(op):
         return _PREPROCESS
     fix = next((fix for words, fix in _BY_WORDS if any(w in why for w in words)), _OWN)
+    if fix == _REDUCE and op.type in _PRODUCTS:
+        return _MULTIPLY
     if fix == _REDUCE and op.inputs[0].shape.rank == 1:
         return _REDUCE_NOTHING
     return fix
