@@ -17,9 +17,11 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tests.helpers.label_counts import LabelCounts
+from tf_adaptive_dp._keras import tracebacks
 from tf_adaptive_dp._keras.generation import GENERATION, keras
 from tf_adaptive_dp.accounting import Releases, epsilon
 from tf_adaptive_dp.callbacks import run_directory
+from tf_adaptive_dp.gradients.absent_rows import PADDING_CONTRIBUTES
 from tf_adaptive_dp.plan import PrivacyPlan
 from tf_adaptive_dp.statement import LargeDeltaWarning
 from tf_adaptive_dp.wording import format_epsilon
@@ -1188,4 +1190,21 @@ def test_a_step_that_cannot_unpack_a_batch_is_told_its_parts(kind, says):
     with pytest.raises(ValueError) as failed:
         plan.fit(model, X, Y, verbose=0)
     assert re.search(says, str(failed.value), re.S)
+    assert model.optimizer.ledger.num_releases == 0
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_padding_that_contributes_is_said_without_tensorflows_way_to_it(filtered, monkeypatch):
+    class IgnoresWeights(tf.keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+            return tf.reduce_mean(tf.keras.losses.sparse_categorical_crossentropy(y, y_pred, True))
+
+    monkeypatch.setattr(tracebacks, "_is_filtering", lambda: filtered)
+    plan = planned()
+    model = IgnoresWeights([tf.keras.Input(X.shape[1:]), tf.keras.layers.Dense(4)])
+    model.compile(plan.optimizer(dp.DPSGD, learning_rate=0.1), catalogue.loss())
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        plan.fit(model, X, Y, verbose=0)
+    assert PADDING_CONTRIBUTES in error.value.message
+    assert (error.value.message == PADDING_CONTRIBUTES) == filtered
     assert model.optimizer.ledger.num_releases == 0

@@ -25,7 +25,7 @@ from tf_adaptive_dp._keras.models import (
     leave_padding_out_of_metrics,
     steps_per_call,
 )
-from tf_adaptive_dp._keras.tracebacks import level_of_caller
+from tf_adaptive_dp._keras.tracebacks import level_of_caller, short_assertions
 from tf_adaptive_dp.accounting.ledger import Ledger, has_ledger, missing_events
 from tf_adaptive_dp.accounting.noise_strategies import NoiseStrategy
 from tf_adaptive_dp.callbacks.run_directory import (
@@ -376,7 +376,7 @@ class PlannedTraining:
         history = RunHistory(lambda: monitor.not_private, path)
         reporting = [monitor, *([] if finished else [budget]), *callbacks, history]
         self._optimizer, self.model, self._history = model.optimizer, model, history
-        with _naming_parts_of_batches(model):
+        with _naming_parts_of_batches(model), short_assertions():
             of_keras = model.fit(
                 batches,
                 epochs=0 if finished else plan.epochs,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
 import types
+from collections.abc import Iterator
 from typing import Any, Callable, TypeVar
 
 import tensorflow as tf
@@ -21,6 +23,10 @@ _BOLD = re.compile(r"\x1b\[\d*m")
 _OF_A_LAYER = "Exception encountered when calling"
 # Behind this Keras 3 repeats what a layer raised while its output's shape was inferred.
 _ENCOUNTERED = "Error encountered:"
+# What TensorFlow says of a check of this library that failed within a step, behind the way to it.
+_FAILED_CHECK = re.compile(
+    r"in assert_true\s+assertion failed: \[(.*?)\]\s*\[\[\{\{node", re.DOTALL
+)
 # The packages between a warning and the user's line: this one, and what calls it or its functions.
 _BETWEEN = {__name__.split(".")[0], "contextlib", "keras", "tensorflow", "tf_keras"}
 
@@ -49,6 +55,22 @@ def short_traceback(function: _Function) -> _Function:
         raise found
 
     return wrapped  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def short_assertions() -> Iterator[None]:
+    """Leaves out TensorFlow's way to a check of this library that fails while a step runs.
+
+    What shows it is what shows the frames that `short_traceback` leaves out.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        failed = _FAILED_CHECK.search(error.message)
+        if failed is None or not _is_filtering():
+            raise
+        message = failed[1].replace("] [", " ")
+        raise tf.errors.InvalidArgumentError(error.node_def, error.op, message) from None
 
 
 def level_of_caller() -> int:
