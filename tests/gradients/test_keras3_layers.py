@@ -300,6 +300,7 @@ RANDOM = {
     "Dropout": ((5,), [dense(), of("Dropout", 0.5)]),
     "LSTM with dropout": (TIME, [of("LSTM", 3, dropout=0.5, recurrent_dropout=0.5)]),
     "RandomErasing": (IMAGES, [dense(3), of("RandomErasing")]),
+    "RandomPerspective": (IMAGES, [of("RandomPerspective")]),
     "SpatialDropout1D": ((4, 5), [dense(), of("SpatialDropout1D", 0.5)]),
     "GaussianNoise": ((5,), [dense(), of("GaussianNoise", 0.5)]),
     "GaussianDropout": ((5,), [dense(), of("GaussianDropout", 0.5)]),
@@ -328,7 +329,6 @@ REFUSED = {
         "custom gradient mixes.*with respect to a variable",
     ),
     # Augment images in the `tf.data` pipeline instead.
-    "RandomPerspective": (IMAGES, [of("RandomPerspective")], "row of the batch"),
     "RandomElasticTransform": (IMAGES, [of("RandomElasticTransform")], MIX),
     "RandAugment": (IMAGES, [of("RandAugment")], MIX),
     "AugMix": (IMAGES, [of("AugMix")], MIX),

@@ -134,6 +134,9 @@ def _reshape(op: tf.Operation, index: int, place: BatchAxis, batch_axes: BatchAx
         return []
     if source.shape.rank is None or output.shape.rank is None:
         return [(source, None)]
+    entries = source.shape[1:].num_elements()
+    if place.axis == 0 and entries is not None and entries == output.shape[1:].num_elements():
+        return [(source, place)]  # row i keeps its entries, however many rows there are
     sizes = [batch_axes.size(output, a) for a in range(output.shape.rank)]
     found = find_axis(
         batch_axes.batch_size,
