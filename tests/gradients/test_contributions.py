@@ -347,6 +347,66 @@ def test_what_an_example_adds_is_bounded_although_its_terms_cancel(form, jit):
             assert exact * (1 - 1e-4) <= norms[0] <= exact * 1.01 + 1.5
 
 
+def used_twice(form, first, second):
+    """Two uses of a 4-by-4 variable, the second of them in another view; rows of 16 numbers."""
+    shape = first.shape[0], 4, 4
+    first, second = (tf.reshape(tf.constant(t), shape) for t in (first, second))
+    second = tf.transpose(second, [0, 2, 1])
+    parts = {
+        "dense": lambda rows: DenseGradient((4, 4), rows),
+        # The only row in use is the first one, or with the view the first column.
+        "rows of a table": lambda rows: SparseGradient(
+            (4, 4), tf.zeros([shape[0], 1], tf.int32), rows[:, :1]
+        ),
+        "products": lambda rows: OuterGradient(
+            rows[:, tf.newaxis, tf.newaxis, :, 0], tf.ones([shape[0], 1, 1, 4])
+        ),
+    }
+    view = AxisTransform((4, 4))
+    same = view.reshape([1, 4, 4]) if form == "products" else view
+    other = view.transpose([1, 0])
+    other = other.reshape([1, 4, 4]) if form == "products" else other
+    return SummedContribution(
+        [
+            VariableContribution(parts[form](first), same),
+            VariableContribution(parts[form](second), other),
+        ]
+    )
+
+
+@pytest.mark.parametrize("size", [1e8, 1e12])
+@pytest.mark.parametrize("form", ["dense", "rows of a table", "products"])
+def test_an_example_whose_uses_of_a_variable_cancel_takes_nothing_from_the_others(form, size):
+    """Sums over the batch are rounded to the size of the terms, not to that of what is left."""
+    first, second = normal(0, 50, 16), normal(1, 50, 16)
+    # The same gradient through both views: it is symmetric, and its only entry for the table.
+    symmetric = {
+        "dense": np.ones(16),
+        "rows of a table": np.eye(16)[0],
+        "products": np.ones(16),
+    }[form]
+    first[7], second[7] = size * symmetric, -size * symmetric
+    made = used_twice(form, first, second)
+    norms = tf.sqrt(made.squared_norms(None, None))
+    weights = tf.minimum(1.0, 1.0 / norms)
+    others = weights * (1.0 - tf.one_hot(7, 50))
+    moved = made.weighted_sum(weights) - made.weighted_sum(others)
+    assert np.linalg.norm(moved) <= 1 + 1e-3
+
+
+@pytest.mark.parametrize("a", [1e-20, 1e-25])
+def test_terms_that_cancel_count_although_the_square_of_the_scale_vanishes(a):
+    """Otherwise nothing is left of the sum's rounding in the norm, and nothing is clipped."""
+    x, delta = np.ones([2, 4, 1, 30], np.float32), np.ones([2, 4, 1, 40], np.float32)
+    x[0] = 1.2 * a**-0.7
+    delta[0] = (a**-0.7 * np.array([1, 1, -1, -1]))[:, None, None]
+    delta[1] = 0.0
+    made = OuterGradient(tf.constant(x), tf.constant(delta))
+    terms = made.terms(tf.fill([1, 30, 40], np.float32(a))).numpy()
+    expected = 4 * 30 * 40 * (1.2 * a**-1.4 * a) ** 2
+    assert expected * (1 - 1e-5) <= terms[0] < np.inf and terms[1] == 0
+
+
 @pytest.mark.parametrize("form", ["dense", "product", "rows of a table"])
 def test_what_an_example_adds_is_bounded_although_a_shift_cancels_it(form):
     """Rounding in the sum of weighted rows and shift is that of the row, not of what is left."""

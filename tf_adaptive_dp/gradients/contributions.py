@@ -89,10 +89,9 @@ class Contribution(abc.ABC):
     def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
         """Computes Σᵢ weightsᵢ·gᵢ in the shape of the view; a weight of 0 adds exactly 0."""
 
-    def terms(self, scale: tf.Tensor | None) -> tf.Tensor | float:
-        """Computes Σ_t ‖g_it ∘ scale‖² of the terms that are added up to gᵢ, [B]; 0 if stored."""
-        del scale
-        return 0.0
+    @abc.abstractmethod
+    def terms(self, scale: tf.Tensor | None) -> tf.Tensor:
+        """Computes Σ_t ‖g_it ∘ scale‖² of the terms that are added up to gᵢ, [B]; not too small."""
 
     def all_rows(self) -> tf.Tensor:
         """Computes all gradients, [B, *shape]."""
@@ -178,6 +177,10 @@ class DenseGradient(Contribution):
         """From the rows."""
         return dense_norms(self.tensors[0], scale, shift)
 
+    def terms(self, scale: tf.Tensor | None) -> tf.Tensor:
+        """The squares of the rows, each of which is one term."""
+        return dense_norms(self.tensors[0], scale, None)
+
     def weighted_sum(self, weights: tf.Tensor) -> tf.Tensor:
         """From the rows."""
         return tf.reduce_sum(weigh_rows(self.tensors[0], weights), axis=0)
@@ -248,13 +251,16 @@ class OuterGradient(Contribution):
                 return OuterGradient(*one_side)._gram_norms()
         return in_chunks([self], scale, shift)
 
-    def terms(self, scale: tf.Tensor | None) -> tf.Tensor | float:
+    def terms(self, scale: tf.Tensor | None) -> tf.Tensor:
         """From the lengths of x and δ, or with one product of matrices."""
-        x, delta = self.tensors
+        x, delta = map(tf.square, self.tensors)
+        whole = _row_sums(x), _row_sums(delta)
         if scale is None:
-            return _row_sums(tf.reduce_sum(tf.square(x), 3) * tf.reduce_sum(tf.square(delta), 3))
+            found = _row_sums(tf.reduce_sum(x, 3) * tf.reduce_sum(delta, 3))
+            return found + self._unseen(*whole)
         squares = tf.broadcast_to(tf.square(scale), self.shape)
-        return _row_sums(tf.einsum("btgn,gnm->btgm", tf.square(x), squares) * tf.square(delta))
+        found = _row_sums(tf.einsum("btgn,gnm->btgm", x, squares) * delta)
+        return found + self._unseen_with_scale(squares, *whole)
 
     def _single_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
         x, delta = (tf.squeeze(t, [1, 2]) for t in self.tensors)
@@ -270,8 +276,7 @@ class OuterGradient(Contribution):
             else:
                 weighted = tf.matmul(tf.square(x), squares)  # [B, m], or [B, 1]: one number per row
             norms = tf.reduce_sum(weighted * tf.square(delta), axis=1)
-            norms += tf.reduce_max(squares) * self._unseen(*lengths)
-            norms += self._unseen_of_scale(*lengths)
+            norms += self._unseen_with_scale(squares, *lengths)
         if shift is None:
             return norms
         scaled = shift[0] if scale is None else squares * shift[0]
@@ -296,10 +301,13 @@ class OuterGradient(Contribution):
         *_, n, m = self.shape
         return self._unless_zero(m * _UNSEEN * x_squared + n * _UNSEEN * delta_squared)
 
-    def _unseen_of_scale(self, x_squared: tf.Tensor, delta_squared: tf.Tensor) -> tf.Tensor:
-        """The most that underflow of A² and of x²A² can have taken from Σ x²A²δ²."""
+    def _unseen_with_scale(
+        self, squares: tf.Tensor, x_squared: tf.Tensor, delta_squared: tf.Tensor
+    ) -> tf.Tensor:
+        """The most that underflow of x², δ², A² and x²A² can have taken from Σ x²A²δ²."""
         _, n, _ = self.shape
-        return self._unless_zero((_UNSEEN * x_squared + n * _UNSEEN) * delta_squared)
+        of_scale = self._unless_zero((_UNSEEN * x_squared + n * _UNSEEN) * delta_squared)
+        return tf.reduce_max(squares) * self._unseen(x_squared, delta_squared) + of_scale
 
     def _unless_zero(self, unseen: tf.Tensor) -> tf.Tensor:
         """Leaves a gradient of exactly 0, such as that of an absent example, with the norm 0."""
@@ -369,7 +377,7 @@ class SparseGradient(Contribution):
     def squared_norms(self, scale: tf.Tensor | None, shift: tf.Tensor | None) -> tf.Tensor:
         """Adds up the rows in use, and the part of the shift in all others."""
         ids, rows = self._rows_once()
-        raised = _ROUNDING * self.terms(scale)
+        raised = 0.0 if ids.shape[1] == 1 else _ROUNDING * self.terms(scale)
         if shift is None:
             # Squares of tiny rows would vanish before a large scale brings them back.
             at_rows = 1.0 if scale is None else scale
@@ -387,11 +395,9 @@ class SparseGradient(Contribution):
         exact = tf.maximum(norms + 2.0 * cross + constant, 0.0)
         return tf.cast(exact + _ROUNDING * (norms + constant), tf.float32) + raised
 
-    def terms(self, scale: tf.Tensor | None) -> tf.Tensor | float:
+    def terms(self, scale: tf.Tensor | None) -> tf.Tensor:
         """From the lengths of δ."""
         ids, delta = self.tensors
-        if ids.shape[1] == 1:
-            return 0.0
         if scale is not None and scale.shape[0] == self.shape[0]:
             scale = tf.gather(scale, ids)
         return _row_sums(tf.square(delta if scale is None else delta * scale))
@@ -413,7 +419,7 @@ class VariableContribution:
         """Computes the gradients of some examples, [b, *shape]."""
         return self.view.invert(self.contribution.of(*tensors), leading=1)
 
-    def terms(self, scale: tf.Tensor | None) -> tf.Tensor | float:
+    def terms(self, scale: tf.Tensor | None) -> tf.Tensor:
         """Computes Σ_t ‖g_it ∘ scale‖² of the terms that are added up, [B]."""
         return self.contribution.terms(None if scale is None else self.view.apply(scale))
 
