@@ -57,6 +57,7 @@ from tf_adaptive_dp.sampling.sources import (
     refuse_shuffled,
 )
 from tf_adaptive_dp.sampling.users import UserRecords
+from tf_adaptive_dp.side_information.public_gradients import PublicGradients
 from tf_adaptive_dp.validation.layer_findings import has_own, named_layers
 from tf_adaptive_dp.validation.unit_findings import unit_findings
 
@@ -276,6 +277,9 @@ class PlannedTraining:
         """
         optimizer = getattr(model, "optimizer", None)
         self.check_optimizer(optimizer)
+        information = getattr(optimizer, "side_information", None)
+        if isinstance(information, PublicGradients):
+            information.refuse_private_data(data[0])
         if model.built and not model.trainable_variables:
             raise ValueError(
                 "The model has no trainable variables. Set `trainable = True` on the layers to "

@@ -146,6 +146,39 @@ def test_examples_that_are_private_too_are_refused():
         public(private_dataset=others.concatenate(catalogue.PUBLIC.take(1)))
 
 
+EXAMPLES = tf.data.Dataset.from_tensor_slices(catalogue.data())
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        EXAMPLES.batch(8),
+        EXAMPLES.shuffle(9).repeat(2).map(lambda x, y: (-x, y)).batch(4).prefetch(1),
+        EXAMPLES.padded_batch(4).unbatch().batch(8, num_parallel_calls=2, deterministic=True),
+    ],
+)
+def test_training_on_the_public_data_set_itself_is_refused(dataset):
+    information = public(dataset.with_options(tf.data.Options()))
+    model = compiled(dp.DPSGD(1.0, 1.0, learning_rate=0.1, side_information=information))
+    with pytest.raises(dp.NotPrivateError, match="the one that is trained on"):
+        model.fit(EXAMPLES.cache().batch(8), callbacks=[information], verbose=0)
+    assert model.optimizer.ledger.num_releases == 0
+    model.fit(EXAMPLES.skip(8).batch(8), callbacks=[information], verbose=0)  # for all that is seen
+    assert model.optimizer.ledger.num_releases > 0
+
+
+def test_a_plan_refuses_to_train_on_the_public_data_set_itself():
+    plan = dp.PrivacyPlan(
+        num_examples=len(EXAMPLES), batch_size=8, epochs=1, epsilon=3.0, delta=1e-3
+    )
+    information = public(EXAMPLES.batch(4))
+    model = compiled(plan.optimizer(dp.DPSGD, 1.0, learning_rate=0.1, side_information=information))
+    with pytest.raises(dp.NotPrivateError, match="the one that is trained on"):
+        plan.fit(model, EXAMPLES, callbacks=[information], verbose=0)
+    assert model.optimizer.ledger.num_releases == 0
+
+
 @pytest.mark.parametrize("kwargs", [{"private_dataset": [1]}, {"dataset": None}])
 def test_data_that_cannot_be_compared_is_refused(kwargs):
     with pytest.raises(TypeError, match="`private_dataset` must be a `tf.data.Dataset`"):

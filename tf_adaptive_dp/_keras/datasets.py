@@ -12,6 +12,8 @@ def input_datasets(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 
 # What leaves the elements of a data set as they are; `map` changes them, but hardly their rows.
 _LEAVES_BATCHES = ("Cache", "Map", "Options", "Prefetch", "Repeat", "Shuffle")
+# What changes examples, or puts them into batches, but leaves none out.
+_LEAVES_EXAMPLES = (*_LEAVES_BATCHES, "Batch", "PaddedBatch", "Unbatch", "Restructured")
 # The methods that may leave out elements, by the names of their data sets.
 _CHOICES = {
     "Filter": "filter",
@@ -38,8 +40,7 @@ def sizes_of_batches(
     """
     while not hasattr(dataset, "_batch_size"):
         inputs = input_datasets(dataset)
-        name = type(dataset).__name__.removesuffix("Dataset").lstrip("_").removeprefix("Parallel")
-        if len(inputs) != 1 or name not in _LEAVES_BATCHES:
+        if len(inputs) != 1 or _kind(dataset) not in _LEAVES_BATCHES:
             return None
         (dataset,) = inputs
     if not hasattr(dataset, "_drop_remainder"):
@@ -53,6 +54,25 @@ def sizes_of_batches(
     if num_batches is not None and num_batches <= num_examples // size:
         return None
     return int(size), int(num_examples % size)
+
+
+def holds_the_same(one: tf.data.Dataset, other: tf.data.Dataset) -> bool:
+    """Whether two data sets hold the same examples, since both are made of one data set of them.
+
+    It does not compare examples, so it sees nothing of two that are made of the same arrays.
+    """
+    return _examples(one) is _examples(other)
+
+
+def _examples(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The data set that has all examples of this one, before they were changed and batched."""
+    while _kind(dataset) in _LEAVES_EXAMPLES:
+        (dataset,) = input_datasets(dataset)
+    return dataset
+
+
+def _kind(dataset: tf.data.Dataset) -> str:
+    return type(dataset).__name__.removesuffix("Dataset").lstrip("_").removeprefix("Parallel")
 
 
 def has_random_order(dataset: tf.data.Dataset) -> bool:

@@ -10,10 +10,13 @@ import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
+from tf_adaptive_dp._keras.callers import dataset_of_fit
+from tf_adaptive_dp._keras.datasets import holds_the_same
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import uncounted_loss_of_step
 from tf_adaptive_dp._keras.variables import dense_gradients
 from tf_adaptive_dp.accounting.ledger import has_ledger
+from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.gradients.api import check_loss
 from tf_adaptive_dp.gradients.batch_axis.analysis import follow
 from tf_adaptive_dp.gradients.scalar_losses import take_apart
@@ -84,7 +87,8 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
     who waived protection. Its batches need neither the size of the private ones nor sample weights.
 
     Guarantee: only `dataset` is read. It must not overlap the private data, and its examples are
-    not protected. With `private_dataset` the constructor checks that no example is in both.
+    not protected. With `private_dataset` the constructor checks that no example is in both. `fit`
+    refuses only a data set of all the examples of `dataset`, shuffled, changed or batched anew.
 
     Pass the same object to the optimizer and to `fit`:
 
@@ -156,6 +160,25 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
                 f"dataset={self.dataset!r}"
             )
         check_disjoint(self.dataset, private_dataset)
+
+    def refuse_private_data(self, data: Any) -> None:
+        """Rejects the examples of `dataset` as those to train on in private.
+
+        Args:
+          data: what `fit` was given to train on.
+
+        Raises:
+          NotPrivateError: if `data` and `dataset` are made of the same data set.
+        """
+        if self.dataset is None or not isinstance(data, tf.data.Dataset):
+            return
+        if holds_the_same(data, self.dataset):
+            raise NotPrivateError(
+                "The public data set of PublicGradients is the one that is trained on, and its "
+                "gradients enter training without noise, so no example is protected. Received: "
+                f"dataset={self.dataset!r}, and {data!r} of the same examples. Use other public "
+                "data, or take some of these out: `side_information.split_public`."
+            )
 
     def build(
         self, variables: Sequence[tf.Variable], add_slot: Callable[..., tf.Variable]
@@ -263,6 +286,11 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
         for moment, g in zip(firsts[0] if firsts else (), gradients):
             moment.assign(effective_step_size.first_moment(moment, g, self.beta))
         num_refreshes.assign_add(1)
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Rejects training on the public data; called by Keras."""
+        if has_ledger(_unwrapped(self.model)):
+            self.refuse_private_data(dataset_of_fit(self.model.optimizer))
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Counts minibatches anew, since a resumed epoch may begin in its middle."""
