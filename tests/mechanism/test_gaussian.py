@@ -85,6 +85,46 @@ def test_an_example_changes_the_sum_by_the_clip_at_most(precondition, clipping, 
     assert difference(whole, replaced) <= 2 * clip * ROUNDING
 
 
+class Scales(tf.keras.layers.Layer):
+    """Multiplies vectors and sequences by the same weights, as a LayerNormalization of Keras 3."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(name="scale", shape=[shape[-1]], initializer="ones")
+
+    def call(self, x):
+        return x * tf.reshape(self.scale, [1] * (x.shape.rank - 1) + [-1])
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def test_an_example_that_cancels_between_two_uses_of_a_layer_takes_nothing_from_the_others():
+    """A layer for vectors and for sequences reads its weights in two shapes, so in two sums."""
+    vectors, sequences = tf.keras.Input([6]), tf.keras.Input([1, 6])
+    shared = Scales()
+    pair = [shared(vectors), tf.keras.layers.Flatten()(shared(sequences))]
+    outputs = tf.keras.layers.Dense(1, trainable=False)(tf.keras.layers.Subtract()(pair))
+    model = tf.keras.Model([vectors, sequences], outputs)
+    a, b, y = zoo.floats(64, 6), zoo.floats(64, 1, 6, seed=1), zoo.floats(64, 1, seed=2)
+    b[3, 0], y[3] = a[3], 1e14  # the same input twice, and a huge error
+
+    def moved(model, weights):
+        optimizer = dp.DPSGD(1.0, 0.0, expected_batch_size=1)
+
+        def step(a, b, y, weights):
+            with tf.GradientTape() as tape:
+                errors = tf.reduce_mean((model([a, b], training=True) - y) ** 2, axis=1)
+                loss = errors * weights
+            found = optimizer.compute_gradients(loss, model.trainable_variables, tape)
+            return [tf.convert_to_tensor(g) for g, _ in found]
+
+        return [g.numpy() for g in zoo.in_mode("graph", step, (a, b, y, weights))(a, b, y, weights)]
+
+    without = np.ones(64, "float32")
+    without[3] = 0.0
+    assert difference(moved(model, np.ones(64, "float32")), moved(model, without)) <= ROUNDING
+
+
 @every_clipping
 @pytest.mark.parametrize("clip", [0.01, 1.0, 50.0])
 def test_the_bounds_are_reached(clip, clipping):
