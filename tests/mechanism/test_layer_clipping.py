@@ -61,6 +61,19 @@ def test_an_example_with_one_layer_that_is_not_finite_counts_as_zero_in_all():
         np.testing.assert_allclose(released, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+def test_a_share_that_is_zero_in_float32_leaves_nothing_of_its_layer_and_the_rest_as_it_is(mode):
+    """An example without a gradient for that layer would otherwise make the sum NaN."""
+    rows = rows_of(3, batch_size=2)
+    for row in rows[:2]:
+        row[0] = 0.0
+    shares = dp.PerLayerClipping({"a": 1e-60, "b": 1.0})
+    released = sums(rows, shares, mode=mode)
+    expected = sum(row / np.linalg.norm(row) for row in rows[2])
+    np.testing.assert_allclose(released[2], expected, rtol=1e-5)
+    assert not np.any(released[0]) and not np.any(released[1])
+
+
 @pytest.mark.parametrize(
     "shares, error, message",
     [

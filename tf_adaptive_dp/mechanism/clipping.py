@@ -54,7 +54,8 @@ def clip_weights(
     l2_norm_clip = tf.cast(l2_norm_clip, tf.float32)
     norms = tf.sqrt(squared_norms)
     if method == "flat":
-        weights = tf.minimum(1.0, l2_norm_clip / norms)
+        # The share of a layer may be 0 in float32, and 0/0 would not be a weight.
+        weights = tf.where(norms > 0, tf.minimum(1.0, l2_norm_clip / norms), 1.0)
     else:
         weights = l2_norm_clip / (norms + gamma)
     return tf.where(tf.math.is_finite(squared_norms), weights, 0.0)
