@@ -7,6 +7,7 @@ import tensorflow as tf
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 from tests.helpers.catalogue import KINDS, OPTIMIZERS, WITHOUT_TAPE
+from tests.helpers.gaussianity import assert_gaussian, assert_independent
 from tf_adaptive_dp._keras.generation import GENERATION
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
@@ -264,6 +265,40 @@ def test_sample_weight_zero_means_absent(name):
     changed[5:8] = 100.0
     for a, b in zip(weights_after(x), weights_after(changed)):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow_after(2)
+@every_optimizer
+def test_each_release_has_noise_of_its_own_of_the_size_asked_for(name):
+    """Whatever scales gradients before they are clipped must not scale the noise."""
+    optimizer = catalogue.make(
+        name, l2_norm_clip=0.5, noise_multiplier=1.3, expected_batch_size=8, seed=None
+    )
+    variables = [tf.Variable(tf.zeros(shape)) for shape in ([60, 50], [3000])]
+    optimizer.build(variables)
+    for of_side_information in getattr(optimizer, "side_information_state", []):
+        for variable in of_side_information:
+            variable.assign(tf.fill(variable.shape, tf.cast(4, variable.dtype)))
+
+    @tf.function(autograph=False)
+    def step(batch):
+        with tf.GradientTape() as tape:
+            loss = batch * tf.add_n([tf.reduce_sum(v) for v in variables])
+        found = optimizer.compute_gradients(loss, variables, tape)
+        optimizer.apply_gradients(found)
+        return [tf.convert_to_tensor(g) for g, _ in found]
+
+    clip = 1.0 if name == "UntunedSGD" else 0.5
+    releases = [[8 * g.numpy() for g in step(tf.zeros([8]))] for _ in range(3)]
+    for release in releases:
+        for noise in release:
+            assert_gaussian(noise, 1.3 * clip)
+        assert_independent(release[0], release[1])
+    assert_independent(
+        np.concatenate([r.ravel() for r in releases[0]]),
+        np.concatenate([r.ravel() for r in releases[1]]),
+    )
+    assert optimizer.ledger.segments == [(1.3, 8.0, 3)]
 
 
 @pytest.mark.slow
