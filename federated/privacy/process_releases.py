@@ -10,6 +10,7 @@ from typing import Any, Union
 import tensorflow_federated as tff
 
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.mechanism.noise import has_fresh_normal_numbers
 
 # The sums that a value depends on, by number; the same of each part; or a function of such values.
 _Value = Union["frozenset[int]", "tuple[_Value, ...]", Callable[["_Value"], "_Value"]]
@@ -27,9 +28,9 @@ def check_releases(process: Any) -> bool:
 
     Guarantee: if it returns true, nothing that a round returns, except the metrics `client_work`,
     depends on clients other than through the one sum that `aggregator.dp_event` of the state
-    depends on. What happens to that sum is not checked here; `UserLedger` compares its noise. All
-    results of a TensorFlow graph count as if they depended on all its arguments, so doubt leads to
-    a refusal.
+    depends on. Of what happens to that sum, only that the library's own noise is drawn is checked
+    here; `UserLedger` compares its size. All results of a TensorFlow graph count as if they
+    depended on all its arguments, so doubt leads to a refusal.
 
     Args:
       process: a learning process.
@@ -38,7 +39,8 @@ def check_releases(process: Any) -> bool:
       False if `process.next` is no computation of TFF, so that nothing is known.
 
     Raises:
-      NotPrivateError: if something else of the clients is kept or released.
+      NotPrivateError: if something else of the clients is kept or released, or if the noise is not
+        that of `UserLevelPrivacy.aggregator`.
     """
     # Rounds in groups return what those of single clients return.
     computation = getattr(process.next, "single", process.next)
@@ -52,6 +54,14 @@ def check_releases(process: Any) -> bool:
         raise NotPrivateError(
             "`process` must have one private aggregator, `privacy.aggregator()`. Received: none "
             "with one clipped sum in `state.aggregator`"
+        )
+    if not has_fresh_normal_numbers(proto.SerializeToString()):
+        raise NotPrivateError(
+            "`process` must have the aggregator `privacy.aggregator()`. Another one, such as "
+            "`tff.learning.dp_aggregator` or `tff.aggregators.DifferentiallyPrivateFactory`, takes "
+            "the queries of TF Privacy: a client whose update is so large that its norm overflows "
+            "turns their whole sum into NaN, noise included. Received: a process whose aggregator "
+            "draws other noise than that of `UserLevelPrivacy`"
         )
     places = {f"state.{name}": part for name, part in _named(*state)}
     for name, part in _named(*returned):

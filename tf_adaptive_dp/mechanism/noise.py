@@ -150,6 +150,19 @@ def fresh_normal_numbers(size: int) -> tf.Tensor:
     return tf.reshape(tf.bitcast(pairs, tf.float32), [-1])[:size]
 
 
+def has_fresh_normal_numbers(serialized: bytes) -> bool:
+    """Whether a serialized graph, or what contains graphs, draws `fresh_normal_numbers`.
+
+    Args:
+      serialized: its bytes, not compressed.
+
+    >>> graph = tf.function(lambda: fresh_normal_numbers(1)).get_concrete_function().graph
+    >>> has_fresh_normal_numbers(graph.as_graph_def().SerializeToString())
+    True
+    """
+    return _RANDOM_UUID.encode() in serialized
+
+
 def _bits_of_the_kernel() -> tf.Tensor:
     """64 random bits that are read from the kernel each time the graph runs, [2], uint32.
 

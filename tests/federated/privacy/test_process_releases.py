@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_federated as tff
+import tensorflow_privacy as tfp
 
 from federated.clients.client_optimizers import build_adadp
 from federated.privacy.process_releases import check_releases
+from federated.privacy.user_ledger import UserLedger
 from federated.privacy.user_level import UserLevelPrivacy
 from federated.training.processes import build_dp_fed_avg
 from tests.helpers import real_rounds
@@ -128,6 +130,20 @@ def test_an_exact_sum_is_found_wherever_it_goes(context, where, found):
 def test_a_process_without_a_private_aggregator_is_refused(context):
     process = ALGORITHMS.build_unweighted_fed_avg(real_rounds.model_fn, MOMENTUM)
     with pytest.raises(NotPrivateError, match="one private aggregator.*`state.aggregator`$"):
+        check_releases(process)
+
+
+def test_the_queries_of_tf_privacy_are_refused(context):
+    """A client whose update is finite, and its norm is not, turns their sum into NaN."""
+    query = tfp.GaussianSumQuery(0.5, 0.5)
+    params = query.derive_sample_params(query.initial_global_state())
+    assert np.isnan(query.preprocess_record(params, [tf.constant([1e30, 0.0])])[0]).all()
+    aggregator = tff.aggregators.DifferentiallyPrivateFactory.gaussian_fixed(1.0, 3.0, 0.5)
+    process = ALGORITHMS.build_unweighted_fed_avg(
+        real_rounds.model_fn, MOMENTUM, model_aggregator=aggregator
+    )
+    UserLedger(PRIVACY).check_noise(process.initialize())  # of the stated size
+    with pytest.raises(NotPrivateError, match="must have the aggregator `privacy.aggregator"):
         check_releases(process)
 
 
