@@ -27,6 +27,7 @@ import tensorflow as tf
 import tensorflow_privacy as tfp
 
 from tf_adaptive_dp.accounting.noise_strategies import BandedNoise
+from tf_adaptive_dp.mechanism.clipping import LARGEST, SMALLEST
 from tf_adaptive_dp.mechanism.correlated_noise import take_back
 from tf_adaptive_dp.mechanism.noise import fresh_normal_numbers
 
@@ -177,12 +178,20 @@ class _QuantileEstimator(tfp.QuantileEstimatorQuery):
         # Counts are shifted by one half, so a client changes them by ±0.5.
         return tfp.NormalizedQuery(GaussianSum(0.5, stddev), expected_num_records)
 
+    def get_noised_result(self, sample_state: Any, global_state: Any) -> tuple:
+        """The next estimate, from `SMALLEST` to `LARGEST`, the next state, and the event."""
+        estimate, state, event = super().get_noised_result(sample_state, global_state)
+        estimate = tf.clip_by_value(estimate, SMALLEST, LARGEST)
+        return estimate, state._replace(current_estimate=estimate), event
+
 
 class AdaptiveClipSum(tfp.QuantileAdaptiveClipSumQuery):
     """`GaussianSum` with a clip that follows a quantile of the updates' norms (Andrew et al. 2021).
 
     Each round multiplies the clip by exp(-`learning_rate` · (share of norms below it -
-    `target_unclipped_quantile`)), where the share comes from a noisy count.
+    `target_unclipped_quantile`)), where the share comes from a noisy count. It stays between 1e-12
+    and 1e12: a median of zeros, as of many clients without data, would otherwise lower it for ever,
+    until float32 has neither a clip nor its noise.
 
     Guarantee: with σ = `clipped_count_stddev`, each round composes two Gaussian mechanisms on the
     same cohort, with multipliers `noise_multiplier` and 2σ. The clip is computed from earlier
