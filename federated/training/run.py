@@ -54,18 +54,25 @@ def _description(state: Any, sampler: Any, ledger: user_epsilon.UserLedger | Non
 
 
 def _require_journal(folder: Path) -> None:
-    """Raises if a run had a journal, which is written before its first state.
+    """Raises if a run had a journal, which is written before everything else.
+
+    A key that is left would draw the cohorts of that run once more, and its best state would be
+    compared with those of the new run.
 
     Args:
       folder: the run's folder `secret`.
     """
     path, saved = folder / "journal", newest(folder / "states")
-    if saved is not None and not journal.has_begun(path):
+    others = [name for name in (_KEY, "held_out", "best") if (folder / name).exists()]
+    if (saved is not None or others) and not journal.has_begun(path):
+        left = f"the last saved state is of round {saved}"
+        if saved is None:
+            left = f"there is {', '.join(others)}"
         raise ValueError(
             "The journal of the run in this directory is gone, so nobody knows how many rounds "
             "were begun. Restore it, or begin a new run in another directory; what this one "
-            f"released stays spent. Nothing was changed. Received: no entries in {str(path)!r}, "
-            f"the last saved state is of round {saved}"
+            "released stays spent. Nothing was changed. Received: no entries in "
+            f"{str(path)!r}, {left}"
         )
 
 

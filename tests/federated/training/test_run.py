@@ -213,6 +213,19 @@ def test_a_run_whose_journal_is_gone_does_not_forget_its_lost_rounds(tmp_path, c
         assert rounds.train(tmp_path, 3).ledger.num_releases == 3
 
 
+@pytest.mark.parametrize("kept", ["sampler_key", "best"])
+def test_no_run_begins_with_the_key_or_the_best_state_of_another_one(tmp_path, kept):
+    rounds.train(tmp_path, 2, evaluated=True)
+    secret = tmp_path / "run/secret"
+    for path in secret.iterdir():
+        if path.name != kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = rounds.contents(tmp_path)
+    with pytest.raises(ValueError, match=f"journal.*gone.*another directory.*there is {kept}$"):
+        rounds.train(tmp_path, 2, evaluated=True)
+    assert rounds.contents(tmp_path) == before
+
+
 def test_what_has_to_stay_secret_is_for_the_owner_alone(tmp_path):
     rounds.train(tmp_path, 1)
     secret = tmp_path / "run/secret"
