@@ -96,6 +96,16 @@ def _assign(weights: tff.learning.models.ModelWeights, model: tf.keras.Model) ->
     weights.assign_weights_to(model)
 
 
+def _is_of_graphs(model: tf.keras.Model) -> bool:
+    """Whether Keras 2 made the classes of an existing model those of TensorFlow 1.
+
+    A model that is made in a `tf.Graph`, as TFF makes each one, does so to the classes of all
+    models and layers of its kinds, and those that were made outside of it no longer work.
+    """
+    kinds = {kind for part in (model, *model.submodules) for kind in type(part).__mro__}
+    return any(kind.__module__.endswith("_v1") for kind in kinds)
+
+
 class Evaluation:
     """Evaluates the server's model on held-out clients after every few rounds.
 
@@ -113,7 +123,7 @@ class Evaluation:
       client_data: the held-out clients' data: a `tff.simulation.datasets.ClientData`, or a function
         from a client id to batches, with `client_ids`. A batch is (x, y), or a mapping with the
         keys `x` and `y`.
-      client_ids: the held-out clients; `None` takes all clients of `client_data`.
+      client_ids: the held-out clients, distinct strings; `None` takes all clients of `client_data`.
       every: the number of finished rounds between evaluations. The last round is always evaluated.
       best: the name of the figure to choose the best state by; `None` keeps no best state.
       mode: `"min"` if a smaller figure is better, `"max"` if a larger one is, `"auto"` to decide by
@@ -156,6 +166,19 @@ class Evaluation:
                 f"client_data={client_data!r}, client_ids={client_ids!r}"
             )
         self.client_ids = tuple(client_ids)
+        # Of another type, none would be found among those that are trained on.
+        of_text = all(isinstance(client, str) for client in self.client_ids)
+        if isinstance(client_ids, str) or not of_text:
+            raise TypeError(
+                "`client_ids` must be a list of strings; `client.decode()` makes one of bytes. "
+                f"Received: client_ids={client_ids!r}"
+            )
+        if len(set(self.client_ids)) < len(self.client_ids):
+            raise ValueError(
+                "`client_ids` must all be different: the examples of a client that is listed twice "
+                f"would count twice. Received: {len(self.client_ids)} ids, "
+                f"{len(set(self.client_ids))} distinct"
+            )
         self._datasets = datasets
         self._model_fn = model_fn
         self._model = model_fn() if callable(model_fn) else None
@@ -189,8 +212,7 @@ class Evaluation:
           ValueError: if the weights do not fit the model, the held-out clients have no examples,
             or no figure is named `best`.
         """
-        _assign(weights, self._model)
-        self._model.reset_metrics()
+        self._prepare(weights)
         found: Mapping[str, float] = {}
         for client in self.client_ids:
             for batch in self._datasets(client):
@@ -206,11 +228,17 @@ class Evaluation:
         Raises:
           TypeError, ValueError: if a batch is not (x, y), or as `figures`.
         """
-        _assign(weights, self._model)
-        self._model.reset_metrics()
+        self._prepare(weights)
         batches = ((b, client) for client in self.client_ids for b in self._datasets(client))
         first = next(batches, None)
         self._named({} if first is None else self._of_batch(*first))
+
+    def _prepare(self, weights: tff.learning.models.ModelWeights) -> None:
+        """Gives the model these weights, and new metrics."""
+        if _is_of_graphs(self._model):
+            self._model = self._model_fn()
+        _assign(weights, self._model)
+        self._model.reset_metrics()
 
     def _of_batch(self, batch: Any, client: str) -> Mapping[str, float]:
         """The figures of all batches since the metrics were reset, with this one."""

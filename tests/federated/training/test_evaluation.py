@@ -245,6 +245,17 @@ def test_figures_are_those_of_all_examples_together():
     assert evaluation.figures(weights(np.zeros([2, 2]))) != pytest.approx(expected, rel=1e-3)
 
 
+def test_a_process_that_is_built_in_between_does_not_disturb_the_model():
+    """Keras 2 breaks all models that were made before one is made in a graph, as TFF does."""
+    evaluation = Evaluation(model_fn, of_client, ["a"])
+    at = weights(np.ones([2, 2]))
+    before = evaluation.figures(at)
+    for evaluate in (evaluation.check, evaluation.figures):
+        build_adaptive_fed_avg(model_fn, input_spec=of_client("a").element_spec)
+        evaluate(at)
+    assert evaluation.figures(at) == before
+
+
 def test_client_data_of_tff_is_evaluated_on_all_of_its_clients():
     data = tff.simulation.datasets.TestClientData(
         {name: (np.ones([2, 2], np.float32), np.ones([2], np.int32)) for name in "ab"}
@@ -279,6 +290,9 @@ def test_which_figure_is_better(best, mode, better):
         ({"mode": "most"}, "`mode` must be"),
         ({"client_ids": []}, "`client_data` must be a .* at least one of `client_ids`"),
         ({"client_data": of_client, "client_ids": None}, "with at least one of `client_ids`"),
+        ({"client_ids": "abc"}, "`client_ids` must be a list of strings"),
+        ({"client_ids": ["a", b"b"]}, r"`client_ids` must .*client.decode\(\)"),
+        ({"client_ids": ["a", "a"]}, "`client_ids` must all be different.*2 ids, 1 distinct"),
         ({"model_fn": real_rounds.model_fn}, "`model_fn` must .* compiled with its loss"),
     ],
 )
@@ -317,7 +331,7 @@ def as_mapping(name):
 
 def test_batches_may_be_mappings_as_in_training():
     at = weights([[-1.0, 0.5], [0.3, 0.2]], [0.1, -0.1])
-    found = [Evaluation(model_fn, d, "ab").figures(at) for d in (of_client, as_mapping)]
+    found = [Evaluation(model_fn, d, ["a", "b"]).figures(at) for d in (of_client, as_mapping)]
     assert found[0] == found[1] and len(found[0]) == 2
 
 
@@ -346,9 +360,9 @@ class Weights(rounds.Process):
 @pytest.mark.parametrize(
     ("evaluation", "message"),
     [
-        (Evaluation(model_fn, of_client, "a", every=9, best="acuracy"), "`best` must name"),
-        (Evaluation(lambda: model_fn(3), of_client, "a", every=9), "`model_fn` must return"),
-        (Evaluation(model_fn, lambda c: of_client(c).map(lambda x, y: x), "a"), "batches"),
+        (Evaluation(model_fn, of_client, ["a"], every=9, best="acuracy"), "`best` must name"),
+        (Evaluation(lambda: model_fn(3), of_client, ["a"], every=9), "`model_fn` must return"),
+        (Evaluation(model_fn, lambda c: of_client(c).map(lambda x, y: x), ["a"]), "batches"),
     ],
     ids=["best", "model", "batches"],
 )
@@ -360,7 +374,7 @@ def test_what_cannot_be_evaluated_is_refused_before_the_first_round(tmp_path, ev
     with pytest.raises((TypeError, ValueError), match=message):
         train(evaluation)
     assert not rounds.record(tmp_path)
-    corrected = Evaluation(model_fn, as_mapping, "a", every=9, best="accuracy")
+    corrected = Evaluation(model_fn, as_mapping, ["a"], every=9, best="accuracy")
     trained = train(corrected)
     assert trained.num_begun == 9 and set(trained.best.figures) == {"loss", "accuracy"}
 
