@@ -25,6 +25,8 @@ def check_optimizer(name: str, value: Any) -> None:
         return
     kind = value if isinstance(value, type) else type(value)
     cure = ", such as `tff.learning.optimizers.build_sgdm(1.0)`"
+    if callable(value) and not isinstance(value, type):
+        cure += "; pass the optimizer itself, not a function that returns it"
     if issubclass(kind, tf.keras.optimizers.Optimizer):
         cure = f"; Keras's optimizers do not run in TFF. Write: {name}={_of_tff(kind.__name__)}"
     raise TypeError(

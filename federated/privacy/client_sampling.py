@@ -190,6 +190,11 @@ class ClientSampler:
     def __init__(
         self, client_ids: Sequence[str], sampling: draws.Sampling, key: bytes | None = None
     ):
+        if hasattr(client_ids, "client_ids"):
+            raise TypeError(
+                "`client_ids` must be a list of strings: pass `client_data.client_ids`. Received: "
+                f"client_ids of type {type(client_ids).__name__}"
+            )
         if isinstance(client_ids, str) or not all(isinstance(c, str) for c in client_ids):
             raise TypeError(
                 f"`client_ids` must be a list of strings. Received: client_ids={client_ids!r}"

@@ -102,12 +102,19 @@ def mean(update_type: tff.Type) -> GroupSum:
 
     def add(_: Any, sums: tuple, result: Any) -> tuple:
         weight = result.update_weight
-        update = tf.nest.map_structure(lambda s, u: s + weight * u, sums[0], result.update)
-        return update, sums[1] + weight
+
+        def added(so_far: tf.Tensor, update: tf.Tensor) -> tf.Tensor:
+            return so_far + tf.cast(weight, update.dtype) * update
+
+        return tf.nest.map_structure(added, sums[0], result.update), sums[1] + weight
 
     def finish(sums: tuple) -> tuple:
         update, weight = sums
-        return tf.nest.map_structure(lambda s: tf.math.divide_no_nan(s, weight), update), weight
+
+        def divided(total: tf.Tensor) -> tf.Tensor:
+            return tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
+
+        return tf.nest.map_structure(divided, update), weight
 
     return GroupSum(
         factory.create(update_type, tff.TensorType(np.float32)),

@@ -113,12 +113,23 @@ def _check(
             )
 
 
+def _check_process(process: Any) -> None:
+    for name in ("initialize", "next", "get_model_weights"):
+        if not hasattr(process, name):
+            raise TypeError(
+                "`process` must be a `tff.learning.templates.LearningProcess`, such as that of "
+                f"`federated.build_dp_fed_avg`. Received: process without `{name}`, of type "
+                f"{type(process).__name__}"
+            )
+
+
 def _datasets_of(client_data: Any) -> Callable[[str], tf.data.Dataset]:
     datasets = getattr(client_data, "create_tf_dataset_for_client", client_data)
     if not callable(datasets):
         raise TypeError(
             "`client_data` must be a `tff.simulation.datasets.ClientData` or a function from a "
-            f"client id to a `tf.data.Dataset`. Received: client_data={client_data!r}"
+            "client id to a `tf.data.Dataset`, not a list: `sampler` says whose data a round "
+            f"takes. Received: client_data of type {type(client_data).__name__}"
         )
     return datasets
 
@@ -481,6 +492,7 @@ def train(
         raise TypeError(
             f"`evaluation` must be a `federated.Evaluation`. Received: evaluation={evaluation!r}"
         )
+    _check_process(process)
     datasets = _datasets_of(client_data)
     ledger = _ledger_of(process, ledger)
     _check_clients(ledger, dropout, on_client_error, min_clients)

@@ -377,6 +377,8 @@ def test_arguments_of_other_types_are_refused():
         build_client_work(None, sgd, UNIFORM)
     with pytest.raises(TypeError, match="`client_optimizer` must be a `tff.learning.opt"):
         build_client_work(model_fn, tf.keras.optimizers.SGD, UNIFORM)
+    with pytest.raises(TypeError, match="the optimizer itself, not a function.*Received"):
+        build_client_work(model_fn, lambda: sgd, UNIFORM)
     with pytest.raises(TypeError, match="`weighting` must be"):
         build_client_work(model_fn, sgd, "uniform")
     with pytest.raises(TypeError, match="`loop_implementation` must be"):

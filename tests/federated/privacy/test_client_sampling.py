@@ -1,5 +1,7 @@
 """Cohorts: their law, their key, and their agreement with the stated privacy."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import scipy.stats
@@ -120,6 +122,7 @@ def test_the_number_of_clients_has_to_be_the_stated_one():
     [
         ("abc", None, TypeError, "`client_ids` must be a list of strings"),
         ([1, 2], None, TypeError, "`client_ids` must be a list of strings"),
+        (SimpleNamespace(client_ids=["a"]), None, TypeError, "pass `client_data.client_ids`.*Simp"),
         ([], None, ValueError, "at least one, and all different"),
         (["a", "b", "a"], None, ValueError, "3 ids, 2 distinct"),
         (["a"] * 1, b"short", ValueError, "32 bytes.*Received: bytes of length 5"),

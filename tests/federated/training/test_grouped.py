@@ -127,6 +127,17 @@ def test_an_adaptive_average_is_the_same_in_groups(optimizer, weighted):
         np.testing.assert_array_equal(weights(process, state), 0.0)
 
 
+def test_an_average_of_float64_layers_is_the_same_in_groups():
+    def wide_model():
+        layer = tf.keras.layers.Dense(1, kernel_initializer="zeros", dtype="float64")
+        model = tf.keras.Sequential([tf.keras.Input([2]), layer])
+        model.compile(loss="mse")
+        return model
+
+    process = build_adaptive_fed_avg(wide_model, SGD, input_spec=COHORT[0].element_spec)
+    assert_groups_change_nothing(process, COHORT[:4])
+
+
 class Counting(tff.learning.models.VariableModel):
     """A model that remembers in a variable of its own what it has seen, and learns from that.
 

@@ -543,6 +543,8 @@ def test_the_model_is_evaluated_after_some_rounds_and_the_last(tmp_path):
         ({"max_failures": -1}, "`max_failures` must be at least 0"),
         ({"delta": 1e-5}, "`delta` needs a `ledger`"),
         ({"client_data": {"a": 1}}, "`client_data` must be a"),
+        ({"client_data": [1]}, "not a list: `sampler` says .* type list$"),
+        ({"process": print}, "`process` must be a .*LearningProcess.*without `initialize`"),
         ({"release_managers": [print]}, "`release_managers` must be a list of"),
         ({"sampler": "every"}, "`sampler` must be a `ClientSampler`"),
         ({"ledger": 7}, "`ledger` must be a `UserLedger`"),
@@ -551,8 +553,9 @@ def test_the_model_is_evaluated_after_some_rounds_and_the_last(tmp_path):
 def test_bad_arguments_are_refused_before_anything_happens(tmp_path, kwargs, message):
     sampler = rounds.Sampler(["a"], rounds.Sampling())
     good = {"client_data": str, "sampler": sampler, "num_rounds": 1, "directory": tmp_path / "run"}
+    good["process"] = rounds.Process(tmp_path)
     with pytest.raises((TypeError, ValueError), match=message):
-        program.train(rounds.Process(tmp_path), **good | kwargs)
+        program.train(**good | kwargs)
     assert not (tmp_path / "run").exists()
 
 
