@@ -53,13 +53,18 @@ class SerializedClient(NamedTuple):
 def serialized_client(dataset: tf.data.Dataset) -> SerializedClient:
     """Serializes a client's data set.
 
+    Raises:
+      ValueError: see `require_no_shared_files`.
+
     >>> numbers = tf.data.Dataset.range(6).batch(2)
     >>> serialized_client(numbers).in_thread, serialized_client(numbers.map(abs)).in_thread
     (True, False)
     """
     graph = serialized_dataset(dataset)
-    nodes = nodes_of(tf.compat.v1.GraphDef.FromString(graph))
-    return SerializedClient(graph, in_thread=_IN_THREAD.issuperset(node.op for node in nodes))
+    parsed = tf.compat.v1.GraphDef.FromString(graph)
+    require_no_shared_files(parsed)
+    in_thread = _IN_THREAD.issuperset(node.op for node in nodes_of(parsed))
+    return SerializedClient(graph, in_thread=in_thread)
 
 
 def serialized_dataset(dataset: tf.data.Dataset) -> bytes:
@@ -71,6 +76,35 @@ def serialized_dataset(dataset: tf.data.Dataset) -> bytes:
 def nodes_of(graph: Any) -> list[Any]:
     """The nodes of a `GraphDef`, those of its functions included."""
     return [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+
+
+def require_no_shared_files(graph: Any) -> None:
+    """Raises if a client's data set keeps its batches in a file, where others would find them.
+
+    All clients whose data sets name the same file read what the first of them wrote: the data of
+    one client would come as often as there are clients, which no clip bounds.
+
+    Args:
+      graph: the `GraphDef` of the data set.
+
+    Raises:
+      ValueError: if the data set does so.
+    """
+    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
+        by_name = {node.name: node for node in nodes}
+        for node in nodes:
+            if not node.op.startswith(("CacheDataset", "SnapshotDataset")):
+                continue
+            source = by_name.get(node.input[1].partition(":")[0])
+            value = source.attr["value"].tensor.string_val if source is not None else [b"?"]
+            if any(value):
+                raise ValueError(
+                    "`client_data` must give data sets that keep nothing in files: clients whose "
+                    "data sets name the same file, as after `client_data.preprocess`, all get the "
+                    "data of the first of them, and no clip bounds what that one changes. Leave "
+                    "out the file name, `.cache()`, and leave out `.snapshot`. Received: a data "
+                    f"set with {node.op} in the file {value[0].decode()!r}"
+                )
 
 
 def groups_of(clients: Sequence[SerializedClient], number: int) -> list[list[SerializedClient]]:

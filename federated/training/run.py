@@ -21,7 +21,11 @@ from federated.privacy.process_releases import check_releases
 from federated.privacy.user_level import BANDED_ARGUMENTS
 from federated.runtime.connection import WorkerLostError
 from federated.training.dropout import Dropout, Dropping
-from federated.training.group_data import nodes_of, serialized_dataset
+from federated.training.group_data import (
+    nodes_of,
+    require_no_shared_files,
+    serialized_dataset,
+)
 from federated.training.run_journal import RunJournal
 from federated.training.saved_states import SavedStates, newest
 from tf_adaptive_dp.durable import files, journal
@@ -138,7 +142,7 @@ class Run:
     ):
         self.process, self.failures_left = process, max_failures
         self._min_clients = min_clients
-        self._looked_for_python = False
+        self._checked_first_graph = False
         self.privacy = None if ledger is None else ledger.privacy
         self._rounds_before = rounds_before(ledger)
         if ledger is not None:
@@ -345,12 +349,16 @@ class Run:
             )
         return data
 
-    def _require_no_python(self, data: list) -> None:
-        """Raises if the first data set of the run calls Python, which no worker can."""
+    def _check_first_graph(self, data: list) -> None:
+        """Raises if the first data set of the run calls Python, or keeps batches in a file.
+
+        No worker can call Python. Groups look at the files of all data sets.
+        """
         found = next((d for d in data if isinstance(d, tf.data.Dataset)), None)
-        if self._looked_for_python or found is None:
+        if self._checked_first_graph or found is None:
             return
         graph = tf.compat.v1.GraphDef.FromString(serialized_dataset(found))
+        require_no_shared_files(graph)
         calls = {n.op for n in nodes_of(graph)} & {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
         if calls:
             raise ValueError(
@@ -360,7 +368,7 @@ class Run:
                 f"data set with {', '.join(sorted(calls))}. The round was not begun and does not "
                 "count."
             )
-        self._looked_for_python = True
+        self._checked_first_graph = True
 
     def next(self, datasets: Callable[[str], tf.data.Dataset], figures: Callable) -> bool:
         """Runs one round; returns true once its result is on the disk, false if it was lost."""
@@ -368,7 +376,7 @@ class Run:
         cohort = self._cohort()
         # Before the round counts: nothing was released yet if this fails.
         data = self._data_of(number, cohort, datasets)
-        self._require_no_python(data)
+        self._check_first_graph(data)
         self.journal.note("begun", number)
         try:
             self._require_clients(len(data), len(cohort))

@@ -43,6 +43,23 @@ def test_one_thread_computes_what_calls_no_functions(data, in_thread):
         assert data.cardinality() == sum(1 for _ in data)
 
 
+@pytest.mark.parametrize("way", ["cache", "inner cache", "snapshot"])
+def test_data_that_other_clients_would_read_from_a_file_are_refused(tmp_path, way):
+    """Of two clients with one file, both train on the data of the first."""
+    path = str(tmp_path / "file")
+    first, second = (EXAMPLES.skip(k).take(2).cache(path) for k in (0, 9))
+    np.testing.assert_array_equal(*(list(d.as_numpy_iterator())[0][0] for d in (first, second)))
+    data = {
+        "cache": EXAMPLES.batch(4).cache(path),
+        "inner cache": EXAMPLES.flat_map(
+            lambda x, y: tf.data.Dataset.from_tensors((x, y)).cache(path)
+        ),
+        "snapshot": EXAMPLES.snapshot(path).batch(4),
+    }[way]
+    with pytest.raises(ValueError, match="keep nothing in files.*Received: .*Dataset.*/file'"):
+        serialized_client(data)
+
+
 def test_a_generator_computes_in_its_own_thread():
     spec = (tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1]))
     data = tf.data.Dataset.from_generator(lambda: iter(client_of(1)), output_signature=spec)

@@ -170,6 +170,16 @@ def test_data_that_call_python_are_refused_before_the_round_counts(tmp_path, way
     assert '"begun"' not in (tmp_path / "secret/journal").read_text()
 
 
+def test_data_that_clients_share_in_a_file_are_refused_before_the_round_counts(tmp_path):
+    def dataset(client):
+        return real_rounds.dataset(client).cache(str(tmp_path / "file"))
+
+    made, sampler = real_rounds.process("tree"), real_rounds.sampler("tree")
+    with pytest.raises(ValueError, match="keep nothing in files.*CacheDatasetV2"):
+        program.train(made, dataset, sampler, 2, tmp_path)
+    assert '"begun"' not in (tmp_path / "secret/journal").read_text()
+
+
 def test_a_failed_round_is_counted_when_the_run_goes_on(tmp_path):
     with pytest.raises(ConnectionError, match="a worker is gone"):
         rounds.train(tmp_path, 5, failing=[False, True])
