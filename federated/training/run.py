@@ -340,6 +340,14 @@ class Run:
                 received = f"{type(found).__name__} for client {client!r}"
             elif not expected.is_assignable_from(tff.types.tensorflow_to_type(found.element_spec)):
                 received = f"elements of {found.element_spec!r} for client {client!r}"
+            elif not self._can_be_sent(found.element_spec):
+                raise TypeError(
+                    "`client_data` must give batches whose names are sorted, or an `OrderedDict`, "
+                    "if clients are computed one by one: TFF sends no others. Map them to "
+                    "`collections.OrderedDict(x=..., y=...)`. Received: a dict with the keys "
+                    f"{list(found.element_spec)} for client {client!r}. The round was not begun "
+                    "and does not count."
+                )
             else:
                 continue
             raise TypeError(
@@ -348,6 +356,11 @@ class Run:
                 "The round was not begun and does not count."
             )
         return data
+
+    def _can_be_sent(self, spec: Any) -> bool:
+        """Whether a data set of these elements can be; groups are sent in a form of their own."""
+        is_unsorted = type(spec) is dict and list(spec) != sorted(spec)
+        return hasattr(self.process.next, "grouped") or not is_unsorted
 
     def _check_first_graph(self, data: list) -> None:
         """Raises if the first data set of the run calls Python, or keeps batches in a file.

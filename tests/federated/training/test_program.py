@@ -170,6 +170,28 @@ def test_data_that_call_python_are_refused_before_the_round_counts(tmp_path, way
     assert '"begun"' not in (tmp_path / "secret/journal").read_text()
 
 
+def test_batches_that_tff_does_not_send_cost_no_round(context, tmp_path):
+    def dataset(client):
+        return real_rounds.dataset(client).map(lambda x, y: {"y": y, "x": x})
+
+    def model():
+        made = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+        made.compile(loss="mse")
+        return made
+
+    privacy, spec = real_rounds.privacy("tree"), dataset("client 0").element_spec
+    optimizer = tff.learning.optimizers.build_sgdm(0.1)
+    single, grouped = (
+        build_dp_fed_avg(model, optimizer, privacy, input_spec=spec, clients_per_group=n)
+        for n in (1, "auto")
+    )
+    sampler = real_rounds.sampler("tree")
+    with pytest.raises(TypeError, match=r"sorted, or an `OrderedDict`.*\['y', 'x'\]"):
+        program.train(single, dataset, sampler, 1, tmp_path)
+    assert '"begun"' not in (tmp_path / "secret/journal").read_text()
+    assert program.train(grouped, dataset, sampler, 1, tmp_path / "grouped").num_finished == 1
+
+
 def test_data_that_clients_share_in_a_file_are_refused_before_the_round_counts(tmp_path):
     def dataset(client):
         return real_rounds.dataset(client).cache(str(tmp_path / "file"))
