@@ -147,7 +147,6 @@ def test_gaussian_noise_has_the_stated_size_also_for_nobody():
     assert event.noise_multiplier > 1.5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("norm", "bound"), [(0.0, 1e-12), (1e30, 1e12)])
 def test_the_adaptive_clip_stays_where_float32_has_both_clip_and_noise(norm, bound):
     query = adaptive(clip=2 * bound if norm == 0 else bound / 2, noise_multiplier=1.5)
@@ -160,6 +159,7 @@ def test_the_adaptive_clip_stays_where_float32_has_both_clip_and_noise(norm, bou
     assert float(event.events[0].noise_multiplier) == pytest.approx(1.5 * MARGIN, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_adaptive_noise_of_sum_and_count_have_the_stated_sizes():
     query = adaptive(clip=2.0, noise_multiplier=1.5, count_stddev=0.4)
     state = query.initial_global_state()
