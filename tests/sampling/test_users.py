@@ -10,7 +10,7 @@ from scipy import stats
 
 import tf_adaptive_dp as dp
 from tests.helpers.sampled import KEY, fake_ledger
-from tf_adaptive_dp.accounting.ledger import Releases
+from tf_adaptive_dp.accounting.ledger import BatchChecks, Releases
 from tf_adaptive_dp.auditing import bounds
 from tf_adaptive_dp.sampling import draws, sampling_epsilon
 from tf_adaptive_dp.sampling.users import UserRecords
@@ -214,6 +214,26 @@ def test_the_event_of_users_costs_what_their_ledger_does():
     )
     with pytest.raises(ValueError, match="The optimizer released with batch size 10"):
         sampling.dp_event(users, 200)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"other_events": (dp_accounting.GaussianDpEvent(2.0),)},
+        {"checks": [BatchChecks(checked=30, repeated=10, nearest=3)]},
+    ],
+    ids=["other events", "repeated batches"],
+)
+def test_what_else_a_ledger_of_users_holds_costs_as_much_as_for_examples(more):
+    def spent(k, **more):
+        sampling = dp.PoissonSampling(0.1, max_batch_size=101, steps=30, examples_per_user=k)
+        ledger = Releases([(1.0, 10.0, 30)], examples_per_user=k, **more)
+        event = Releases([], other_events=(sampling.dp_event(ledger, 100),))
+        cost = sampling.epsilon_spent(ledger, 100, 1e-3)
+        assert cost == pytest.approx(dp.accounting.epsilon_spent(event, 100, 1e-3))
+        return cost
+
+    assert spent(2, **more) == spent(None, **more) > 1.1 * spent(2)
 
 
 BAD_IDS = {
