@@ -114,3 +114,11 @@ def test_laplace_noise_that_is_none_is_not_private_and_less_is_refused(accountan
     assert accountants.unprotected([none]) == [none]
     with pytest.raises(ValueError, match="must have noise that is not negative|eps must be"):
         composed_epsilon(counts, (dp_accounting.LaplaceDpEvent(-1.0),), 1e-5, accountant)
+
+
+@pytest.mark.parametrize("accountant", accountants.ACCOUNTANTS)
+def test_an_event_that_would_pay_for_others_is_refused(accountant):
+    one = dp_accounting.GaussianDpEvent(1.0)
+    less = dp_accounting.ComposedDpEvent([one, dp_accounting.SelfComposedDpEvent(one, -3)])
+    with pytest.raises(ValueError, match="must have noise that is not negative, and counts"):
+        composed_epsilon({(1.0, 1.0): 2}, (less,), 1e-5, accountant)

@@ -13,7 +13,7 @@ from dp_accounting import pld, rdp
 from scipy.stats import norm
 
 from tests.helpers import tf_privacy
-from tf_adaptive_dp.accounting import accountants
+from tf_adaptive_dp.accounting import accountants, composition
 from tf_adaptive_dp.accounting.composition import (
     dp_event,
     epsilon,
@@ -460,3 +460,12 @@ def test_a_batch_that_comes_back_before_the_pass_is_over_is_a_repetition(nearest
     segment, known = Segment(1.0, 10.0, 20), BatchChecks(20, repeated=3, nearest=nearest)
     assert repeated(segment, known, 100, in_epochs=True) == counted
     assert repeated(segment, known, 100, in_epochs=False) == 3
+
+
+def test_all_releases_of_a_declared_size_count_with_the_largest_that_was_seen():
+    one, declared = BatchChecks(checked=4), BatchChecks(checked=4, declared=8.0)
+    segments = [(2.0, 8.0, 4), (2.0, 20.0, 4), (2.0, 6.0, 4), (2.0, 12.0, 4)]
+    ledger = Releases(segments, checks=[one, declared, one, declared])
+    with pytest.warns(UserWarning, match="expected batch size of 8, .* batches of 20 rows"):
+        counted, _ = composition.read_ledger(ledger, 100)
+    assert [segment.batch_size for segment in counted] == [20.0, 20.0, 6.0, 20.0]

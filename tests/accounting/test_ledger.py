@@ -359,6 +359,29 @@ def test_releases_that_were_loaded_count_among_those_that_a_ledger_loses(tmp_pat
     assert epsilon_spent(ledger, 1_000, 1e-5) == 0
 
 
+def test_what_was_restored_is_noticed_when_it_is_lost(tmp_path):
+    ledger, checkpoint = with_checkpoint()
+    record_all(ledger, [(1.0, 100.0)] * 2, "eager")
+    path = checkpoint.save(tmp_path / "before")
+    ledger.restore([(0.5, 300.0, 7)])
+    assert (ledger.num_lost, ledger.num_recorded_here) == (0, 2)  # it did not record the seven
+    checkpoint.restore(path)
+    assert (ledger.num_lost, ledger.num_recorded_here) == (5, 2)
+    with pytest.raises(NotPrivateError, match="2 releases in the ledger, 5 fewer"):
+        ledger.require_nothing_lost()
+
+
+def test_the_fewest_units_of_all_releases_count():
+    ledger = Ledger(zoo.add_variable)
+    for noted in (100, 300, 200):  # nothing was released, so earlier numbers do not matter
+        ledger.note_units(noted)
+        assert ledger.fewest_units == noted
+    record_all(ledger, [(1.0, 8.0)], "eager")
+    for noted, fewest in ((300, 200), (150, 150), (200, 150)):
+        ledger.note_units(noted)
+        assert ledger.fewest_units == fewest
+
+
 @pytest.mark.parametrize("events", [(), (A, LAPLACE)])
 @pytest.mark.parametrize("saved, own", [(True, False), (False, True), (False, False)])
 def test_a_state_may_add_the_mark_of_a_search_but_never_removes_it(saved, own, events, tmp_path):
