@@ -295,8 +295,9 @@ class Ledger:
         saved = saved[: self.MAX_SAVED_EVENTS]
         with tf.init_scope():
             self._events.assign(saved + [0.0] * (self.MAX_SAVED_EVENTS - len(saved)))
+            loaded = self._loaded_terms()
             # Whether unit and noise of a state that was loaded fit is another question.
-            self._terms.assign(Terms(*self._loaded_terms()[:2], *self.terms[2:]))
+            self._terms.assign(Terms(*loaded[:2], *self._own_terms(loaded)[2:]))
 
     @property
     def chosen_by_search(self) -> bool:
@@ -308,8 +309,7 @@ class Ledger:
         state that was loaded can only add it. Set it to `False` if the search was on other data
         than the training that is counted here.
         """
-        self._chosen_by_search |= bool(self._loaded_terms().chosen_by_search)
-        return self._chosen_by_search
+        return bool(self.terms.chosen_by_search)
 
     @chosen_by_search.setter
     def chosen_by_search(self, chosen: bool) -> None:
@@ -348,8 +348,13 @@ class Ledger:
     @property
     def terms(self) -> Terms:
         """What the numbers of this ledger mean, whatever was loaded."""
+        return self._own_terms(self._loaded_terms())
+
+    def _own_terms(self, loaded: Terms) -> Terms:
+        """`terms`; all that a state which was loaded can change in them is to add the mark."""
+        self._chosen_by_search |= bool(loaded.chosen_by_search)
         noise = 0 if self._noise.is_independent else self._noise.digest()
-        events, chosen = digest(self._other_events), int(self.chosen_by_search)
+        events, chosen = digest(self._other_events), int(self._chosen_by_search)
         return Terms(self._examples_per_user or 0, noise, events, chosen)
 
     def _loaded_terms(self) -> Terms:
@@ -397,7 +402,8 @@ class Ledger:
             settles the latter.
         """
         with tf.init_scope():
-            own, loaded = self.terms, self._loaded_terms()
+            loaded = self._loaded_terms()
+            own = self._own_terms(loaded)
             if loaded == own:
                 return
             self._require_unit_and_noise(loaded)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
@@ -9,6 +11,7 @@ from tf_adaptive_dp._keras.models import forget_saved_metrics, steps_per_call
 from tf_adaptive_dp.accounting import accountants
 from tf_adaptive_dp.accounting.accountants import unprotected
 from tf_adaptive_dp.accounting.composition import MAX_RELEASES
+from tf_adaptive_dp.accounting.ledger import BatchChecks, Segment
 from tf_adaptive_dp.callbacks.common import (
     NumExamplesCheck,
     PrivateCallback,
@@ -93,18 +96,11 @@ class PrivacyBudget(PrivateCallback):
         self.steps = None if steps is None else checks.integer("steps", steps, 1)
         self._num_examples_check = NumExamplesCheck(self.num_examples, self.sampling, full_passes)
         self._priced: tuple = ()
-        self._note_repetitions(None)
-
-    def _note_repetitions(self, optimizer: tf.keras.optimizers.Optimizer | None) -> None:
-        """Begins to watch for repeated batches."""
+        # Whether the last call repeated batches; the releases and repetitions that it left.
         self._again, self._seen = False, (0, 0)
-        if optimizer is not None:
-            self._seen = optimizer.ledger.num_releases, self._num_repeated()
 
-    def _num_repeated(self) -> int:
-        ledger = self.optimizer.ledger
-        known = zip(ledger.segments, ledger.checks)
-        return sampling_epsilon.num_repeated(self.sampling, known, self.num_examples)
+    def _num_repeated(self, segments: Sequence[Segment], known: Sequence[BatchChecks]) -> int:
+        return sampling_epsilon.num_repeated(self.sampling, zip(segments, known), self.num_examples)
 
     def releases_left(self) -> int:
         """How many more releases fit with the optimizer's current parameters.
@@ -115,27 +111,24 @@ class PrivacyBudget(PrivateCallback):
           ValueError: if the batch size, and so the cost of the first step, is unknown; or if the
             ledger contradicts the sampling.
         """
-        optimizer = self.optimizer
-        noise_multiplier, size = optimizer.next_release()
-        # In `fit` the optimizer may find its size after the first step was priced.
-        if size is not None and (self._guessed or optimizer.expected_batch_size is None):
-            self._compare_batch_size(size)
-        self._guessed |= size is None
-        size = size or self.batch_size
-        if size is None:
-            raise ValueError(
-                "The cost of the first step depends on the batch size, which is unknown. Pass "
-                "`expected_batch_size` to the optimizer or `batch_size` to PrivacyBudget."
-            )
-        segments = optimizer.ledger.segments
+        return self._left(self.optimizer)
+
+    def _left(self, optimizer: tf.keras.optimizers.Optimizer) -> int:
+        """See `releases_left`.
+
+        Args:
+          optimizer: `self.optimizer`, which reads variables of TensorFlow each time it is asked.
+        """
+        ledger = optimizer.ledger
+        noise_multiplier, size = self._next_release(optimizer)
+        segments, known = ledger.segments, ledger.checks
         released = sum(segment.num_releases for segment in segments)
         if released != self._seen[0]:
-            repeated = self._num_repeated()
+            repeated = self._num_repeated(segments, known)
             self._again, self._seen = repeated > self._seen[1], (released, repeated)
         if segments and segments[-1][:2] == (noise_multiplier, size):
-            segments.pop()  # more releases of the same kind do not change the price
-        ledger = optimizer.ledger
-        released_as = (segments, [c.repeated for c in ledger.checks], ledger.other_events)
+            segments = segments[:-1]  # more releases of the same kind do not change the price
+        released_as = (segments, [c.repeated for c in known], ledger.other_events)
         of_budget = (self.epsilon, self.delta, self.num_examples, self.sampling, self.accountant)
         price_of = (noise_multiplier, size, self._again, released_as, of_budget, self.steps)
         if self._priced[:1] != (price_of,):
@@ -156,6 +149,21 @@ class PrivacyBudget(PrivateCallback):
                 ledger.note_units(self.num_examples)
         return self._priced[1] - released
 
+    def _next_release(self, optimizer: tf.keras.optimizers.Optimizer) -> tuple[float, float]:
+        """The noise multiplier of the next release, and its batch size."""
+        noise_multiplier, size = optimizer.next_release()
+        # In `fit` the optimizer may find its size after the first step was priced.
+        if size is not None and (self._guessed or optimizer.expected_batch_size is None):
+            self._compare_batch_size(size)
+        self._guessed |= size is None
+        size = size or self.batch_size
+        if size is None:
+            raise ValueError(
+                "The cost of the first step depends on the batch size, which is unknown. Pass "
+                "`expected_batch_size` to the optimizer or `batch_size` to PrivacyBudget."
+            )
+        return noise_multiplier, size
+
     def _compare_batch_size(self, size: float) -> None:
         """Rejects a wrong `batch_size`, since the first step was priced with it."""
         if self.batch_size not in (None, size):
@@ -165,17 +173,17 @@ class PrivacyBudget(PrivateCallback):
                 f"batch_size={self.batch_size!r}"
             )
 
-    def _releases_per_call(self) -> int:
+    def _releases_per_call(self, optimizer: tf.keras.optimizers.Optimizer) -> int:
         """The most that one call of the training function releases."""
         uses = steps_per_call(self.model) * self._per_step
-        return -(-uses // self.optimizer.parts_per_batch)
+        return -(-uses // optimizer.parts_per_batch)
 
-    def _next_call_fits(self) -> bool:
-        return self.releases_left() >= self._releases_per_call()
+    def _next_call_fits(self, optimizer: tf.keras.optimizers.Optimizer) -> bool:
+        return self._left(optimizer) >= self._releases_per_call(optimizer)
 
-    def _require_room(self) -> None:
-        if not self._next_call_fits():
-            ledger = self.optimizer.ledger
+    def _require_room(self, optimizer: tf.keras.optimizers.Optimizer) -> None:
+        if not self._next_call_fits(optimizer):
+            ledger = optimizer.ledger
             lost = unprotected(ledger.other_events)
             why = f" NOT PRIVATE: {lost[0]} alone makes epsilon infinite." if lost else ""
             limit = "" if self.steps is None else f", steps={self.steps}"
@@ -229,40 +237,44 @@ class PrivacyBudget(PrivateCallback):
         begin_batches_anew(optimizer)
         self._num_examples_check.begin(optimizer, steps_per_epoch(self))
         self._priced, self._stopped, self._guessed = (), False, False
-        self._note_repetitions(optimizer)
-        self._require_room()
+        ledger = optimizer.ledger
+        repeated = self._num_repeated(ledger.segments, ledger.checks)
+        self._again, self._seen = False, (ledger.num_releases, repeated)
+        self._require_room(optimizer)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Notes the epoch, and of how many examples its releases are; called by Keras.
 
         A `ReleaseLog` writes that down with the first release, before the batch begins here.
         """
-        self._epoch = epoch
-        if self._next_call_fits():  # what is refused must not be noted
-            self.optimizer.ledger.note_units(self.num_examples)
+        self._epoch, optimizer = epoch, self.optimizer
+        if self._next_call_fits(optimizer):  # what is refused must not be noted
+            optimizer.ledger.note_units(self.num_examples)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Raises if the next step became more expensive since the last check; called by Keras."""
         if batch == 0:  # other callbacks may have adapted a layer meanwhile
             self.require_counted_statistics()
-        self.optimizer.ledger.require_nothing_lost()
-        self._require_room()
+        optimizer = self.optimizer
+        optimizer.ledger.require_nothing_lost()
+        self._require_room(optimizer)
         if batch == 0:  # what is refused must not be noted
-            self.optimizer.ledger.note_units(self.num_examples)
-            self._num_examples_check.begin_epoch(self.optimizer)
-        self._released = self.optimizer.ledger.num_releases
+            optimizer.ledger.note_units(self.num_examples)
+            self._num_examples_check.begin_epoch(optimizer)
+        self._released = optimizer.ledger.num_releases
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Stops training if the next step does not fit; called by Keras."""
-        released = self.optimizer.ledger.num_releases - self._released
-        if released > self._releases_per_call():
+        optimizer = self.optimizer
+        released = optimizer.ledger.num_releases - self._released
+        if released > self._releases_per_call(optimizer):
             raise ValueError(
                 "The training step used the optimizer more often than `releases_per_step` says, so "
                 "the callback cannot keep to the budget. Received: "
                 f"releases_per_step={self._per_step}, and {released} releases in a call of "
                 f"{steps_per_call(self.model)} steps"
             )
-        if not self._next_call_fits():
+        if not self._next_call_fits(optimizer):
             self._require_within_budget()
             self.model.stop_training = self._stopped = True
 
