@@ -150,12 +150,12 @@ def test_rows_in_a_row_cost_at_most_as_much_as_the_first_ones(bands, separation,
         assert max(windows) == pytest.approx(most_of_all, rel=1e-9)
 
 
-def banded_state(rounds, stddev=3.0, clip=2.0, bands=4, clients=6.0):
+def banded_state(rounds, stddev=3.0, clip=2.0, bands=4, clients=6.0, coefficients=None):
     numerator = SimpleNamespace(
         rounds=rounds,
         clip=np.float32(clip),
         stddev=np.float32(stddev),
-        coefficients=np.float32(BandedNoise(bands).coefficients),
+        coefficients=np.float32(coefficients or BandedNoise(bands).coefficients),
     )
     return SimpleNamespace(
         is_init_state=False,
@@ -333,6 +333,7 @@ def test_a_ledger_goes_through_json():
         banded_state(1, stddev=3.0 * 3 / 2),
         banded_state(1, bands=3),
         banded_state(1, bands=5),
+        banded_state(1, coefficients=[0.5] * 4),  # of norm 1, too
         banded_state(2),
         SimpleNamespace(
             is_init_state=False,
