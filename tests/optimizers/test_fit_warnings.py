@@ -64,6 +64,15 @@ def test_a_backup_that_forgets_releases_is_told_unless_there_is_a_log(backup, mo
     log.close()
 
 
+def test_a_step_that_validate_traces_meanwhile_takes_no_word_away():
+    class Validates(CALLBACKS.Callback):
+        def on_train_begin(self, logs=None):
+            assert dp.validation.validate(self.model, catalogue.data()).ok
+
+    ((text, _),) = said([Validates(), CALLBACKS.TerminateOnNaN()])
+    assert text.startswith("Callbacks act on metrics of the training data")
+
+
 def test_it_is_told_again_only_when_a_step_is_built_anew():
     model = catalogue.compiled()
     callback = [CALLBACKS.EarlyStopping("loss")]

@@ -398,9 +398,9 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
             with tf.init_scope():
                 num_releases = self.ledger.num_releases
             self._mechanism.generator.require_fit(num_releases)
-        if not self._only_inspects:
+        if not self._only_inspects:  # `validate` in a callback of `fit` says nothing in its place
             warn_in_fit(self)
-        warn_of_units(self)
+            warn_of_units(self)
         step_settings.settle_batch_size(self)
         self._loss_scaling.refuse_wrapper(self)
 
