@@ -80,6 +80,26 @@ def test_cohorts_are_a_function_of_key_and_round_whatever_the_order_of_ids(sampl
         assert other != cohorts
 
 
+def test_a_new_run_has_a_key_of_its_own_unless_one_was_passed():
+    sampler = ClientSampler(IDS, PoissonSampling(0.2, 61, 20))
+    keys = {sampler.key, sampler.for_new_run().key, sampler.for_new_run().key}
+    assert len(keys) == 3
+    passed = ClientSampler(IDS, PoissonSampling(0.2, 61, 20), KEY)
+    assert passed.for_new_run().key == KEY
+
+
+@pytest.mark.parametrize("kind", [ShuffledEpochs, FixedOrder])
+def test_an_order_is_that_of_the_same_clients_and_key(kind):
+    """By it alone a run may begin in the middle of the pass that an earlier one ended in."""
+
+    def order(ids=IDS, key=KEY):
+        return ClientSampler(ids, kind(12, steps=20), key).order
+
+    assert order() == order(ids=IDS[::-1])
+    assert len({order(), order(key=draws.new_key()), order(ids=[*IDS[1:], "another"])}) == 3
+    assert ClientSampler(IDS, PoissonSampling(0.2, 61, 20), KEY).order is None
+
+
 def test_each_client_comes_once_a_pass_in_step_with_the_trees():
     ids = IDS[:58]
     privacy = UserLevelPrivacy(1.0, 12, 58, clip=1.0, mechanism="tree")
