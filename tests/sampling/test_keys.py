@@ -21,6 +21,13 @@ def test_keys_come_from_the_operating_system_unless_seeded(monkeypatch):
     assert asked == [32]
 
 
+def test_what_is_drawn_for_one_purpose_tells_nothing_of_another():
+    key = draws.new_key()
+    of = [(key, b"rows", 4), (key, b"poisson", 4), (key, b"rows", 5), (draws.new_key(), b"rows", 4)]
+    assert len({draws.derived_key(*each) for each in of}) == 4
+    assert len({draws.generator(*each).integers(2**62) for each in of}) == 4
+
+
 def test_two_datasets_and_two_passes_differ_and_seeded_ones_repeat():
     sampling = dp.PoissonSampling(0.3, 30, 6)
     first = dp.poisson_batches(numbered(), sampling)

@@ -50,10 +50,11 @@ def test_torn_at_any_byte_it_is_what_was_noted_before(tmp_path):
         )
 
 
-def test_after_a_torn_entry_it_goes_on(tmp_path):
+@pytest.mark.parametrize("left", [b"", b"longer than the entry that takes its place" * 9])
+def test_after_a_torn_entry_it_goes_on(tmp_path, left):
     path = tmp_path / "journal"
     content = written(path)
-    path.write_bytes(content[:-5])
+    path.write_bytes(content[:-5] + left)
     journal = SearchJournal(path)
     journal.note_begun()
     journal.close()
@@ -91,6 +92,20 @@ def test_entries_come_in_order_only(tmp_path):
     journal.close()
     assert read(tmp_path / "journal") == (None, None, 0, [])
     assert read(tmp_path / "other") == (SEARCH, PLAN, 2, [OUTCOME, OUTCOME])
+
+
+@pytest.mark.parametrize(
+    "lines, wrong",
+    [([0, 2, 1], 2), ([0, 1, 1], 3), ([0, 1, 3], 3), ([0, 1, 2, 2], 4), ([1], 1)],
+)
+def test_a_file_whose_entries_are_out_of_place_is_refused(tmp_path, lines, wrong):
+    path = tmp_path / "journal"
+    content = written(path).splitlines(keepends=True)
+    path.write_bytes(b"".join(content[line] for line in lines))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=f"damaged.*Nothing was changed.*line {wrong}$"):
+        SearchJournal(path)
+    assert path.read_bytes() == before
 
 
 def test_it_counts_how_often_a_trial_was_resumed(tmp_path):
