@@ -145,6 +145,7 @@ def test_what_was_spent_on_another_unit_is_not_taken_for_this_one(saved, own, tm
         catalogue.fit(model)
     model.optimizer.ledger.other_events = ()  # "all that was loaded had other data"
     catalogue.fit(model)
+    model.optimizer.ledger.fewest_units = None  # there are more than `fit` had
     assert 0 < epsilon(model.optimizer) < math.inf
 
 

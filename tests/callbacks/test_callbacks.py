@@ -92,7 +92,9 @@ def test_the_monitor_can_account_with_pld():
 def test_epsilon_shows_in_the_progress_line(capsys):
     model, _ = train(epochs=1)
     x, y = catalogue.data()
-    model.fit(x, y, 8, 1, verbose=2, callbacks=[dp.PrivacyMonitor(N, DELTA, full_passes=False)])
+    model.fit(
+        x, y, 8, 1, verbose=2, callbacks=[dp.PrivacyMonitor(len(x), DELTA, full_passes=False)]
+    )
     assert "epsilon: " in capsys.readouterr().out
 
 
@@ -187,7 +189,7 @@ def test_data_that_are_not_shuffled_are_not_said_to_be(recwarn, shuffle):
 
 def test_the_monitor_counts_no_examples_of_training_without_it(recwarn):
     model, _ = train(epochs=4, expected_batch_size=8.0)
-    train(callbacks=[dp.PrivacyMonitor(N, DELTA, full_passes=False)], model=model, epochs=1)
+    train(callbacks=[dp.PrivacyMonitor(32, DELTA, full_passes=False)], model=model, epochs=1)
     assert not [w for w in recwarn if "on average" in str(w.message)]
 
 

@@ -1,12 +1,14 @@
 """A `fit` that traces no step anew is looked at, too."""
 
+import warnings
+
 import pytest
 import tensorflow as tf
 
 import tf_adaptive_dp as dp
 from tests.helpers import catalogue
 
-N, DELTA = 1_000, 1e-4
+N, DELTA = 32, 1e-4
 
 
 def trained():
@@ -41,6 +43,75 @@ def test_batches_that_a_later_fit_leaves_out_are_told_when_it_ends():
     model.fit(batches, verbose=0)
     with pytest.raises(dp.NotPrivateError, match="`filter` after its examples were batched"):
         model.fit(batches.filter(lambda x, y: tf.reduce_sum(x) > 0), verbose=0)
+
+
+def test_what_another_model_released_on_shared_weights_is_told_when_a_later_fit_ends():
+    first = trained()
+    second = tf.keras.Sequential([*first.layers[:-1], tf.keras.layers.Dense(3)])
+    second.compile(catalogue.make("DPSGD", expected_batch_size=8.0), loss=catalogue.loss())
+    fit = {"batch_size": 8, "verbose": 0}
+    with pytest.warns(UserWarning, match="These weights come from 4 private steps"):
+        second.fit(*catalogue.data(16), epochs=4, **fit)
+    with pytest.warns(UserWarning, match="These weights come from 8 private steps"):
+        first.fit(*catalogue.data(), **fit)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "These weights come from")
+        first.fit(*catalogue.data(), **fit)
+
+
+def dataset(change=lambda data: data):
+    """64 examples in batches, after a change that comes before."""
+    arrays = catalogue.data(64)
+    return change(tf.data.Dataset.from_tensor_slices(arrays)).batch(8, drop_remainder=True)
+
+
+@pytest.mark.parametrize(
+    "data, settings, number",
+    [
+        (lambda: catalogue.data(64), {}, 64),
+        (lambda: catalogue.data(64), {"validation_split": 0.5}, 32),
+        (lambda: (dataset(lambda d: d.shuffle(64)).prefetch(1),), {}, 64),
+        (lambda: (dataset(lambda d: d.take(16).shuffle(16)).repeat(2),), {}, 16),
+        (lambda: (dataset(lambda d: d.shuffle(64).take(16)),), {}, None),  # others in each pass
+        (lambda: (dataset(lambda d: d.filter(lambda *_: True)),), {}, None),
+    ],
+    ids=["arrays", "split", "shuffled", "part", "parts", "filtered"],
+)
+def test_epsilon_is_refused_for_more_examples_than_fit_drew_from(data, settings, number):
+    model = catalogue.compiled(expected_batch_size=8.0, noise_multiplier=1.0)
+    model.fit(*data(), batch_size=8 if len(data()) > 1 else None, verbose=0, **settings)
+    assert model.optimizer.ledger.fewest_units == number
+    if number is None:
+        return
+    with pytest.raises(ValueError, match=f"drawn from {number} examples"):
+        dp.epsilon_spent(model.optimizer, number + 1, DELTA)
+    assert dp.epsilon_spent(model.optimizer, number, DELTA) > 0
+    # A later `fit` traces no step.
+    model.fit(*catalogue.data(8), batch_size=8, verbose=0)
+    assert model.optimizer.ledger.fewest_units == 8
+
+
+def test_of_how_many_examples_releases_are_is_known_if_fit_is_interrupted():
+    model = catalogue.compiled(expected_batch_size=8.0)
+    interrupt = tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.fit(*catalogue.data(16), batch_size=8, callbacks=[interrupt], verbose=0)
+    assert model.optimizer.ledger.fewest_units == 16
+
+
+@pytest.mark.parametrize("eagerly", catalogue.EAGERLY)
+def test_callbacks_and_samplings_know_better_how_many_examples_there_are(eagerly):
+    def fewest(*data, **kwargs):
+        model = catalogue.compiled(expected_batch_size=8.0, compile_with={"run_eagerly": eagerly})
+        model.fit(*data, verbose=0, **kwargs)
+        return model.optimizer.ledger.fewest_units
+
+    arrays = catalogue.data(64)
+    monitor = dp.PrivacyMonitor(1_000, DELTA, full_passes=False)
+    assert fewest(*arrays, batch_size=8, callbacks=[monitor]) == 1_000
+    assert fewest(*arrays, batch_size=8) == 64
+    sampling = dp.PoissonSampling.for_batch_size(8, 64, steps=3)
+    assert fewest(dp.poisson_batches(arrays, sampling)) is None
 
 
 def test_accumulated_batches_end_with_a_pass_without_a_callback_too():

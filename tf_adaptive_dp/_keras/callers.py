@@ -123,6 +123,24 @@ def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int
     return None if steps is not None else _sizes_in(found)
 
 
+def num_examples_of_fit(optimizer: tf.keras.optimizers.Optimizer) -> int | None:
+    """How many examples the running `fit` was given, without those that it validates on.
+
+    Args:
+      optimizer: that of the model that is trained.
+
+    Returns:
+      `None` without `fit`, and if the number is unknown: for data that are neither arrays nor
+      batches of a finite `tf.data.Dataset`.
+    """
+    x = _fit_of(optimizer).get("x")
+    if isinstance(x, tf.data.Dataset):
+        return datasets.num_examples(x)
+    parts = tf.nest.flatten(x)
+    shape = getattr(parts[0], "shape", None) if parts else None
+    return int(shape[0]) if shape and shape[0] is not None else None
+
+
 def examples_of_fit(
     optimizer: tf.keras.optimizers.Optimizer, most: int
 ) -> tuple[keras.Model, tuple] | None:

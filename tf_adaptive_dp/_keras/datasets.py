@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 
@@ -11,7 +13,8 @@ def input_datasets(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 
 
 # What leaves the elements of a data set as they are; `map` changes them, but hardly their rows.
-_LEAVES_BATCHES = ("Cache", "Map", "Options", "Prefetch", "Repeat", "Shuffle")
+_LEAVES_ROWS = ("Cache", "Options", "Prefetch", "Repeat", "Shuffle")
+_LEAVES_BATCHES = (*_LEAVES_ROWS, "Map")
 # What changes examples, or puts them into batches, but leaves none out.
 _LEAVES_EXAMPLES = (*_LEAVES_BATCHES, "Batch", "PaddedBatch", "Unbatch", "Restructured")
 # The methods that may leave out elements, by the names of their data sets.
@@ -38,13 +41,10 @@ def sizes_of_batches(
       `None` if all batches have one size, or if that is unknown: if the number of examples is not
       known, or if something other than `batch` makes the batches.
     """
-    while not hasattr(dataset, "_batch_size"):
-        inputs = input_datasets(dataset)
-        if len(inputs) != 1 or _kind(dataset) not in _LEAVES_BATCHES:
-            return None
-        (dataset,) = inputs
-    if not hasattr(dataset, "_drop_remainder"):
+    batched = _batched(dataset, among=_LEAVES_BATCHES)
+    if batched is None:
         return None
+    dataset = batched
     size = tf.get_static_value(dataset._batch_size)
     drops_remainder = tf.get_static_value(dataset._drop_remainder)
     with tf.init_scope():  # a step may be traced now
@@ -54,6 +54,29 @@ def sizes_of_batches(
     if num_batches is not None and num_batches <= num_examples // size:
         return None
     return int(size), int(num_examples % size)
+
+
+def num_examples(dataset: tf.data.Dataset) -> int | None:
+    """How many examples there are that `batch` makes batches of.
+
+    Args:
+      dataset: one of batches.
+
+    Returns:
+      `None` if that is unknown, also if each pass over the data may take other ones, or if a `map`
+      after `batch` may give batches with more rows.
+    """
+    batched = _batched(dataset, among=_LEAVES_ROWS)
+    if batched is None:
+        return None
+    (examples,) = input_datasets(batched)
+    while _is_among(examples, _LEAVES_BATCHES):
+        (examples,) = input_datasets(examples)
+    if has_random_order(examples):
+        return None
+    with tf.init_scope():  # a step may be traced now
+        number = int(examples.cardinality())
+    return number if number > 0 else None
 
 
 def holds_the_same(one: tf.data.Dataset, other: tf.data.Dataset) -> bool:
@@ -66,13 +89,24 @@ def holds_the_same(one: tf.data.Dataset, other: tf.data.Dataset) -> bool:
 
 def _examples(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The data set that has all examples of this one, before they were changed and batched."""
-    while _kind(dataset) in _LEAVES_EXAMPLES:
+    while _is_among(dataset, _LEAVES_EXAMPLES):
         (dataset,) = input_datasets(dataset)
     return dataset
 
 
-def _kind(dataset: tf.data.Dataset) -> str:
-    return type(dataset).__name__.removesuffix("Dataset").lstrip("_").removeprefix("Parallel")
+def _batched(dataset: tf.data.Dataset, among: Sequence[str]) -> tf.data.Dataset | None:
+    """The data set whose elements `batch` made; `None` if others than these came after it."""
+    while not hasattr(dataset, "_batch_size"):
+        if not _is_among(dataset, among):
+            return None
+        (dataset,) = input_datasets(dataset)
+    return dataset if hasattr(dataset, "_drop_remainder") else None
+
+
+def _is_among(dataset: tf.data.Dataset, kinds: Sequence[str]) -> bool:
+    """Whether a data set transforms another one in one of these ways."""
+    name = type(dataset).__name__.removesuffix("Dataset").lstrip("_").removeprefix("Parallel")
+    return len(input_datasets(dataset)) == 1 and name in kinds
 
 
 def has_random_order(dataset: tf.data.Dataset) -> bool:

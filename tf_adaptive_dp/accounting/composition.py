@@ -519,9 +519,10 @@ def _refuse_understated_epsilon(found: Any, num_examples: int, correlated: bool)
             f"Some of these releases were drawn from {fewest} examples or users, so an epsilon for "
             f"{num_examples} would be too small for those that could be in all of them. An epsilon "
             f"for {fewest} holds for all. To train on more data, compile with a new optimizer and "
-            "add up what both spent; the sum is smaller. If a callback was given a wrong number, "
-            "set `optimizer.ledger.fewest_units`. Received: num_examples="
-            f"{num_examples!r}"
+            "add up what both spent; the sum is smaller. If `fit` had `validation_split`, pass the "
+            "number of examples that are left. If a callback was given a wrong number, or if each "
+            "pass over shuffled data was fed in parts, with a `fit` of one epoch for each, set "
+            f"`optimizer.ledger.fewest_units`. Received: num_examples={num_examples!r}"
         )
     if not (correlated or noise_of(found).is_independent):
         raise ValueError(

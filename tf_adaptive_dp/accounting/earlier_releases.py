@@ -135,6 +135,17 @@ def warn_of_earlier_releases(
         _warn(ledger, untold)
 
 
+def warn_of_releases_since(variables: Sequence[tf.Variable], ledger: Ledger) -> None:
+    """Warns if others trained variables meanwhile that a ledger counts; see above.
+
+    Args:
+      variables: those that may have been trained.
+      ledger: the ledger that counts their training.
+    """
+    own = [v for v in variables if any(n.ledger is ledger for n in getattr(v, _ATTRIBUTE, ()))]
+    warn_of_earlier_releases(own, ledger)
+
+
 def _of_others_since(variables: Sequence[tf.Variable], ledger: Ledger) -> list[Ledger]:
     """The ledgers whose releases trained variables since a ledger first did, and which it lacks.
 

@@ -321,9 +321,11 @@ class Ledger:
     def fewest_units(self) -> int | None:
         """The smallest number of examples, or users, that the releases were drawn from.
 
-        It is the smallest that a callback was given for them, and `None` if none was. Computing ε
-        for a larger number is an error: it would be too small for examples that could be in all
-        releases. Set it only if a callback was given a wrong number; `None` trusts whoever asks.
+        It is the smallest that a callback was given for them, or that `fit` had, and `None` if
+        neither is known. Computing ε for a larger number is an error: it would be too small for
+        examples that could be in all releases. Set it if a callback was given a wrong number, or if
+        each pass over shuffled data was fed in parts, with a `fit` of one epoch for each; `None`
+        trusts whoever asks.
         """
         with tf.init_scope():
             return int(local_copies(self._fewest_units)[0].numpy()) or None

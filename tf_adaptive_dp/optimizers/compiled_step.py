@@ -12,10 +12,19 @@ from typing import Any, Callable, NamedTuple
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.callers import dataset_of_fit, model_of_fit, running_models
+from tf_adaptive_dp._keras.callers import (
+    callbacks_of_fit,
+    dataset_of_fit,
+    model_of_fit,
+    num_examples_of_fit,
+    running_models,
+)
 from tf_adaptive_dp._keras.graphs import is_symbolic, outer_graph
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
+from tf_adaptive_dp._keras.variables import native
+from tf_adaptive_dp.accounting.earlier_releases import warn_of_releases_since
 from tf_adaptive_dp.errors import NotPrivateError
+from tf_adaptive_dp.mechanism.replicas import num_replicas
 from tf_adaptive_dp.optimizers.refusals import refuse_chosen_batches
 from tf_adaptive_dp.sampling.datasets import is_drawn
 
@@ -45,12 +54,16 @@ _BUILT: weakref.WeakKeyDictionary[Callable, _Built] = weakref.WeakKeyDictionary(
 def note_step(loss: tf.Tensor, optimizer: Any) -> None:
     """Notes that the training function which is being traced has a step of an optimizer.
 
+    It also notes of how many examples the releases are, in case that `fit` does not end by itself.
+
     Args:
       loss: the loss that the optimizer was given; nothing is noted of an eager one.
       optimizer: the optimizer.
     """
     if not is_symbolic(loss):
         return
+    if num_replicas() == 1:
+        note_num_examples(optimizer)
     graph = loss.graph
     while (around := outer_graph(graph)) is not None and outer_graph(around) is not None:
         graph = around
@@ -61,6 +74,24 @@ def note_step(loss: tf.Tensor, optimizer: Any) -> None:
             built = _BUILT[function] = _Built(weakref.ref(graph), weakref.WeakSet())
         if built.graph() is graph:
             built.optimizers.add(optimizer)
+
+
+def note_num_examples(optimizer: Any) -> None:
+    """Notes in the ledger how many examples `fit` draws from, for its epsilon.
+
+    It leaves the number to callbacks that state it, and to the samplings of the library.
+
+    Args:
+      optimizer: that of the model that is trained.
+    """
+    running = callbacks_of_fit(optimizer)
+    stated = running and any(hasattr(c, "num_examples") for c in running[1].callbacks)
+    if stated or optimizer.examples_per_user is not None or is_drawn(dataset_of_fit(optimizer)):
+        return
+    number = num_examples_of_fit(optimizer)
+    if number:
+        with tf.init_scope():  # a step may be traced now
+            optimizer.ledger.note_units(number)
 
 
 def refuse_step_of_another(model: Any, optimizer: Any) -> None:
@@ -90,7 +121,7 @@ def check_finished_fit(optimizer: Any) -> None:
     """Does at the end of a `fit` what only the trace of its step would do before.
 
     A later `fit` traces no step, so what it trains on shows to callbacks alone, and here. It warns
-    of parts of an incomplete batch.
+    of parts of an incomplete batch, and of what other optimizers released since the last `fit`.
 
     Args:
       optimizer: that of the model that was trained.
@@ -103,6 +134,8 @@ def check_finished_fit(optimizer: Any) -> None:
     if model is not None:
         refuse_chosen_batches(optimizer)
         refuse_step_of_another(model, optimizer)
+        note_num_examples(optimizer)
+        warn_of_releases_since([native(v) for v in model.trainable_variables], optimizer.ledger)
         held = optimizer.unfinished_parts
         if held and not is_drawn(dataset_of_fit(optimizer)):
             message = _UNFINISHED.format(held=held, parts=optimizer.parts_per_batch)
