@@ -37,6 +37,21 @@ def test_an_optimizer_that_the_step_does_not_use_counts_nothing_and_is_refused(m
     assert model.optimizer.ledger.num_releases == used.ledger.num_releases + released
 
 
+def test_an_optimizer_that_takes_the_place_of_one_without_noise_is_refused():
+    """The step would go on without noise, and epsilon be 0."""
+    model, fit = catalogue.mlp(), {"batch_size": 8, "verbose": 0}
+    model.compile("sgd", loss="sparse_categorical_crossentropy")
+    model.fit(*catalogue.data(), **fit)
+    model.optimizer = catalogue.make("DPSGD", expected_batch_size=8.0)
+    model.fit(*catalogue.data(), epochs=2, initial_epoch=2, **fit)  # trains nothing
+    with pytest.raises(dp.NotPrivateError, match="if the other is not private, there is no eps"):
+        model.fit(*catalogue.data(), **fit)
+    assert model.optimizer.ledger.num_releases == 0
+    model.compile(model.optimizer, loss=catalogue.loss())
+    model.fit(*catalogue.data(), **fit)
+    assert model.optimizer.ledger.num_releases == 4
+
+
 def test_batches_that_a_later_fit_leaves_out_are_told_when_it_ends():
     model = trained()
     batches = tf.data.Dataset.from_tensor_slices(catalogue.data()).batch(8, drop_remainder=True)
@@ -89,6 +104,18 @@ def test_epsilon_is_refused_for_more_examples_than_fit_drew_from(data, settings,
     # A later `fit` traces no step.
     model.fit(*catalogue.data(8), batch_size=8, verbose=0)
     assert model.optimizer.ledger.fewest_units == 8
+
+
+def test_releases_that_are_taken_over_are_of_no_more_examples_than_they_were():
+    model = catalogue.compiled(expected_batch_size=8.0, noise_multiplier=1.0)
+    model.fit(*catalogue.data(16), batch_size=8, verbose=0)
+    old = model.optimizer.ledger
+    new = catalogue.make("DPAdam", expected_batch_size=8.0, noise_multiplier=1.0)
+    new.ledger.restore(old.segments, old.checks)
+    model.compile(new, loss=catalogue.loss())
+    model.fit(*catalogue.data(64), batch_size=8, verbose=0)
+    with pytest.raises(ValueError, match="drawn from 16 examples"):
+        dp.epsilon_spent(new, 64, DELTA)
 
 
 def test_of_how_many_examples_releases_are_is_known_if_fit_is_interrupted():

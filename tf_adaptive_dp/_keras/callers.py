@@ -74,6 +74,12 @@ def model_of_fit(optimizer: tf.keras.optimizers.Optimizer) -> keras.Model | None
     return _fit_of(optimizer).get("self")
 
 
+def has_epochs(optimizer: tf.keras.optimizers.Optimizer) -> bool:
+    """Whether the `fit` that is running with an optimizer has an epoch to train."""
+    found = _fit_of(optimizer)
+    return bool(found) and found["epochs"] > found["initial_epoch"]
+
+
 def callbacks_of_fit(
     optimizer: tf.keras.optimizers.Optimizer,
 ) -> tuple[keras.Model, keras.callbacks.CallbackList] | None:

@@ -112,6 +112,8 @@ def warn_of_earlier_releases(
     alike = {key: segments for key, segments in spent.items() if key not in apart}
     missing = {**apart, **_not_held(ledger.segments, _without_doubles(alike, earlier))}
     taken_over = spent.keys() - missing.keys()
+    for key in taken_over:  # `restore` does not say of how many examples they were
+        ledger.lower_units(earlier[key].ledger.fewest_units)
     events = missing_events(
         [event for key in taken_over for event in earlier[key].ledger.other_events],
         ledger.other_events,

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tf_adaptive_dp._keras.callers import (
     callbacks_of_fit,
     dataset_of_fit,
+    has_epochs,
     model_of_fit,
     num_examples_of_fit,
     running_models,
@@ -32,6 +33,13 @@ _UNFINISHED = (
     "Training stopped in the middle of a batch: {held} of {parts} parts are held, and nothing of "
     "them was released. If the same data come next, an example could join the batch twice, and "
     "epsilon would not hold: call `optimizer.drop_unfinished_parts()` before that."
+)
+
+_OF_ANOTHER = (
+    "The training step of the model was built with another optimizer, which goes on to train it. "
+    "This one's ledger lacks these releases, so epsilon would be too small, and if the other is "
+    "not private, there is no epsilon. `model.compile` sets an optimizer and has the step built "
+    "anew; assigning one to `model.optimizer` does not. Received: optimizer={optimizer}"
 )
 
 
@@ -109,12 +117,17 @@ def refuse_step_of_another(model: Any, optimizer: Any) -> None:
     function = getattr(model, "train_function", None)
     built = None if function is None else _BUILT.get(function)
     if built is not None and optimizer not in built.optimizers:
-        raise NotPrivateError(
-            "The training step of the model was built with another optimizer, which goes on to "
-            "train it. This one's ledger lacks these releases, so epsilon would be too small. "
-            "`model.compile` sets an optimizer and has the step built anew; assigning one to "
-            f"`model.optimizer` does not. Received: optimizer={optimizer!r}"
-        )
+        raise NotPrivateError(_OF_ANOTHER.format(optimizer=repr(optimizer)))
+
+
+def _refuse_idle(optimizer: Any) -> None:
+    """Rejects, when a `fit` ends, an optimizer that has made no step at all.
+
+    The step of the model is that of another one then, which may add no noise.
+    """
+    steps = int(tf.convert_to_tensor(optimizer.iterations)) + optimizer.unfinished_parts
+    if not steps and has_epochs(optimizer):
+        raise NotPrivateError(_OF_ANOTHER.format(optimizer=repr(optimizer)))
 
 
 def check_finished_fit(optimizer: Any) -> None:
@@ -134,6 +147,7 @@ def check_finished_fit(optimizer: Any) -> None:
     if model is not None:
         refuse_chosen_batches(optimizer)
         refuse_step_of_another(model, optimizer)
+        _refuse_idle(optimizer)
         note_num_examples(optimizer)
         warn_of_releases_since([native(v) for v in model.trainable_variables], optimizer.ledger)
         held = optimizer.unfinished_parts
