@@ -39,8 +39,7 @@ def is_in_train_step_of_users() -> bool:
     """Whether a `train_step` that is not Keras's own is running, and may unpack batches its way."""
     for caller in _callers():
         name = caller.f_code.co_name.removeprefix("tf__")  # AutoGraph's copy has this prefix
-        package, _, _ = caller.f_globals.get("__name__", "").partition(".")
-        if name == "train_step" and package not in ("keras", "tf_keras"):
+        if name == "train_step" and not _is_of_keras(caller):
             return True
     return False
 
@@ -205,13 +204,21 @@ def _fit_of(
 
 
 def _running_fits(callers: Iterable[types.FrameType]) -> Iterator[Mapping[str, Any]]:
-    """The local variables of each model's `fit` among the callers, the innermost first."""
+    """The local variables of each of Keras's `fit` among the callers, the innermost first.
+
+    A user's class may have its own `fit` around it, with other arguments.
+    """
     for caller in callers:
         # Reading the variables of a frame copies them; those of the user's functions would live on.
-        if caller.f_code.co_name == "fit":
+        if caller.f_code.co_name == "fit" and _is_of_keras(caller):
             found = caller.f_locals
             if isinstance(found.get("self"), keras.Model):
                 yield found
+
+
+def _is_of_keras(caller: types.FrameType) -> bool:
+    package, _, _ = caller.f_globals.get("__name__", "").partition(".")
+    return package in ("keras", "tf_keras")
 
 
 def _owners() -> Iterator[Any]:
