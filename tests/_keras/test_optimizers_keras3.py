@@ -401,6 +401,7 @@ def test_configurations_and_copies():
     optimizer = trained(make("ADADP", noise_multiplier=0.5)).optimizer
     described = keras.saving.serialize_keras_object(optimizer)
     assert described["registered_name"] == "tf_adaptive_dp>ADADP"
+    assert described["config"].pop("fewest_units") == len(X)  # what `fit` had
     for other in (keras.optimizers.get(described), pickle.loads(pickle.dumps(make("ADADP")))):
         assert type(other) is dp.ADADP and other.get_config().keys() == described["config"].keys()
     assert keras.optimizers.get(described).ledger.segments == [(0.5, 8.0, 4)]
