@@ -11,11 +11,10 @@ import tensorflow as tf
 from tf_adaptive_dp import checks
 from tf_adaptive_dp._keras.callers import callbacks_beside
 from tf_adaptive_dp.accounting.ledger import has_ledger
-from tf_adaptive_dp.errors import NotPrivateError
 from tf_adaptive_dp.normalization import refuse_unpaid_in
 from tf_adaptive_dp.optimizers.compiled_step import refuse_step_of_another
 from tf_adaptive_dp.optimizers.fit_warnings import warn_of_uncovered
-from tf_adaptive_dp.optimizers.refusals import refuse_chosen_batches
+from tf_adaptive_dp.optimizers.refusals import over_two_passes, refuse_chosen_batches
 from tf_adaptive_dp.sampling import draws
 from tf_adaptive_dp.sampling.draws import Sampling
 
@@ -108,12 +107,9 @@ def refuse_batch_over_two_passes(
 ) -> None:
     """Rejects batches with parts from two epochs: an example in both has a sensitivity of 2C."""
     if isinstance(sampling, str) and sampling != "poisson" and optimizer.unfinished_parts:
-        raise NotPrivateError(
-            "An accumulated batch must not reach from one pass over the data into the next, where "
-            f"an example could join it twice. Received: {optimizer.unfinished_parts} parts of "
-            f"{optimizer.parts_per_batch} at the end of an epoch. Make the number of "
-            "steps per epoch a multiple of `gradient_accumulation_steps` (`steps_per_epoch`, "
-            "`drop_remainder`), or draw batches with a sampling of tf_adaptive_dp."
+        raise over_two_passes(
+            f"{optimizer.unfinished_parts} parts of {optimizer.parts_per_batch} at the end of an "
+            "epoch"
         )
 
 

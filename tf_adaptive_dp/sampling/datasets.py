@@ -235,16 +235,20 @@ def _require(sampling: Any, *kinds: type[Sampling]) -> None:
 
 def is_repeatable(data: Any) -> bool:
     """Whether another process would draw the same batches again."""
-    if getattr(data, "is_repeatable", False):
-        return True
-    return isinstance(data, tf.data.Dataset) and any(map(is_repeatable, input_datasets(data)))
+    return any(drawn.is_repeatable for drawn in _drawn_by_samplings(data))
 
 
 def is_drawn(data: Any) -> bool:
     """Whether a sampling of the library drew the batches of a data set."""
+    return next(_drawn_by_samplings(data), None) is not None
+
+
+def _drawn_by_samplings(data: Any) -> Iterator[Any]:
+    """What samplings of the library drew, of a data set and those that it transforms."""
     if hasattr(data, "is_repeatable"):
-        return True
-    return isinstance(data, tf.data.Dataset) and any(map(is_drawn, input_datasets(data)))
+        yield data
+    for source in input_datasets(data) if isinstance(data, tf.data.Dataset) else ():
+        yield from _drawn_by_samplings(source)
 
 
 def as_dataset(
