@@ -127,6 +127,41 @@ def test_batches_may_be_chosen_by_their_size_and_number_and_examples_by_anything
         assert optimizer.ledger.num_releases == 1
 
 
+TIES = {
+    "take_while": lambda single: single.take_while(lambda x, y: x[0] < 9.0),
+    "scan": lambda single: single.scan(0.0, lambda s, e: (s + e[0][0], (e[0] - s, e[1]))),
+    "scan, then map": lambda single: single.scan(
+        (0.0, 0), lambda s, e: ((s[0], s[1] + tf.cast(e[1], tf.int32)), e)
+    ).map(lambda *e: e),
+}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("way", TIES)
+def test_no_example_may_change_what_becomes_of_the_others(way):
+    """One more example, at which `take_while` ends, would take away all that come after it."""
+    single = TIES[way](tf.data.Dataset.from_tensor_slices(catalogue.data()))
+    method = way.split(",")[0]
+    for data in (single.batch(4, drop_remainder=True), single.shuffle(9).batch(4)):
+        model = catalogue.compiled("DPSGD", expected_batch_size=4)
+        with pytest.raises(dp.NotPrivateError, match=f"No example may change .* `{method}`"):
+            model.fit(data, verbose=0)
+        assert not model.optimizer.ledger.num_releases
+    sampling = dp.PoissonSampling.for_batch_size(2, N, steps=10)
+    with pytest.raises(dp.NotPrivateError, match=f"No example may change .* `{method}`"):
+        dp.poisson_batches(single, sampling)
+
+
+def test_examples_may_be_counted_and_cut_off_by_public_facts():
+    single = tf.data.Dataset.from_tensor_slices(catalogue.data())
+    public = tf.Variable(1.0)
+    counted = single.scan(0, lambda k, e: (k + 1, (e[0] + tf.cast(k, tf.float32), e[1])))
+    for data in (counted, single.take_while(lambda *_: public > 0.0)):
+        model = catalogue.compiled("DPSGD", expected_batch_size=4)
+        model.fit(data.batch(4).take(1), verbose=0)
+        assert model.optimizer.ledger.num_releases == 1
+
+
 def test_padding_changes_no_gradient():
     x, y = catalogue.data()
     results = []

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_adaptive_dp._keras import graphs
+
 
 def input_datasets(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     """The data sets that a data set transforms."""
@@ -162,3 +164,27 @@ def choices_of_batches(dataset: tf.data.Dataset) -> list[tuple[str, tf.Tensor | 
             function = getattr(dataset, "_predicate", None)
             found.append((method, function and function.function.graph.outputs[0]))
     return found + [choice for d in input_datasets(dataset) for choice in choices_of_batches(d)]
+
+
+def ties_between_examples(dataset: tf.data.Dataset) -> list[str]:
+    """The methods by which what one element holds may change what becomes of those after it.
+
+    It sees `take_while` and `scan`, in all data sets that this one transforms, but not what happens
+    within functions, nor variables to which a function of `map` writes.
+    """
+    kind, inputs = type(dataset).__name__, input_datasets(dataset)
+    found = []
+    if "TakeWhile" in kind:
+        graph = dataset._predicate.function.graph
+        found += ["take_while"] * _reads(graph.outputs, graph.inputs, inputs[0])
+    if "Scan" in kind:
+        graph = dataset._scan_func.function.graph
+        state = len(graph.outputs) - len(dataset._flat_types)
+        found += ["scan"] * _reads(graph.outputs[:state], graph.inputs[state:], inputs[0])
+    return found + [method for d in inputs for method in ties_between_examples(d)]
+
+
+def _reads(results: list[tf.Tensor], inputs: list[tf.Tensor], dataset: tf.data.Dataset) -> bool:
+    """Whether results of a function are computed from an element, which its inputs begin with."""
+    elements = {tensor.op for tensor in inputs[: len(dataset._flat_types)]}
+    return not elements.isdisjoint(graphs.ancestors(results))

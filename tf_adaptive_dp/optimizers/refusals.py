@@ -18,6 +18,7 @@ from tf_adaptive_dp.gradients.released import completion
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.mechanism.replicas import num_replicas, refuse_unsupported_strategy
 from tf_adaptive_dp.sampling.datasets import is_drawn
+from tf_adaptive_dp.sampling.sources import refuse_ties
 from tf_adaptive_dp.side_information.provenance import uncounted_events
 
 
@@ -64,13 +65,15 @@ def refuse_uncounted_side_information(optimizer: Any) -> None:
 
 
 def refuse_chosen_batches(optimizer: Any) -> None:
-    """Rejects data sets of `fit` that leave out batches by what they hold.
+    """Rejects data sets of `fit` that leave out batches by what they hold, or tie examples.
 
     Whether there is a release would then show what a batch holds. How large a batch is, and its
     number, are public.
     """
     data = dataset_of_fit(optimizer)
-    for method, result in () if data is None else choices_of_batches(data):
+    if data is None:
+        return
+    for method, result in choices_of_batches(data):
         if result is None or comes_from_data(result):
             raise NotPrivateError(
                 "Whether a batch is released must not depend on what it holds: no noise hides that "
@@ -79,6 +82,7 @@ def refuse_chosen_batches(optimizer: Any) -> None:
                 "release like any other, and padding does no harm. Filter examples before they "
                 "are batched."
             )
+    refuse_ties(data)
 
 
 def refuse_batches_over_two_passes(optimizer: Any) -> None:

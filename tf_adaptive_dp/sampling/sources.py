@@ -16,8 +16,13 @@ import numpy as np
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.datasets import gives_copies, has_random_order
+from tf_adaptive_dp._keras.datasets import (
+    gives_copies,
+    has_random_order,
+    ties_between_examples,
+)
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
+from tf_adaptive_dp.errors import NotPrivateError
 
 _WHAT = "(x, y) or (x, y, sample_weight)"
 SINGLE_EXAMPLES = (
@@ -97,6 +102,20 @@ def refuse_shuffled(data: Any) -> None:
         )
 
 
+def refuse_ties(dataset: tf.data.Dataset) -> None:
+    """Raises NotPrivateError for a data set in which an example changes what becomes of others.
+
+    One more example could then change all that is drawn, however its own gradient is clipped.
+    """
+    for method in ties_between_examples(dataset):
+        instead = {"take_while": "`filter` or `take`", "scan": "`map`"}[method]
+        raise NotPrivateError(
+            "No example may change what becomes of the others: clipping bounds what it adds itself "
+            f"and nothing else. Received: a `tf.data.Dataset` with `{method}`, whose function "
+            f"reads the examples. Use {instead} in its place."
+        )
+
+
 def read_examples(
     dataset: tf.data.Dataset,
     preprocess: Callable[[Any], tuple] | None = None,
@@ -115,7 +134,9 @@ def read_examples(
     Raises:
       TypeError, ValueError: if the dataset is infinite or repeats, its elements are not (x, y) or
         (x, y, sample_weight), or their shapes differ.
+      NotPrivateError: if an example may change what becomes of others.
     """
+    refuse_ties(dataset)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
             f"`{name}` must be finite: Poisson sampling draws from all examples. Received: a "
