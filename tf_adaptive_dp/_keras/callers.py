@@ -58,120 +58,98 @@ def is_in_fit() -> bool:
     return next(_running_fits(_callers()), None) is not None
 
 
-def dataset_of_fit(optimizer: tf.keras.optimizers.Optimizer) -> tf.data.Dataset | None:
-    """The data set that the running `fit` was given, if it was one.
+class RunningFit:
+    """A call of Keras's `fit` that is running.
+
+    Attributes:
+      model: the one that it trains.
+      dataset: what it was given, if that is a `tf.data.Dataset`.
+      callbacks: all that it calls, or `None` before there are any.
+      num_epochs: how many it was told to train, without those before `initial_epoch`.
+    """
+
+    def __init__(self, variables: Mapping[str, Any]):
+        """Of the local variables of `fit`."""
+        self._variables = variables
+        self.model: keras.Model = variables["self"]
+        x, callbacks = variables.get("x"), variables.get("callbacks")
+        self.dataset = x if isinstance(x, tf.data.Dataset) else None
+        is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+        self.callbacks: keras.callbacks.CallbackList | None = callbacks if is_list else None
+        self.num_epochs: int = variables["epochs"] - variables["initial_epoch"]
+
+    def batches_of_passes(self) -> int | None:
+        """How many batches each epoch has, if each is a pass over the data.
+
+        Returns:
+          `None` if there is one epoch only, or if it is unknown how many there are in a pass.
+        """
+        if self.num_epochs < 2 or self._variables["steps_per_epoch"] is not None:
+            return None
+        return (getattr(self.callbacks, "params", None) or {}).get("steps")
+
+    def sizes_of_batches(self) -> tuple[int, int] | None:
+        """The size of the batches, and that of the last one if it differs.
+
+        Returns:
+          `None` if all batches have one size, or if that is unknown: for data that are neither
+          arrays nor batches of a `tf.data.Dataset`, and for arrays with `steps_per_epoch`, which
+          may end epochs before the last batch.
+        """
+        steps = self._variables.get("steps_per_epoch")
+        if self.dataset is not None:
+            drawn = None if steps is None else steps * self._variables["epochs"]
+            return datasets.sizes_of_batches(self.dataset, drawn)
+        return None if steps is not None else _sizes_in(self._variables)
+
+    def num_examples(self) -> int | None:
+        """How many examples it was given, without those that it validates on.
+
+        Returns:
+          `None` if the number is unknown: for data that are neither arrays nor batches of a finite
+          `tf.data.Dataset`.
+        """
+        if self.dataset is not None:
+            return datasets.num_examples(self.dataset)
+        parts = tf.nest.flatten(self._variables.get("x"))
+        shape = getattr(parts[0], "shape", None) if parts else None
+        return int(shape[0]) if shape and shape[0] is not None else None
+
+    def some_examples(self, most: int) -> tuple | None:
+        """Examples from all over the arrays, at most so many.
+
+        Returns:
+          (x, y, weights), nests of arrays; the weights are those of `class_weight` if there are no
+          others. `None` for data that are not dense arrays.
+        """
+        x, y, weights = (self._variables.get(name) for name in ("x", "y", "sample_weight"))
+        parts = [part for part in tf.nest.flatten((x, y, weights)) if part is not None]
+        if not parts or not all(hasattr(part, "__array__") and np.ndim(part) for part in parts):
+            return None  # sparse and ragged ones among them
+
+        def some(part: Any) -> np.ndarray | None:
+            return None if part is None else np.asarray(part[:: -(-len(part) // most) or 1])
+
+        x, y, weights = tf.nest.map_structure(some, (x, y, weights))
+        if weights is None and self._variables.get("class_weight"):
+            weights = np.array(list(self._variables["class_weight"].values()))
+        return x, y, weights
+
+
+def running_fit(
+    optimizer: tf.keras.optimizers.Optimizer, on_replicas: bool = True
+) -> RunningFit | None:
+    """The `fit` that trains with an optimizer; `None` if there is no such.
 
     Args:
       optimizer: that of the model that is trained.
+      on_replicas: whether to find it from a step on several replicas, too, of which each looks.
     """
-    data = _fit_of(optimizer).get("x")
-    return data if isinstance(data, tf.data.Dataset) else None
-
-
-def model_of_fit(optimizer: tf.keras.optimizers.Optimizer) -> keras.Model | None:
-    """The model of the `fit` that is running with an optimizer; `None` without `fit`."""
-    return _fit_of(optimizer).get("self")
-
-
-def has_epochs(optimizer: tf.keras.optimizers.Optimizer) -> bool:
-    """Whether the `fit` that is running with an optimizer has an epoch to train."""
-    found = _fit_of(optimizer)
-    return bool(found) and found["epochs"] > found["initial_epoch"]
-
-
-def callbacks_of_fit(
-    optimizer: tf.keras.optimizers.Optimizer,
-) -> tuple[keras.Model, keras.callbacks.CallbackList] | None:
-    """The model of the `fit` that is running, and its callbacks; `None` without `fit`.
-
-    Args:
-      optimizer: that of the model that is trained.
-    """
-    found = _fit_of(optimizer)
-    callbacks = found.get("callbacks")
-    is_list = isinstance(callbacks, keras.callbacks.CallbackList)
-    return (found["self"], callbacks) if is_list else None
-
-
-def batches_of_passes(optimizer: tf.keras.optimizers.Optimizer) -> int | None:
-    """How many batches each epoch of the running `fit` has, if each is a pass over the data.
-
-    Args:
-      optimizer: that of the model that is trained.
-
-    Returns:
-      `None` if there is one epoch only, or if it is unknown how many there are in a pass.
-    """
-    found = _fit_of(optimizer)
-    several = found and found["epochs"] - found["initial_epoch"] > 1
-    if not several or found["steps_per_epoch"] is not None:
-        return None
-    return (getattr(found.get("callbacks"), "params", None) or {}).get("steps")
-
-
-def sizes_of_batches(optimizer: tf.keras.optimizers.Optimizer) -> tuple[int, int] | None:
-    """The size of the batches of the `fit` that is running, and that of its last one if it differs.
-
-    Args:
-      optimizer: that of the model that is trained.
-
-    Returns:
-      `None` if all batches have one size, or if that is unknown: without `fit`, for data that are
-      neither arrays nor batches of a `tf.data.Dataset`, and for arrays with `steps_per_epoch`,
-      which may end epochs before the last batch.
-    """
-    found = _fit_of(optimizer, on_replicas=False)
-    steps = found.get("steps_per_epoch")
-    if isinstance(found.get("x"), tf.data.Dataset):
-        drawn = None if steps is None else steps * found["epochs"]
-        return datasets.sizes_of_batches(found["x"], drawn)
-    return None if steps is not None else _sizes_in(found)
-
-
-def num_examples_of_fit(optimizer: tf.keras.optimizers.Optimizer) -> int | None:
-    """How many examples the running `fit` was given, without those that it validates on.
-
-    Args:
-      optimizer: that of the model that is trained.
-
-    Returns:
-      `None` without `fit`, and if the number is unknown: for data that are neither arrays nor
-      batches of a finite `tf.data.Dataset`.
-    """
-    x = _fit_of(optimizer).get("x")
-    if isinstance(x, tf.data.Dataset):
-        return datasets.num_examples(x)
-    parts = tf.nest.flatten(x)
-    shape = getattr(parts[0], "shape", None) if parts else None
-    return int(shape[0]) if shape and shape[0] is not None else None
-
-
-def examples_of_fit(
-    optimizer: tf.keras.optimizers.Optimizer, most: int
-) -> tuple[keras.Model, tuple] | None:
-    """Some examples from all over the arrays of the `fit` that is running, and its model.
-
-    Args:
-      optimizer: that of the model that is trained.
-      most: how many examples at most.
-
-    Returns:
-      The model and (x, y, weights), nests of arrays; the weights are those of `class_weight` if
-      there are no others. `None` without `fit`, and for data that are not dense arrays.
-    """
-    found = _fit_of(optimizer, on_replicas=False)
-    x, y, weights = (found.get(name) for name in ("x", "y", "sample_weight"))
-    parts = [part for part in tf.nest.flatten((x, y, weights)) if part is not None]
-    if not parts or not all(hasattr(part, "__array__") and np.ndim(part) for part in parts):
-        return None  # sparse and ragged ones among them
-
-    def some(part: Any) -> np.ndarray | None:
-        return None if part is None else np.asarray(part[:: -(-len(part) // most) or 1])
-
-    x, y, weights = tf.nest.map_structure(some, (x, y, weights))
-    if weights is None and found.get("class_weight"):
-        weights = np.array(list(found["class_weight"].values()))
-    return found["self"], (x, y, weights)
+    waiting = _waiting_for_replica() if on_replicas else ()
+    for found in _running_fits(itertools.chain(_callers(), waiting)):
+        if found["self"].optimizer is optimizer:
+            return RunningFit(found)
+    return None
 
 
 def _sizes_in(variables: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -187,20 +165,6 @@ def _sizes_in(variables: Mapping[str, Any]) -> tuple[int, int] | None:
         size, last, num_batches = data.batch_size(), data.partial_batch_size(), data.get_size()
     several = num_batches is not None and num_batches > 1
     return (int(size), int(last)) if several and size and last and last != size else None
-
-
-def _fit_of(
-    optimizer: tf.keras.optimizers.Optimizer, on_replicas: bool = True
-) -> Mapping[str, Any]:
-    """The local variables of the `fit` that trains with an optimizer; none if there is no such.
-
-    Args:
-      optimizer: that of the model that is trained.
-      on_replicas: whether to find it from a step on several replicas, too, of which each looks.
-    """
-    waiting = _waiting_for_replica() if on_replicas else ()
-    fits = _running_fits(itertools.chain(_callers(), waiting))
-    return next((found for found in fits if found["self"].optimizer is optimizer), {})
 
 
 def _running_fits(callers: Iterable[types.FrameType]) -> Iterator[Mapping[str, Any]]:

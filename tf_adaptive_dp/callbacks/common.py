@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.callers import callbacks_beside
+from tf_adaptive_dp._keras.callers import callbacks_beside, running_fit
 from tf_adaptive_dp.accounting.ledger import has_ledger
 from tf_adaptive_dp.normalization import refuse_unpaid_in
 from tf_adaptive_dp.optimizers.compiled_step import refuse_step_of_another
@@ -74,7 +74,9 @@ class PrivateCallback(tf.keras.callbacks.Callback):
         if next(c for c in beside if isinstance(c, PrivateCallback)) is not self:
             return
         _refuse_rates(beside, self.optimizer)
-        refuse_chosen_batches(self.optimizer)  # a second `fit` traces no step, which would do so
+        fit = running_fit(self.optimizer)
+        if fit is not None:  # a second one traces no step, which would do so
+            refuse_chosen_batches(fit.dataset)
         warn_of_uncovered(self.model, self.optimizer, beside)
 
 

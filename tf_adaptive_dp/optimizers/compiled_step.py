@@ -12,14 +12,7 @@ from typing import Any, Callable, NamedTuple
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.callers import (
-    callbacks_of_fit,
-    dataset_of_fit,
-    has_epochs,
-    model_of_fit,
-    num_examples_of_fit,
-    running_models,
-)
+from tf_adaptive_dp._keras.callers import RunningFit, running_fit, running_models
 from tf_adaptive_dp._keras.graphs import is_symbolic, outer_graph
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp._keras.variables import native
@@ -70,8 +63,9 @@ def note_step(loss: tf.Tensor, optimizer: Any) -> None:
     """
     if not is_symbolic(loss):
         return
-    if num_replicas() == 1:
-        note_num_examples(optimizer)
+    fit = running_fit(optimizer) if num_replicas() == 1 else None
+    if fit is not None:
+        note_num_examples(optimizer, fit)
     graph = loss.graph
     while (around := outer_graph(graph)) is not None and outer_graph(around) is not None:
         graph = around
@@ -84,19 +78,20 @@ def note_step(loss: tf.Tensor, optimizer: Any) -> None:
             built.optimizers.add(optimizer)
 
 
-def note_num_examples(optimizer: Any) -> None:
+def note_num_examples(optimizer: Any, fit: RunningFit) -> None:
     """Notes in the ledger how many examples `fit` draws from, for its epsilon.
 
     It leaves the number to callbacks that state it, and to the samplings of the library.
 
     Args:
       optimizer: that of the model that is trained.
+      fit: the call that trains it.
     """
-    running = callbacks_of_fit(optimizer)
-    stated = running and any(hasattr(c, "num_examples") for c in running[1].callbacks)
-    if stated or optimizer.examples_per_user is not None or is_drawn(dataset_of_fit(optimizer)):
+    callbacks = fit.callbacks.callbacks if fit.callbacks else ()
+    stated = any(hasattr(c, "num_examples") for c in callbacks)
+    if stated or optimizer.examples_per_user is not None or is_drawn(fit.dataset):
         return
-    number = num_examples_of_fit(optimizer)
+    number = fit.num_examples()
     if number:
         with tf.init_scope():  # a step may be traced now
             optimizer.ledger.note_units(number)
@@ -120,13 +115,13 @@ def refuse_step_of_another(model: Any, optimizer: Any) -> None:
         raise NotPrivateError(_OF_ANOTHER.format(optimizer=repr(optimizer)))
 
 
-def _refuse_idle(optimizer: Any) -> None:
+def _refuse_idle(optimizer: Any, fit: RunningFit) -> None:
     """Rejects, when a `fit` ends, an optimizer that has made no step at all.
 
     The step of the model is that of another one then, which may add no noise.
     """
     steps = int(tf.convert_to_tensor(optimizer.iterations)) + optimizer.unfinished_parts
-    if not steps and has_epochs(optimizer):
+    if not steps and fit.num_epochs > 0:
         raise NotPrivateError(_OF_ANOTHER.format(optimizer=repr(optimizer)))
 
 
@@ -143,14 +138,15 @@ def check_finished_fit(optimizer: Any) -> None:
       NotPrivateError: if the data set left out batches by what they hold, or if another optimizer
         trained the model.
     """
-    model = model_of_fit(optimizer)
-    if model is not None:
-        refuse_chosen_batches(optimizer)
-        refuse_step_of_another(model, optimizer)
-        _refuse_idle(optimizer)
-        note_num_examples(optimizer)
-        warn_of_releases_since([native(v) for v in model.trainable_variables], optimizer.ledger)
-        held = optimizer.unfinished_parts
-        if held and not is_drawn(dataset_of_fit(optimizer)):
-            message = _UNFINISHED.format(held=held, parts=optimizer.parts_per_batch)
-            warnings.warn(message, stacklevel=level_of_caller())
+    fit = running_fit(optimizer)
+    if fit is None:
+        return
+    refuse_chosen_batches(fit.dataset)
+    refuse_step_of_another(fit.model, optimizer)
+    _refuse_idle(optimizer, fit)
+    note_num_examples(optimizer, fit)
+    warn_of_releases_since([native(v) for v in fit.model.trainable_variables], optimizer.ledger)
+    held = optimizer.unfinished_parts
+    if held and not is_drawn(fit.dataset):
+        message = _UNFINISHED.format(held=held, parts=optimizer.parts_per_batch)
+        warnings.warn(message, stacklevel=level_of_caller())

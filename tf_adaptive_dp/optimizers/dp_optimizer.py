@@ -16,7 +16,7 @@ import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.callers import is_in_fit
+from tf_adaptive_dp._keras.callers import is_in_fit, running_fit
 from tf_adaptive_dp._keras.optimizers import (
     SelfScalingOptimizer,
     add_state,
@@ -390,8 +390,10 @@ class DPOptimizer(FullSignature, SelfScalingOptimizer):
         """
         self.require_known_state()
         refusals.refuse_unsupported_setting(self)
-        refusals.refuse_chosen_batches(self)
-        refusals.refuse_batches_over_two_passes(self)
+        fit = running_fit(self)
+        if fit is not None:
+            refusals.refuse_chosen_batches(fit.dataset)
+            refusals.refuse_batches_over_two_passes(self, fit)
         refusals.refuse_16_bit_rewrites()
         step_settings.turn_off_tensor_float_32()
         if isinstance(self._mechanism.generator, CorrelatedNoise):

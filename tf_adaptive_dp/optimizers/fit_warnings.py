@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.callers import callbacks_of_fit, examples_of_fit
+from tf_adaptive_dp._keras.callers import running_fit
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting.ledger import is_chosen_by_search
 from tf_adaptive_dp.validation.layer_findings import adapted_warning
@@ -51,13 +51,13 @@ def warn_in_fit(optimizer: Any) -> None:
       optimizer: the one whose step is being built.
     """
     with tf.init_scope():
-        found = callbacks_of_fit(optimizer)
-        if found is None or found[1] in _SEEN:
+        fit = running_fit(optimizer)
+        if fit is None or fit.callbacks is None or fit.callbacks in _SEEN:
             return
-        model, callbacks = found
-        _SEEN.add(callbacks)
-        if not any(getattr(c, "warns_before_training", False) for c in callbacks.callbacks):
-            warn_of_uncovered(model, optimizer, callbacks.callbacks)
+        _SEEN.add(fit.callbacks)
+        callbacks = fit.callbacks.callbacks
+        if not any(getattr(c, "warns_before_training", False) for c in callbacks):
+            warn_of_uncovered(fit.model, optimizer, callbacks)
 
 
 def warn_of_uncovered(
@@ -92,12 +92,12 @@ def warn_of_units(optimizer: Any) -> None:
     It judges by a few examples, as `plan.fit` and `validate` do.
     """
     with tf.init_scope():
-        found = None if optimizer.rows_per_batch else examples_of_fit(optimizer, _FEW)
-        if found is None:
+        fit = None if optimizer.rows_per_batch else running_fit(optimizer, on_replicas=False)
+        batch = None if fit is None else fit.some_examples(_FEW)
+        if fit is None or batch is None:
             return
-        model, batch = found
         tensors = tf.nest.map_structure(lambda p: None if p is None else _tensor(p), batch)
-        findings = unit_findings(model, getattr(model, "loss", None), tensors)
+        findings = unit_findings(fit.model, getattr(fit.model, "loss", None), tensors)
     for finding in findings:
         warnings.warn(f"{finding.what} {finding.fix}", stacklevel=level_of_caller())
 

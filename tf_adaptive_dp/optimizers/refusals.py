@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.callers import batches_of_passes, dataset_of_fit
+from tf_adaptive_dp._keras.callers import RunningFit
 from tf_adaptive_dp._keras.datasets import choices_of_batches
 from tf_adaptive_dp._keras.optimizers import APPLYING, HOW_TO_STEP, has_slots_for
 from tf_adaptive_dp._keras.variables import path_of
@@ -64,13 +64,12 @@ def refuse_uncounted_side_information(optimizer: Any) -> None:
         )
 
 
-def refuse_chosen_batches(optimizer: Any) -> None:
+def refuse_chosen_batches(data: tf.data.Dataset | None) -> None:
     """Rejects data sets of `fit` that leave out batches by what they hold, or tie examples.
 
     Whether there is a release would then show what a batch holds. How large a batch is, and its
     number, are public.
     """
-    data = dataset_of_fit(optimizer)
     if data is None:
         return
     for method, result in choices_of_batches(data):
@@ -85,14 +84,14 @@ def refuse_chosen_batches(optimizer: Any) -> None:
     refuse_ties(data)
 
 
-def refuse_batches_over_two_passes(optimizer: Any) -> None:
+def refuse_batches_over_two_passes(optimizer: Any, fit: RunningFit) -> None:
     """Rejects a `fit` whose accumulated batches reach from one pass over the data into the next.
 
     An example that is in parts of both moves the sum by 2C. A draw of the samplings holds none
     twice, however many epochs its parts reach into.
     """
-    parts, passes = optimizer.parts_per_batch, batches_of_passes(optimizer)
-    if passes is not None and passes % parts and not is_drawn(dataset_of_fit(optimizer)):
+    parts, passes = optimizer.parts_per_batch, fit.batches_of_passes()
+    if passes is not None and passes % parts and not is_drawn(fit.dataset):
         raise over_two_passes(
             f"{passes} batches in each epoch, gradient_accumulation_steps={parts}"
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.callers import sizes_of_batches
+from tf_adaptive_dp._keras.callers import running_fit
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.mechanism.replicas import num_replicas
 
@@ -53,7 +53,8 @@ def settle_batch_size(optimizer: Any) -> None:
         expected, groups = optimizer.expected_batch_size, optimizer.num_microbatches
         seen = optimizer.rows_per_batch
     may_vary = expected is not None and groups is None
-    sizes = None if may_vary else sizes_of_batches(optimizer)
+    fit = None if may_vary else running_fit(optimizer, on_replicas=False)
+    sizes = None if fit is None else fit.sizes_of_batches()
     if sizes is None:
         return
     size, last = sizes

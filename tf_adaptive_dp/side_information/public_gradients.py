@@ -10,7 +10,7 @@ import dp_accounting
 import tensorflow as tf
 
 from tf_adaptive_dp import checks
-from tf_adaptive_dp._keras.callers import dataset_of_fit
+from tf_adaptive_dp._keras.callers import running_fit
 from tf_adaptive_dp._keras.datasets import holds_the_same
 from tf_adaptive_dp._keras.generation import keras
 from tf_adaptive_dp._keras.models import uncounted_loss_of_step
@@ -290,7 +290,8 @@ class PublicGradients(SideInformation, tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Rejects training on the public data; called by Keras."""
         if has_ledger(_unwrapped(self.model)):
-            self.refuse_private_data(dataset_of_fit(self.model.optimizer))
+            fit = running_fit(self.model.optimizer)
+            self.refuse_private_data(None if fit is None else fit.dataset)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Counts minibatches anew, since a resumed epoch may begin in its middle."""
