@@ -157,6 +157,26 @@ def _check_separation(privacy: UserLevelPrivacy, sampling: draws.Sampling) -> No
         )
 
 
+def distinct_client_ids(client_ids: Sequence[str]) -> tuple[str, ...]:
+    """Client ids, each of which is listed once: one that is listed twice would count twice.
+
+    Raises:
+      TypeError, ValueError: if they are not distinct strings, at least one.
+    """
+    found = () if isinstance(client_ids, str) else tuple(client_ids)
+    if isinstance(client_ids, str) or not all(isinstance(c, str) for c in found):
+        raise TypeError(
+            "`client_ids` must be a list of strings; `client.decode()` makes one of bytes. "
+            f"Received: client_ids={client_ids!r}"
+        )
+    if not found or len(set(found)) < len(found):
+        raise ValueError(
+            "`client_ids` must be at least one, and all different: a client that is listed twice "
+            f"would count twice. Received: {len(found)} ids, {len(set(found))} distinct"
+        )
+    return found
+
+
 class ClientSampler:
     """Draws the cohort of each round.
 
@@ -195,17 +215,7 @@ class ClientSampler:
                 "`client_ids` must be a list of strings: pass `client_data.client_ids`. Received: "
                 f"client_ids of type {type(client_ids).__name__}"
             )
-        if isinstance(client_ids, str) or not all(isinstance(c, str) for c in client_ids):
-            raise TypeError(
-                f"`client_ids` must be a list of strings. Received: client_ids={client_ids!r}"
-            )
-        self.client_ids = tuple(sorted(client_ids))
-        if not self.client_ids or len(set(self.client_ids)) < len(self.client_ids):
-            raise ValueError(
-                "`client_ids` must be at least one, and all different: a client that is listed "
-                f"twice would count twice. Received: {len(self.client_ids)} ids, "
-                f"{len(set(self.client_ids))} distinct"
-            )
+        self.client_ids = tuple(sorted(distinct_client_ids(client_ids)))
         _require_sampling(sampling)
         size = getattr(sampling, "batch_size", 0)
         if size > len(self.client_ids):

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
+from federated.privacy.client_sampling import distinct_client_ids
 from federated.training.saved_states import SavedStates
 from tf_adaptive_dp import checks
 from tf_adaptive_dp.durable import files
@@ -165,20 +166,8 @@ class Evaluation:
                 "a client id to a `tf.data.Dataset` with at least one of `client_ids`. Received: "
                 f"client_data={client_data!r}, client_ids={client_ids!r}"
             )
-        self.client_ids = tuple(client_ids)
         # Of another type, none would be found among those that are trained on.
-        of_text = all(isinstance(client, str) for client in self.client_ids)
-        if isinstance(client_ids, str) or not of_text:
-            raise TypeError(
-                "`client_ids` must be a list of strings; `client.decode()` makes one of bytes. "
-                f"Received: client_ids={client_ids!r}"
-            )
-        if len(set(self.client_ids)) < len(self.client_ids):
-            raise ValueError(
-                "`client_ids` must all be different: the examples of a client that is listed twice "
-                f"would count twice. Received: {len(self.client_ids)} ids, "
-                f"{len(set(self.client_ids))} distinct"
-            )
+        self.client_ids = distinct_client_ids(client_ids)
         self._datasets = datasets
         self._model_fn = model_fn
         self._model = model_fn() if callable(model_fn) else None
