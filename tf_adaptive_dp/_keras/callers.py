@@ -58,6 +58,16 @@ def is_in_fit() -> bool:
     return next(_running_fits(_callers()), None) is not None
 
 
+def is_in_search_of_keras_tuner() -> bool:
+    """Whether a search of KerasTuner's is among the callers, which trains one model after another.
+
+    `HonestTuner`, which accounts for its searches, does not count.
+    """
+    modules = [caller.f_globals.get("__name__", "") for caller in _callers()]
+    of_ours = any(name.startswith("tf_adaptive_dp.tuning.") for name in modules)
+    return not of_ours and any(name.partition(".")[0] == "keras_tuner" for name in modules)
+
+
 class RunningFit:
     """A call of Keras's `fit` that is running.
 

@@ -28,7 +28,7 @@ _FAILED_CHECK = re.compile(
     r"in assert_true\s+assertion failed: \[(.*?)\]\s*\[\[\{\{node", re.DOTALL
 )
 # The packages between a warning and the user's line: this one, and what calls it or its functions.
-_BETWEEN = {__name__.split(".")[0], "contextlib", "keras", "tensorflow", "tf_keras"}
+_BETWEEN = {__name__.split(".")[0], "contextlib", "keras", "keras_tuner", "tensorflow", "tf_keras"}
 
 
 def short_traceback(function: _Function) -> _Function:

@@ -305,9 +305,10 @@ class Ledger:
 
         The ledger then has the releases of one trial, and of what it was trained further, but not
         those of the other trials. So its ε does not bound what the model has cost, and the privacy
-        statement says so. `HonestTuner.load_model` sets this; it is saved with the ledger, and a
-        state that was loaded can only add it. Set it to `False` if the search was on other data
-        than the training that is counted here.
+        statement says so. `HonestTuner.load_model` sets this, and so does `fit` in a trial of
+        KerasTuner's other tuners. It is saved with the ledger, and a state that was loaded can only
+        add it. Set it to `False` if the search was on other data than the training that is counted
+        here.
         """
         return bool(self.terms.chosen_by_search)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_adaptive_dp._keras.callers import running_fit
+from tf_adaptive_dp._keras.callers import is_in_search_of_keras_tuner, running_fit
 from tf_adaptive_dp._keras.tracebacks import level_of_caller
 from tf_adaptive_dp.accounting.ledger import is_chosen_by_search
 from tf_adaptive_dp.validation.layer_findings import adapted_warning
@@ -25,6 +25,12 @@ _SEARCH = (
     "a budget for it: add what you spend now to the epsilon and delta of the search, "
     "`HonestTuner.privacy_statement()`. If the search was on other data, set "
     "`optimizer.ledger.chosen_by_search = False`."
+)
+_IN_SEARCH = (
+    "This training is one trial of a KerasTuner search. Each trial uses the data, and so may the "
+    "scores by which one is chosen, but the optimizer's ledger has the releases of this trial "
+    "alone: its ε does not cover the search. `tf_adaptive_dp.tuning.HonestTuner` accounts for a "
+    "whole search; ADADP needs none. If the search is on public data alone, ignore this."
 )
 _BY_METRICS = (
     "Callbacks act on metrics of the training data, which have no noise. ε does not cover what "
@@ -63,7 +69,7 @@ def warn_in_fit(optimizer: Any) -> None:
 def warn_of_uncovered(
     model: tf.keras.Model, optimizer: Any, callbacks: Sequence[tf.keras.callbacks.Callback]
 ) -> None:
-    """Warns of the search that chose a model, of layers that `adapt` set, and of callbacks.
+    """Warns of searches, whose ledgers it marks, of layers that `adapt` set, and of callbacks.
 
     Args:
       model: the model that is trained.
@@ -71,6 +77,9 @@ def warn_of_uncovered(
       callbacks: all that `fit` calls.
     """
     found = [_SEARCH] if is_chosen_by_search(optimizer) else []
+    if is_in_search_of_keras_tuner():
+        optimizer.ledger.chosen_by_search = True
+        found = [_IN_SEARCH]
     found += filter(None, [adapted_warning(model)])
     deciding = [
         f"{type(c).__name__}(monitor={getattr(c, 'monitor', 'loss')!r})"

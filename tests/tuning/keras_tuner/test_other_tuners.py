@@ -1,0 +1,44 @@
+"""Searches that are not honest: KerasTuner's own tuners, whose trials each have one ledger."""
+
+import warnings
+
+import keras_tuner
+import pytest
+
+import tf_adaptive_dp as dp
+from tests.helpers import catalogue, tuned
+
+DELTA = 1e-4
+
+
+def build(parameters):
+    model = catalogue.mlp()
+    optimizer = dp.DPSGD(1.0, 1.0, learning_rate=parameters.Float("learning_rate", 0.01, 1.0))
+    model.compile(optimizer, loss=catalogue.loss(), metrics=["accuracy"])
+    return model
+
+
+@pytest.mark.parametrize("monitored", [False, True])
+def test_a_trial_says_that_epsilon_does_not_cover_the_search(tmp_path, monitored):
+    tuner = keras_tuner.RandomSearch(
+        build, "val_accuracy", max_trials=2, directory=tmp_path, overwrite=True
+    )
+    data = catalogue.data()
+    size = len(data[0])
+    more = [dp.PrivacyMonitor(size, DELTA, full_passes=False)] if monitored else []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tuner.search(*data, validation_data=data, batch_size=8, callbacks=more, verbose=0)
+    said = [w for w in caught if "one trial of a KerasTuner search" in str(w.message)]
+    assert [w.filename for w in said] == [__file__] * 2  # one for each trial
+    (model,) = tuner.get_best_models()
+    assert model.optimizer.ledger.chosen_by_search
+    text = dp.privacy_statement(model.optimizer, size, DELTA)
+    assert text.startswith("NOT THE WHOLE COST")
+
+
+def test_an_honest_search_needs_no_word(tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tuned.search(tuned.tuner(tmp_path))
+    assert not [w for w in caught if "KerasTuner search" in str(w.message)]
