@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -159,6 +160,177 @@ def test_examples_may_be_counted_and_cut_off_by_public_facts():
     for data in (counted, single.take_while(lambda *_: public > 0.0)):
         model = catalogue.compiled("DPSGD", expected_batch_size=4)
         model.fit(data.batch(4).take(1), verbose=0)
+        assert model.optimizer.ledger.num_releases == 1
+
+
+def of_many_lengths():
+    """Examples of one to four rows."""
+    random = np.random.default_rng(0)
+
+    def examples():
+        for i in range(24):
+            yield random.normal(size=[1 + i % 4, 6]).astype("float32"), i % 3
+
+    signature = tf.TensorSpec([None, 6]), tf.TensorSpec([], tf.int32)
+    return tf.data.Dataset.from_generator(examples, output_signature=signature)
+
+
+BY_LENGTH = {
+    "group_by_window": lambda examples: examples.bucket_by_sequence_length(
+        lambda x, y: tf.shape(x)[0], [3], [4, 4]
+    ),
+    "padded_batch": lambda examples: examples.padded_batch(4),
+}
+
+
+@pytest.mark.parametrize("way", BY_LENGTH)
+def test_the_length_of_an_example_may_change_nothing_for_others(way):
+    data = BY_LENGTH[way](of_many_lengths()).map(lambda x, y: (x[:, 0], y))
+    model = catalogue.compiled("DPSGD", expected_batch_size=4)
+    with pytest.raises(dp.NotPrivateError, match=f"No example may change .* `{way}`, wh"):
+        model.fit(data, verbose=0)
+    assert not model.optimizer.ledger.num_releases
+
+
+def test_examples_may_be_padded_to_a_public_length():
+    data = of_many_lengths().padded_batch(4, padded_shapes=([4, 6], []))
+    model = catalogue.compiled("DPSGD", expected_batch_size=4)
+    model.fit(data.map(lambda x, y: (x[:, 0], y)), verbose=0)
+    assert model.optimizer.ledger.num_releases == 6
+
+
+def of_class(single, k):
+    return single.filter(lambda x, y: tf.cast(y, tf.int32) == k)
+
+
+def changed(*example):
+    x, y = example
+    return 2.0 * x, y
+
+
+def blended(one, other):
+    return 0.5 * (one[0] + other[0]), one[1]
+
+
+Dataset = tf.data.Dataset
+COPYING = {
+    "repeat": lambda single: single.shuffle(9).repeat().batch(5),
+    "repeat, then shuffle": lambda single: single.repeat(2).shuffle(9).batch(4),
+    "repeat of classes": lambda single: Dataset.sample_from_datasets(
+        [of_class(single, k).repeat() for k in range(2)]
+    ).batch(4),
+    "sample_from_datasets": lambda single: Dataset.sample_from_datasets(
+        [single, single.map(changed)]
+    ).batch(4),
+    "concatenate": lambda single: single.concatenate(single.map(changed)).shuffle(9).batch(4),
+    "zip": lambda single: Dataset.zip((single, single.shuffle(9))).map(blended).batch(4),
+    "zip of batches of equal arrays": lambda single: Dataset.zip(
+        (
+            Dataset.from_tensor_slices(catalogue.data()).shuffle(9).batch(4),
+            Dataset.from_tensor_slices(catalogue.data()).shuffle(9).batch(4),
+        )
+    ).map(blended),
+}
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("way", COPYING)
+def test_no_batch_may_hold_an_example_several_times(way):
+    """Each copy is clipped on its own, so that the example moves the sum by several times C."""
+    single = Dataset.from_tensor_slices(catalogue.data())
+    model = catalogue.compiled("DPSGD", expected_batch_size=4)
+    method = re.split("[ ,]", way)[0]
+    with pytest.raises(dp.NotPrivateError, match=f"several times.* `{method}`"):
+        model.fit(COPYING[way](single).take(3), verbose=0)
+    assert not model.optimizer.ledger.num_releases
+
+
+def test_batches_may_be_made_of_parts_of_the_data_in_many_ways():
+    x, y = catalogue.data()
+    single, of_x, of_y = map(Dataset.from_tensor_slices, ((x, y), x, y))
+    in_turn = Dataset.range(2).repeat()
+    several = {
+        "passes of whole batches": single.shuffle(9).repeat().batch(4),
+        "batches that repeat": single.batch(4).repeat(),
+        "classes": Dataset.sample_from_datasets([of_class(single, k) for k in range(2)]).batch(4),
+        "halves": Dataset.choose_from_datasets(
+            [single.shard(2, k) for k in range(2)], in_turn
+        ).batch(4),
+        "parts": single.take(5).concatenate(single.skip(5)).batch(4),
+        "x beside y": Dataset.zip((of_x, of_y)).shuffle(9).batch(4),
+        "x beside y of one data set": Dataset.zip(
+            (single.map(lambda *e: e[0]), single.map(lambda *e: e[1]))
+        ).batch(4),
+        "beside other data": Dataset.zip((single, Dataset.from_tensor_slices(x[:3]).repeat()))
+        .map(lambda e, public: (e[0] + public, e[1]))
+        .batch(4),
+        "windows": tf.keras.utils.timeseries_dataset_from_array(x[:, 0], y, 6, batch_size=4),
+    }
+    for dataset in several.values():
+        model = catalogue.compiled("DPSGD", expected_batch_size=4)
+        model.fit(dataset.take(1), verbose=0)
+        assert model.optimizer.ledger.num_releases == 1
+
+
+MAPS_THAT_MIX = {
+    "Mean": lambda x, *more: (x - tf.reduce_mean(x, axis=0), *more),
+    "picks examples by index": lambda x, *more: (
+        x + tf.gather(x, tf.random.shuffle(tf.range(tf.shape(x)[0]))),
+        *more,
+    ),
+    "moves": lambda x, *more: (tf.roll(x, 1, axis=0), *more),
+    "other rows": lambda *batch: tuple(tf.repeat(part, 2, axis=0) for part in batch),
+}
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("way", MAPS_THAT_MIX)
+def test_a_map_of_batches_may_not_mix_their_rows(way):
+    """Clipping bounds what is in one row; one example may be in several of these."""
+    x, y = catalogue.data()
+    of_fit = Dataset.from_tensor_slices((x, y)).batch(4)
+    drawn = dp.poisson_batches((x, y), dp.PoissonSampling(0.1, 20, steps=4))
+    why = {"moves": "Roll", "other rows": "returns other rows"}.get(way, way)
+    for batches in (of_fit, drawn):
+        model = catalogue.compiled("DPSGD", expected_batch_size=len(x) * 0.1)
+        with pytest.raises(dp.NotPrivateError, match=f"`map` of batches .*{why}"):
+            model.fit(batches.map(MAPS_THAT_MIX[way]).prefetch(1), verbose=0)
+        assert not model.optimizer.ledger.num_releases
+
+
+def test_a_map_of_batches_may_not_pad_to_the_longest_example():
+    batches = of_many_lengths().ragged_batch(4).map(lambda x, y: (x.to_tensor()[:, 0], y))
+    model = catalogue.compiled("DPSGD", expected_batch_size=4)
+    with pytest.raises(dp.NotPrivateError, match="pads all examples to the longest of the batch"):
+        model.fit(batches, verbose=0)
+
+
+def test_a_map_of_batches_may_change_each_row_alone():
+    def in_python(x):
+        return x * np.float32(2)
+
+    maps = {
+        "numbers": lambda x, y: (2.0 * x / tf.norm(x, axis=1, keepdims=True), y),
+        "noise": lambda x, y: (x + tf.random.normal(tf.shape(x)), y),
+        "weights": lambda x, y: (x, y, tf.gather(tf.constant([1.0, 0.5, 0.2]), y)),
+        "a loop over rows": lambda x, y: (tf.map_fn(lambda e: e + tf.random.uniform([]), x), y),
+        "a choice": lambda x, y: (tf.cond(tf.random.uniform([]) < 0.5, lambda: x, lambda: -x), y),
+        "another shape": lambda x, y: (tf.reshape(tf.reshape(x, [-1, 2, 3]), [-1, 6]), y),
+        "unknown shapes": lambda x, y: (
+            tf.ensure_shape(
+                tf.reshape(tf.numpy_function(in_python, [x], x.dtype), [-1, 6]), x.shape
+            ),
+            y,
+        ),
+        "Python": lambda x, y: (
+            tf.ensure_shape(tf.numpy_function(in_python, [x], x.dtype), x.shape),
+            y,
+        ),
+    }
+    batches = Dataset.from_tensor_slices(catalogue.data()).batch(4)
+    for change in maps.values():
+        model = catalogue.compiled("DPSGD", expected_batch_size=4)
+        model.fit(batches.map(change).take(1), verbose=0)
         assert model.optimizer.ledger.num_releases == 1
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -19,6 +20,8 @@ _LEAVES_ROWS = ("Cache", "Options", "Prefetch", "Repeat", "Shuffle")
 _LEAVES_BATCHES = (*_LEAVES_ROWS, "Map")
 # What changes examples, or puts them into batches, but leaves none out.
 _LEAVES_EXAMPLES = (*_LEAVES_BATCHES, "Batch", "PaddedBatch", "Unbatch", "Restructured")
+# What makes elements of several others, or several of one.
+_NEW_ELEMENTS = ("Batch", "Unbatch", "GroupBy", "Window", "FlatMap", "Interleave")
 # The methods that may leave out elements, by the names of their data sets.
 _CHOICES = {
     "Filter": "filter",
@@ -96,6 +99,34 @@ def _examples(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset
 
 
+def _has_all_of(one: tf.data.Dataset, other: tf.data.Dataset) -> bool:
+    """Whether a data set holds all examples of another one, which may leave some out.
+
+    Two that are made of equal arrays hold the same ones.
+    """
+    whole, stack = _examples(one), [other]
+    while stack:
+        dataset = stack.pop()
+        if dataset is whole or _are_of_equal_arrays(dataset, whole):
+            return True
+        stack += input_datasets(dataset)
+    return False
+
+
+def _are_of_equal_arrays(one: tf.data.Dataset, other: tf.data.Dataset) -> bool:
+    ours, theirs = (getattr(d, "_tensors", []) for d in (one, other))
+    if not ours or type(one) is not type(other) or len(ours) != len(theirs):
+        return False
+    return all(map(_is_equal, ours, theirs))
+
+
+def _is_equal(one: tf.Tensor, other: tf.Tensor) -> bool:
+    if one is other or one.dtype == tf.variant or one.dtype != other.dtype:
+        return one is other
+    with tf.init_scope():  # a step may be traced now
+        return one.shape == other.shape and bool(tf.reduce_all(tf.equal(one, other)))
+
+
 def _batched(dataset: tf.data.Dataset, among: Sequence[str]) -> tf.data.Dataset | None:
     """The data set whose elements `batch` made; `None` if others than these came after it."""
     while not hasattr(dataset, "_batch_size"):
@@ -139,6 +170,83 @@ def gives_copies(dataset: tf.data.Dataset) -> bool:
     return any(map(gives_copies, inputs))
 
 
+def copies_in_batches(dataset: tf.data.Dataset) -> list[str]:
+    """The methods by which one batch may hold an example several times.
+
+    It sees examples that are repeated before they are batched, unless the batches divide each
+    pass, and data sets that are joined with themselves, but not what happens within functions.
+
+    Args:
+      dataset: of batches.
+    """
+    return _copies(dataset, None, in_order=True)
+
+
+def _copies(dataset: tf.data.Dataset, batched: tf.data.Dataset | None, in_order: bool) -> list[str]:
+    """See `copies_in_batches`.
+
+    Args:
+      dataset: one that the data set transforms.
+      batched: the data set that makes batches of its elements; `None` if it holds batches.
+      in_order: whether they come into the batches in this order, all of them.
+    """
+    kind, inputs = type(dataset).__name__, input_datasets(dataset)
+    if batched is None:
+        if "Batch" in kind and "Unbatch" not in kind:
+            batched = dataset
+    elif not _is_among(dataset, ("Cache", "Map", "Options", "Prefetch", "Repeat", "Take")):
+        in_order = False
+    if "DirectedInterleave" in kind:
+        inputs = inputs[1:]  # the first one says which of the others is next
+    pairs = list(itertools.permutations(inputs, 2))
+    if "Zip" in kind:
+        found = ["zip"] if any(_is_out_of_step(a, b) for a, b in pairs) else []
+        # Values beside examples that come once are no copies of these.
+        parts = [_copies(d, batched, in_order) for d in inputs]
+        return found + min(parts, key=len)
+    found = []
+    if batched is not None and "Repeat" in kind and int(dataset._count) != 1:
+        found += [] if in_order and _divides(batched, inputs[0]) else ["repeat"]
+    if batched is not None and any(_has_all_of(a, b) for a, b in pairs):
+        found.append("concatenate" if "Concatenate" in kind else "sample_from_datasets")
+    return found + [method for d in inputs for method in _copies(d, batched, in_order)]
+
+
+def _divides(batched: tf.data.Dataset, one_pass: tf.data.Dataset) -> bool:
+    """Whether batches of these sizes divide a pass, so that none has examples of two."""
+    size = tf.get_static_value(getattr(batched, "_batch_size", None))
+    with tf.init_scope():  # a step may be traced now
+        number = int(one_pass.cardinality())
+    return size is not None and number > 0 and number % size == 0
+
+
+def _is_out_of_step(one: tf.data.Dataset, other: tf.data.Dataset) -> bool:
+    """Whether two data sets hold the same examples, and one of them in another order."""
+    return _has_all_of(one, other) and (has_random_order(one) or has_random_order(other))
+
+
+def maps_of_batches(
+    dataset: tf.data.Dataset, until: Callable[[tf.data.Dataset], bool]
+) -> list[tuple[list[tf.Tensor], list[tf.Tensor]]]:
+    """What the functions of `map` take and return that change batches.
+
+    Args:
+      dataset: of batches.
+      until: says of a data set that its batches are to be left as they are.
+
+    Returns:
+      For each function, the parts of a batch and of its result, of a graph of its own.
+    """
+    kind, inputs = type(dataset).__name__, input_datasets(dataset)
+    if until(dataset) or any(name in kind for name in _NEW_ELEMENTS):
+        return []
+    found: list[tuple[list[tf.Tensor], list[tf.Tensor]]] = []
+    if _is_among(dataset, ["Map"]):
+        graph = dataset._map_func.function.graph
+        found.append((graph.inputs[: len(inputs[0]._flat_types)], graph.outputs))
+    return found + [function for d in inputs for function in maps_of_batches(d, until)]
+
+
 def _repeats_one_value(dataset: tf.data.Dataset) -> bool:
     if "Repeat" not in type(dataset).__name__:
         return False
@@ -167,10 +275,11 @@ def choices_of_batches(dataset: tf.data.Dataset) -> list[tuple[str, tf.Tensor | 
 
 
 def ties_between_examples(dataset: tf.data.Dataset) -> list[str]:
-    """The methods by which what one element holds may change what becomes of those after it.
+    """The methods by which what one element holds may change what becomes of others.
 
-    It sees `take_while` and `scan`, in all data sets that this one transforms, but not what happens
-    within functions, nor variables to which a function of `map` writes.
+    It sees `take_while`, `scan`, `group_by_window` and a `padded_batch` that pads to the longest,
+    in all data sets that this one transforms, but not what happens within functions, nor variables
+    to which a function of `map` writes.
     """
     kind, inputs = type(dataset).__name__, input_datasets(dataset)
     found = []
@@ -181,7 +290,24 @@ def ties_between_examples(dataset: tf.data.Dataset) -> list[str]:
         graph = dataset._scan_func.function.graph
         state = len(graph.outputs) - len(dataset._flat_types)
         found += ["scan"] * _reads(graph.outputs[:state], graph.inputs[state:], inputs[0])
+    if "GroupByWindow" in kind:
+        graph = dataset._key_func.function.graph
+        found += ["group_by_window"] * _reads(graph.outputs, graph.inputs, inputs[0])
+    if "PaddedBatch" in kind:
+        found += ["padded_batch"] * _pads_to_longest(dataset, inputs[0])
     return found + [method for d in inputs for method in ties_between_examples(d)]
+
+
+def _pads_to_longest(padded: tf.data.Dataset, examples: tf.data.Dataset) -> bool:
+    """Whether `padded_batch` makes some axis as long as the longest example of a batch."""
+    shapes = [spec.shape for spec in tf.nest.flatten(examples.element_spec)]
+    for to, shape in zip(tf.nest.flatten(padded._padded_shapes), shapes):
+        sizes = tf.get_static_value(to)
+        if sizes is None or shape.rank is None:
+            return True
+        if any(size < 0 and known is None for size, known in zip(sizes, shape)):
+            return True
+    return False
 
 
 def _reads(results: list[tf.Tensor], inputs: list[tf.Tensor], dataset: tf.data.Dataset) -> bool:

@@ -8,18 +8,43 @@ from typing import Any
 import tensorflow as tf
 
 from tf_adaptive_dp._keras.callers import RunningFit
-from tf_adaptive_dp._keras.datasets import choices_of_batches
+from tf_adaptive_dp._keras.datasets import (
+    choices_of_batches,
+    copies_in_batches,
+    maps_of_batches,
+)
 from tf_adaptive_dp._keras.optimizers import APPLYING, HOW_TO_STEP, has_slots_for
 from tf_adaptive_dp._keras.variables import path_of
 from tf_adaptive_dp.accounting.noise_strategies import IndependentNoise, NoiseStrategy
 from tf_adaptive_dp.errors import NotPrivateError
-from tf_adaptive_dp.gradients.batch_axis.analysis import comes_from_data
+from tf_adaptive_dp.gradients.batch_axis.analysis import comes_from_data, mixed_rows
 from tf_adaptive_dp.gradients.released import completion
 from tf_adaptive_dp.gradients.source import PerExampleGradients
 from tf_adaptive_dp.mechanism.replicas import num_replicas, refuse_unsupported_strategy
-from tf_adaptive_dp.sampling.datasets import is_drawn
+from tf_adaptive_dp.sampling.datasets import is_draw, is_drawn
 from tf_adaptive_dp.sampling.sources import refuse_ties
 from tf_adaptive_dp.side_information.provenance import uncounted_events
+
+# How a batch comes to hold an example several times, by method, and what to do about it.
+_COPIES = {
+    "repeat": (
+        "with `repeat` before `batch`, where a batch may span two passes. Batch before you repeat: "
+        "`dataset.shuffle(n).batch(size).repeat()`. To balance classes, give the examples weights."
+    ),
+    "concatenate": (
+        "with `concatenate` of a data set and itself before `batch`. Use each example once, as it "
+        "is or changed at random."
+    ),
+    "sample_from_datasets": (
+        "with `sample_from_datasets`, `choose_from_datasets` or `rejection_resample`, which take "
+        "examples from several data sets that hold the same ones. Use each example once; to "
+        "balance classes, give the examples weights."
+    ),
+    "zip": (
+        "with `zip` of a data set and itself in another order, as for MixUp. Use each example "
+        "once; `zip` features and labels before you shuffle."
+    ),
+}
 
 
 def refuse_unsupported_setting(optimizer: Any) -> None:
@@ -65,10 +90,10 @@ def refuse_uncounted_side_information(optimizer: Any) -> None:
 
 
 def refuse_chosen_batches(data: tf.data.Dataset | None) -> None:
-    """Rejects data sets of `fit` that leave out batches by what they hold, or tie examples.
+    """Rejects data sets of `fit` that leave out batches by what they hold, or tie or copy examples.
 
-    Whether there is a release would then show what a batch holds. How large a batch is, and its
-    number, are public.
+    Whether there is a release would show what a batch holds (how large it is, and its number, are
+    public), and one example could move the sum by more than C.
     """
     if data is None:
         return
@@ -82,6 +107,20 @@ def refuse_chosen_batches(data: tf.data.Dataset | None) -> None:
                 "are batched."
             )
     refuse_ties(data)
+    for method in copies_in_batches(data):
+        raise NotPrivateError(
+            "No batch may hold an example several times: it would move the sum by as many times "
+            f"C. Received: a `tf.data.Dataset` {_COPIES[method]}"
+        )
+    for batch, results in maps_of_batches(data, until=is_draw):
+        mixed = mixed_rows(batch, results)
+        if mixed is not None:
+            raise NotPrivateError(
+                "Each row of a batch must be made of one example alone, and each example must be "
+                "in one row: clipping bounds rows. Received: a `tf.data.Dataset` with a `map` of "
+                f"batches whose operation {mixed.op.name} ({mixed.op.type}) {mixed.why}. Leave it "
+                "out, or change each example on its own: `map` before `batch`."
+            )
 
 
 def refuse_batches_over_two_passes(optimizer: Any, fit: RunningFit) -> None:

@@ -243,9 +243,14 @@ def is_drawn(data: Any) -> bool:
     return next(_drawn_by_samplings(data), None) is not None
 
 
+def is_draw(data: Any) -> bool:
+    """Whether a data set is what a sampling of the library returned."""
+    return hasattr(data, "is_repeatable")
+
+
 def _drawn_by_samplings(data: Any) -> Iterator[Any]:
     """What samplings of the library drew, of a data set and those that it transforms."""
-    if hasattr(data, "is_repeatable"):
+    if is_draw(data):
         yield data
     for source in input_datasets(data) if isinstance(data, tf.data.Dataset) else ():
         yield from _drawn_by_samplings(source)

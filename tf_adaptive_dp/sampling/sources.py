@@ -30,6 +30,21 @@ SINGLE_EXAMPLES = (
     "drawn at random."
 )
 
+# What ties examples to each other, by method, and what to do about it.
+_TIES = {
+    "take_while": "whose function reads the examples. Use `filter` or `take` in its place.",
+    "scan": "whose function reads the examples. Use `map` in its place.",
+    "group_by_window": (
+        "whose function reads the examples, also as part of `bucket_by_sequence_length`: what they "
+        "hold decides how many batches there are and which of them share one. Give all examples "
+        "one length, with `padded_batch` and its `padded_shapes`."
+    ),
+    "padded_batch": (
+        "which pads all examples to the longest of their batch. Give them one length by "
+        "`padded_shapes=`, and cut longer ones with `map`."
+    ),
+}
+
 # Larger arrays are read in place: a copy for TensorFlow would cost too much memory.
 MAX_COPIED_BYTES = 2**31
 # How many examples are compared with all others, and how many of these must differ: by chance, the
@@ -108,11 +123,9 @@ def refuse_ties(dataset: tf.data.Dataset) -> None:
     One more example could then change all that is drawn, however its own gradient is clipped.
     """
     for method in ties_between_examples(dataset):
-        instead = {"take_while": "`filter` or `take`", "scan": "`map`"}[method]
         raise NotPrivateError(
             "No example may change what becomes of the others: clipping bounds what it adds itself "
-            f"and nothing else. Received: a `tf.data.Dataset` with `{method}`, whose function "
-            f"reads the examples. Use {instead} in its place."
+            f"and nothing else. Received: a `tf.data.Dataset` with `{method}`, {_TIES[method]}"
         )
 
 

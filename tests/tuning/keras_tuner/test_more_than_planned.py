@@ -147,8 +147,8 @@ def test_less_noise_than_planned_is_refused(tmp_path, strategy, steps_per_call):
 @STRATEGIES
 def test_larger_batches_than_planned_are_refused_though_no_step_follows(tmp_path, strategy):
     def larger(batches):
-        rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(64).repeat()
-        return rows.batch(60, drop_remainder=True).take(4)
+        rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(64)
+        return rows.batch(60, drop_remainder=True).repeat(4)
 
     def build(hp):
         return with_16_examples(hp, steps_per_execution=4)

@@ -35,6 +35,14 @@ _SOURCES = ("Placeholder", *sorted(ELEMENTS))
 _OPAQUE_TYPES = (tf.resource, tf.variant)
 # Why data has no batch axis.
 NO_BATCH_AXIS = "does not have the batch as axis 0, has no static shape, or is sparse or ragged"
+# Words of reasons why examples may be mixed where nothing shows that they are.
+_NOT_SHOWN = (
+    "for certain",
+    "may remember",
+    "not known",
+    "unknown",
+    "where in the batch an example",
+)
 
 
 def feeds(ops: Iterable[tf.Operation], graph: tf.Graph) -> list[tf.Tensor]:
@@ -238,6 +246,44 @@ def refuse(loss: tf.Tensor, batch_axes: BatchAxes) -> None:
             "The entries of the loss are not the examples of the batch. Received: a loss vector "
             f"{loss.name} with {layout}. Return one entry per example, in their order."
         )
+
+
+def mixed_rows(batch: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> CrossExample | None:
+    """Finds what mixes the rows of a batch in a function that changes it, such as one of `map`.
+
+    Scalars count as public. It finds what mixes for certain: nothing of what the search does not
+    know, such as Python or unknown shapes, or of what has no batch axis, such as ragged rows.
+
+    Args:
+      batch: the arguments of the function.
+      results: what it returns, each with one row for each of the batch, or independent of it.
+
+    Returns:
+      An operation of the function, and why; or `None`.
+    """
+    sizes = [_axis_0(t) for t in batch if t.shape.rank]
+    batch_axes = BatchAxes(sizes[0] if len(set(sizes)) == 1 else None)
+    for tensor in batch:
+        if tensor.shape.rank is None or tensor.dtype in _OPAQUE_TYPES:
+            batch_axes.set(tensor, CrossExample(tensor.op, "has unknown rows"), dependent=True)
+        elif tensor.shape.rank:
+            batch_axes.set(tensor, BatchAxis(), dependent=True)
+    ops = ancestors(results)
+    operations.run(ops, batch_axes)
+    for tensor in results:
+        layout = batch_axes[tensor]
+        if not batch_axes.depends(tensor):
+            continue
+        if isinstance(layout, CrossExample) and not any(w in layout.why for w in _NOT_SHOWN):
+            return layout
+        if isinstance(layout, BatchAxis) and layout != BatchAxis():
+            return CrossExample(tensor.op, "returns other rows than those of the batch")
+    padded = [
+        op for op in ops if op.type == "RaggedTensorToTensor" and batch_axes.depends(op.outputs[0])
+    ]
+    return next(
+        (CrossExample(op, ragged.TO_LONGEST) for op in padded if ragged.pads_to_longest(op)), None
+    )
 
 
 def has_other_rows(loss: tf.Tensor, batch_axes: BatchAxes) -> tf.Tensor | None:

@@ -24,6 +24,10 @@ from tf_adaptive_dp.gradients.batch_axis.operations import (
 from tf_adaptive_dp.gradients.batch_axis.state import BatchAxes
 from tf_adaptive_dp.gradients.batch_axis.values import BatchAxis, CrossExample, Parts, Value
 
+TO_LONGEST = (
+    "pads all examples to the longest of the batch (give them one length, as with "
+    "`output_sequence_length=` of TextVectorization)"
+)
 _PARTITION = "puts the parts of examples into rows that may not be those of the examples"
 
 
@@ -60,6 +64,12 @@ def entry_by_entry(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     return layout
 
 
+def pads_to_longest(op: tf.Operation) -> bool:
+    """Whether an operation makes ragged rows as long as the longest of the batch."""
+    sizes = static_value(op.inputs[0])
+    return sizes is not None and (sizes.ndim == 0 or bool((sizes[1:] < 0).any()))
+
+
 @register_part_rule("RaggedTensorToTensor")
 def padded(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     """One row of a fixed length for each example, cut off or filled up with one public value.
@@ -73,11 +83,7 @@ def padded(op: tf.Operation, batch_axes: BatchAxes) -> Value:
     if sizes is None or sizes.shape != (2,) or sizes[0] != -1 or filler.shape.rank != 0:
         return CrossExample(op, _PARTITION)
     if sizes[1] < 0:
-        return CrossExample(
-            op,
-            "pads all examples to the longest of the batch (give them one length, as with "
-            "`output_sequence_length=` of TextVectorization)",
-        )
+        return CrossExample(op, TO_LONGEST)
     if not _is_partition(op.get_attr("row_partition_types"), partition, layout.made_by):
         return CrossExample(op, _PARTITION)
     return layout.rows
